@@ -1,14 +1,14 @@
-//! Backups of all volumes, and restoring them: metadata and the objects that it points at, of either engine.
+//! Backup and restore of all volumes: the metadata and the objects that it points at, for either metadata engine.
 //!
-//! A backup is a folder. `objects/` holds objects, laid out like a local store; `metadata.sqlite` says which of them
-//! are part of the backup. Making a backup into a folder that has one adds objects, then replaces the metadata in one
-//! step, then removes objects that it does not point at: a crash leaves the backup of before or the new one.
+//! A backup is a folder. `objects/` has the layout of a local store; `metadata.sqlite` says which of its
+//! objects are part of the backup. A backup into a folder that has one adds objects, then replaces the
+//! metadata in one step, then removes unreferenced objects. A crash leaves either the old or the new backup.
 //!
-//! While objects are copied, a *hold* in the metadata keeps garbage from being deleted, in every process. It goes with
-//! the session of its process, so that what died holds nothing.
+//! While objects are copied, a *hold* in the metadata stops garbage collection in every process. The hold
+//! belongs to the session of its process, so that a dead process holds nothing.
 //!
-//! Restoring adds objects to the store, then replaces all metadata in one transaction. A crash leaves the volumes as
-//! they were or as they are in the backup; objects that nothing points at then are found by `fsck`.
+//! A restore adds objects to the store, then replaces all metadata in one transaction. A crash leaves the
+//! volumes either as they were or as in the backup; `fsck` finds objects that nothing points at afterwards.
 
 mod file;
 
@@ -36,47 +36,47 @@ use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::session::{self, DeadSession};
 
-/// Format of the folder.
+/// Format version of the folder.
 const FORMAT: u32 = 1;
-/// Says that a folder is one of backups, and of which store.
+/// The file that marks a folder as a backup and names its store.
 const ABOUT: &str = "backup.json";
 const LOCK: &str = "backup.lock";
 const METADATA: &str = "metadata.sqlite";
 const PARTIAL: &str = "metadata.sqlite.partial";
 const OBJECTS: &str = "objects";
-/// Objects that are copied at a time.
+/// Threads that copy objects.
 const PARALLEL: usize = 8;
 
-/// What a backup has done.
+/// The result of a backup.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct BackupReport {
     /// Objects in the backup.
     pub objects: u64,
-    /// Bytes that were copied; objects of an earlier backup in the folder stay as they are.
+    /// Bytes that were copied. Objects of an earlier backup in the folder are not copied again.
     pub bytes: u64,
-    /// Objects that the volumes need and the store does not have: damage, which `fsck` tells more about.
+    /// Objects that the volumes need but the store lacks: damage, which `fsck` describes.
     pub missing: u64,
     /// Objects of earlier backups that were removed.
     pub removed: u64,
 }
 
-/// What restoring has done.
+/// The result of a restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RestoreReport {
     /// Objects that the volumes need.
     pub objects: u64,
-    /// Bytes that were copied into the store; objects that it had stay as they are.
+    /// Bytes that were copied into the store. Objects that it already had are not copied.
     pub bytes: u64,
-    /// Objects that were missing already when the backup was made.
+    /// Objects that were already missing when the backup was made.
     pub missing: u64,
 }
 
-/// Is told the bytes that were copied so far; `false` stops the work.
+/// A callback with the bytes copied so far; `false` cancels the work.
 type Progress<'a> = &'a (dyn Fn(u64) -> bool + Sync);
 
 impl Datafs {
-    /// Makes a backup of all volumes with their snapshots, as they are at one moment during the call, into a folder
-    /// that is missing, empty, or has a backup of the same store. Runs beside everything else.
+    /// Writes a backup of all volumes and snapshots, as of one moment during the call. The folder must be
+    /// missing, empty, or hold a backup of the same store. The volumes stay usable meanwhile.
     pub fn backup(&self, to: &Path, progress: Progress<'_>) -> Result<BackupReport> {
         let shared = &self.shared;
         let store = shared.meta.view(StoreRow::get)?.filter(|row| row.marked).ok_or_else(|| {
@@ -99,7 +99,7 @@ impl Datafs {
         sync_names(&objects)?;
         file.into_inner().finish()?;
         failpoint::hit("backup-objects-copied");
-        // Without it, objects may have been deleted before they were copied.
+        // If the hold was lost, objects may have been deleted before they were copied.
         hold.release()?;
         folder.replace_metadata()?;
         failpoint::hit("backup-finished");
@@ -107,11 +107,11 @@ impl Datafs {
         Ok(BackupReport { objects: copied.objects, bytes: copied.bytes, missing: copied.missing, removed })
     }
 
-    /// Replaces all volumes of a home by those of a backup. Fails with [`Error::InUse`] while any process has them
-    /// open. The store, which may be another one than that of the backup, keeps what it has beside them.
+    /// Replaces all volumes of a home by those of a backup. Fails with [`Error::InUse`] while another process
+    /// has them open. The store may be a different one than the backup's; its other objects stay.
     ///
-    /// A store that other volumes are recorded for is refused unless `take_store` says that those are gone for good;
-    /// they are refused from their next opening on.
+    /// A store that belongs to other volumes is refused unless `take_store` says that those are gone for
+    /// good. They can no longer be opened afterwards.
     pub fn restore(
         home: &Path,
         config: &Config,
@@ -124,7 +124,7 @@ impl Datafs {
         let shared = Shared::open(home, &Config { gc_interval_ms: 0, ..config.clone() })?;
         let prefix = keys::encryption_keys();
         check_known_keys(file.page(&prefix, &keys::after_prefix(&prefix), usize::MAX)?, &shared.pool)?;
-        // The hold comes first: a process that opens the volumes after it deletes nothing.
+        // The hold comes first: a process that opens the volumes after it collects nothing.
         let hold = Hold::take(&shared)?;
         check_alone(&shared)?;
         let store = own_store(&shared, take_store)?;
@@ -152,7 +152,7 @@ impl Datafs {
     }
 }
 
-/// The number of the store that is restored into; `None` where it is to be marked.
+/// The id of the store to restore into; `None` if the store has to be marked.
 fn own_store(shared: &Shared, take_store: bool) -> Result<Option<StoreId>> {
     let marked = match StoreId::of(&shared.pool) {
         Ok(Some(id)) => id,
@@ -173,8 +173,8 @@ fn own_store(shared: &Shared, take_store: bool) -> Result<Option<StoreId>> {
     )))
 }
 
-/// Marks the store: with the number that the metadata has, where the marker was lost, else with a new one. Never with
-/// that of the backup's store, which may still be in use.
+/// Marks the store: with the id in the metadata if the marker was lost, else with a new one. Never with the
+/// id of the backup's store, which may still be in use.
 fn mark_anew(shared: &Shared) -> Result<StoreId> {
     let is_marked = matches!(StoreId::of(&shared.pool), Ok(Some(_)));
     let own = shared.meta.view(StoreRow::get)?.map(|row| row.id).filter(|_| !is_marked);
@@ -183,7 +183,7 @@ fn mark_anew(shared: &Shared) -> Result<StoreId> {
     Ok(id)
 }
 
-/// What the metadata becomes: that of the backup, with this store and this process.
+/// The new metadata: that of the backup, with this store and this process's session.
 fn restored<'a>(
     shared: &Shared,
     file: &'a BackupFile,
@@ -196,7 +196,7 @@ fn restored<'a>(
         (keys::session(own), session::row()),
     ];
     let left_out = [keys::STORE, keys::ROSTER, keys::BATCH].map(<[u8]>::to_vec);
-    // Sessions of the backup may be alive elsewhere: what they have in the store is not this home's to clean up.
+    // Sessions in the backup may be alive elsewhere: this home must not collect their objects.
     let prefixes = [keys::holds(), keys::sessions(), keys::sessions_in_cleanup()];
     let kept = move |pair: &Result<Pair>| match pair {
         Ok((key, _)) => !left_out.contains(key) && !prefixes.iter().any(|prefix| key.starts_with(prefix)),
@@ -220,7 +220,7 @@ fn check_alone(shared: &Shared) -> Result<()> {
     Ok(())
 }
 
-/// Keeps garbage of all processes from being deleted, for as long as its session lives.
+/// A hold on garbage collection in all processes, for as long as its session lives.
 struct Hold {
     shared: Arc<Shared>,
     released: bool,
@@ -240,7 +240,7 @@ impl Hold {
         Ok(Hold { shared: Arc::clone(shared), released: false })
     }
 
-    /// Fails when others took this process for dead meanwhile, and the hold with it: objects may be gone.
+    /// Fails when another process declared this one dead and removed the hold: objects may be gone.
     fn check(&self) -> Result<()> {
         let key = keys::hold(self.shared.session.id());
         match self.shared.meta.view_committed(|txn| txn.get(&key))? {
@@ -277,14 +277,14 @@ impl Drop for Hold {
     }
 }
 
-/// What was done with all objects.
+/// Totals over all copied objects.
 struct Sum {
     objects: u64,
     bytes: u64,
     missing: u64,
 }
 
-/// Copies the objects that a metadata points at, several at a time.
+/// Calls `copy` for every object that the metadata points at, from several threads.
 fn for_each_object(
     file: &Mutex<BackupFile>,
     progress: Progress<'_>,
@@ -369,7 +369,7 @@ impl About {
     }
 }
 
-/// A folder of backups, locked.
+/// A locked backup folder.
 struct Folder {
     root: PathBuf,
     _lock: Flock<File>,
@@ -380,13 +380,13 @@ impl Folder {
         self.root.join(name)
     }
 
-    /// The folder for backups of a store, made when it is missing. One that holds anything else is refused.
+    /// Opens or creates the folder for backups of a store. A folder with other content is refused.
     fn make(root: &Path, store: StoreId) -> Result<Folder> {
         let fail = |e| Error::io("make folder", root, e);
         DirBuilder::new().recursive(true).mode(0o700).create(root).map_err(fail)?;
         let empty = fs::read_dir(root).map_err(fail)?.next().is_none();
         match read_about(root)? {
-            // Left by a backup that was killed before it had begun, at most.
+            // At most what a backup left that was killed before it wrote `backup.json`.
             None if empty || is_begun(root)? => {}
             None => {
                 return Err(Error::Invalid(format!(
@@ -420,7 +420,7 @@ impl Folder {
         Ok(folder)
     }
 
-    /// A folder that holds a backup.
+    /// Opens a folder that holds a complete backup.
     fn open(root: &Path) -> Result<Folder> {
         let missing = || Error::not_found(format!("a complete backup in {}", root.display()));
         let about = read_about(root)?.ok_or_else(missing)?;
@@ -433,7 +433,7 @@ impl Folder {
         if folder.path(METADATA).exists() { Ok(folder) } else { Err(missing()) }
     }
 
-    /// Makes the new metadata the backup's.
+    /// Replaces the metadata by the new one, durably.
     fn replace_metadata(&self) -> Result<()> {
         let to = self.path(METADATA);
         fs::rename(self.path(PARTIAL), &to).map_err(|e| Error::io("rename to", to, e))?;
@@ -444,7 +444,7 @@ impl Folder {
         File::open(&self.root).and_then(|f| f.sync_all()).map_err(|e| Error::io("sync folder", &self.root, e))
     }
 
-    /// Removes what the backup does not need, such as objects of the one before.
+    /// Removes objects and unfinished files that the backup does not need. Returns the number of objects.
     fn remove_unused(&self) -> Result<u64> {
         let file = BackupFile::open(&self.path(METADATA))?;
         let (objects, mut removed) = (self.path(OBJECTS), 0);
@@ -461,7 +461,7 @@ impl Folder {
                 match id {
                     Ok(id) if file.refers_to(id)? => continue,
                     Ok(id) => removed += u64::from(name == id.to_string()),
-                    // What a killed backup has left half-copied is `NAME#PID`.
+                    // An unfinished file of a killed backup is `NAME#PID`.
                     Err(()) if name.contains('#') => {}
                     Err(()) => continue,
                 }
@@ -484,7 +484,7 @@ fn read_about(root: &Path) -> Result<Option<About>> {
     }
 }
 
-/// Whether a folder holds nothing but what [`Folder::make`] does before it says what the folder is.
+/// Whether a folder holds only what [`Folder::make`] creates before it writes `backup.json`.
 fn is_begun(root: &Path) -> Result<bool> {
     let fail = |e| Error::io("list", root, e);
     for entry in fs::read_dir(root).map_err(fail)? {

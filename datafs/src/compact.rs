@@ -1,12 +1,13 @@
-//! Compaction: what random overwrites have scattered and deletions have hollowed out is written anew.
+//! Compaction: rewrites files that random overwrites have scattered, and objects that deletions have hollowed
+//! out.
 //!
-//! Two kinds of waste, both of the live trees alone; what only snapshots hold stays as it is:
+//! It removes two kinds of waste, in live trees only; data that only snapshots hold stays as it is:
 //!  - a file in many small extents: its bytes are copied into one object (`compact/file.rs`);
-//!  - an object that little points at any more: what does is copied out of it, after which it is
-//!    garbage (`compact/packs.rs` for the packs of small files, `compact/file.rs` for others).
+//!  - an object of which little is in use: the bytes in use are copied out of it, after which it is garbage.
+//!    `compact/packs.rs` does this for the packs of small files, `compact/file.rs` for other objects.
 //!
-//! Runs beside writers and other compactions: the commit that points a file at the copy does so only
-//! where the file still points at what was copied. A crash leaves objects that nothing points at.
+//! It runs beside writers and other compactions: a commit points a file at the copy only if the file still
+//! references what was copied. A crash leaves unreferenced objects.
 
 mod file;
 mod packs;
@@ -32,14 +33,14 @@ use crate::name::Name;
 
 /// Records that one transaction reads.
 const BATCH: usize = 1_000;
-/// Files that are remembered until the next background pass.
+/// Most files that are remembered until the next background pass.
 const NOTED_MAX: usize = 4_096;
-/// How often the background pass looks through all objects for packs that are mostly dead.
+/// How often the background pass surveys all objects for packs that are mostly dead.
 const PACKS_INTERVAL: Duration = Duration::from_secs(600);
-/// Hollow objects, other than packs, that one compaction remembers.
+/// Most hollow objects, other than packs, that one compaction remembers.
 const HOLLOW_MAX: usize = 100_000;
 
-/// What [`Datafs::compact`] takes for worth rewriting.
+/// The thresholds above which [`Datafs::compact`] rewrites a file or an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Compact {
     /// Files with more extents than this, ...
@@ -59,24 +60,24 @@ impl Default for Compact {
 /// What a compaction has done.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct CompactReport {
-    /// Files that point at fewer or other objects now; those out of packs are not counted.
+    /// Files that were rewritten into new objects; files that were moved between packs are not counted.
     pub files: u64,
     /// Packs of small files that were emptied.
     pub packs: u64,
-    /// Extents that there were of what was rewritten.
+    /// Extents of the rewritten data before.
     pub extents_before: u64,
-    /// Extents that there are of it now.
+    /// Extents of the rewritten data now.
     pub extents_after: u64,
     /// Bytes that were copied.
     pub bytes: u64,
-    /// Files and packs that changed meanwhile and were left as they are.
+    /// Parts of files, and packs, that were left as they are: they changed meanwhile, or a key is missing.
     pub conflicts: u64,
 }
 
 impl Datafs {
-    /// Rewrites what is scattered or mostly dead, in one volume or in all, and returns when it is done;
-    /// the space comes free with the next collection of garbage ([`Datafs::gc`]). May be stopped (or
-    /// killed) anywhere. Packs are shared by volumes and are looked at in any case.
+    /// Rewrites scattered files and mostly dead objects, in one volume or in all. The next garbage collection
+    /// ([`Datafs::gc`]) frees the space. May be stopped (or killed) anywhere. Volumes share packs, so packs
+    /// are compacted in any case.
     pub fn compact(&self, volume: Option<&Name>, what: &Compact) -> Result<CompactReport> {
         let shared = &self.shared;
         let mut report = CompactReport::default();
@@ -95,7 +96,7 @@ impl Datafs {
     }
 }
 
-/// What the background pass of one open datafs has in mind.
+/// The state of the background pass of one open datafs.
 #[derive(Debug, Default)]
 pub(crate) struct Compaction {
     noted: Mutex<HashSet<(u64, u64)>>,
@@ -112,7 +113,7 @@ impl Compaction {
     }
 }
 
-/// Objects that little points at.
+/// Objects of which little is in use.
 #[derive(Debug, Default)]
 struct Hollow {
     packs: BTreeSet<ObjectId>,
@@ -120,7 +121,7 @@ struct Hollow {
 }
 
 impl Shared {
-    /// The background pass: files that this process has scattered and nobody here has open, and packs
+    /// The background pass: files that this process has scattered and does not have open any more, and packs
     /// that are mostly dead.
     pub(crate) fn compact_noted(self: &Arc<Self>) -> Result<()> {
         let what = Compact::default();
@@ -159,7 +160,7 @@ impl Shared {
     fn live_volumes(&self) -> Result<Vec<u64>> {
         let mut volumes = Vec::new();
         self.each(&keys::volumes(), |key, value| {
-            // One that cannot be read is told of by the collector and by fsck.
+            // The collector and fsck report a row that cannot be read.
             if VolumeRow::decode(value).is_ok_and(|row| !row.deleting) {
                 volumes.push(Decoder::new("volume key", &key[1..]).u64()?);
             }
@@ -168,8 +169,8 @@ impl Shared {
         Ok(volumes)
     }
 
-    /// Looks through the whole store. With `exact`, packs that may be compressed are asked how much they
-    /// hold; otherwise that is taken for no more than they take.
+    /// Surveys the whole store. With `exact`, reads the data size of packs that may be compressed; otherwise
+    /// their stored size counts.
     fn hollow_objects(&self, what: &Compact, exact: bool) -> Result<Hollow> {
         let mut hollow = Hollow::default();
         let mut result = Ok(());
@@ -199,7 +200,7 @@ impl Shared {
             && !is_full((GATHER_BYTES + PIECE_BYTES_MAX) as u64)
         {
             len = match self.pool.data_bytes(object) {
-                // Deleted meanwhile, or the key is not at hand.
+                // Deleted meanwhile, or the key is missing.
                 Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(()),
                 other => other?,
             };
@@ -208,7 +209,7 @@ impl Shared {
             return Ok(());
         }
         if object.is_pack() {
-            // Somebody may be filling it, unless it was stored at once.
+            // A live session may be filling it, unless it was stored at once.
             let filled = len >= PACK_BYTES || object.is_encoded();
             if filled || self.meta.view(|txn| txn.get(&keys::session(object.session())))?.is_none() {
                 hollow.packs.insert(object);

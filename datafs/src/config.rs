@@ -1,4 +1,4 @@
-//! The `[datafs]` table of `millrace.toml`.
+//! Configuration of datafs: the `[datafs]` table of `millrace.toml`.
 
 mod secret;
 
@@ -10,75 +10,74 @@ use serde::{Deserialize, Serialize};
 
 use crate::meta_url::MetaUrl;
 
-/// Longest `lock_wait_ms`: a day. Waiting for longer is waiting for ever, for a program.
+/// Longest `lock_wait_ms`: a day.
 pub(crate) const LOCK_WAIT_MS_MAX: u64 = 86_400_000;
 
-/// Where a datafs keeps its state and how much memory and time it takes.
+/// Location and limits of a datafs: its state, memory and time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// The metadata file (SQLite, with `-wal` and `-shm` beside it), relative to the home folder.
     pub meta_file: PathBuf,
-    /// A PostgreSQL server (15 or newer) for the metadata instead of the file, so that several machines
-    /// share the volumes: `postgres://user@host:port/database`. The password may also come from
-    /// `PGPASSWORD` or a password file. `?sslmode=verify-full&sslrootcert=FILE` has it reached through
-    /// TLS, with the modes of libpq.
+    /// A PostgreSQL server (15 or newer) for the metadata instead of the file, so that several machines share
+    /// the volumes: `postgres://user@host:port/database`. The password may also come from `PGPASSWORD` or a
+    /// password file. `?sslmode=verify-full&sslrootcert=FILE` enables TLS, with libpq's modes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub meta_url: Option<MetaUrl>,
-    /// The schema in that database, made when missing; a name of its own for each set of volumes.
+    /// The schema in that database, created when missing; use a separate one for each set of volumes.
     pub meta_schema: String,
     /// A password file (libpq's format, mode 0600), relative to the home folder; without it
     /// `PGPASSFILE`, else `~/.pgpass`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub meta_passfile: Option<PathBuf>,
-    /// Connections to the server at most, beside one for notifications. At least 2.
+    /// Most connections to the server, plus one for notifications. At least 2.
     pub meta_connections_max: usize,
-    /// Metadata of the server that this process remembers, in bytes.
+    /// Bytes of the server's metadata that this process caches.
     pub meta_cache_bytes_max: usize,
-    /// A process that has not been heard of by the metadata server for so long is taken for dead, and
-    /// what it had not published is removed. At least 1000. Without a server, locks tell at once.
+    /// Lease of a process on the metadata server. Once it expires, other processes treat this one as dead and
+    /// remove what it has not published. 1000 to 86400000, a day. Without a server, file locks show a
+    /// process's end at once.
     pub session_lease_ms: u64,
     /// The directory of the object store, relative to the home folder. Not used with a `store_url`.
     pub store_dir: PathBuf,
-    /// Where file data is kept instead: `file:///PATH`, `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or
-    /// `az://CONTAINER/PREFIX`. Stores in the cloud also take the environment variables of their kind
-    /// (`AWS_ACCESS_KEY_ID`, …); `store_options` go before those.
+    /// Where file data is kept instead of `store_dir`: `file:///PATH`, `s3://BUCKET/PREFIX`,
+    /// `gs://BUCKET/PREFIX` or `az://CONTAINER/PREFIX`. Remote stores also read the environment variables of
+    /// their kind (`AWS_ACCESS_KEY_ID`, …); `store_options` override those.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store_url: Option<String>,
-    /// How long a request to a store in the cloud is tried, with growing pauses, before it fails. At
-    /// least 1.
+    /// How long a request to a remote store is retried, with growing pauses, before it fails. At least 1.
     pub store_timeout_ms: u64,
-    /// Where data of a store in the cloud is kept on this machine, for all of its processes; relative to
-    /// the home folder.
+    /// The cache of a remote store, shared by all processes of this machine; relative to the home folder.
     pub cache_dir: PathBuf,
-    /// Bytes that the cache holds at most; 0 turns it off.
+    /// Most bytes in the cache; 0 turns it off.
     pub cache_bytes_max: u64,
-    /// Bytes of the cache's disk that it leaves free.
+    /// Bytes of its disk that the cache leaves free.
     pub cache_free_bytes_min: u64,
-    /// Bytes of objects in the cloud that are in memory for readers: what was fetched ahead, mostly.
+    /// Most bytes of remote objects in memory for readers, mainly prefetched data.
     pub read_buffers_bytes_max: u64,
-    /// How long the commit of a small file to a store in the cloud that nobody waits for may be put off,
-    /// so that more of them share one request; other changes wait with it.
+    /// How long the commit of a small file to a remote store may be delayed while no caller waits for it, so
+    /// that more files share one request. Other changes are delayed with it.
     pub pack_linger_ms: u64,
-    /// Bytes of small files that are in memory and not in a store in the cloud yet, at most. They are
-    /// kept, and tried again, while the store is away.
+    /// Most bytes of small files in memory that the remote store does not have yet. They are kept and retried
+    /// while the store is unavailable.
     pub pack_buffers_bytes_max: usize,
-    /// How long a write waits for other processes before it fails with `Busy`. 1 to 86400000, a day.
+    /// How long a write waits for the metadata locks of other processes before it fails with `Busy`. 1 to
+    /// 86400000, a day.
     pub lock_wait_ms: u64,
-    /// Unflushed bytes of one open file that are kept in memory before they become an object.
+    /// Most unflushed bytes of one open file in memory; beyond that they are written to an object.
     pub write_buffer_bytes_max: usize,
-    /// Unflushed bytes of all open files of the process together.
+    /// Most unflushed bytes of all open files of the process.
     pub write_buffers_bytes_max: usize,
-    /// How long the object of a deleted or overwritten file is kept, for readers of other processes
-    /// that looked it up just before.
+    /// How long the object of a deleted or overwritten file is kept for readers in other processes that
+    /// looked it up just before.
     pub garbage_grace_ms: u64,
-    /// How often the background collection of garbage runs; 0 turns it off.
+    /// Interval of the background garbage collection; 0 turns it off.
     pub gc_interval_ms: u64,
     /// Options of the store, by the names of the `object_store` crate: `endpoint`, `region`,
     /// `allow_http`, `access_key_id`, `secret_access_key`, …
     pub store_options: BTreeMap<String, Secret>,
-    /// The keys of encrypted volumes by name: 32 bytes, as they are, in hex or in base64, in a file or in
-    /// a variable of the environment.
+    /// The keys of encrypted volumes by name: 32 bytes, raw, in hex or in base64, from a file or an
+    /// environment variable.
     pub encryption_keys: BTreeMap<String, Secret>,
 }
 
@@ -122,7 +121,7 @@ impl Config {
         home.join(&self.meta_file)
     }
 
-    /// The same without the values of secrets that stand in it: what may be shown.
+    /// A copy that may be shown: the values of secrets are replaced.
     #[must_use]
     pub fn without_secrets(&self) -> Config {
         let hide = |(name, value): (&String, &Secret)| (name.clone(), value.hidden());
@@ -143,7 +142,7 @@ impl Config {
         home.join(&self.cache_dir)
     }
 
-    /// Where the processes that use this metadata lock a file each.
+    /// The folder in which each process that uses this metadata locks a file.
     pub(crate) fn sessions_path(&self, home: &Path) -> PathBuf {
         let mut path = self.meta_path(home).into_os_string();
         path.push("-sessions");

@@ -1,15 +1,14 @@
-//! File data as objects: an object is written once, front to back, and what was written never changes.
+//! Object storage for file data: an object is written once, front to back, and its bytes never change.
 //!
 //! Invariants:
-//!  - [`ObjectWriter::complete`] says what has to be synced before the object is durable (file and
-//!    directory on a local store), so that a pointer committed after that never dangles.
-//!  - Every read is verified against the checksums of the frames that it touches; what comes back
-//!    is what was written, or an error that names the object and the byte.
-//!  - An unfinished object is never readable: it has no name on the store before it is complete. Packs
-//!    of small files are the exception: they grow under their name, piece by piece.
+//!  - [`ObjectWriter::complete`] returns what must be synced before the object is durable (file and directory
+//!    on a local store). A pointer that is committed after that sync never dangles.
+//!  - Reads are verified against the checksums of the frames that they touch. A read returns the bytes that
+//!    were written, or an error that names the object and the byte.
+//!  - An unfinished object is not readable: it gets its name in the store when it is complete. Packs of small
+//!    files are the exception: they grow under their name, piece by piece.
 //!
-//! What it is not: it knows no files, no volumes and no references; who points at an object, and
-//! when nobody does any more, is metadata.
+//! This module knows no files, no volumes and no references. The metadata records which files point at an object.
 
 mod access_time;
 mod cache;

@@ -1,4 +1,4 @@
-//! One open datafs: the metadata engine, the object pool and what this process keeps beside them.
+//! An open datafs: the metadata engine, the object pool and the other state of this process.
 
 use std::collections::HashMap;
 use std::fs;
@@ -36,22 +36,20 @@ use crate::private;
 use crate::session::{self, Session};
 use crate::watch::Watchers;
 
-/// Inode numbers that a process takes at a time; those that it does not use are lost.
+/// Inode numbers that a process reserves at a time; unused ones are lost.
 const INO_BATCH: u64 = 1_024;
 
-/// The volumes under one home folder. A clone is another handle to the same state; every method
-/// blocks and may be called from any thread, inside or outside of an async runtime (inside, through
-/// `spawn_blocking`).
+/// The volumes under one home folder. A clone is another handle to the same state. Every method blocks and
+/// may be called from any thread (inside an async runtime, through `spawn_blocking`).
 #[derive(Debug, Clone)]
 pub struct Datafs {
-    // Goes first.
+    // Dropped first.
     pub(crate) in_use: Arc<InUse>,
     pub(crate) shared: Arc<Shared>,
 }
 
-/// Held by everything that users hold. When the last of it goes, everything that was answered is
-/// committed before that returns: the collection may keep the rest alive for a moment, and the process
-/// may end first.
+/// Held by every public handle. The drop of the last one commits all answered operations before it returns:
+/// the collector may keep `Shared` alive for a moment, and the process may end first.
 #[derive(Debug)]
 pub(crate) struct InUse(Weak<Shared>);
 
@@ -66,15 +64,15 @@ impl Drop for InUse {
     }
 }
 
-/// What the handles of one [`Datafs`] share.
+/// The state that the handles of one [`Datafs`] share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// The folder that it is in.
+    /// The home folder.
     pub(crate) home: std::path::PathBuf,
     pub(crate) config: Config,
     pub(crate) meta: Metadata,
     pub(crate) pool: ObjectPool,
-    /// Where the bytes of small files go.
+    /// The packs for small files.
     pub(crate) packs: Packs,
     pub(crate) session: Session,
     pub(crate) sessions_dir: std::path::PathBuf,
@@ -87,17 +85,17 @@ pub(crate) struct Shared {
     pub(crate) room_maker: RoomMaker,
     pub(crate) watchers: Watchers,
     pub(crate) compaction: Compaction,
-    /// With which keys the objects of each volume may be encrypted.
+    /// The keys that the objects of each volume may be encrypted with.
     pub(crate) expected_keys: RwLock<HashMap<u64, Arc<ExpectedKeys>>>,
     inos: Mutex<HashMap<u64, std::ops::Range<u64>>>,
 }
 
 impl Datafs {
-    /// Opens the state below `home`; folders and files that are missing are created. Several
-    /// processes may have the same home open.
+    /// Opens the state below `home`; creates missing folders and files. Several processes may have the same
+    /// home open.
     ///
     /// Fails with [`Error::NewerFormat`] when a newer Millrace has written it, and with
-    /// [`Error::NotWritable`] when it cannot be written.
+    /// [`Error::NotWritable`] when this process may not write it.
     pub fn open(home: &Path, config: &Config) -> Result<Datafs> {
         let shared = Shared::open(home, config)?;
         identity::check(&shared.meta, &shared.pool)?;
@@ -107,7 +105,7 @@ impl Datafs {
 }
 
 impl Shared {
-    /// Opens what [`Datafs::open`] does, whatever store the metadata belongs to. Nothing is collected.
+    /// [`Datafs::open`] without the check of the store's identity and without a collector.
     pub(crate) fn open(home: &Path, config: &Config) -> Result<Arc<Shared>> {
         if !(1..=LOCK_WAIT_MS_MAX).contains(&config.lock_wait_ms) {
             return Err(Error::Invalid(format!(
@@ -148,13 +146,13 @@ impl Shared {
 }
 
 impl Datafs {
-    /// The folder that the state is in.
+    /// The home folder.
     pub fn home(&self) -> &Path {
         &self.shared.home
     }
 }
 
-/// The metadata file of this machine.
+/// Opens the metadata file of this machine.
 fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metadata, Session)> {
     let meta_path = config.meta_path(home);
     create_dir(meta_path.parent().unwrap_or(home))?;
@@ -167,7 +165,7 @@ fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metad
     Ok((meta, session))
 }
 
-/// The metadata on a server, shared with other machines.
+/// Opens the metadata on a server, which machines share.
 fn open_server(home: &Path, config: &Config, url: &MetaUrl) -> Result<(Metadata, Session)> {
     if !(1_000..=86_400_000).contains(&config.session_lease_ms) {
         return Err(Error::Invalid("[datafs] session_lease_ms must be 1000 to 86400000, a day".into()));
@@ -187,7 +185,7 @@ fn open_server(home: &Path, config: &Config, url: &MetaUrl) -> Result<(Metadata,
 }
 
 impl Shared {
-    /// The metadata file or server, for messages.
+    /// The metadata file or server, for error messages.
     pub(crate) fn place_of_metadata(&self) -> String {
         match &self.config.meta_url {
             Some(url) => format!("{url}, schema {}", self.config.meta_schema),
@@ -195,7 +193,7 @@ impl Shared {
         }
     }
 
-    /// Inode numbers that nobody else uses. Not to be called inside a transaction.
+    /// Allocates unique inode numbers. Must not be called inside a transaction.
     pub(crate) fn allocate_inos(&self, volume: u64, count: u64) -> Result<std::ops::Range<u64>> {
         let mut inos = self.inos.lock();
         let free = inos.entry(volume).or_insert(0..0);
@@ -220,17 +218,17 @@ impl Shared {
         Ok(taken)
     }
 
-    /// Completes an object durably and takes charge of it: nothing points at it yet.
+    /// Completes an object durably. The returned guard owns it, since nothing points at it yet.
     pub(crate) fn finish(self: &Arc<Self>, mut writer: ObjectWriter) -> Result<FreshObject> {
         let object = self.complete(&mut writer)?;
         object.sync()?;
         Ok(object)
     }
 
-    /// Completes an object and takes charge of it: nothing points at it yet, and a commit that is going
-    /// to requires [`FreshObject::prerequisite`].
+    /// Completes an object. The returned guard owns it, since nothing points at it yet. A commit that will
+    /// point at it requires [`FreshObject::prerequisite`].
     pub(crate) fn complete(self: &Arc<Self>, writer: &mut ObjectWriter) -> Result<FreshObject> {
-        // What a failure leaves on the store is found by the session.
+        // The collection of this session finds what a failure leaves in the store.
         let finished = writer.complete().inspect_err(|_| self.session.leave_unclean())?;
         let Finished { object, unsynced } = finished;
         Ok(FreshObject { shared: Arc::clone(self), object, unsynced, settled: false })
@@ -240,7 +238,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         self.collector.stop();
-        // A pack that nothing points at goes with it, which must not outlive the session's row.
+        // Closing deletes unreferenced packs: they must not outlive the session's row.
         self.packs.close();
         if self.pool.has_left_behind() {
             self.session.leave_unclean();
@@ -250,7 +248,7 @@ impl Drop for Shared {
 }
 
 impl Pack {
-    /// What makes durable what was appended to it.
+    /// The prerequisite that makes all appended bytes durable.
     pub(crate) fn prerequisite(&self) -> Arc<dyn Prerequisite> {
         match self {
             Self::Local(pack) => Arc::clone(pack) as Arc<dyn Prerequisite>,
@@ -295,7 +293,7 @@ impl FreshObject {
         self.object
     }
 
-    /// What makes it durable, unless it is.
+    /// The prerequisite that makes it durable; `None` if it is.
     pub(crate) fn prerequisite(&self) -> Option<Arc<dyn Prerequisite>> {
         self.unsynced.as_ref().map(|unsynced| Arc::clone(unsynced) as Arc<dyn Prerequisite>)
     }
@@ -305,18 +303,19 @@ impl FreshObject {
         self.unsynced.as_ref().map_or(Ok(()), |unsynced| Ok(unsynced.sync()?))
     }
 
-    /// Whether it is in the store, and of the session, of this open datafs.
+    /// Whether it was created through this open datafs.
     pub(crate) fn belongs_to(&self, shared: &Arc<Shared>) -> bool {
         Arc::ptr_eq(&self.shared, shared)
     }
 
-    /// A commit points at it now.
+    /// Releases ownership: a commit points at it now.
     pub(crate) fn settle(mut self) {
         self.settled = true;
     }
 
-    /// Nobody knows whether a commit points at it: it stays until the session is cleaned up. A commit that
-    /// is going to point at it, perhaps once more, still has to require [`FreshObject::prerequisite`].
+    /// Releases ownership when it is unknown whether a commit points at it: the object stays until the
+    /// session is collected. A later commit that points at it still has to require
+    /// [`FreshObject::prerequisite`].
     pub(crate) fn abandon(&mut self) {
         self.shared.session.leave_unclean();
         self.settled = true;
@@ -335,7 +334,7 @@ impl Drop for FreshObject {
     }
 }
 
-/// Makes a folder with its parents where they are missing, durably: everything durable is below.
+/// Creates a folder and its missing parents durably: everything durable is below it.
 fn create_dir(path: &Path) -> Result<()> {
     let missing = path.ancestors().take_while(|folder| !folder.exists()).count();
     private::create_dir_all(path).map_err(|e| Error::io("create folder", path, e))?;

@@ -1,4 +1,4 @@
-//! What can go wrong in a volume, told apart by what the caller does next.
+//! Errors of this crate, distinguished by what the caller does next.
 
 use std::io;
 use std::path::PathBuf;
@@ -24,10 +24,10 @@ pub enum Error {
         /// Its name.
         name: String,
     },
-    /// Something of that name is there already (EEXIST).
+    /// An entry of that name exists already (EEXIST).
     #[error("{what} exists already")]
     Exists {
-        /// What is in the way, with its kind.
+        /// The existing entry, with its kind.
         what: String,
     },
     /// A directory was needed (ENOTDIR).
@@ -36,7 +36,7 @@ pub enum Error {
         /// What is not a directory.
         what: String,
     },
-    /// A directory cannot be used so (EISDIR).
+    /// The operation does not apply to a directory (EISDIR).
     #[error("{what} is a directory")]
     IsADirectory {
         /// The directory.
@@ -51,10 +51,10 @@ pub enum Error {
     /// Snapshots, and the `.snapshots` directory, cannot be changed (EROFS).
     #[error("{what} is read-only")]
     ReadOnly {
-        /// What was to be changed.
+        /// The target of the change.
         what: String,
     },
-    /// The operation is not permitted on such a thing (EPERM), for example a hard link to a directory.
+    /// The operation is not permitted on this kind of target (EPERM), for example a hard link to a directory.
     #[error("{operation} is not permitted on {what}")]
     NotPermitted {
         /// The operation.
@@ -84,7 +84,7 @@ pub enum Error {
     /// An argument is out of its range (EINVAL), for example moving a directory into itself.
     #[error("invalid argument: {0}")]
     Invalid(String),
-    /// Too many symbolic links on the way (ELOOP).
+    /// Resolving the path followed too many symbolic links (ELOOP).
     #[error("too many symbolic links in {what}")]
     Loop {
         /// The path.
@@ -104,18 +104,17 @@ pub enum Error {
         /// The limit, in the unit of `what`.
         max: u64,
     },
-    /// The disk under the metadata or the objects is full (ENOSPC), or the quota of who writes there
-    /// (EDQUOT). Nothing was half-written.
+    /// The disk under the metadata or the objects is full (ENOSPC), or the writing user's quota is used up
+    /// (EDQUOT). The operation left nothing half-written.
     #[error("{} at {place}: free some space and retry", no_space_words(*.quota))]
     NoSpace {
         /// The full place.
         place: String,
-        /// It is the quota that is used up, not the disk.
+        /// True when the quota is used up, not the disk.
         quota: bool,
     },
-    /// What was done is in memory and cannot be committed while the disk under the metadata is full (ENOSPC),
-    /// or the quota of who writes there (EDQUOT). It is committed once there is space, unless the process
-    /// ends before.
+    /// The operation is in memory but cannot be committed: the disk under the metadata is full (ENOSPC), or
+    /// the quota is used up (EDQUOT). It is committed once there is space, unless the process ends first.
     #[error(
         "{} at {place}, so that what was done is not on disk yet: free some space and retry",
         no_space_words(*.quota)
@@ -123,18 +122,18 @@ pub enum Error {
     NoSpaceToCommit {
         /// The full place.
         place: String,
-        /// It is the quota that is used up, not the disk.
+        /// True when the quota is used up, not the disk.
         quota: bool,
     },
-    /// An application key no longer has the value that the publish expected (EAGAIN): somebody else
+    /// An application key no longer has the value that the publish expected (EAGAIN): another writer
     /// published first. Read it again and decide.
     #[error("key {key:?} was changed by another writer")]
     Conflict {
         /// The key.
         key: String,
     },
-    /// A file is no longer as the publish expected (EAGAIN): somebody else wrote or removed it first. Look at it
-    /// again and decide.
+    /// A file is no longer as the publish expected (EAGAIN): another writer changed or removed it first. Look
+    /// at it again and decide.
     #[error("{what} was changed by another writer")]
     Changed {
         /// The path.
@@ -148,7 +147,7 @@ pub enum Error {
         /// How long this call waited.
         waited_ms: u64,
     },
-    /// Other processes have the volumes open (EBUSY), and what was asked for needs them alone.
+    /// Other processes have the volumes open (EBUSY), and the operation needs exclusive access.
     #[error(
         "the volumes at {place} are open in another process: end its mounts, services and commands, then retry \
          (with PostgreSQL, a process counts until session_lease_ms after its end)"
@@ -157,15 +156,15 @@ pub enum Error {
         /// The metadata file or server.
         place: String,
     },
-    /// What the handle, the view or the staged file refers to is gone (ESTALE): the snapshot or volume
-    /// was deleted, or another process took this one for dead. Open it again.
+    /// The target of the handle, view or staged file is gone (ESTALE): the snapshot or volume was deleted, or
+    /// another process declared this one dead. Open it again.
     #[error("{what} is gone")]
     Stale {
         /// What is gone.
         what: String,
     },
-    /// Another file was put in the place of one that this process has open (EIO), such as an older copy. Nothing
-    /// more is read or written through the old one.
+    /// A file that this process has open was replaced by another one (EIO), such as an older copy. This
+    /// process no longer reads or writes through the old one.
     #[error("{what} was replaced by another file: end this process and start it again")]
     Replaced {
         /// What was replaced.
@@ -192,48 +191,48 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// Not supported (EOPNOTSUPP); never a wrong result instead.
+    /// The operation is not supported (EOPNOTSUPP).
     #[error("{0} is not supported")]
     Unsupported(&'static str),
-    /// Stored bytes are not what was written (EIO).
+    /// Stored bytes differ from what was written (EIO).
     #[error("{what} is damaged: {reason}")]
     Corrupt {
         /// What is damaged.
         what: String,
-        /// How it shows.
+        /// The failed check.
         reason: String,
     },
-    /// Data is encrypted with a key that this process does not have, or has another of the same name
-    /// (EACCES).
+    /// The data is encrypted with a key that this process lacks, or for which it has another key of the same
+    /// name (EACCES).
     #[error("{what} is encrypted with the key {key:?}, {reason}")]
     WrongKey {
         /// The volume or object.
         what: String,
         /// The key's name.
         key: String,
-        /// What is the matter with it.
+        /// Whether the key is missing or another one.
         reason: &'static str,
     },
-    /// The object store did not answer for `store_timeout_ms` (EIO). Repeat the call once it is back;
-    /// what was written and not committed is still there.
+    /// The object store did not respond for `store_timeout_ms` (EIO). Repeat the call once it is reachable;
+    /// written but uncommitted data is kept.
     #[error(
         "the object store at {place} could not {operation} for {tried_ms} ms: see that it can be reached, then retry"
     )]
     StoreAway {
         /// The store.
         place: String,
-        /// What was being done, in words.
+        /// The operation in words.
         operation: &'static str,
-        /// How long it was tried.
+        /// How long the operation was retried, in milliseconds.
         tried_ms: u64,
-        /// What went wrong the last time.
+        /// The error of the last try.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The object store failed (EIO).
     #[error("file data")]
     Object(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The metadata engine failed (EIO). Of a commit it is not known whether it took place.
+    /// The metadata engine failed (EIO). If a commit failed, its outcome is unknown.
     #[error("metadata at {place}")]
     Metadata {
         /// The metadata file.
@@ -242,19 +241,19 @@ pub enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// An earlier commit of this process failed for good (EIO): operations that were answered and not
-    /// synced are lost, so that nothing goes on as if they were not. Open the datafs again.
+    /// An earlier commit of this process failed permanently (EIO). Operations that were answered but not
+    /// synced are lost, so this datafs refuses to continue. Open it again.
     #[error("metadata at {place}: a commit failed ({cause}), what was not synced is lost: open it again")]
     Failed {
         /// The metadata file.
         place: String,
-        /// What the commit failed with.
+        /// The error of that commit.
         cause: String,
     },
     /// The operating system failed (EIO).
     #[error("{operation} {}", path.display())]
     Io {
-        /// What was being done, in words.
+        /// The operation in words.
         operation: &'static str,
         /// The file or directory.
         path: PathBuf,
@@ -265,7 +264,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the same call may succeed when it is simply repeated.
+    /// Whether repeating the same call may succeed.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::Busy { .. } | Self::StoreAway { .. })
     }
@@ -275,9 +274,9 @@ impl Error {
         matches!(self, Self::NotFound { .. })
     }
 
-    /// Whether the operation surely changed nothing (a commit whose outcome is unknown is not one).
+    /// Whether the operation certainly changed nothing. A commit with an unknown outcome is not definite.
     pub(crate) fn is_definite(&self) -> bool {
-        // A commit that waits for a store or for space goes on by itself.
+        // A commit that waits for the store or for disk space continues in the background.
         !matches!(
             self,
             Self::Metadata { .. }
@@ -288,7 +287,7 @@ impl Error {
         )
     }
 
-    /// Whether a store in the cloud could not be reached, or refused: nothing is lost by trying again.
+    /// Whether a remote store was unreachable or refused the request: a retry loses nothing.
     pub fn is_store_trouble(&self) -> bool {
         match self {
             Self::StoreAway { .. } => true,
@@ -305,7 +304,7 @@ impl Error {
         Self::Corrupt { what: what.into(), reason: reason.into() }
     }
 
-    /// A key is missing, or another one has its name.
+    /// The error for a missing key, or for another key of the same name.
     pub(crate) fn wrong_key(what: String, key: &str, missing: bool) -> Self {
         let reason = match missing {
             true => "which is not in [datafs.encryption_keys]",
@@ -314,7 +313,7 @@ impl Error {
         Self::WrongKey { what, key: key.to_owned(), reason }
     }
 
-    /// An operating-system error at a path, told apart by errno.
+    /// Converts an operating-system error at a path by its errno.
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         let path = path.into();
         match source.raw_os_error() {
@@ -327,7 +326,7 @@ impl Error {
     }
 }
 
-/// An error with its causes in one line, without those that the text before them has named already.
+/// An error with its causes in one line; causes that the text already contains are left out.
 pub(crate) fn in_full(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

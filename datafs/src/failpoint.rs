@@ -1,7 +1,8 @@
-//! Places at which a test kills the process. `MILLRACE_FAILPOINT=name[:n]` aborts a debug build at the
-//! n-th time (the first one without `:n`) it comes to the place of that name; other builds never look.
+//! Fail points: named places in the code where a test kills the process. `MILLRACE_FAILPOINT=name[:n]` kills
+//! a debug build with SIGKILL when it reaches that place for the n-th time (default 1). Other builds ignore
+//! it.
 
-/// A place that may be the last one that this process comes to.
+/// Marks a fail point.
 #[inline]
 pub(crate) fn hit(name: &str) {
     #[cfg(debug_assertions)]
@@ -26,8 +27,8 @@ mod enabled {
         let wanted = WANTED.get_or_init(|| parse(&std::env::var("MILLRACE_FAILPOINT").ok()?));
         let Some(wanted) = wanted else { return };
         if wanted.name == name && wanted.left.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // As abrupt as SIGKILL: no destructors, no exit handlers, nothing is flushed.
-            // If it fails, the next line does much the same.
+            // SIGKILL runs no destructors and no exit handlers and flushes nothing. If it cannot be raised,
+            // abort.
             let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
             std::process::abort();
         }

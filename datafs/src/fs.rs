@@ -1,16 +1,16 @@
-//! The semantics of a file system: what POSIX programs rely on, as a library at the level of inodes.
+//! POSIX file-system semantics as a library, at the level of inodes.
 //!
-//! The operations are methods of [`View`](crate::View) and [`OpenFile`]; the mount is an adapter over
-//! them. Permissions are not checked here: the kernel does that for a mount, and a library user has
-//! the home folder anyway.
+//! The operations are methods of [`View`](crate::View) and [`OpenFile`]; the mount is an adapter over them.
+//! Permissions are not checked here, except sticky directories for the mount. The kernel checks them for a
+//! mount, and a library user can access the home directory anyway.
 //!
 //! Invariants:
-//!  - each operation on names is one metadata transaction: it happened or it did not;
-//!  - what was written through an open file is visible to this process at once, to others after a
-//!    flush, and survives a power failure after an fsync that returned `Ok`;
-//!  - a file that is made without a name goes with its last close, or with whoever made it, unless it was
-//!    given one;
-//!  - a file that is unlinked or replaced while it is open, here or in another process, stays readable and
+//!  - each operation on names is one metadata transaction: it happens whole or not at all;
+//!  - bytes written through an open file are visible to this process at once and to others after a flush;
+//!    they survive a power failure after an fsync that returned `Ok`;
+//!  - a file that was created without a name is freed at its last close, or after its process has died,
+//!    unless it got a name;
+//!  - a file that is unlinked or replaced while this or another process has it open stays readable and
 //!    writable until the last close.
 
 pub(crate) mod acl;

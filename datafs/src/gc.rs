@@ -1,11 +1,11 @@
-//! Collection of what nothing points at any more, safe to stop anywhere and to run in several
-//! processes at once.
+//! The garbage collector: frees what nothing references any more. It may be stopped anywhere, and may run in
+//! several processes at once.
 //!
-//! Four kinds, each noted in the metadata by the transaction that made it garbage:
+//! Four kinds of garbage, each recorded in the metadata by the transaction that made it garbage:
 //!  - objects whose last extent is gone: on the garbage list, deleted after a grace period;
 //!  - snapshots and volumes in deletion: freed in batches;
-//!  - inodes without a name that nobody has open any more, or that were too large to free at once;
-//!  - dead sessions: their objects that no extent points at.
+//!  - inodes without a name that no session has open any more, or that were too large to free at once;
+//!  - dead sessions: their objects that no extent references.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -32,15 +32,16 @@ use crate::view::View;
 
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
-/// Longest wait for a collection that is to stop.
+/// Longest wait for a running collection to stop.
 const STOP_MAX: Duration = Duration::from_secs(5);
-/// A full disk asks for whole collections no more often.
+/// Shortest time between two full collections that a full disk requests.
 const FULL_EVERY: Duration = Duration::from_secs(1);
-/// How often a process looks whether others ask what it has open, and whether they have answered.
+/// How often a process answers the orphan rounds of other sessions, and checks the answers to its rounds.
 const ANSWER_EVERY: Duration = Duration::from_secs(1);
-/// Objects that are deleted at a time: a store in the cloud takes several requests at once.
+/// Objects that are deleted at a time: a remote store takes several requests at once.
 const DELETED_TOGETHER: usize = 64;
-/// Half-written files are removed at this age where their writer may still be alive.
+/// Age at which unfinished files are removed when their session is neither known to live nor known to be
+/// dead.
 const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
 
 /// What a collection has removed.
@@ -48,7 +49,7 @@ const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
 pub struct GcReport {
     /// Objects deleted from the store.
     pub objects: u64,
-    /// Objects that stay until a backup or a restore that is running has ended.
+    /// Objects that stay until a running backup or restore has ended.
     pub held: u64,
     /// Snapshots whose deletion was completed.
     pub snapshots: u64,
@@ -56,21 +57,21 @@ pub struct GcReport {
     pub volumes: u64,
     /// Unlinked inodes that were freed.
     pub inodes: u64,
-    /// Dead processes that were cleaned up after.
+    /// Dead sessions that were cleaned up.
     pub sessions: u64,
 }
 
 impl Datafs {
-    /// Collects garbage now and returns when nothing is left that may go. Runs beside everything
-    /// else; may be stopped (or killed) anywhere.
+    /// Collects garbage now; returns when nothing more can be collected at this time. Runs beside all other
+    /// operations; may be stopped (or killed) anywhere.
     pub fn gc(&self) -> Result<GcReport> {
         self.shared.collect()
     }
 }
 
 impl View {
-    /// Deletes the objects of removed and replaced files whose grace period is over, in all volumes: the
-    /// part of [`Datafs::gc`] that frees space soon after a large file was replaced. Returns their number.
+    /// Deletes the objects of removed and replaced files whose grace period is over, in all volumes. This
+    /// part of [`Datafs::gc`] frees space soon after a large file was replaced. Returns their number.
     pub fn collect_objects(&self) -> Result<u64> {
         let mut report = GcReport::default();
         let grace = Duration::from_millis(self.shared.config.garbage_grace_ms);
@@ -95,12 +96,12 @@ struct Signal {
 struct State {
     wanted: bool,
     stopped: bool,
-    /// The thread keeps the datafs open at this moment.
+    /// The thread holds the datafs open at this moment.
     busy: bool,
 }
 
 impl Default for State {
-    /// The first collection starts at once: it cleans up after what died before.
+    /// The first collection starts at once: it cleans up after processes that died before.
     fn default() -> State {
         State { wanted: true, stopped: false, busy: false }
     }
@@ -128,14 +129,14 @@ impl Collector {
         self.signal.changed.notify_all();
     }
 
-    /// Has the thread end, whose collection goes no further than the transaction or deletion that it is at.
+    /// Ends the thread. A running collection stops after its current transaction or deletion.
     pub(crate) fn stop(&self) {
         self.signal.state.lock().stopped = true;
         self.signal.changed.notify_all();
     }
 
-    /// Waits after [`Collector::stop`] until the thread does not keep the datafs open, up to [`STOP_MAX`]: else the
-    /// process could end first and leave its session behind. Not to be called by that thread.
+    /// Waits after [`Collector::stop`], up to [`STOP_MAX`], until the thread does not hold the datafs open.
+    /// Otherwise the process could end first and leave its session behind. That thread must not call this.
     pub(crate) fn wait_for_stop(&self) {
         let mut state = self.signal.state.lock();
         let until = Instant::now() + STOP_MAX;
@@ -178,7 +179,8 @@ fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
     }
 }
 
-/// Says, when it goes, that the thread does not keep the datafs open any more. To be made before what does.
+/// Reports on drop that the thread does not hold the datafs open any more. Create it before the reference
+/// that does.
 struct Idle<'a>(&'a Signal);
 
 impl Drop for Idle<'_> {
@@ -200,18 +202,18 @@ fn collect_and_compact(shared: &Arc<Shared>) {
     }
 }
 
-/// Collections for the sake of those who found no space.
+/// Garbage collections for operations that found no space.
 #[derive(Debug, Default)]
 pub(crate) struct RoomMaker {
-    /// Held by the one that is under way: when a whole collection was last asked for.
+    /// Locked during such a collection: when a full collection was last requested.
     running: Mutex<Option<Instant>>,
-    /// How many have deleted something.
+    /// Number of such collections that have deleted something.
     successes: AtomicU64,
 }
 
 impl Shared {
-    /// Deletes garbage for somebody who found no space, without the grace period: readers of other processes look
-    /// up once more where an object went. Returns whether there is more space since the call.
+    /// Deletes garbage for an operation that found no space, without the grace period: readers in other
+    /// processes look up again when an object is missing. Returns whether space was freed since the call.
     pub(crate) fn make_room(&self) -> bool {
         let before = self.room_maker.successes.load(Ordering::Acquire);
         let mut asked = self.room_maker.running.lock();
@@ -222,7 +224,8 @@ impl Shared {
         if let Err(error) = self.collect_objects(Duration::ZERO, &mut report) {
             tracing::warn!(%error, "collecting garbage on a full disk");
         }
-        // What takes longer: snapshots and volumes in deletion, what dead processes have left.
+        // The background collection does what takes longer: snapshots and volumes in deletion, and the
+        // remains of dead processes.
         if asked.is_none_or(|at| at.elapsed() >= FULL_EVERY) {
             *asked = Some(Instant::now());
             self.collector.wake();
@@ -300,7 +303,7 @@ impl Shared {
             if known.contains(&id) || id == self.session.id() {
                 continue;
             }
-            // A session that died before its row, or one that started after the rows were read.
+            // A session that died before it wrote its row, or one that started after the rows were read.
             if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)?
                 && self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none()
             {
@@ -317,12 +320,12 @@ impl Shared {
             })?;
             failpoint::hit("gc-abandoned-removed");
         }
-        // The files go last: a crash before leaves them for the next collection to find.
+        // The session files are removed last: after a crash before this, the next collection finds them.
         ended.into_iter().try_for_each(DeadSession::remove)
     }
 
-    /// Removes what a dead process has left. Its row goes first, durably: if the process is only
-    /// stopped and comes back, none of its commits can point at a new object any more.
+    /// Removes the remains of a dead session. Deletes its row first, durably: if the process was only paused
+    /// and resumes, none of its commits can reference a new object any more.
     fn clean_up_after(&self, id: u64, report: &mut GcReport) -> Result<()> {
         self.end_session(id)?;
         failpoint::hit("gc-session-claimed");
@@ -331,14 +334,14 @@ impl Shared {
 
     fn end_session(&self, id: u64) -> Result<()> {
         self.meta.transact_making_room(Durability::Durable, |txn| {
-            // Kept under its name until the rest is gone, so that a crash here loses nothing.
+            // Listed as in cleanup until the rest is gone, so that a crash here loses nothing.
             txn.put(&keys::session_in_cleanup(id), &[])?;
             session::remove_row(txn, id)
         })
     }
 
-    /// Ends the session of another process if that is dead, which frees what it has locked; a collection
-    /// cleans up after it. Returns whether it was dead.
+    /// Ends the session of another process if that is dead, which frees its locks; a collection cleans up the
+    /// rest. Returns whether it was dead.
     pub(crate) fn end_if_dead(&self, id: u64) -> Result<bool> {
         let dead = DeadSession::claim(&self.meta, &self.sessions_dir, id)?;
         if dead.is_some() {
@@ -348,13 +351,13 @@ impl Shared {
         Ok(dead.is_some())
     }
 
-    /// Removes what a session has left that has no row any more.
+    /// Removes the locks and objects of a session whose row is gone.
     fn clean_up_rest(&self, id: u64, report: &mut GcReport) -> Result<()> {
         self.clean_up_locks(id)?;
         self.clean_up_objects(id, report)
     }
 
-    /// Locks of a session that is gone hold nobody up, but their records take space.
+    /// Removes the locks of an ended session. They block no other session, but their records take space.
     fn clean_up_locks(&self, id: u64) -> Result<()> {
         let mut last: Option<Vec<u8>> = None;
         loop {
@@ -373,7 +376,7 @@ impl Shared {
                 Ok(txn.get(&keys::references(object))?.is_some()
                     || txn.get(&keys::garbage(object))?.is_some())
             })?;
-            // A restore may be about to point at it. The session stays in cleanup.
+            // A restore may be about to reference it. The session stays in cleanup.
             if !known && self.is_held()? {
                 return Ok(());
             }
@@ -401,7 +404,7 @@ impl Shared {
             let id = Decoder::new("volume key", &key[1..]).u64()?;
             match VolumeRow::decode(value) {
                 Ok(row) => volumes.push((id, row.deleting)),
-                // The others are not made to wait for it.
+                // A damaged row must not block the other volumes.
                 Err(error) => tracing::warn!(volume = id, %error, "a volume is left as it is; see fsck"),
             }
             Ok(())
@@ -475,7 +478,7 @@ impl Shared {
                     due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
                 }
             }
-            // Looked at after the page was read: what a hold protects became garbage after the hold.
+            // Checked after the page was read: objects that a hold protects became garbage after the hold.
             if !due.is_empty() && self.is_held()? {
                 report.held += due.len() as u64;
             } else if !due.is_empty() {
@@ -488,14 +491,15 @@ impl Shared {
         }
     }
 
-    /// Whether a backup or a restore wants to find every object. The holds of dead processes go with their sessions.
+    /// Whether a running backup or restore needs every object. The holds of dead processes go with their
+    /// sessions.
     fn is_held(&self) -> Result<bool> {
         Ok(!self.page(&keys::holds(), None)?.is_empty())
     }
 
     fn delete_objects(&self, due: &[ObjectId], report: &mut GcReport) -> Result<()> {
-        // The commits that gave the objects up may be relaxed: a power failure must not bring back a
-        // pointer to what is deleted now.
+        // The commits that released the objects may be relaxed: a power failure must not bring back a
+        // reference to an object that is deleted now.
         self.meta.sync()?;
         for few in due.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
             self.go_on()?;

@@ -1,8 +1,8 @@
-//! The store and the encryption keys that a metadata belongs to.
+//! Identity of the object store and the encryption keys that a metadata belongs to.
 //!
-//! A store has a number, which its marker holds, and the metadata names it from the first time on that both are
-//! opened together. A process whose configuration leads to another store is refused before it writes there, and so
-//! is one that has another key under a name that the metadata knows.
+//! A store's marker holds the store's id. The metadata records this id when both are first opened together. A
+//! process is refused before it writes if its configuration leads to another store, or has another key under
+//! a name that the metadata knows.
 
 use std::fmt;
 
@@ -18,10 +18,10 @@ use crate::meta::metadata::Metadata;
 use crate::meta::versioned::VolumeRow;
 use crate::session::random_id;
 
-/// What tells a key from others of its name.
+/// The check value that distinguishes keys of one name.
 pub(crate) type KeyCheck = [u8; 8];
 
-/// The number of a store.
+/// The id of a store.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StoreId(u128);
 
@@ -47,7 +47,7 @@ impl StoreId {
         Ok(StoreId(u128::from(random_id()?) << 64 | u128::from(random_id()?)))
     }
 
-    /// The number of a pool's store, if it has one.
+    /// The id in the marker of a pool's store; `None` without a marker.
     pub(crate) fn of(pool: &ObjectPool) -> Result<Option<StoreId>> {
         let Some(text) = pool.read_marker()? else { return Ok(None) };
         let marker: Option<Marker> = serde_json::from_slice(&text).ok();
@@ -58,18 +58,18 @@ impl StoreId {
         id.map(StoreId).map(Some).ok_or_else(damaged)
     }
 
-    /// Gives a pool's store this number.
+    /// Writes this id into the marker of a pool's store.
     pub(crate) fn mark(self, pool: &ObjectPool) -> Result<()> {
         let text = serde_json::json!(Marker { store: self.to_string() }).to_string() + "\n";
         Ok(pool.write_marker(text.as_bytes())?)
     }
 }
 
-/// What the metadata says about its store.
+/// The metadata's record of its store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StoreRow {
     pub(crate) id: StoreId,
-    /// The store has the number; before, only the metadata does.
+    /// The store has a marker with this id; before that, only the metadata has the id.
     pub(crate) marked: bool,
 }
 
@@ -95,11 +95,11 @@ impl StoreRow {
     }
 }
 
-/// Refuses a store, and keys, that are not those of the metadata; records them the first time.
+/// Refuses a store or keys that do not belong to the metadata; records them the first time.
 pub(crate) fn check(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
     check_keys(meta, pool)?;
     match check_store(meta, pool) {
-        // Nothing can be written there now, and reads come from the cache.
+        // While it is unreachable, nothing can be written there, and reads come from the cache.
         Err(error) if error.is_store_trouble() => {
             tracing::warn!(
                 error = in_full(&error),
@@ -107,7 +107,7 @@ pub(crate) fn check(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
             );
             Ok(())
         }
-        // Opening works on a full disk, so that files can be removed.
+        // Opening must work on a full disk, so that files can be removed.
         Err(Error::NoSpace { place, .. } | Error::NoSpaceToCommit { place, .. }) => {
             tracing::warn!(%place, "no space to record which object store belongs to the metadata");
             Ok(())
@@ -121,11 +121,11 @@ fn check_store(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
         let (row, first_reference) = meta.view(|txn| {
             let (start, end) = (keys::all_references(), keys::after_prefix(&keys::all_references()));
             let row = StoreRow::get(txn)?;
-            // Once the row is there, that is no question any more.
+            // Not needed once the row exists.
             let first = if row.is_none() { txn.scan(&start, &end, Order::Ascending, 1)? } else { Vec::new() };
             Ok((row, !first.is_empty()))
         })?;
-        // After the row: the store is marked before its row says so.
+        // Read after the row, because the store is marked before its row says so.
         let marker = StoreId::of(pool)?;
         match row {
             Some(StoreRow { id, marked: true }) if marker == Some(id) => return Ok(()),
@@ -139,7 +139,7 @@ fn check_store(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
             }
             _ => {}
         }
-        // The metadata comes first, so that processes that do this at once mark the store alike.
+        // The metadata comes first, so that concurrent processes mark the store with the same id.
         let drawn = StoreId::draw()?;
         let row = meta.transact(Durability::Durable, |txn| {
             let row = match StoreRow::get(txn.as_read())? {
@@ -180,7 +180,7 @@ fn refused(pool: &ObjectPool, wanted: StoreId, found: Option<StoreId>) -> Error 
     ))
 }
 
-/// Notes a key that a volume uses from now on; refuses one of another key's name.
+/// Records a key that a volume uses; refuses another key of a recorded name.
 pub(crate) fn note_key(txn: &mut dyn WriteTxn, name: &str, check: &KeyCheck) -> Result<()> {
     let key = keys::encryption_key(name);
     match txn.get(&key)? {
@@ -195,7 +195,7 @@ fn other_key(name: &str) -> Error {
 }
 
 fn check_keys(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
-    // The store's row is the newer of the two: without it, no key may have been noted yet.
+    // The store's row is the newer record: without it, the keys may not have been recorded yet.
     let noted = meta.view(|txn| Ok(txn.get(keys::STORE)?.is_some()))?;
     if !noted {
         note_keys_of_volumes(meta)?;
@@ -206,8 +206,8 @@ fn check_keys(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
     check_known_keys(meta.view(known)?, pool)
 }
 
-/// Refuses another key than the one that the metadata knows under its name. One that is missing may be: only
-/// volumes that are encrypted with it cannot be opened.
+/// Refuses a key that differs from the recorded one of its name. A missing key is accepted: only volumes
+/// encrypted with it cannot be opened.
 pub(crate) fn check_known_keys(known: Vec<Pair>, pool: &ObjectPool) -> Result<()> {
     for (key, check) in known {
         let name = String::from_utf8_lossy(&key[1..]).into_owned();
@@ -218,14 +218,14 @@ pub(crate) fn check_known_keys(known: Vec<Pair>, pool: &ObjectPool) -> Result<()
     Ok(())
 }
 
-/// Notes the keys of the volumes of a metadata that noted none.
+/// Records the keys of all volumes, for metadata that has no such records yet.
 fn note_keys_of_volumes(meta: &Metadata) -> Result<()> {
     let rows = meta.view(|txn| {
         let prefix = keys::volumes();
         txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, usize::MAX)
     })?;
     for (_, value) in rows {
-        // What a damaged row says is reported where it is used.
+        // Operations on the volume report a damaged row.
         let Ok(VolumeRow { key: Some((name, check)), .. }) = VolumeRow::decode(&value) else { continue };
         let noted = meta.transact(Durability::Relaxed, |txn| note_key(txn, &name, &check));
         if let Err(Error::WrongKey { .. }) = noted {

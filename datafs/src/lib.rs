@@ -1,25 +1,26 @@
-//! Volumes with snapshots: POSIX semantics, metadata engines, file data as objects, the FUSE mount.
+//! Volumes with snapshots: POSIX semantics, metadata engines, file data in an object store, and the FUSE mount.
 //!
-//! A volume is a tree of files with application keys beside it. It is read and written in three ways,
+//! A volume is a tree of files with application keys beside it. Programs read and write it in three ways,
 //! which all see the same: through [`View`] (by path, or at the level of inodes), as an
-//! [`object_store::ObjectStore`], and as a mount that any program can use. A snapshot is a volume as it
-//! was at one moment; making one costs the same whatever the size, and nothing in it ever changes.
+//! [`object_store::ObjectStore`], and as a mount. A snapshot is a volume as of one moment; creating one costs
+//! the same whatever the size, and its content never changes.
 //!
-//! What it is not: it knows no file formats and no topics; it is no server (processes share a home
-//! folder through the metadata engine); it checks no permissions (the kernel does for a mount).
+//! Out of scope: file formats and topics; a server (processes share a home folder through the metadata
+//! engine); permission checks (for a mount, the kernel does them).
 //!
 //! Invariants:
-//!  - a name on disk never points at data that is not durable: objects are synced before the commit of
-//!    their extents, or as a step of it;
-//!  - what `fsync`, [`View::sync`] or a durable call has returned for survives everything. Other changes are
-//!    seen by all processes at once and committed in groups, in order, at most some milliseconds later
-//!    (5 ms, plus the commit): a killed process may lose that last group as a whole, a power failure what
-//!    no later durable call has covered;
-//!  - each change of names, and each [`View::publish`] with any number of files and keys, is one
-//!    transaction: wholly there or not at all, for every process and after every crash;
-//!  - every object belongs to an extent of the live tree or of a snapshot, to a live process that has
-//!    not published it yet, or is garbage that is noted (or found by its session) and collected;
-//!  - bytes that come back were checked against the checksums that were stored with them;
+//!  - a name on disk never points at data that is not durable: objects are synced before the commit of their
+//!    extents, or as a step of it;
+//!  - a change is never lost once `fsync`, [`View::sync`] or a durable call has returned for it. Other
+//!    changes are visible to all processes at once. They are committed in groups, in order, at most a few
+//!    milliseconds later (5 ms, plus the commit). A killed process may lose the last group as a whole; a
+//!    power failure may lose all changes since the last durable call;
+//!  - each change of names, and each [`View::publish`] with any number of files and keys, is one transaction:
+//!    all or nothing, for every process and after every crash;
+//!  - every object belongs to an extent of the live tree or of a snapshot, or to a live process that has not
+//!    published it yet. Any other object is recorded as garbage, or found through its session, and collected;
+//!  - reads return only bytes that match the checksums stored with them, except through a file image that the
+//!    mount passes to the kernel;
 //!  - a format that is newer than this build is refused before anything is written.
 //!
 //! ```

@@ -1,10 +1,10 @@
 //! Metadata: an ordered key-value store with transactions, and the versioned records on top of it.
 //!
 //! Invariants:
-//!  - every record of a volume goes through [`versioned`], so that a snapshot covers all of them;
-//!  - an object is referenced from the moment in which an extent that points at it is committed until
-//!    the last extent is gone from the live tree and from every snapshot; then it is on the garbage
-//!    list, in the same transaction.
+//!  - every record of a volume (inode, entry, extent, application key) goes through [`versioned`], so that a
+//!    snapshot covers all of them;
+//!  - an object counts as referenced from the commit of the first extent that points at it until its last
+//!    extent leaves the live tree and every snapshot. The same transaction then puts it on the garbage list.
 
 mod change_log;
 pub(crate) mod changes;

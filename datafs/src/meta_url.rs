@@ -1,4 +1,4 @@
-//! The URL of a metadata server, which may hold a password and therefore does not show itself.
+//! The URL of a metadata server. It may contain a password, which `Debug` and `Display` hide.
 
 use std::fmt;
 
@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// `postgres://user:password@host:port/database`; for a unix socket `postgres:///database?host=/folder`.
 ///
-/// `Debug` and `Display` leave the password out. Serializing does not: who prints a configuration
-/// prints [`crate::Config::without_secrets`].
+/// `Debug` and `Display` hide the password. Serializing does not: to print a configuration, use
+/// [`crate::Config::without_secrets`].
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct MetaUrl(String);
@@ -21,7 +21,7 @@ impl MetaUrl {
     /// The URL without its password.
     pub fn redacted(&self) -> MetaUrl {
         let Some((scheme, rest)) = self.0.split_once("://") else {
-            // Not a URL: whatever it is, it is refused when it is used.
+            // Not a URL: opening it fails later; hide all of it.
             return MetaUrl("***".into());
         };
         // A password that is not percent-encoded may hold characters that end the authority. Then all up to the last `@`

@@ -1,7 +1,7 @@
 //! Counters of the process, in its default Prometheus registry and in the statistics of mounts.
 //!
-//! Threads add to cells of their own, mostly, so that counting costs a few nanoseconds wherever it is
-//! done. What is counted for each mount is in `mount/stats.rs`.
+//! Most threads add to a separate cell, so that counting costs a few nanoseconds. `mount/stats.rs` has the
+//! counters per mount.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto;
 
-/// Cells of each counter; threads are dealt out over them.
+/// Cells of each counter; threads are assigned to them round-robin.
 pub(crate) const STRIPES: usize = 8;
 
 /// The cell that the current thread counts in.
@@ -30,7 +30,7 @@ pub(crate) fn stripe() -> usize {
     }
 }
 
-/// A number on a cache line of its own.
+/// A number on a separate cache line.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Striped(AtomicU64);
@@ -71,7 +71,7 @@ macro_rules! counters {
             pub(crate) static $ident: Counter = Counter::new($name, $help);
         )*
 
-        /// All of them.
+        /// All counters.
         static COUNTERS: &[&Counter] = &[$(&$ident,)*];
     };
 }
@@ -122,7 +122,7 @@ pub(crate) fn snapshot() -> BTreeMap<String, u64> {
     COUNTERS.iter().map(|counter| (counter.name.to_owned(), counter.get())).collect()
 }
 
-/// Puts the counters into the default registry of the process, once.
+/// Registers the counters in the default registry of the process, once.
 pub(crate) fn export() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -136,7 +136,7 @@ pub(crate) fn export() {
     });
 }
 
-/// Registers a collector; one that cannot be is logged, which is better than failing what is counted.
+/// Registers a collector; a failure is logged and does not stop the caller.
 pub(crate) fn register(collector: Box<dyn Collector>, name: &str) {
     if let Err(error) = prometheus::register(collector) {
         tracing::warn!(%error, name, "a metric is not exported");

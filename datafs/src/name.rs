@@ -1,4 +1,4 @@
-//! Names of volumes and snapshots, and the pair of both as users type it: `digits`, `digits@v1`.
+//! Names of volumes and snapshots, and the volume specification that combines both: `digits`, `digits@v1`.
 
 use std::fmt;
 use std::str::FromStr;

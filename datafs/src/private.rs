@@ -1,21 +1,21 @@
-//! Files and folders of the home, which are for their owner alone: they hold what files of any mode hold in a volume,
-//! keys of tokens, and locks that another user could keep.
+//! Creation of private files and folders in the home, accessible to their owner only. They hold the content
+//! of volume files of any mode, keys of tokens, and locks that another user could keep.
 
 use std::fs::{DirBuilder, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-/// Makes a folder, and its parents where they are missing.
+/// Creates a folder and its missing parents, with mode 0700.
 ///
 /// # Errors
-/// Those of `mkdir`; a folder that is there is none.
+/// Those of `mkdir`; an existing folder is not an error.
 pub fn create_dir_all(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// How a file is opened that is made where it is missing. A symbolic link is refused (ELOOP): in the home of
-/// another user it could lead to any file of this one.
+/// The options to open or create a file with mode 0600. A symbolic link is refused (ELOOP): in another user's
+/// home it could lead to any file of this user.
 pub fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.mode(0o600).custom_flags(libc::O_NOFOLLOW);

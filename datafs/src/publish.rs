@@ -1,8 +1,8 @@
-//! Files that become visible in one step, together with application keys.
+//! Atomic publishing: files become visible in one step, together with application keys.
 //!
-//! A file is staged first: its bytes go to an object that is durable and that nobody sees. Publishing
-//! commits the names of any number of staged files, removals and application keys in one metadata
-//! transaction. A crash in between leaves the volume as it was; the objects are collected.
+//! A writer stages a file first: its bytes go into a durable object that no path leads to. Publishing commits
+//! any number of staged files, removals and application keys in one metadata transaction. A crash before it
+//! leaves the volume as it was; the collection of the session deletes the objects.
 
 use std::ffi::OsStr;
 use std::io;
@@ -28,7 +28,7 @@ pub const VALUE_BYTES_MAX: usize = 1 << 20;
 /// Most steps of one publish.
 pub const PUBLISH_STEPS_MAX: usize = 100_000;
 
-/// A file being staged. Dropping it unfinished leaves nothing behind.
+/// A file being staged. Dropping it unfinished deletes its bytes.
 #[derive(Debug)]
 pub struct StagedWriter {
     view: View,
@@ -36,7 +36,7 @@ pub struct StagedWriter {
     object: Option<ObjectWriter>,
 }
 
-/// A staged file: durable, and seen by nobody until it is published. Dropping it deletes it.
+/// A staged file: durable, and invisible until it is published. Dropping it deletes it.
 #[derive(Debug)]
 pub struct StagedFile {
     len: u64,
@@ -115,7 +115,7 @@ impl io::Write for StagedWriter {
     }
 }
 
-/// What one [`View::publish`] commits, in order.
+/// The steps that one [`View::publish`] commits, in order.
 #[derive(Debug, Default)]
 pub struct Publish {
     steps: Vec<Step>,
@@ -133,12 +133,12 @@ enum Step {
 }
 
 impl Publish {
-    /// Nothing yet.
+    /// A publish without steps.
     pub fn new() -> Publish {
         Publish::default()
     }
 
-    /// Makes a staged file visible at a path. Parent directories are made, a file there is replaced.
+    /// Makes a staged file visible at a path. Creates missing parent directories; replaces an existing file.
     #[must_use]
     pub fn file(self, path: impl Into<String>, staged: StagedFile) -> Publish {
         self.step(Step::File { path: path.into(), staged })
@@ -157,29 +157,29 @@ impl Publish {
         self.step(Step::PutKey { key: key.into(), value: value.into() })
     }
 
-    /// Removes an application key; one that is not there is removed already.
+    /// Removes an application key; a missing key is not an error.
     #[must_use]
     pub fn delete_key(self, key: impl Into<String>) -> Publish {
         self.step(Step::DeleteKey { key: key.into() })
     }
 
-    /// Fails the publish with [`Error::Conflict`] unless the key has this value now (`None`: is not
-    /// there). Expectations are checked before anything else of the publish.
+    /// Fails the publish with [`Error::Conflict`] unless the key has this value (`None`: does not exist).
+    /// Expectations are checked before any other step of the publish.
     #[must_use]
     pub fn expect_key(self, key: impl Into<String>, value: Option<Vec<u8>>) -> Publish {
         self.step(Step::ExpectKey { key: key.into(), value })
     }
 
-    /// Fails the publish with [`Error::Exists`] when there is something at the path, be it a symbolic link.
-    /// Checked before anything else of the publish.
+    /// Fails the publish with [`Error::Exists`] when the path exists, even as a symbolic link. Checked before
+    /// any other step of the publish.
     #[must_use]
     pub fn expect_absent(self, path: impl Into<String>) -> Publish {
         self.step(Step::ExpectAbsent { path: path.into() })
     }
 
-    /// Fails the publish with [`Error::Changed`] unless the file at the path is the one that had these
-    /// attributes, with contents and attributes as they were; a symbolic link is not followed. What was
-    /// written to it since and is not flushed does not count. Checked before anything else of the publish.
+    /// Fails the publish with [`Error::Changed`] unless the path still has the file with these attributes,
+    /// with unchanged content and attributes. Symbolic links are not followed. Unflushed writes to the file
+    /// do not count. Checked before any other step of the publish.
     #[must_use]
     pub fn expect_unchanged(self, path: impl Into<String>, attr: &Attr) -> Publish {
         self.step(Step::ExpectUnchanged { path: path.into(), attr: Box::new(*attr) })
@@ -192,7 +192,7 @@ impl Publish {
 }
 
 impl View {
-    /// Begins a file that nobody sees until it is published.
+    /// Begins a file that stays invisible until it is published.
     pub fn stage(&self) -> Result<StagedWriter> {
         self.writable(self.root())?;
         self.shared.meta.check_reserve()?;
@@ -200,13 +200,13 @@ impl View {
     }
 
     /// Commits all of `publish` or, on error, nothing; durable when it returns `Ok`. After
-    /// [`Error::Metadata`] nobody knows whether the commit took place: look at an application key that
-    /// the publish sets before trying again.
+    /// [`Error::Metadata`] the outcome of the commit is unknown: check an application key that the publish
+    /// sets before retrying.
     pub fn publish(&self, publish: Publish) -> Result<()> {
         self.publish_files(publish).map(drop)
     }
 
-    /// [`View::publish`], which tells the attributes of the files as they were published, in order.
+    /// [`View::publish`] that returns the attributes of the published files, in order.
     pub(crate) fn publish_files(&self, publish: Publish) -> Result<Vec<Attr>> {
         let mut inos = 0;
         for step in &publish.steps {
@@ -241,7 +241,7 @@ impl View {
         result
     }
 
-    /// Checks a step without looking into the volume. Returns how many inodes it may make.
+    /// Checks a step without reading the volume. Returns how many inodes it may create.
     fn check(&self, step: &Step) -> Result<u64> {
         match step {
             Step::File { path, staged } => {
@@ -272,7 +272,7 @@ impl View {
         }
     }
 
-    /// Carries a step out; the attributes of the file that it made.
+    /// Executes a step. Returns the attributes of the file that it created, if any.
     fn apply<'a>(
         &'a self,
         step: &Step,
@@ -331,7 +331,7 @@ impl View {
     }
 }
 
-/// Refuses what a step does not expect.
+/// Checks the expectation of a step; other steps pass.
 fn check_expected(step: &Step, writer: &mut Writer<'_>) -> Result<()> {
     match step {
         Step::ExpectKey { key, value } if writer.get(&keys::application(key))? != *value => {
@@ -354,7 +354,7 @@ fn check_expected(step: &Step, writer: &mut Writer<'_>) -> Result<()> {
     }
 }
 
-/// What a path names, if there is anything.
+/// The directory entry at a path, if it exists.
 fn entry(writer: &mut Writer<'_>, path: &str) -> Result<Option<Dentry>> {
     let parts = check_path(path)?;
     let (name, parents) = parts.split_last().ok_or_else(|| root_error(path))?;
@@ -396,7 +396,7 @@ fn new_inode(directory: &Inode, kind: FileKind, mode: u32) -> Inode {
     tree::child_inode(directory, kind, mode, crate::fs::Owner { uid, gid })
 }
 
-/// The directory that components lead to. Symbolic links are not followed.
+/// The directory at a path. Symbolic links are not followed.
 fn find_directories(writer: &mut Writer<'_>, parts: &[&OsStr]) -> Result<u64> {
     let mut parent = ROOT_INO;
     for name in parts {
@@ -409,7 +409,7 @@ fn find_directories(writer: &mut Writer<'_>, parts: &[&OsStr]) -> Result<u64> {
     Ok(parent)
 }
 
-/// The directory that components lead to, made where it is missing. Symbolic links are not followed.
+/// The directory at a path; missing ones are created. Symbolic links are not followed.
 pub(crate) fn make_directories(
     writer: &mut Writer<'_>,
     parts: &[&OsStr],

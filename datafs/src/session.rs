@@ -1,14 +1,14 @@
-//! A process's registration in the metadata, and how others know that it is dead.
+//! Sessions: the registration of a process in the metadata, and the detection of dead processes.
 //!
-//! A session is a row in the metadata and a file that the process keeps locked. The kernel drops the
-//! lock when the process ends, however it ends; then another process may take the session over and
-//! remove what it left behind: objects that it never published, files that it had unlinked while they
-//! were open. The names of new objects carry the session, so nothing is written down per object.
+//! A session is a row in the metadata and a file that the process keeps locked. The kernel drops the lock
+//! however the process ends. Another process may then take the session over and remove what is left of it:
+//! unpublished objects, and files that were unlinked while they were open. The names of new objects carry the
+//! session, so nothing is written down per object.
 //!
-//! Where the metadata is on a server, a lock file says nothing about processes of other machines; there
-//! the engine keeps a lease of each session, and one whose lease has lapsed is dead. Its process may be
-//! alive after all (cut off, stopped): its row is gone then, so that its commits that would point at
-//! objects of its own fail, see `check_session` in `meta/versioned.rs`.
+//! Where the metadata is on a server, a lock file says nothing about processes of other machines. There the
+//! engine keeps a lease of each session, and a session whose lease has lapsed is dead. Its process may still
+//! be alive (cut off, stopped). But its row is gone, so commits that would point at its own new objects fail,
+//! see `check_session` in `meta/versioned.rs`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
@@ -29,24 +29,24 @@ use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::private;
 
-/// Attempts at finding an id whose file nobody else holds.
+/// Attempts to find an id whose file no other process holds.
 const ATTEMPTS: u32 = 16;
 
 /// This process's session.
 #[derive(Debug)]
 pub(crate) struct Session {
     id: u64,
-    /// Where its file is, if it has one.
+    /// Folder of its file, if it has one.
     directory: Option<PathBuf>,
     /// Held until the process ends.
     #[cfg_attr(not(test), expect(dead_code))]
     lock: Mutex<Option<Flock<File>>>,
-    /// Something was left behind that the next process has to remove.
+    /// Something is left that another process has to remove.
     unclean: AtomicBool,
 }
 
 impl Session {
-    /// Registers this process. `directory` exists.
+    /// Registers this process. `directory` must exist.
     pub(crate) fn start(meta: &Metadata, directory: &Path) -> Result<Session> {
         for _ in 0..ATTEMPTS {
             let id = random_id()?;
@@ -70,7 +70,7 @@ impl Session {
         Err(Error::Invalid(format!("no free session file in {}", directory.display())))
     }
 
-    /// Registers this process, whose lease the engine has under `id` already.
+    /// Registers this process under `id`, for which the engine already has a lease.
     pub(crate) fn start_leased(meta: &Metadata, id: u64) -> Result<Session> {
         write_row(meta, id)?;
         Ok(Session { id, directory: None, lock: Mutex::new(None), unclean: AtomicBool::new(false) })
@@ -81,18 +81,18 @@ impl Session {
         self.id
     }
 
-    /// Notes that an object may be left behind, so that the row must outlive the process.
+    /// Records that an object may be left behind, so that the row must outlive the process.
     pub(crate) fn leave_unclean(&self) {
         self.unclean.store(true, Ordering::Release);
     }
 
-    /// What a kill does to a session, for tests.
+    /// Drops the lock, as a kill of the process does.
     #[cfg(test)]
     pub(crate) fn lose_lock(&self) {
         drop(self.lock.lock().take());
     }
 
-    /// Ends the session. An unclean one is left for another process to clean up.
+    /// Ends the session. Leaves an unclean one for another process to clean up.
     pub(crate) fn end(&self, meta: &Metadata) {
         if self.unclean.load(Ordering::Acquire) {
             return;
@@ -116,11 +116,11 @@ pub(crate) struct DeadSession {
 }
 
 impl DeadSession {
-    /// Takes a session over; `None` while its process lives, or another one is taking it over.
+    /// Takes a session over; `None` while its process lives or another process takes it over.
     pub(crate) fn claim(meta: &Metadata, directory: &Path, id: u64) -> Result<Option<DeadSession>> {
         match meta.session_lives(id)? {
             Some(true) => Ok(None),
-            // Several processes may claim it at once: each step of the removal may be done twice.
+            // Several processes may claim it at once: each step of the removal may run twice.
             Some(false) => Ok(Some(DeadSession { id, directory: None, _lock: None })),
             None => DeadSession::claim_file(directory, id),
         }
@@ -144,7 +144,8 @@ impl DeadSession {
         self.id
     }
 
-    /// Whether its process has surely ended: the kernel has dropped the lock. A lapsed lease says less.
+    /// Whether its process has certainly ended: the kernel has dropped the lock. A lapsed lease does not
+    /// prove it.
     pub(crate) fn is_gone(&self) -> bool {
         self.directory.is_some()
     }
@@ -163,7 +164,7 @@ pub(crate) fn row() -> Vec<u8> {
 
 fn write_row(meta: &Metadata, id: u64) -> Result<()> {
     let row = row();
-    // A process that makes room begins with a session.
+    // A process that frees space must first register a session.
     meta.transact_making_room(Durability::Durable, |txn| {
         let mut all = roster(txn.as_read())?;
         all.retain(|other| *other != id);
@@ -173,7 +174,7 @@ fn write_row(meta: &Metadata, id: u64) -> Result<()> {
     })
 }
 
-/// Removes a session's row, and what else is kept by its number.
+/// Removes a session's row and its other records.
 pub(crate) fn remove_row(txn: &mut dyn WriteTxn, id: u64) -> Result<()> {
     let mut all = roster(txn.as_read())?;
     all.retain(|other| *other != id);
@@ -183,7 +184,7 @@ pub(crate) fn remove_row(txn: &mut dyn WriteTxn, id: u64) -> Result<()> {
     txn.delete(&keys::session(id))
 }
 
-/// The sessions that have a row, oldest first (of a roster that is damaged: by their numbers).
+/// The sessions that have a row, oldest first. If the roster is damaged, they are in numeric order.
 pub(crate) fn roster(txn: &mut dyn ReadTxn) -> Result<Vec<u64>> {
     let value = txn.get(keys::ROSTER)?.unwrap_or_default();
     if let (numbers, []) = value.as_chunks() {
@@ -200,8 +201,8 @@ fn put_roster(txn: &mut dyn WriteTxn, all: &[u64]) -> Result<()> {
     txn.put(keys::ROSTER, &value)
 }
 
-/// Whether nobody but a session has the metadata open, in a transaction that conflicts with whoever
-/// begins to.
+/// Whether no session but `id` has the metadata open. The transaction conflicts with any process that
+/// registers.
 pub(crate) fn is_alone(txn: &mut dyn ReadTxn, id: u64) -> Result<bool> {
     Ok(txn.get(keys::ROSTER)?.is_none_or(|value| value == id.to_be_bytes()))
 }
@@ -212,7 +213,7 @@ pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
     let mut ids = Vec::new();
     let entries = match fs::read_dir(directory) {
         Ok(entries) => entries,
-        // Where the engine has leases, sessions have no files.
+        // Sessions with leases have no files.
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(ids),
         Err(e) => return Err(fail(e)),
     };
@@ -223,7 +224,7 @@ pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
     Ok(ids)
 }
 
-/// A number, not 0, that no other process draws.
+/// A random number, not 0. Two processes practically never draw the same.
 pub(crate) fn random_id() -> Result<u64> {
     let source = "/dev/urandom";
     let mut bytes = [0; 8];
@@ -233,7 +234,7 @@ pub(crate) fn random_id() -> Result<u64> {
     Ok(u64::from_be_bytes(bytes).max(1))
 }
 
-/// A number for a session with a lease: a signed integer on the server.
+/// A number for a session with a lease: it fits a signed integer on the server.
 pub(crate) fn leased_id() -> Result<u64> {
     Ok((random_id()? >> 1).max(1))
 }
@@ -250,7 +251,7 @@ fn remove_file(directory: &Path, id: u64) -> Result<()> {
     }
 }
 
-/// Locks a session file; `None` when another process has it, or has just removed it: a lock on a file
+/// Locks a session file. `None` when another process holds it, or has just removed it: a lock on a file
 /// without a name protects nothing.
 fn try_lock(file: File, path: &Path) -> Result<Option<Flock<File>>> {
     let fail = |e| Error::io("look at session file", path, e);

@@ -1,4 +1,4 @@
-//! Tests of whole volumes over a bucket, and of volumes that are compressed or encrypted.
+//! Tests of whole volumes: in a bucket, compressed, encrypted.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -39,12 +39,12 @@ fn view(datafs: &Datafs, spec: &str) -> View {
     datafs.view(&spec.parse().unwrap()).unwrap()
 }
 
-/// Text that is easily found again.
+/// Text that [`is_found`] can search for.
 fn secret_text(len: usize) -> Vec<u8> {
     b"this is the secret of the house; ".iter().copied().cycle().take(len).collect()
 }
 
-/// Writes files in every way there is, and reads them back.
+/// Writes files in all supported ways and reads them back.
 fn write_files(live: &View) {
     for len in [10, 3000, 5000, 100_000, 300_000, 3 * MIB] {
         live.write_file(&format!("whole/{len}"), &secret_text(len)).unwrap();
@@ -119,7 +119,7 @@ fn an_encrypted_volume_leaves_no_bytes_of_its_files_anywhere() {
     assert!(!is_found(home.path(), b"secret of the house"));
     let datafs = Datafs::open(home.path(), &config).unwrap();
     check_files(&view(&datafs, "v-zst"));
-    // The same without encryption is found, so that the search is one.
+    // Unencrypted text is found, which shows that the search works.
     datafs.volume_create(&name("plain")).unwrap();
     view(&datafs, "plain").write_file("small", &secret_text(10_000)).unwrap();
     drop(datafs);
@@ -193,7 +193,7 @@ fn a_volume_lives_in_a_bucket() {
     }
     assert!(datafs.shared.pool.space().unwrap().free_bytes > 1 << 40);
     drop(datafs);
-    // Another process, and nothing in the cache.
+    // As another process with an empty cache.
     fs::remove_dir_all(home.path().join("datafs/cache")).unwrap();
     let datafs = Datafs::open(home.path(), &config).unwrap();
     let snapshot = view(&datafs, "v@s");
@@ -213,7 +213,7 @@ fn a_volume_lives_in_a_bucket() {
     check_files(&view(&datafs, "sealed@s"));
     assert_eq!(snapshot.stat("whole").unwrap().kind, FileKind::Directory);
     drop(file);
-    // What is deleted leaves the bucket.
+    // Deleting the volumes empties the bucket.
     for volume in ["v", "sealed"] {
         datafs.volume_delete(&name(volume)).unwrap();
     }
@@ -260,10 +260,10 @@ fn a_live_view_outlives_its_store() {
     assert!(error.is_retryable());
     open.write_at(0, &secret_text(100_000)).unwrap();
     assert!(matches!(open.fsync().unwrap_err(), Error::StoreAway { .. }));
-    // Names need no store.
+    // Names and small files need no store.
     live.write_file("small", b"in the metadata").unwrap();
     server.start_again();
-    // On a busy machine it may be away for another moment.
+    // On a busy machine the store may be unavailable for another moment.
     let begun = std::time::Instant::now();
     while let Err(error) = open.fsync() {
         assert!(error.is_retryable() && begun.elapsed().as_secs() < 120, "{error}");

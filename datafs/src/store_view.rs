@@ -1,18 +1,18 @@
-//! A view as an [`object_store::ObjectStore`], so that Arrow, Parquet and DataFusion read (and, on a
-//! live view, write) a volume in-process, without a mount.
+//! The object-store interface of a view ([`object_store::ObjectStore`]): Arrow, Parquet and DataFusion read
+//! and, on a live view, write a volume in-process, without a mount.
 //!
-//! A location is a path of the volume, taken literally. Objects are regular files; symbolic links are
-//! followed by `get` but not listed, and `.snapshots` is not part of any listing.
-//!  - `put` and `put_multipart` make the whole file visible in one step, durably, or not at all; parent
-//!    directories are made. Dropping an upload leaves nothing.
-//!  - `get` streams from the version of the file that was there when it began, or fails; it never mixes.
+//! A location is a path of the volume, taken literally. Objects are regular files. `get` follows symbolic
+//! links, but listings leave them out and do not descend into `.snapshots`.
+//!  - `put` and `put_multipart` make the whole file visible in one durable step, or not at all. Missing
+//!    parent directories are created. Dropping an upload deletes its bytes.
+//!  - `get` streams the version of the file that existed when it began, or fails; it never mixes versions.
 //!    Every byte is verified.
-//!  - `put`, `copy` and `rename` "only if absent" and `put` "only if unchanged" (`PutMode::Update` with the tag of
-//!    what was read) decide in the transaction that makes the file visible, also between processes and mounts. A
-//!    file that was written to through the file system has another tag; one whose location is a symbolic link
-//!    cannot be updated so.
+//!  - `put`, `copy` and `rename` "only if absent" and `put` "only if unchanged" (`PutMode::Update` with the
+//!    tag from the read) check this in the transaction that makes the file visible. So they also hold between
+//!    processes and mounts. A write through the file system changes the tag. An update of a symbolic link
+//!    always fails.
 //!
-//! All waiting happens on the crate's own threads, so the futures may be polled by any executor.
+//! All blocking work runs on the crate's own threads, so any executor may poll the futures.
 
 mod list;
 mod upload;
@@ -42,7 +42,7 @@ use crate::view::View;
 use list::{Walk, directory_at, read_page};
 use upload::Upload;
 
-/// What errors call this store.
+/// The name of this store in errors.
 const STORE: &str = "datafs volume";
 /// Bytes of one chunk of a stream, and of one step of a copy.
 const CHUNK_BYTES: u64 = 2 * 1024 * 1024;
@@ -50,8 +50,8 @@ const CHUNK_BYTES: u64 = 2 * 1024 * 1024;
 impl View {
     /// This view as an object store: reads on every view, also writes on a live one.
     ///
-    /// Its futures may be polled by any executor; dropping one abandons the call, of which a write may
-    /// still take place.
+    /// Any executor may poll its futures. Dropping a future abandons the call, but its write may still take
+    /// effect.
     pub fn object_store(&self) -> Arc<dyn ObjectStore> {
         Arc::new(VolumeStore { view: self.clone() })
     }
@@ -98,7 +98,7 @@ fn refused(reason: String) -> object_store::Error {
     object_store::Error::Generic { store: STORE, source: reason.into() }
 }
 
-/// What is another one after each change of a file.
+/// The entity tag of a file; each change of the file changes it.
 fn tag(attr: &Attr) -> String {
     let changed = DateTime::<Utc>::from(attr.ctime);
     format!(
@@ -157,7 +157,7 @@ fn open_file(view: &View, location: &str) -> crate::error::Result<(Attr, OpenFil
     view.with_file(location, |file| Ok((file.attr()?, file))).map_err(no_file(location))
 }
 
-/// What is no regular file is no object.
+/// Maps the error for a file that is not regular to "not found".
 fn no_file(location: &str) -> impl Fn(Error) -> Error {
     move |error| match error {
         Error::Invalid(_) => Error::NotFound { what: format!("file {location}") },
@@ -171,7 +171,7 @@ fn read_exactly(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error
         .map_err(|_| Error::TooLarge { what: "range in bytes", max: usize::MAX as u64 })?;
     let bytes = file.read_at(range.start, len)?;
     let now = file.attr()?;
-    // The attributes are looked up after the bytes: what was read is this version or an error.
+    // The attributes are read after the bytes, so that a change in between is an error.
     if bytes.len() != len
         || (now.data_version, now.mtime, now.size) != (attr.data_version, attr.mtime, attr.size)
     {
@@ -180,7 +180,7 @@ fn read_exactly(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error
     Ok(bytes)
 }
 
-/// [`read_exactly`] of a file that cannot be looked up again.
+/// [`read_exactly`] without a retry of the lookup: a removed file is an error of this version.
 fn read_on(file: &OpenFile, attr: &Attr, range: Range<u64>) -> crate::error::Result<Bytes> {
     read_exactly(file, attr, range).map_err(|error| match error {
         // Another process has replaced or removed it.
@@ -406,8 +406,8 @@ impl ObjectStore for VolumeStore {
     }
 }
 
-/// A publish that takes place only if what `mode` asks for holds of a path. A tag that is wrong already is
-/// refused here, before anything is stored.
+/// A publish that requires of a path what `mode` says. A tag that is already outdated is refused here, before
+/// anything is stored.
 fn expecting(view: &View, path: &str, mode: &PutMode) -> crate::error::Result<Publish> {
     let wanted = match mode {
         PutMode::Overwrite => return Ok(Publish::new()),
@@ -424,7 +424,7 @@ fn expecting(view: &View, path: &str, mode: &PutMode) -> crate::error::Result<Pu
     }
 }
 
-/// Makes a staged file visible with `publish`, and tells its tag.
+/// Publishes a staged file at a path and returns its tag.
 fn put(view: &View, path: &str, publish: Publish, staged: StagedFile) -> crate::error::Result<PutResult> {
     let files = view.publish_files(publish.file(path, staged))?;
     Ok(PutResult { e_tag: files.first().map(tag), version: None })

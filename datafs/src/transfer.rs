@@ -1,9 +1,9 @@
-//! Copies trees between local folders, volumes and buckets: in parallel, and again where it stopped.
+//! Copying of trees between local folders, volumes and buckets: in parallel and resumable.
 //!
-//! A file appears under its final name only when it is complete: local files and files of volumes are
-//! written under a name of their own and renamed, objects of buckets exist when their upload ends. A
-//! file that is there already with the same size and time is not copied again, so a copy that was
-//! interrupted is resumed by running it again.
+//! A file appears under its final name only when it is complete. A local file is written under a temporary
+//! name and renamed. A file of a volume is written without a name and then linked. An object of a bucket
+//! exists when its upload ends. A file with the same size and time at the target is not copied again, so
+//! running an interrupted copy again resumes it.
 
 mod bucket;
 mod local;
@@ -36,12 +36,12 @@ pub enum Endpoint {
     Bucket(Arc<dyn ObjectStore>, object_store::path::Path),
 }
 
-/// How to copy.
+/// Options of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyOptions {
-    /// Copy folders with everything in them; without it a folder is refused.
+    /// Copy folders with all their content; otherwise a folder is refused.
     pub recursive: bool,
-    /// Files that are copied at the same time, 1 to 256.
+    /// Files that are copied concurrently, 1 to 256.
     pub parallel: usize,
 }
 
@@ -51,49 +51,49 @@ impl Default for CopyOptions {
     }
 }
 
-/// What a copy did.
+/// The result of a copy.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct CopyReport {
     /// Files copied.
     pub files: u64,
-    /// Bytes of their data (holes not counted where both sides have them).
+    /// Bytes of their data, without the holes that the source reports.
     pub bytes: u64,
-    /// Files that were there already with the same size and time.
+    /// Files that the target already had with the same size and time.
     pub unchanged: u64,
-    /// Folders made.
+    /// Folders created.
     pub folders: u64,
-    /// Symbolic and hard links made.
+    /// Symbolic and hard links created, or already right.
     pub links: u64,
-    /// Pipes, sockets and devices, and what the other side cannot hold: links in buckets, for example.
+    /// Entries left out: pipes, sockets, devices, and what the target cannot hold, such as links in buckets.
     pub left_out: u64,
-    /// What failed: the path below the source and the reason; at most a hundred.
+    /// Failures: the path below the source and the reason; at most 100.
     pub failed: Vec<(String, String)>,
-    /// How many failed.
+    /// Number of all failures.
     pub failures: u64,
 }
 
-/// How far a copy has come.
+/// Progress of a copy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyProgress {
     /// Files found so far.
     pub found: u64,
-    /// Files done, copied or not.
+    /// Files finished, copied or not.
     pub done: u64,
     /// Bytes copied.
     pub bytes: u64,
 }
 
 impl Datafs {
-    /// Copies `from` to `to`, which becomes a copy of `from`: a folder is merged into one that is there,
-    /// files are replaced when they differ, nothing is deleted. Modes, times, symbolic and hard links,
-    /// extended attributes and holes are kept where both sides have them; the owner is who runs this. A single file
-    /// whose target is a folder is put into it.
-    /// What is copied into a volume is durable when this returns. `progress` is called from several
-    /// threads, and stops the copy by returning false.
+    /// Copies `from` to `to`. A folder is merged into an existing one, files are replaced when they differ,
+    /// nothing is deleted. Modes, times, symbolic and hard links, extended attributes and holes are kept
+    /// where both sides have them; the owner is the user that runs this. A single file whose target is a
+    /// folder is copied into the folder. A copy into a volume is durable when this returns. Several threads
+    /// call `progress`; returning false stops the copy.
     ///
     /// # Errors
-    /// [`Error::NotFound`] when there is no source, [`Error::IsADirectory`] without `recursive`,
-    /// [`Error::Invalid`]. What failed for single files is in the report.
+    /// [`Error::NotFound`] when the source does not exist, [`Error::IsADirectory`] for a folder without
+    /// `recursive`, [`Error::Invalid`] when the copy was stopped or an option is wrong. Failures of single
+    /// files are in the report.
     pub fn copy(
         &self,
         from: &Endpoint,
@@ -128,7 +128,7 @@ impl Datafs {
 }
 
 impl Endpoint {
-    /// The last part of its path.
+    /// The last component of its path.
     fn file_name(&self) -> OsString {
         match self {
             Endpoint::Local(path) | Endpoint::Volume(_, path) => path.file_name().unwrap_or_default().into(),
@@ -136,7 +136,7 @@ impl Endpoint {
         }
     }
 
-    /// A name below it.
+    /// The endpoint of a name below it.
     fn join(&self, name: OsString) -> Endpoint {
         match self {
             Endpoint::Local(path) => Endpoint::Local(path.join(name)),

@@ -24,9 +24,9 @@ use crate::session::random_id;
 pub const READ_FILE_BYTES_MAX: u64 = 1 << 30;
 /// Entries that [`View::list`] reads in one transaction.
 const LIST_PAGE: usize = 1_024;
-/// Files of one path that are opened, each replaced by the next before it could be read.
+/// Attempts to open a path whose file is replaced again and again before it can be read.
 const OPEN_ATTEMPTS: u32 = 100;
-/// Keys that [`View::key_scan`] reads in one go.
+/// Keys that [`View::key_scan`] reads per page.
 const KEY_PAGE: usize = 1_024;
 
 /// Attributes of a file, as [`View::stat`] returns them.
@@ -41,28 +41,28 @@ pub struct DirEntry {
     pub stat: Stat,
 }
 
-/// A volume, live or at a snapshot. A clone is the same view; all methods block and may be called
-/// from any thread.
+/// A volume, live or at a snapshot. A clone is the same view. All methods block and may be called from any
+/// thread.
 ///
-/// Paths are UTF-8, separated by `/`, relative to the root of the volume whether they begin with `/`
-/// or not; empty components and `.` are skipped, `..` is refused. Symbolic links are followed inside
-/// the volume. Files whose names are not UTF-8 are only reachable at the inode level.
+/// Paths are UTF-8, separated by `/`, relative to the root of the volume with or without a leading `/`. Empty
+/// components and `.` are skipped, `..` is refused. Symbolic links are followed inside the volume. Files
+/// whose names are not UTF-8 are only reachable at the inode level.
 ///
-/// Durability: [`View::write_file`] and [`View::publish`] are durable when they return. The other
-/// changes are visible to every process when they return, survive the death of this process a few
-/// milliseconds later (all that were answered up to one of them, or none of the later ones), and
-/// become durable with the next durable change or [`View::sync`].
+/// Durability: [`View::write_file`] and [`View::publish`] are durable when they return. Other changes are
+/// visible to every process when they return. They survive the death of this process a few milliseconds
+/// later; if it dies before, the latest ones are lost, but none before them. They become durable with the
+/// next durable change or [`View::sync`].
 #[derive(Debug, Clone)]
 pub struct View {
-    // Goes first.
+    // Dropped first.
     _in_use: Arc<InUse>,
     pub(crate) shared: Arc<Shared>,
     spec: Arc<VolumeSpec>,
     pub(crate) volume: u64,
     at: At,
-    /// Tells its changes from those of others; see [`crate::watch`].
+    /// The id of this view as a writer; see [`crate::watch`].
     writer: u64,
-    /// How file data that is written through this view is stored.
+    /// The codec of file data that this view writes.
     codec: Arc<Codec>,
 }
 
@@ -81,32 +81,33 @@ impl View {
         }
     }
 
-    /// The same view as a writer of its own.
+    /// The same view with a separate writer id.
     pub(crate) fn as_writer(&self) -> Result<View> {
         Ok(View { writer: random_id()?, ..self.clone() })
     }
 
-    /// The number that its changes are told apart by.
+    /// The writer id, which distinguishes its changes.
     pub(crate) fn writer(&self) -> u64 {
         self.writer
     }
 
-    /// How file data that is written through this view is stored.
+    /// The codec of file data that this view writes.
     pub(crate) fn codec(&self) -> &Codec {
         &self.codec
     }
 
-    /// Most bytes of a file that go into the metadata, where nothing is encrypted.
+    /// Most bytes of a file that are stored in the metadata; 0 for an encrypted volume, as metadata is not
+    /// encrypted.
     pub(crate) fn inline_bytes_max(&self) -> usize {
         if self.codec.key.is_some() { 0 } else { INLINE_BYTES_MAX }
     }
 
-    /// What this is a view of.
+    /// The volume and snapshot of this view.
     pub fn spec(&self) -> &VolumeSpec {
         &self.spec
     }
 
-    /// Whether this is a view of a snapshot, so that nothing in it ever changes.
+    /// Whether this is a view of a snapshot, whose content never changes.
     pub fn is_snapshot(&self) -> bool {
         self.at != At::Live
     }
@@ -119,13 +120,13 @@ impl View {
         }
     }
 
-    /// Attributes of what a path leads to.
+    /// Attributes of the entry that a path leads to; symbolic links are followed.
     pub fn stat(&self, path: &str) -> Result<Stat> {
         self.resolve(path)
     }
 
-    /// The entries of a directory by name, without `.` and `..`. All of them are in memory, about 250 bytes
-    /// each: [`View::readdir_attrs`] gives those of a large one page by page, in an order of their own.
+    /// The entries of a directory, sorted by name, without `.` and `..`. All are in memory, about 250 bytes
+    /// each. For a large directory, [`View::readdir_attrs`] returns pages, in another order.
     pub fn list(&self, path: &str) -> Result<Vec<DirEntry>> {
         let directory = self.resolve(path)?;
         let mut entries = Vec::new();
@@ -145,7 +146,7 @@ impl View {
         Ok(entries)
     }
 
-    /// A whole file, at most [`READ_FILE_BYTES_MAX`].
+    /// Reads a whole file, at most [`READ_FILE_BYTES_MAX`].
     pub fn read_file(&self, path: &str) -> Result<Bytes> {
         self.with_file(path, |file| {
             let size = file.attr()?.size;
@@ -156,8 +157,8 @@ impl View {
         })
     }
 
-    /// Opens the file that a path leads to and runs `work` with it; once more when the file was
-    /// replaced between the two, so that who replaces a file in one step is never seen in between.
+    /// Opens the file that a path leads to and runs `work` with it. Retries when the file was replaced
+    /// between the two, so that an atomic replacement is never seen as a missing file.
     pub(crate) fn with_file<T>(&self, path: &str, mut work: impl FnMut(OpenFile) -> Result<T>) -> Result<T> {
         for _ in 0..OPEN_ATTEMPTS {
             let node = self.resolve(path)?.node;
@@ -169,15 +170,15 @@ impl View {
         Err(Error::Stale { what: format!("each version of {path} that was looked up") })
     }
 
-    /// Writes a whole file in one step: whoever reads the path sees the old file or the new one. Parent
-    /// directories are made. Durable when it returns.
+    /// Writes a whole file atomically: a reader of the path sees the old or the new file. Missing parent
+    /// directories are created. Durable when it returns.
     pub fn write_file(&self, path: &str, bytes: &[u8]) -> Result<()> {
         let mut staged = self.stage()?;
         staged.append(bytes)?;
         self.publish(Publish::new().file(path, staged.finish()?))
     }
 
-    /// Makes a directory and its parents where they are missing.
+    /// Creates a directory and its missing parents.
     pub fn create_dir_all(&self, path: &str) -> Result<()> {
         let parts = components(path)?;
         let spare = self.spare_inos(parts.len() as u64)?;
@@ -201,7 +202,7 @@ impl View {
         self.rmdir(parent.node, name.as_ref()).map_err(|e| name_it(e, path))
     }
 
-    /// Moves a file or directory in one step, replacing a file or an empty directory at the target.
+    /// Moves a file or directory atomically, replacing a file or an empty directory at the target.
     /// The target's parent must exist.
     pub fn rename_path(&self, from: &str, to: &str) -> Result<()> {
         let (from_parent, from_name) = split_last(from)?;
@@ -212,7 +213,7 @@ impl View {
             .map_err(|e| name_it(e, from))
     }
 
-    /// Makes everything that was committed before durable.
+    /// Makes all earlier changes durable.
     pub fn sync(&self) -> Result<()> {
         self.shared.meta.sync()
     }
@@ -223,7 +224,7 @@ impl View {
         self.read(self.root(), |reader| reader.get(&keys::application(key)))
     }
 
-    /// All application keys with a prefix, in order, with their values, read in one go.
+    /// All application keys with a prefix and their values, in order, read in one transaction.
     pub fn key_scan(&self, prefix: &str) -> Result<Vec<(String, Vec<u8>)>> {
         let start = keys::applications(prefix);
         let end = keys::after_prefix(&start);
@@ -247,7 +248,7 @@ impl View {
         })
     }
 
-    /// From its return on, reads see what any process was answered before.
+    /// Waits until reads see every change that any process was answered before the call.
     pub(crate) fn catch_up(&self) -> Result<()> {
         self.shared.meta.barrier()
     }
@@ -262,7 +263,7 @@ impl View {
         }
     }
 
-    /// Whether a node is the directory of snapshots.
+    /// Whether a node is the `.snapshots` directory.
     pub(crate) fn is_snapshots_dir(&self, node: Node) -> bool {
         self.at == At::Live && node == Node { snapshot: 0, ino: SNAPSHOTS_INO }
     }
@@ -276,7 +277,8 @@ impl View {
         let at = self.at_of(node)?;
         let mut body = |txn: &mut dyn ReadTxn| body(&mut Reader::open(txn, self.volume, at)?);
         if at != At::Live {
-            // It does not change, so nobody is waited for; unless it is too new to be seen without.
+            // A snapshot does not change, so read without waiting for other processes, unless it is too new
+            // for that.
             match self.shared.meta.view_recent(&mut body) {
                 Err(Error::Stale { .. }) => {}
                 read => return read,
@@ -308,18 +310,18 @@ impl View {
             })
         };
         let result = match run() {
-            // What was removed before makes room for new names, too.
+            // Collecting removed files may free space for new names.
             Err(Error::NoSpace { .. }) if self.shared.make_room() => run(),
             done => done,
         };
-        // A commit of which nobody knows may have taken place.
+        // A commit with unknown outcome may have taken place.
         if watched && result.as_ref().err().is_none_or(|error| !error.is_definite()) {
             self.shared.watchers.tell(self.volume, self.writer, changed);
         }
         result
     }
 
-    /// The inode number of a node that may be changed.
+    /// The inode number of a node that may be changed; an error for a read-only node.
     pub(crate) fn writable(&self, node: Node) -> Result<u64> {
         if self.is_snapshot() || !node.is_live() {
             return Err(Error::ReadOnly { what: format!("a snapshot of volume {}", self.spec.volume) });
@@ -330,7 +332,7 @@ impl View {
         Ok(node.ino)
     }
 
-    /// Inode numbers for a transaction that is going to make up to `count` inodes.
+    /// Reserves inode numbers for a transaction that may create `count` inodes.
     pub(crate) fn spare_inos(&self, count: u64) -> Result<std::ops::Range<u64>> {
         self.writable(self.root())?;
         self.shared.allocate_inos(self.volume, count)

@@ -1,4 +1,4 @@
-//! Volumes and snapshots: make, list, show, delete.
+//! Management of volumes and snapshots: create, list, show, delete, and open as a view.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -23,39 +23,39 @@ use crate::view::View;
 /// Records that [`Datafs::volume_show`] reads in one transaction.
 const USAGE_PAGE: usize = 4_096;
 
-/// A volume.
+/// The description of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VolumeInfo {
     /// Its name.
     pub name: Name,
-    /// Its number; never reused in this home.
+    /// Its id; never reused in this home.
     pub id: u64,
-    /// When it was made.
+    /// The time of its creation.
     #[serde(serialize_with = "rfc3339")]
     pub created_at: SystemTime,
     /// How many snapshots it has.
     pub snapshots: u64,
-    /// How its file data is compressed.
+    /// The compression of its file data.
     pub compression: Compression,
-    /// The name of the key that its file data is encrypted with.
+    /// The name of the key that its file data is encrypted with; `None` when it is not encrypted.
     pub encryption_key: Option<String>,
-    /// What the live tree holds; counted by [`Datafs::volume_show`] only.
+    /// The content of the live tree; set only by [`Datafs::volume_show`].
     pub usage: Option<Usage>,
 }
 
 /// All volumes of a home.
 #[derive(Debug, Default)]
 pub struct VolumeList {
-    /// Those that can be read, by name.
+    /// The readable volumes, sorted by name.
     pub volumes: Vec<VolumeInfo>,
-    /// The names of the others, each with what is the matter; `fsck` says what can be mended.
+    /// The names of damaged volumes with their errors; `fsck` says what can be repaired.
     pub damaged: Vec<(String, Error)>,
 }
 
-/// How a volume stores its file data; chosen when it is made.
+/// The storage options of a volume's file data, chosen at its creation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VolumeOptions {
-    /// How file data is compressed.
+    /// The compression of file data.
     pub compression: Compression,
     /// The key of `[datafs.encryption_keys]` that file data is encrypted with, with AES-256-GCM. Names,
     /// attributes (sizes and times among them), extended attributes, link targets and application keys
@@ -63,7 +63,7 @@ pub struct VolumeOptions {
     pub encryption_key: Option<String>,
 }
 
-/// What a volume's live tree holds.
+/// The content of a volume's live tree.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Usage {
     /// Regular files (by inode: hard links count once).
@@ -76,16 +76,16 @@ pub struct Usage {
     pub bytes: u64,
 }
 
-/// A snapshot.
+/// The description of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct SnapshotInfo {
     /// Its volume.
     pub volume: Name,
     /// Its name.
     pub name: Name,
-    /// Its number; grows with time, never reused in its volume.
+    /// Its id; grows with time, never reused in its volume.
     pub id: u64,
-    /// When it was made.
+    /// The time of its creation.
     #[serde(serialize_with = "rfc3339")]
     pub created_at: SystemTime,
 }
@@ -96,13 +96,13 @@ fn rfc3339<S: Serializer>(time: &SystemTime, serializer: S) -> Result<S::Ok, S::
 }
 
 impl Datafs {
-    /// Makes an empty volume; durable when it returns. Fails with [`Error::Exists`].
+    /// Creates an empty volume; durable when it returns. Fails with [`Error::Exists`].
     pub fn volume_create(&self, name: &Name) -> Result<VolumeInfo> {
         self.volume_create_with(name, &VolumeOptions::default())
     }
 
-    /// [`Datafs::volume_create`] of a volume whose file data is compressed or encrypted. Fails with
-    /// [`Error::WrongKey`] when the configuration does not have the key.
+    /// [`Datafs::volume_create`] for a volume whose file data is compressed or encrypted. Fails with
+    /// [`Error::WrongKey`] when the configuration lacks the key.
     pub fn volume_create_with(&self, name: &Name, options: &VolumeOptions) -> Result<VolumeInfo> {
         let key = options.encryption_key.as_deref().map(|key| self.key_of(name, key)).transpose()?;
         let session = self.shared.session.id();
@@ -142,16 +142,16 @@ impl Datafs {
         })
     }
 
-    /// Encrypts what is written to an encrypted volume from now on with another key; durable when it
-    /// returns. Views that are open write with the old one on. What is there keeps the key it was written
-    /// with, which must stay in the configuration for as long as any of it is wanted.
+    /// Changes the key for new data of an encrypted volume; durable when it returns. Open views continue to
+    /// write with the old key. Existing data keeps its key, which must stay in the configuration as long as
+    /// the data is needed.
     pub fn volume_set_key(&self, name: &Name, key: &str) -> Result<()> {
         let new = self.key_of(name, key)?;
         self.shared.meta.transact(Durability::Durable, |txn| {
             let id = find(txn.as_read(), name)?;
             let mut row = VolumeRow::get(txn.as_read(), id)?;
             if row.key.is_none() {
-                // Small files may be in the metadata, where nothing is encrypted.
+                // Small files may be in the metadata, which is not encrypted.
                 return Err(Error::Invalid(format!(
                     "volume {name} is not encrypted: make an encrypted one and copy the files"
                 )));
@@ -168,15 +168,14 @@ impl Datafs {
         })
     }
 
-    /// A key by name, and what tells it from others of that name.
+    /// The identity of a key by its name.
     fn key_of(&self, volume: &Name, key: &str) -> Result<KeyIdentity> {
         let found = self.shared.pool.keys().get(key);
         let found = found.ok_or_else(|| Error::wrong_key(format!("volume {volume}"), key, true))?;
         Ok(found.identity())
     }
 
-    /// All volumes. One whose row, or whose snapshot's row, is damaged or gone does not keep the others from
-    /// being listed.
+    /// All volumes. A volume whose record or snapshot record is damaged or missing is listed as damaged.
     pub fn volume_list(&self) -> Result<VolumeList> {
         self.shared.meta.view(|txn| {
             let prefix = keys::volume_names();
@@ -199,7 +198,7 @@ impl Datafs {
         })
     }
 
-    /// One volume with its usage, which is counted: the time grows with the number of files.
+    /// One volume with its usage. Counting takes time in proportion to the number of files.
     pub fn volume_show(&self, name: &Name) -> Result<VolumeInfo> {
         let (id, mut volume) = self.shared.meta.view(|txn| {
             let id = find(txn, name)?;
@@ -210,8 +209,8 @@ impl Datafs {
         Ok(volume)
     }
 
-    /// Deletes a volume with its snapshots. It is out of sight, durably, when this returns; its
-    /// records and objects are freed in the background.
+    /// Deletes a volume with its snapshots. Its removal from view is durable when this returns; its records
+    /// and objects are freed in the background.
     pub fn volume_delete(&self, name: &Name) -> Result<()> {
         self.shared.meta.transact_making_room(Durability::Durable, |txn| {
             let id = find(txn.as_read(), name)?;
@@ -224,9 +223,8 @@ impl Datafs {
         Ok(())
     }
 
-    /// Makes a snapshot of everything committed in the volume; durable when it returns. What programs
-    /// have written through open files and not flushed is not part of it. The cost does not depend
-    /// on the size of the volume.
+    /// Creates a snapshot of everything committed in the volume; durable when it returns. Unflushed writes
+    /// through open files are not part of it. The cost does not depend on the size of the volume.
     pub fn snapshot_create(&self, volume: &Name, snapshot: &Name) -> Result<SnapshotInfo> {
         self.shared.meta.transact(Durability::Durable, |txn| {
             let id = find(txn.as_read(), volume)?;
@@ -244,8 +242,8 @@ impl Datafs {
         })
     }
 
-    /// Deletes a snapshot. It is out of sight, durably, when this returns; what only it held is freed
-    /// in the background. Views of it answer [`Error::Stale`] from now on.
+    /// Deletes a snapshot. Its removal from view is durable when this returns; data that only it referenced
+    /// is freed in the background. Its views return [`Error::Stale`] from now on.
     pub fn snapshot_delete(&self, volume: &Name, snapshot: &Name) -> Result<()> {
         self.shared.meta.transact_making_room(Durability::Durable, |txn| {
             let id = find(txn.as_read(), volume)?;
@@ -255,7 +253,7 @@ impl Datafs {
         Ok(())
     }
 
-    /// A view of a volume, live (read and write) or at a snapshot (read only). [`VolumeSpec::LATEST`] opens the newest
+    /// Opens a view of a volume, live (read and write) or at a snapshot (read only). [`VolumeSpec::LATEST`] opens the newest
     /// snapshot; [`View::spec`] then has its name. Fails with [`Error::WrongKey`] when the volume is encrypted and its
     /// key not at hand.
     pub fn view(&self, spec: &VolumeSpec) -> Result<View> {
@@ -313,7 +311,7 @@ impl Datafs {
 }
 
 impl Shared {
-    /// How new data of a volume is stored. Fails when its key is not at hand.
+    /// The codec for new data of a volume. Fails when this process lacks its key.
     pub(crate) fn codec_of(&self, row: &VolumeRow) -> Result<Codec> {
         let key = match &row.key {
             None => None,
@@ -329,15 +327,15 @@ impl Shared {
         Ok(Codec { compression: row.compression, key })
     }
 
-    /// Notes with which keys the objects of a volume may be encrypted.
+    /// Caches the keys that the objects of a volume may be encrypted with.
     fn expect_keys(&self, volume: u64, row: &VolumeRow) -> Arc<ExpectedKeys> {
         let expected = Arc::new(row.expected_keys());
         self.expected_keys.write().insert(volume, Arc::clone(&expected));
         expected
     }
 
-    /// Reads bytes of an object for a file of a volume, see [`ObjectPool::read_part`]. How the object must be
-    /// protected is in the record of the volume.
+    /// Reads bytes of an object for a file of a volume, see [`ObjectPool::read_part`]. The volume's record
+    /// says how the object must be protected.
     ///
     /// [`ObjectPool::read_part`]: crate::data::ObjectPool::read_part
     pub(crate) fn read_part(
@@ -359,7 +357,7 @@ impl Shared {
         let known = self.expected_keys.read().get(&volume).map(Arc::clone);
         let expected = known.map_or_else(look_up, Ok)?;
         match self.pool.read_part(&expected, object, start, offset, buffer) {
-            // The volume may have got another key since.
+            // The volume's key may have been changed since: read its record again.
             Err(ObjectError::Protection { .. }) => {
                 self.pool.read_part(&*look_up()?, object, start, offset, buffer)
             }
@@ -367,7 +365,7 @@ impl Shared {
         }
     }
 
-    /// [`Shared::codec_of`] of a volume by number.
+    /// [`Shared::codec_of`] for a volume id.
     pub(crate) fn codec_of_volume(&self, volume: u64) -> Result<Codec> {
         self.codec_of(&self.meta.view(|txn| VolumeRow::get(txn, volume))?)
     }
@@ -380,7 +378,7 @@ fn find(txn: &mut dyn ReadTxn, name: &Name) -> Result<u64> {
     }
 }
 
-/// What the record of a name leads to.
+/// The volume that a name record points at.
 fn named(txn: &mut dyn ReadTxn, record: &[u8]) -> Result<VolumeInfo> {
     let id = Decoder::new("volume name record", record).u64()?;
     let row = VolumeRow::get(txn, id)?;

@@ -1,4 +1,4 @@
-//! Brings files of a store in the cloud onto this machine before somebody waits for them.
+//! Warmup: fetches the objects of files from a remote store into the cache before programs read them.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -11,34 +11,33 @@ use crate::error::{Error, Result};
 use crate::fs::{FileKind, Node, OpenFlags};
 use crate::view::View;
 
-/// Objects that are fetched at a time.
+/// Objects that are fetched concurrently.
 const FETCHERS: usize = 8;
-/// Objects that are remembered, so that one which many files share is asked for once. Beyond, it may be
-/// looked at again, which costs a look into the cache.
+/// Most object ids remembered, so that a shared object is fetched once. Beyond this, an object may be checked
+/// again, which costs a lookup in the cache.
 const SEEN_MAX: usize = 1 << 20;
-/// Entries of a folder that are looked at together.
+/// Entries of a folder per page.
 const PAGE: usize = 1_024;
 
-/// How far a [`View::warmup`] has come.
+/// Progress of a [`View::warmup`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Warmup {
-    /// Files that were looked at.
+    /// Files processed.
     pub files: u64,
-    /// Bytes that are on this machine now, fetched or there already. Those of a store that is a local
-    /// directory are not counted.
+    /// Bytes now in the cache, fetched or already there. Objects of a local store are not counted.
     pub bytes: u64,
 }
 
-/// What the threads report.
+/// A report of a fetching thread.
 enum Report {
     Bytes(u64),
     Failed(Error),
 }
 
 impl View {
-    /// Fetches everything that the file at `path`, or the files below the directory, consist of into the
-    /// cache, so far as it has room. Tells `progress` every now and then how far it is. Nothing has to be
-    /// fetched from a local store. Needs no mount, and helps those that use the same cache.
+    /// Fetches the objects of the file at `path`, or of all files below the directory, into the cache, as far
+    /// as it has room. Calls `progress` from time to time. Fetches nothing from a local store. Needs no
+    /// mount; mounts that use the same cache benefit.
     pub fn warmup(&self, path: &str, progress: &mut dyn FnMut(Warmup)) -> Result<Warmup> {
         let mut state = Warmup::default();
         let (wanted, objects) = sync_channel::<ObjectId>(2 * FETCHERS);
@@ -51,7 +50,7 @@ impl View {
                     loop {
                         let next = objects.lock().recv();
                         let Ok(object) = next else { return };
-                        // Nobody listens any more once the warmup has failed.
+                        // Fails once the warmup has failed.
                         let told = |bytes| {
                             let _ = reports.send(Report::Bytes(bytes));
                         };
@@ -70,7 +69,7 @@ impl View {
                         seen.clear();
                     }
                     if seen.insert(object) {
-                        // The threads listen for as long as this does.
+                        // Cannot fail: the threads receive until this sender is dropped.
                         let _ = wanted.send(object);
                     }
                 }
@@ -90,14 +89,14 @@ impl View {
         Ok(state)
     }
 
-    /// Visits every regular file at or below a path with the objects that it consists of. Keeps no more
-    /// than a page of a folder and of each of those it is in.
+    /// Passes the objects of every regular file at or below a path to `visit`. Memory holds one page per
+    /// level of nesting.
     fn each_file(&self, path: &str, visit: &mut dyn FnMut(Vec<ObjectId>) -> Result<()>) -> Result<()> {
         let top = self.stat(path)?;
         if top.kind == FileKind::File {
             return visit(self.with_file(path, |file| file.objects())?);
         }
-        // Each with the cursor from which on it is left.
+        // Folders still to read, each with its cursor.
         let mut left = vec![(top.node, 0)];
         while let Some((folder, cursor)) = left.pop() {
             let page = match self.readdir_attrs(folder, cursor, PAGE) {
@@ -124,7 +123,7 @@ impl View {
         Ok(())
     }
 
-    /// What the file of a name consists of, `node` when it was found; `None` when there is none any more.
+    /// The objects of a file, which was `node` when it was found; `None` when the name has no file any more.
     fn objects_of(&self, folder: Node, name: &OsStr, mut node: Node) -> Result<Option<Vec<ObjectId>>> {
         loop {
             match self.open(node, OpenFlags::READ).and_then(|file| file.objects()) {
@@ -140,7 +139,7 @@ impl View {
     }
 }
 
-/// Takes what was reported; waits for the first when asked to. Returns false once nothing more comes.
+/// Applies all available reports; with `wait`, blocks for the first. Returns false if there was none.
 fn take(reported: &Receiver<Report>, state: &mut Warmup, wait: bool) -> Result<bool> {
     let mut next = if wait { reported.recv().ok() } else { reported.try_recv().ok() };
     let any = next.is_some();

@@ -1,8 +1,7 @@
-//! Who wants to know what others change in a volume: mounts, which let their kernel keep what it has
-//! read until then.
+//! Change watchers: mounts, whose kernel keeps cached data until a watcher reports a change of it.
 //!
-//! Changes come from other processes, through the metadata engine, and from other users of the volume
-//! in this process. Each user is a *writer* with a number; it is not told of its own changes.
+//! Changes come from other processes, through the metadata engine, and from other users of the volume in this
+//! process. Each user is a *writer* with a number and is not told of its own changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,10 +12,10 @@ use crate::error::Result;
 use crate::meta::changes::{Changed, Subscription};
 use crate::view::View;
 
-/// Is called with what changed: often, from any thread, so it must not wait.
+/// Callback that gets the changes. It is called often and from any thread, so it must not block.
 pub(crate) type Watcher = Arc<dyn Fn(&Changed) + Send + Sync>;
 
-/// The watchers inside this process.
+/// The watchers in this process.
 #[derive(Default)]
 pub(crate) struct Watchers {
     list: RwLock<Vec<Entry>>,
@@ -37,13 +36,13 @@ impl std::fmt::Debug for Watchers {
 }
 
 impl Watchers {
-    /// Whether anybody wants to know what a writer does to a volume.
+    /// Whether any watcher needs a writer's changes to a volume.
     pub(crate) fn want(&self, volume: u64, writer: u64) -> bool {
         self.count.load(Ordering::Acquire) > 0
             && self.list.read().iter().any(|entry| entry.volume == volume && entry.writer != writer)
     }
 
-    /// Tells them which records a writer has changed.
+    /// Reports the records that a writer has changed to the other watchers of the volume.
     pub(crate) fn tell(&self, volume: u64, writer: u64, records: Vec<Vec<u8>>) {
         if records.is_empty() {
             return;
@@ -71,7 +70,7 @@ impl std::fmt::Debug for OwnWatcher {
     }
 }
 
-/// Watching lasts until this is dropped.
+/// Registration of a watcher, which ends when this is dropped.
 #[derive(Debug)]
 #[must_use = "the watcher is not called any more once this is dropped"]
 pub(crate) struct Watch {
@@ -81,8 +80,8 @@ pub(crate) struct Watch {
 }
 
 impl View {
-    /// Calls `watcher` with what anybody but this view (and its clones) commits to any volume, until
-    /// the watch is dropped.
+    /// Calls `watcher` with the commits of all writers but this view (and its clones), until the watch is
+    /// dropped. Commits of other processes may be to any volume, those of this process are to this volume.
     pub(crate) fn watch(&self, watcher: Watcher) -> Result<Watch> {
         let (volume, writer) = (self.volume, self.writer());
         let theirs = Arc::clone(&watcher);

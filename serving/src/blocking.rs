@@ -1,13 +1,13 @@
-//! Blocking work (metadata, graph optimisation, compression) beside the asynchronous tasks.
+//! Helpers for blocking work (metadata, graph optimization, compression) next to asynchronous tasks.
 
 use tokio::runtime::{Handle, RuntimeFlavor};
 
 use crate::error::{Error, Result};
 
-/// Runs blocking work on a thread of its own. A panic of the work goes on in the caller.
+/// Runs blocking work on a thread of Tokio's blocking pool. A panic of the work continues in the caller.
 ///
 /// # Errors
-/// What the work says; [`Error::Service`] when the runtime shuts down before the work has begun.
+/// The error of the work; [`Error::Service`] when the runtime shuts down before the work has begun.
 pub(crate) async fn blocking<T: Send + 'static>(
     what: &'static str,
     work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -21,7 +21,8 @@ pub(crate) async fn blocking<T: Send + 'static>(
     }
 }
 
-/// Works on this thread; its other tasks go to another one first, where it is long work.
+/// Runs work on this thread. If it is `long`, a multi-threaded runtime first moves the thread's other tasks to
+/// another.
 pub(crate) fn in_place<T>(long: bool, work: impl FnOnce() -> T) -> T {
     let has_others =
         || Handle::try_current().is_ok_and(|it| it.runtime_flavor() == RuntimeFlavor::MultiThread);

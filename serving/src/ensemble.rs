@@ -1,16 +1,16 @@
-//! Ensembles: models that are steps of other models, which a request runs through without coming back to its
-//! client in between.
+//! Ensembles: models whose steps are other models. A request runs through all steps without returning to its client
+//! in between.
 //!
-//! A step is a request to its model like any other: it runs together with those of others, within the limits of
-//! the model's line, with the priority and the time that the request has left. The models are found when a request
-//! begins, all of them at one moment, and it holds them until it is done. So nothing has to be told to an ensemble
-//! when one of them is loaded, replaced or unloaded, and whether it can answer is never a thing of the past.
+//! A step is an ordinary request to its model: it shares batches with other requests, within the limits of the
+//! model's queue, with the priority and the remaining time of its request. The ensemble looks up all models when a
+//! request begins and holds them until it is done. Therefore it needs no notification when a model is loaded,
+//! replaced or unloaded, and its readiness is always current.
 //!
-//! Tensors go from step to step as they are: in the memory of the device where the run of one leaves them, if all that
-//! take them have theirs there, too. One that several steps take is shared, and so is one that a step takes and the
-//! client gets: when the answer is put together, the steps have let it go.
+//! Tensors pass from step to step without copies. A tensor stays in the memory of the device where a run leaves it,
+//! if all steps that take it use that memory. A tensor that several steps take, or a step and the client, is shared.
+//! The steps have released it when the response is assembled.
 //!
-//! There are no ensembles in ensembles: each step of one can be a step of the other.
+//! An ensemble cannot contain ensembles: the steps of the inner one can be steps of the outer one.
 
 mod flow;
 mod members;
@@ -27,17 +27,17 @@ use crate::wire::inference as pb;
 use members::Member;
 pub(crate) use plan::Plan;
 
-/// Finds the model of a step, by its name and version.
+/// Looks up the model of a step by name and version.
 pub(crate) type Find<'a> = dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError> + 'a;
 
-/// Platform of ensembles, as Triton names it.
+/// Platform name of ensembles, as in Triton.
 pub(crate) const PLATFORM: &str = "ensemble";
 
-/// What a model is made of that has no graph of its own.
+/// The steps of a model that has no graph.
 #[derive(Debug)]
 pub(crate) struct Ensemble {
     plan: Plan,
-    /// Has the ensemble itself, too.
+    /// Weak, because the repository also contains the ensemble.
     repository: WeakRepository,
 }
 
@@ -52,20 +52,20 @@ impl Ensemble {
         self.plan.models()
     }
 
-    /// What a configuration says of it.
+    /// Its configuration as shown to clients.
     pub(crate) fn describe(&self) -> pb::ModelEnsembling {
         self.plan.describe()
     }
 
-    /// Whether all steps could run, with the models that `find` tells of.
+    /// Checks that all steps can run with the models that `find` returns.
     ///
     /// # Errors
-    /// The first step that could not, and why.
+    /// The first step that cannot run, and the reason.
     pub(crate) fn check(&self, ensemble: &Model, find: &Find<'_>) -> Result<(), String> {
         self.members(ensemble, find).map(drop)
     }
 
-    /// The models of the steps for a request that begins now.
+    /// The models of the steps, for a request that begins now.
     fn resolve(&self, ensemble: &Model) -> Result<Vec<Member>, InferError> {
         let unavailable =
             |reason: String| InferError::Unavailable { reason: format!("{}: {reason}", name(ensemble)) };
@@ -76,7 +76,7 @@ impl Ensemble {
         self.members(ensemble, &find).map_err(unavailable)
     }
 
-    /// Whether the rows of an ensemble are independent: those of every step have to be.
+    /// Row independence of the ensemble: requires that the rows of every step are independent.
     pub(crate) fn rows(&self, ensemble: &Model) -> Rows {
         let signature = ensemble.signature();
         let name = signature.inputs.first().map_or("", |input| &input.name);
@@ -100,18 +100,18 @@ impl Ensemble {
         }
     }
 
-    /// A step of the ensemble, as messages name it.
+    /// A step of the ensemble for messages.
     fn place(&self, ensemble: &Model, step: usize) -> String {
         format!("{}: {}", name(ensemble), self.plan.named(step))
     }
 }
 
-/// An ensemble as messages name it.
+/// An ensemble for messages.
 pub(crate) fn name(ensemble: &Model) -> String {
     format!("ensemble {} version {}", quote(ensemble.name()), ensemble.version())
 }
 
-/// The steps in the JSON that Triton's clients read.
+/// The steps in JSON, as Triton's clients read them.
 pub(crate) fn to_json(scheduling: &pb::ModelEnsembling) -> Value {
     let step = |step: &pb::model_ensembling::Step| {
         json!({

@@ -1,15 +1,16 @@
-//! Graphs that end the process in ONNX Runtime, or answer with uninitialized memory.
+//! Hazard checks: detects graphs that would end the process in ONNX Runtime, or return uninitialized memory.
 //!
-//! Such a graph is refused before a session is made of it: one request to it would take all other models down, or tell
-//! what was in memory before. The rules go by the graph alone, with the graphs inside of it and its functions:
+//! The server refuses these graphs before it creates a session: one request could end the process with all other
+//! models, or reveal earlier contents of memory. The rules use only the graph, its subgraphs and its functions:
 //!
-//! - the smallest integer is not divided by -1, for which the processor raises a signal, as far as constants, extents
-//!   and what follows from them tell (`bounds`); nor any integer by 0, where ONNX Runtime is older than 1.25;
-//! - attributes that ONNX Runtime divides by, as strides, are 1 or more;
-//! - outputs that an operator writes have a name;
-//! - `post_transform` of `ai.onnx.ml` is none that ONNX Runtime takes for `PROBIT`, of which it writes one of two scores.
+//! - No integer division of the smallest integer by -1, for which the processor raises a signal. Constants, extents
+//!   and bounds derived from them (`bounds`) must exclude it. Nor a division by 0 if ONNX Runtime is older than 1.25.
+//! - Attributes that ONNX Runtime divides by, for example strides, are 1 or more.
+//! - Outputs that an operator writes have a name.
+//! - `post_transform` of `ai.onnx.ml` is not one that ONNX Runtime treats as `PROBIT`, of which it writes only one of
+//!   two scores.
 //!
-//! Tensors without elements are a matter of requests: `session::nothing` says which graphs get them.
+//! Empty tensors depend on requests: `session::nothing` decides which graphs may get them.
 
 mod bounds;
 mod external;
@@ -32,20 +33,20 @@ use known::Known;
 
 use crate::runtime;
 
-/// Functions that call others, at most.
+/// Maximum nesting depth of function calls.
 const CALLS_MAX: usize = 16;
-/// Nodes that are walked through, those of functions once for each call.
+/// Maximum number of nodes to walk; nodes of a function count once for each call.
 const NODES_MAX: usize = 1 << 20;
-/// Characters of a name that are shown.
+/// Maximum number of characters of a name in messages.
 const NAME_CHARS_MAX: usize = 80;
 
 /// Attributes that ONNX Runtime divides by.
 const DIVISORS: [&str; 6] = ["strides", "dilations", "group", "blocksize", "num_groups", "num_outputs"];
-/// Transforms of scores that ONNX Runtime knows, but for `PROBIT`; it takes every other word for that.
+/// Score transforms that ONNX Runtime knows, except `PROBIT`; it treats every other word as `PROBIT`.
 const TRANSFORMS: [&str; 4] = ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"];
-/// Operators that may leave out any of their outputs.
+/// Operators that may omit any of their outputs.
 const OPTIONAL: [&str; 5] = ["LSTM", "GRU", "RNN", "DynamicQuantizeLSTM", "AttnLSTM"];
-/// Operators that write each of their outputs, and crash over one without a name.
+/// Operators that write each of their outputs, and crash on an output without a name.
 const VARIADIC: [&str; 5] = ["If", "Loop", "Scan", "SequenceMap", "Split"];
 
 const BY_MINUS_1: &str = "it divides integers, and ONNX Runtime ends the process where -1 divides the smallest one. The \
@@ -60,7 +61,7 @@ const NO_TYPE: &str = "it is not known whether it divides integers, for which ON
     divisors: write the types of its values into the file, as onnx.shape_inference.infer_shapes does, or, where -1 never \
     divides the smallest integer, set trusted_divisors = true in [serving.models.NAME]";
 
-/// What is wrong with a graph, and where.
+/// A hazard in a graph, and its place.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{operator} {node:?} that gives {value:?}: {reason}")]
 pub struct Hazard {
@@ -70,7 +71,7 @@ pub struct Hazard {
     pub node: String,
     /// The first of its outputs that has a name.
     pub value: String,
-    /// What is wrong, and the way out.
+    /// Description of the problem, and how to fix it.
     pub reason: String,
 }
 
@@ -91,30 +92,30 @@ impl Hazard {
     }
 }
 
-/// What integers may be divided by.
+/// Allowed divisors of integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Divisors {
-    /// What does not end the process, by the graph.
+    /// Only divisors that the graph proves safe.
     Shown,
-    /// Anything: the user vouches for it.
+    /// All divisors: the user vouches for them.
     Trusted,
 }
 
-/// Whether a graph can be run without harm on tensors that have elements, by the ONNX Runtime of this process.
+/// Checks that the ONNX Runtime of this process can safely run a graph on tensors that are not empty.
 ///
 /// # Errors
-/// The first node that may end the process, or give uninitialized memory.
+/// The first node that may end the process, or return uninitialized memory.
 pub fn check(model: &ModelProto, divisors: Divisors) -> Result<(), Hazard> {
     Rules::of(divisors).check(model)
 }
 
-/// The same of a bundle.
+/// Checks the graph of a bundle as [`check`] does.
 ///
 /// # Errors
 /// As [`check`].
 pub fn check_bundle(bundle: &Bundle, divisors: Divisors) -> Result<(), Hazard> {
     check(bundle.graph(), divisors).or_else(|hazard| {
-        // The outline has no long constants, and those may be what is divided by.
+        // The outline omits long constants, which may be the divisors.
         let Ok(mut model) = ModelProto::decode(bundle.model_onnx().as_ref()) else { return Err(hazard) };
         if let Some(graph) = &mut model.graph {
             external::read(graph, &bundle.files());
@@ -123,18 +124,18 @@ pub fn check_bundle(bundle: &Bundle, divisors: Divisors) -> Result<(), Hazard> {
     })
 }
 
-/// Whether a graph divides integers without harm where its inputs have no elements, and so extents of any size.
+/// Whether a graph divides integers safely even if its inputs are empty and their extents have any size.
 pub(crate) fn allows_empty_inputs(model: &ModelProto) -> bool {
     Rules { may_be_empty: true, ..Rules::of(Divisors::Shown) }.check(model).is_ok()
 }
 
-/// What a graph is held to.
+/// Rules that a graph must follow.
 #[derive(Debug, Clone, Copy)]
 struct Rules {
     divisors: Divisors,
     /// Whether a divisor of 0 ends the process.
     zero_ends: bool,
-    /// Whether inputs of the model may have no elements.
+    /// Whether inputs of the model may be empty.
     may_be_empty: bool,
 }
 
@@ -150,7 +151,7 @@ impl Rules {
     }
 }
 
-/// Values by name, those of the graph around included.
+/// Values by name, including those of the enclosing graph.
 struct Scope<'a, 'o> {
     own: HashMap<&'a str, Known>,
     outer: Option<&'o Scope<'o, 'o>>,
@@ -162,23 +163,23 @@ impl Scope<'_, '_> {
     }
 }
 
-/// Attributes of the function around a node, as its caller gives them and by default.
+/// Attributes of the function that encloses a node: those given by its caller, then the defaults.
 #[derive(Clone, Copy)]
 struct Body<'a> {
     bound: [&'a [AttributeProto]; 2],
     depth: usize,
 }
 
-/// A node as the rules see it.
+/// A node with its inputs.
 struct Call<'a> {
     node: &'a NodeProto,
     bound: [&'a [AttributeProto]; 2],
-    /// Those that are left out are `None`.
+    /// Inputs by position; omitted ones are `None`.
     inputs: Vec<Option<Known>>,
 }
 
 impl Call<'_> {
-    /// Whether the operator is one of ONNX's own.
+    /// Whether the operator is a standard ONNX operator.
     fn is_onnx(&self) -> bool {
         matches!(self.node.domain(), "" | "ai.onnx")
     }
@@ -187,9 +188,9 @@ impl Call<'_> {
         self.inputs.get(place).copied().flatten()
     }
 
-    /// An attribute; one that refers to an attribute of the function around the node is that one.
+    /// An attribute; a reference to an attribute of the enclosing function is resolved.
     fn attribute(&self, name: &str) -> Option<&AttributeProto> {
-        // Of attributes with one name, ONNX Runtime has the last.
+        // Of attributes with the same name, ONNX Runtime uses the last.
         self.followed(self.node.attribute.iter().rfind(|attribute| attribute.name() == name)?)
     }
 
@@ -209,7 +210,7 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    /// What the outputs of a graph are.
+    /// The known facts about the outputs of a graph.
     fn graph(
         &self,
         graph: &'a GraphProto,
@@ -259,7 +260,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// What the outputs of a node are.
+    /// The known facts about the outputs of a node.
     fn node(
         &self,
         node: &'a NodeProto,
@@ -278,7 +279,8 @@ impl<'a> Walk<'a> {
         let mut inside = Vec::new();
         for attribute in &node.attribute {
             let Some(followed) = followed(attribute, body.bound) else { continue };
-            // What a graph of the caller refers to is not the caller's own, and could be that graph.
+            // In a graph passed by the caller, references do not mean the caller's attributes and could mean that
+            // graph.
             let is_own = attribute.ref_attr_name().is_empty();
             let inner = Body { bound: if is_own { body.bound } else { [&[], &[]] }, ..body };
             for graph in followed.g.iter().chain(&followed.graphs) {
@@ -289,7 +291,7 @@ impl<'a> Walk<'a> {
             check_division(&call, declared, self.rules.zero_ends)?;
         }
         let mut functions = self.functions.iter().filter(|function| may_be(function, node)).peekable();
-        // ONNX Runtime takes operators of its own before functions, where it has them.
+        // ONNX Runtime prefers its own operators to functions, where it has them.
         let own = is_of_runtime(node.domain()) || functions.peek().is_none();
         let mut results = own.then(|| bounds::results(&call, &inside));
         for function in functions {
@@ -305,7 +307,7 @@ impl<'a> Walk<'a> {
         Ok(results.unwrap_or_default())
     }
 
-    /// What the outputs of a function are.
+    /// The known facts about the outputs of a function.
     fn function(
         &self,
         function: &'a FunctionProto,
@@ -343,8 +345,7 @@ fn is_of_runtime(domain: &str) -> bool {
     matches!(domain, "" | "ai.onnx" | "ai.onnx.ml" | "com.microsoft")
 }
 
-/// Whether a function of the model may be what a node runs. Functions beside the operators of ONNX Runtime have
-/// overloads.
+/// Whether a node may call a function of the model. Overloads count only outside the domains of ONNX Runtime.
 fn may_be(function: &FunctionProto, node: &NodeProto) -> bool {
     let plain = |domain: &str| matches!(domain, "" | "ai.onnx");
     let (ours, theirs) = (function.domain(), node.domain());
@@ -357,7 +358,7 @@ fn declared_types<'b>(values: impl Iterator<Item = &'b ValueInfoProto>) -> HashM
     values.map(|value| (value.name(), element_type(value.r#type.as_ref()))).collect()
 }
 
-/// The type of the elements of a tensor, or of those in a sequence; 0 where it is not known.
+/// The element type of a tensor, or of the tensors in a sequence; 0 if unknown.
 fn element_type(declared: Option<&TypeProto>) -> i32 {
     match declared.and_then(|declared| declared.value.as_ref()) {
         Some(Type::TensorType(tensor)) => tensor.elem_type(),
@@ -368,7 +369,7 @@ fn element_type(declared: Option<&TypeProto>) -> i32 {
     }
 }
 
-/// Outputs without a name have no memory. Operators whose specification lets an output be left out look for that.
+/// Refuses unnamed outputs, which have no memory. Operators that may omit an output by specification check for that.
 fn check_outputs(call: &Call<'_>) -> Result<(), Hazard> {
     let node = call.node;
     let operator = node.op_type();
@@ -414,17 +415,17 @@ fn check_attributes(call: &Call<'_>) -> Result<(), Hazard> {
     Ok(())
 }
 
-/// Integers are divided by nothing that ends the process.
+/// Refuses an integer division that may end the process.
 fn check_division(call: &Call<'_>, declared: &HashMap<&str, i32>, zero_ends: bool) -> Result<(), Hazard> {
     let divides = call.is_onnx() && matches!(call.node.op_type(), "Div" | "Mod");
-    // That of floats, for integers, too.
+    // With `fmod`, Mod computes in floats, for integers, too.
     if !divides || (call.node.op_type() == "Mod" && call.int("fmod").is_some_and(|fmod| fmod != 0)) {
         return Ok(());
     }
     let (dividend, divisor) = (call.input(0).unwrap_or_default(), call.input(1).unwrap_or_default());
     let said = call.node.output.first().and_then(|name| declared.get(name.as_str())).copied();
     let result = Known::of_type(said.unwrap_or(0), false);
-    // All three have one type.
+    // Dividend, divisor and result have the same type.
     let Some(known) = [divisor, dividend, result].into_iter().find(|known| known.is_integer().is_some())
     else {
         return Err(Hazard::of(call.node, NO_TYPE));

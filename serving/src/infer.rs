@@ -1,5 +1,5 @@
-//! Inference independent of any transport: a typed request is checked against the model's signature,
-//! run, and answered with typed tensors.
+//! Inference service, independent of any transport: checks a typed request against the model's signature, runs it,
+//! and returns typed tensors.
 
 mod checks;
 mod step;
@@ -26,12 +26,12 @@ use crate::trace::Tracer;
 use checks::{ordered, wanted};
 pub(crate) use step::{Checked, step};
 
-/// Most input or output tensors in a request.
+/// Maximum number of input or output tensors in a request.
 pub(crate) const TENSORS_MAX: usize = 1024;
-/// Inputs of so many bytes take long to digest: about 1 ms.
+/// Hashing inputs of this size for the response cache takes about 1 ms.
 const LONG_BYTES: usize = 1 << 20;
 
-/// A request as every transport hands it over.
+/// A request as transports pass it on.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Request {
     /// Model name.
@@ -40,16 +40,16 @@ pub struct Request {
     pub version: Option<u64>,
     /// The inputs, in any order, each exactly once.
     pub inputs: Vec<Tensor>,
-    /// Names of the outputs that are wanted; all when empty.
+    /// Names of the requested outputs; all when empty.
     pub outputs: Vec<String>,
-    /// Level of priority, 1 the highest; 0, and a level that the server does not have, take its default.
+    /// Priority level, 1 the highest; 0 and unknown levels mean the server's default.
     pub priority: u64,
-    /// How long it may wait for a session, at most as long as the server allows.
+    /// Maximum wait for a session, bounded by the server's limit.
     pub timeout: Option<Duration>,
-    /// When nobody wants the answer any more: a request that waits and could not be answered by then is
-    /// not run at all.
+    /// Time after which the client does not need the response. A waiting request that could not be answered by then
+    /// does not run.
     pub deadline: Option<Instant>,
-    /// Who asks, so that clients take turns. Requests of nobody are those of one client.
+    /// Address of the client, so that clients take turns. Requests without one count as those of a single client.
     pub client: Option<SocketAddr>,
 }
 
@@ -60,7 +60,7 @@ pub struct Response {
     pub model: String,
     /// The version that answered.
     pub version: u64,
-    /// The outputs, in the order asked for, else in the signature's.
+    /// The outputs, in the requested order, or else in the signature's.
     pub outputs: Vec<Tensor>,
 }
 
@@ -74,13 +74,13 @@ impl Response {
 #[derive(Debug, Default)]
 struct Gate {
     draining: AtomicBool,
-    /// Fires with `draining`, for those that wait for it; reading the flag takes no lock.
+    /// Fires with `draining`, for tasks that wait for it; reading the flag takes no lock.
     drained: CancellationToken,
     in_flight: AtomicUsize,
     idle: Notify,
 }
 
-/// The inference service that every transport shares. Cheap to clone; all clones are one.
+/// The inference service that all transports share. Cheap to clone; clones share their state.
 #[derive(Debug, Clone)]
 pub struct Inference {
     repository: Repository,
@@ -95,38 +95,38 @@ impl Inference {
         Inference { repository, gate: Arc::default(), tracer }
     }
 
-    /// The traces.
+    /// The tracer of requests.
     pub(crate) fn tracer(&self) -> &Tracer {
         &self.tracer
     }
 
-    /// The models.
+    /// The repository of models.
     pub fn repository(&self) -> &Repository {
         &self.repository
     }
 
-    /// Whether new requests are taken, and each model of the configuration has had a version that can answer.
+    /// Whether the service accepts new requests, and each configured model has had a version that can answer.
     pub fn is_ready(&self) -> bool {
         !self.is_draining() && self.repository.is_ready()
     }
 
-    /// Whether new requests are refused because the server stops.
+    /// Whether the service refuses new requests because the server stops.
     pub fn is_draining(&self) -> bool {
         self.gate.draining.load(Ordering::SeqCst)
     }
 
-    /// Refuses new requests from now on as [`InferError::Unavailable`]; running ones finish.
+    /// From now on refuses new requests with [`InferError::Unavailable`]; running ones finish.
     pub fn drain(&self) {
         self.gate.draining.store(true, Ordering::SeqCst);
         self.gate.drained.cancel();
     }
 
-    /// Waits until new requests are refused. Cancel safe.
+    /// Waits until the service refuses new requests. Cancel safe.
     pub async fn draining(&self) {
         self.gate.drained.cancelled().await;
     }
 
-    /// Requests that are being answered.
+    /// Number of requests in progress.
     pub fn in_flight(&self) -> usize {
         self.gate.in_flight.load(Ordering::SeqCst)
     }
@@ -144,8 +144,8 @@ impl Inference {
         }
     }
 
-    /// Lets a request in and counts it until the guard is dropped. Transports enter before they look
-    /// at a request, so that a draining server says so whatever the request is.
+    /// Admits a request and counts it until the guard is dropped. Transports call this before they read a request, so
+    /// that a draining server refuses every request with the same error.
     ///
     /// # Errors
     /// [`InferError::Unavailable`] while draining.
@@ -156,16 +156,16 @@ impl Inference {
         if self.is_draining() { Err(stopping()) } else { Ok(entered) }
     }
 
-    /// Answers a request. Cancel safe: a dropped call leaves nothing behind.
+    /// Answers a request. Cancel safe: dropping the call has no lasting effect.
     ///
     /// # Errors
-    /// Every [`InferError`] but the ones of message sizes.
+    /// Every [`InferError`] except those for message sizes.
     pub async fn infer(&self, request: Request) -> Result<Response, InferError> {
         let model = self.find(&request.model, request.version)?;
         self.answer(&model, || Ok((request, ())), |response, ()| Ok(response)).await
     }
 
-    /// Answers a request that belongs to no sequence, as [`Inference::answer_in`] does.
+    /// Answers a request outside of sequences, as [`Inference::answer_in`] does.
     pub(crate) async fn answer<X, R>(
         &self,
         model: &Model,
@@ -175,8 +175,9 @@ impl Inference {
         self.answer_in(None, model, async move { decode() }, encode).await
     }
 
-    /// Decodes a request for a version, runs it and encodes the reply; `extra` is handed through to it.
-    /// The request failed when any of the three did, and its sequence is then as it was. Decoding may wait for a turn.
+    /// Decodes a request for a version, runs it and encodes the reply; `decode` passes a value through to `encode`.
+    /// If any of the three fails, the request has failed and its sequence is unchanged. Decoding may wait for its
+    /// turn.
     pub(crate) async fn answer_in<X, R>(
         &self,
         mut place: Option<Box<Place>>,
@@ -188,7 +189,7 @@ impl Inference {
         let abandoned = Abandoned { model, arrived };
         let outcome = match decode.await {
             Ok((request, extra)) => {
-                // A copy of one request of a sequence would run without those before it.
+                // A copy of a single request of a sequence would run without the requests before it.
                 let is_copied = model.is_shadowed() && place.is_none();
                 let copied = if is_copied { self.copied(model, &request) } else { None };
                 let ran = infer_with(model, place.as_deref_mut(), request).await;
@@ -209,7 +210,7 @@ impl Inference {
             }
             Err(error) => Err(error),
         };
-        // There is an answer.
+        // The request has an outcome, so it was not abandoned.
         std::mem::forget(abandoned);
         outcome.inspect_err(|error| {
             model.statistics.failed(arrived);
@@ -218,7 +219,7 @@ impl Inference {
         })
     }
 
-    /// A copy of a request for the version that runs such, where it is this request's turn.
+    /// A copy of the request for the model's shadow version, if there is one and this request is selected for it.
     fn copied(&self, model: &Model, request: &Request) -> Option<Copied> {
         self.repository.shadow(model.name())?.copy(request)
     }
@@ -231,7 +232,7 @@ impl Inference {
         self.repository.get(model, version).inspect_err(count_unknown)
     }
 
-    /// The same for a version that may be a label.
+    /// Like [`Inference::find`], for a version that may be a label.
     ///
     /// # Errors
     /// As [`Repository::find`].
@@ -239,7 +240,8 @@ impl Inference {
         self.repository.find(model, asked).inspect_err(count_unknown)
     }
 
-    /// The same, and whether the id of the request decides after all, see [`Inference::route`].
+    /// Like [`Inference::find_asked`]; also returns whether the id of the request selects the version after all, see
+    /// [`Inference::route`].
     ///
     /// # Errors
     /// As [`Repository::find`].
@@ -247,7 +249,7 @@ impl Inference {
         self.repository.find_split(model, asked).inspect_err(count_unknown)
     }
 
-    /// The version that answers a request with that id; counts the failure when there is none.
+    /// The version that answers a request with this id; counts the failure when there is none.
     ///
     /// # Errors
     /// As [`Repository::find`].
@@ -256,12 +258,12 @@ impl Inference {
     }
 }
 
-/// What requests hear that come while the server drains.
+/// The error for requests that arrive while the server drains.
 pub(crate) fn stopping() -> InferError {
     InferError::Unavailable { reason: "the server is stopping: send the request to another one".into() }
 }
 
-/// A request that was let in; leaves when dropped.
+/// An admitted request; counts as finished when dropped.
 #[derive(Debug)]
 pub struct Entered {
     gate: Arc<Gate>,
@@ -289,7 +291,7 @@ fn count_outcome(model: &Model, outcome: &str) {
     REQUESTS.with_label_values(&[model.name(), &version, outcome]).inc();
 }
 
-/// A request whose caller goes before there is an answer: counts it as failed when dropped.
+/// Guard for a request without an outcome yet: counts it as cancelled when its caller drops it.
 struct Abandoned<'a> {
     model: &'a Model,
     arrived: Instant,
@@ -302,8 +304,8 @@ impl Drop for Abandoned<'_> {
     }
 }
 
-/// Checks a request against one version and runs it, in its place where it belongs to a sequence; tells how
-/// many inferences it was and when each step was reached.
+/// Checks a request against one version and runs it, in its place if it belongs to a sequence. Returns the response,
+/// the number of inferences, and the timestamps of the stages.
 pub(crate) async fn infer_with(
     model: &Model,
     place: Option<&mut Place>,
@@ -325,8 +327,8 @@ pub(crate) async fn infer_with(
     Ok((response, inferences, times))
 }
 
-/// Runs a request on a version's sessions, in its place where it belongs to a sequence, or through its steps; gives the
-/// wanted outputs, how many inferences it was, and when each step was reached.
+/// Runs a request on a version's sessions, in its place if it belongs to a sequence, or through the steps of an
+/// ensemble. Returns the requested outputs, the number of inferences, and the timestamps of the stages.
 async fn perform(
     model: &Model,
     place: Option<&mut Place>,
@@ -342,7 +344,7 @@ async fn perform(
     }
     let extent = inputs.first().and_then(|input| input.view().shape().first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
-    // What has no elements runs alone: its rows cannot be told from those of others.
+    // A request with empty inputs runs alone: its rows cannot be separated from those of others.
     let has_rows = |input: &Held| has_rows(input, extent) && input.view().elements() > 0;
     let rows = if model.max_batch_size() > 0 && inputs.iter().all(has_rows) { extent } else { 0 };
     if let Some(rows_max) = model.rows_max()
@@ -357,14 +359,14 @@ async fn perform(
         drift.observe(&inputs.iter().map(Held::read).collect::<Result<Vec<_>, _>>()?, queued);
     }
     let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
-    // A time that the clock does not reach bounds nothing.
+    // A timeout beyond the range of the clock is no limit.
     let expires = timeout.and_then(|timeout| queued.checked_add(timeout));
     let answer_by = request.deadline;
     let deadline = answer_by.into_iter().chain(expires).min();
     let level = model.pool.level(request.priority);
     let client = request.client;
     let work = Work { inputs, outputs, stays, rows, queued, deadline, answer_by, level, client };
-    // A model whose first extent is no batch answers one inference per request.
+    // A request to a model without batches counts as one inference.
     let inferences = |rows: usize| rows.max(1) as u64;
     let mut missed = None;
     if let Some(answers) = &model.answers {
@@ -381,7 +383,7 @@ async fn perform(
     let ran = match (place, &model.sequences, model.ensemble()) {
         (None, None, None) => model.pool.run(work).await?,
         (None, None, Some(ensemble)) => ensemble.run(model, work).await?,
-        // In a box, so that other requests do not carry the room for it.
+        // Boxed, so that the futures of other requests stay small.
         (Some(place), ..) => Box::pin(place.run(&model.pool, work)).await?,
         (None, Some(sequences), _) => return Err(sequences.outside()),
     };
@@ -399,15 +401,15 @@ fn has_rows(input: &Held, rows: usize) -> bool {
     input.view().shape().first().is_some_and(|extent| usize::try_from(*extent) == Ok(rows))
 }
 
-/// Parses a version as protocols write it: empty means the latest.
+/// Parses a version in the protocols' form; empty means the latest.
 ///
 /// # Errors
-/// [`InferError::Invalid`] for anything that is not a positive integer.
+/// [`InferError::Invalid`] for text that is not a positive integer.
 pub(crate) fn parse_version(text: &str) -> Result<Option<u64>, InferError> {
     if text.is_empty() {
         return Ok(None);
     }
-    // One spelling for each version, as in the repository: no sign, no leading zeros.
+    // Each version has one spelling, as in the repository: no sign, no leading zeros.
     text.parse()
         .ok()
         .filter(|version: &u64| *version > 0 && version.to_string() == text)

@@ -1,15 +1,13 @@
-//! Load on a model server, and what it answers: for `millrace serve bench` and `make bench-serving`.
+//! Load generator for a model server, with measurements: used by `millrace serve bench` and `make bench-serving`.
 //!
-//! Two kinds. In a closed loop each of a number of clients sends a request when it has its answer, over a
-//! connection of its own: what a server can do at most, and how long a request takes at that. In an open
-//! loop requests are sent at times that a Poisson process has fixed beforehand, whether the server keeps
-//! up or not, as users who know nothing of each other do. There a request's time counts from when it was
-//! to be sent: a server that stalls, or a generator that falls behind, shows in every request that had to
-//! wait for it, not only in those that were under way.
+//! There are two kinds of load. In a closed loop, each client sends its next request when it has its response, over a
+//! separate connection. This measures the maximum throughput of a server, and the latency at that throughput. In an
+//! open loop, the generator sends requests like independent users, at times that a Poisson process has fixed
+//! beforehand, even if the server does not keep up. There the latency counts from the scheduled time. A server that
+//! stalls, or a generator that falls behind, shows in every request that had to wait, not only in those in progress.
 //!
-//! Requests are encoded once and answers are not decoded, so that the generator takes as little as it can
-//! of a machine that it may share with the server. Where it was the bottleneck it says so
-//! ([`Measured::limits`]).
+//! The generator encodes requests once and does not decode responses, so that it uses little of a machine that it may
+//! share with the server. If the generator was the bottleneck, the result says so ([`Measured::limits`]).
 
 mod client;
 mod clock;
@@ -33,65 +31,65 @@ pub use schedule::Poisson;
 use crate::client::ClientError;
 use crate::error::InferError;
 
-/// Most clients, and most connections, of a load: each takes a file.
+/// Maximum number of clients or connections of a load: each takes a file descriptor.
 pub const CLIENTS_MAX: usize = 10_000;
 /// Highest rate of a load, in requests per second.
 pub const RATE_MAX: f64 = 1e6;
 
-/// Why nothing could be measured.
+/// Error that prevented a measurement.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The server cannot be reached, or refused the request that is tried first.
+    /// The server cannot be reached, or the credentials cannot be used.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The requests cannot be made.
+    /// The requests cannot be generated.
     #[error(transparent)]
     Requests(#[from] InferError),
-    /// The load is none that can be made.
+    /// A parameter of the load is out of range.
     #[error("{0}")]
     Load(String),
-    /// The kernel gives no timer.
+    /// The kernel provided no timer.
     #[error("no timer for the times at which requests are sent: {0}")]
     Timer(#[from] std::io::Error),
 }
 
-/// What a load has measured, its warm-up left out.
+/// Measurements of a load, without its warm-up.
 #[derive(Debug, Clone, Default)]
 pub struct Measured {
-    /// How long the requests took that succeeded: in an open loop since they were to be sent.
+    /// Latency of successful requests; in an open loop, since their scheduled time.
     pub latency: Histogram,
-    /// Requests that succeeded within their deadline, where there was one.
+    /// Number of requests that succeeded within their deadline, if any.
     pub in_time: u64,
-    /// Requests that failed, by gRPC status.
+    /// Number of failed requests, by gRPC status.
     pub failed: BTreeMap<&'static str, u64>,
-    /// Requests of an open loop that were not sent: too many waited for their answers, or their deadline
-    /// had passed before the generator came to them.
+    /// Requests of an open loop that were not sent: too many requests were unanswered, or the deadline had passed
+    /// before the generator came to them.
     pub unsent: u64,
-    /// How much later than they were to be the requests of an open loop were sent.
+    /// Delay of requests of an open loop behind their scheduled time.
     pub late: Histogram,
-    /// How long was measured.
+    /// Duration of the measurement.
     pub elapsed: Duration,
-    /// Processor time of this process meanwhile.
+    /// Processor time that this process used during the measurement.
     pub processor: Duration,
 }
 
 impl Measured {
-    /// Requests that succeeded, per second.
+    /// Successful requests per second.
     pub fn rate(&self) -> f64 {
         per_second(self.latency.count(), self.elapsed)
     }
 
-    /// Requests that succeeded within their deadline, per second.
+    /// Requests per second that succeeded within their deadline.
     pub fn goodput(&self) -> f64 {
         per_second(self.in_time, self.elapsed)
     }
 
-    /// How many requests failed, whatever the status.
+    /// Number of failed requests of any status.
     pub fn failures(&self) -> u64 {
         self.failed.values().sum()
     }
 
-    /// In what the generator was the bottleneck, a sentence each; empty when the server was.
+    /// Ways in which the generator was the bottleneck, one sentence each; empty when the server was.
     pub fn limits(&self) -> Vec<String> {
         let mut limits = Vec::new();
         if self.unsent > 0 {
@@ -116,7 +114,7 @@ impl Measured {
         limits
     }
 
-    /// Adds what another client of the same load has measured at the same time.
+    /// Adds the measurements of another client of the same load at the same time.
     fn merge(&mut self, other: &Measured) {
         self.latency.merge(&other.latency);
         self.late.merge(&other.late);
@@ -128,14 +126,14 @@ impl Measured {
     }
 }
 
-/// Lateness that is the timer's and the scheduler's and no sign of a generator that falls behind.
+/// Delay that the timer and the kernel's scheduler cause; a generator that falls behind exceeds it.
 const LATE_MAX: Duration = Duration::from_millis(1);
 
 fn per_second(count: u64, elapsed: Duration) -> f64 {
     if elapsed.is_zero() { 0.0 } else { count as f64 / elapsed.as_secs_f64() }
 }
 
-/// Processor time of this process so far; none where the kernel does not say.
+/// Processor time of this process so far; zero if the kernel does not report it.
 fn processor_time() -> Duration {
     use nix::sys::resource::{UsageWho, getrusage};
     let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else { return Duration::ZERO };

@@ -1,15 +1,15 @@
-//! Proof that the rows of a batch do not depend on each other, read off the graph of a model.
+//! Proof that the rows of a batch do not depend on each other, derived from the graph of a model.
 //!
-//! Requests run together as one batch. That gives each request the answer that it would have alone only where every
-//! node keeps the rows apart. A trial on some rows cannot show it: a maximum over the batch is no different while no
-//! row is larger than the others. So each value of the graph is followed from the inputs, by rules for the operators
-//! that are known (`table`): it is the same whatever runs together, or depends on the number of rows alone, or is
-//! made of rows along one axis. What no rule covers is taken to mix rows. A wrong "independent" gives wrong answers; a
-//! wrong "dependent" costs speed alone.
+//! Requests run together as one batch. Each request gets the answer that it would get alone only if every node keeps
+//! the rows apart. A trial on some rows cannot show it: a maximum over the batch makes no difference while no row is
+//! larger than the others. The proof therefore follows each value of the graph from the inputs, by rules for known
+//! operators (`table`). A value is the same in any batch, or depends only on the number of rows, or consists of rows
+//! along one axis. An operator without a rule is assumed to mix rows. A wrong "independent" gives wrong answers; a
+//! wrong "dependent" costs only speed.
 //!
-//! Rows are followed as: the value in a run of several requests is what runs of each give, one after the other along
-//! the axis. Extents are products of known numbers, the number of rows, and symbols (`extent`), so that shapes which
-//! graphs compute can be followed, too.
+//! A value consists of rows if a run of several requests gives the concatenation, along that axis, of its values in
+//! separate runs. Extents are products of known numbers, the number of rows, and symbols (`extent`), so
+//! that the proof can also follow shapes that graphs compute.
 
 mod attention;
 mod call;
@@ -35,20 +35,20 @@ use millrace_bundle::Signature;
 use millrace_bundle::onnx::{ModelProto, NodeProto};
 use serde::Serialize;
 
-/// Characters of a name that are shown.
+/// Maximum number of characters of a name in messages.
 const NAME_CHARS_MAX: usize = 80;
 
-/// Why rows are not known to be independent: the place in the graph, and what is wrong there.
+/// Reason why rows are not known to be independent: the place in the graph, and the problem there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, thiserror::Error)]
 #[error("{}", self.shown())]
 pub struct Dependence {
-    /// Name of the node; empty where it has none, and where it is no node's.
+    /// Name of the node; empty if it has none, or if the problem is not at a node.
     pub node: String,
-    /// The node's operator, with its domain unless that is ONNX's own; empty where it is no node's.
+    /// The node's operator, with its domain unless that is ONNX's own; empty if the problem is not at a node.
     pub operator: String,
-    /// The value from which on nothing is known.
+    /// The first value that is not known to keep rows apart.
     pub value: String,
-    /// What is wrong.
+    /// Description of the problem.
     pub reason: String,
 }
 
@@ -86,24 +86,24 @@ impl Dependence {
     }
 }
 
-/// Whether the rows of a model are independent, and how that is known.
+/// Row independence of a model, and how it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rows {
-    /// The graph proves it.
+    /// The graph proves independence.
     Independent,
-    /// The configuration says so, and the graph does not prove it.
+    /// The configuration declares independence; the graph does not prove it, for this reason.
     Declared(Dependence),
-    /// It is not known.
+    /// Independence is not known, for this reason.
     Dependent(Dependence),
 }
 
 impl Rows {
-    /// What the graph of a model says of it.
+    /// Result of the proof for a graph.
     pub fn of(model: &ModelProto, signature: &Signature) -> Rows {
         prove(model, signature).map_or_else(Rows::Dependent, |()| Rows::Independent)
     }
 
-    /// The same where a configuration may say so, too.
+    /// The result when the configuration may also declare independence.
     pub(crate) fn declared(self, declared: bool) -> Rows {
         match self {
             Rows::Dependent(why) if declared => Rows::Declared(why),
@@ -111,7 +111,7 @@ impl Rows {
         }
     }
 
-    /// Whether requests may run together, and records go into one request.
+    /// Whether requests may share a batch, and several records may go into one request.
     pub fn are_independent(&self) -> bool {
         !matches!(self, Rows::Dependent(_))
     }
@@ -127,20 +127,20 @@ impl fmt::Display for Rows {
     }
 }
 
-/// The parameter of a model's configuration that has [`Rows`] as text.
+/// The parameter of a model's configuration that contains [`Rows`] as text.
 pub const PARAMETER: &str = "rows";
 
-/// What [`Rows`] begin with as text where they are not independent.
+/// Prefix of the text form of [`Rows::Dependent`].
 pub const DEPENDENT: &str = "dependent";
 
 fn short(name: &str) -> String {
     name.chars().take(NAME_CHARS_MAX).collect()
 }
 
-/// Proves that every row of the outputs depends on the same row of the inputs alone.
+/// Proves that every row of the outputs depends only on the same row of the inputs.
 ///
 /// # Errors
-/// The first place at which that is not known.
+/// The first place at which independence is not known.
 pub fn prove(model: &ModelProto, signature: &Signature) -> Result<(), Dependence> {
     let without =
         signature.inputs.iter().chain(&signature.outputs).find(|spec| spec.shape.first() != Some(&-1));

@@ -1,5 +1,5 @@
-//! ONNX Runtime: finding the shared library, loading it once per process, saying in one line what is
-//! wrong when it cannot be used.
+//! Loader for ONNX Runtime: finds the shared library, checks that other users cannot change it, and loads it once per
+//! process. Errors say in one line why it cannot be used.
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -13,15 +13,15 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 
-/// Environment variable that names the library and wins over every other place.
+/// Environment variable with the path of the library; it takes precedence over all other places.
 pub const LIBRARY_VARIABLE: &str = "ORT_DYLIB_PATH";
 
-/// Folder beside the program in which an installation may keep the library.
+/// Folder beside the program that may contain the library in an installation.
 const INSTALLED_FOLDER: &str = "onnxruntime";
 const SYSTEM_FOLDERS: [&str; 5] =
     ["/usr/local/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"];
 
-/// From this minor version on, `Div` and `Mod` refuse integer divisors of 0. Earlier, the processor raises a signal.
+/// Since this minor version, `Div` and `Mod` refuse integer divisors of 0. Before, the processor raises a signal.
 const REFUSES_ZERO_DIVISORS: u32 = 25;
 
 /// The loaded library.
@@ -29,7 +29,7 @@ const REFUSES_ZERO_DIVISORS: u32 = 25;
 pub struct Runtime {
     environment: Environment,
     library: PathBuf,
-    /// 31 of version 1.31.1; 0 where the library does not say it.
+    /// 31 for version 1.31.1; 0 if the library does not report its version.
     minor_version: u32,
 }
 
@@ -37,22 +37,22 @@ static LOADED: OnceLock<Runtime> = OnceLock::new();
 static LOADING: Mutex<()> = Mutex::new(());
 
 impl Runtime {
-    /// The library of this process, without a configuration: see [`Runtime::load_from`].
+    /// The library of this process, without a configured path: see [`Runtime::load_from`].
     ///
     /// # Errors
-    /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]. A failed call may be repeated.
+    /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]. A failed call may be retried.
     pub fn load() -> Result<&'static Runtime> {
         Runtime::load_from(None)
     }
 
-    /// The library of this process, loaded on the first call. Blocks for some ten milliseconds then.
+    /// The library of this process, loaded on the first call, which blocks for some ten milliseconds.
     ///
-    /// Places, in this order: `ORT_DYLIB_PATH`; `configured`; `onnxruntime/` beside the program; the folders
-    /// of the system's loader: `LD_LIBRARY_PATH`, `/etc/ld.so.conf`, the usual library folders. A library
-    /// that other users could have written is refused wherever it lies.
+    /// Places, in this order: `ORT_DYLIB_PATH`; `configured`; `onnxruntime/` beside the program; the folders of the
+    /// system's loader, which are `LD_LIBRARY_PATH`, `/etc/ld.so.conf`, and the usual library folders. A library that
+    /// other users can write is refused in every place.
     ///
     /// # Errors
-    /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]. A failed call may be repeated.
+    /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]. A failed call may be retried.
     pub fn load_from(configured: Option<&Path>) -> Result<&'static Runtime> {
         if let Some(runtime) = LOADED.get() {
             return Ok(runtime);
@@ -72,14 +72,14 @@ impl Runtime {
         &self.library
     }
 
-    /// The environment, for sessions beside the ones of models that are served (controls of benchmarks).
+    /// The environment, for sessions other than those of served models (controls of benchmarks).
     pub fn environment(&self) -> &Environment {
         &self.environment
     }
 }
 
-/// Whether the library refuses integer divisors of 0 instead of ending the process. Where none is loaded yet, as in
-/// commands that look at a file, recent ones stand for it.
+/// Whether the library refuses integer divisors of 0 instead of ending the process. If no library is loaded, as in
+/// commands that inspect a file, assumes a recent one.
 pub(crate) fn refuses_zero_divisors() -> bool {
     LOADED.get().is_none_or(|runtime| runtime.minor_version >= REFUSES_ZERO_DIVISORS)
 }
@@ -107,8 +107,8 @@ fn find(configured: Option<&Path>) -> Result<PathBuf> {
     })
 }
 
-/// Where the system's loader looks for libraries. A relative folder of `LD_LIBRARY_PATH` is left out: it
-/// would be one of the working directory.
+/// Folders in which the system's loader looks for libraries. Omits relative folders of `LD_LIBRARY_PATH`, which
+/// depend on the working directory.
 fn loader_folders() -> Vec<PathBuf> {
     let variable = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let mut folders: Vec<PathBuf> =
@@ -124,8 +124,8 @@ fn loader_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Fails when a user other than root and the one of this process can write the library, what lies beside
-/// it and is loaded with it, or a folder on the way. `library` is free of symbolic links.
+/// Fails when other users than root and the user of this process can write the library, a parent folder, or a library
+/// beside it that is loaded with it. `library` must be free of symbolic links.
 fn check_trust(library: &Path) -> Result<(), String> {
     let beside = library.parent().and_then(|folder| std::fs::read_dir(folder).ok());
     let loaded_with_it = beside
@@ -137,11 +137,12 @@ fn check_trust(library: &Path) -> Result<(), String> {
         .flat_map(|path| path.ancestors().map(Path::to_path_buf).collect::<Vec<_>>());
     for path in library.ancestors().map(Path::to_path_buf).chain(loaded_with_it) {
         let found = std::fs::metadata(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        // In a folder such as /tmp, other users cannot replace what is not theirs, but add what is loaded with it.
+        // In a sticky folder (like /tmp) users cannot replace files of other users. In the library's own folder they
+        // could still add files that are loaded with it.
         let is_sticky =
             found.is_dir() && found.mode() & 0o1000 != 0 && library.parent() != Some(path.as_path());
-        // The group of a user alone has the user's number. With an access control list, the bits of the group are
-        // what the list may give to anyone.
+        // The private group of a user has the user's number. With an access control list, the group bits are the
+        // maximum that the list may grant to any user.
         let group_is_owner = (found.gid() == 0 || found.gid() == found.uid()) && !has_acl(&path);
         let writable = found.mode() & if group_is_owner { 0o002 } else { 0o022 } != 0;
         let reason = if found.uid() != 0 && found.uid() != nix::unistd::geteuid().as_raw() {
@@ -159,14 +160,14 @@ fn check_trust(library: &Path) -> Result<(), String> {
 /// Whether a file or folder has an access control list.
 fn has_acl(path: &Path) -> bool {
     let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return true };
-    // SAFETY: both names are terminated, and nothing is written without a buffer.
+    // SAFETY: both names are NUL-terminated, and without a buffer the call writes nothing.
     let len = unsafe {
         libc::getxattr(path.as_ptr(), c"system.posix_acl_access".as_ptr(), std::ptr::null_mut(), 0)
     };
     len > 0
 }
 
-/// `libonnxruntime.so` in a folder, or the highest of `libonnxruntime.so.*`.
+/// `libonnxruntime.so` in a folder, or else the highest version of `libonnxruntime.so.*`.
 fn library_in(folder: &Path) -> Option<PathBuf> {
     let plain =
         folder.join(format!("{}onnxruntime{}", std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX));
@@ -190,50 +191,51 @@ fn library_in(folder: &Path) -> Option<PathBuf> {
 
 fn open(library: &Path) -> Result<Runtime> {
     let unusable = |reason: String| Error::RuntimeUnusable { path: library.to_path_buf(), reason };
-    // Opening a pipe or a device would block or have effects, so only regular files get that far.
+    // Opening a pipe or a device would block or have side effects, so only regular files pass.
     let is_file = std::fs::metadata(library).map(|meta| meta.is_file());
     if !is_file.map_err(|error| unusable(error.to_string()))? {
         return Err(unusable("it is not a regular file".into()));
     }
-    // No symbolic link can lead elsewhere after the check.
+    // The path is free of symbolic links, which could lead elsewhere after the check.
     let library = library.canonicalize().map_err(|error| unusable(error.to_string()))?;
     check_trust(&library).map_err(unusable)?;
-    // Everything else of `ort` panics while no library is loaded; this call alone reports errors.
+    // All other functions of `ort` panic while no library is loaded; only this call reports errors.
     let builder = ort::init_from(&library).map_err(|error| unusable(load_reason(error)))?;
     let environment = builder
         .with_name("millrace")
         .with_telemetry(false)
         .build()
         .map_err(|error| unusable(error.to_string()))?;
-    // `ort` forwards everything to `tracing` by default, which costs on every call.
+    // By default `ort` forwards all messages to `tracing`, which costs time on every call.
     environment.set_log_level(LogLevel::Warning);
     let version = version_of(&library).unwrap_or_default();
     tracing::info!(library = %library.display(), version, "loaded ONNX Runtime");
     Ok(Runtime { environment, library, minor_version: minor_of(&version) })
 }
 
-/// The version that a loaded library says it has.
+/// The version that a loaded library reports.
 fn version_of(library: &Path) -> Option<String> {
     type GetApiBase = unsafe extern "C" fn() -> *const ort::sys::OrtApiBase;
     let path = CString::new(library.as_os_str().as_bytes()).ok()?;
-    // SAFETY: the name is terminated. `ort` has loaded the library for good, so that this runs none of its code.
+    // SAFETY: the name is NUL-terminated. `ort` has loaded the library permanently, so this call runs none of its
+    // code.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
     if handle.is_null() {
         return None;
     }
-    // SAFETY: the handle is open and never closed, and the name is terminated.
+    // SAFETY: the handle is open and never closed, and the name is NUL-terminated.
     let symbol = unsafe { libc::dlsym(handle, c"OrtGetApiBase".as_ptr()) };
     if symbol.is_null() {
         return None;
     }
-    // SAFETY: the function of this name has this signature in ONNX Runtime; `ort` has called it as such.
+    // SAFETY: the function of this name has this signature in ONNX Runtime; `ort` has called it with it.
     let base = unsafe { std::mem::transmute::<*mut libc::c_void, GetApiBase>(symbol)().as_ref()? };
-    // SAFETY: it gives a terminated string that lives as long as the library.
+    // SAFETY: the function returns a NUL-terminated string that lives as long as the library.
     let version = unsafe { CStr::from_ptr((base.GetVersionString)()) };
     version.to_str().ok().map(str::to_owned)
 }
 
-/// 31 of version 1.31.1; 0 of what is none.
+/// 31 for version 1.31.1; 0 for text that is not a version.
 fn minor_of(version: &str) -> u32 {
     version.split('.').nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }

@@ -1,9 +1,9 @@
-//! Requests that belong to a sequence: the server keeps a state for each sequence between its requests,
-//! feeds it to the graph and takes the next one out of it, as Triton's implicit state management does.
+//! Stateful sequences of requests: the server keeps a state for each sequence between its requests. It feeds the
+//! state to the graph and takes the next state from the outputs, as Triton's implicit state management does.
 //!
-//! Requests of one sequence run one after the other, in the order in which they came, those of different
-//! sequences at once or together. A request takes its [`Place`] when it arrives; what it leaves behind
-//! counts from the moment when its answer is ready, so that one that failed has changed nothing.
+//! Requests of one sequence run one after the other, in the order of arrival; requests of different sequences run
+//! concurrently or in one batch. A request takes its [`Place`] when it arrives. Its new state takes effect when its
+//! response is ready, so that a failed request changes nothing.
 
 mod idle;
 mod live;
@@ -25,10 +25,10 @@ pub(crate) use place::Place;
 pub(crate) use plan::{Control, Declaration, Plan, Signal, State};
 pub(crate) use shown::to_json;
 
-/// Longest id that is a text, in bytes; Triton's bound.
+/// Maximum length of a string id in bytes, as in Triton.
 const ID_BYTES_MAX: usize = 128;
 
-/// The id of a sequence, of its client's choice. A number and a text are never the same id.
+/// The id of a sequence, chosen by its client. A number and a string are never the same id.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum SequenceId {
     Number(u64),
@@ -44,18 +44,18 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// What a request says of its sequence.
+/// The sequence parameters of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Step {
     pub(crate) id: SequenceId,
-    /// It is the first of its sequence.
+    /// Whether it is the first request of its sequence.
     pub(crate) start: bool,
-    /// It is the last one.
+    /// Whether it is the last request of its sequence.
     pub(crate) end: bool,
 }
 
 impl Step {
-    /// The id as what chooses between versions.
+    /// The id as the key for version routing.
     pub(crate) fn key(&self) -> String {
         match &self.id {
             SequenceId::Number(number) => number.to_string(),
@@ -64,14 +64,14 @@ impl Step {
     }
 }
 
-/// Reads what a request says of its sequence; `None` for one that belongs to none.
+/// Reads the sequence parameters of a request; `None` for a request outside of sequences.
 ///
 /// # Errors
-/// [`InferError::Invalid`] for parameters of other types, and for ids that none can have.
+/// [`InferError::Invalid`] for parameters of a wrong type, and for invalid ids.
 pub(crate) fn read(parameters: &impl Parameters) -> Result<Option<Step>, InferError> {
     let of = &"the request";
     let id = match parameters.parameter("sequence_id") {
-        // What clients send that have no sequence.
+        // Values that clients without a sequence send.
         None | Some(Parameter::Integer(0) | Parameter::Text("")) => None,
         Some(Parameter::Integer(number)) => match u64::try_from(number) {
             Ok(number) => Some(SequenceId::Number(number)),
@@ -92,14 +92,14 @@ pub(crate) fn read(parameters: &impl Parameters) -> Result<Option<Step>, InferEr
     Ok(id.map(|id| Step { id, start, end }))
 }
 
-/// The same for whoever looks ahead: what is wrong with the parameters is told when the request is decoded.
+/// Like [`read`], without errors: decoding the request reports invalid parameters later.
 pub(crate) fn peek(parameters: &impl Parameters) -> Option<Step> {
     read(parameters).ok().flatten()
 }
 
 impl Inference {
-    /// The version that answers a request with that id, and its place in its sequence where it has one and the
-    /// model keeps them. Requests of a sequence run in the order of these calls.
+    /// The version that answers a request with that id, and the request's place in its sequence, if it has one and
+    /// the model keeps sequences. Requests of a sequence run in the order of these calls.
     ///
     /// # Errors
     /// As [`Inference::route`].

@@ -1,4 +1,4 @@
-//! Sessions of one model version: how they are built and checked. [`Pool`] runs requests on them.
+//! Sessions of one model version: construction and checks against the manifest. [`Pool`] runs requests on them.
 
 mod admission;
 mod batch;
@@ -49,29 +49,30 @@ pub(crate) use pool::Pool;
 pub use trial::Trial;
 pub(crate) use work::{Output, Work};
 
-/// Models up to this size get one session per thread, larger ones one that uses all threads, unless said
-/// otherwise.
+/// By default, models up to this size get one session per thread; a larger model gets one session with all threads.
 const PER_THREAD_BYTES_MAX: usize = 64 << 20;
-/// Smaller models are not worth the second pass over the graph that sharing weights takes.
+/// For smaller models, sharing weights is not worth its second pass over the graph.
 const SHARED_BYTES_MIN: usize = 1 << 20;
 
-/// Lets no more runs start on the inference threads of this process and waits for those in progress, at most for
-/// `patience`; whether they have finished. To be called last, when no server answers any more: ONNX Runtime releases at
-/// the end of the process what runs use, and requests that still wait are never answered. Blocks the thread.
+/// Stops the start of new runs on the inference threads of this process and waits up to `patience` for runs in
+/// progress. Returns whether all runs have finished. Blocks the thread.
+///
+/// Call it last, after all servers have stopped: at process exit ONNX Runtime releases memory that runs use. Requests
+/// that are still queued never get a response.
 pub fn finish_runs(patience: Duration) -> bool {
     Executor::shared().close(patience)
 }
 
-/// Inference on one session, one batch at a time. The scheduler knows sessions by this alone.
+/// Inference on one session, one batch at a time. The scheduler uses sessions only through this trait.
 trait Runner: Debug + Send + 'static {
-    /// Index of its device among those of the version.
+    /// Index of the session's device among the devices of the version.
     fn device(&self) -> usize;
 
-    /// Runs inputs in the signature's order, for a request that was queued at a time, until `end` ends the run.
+    /// Runs inputs, in the signature's order, for a request queued at `queued`; `end` can end the run early.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`]; any error when the run
-    /// was ended.
+    /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`]; any error when the
+    /// run was ended.
     fn run(
         &mut self,
         inputs: &[View<'_>],
@@ -85,9 +86,9 @@ trait Runner: Debug + Send + 'static {
 #[derive(Debug)]
 pub(crate) struct Session {
     session: ort::session::Session,
-    /// Index of its device among those of the version.
+    /// Index of the session's device among the devices of the version.
     place: usize,
-    /// The memory of its inputs and outputs.
+    /// Where its inputs and outputs reside.
     memory: Memory,
     peak: Peak,
 }
@@ -111,7 +112,7 @@ impl Runner for Session {
         end: Option<&RunEnd>,
     ) -> std::result::Result<(Vec<Held>, Times), InferError> {
         let options = end.map(RunEnd::options).transpose()?;
-        // Before the run: one that fails may have taken memory as well.
+        // Noted before the run: a run that fails may have allocated memory as well.
         self.peak.runs(inputs.iter().map(|input| input.elements()).sum());
         values::run(self, inputs, outputs, queued, options.as_deref())
     }
@@ -131,10 +132,10 @@ impl DerefMut for Session {
     }
 }
 
-/// Builds the sessions of a version and checks them against the manifest. Blocks while ONNX Runtime
-/// optimises the graph.
+/// Builds the sessions of a version and checks them against the manifest. Blocks while ONNX Runtime optimizes the
+/// graph.
 ///
-/// Requests run together where the graph proves that rows are independent, or where `declared` says so.
+/// Requests share a batch where the graph proves that rows are independent, or where `declared` says so.
 pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) -> Result<(Pool, Rows)> {
     let manifest = bundle.manifest();
     let (devices, mut free) = match sessions(bundle, config, &config.device) {
@@ -147,7 +148,7 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
         built => (config.device.clone(), built?),
     };
     let rows = rows_of(bundle, declared);
-    // The inputs of a warm-up may divide by numbers that a user says no request divides by.
+    // Where the user, not the graph, vouches for divisors, warm-up inputs might end the process.
     let may_try = hazards::check_bundle(bundle, Divisors::Shown).is_ok();
     let (model, version) = (&manifest.name, manifest.version);
     let mut rows_max = config.batching.rows_max;
@@ -174,7 +175,7 @@ pub(crate) fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) ->
     Ok((if may_try { pool.warmed_up(manifest)? } else { pool }, rows))
 }
 
-/// Whether the rows of a version are independent: as the configuration says, else as the graph proves.
+/// Row independence of a version: as the configuration declares, else as the graph proves.
 fn rows_of(bundle: &Bundle, declared: Option<bool>) -> Rows {
     let signature = &bundle.manifest().signature;
     match (declared, signature.inputs.first()) {
@@ -186,18 +187,18 @@ fn rows_of(bundle: &Bundle, declared: Option<bool>) -> Rows {
     }
 }
 
-/// The pool of a version without sessions, whose requests run on those of others.
+/// The pool of a version without sessions: its requests run on the sessions of other versions.
 pub(crate) fn none(manifest: &Manifest, config: &Config) -> Pool {
     let mut config = config.clone();
-    // That bounds each wait for a session, and so is for those others to say.
+    // The limit applies to each wait for a session: the pools that own the sessions enforce theirs.
     config.batching.timeout_us_max = 0;
     let placement = Placement::new(manifest, &Devices::CPU, Devices::CPU, 0);
     let nothing = Signature { inputs: Vec::new(), outputs: Vec::new() };
-    // The models of the steps decide.
+    // The models of the steps decide whether they accept empty tensors.
     Pool::new(Vec::new(), placement, &nothing, &config, 0, false).taking_nothing(true)
 }
 
-/// Sessions of a version, on each of the devices as many.
+/// Sessions of a version, the same number on each device.
 fn sessions(bundle: &Bundle, config: &Config, devices: &Devices) -> Result<Vec<Session>> {
     let mut sessions = Vec::new();
     for (place, device) in devices.each().into_iter().enumerate() {
@@ -210,7 +211,7 @@ fn sessions(bundle: &Bundle, config: &Config, devices: &Devices) -> Result<Vec<S
     Ok(sessions)
 }
 
-/// Sessions of a version on one device, which has that place among those of the version.
+/// Sessions of a version on one device; `place` is the index of the device among those of the version.
 fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device)) -> Result<Vec<Session>> {
     let manifest = bundle.manifest();
     let (model, version) = (&manifest.name, manifest.version);
@@ -252,7 +253,7 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
     (0..count).map(session).collect()
 }
 
-/// Threads for each run on the processor, of as many for all of so many sessions.
+/// Threads for each run on the processor, when `sessions` sessions share `threads` threads.
 fn intra_threads(threads: usize, sessions: usize) -> usize {
     (threads / sessions.max(1)).max(1)
 }
@@ -273,7 +274,7 @@ fn check_signature(
     for (side, specs, outlets, shapes) in sides {
         let found: Vec<&str> = outlets.iter().map(|outlet| outlet.name()).collect();
         let expected: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-        // Outputs may be left out, in which case nobody can ask for them.
+        // The manifest may leave outputs out; clients cannot request those.
         let kept: Vec<_> =
             outlets.iter().filter(|outlet| shapes || expected.contains(&outlet.name())).collect();
         if !kept.iter().map(|outlet| outlet.name()).eq(expected.iter().copied()) {
@@ -289,7 +290,7 @@ fn check_signature(
                     spec.name, spec.datatype
                 ));
             }
-            // A configuration may allow less than the graph does.
+            // The configuration may allow fewer shapes than the graph.
             let fits = shape.len() == spec.shape.len()
                 && shape.iter().zip(&spec.shape).all(|(graph, spec)| *graph == -1 || graph == spec);
             if shapes && !fits {

@@ -1,7 +1,8 @@
-//! What a model version did: counts and times of its requests and runs, as Triton's clients read them, and its metrics.
+//! Statistics of a model version: counts and times of its requests and runs, as Triton's clients read them, and its
+//! metrics.
 //!
-//! All of it is behind one lock, which a request takes twice for plain additions, in place of some thirty atomic ones. A
-//! reader sees figures that belong together.
+//! One lock protects all figures. A request takes it twice for plain additions, instead of some thirty atomic
+//! operations. A reader sees a consistent set of figures.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -15,28 +16,28 @@ use crate::metrics::{self, ModelMetrics};
 use crate::repository::Model;
 use crate::wire::inference as pb;
 
-/// Sizes of runs that are told apart; runs of further sizes count in all figures but the ones by size.
+/// Maximum number of run sizes with separate figures; runs of further sizes count only in the totals.
 const SIZES_MAX: usize = 64;
 
-/// When the steps of a request were reached that ran.
+/// Timestamps of the stages of an answered request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Times {
-    /// It began to wait for a session.
+    /// Start of the wait for a session.
     pub(crate) queued: Instant,
-    /// It had one, and its values were made.
+    /// A session was available; creation of its input values began.
     pub(crate) computing: Instant,
-    /// ONNX Runtime took over.
+    /// ONNX Runtime started.
     pub(crate) input_end: Instant,
-    /// ONNX Runtime was done, and its values were taken out.
+    /// ONNX Runtime finished; extraction of its output values began.
     pub(crate) output_start: Instant,
-    /// The outputs were there.
+    /// The outputs were available.
     pub(crate) end: Instant,
-    /// The outputs were found in the response cache, and nothing was computed.
+    /// Whether the outputs come from the response cache and nothing was computed.
     pub(crate) cached: bool,
 }
 
 impl Times {
-    /// Of a request whose answer is found now, after a look for it that began at `queued`.
+    /// Times of a response found in the cache now, by a lookup that began at `queued`.
     pub(crate) fn found(queued: Instant) -> Times {
         let now = Instant::now();
         Times { queued, computing: now, input_end: now, output_start: now, end: now, cached: true }
@@ -55,7 +56,7 @@ impl Times {
     }
 }
 
-/// A count and the time that it took together.
+/// A count of events and their total time.
 #[derive(Debug, Default, Clone, Copy)]
 struct Spent {
     count: u64,
@@ -73,7 +74,7 @@ impl Spent {
     }
 }
 
-/// Runs of one size, and what they took by step.
+/// Runs of one size, and their total times by stage.
 #[derive(Debug, Default)]
 struct Size {
     runs: u64,
@@ -95,7 +96,7 @@ struct Figures {
     output: Spent,
     cache_hit: Spent,
     cache_miss: Spent,
-    /// By rows.
+    /// By number of rows.
     sizes: BTreeMap<u64, Size>,
     metrics: ModelMetrics,
 }
@@ -105,16 +106,16 @@ impl Figures {
         self.last_answered = self.last_answered.max(Some(at));
     }
 
-    /// When a request was answered last, in milliseconds since 1970 by the clock as it is set now; 0 as long
-    /// as none was.
+    /// Time of the last response in milliseconds since 1970, by the current setting of the system clock; 0 before the
+    /// first response.
     fn last_inference_ms(&self) -> u64 {
-        // The clock that can be set is not read for a request.
+        // Computed here, so that a request need not read the system clock.
         let at = self.last_answered.and_then(|last| SystemTime::now().checked_sub(last.elapsed()));
         let since = at.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok());
         u64::try_from(since.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Counts a run of so many rows, by its size if that is told apart.
+    /// Counts a run of `rows` rows, with its size unless [`SIZES_MAX`] other sizes have figures.
     fn ran(&mut self, rows: u64, times: &Times) {
         self.runs += 1;
         if rows == 0 {
@@ -151,14 +152,14 @@ impl metrics::Kept for Mutex<Figures> {
     }
 }
 
-/// The figures of one model version since it was loaded.
+/// The statistics of one model version since it was loaded.
 #[derive(Debug)]
 pub(crate) struct Statistics {
     figures: Arc<Mutex<Figures>>,
 }
 
 impl Statistics {
-    /// Those of a version that is loaded now.
+    /// Empty statistics of a version that is being loaded.
     pub(crate) fn new(model: &str, version: u64) -> Statistics {
         let figures = Arc::new(Mutex::new(Figures {
             last_answered: None,
@@ -180,8 +181,8 @@ impl Statistics {
         Statistics { figures }
     }
 
-    /// Counts a request of `rows` that arrived at `arrived` and was answered. As Triton has it, one that was
-    /// answered from the cache waited for nothing, and is no inference.
+    /// Counts an answered request of `rows` inferences that arrived at `arrived`. As in Triton, a response from the
+    /// cache counts with a wait of zero and as no inference.
     pub(crate) fn succeeded(&self, rows: u64, arrived: Instant, times: &Times) {
         let mut figures = self.figures.lock();
         figures.metrics.ok.inc();
@@ -198,7 +199,7 @@ impl Statistics {
         figures.output.add(times.output());
     }
 
-    /// Counts the outputs of a request of so many rows, and the run of so many rows that it was the first of, if it was.
+    /// Counts the outputs of a request of `rows` rows, and the run of `run_rows` rows if this request counts it.
     pub(crate) fn gave(&self, rows: u64, run_rows: Option<u64>, times: &Times) {
         let since = |start: Instant| times.end.saturating_duration_since(start).as_secs_f64();
         let mut figures = self.figures.lock();
@@ -211,14 +212,14 @@ impl Statistics {
         }
     }
 
-    /// Counts an answer that was found in the cache, and the time for that.
+    /// Counts a response found in the cache, and the time of the lookup.
     pub(crate) fn hit(&self, time: Duration) {
         let mut figures = self.figures.lock();
         figures.cache_hit.add(time);
         figures.metrics.request_seconds.observe(time.as_secs_f64());
     }
 
-    /// Counts an answer that was not in the cache, and the time for the look and for keeping it.
+    /// Counts a response not found in the cache, and the time for lookup and insertion.
     pub(crate) fn missed(&self, time: Duration) {
         self.figures.lock().cache_miss.add(time);
     }
@@ -231,8 +232,8 @@ impl Statistics {
         figures.fail.add(now.saturating_duration_since(arrived));
     }
 
-    /// What the figures of a version are now. Memory is not measured, so there is no entry for it; one request has one
-    /// response, so there are no statistics by response.
+    /// The current figures of a version. There is no entry for memory, which is not measured. There are no statistics
+    /// by response, since each request has one response.
     fn describe(&self, name: &str, version: u64) -> pb::ModelStatistics {
         let figures = self.figures.lock();
         pb::ModelStatistics {
@@ -262,12 +263,12 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The figures of a version as they are now.
+/// The current figures of a version.
 pub(crate) fn describe(model: &Model) -> pb::ModelStatistics {
     model.statistics.describe(model.name(), model.version())
 }
 
-/// The same in the JSON that Triton's clients read.
+/// The figures in JSON, as Triton's clients read them.
 pub(crate) fn to_json(statistics: &pb::ModelStatistics) -> Value {
     let spent = |spent: &Option<pb::StatisticDuration>| {
         let spent = spent.unwrap_or_default();
@@ -381,7 +382,7 @@ mod tests {
         statistics.failed(start);
         let told = last();
         assert!((before.saturating_sub(1)..=now() + 1).contains(&told), "{before} {told}");
-        // An answer of before the last one changes nothing.
+        // A response before the last one changes nothing.
         let end = start - Duration::from_secs(9);
         statistics.succeeded(1, end, &Times { end, ..times(end) });
         assert!(last().abs_diff(told) <= 1);

@@ -1,4 +1,4 @@
-//! Typed tensors, the common currency of transports and sessions, and their raw little-endian form.
+//! Typed tensors, used by transports and sessions, and their raw little-endian form.
 
 mod held;
 pub(crate) mod onnx;
@@ -45,7 +45,7 @@ pub struct Tensor {
     pub data: Data,
 }
 
-/// Runs an expression for whichever vector of fixed-width numbers a [`Data`] holds.
+/// Evaluates an expression with the vector of a [`Data`], by kind of element: numbers, booleans or byte strings.
 macro_rules! for_numbers {
     ($data:expr, $values:ident => $numbers:expr, bool => $bools:expr, bytes => $bytes:expr) => {
         match $data {
@@ -133,7 +133,7 @@ pub(crate) fn element_count(name: &str, shape: &[i64]) -> Result<usize, InferErr
     })
 }
 
-/// A shape for messages: a hostile one may have millions of extents.
+/// A shape for messages, shortened: a hostile request may have millions of extents.
 pub(crate) fn shown(shape: &[i64]) -> String {
     match shape.get(..16) {
         Some(first) if shape.len() > 16 => format!("{first:?} and {} more extents", shape.len() - 16),
@@ -180,7 +180,7 @@ impl Data {
         self.len() == 0
     }
 
-    /// The addresses of the elements.
+    /// The address range of the elements.
     pub(crate) fn range(&self) -> Range<usize> {
         fn of<T>(values: &[T]) -> Range<usize> {
             let Range { start, end } = values.as_ptr_range();
@@ -218,7 +218,7 @@ impl Data {
             bytes => {
                 let mut raw = Vec::with_capacity(self.raw_len());
                 for value in values {
-                    // Elements came in with such a prefix or out of a string tensor of the same size.
+                    // Elements arrived with a 32-bit prefix or from a string tensor, so their size fits.
                     raw.extend_from_slice(&(value.len() as u32).to_le_bytes());
                     raw.extend_from_slice(value);
                 }
@@ -320,7 +320,7 @@ fn split_bytes(name: &str, count: usize, raw: &Bytes) -> Result<Vec<Bytes>, Infe
     Ok(elements)
 }
 
-/// All numbers one behind the other, in places that are there already: written as fast as memory is copied.
+/// Concatenates the bytes of all numbers; writes into an allocated buffer, which is as fast as copying memory.
 fn little_endian<T: Copy, const N: usize>(values: &[T], bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
     let mut raw = vec![0; values.len() * N];
     for (place, value) in raw.as_chunks_mut::<N>().0.iter_mut().zip(values) {

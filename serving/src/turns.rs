@@ -1,7 +1,8 @@
-//! Turns of long work on request bodies: off the threads that answer clients, a few at a time.
+//! Concurrency limit for long work on request bodies, which runs a few at a time on separate threads.
 //!
-//! A thread that reads elements of a large body answers nobody meanwhile. With one thread for each such body, the short
-//! calls would get a small share of the processors. So large bodies take turns on threads of their own.
+//! A thread that reads the elements of a large body answers no other request meanwhile. With one thread for each
+//! large body, short calls would get a small share of the processors. Large bodies therefore take turns on separate
+//! threads.
 
 use std::sync::Arc;
 
@@ -11,17 +12,17 @@ use crate::error::InferError;
 use crate::infer::stopping;
 use crate::metrics::LARGE_BODIES;
 
-/// From this size on, reading elements one by one takes long: 0.3 ms for JSON. A turn costs 20 to 60 us.
+/// From this size on, reading single elements takes long: 0.3 ms for JSON. Taking a turn costs 20 to 60 us.
 pub(crate) const READ_BYTES: usize = 64 << 10;
 /// From this size on, copying takes long: 0.3 ms and more.
 pub(crate) const COPIED_BYTES: usize = 1 << 20;
 
-/// The turns of a server. Clones are one.
+/// The turns of a server. Clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct Turns(Arc<Semaphore>);
 
 impl Turns {
-    /// As many at a time as half of the processors do.
+    /// As many concurrent turns as half of the processors, at least one.
     pub(crate) fn new() -> Turns {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         Turns::of((processors / 2).max(1))
@@ -31,8 +32,8 @@ impl Turns {
         Turns(Arc::new(Semaphore::new(at_a_time)))
     }
 
-    /// Does the work, here unless it takes long. A panic of the work goes on in the caller. Long work that has begun
-    /// goes on, and keeps its turn, when the call is dropped.
+    /// Runs the work, on this thread unless it takes long. A panic of the work continues in the caller. When the call
+    /// is dropped, long work that has begun continues and keeps its turn.
     ///
     /// # Errors
     /// [`InferError::Unavailable`] when the process is stopping.
@@ -57,7 +58,7 @@ impl Turns {
     }
 }
 
-/// A body that has a turn or waits for one.
+/// Counts a body that has a turn or waits for one.
 struct Counted;
 
 impl Counted {
@@ -84,7 +85,7 @@ mod tests {
 
     #[tokio::test]
     async fn short_calls_are_answered_while_large_bodies_are_read_in_turns() {
-        // All on one thread, which work that did not leave it would block for good.
+        // The test runs on one thread. Work that stayed on it would block it forever.
         let turns = Turns::of(2);
         let (begun, begins) = mpsc::channel();
         let reading = Arc::new(AtomicUsize::new(0));
@@ -105,7 +106,7 @@ mod tests {
                 turns.run(true, work).await.unwrap()
             });
         }
-        // The first two are being read, and the others wait.
+        // The first two bodies are being read, and the others wait.
         for _ in 0..2 {
             while begins.try_recv().is_err() {
                 tokio::task::yield_now().await;
@@ -147,7 +148,7 @@ mod tests {
     #[tokio::test]
     #[should_panic(expected = "the work's own")]
     async fn panic_of_long_work_goes_on_in_its_call() {
-        // The result is that of a panic.
+        // The call panics before it returns a result.
         let _ = Turns::of(1).run::<()>(true, || panic!("the work's own")).await;
     }
 }

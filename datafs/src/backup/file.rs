@@ -1,5 +1,5 @@
-//! The metadata of a backup: a SQLite file that holds the same pairs as the metadata of a home, whatever engine that
-//! has, and the objects that were missing when the backup was made.
+//! The metadata file of a backup: a SQLite file with the same key-value pairs as the metadata of the home,
+//! whatever its engine, and the objects that were missing when the backup was made.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -13,22 +13,22 @@ use crate::meta::engine::{Order, Pair, ReadTxn};
 use crate::meta::keys;
 use crate::meta::sqlite::FORMAT_VERSION;
 
-/// Pairs that are in memory at a time.
+/// Pairs in memory at a time.
 const PAGE: usize = 4_096;
 
-/// An open file of pairs.
+/// An open metadata file of a backup.
 pub(super) struct BackupFile {
     connection: Connection,
     path: PathBuf,
 }
 
 impl BackupFile {
-    /// Makes the file anew.
+    /// Creates the file, or replaces it by an empty one.
     pub(super) fn create(path: &Path) -> Result<BackupFile> {
         let made = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
         made.map_err(|e| Error::io("create", path, e))?;
         let file = BackupFile::connect(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
-        // It counts once it is complete and synced.
+        // No journal: the file is used only once it is complete and synced.
         file.run("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")?;
         file.run(
             "CREATE TABLE kv (k BLOB PRIMARY KEY, v BLOB NOT NULL) WITHOUT ROWID; \
@@ -37,7 +37,7 @@ impl BackupFile {
         Ok(file)
     }
 
-    /// Opens a complete file, which is checked.
+    /// Opens a complete file read-only and checks it.
     pub(super) fn open(path: &Path) -> Result<BackupFile> {
         let file = BackupFile::connect(path, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
         let check = file.connection.query_row("PRAGMA quick_check(1)", [], |row| row.get::<_, String>(0));
@@ -84,7 +84,7 @@ impl BackupFile {
         self.connection.execute_batch(text).map_err(|e| self.fail(e))
     }
 
-    /// Adds everything that a transaction reads.
+    /// Copies all pairs that a transaction sees.
     pub(super) fn fill(&self, txn: &mut dyn ReadTxn) -> Result<()> {
         // A server that was away for a moment has the transaction run again.
         if !self.connection.is_autocommit() {
@@ -109,7 +109,7 @@ impl BackupFile {
         added.map(drop).map_err(|e| self.fail(e))
     }
 
-    /// Notes an object that was missing in the store.
+    /// Records an object that is missing in the store.
     pub(super) fn note_missing(&self, id: ObjectId) -> Result<()> {
         self.add("INSERT OR IGNORE INTO missing (k) VALUES (?1)", params![id.to_bytes()])
     }

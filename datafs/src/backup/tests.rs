@@ -1,3 +1,4 @@
+//! Test of a restore whose hold on garbage collection was lost.
 #![allow(clippy::unwrap_used)]
 use super::*;
 use crate::Publish;
@@ -15,7 +16,7 @@ fn a_restore_whose_hold_was_lost_changes_nothing() {
     view.publish(Publish::new().file("f", staged.finish().unwrap())).unwrap();
     datafs.backup(&folder, &|_| true).unwrap();
     drop(Datafs::open(&other, &config).unwrap());
-    // Another process takes the one that restores for dead.
+    // As if another process had declared the restoring one dead.
     let lose = |_| {
         let shared = Shared::open(&other, &config).unwrap();
         let mut holds = Vec::new();

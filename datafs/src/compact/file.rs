@@ -1,4 +1,4 @@
-//! Files: scattered ones, and those that point into hollow objects, are copied to a new object.
+//! Compaction of files: copies scattered files, and extents in hollow objects, to a new object.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ const SEGMENT_EXTENTS: usize = 65_536;
 /// Bytes that are in memory at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// What is counted of one file while the extents go by.
+/// Counts of one file during the scan of a volume's extents.
 #[derive(Debug, Default, Clone, Copy)]
 struct Tally {
     ino: u64,
@@ -38,7 +38,7 @@ fn is_scattered(extents: usize, bytes: u64, what: &Compact) -> bool {
     extents > what.extents_min && bytes / (extents as u64) < what.extent_bytes_min
 }
 
-/// Rewrites the files of a volume that are worth it.
+/// Rewrites the files of a volume that are scattered or reference hollow objects.
 pub(super) fn compact_volume(
     shared: &Arc<Shared>,
     volume: u64,
@@ -69,7 +69,8 @@ pub(super) fn compact_volume(
     rewrite(&tally, report)
 }
 
-/// Rewrites what is worth it of one file, segment by segment.
+/// Rewrites one file segment by segment: a scattered segment as a whole, of others the extents in hollow
+/// objects.
 pub(super) fn compact_file(
     shared: &Arc<Shared>,
     volume: u64,
@@ -88,7 +89,7 @@ pub(super) fn compact_file(
         let more = segment.len() >= SEGMENT_EXTENTS;
         let bytes = segment.iter().map(|extent| extent.len).fold(0, u64::saturating_add);
         let old = if is_scattered(segment.len(), bytes, what) {
-            // Bytes in the metadata that lie between them belong to the run.
+            // Head bytes in the metadata that lie between the extents are copied too.
             let head = if first { shared.head_of(volume, ino)? } else { None };
             Old { head, extents: segment }
         } else {
@@ -107,13 +108,14 @@ pub(super) fn compact_file(
     Ok(())
 }
 
-/// What is rewritten together: extents (sorted), and the head of the file where it is to be taken along.
+/// The source of one copy: extents (sorted), and the head of the file if it is copied too.
 pub(super) struct Old {
     pub(super) head: Option<Vec<u8>>,
     pub(super) extents: Vec<Extent>,
 }
 
-/// Copies bytes to a new object. Returns false when the file was changed meanwhile.
+/// Copies bytes to a new object and points the file at it. Returns false when the file changed meanwhile or
+/// its key is missing.
 fn rewrite(
     shared: &Arc<Shared>,
     volume: u64,
@@ -167,8 +169,8 @@ pub(super) fn put_in_place(
     }
 }
 
-/// The bytes in a new object; `None` when one of theirs is gone (the file was changed), or when they are
-/// encrypted and the key is not at hand.
+/// Copies bytes to a new object. `None` when a source object is gone (the file was changed), or when a key is
+/// missing.
 pub(super) fn copy(
     shared: &Arc<Shared>,
     volume: u64,

@@ -1,4 +1,5 @@
-//! Packs that are mostly dead: the pieces that live files still point at are appended to another pack.
+//! Compaction of packs that are mostly dead: appends the pieces that live files still reference to another
+//! pack.
 
 use std::collections::HashSet;
 
@@ -15,7 +16,7 @@ use crate::meta::versioned::{At, Reader, VolumeRow, Writer};
 /// Bytes that are copied, and committed, at a time.
 const STEP_BYTES: u64 = 1 << 20;
 
-/// An extent that points into the pack.
+/// An extent of a live file that references the pack.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Live {
     volume: u64,
@@ -23,14 +24,14 @@ pub(super) struct Live {
     extent: Extent,
 }
 
-/// What one step has moved.
+/// Amounts that one step has moved.
 #[derive(Debug, Clone, Copy, Default)]
 struct Moved {
     bytes: u64,
     extents: u64,
 }
 
-/// Empties a pack, unless something else than live files points at it: then nothing would be won.
+/// Empties a pack, unless something other than live files references it: then it could not be freed.
 pub(super) fn compact_pack(shared: &Shared, pack: ObjectId, report: &mut CompactReport) -> Result<()> {
     let live = match find(shared, pack)? {
         Some(live) => live,
@@ -57,7 +58,8 @@ pub(super) fn compact_pack(shared: &Shared, pack: ObjectId, report: &mut Compact
     Ok(())
 }
 
-/// The extents of live files in the pack, by volume; `None` when there are references besides.
+/// The extents of live files in the pack, by volume. `None` when the pack has other references or cannot be
+/// read.
 pub(super) fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
     let pieces = match shared.pool.pack_pieces(pack) {
         Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(None),
@@ -76,7 +78,7 @@ pub(super) fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>>
             content::whole_extents_within(&mut reader, ino, start, end)
         });
         let found = match found {
-            // Whose piece cannot be told keeps it where it is.
+            // The file of a piece cannot be determined, so the pack stays.
             Err(Error::Corrupt { .. }) => return Ok(None),
             found => found?,
         };
@@ -86,19 +88,20 @@ pub(super) fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>>
             extent,
         }));
     }
-    // Pieces of one place in a file, one after the other, lead to the same extent.
+    // Several pieces for one place in a file lead to the same extent.
     live.sort_by_key(|live| (live.volume, live.ino, live.extent.file_offset));
     live.dedup_by_key(|live| (live.volume, live.ino, live.extent.file_offset));
     let references = shared.meta.view(|txn| References::get(txn, pack))?;
     Ok(references.filter(|all| all.extents as usize == live.len()).map(|_| live))
 }
 
-/// Copies some extents of one volume to the current pack and points their files at it. Those that
-/// changed meanwhile are left; false when nothing could be moved.
+/// Copies some extents of one volume to the current pack and points their files at it. Files that changed
+/// meanwhile keep their extents. Returns false when nothing was committed: a key, an object or the volume is
+/// gone, or the new pack had to be given up.
 pub(super) fn move_some(shared: &Shared, some: &[Live], report: &mut CompactReport) -> Result<bool> {
     let [first, ..] = some else { return Ok(true) };
     let codec = match shared.codec_of_volume(first.volume) {
-        // Encrypted with a key that is not at hand, or gone.
+        // The key is missing, or the volume is gone.
         Err(Error::WrongKey { .. } | Error::Stale { .. }) => return Ok(false),
         other => other?,
     };
@@ -144,7 +147,8 @@ pub(super) fn move_some(shared: &Shared, some: &[Live], report: &mut CompactRepo
         Ok(Some((Moved { bytes, extents }, used))) => {
             failpoint::hit("compact-pack-committed");
             if packs.iter().any(|(pack, referral)| referral.is_first() && !used.contains(&pack.id())) {
-                // All that was to move into it changed meanwhile: it counts as referred to, and nothing points at it.
+                // All extents that were to move into it changed meanwhile: it counts as referenced, but
+                // nothing references it.
                 shared.session.leave_unclean();
             }
             report.bytes += bytes;

@@ -1,4 +1,5 @@
-//! What is compacted reads as before, takes less, and harms neither snapshots nor writers.
+//! Tests of compaction: compacted files read as before and take less space; snapshots and writers are
+//! unharmed.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,7 +43,7 @@ impl Home {
         self.datafs.compact(None, &Compact::default()).unwrap()
     }
 
-    /// Bytes of all files on the store.
+    /// Bytes of all files in the store.
     fn stored(&self) -> u64 {
         let mut bytes = 0;
         for directory in std::fs::read_dir(self.dir.path().join("datafs/objects")).unwrap() {
@@ -59,7 +60,7 @@ impl Home {
     }
 }
 
-/// Written by a file's own flush: `View::write_file` publishes an object for each file.
+/// Writes through an open file: `View::write_file` would publish a separate object for each file.
 fn write(home: &Home, name: &str, content: &[u8]) {
     let file = home.create(name);
     file.write_at(0, content).unwrap();
@@ -72,7 +73,7 @@ fn pattern(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// A file of 1 MiB with pages written over it, each in a place and a commit of its own.
+/// A file of 1 MiB with pages written over it, each at a random place in a separate commit.
 fn scatter(home: &Home, name: &str, seed: u64) -> Vec<u8> {
     let mut random = StdRng::seed_from_u64(seed);
     let mut content = pattern(1 << 20, seed);
@@ -173,12 +174,12 @@ fn a_pack_that_a_snapshot_holds_is_left() {
     for i in 5..1_000 {
         home.view.remove_file(&i.to_string()).unwrap();
     }
-    // Everything is still in use.
+    // The snapshot still uses everything.
     assert_eq!(home.compact(), CompactReport::default());
     home.check();
 }
 
-/// The pack that was begun for the pieces is not forgotten with the session that began it.
+/// The collector finds the pack that was begun for the pieces after the session that began it has ended.
 #[test]
 fn a_pack_begun_for_pieces_that_changed_meanwhile_is_found_again() {
     let home = Home::new();

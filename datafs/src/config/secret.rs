@@ -1,5 +1,5 @@
-//! A value of the configuration that may be secret: written in place, or where it is to be found. Every table that
-//! takes passwords, keys or headers has them in this type.
+//! Secret configuration values: a value given in place, or a reference to a file or an environment variable.
+//! Every table that takes passwords, keys or headers uses this type.
 
 use std::fmt;
 use std::fs;
@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 /// Longest file that a value is read from, in bytes.
 const FILE_BYTES_MAX: u64 = 64 * 1024;
 
-/// A value, or `{ env = "NAME" }` or `{ file = "PATH" }` for where it is. `Debug` never shows the
-/// value; `Serialize` does, because processes hand their configuration on.
+/// A value, or a reference: `{ env = "NAME" }` or `{ file = "PATH" }`. `Debug` never shows the value.
+/// `Serialize` does, because a process passes its configuration to its children.
 #[derive(Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum Secret {
@@ -24,28 +24,28 @@ pub enum Secret {
     Flag(bool),
     /// A number, as TOML writes it.
     Number(i64),
-    /// In a variable of the environment.
+    /// A reference to an environment variable.
     Environment(FromEnvironment),
-    /// In a file; a line break at its end is not part of the value.
+    /// A reference to a file; as text, line breaks at its end are not part of the value.
     File(FromFile),
 }
 
-/// Names a variable of the environment.
+/// The name of an environment variable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FromEnvironment {
     /// The variable.
     pub env: String,
 }
 
-/// Names a file.
+/// The path of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FromFile {
-    /// The file; a path that is not absolute begins at the working directory.
+    /// The file; a relative path begins at the working directory.
     pub file: PathBuf,
 }
 
 impl Secret {
-    /// The value as bytes; `what` names it in errors. Those of a file are all of its bytes.
+    /// The value as bytes, for a file all of its bytes; `what` names the value in errors.
     pub(crate) fn bytes(&self, what: &str) -> Result<Vec<u8>> {
         match self {
             Self::Text(text) => Ok(text.clone().into_bytes()),
@@ -67,10 +67,10 @@ impl Secret {
         }
     }
 
-    /// The value as text, without the line break at the end of a file.
+    /// The value as text, without line breaks at the end of a file.
     ///
     /// # Errors
-    /// [`Error::Invalid`], which names `what` and where the value was looked for.
+    /// [`Error::Invalid`], which names `what` and the file or variable.
     pub fn text(&self, what: &str) -> Result<String> {
         let mut bytes = self.bytes(what)?;
         if matches!(self, Self::File(_)) {
@@ -81,18 +81,18 @@ impl Secret {
         String::from_utf8(bytes).map_err(|_| Error::Invalid(format!("{what}: the value is no text")))
     }
 
-    /// Whether the value itself stands in the configuration.
+    /// Whether the configuration contains the value itself.
     pub(crate) fn is_in_place(&self) -> bool {
         matches!(self, Self::Text(_) | Self::Flag(_) | Self::Number(_))
     }
 
-    /// The same without the value: what may be shown.
+    /// A copy that may be shown: without the value.
     #[must_use]
     pub fn hidden(&self) -> Secret {
         if self.is_in_place() { Self::Text(HIDDEN.into()) } else { self.clone() }
     }
 
-    /// The text of another library's error without values that it may repeat.
+    /// Removes these values from the error text of another library, which may repeat them.
     pub fn hide_in<'s>(secrets: impl IntoIterator<Item = &'s Secret>, text: String) -> String {
         let values = secrets.into_iter().filter_map(|secret| secret.text("").ok());
         values
@@ -101,9 +101,9 @@ impl Secret {
     }
 }
 
-/// In place of a value.
+/// Shown in place of a value.
 const HIDDEN: &str = "(set)";
-/// Shorter values keep no secret, and would hide parts of other words.
+/// Shorter values are not replaced: they keep no secret, and parts of other words would match.
 const HIDDEN_BYTES_MIN: usize = 4;
 
 impl From<String> for Secret {
@@ -119,7 +119,7 @@ impl From<&str> for Secret {
 }
 
 impl<'de> Deserialize<'de> for Secret {
-    /// By hand: errors of derived code repeat what they refuse.
+    /// Not derived: errors of derived code repeat the refused value.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Secret, D::Error> {
         deserializer.deserialize_any(SecretVisitor)
     }
@@ -201,7 +201,7 @@ mod tests {
         assert!(!format!("{config:?}").contains("hunter2"));
         let shown = serde_json::to_string(&config.without_secrets()).unwrap();
         assert!(!shown.contains("hunter2") && shown.contains("MILLRACE_TEST_NO_SUCH_VARIABLE"), "{shown}");
-        // A process hands its configuration on whole.
+        // Serialization keeps the values, since a process passes its configuration on.
         let again: Config = serde_json::from_value(serde_json::to_value(&config).unwrap()).unwrap();
         assert_eq!(again, config);
         for wrong in [

@@ -1,5 +1,5 @@
-//! When files that only this program reads were last read is of no use to anybody, and keeping it takes a
-//! twentieth of a read of 4 KiB: the file system is asked not to.
+//! Access times off: the files of a store are marked so that the file system does not record their last read.
+//! Only this program reads them, and recording costs 1/20 of a 4 KiB read.
 
 use std::fs::File;
 use std::io;
@@ -7,13 +7,13 @@ use std::path::Path;
 
 use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
 
-/// Asks for it for what is made below a directory from now on; ext4 and XFS pass it on to files and
-/// folders. Where that cannot be had (another file system, another owner) reads cost what they did.
+/// Sets the no-access-time flag on a directory; ext4 and XFS pass it on to files and folders created below
+/// later. Where that fails (another file system, another owner), access times are kept.
 pub(super) fn leave_out(directory: &Path) {
     let ask = || -> io::Result<()> {
         let file = File::open(directory)?;
         let flags = ioctl_getflags(&file)?;
-        // Every process that opens the store comes here.
+        // Every process that opens the store runs this; only the first has to write.
         if !flags.contains(IFlags::NOATIME) {
             ioctl_setflags(&file, flags | IFlags::NOATIME)?;
         }
@@ -40,7 +40,7 @@ mod tests {
         leave_out(dir.path());
         match leaves_out(dir.path()) {
             Ok(true) => {}
-            // Of the file systems that can, none refuses it to the owner.
+            // File systems that have the flag let the owner set it.
             other => {
                 return millrace_testing::skip(
                     millrace_testing::Need::Filesystem,
@@ -52,7 +52,7 @@ mod tests {
         std::fs::create_dir(&folder).unwrap();
         std::fs::write(folder.join("object"), b"bytes").unwrap();
         let passed_on = [folder.clone(), folder.join("object")].map(|path| leaves_out(&path).unwrap());
-        // Btrfs has the flag and passes it on to nobody.
+        // Btrfs has the flag but does not pass it on.
         assert!(passed_on == [true; 2] || passed_on == [false; 2], "{passed_on:?}");
     }
 

@@ -1,15 +1,15 @@
-//! What a machine keeps of objects in the cloud: one file image per object, as far as it was read,
-//! shared by all processes. It is a convenience: whatever happens to it, reads go on.
+//! The local cache of objects in a remote store: one image file per object, filled as far as it was read, and
+//! shared by all processes of the machine. The cache is optional: reads continue whatever happens to it.
 //!
-//! Below the cache directory, `AA/ID` is the image (sparse; for a small object, all of it, checksums
-//! included), and `AA/ID.map` says of each frame of a large one whether it is there. Format of a map: 8
-//! bytes magic, `u64` inode of the image it belongs to, 16 bytes boot (see below), `u64` length of the
-//! trailer, `u64` length of the object's frames, one byte per frame (1: there), the trailer (the
+//! Below the cache directory, `AA/ID` is the image. It is sparse; for a small object it is the whole object,
+//! checksums included. `AA/ID.map` records for each frame of a large object whether the image holds it.
+//! Format of a map: 8 bytes magic, `u64` inode of its image, 16 bytes boot id (see below), `u64` length of
+//! the trailer, `u64` length of the object's frames, one byte per frame (1: present), the trailer (the
 //! object's table of checksums, as the store has it).
 //!
-//! Nothing is synced. What comes back from the cache is verified like anything else, so that what a power
-//! failure has torn is only fetched again. The kernel verifies nothing, so an image is handed out whole
-//! only if it was filled, or verified once, since the machine was booted.
+//! Nothing is synced. Reads from the cache are verified like any others, so that data torn by a power failure
+//! is fetched again. The kernel verifies nothing. So an image is handed to it only if the image is complete,
+//! and was filled or verified since the machine was booted.
 
 use std::fs::{self, File};
 use std::io;
@@ -37,17 +37,17 @@ const MAGIC: &[u8; 8] = b"MRmap\x00v1";
 const HEADER_BYTES: usize = 48;
 /// Ending of a map's name.
 pub(super) const MAP_SUFFIX: &str = ".map";
-/// Blocks that wait to be written: at 4 MiB each, the memory that a slow disk may hold.
+/// Most queued blocks: at 4 MiB each, this bounds the memory that waits for a slow disk.
 const QUEUE_MAX: usize = 16;
-/// With more of them waiting the disk does not keep up, and the kernel's pages take what it cannot: a burst
+/// Above this queue length the disk does not keep up. Blocks then go through the page cache, so that a burst
 /// is kept instead of skipped.
 const WAITING_MAX: usize = QUEUE_MAX / 2;
-/// After the disk has refused, nothing is written for this long.
+/// Pause in which nothing is queued after a write to the disk has failed.
 const REST: Duration = Duration::from_secs(5);
-/// The time of use is noted when the last note is older than this.
+/// The time of use is updated when it is older than this.
 const USE_NOTED_EVERY: Duration = Duration::from_secs(60);
 
-/// The cache of one process; the files are those of all.
+/// The cache handle of one process; all processes of the machine share the files.
 #[derive(Debug)]
 pub(super) struct Cache {
     root: PathBuf,
@@ -57,7 +57,7 @@ pub(super) struct Cache {
 
 #[derive(Debug)]
 struct State {
-    /// When the disk refused last.
+    /// Time of the last failed write.
     refused: Mutex<Option<Instant>>,
     /// Blocks and small objects in the queue.
     waiting: AtomicUsize,
@@ -87,12 +87,12 @@ enum Write {
         id: ObjectId,
         bytes: Bytes,
     },
-    /// Nothing: it says when its turn comes.
+    /// No write: the writer thread answers when it reaches this entry.
     Mark(SyncSender<()>),
 }
 
 impl Cache {
-    /// A cache in `root`, which is made when it is first needed. It holds at most `bytes_max` and leaves
+    /// A cache in `root`, created with the first write. It holds at most `bytes_max` and leaves
     /// `free_bytes_min` of the disk free.
     pub(super) fn open(root: &Path, bytes_max: u64, free_bytes_min: u64) -> io::Result<Cache> {
         let state =
@@ -111,7 +111,7 @@ impl Cache {
         Ok(Cache { root: root.to_owned(), queue, state })
     }
 
-    /// Where it is.
+    /// The cache directory.
     pub(super) fn root(&self) -> &Path {
         &self.root
     }
@@ -120,7 +120,7 @@ impl Cache {
         image_path(&self.root, id)
     }
 
-    /// The file of a small object, if it is there.
+    /// The file of a small object, if the cache has it.
     pub(super) fn whole(&self, id: ObjectId) -> Option<(PathBuf, File)> {
         let path = self.image_path(id);
         let file = File::open(&path).ok()?;
@@ -128,12 +128,12 @@ impl Cache {
         Some((path, file))
     }
 
-    /// Keeps a small object, unless the disk is too slow.
+    /// Queues a small object; skips it while the queue is full or after a failed write.
     pub(super) fn put_whole(&self, id: ObjectId, bytes: Bytes) {
         self.enqueue(Write::Whole { id, bytes });
     }
 
-    /// What is there of a large object.
+    /// The entry of a large object, if the cache has one.
     pub(super) fn entry(&self, id: ObjectId) -> Option<Arc<Entry>> {
         let image_path = self.image_path(id);
         let map = File::options().read(true).write(true).open(map_path(&image_path)).ok()?;
@@ -143,7 +143,7 @@ impl Cache {
         Some(Arc::new(entry))
     }
 
-    /// Begins to keep a large object; `frames_bytes` is how long its stored frames are together.
+    /// Creates the entry of a large object; `frames_bytes` is the total length of its stored frames.
     pub(super) fn create(
         &self,
         id: ObjectId,
@@ -168,8 +168,7 @@ impl Cache {
     fn try_create(&self, id: ObjectId, frames: u64, frames_bytes: u64, trailer: &Bytes) -> io::Result<()> {
         let path = self.image_path(id);
         make_directory(&self.root, &path)?;
-        // What is left of an entry whose map is gone or belongs to another image; what cannot be removed is
-        // replaced below.
+        // An old map whose image is gone or replaced. If it cannot be removed, the rename below replaces it.
         let _ = fs::remove_file(map_path(&path));
         let image = temporary(&path)?;
         image.1.set_len(frames_bytes)?;
@@ -182,28 +181,27 @@ impl Cache {
         bytes[40..48].copy_from_slice(&frames_bytes.to_le_bytes());
         bytes.extend_from_slice(trailer);
         let filled = map.1.write_all_at(&bytes, 0);
-        // A map names its image by inode: whatever two processes do here at the same time, no map is
-        // believed of an image that it does not describe.
+        // A map names its image by inode: when two processes race here, no reader accepts a map for another
+        // image.
         let named = filled
             .and_then(|()| fs::rename(&image.0, &path))
             .and_then(|()| fs::rename(&map.0, map_path(&path)));
         if named.is_err() {
-            // What stays is found by its age, see `evict.rs`.
+            // Eviction removes a file that stays by its age, see `evict.rs`.
             let _ = fs::remove_file(&image.0);
             let _ = fs::remove_file(&map.0);
         }
         named
     }
 
-    /// Keeps frames of an object, unless too many are waiting to be written already. `wait` waits
-    /// instead.
+    /// Queues frames of an object; skips them when the queue is full. With `wait` it blocks for room instead.
     pub(super) fn put(&self, entry: &Arc<Entry>, frames: Range<u64>, at: u64, bytes: Bytes, wait: bool) {
         let write = Write::Frames { entry: Arc::clone(entry), frames, at, bytes };
         if !wait {
             return self.enqueue(write);
         }
         self.state.waiting.fetch_add(1, Ordering::Relaxed);
-        // If the thread has panicked, `settle` says so.
+        // If the thread has panicked, `settle` returns the error.
         let _ = self.queue.send(write);
     }
 
@@ -222,26 +220,26 @@ impl Cache {
         self.state.refused.lock().is_some_and(|at| at.elapsed() < REST)
     }
 
-    /// Waits until everything that was queued is written or given up. Fails when nothing is written any
-    /// more, because the thread that does so has panicked.
+    /// Waits until every queued write is done or has failed. Fails when the writer thread has panicked.
     pub(super) fn settle(&self) -> Result<()> {
         let (mark, turn) = sync_channel(1);
-        // Whatever ends the thread drops the queue, and the mark with it.
+        // When the thread ends, it drops the queue, and the mark with it.
         let settled = self.queue.send(Write::Mark(mark)).is_ok() && turn.recv().is_ok();
         let ended = || io::Error::other("its thread has panicked: start the process anew");
         if settled { Ok(()) } else { Err(ObjectError::io("write to the cache", &self.root, ended())) }
     }
 
-    /// Forgets an object.
+    /// Removes an object from the cache.
     pub(super) fn discard(&self, id: ObjectId) {
         let path = self.image_path(id);
-        // What stays is verified whenever it is read, and goes when room is needed.
+        // A file that stays is verified at each read and evicted later.
         let _ = fs::remove_file(map_path(&path));
         let _ = fs::remove_file(path);
     }
 
-    /// Opens the image of an object anew, for readers that verify nothing. `verify` is asked whether the
-    /// image is right if that is not known since the machine was booted.
+    /// Opens the image of an object for the kernel, which verifies nothing. Calls `verify` unless this boot
+    /// of the machine has filled or verified the image. `None` when the image is incomplete, replaced or
+    /// wrong.
     pub(super) fn image(&self, entry: &Entry, verify: impl FnOnce() -> bool) -> io::Result<Option<File>> {
         if !entry.is_complete()? {
             return Ok(None);
@@ -263,7 +261,7 @@ impl Cache {
 }
 
 impl Entry {
-    /// `None` for what is no map, or not that of the image.
+    /// `None` when the map is malformed or belongs to another image.
     fn read(id: ObjectId, image: File, map: File) -> Option<Entry> {
         let mut header = [0; HEADER_BYTES];
         map.read_exact_at(&mut header, 0).ok()?;
@@ -284,17 +282,17 @@ impl Entry {
         &self.trailer
     }
 
-    /// How long the stored frames are together.
+    /// Total length of the stored frames.
     pub(super) fn frames_bytes(&self) -> u64 {
         self.frames_bytes
     }
 
-    /// How many frames the map knows.
+    /// Number of frames in the map.
     pub(super) fn frames(&self) -> u64 {
         self.frames
     }
 
-    /// Of each of these frames, whether it is there.
+    /// For each of these frames, whether the image holds it.
     pub(super) fn present(&self, frames: Range<u64>) -> Vec<bool> {
         let mut bytes = vec![0; (frames.end - frames.start) as usize];
         match self.map.read_exact_at(&mut bytes, HEADER_BYTES as u64 + frames.start) {
@@ -309,24 +307,24 @@ impl Entry {
         Ok(bytes.into_iter().all(|byte| byte == 1))
     }
 
-    /// Stored bytes from `at` on, of frames that are there; not verified.
+    /// Reads stored bytes from `at` on, of frames that are present; not verified.
     pub(super) fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.image.file().read_exact_at(buffer, at)
     }
 
-    /// Whether it makes room for others: its files have no names any more.
+    /// Whether the image was evicted or discarded: its file has been unlinked.
     pub(super) fn is_deleted(&self) -> bool {
         is_deleted(self.image.file())
     }
 
-    /// Says that a frame is not there after all.
+    /// Marks a frame as not present.
     pub(super) fn forget(&self, frame: u64) {
-        // If it cannot be said, each reader finds out and fetches it again.
+        // If this fails, each reader detects the damage and fetches the frame again.
         let _ = self.map.write_all_at(&[0], HEADER_BYTES as u64 + frame);
     }
 }
 
-/// What the thread of the cache has.
+/// The state of the writer thread.
 struct Writer {
     root: PathBuf,
     state: Arc<State>,
@@ -339,7 +337,7 @@ impl Writer {
             Write::Frames { entry, frames, at, bytes } => {
                 let keeps_up = self.state.waiting.fetch_sub(1, Ordering::Relaxed) <= WAITING_MAX;
                 let mark = || vec![1; (frames.end - frames.start) as usize];
-                // The bytes first: whoever sees the mark sees them.
+                // The bytes first: a reader that sees the mark also sees the bytes.
                 let done = entry
                     .image
                     .write(&bytes, at, keeps_up)
@@ -351,7 +349,7 @@ impl Writer {
                 (bytes.len(), self.put_whole(id, &bytes))
             }
             Write::Mark(turn) => {
-                // Who waited for it may have gone.
+                // Fails when the caller no longer waits.
                 let _ = turn.send(());
                 return;
             }
@@ -369,7 +367,7 @@ impl Writer {
         let (temporary, file) = temporary(&path)?;
         let named = file.write_all_at(bytes, 0).and_then(|()| fs::rename(&temporary, &path));
         if named.is_err() {
-            // What stays is found by its age, see `evict.rs`.
+            // Eviction removes a file that stays by its age, see `evict.rs`.
             let _ = fs::remove_file(&temporary);
         }
         named
@@ -396,7 +394,7 @@ fn map_path(image: &Path) -> PathBuf {
     PathBuf::from(path)
 }
 
-/// Makes the directory that `path` is in, and the cache itself where that is gone or not there yet.
+/// Creates the directory of `path`, and the cache directory if it is missing.
 fn make_directory(root: &Path, path: &Path) -> io::Result<()> {
     let directory = path.parent().unwrap_or(root);
     if directory.is_dir() {
@@ -407,7 +405,7 @@ fn make_directory(root: &Path, path: &Path) -> io::Result<()> {
     private::create_dir_all(directory)
 }
 
-/// A new file beside `path`, under a name that nobody else has.
+/// Creates a file beside `path` under a unique name.
 fn temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let mut name = path.to_owned().into_os_string();
@@ -415,7 +413,7 @@ fn temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     let path = PathBuf::from(name);
     let open = || private::options().read(true).write(true).create_new(true).open(&path);
     let file = match open() {
-        // Of a dead process with the same number.
+        // Left by a dead process with the same process id.
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
             fs::remove_file(&path)?;
             open()?
@@ -425,17 +423,17 @@ fn temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     Ok((path, file))
 }
 
-/// Notes that a file is in use, for the choice of what goes first.
+/// Updates the time of use, which decides the order of eviction.
 fn note_use(file: &File) {
     let now = SystemTime::now();
     let noted = file.metadata().and_then(|m| m.modified());
     if noted.is_ok_and(|at| now.duration_since(at).is_ok_and(|age| age > USE_NOTED_EVERY)) {
-        // Then it goes sooner than it would have.
+        // If this fails, eviction removes the object sooner.
         let _ = file.set_modified(now);
     }
 }
 
-/// What tells this run of the machine from others. Where it is not known, every process has its own.
+/// The id of this boot of the machine. If the kernel does not tell it, an id of this process.
 fn boot_id() -> [u8; 16] {
     let read = fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let digits: String = read.unwrap_or_default().chars().filter(char::is_ascii_hexdigit).collect();

@@ -1,5 +1,5 @@
-//! Tests of reading from a bucket through the cache: it is filled, used, shared, damaged, full, gone; reads
-//! go on.
+//! Tests of reading from a bucket through the cache while it is filled, shared, damaged, full or gone: reads
+//! always succeed.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -89,7 +89,7 @@ fn an_image_is_complete_or_not_given_out() {
     assert!(pool.image(id).unwrap().is_none());
     warm(&pool, id);
     assert!(pool.image(id).unwrap().is_some());
-    // Filled before the machine was booted, and torn by what brought it down.
+    // As if filled before the machine was booted, and torn by a power failure.
     let [image, map] = &files(dir.path())[..] else { panic!("two files") };
     let file = fs::OpenOptions::new().read(true).write(true).open(map).unwrap();
     file.write_all_at(&[7; 16], 16).unwrap();
@@ -143,7 +143,7 @@ fn a_cache_that_is_gone_or_cannot_be_written_costs_only_time() {
     assert!(read_all(&pool, ids[0], bytes.len()) == bytes);
     assert!(read_all(&pool, ids[1], bytes.len()) == bytes);
     pool.settle_cache().unwrap();
-    // A file where the directory should be: nothing below can be made.
+    // A file in place of the directory: nothing can be created below.
     fs::remove_dir_all(&root).unwrap();
     fs::write(&root, b"").unwrap();
     assert!(read_all(&pool, ids[0], bytes.len()) == bytes);
@@ -170,7 +170,7 @@ fn the_cache_keeps_its_bounds_and_readers_their_files() {
     for id in &ids {
         assert!(read_all(&pool, *id, bytes.len()) == bytes);
     }
-    // A disk that is fuller than it may be keeps nothing.
+    // A disk with less free space than required: the cache keeps nothing.
     let dir = tempfile::tempdir().unwrap();
     let config = Config { cache_free_bytes_min: u64::MAX, ..cached(&server, dir.path()) };
     let pool = pool_with(&config, SESSION + 1);
@@ -187,7 +187,7 @@ fn pools_that_share_a_small_cache_keep_it_within_bounds() {
     let bytes = pattern(2 * MIB);
     let writer = pool_with(&config, SESSION);
     let ids: Vec<_> = (0..16).map(|_| writer.put(&bytes).unwrap().id).collect();
-    // Locks of the cache are between open files: pools are to each other as processes are.
+    // The cache's locks belong to open files, so pools exclude each other as processes do.
     let pools: Vec<_> = (1..5).map(|i| pool_with(&config, SESSION + i)).collect();
     std::thread::scope(|scope| {
         for (i, pool) in pools.iter().enumerate() {
@@ -204,7 +204,7 @@ fn pools_that_share_a_small_cache_keep_it_within_bounds() {
         pool.settle_cache().unwrap();
         warm(pool, ids[0]);
     }
-    // Each looks after so many bytes of its own.
+    // Each pool scans after this many bytes of its own.
     let look = 4 * (SEGMENT_BYTES + max / 16);
     assert!(disk_bytes(dir.path()) <= max + look, "{}", disk_bytes(dir.path()));
 }
@@ -264,13 +264,13 @@ fn a_cache_whose_thread_has_panicked_is_not_waited_for() {
     warm(&pool, id);
     let cache = pool.cache().unwrap();
     let entry = cache.entry(id).unwrap();
-    // Frames that are none: what the thread does not expect.
+    // An invalid range of frames panics the writer thread.
     cache.put(&entry, std::ops::Range { start: 2, end: 1 }, 0, bytes::Bytes::new(), true);
     for _ in 0..2 {
         let error = pool.settle_cache().unwrap_err();
         assert!(matches!(error, ObjectError::Io { .. }), "{error}");
     }
-    // Reads go on without it.
+    // Reads continue without the cache.
     cache.discard(id);
     let other = pool.put(&bytes).unwrap().id;
     assert!(read_all(&pool, other, bytes.len()) == bytes);

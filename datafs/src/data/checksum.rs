@@ -14,13 +14,13 @@ pub(crate) const FOOTER_BYTES: u64 = 48;
 /// Most bytes that one object may hold (1 TiB): bounds the table at 64 MiB.
 pub(crate) const OBJECT_BYTES_MAX: u64 = 1 << 40;
 
-/// Most bytes of table and footer of an object with so many bytes of data.
+/// Most bytes of table and footer of an object with `data_bytes_max` bytes of data.
 pub(super) const fn trailer_bytes_max(data_bytes_max: u64) -> u64 {
     data_bytes_max.div_ceil(FRAME_BYTES as u64) * 4 + FOOTER_BYTES
 }
 
 const MAGIC: &[u8; 8] = b"MRobj\x00v1";
-/// A frame size that is no power of two between these was not written by this code.
+/// Bounds of a valid frame size, which is a power of two.
 const FRAME_BYTES_RANGE: std::ops::RangeInclusive<u32> = 4096..=16 * 1024 * 1024;
 
 /// Computes the checksums of an object while it is written.
@@ -94,7 +94,7 @@ pub(crate) struct Footer {
 }
 
 impl Footer {
-    /// Reads a footer; the error says what does not fit.
+    /// Parses a footer of the object `id`; the error says which field is wrong.
     pub(crate) fn parse(bytes: &[u8; FOOTER_BYTES as usize], id: ObjectId) -> Result<Self, String> {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap_or([0; 4]));
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or([0; 8]));
@@ -121,7 +121,7 @@ impl Footer {
 }
 
 impl Sums {
-    /// Reads the table that belongs to a footer; `raw_footer` is what the footer was parsed from.
+    /// Parses the table that belongs to a footer; `raw_footer` holds the bytes that `footer` was parsed from.
     pub(crate) fn parse(
         table: &[u8],
         raw_footer: &[u8; FOOTER_BYTES as usize],
@@ -138,7 +138,7 @@ impl Sums {
         Ok(Sums { frame_bytes: footer.frame_bytes, data_bytes: footer.data_bytes, sums })
     }
 
-    /// Reads the table and footer that end `bytes`.
+    /// Parses the table and footer at the end of `bytes`.
     pub(crate) fn parse_end(bytes: &[u8], id: ObjectId) -> Result<Sums, String> {
         let Some((before, raw)) = bytes.split_last_chunk::<{ FOOTER_BYTES as usize }>() else {
             return Err("too short for a footer".into());
@@ -164,7 +164,7 @@ impl Sums {
         u64::from(self.frame_bytes)
     }
 
-    /// Whether these are the bytes of a frame.
+    /// Whether the checksum of a frame's bytes is right.
     pub(super) fn check(&self, frame: u64, bytes: &[u8]) -> bool {
         let sum = usize::try_from(frame).ok().and_then(|frame| self.sums.get(frame));
         sum == Some(&crc32c::crc32c(bytes))

@@ -1,4 +1,4 @@
-//! What happens to a frame between the file and the store: it is compressed, then encrypted.
+//! The codec of frames: compression, then encryption, between the file and the store.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -11,7 +11,7 @@ use super::keyring::VolumeKey;
 /// How a volume's file data is compressed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Compression {
-    /// Not at all.
+    /// No compression.
     #[default]
     None,
     /// LZ4: fast, for data that shrinks easily.
@@ -61,7 +61,7 @@ impl serde::Serialize for Compression {
 }
 
 impl Compression {
-    /// What stands for the way of compressing in formats; the level is not needed to read.
+    /// The algorithm's code in the formats; readers do not need the level.
     pub(crate) fn to_byte(self) -> u8 {
         match self {
             Self::None => 0,
@@ -70,7 +70,7 @@ impl Compression {
         }
     }
 
-    /// The level, 0 where there is none.
+    /// The level of Zstandard, else 0.
     pub(crate) fn level(self) -> u8 {
         if let Self::Zstd { level } = self { level } else { 0 }
     }
@@ -110,7 +110,7 @@ thread_local! {
     static DECOMPRESSOR: RefCell<Option<zstd::bulk::Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// Compresses one frame after the other.
+/// Compressor of frames; reuses its buffer.
 pub(super) struct Compressor {
     zstd: Option<zstd::bulk::Compressor<'static>>,
     compression: Compression,
@@ -134,7 +134,7 @@ impl Compressor {
 
     /// The frame compressed; `None` when that is no shorter.
     pub(super) fn compress(&mut self, frame: &[u8]) -> Option<&[u8]> {
-        // No room for more than what would be of use.
+        // Zstandard may not write more than the frame's length; LZ4 needs its worst case.
         self.packed.resize(
             match self.compression {
                 Compression::Lz4 => lz4_flex::block::get_maximum_output_size(frame.len()),
@@ -144,7 +144,7 @@ impl Compressor {
         );
         let len = match (self.compression, &mut self.zstd) {
             (Compression::Lz4, _) => lz4_flex::block::compress_into(frame, &mut self.packed).ok()?,
-            // Fails when it does not fit.
+            // Fails when the result is longer than the frame.
             (_, Some(zstd)) => zstd.compress_to_buffer(frame, &mut self.packed[..]).ok()?,
             (_, None) => return None,
         };
@@ -172,7 +172,7 @@ pub(super) fn decompress(compression: Compression, packed: &[u8], frame: &mut [u
     if len == frame.len() { Ok(()) } else { Err(format!("{len} bytes of {} came out", frame.len())) }
 }
 
-/// The nonce of a frame; each object has a key of its own.
+/// The nonce of a frame; unique because each object has its own key.
 fn nonce(frame: u64) -> Nonce {
     let mut bytes = [0; NONCE_LEN];
     bytes[NONCE_LEN - 8..].copy_from_slice(&frame.to_be_bytes());
@@ -181,7 +181,7 @@ fn nonce(frame: u64) -> Nonce {
 
 /// Bytes that encryption adds to a frame.
 pub(super) const TAG_BYTES: usize = 16;
-/// The number that seals the index of an object: no frame has it.
+/// The frame number in the nonce of the index; no frame has this number.
 pub(super) const INDEX: u64 = u64::MAX;
 
 /// Encrypts `bytes` in place and appends the tag.
@@ -195,7 +195,7 @@ pub(super) fn open<'b>(key: &LessSafeKey, frame: u64, bytes: &'b mut [u8]) -> Re
     opened.map(|bytes| &*bytes).map_err(|_| "it does not decrypt: it was changed after it was written".into())
 }
 
-/// What proves that `index` was written by who had the key.
+/// The proof that a process with the key wrote `index`.
 pub(super) fn prove(key: &LessSafeKey, index: &[u8]) -> Option<[u8; TAG_BYTES]> {
     debug_assert_eq!(AES_256_GCM.tag_len(), TAG_BYTES);
     let tag = key.seal_in_place_separate_tag(nonce(INDEX), Aad::from(index), &mut []).ok()?;

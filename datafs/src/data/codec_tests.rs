@@ -1,5 +1,5 @@
-//! Tests of encoded objects: what goes in comes out, whoever changed anything on the way is found, and
-//! nobody reads without the key.
+//! Tests of encoded objects: data reads back as written, any change is detected, and a reader without the key
+//! gets an error.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -52,7 +52,7 @@ fn put(pool: &ObjectPool, codec: &Codec, bytes: &[u8]) -> ObjectId {
     id
 }
 
-/// What the store holds for an object of this id and these bytes.
+/// The stored form of an object with this id and these bytes.
 pub(crate) fn encode(codec: &Codec, id: ObjectId, bytes: &[u8]) -> Vec<u8> {
     let mut encoder = Encoder::new(codec, id).unwrap();
     let mut out = Vec::new();
@@ -114,7 +114,7 @@ fn large_objects_are_uploaded_in_parts_and_read_in_ranges() {
     assert!(other.read(id, 10 << 20..(10 << 20) + 100).unwrap() == bytes[10 << 20..(10 << 20) + 100]);
     assert!(server.faults.count("get") - before <= 3);
     assert!(other.read(id, 0..21 << 20).unwrap() == bytes);
-    // The cache has what the store has: nothing in it can be read without the key.
+    // The cache holds the stored form: its content cannot be read without the key.
     other.settle_cache().unwrap();
     let third = open(dir.path(), &cloud, SESSION + 2);
     assert!(third.read(id, 0..21 << 20).unwrap() == bytes);
@@ -154,7 +154,7 @@ fn whatever_was_changed_is_found() {
         let error = read(&whole[..cut], SESSION).unwrap_err();
         assert!(matches!(error, ObjectError::Corrupt { .. }), "cut at {cut}: {error}");
     }
-    // Somebody who knows the format and not the key: checksums fixed.
+    // An attacker who knows the format but not the key fixes the checksums.
     let frames = 4;
     let table = whole.len() - FOOTER_BYTES - frames * 8;
     let fixed = |mut stored: Vec<u8>| {

@@ -1,4 +1,5 @@
-//! Closes files of objects that were deleted, by any process: the disk gets their space back with the last close.
+//! Closing of deleted objects' files, whichever process deleted them: the disk frees their space with the
+//! last close.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
@@ -7,25 +8,25 @@ use std::time::{Duration, Instant};
 
 use super::runtime::Io;
 
-/// How often files that are kept open are looked at.
+/// How often open files are checked.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// A file that was used within this time is left alone: its reader would have to look for it again.
+/// A file used within this time stays open: otherwise its reader would have to find it again.
 const IDLE_MIN: Duration = Duration::from_secs(1);
 
-/// Something that keeps files of objects open between uses.
+/// A holder of object files that stay open between uses.
 pub(super) trait KeepsOpen: Send + Sync + 'static {
-    /// Closes those that have no name any more and are not in use.
+    /// Closes idle files that have been unlinked.
     fn close_deleted(&self);
 }
 
-/// Looks after something that keeps files open, for as long as that is there.
+/// Calls [`KeepsOpen::close_deleted`] every second until `keeper` is dropped.
 pub(super) fn look_after(io: &Io, keeper: &Arc<impl KeepsOpen>) {
     let keeper = Arc::downgrade(keeper);
     io.start_future(async move {
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
             let Some(keeper) = keeper.upgrade() else { return };
-            // The close of a large file that has no name any more takes the disk a while.
+            // The last close of a large unlinked file takes the disk a while.
             if let Err(error) = tokio::task::spawn_blocking(move || keeper.close_deleted()).await {
                 tracing::error!(%error, "closing deleted objects");
             }
@@ -33,12 +34,12 @@ pub(super) fn look_after(io: &Io, keeper: &Arc<impl KeepsOpen>) {
     });
 }
 
-/// Whether the file has no name any more. What the system does not tell is taken for a file that has one.
+/// Whether the file has been unlinked; false when the system cannot tell.
 pub(super) fn is_deleted(file: &File) -> bool {
     file.metadata().is_ok_and(|file| file.nlink() == 0)
 }
 
-/// Whether what was used then is not in use.
+/// Whether a file last used at `used` is idle.
 pub(super) fn is_idle(used: Instant) -> bool {
     used.elapsed() >= IDLE_MIN
 }

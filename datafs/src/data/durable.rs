@@ -1,4 +1,4 @@
-//! Making files of a local store survive a power failure.
+//! Durability of a local store's names: directory syncs.
 
 use std::fs::File;
 use std::path::Path;

@@ -1,16 +1,16 @@
-//! Encoded objects: each frame of 64 KiB is compressed, encrypted or both, by itself, so that a read
-//! decodes no more than the frames that it touches.
+//! Encoded objects: each frame of 64 KiB is compressed, encrypted or both on its own. A read decodes only the
+//! frames that it touches.
 //!
-//! Format, all integers little-endian, `n = ceil(data_bytes / frame_bytes)`: the stored frames one behind
-//! the other; `n ×` (`u32` stored length, its highest bit set when the frame is not compressed; `u32`
-//! CRC-32C of the stored bytes); then a footer of 136 bytes: `u32` CRC-32C of the table and of the rest of
-//! the footer; `u32` frame_bytes; `u64` data_bytes; 16 bytes object id; `u8` compression (0 none, 1 lz4,
-//! 2 zstd); `u8` length of the key's name, 0 when not encrypted; 6 bytes 0; 64 bytes key name; 8 bytes key
-//! check; 16 bytes proof; 8 bytes magic.
+//! Format, all integers little-endian, `n = ceil(data_bytes / frame_bytes)`: the stored frames one after the
+//! other; `n ×` (`u32` stored length, its highest bit set when the frame is not compressed; `u32` CRC-32C of
+//! the stored bytes); then a footer of 136 bytes: `u32` CRC-32C of the table and of the rest of the footer;
+//! `u32` frame_bytes; `u64` data_bytes; 16 bytes object id; `u8` compression (0 none, 1 lz4, 2 zstd); `u8`
+//! length of the key's name, 0 when not encrypted; 6 bytes 0; 64 bytes key name; 8 bytes key check; 16 bytes
+//! proof; 8 bytes magic.
 //!
-//! Encryption is AES-256-GCM with a key per object (HKDF-SHA256 of the volume's key, the object's id as
-//! salt) and the frame's number as nonce. The proof is the tag over table and footer, so that frames
-//! cannot be exchanged, left out or cut off. The lengths of frames, and so of files, are not hidden.
+//! Encryption is AES-256-GCM with a key per object (HKDF-SHA256 of the volume's key, the object's id as salt)
+//! and the frame's number as nonce. The proof is the tag over table and footer: it detects exchanged, missing
+//! and truncated frames. The lengths of frames, and so of files, are not hidden.
 
 use std::ops::Range;
 
@@ -33,18 +33,18 @@ const NAME_AT: usize = 40;
 const CHECK_AT: usize = NAME_AT + KEY_NAME_BYTES_MAX;
 const PROOF_AT: usize = CHECK_AT + CHECK_BYTES;
 
-/// The frames of an encoded object, and what it takes to decode them.
+/// The frame index of an encoded object, with the key to decode the frames.
 pub(super) struct EncodedIndex {
     id: ObjectId,
     frame_bytes: u64,
     data_bytes: u64,
-    /// Where each frame is stored, and where the last one ends.
+    /// Start of each stored frame, and the end of the last one.
     offsets: Box<[u64]>,
-    /// Length with flag, and checksum.
+    /// Stored length with the [`NOT_COMPRESSED`] flag, and checksum.
     entries: Box<[(u32, u32)]>,
     compression: Compression,
     key: Option<LessSafeKey>,
-    /// Whose derivative the key is.
+    /// The volume key that `key` is derived from.
     sealed_with: Option<KeyIdentity>,
 }
 
@@ -54,7 +54,7 @@ impl std::fmt::Debug for EncodedIndex {
     }
 }
 
-/// How long table and footer are, from the footer; the error says what does not fit.
+/// Length of table and footer, from the footer; the error says which field is wrong.
 pub(super) fn trailer_bytes(footer: &[u8; FOOTER_BYTES]) -> Result<u64, String> {
     if &footer[FOOTER_BYTES - 8..] != MAGIC {
         return Err("the footer is not that of an encoded object (torn or overwritten)".into());
@@ -71,7 +71,7 @@ pub(super) fn trailer_bytes(footer: &[u8; FOOTER_BYTES]) -> Result<u64, String> 
 }
 
 impl EncodedIndex {
-    /// Reads table and footer, which end an object of `stored_bytes`.
+    /// Parses table and footer, which are the end of an object of `stored_bytes`.
     pub(super) fn parse(
         trailer: &[u8],
         stored_bytes: u64,
@@ -136,7 +136,7 @@ impl EncodedIndex {
         Ok(EncodedIndex { id, frame_bytes, data_bytes, offsets, entries, compression, key, sealed_with })
     }
 
-    /// The key that it is encrypted with.
+    /// The volume key that the object is encrypted with.
     pub(super) fn sealed_with(&self) -> Option<&KeyIdentity> {
         self.sealed_with.as_ref()
     }
@@ -160,7 +160,7 @@ impl EncodedIndex {
         entry.is_some_and(|(_, sum)| *sum == crc32c::crc32c(stored))
     }
 
-    /// Fills `data`, which is as long as the frame, from the frame's stored bytes.
+    /// Decodes the stored bytes of a frame into `data`, which has the length of the frame's data.
     pub(super) fn decode(&self, frame: u64, stored: &[u8], data: &mut [u8]) -> Result<(), String> {
         let entry = usize::try_from(frame).ok().and_then(|frame| self.entries.get(frame));
         let (len, _) = entry.ok_or("there is no such frame")?;
@@ -183,7 +183,7 @@ impl EncodedIndex {
     }
 }
 
-/// Encodes the data of one object, frame by frame.
+/// Encoder for the data of one object, frame by frame.
 #[derive(Debug)]
 pub(super) struct Encoder {
     codec: Codec,
@@ -219,7 +219,7 @@ impl Encoder {
         self.data_bytes
     }
 
-    /// Takes the next bytes; appends what is to be stored to `out`.
+    /// Encodes the next bytes; appends each finished frame to `out`.
     pub(super) fn update(&mut self, mut bytes: &[u8], out: &mut Vec<u8>) -> Result<(), String> {
         self.data_bytes += bytes.len() as u64;
         while !bytes.is_empty() {
@@ -257,7 +257,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Appends what ends the object to `out`.
+    /// Appends the last frame, the table and the footer to `out`.
     pub(super) fn finish(mut self, out: &mut Vec<u8>) -> Result<(), String> {
         if !self.frame.is_empty() {
             self.end_frame(out)?;
@@ -284,7 +284,7 @@ impl Encoder {
     }
 }
 
-/// What the proof is over: the table, and the footer without checksum and proof.
+/// The input of the proof: the table, and the footer without checksum and proof.
 fn proven(table: &[u8], footer: &[u8; FOOTER_BYTES]) -> Vec<u8> {
     [table, &footer[4..PROOF_AT], MAGIC].concat()
 }

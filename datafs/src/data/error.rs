@@ -1,4 +1,4 @@
-//! What can go wrong with an object, told apart by what the caller does next.
+//! Errors of the object pool, distinguished by what the caller does next.
 
 use std::error::Error as StdError;
 use std::io;
@@ -9,31 +9,31 @@ use super::object::ObjectId;
 /// An error of the object pool.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ObjectError {
-    /// The object is not on the store: it was deleted after the caller looked up the pointer (look
-    /// it up again), or it is lost.
+    /// The object is not in the store: it is lost, or it was deleted after the caller looked up the pointer,
+    /// which the caller should then look up again.
     #[error("object {id} is missing from the object store")]
     Missing {
         /// The object.
         id: ObjectId,
     },
-    /// What the store returned is not what was written.
+    /// The store returned other bytes than were written.
     #[error("object {id} is damaged at byte {byte}: {reason}")]
     Corrupt {
         /// The object.
         id: ObjectId,
         /// First byte of the damaged frame, or the object's length when its checksums are damaged.
         byte: u64,
-        /// What did not fit.
+        /// The failed check.
         reason: String,
     },
-    /// The key that the object was encrypted with is not at hand.
+    /// This process does not have the key that the object is encrypted with.
     #[error("object {id} is encrypted with the key {key:?}, {}", missing_words(*.missing))]
     Key {
         /// The object.
         id: ObjectId,
         /// The key's name.
         key: String,
-        /// There is none of that name; otherwise the one of that name is another.
+        /// True: no key of that name is configured. False: another key has that name.
         missing: bool,
     },
     /// The object is not protected as the record of its volume says.
@@ -41,15 +41,15 @@ pub(crate) enum ObjectError {
     Protection {
         /// The object.
         id: ObjectId,
-        /// How it is protected instead.
+        /// The protection that the object has.
         found: String,
     },
-    /// The store is full, or what its owner may use of it.
+    /// The store is full, or its owner's quota is used up.
     #[error("no space left in the object store at {place}")]
     NoSpace {
         /// The store.
         place: String,
-        /// The disk has room, the owner's quota has none (EDQUOT).
+        /// The disk has space, but the owner's quota is used up (EDQUOT).
         quota: bool,
         /// What the store said.
         #[source]
@@ -58,7 +58,7 @@ pub(crate) enum ObjectError {
     /// The local store could not be read or written.
     #[error("{operation} {}", path.display())]
     Io {
-        /// What was being done, in words: "sync object file".
+        /// The operation in words: "sync object file".
         operation: &'static str,
         /// The file or directory.
         path: PathBuf,
@@ -66,23 +66,23 @@ pub(crate) enum ObjectError {
         #[source]
         source: io::Error,
     },
-    /// A store in the cloud did not answer for as long as the configuration allows.
+    /// A remote store did not respond within the configured time.
     #[error("the object store at {place} could not {operation} for {tried_ms} ms")]
     Away {
-        /// What was being done, in words.
+        /// The operation in words.
         operation: &'static str,
         /// The store.
         place: String,
-        /// How long it was tried.
+        /// How long the operation was retried, in milliseconds.
         tried_ms: u64,
-        /// What went wrong the last time.
+        /// The error of the last try.
         #[source]
         source: Box<dyn StdError + Send + Sync>,
     },
-    /// The object store refused.
+    /// The object store refused the request.
     #[error("{operation} in the object store at {place}")]
     Store {
-        /// What was being done, in words.
+        /// The operation in words.
         operation: &'static str,
         /// The store.
         place: String,
@@ -105,7 +105,7 @@ impl ObjectError {
         Self::Io { operation, path, source }
     }
 
-    /// The same error once more, for another one who waited for the same thing.
+    /// A copy of the error for another caller that waited for the same operation.
     pub(super) fn again(&self) -> ObjectError {
         match self {
             Self::Missing { id } => Self::Missing { id: *id },
@@ -167,7 +167,7 @@ fn missing_words(missing: bool) -> &'static str {
     }
 }
 
-/// Whether there is no space, and then whether a quota says so.
+/// `None` unless the error means "no space"; then whether a quota caused it.
 pub(crate) fn no_space(error: &io::Error) -> Option<bool> {
     match error.raw_os_error() {
         Some(libc::ENOSPC) => Some(false),

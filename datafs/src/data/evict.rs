@@ -1,5 +1,5 @@
-//! Keeps the cache within its bounds: what was used least recently goes first, whole objects at a time.
-//! A reader that has one open reads on.
+//! Eviction from the cache: whole objects go, least recently used first, until the cache is within its
+//! bounds. A reader that has an evicted object open reads on.
 
 use std::collections::HashMap;
 use std::fs::{self, Metadata};
@@ -14,23 +14,23 @@ use super::store::StoreSpace;
 use crate::metrics;
 use crate::private;
 
-/// Eviction goes on until the cache is this share of its bound, so that it does not run for each block.
+/// Eviction shrinks the cache to this share of its bound, so that it does not run for each block.
 const LOW_PERCENT: u64 = 90;
-/// The disk is looked at again after so many bytes, or this share of the bound, whatever is less: other
-/// processes write as well.
+/// The directory is scanned again after this many written bytes, or 1/16 of the bound if that is less,
+/// because other processes write too.
 const LOOK_BYTES_MAX: u64 = 256 << 20;
-/// Half-written files of other processes are left alone for this long.
+/// Unfinished files of other processes are removed after this time.
 const UNFINISHED_AGE: Duration = Duration::from_secs(3600);
 
-/// Looks after the size of one cache directory.
+/// The evictor of one cache directory.
 #[derive(Debug)]
 pub(super) struct Evictor {
     root: PathBuf,
     bytes_max: u64,
     free_bytes_min: u64,
-    /// Written since the directory was looked through.
+    /// Bytes written since the last scan.
     written: u64,
-    /// Nothing is known of the directory yet.
+    /// No scan has run yet.
     first: bool,
 }
 
@@ -47,7 +47,7 @@ impl Evictor {
         Evictor { root: root.to_owned(), bytes_max, free_bytes_min, written: 0, first: true }
     }
 
-    /// To be called after so many bytes were written.
+    /// The cache calls this after each write of `bytes` bytes.
     pub(super) fn after(&mut self, bytes: u64) {
         self.written += bytes;
         let look = (self.bytes_max / 16).min(LOOK_BYTES_MAX);
@@ -73,7 +73,7 @@ impl Evictor {
                 return;
             }
         };
-        // One process at a time is enough; the others go on.
+        // One process evicts at a time; the others continue.
         let Ok(_lock) = Flock::lock(lock, FlockArg::LockExclusiveNonblock) else { return };
         let mut kept = self.list();
         let total: u64 = kept.iter().map(|kept| kept.bytes).sum();
@@ -88,7 +88,7 @@ impl Evictor {
             if left <= target {
                 break;
             }
-            // The map first: an image without a map is nothing. One that stays without an image is as little.
+            // The map first: readers ignore an image without a map, and a map without an image.
             let mut map = object.image.clone().into_os_string();
             map.push(MAP_SUFFIX);
             let _ = fs::remove_file(map);
@@ -106,7 +106,7 @@ impl Evictor {
     fn list(&self) -> Vec<Kept> {
         let mut kept: HashMap<PathBuf, Kept> = HashMap::new();
         let now = SystemTime::now();
-        // What cannot be listed, or is gone by now, is not counted and not removed.
+        // Entries that cannot be listed or are gone by now are skipped.
         for folder in fs::read_dir(&self.root).into_iter().flatten().flatten() {
             for file in fs::read_dir(folder.path()).into_iter().flatten().flatten() {
                 let (path, Ok(data)) = (file.path(), file.metadata()) else { continue };
@@ -114,7 +114,7 @@ impl Evictor {
                 let used = data.modified().unwrap_or(SystemTime::UNIX_EPOCH);
                 if name.contains('#') {
                     if now.duration_since(used).is_ok_and(|age| age > UNFINISHED_AGE) {
-                        // Tried again at the next look.
+                        // If this fails, the next scan tries again.
                         let _ = fs::remove_file(&path);
                     }
                     continue;
@@ -130,7 +130,7 @@ impl Evictor {
     }
 }
 
-/// What a file takes of the disk: images are sparse.
+/// Disk space of a file; images are sparse.
 fn disk_bytes(data: &Metadata) -> u64 {
     data.blocks() * 512
 }

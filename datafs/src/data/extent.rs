@@ -1,4 +1,4 @@
-//! An extent: which bytes of which object are which bytes of a file.
+//! Extents: the mapping of a byte range of a file to a byte range of an object.
 
 use super::object::ObjectId;
 

@@ -1,9 +1,9 @@
-//! Reads objects of a store in the cloud: frames come in segments that are fetched in parallel, kept for
-//! a moment in memory for all readers, and written to the cache on the side.
+//! The reader of large remote objects: frames are fetched in parallel in segments. A segment stays in memory
+//! for a short time for all readers, and is written to the cache in the background.
 //!
-//! A sequential reader finds the next segments on their way: the window ahead of it grows from 4 MiB to
-//! 32 MiB. Any other reader fetches the frames that it needs and no more. Whoever wants a frame that is on
-//! its way waits for that request instead of making another.
+//! The window of prefetched segments ahead of a sequential reader grows from 4 MiB to 32 MiB. Any other
+//! reader fetches only the frames that it needs. A reader of a frame that is being fetched waits for that
+//! request instead of sending another.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -23,26 +23,26 @@ use crate::metrics;
 
 /// Bytes of one request.
 pub(super) const SEGMENT_BYTES: u64 = 4 * 1024 * 1024;
-/// The largest window ahead of a sequential reader: with the segment that is being read, eight requests
-/// at a time and one more.
+/// The largest prefetch window of a sequential reader: with the segment being read, eight concurrent requests
+/// and one more.
 const WINDOW_BYTES_MAX: u64 = 32 * 1024 * 1024;
-/// Reads no further apart than this are one sequential reader, whose requests may arrive out of order.
+/// Reads at most this far apart are one sequential reader, whose requests may arrive out of order.
 const NEAR_BYTES: u64 = 1024 * 1024;
-/// Sequential readers of one object that are told apart.
+/// Most sequential readers of one object that are tracked.
 const STREAMS_MAX: usize = 4;
-/// After so many reads of single files of a pack the rest of it is fetched with the next.
+/// After this many fetches from a pack, each further one fetches to the end of the segment.
 const SINGLE_MISSES_MAX: u32 = 2;
-/// What one read asks for at a time; the window goes on beyond it.
+/// Most bytes of a read that are planned at a time; the window extends beyond them.
 const READ_BYTES: usize = 16 * 1024 * 1024;
 
-/// The cache, and what it has of an object.
+/// The cache, and its entry of an object.
 pub(super) type Kept = (Arc<Cache>, Arc<Entry>);
 
-/// A large object in the cloud that is open for reading.
+/// A large remote object that is open for reading.
 #[derive(Debug)]
 pub(super) struct RemoteData {
     pub(super) id: ObjectId,
-    // No handle of the pool, which keeps this: it would never go.
+    // Not a handle of the pool: the pool keeps this object, and the cycle would never be freed.
     pub(super) io: Io,
     pub(super) store: Arc<RemoteStore>,
     pub(super) index: Arc<Index>,
@@ -51,29 +51,29 @@ pub(super) struct RemoteData {
     pub(super) progress: Mutex<Progress>,
 }
 
-/// What is in memory or on its way, and who reads where.
+/// The segments in memory or in flight, and the sequential readers.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// Disjoint, by first frame.
     segments: BTreeMap<u64, Arc<Segment>>,
     /// Most recently used last.
     streams: Vec<Stream>,
-    /// Requests that readers of single files have waited for.
+    /// Requests that reads had to wait for.
     misses: u32,
 }
 
 /// One sequential reader.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stream {
-    /// Where it has read to.
+    /// Where its last read ended.
     end: u64,
-    /// How far ahead of that it fetches, in bytes; 0 until it has proved to be sequential.
+    /// Prefetch distance in bytes; 0 until a second read shows that it is sequential.
     window: u64,
-    /// Up to which frame it has fetched.
+    /// The frame at which its prefetch continues.
     ahead: u64,
 }
 
-/// Where frames that a read wants are.
+/// The source of the frames of a read.
 #[derive(Debug)]
 enum Piece {
     Cached(Range<u64>),
@@ -100,7 +100,7 @@ impl RemoteData {
         Ok(())
     }
 
-    /// Finds what is there, sends for what is not, and for what a sequential reader will want.
+    /// Finds the frames of a read, fetches missing ones, and prefetches for a sequential reader.
     fn plan(self: &Arc<Self>, frames: Range<u64>, offset: u64, end: u64) -> Vec<Piece> {
         let present = self.present(frames.clone());
         let mut progress = self.progress.lock();
@@ -182,7 +182,7 @@ impl RemoteData {
         }
     }
 
-    /// Starts a request. `keep`: what it brings goes to the cache, if that has time.
+    /// Starts a request for frames. With `keep`, the frames go to the cache unless it is busy.
     pub(super) fn send_for(self: &Arc<Self>, frames: Range<u64>, keep: bool) -> Arc<Segment> {
         let stored = self.index.stored(frames.clone());
         let segment = Segment::new(frames.clone(), stored.end - stored.start, &self.buffers);
@@ -213,7 +213,7 @@ impl RemoteData {
         self.deliver(frames, base, &bytes, offset, buffer)
     }
 
-    /// Puts frames into the buffer; `stored` is the object from `base` on, verified.
+    /// Copies frames into the buffer; `stored` is the object from `base` on, already verified.
     fn deliver(
         &self,
         frames: Range<u64>,
@@ -234,14 +234,14 @@ impl RemoteData {
         Ok(())
     }
 
-    /// Reads frames from the cache; what is not right there is fetched instead.
+    /// Reads frames from the cache; damaged ones are fetched from the store.
     fn read_cached(self: &Arc<Self>, frames: Range<u64>, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let Some((_, entry)) = &self.kept else { return Ok(()) };
         let stored = self.index.stored(frames.clone());
         let data = self.index.data(frames.start).start..self.index.data(frames.end - 1).end;
         let inside = data.start >= offset && data.end <= offset + buffer.len() as u64;
         if matches!(&*self.index, Index::Plain(_)) && inside {
-            // Whole frames, as they are: without a copy in between.
+            // Whole unencoded frames: read straight into the caller's buffer.
             let into = &mut buffer[(data.start - offset) as usize..(data.end - offset) as usize];
             if entry.read_at(stored.start, into).is_ok()
                 && self.index.first_wrong(frames.clone(), into).is_none()
@@ -267,8 +267,8 @@ impl RemoteData {
         Ok(())
     }
 
-    /// Fetches everything that the cache does not have into it, and tells `progress` of each step how
-    /// many stored bytes are there then.
+    /// Fetches into the cache every frame that it lacks; passes the stored bytes of each step to `progress`.
+    /// Without a cache it does nothing.
     pub(super) fn warm(self: &Arc<Self>, progress: &mut dyn FnMut(u64)) -> Result<()> {
         let Some((cache, entry)) = &self.kept else { return Ok(()) };
         let mut on_their_way: VecDeque<Arc<Segment>> = VecDeque::new();
@@ -295,7 +295,7 @@ impl RemoteData {
         }
     }
 
-    /// Whether the cached image is right, byte for byte.
+    /// Verifies all frames of the cached image.
     pub(super) fn verify_image(&self) -> bool {
         let Some((_, entry)) = &self.kept else { return false };
         let mut at = 0;
@@ -315,14 +315,14 @@ impl RemoteData {
         true
     }
 
-    /// Forgets what was fetched for a read that began at this frame.
+    /// Drops the segment that begins at this frame.
     pub(super) fn drop_segment(&self, first: u64) {
         self.progress.lock().segments.remove(&first);
     }
 }
 
 impl Progress {
-    /// The segment that holds a frame. One whose request has failed is forgotten.
+    /// The segment that holds a frame. A segment whose request failed is dropped.
     fn covering(&mut self, frame: u64) -> Option<Arc<Segment>> {
         let (first, segment) = self.segments.range(..=frame).next_back()?;
         if segment.frames().end <= frame {
@@ -336,12 +336,12 @@ impl Progress {
         Some(segment)
     }
 
-    /// The first frame behind this one that some segment holds.
+    /// The start of the next segment after this frame.
     fn next_after(&self, frame: u64) -> u64 {
         self.segments.range(frame + 1..).next().map_or(u64::MAX, |(first, _)| *first)
     }
 
-    /// The reader that a read belongs to, with what the read says of it. It is taken out.
+    /// Removes and returns the stream that a read belongs to, updated by the read; a new one if none is near.
     fn stream(&mut self, offset: u64, end: u64, window_max: u64) -> Stream {
         let near = |stream: &Stream| offset.abs_diff(stream.end) <= NEAR_BYTES;
         let Some(at) = self.streams.iter().rposition(near) else {
@@ -362,8 +362,7 @@ impl Progress {
         self.streams.push(stream);
     }
 
-    /// Forgets the segments that a sequential reader has just left behind; others may have theirs
-    /// further back.
+    /// Drops the segments just behind a sequential reader; segments further back may belong to other readers.
     fn forget_behind(&mut self, frame: u64, segment_frames: u64) {
         let from = frame.saturating_sub(4 * segment_frames);
         let behind: Vec<u64> = self
@@ -376,7 +375,7 @@ impl Progress {
     }
 }
 
-/// Fetches and verifies frames. What was damaged on the way is fetched once more.
+/// Fetches and verifies frames. If a checksum is wrong, it fetches once more.
 async fn fetch(store: &RemoteStore, index: &Index, id: ObjectId, frames: Range<u64>) -> Result<Bytes> {
     let stored = index.stored(frames.clone());
     if stored.is_empty() {

@@ -1,11 +1,11 @@
-//! Packs for a store that takes whole objects only: the bytes of many small files are gathered in memory
-//! and stored in one request.
+//! Gathered packs: for a store that takes whole objects only, the bytes of many small files are collected in
+//! memory and stored with one request.
 //!
-//! What a gathered pack holds is what any pack holds (see `pack.rs`), as the data of an encoded object
-//! (see `encoded.rs`): so it is compressed and encrypted as its volumes are, and read like any other.
-//! It is cut, and sent, when it is full, or when a commit that points at it asks for it to be durable;
-//! until it is stored it is read from memory. What could not be sent stays in memory and is sent again
-//! by the next who asks; that memory is bounded.
+//! A gathered pack has the content of any pack (see `pack.rs`) as the data of an encoded object (see
+//! `encoded.rs`). So it is compressed and encrypted as its volumes are, and readers treat it like any other
+//! object. The pack is closed and sent when it is full, or when a commit that points at it needs it durable.
+//! Until the store has it, reads come from memory. A pack that could not be sent stays in memory, and the
+//! next [`Gathered::sync`] sends it again; that memory is bounded.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -30,11 +30,10 @@ use crate::config::Config;
 use crate::failpoint;
 use crate::metrics;
 
-/// A pack of this size is sent: one request of a reader, and large enough that requests do not count.
+/// A pack of this size is sent: a reader gets it with one request, and the cost per request is negligible.
 pub(crate) const GATHER_BYTES: usize = 4 << 20;
 
-/// A pack that is being gathered, or sent. Dropping one that no transaction has referred to takes it
-/// back.
+/// A pack that is being collected or sent. Dropping one that no transaction has referred to deletes it.
 pub(crate) struct Gathered {
     pool: ObjectPool,
     id: ObjectId,
@@ -69,7 +68,7 @@ impl fmt::Debug for Gathered {
 }
 
 impl Gathered {
-    /// An empty one, which the pool's readers find.
+    /// A new empty pack.
     fn begin(pool: &ObjectPool, codec: &Codec) -> Gathered {
         let id = pool.new_id(Layout::Gathered);
         failpoint::hit("pack-begun");
@@ -96,7 +95,7 @@ impl Gathered {
         self.pool.pending().linger
     }
 
-    /// Appends runs as pieces; `None` when it was cut. Returns as well whether it is full.
+    /// Appends runs as pieces; `None` when the pack is closed. The flag says whether it is now full.
     fn append(&self, owner: (u64, u64), runs: &[(u64, &[u8])]) -> Option<(Vec<Extent>, bool)> {
         let mut stage = self.stage.lock();
         let Stage::Open(bytes) = &mut *stage else { return None };
@@ -107,7 +106,7 @@ impl Gathered {
         Some((extents, bytes.len() >= GATHER_BYTES))
     }
 
-    /// Fills `buffer` with the bytes from `offset` on; false when it is stored, and read from there.
+    /// Fills `buffer` with the bytes from `offset` on; false when the store has the pack and must be asked.
     fn read_into(&self, offset: u64, buffer: &mut [u8]) -> Result<bool> {
         let stage = self.stage.lock();
         let Some(bytes) = stage.bytes() else { return Ok(false) };
@@ -120,18 +119,18 @@ impl Gathered {
         Ok(true)
     }
 
-    /// Cuts it and sends it in the background.
+    /// Closes the pack and sends it in the background.
     fn start(self: &Arc<Self>) {
         let pack = Arc::clone(self);
         self.pool.runtime().handle().spawn_blocking(move || {
-            // Whoever waits for it is told, and tries again.
+            // A commit that waits for the pack gets the error from `sync`, which sends again.
             if let Err(error) = pack.sync() {
                 tracing::debug!(object = %pack.id, %error, "a full pack could not be stored yet");
             }
         });
     }
 
-    /// Cuts it and returns when it is stored, or when that has failed once more.
+    /// Closes the pack and sends it. Returns when the store has it, or when this attempt has failed.
     pub(crate) fn sync(&self) -> Result<()> {
         let mut tried = false;
         let mut stage = self.stage.lock();
@@ -181,7 +180,7 @@ impl Gathered {
         Ok(())
     }
 
-    /// What was just written is often read again: it goes to the cache, if that has time.
+    /// Puts the pack into the cache, since new data is often read soon. Skipped while the cache is busy.
     fn cache(&self, data_bytes: u64, stored: &Bytes) {
         let Some(cache) = self.pool.cache() else { return };
         let Some(footer) = stored.last_chunk::<{ encoded::FOOTER_BYTES }>() else { return };
@@ -195,7 +194,7 @@ impl Gathered {
     }
 }
 
-/// A request under way: however it ends, nobody waits for ever.
+/// A request in progress. Its drop settles the stage even after a panic, so that no caller waits forever.
 struct Attempt<'p> {
     pack: &'p Gathered,
     bytes: Bytes,
@@ -237,7 +236,7 @@ impl Drop for Gathered {
             return;
         }
         if !matches!(stage, Stage::Stored) {
-            // It may have arrived after all; whoever cleans up after this process finds it.
+            // The store may have it after all; the garbage collector finds it.
             self.pool.leave_behind();
             return;
         }
@@ -272,7 +271,7 @@ impl Gathering {
                 packs.len() - 1
             });
             let Some((extents, full)) = packs[at].append(owner, &runs) else {
-                // It was cut.
+                // The pack is closed.
                 packs.swap_remove(at);
                 continue;
             };
@@ -293,12 +292,12 @@ impl Gathering {
     }
 }
 
-/// The packs of a pool that are not stored yet, and the bound of the memory that they take.
+/// The packs that the store does not have yet, and the bound of their memory.
 #[derive(Debug)]
 pub(crate) struct PendingPacks {
     bytes_max: usize,
     linger: Duration,
-    /// How long one waits for room.
+    /// How long a writer waits for room.
     patience: Duration,
     place: String,
     held: Mutex<Held>,
@@ -309,7 +308,7 @@ pub(crate) struct PendingPacks {
 struct Held {
     packs: HashMap<ObjectId, Weak<Gathered>>,
     bytes: usize,
-    /// What the last request failed with.
+    /// The error of the last request, if it failed.
     failed: Option<ObjectError>,
 }
 
@@ -325,8 +324,8 @@ impl PendingPacks {
         }
     }
 
-    /// Waits while too much is on its way to take so much more, but not for a store that is known to be
-    /// away. Threads that do so at the same time may take a little more than the bound.
+    /// Waits until `bytes` more fit into the memory bound. Fails at once while the store is known to be
+    /// unavailable. Threads that wait at the same time may exceed the bound a little.
     fn wait_for_room(&self, bytes: usize) -> Result<()> {
         let begun = Instant::now();
         let mut held = self.held.lock();
@@ -346,18 +345,18 @@ impl PendingPacks {
         Ok(())
     }
 
-    /// Lets readers find a pack.
+    /// Registers a pack, so that readers find it.
     pub(super) fn add(&self, pack: &Arc<Gathered>) {
         self.held.lock().packs.insert(pack.id, Arc::downgrade(pack));
     }
 
-    /// Reads from a pack that is not stored yet; false when there is none of that name.
+    /// Reads from a pack that the store does not have yet; false when there is no pack of that id.
     pub(super) fn read_into(&self, id: ObjectId, offset: u64, buffer: &mut [u8]) -> Result<bool> {
         let pack = self.held.lock().packs.get(&id).and_then(Weak::upgrade);
         pack.map_or(Ok(false), |pack| pack.read_into(offset, buffer))
     }
 
-    /// Whether a pack is in memory only.
+    /// Whether the store does not have this pack yet.
     pub(super) fn holds(&self, id: ObjectId) -> bool {
         self.held.lock().packs.contains_key(&id)
     }

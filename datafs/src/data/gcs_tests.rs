@@ -1,5 +1,5 @@
-//! The object pool over Google's interface: against a small server in memory that speaks as much of it as
-//! objects need (put, get, ranges, lists, deletes, uploads in parts).
+//! Tests of the object pool over Google's interface, against an in-memory server that supports what objects
+//! need (put, get, ranges, lists, deletes, multipart uploads).
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -15,7 +15,7 @@ use crate::config::{Config, Secret};
 
 const SESSION: u64 = 0xfeed_0000_0000_0007;
 
-/// What the server has.
+/// The server's state.
 #[derive(Debug, Default)]
 struct Bucket {
     objects: BTreeMap<String, Vec<u8>>,
@@ -105,7 +105,7 @@ fn answer(mut stream: &TcpStream, request: &Request, bucket: &mut Bucket) {
         "HTTP/1.1 {status} X\r\nContent-Length: {len}\r\nETag: \"tag\"\r\nx-goog-generation: 1\r\n\
          Last-Modified: Tue, 15 Nov 1994 12:45:26 GMT\r\n{extra}\r\n"
     );
-    // Who asked may have gone.
+    // Fails when the client has disconnected.
     let _ = stream.write_all(head.as_bytes()).and_then(|()| match &*request.method {
         "HEAD" => Ok(()),
         _ => stream.write_all(&body),
@@ -133,7 +133,7 @@ fn carry_out(request: &Request, bucket: &mut Bucket) -> (u16, String, Vec<u8>) {
         ("POST", None) => {
             bucket.uploads += 1;
             let (id, name) = (bucket.uploads, "InitiateMultipartUploadResult");
-            // It exists from now on, with nothing in it.
+            // The upload exists from now on, without parts.
             bucket.parts.insert((id, 0), Vec::new());
             ok(format!("<{name}><Bucket>b</Bucket><Key>k</Key><UploadId>{id}</UploadId></{name}>"))
         }
@@ -226,7 +226,7 @@ fn what_is_written_to_a_bucket_of_google_s_is_read_back_listed_and_deleted() {
         assert!(matches!(pool.read(id, 0..0), Err(ObjectError::Missing { .. })));
     }
     assert_eq!(names(), Vec::<String>::new());
-    // Uploads that are given up, and those of dead processes, are taken back.
+    // Dropped uploads, and those of dead processes, are aborted.
     let begin = || {
         let mut writer = pool.writer(&Codec::default()).unwrap();
         writer.append(&pattern(3 * PART_BYTES)).unwrap();

@@ -1,9 +1,9 @@
-//! The file of an image, and the ways to write it: through the kernel's pages, or past them.
+//! The file of a cache image, written through the page cache or with direct I/O.
 //!
-//! Large blocks go past them while the disk keeps up. Nobody reads them from there at once (who fetched
-//! them has them in memory), and finding a page for every 4 KiB costs more than all else that is done with
-//! them: 1.4 ms for 1 MiB in a virtual machine that gets its memory when it is first used, where direct
-//! writes cost less than 0.1 ms of processor time.
+//! Large blocks use direct I/O while the disk keeps up. No reader needs them in the page cache soon, because
+//! the reader that fetched them has them in memory. Allocating a page per 4 KiB is the largest cost of a
+//! buffered write: 1.4 ms for 1 MiB in a virtual machine that gets its memory at first use. Direct writes
+//! cost less than 0.1 ms of processor time.
 
 use std::fs::File;
 use std::io;
@@ -12,9 +12,9 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 
 use parking_lot::Mutex;
 
-/// Addresses in memory and in the file from which the kernel can write directly, on any disk.
+/// Alignment in memory and in the file for direct writes, on common disks.
 pub(super) const ALIGN: usize = 4096;
-/// Smaller blocks are single reads, whose pages are soon wanted again.
+/// Smaller blocks come from single reads, whose pages are soon read again: they are written buffered.
 pub(super) const DIRECT_BYTES_MIN: usize = 1024 * 1024;
 
 /// A file of the cache that is open for reading and writing.
@@ -24,12 +24,12 @@ pub(super) struct Image {
     direct: Mutex<Direct>,
 }
 
-/// The same file for writing past the kernel's pages.
+/// The same file, opened for direct writes.
 #[derive(Debug)]
 enum Direct {
     Untried,
     Open(File),
-    /// The file system has none.
+    /// The file system does not support them.
     Refused,
 }
 
@@ -38,20 +38,20 @@ impl Image {
         Image { file, direct: Mutex::new(Direct::Untried) }
     }
 
-    /// The file itself, for reads through the kernel's pages.
+    /// The file for buffered reads.
     pub(super) fn file(&self) -> &File {
         &self.file
     }
 
-    /// Writes all of `bytes` at `at`, past the kernel's pages where that is possible and `directly`.
-    /// Returns how many bytes went that way. Readers see them either way; nothing is synced.
+    /// Writes all of `bytes` at `at`, with direct I/O where that is possible and `directly` is set. Returns
+    /// how many bytes were written that way. Readers see all bytes; nothing is synced.
     pub(super) fn write(&self, bytes: &[u8], at: u64, directly: bool) -> io::Result<usize> {
         let direct = if directly { self.write_directly(bytes, at)? } else { 0 };
         self.file.write_all_at(&bytes[direct..], at + direct as u64)?;
         Ok(direct)
     }
 
-    /// Writes what can be written directly, from the first byte on.
+    /// Writes a prefix of `bytes` with direct I/O; returns its length, 0 when that is not possible.
     fn write_directly(&self, bytes: &[u8], at: u64) -> io::Result<usize> {
         let whole = bytes.len() / ALIGN * ALIGN;
         let aligned = at.is_multiple_of(ALIGN as u64) && (bytes.as_ptr() as usize).is_multiple_of(ALIGN);
@@ -65,7 +65,7 @@ impl Image {
         let Direct::Open(file) = &*direct else { return Ok(0) };
         match file.write_all_at(&bytes[..whole], at) {
             Ok(()) => Ok(whole),
-            // Some file systems say so at the write, and some disks want more than `ALIGN`.
+            // Some file systems refuse only the write, and some disks need more than `ALIGN`.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
                 *direct = Direct::Refused;
                 Ok(0)
@@ -75,7 +75,7 @@ impl Image {
     }
 }
 
-/// The same file, whatever its name means by now.
+/// Reopens the same file, even if its name now refers to another one.
 fn open_directly(file: &File) -> io::Result<File> {
     let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
     File::options().write(true).custom_flags(libc::O_DIRECT).open(itself)
@@ -114,10 +114,10 @@ mod tests {
         assert!(read(&image).iter().all(|byte| *byte == 0));
         let (middle, end) = (aligned(BLOCK, 1), aligned(BLOCK + 5, 2));
         image.write(&middle, BLOCK as u64, true).unwrap();
-        // Not a multiple of what can be written directly.
+        // Not a multiple of `ALIGN`.
         image.write(&end, 2 * BLOCK as u64, true).unwrap();
         assert!(read(&image)[BLOCK..] == [&middle[..], &end[..]].concat());
-        // Over pages that are not yet written.
+        // Over dirty pages.
         image.write(&aligned(BLOCK, 3), 0, false).unwrap();
         image.write(&aligned(BLOCK, 4), 0, true).unwrap();
         assert!(read(&image)[..BLOCK] == aligned(BLOCK, 4)[..]);
@@ -139,7 +139,7 @@ mod tests {
         *image.direct.lock() = Direct::Refused;
         assert_eq!(image.write(&bytes, 0, true).unwrap(), 0);
         assert!(read(&image)[..bytes.len()] == bytes[..]);
-        // A disk that fails is no file system that cannot.
+        // A disk error is returned and does not count as missing support.
         *image.direct.lock() = Direct::Open(File::open("/dev/null").unwrap());
         assert!(image.write(&bytes, 0, true).is_err());
     }

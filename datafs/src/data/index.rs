@@ -1,5 +1,5 @@
-//! Where the frames of an object are stored and how each is checked: the one thing that reading needs to
-//! know of an object, whatever its form.
+//! Frame index of an object: where each frame is stored and how it is checked. Readers need nothing else to
+//! read an object of any layout.
 
 use std::ops::Range;
 
@@ -9,9 +9,9 @@ use super::encoded::EncodedIndex;
 /// The frames of a complete object.
 #[derive(Debug)]
 pub(super) enum Index {
-    /// Stored as they are, one behind the other.
+    /// Stored unchanged, one after the other.
     Plain(Sums),
-    /// Compressed, encrypted or both, each by itself.
+    /// Compressed, encrypted or both, each frame separately.
     Encoded(Box<EncodedIndex>),
 }
 
@@ -49,7 +49,7 @@ impl Index {
         start..(start + self.frame_bytes()).min(self.data_bytes())
     }
 
-    /// Where frames are stored: bytes of the object.
+    /// The byte range of the object where these frames are stored.
     pub(super) fn stored(&self, frames: Range<u64>) -> Range<u64> {
         match self {
             Self::Plain(sums) => {
@@ -60,7 +60,7 @@ impl Index {
         }
     }
 
-    /// Whether these are the stored bytes of a frame.
+    /// Whether the checksum of a frame's stored bytes is right.
     pub(super) fn check(&self, frame: u64, stored: &[u8]) -> bool {
         match self {
             Self::Plain(sums) => sums.check(frame, stored),
@@ -68,7 +68,7 @@ impl Index {
         }
     }
 
-    /// The first of `frames` that is not what was stored; `stored` holds all of them.
+    /// The first of `frames` whose checksum is wrong; `stored` holds the bytes of all of them.
     pub(super) fn first_wrong(&self, frames: Range<u64>, stored: &[u8]) -> Option<u64> {
         let from = self.stored(frames.clone()).start;
         frames.into_iter().find(|frame| {
@@ -78,7 +78,8 @@ impl Index {
         })
     }
 
-    /// Puts what `buffer`, the data from `offset` on, wants of a frame into it. `stored` was checked.
+    /// Copies a frame's bytes that belong into `buffer` (the data from `offset` on). The caller has verified
+    /// `stored`.
     pub(super) fn deliver(
         &self,
         frame: u64,

@@ -12,16 +12,16 @@ use crate::error::{Error, Result};
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;
-/// Longest name of a key in bytes: it has its place in every object.
+/// Longest name of a key in bytes: the footer of an encoded object has a field of this size.
 pub(crate) const KEY_NAME_BYTES_MAX: usize = 64;
-/// Bytes by which a wrong key is told from a right one, without data.
+/// Bytes of the check value that detects a wrong key without any data.
 pub(super) const CHECK_BYTES: usize = 8;
 
-/// What the keys are derived for; another format has other words here.
+/// Derivation contexts; another format needs other ones.
 const FOR_OBJECT: &[u8] = b"millrace datafs object v1";
 const FOR_CHECK: &[u8] = b"millrace datafs key check v1";
 
-/// The keys that this process has.
+/// The keys of this process.
 #[derive(Debug, Default)]
 pub(crate) struct Keyring {
     keys: BTreeMap<String, VolumeKey>,
@@ -40,20 +40,20 @@ impl fmt::Debug for VolumeKey {
     }
 }
 
-/// A key as records and objects name it: its name, and what tells it from others of that name.
+/// A key's identity in records and objects: its name, and the check value that distinguishes keys of that name.
 pub(crate) type KeyIdentity = (String, [u8; CHECK_BYTES]);
 
-/// With which keys the objects of a volume may be encrypted. The record of the volume says so; what an object
-/// says about itself is compared with it.
+/// The keys that the objects of a volume may be encrypted with, from the record of the volume. Each object's
+/// footer is compared with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ExpectedKeys {
-    /// With none: the volume is not encrypted.
+    /// None: the volume is not encrypted.
     None,
-    /// With one of these: those that the volume has, and has had.
+    /// One of these: the keys that the volume has, and has had.
     OneOf(Vec<KeyIdentity>),
-    /// With any: the record is older than the list of the keys that the volume has had.
+    /// Any key: the record predates the list of the volume's former keys.
     Any,
-    /// Nothing is known about the volume.
+    /// Any key or none: the caller does not know the volume.
     Unknown,
 }
 
@@ -69,7 +69,7 @@ impl ExpectedKeys {
     }
 }
 
-/// A length that ring is asked for.
+/// The output length of a key derivation.
 struct Length(usize);
 
 impl hkdf::KeyType for Length {
@@ -79,7 +79,7 @@ impl hkdf::KeyType for Length {
 }
 
 impl Keyring {
-    /// Reads the keys that the configuration names; one that cannot be read, or is no key, is an error.
+    /// Reads the configured keys; one that cannot be read or is malformed is an error.
     pub(crate) fn open(config: &Config) -> Result<Keyring> {
         let mut keys = BTreeMap::new();
         for (name, secret) in &config.encryption_keys {
@@ -112,24 +112,24 @@ impl VolumeKey {
         &self.name
     }
 
-    /// How records and objects name it.
+    /// The key's identity in records and objects.
     pub(crate) fn identity(&self) -> KeyIdentity {
         (self.name.clone(), self.check())
     }
 
-    /// What tells this key from others, and says nothing about it.
+    /// The check value: it distinguishes this key from others and reveals nothing about it.
     pub(crate) fn check(&self) -> [u8; CHECK_BYTES] {
         let mut check = [0; CHECK_BYTES];
         let key = hkdf::Salt::new(hkdf::HKDF_SHA256, &[]).extract(&self.secret);
         let derived = key.expand(&[FOR_CHECK], Length(CHECK_BYTES));
-        // Only lengths beyond 255 hashes fail, or those that the buffer does not have. A check of zeroes
-        // would match that of any other key.
+        // HKDF fails only for more than 255 hashes, or a buffer of the wrong length. An all-zero check would
+        // match that of any other key.
         let filled = derived.and_then(|derived| derived.fill(&mut check));
         assert!(filled.is_ok(), "{CHECK_BYTES} bytes can be derived from any key");
         check
     }
 
-    /// The key of one object: no two objects share one, so that frames may count from 0 in each.
+    /// The key of one object. No two objects share a key, so the frame numbers of each can be nonces.
     pub(super) fn for_object(&self, id: ObjectId) -> Option<LessSafeKey> {
         let key = hkdf::Salt::new(hkdf::HKDF_SHA256, &id.to_bytes()).extract(&self.secret);
         let derived = key.expand(&[FOR_OBJECT], &AES_256_GCM).ok()?;
@@ -137,7 +137,7 @@ impl VolumeKey {
     }
 }
 
-/// The key in a file or variable: 32 bytes as they are, in hex or in base64.
+/// Parses the key in a file or variable: 32 bytes raw, in hex or in base64.
 fn parse(bytes: &[u8]) -> Option<[u8; KEY_BYTES]> {
     if let Ok(key) = bytes.try_into() {
         return Some(key);
@@ -152,7 +152,7 @@ fn hex(text: &str) -> Option<Vec<u8>> {
     Some(digits?.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect())
 }
 
-/// The usual alphabet and the one for URLs, with or without padding.
+/// The standard alphabet and the one for URLs, with or without padding.
 fn base64(text: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     let (mut bits, mut filled) = (0u32, 0);

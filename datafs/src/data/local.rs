@@ -1,4 +1,4 @@
-//! A store that is a directory of this machine: objects are files, and durable ones are synced.
+//! The local object store: a directory whose files are the objects; durable ones are synced.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -14,7 +14,7 @@ use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::store::StoreSpace;
 use crate::private;
 
-/// The directory, with 256 directories below for the objects.
+/// The store's directory, with 256 fan-out directories below for the objects.
 #[derive(Debug)]
 pub(super) struct LocalStore {
     root: PathBuf,
@@ -24,7 +24,7 @@ pub(super) struct LocalStore {
 }
 
 impl LocalStore {
-    /// Opens the directory, which is created when missing.
+    /// Opens the directory; creates it when it is missing.
     pub(super) fn open(root: &Path) -> Result<LocalStore> {
         private::create_dir_all(root)
             .map_err(|e| ObjectError::io("create object store directory", root, e))?;
@@ -53,7 +53,7 @@ impl LocalStore {
         })
     }
 
-    /// Removes the files of an object; those that are not there are removed already.
+    /// Removes the files of an object; missing files are not an error.
     pub(super) fn delete(&self, id: ObjectId) -> Result<()> {
         self.remove(&id.data_name())?;
         if id.layout() == Layout::Plain { self.remove(&id.sums_name()) } else { Ok(()) }
@@ -69,7 +69,7 @@ impl LocalStore {
         }
     }
 
-    /// The objects of a session; looks through the whole store.
+    /// The objects of a session; scans the whole store.
     pub(super) fn list_session(&self, session: u64) -> Result<BTreeSet<ObjectId>> {
         let mut ids = BTreeSet::new();
         self.each_file(|_, name| {
@@ -79,7 +79,7 @@ impl LocalStore {
         Ok(ids)
     }
 
-    /// Shows everything in the store: object, whether that is its data, and bytes.
+    /// Calls `visit` for every file in the store: object, whether the file is its data, and bytes.
     pub(super) fn survey(&self, visit: &mut dyn FnMut(ObjectId, bool, u64)) -> Result<()> {
         self.each_file(|entry, name| {
             let data = name.strip_suffix(SUMS_SUFFIX);
@@ -89,8 +89,8 @@ impl LocalStore {
         })
     }
 
-    /// Removes what writers have left half-written once it is as old as `age_of` says of their session; `None`
-    /// keeps it. Returns how many files that were.
+    /// Removes unfinished files of writers that are at least as old as `age_of` says for their session;
+    /// `None` keeps the file. Returns the number of removed files.
     pub(super) fn remove_abandoned(&self, age_of: &dyn Fn(u64) -> Option<Duration>) -> Result<u64> {
         let (mut removed, now) = (0, SystemTime::now());
         self.each_file(|entry, name| {
@@ -99,7 +99,7 @@ impl LocalStore {
             let object = begun.strip_suffix(SUMS_SUFFIX).unwrap_or(begun).parse::<ObjectId>();
             // No session has the number 0.
             let Some(age) = age_of(object.map_or(0, |id| id.session())) else { return };
-            // What is gone already, and what cannot be removed, is not what this is about.
+            // Files that are gone already or cannot be removed are skipped.
             let begun = || entry.metadata().and_then(|file| file.modified()).ok();
             let is_old = || begun().is_some_and(|begun| now.duration_since(begun).unwrap_or_default() >= age);
             if (age.is_zero() || is_old()) && fs::remove_file(entry.path()).is_ok() {
@@ -127,12 +127,12 @@ impl LocalStore {
         Ok(())
     }
 
-    /// How full the disk is.
+    /// The space on the disk under the store.
     pub(super) fn space(&self) -> Result<StoreSpace> {
         StoreSpace::of_disk(&self.root)
     }
 
-    /// A new file below, open for reading and writing, and its path.
+    /// Creates a file below the store, open for reading and writing; returns it with its path.
     pub(super) fn create(&self, name: &str) -> Result<(PathBuf, File)> {
         let path = self.root.join(name);
         let create = || private::options().read(true).write(true).create_new(true).open(&path);

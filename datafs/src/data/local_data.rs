@@ -1,4 +1,4 @@
-//! The file of an object on this machine: of a local store, or a small one in the cache.
+//! The local file of an object: in a local store, or a copy of a small object in the cache.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -16,31 +16,31 @@ use super::index::Index;
 use super::keyring::Keyring;
 use super::object::{Layout, ObjectId};
 
-/// How far ahead of a sequential reader the disk is asked for data.
+/// Read-ahead distance of a sequential reader, in bytes.
 const AHEAD_BYTES: u64 = 8 * 1024 * 1024;
-/// Reads no further apart than this are one sequential reader, whose requests may arrive out of order.
+/// Reads at most this far apart are one sequential reader, whose requests may arrive out of order.
 const NEAR_BYTES: u64 = 4 * 1024 * 1024;
 
-/// The file, open.
+/// The open file, with the state of its read-ahead.
 #[derive(Debug)]
 pub(super) struct LocalData {
     path: PathBuf,
     file: File,
     /// Where the last read ended.
     position: AtomicU64,
-    /// Up to where the disk has been asked for data.
+    /// Where the requested read-ahead ends.
     ahead: AtomicU64,
 }
 
 impl LocalData {
-    /// The file of an object of a local store, and where its frames are.
+    /// Opens the file of an object in a local store and reads its frame index.
     pub(super) fn open(root: &Path, id: ObjectId, keys: &Keyring) -> Result<(LocalData, Index)> {
         let path = root.join(id.data_name());
         let file = open_file(&path, id)?;
         Self::over(root, path, file, id, keys)
     }
 
-    /// [`LocalData::open`] of a file that is open already.
+    /// [`LocalData::open`] for a file that is already open.
     pub(super) fn over(
         root: &Path,
         path: PathBuf,
@@ -50,7 +50,7 @@ impl LocalData {
     ) -> Result<(LocalData, Index)> {
         let file_bytes = size_of_file(&file, &path)?;
         let (index, stored_bytes) = match id.layout() {
-            // A pack is read piece by piece, by another reader.
+            // `pack_reader.rs` reads packs; none arrives here.
             Layout::Framed | Layout::Pack => {
                 let sums = read_sums(&file, &path, file_bytes, id)?;
                 let data_bytes = file_bytes.saturating_sub(sums.trailer_bytes());
@@ -76,7 +76,7 @@ impl LocalData {
         Ok((LocalData { path, file, position, ahead }, index))
     }
 
-    /// Whether the file has no name any more.
+    /// Whether the file has been unlinked.
     pub(super) fn is_deleted(&self) -> bool {
         is_deleted(&self.file)
     }
@@ -91,8 +91,8 @@ impl LocalData {
         })
     }
 
-    /// Asks the disk for what a sequential reader will want next. The kernel's own read-ahead stops at
-    /// 128 KiB by default, less than one request of a mount.
+    /// Requests read-ahead for a sequential reader. The kernel's own read-ahead stops at 128 KiB by default,
+    /// less than one request of a mount.
     pub(super) fn read_ahead(&self, from: u64, to: u64, data_bytes: u64) {
         let last = self.position.swap(to, Ordering::Relaxed);
         if from.abs_diff(last) > NEAR_BYTES {
@@ -101,7 +101,7 @@ impl LocalData {
         }
         let start = self.ahead.load(Ordering::Relaxed).max(to);
         let end = to.saturating_add(AHEAD_BYTES).min(data_bytes);
-        // In steps of half the distance, so that few reads pay for a call.
+        // In steps of half the distance, so that few reads pay for a system call.
         if last == 0 || start.saturating_add(AHEAD_BYTES / 2) > end {
             return;
         }
@@ -114,7 +114,7 @@ impl LocalData {
     }
 }
 
-/// Fails when another number of bytes of data is stored than belongs there.
+/// Fails when the number of stored data bytes differs from the index.
 pub(super) fn check_length(id: ObjectId, index: &Index, stored_bytes: u64) -> Result<()> {
     let data_bytes = index.data_bytes();
     if data_bytes == stored_bytes {
@@ -127,7 +127,7 @@ pub(super) fn check_length(id: ObjectId, index: &Index, stored_bytes: u64) -> Re
     })
 }
 
-/// What an upload that died between data and checksums leaves.
+/// The error for an upload that stopped between data and checksums.
 pub(super) fn torn(id: ObjectId, byte: u64) -> ObjectError {
     ObjectError::Corrupt { id, byte, reason: "its checksum file is missing (torn upload)".into() }
 }
@@ -157,7 +157,7 @@ fn read_sums(file: &File, path: &Path, end: u64, id: ObjectId) -> Result<Sums> {
     let table_at = footer_at
         .checked_sub(footer.table_bytes())
         .ok_or_else(|| corrupt("too short for its checksum table".into()))?;
-    // Bounded by the footer's own limit on data_bytes and by the file that holds it.
+    // `Footer::parse` bounds data_bytes, and the file is at least this long.
     let mut table = vec![0; footer.table_bytes() as usize];
     read(&mut table, table_at)?;
     Sums::parse(&table, &raw, footer).map_err(corrupt)

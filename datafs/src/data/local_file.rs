@@ -1,7 +1,7 @@
-//! An object of a local store while it is written: a file beside its future name, written in place.
+//! The file of an unfinished object in a local store: beside its future name, written in place.
 //!
-//! Nothing is copied on the way: the limit is the file system's own speed. The disk is asked to begin
-//! writing early, so that little is left for the sync at the end.
+//! No data is copied, so the file system's speed is the limit. Writeback to the disk starts early, so that
+//! little is left for the sync at the end.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
@@ -17,9 +17,9 @@ use super::pool::ObjectPool;
 use crate::failpoint;
 use crate::private;
 
-/// The disk is asked to write after this many bytes each.
+/// Writeback is started each time this many bytes were appended.
 const EARLY_BYTES: u64 = 8 << 20;
-/// Ending of the name of a file that is no object yet.
+/// Suffix of the name of an unfinished file.
 const UNFINISHED: &str = "#0";
 
 /// A file that becomes an object. Dropping it removes it.
@@ -30,7 +30,7 @@ pub(super) struct LocalFile {
     path: PathBuf,
     file: Arc<File>,
     len: u64,
-    /// Up to where the disk was asked to write.
+    /// Where the range of started writeback ends.
     early: u64,
     named: bool,
 }
@@ -42,7 +42,7 @@ impl LocalFile {
         Ok(LocalFile { pool: pool.clone(), id, path, file: Arc::new(file), len: 0, early: 0, named: false })
     }
 
-    /// Appends bytes. On error none of them were taken.
+    /// Appends all of the bytes or, on error, none.
     pub(super) fn append(&mut self, bytes: &[u8]) -> Result<()> {
         let written = self.file.write_all_at(bytes, self.len);
         written.map_err(|e| ObjectError::io("write object file", &self.path, e))?;
@@ -53,14 +53,14 @@ impl LocalFile {
         Ok(())
     }
 
-    /// Has the disk begin with what it was not asked to write yet, beside the writer: for the file
-    /// system, finding room takes about as long as taking the bytes.
+    /// Starts writeback of the newest bytes in the background: for the file system, allocating space takes
+    /// about as long as copying the bytes.
     fn write_early(&mut self) {
         let (offset, len) = (self.early as libc::off_t, (self.len - self.early) as libc::off_t);
         self.early = self.len;
         let file = Arc::clone(&self.file);
         self.pool.runtime().handle().spawn_blocking(move || {
-            // Starts the writing of what is dirty; what is on its way stays in memory.
+            // Starts writeback of dirty pages; pages under writeback stay in memory.
             let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
             if let Err(error) = posix_fadvise(file.as_ref(), offset, len, advice) {
                 tracing::debug!(%error, "early writing of an object");
@@ -68,14 +68,14 @@ impl LocalFile {
         });
     }
 
-    /// Fills `buffer` with what was appended, from `offset` on.
+    /// Fills `buffer` with appended bytes, from `offset` on.
     pub(super) fn read_into(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let read = self.file.read_exact_at(buffer, offset);
         read.map_err(|e| ObjectError::io("read object file", &self.path, e))
     }
 
-    /// Gives the file its name, and what belongs behind the data a place: behind the data, or in a
-    /// sidecar. Readable when it returns, not yet durable. May be called again after an error.
+    /// Writes the trailer (after the data, or into a sidecar) and renames the file to its final name. The
+    /// object is then readable, not yet durable. May be called again after an error.
     pub(super) fn finish(&mut self, trailer: &[u8]) -> Result<Unsynced> {
         let root = self.pool.local_root();
         let mut files = Vec::with_capacity(2);
@@ -112,7 +112,7 @@ impl LocalFile {
                 Ok((name, Arc::new(file)))
             }
             Err(e) => {
-                // What stays is removed by its age when the session is gone.
+                // A file that stays is removed by its age when the session is gone.
                 let _ = fs::remove_file(&unfinished);
                 Err(ObjectError::io("write checksum file", unfinished, e))
             }
@@ -125,7 +125,7 @@ impl Drop for LocalFile {
         if self.named {
             return;
         }
-        // Of a plain object, the checksums may have been written before something failed.
+        // The checksums of a plain object may have been written before the failure.
         let sums = self.pool.local_root().join(self.id.sums_name());
         for path in [&self.path, &sums] {
             if let Err(error) = fs::remove_file(path)
@@ -138,7 +138,7 @@ impl Drop for LocalFile {
     }
 }
 
-/// A complete object whose bytes may still be in the memory of the kernel only.
+/// A complete object whose bytes may still be only in the page cache.
 #[derive(Debug)]
 pub(crate) struct Unsynced {
     pool: ObjectPool,
@@ -150,12 +150,12 @@ pub(crate) struct Unsynced {
 enum State {
     Written(Vec<(PathBuf, Arc<File>)>),
     Durable,
-    /// The kernel reports a lost write once; nobody may take the next answer for a success.
+    /// The kernel reports a lost write once: a later sync that succeeds proves nothing.
     Lost,
 }
 
 impl Unsynced {
-    /// Makes the object survive a power failure. After an error it never will.
+    /// Makes the object survive a power failure. After an error every further call fails.
     pub(crate) fn sync(&self) -> Result<()> {
         let mut state = self.state.lock();
         let synced = match &*state {

@@ -1,4 +1,4 @@
-//! The marker of a store: a small file, or object, that tells the store from others.
+//! The marker of a store: a small file or object that identifies the store.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -12,13 +12,13 @@ use super::object::Layout;
 use super::pool::ObjectPool;
 use super::store::Store;
 
-/// Its name at the root of a local store, and below the prefix of one in the cloud.
+/// Its name at the root of a local store, and below the prefix of a remote one.
 pub(super) const MARKER: &str = "store.json";
-/// Longest marker.
+/// Longest marker that is read from a remote store, in bytes.
 pub(super) const MARKER_BYTES_MAX: u64 = 4_096;
 
 impl ObjectPool {
-    /// What errors call the store.
+    /// The name of the store in errors.
     pub(crate) fn place(&self) -> &str {
         self.store().place()
     }
@@ -37,10 +37,10 @@ impl ObjectPool {
         }
     }
 
-    /// Sets the marker of the store; durable when it returns.
+    /// Writes the marker of the store; it is durable when this returns.
     pub(crate) fn write_marker(&self, text: &[u8]) -> Result<()> {
         match self.store() {
-            // Processes that set it at the same time set the same.
+            // Processes that write it at the same time write the same marker.
             Store::Local(local) => write_file(local.root(), &self.new_id(Layout::Framed).to_string(), text),
             Store::Remote(remote) => {
                 let (remote, text) = (Arc::clone(remote), text.to_vec());
@@ -50,7 +50,7 @@ impl ObjectPool {
     }
 }
 
-/// Replaces the marker in a directory as a whole.
+/// Replaces the marker in a directory atomically.
 fn write_file(root: &Path, unique: &str, text: &[u8]) -> Result<()> {
     let fail = |e| ObjectError::io("write", root.join(MARKER), e);
     let staged = root.join(format!("{MARKER}#{unique}"));

@@ -1,17 +1,16 @@
-//! The identity of an object and what its name on the store looks like.
+//! Object ids: the identity of an object, its layout, and its name in the store.
 //!
-//! An id is 16 hex digits of the session (the process) that wrote it and 16 random ones, the first
-//! two of which are also its directory on the store. Its layout is in the three lowest bits of its id, so
-//! that no look-up is needed to know it:
+//! An id is 16 hex digits for the session (the process) that wrote it, then 16 random ones. The first two
+//! random digits name the object's directory in a local store. The three lowest bits of the id are its
+//! layout, so that reading the layout needs no lookup:
 //!  - *framed* (up to 1 MiB): data, checksum table, footer in one object; one file to sync;
-//!  - *plain* (larger): the data alone, byte for byte the file's image, so that the kernel can be
-//!    handed the file; the table and footer are in a sidecar `NAME.sums`, written after the data;
-//!  - *pack*: the bytes of many small files, each behind a header with its checksums (see `pack.rs`).
-//!    The process that writes it appends to it in place;
-//!  - *encoded*: frames that are compressed or encrypted, their table and a footer in one object (see
-//!    `encoded.rs`);
-//!  - *gathered*: a pack for a store that has only whole objects: what a pack holds, as the data of an
-//!    encoded object, written at once (see `gather.rs`).
+//!  - *plain* (larger): the data alone, byte for byte the file's image, so that the mount can pass the file
+//!    to the kernel; the table and footer are in a sidecar `NAME.sums`, written after the data;
+//!  - *pack*: the bytes of many small files, each behind a header with its checksums (see `pack.rs`). The
+//!    process that writes the pack appends to it in place;
+//!  - *encoded*: compressed or encrypted frames, their table and a footer in one object (see `encoded.rs`);
+//!  - *gathered*: a pack for a store that takes only whole objects: the content of a pack as the data of an
+//!    encoded object, written in one request (see `gather.rs`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -26,18 +25,18 @@ pub(crate) enum Layout {
     Framed,
     /// In a sidecar; the object is the data alone.
     Plain,
-    /// Before each of the pieces that it consists of.
+    /// In the header of each piece.
     Pack,
     /// Behind the frames, which are compressed or encrypted.
     Encoded,
-    /// As an encoded object, whose data are the pieces of a pack.
+    /// As in an encoded object; the data is the pieces of a pack.
     Gathered,
 }
 
-/// The bits of an id that tell the layout.
+/// The bits of an id that hold the layout.
 const LAYOUT_BITS: u64 = 7;
 
-/// The name of an object: 64 bits of session, 61 random bits, three that tell the layout.
+/// The name of an object: 64 bits of session, 61 random bits, 3 bits of layout.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ObjectId(u128);
 
@@ -80,12 +79,12 @@ impl ObjectId {
         }
     }
 
-    /// Whether its checksums are a file of their own, beside the data.
+    /// Whether its checksums are a separate file beside the data.
     pub(crate) fn has_sums_beside(self) -> bool {
         self.layout() == Layout::Plain
     }
 
-    /// Whether offsets in the object are offsets in the file that is stored.
+    /// Whether offsets in the object equal offsets in the stored file.
     pub(crate) fn is_stored_as_it_is(self) -> bool {
         matches!(self.layout(), Layout::Plain | Layout::Pack)
     }
@@ -95,12 +94,12 @@ impl ObjectId {
         matches!(self.layout(), Layout::Pack | Layout::Gathered)
     }
 
-    /// Whether it is read frame by frame, as an encoded object.
+    /// Whether readers decode it frame by frame, as an encoded object.
     pub(crate) fn is_encoded(self) -> bool {
         matches!(self.layout(), Layout::Encoded | Layout::Gathered)
     }
 
-    /// First byte of the random half: the directory it lives in, `0..=255`.
+    /// First byte of the random half: the directory in a local store, `0..=255`.
     pub(crate) fn fan_out(self) -> u8 {
         self.to_bytes()[8]
     }
@@ -110,7 +109,7 @@ impl ObjectId {
         format!("{:02x}/{self}", self.fan_out())
     }
 
-    /// Name of what holds the checksums, relative to the store.
+    /// Name of the file that holds the checksums, relative to the store.
     pub(crate) fn sums_name(self) -> String {
         match self.layout() {
             Layout::Framed | Layout::Pack | Layout::Encoded | Layout::Gathered => self.data_name(),

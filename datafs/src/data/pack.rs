@@ -1,14 +1,13 @@
 //! Packs: one object that holds the bytes of many small files.
 //!
 //! A pack is a sequence of pieces, each a header of 64 bytes and at most 256 KiB of data. Format, all
-//! integers little-endian: 4 bytes magic; `u32` CRC-32C of the object's id, of the header's position
-//! (`u64`) and of the rest of the header; `u32` length of the data; `u32` 0; `u64` volume; `u64` inode;
-//! `u64` file offset; 4 × `u32` CRC-32C of each 64 KiB of the data; `u64` 0. The owner (volume, inode,
-//! file offset) is the one that the piece was written for; the metadata says who points at it now.
+//! integers little-endian: 4 bytes magic; `u32` CRC-32C of the object's id, of the header's position (`u64`)
+//! and of the rest of the header; `u32` length of the data; `u32` 0; `u64` volume; `u64` inode; `u64` file
+//! offset; 4 × `u32` CRC-32C of each 64 KiB of the data; `u64` 0. Volume, inode and file offset name the file
+//! that the piece was written for; the metadata says which files point at it now.
 //!
-//! Packs are written by `pack_writer.rs` and read by `pack_reader.rs`. Behind the last piece that was
-//! committed there may be anything (a torn tail). For a bucket the same is gathered in memory and stored at
-//! once, see `gather.rs`.
+//! `pack_writer.rs` writes packs, `pack_reader.rs` reads them. Any bytes may follow the last committed piece
+//! (a torn tail). For a bucket, `gather.rs` collects a pack in memory and stores it in one request.
 
 use super::checksum::FRAME_BYTES;
 use super::extent::Extent;
@@ -16,9 +15,8 @@ use super::object::ObjectId;
 
 /// Most bytes of data in one piece.
 pub(crate) const PIECE_BYTES_MAX: usize = 256 * 1024;
-/// A pack of this size gets no more pieces. A new one costs two syncs of directories and, where many
-/// files were deleted lately, a long search of the file system for an inode (38 ms were seen): once for
-/// 2,000 files of 8 KiB.
+/// A pack of this size gets no more pieces. A new pack costs two directory syncs and, after many deletions, a
+/// long search of the file system for an inode (38 ms seen): once per 2,000 files of 8 KiB.
 pub(crate) const PACK_BYTES: u64 = 16 << 20;
 /// Length of a piece's header.
 pub(super) const HEADER_BYTES: usize = 64;
@@ -66,7 +64,7 @@ impl Piece {
         out
     }
 
-    /// The header at a position of a pack; `None` when there is none.
+    /// Parses the header at a position of a pack; `None` when the bytes are not a valid header.
     pub(super) fn decode(bytes: &[u8; HEADER_BYTES], id: ObjectId, at: u64) -> Option<Piece> {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap_or([0; 4]));
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or([0; 8]));
@@ -79,8 +77,8 @@ impl Piece {
         (len > 0 && len as usize <= PIECE_BYTES_MAX).then_some(piece)
     }
 
-    /// Checks frames of the data that begin at `start` (a multiple of the frame's length) of the piece;
-    /// the error is the first byte of the frame that differs.
+    /// Checks frames of the data that begin at `start` of the piece (a multiple of the frame length). The
+    /// error is the first byte of the wrong frame.
     pub(super) fn verify(&self, start: u64, data: &[u8]) -> std::result::Result<(), u64> {
         let frame_bytes = u64::from(FRAME_BYTES);
         let first = (start / frame_bytes) as usize;
@@ -93,21 +91,21 @@ impl Piece {
     }
 }
 
-/// Bound to the object and the position, so that data which looks like a header is none.
+/// The checksum covers the object and the position, so that data which looks like a header is not taken for one.
 fn header_sum(header: &[u8; HEADER_BYTES], id: ObjectId, at: u64) -> u32 {
     let sum = crc32c::crc32c_append(crc32c::crc32c(&id.to_bytes()), &at.to_le_bytes());
     crc32c::crc32c_append(sum, &header[8..])
 }
 
-/// Appends runs of a file (by file offset, disjoint, in order) to `bytes`, as pieces; neighbours share
-/// one. `bytes` begin at `base` of the pack. Returns where the data is in the pack.
+/// Appends runs of a file (by file offset, disjoint, in order) to `bytes` as pieces; adjacent runs share one.
+/// `bytes` begins at `base` of the pack. Returns where the data is in the pack.
 pub(super) fn append_pieces<'a>(
     bytes: &mut Vec<u8>,
     (id, base): (ObjectId, u64),
     (volume, ino): (u64, u64),
     runs: impl Iterator<Item = (u64, &'a [u8])>,
 ) -> Vec<Extent> {
-    // The data first, each piece behind room for its header.
+    // First the data, each piece after space for its header.
     let mut spans: Vec<(u64, usize, usize)> = Vec::with_capacity(1);
     for (offset, run) in runs {
         let mut at = offset;

@@ -1,5 +1,5 @@
-//! Read-ahead in packs. Who reads one small file reads its neighbours soon, mostly, in whatever order;
-//! and one large request takes the disk no longer than a few small ones.
+//! Read-ahead in packs. A process that reads one small file usually reads its neighbors soon, in any order;
+//! one large request takes the disk no longer than a few small ones.
 
 use std::fs::File;
 use std::path::Path;
@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-/// What the disk is asked for at a time, in bytes.
+/// Bytes of one read-ahead request.
 pub(super) const STRIDE_BYTES: u64 = 4 << 20;
-/// Strides of one pack that are told apart.
+/// Strides of one pack that have a bit in [`Strides`].
 const STRIDES_MAX: u64 = 64;
-/// What is asked for whatever is read of it, in bytes.
+/// Read-ahead allowed before any read has earned it, in bytes.
 const FREE_BYTES: u64 = 256 << 20;
-/// Beyond that, bytes that are asked for with each byte that is read: a few files of a set that is larger
-/// than the memory must not keep the disk busy with little else.
+/// Beyond that, read-ahead bytes per byte read. A data set larger than memory, of which a few files are read,
+/// must not saturate the disk with read-ahead.
 const RATIO_MAX: u64 = 4;
 
-/// What may be asked for, of all packs of a pool.
+/// The read-ahead budget of all packs of a pool.
 #[derive(Debug, Default)]
 pub(super) struct Budget {
     asked_bytes: AtomicU64,
@@ -31,12 +31,12 @@ impl Budget {
     }
 }
 
-/// The strides of one open pack that the disk was asked for, a bit each.
+/// The strides of one open pack that were requested from the disk, one bit each.
 #[derive(Debug, Default)]
 pub(super) struct Strides(AtomicU64);
 
 impl Strides {
-    /// Asks for the stride of a byte that is going to be read, with `len` others, without waiting for it.
+    /// Requests the stride of the byte `at`, where a read of `len` bytes begins; does not wait for the disk.
     pub(super) fn ask(&self, budget: &Budget, file: &File, path: &Path, at: u64, len: u64) {
         budget.read_bytes.fetch_add(len, Ordering::Relaxed);
         let Some(start) = self.wants(budget, at) else { return };
@@ -46,7 +46,7 @@ impl Strides {
         }
     }
 
-    /// Where the stride of a byte begins, if it is to be asked for now.
+    /// Where the stride of a byte begins, if it should be requested now.
     fn wants(&self, budget: &Budget, at: u64) -> Option<u64> {
         let stride = at / STRIDE_BYTES;
         let bit = 1_u64.checked_shl(u32::try_from(stride).ok()?).filter(|_| stride < STRIDES_MAX)?;

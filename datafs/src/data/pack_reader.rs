@@ -1,7 +1,7 @@
-//! Reads packs: a small set of open files, positional reads, every frame verified.
+//! The reader of packs: a bounded set of open files, positional reads, every frame verified.
 //!
-//! An extent points at the data of a piece, so that header and data come in one read. What is left of
-//! an extent that was cut may begin in the middle of a piece; then the headers are walked once.
+//! An extent points at the data of a piece, so that one read gets header and data. The rest of an extent that
+//! was cut may begin in the middle of a piece; then the reader scans the headers once.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,9 +22,9 @@ use super::pack_ahead::{Budget, Strides};
 use super::pack_writer::LocalPack;
 use crate::metrics;
 
-/// Most packs kept open: 2 GiB of small files.
+/// Most packs kept open: 2 GiB of small files at 16 MiB each.
 const OPEN_MAX: usize = 128;
-/// As for other objects.
+/// A pack without a reader for this long is closed when the next one is opened.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
 /// A pack that is open for reading.
@@ -37,10 +37,10 @@ pub(super) struct OpenPack {
     asked: Strides,
 }
 
-/// The pieces that were walked over so far.
+/// The pieces that the header scan has found so far.
 #[derive(Debug, Default)]
 struct Index {
-    /// Where the data is, and the header.
+    /// Position of the data, and the header.
     pieces: Vec<(u64, Piece)>,
     end: u64,
 }
@@ -57,14 +57,14 @@ impl OpenPack {
         Ok(OpenPack { id, path, file, index, asked })
     }
 
-    /// Fills `buffer` with the bytes from `offset` on. `start` is where the piece's data begins, as far
-    /// as the caller knows.
+    /// Fills `buffer` with the bytes from `offset` on. `start` is the caller's guess of where the piece's
+    /// data begins; if no piece begins there, the reader scans for it.
     pub(super) fn read_into(&self, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
         if buffer.is_empty() {
             return Ok(());
         }
         if let Some(header_at) = start.checked_sub(HEADER_BYTES as u64) {
-            // Read together when the read begins where the piece does.
+            // One read gets header and data when the request begins at the piece's start.
             let data = if start == offset { buffer.len() } else { 0 };
             let mut window = vec![0; HEADER_BYTES + data];
             self.read_exact(&mut window, header_at)?;
@@ -136,7 +136,7 @@ impl OpenPack {
             .ok_or_else(|| self.corrupt(offset, "the byte is in no piece"))
     }
 
-    /// Takes the next piece into the index; false behind the last one.
+    /// Adds the next piece to the index; false after the last one.
     fn walk(&self, index: &mut Index) -> Result<bool> {
         let mut header = [0; HEADER_BYTES];
         match self.file.read_exact_at(&mut header, index.end) {
@@ -150,7 +150,7 @@ impl OpenPack {
         Ok(true)
     }
 
-    /// All pieces up to the end or to a torn tail: where the data is, and the header.
+    /// All pieces up to the end or to a torn tail: position of the data, and the header.
     pub(super) fn pieces(&self) -> Result<Vec<(u64, Piece)>> {
         let mut index = self.index.lock();
         while self.walk(&mut index)? {}
@@ -158,12 +158,12 @@ impl OpenPack {
     }
 }
 
-/// The open packs of a pool, least recently used out first.
+/// The open packs of a pool; the least recently used one is closed first.
 #[derive(Debug)]
 pub(super) struct OpenPacks {
     root: PathBuf,
     open: Mutex<HashMap<ObjectId, Slot>>,
-    /// Those that this process appends to.
+    /// Packs that this process appends to.
     growing: Mutex<Vec<(ObjectId, Weak<LocalPack>)>>,
     ahead: Budget,
 }
@@ -179,14 +179,14 @@ impl OpenPacks {
         OpenPacks { root, open: Mutex::default(), growing: Mutex::default(), ahead: Budget::default() }
     }
 
-    /// Notes a pack that this process appends to.
+    /// Registers a pack that this process appends to.
     pub(super) fn grows(&self, pack: &Arc<LocalPack>) {
         let mut growing = self.growing.lock();
         growing.retain(|(_, pack)| pack.strong_count() > 0);
         growing.push((pack.id(), Arc::downgrade(pack)));
     }
 
-    /// Has what this process appended to a pack, before `end`, written to the file.
+    /// Writes out the bytes before `end` that this process appended to a pack and still holds in memory.
     pub(super) fn write_out(&self, id: ObjectId, end: u64) -> Result<()> {
         let pack = {
             let growing = self.growing.lock();
@@ -201,7 +201,7 @@ impl OpenPacks {
             slot.used = now;
             return Ok(Arc::clone(&slot.pack));
         }
-        // Opened outside of the lock; two threads that race here open the file twice, once.
+        // Opened outside of the lock; of two threads that race here, the later one's file replaces the other's.
         let pack = Arc::new(OpenPack::open(&self.root, id)?);
         let mut open = self.open.lock();
         open.retain(|_, slot| now.saturating_duration_since(slot.used) < IDLE_MAX);
@@ -273,7 +273,7 @@ mod tests {
             for (from, to) in [(0, len), (0, len / 2), (len / 3, len), (len / 2, len / 2 + 1), (len - 1, len)]
             {
                 read(from, to, extent.object_offset);
-                // Of an extent that was cut: the piece has to be found.
+                // The rest of an extent that was cut: the reader has to find the piece.
                 read(from, to, extent.object_offset + from as u64);
             }
         }
@@ -347,7 +347,7 @@ mod tests {
         let start = one.extents[0].object_offset;
         pool.read_part(&ExpectedKeys::None, id, start, start, &mut first).unwrap();
         assert_eq!(first, bytes[..100]);
-        // A header of one place is none elsewhere.
+        // A header is not valid at another position.
         let whole = std::fs::read(&path).unwrap();
         file.write_all_at(&whole[..HEADER_BYTES], start + 1000 - HEADER_BYTES as u64).unwrap();
         assert!(pool.read_part(&ExpectedKeys::None, id, start + 1000, start + 1000, &mut first).is_err());
@@ -404,14 +404,14 @@ mod tests {
         let piece = (HEADER_BYTES + bytes.len()) as u64;
         assert_eq!(on_disk(), piece);
         let (second, third) = (append(2), append(3));
-        // What is there needs nothing to be written.
+        // Bytes that are already in the file need no write.
         read(&first);
         assert_eq!(on_disk(), piece);
         third.pack.sync().unwrap();
         assert_eq!(on_disk(), 3 * piece);
         read(&second);
         read(&third);
-        // Enough of it leaves memory by itself.
+        // The writer writes out by itself once 4 MiB are in memory.
         for ino in 4..700 {
             read(&append(ino));
             append(ino);

@@ -1,11 +1,11 @@
-//! Writes packs: pieces are gathered in memory, and written and synced together before a commit points
-//! at them.
+//! The writer of packs: pieces are collected in memory, then written and synced together before a commit
+//! points at them.
 //!
-//! This is for local stores; `gather.rs` does the same for buckets. Who appends a piece does no I/O: a write that extends a file waits
-//! for the journal of the file system whenever somebody syncs, and small files are written while others
-//! are synced all the time. What was appended can be read at once (a reader in this process that comes
-//! to a piece which is not in the file yet has it written first); it survives a power failure after
-//! [`LocalPack::sync`], which every commit that points at it waits for.
+//! This is for local stores; `gather.rs` does the same for buckets. An append does no I/O until 4 MiB are in
+//! memory: a write that extends a file waits for the file system's journal whenever another thread syncs, and
+//! other files are synced all the time. Appended bytes can be read at once: a reader in this process first
+//! has a piece written to the file. They survive a power failure after [`LocalPack::sync`], which every
+//! commit that points at them waits for.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -31,12 +31,12 @@ use crate::metrics;
 pub(crate) enum Pack {
     /// A file that grows.
     Local(Arc<LocalPack>),
-    /// On its way to a bucket.
+    /// A pack in memory that is sent to a bucket.
     Gathered(Arc<Gathered>),
 }
 
 impl Pack {
-    /// Its name.
+    /// The object id of the pack.
     pub(crate) fn id(&self) -> ObjectId {
         match self {
             Self::Local(pack) => pack.id(),
@@ -44,7 +44,7 @@ impl Pack {
         }
     }
 
-    /// Notes that a transaction is going to refer to it. Returns whether one had tried before.
+    /// Records that a transaction is going to refer to the pack. Returns whether an earlier one already did.
     pub(crate) fn refer(&self) -> bool {
         match self {
             Self::Local(pack) => pack.refer(),
@@ -52,7 +52,7 @@ impl Pack {
         }
     }
 
-    /// Sends a pack on its way to a bucket; what is in a file is synced with the commit that needs it.
+    /// Sends a pack to a bucket. Does nothing for a local pack: the commit that needs it syncs it.
     pub(crate) fn send(&self) -> Result<()> {
         match self {
             Self::Local(_) => Ok(()),
@@ -60,7 +60,7 @@ impl Pack {
         }
     }
 
-    /// Makes everything that was appended before the call survive a power failure.
+    /// Makes all earlier appends survive a power failure.
     #[cfg(test)]
     pub(super) fn sync(&self) -> Result<()> {
         match self {
@@ -70,11 +70,11 @@ impl Pack {
     }
 }
 
-/// With so many bytes in memory who appends writes them out first. As many again are in memory while
-/// they are being written.
+/// Above this many bytes in memory, the next append first writes them out. As many again can be in memory
+/// while they are being written.
 const GATHER_BYTES: usize = 4 << 20;
 
-/// A pack in a file of this machine. Dropping one that no transaction has referred to deletes it.
+/// A pack in a local file. Dropping one that no transaction has referred to deletes it.
 #[derive(Debug)]
 pub(crate) struct LocalPack {
     pool: ObjectPool,
@@ -82,20 +82,20 @@ pub(crate) struct LocalPack {
     path: PathBuf,
     file: File,
     tail: Mutex<Tail>,
-    /// Held while the tail is written to the file; the room for the next one.
+    /// Locked while the tail is written to the file; reused as the next tail's buffer.
     writing: Mutex<Vec<u8>>,
     synced: Mutex<Synced>,
     referenced: AtomicBool,
 }
 
-/// What is not in the file yet.
+/// The end of the pack that is not in the file yet.
 #[derive(Debug, Default)]
 struct Tail {
     /// Bytes that are in the file.
     written: u64,
     /// Bytes that are being written to it.
     leaving: u64,
-    /// Those behind.
+    /// Bytes after those.
     bytes: Vec<u8>,
 }
 
@@ -132,17 +132,17 @@ impl LocalPack {
         Ok(pack)
     }
 
-    /// Its name.
+    /// The object id of the pack.
     pub(super) fn id(&self) -> ObjectId {
         self.id
     }
 
-    /// Notes that a transaction is going to refer to it. Returns whether one had tried before.
+    /// See [`Pack::refer`].
     fn refer(&self) -> bool {
         self.referenced.swap(true, Ordering::AcqRel)
     }
 
-    /// Appends runs (by file offset, disjoint, in order) as pieces; neighbours share one.
+    /// Appends runs (by file offset, disjoint, in order) as pieces; adjacent runs share one.
     fn append<'a>(
         &self,
         (volume, ino): (u64, u64),
@@ -153,8 +153,8 @@ impl LocalPack {
         append_pieces(&mut tail.bytes, (self.id, base), (volume, ino), runs)
     }
 
-    /// Sees that everything that was appended before the call is in the file, where it can be read. What
-    /// could not be written stays in memory, and is tried again by the next call.
+    /// Writes all earlier appends to the file, where readers find them. Bytes that could not be written stay
+    /// in memory for the next call.
     pub(super) fn write_out(&self) -> Result<()> {
         let mut writing = self.writing.lock();
         let at = {
@@ -188,12 +188,12 @@ impl LocalPack {
         }
     }
 
-    /// Sees that the bytes before `end` are in the file.
+    /// Writes the bytes before `end` to the file.
     pub(super) fn write_out_to(&self, end: u64) -> Result<()> {
         if self.tail.lock().written >= end { Ok(()) } else { self.write_out() }
     }
 
-    /// Makes everything that was appended before the call survive a power failure.
+    /// Makes all earlier appends survive a power failure.
     pub(crate) fn sync(&self) -> Result<()> {
         self.write_out()?;
         let end = self.tail.lock().written;
@@ -207,7 +207,7 @@ impl LocalPack {
                 });
             }
             if let Err(e) = self.file.sync_data() {
-                // The kernel reports a lost write once; nobody may take the next answer for a success.
+                // The kernel reports a lost write once: a later sync that succeeds proves nothing.
                 synced.lost = true;
                 return Err(ObjectError::io("sync pack", &self.path, e));
             }
@@ -235,7 +235,7 @@ impl Drop for LocalPack {
     }
 }
 
-/// Bytes that were appended to a pack, and where.
+/// The result of an append: the pack, and the position of the bytes.
 #[derive(Debug)]
 pub(crate) struct Packed {
     /// The pack.
@@ -244,33 +244,33 @@ pub(crate) struct Packed {
     pub(crate) extents: Vec<Extent>,
 }
 
-/// The packs of this process: one at a time is appended to, the next one is begun ahead.
+/// The packs of this process: one is appended to, and the next one is created ahead of time.
 #[derive(Debug)]
 pub(crate) struct Packs {
     pool: ObjectPool,
     current: Arc<Current>,
     ahead: Arc<Ahead>,
-    /// For a bucket.
+    /// Packs for a bucket.
     gathering: Gathering,
 }
 
-/// The pack that is appended to.
+/// The local pack that is appended to.
 #[derive(Debug, Default)]
 struct Current(Mutex<Option<Arc<LocalPack>>>);
 
 impl KeepsOpen for Current {
-    /// A pack that has lost its name was garbage: nothing points at it, and whoever is going to has to place the bytes
-    /// elsewhere (see `Referral` in `fs/content.rs`).
+    /// An unlinked pack was garbage: nothing points at it. A transaction that is going to must place the
+    /// bytes elsewhere (see `Referral` in `fs/content.rs`).
     fn close_deleted(&self) {
         let over = self.0.lock().take_if(|pack| is_deleted(&pack.file));
         drop(over);
     }
 }
 
-/// A pack that was begun before it is needed.
+/// A pack that was created before it is needed.
 #[derive(Debug, Default)]
 struct Ahead {
-    /// Somebody has begun, or begins it.
+    /// A thread has created it, or is creating it.
     asked: AtomicBool,
     state: Mutex<AheadState>,
 }
@@ -282,7 +282,7 @@ struct AheadState {
 }
 
 impl Packs {
-    /// None is begun before it is needed.
+    /// Creates no pack yet.
     pub(crate) fn new(pool: ObjectPool) -> Packs {
         let current = Arc::<Current>::default();
         if pool.is_local() {
@@ -291,15 +291,15 @@ impl Packs {
         Packs { pool, current, ahead: Arc::default(), gathering: Gathering::default() }
     }
 
-    /// Whether small files of volumes of this codec share packs.
+    /// Whether small files of volumes with this codec share packs.
     pub(crate) fn serve(&self, codec: &Codec) -> bool {
         !self.pool.is_local() || codec.is_plain()
     }
 
-    /// Appends runs of a file (by file offset, disjoint, in order), one piece for each that is no longer
-    /// than [`PIECE_BYTES_MAX`](super::pack::PIECE_BYTES_MAX); neighbours share a piece. They survive a
-    /// power failure once [`Pack::prerequisite`] is durable, which is also what says that there is no room
-    /// for them. `codec` is the volume's, see [`Packs::serve`].
+    /// Appends runs of a file (by file offset, disjoint, in order) as pieces of at most
+    /// [`PIECE_BYTES_MAX`](super::pack::PIECE_BYTES_MAX); adjacent runs share a piece. The bytes survive a
+    /// power failure once [`Pack::prerequisite`] is durable; a full disk may show only then. `codec` is the
+    /// volume's, see [`Packs::serve`].
     pub(crate) fn append<'a>(
         &self,
         codec: &Codec,
@@ -348,13 +348,13 @@ impl Packs {
             }
             match LocalPack::begin(&pool) {
                 Ok(pack) => state.pack = Some(pack),
-                // Whoever needs it is told.
+                // The append that needs the pack tries again and returns the error.
                 Err(error) => tracing::debug!(%error, "beginning a pack ahead"),
             }
         });
     }
 
-    /// Appends no more to a pack: it is being deleted.
+    /// Stops appending to a pack, because it is being deleted.
     pub(crate) fn give_up(&self, pack: &Pack) {
         match pack {
             Pack::Local(pack) => {
@@ -367,7 +367,7 @@ impl Packs {
         }
     }
 
-    /// Begins no pack ahead any more and lets go of those that there are.
+    /// Drops the current packs and stops creating packs ahead.
     pub(crate) fn close(&self) {
         *self.current.0.lock() = None;
         self.gathering.close();

@@ -49,20 +49,20 @@ struct Shared {
     packs: Arc<OpenPacks>,
     pending: PendingPacks,
     keys: Keyring,
-    /// Of a store in the cloud, unless it is turned off.
+    /// Of a remote store, unless the configuration disables it.
     cache: Option<Arc<Cache>>,
     buffers: Arc<Buffers>,
-    /// What the names of this process's objects begin with.
+    /// First half of the names of this process's objects.
     session: u64,
-    /// The rest of their names.
+    /// Source of the second half.
     random: Mutex<StdRng>,
-    /// Something unfinished is on the store that could not be removed.
+    /// An unfinished object is in the store and could not be removed.
     left_behind: AtomicBool,
 }
 
 impl ObjectPool {
-    /// Opens the store that the configuration names. New objects are named after `session`, which no
-    /// other process uses.
+    /// Opens the store that the configuration names. The names of new objects contain `session`; no other
+    /// process uses the same one.
     pub(crate) fn open(home: &Path, config: &Config, session: u64) -> crate::error::Result<ObjectPool> {
         let keys = Keyring::open(config)?;
         let store = Store::open(home, config)?;
@@ -76,7 +76,7 @@ impl ObjectPool {
         Ok(Self::over(store, session, keys, cache, config)?)
     }
 
-    /// Opens the store in a local directory, which is created when missing.
+    /// Opens the store in a local directory; creates the directory when it is missing.
     #[cfg(test)]
     pub(crate) fn open_local(root: &Path, session: u64) -> Result<ObjectPool> {
         let config = Config { read_buffers_bytes_max: 0, ..Config::default() };
@@ -125,17 +125,17 @@ impl ObjectPool {
         &self.shared.keys
     }
 
-    /// What this machine keeps of a store in the cloud.
+    /// The local cache of a remote store.
     pub(super) fn cache(&self) -> Option<&Arc<Cache>> {
         self.shared.cache.as_ref()
     }
 
-    /// What is in memory of it.
+    /// The memory for segments of a remote store.
     pub(super) fn buffers(&self) -> &Arc<Buffers> {
         &self.shared.buffers
     }
 
-    /// The packs that are not in a store in the cloud yet.
+    /// The packs that a remote store does not have yet.
     pub(super) fn pending(&self) -> &PendingPacks {
         &self.shared.pending
     }
@@ -145,12 +145,12 @@ impl ObjectPool {
         &self.shared.store
     }
 
-    /// Notes that something unfinished could not be removed from the store.
+    /// Records that an unfinished object could not be removed from the store.
     pub(super) fn leave_behind(&self) {
         self.shared.left_behind.store(true, Ordering::Release);
     }
 
-    /// Whether something unfinished of this process is on the store, for whoever cleans up after it.
+    /// Whether this process leaves an unfinished object in the store, which the garbage collector has to remove.
     pub(crate) fn has_left_behind(&self) -> bool {
         self.shared.left_behind.load(Ordering::Acquire)
     }
@@ -165,8 +165,8 @@ impl ObjectPool {
         self.shared.runtime.io()
     }
 
-    /// Starts a new object in the form that its volume wants. Nothing is on the store before
-    /// [`ObjectWriter::complete`]; dropping the writer before that leaves nothing behind.
+    /// Starts a new object, encoded as `codec` says. It is not readable before [`ObjectWriter::complete`];
+    /// dropping the writer before that removes it.
     pub(crate) fn writer(&self, codec: &Codec) -> Result<ObjectWriter> {
         match codec.is_plain() {
             true => Ok(ObjectWriter::new(self.clone())),
@@ -174,7 +174,7 @@ impl ObjectPool {
         }
     }
 
-    /// Stores one object; durable when it returns.
+    /// Stores one object; it is durable when this returns.
     #[cfg(test)]
     pub(crate) fn put(&self, bytes: &[u8]) -> Result<StoredObject> {
         let mut writer = self.writer(&Codec::default())?;
@@ -188,14 +188,14 @@ impl ObjectPool {
         self.shared.open.get(self, id)?.read(range)
     }
 
-    /// Fills `buffer` with the bytes of an object from `offset` on, verified. The object may be protected in any
-    /// way. Fails with [`ObjectError::Corrupt`] when the object has fewer bytes than that.
+    /// Fills `buffer` with the bytes of an object from `offset` on, verified. Any protection of the object is
+    /// accepted. Fails with [`ObjectError::Corrupt`] when the object has fewer bytes.
     pub(crate) fn read_into(&self, id: ObjectId, offset: u64, buffer: &mut [u8]) -> Result<()> {
         self.read_part(&ExpectedKeys::Unknown, id, offset, offset, buffer)
     }
 
-    /// [`ObjectPool::read_into`] of a part of an extent that begins at `start` of the object. Fails with
-    /// [`ObjectError::Protection`] when the object is not protected as its volume expects.
+    /// [`ObjectPool::read_into`] for a part of an extent that begins at `start` of the object. Fails with
+    /// [`ObjectError::Protection`] when the object is not protected as its volume requires.
     pub(crate) fn read_part(
         &self,
         expected: &ExpectedKeys,
@@ -214,7 +214,7 @@ impl ObjectPool {
         };
         let object = self.shared.open.get(self, id)?;
         match (read(&object), self.cache()) {
-            // The copy may be damaged while the original is not.
+            // The cached copy may be damaged while the original is not.
             (Err(ObjectError::Corrupt { .. }), Some(cache)) if object.is_copy() => {
                 self.forget_copy(cache, id)
             }
@@ -224,14 +224,14 @@ impl ObjectPool {
         read(&*self.shared.open.get(self, id)?)
     }
 
-    /// Opens the object in the store itself next time.
+    /// Drops the cached copy, so that the next read opens the object in the store.
     fn forget_copy(&self, cache: &Cache, id: ObjectId) {
         self.shared.open.forget(id);
         cache.discard(id);
     }
 
-    /// Sees that all of an object is on this machine, verified; tells `progress` the bytes of each step.
-    /// Nothing to do on a local store.
+    /// Brings all of an object into the cache; passes the bytes of each step to `progress`. Fetched frames
+    /// are verified, frames in the cache are not verified again. Does nothing on a local store.
     pub(crate) fn warm(&self, id: ObjectId, progress: &mut dyn FnMut(u64)) -> Result<()> {
         if self.is_local() || self.shared.pending.holds(id) {
             return Ok(());
@@ -246,18 +246,17 @@ impl ObjectPool {
         }
     }
 
-    /// Waits until what was fetched is in the cache, or given up. Fails when the cache takes nothing more.
+    /// Waits until the cache has written or dropped everything queued. Fails when the cache's thread has stopped.
     pub(crate) fn settle_cache(&self) -> Result<()> {
         self.cache().map_or(Ok(()), |cache| cache.settle())
     }
 
-    /// Bytes of data in an object that is no pack of a local store.
+    /// Bytes of data in an object; not for packs of a local store.
     pub(crate) fn data_bytes(&self, id: ObjectId) -> Result<u64> {
         Ok(self.shared.open.get(self, id)?.data_bytes())
     }
 
-    /// The pieces of a pack, up to its end or to a torn tail: where the data of each is, and whose it
-    /// was.
+    /// The pieces of a pack, up to its end or to a torn tail: position of the data, and the header.
     pub(crate) fn pack_pieces(&self, id: ObjectId) -> Result<Vec<(u64, Piece)>> {
         if id.layout() == Layout::Pack {
             self.shared.packs.write_out(id, u64::MAX)?;
@@ -268,8 +267,8 @@ impl ObjectPool {
         Ok(gathered_pieces(id, &bytes))
     }
 
-    /// The file that holds the object's data and nothing else; `None` when the object is too small to
-    /// have one. What is read from it is not verified.
+    /// The file that holds exactly the object's data. `None` unless the object is plain and, for a remote
+    /// store, its cached image is complete. Reads from this file are not verified.
     pub(crate) fn image(&self, id: ObjectId) -> Result<Option<File>> {
         if id.layout() != Layout::Plain {
             return Ok(None);
@@ -291,8 +290,8 @@ impl ObjectPool {
         }
     }
 
-    /// Deletes an object; one that is not there is deleted already. A reader that has it open reads on for a while, in
-    /// another process for as long as it reads once a second; afterwards it sees [`ObjectError::Missing`].
+    /// Deletes an object; a missing object is not an error. Another process that has the object open can
+    /// read on while it reads at least once a second; afterwards it gets [`ObjectError::Missing`].
     pub(crate) fn delete(&self, id: ObjectId) -> Result<()> {
         self.shared.open.forget(id);
         self.shared.packs.forget(id);
@@ -308,7 +307,7 @@ impl ObjectPool {
         }
     }
 
-    /// [`ObjectPool::delete`] of many.
+    /// [`ObjectPool::delete`] for many objects.
     pub(crate) fn delete_all(&self, ids: &[ObjectId]) -> Result<()> {
         let Store::Remote(remote) = &self.shared.store else {
             return ids.iter().try_for_each(|id| self.delete(*id));
@@ -323,9 +322,9 @@ impl ObjectPool {
         self.answer(self.runtime().wait(async move { remote.delete_all(ids).await }))
     }
 
-    /// The objects on the store that a session wrote, also those that nobody points at, in order of
-    /// id. Looks through the whole of a local store. What the session has begun to upload and will
-    /// not complete (it is dead) is removed.
+    /// The objects that a session wrote, including unreferenced ones, in order of id. Scans the whole of a
+    /// local store. On a remote store, unfinished uploads of another session, which must be dead, are
+    /// aborted.
     pub(crate) fn list_session(&self, session: u64) -> Result<Vec<ObjectId>> {
         let ids = match &self.shared.store {
             Store::Local(local) => local.list_session(session)?,
@@ -342,8 +341,8 @@ impl ObjectPool {
         Ok(ids.into_iter().collect())
     }
 
-    /// Shows everything in the store, in no order: object, whether that is its data (else the sidecar of
-    /// its checksums), and bytes. Bounded in memory.
+    /// Calls `visit` for every file in the store, in no order: object, whether it is the data (else the
+    /// checksum sidecar), and bytes. Memory is bounded.
     pub(crate) fn survey(&self, visit: &mut dyn FnMut(ObjectId, bool, u64)) -> Result<()> {
         match &self.shared.store {
             Store::Local(local) => local.survey(visit),
@@ -360,8 +359,8 @@ impl ObjectPool {
         }
     }
 
-    /// Removes what writers have left half-written on a local store (a crash, a kill) once it is as old as
-    /// `age_of` says of their session; `None` keeps it. Returns how many files that were.
+    /// Removes unfinished files (after a crash or kill) from a local store once they are as old as `age_of`
+    /// says for their session; `None` keeps the file. Returns the number of removed files.
     pub(crate) fn remove_abandoned(&self, age_of: &dyn Fn(u64) -> Option<Duration>) -> Result<u64> {
         match &self.shared.store {
             Store::Local(local) => local.remove_abandoned(age_of),
@@ -374,7 +373,7 @@ impl ObjectPool {
         self.shared.open.len()
     }
 
-    /// How full the store is.
+    /// Total, free and available space of the store.
     pub(crate) fn space(&self) -> Result<StoreSpace> {
         match &self.shared.store {
             Store::Local(local) => local.space(),
@@ -382,7 +381,7 @@ impl ObjectPool {
         }
     }
 
-    /// Stores the data of a new object in the cloud in one request.
+    /// Stores the data of a new object in a remote store with one request.
     pub(super) fn put_data(&self, id: ObjectId, pieces: Vec<Bytes>) -> Result<()> {
         let remote = self.remote()?;
         let payload = PutPayload::from_iter(pieces);
@@ -390,7 +389,7 @@ impl ObjectPool {
         self.answer(self.runtime().wait(put))
     }
 
-    /// Stores the sidecar of a plain object in the cloud.
+    /// Stores the sidecar of a plain object in a remote store.
     pub(super) fn put_sums(&self, id: ObjectId, sums: Bytes) -> Result<()> {
         let remote = self.remote()?;
         let put = async move { remote.put_new(&remote.sums_path(id), PutPayload::from(sums)).await };
@@ -402,7 +401,7 @@ impl ObjectPool {
         &self.shared.packs
     }
 
-    /// Whether the objects are files of this machine, which are written in place.
+    /// Whether the store is local: objects are files that are written in place.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self.shared.store, Store::Local(_))
     }
@@ -412,7 +411,7 @@ impl ObjectPool {
         self.shared.store.root()
     }
 
-    /// The folder of the files that [`ObjectPool::image`] returns, unless there is none.
+    /// The directory of the files that [`ObjectPool::image`] returns; `None` without a cache.
     pub(crate) fn image_root(&self) -> Option<&Path> {
         match self.is_local() {
             true => Some(self.local_root()),
@@ -420,7 +419,7 @@ impl ObjectPool {
         }
     }
 
-    /// The store in the cloud.
+    /// The remote store; an error when the store is local.
     pub(super) fn remote(&self) -> Result<Arc<RemoteStore>> {
         match &self.shared.store {
             Store::Local(_) => self.answer(None),
@@ -428,7 +427,7 @@ impl ObjectPool {
         }
     }
 
-    /// A new file of the local store, open for reading and writing, and its path.
+    /// Creates a file in the local store, open for reading and writing; returns it with its path.
     pub(super) fn create_local(&self, name: &str) -> Result<(PathBuf, File)> {
         match &self.shared.store {
             Store::Local(local) => local.create(name),
@@ -444,13 +443,13 @@ impl ObjectPool {
         }
     }
 
-    /// The answer of a future of the runtime, unless the runtime is gone.
+    /// The result of a future; an error when the runtime is gone.
     pub(super) fn answer<T>(&self, outcome: Option<Result<T>>) -> Result<T> {
         outcome.unwrap_or_else(|| Err(threads_gone(self.shared.store.place())))
     }
 }
 
-/// The pieces that all bytes of a gathered pack hold.
+/// Parses the pieces in the bytes of a whole gathered pack.
 fn gathered_pieces(id: ObjectId, bytes: &[u8]) -> Vec<(u64, Piece)> {
     let (mut pieces, mut at) = (Vec::new(), 0);
     while let Some(header) = bytes.get(at..).and_then(|rest| rest.first_chunk::<HEADER_BYTES>())

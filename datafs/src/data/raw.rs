@@ -1,5 +1,5 @@
-//! Objects as the files that they consist of, copied as they are between the store and a directory of a backup,
-//! which is laid out like a local store.
+//! Raw copies of objects: their files are copied unchanged between the store and the directory of a backup,
+//! which has the layout of a local store.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Seek as _, Write as _};
@@ -18,21 +18,21 @@ use super::pool::ObjectPool;
 use super::remote::RemoteStore;
 use super::store::Store;
 
-/// Bytes of one request, and of one comparison.
+/// Bytes of one request and of one comparison.
 const STEP: usize = 8 << 20;
 
-/// What became of the files of an object.
+/// The result of copying an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Copied {
-    /// They are there; so many bytes were written.
+    /// All files exist at the target; this many bytes were written.
     Bytes(u64),
-    /// The object is not where it was to be copied from.
+    /// The object is missing at the source.
     Missing,
 }
 
 impl ObjectPool {
-    /// Copies an object of the store into a directory; its files survive a power failure, their names once
-    /// [`sync_names`] has run. Files that are complete there stay as they are.
+    /// Copies an object of the store into a directory. The files are synced; their names survive a power
+    /// failure after [`sync_names`]. Files that are already complete there stay unchanged.
     pub(crate) fn export(&self, id: ObjectId, to: &Path) -> Result<Copied> {
         let mut bytes = 0;
         for name in names(id) {
@@ -50,8 +50,9 @@ impl ObjectPool {
         Ok(Copied::Bytes(bytes))
     }
 
-    /// Copies an object from such a directory into the store; durable when it returns. What the store has already
-    /// stays; what is there and differs is replaced.
+    /// Copies an object from a backup directory into the store; the written files are durable when this
+    /// returns. A file that the store already has stays; one that differs (for a remote store: in length) is
+    /// replaced.
     pub(crate) fn import(&self, id: ObjectId, from: &Path) -> Result<Copied> {
         let mut bytes = 0;
         for name in names(id) {
@@ -134,7 +135,7 @@ impl ObjectPool {
     }
 }
 
-/// Makes the names of what was exported into a directory survive a power failure.
+/// Makes the names of exported files survive a power failure.
 pub(crate) fn sync_names(directory: &Path) -> Result<()> {
     let fail = |e| ObjectError::io("sync", directory, e);
     for entry in fs::read_dir(directory).map_err(fail)? {
@@ -170,7 +171,7 @@ fn open(path: &Path) -> Result<Option<(File, u64)>> {
 fn export_file(from: &Path, to: &Path) -> Result<Option<u64>> {
     let there = fs::metadata(to).map(|meta| meta.len()).ok();
     match open(from)? {
-        // Packs grow. A source that is shorter than its copy was cut.
+        // Packs grow. A source shorter than its copy was truncated: the copy stays.
         Some((_, len)) if there.is_some_and(|there| there >= len) => Ok(Some(0)),
         Some((source, _)) => Staged::create(to)?.fill(source, from).map(Some),
         None => Ok(there.map(|_| 0)),
@@ -182,7 +183,7 @@ fn import_file(local: &LocalStore, id: ObjectId, from: &Path, to: &Path) -> Resu
         return Ok(fs::metadata(to).is_ok().then_some(0));
     };
     if let Some((there, there_len)) = open(to)?
-        // A pack may have grown since.
+        // The pack in the store may have grown since the backup.
         && (there_len == len || id.is_pack() && there_len > len)
         && are_equal(&source, &there, len).map_err(|e| ObjectError::io("compare", to, e))?
     {
@@ -193,7 +194,7 @@ fn import_file(local: &LocalStore, id: ObjectId, from: &Path, to: &Path) -> Resu
     Ok(Some(written))
 }
 
-/// Whether two files begin with the same bytes.
+/// Whether the first `len` bytes of two files are equal.
 fn are_equal(a: &File, b: &File, len: u64) -> io::Result<bool> {
     let (mut of_a, mut of_b) = (vec![0; STEP], vec![0; STEP]);
     let mut at = 0;
@@ -209,7 +210,7 @@ fn are_equal(a: &File, b: &File, len: u64) -> io::Result<bool> {
     Ok(true)
 }
 
-/// A file that gets its name when it is complete and synced.
+/// A file that gets its final name when it is complete and synced.
 struct Staged {
     file: File,
     path: PathBuf,
@@ -222,7 +223,7 @@ impl Staged {
         let directory = to.parent().unwrap_or(to);
         let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
         made.map_err(|e| ObjectError::io("create folder", directory, e))?;
-        // The ending is that of unfinished files of a local store.
+        // `#` marks unfinished files, as in a local store.
         let mut path = to.as_os_str().to_owned();
         path.push(format!("#{}", std::process::id()));
         let path = PathBuf::from(path);

@@ -1,4 +1,4 @@
-//! Reads objects: a small set of open ones, positional reads, every frame verified.
+//! The reader of objects: a bounded set of open objects, positional reads, frames verified.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,11 +22,11 @@ use crate::metrics;
 
 /// Most files kept open: a quarter of the usual limit of 1024 descriptors.
 const OPEN_MAX: usize = 256;
-/// Small objects that are kept in memory whole, in bytes.
+/// Most bytes of small remote objects that are kept whole in memory.
 const WHOLE_BYTES_MAX: usize = 32 * 1024 * 1024;
 /// A file without a reader for this long is closed when the next one is opened.
 const IDLE_MAX: Duration = Duration::from_secs(30);
-/// Frames of an encoded object on this machine that are read at a time.
+/// Frames of a local encoded object per read.
 const FRAMES_AT_A_TIME: u64 = 16;
 
 /// An object with the index of its frames in memory.
@@ -41,15 +41,15 @@ pub(super) struct OpenObject {
 /// Where the bytes of an open object are.
 #[derive(Debug)]
 pub(super) enum Data {
-    /// In a file of this machine.
+    /// In a local file.
     Local {
         data: LocalData,
         /// The file is a copy in the cache.
         cached: bool,
     },
-    /// In memory: a small object of a store in the cloud.
+    /// In memory: a small object of a remote store.
     Whole(Bytes),
-    /// In the cloud.
+    /// In the remote store.
     Remote(Arc<RemoteData>),
 }
 
@@ -67,12 +67,12 @@ impl OpenObject {
         Ok(OpenObject { id, data, index, verified })
     }
 
-    /// Whether it is read from a copy that may be damaged while the original is not.
+    /// Whether the reads come from a cached copy, which may be damaged while the original is not.
     pub(super) fn is_copy(&self) -> bool {
         matches!(self.data, Data::Local { cached: true, .. })
     }
 
-    /// The object as one that is in the cloud.
+    /// The data of an object that is read from a remote store.
     pub(super) fn remote(&self) -> Option<&Arc<RemoteData>> {
         if let Data::Remote(data) = &self.data { Some(data) } else { None }
     }
@@ -82,8 +82,8 @@ impl OpenObject {
         self.index.data_bytes()
     }
 
-    /// Fails unless it is protected as its volume wants. Objects that are not encoded have that in their id,
-    /// which the metadata holds.
+    /// Fails unless the object is protected as its volume requires. The layout in the id shows that other
+    /// objects are not protected, and the metadata holds the id.
     pub(super) fn check_protection(&self, expected: &ExpectedKeys) -> Result<()> {
         let Index::Encoded(index) = &*self.index else { return Ok(()) };
         if expected.allow(index.sealed_with()) {
@@ -96,7 +96,7 @@ impl OpenObject {
         Err(ObjectError::Protection { id: self.id, found })
     }
 
-    /// Whether it is read from a file of this machine that has no name any more.
+    /// Whether its local file has been unlinked.
     fn is_deleted(&self) -> bool {
         match &self.data {
             Data::Local { data, .. } => data.is_deleted(),
@@ -125,7 +125,7 @@ impl OpenObject {
         }
         match (&self.data, &*self.index) {
             (Data::Local { data, cached }, Index::Plain(sums)) => {
-                // A copy may be damaged or replaced by whoever keeps the cache.
+                // Any process that maintains the cache may replace or damage a copy: verify every read.
                 if !cached && self.verified.covers(offset, end) {
                     data.read(self.id, offset, buffer)?;
                     metrics::OBJECT_READ_BYTES.inc_by(buffer.len() as u64);
@@ -143,7 +143,7 @@ impl OpenObject {
                 Ok(())
             }
             (Data::Local { data, .. }, Index::Encoded(_)) => self.read_encoded(data, offset, buffer),
-            // Verified when it came.
+            // `open_remote` has verified it.
             (Data::Whole(bytes), _) => {
                 buffer.copy_from_slice(&bytes[offset as usize..end as usize]);
                 Ok(())
@@ -173,7 +173,7 @@ impl OpenObject {
         Ok(())
     }
 
-    /// Reads and verifies whole frames that are stored as they are.
+    /// Reads and verifies whole frames that are stored unchanged.
     fn read_frames(&self, data: &LocalData, from: u64, window: &mut [u8]) -> Result<()> {
         let to = from + window.len() as u64;
         data.read(self.id, from, window)?;
@@ -205,7 +205,7 @@ impl OpenObject {
     }
 }
 
-/// The open objects of a pool, least recently used out first.
+/// The open objects of a pool; the least recently used one is closed first.
 #[derive(Debug, Default)]
 pub(super) struct OpenObjects {
     open: Mutex<HashMap<ObjectId, Slot>>,
@@ -258,7 +258,7 @@ impl KeepsOpen for OpenObjects {
     fn close_deleted(&self) {
         let is_over = |slot: &mut Slot| is_idle(slot.used) && slot.object.is_deleted();
         let over: Vec<_> = self.open.lock().extract_if(|_, slot| is_over(slot)).collect();
-        // Closed while others go on. Who reads from one at this moment has it until that is done.
+        // Closed outside of the lock. A thread that reads now keeps its object open until it is done.
         drop(over);
     }
 }

@@ -1,8 +1,8 @@
-//! A store in the cloud: every request is bounded in time and tried again while that may help.
+//! The remote object store: every request has a time limit and is retried while that may help.
 //!
-//! Objects are `objects/SESSION/ID` below the prefix, so that what one session wrote is one listing.
-//! While a large object is uploaded, `uploads/SESSION/ID` holds the store's name for the upload, so that
-//! what a dead process has begun can be taken back, whatever kind of store it is.
+//! Objects are `objects/SESSION/ID` below the prefix, so that one listing shows what a session wrote. While a
+//! large object is uploaded, `uploads/SESSION/ID` holds the store's name for the upload. With it another
+//! process can abort the uploads of a dead process, on any kind of store.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -27,20 +27,20 @@ use super::marker::{MARKER, MARKER_BYTES_MAX};
 use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::retry::insist;
 
-/// Parts that this process sends at a time, over all of its uploads: bounds their memory.
+/// Parts that this process sends at a time, over all of its uploads; bounds their memory.
 const PARTS_AT_A_TIME: usize = 32;
-/// Parts that the store did not take and that are kept in memory, to be sent again: as many as can be on
-/// their way when a store goes away.
+/// Most parts that are kept in memory to be sent again: as many as can be in flight when the store becomes
+/// unavailable.
 const PARTS_KEPT: usize = PARTS_AT_A_TIME;
-/// The note of an upload is what the store calls it: about a hundred bytes, two thousand at Google.
+/// Longest note of an upload (the store's name for it): about 100 bytes, 2,000 at Google.
 const NOTE_BYTES_MAX: u64 = 64 * 1024;
-/// How long taking back an upload may hold up whoever has dropped it.
+/// Longest time that aborting an upload may block the thread that dropped it.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
-/// How long the marker of the store is asked for.
+/// Longest time to read the marker of the store.
 const MARKER_LIMIT: Duration = Duration::from_secs(5);
-/// Entries of a listing that are in memory at a time.
+/// Entries of a listing per page in memory.
 const SURVEY_PAGE: usize = 10_000;
-/// Requests for listings that end in deletions, at a time.
+/// Concurrent requests when many objects are deleted or uploads aborted.
 const DELETES_AT_A_TIME: usize = 16;
 
 /// A bucket, and the prefix in it.
@@ -50,7 +50,7 @@ pub(super) struct RemoteStore {
     prefix: StorePath,
     place: String,
     timeout: Duration,
-    /// Bounds the parts on their way.
+    /// Bounds the parts in flight.
     pub(super) sending: Arc<Semaphore>,
     /// Bounds the parts that wait to be sent again.
     pub(super) kept: Arc<Semaphore>,
@@ -74,7 +74,7 @@ impl RemoteStore {
         RemoteStore { objects, parts, prefix, place, timeout, sending, kept }
     }
 
-    /// What errors call it.
+    /// The name of the store in errors.
     pub(super) fn place(&self) -> &str {
         &self.place
     }
@@ -87,12 +87,12 @@ impl RemoteStore {
         self.below(&[kind, &format!("{session:016x}")])
     }
 
-    /// Where an object's data is.
+    /// The path of an object's data.
     pub(super) fn data_path(&self, id: ObjectId) -> StorePath {
         self.session_path("objects", id.session()).join(id.to_string())
     }
 
-    /// Where an object's checksums are.
+    /// The path of an object's checksums.
     pub(super) fn sums_path(&self, id: ObjectId) -> StorePath {
         match id.layout() {
             Layout::Plain => self.session_path("objects", id.session()).join(format!("{id}{SUMS_SUFFIX}")),
@@ -104,7 +104,7 @@ impl RemoteStore {
         self.session_path("uploads", id.session()).join(id.to_string())
     }
 
-    /// All bytes of `range`, or fewer at the end of the object, and how long the object is.
+    /// The bytes of `range` (all without one), or fewer at the end of the object; and the object's length.
     pub(super) async fn get(&self, path: &StorePath, range: Option<GetRange>) -> Result<(Bytes, u64)> {
         insist("read", &self.place, self.timeout, |_| async {
             let options = GetOptions { range: range.clone(), ..GetOptions::default() };
@@ -115,7 +115,7 @@ impl RemoteStore {
         .await
     }
 
-    /// All of an object that has at most `bytes_max` bytes; else how many it has, and nothing is fetched.
+    /// All of an object that has at most `bytes_max` bytes; otherwise its length, without fetching it.
     pub(super) async fn get_small(
         &self,
         path: &StorePath,
@@ -131,24 +131,24 @@ impl RemoteStore {
         .await
     }
 
-    /// [`RemoteStore::get`] of exactly these bytes.
+    /// [`RemoteStore::get`] for one range, without the object's length.
     pub(super) async fn get_range(&self, path: &StorePath, range: Range<u64>) -> Result<Bytes> {
         self.get(path, Some(GetRange::Bounded(range))).await.map(|(bytes, _)| bytes)
     }
 
-    /// Stores what nobody has stored under that name before.
+    /// Stores an object under a name that is not in use yet.
     pub(super) async fn put_new(&self, path: &StorePath, payload: PutPayload) -> Result<()> {
         let len = payload.content_length() as u64;
         let put = insist("write", &self.place, self.timeout, |_| {
             let (payload, again) = (payload.clone(), payload.clone());
             async move {
                 let put = self.objects.put_opts(path, payload, PutMode::Create.into()).await;
-                // The answer to an earlier try, of this call or of one before, may be what was lost.
+                // An earlier try may have succeeded and only its response was lost.
                 match put {
                     Err(
                         object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. },
                     ) if self.objects.head(path).await?.size == len => Ok(()),
-                    // Such a store cannot tell; no two names are equal anyway.
+                    // This store has no conditional put; object names are unique anyway.
                     Err(object_store::Error::NotImplemented { .. }) => {
                         self.objects.put(path, again).await.map(drop)
                     }
@@ -159,7 +159,7 @@ impl RemoteStore {
         put.await
     }
 
-    /// The marker of the store; see `marker.rs`. Opening a home waits for it, and goes on without it.
+    /// Reads the marker of the store; see `marker.rs`. Opening a home waits for it, and continues on an error.
     pub(super) async fn read_marker(&self) -> Result<Option<Vec<u8>>> {
         let path = self.below(&[MARKER]);
         let read = insist("read", &self.place, MARKER_LIMIT.min(self.timeout), |_| async {
@@ -178,14 +178,14 @@ impl RemoteStore {
         self.put_over(&self.below(&[MARKER]), text.into()).await
     }
 
-    /// Stores what may be there under that name already.
+    /// Stores an object; replaces an existing one of that name.
     pub(super) async fn put_over(&self, path: &StorePath, payload: PutPayload) -> Result<()> {
         insist("write", &self.place, self.timeout, |_| self.objects.put(path, payload.clone()))
             .await
             .map(drop)
     }
 
-    /// How many bytes are stored under a name; `None` when there is nothing.
+    /// Length of the object of that name; `None` when there is none.
     pub(super) async fn size(&self, path: &StorePath) -> Result<Option<u64>> {
         match insist("look at", &self.place, self.timeout, |_| self.objects.head(path)).await {
             Ok(meta) => Ok(Some(meta.size)),
@@ -194,7 +194,7 @@ impl RemoteStore {
         }
     }
 
-    /// Bytes of `range`, or fewer at the end, and how long the object is. An object without bytes has none.
+    /// The bytes of `range`, or fewer at the end, and the object's length. Works for an empty object too.
     pub(super) async fn get_part(&self, path: &StorePath, range: Range<u64>) -> Result<(Bytes, u64)> {
         if range.start == 0
             && let Some(0) = self.size(path).await?
@@ -204,7 +204,7 @@ impl RemoteStore {
         self.get(path, Some(GetRange::Bounded(range))).await
     }
 
-    /// Deletes an object with what belongs to it.
+    /// Deletes an object and its sidecar.
     pub(super) async fn delete(&self, id: ObjectId) -> Result<()> {
         self.delete_path(&self.data_path(id)).await?;
         if id.layout() == Layout::Plain { self.delete_path(&self.sums_path(id)).await } else { Ok(()) }
@@ -215,7 +215,7 @@ impl RemoteStore {
         done.or_else(|error| if error.is_not_found() { Ok(()) } else { Err(error) })
     }
 
-    /// Deletes objects, several at a time; all of them are tried.
+    /// Deletes objects concurrently; tries all of them and returns the first error.
     pub(super) async fn delete_all(&self, ids: Vec<ObjectId>) -> Result<()> {
         let deleted =
             futures::stream::iter(ids).map(|id| self.delete(id)).buffer_unordered(DELETES_AT_A_TIME);
@@ -239,12 +239,12 @@ impl RemoteStore {
         .await
     }
 
-    /// Sends everything in the store, page by page: object, whether that is its data, and bytes.
+    /// Sends one entry per file in the store, page by page: object, whether the file is its data, and bytes.
     pub(super) async fn survey(&self, pages: SyncSender<Vec<(ObjectId, bool, u64)>>) -> Result<()> {
         let below = self.below(&["objects"]);
         let mut after: Option<StorePath> = None;
         loop {
-            // A listing that breaks off goes on where it was.
+            // Each page begins after the last entry of the previous one.
             let (page, last) = insist("list", &self.place, self.timeout, |_| {
                 let listing = match &after {
                     None => self.objects.list(Some(&below)),
@@ -262,16 +262,16 @@ impl RemoteStore {
             })
             .await?;
             after = last;
-            // Nobody listens any more.
+            // The end of the listing, or the receiver is gone.
             if after.is_none() || pages.send(page).is_err() {
                 return Ok(());
             }
         }
     }
 
-    /// Begins the upload of a large object, noted so that it can be taken back after a crash. The note needs
-    /// the name that the store has given the upload: a process that is killed between the two leaves an
-    /// upload that only a lifecycle rule of the bucket ends, because `object_store` lists none.
+    /// Begins the upload of a large object and stores its note, so that it can be aborted after a crash. The
+    /// note needs the name that the store gives the upload. A process killed between the two requests leaves
+    /// an upload that only a lifecycle rule of the bucket ends, because `object_store` cannot list uploads.
     pub(super) async fn begin_upload(&self, id: ObjectId) -> Result<MultipartId> {
         let path = self.data_path(id);
         let upload =
@@ -285,7 +285,7 @@ impl RemoteStore {
         Ok(upload)
     }
 
-    /// Sends one part; the same again replaces it.
+    /// Sends one part; sending the same index again replaces it.
     pub(super) async fn put_part(
         &self,
         id: ObjectId,
@@ -300,7 +300,7 @@ impl RemoteStore {
         .await
     }
 
-    /// Makes the object exist; `len` is its length.
+    /// Completes the object; `len` is its length.
     pub(super) async fn complete_upload(
         &self,
         id: ObjectId,
@@ -313,8 +313,7 @@ impl RemoteStore {
             let (path, parts) = (&path, parts.clone());
             async move {
                 match self.parts.complete_multipart(path, upload, parts).await {
-                    // An earlier try, of this call or of one before, was the one that did it, and its
-                    // answer was lost.
+                    // An earlier try has completed it and only its response was lost.
                     Err(_) if self.has(path, len).await => Ok(()),
                     other => other.map(drop),
                 }
@@ -335,16 +334,16 @@ impl RemoteStore {
         }
     }
 
-    /// Takes back an upload that nobody will complete. Returns whether nothing of it is left.
+    /// Aborts an upload and removes its note. Returns whether nothing of it is left.
     pub(super) async fn take_back(&self, id: ObjectId, upload: &MultipartId) -> bool {
         let path = self.data_path(id);
         let aborted = insist("abort an upload", &self.place, ABORT_LIMIT.min(self.timeout), |_| async {
             match self.parts.abort_multipart(&path, upload).await {
-                // Stores that forget unfinished parts by themselves, and uploads that are gone.
+                // The store drops unfinished parts itself, or the upload is gone.
                 Err(object_store::Error::NotFound { .. } | object_store::Error::NotImplemented { .. }) => {
                     Ok(())
                 }
-                // It was completed, just before the crash.
+                // The upload was completed just before the crash.
                 Err(_) if self.objects.head(&path).await.is_ok() => Ok(()),
                 other => other,
             }
@@ -356,7 +355,7 @@ impl RemoteStore {
         self.delete_path(&self.upload_path(id)).await.is_ok()
     }
 
-    /// Takes back the uploads that a dead session has begun. Returns how many there were.
+    /// Aborts the unfinished uploads of a dead session. Returns how many there were.
     pub(super) async fn take_back_session(&self, session: u64) -> Result<u64> {
         let uploads = self.list("uploads", session).await?;
         let taken = futures::stream::iter(uploads).map(|id| async move {
@@ -387,7 +386,7 @@ impl RemoteStore {
     }
 }
 
-/// Room for so many bytes; for many, where the cache can write them from directly.
+/// An empty buffer for `len` bytes; a large one is aligned so that the cache can write it with direct I/O.
 pub(super) fn room(len: usize) -> BytesMut {
     if len < image::DIRECT_BYTES_MIN {
         return BytesMut::with_capacity(len);
@@ -399,7 +398,7 @@ pub(super) fn room(len: usize) -> BytesMut {
     bytes
 }
 
-/// The body of an answer, which is as long as it was announced.
+/// The body of a response; fails unless its length is the announced one.
 async fn whole(answer: GetResult) -> object_store::Result<Bytes> {
     let expected = answer.range.end - answer.range.start;
     let wrong = |found: u64| {

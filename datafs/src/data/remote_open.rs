@@ -1,4 +1,4 @@
-//! Opens objects of a store in the cloud: from the cache where it knows them, else by asking the store.
+//! Opening of remote objects: their frame index comes from the cache, or else from the store.
 
 use std::sync::Arc;
 
@@ -18,16 +18,16 @@ use super::reader::Data;
 use super::remote::RemoteStore;
 use super::writer::FRAMED_BYTES_MAX;
 
-/// Of an encoded object, so much is asked for first: all of a small one, and how long a large one is.
+/// First request for an encoded object, in bytes: all of a small one, and the length of a large one.
 const FIRST_BYTES: u64 = 64 * 1024;
-/// A framed object has no more bytes, checksums included. The metadata know no more of its length: an extent
-/// may be a part of it.
+/// Most bytes of a framed object, checksums included. The metadata holds no closer bound: an extent may be a
+/// part of the object.
 const SMALL_BYTES_MAX: u64 = FRAMED_BYTES_MAX as u64 + trailer_bytes_max(FRAMED_BYTES_MAX as u64);
-/// Nor has the sidecar of a plain one: 64 MiB.
+/// Most bytes of the sidecar of a plain object: 64 MiB.
 const SUMS_BYTES_MAX: u64 = trailer_bytes_max(OBJECT_BYTES_MAX);
 
 impl ObjectPool {
-    /// Where the data of an object in the cloud is, and its frames.
+    /// Opens a remote object: the source of its data, and its frame index.
     pub(super) fn open_remote(&self, store: &Arc<RemoteStore>, id: ObjectId) -> Result<(Data, Arc<Index>)> {
         match id.layout() {
             Layout::Framed | Layout::Pack => self.open_small(store, id),
@@ -45,7 +45,7 @@ impl ObjectPool {
         self.answer(self.runtime().wait(async move { store.get(&path, range).await }))
     }
 
-    /// All of what the store has at a path for an object, if it is no longer than it can be.
+    /// All bytes at a path of an object; an error when there are more than `bytes_max`.
     fn get_small(
         &self,
         store: &Arc<RemoteStore>,
@@ -97,7 +97,7 @@ impl ObjectPool {
                 Ok((index, _)) if index.frames() == entry.frames() => {
                     return Ok(self.remote_data(store, id, index, Some((cache, entry))));
                 }
-                // A wrong key is none of the cache's faults.
+                // A missing or wrong key does not mean that the cache is damaged.
                 Err(error @ ObjectError::Key { .. }) => return Err(error),
                 _ => cache.discard(id),
             }
@@ -116,14 +116,14 @@ impl ObjectPool {
         let (index, frames_bytes) = self.index_of(&trailer, id, stored)?;
         let kept = self.cache().and_then(|cache| {
             let entry = cache.create(id, index.frames(), frames_bytes, &trailer)?;
-            // What another process has put there meanwhile is the same object's.
+            // An entry that another process has created meanwhile is used if it has the same trailer.
             (entry.trailer() == &trailer).then(|| (Arc::clone(cache), entry))
         });
         Ok(self.remote_data(store, id, index, kept))
     }
 
-    /// The frames that a trailer describes, and how long they are together. `frames_bytes` is that,
-    /// where it is known.
+    /// Parses a trailer: the frame index, and the total length of the frames. The caller passes that length
+    /// as `frames_bytes` where the trailer does not tell it.
     fn index_of(&self, trailer: &Bytes, id: ObjectId, frames_bytes: Option<u64>) -> Result<(Index, u64)> {
         if id.is_encoded() {
             let frames_bytes = frames_bytes.unwrap_or(0);
@@ -164,13 +164,13 @@ impl ObjectPool {
         (Data::Remote(Arc::new(data)), index)
     }
 
-    /// Table and footer of an encoded object, and how long its frames are together.
+    /// Fetches table and footer of an encoded object; also returns the total length of its frames.
     fn encoded_trailer(&self, store: &Arc<RemoteStore>, id: ObjectId) -> Result<(Bytes, Option<u64>)> {
         let path = store.data_path(id);
         let ask = |range| self.get(store, path.clone(), Some(range)).map_err(|e| missing(e, id));
         let (first, end) = ask(GetRange::Bounded(0..FIRST_BYTES))?;
         let corrupt = |reason: &str| ObjectError::Corrupt { id, byte: end, reason: reason.to_owned() };
-        // The last so many bytes, without asking for what is here already.
+        // The last `len` bytes; no request when the first one got the whole object.
         let last = |len: u64| -> Result<Bytes> {
             let at = end.checked_sub(len).ok_or_else(|| corrupt("it is cut short"))?;
             if end == first.len() as u64 {
@@ -192,7 +192,7 @@ impl ObjectPool {
         Ok((trailer, Some(frames_bytes)))
     }
 
-    /// Which error it is when a plain object has no checksums.
+    /// The error for a plain object without checksums: torn if its data exists, else missing.
     fn without_sums(&self, store: &Arc<RemoteStore>, id: ObjectId) -> ObjectError {
         match self.get(store, store.data_path(id), Some(GetRange::Bounded(0..1))) {
             Ok(_) => torn(id, 0),

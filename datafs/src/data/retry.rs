@@ -1,5 +1,5 @@
-//! Patience with a store in the cloud: what may help is tried again, with growing pauses, for a bounded
-//! time; then there is one error that says how long.
+//! Retries of requests to a remote store: errors that may be temporary are retried with growing pauses, for a
+//! bounded time. Then one error tells how long.
 
 use std::error::Error as StdError;
 use std::future::Future;
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use super::error::{ObjectError, Result};
 use crate::metrics;
 
-/// The first pause; each further one is twice as long, less up to a half at random.
+/// The first pause; each further one is twice as long. A random part of up to half is subtracted.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 /// The longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(2);
-/// A single try is given up after this share of the time that is allowed in all, so that a server that
-/// accepts a request and never answers is asked again.
+/// A single try may take 1/3 of the whole limit, so that a server that accepts a request and never responds
+/// is asked again.
 const TRIES_MIN: u32 = 3;
 
-/// Runs `attempt` (which is told how often it was run before) until it succeeds, fails for good or
+/// Runs `attempt` (its argument is the number of earlier tries) until it succeeds, fails permanently, or
 /// `limit` is over.
 pub(super) async fn insist<T, Fut>(
     operation: &'static str,
@@ -63,15 +63,15 @@ fn may_pass(error: &object_store::Error) -> bool {
     }
 }
 
-/// Whether a message reports a status of the kind "the request is wrong", which no repetition mends. The
-/// crate that makes it keeps the type to itself.
+/// Whether a message reports a 4xx status that no retry can fix. `object_store` does not export the type of
+/// this error.
 fn is_refusal(message: &str) -> bool {
     let status = message.split("status code: ").nth(1).and_then(|rest| rest.get(..3)?.parse::<u16>().ok());
     status.is_some_and(|status| (400..500).contains(&status) && !matches!(status, 408 | 425 | 429))
 }
 
 fn random_fraction() -> f64 {
-    // Seeded by the operating system for each process, and different for each value made.
+    // `RandomState` is seeded by the operating system per process and differs for each value.
     let bits = RandomState::new().build_hasher().finish();
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -1,4 +1,4 @@
-//! The crate's own small tokio runtime, so that blocking callers can drive object-store futures.
+//! The crate's small tokio runtime: it lets blocking callers drive object-store futures.
 
 use std::future::Future;
 use std::io;
@@ -8,7 +8,7 @@ use std::time::Instant;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::task::AbortHandle;
 
-/// Threads that poll object-store futures; the waiting happens elsewhere, so two are plenty.
+/// Threads that poll object-store futures; callers block on their own threads, so two are plenty.
 const WORKER_THREADS: usize = 2;
 
 /// A tokio runtime that may be used, and dropped, from any thread, inside or outside of another
@@ -19,7 +19,7 @@ pub(crate) struct IoRuntime {
     io: Io,
 }
 
-/// A handle to the runtime. It does not keep it alive: once the runtime is gone, nothing is answered.
+/// A handle to the runtime. It does not keep the runtime alive: once that is gone, waits return `None`.
 #[derive(Debug, Clone)]
 pub(crate) struct Io(Handle);
 
@@ -33,14 +33,14 @@ impl<T> Pending<T> {
         self.0.recv().ok()
     }
 
-    /// [`Pending::wait`], but no longer than until then.
+    /// [`Pending::wait`], but no longer than until `deadline`; then also `None`.
     pub(crate) fn wait_until(&self, deadline: Instant) -> Option<T> {
         self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
     }
 }
 
 impl IoRuntime {
-    /// Starts the threads.
+    /// Starts the worker threads.
     pub(crate) fn start() -> io::Result<IoRuntime> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(WORKER_THREADS)
@@ -51,7 +51,7 @@ impl IoRuntime {
         Ok(IoRuntime { runtime: Some(runtime), io })
     }
 
-    /// The handle.
+    /// The handle for starting futures.
     pub(crate) fn io(&self) -> &Io {
         &self.io
     }
@@ -71,7 +71,7 @@ impl Io {
         self.start_task(future).0
     }
 
-    /// [`Io::start_future`] of what can be stopped half-way.
+    /// [`Io::start_future`] for a future that the caller can abort through the handle.
     pub(crate) fn start_task<T: Send + 'static>(
         &self,
         future: impl Future<Output = T> + Send + 'static,
@@ -80,7 +80,7 @@ impl Io {
         // `block_on` panics.
         let (sender, receiver) = mpsc::sync_channel(1);
         let task = self.0.spawn(async move {
-            // Nobody may wait for it any more.
+            // Fails when the caller no longer waits.
             let _ = sender.send(future.await);
         });
         (Pending(receiver), task.abort_handle())

@@ -1,5 +1,5 @@
-//! Tests of the object pool over a real S3 server: what holds for a directory holds for a bucket, and a
-//! server in trouble is waited for, with bounds.
+//! Tests of the object pool over a real S3 server: a bucket behaves like a directory, and requests to a
+//! failing server are retried within bounds.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -75,7 +75,7 @@ fn an_upload_that_is_dropped_or_orphaned_leaves_nothing() {
     drop(writer);
     assert_eq!((server.names("p").len(), server.loose_parts()), (0, 0));
     assert!(!pool.has_left_behind());
-    // A process that dies takes nothing back; whoever cleans up after it does.
+    // A process that dies aborts nothing; the collection of its session does.
     let mut writer = pool.writer(&Codec::default()).unwrap();
     writer.append(&pattern(3 * PART_BYTES)).unwrap();
     std::mem::forget(writer);
@@ -84,7 +84,7 @@ fn an_upload_that_is_dropped_or_orphaned_leaves_nothing() {
     let other = pool_with(&config, SESSION + 1);
     assert_eq!(other.list_session(SESSION).unwrap(), []);
     assert_eq!(server.names("p"), Vec::<String>::new());
-    // A request that was on its way when its process died may still arrive; the store drops it.
+    // A request in flight when its process died may still arrive; the store drops it.
     assert_eq!(server.faults.count("abort"), 2);
 }
 
@@ -146,7 +146,7 @@ fn small_objects_and_sidecars_of_another_length_are_told_and_not_fetched() {
         let error = read(small, SESSION + 1 + number as u64);
         assert!(matches!(error, ObjectError::Corrupt { id, .. } if id == small), "{error}");
     }
-    // Far more than there is memory for.
+    // Far larger than memory.
     for (id, name, most) in
         [(small, small.to_string(), "1048688"), (large, format!("{large}.sums"), "67108912")]
     {
@@ -170,7 +170,7 @@ fn what_the_store_did_not_take_is_sent_again() {
     let mut writer = pool.writer(&Codec::default()).unwrap();
     let id = writer.id();
     fail("begin");
-    // It was taken when that turned out; the next is not.
+    // The writer had taken `first` before the failure showed; it refuses the next bytes.
     writer.append(first).unwrap();
     away(writer.append(rest));
     fail("part");
@@ -211,7 +211,7 @@ fn a_part_that_could_not_be_kept_is_never_forgotten() {
     assert_eq!((server.names("p").len(), server.loose_parts()), (0, 0));
 }
 
-/// Repeats what fails because the store is away: on a busy machine it may still be for a moment.
+/// Retries while the store is unavailable: on a busy machine it may still be for a moment.
 fn eventually<T>(mut call: impl FnMut() -> Result<T, ObjectError>) -> T {
     let begun = Instant::now();
     loop {
@@ -242,7 +242,7 @@ fn a_store_that_is_away_is_one_bounded_error_and_comes_back() {
     server.start_again();
     assert!(eventually(|| pool.read(id, 0..2 * MIB as u64)) == bytes);
     eventually(|| pool.put(b"x"));
-    // A server that does not answer at all is given up as well.
+    // Requests to a server that never responds end as well.
     server.faults.always(Some(("get", Fault::Late(Duration::from_secs(3600)))));
     let other = pool_with(&config, SESSION + 1);
     assert!(matches!(other.read(id, 0..10).unwrap_err(), ObjectError::Away { .. }));

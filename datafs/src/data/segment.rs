@@ -1,5 +1,5 @@
-//! Segments: runs of frames that were fetched from a store in the cloud, or are on their way, and the
-//! bound of the memory that they take.
+//! Segments: runs of frames that were fetched, or are being fetched, from a remote store. [`Buffers`] bounds
+//! the memory of all segments of a pool.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -13,12 +13,12 @@ use parking_lot::{Condvar, Mutex};
 use super::error::{ObjectError, Result, threads_gone};
 use super::fetch::RemoteData;
 
-/// What nobody has read on for this long is dropped, so that an idle process holds nothing.
+/// A segment is dropped this long after its request began, so that an idle process holds no memory.
 const AGE_MAX: Duration = Duration::from_secs(20);
-/// Notes of segments that are gone are swept at the latest when there are so many.
+/// Above this count, the oldest segments are dropped together with their notes.
 const NOTES_MAX: usize = 4_096;
 
-/// A run of frames. `Segment::wait` blocks until it is there.
+/// A run of frames. [`Segment::wait`] blocks until it has been fetched.
 #[derive(Debug)]
 pub(super) struct Segment {
     frames: Range<u64>,
@@ -67,7 +67,7 @@ impl Segment {
         matches!(&*self.state.lock(), State::Failed(_))
     }
 
-    /// What whoever fetches the segment holds: however that ends, nobody waits for ever.
+    /// The guard that the fetching task holds. Dropping it fails the segment, so that no reader waits forever.
     pub(super) fn promise(segment: &Arc<Segment>, place: &str) -> Promise {
         Promise { segment: Arc::clone(segment), place: place.to_owned(), kept: false }
     }
@@ -87,7 +87,7 @@ impl Drop for Segment {
     }
 }
 
-/// A segment that somebody fetches.
+/// The obligation to settle a segment; dropping it without [`Promise::keep`] settles it with an error.
 #[derive(Debug)]
 pub(super) struct Promise {
     segment: Arc<Segment>,
@@ -131,24 +131,24 @@ impl Buffers {
         Buffers { bytes_max, held_bytes: AtomicU64::new(0), notes: Mutex::default() }
     }
 
-    /// The most that one reader may fetch ahead.
+    /// The most bytes that one reader may prefetch.
     pub(super) fn window_bytes_max(&self) -> u64 {
         self.bytes_max / 4
     }
 
-    /// Whether more may be fetched that nobody has asked for yet.
+    /// Whether readers may prefetch: less than 3/4 of the memory is in use.
     pub(super) fn has_room(&self) -> bool {
         self.held_bytes.load(Ordering::Acquire) < self.bytes_max / 4 * 3
     }
 
-    /// Notes a new segment.
+    /// Records a new segment of `data` that begins at frame `first`.
     pub(super) fn remember(&self, data: &Arc<RemoteData>, first: u64) {
         let note = Note { data: Arc::downgrade(data), first, made: Instant::now() };
         self.notes.lock().push_back(note);
     }
 
-    /// Drops the oldest segments while there is too much. Not to be called with the progress of an
-    /// object locked.
+    /// Drops the oldest segments while they exceed the bounds. The caller must not hold the lock of an
+    /// object's progress.
     pub(super) fn trim(&self) {
         self.drop_while(|note, count| {
             let too_much = self.held_bytes.load(Ordering::Acquire) > self.bytes_max;
@@ -173,7 +173,7 @@ impl Buffers {
         }
     }
 
-    /// Sweeps every now and then for as long as the buffers are in use.
+    /// Trims every 5 s for as long as the buffers exist.
     pub(super) async fn look_after(buffers: Weak<Buffers>) {
         loop {
             tokio::time::sleep(AGE_MAX / 4).await;

@@ -1,5 +1,5 @@
-//! How fast objects go to and come from a bucket, against a loop over the bare client. Not run with the
-//! others: `cargo test --lib data::speed -- --ignored --nocapture`.
+//! Benchmark of object transfers to and from a bucket, compared with a loop over the bare client. Ignored by
+//! default: `cargo test --release -p millrace-datafs --lib data::speed -- --ignored --nocapture`.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::sync::Arc;

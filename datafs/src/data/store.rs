@@ -1,4 +1,4 @@
-//! Which store a pool has: a directory of this machine, or a bucket in the cloud.
+//! The store of a pool, from the configuration: a local directory or a bucket.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::remote::RemoteStore;
 use crate::config::{Config, Secret};
 use crate::error::{Error, Result};
 
-/// A connection that is not there after this long is tried again. Options may say otherwise.
+/// Limit for opening a connection, then it is retried; `[datafs.store_options]` can override it.
 const CONNECT_TIMEOUT: &str = "5s";
 
 /// The store of a pool.
@@ -27,23 +27,23 @@ pub(super) enum Store {
     Remote(Arc<RemoteStore>),
 }
 
-/// How full the store is, in bytes.
+/// The space of a store, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StoreSpace {
     /// Size of the store.
     pub(crate) total_bytes: u64,
-    /// Not used by anything.
+    /// Unused, including blocks reserved for root.
     pub(crate) free_bytes: u64,
     /// Usable without privilege.
     pub(crate) available_bytes: u64,
 }
 
 impl StoreSpace {
-    /// What a bucket, which has no size, is said to have: 1 PiB, all of it free.
+    /// The reported space of a bucket, which has no size: 1 PiB, all of it free.
     pub(super) const BUCKET: StoreSpace =
         StoreSpace { total_bytes: 1 << 50, free_bytes: 1 << 50, available_bytes: 1 << 50 };
 
-    /// That of the disk under a directory.
+    /// The space of the disk under a directory.
     pub(super) fn of_disk(directory: &Path) -> Result<StoreSpace, ObjectError> {
         let stat = nix::sys::statvfs::statvfs(directory)
             .map_err(|e| ObjectError::io("get free space of", directory, e.into()))?;
@@ -57,7 +57,7 @@ impl StoreSpace {
 }
 
 impl Store {
-    /// Opens what the configuration names.
+    /// Opens the store that the configuration names.
     pub(super) fn open(home: &Path, config: &Config) -> Result<Store> {
         match &config.store_url {
             None => Ok(Store::Local(LocalStore::open(&config.store_path(home))?)),
@@ -68,7 +68,7 @@ impl Store {
         }
     }
 
-    /// The directory of a local store; empty for one in the cloud.
+    /// The directory of a local store; empty for a remote one.
     pub(super) fn root(&self) -> &Path {
         match self {
             Self::Local(local) => local.root(),
@@ -76,7 +76,7 @@ impl Store {
         }
     }
 
-    /// What errors call it.
+    /// The name of the store in errors.
     pub(super) fn place(&self) -> &str {
         match self {
             Self::Local(local) => local.place(),
@@ -110,12 +110,12 @@ fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
     for (name, value) in &config.store_options {
         options.push((name.to_ascii_lowercase(), value.text(&format!("[datafs.store_options] {name}"))?));
     }
-    // Libraries repeat the values that they refuse.
+    // Errors of the libraries contain the refused values, which may be secrets.
     let refused =
         |e: object_store::Error| wrong(Secret::hide_in(config.store_options.values(), e.to_string()));
     let unknown =
         |name: &str| Error::Invalid(format!("[datafs.store_options] {name} is no option of {scheme}"));
-    // Repetitions are this crate's own business: see `retry`.
+    // This crate retries itself: see `retry.rs`.
     let no_retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let connect = ClientConfigKey::ConnectTimeout;
     // Three builders of one shape, without a trait in common.
@@ -142,7 +142,7 @@ fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
     Ok(RemoteStore::new(objects, parts, prefix, shown, timeout))
 }
 
-/// One store by both of its interfaces.
+/// Both interfaces of one store.
 fn handles<S: ObjectStore + MultipartStore>(store: S) -> (Arc<dyn ObjectStore>, Arc<dyn MultipartStore>) {
     let store = Arc::new(store);
     (Arc::clone(&store) as Arc<dyn ObjectStore>, store)

@@ -1,5 +1,5 @@
-//! Tests of the object pool: what is written is read back, damage is named, nothing half-written
-//! is visible.
+//! Tests of the object pool: objects read back as written, errors name the damage, and unfinished objects are
+//! not visible.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

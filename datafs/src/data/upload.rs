@@ -1,4 +1,4 @@
-//! The upload to the cloud of one object that is too large for a single request, part by part.
+//! Multipart upload of one object that is too large for a single request.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,45 +18,45 @@ use super::runtime::Pending;
 
 /// Bytes of the first [`PARTS_EQUAL`] parts; stores want at least 5 MiB.
 pub(super) const PART_BYTES: usize = 8 * 1024 * 1024;
-/// So many parts are of one size, which some stores demand. Beyond (8 GiB) they grow, because an object
-/// has at most 10,000 of them.
+/// This many parts have equal size, which some stores demand. After them (8 GiB) parts grow, because an
+/// object has at most 10,000 parts.
 const PARTS_EQUAL: usize = 1_000;
-/// Parts of one upload that are on their way at a time.
+/// Parts of one upload that are in flight at a time.
 const PARTS_IN_FLIGHT: usize = 8;
 
-/// An upload under way. Dropping it takes it back.
+/// An upload in progress. Dropping it aborts it.
 ///
-/// What the store does not take, because it is away or refuses, is kept and sent again by the next call, so
-/// that an upload fails for good only when more waits in memory than [`RemoteStore`] allows.
+/// Parts that the store does not accept (unavailable or refused) are kept, and the next call sends them
+/// again. An upload fails for good only when more parts wait in memory than [`RemoteStore`] allows.
 #[derive(Debug)]
 pub(super) struct Upload {
     pool: ObjectPool,
     store: Arc<RemoteStore>,
     id: ObjectId,
     upload: MultipartId,
-    /// In the order of the object, behind `parts`.
+    /// In the order of the object, after `parts`.
     in_flight: VecDeque<Part>,
     parts: Vec<PartId>,
     bytes: u64,
     completed: bool,
 }
 
-/// What became of a part; one that the store did not take comes back.
+/// The result of sending a part; an error returns the part's bytes.
 type Outcome = std::result::Result<PartId, (ObjectError, Bytes)>;
 
 #[derive(Debug)]
 enum Part {
-    /// On its way.
+    /// In flight.
     Sent { outcome: Pending<Outcome>, task: AbortHandle },
-    /// The store has it, and not all parts before it.
+    /// The store has it, but not yet all parts before it.
     Taken(PartId),
-    /// The store did not take it.
+    /// The store did not accept it; the next call sends it again.
     Kept { bytes: Bytes, _room: OwnedSemaphorePermit },
-    /// Nor did the store take this one, and there was no room to keep it: the object is never completed.
+    /// The store did not accept it and there was no room to keep it: the object is never completed.
     Lost,
 }
 
-/// How large the part of this index is: 8 GiB, 24 GiB and 1.2 TiB in all.
+/// Size of the part with this index. The three sizes hold 8 GiB, 24 GiB and 1.2 TiB in all.
 pub(super) fn part_bytes(index: usize) -> usize {
     match index {
         0..PARTS_EQUAL => PART_BYTES,
@@ -83,25 +83,25 @@ impl Upload {
         })
     }
 
-    /// Waits until so many more parts may be on their way. On error nothing is lost, and what the store did
-    /// not take is sent again by the next call.
+    /// Waits until `parts` more parts may be in flight. On error nothing is lost; the next call sends again
+    /// what the store did not accept.
     pub(super) fn make_room(&mut self, parts: usize) -> Result<()> {
         self.settle(PARTS_IN_FLIGHT.saturating_sub(parts))
     }
 
-    /// Sends the next part, for which [`Upload::make_room`] has made room.
+    /// Sends the next part; [`Upload::make_room`] must have made room for it.
     pub(super) fn send(&mut self, part: Bytes) {
         self.bytes += part.len() as u64;
         let part = self.start(self.in_flight.len(), part);
         self.in_flight.push_back(part);
     }
 
-    /// Sends a part by its place in the queue.
+    /// Sends the part at position `at` of the queue.
     fn start(&self, at: usize, part: Bytes) -> Part {
         let (id, index) = (self.id, self.parts.len() + at);
         let (store, upload) = (Arc::clone(&self.store), self.upload.clone());
-        // Taken here, so that the caller waits and not a growing number of tasks. The semaphore is never
-        // closed; a part without a slot would only be one more on its way.
+        // Acquired here, so that the caller blocks instead of a growing number of tasks. The semaphore is
+        // never closed; a part without a slot would only be one more in flight.
         let slots = Arc::clone(&self.store.sending);
         let slot = self.pool.runtime().wait(async move { slots.acquire_owned().await.ok() });
         let (outcome, task) = self.pool.runtime().start_task(async move {
@@ -112,7 +112,7 @@ impl Upload {
         Part::Sent { outcome, task }
     }
 
-    /// Waits until at most `most` parts are on their way.
+    /// Sends kept parts again, then waits until at most `most` parts are in flight.
     fn settle(&mut self, most: usize) -> Result<()> {
         for at in 0..self.in_flight.len() {
             match std::mem::replace(&mut self.in_flight[at], Part::Lost) {
@@ -123,7 +123,8 @@ impl Upload {
         }
         while self.in_flight.len() > most {
             if let Err(error) = self.await_part(0) {
-                // All that failed is sent again at once; the first error stands for all of them.
+                // Collect all outcomes, so that the next call sends every failed part; the first error is
+                // returned.
                 (1..self.in_flight.len()).for_each(|at| drop(self.await_part(at)));
                 return Err(error);
             }
@@ -135,7 +136,7 @@ impl Upload {
         Ok(())
     }
 
-    /// Waits for a part that is on its way.
+    /// Waits for the outcome of a part that is in flight.
     fn await_part(&mut self, at: usize) -> Result<()> {
         let (part, result) = match std::mem::replace(&mut self.in_flight[at], Part::Lost) {
             Part::Sent { outcome, .. } => match outcome.wait() {
@@ -162,7 +163,7 @@ impl Upload {
         ObjectError::Store { operation: "write", place: self.store.place().to_owned(), source: source.into() }
     }
 
-    /// Makes the object exist with the parts that were sent. May be called again after an error.
+    /// Completes the object from the parts that were sent. May be called again after an error.
     pub(super) fn complete(&mut self) -> Result<()> {
         if self.completed {
             return Ok(());
@@ -182,8 +183,8 @@ impl Drop for Upload {
         if self.completed {
             return;
         }
-        // A part that arrives behind the end of its upload may stay on the store: those that are on
-        // their way come first, for a bounded time.
+        // A part that arrives after the abort may stay in the store: wait for the parts in flight first, for
+        // a bounded time.
         let deadline = Instant::now() + ABORT_LIMIT;
         for part in self.in_flight.drain(..) {
             if let Part::Sent { outcome, task } = part

@@ -1,13 +1,13 @@
-//! Which frames of an open object were verified: they are immutable, so that once is enough for as long
-//! as the object stays open. A random read of 4 KiB then costs these bytes and not a whole frame.
+//! Verified frames of an open object, one bit each. Frames are immutable: one check is enough while the
+//! object stays open. A random read of 4 KiB then reads these bytes and not a whole frame.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::checksum;
 
-/// What a bit stands for: the frames of objects of this build; those of others are counted in it.
+/// Bytes per bit: the frame size of this build. Objects with another frame size are counted in it.
 const FRAME_BYTES: u64 = checksum::FRAME_BYTES as u64;
-/// Objects beyond this are verified at each read: the bits of all open ones stay below 32 MiB.
+/// Larger objects are verified at each read: the bits of all open objects stay below 32 MiB.
 const DATA_BYTES_MAX: u64 = 64 << 30;
 
 /// One bit for each frame.
@@ -24,7 +24,7 @@ impl Verified {
         Verified { words, data_bytes }
     }
 
-    /// Whole frames were verified: `end` is at a border of frames or the end of the data.
+    /// Marks whole frames as verified: `end` is a frame boundary or the end of the data.
     pub(super) fn add(&self, start: u64, end: u64) {
         let last = if end >= self.data_bytes { end.div_ceil(FRAME_BYTES) } else { end / FRAME_BYTES };
         for frame in start.div_ceil(FRAME_BYTES)..last {
@@ -34,7 +34,7 @@ impl Verified {
         }
     }
 
-    /// Whether all frames that a range touches were.
+    /// Whether all frames that a range touches are verified.
     pub(super) fn covers(&self, start: u64, end: u64) -> bool {
         (start / FRAME_BYTES..end.div_ceil(FRAME_BYTES)).all(|frame| {
             let word = self.words.get((frame / 64) as usize);
@@ -61,7 +61,7 @@ mod tests {
         assert!(!verified.covers(2 * FRAME_BYTES, 3 * FRAME_BYTES + 1));
         verified.add(200 * FRAME_BYTES, end);
         assert!(verified.covers(end - 1, end));
-        // Not the whole of a frame.
+        // Part of a frame only.
         verified.add(5 * FRAME_BYTES + 1, 6 * FRAME_BYTES + 9);
         assert!(!verified.covers(5 * FRAME_BYTES + 1, 5 * FRAME_BYTES + 2));
         assert!(!Verified::new(DATA_BYTES_MAX + 1).covers(0, 1));

@@ -1,4 +1,4 @@
-//! Writes one object, front to back, in bounded memory.
+//! The writer of one object: front to back, in bounded memory.
 
 use std::sync::Arc;
 
@@ -14,29 +14,29 @@ use super::pool::ObjectPool;
 use super::upload::{Upload, part_bytes};
 use crate::metrics;
 
-/// Objects up to this size keep their checksums behind the data: one file to sync instead of two,
-/// and too small for handing the file to the kernel to pay.
+/// Objects up to this size keep their checksums behind the data: one file to sync instead of two. They are
+/// too small for passing the file to the kernel to pay.
 pub(crate) const FRAMED_BYTES_MAX: usize = 1024 * 1024;
-/// On a local store, shorter pieces are gathered before they are written.
+/// On a local store, shorter appends are buffered.
 const GATHER_BYTES: usize = 256 * 1024;
 
-/// A new object. Bytes are appended; [`ObjectWriter::complete`] makes it exist. What failed was not taken,
-/// and both may be tried again, as long as nothing was lost: after a failure to encode, and when a store in
-/// the cloud is away while more waits to be sent again than is kept, the writer only returns errors, so that
-/// no later success can hide bytes that were lost. Of a full disk nothing is lost.
+/// A new object: append bytes, then [`ObjectWriter::complete`] stores it. Bytes of a failed append were not
+/// taken, and both calls can be retried while no bytes were lost; a full disk loses none. Bytes are lost when
+/// encoding fails, or when a remote store is unavailable while more parts wait than the writer may keep. From
+/// then on the writer only returns errors, so that no later success can hide the loss.
 #[derive(Debug)]
 pub(crate) struct ObjectWriter {
     pool: ObjectPool,
     buffer: Vec<u8>,
     summer: Summer,
-    /// Given out before the object is finished: it is plain, however small it stays.
+    /// Assigned before the object is finished: unless encoded, it is then plain, however small it stays.
     id: Option<ObjectId>,
     sink: Option<Sink>,
-    /// Of an object whose frames are compressed or encrypted; the buffer holds encoded bytes then.
+    /// Set for compressed or encrypted objects; `buffer` then holds encoded bytes.
     encoder: Option<Box<Encoder>>,
-    /// Parts that were sent to a store in the cloud.
+    /// Number of parts sent to a remote store.
     parts: usize,
-    /// Its end was written, in memory at least: nothing can be appended any more.
+    /// Set once the end was written, at least in memory: no more appends.
     ending: Option<StoredObject>,
     failed: bool,
 }
@@ -52,7 +52,7 @@ enum Sink {
 pub(crate) struct Finished {
     /// The object.
     pub(crate) object: StoredObject,
-    /// What has to be done before it survives a power failure; nothing on remote stores.
+    /// Must be synced before the object survives a power failure; `None` on remote stores.
     pub(crate) unsynced: Option<Arc<Unsynced>>,
 }
 
@@ -94,12 +94,12 @@ impl ObjectWriter {
         }
     }
 
-    /// Whether it was to be completed, so that nothing can be appended.
+    /// Whether [`ObjectWriter::complete`] has begun, so that nothing can be appended.
     pub(crate) fn is_ending(&self) -> bool {
         self.ending.is_some()
     }
 
-    /// The name that the object is going to have.
+    /// The id of the object; assigns one if needed.
     pub(crate) fn id(&mut self) -> ObjectId {
         let pool = &self.pool;
         *self.id.get_or_insert_with(|| pool.new_id(Layout::Plain))
@@ -110,7 +110,7 @@ impl ObjectWriter {
         self.pool.is_local() && self.id.is_none_or(|id| !id.is_encoded())
     }
 
-    /// Fills `buffer` with what was appended, from `offset` on. Not verified.
+    /// Fills `buffer` with appended bytes, from `offset` on. Not verified.
     pub(crate) fn read_into(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let gathered_at = self.len() - self.buffer.len() as u64;
         let end = offset.saturating_add(buffer.len() as u64);
@@ -129,7 +129,7 @@ impl ObjectWriter {
         Ok(())
     }
 
-    /// Appends bytes: all or, on error, none. Blocks while the store is too many parts behind.
+    /// Appends all of the bytes or, on error, none. Blocks while too many parts are in flight.
     pub(crate) fn append(&mut self, bytes: &[u8]) -> Result<()> {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
@@ -143,7 +143,7 @@ impl ObjectWriter {
         match (self.encoder.is_some(), self.pool.is_local()) {
             (false, true) => self.append_local(bytes),
             (true, true) => {
-                // What the disk did not take before; nothing of these bytes was taken if it still does not.
+                // Bytes that the disk refused before; if it still does, none of the new ones are taken.
                 self.write_if_full()?;
                 self.encode(bytes).inspect_err(|_| self.failed = true)?;
                 if let Err(error) = self.write_if_full() {
@@ -152,7 +152,7 @@ impl ObjectWriter {
                 Ok(())
             }
             (is_encoded, false) => {
-                // What the store did not take before; nothing of these bytes was taken if it still does not.
+                // Bytes that the store refused before; if it still does, none of the new ones are taken.
                 self.send_full()?;
                 if is_encoded {
                     self.encode(bytes).inspect_err(|_| self.failed = true)?;
@@ -171,7 +171,7 @@ impl ObjectWriter {
         encoded.map_err(|reason| self.not_encoded(reason))
     }
 
-    /// Takes bytes for a store in the cloud, and sends them on while it takes them.
+    /// Buffers bytes for a remote store and sends full parts while the store accepts them.
     fn gather(&mut self, mut bytes: &[u8]) {
         let mut sends = true;
         while !bytes.is_empty() {
@@ -184,8 +184,8 @@ impl ObjectWriter {
         }
     }
 
-    /// Sends the parts that are full, of bytes that were taken: what the store does not take stays in the
-    /// buffer, and is the error of the next call, which tries it again. Returns whether all went.
+    /// Sends the full parts of bytes that were taken. On error they stay in the buffer; the next call sends
+    /// them again and returns the error. Returns whether all were sent.
     fn send_taken(&mut self) -> bool {
         let sent = self.send_full();
         if let Err(error) = &sent {
@@ -194,7 +194,7 @@ impl ObjectWriter {
         sent.is_ok()
     }
 
-    /// Sends the parts that are full. What could not be sent is still in the buffer.
+    /// Sends the full parts. Parts that could not be sent stay in the buffer.
     fn send_full(&mut self) -> Result<()> {
         while self.buffer.len() >= part_bytes(self.parts) {
             self.upload()?.make_room(1)?;
@@ -206,7 +206,7 @@ impl ObjectWriter {
         Ok(())
     }
 
-    /// Sends the buffer as the next part, for which there is room; `rest` takes its place.
+    /// Sends the buffer as the next part, after `make_room`; `rest` becomes the buffer.
     fn send_buffer(&mut self, rest: Vec<u8>) -> Result<()> {
         let Some(Sink::Upload(upload)) = &mut self.sink else {
             return Err(self.refusal("its upload is gone"));
@@ -236,18 +236,18 @@ impl ObjectWriter {
         if self.buffer.len() >= GATHER_BYTES { self.write_gathered() } else { Ok(()) }
     }
 
-    /// Ends an encoded object of a local store.
+    /// Completes an encoded object of a local store.
     fn complete_encoded(&mut self) -> Result<Finished> {
         let object = self.end()?;
         self.write_gathered()?;
         let unsynced = self.local_file()?.finish(&[])?;
         self.sink = None;
-        // Nothing can be appended to what is finished.
+        // A finished object takes no more bytes.
         self.failed = true;
         Ok(Finished { object, unsynced: Some(Arc::new(unsynced)) })
     }
 
-    /// All bytes or, on error, none.
+    /// Takes all of the bytes or, on error, none.
     fn append_local(&mut self, bytes: &[u8]) -> Result<()> {
         let gathers = if self.sink.is_some() { GATHER_BYTES } else { FRAMED_BYTES_MAX };
         if self.buffer.len() + bytes.len() > gathers {
@@ -299,8 +299,8 @@ impl ObjectWriter {
         Ok(object)
     }
 
-    /// Completes the object: it can be read, and is durable once [`Finished::unsynced`] is. After an
-    /// error it may be called again.
+    /// Completes the object: it is readable, and durable once [`Finished::unsynced`] is synced. May be called
+    /// again after an error.
     pub(crate) fn complete(&mut self) -> Result<Finished> {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
@@ -317,8 +317,8 @@ impl ObjectWriter {
         Ok(finished)
     }
 
-    /// Writes the end of an object in the cloud, or of an encoded one, in memory: from now on its length and its
-    /// last part stay what they are, however often the rest is tried.
+    /// Writes the end of a remote or encoded object in memory. From then on its length and last part stay the
+    /// same, however often the rest is retried.
     fn end(&mut self) -> Result<StoredObject> {
         if let Some(object) = self.ending {
             return Ok(object);
@@ -352,12 +352,12 @@ impl ObjectWriter {
             put.inspect_err(|_| self.buffer = data.into())?;
         }
         if object.id.has_sums_beside() {
-            // Last: it is what makes the object readable.
+            // Last, because the sidecar makes the object readable.
             let sums = Bytes::from(self.summer.clone().finish(object.id));
             self.pool.put_sums(object.id, sums)?;
         }
         self.sink = None;
-        // Nothing can be appended to what is finished.
+        // A finished object takes no more bytes.
         self.failed = true;
         Ok(Finished { object, unsynced: None })
     }
@@ -371,7 +371,7 @@ impl ObjectWriter {
         let trailer = self.summer.clone().finish(id);
         let unsynced = self.local_file()?.finish(&trailer)?;
         self.sink = None;
-        // Nothing can be appended to what is finished.
+        // A finished object takes no more bytes.
         self.failed = true;
         Ok(Finished { object: StoredObject { id, len }, unsynced: Some(Arc::new(unsynced)) })
     }

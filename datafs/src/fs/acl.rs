@@ -1,7 +1,7 @@
-//! POSIX access control lists, as ext4 has them: kept in the attributes `system.posix_acl_access` and
-//! `system.posix_acl_default`, in step with the mode, passed on from directories to what is made in them.
+//! POSIX access control lists, as ext4 has them. They are kept in the attributes `system.posix_acl_access`
+//! and `system.posix_acl_default`, in step with the mode. New inodes inherit them from their directory.
 //!
-//! Who may do what is checked by the kernel, for a mount; here is what the lists do to each other.
+//! The kernel checks permissions for a mount; this module only keeps lists and modes consistent.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -15,11 +15,11 @@ use crate::meta::versioned::{Records as _, Writer};
 
 /// Name of the attribute with the list of a node.
 pub(crate) const ACCESS: &str = "system.posix_acl_access";
-/// Name of the attribute with the list that a directory passes on.
+/// Name of the attribute with the list that a directory passes on to new inodes.
 pub(crate) const DEFAULT: &str = "system.posix_acl_default";
 /// Version of the attributes' format, which is the kernel's.
 const VERSION: u32 = 2;
-/// Entries of a list: what an attribute has room for.
+/// Most entries of a list: an attribute has no room for more.
 const ENTRIES_MAX: usize = 8_000;
 const UNDEFINED_ID: u32 = u32::MAX;
 
@@ -98,7 +98,7 @@ impl Acl {
         value
     }
 
-    /// Whether it says no more than a mode does.
+    /// Whether a mode expresses all of the list.
     fn is_mode(&self) -> bool {
         self.0.len() == 3
     }
@@ -108,8 +108,8 @@ impl Acl {
         if self.0.iter().any(|entry| entry.tag == MASK) { MASK } else { GROUP_OBJ }
     }
 
-    /// Calls `change` with what the three classes of the mode are allowed, and how far its bits are
-    /// shifted.
+    /// Calls `change` with the permissions of each of the three classes of the mode, and the shift of the
+    /// class's bits.
     fn classes(&mut self, mut change: impl FnMut(&mut u16, u32)) {
         let group = self.group_class();
         for entry in &mut self.0 {
@@ -129,12 +129,12 @@ impl Acl {
         mode
     }
 
-    /// What `chmod` does to it.
+    /// Applies a `chmod` to the list.
     fn set_mode(&mut self, mode: u32) {
         self.classes(|perm, shift| *perm = (mode >> shift & 7) as u16);
     }
 
-    /// The list of a new node: no more is allowed than its maker wanted.
+    /// Restricts the list of a new node to the mode that the creating process asked for.
     fn narrow(&mut self, mode: u32) {
         self.classes(|perm, shift| *perm &= (mode >> shift & 7) as u16);
     }
@@ -145,8 +145,8 @@ pub(crate) fn is_acl(name: &OsStr) -> bool {
     name == ACCESS || name == DEFAULT
 }
 
-/// Sets a list of a node that was read; one without entries removes it. `keeps_group` is whether the caller
-/// may leave the set-group-ID bit on.
+/// Sets a list of a node, whose inode the caller has read; an empty list removes it. With `keeps_group` the
+/// caller may leave the set-group-ID bit on.
 pub(crate) fn set(
     writer: &mut Writer<'_>,
     ino: u64,
@@ -188,7 +188,7 @@ pub(crate) fn set(
     tree::put_inode(writer, ino, &inode)
 }
 
-/// Keeps the list of a node in step with its mode, which is new.
+/// Updates the list of a node whose mode has changed.
 pub(crate) fn follow_mode(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
     if !writer.has_xattrs(ino, inode) {
         return Ok(());
@@ -204,8 +204,7 @@ pub(crate) fn follow_mode(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> R
     }
 }
 
-/// What a new node gets from its directory: its mode, masked, and its lists where the directory passes
-/// one on, which then stands in for the mask.
+/// Applies the directory's default list to a new node. Without a default list, the umask applies to the mode.
 pub(crate) fn inherit(
     writer: &mut Writer<'_>,
     (parent, directory): (u64, &Inode),

@@ -1,4 +1,4 @@
-//! Holes: making them, filling them, finding them.
+//! Holes in files: `fallocate`, and the search for data and holes.
 
 use super::content::{self, FILE_BYTES_MAX};
 use super::file::{check_file, flush_inode};
@@ -14,9 +14,9 @@ use crate::view::View;
 /// What [`View::allocate`] does with a range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Allocate {
-    /// Extends the file to the end of the range when it is shorter. What is there stays.
+    /// Extends the file to the end of the range when it is shorter. Existing bytes stay.
     Extend,
-    /// Changes the times alone: holes are filled when they are written, space beyond the end is not reserved.
+    /// Changes only the times: no space is reserved, neither in holes nor beyond the end.
     KeepSize,
     /// The range reads as zeroes and takes no space; the size stays.
     PunchHole,
@@ -27,9 +27,9 @@ pub enum Allocate {
 }
 
 impl View {
-    /// Does what `fallocate` does with `len` bytes from `offset` on. What this process has written to
-    /// the file is flushed first. Extending fails with [`Error::NoSpace`] when the store has less
-    /// space than the file grows by, but no space is set aside.
+    /// `fallocate` of `len` bytes from `offset` on. Flushes this process's writes to the file first.
+    /// Extending fails with [`Error::NoSpace`] when the store has less space than the file grows by, but
+    /// reserves no space.
     pub fn allocate(&self, node: Node, offset: u64, len: u64, how: Allocate) -> Result<Attr> {
         let ino = self.writable(node)?;
         if len == 0 {
@@ -81,8 +81,8 @@ impl View {
         Ok(())
     }
 
-    /// Where the first byte at or behind `offset` is that is not in a hole; `None` when there is none
-    /// or `offset` is at the end of the file or behind it. Flushes what this process has written.
+    /// The offset of the first byte at or after `offset` that is not in a hole. `None` when there is none, or
+    /// when `offset` is at or beyond the end of the file. Flushes this process's writes to the file.
     pub fn seek_data(&self, node: Node, offset: u64) -> Result<Option<u64>> {
         self.seek(node, |reader, inode| match offset < inode.size {
             true => content::find_data(reader, node.ino, offset),
@@ -90,8 +90,8 @@ impl View {
         })
     }
 
-    /// Where the first hole at or behind `offset` begins, the end of the file counting as one; `None`
-    /// when `offset` is at the end of the file or behind it. Flushes what this process has written.
+    /// The offset of the first hole at or after `offset`; the end of the file counts as one. `None` when
+    /// `offset` is at or beyond the end of the file. Flushes this process's writes to the file.
     pub fn seek_hole(&self, node: Node, offset: u64) -> Result<Option<u64>> {
         self.seek(node, |reader, inode| match offset < inode.size {
             true => Ok(Some(content::find_hole(reader, node.ino, offset)?.min(inode.size))),

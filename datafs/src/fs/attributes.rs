@@ -17,7 +17,7 @@ use crate::view::View;
 const BLOCK_BYTES: u32 = 4096;
 
 impl View {
-    /// Attributes of a node, with what this process has written and not flushed.
+    /// Attributes of a node, including this process's unflushed writes.
     pub fn getattr(&self, node: Node) -> Result<Attr> {
         self.read(node, |reader| self.attr_in(reader, node))
     }
@@ -32,7 +32,7 @@ impl View {
         Ok(self.attr_of(node, &inode))
     }
 
-    /// Refuses a file without a name, unless this process has it open. Of a snapshot nobody has one.
+    /// Refuses a file without a name, unless it is in the live tree and this process has it open.
     fn check_reachable(&self, node: Node, inode: &Inode) -> Result<()> {
         let is_open = || node.is_live() && self.shared.open.get(self.volume, node.ino).is_some();
         if inode.nlink == 0 && !is_open() {
@@ -41,7 +41,7 @@ impl View {
         Ok(())
     }
 
-    /// The attributes of an inode that was read, with what is not flushed.
+    /// The attributes from an inode that the caller has read, including unflushed writes.
     pub(crate) fn attr_of(&self, node: Node, inode: &Inode) -> Attr {
         let mut attr = inode.attr(node);
         if node.is_live()
@@ -62,8 +62,8 @@ impl View {
         Ok(attr)
     }
 
-    /// Changes attributes in one step. A new size of a file flushes first what this process has
-    /// written to it.
+    /// Changes attributes in one transaction. A new size of a file first flushes this process's writes to it,
+    /// unless it cuts all of them off.
     pub fn setattr(&self, node: Node, set: &SetAttr) -> Result<Attr> {
         let ino = self.writable(node)?;
         if set.size.is_some_and(|size| size > FILE_BYTES_MAX) {
@@ -74,7 +74,7 @@ impl View {
         };
         // Held across the change, so that no write and no flush slips in between.
         let mut dirty = open.dirty.lock();
-        // What is cut off needs no flush, and so no space.
+        // Writes that are cut off need no flush, and so no space.
         let cut_off = set.size.is_some_and(|size| dirty.start() >= size);
         if set.size.is_some() && !cut_off {
             flush_inode(self, &open, &mut dirty, Durability::Relaxed)?;
@@ -83,7 +83,7 @@ impl View {
         if cut_off {
             discard(&self.shared, &open, &mut dirty);
         }
-        // An explicit time wins over that of writes that are not flushed yet.
+        // An explicit time wins over that of unflushed writes.
         open.attributes_set(set.mtime.map(|_| inode.mtime));
         Ok(self.attr_of(node, &inode))
     }

@@ -1,7 +1,8 @@
 //! A file's content in the metadata: its first bytes inline, everything else in extents.
 //!
-//! The *head* holds bytes from offset 0 on, at most 4 KiB; extents lie over it; what neither covers,
-//! up to the file's size, is zeroes. So a small file costs no object, and growing it rewrites nothing.
+//! The *head* holds bytes from offset 0 on, at most 4 KiB. Extents take precedence over the head. Bytes up to
+//! the file's size that neither covers are zeroes. So a small file costs no object, and growing it rewrites
+//! nothing.
 
 use super::dirty::slice;
 use super::types::FileKind;
@@ -16,27 +17,29 @@ use crate::meta::versioned::{Records, Writer};
 
 /// Most bytes of a file that are kept in the metadata.
 pub(crate) const INLINE_BYTES_MAX: usize = 4096;
-/// Largest file: the largest offset that the kernel knows.
+/// Largest file size: the largest offset that the kernel accepts.
 pub(crate) const FILE_BYTES_MAX: u64 = i64::MAX as u64;
-/// Extents that a scan takes at a time.
+/// Extents read by one scan.
 const PAGE: usize = 512;
 
-/// A commit's claim to a pack, which it keeps when its transaction begins again.
+/// A commit's claim to reference a pack; kept across retries of its transaction.
 #[derive(Debug, Default)]
 pub(crate) struct Referral {
-    /// This commit was the first that tried to.
+    /// Whether this commit was the first to claim the pack.
     first: bool,
 }
 
 impl Referral {
-    /// Whether nothing had ever pointed at the pack before this commit.
+    /// Whether no commit had claimed the pack before this one.
     pub(crate) fn is_first(&self) -> bool {
         self.first
     }
 
-    /// Notes that a transaction is going to refer to a pack, and has it made durable before. False when the pack
-    /// must be given up: somebody had tried to before and nothing points at it, so whoever found that may be
-    /// deleting it. Not so where this very commit was the first: nobody else can have pointed at it since.
+    /// Records that a transaction is going to reference a pack, and makes the pack's durability a
+    /// prerequisite of the commit. Returns false when the caller must give the pack up. That is so when an
+    /// earlier commit claimed it and nothing references it: the garbage collector may already be deleting it.
+    /// The commit that claimed it first may always reference it: no other commit can have referenced and
+    /// released it since.
     pub(crate) fn refer(&mut self, pack: &Pack, writer: &mut Writer<'_>) -> Result<bool> {
         self.first |= !pack.refer();
         let stands = self.first || References::get(writer.txn().as_read(), pack.id())?.is_some();
@@ -47,7 +50,7 @@ impl Referral {
     }
 }
 
-/// Where the bytes of a range of a file are.
+/// The locations of the bytes in a range of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// Size of the file.
@@ -59,7 +62,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Looks up where `start..end` of a file is; `end` beyond the size is cut.
+    /// Looks up the range `start..end` of a file, cut at the file's size.
     pub(crate) fn find(
         records: &mut dyn Records,
         ino: u64,
@@ -94,8 +97,8 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Looks up a whole file, with its inode, in one scan where it is not scattered: for a snapshot, in
-    /// which each record looked up costs two.
+    /// Looks up a whole file and its inode, in one scan unless it is scattered. For snapshots, where each
+    /// single lookup costs two.
     pub(crate) fn find_whole(records: &mut dyn Records, ino: u64) -> Result<(Inode, Layout)> {
         let (start, end) = (keys::attributes(ino), keys::after_prefix(&keys::extents(ino)));
         let found = records.scan(&start, &end, Order::Ascending, PAGE)?;
@@ -104,7 +107,7 @@ impl Layout {
             Some((record, value)) if *record == start => Inode::decode(value)?,
             _ => return Err(Error::not_found(format!("inode {ino}"))),
         };
-        // A directory has entries among them, and is not read.
+        // Only a regular file has content; the records of a directory include its entries.
         if found.len() == PAGE || inode.kind != FileKind::File {
             let layout = Layout::find(records, ino, &inode, 0, u64::MAX)?;
             return Ok((inode, layout));
@@ -121,7 +124,7 @@ impl Layout {
         Ok((inode, layout))
     }
 
-    /// The layout of a whole file, of its head and the records of its extents, in order.
+    /// The layout of a whole file, from its head and the records of its extents, in order.
     pub(crate) fn of_records<'a>(
         size: u64,
         head: &[u8],
@@ -134,12 +137,12 @@ impl Layout {
         Ok(layout)
     }
 
-    /// How many extents it has.
+    /// The extents in the range.
     pub(crate) fn extents(&self) -> &[Extent] {
         &self.extents
     }
 
-    /// The object that is the whole file, from first to last byte, as far as the metadata knows.
+    /// The object whose bytes are exactly those of the whole file, according to the metadata.
     pub(crate) fn single_object(&self) -> Option<ObjectId> {
         match self.extents.as_slice() {
             [all] if all.file_offset == 0 && all.object_offset == 0 && all.len == self.size => {
@@ -149,8 +152,8 @@ impl Layout {
         }
     }
 
-    /// Fills `buffer` with the file's bytes from `offset` on, and with zeroes where it has none; the
-    /// range lies in that of the layout.
+    /// Fills `buffer` with the file's bytes from `offset` on, and with zeroes in holes and beyond the end.
+    /// The range must lie within that of the layout.
     pub(crate) fn read(
         &self,
         shared: &Shared,
@@ -160,7 +163,7 @@ impl Layout {
     ) -> Result<(), ObjectError> {
         let end = offset.saturating_add(buffer.len() as u64).min(self.size);
         let head_end = end.min(self.head.len() as u64);
-        // Up to where it is filled.
+        // `buffer[..filled]` is written.
         let mut filled = 0;
         if offset < head_end {
             filled = (head_end - offset) as usize;
@@ -183,17 +186,17 @@ impl Layout {
     }
 }
 
-/// The contents of a file that has one record of them at most.
+/// The content of a file that has at most one content record.
 enum Sole {
     Nothing,
     Head(Vec<u8>),
     Extent(Extent),
-    /// It has others.
+    /// There may be more than one record.
     Unknown,
 }
 
-/// Finds the contents of a file of which so many bytes are stored, if they are one record at its
-/// beginning, as those of most files: without a scan, as what it holds is all there is.
+/// Finds the content of a file without a scan, if it is one record at the beginning, as for most files. A
+/// record that holds all `stored_bytes` is the only one.
 fn sole(records: &mut dyn Records, ino: u64, stored_bytes: u64) -> Result<Sole> {
     if stored_bytes == 0 {
         return Ok(Sole::Nothing);
@@ -213,8 +216,8 @@ fn sole(records: &mut dyn Records, ino: u64, stored_bytes: u64) -> Result<Sole> 
     Ok(Sole::Unknown)
 }
 
-/// The record keys of the contents of a file of which so many bytes are stored; `None` where only a scan
-/// tells.
+/// The key of a file's only content record, `Some(None)` for a file without content. `None` when only a scan
+/// can tell.
 pub(crate) fn sole_record(
     records: &mut dyn Records,
     ino: u64,
@@ -274,7 +277,7 @@ fn cut_extents(writer: &mut Writer<'_>, ino: u64, start: u64, end: u64) -> Resul
         Ok(())
     })?;
     for old in overlapped {
-        // What stays first, so that the object never counts zero references in between.
+        // Writes the remaining parts first, so that the object never counts zero references in between.
         if let Some(right) = slice(&old, end, old.end()) {
             writer.put(&keys::extent(ino, right.file_offset), &encode_extent(&right))?;
         }
@@ -286,13 +289,14 @@ fn cut_extents(writer: &mut Writer<'_>, ino: u64, start: u64, end: u64) -> Resul
     Ok(())
 }
 
-/// Puts an extent over what the file has there. The caller sets the size.
+/// Writes an extent over the content that the file has there. The caller sets the size.
 pub(crate) fn write_extent(writer: &mut Writer<'_>, ino: u64, inode: &Inode, extent: &Extent) -> Result<()> {
     write_extents(writer, ino, inode, std::slice::from_ref(extent))
 }
 
-/// Puts extents (disjoint, sorted by offset) over what the file has there; `inode` is what it was before
-/// the transaction. The caller sets the size. Reads what they overlap in pages, whatever their number.
+/// Writes extents (disjoint, sorted by offset) over the content that the file has there. `inode` is the inode
+/// from before the transaction. The caller sets the size. Reads the overlapped extents in pages, whatever
+/// their number.
 pub(crate) fn write_extents(
     writer: &mut Writer<'_>,
     ino: u64,
@@ -311,7 +315,7 @@ pub(crate) fn write_extents(
         while later.first().is_some_and(|new| new.end() <= old.file_offset) {
             later = &later[1..];
         }
-        // What stays of it: the gaps that the new ones leave.
+        // The parts of the old extent between the new ones stay.
         let mut from = old.file_offset;
         let mut replaced = false;
         for new in later.iter().take_while(|new| new.file_offset < old.end()) {
@@ -341,7 +345,7 @@ pub(crate) fn write_extents(
     Ok(())
 }
 
-/// The extents that a file has where new ones (disjoint, sorted) are going to be.
+/// The file's extents that overlap new ones (disjoint, sorted).
 fn overlapped(records: &mut dyn Records, ino: u64, new: &[Extent]) -> Result<Vec<Extent>> {
     let Some(last) = new.last() else { return Ok(Vec::new()) };
     let mut found: Vec<Extent> = Vec::new();
@@ -367,7 +371,8 @@ fn overlapped(records: &mut dyn Records, ino: u64, new: &[Extent]) -> Result<Vec
                 break;
             }
             if known <= new.file_offset {
-                // Nothing is known about this place: the extent that reaches into it, then those in it.
+                // Nothing was read here yet: first the extent that reaches into the range, then those that
+                // begin in it.
                 let at = keys::extent(ino, new.file_offset);
                 let before = records.scan(&keys::extents(ino), &at, Order::Descending, 1)?;
                 for (record, value) in before {
@@ -397,8 +402,8 @@ fn overlapped(records: &mut dyn Records, ino: u64, new: &[Extent]) -> Result<Vec
     Ok(found)
 }
 
-/// Writes bytes into the head; `offset + bytes.len()` is at most [`INLINE_BYTES_MAX`], and `inode` is what
-/// the file was before the transaction. The caller sets the size.
+/// Writes bytes into the head; `offset + bytes.len()` is at most [`INLINE_BYTES_MAX`]. `inode` is the inode
+/// from before the transaction. The caller sets the size.
 pub(crate) fn write_head(
     writer: &mut Writer<'_>,
     ino: u64,
@@ -424,8 +429,8 @@ pub(crate) fn write_head(
     writer.put(&keys::head(ino), &head)
 }
 
-/// Removes everything from `size` on; `inode` is what the file was before the transaction. The caller sets
-/// the size.
+/// Removes all content from `size` on. `inode` is the inode from before the transaction. The caller sets the
+/// size.
 pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, inode: &Inode, size: u64) -> Result<()> {
     writer.txn().makes_room();
     if writer.stored_bytes(ino, inode) == 0 {
@@ -443,8 +448,8 @@ pub(crate) fn truncate(writer: &mut Writer<'_>, ino: u64, inode: &Inode, size: u
     Ok(())
 }
 
-/// Makes a range read as zeroes, and take no space; `inode` is what the file was before the transaction.
-/// The caller sets the size.
+/// Makes a range read as zeroes and take no space. `inode` is the inode from before the transaction. The
+/// caller sets the size.
 pub(crate) fn zero(writer: &mut Writer<'_>, ino: u64, inode: &Inode, start: u64, end: u64) -> Result<()> {
     if writer.stored_bytes(ino, inode) == 0 {
         return Ok(());
@@ -486,7 +491,7 @@ pub(crate) fn extents_within(
     Ok(found)
 }
 
-/// The extents that overlap a range, whole.
+/// The extents that overlap a range, not cut to it.
 pub(crate) fn whole_extents_within(
     records: &mut dyn Records,
     ino: u64,
@@ -501,25 +506,25 @@ pub(crate) fn whole_extents_within(
     Ok(found)
 }
 
-/// Bytes of a file that were copied to another place, with what they were copied from.
+/// A copy of a file's bytes in new extents, with the source of the copy.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Replacement<'a> {
     /// The extents that were copied, disjoint and sorted.
     pub(crate) old: &'a [Extent],
-    /// The head, where its bytes were copied too.
+    /// The head, if its bytes were copied too.
     pub(crate) head: Option<&'a [u8]>,
     /// The copy, disjoint and sorted. It covers `old`, and only `head` in the gaps of `old`.
     pub(crate) new: &'a [Extent],
 }
 
-/// Points a file at a copy of its bytes. Returns false, and changes nothing, unless the range that the copy
-/// covers holds exactly what was copied: these extents, whole and no others, and this head.
+/// Points a file at a copy of its bytes. Returns false and changes nothing unless the copied range is
+/// unchanged: it has exactly the extents `old`, whole, and the same `head`.
 pub(crate) fn replace_extents(
     writer: &mut Writer<'_>,
     ino: u64,
     Replacement { old, head, new }: Replacement<'_>,
 ) -> Result<bool> {
-    // Extents that overlap are damage, which a copy would hide from fsck.
+    // Overlapping extents are damage, which a copy would hide from fsck.
     let are_disjoint = old.windows(2).all(|pair| pair[0].end() <= pair[1].file_offset);
     if !are_disjoint || overlapped(writer, ino, new)? != old {
         return Ok(false);
@@ -543,7 +548,7 @@ pub(crate) fn replace_extents(
     Ok(true)
 }
 
-/// The first byte at or behind `offset` that is stored somewhere.
+/// The first byte at or after `offset` that is in the head or in an extent.
 pub(crate) fn find_data(records: &mut dyn Records, ino: u64, offset: u64) -> Result<Option<u64>> {
     if records.get(&keys::head(ino))?.is_some_and(|head| offset < head.len() as u64) {
         return Ok(Some(offset));
@@ -552,7 +557,8 @@ pub(crate) fn find_data(records: &mut dyn Records, ino: u64, offset: u64) -> Res
     Ok(next.first().map(|extent| extent.file_offset))
 }
 
-/// The first byte at or behind `offset` that is stored nowhere; it may be behind the end of the file.
+/// The first byte at or after `offset` that is neither in the head nor in an extent. It may lie beyond the
+/// end of the file.
 pub(crate) fn find_hole(records: &mut dyn Records, ino: u64, offset: u64) -> Result<u64> {
     let head = records.get(&keys::head(ino))?.map_or(0, |head| head.len() as u64);
     let mut hole = offset.max(head);

@@ -1,4 +1,4 @@
-//! Copying a range of a file into a file: by reference where the bytes are in objects.
+//! Copies of a file range into a file: by reference where the bytes are in objects.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::meta::versioned::{At, Reader, Records, Writer};
 
 /// Shorter copies move bytes: a reference would cost more than it saves.
 const REFERENCE_BYTES_MIN: u64 = 64 * 1024;
-/// Extents that one call shares at most; it then copies less than it was asked to.
+/// Most extents that one call shares; it then copies less than requested.
 const EXTENTS_MAX: usize = 1_024;
-/// Bytes that one call moves at most, when it moves bytes.
+/// Most bytes that one call copies when it shares no objects.
 const MOVE_BYTES_MAX: u64 = 8 << 20;
 /// Bytes that are in memory at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// One copy that was asked for, cut to what the source has.
+/// A requested copy, cut to the size of the source.
 #[derive(Debug, Clone, Copy)]
 struct Copy {
     from: Node,
@@ -33,10 +33,10 @@ struct Copy {
 }
 
 impl OpenFile {
-    /// Copies up to `len` bytes from `offset` of this file to `target_offset` of another, or of the
-    /// same where the ranges do not overlap. Returns how many were copied: fewer than `len` at the end
-    /// of the file and where the rest is left to the next call, 0 only at the end. Between files of one
-    /// volume, its snapshots included, large ranges share the objects instead of copying them.
+    /// Copies up to `len` bytes from `offset` of this file to `target_offset` of another, or of this one if
+    /// the ranges do not overlap. Returns how many were copied: 0 only at the end of the file. It is fewer
+    /// than `len` there, and when the rest is left to the next call. Between files of one volume, its
+    /// snapshots included, large ranges share the objects instead of copying them.
     pub fn copy_to(&self, offset: u64, target: &OpenFile, target_offset: u64, len: u64) -> Result<u64> {
         if !self.flags().read {
             return Err(Error::BadHandle("reading"));
@@ -57,7 +57,7 @@ impl OpenFile {
         if !same_volume || len < REFERENCE_BYTES_MIN {
             return self.move_bytes(offset, target, target_offset, len.min(MOVE_BYTES_MAX));
         }
-        // The first bytes of a file may be in the metadata, where nothing can refer to them.
+        // The first bytes of a file may be in the metadata, where no extent can reference them.
         let head = (INLINE_BYTES_MAX as u64).saturating_sub(offset);
         let moved = self.move_bytes(offset, target, target_offset, head)?;
         if moved < head {
@@ -87,7 +87,7 @@ impl OpenFile {
     }
 }
 
-/// Lets the target refer to the objects of the source. Returns for how many bytes.
+/// Makes the target reference the objects of the source. Returns the number of bytes.
 fn share(target: &OpenFile, copy: Copy) -> Result<u64> {
     let view = target.view();
     let open = view.shared.open.get(view.volume, copy.to);
@@ -114,8 +114,8 @@ fn share(target: &OpenFile, copy: Copy) -> Result<u64> {
     })
 }
 
-/// The extents of the source, and how far they reach, holes included. Looked up in the transaction
-/// that refers to their objects, so that nobody frees them in between.
+/// How many bytes can be shared, holes included, and the extents of the source in them. Reads them in the
+/// transaction that references their objects, so that the collector cannot free them in between.
 fn find_extents(writer: &mut Writer<'_>, copy: Copy) -> Result<(u64, Vec<Extent>)> {
     if copy.from.is_live() {
         return extents_of(writer, copy);
@@ -125,7 +125,7 @@ fn find_extents(writer: &mut Writer<'_>, copy: Copy) -> Result<(u64, Vec<Extent>
 }
 
 fn extents_of(records: &mut dyn Records, copy: Copy) -> Result<(u64, Vec<Extent>)> {
-    // It may have been cut since it was looked at.
+    // The source may have been truncated since `copy_to` read its size.
     let size = tree::inode(records, copy.from.ino)?.size;
     let end = size.min(copy.offset + copy.len).max(copy.offset);
     let extents = content::extents_within(records, copy.from.ino, copy.offset, end, EXTENTS_MAX)?;

@@ -1,4 +1,4 @@
-//! Reading directories, with cursors that stay right while entries come and go.
+//! Directory reading (readdir), with cursors that stay valid while entries come and go.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
@@ -18,17 +18,17 @@ const AFTER_DOT: u64 = 1;
 /// Cursor behind `..`; those of entries are [`keys::HASH_MIN`] and up.
 const AFTER_DOT_DOT: u64 = 2;
 
-/// Some entries of a directory, in order, with their attributes if they were asked for.
+/// Some entries of a directory, in order, with their attributes if requested.
 #[derive(Debug, Default)]
 pub(crate) struct Page {
     pub(crate) entries: Vec<(NodeEntry, Option<Attr>)>,
-    /// There were none behind these.
+    /// No entries follow; may be false although none do.
     pub(crate) is_last: bool,
 }
 
 impl Page {
-    /// The entries of a page that begins behind `cursor`, each with the cursor to go on from behind it: of
-    /// those that share one only the last may send the reader beyond it.
+    /// The entries of a page that begins after `cursor`, each with the cursor to continue from after it. Of
+    /// entries that share a cursor, only the last one may move the reader past it.
     pub(crate) fn with_cursors(&self, cursor: u64) -> impl Iterator<Item = (&NodeEntry, Option<&Attr>, u64)> {
         let mut before = cursor;
         self.entries.iter().enumerate().map(move |(i, (entry, attr))| {
@@ -42,16 +42,16 @@ impl Page {
 }
 
 impl View {
-    /// Entries of a directory behind `cursor` (0 is the start), `.` and `..` first, in an order of
-    /// their own. Go on with the cursor of the last entry; an empty answer is the end. An entry that
-    /// is there the whole time is returned exactly once. Returns about `entries_max` (at least 1).
+    /// Entries of a directory after `cursor` (0 is the start): `.` and `..` first, then the others by the
+    /// hash of their names. Continue with the cursor of the last entry; an empty result is the end. An entry
+    /// that exists the whole time is returned exactly once. Returns about `entries_max` (at least 1).
     pub fn readdir(&self, node: Node, cursor: u64, entries_max: usize) -> Result<Vec<NodeEntry>> {
         let page = self.read_page(node, cursor, entries_max, false)?;
         Ok(page.entries.into_iter().map(|(entry, _)| entry).collect())
     }
 
-    /// [`View::readdir`] with the attributes of each entry (of `..`, those of the directory itself
-    /// where the parent is in another tree).
+    /// [`View::readdir`] with the attributes of each entry. `..` has those of the directory itself when the
+    /// parent is in another tree.
     pub fn readdir_attrs(
         &self,
         node: Node,
@@ -62,7 +62,7 @@ impl View {
         Ok(page.entries.into_iter().filter_map(|(entry, attr)| Some((entry, attr?))).collect())
     }
 
-    /// [`View::readdir`] that says where the end is, with attributes if `attrs`.
+    /// [`View::readdir`] that also reports the end, with attributes if `attrs`.
     pub(crate) fn read_page(&self, node: Node, cursor: u64, entries_max: usize, attrs: bool) -> Result<Page> {
         let limit = entries_max.max(1);
         if self.is_snapshots_dir(node) {

@@ -1,5 +1,5 @@
-//! What was written to one open inode and not committed: bytes in memory, and an object that the
-//! older of them were moved to when they became too many, or that a sequential writer streams into.
+//! Unflushed writes of one open inode: bytes in memory and in objects. Bytes move to an object when too many
+//! are in memory, and a sequential writer streams into one.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -10,18 +10,19 @@ use crate::datafs::{FreshObject, Shared};
 use crate::error::Result;
 use crate::meta::engine::Prerequisite;
 
-/// Longest run of bytes in one piece of memory; bounds what splitting a run copies.
+/// Longest run of bytes in memory; bounds what splitting a run copies.
 const RUN_BYTES_MAX: usize = 1 << 20;
 
-/// A writer that has written this much without a gap is streamed: its bytes no longer stay in memory.
+/// Sequential writes of more bytes in all than this, without a gap, stream into an object. Their bytes no
+/// longer stay in memory.
 const STREAM_BYTES_MIN: u64 = 2 << 20;
-/// Overwritten bytes that the unflushed objects of one file may hold before the next object is begun. With four
-/// times as many, and as many again as are in use, what is in use is copied.
+/// Overwritten bytes that one file's unflushed objects may hold before a new object is begun. Above four
+/// times this plus the bytes in use, the bytes in use are copied.
 const DEAD_BYTES_MAX: u64 = 64 << 20;
-/// Objects of this size are synced by who flushes them: others should not wait for that.
+/// The flush of an object of at least this size syncs it, so that no other commit waits for that.
 const OWN_SYNC_BYTES_MIN: u64 = 8 << 20;
 
-/// Unflushed writes. What is in memory lies over what is in objects, which lies over the committed
+/// Unflushed writes. Bytes in memory take precedence over bytes in objects, and those over the committed
 /// content.
 #[derive(Debug, Default)]
 pub(crate) struct Dirty {
@@ -30,16 +31,16 @@ pub(crate) struct Dirty {
     bytes: usize,
     /// Disjoint extents by file offset, in `open` or in an object of `objects`.
     sealed: BTreeMap<u64, Extent>,
-    /// Their length.
+    /// Their total length.
     sealed_bytes: u64,
     /// The object that is being written.
     open: Option<ObjectWriter>,
     objects: Vec<FreshObject>,
-    /// Bytes that went to objects since overwritten ones were looked for.
+    /// Bytes appended to objects since the last sweep.
     unswept_bytes: u64,
-    /// The last writes that followed each other.
+    /// The last writes without a gap between them.
     sequence: Sequence,
-    /// The outcome of a commit is unknown.
+    /// The outcome of an earlier commit is unknown.
     may_have_landed: bool,
 }
 
@@ -60,24 +61,24 @@ impl Dirty {
         self.bytes
     }
 
-    /// Bytes in memory and in objects; those of the one that lie over the other count twice.
+    /// Bytes in memory and in objects; bytes of the file that are in both count twice.
     pub(crate) fn stored_bytes(&self) -> u64 {
         self.sealed_bytes + self.bytes as u64
     }
 
-    /// Pieces in memory, and pieces in objects: each costs memory whatever its length.
+    /// Number of pieces in memory, and in objects: each costs memory whatever its length.
     pub(crate) fn pieces(&self) -> (usize, usize) {
         (self.runs.len(), self.sealed.len())
     }
 
-    /// Where the last unflushed byte is, plus one.
+    /// End of the last unflushed byte, 0 without any.
     pub(crate) fn end(&self) -> u64 {
         let run = self.runs.last_key_value().map_or(0, |(at, run)| at + run.len() as u64);
         let sealed = self.sealed.last_key_value().map_or(0, |(_, extent)| extent.end());
         run.max(sealed)
     }
 
-    /// Where the first unflushed byte is.
+    /// Offset of the first unflushed byte, `u64::MAX` without any.
     pub(crate) fn start(&self) -> u64 {
         let run = self.runs.first_key_value().map_or(u64::MAX, |(at, _)| *at);
         run.min(self.sealed.first_key_value().map_or(u64::MAX, |(at, _)| *at))
@@ -108,7 +109,7 @@ impl Dirty {
         Ok(())
     }
 
-    /// Whether a write is going to the open object at once, with nothing in memory.
+    /// Whether a write goes to the open object at once, with nothing in memory.
     pub(crate) fn streams(&self, offset: u64, len: usize) -> bool {
         let end = offset.saturating_add(len as u64);
         self.runs.is_empty()
@@ -117,14 +118,15 @@ impl Dirty {
             && !self.is_ending()
     }
 
-    /// Whether the open object takes no more: to complete it has failed, and is tried again by the next
-    /// flush. What is written meanwhile stays in memory.
+    /// Whether the open object takes no more bytes: completing it has failed, and the next flush tries again.
+    /// Writes meanwhile stay in memory.
     fn is_ending(&self) -> bool {
         self.open.as_ref().is_some_and(ObjectWriter::is_ending)
     }
 
-    /// [`Dirty::write`] of bytes that were promised to be taken, of which [`Dirty::streams`] is true: they
-    /// stay in memory when the object does not take them. The next write tries that first, and reports it.
+    /// [`Dirty::write`] of bytes whose write was already answered; [`Dirty::streams`] must be true. They stay
+    /// in memory when the object does not take them. The next write tries that again first, and reports an
+    /// error.
     pub(crate) fn stream_taken(&mut self, shared: &Shared, codec: &Codec, offset: u64, data: &[u8]) {
         if let Err(error) = self.append(shared, codec, offset, data) {
             tracing::debug!(%error, "a write that was answered is kept in memory");
@@ -133,7 +135,7 @@ impl Dirty {
         self.sequence.end = offset + data.len() as u64;
     }
 
-    /// Takes a write of a sequential writer into the open object, behind what it wrote before.
+    /// Appends a sequential write to the open object, after the bytes in memory.
     fn stream(&mut self, shared: &Arc<Shared>, codec: &Codec, offset: u64, data: &[u8]) -> Result<()> {
         if !self.runs.is_empty() {
             self.spill(shared, codec)?;
@@ -141,8 +143,8 @@ impl Dirty {
         self.append(shared, codec, offset, data)
     }
 
-    /// Moves what is in memory to the open object; it survives nothing yet. On error what was not moved
-    /// is still in memory.
+    /// Moves the bytes in memory to the open object, which is not durable yet. On error the rest is still in
+    /// memory.
     pub(crate) fn spill(&mut self, shared: &Arc<Shared>, codec: &Codec) -> Result<()> {
         if self.is_ending() {
             self.complete(shared)?;
@@ -170,15 +172,15 @@ impl Dirty {
         Ok(())
     }
 
-    /// Bytes in objects that were overwritten since.
+    /// Bytes in objects that were overwritten since they were appended.
     fn dead_bytes(&self) -> u64 {
         let written = self.objects.iter().map(|object| object.object().len).sum::<u64>();
         (written + self.open.as_ref().map_or(0, ObjectWriter::len)).saturating_sub(self.sealed_bytes)
     }
 
-    /// Bounds what overwritten bytes take in the store: deletes objects that are overwritten as a whole, begins
-    /// another object when the open one holds too much, and copies what is in use when even that is too little.
-    /// Cheap unless much was written since the last time.
+    /// Bounds the space that overwritten bytes take in the store. Deletes objects that are overwritten as a
+    /// whole, and begins another object when the open one holds too much. Copies the bytes in use when that
+    /// is too little. Cheap unless much was written since the last sweep.
     pub(crate) fn sweep(&mut self, shared: &Arc<Shared>, volume: u64, codec: &Codec) -> Result<()> {
         if self.unswept_bytes < DEAD_BYTES_MAX || self.dead_bytes() < DEAD_BYTES_MAX {
             return Ok(());
@@ -197,7 +199,8 @@ impl Dirty {
         Ok(())
     }
 
-    /// Copies what is in use of the objects to a new one, and deletes them. None is being written.
+    /// Copies the bytes in use to a new object, and deletes the old objects. No object may be open for
+    /// writing.
     fn copy_used(&mut self, shared: &Arc<Shared>, volume: u64, codec: &Codec) -> Result<()> {
         let mut writer = shared.pool.writer(codec)?;
         let id = writer.id();
@@ -274,7 +277,7 @@ impl Dirty {
         }
     }
 
-    /// Lays what is unflushed over `buffer`, which is the file from `offset` on.
+    /// Copies unflushed bytes over `buffer`, which holds the file from `offset` on.
     pub(crate) fn overlay(
         &mut self,
         shared: &Arc<Shared>,
@@ -312,25 +315,25 @@ impl Dirty {
         Ok(())
     }
 
-    /// Whether all of it is in one piece of an object, as a sequential writer leaves it: written on, it stays
-    /// one object.
+    /// Whether all unflushed bytes are one piece of an object, as a sequential writer leaves them. Further
+    /// sequential writes go to the same object.
     pub(crate) fn is_sequential(&self) -> bool {
         self.runs.is_empty() && self.sealed.len() == 1
     }
 
-    /// Whether all of it is near the start of the file and in memory, so that it can be committed
-    /// into the metadata.
+    /// Whether all unflushed bytes are in memory and near the start of the file, so that a commit can put
+    /// them into the metadata.
     pub(crate) fn fits_inline(&self) -> bool {
         self.sealed.is_empty() && self.end() <= INLINE_BYTES_MAX as u64
     }
 
-    /// Whether all of it is in memory and so little that it shares an object with other files.
+    /// Whether all unflushed bytes are in memory and few enough to share an object with other files.
     pub(crate) fn fits_pack(&self) -> bool {
         self.sealed.is_empty() && self.bytes <= PIECE_BYTES_MAX
     }
 
-    /// Moves what is in memory to an object and completes it. What is large is durable then, the rest
-    /// once [`Dirty::prerequisites`] are. On error what was not moved is still in memory, and nothing
+    /// Moves the bytes in memory to an object and completes it. A large object is durable then, others once
+    /// [`Dirty::prerequisites`] are. On error the bytes that were not moved are still in memory, and nothing
     /// is lost.
     pub(crate) fn seal(&mut self, shared: &Arc<Shared>, codec: &Codec) -> Result<()> {
         if self.is_ending() {
@@ -388,7 +391,7 @@ impl Dirty {
         }
     }
 
-    /// What has to be durable before a commit points at the objects.
+    /// What has to be durable before a commit references the objects.
     pub(crate) fn prerequisites(&self) -> impl Iterator<Item = Arc<dyn Prerequisite>> {
         self.objects.iter().filter_map(FreshObject::prerequisite)
     }
@@ -398,13 +401,13 @@ impl Dirty {
         self.runs.iter().map(|(at, run)| (*at, run.as_slice()))
     }
 
-    /// What is in objects, by file offset.
+    /// The extents in objects, by file offset.
     pub(crate) fn sealed(&self) -> Vec<Extent> {
         self.sealed.values().copied().collect()
     }
 
-    /// Everything is committed: objects that the commit points at are no longer ours, those that were
-    /// wholly overwritten before it go. Returns how many bytes of memory came free.
+    /// Clears the state after a commit. The objects that the commit references are released; those that were
+    /// overwritten as a whole before it are deleted. Returns how many bytes of memory were freed.
     pub(crate) fn committed(&mut self) -> usize {
         let used: HashSet<ObjectId> = self.sealed.values().map(|extent| extent.object).collect();
         for object in self.objects.drain(..) {
@@ -421,20 +424,21 @@ impl Dirty {
         std::mem::take(&mut self.bytes)
     }
 
-    /// A commit failed, and whether it took place is unknown: the objects must stay. The next one points at those
-    /// again that have not landed, and they may not be durable yet.
+    /// Records that the outcome of a commit is unknown: the objects must stay. The next commit references the
+    /// ones that have not landed again, and they may not be durable yet.
     pub(crate) fn outcome_unknown(&mut self) {
         self.objects.iter_mut().for_each(FreshObject::abandon);
         self.may_have_landed = true;
     }
 
-    /// Whether a commit of what is here may have taken place.
+    /// Whether an earlier commit of these writes may have taken place.
     pub(crate) fn may_have_landed(&self) -> bool {
         self.may_have_landed
     }
 }
 
-/// Puts an extent over those (disjoint) that it overlaps. Returns by how many bytes they are longer together.
+/// Puts an extent over disjoint ones and cuts those that it overlaps. Returns by how many bytes they are
+/// longer together.
 pub(crate) fn lay_over(extents: &mut BTreeMap<u64, Extent>, new: Extent) -> u64 {
     let (start, end) = (new.file_offset, new.end());
     let first = extents.range(..start).next_back().map_or(start, |(at, _)| *at);
@@ -448,7 +452,7 @@ pub(crate) fn lay_over(extents: &mut BTreeMap<u64, Extent>, new: Extent) -> u64 
             part.map(|part| extents.insert(part.file_offset, part));
         }
     }
-    // What goes on where the one before ends, in the file and in the object, is one with it.
+    // An extent that continues the one before, in the file and in the object, is merged with it.
     if let Some((_, last)) = extents.range_mut(..start).next_back()
         && last.end() == start
         && last.object == new.object

@@ -25,46 +25,47 @@ use crate::meta::references::References;
 use crate::meta::versioned::{Reader, Writer};
 use crate::view::View;
 
-/// Reads that start over because an object was replaced and collected under them.
+/// Attempts of a read whose objects are overwritten and collected meanwhile.
 const READ_ATTEMPTS: u32 = 5;
-/// Extents of a snapshot's file that are kept in memory while it is open.
+/// Most extents of a snapshot's file whose layout stays in memory while it is open.
 const CACHED_EXTENTS_MAX: usize = 4_096;
-/// Scattered pieces of one file that are kept unflushed: in memory, before they become an object, and in
-/// objects, before they are committed.
+/// Most scattered pieces of one file that stay unflushed: in memory before they move to an object, and in
+/// objects before the commit.
 const PIECES_MAX: usize = 65_536;
-/// When all open files together hold too much, only those with more than this move it to an object.
+/// When the unflushed bytes of all open files exceed their limit, only files with more than this move theirs
+/// to an object.
 const SEAL_BYTES_MIN: usize = 1 << 20;
-/// Writes of a sequential writer from this size on are answered before their bytes are written to the
-/// object: the next one is prepared meanwhile.
+/// Sequential writes of at least this size are answered before their bytes are in the object: the writer
+/// prepares the next one meanwhile.
 const EARLY_BYTES_MIN: usize = 64 << 10;
 
-/// Ages at which data that was written to an open file is committed.
+/// Ages at which write-back commits the unflushed data of an open file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct WriteAges {
     /// Of data in memory or in several pieces.
     pub(crate) scattered: Duration,
     /// Of data that is written from front to back. A commit ends its object, and only a file in one object
-    /// is handed to the kernel.
+    /// can be passed to the kernel.
     pub(crate) sequential: Duration,
 }
 
 /// An open regular file. Reads and writes carry their offset, so any number of threads may share it.
 ///
-/// With [`OpenFlags::append`] writes go to the end of the file: what two processes append is there from
-/// both, in the order in which they flushed.
+/// With [`OpenFlags::append`] writes go to the end of the file. Appends of several processes are all kept, in
+/// the order in which the processes flush them.
 ///
-/// Writes are kept in memory (see [`crate::Config::write_buffer_bytes_max`]), visible at once to every
-/// handle of this process. [`OpenFile::flush`] commits them, [`OpenFile::fsync`] makes them durable.
-/// After either has failed the writes are still there and the next one tries again. Dropping the
-/// handle flushes; an error is then only logged, so flush first.
+/// Writes are kept in memory (see [`crate::Config::write_buffer_bytes_max`]), visible at once to every handle
+/// of this process. [`OpenFile::flush`] commits them, [`OpenFile::fsync`] makes them durable. When either
+/// fails, the writes are kept and the next call tries again. Dropping the handle flushes too, but only logs
+/// an error, so flush first.
 #[derive(Debug)]
 pub struct OpenFile {
     view: View,
     node: Node,
     flags: OpenFlags,
-    /// In the live tree, where others may change the file.
+    /// Set in the live tree, where other handles may change the file.
     live: Option<Arc<OpenInode>>,
-    /// In a snapshot: where the whole file is, unless it is too scattered.
+    /// In a snapshot: the layout of the whole file; `Some(None)` when it has too many extents to keep.
     fixed: OnceLock<Option<Layout>>,
 }
 
@@ -74,7 +75,7 @@ impl View {
         self.open_with_attr(node, flags).map(|(file, _)| file)
     }
 
-    /// [`View::open`], with the attributes that the file had when it was opened (before it was cut).
+    /// [`View::open`], with the attributes that the file had before truncation.
     pub(crate) fn open_with_attr(&self, node: Node, flags: OpenFlags) -> Result<(OpenFile, Attr)> {
         if flags.write {
             self.writable(node)?;
@@ -104,15 +105,15 @@ impl View {
 }
 
 impl OpenFile {
-    /// [`View::open`] of a file of a snapshot for reading, of which everything is known.
+    /// Opens a file of a snapshot for reading, with its known layout.
     pub(crate) fn known(view: &View, node: Node, layout: Layout) -> OpenFile {
         let file = OpenFile::register(view, node, OpenFlags::READ);
-        // Nobody else has it yet, so it is empty.
+        // No other thread has this handle yet, so the cell is empty.
         let _ = file.fixed.set(kept(layout));
         file
     }
 
-    /// [`View::open`] of a file of a snapshot for reading. Where it is, is looked up along.
+    /// [`View::open`] of a file of a snapshot for reading. Looks up its layout along with the inode.
     pub(crate) fn of_snapshot(view: &View, node: Node) -> Result<OpenFile> {
         let find = |reader: &mut Reader<'_>| Layout::find_whole(reader, node.ino);
         let (inode, whole) = view.read(node, find)?;
@@ -120,7 +121,7 @@ impl OpenFile {
         Ok(OpenFile::known(view, node, whole))
     }
 
-    /// A handle that counts in the open table; whether there is such a file is the caller's business.
+    /// A handle that is registered in the open table. The caller checks that the file exists.
     pub(super) fn register(view: &View, node: Node, flags: OpenFlags) -> OpenFile {
         OpenFile {
             view: view.clone(),
@@ -131,29 +132,29 @@ impl OpenFile {
         }
     }
 
-    /// The file that it was made for is there.
+    /// Records that the file has a name.
     pub(super) fn has_name(&self) {
         if let Some(open) = &self.live {
             open.has_name();
         }
     }
 
-    /// The inode as this process has it open, unless it is in a snapshot.
+    /// The inode's entry in the open table; `None` for a file of a snapshot.
     pub(super) fn open_inode(&self) -> Option<&OpenInode> {
         self.live.as_deref()
     }
 
-    /// The view that it was opened in.
+    /// The view that opened the file.
     pub(super) fn view(&self) -> &View {
         &self.view
     }
 
-    /// The file.
+    /// The node of the file.
     pub fn node(&self) -> Node {
         self.node
     }
 
-    /// How it was opened.
+    /// The flags that it was opened with.
     pub fn flags(&self) -> OpenFlags {
         self.flags
     }
@@ -169,8 +170,7 @@ impl OpenFile {
         self.view.setattr(self.node, &SetAttr { size: Some(size), ..SetAttr::default() })
     }
 
-    /// Bytes from `offset` on: `len` of them, fewer only at the end of the file. Allocates what it
-    /// returns.
+    /// Reads `len` bytes from `offset` on, fewer only at the end of the file. Allocates the result.
     pub fn read_at(&self, offset: u64, len: usize) -> Result<Bytes> {
         let mut buffer = ReadBuffer::default();
         self.read_into(offset, len, &mut buffer)?;
@@ -179,7 +179,7 @@ impl OpenFile {
         Ok(bytes.into())
     }
 
-    /// [`OpenFile::read_at`] into a buffer that is used again and again.
+    /// [`OpenFile::read_at`] into a reusable buffer.
     pub(crate) fn read_into(&self, offset: u64, len: usize, buffer: &mut ReadBuffer) -> Result<()> {
         if !self.flags.read {
             return Err(Error::BadHandle("reading"));
@@ -208,7 +208,7 @@ impl OpenFile {
             let layout = self.layout(offset, end)?;
             let into = buffer.take(offset, end.min(layout.size.max(unflushed_end)))?;
             match layout.read(&self.view.shared, self.view.volume, offset, into) {
-                // Overwritten by somebody and collected since the lookup: look again.
+                // Another writer replaced the object, and it was collected since the lookup: look up again.
                 Err(ObjectError::Missing { .. }) if attempts > 0 => {}
                 Err(error) => return Err(error.into()),
                 Ok(()) => return Ok(()),
@@ -232,8 +232,8 @@ impl OpenFile {
         Ok(objects)
     }
 
-    /// The local file that is, byte for byte, this file, when there is one: the file cannot change
-    /// (it is in a snapshot) and is one plain object. What is read from it is not verified.
+    /// The local file with exactly the bytes of this file. `None` unless this file is in a snapshot and is
+    /// one plain object that has a local file. Reads from it are not verified.
     pub fn image(&self) -> Result<Option<std::fs::File>> {
         if self.live.is_some() {
             return Ok(None);
@@ -246,23 +246,23 @@ impl OpenFile {
         Ok((len == layout.size).then_some(image))
     }
 
-    /// Where the bytes of a file that cannot change are, unless it is too scattered to keep that.
+    /// The layout of a file of a snapshot; `None` when it has too many extents to keep.
     fn fixed(&self) -> Result<Option<&Layout>> {
         if self.fixed.get().is_none() {
             let find = |reader: &mut Reader<'_>| Layout::find_whole(reader, self.node.ino);
             let (_, whole) = self.view.read(self.node, find)?;
-            // Another reader may have been faster, with the same.
+            // Another reader may have set it first, to the same value.
             let _ = self.fixed.set(kept(whole));
         }
         Ok(self.fixed.get().and_then(Option::as_ref))
     }
 
-    /// Reads a file that cannot change.
+    /// Reads a file of a snapshot.
     fn read_fixed(&self, offset: u64, end: u64, buffer: &mut ReadBuffer) -> Result<()> {
         let Some(layout) = self.fixed()? else { return self.read_committed(offset, end, 0, buffer) };
         let into = buffer.take(offset, end.min(layout.size))?;
         match layout.read(&self.view.shared, self.view.volume, offset, into) {
-            // Either the snapshot was deleted, which this says, or the object is lost.
+            // Either the snapshot was deleted, which `layout` reports, or the object is lost.
             Err(ObjectError::Missing { id }) => {
                 self.view.catch_up()?;
                 self.layout(0, 0)?;
@@ -278,15 +278,15 @@ impl OpenFile {
         self.write_by(offset, data, true, &mut || {})
     }
 
-    /// [`OpenFile::write_at`] by somebody without privilege: the file loses its set-user-ID and
-    /// set-group-ID bits as [`SetAttr::drop_privileges`] says.
+    /// [`OpenFile::write_at`] by a process without privilege: the file loses its set-user-ID and set-group-ID
+    /// bits as [`SetAttr::drop_privileges`] says.
     pub fn write_at_unprivileged(&self, offset: u64, data: &[u8]) -> Result<usize> {
         self.write_by(offset, data, false, &mut || {})
     }
 
-    /// [`OpenFile::write_at`], which calls `taken` early when whoever writes may go on: from then on it
-    /// succeeds. Bytes that could not be moved to an object after that stay in memory; the next write or
-    /// flush tries again, and fails if it has to. Everything else on the file waits for the move.
+    /// [`OpenFile::write_at`] that may call `taken` early, when the caller can answer the write: from then on
+    /// it succeeds. Bytes that then cannot be moved to an object stay in memory. The next write or flush
+    /// tries again, and fails if it has to. Every other operation on the file waits for the move.
     pub(crate) fn write_by(
         &self,
         offset: u64,
@@ -294,7 +294,7 @@ impl OpenFile {
         privileged: bool,
         taken: &mut dyn FnMut(),
     ) -> Result<usize> {
-        // Of what failed nothing was taken.
+        // A failed attempt took nothing, so it can run again.
         with_room(&self.view.shared, || self.write_once(offset, data, privileged, &mut *taken))
     }
 
@@ -324,7 +324,7 @@ impl OpenFile {
             known_end
         } else {
             let node = self.node;
-            // Others may just have appended as well.
+            // Another process may have appended just now.
             shared.meta.barrier()?;
             let size = self.view.read(node, |reader| tree::inode(reader, node.ino))?.size;
             append_base = unflushed.is_none().then_some(size);
@@ -375,14 +375,14 @@ impl OpenFile {
         Ok(data.len())
     }
 
-    /// Commits what was written to the file by any handle of this process: whoever opens it from now
-    /// on, anywhere, sees it. The bytes of large writes are durable then; the commit is durable after
+    /// Commits the writes to the file of all handles of this process. Any process that opens it from now on
+    /// sees them. The bytes of large writes are durable then; the commit is durable after
     /// [`OpenFile::fsync`].
     pub fn flush(&self) -> Result<()> {
         self.commit(Durability::Relaxed).map(drop)
     }
 
-    /// [`OpenFile::flush`], durable when it returns, with everything committed before.
+    /// [`OpenFile::flush`] that makes this and all earlier commits durable before it returns.
     pub fn fsync(&self) -> Result<()> {
         if self.live.is_none() || self.commit(Durability::Durable)? {
             return Ok(());
@@ -390,8 +390,8 @@ impl OpenFile {
         self.view.shared.meta.sync()
     }
 
-    /// [`OpenFile::flush`] of what was written longer ago than `ages` says, unless the file has lost its
-    /// last name. Returns whether there was any.
+    /// [`OpenFile::flush`] of data that is older than `ages`, unless the file has lost its last name. Returns
+    /// whether there was any.
     pub(crate) fn write_back(&self, ages: WriteAges) -> Result<bool> {
         let Some(open) = self.live.as_ref().filter(|open| !open.is_orphan()) else { return Ok(false) };
         let Some(age) = open.unflushed().map(|unflushed| unflushed.since.elapsed()) else { return Ok(false) };
@@ -421,7 +421,7 @@ impl OpenFile {
     }
 }
 
-/// Fails for what is no regular file.
+/// Fails unless the inode is a regular file.
 pub(super) fn check_file(node: Node, inode: &Inode) -> Result<()> {
     match inode.kind {
         // No name of the snapshot leads to it.
@@ -432,7 +432,7 @@ pub(super) fn check_file(node: Node, inode: &Inode) -> Result<()> {
     }
 }
 
-/// A layout that is kept in memory, if it is not too large for that.
+/// The layout, if it is small enough to keep in memory.
 fn kept(layout: Layout) -> Option<Layout> {
     (layout.extents().len() <= CACHED_EXTENTS_MAX).then_some(layout)
 }
@@ -456,7 +456,7 @@ impl Drop for OpenFile {
     }
 }
 
-/// Runs what may find no space, and once more where a collection of garbage has made some.
+/// Runs an operation that may find no space, and once more if a garbage collection has freed some.
 fn with_room<T>(shared: &Shared, mut run: impl FnMut() -> Result<T>) -> Result<T> {
     match run() {
         Err(Error::NoSpace { .. }) if shared.make_room() => run(),
@@ -464,8 +464,8 @@ fn with_room<T>(shared: &Shared, mut run: impl FnMut() -> Result<T>) -> Result<T
     }
 }
 
-/// Commits what is unflushed of an inode, whose dirty state the caller has locked. Returns whether
-/// there was anything. On error everything stays as it was and may be tried again.
+/// Commits the unflushed writes of an inode, whose dirty state the caller has locked. Returns whether there
+/// were any. On error the writes are kept and the call may be repeated.
 pub(super) fn flush_inode(
     view: &View,
     open: &OpenInode,
@@ -492,11 +492,12 @@ fn flush_once(
                 open.scatter(placed.extents().len());
                 break Ok(());
             }
-            // To be placed in another way.
+            // The bytes have to be placed elsewhere.
             Ok(false) => match &placed {
                 Placed::Packed(packed) => {
                     view.shared.packs.give_up(&packed.pack);
-                    // It may be on the store, with nothing that points at it: a commit that tried to has failed.
+                    // A commit that was to reference the pack has failed, so the pack may be in the store
+                    // unreferenced.
                     view.shared.session.leave_unclean();
                 }
                 Placed::Inline | Placed::Sealed(_) => inline = false,
@@ -521,9 +522,9 @@ fn flush_once(
     }
 }
 
-/// Where the bytes are that a commit is going to point at.
+/// The location of the bytes that a commit is going to reference.
 enum Placed {
-    /// Nowhere: they go into the metadata.
+    /// In the metadata, written by the commit.
     Inline,
     /// In a pack.
     Packed(Packed),
@@ -555,7 +556,7 @@ fn place(
         let packs = &view.shared.packs;
         let packed = packs.append(view.codec(), open.volume, open.ino, dirty.runs())?;
         if durability == Durability::Durable {
-            // A bucket that is away then fails this call, and no commit has to wait for it.
+            // An unavailable store then fails this call, and no commit has to wait for it.
             packed.pack.send()?;
         }
         return Ok(Placed::Packed(packed));
@@ -564,8 +565,8 @@ fn place(
     Ok(Placed::Sealed(dirty.sealed()))
 }
 
-/// Returns false when the bytes have to be placed elsewhere: the pack is gone, or the file has grown so
-/// that they do not fit into the metadata.
+/// Returns false when the bytes have to be placed elsewhere: the pack has to be given up, or the file has
+/// grown too large for the metadata.
 fn commit(
     view: &View,
     ino: u64,
@@ -581,7 +582,7 @@ fn commit(
             Error::NotFound { what } => Error::Stale { what },
             other => other,
         })?;
-        // Appends go to the end that the file has now, whoever has moved it.
+        // Appends go to the file's current end, which another process may have moved.
         let base = unflushed.append_base.unwrap_or(inode.size);
         let moved = |offset: u64| (offset - base).saturating_add(inode.size);
         let moves = base != inode.size;
@@ -624,23 +625,25 @@ fn commit(
         drop_pending(writer, ino, &mut inode, Some(unflushed))?;
         writer.settle(ino, &mut inode);
         inode.size = inode.size.max(end);
-        // What was moved is not where whoever wrote it takes it to be.
+        // The writer does not know the offset of moved appends, so they count as written by another writer.
         inode.written_by(if moves { 0 } else { unflushed.writer });
         inode.mtime = unflushed.mtime;
-        // The time that was shown since the write, so that a flush changes nothing that was seen.
+        // Attributes have shown this time since the write, so that the flush changes nothing that a reader
+        // has seen.
         inode.ctime = inode.ctime.max(unflushed.mtime);
         tree::put_inode(writer, ino, &inode)?;
         Ok(true)
     });
     if result.is_err() && matches!(placed, Placed::Packed(_)) {
-        // A pack that was begun for this may stay behind.
+        // A pack that was created for this commit may stay in the store unreferenced.
         view.shared.session.leave_unclean();
     }
     result
 }
 
-/// The extents whose objects no earlier commit has pointed at. Objects belong to one file, so what points at one, or
-/// did, is a commit of unknown outcome: others may have cut or replaced what it wrote, and collected the object.
+/// The extents whose objects no earlier commit has referenced. An object belongs to one file, so only a
+/// commit of unknown outcome can have referenced it. Another process may have cut or replaced its extents
+/// since, and collected the object.
 fn not_landed(shared: &Shared, writer: &mut Writer<'_>, extents: &[Extent]) -> Result<Vec<Extent>> {
     let own = shared.pool.list_session(shared.session.id())?;
     let mut left = Vec::new();
@@ -648,7 +651,7 @@ fn not_landed(shared: &Shared, writer: &mut Writer<'_>, extents: &[Extent]) -> R
         let txn = writer.txn().as_read();
         let known = References::get(txn, extent.object)?.is_some()
             || txn.get(&keys::garbage(extent.object))?.is_some();
-        // A collection deletes the object before it forgets the garbage.
+        // The collector deletes the object before its garbage record.
         if !known && own.binary_search(&extent.object).is_ok() {
             left.push(*extent);
         }
@@ -656,14 +659,14 @@ fn not_landed(shared: &Shared, writer: &mut Writer<'_>, extents: &[Extent]) -> R
     Ok(left)
 }
 
-/// Forgets what is unflushed of an inode, whose dirty state the caller has locked.
+/// Drops the unflushed writes of an inode, whose dirty state the caller has locked.
 pub(super) fn discard(shared: &Shared, open: &OpenInode, dirty: &mut Dirty) {
     let discarded = std::mem::take(dirty);
     shared.unflushed_bytes.fetch_sub(discarded.bytes(), Ordering::Relaxed);
     open.set_unflushed(None);
 }
 
-/// Keeps count of the bytes in memory.
+/// Runs a change, and updates the count of this process's unflushed bytes in memory.
 fn counted<T>(shared: &Shared, dirty: &mut Dirty, change: impl FnOnce(&mut Dirty) -> T) -> T {
     let before = dirty.bytes();
     let result = change(dirty);
@@ -676,7 +679,7 @@ fn counted<T>(shared: &Shared, dirty: &mut Dirty, change: impl FnOnce(&mut Dirty
     result
 }
 
-/// Memory that reads fill, kept for the next one: a new megabyte for each costs as much as the read.
+/// A reusable read buffer: allocating a new megabyte for each read costs as much as the read.
 #[derive(Debug, Default)]
 pub(crate) struct ReadBuffer {
     /// As large as the largest read so far.
@@ -686,7 +689,7 @@ pub(crate) struct ReadBuffer {
 }
 
 impl ReadBuffer {
-    /// What was read last.
+    /// The bytes of the last read.
     pub(crate) fn filled(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
@@ -695,7 +698,7 @@ impl ReadBuffer {
         &mut self.bytes[..self.len]
     }
 
-    /// Room for `offset..end`, none when that is no range; whatever was in it is still there.
+    /// The buffer for `offset..end`, empty if that is no range. Old bytes are not cleared.
     fn take(&mut self, offset: u64, end: u64) -> Result<&mut [u8]> {
         let too_large = || Error::TooLarge { what: "read in bytes", max: isize::MAX as u64 };
         self.len = 0;

@@ -15,7 +15,7 @@ use crate::meta::versioned::Records as _;
 use crate::view::View;
 
 impl View {
-    /// Gives a file, link, pipe, socket or device node one more name.
+    /// Gives a file, link, pipe, socket or device node another name.
     pub fn link(&self, node: Node, parent: Node, name: &OsStr) -> Result<Attr> {
         let ino = self.writable(node)?;
         let parent_ino = self.writable(parent)?;
@@ -39,7 +39,7 @@ impl View {
         Ok(self.attr_of(node, &inode))
     }
 
-    /// Makes a symbolic link; the target may be anything of at most 4095 bytes.
+    /// Creates a symbolic link; the target has 1 to 4095 bytes and no NUL byte.
     pub fn symlink(&self, parent: Node, name: &OsStr, target: &OsStr, owner: Owner) -> Result<Attr> {
         let bytes = target.as_bytes();
         if bytes.len() > PATH_BYTES_MAX {

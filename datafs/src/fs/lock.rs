@@ -1,9 +1,10 @@
-//! Advisory locks on files, held in the metadata, so that they hold between the processes, mounts and
-//! machines that share a volume.
+//! Advisory file locks, stored in the metadata, so that they work between the processes, mounts and machines
+//! that share a volume.
 //!
-//! One record holds all locks on a node. A lock belongs to an owner of a session: what POSIX calls the
-//! process, or the open file, is a number that the mount got from its kernel. Locks go with their
-//! session when it dies; who finds one in the way looks whether its holder lives, once a second at most.
+//! One record holds all locks on a node. A lock belongs to an owner within a session. The owner is a number
+//! that the mount got from its kernel for what POSIX calls the process or the open file. Locks end with their
+//! session. A blocked session checks, at most once a second, whether the sessions that hold the conflicting
+//! locks are alive, and ends dead ones.
 //!
 //! The two families, `fcntl` and `flock`, do not see each other, as on Linux.
 
@@ -20,13 +21,13 @@ use crate::view::View;
 
 /// Locks on one node: more are refused, because each change rewrites the record.
 const LOCKS_MAX: usize = 4_096;
-/// How often those whose locks are in the way are asked for: it is a question to the metadata server, or
-/// a look at a file.
+/// Shortest time between two liveness checks of the sessions that hold conflicting locks. A check is a query
+/// to the metadata server, or a look at a session file.
 const HOLDERS_ASKED_EVERY: Duration = Duration::from_secs(1);
 /// The last byte that a lock can cover: the end of any file.
 pub const LOCK_END_MAX: u64 = i64::MAX as u64;
 
-/// Which call a lock was taken with.
+/// The system call that a lock is taken with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LockFamily {
     /// `fcntl`: ranges of bytes, owned by a process.
@@ -35,7 +36,7 @@ pub enum LockFamily {
     Flock,
 }
 
-/// Who holds a lock or wants it, inside this process.
+/// The owner of a held or wanted lock, inside one process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LockOwner {
     /// The family that the lock is in.
@@ -47,34 +48,34 @@ pub struct LockOwner {
 /// A lock, held or wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileLock {
-    /// Whose it is.
+    /// The owner.
     pub owner: LockOwner,
-    /// Nobody else may hold a lock on the range; otherwise others may share it.
+    /// Whether the lock is exclusive; otherwise owners can share it.
     pub exclusive: bool,
     /// First byte.
     pub start: u64,
     /// Last byte, at most [`LOCK_END_MAX`].
     pub end: u64,
-    /// Process number, for others to be told.
+    /// Process id, reported to other lock owners.
     pub pid: u32,
 }
 
-/// A lock that is in the way.
+/// A held lock that conflicts with a wanted one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Blocker {
     /// The lock.
     pub lock: FileLock,
-    /// It is held through this process; else the owner means nothing here.
+    /// Whether it is held through this process; otherwise the owner's number has no meaning here.
     pub is_local: bool,
 }
 
-/// What became of a wish for a lock.
+/// The outcome of a lock request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Locking {
-    /// It is held now. Carries the attributes as committed, so that it shows what others have changed
-    /// before they let go; `None` for a node that is gone.
+    /// The lock is held. Carries the attributes as read after that, so that they show what earlier holders
+    /// have changed. `None` for a node that is gone or in a snapshot.
     Held(Option<Attr>),
-    /// These are in the way; nothing was changed.
+    /// These locks conflict; nothing was changed.
     Blocked(Vec<Blocker>),
 }
 
@@ -89,7 +90,7 @@ impl Held {
         self.session == session && self.lock.owner == owner
     }
 
-    /// What somebody of a session is told of it.
+    /// The lock as reported to a session.
     fn blocks(&self, session: u64) -> Blocker {
         Blocker { lock: self.lock, is_local: self.session == session }
     }
@@ -103,12 +104,12 @@ impl Held {
     }
 }
 
-/// When a process has last asked whether those live whose locks are in the way.
+/// Time of this process's last liveness check of sessions that hold conflicting locks.
 #[derive(Debug, Default)]
 pub(crate) struct HoldersAsked(Mutex<Option<Instant>>);
 
 impl HoldersAsked {
-    /// Whether it is time to ask again; the caller does so.
+    /// Whether a check is due. If so, records it as done now; the caller has to do it.
     fn is_due(&self) -> bool {
         let mut last = self.0.lock();
         let due = last.is_none_or(|last| last.elapsed() >= HOLDERS_ASKED_EVERY);
@@ -120,11 +121,11 @@ impl HoldersAsked {
 }
 
 impl View {
-    /// Takes a lock, or changes one that the owner has, if nobody else is in the way. Never waits for
-    /// the holder of a lock.
+    /// Takes a lock, or changes one that the owner has, unless another owner's lock conflicts. Never waits
+    /// for the holder of a lock.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a range that is none, [`Error::TooLarge`] for too many locks on one file.
+    /// [`Error::Invalid`] for an invalid range, [`Error::TooLarge`] for too many locks on one file.
     pub fn lock(&self, node: Node, wanted: FileLock) -> Result<Locking> {
         check(wanted.start, wanted.end)?;
         let mut taken = self.try_lock(node, &wanted)?;
@@ -147,7 +148,7 @@ impl View {
         }
     }
 
-    /// Takes a lock, or gives those that are in the way.
+    /// Takes a lock, or returns the conflicting ones.
     fn try_lock(&self, node: Node, wanted: &FileLock) -> Result<std::result::Result<(), Vec<Held>>> {
         let session = self.shared.session.id();
         let key = keys::lock(self.volume, node.to_u64());
@@ -170,7 +171,7 @@ impl View {
         })
     }
 
-    /// Ends the sessions of those holders whose processes are dead. Returns whether there were any.
+    /// Ends the sessions among the holders whose processes are dead. Returns whether there were any.
     fn take_over_dead(&self, holders: &[Held]) -> Result<bool> {
         let own = self.shared.session.id();
         let mut others: Vec<u64> =
@@ -187,11 +188,10 @@ impl View {
         Ok(any)
     }
 
-    /// Gives up what an owner has locked between two bytes, both included. Returns whether there was
-    /// anything.
+    /// Releases an owner's locks between two bytes, both included. Returns whether there were any.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a range that is none.
+    /// [`Error::Invalid`] for an invalid range.
     pub fn unlock(&self, node: Node, owner: LockOwner, start: u64, end: u64) -> Result<bool> {
         check(start, end)?;
         let session = self.shared.session.id();
@@ -207,7 +207,7 @@ impl View {
         })
     }
 
-    /// The first lock that would be in the way of a wish.
+    /// The first lock that conflicts with a wanted one.
     pub fn lock_in_the_way(&self, node: Node, wanted: FileLock) -> Result<Option<Blocker>> {
         check(wanted.start, wanted.end)?;
         let session = self.shared.session.id();
@@ -229,7 +229,8 @@ fn check(start: u64, end: u64) -> Result<()> {
     Ok(())
 }
 
-/// The locks in the way; those of sessions that are gone are taken out of `held` first.
+/// The conflicting locks. A conflicting lock of an ended session does not count; all locks of that session
+/// are removed from `held`.
 fn in_the_way(
     txn: &mut dyn ReadTxn,
     held: &mut Vec<Held>,
@@ -249,7 +250,7 @@ fn in_the_way(
     Ok(found)
 }
 
-/// Takes a range out of an owner's locks.
+/// Removes a range from an owner's locks.
 fn cut(held: &mut Vec<Held>, session: u64, owner: LockOwner, start: u64, end: u64) {
     let mut rest = Vec::with_capacity(held.len() + 1);
     for other in held.drain(..) {
@@ -268,7 +269,7 @@ fn cut(held: &mut Vec<Held>, session: u64, owner: LockOwner, start: u64, end: u6
     *held = rest;
 }
 
-/// Puts a lock among those that it does not overlap; it merges with neighbours of its kind.
+/// Adds a lock that overlaps none of its owner's; merges it with adjacent ones of the same owner and mode.
 fn insert(held: &mut Vec<Held>, session: u64, mut lock: FileLock) {
     held.retain(|other| {
         let (their, kind) = (other.lock, other.lock.exclusive == lock.exclusive);
@@ -334,8 +335,8 @@ fn decode(value: &[u8]) -> Result<Vec<Held>> {
     Ok(held)
 }
 
-/// Takes away all locks of a session, page by page: `after` is the last key of the page before.
-/// Returns the last key of this page, or `None` when it was the last page.
+/// Removes all locks of a session, page by page: `after` is the last key of the page before. Returns the last
+/// key of this page, or `None` when it was the last page.
 pub(crate) fn forget_session(
     txn: &mut dyn WriteTxn,
     session: u64,

@@ -1,4 +1,4 @@
-//! Names: lookup, making and removing files and directories.
+//! Names in directories: lookup, creation and removal of files and directories.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt as _;
@@ -14,12 +14,12 @@ use crate::meta::versioned::{Reader, Records as _, Writer};
 use crate::meta::{keys, snapshot};
 use crate::view::View;
 
-/// Attempts of `create` at a name that others make and remove at the same time.
+/// Attempts of `create` while other processes create and remove the same name.
 const CREATE_ATTEMPTS: u32 = 8;
 
 impl View {
-    /// What a name in a directory is. `.` and `..` are names, too, and so is `.snapshots` in the root
-    /// of a live view, though readdir does not show it there.
+    /// The attributes of the node that a name leads to. `.` and `..` are accepted, and so is `.snapshots` in
+    /// the root of a live view, although readdir does not list it there.
     pub fn lookup(&self, parent: Node, name: &OsStr) -> Result<Attr> {
         let missing = || match self.is_snapshots_dir(parent) {
             true => Error::not_found(format!("snapshot {}", tree::display(name))),
@@ -28,12 +28,12 @@ impl View {
         self.find(parent, name)?.ok_or_else(missing)
     }
 
-    /// [`View::lookup`]: `None` for a name that is not there, [`Error::NotFound`] for a directory that is not.
+    /// [`View::lookup`] with `None` for a missing name; [`Error::NotFound`] for a missing directory.
     pub(crate) fn find(&self, parent: Node, name: &OsStr) -> Result<Option<Attr>> {
         Ok(self.find_and(parent, name, |_, _, _| Ok(()))?.map(|(attr, ())| attr))
     }
 
-    /// [`View::find`], and of a symbolic link what it leads to.
+    /// [`View::find`], with the target of a symbolic link.
     pub(crate) fn find_with_target(
         &self,
         parent: Node,
@@ -45,7 +45,8 @@ impl View {
         })
     }
 
-    /// [`View::find`], and what `more` reads at the same moment of an inode in a tree.
+    /// [`View::find`], with what `more` reads of the inode in the same transaction. `more` does not run for
+    /// `.`, `..`, `.snapshots` and the entries of `.snapshots`.
     fn find_and<T: Default>(
         &self,
         parent: Node,
@@ -93,7 +94,7 @@ impl View {
         Ok(self.parent_in(node, &inode))
     }
 
-    /// The directory that `..` of a directory leads to that was read.
+    /// [`View::parent_of`] for a directory whose inode the caller has read.
     pub(crate) fn parent_in(&self, node: Node, inode: &Inode) -> Node {
         if node == self.root() {
             return node;
@@ -118,8 +119,8 @@ impl View {
         self.mknod_masked(parent, name, kind, (mode, 0), rdev, owner)
     }
 
-    /// [`View::mknod`] by a process with a mask, which takes bits from the mode unless the directory
-    /// passes on an access control list.
+    /// [`View::mknod`] with the umask of the calling process. The umask applies unless the directory has a
+    /// default access control list.
     pub(crate) fn mknod_masked(
         &self,
         parent: Node,
@@ -141,7 +142,7 @@ impl View {
         self.mkdir_masked(parent, name, mode, 0, owner)
     }
 
-    /// [`View::mkdir`] by a process with a mask.
+    /// [`View::mkdir`] with the umask of the calling process.
     pub(crate) fn mkdir_masked(
         &self,
         parent: Node,
@@ -163,7 +164,7 @@ impl View {
         Ok(inode.attr(Node { snapshot: 0, ino }))
     }
 
-    /// Makes a file and opens it, or opens the one that is there unless `flags.exclusive`.
+    /// Creates and opens a file; opens an existing one unless `flags.exclusive`.
     pub fn create(
         &self,
         parent: Node,
@@ -175,7 +176,7 @@ impl View {
         self.create_masked(parent, name, mode, 0, owner, flags)
     }
 
-    /// [`View::create`] by a process with a mask.
+    /// [`View::create`] with the umask of the calling process.
     pub(crate) fn create_masked(
         &self,
         parent: Node,
@@ -189,7 +190,7 @@ impl View {
         let new = New { kind: FileKind::File, mode, umask, rdev: 0, owner };
         for _ in 0..CREATE_ATTEMPTS {
             let node = Node { snapshot: 0, ino: self.spare_inos(1)?.start };
-            // Counted as open before it exists, so that nobody can unlink it away in between.
+            // Registered as open before it exists, so that an unlink in between cannot free it.
             let file = OpenFile::register(self, node, flags);
             let made = self.write(Durability::Relaxed, |writer| {
                 tree::check_entry(parent_ino, name)?;
@@ -205,7 +206,7 @@ impl View {
                     return Ok((inode.attr(node), file));
                 }
                 Err(dentry) => match self.open(Node { snapshot: 0, ino: dentry.ino }, flags) {
-                    // Unlinked since the transaction: make it after all.
+                    // Unlinked since the transaction: try to create it again.
                     Err(Error::NotFound { .. }) => {}
                     Err(error) => return Err(error),
                     Ok(file) => return Ok((file.attr()?, file)),
@@ -215,13 +216,13 @@ impl View {
         Err(Error::not_found(tree::display(name)))
     }
 
-    /// Removes a name of anything but a directory. The inode goes with its last name, or, when somebody
-    /// has it open, here or in another process, with the last close.
+    /// Removes a name of anything but a directory. The last name frees the inode; while this or another
+    /// process has it open, the last close does.
     pub fn unlink(&self, parent: Node, name: &OsStr) -> Result<()> {
         self.unlink_by(parent, name, NameChecks::NONE).map(drop)
     }
 
-    /// [`View::unlink`] with checks of the caller.
+    /// [`View::unlink`] with the caller's checks in the same transaction.
     pub(crate) fn unlink_by(&self, parent: Node, name: &OsStr, checks: NameChecks<'_>) -> Result<Unlinked> {
         let parent_ino = self.writable(parent)?;
         self.write_closing(Durability::Relaxed, |writer, closing| {
@@ -259,7 +260,7 @@ impl View {
         self.rmdir_by(parent, name, NameChecks::NONE).map(drop)
     }
 
-    /// [`View::rmdir`] with checks of the caller.
+    /// [`View::rmdir`] with the caller's checks in the same transaction.
     pub(crate) fn rmdir_by(&self, parent: Node, name: &OsStr, checks: NameChecks<'_>) -> Result<Unlinked> {
         let parent_ino = self.writable(parent)?;
         if name == "." {
@@ -304,7 +305,7 @@ impl View {
 
     /// Makes the entries of a directory durable.
     pub fn fsync_dir(&self, node: Node) -> Result<()> {
-        // What is in a snapshot was made durable with it.
+        // The entries of a snapshot became durable with it.
         if node.is_live() && !self.is_snapshots_dir(node) { self.shared.meta.sync() } else { Ok(()) }
     }
 }
@@ -323,17 +324,17 @@ pub(super) fn remove_directory(writer: &mut Writer<'_>, ino: u64, name: &OsStr) 
     Ok(Unlinked { ino, inode, target: None })
 }
 
-/// What is to be made.
+/// Kind, mode and owner of a new inode.
 struct New {
     kind: FileKind,
     mode: u32,
-    /// Bits that are taken from the mode, unless the directory passes on an access control list.
+    /// Bits that are cleared from the mode, unless the directory has a default access control list.
     umask: u32,
     rdev: u32,
     owner: Owner,
 }
 
-/// Makes an inode and its name, which must be free.
+/// Creates an inode and its name; [`Error::Exists`] when the name is taken.
 fn add_new(writer: &mut Writer<'_>, parent: u64, name: &OsStr, ino: u64, new: &New) -> Result<Inode> {
     let directory = vacant(writer, parent, name)?;
     let mut inode = tree::child_inode(&directory, new.kind, new.mode, new.owner);
@@ -346,7 +347,7 @@ fn add_new(writer: &mut Writer<'_>, parent: u64, name: &OsStr, ino: u64, new: &N
     Ok(inode)
 }
 
-/// The directory of a name that must be free.
+/// Reads the inode of a name's directory; [`Error::Exists`] when the name is taken.
 pub(super) fn vacant(writer: &mut Writer<'_>, parent: u64, name: &OsStr) -> Result<Inode> {
     if parent == ROOT_INO && name == SNAPSHOTS_NAME {
         return Err(Error::Exists { what: SNAPSHOTS_NAME.into() });

@@ -1,4 +1,5 @@
-//! The inodes that this process has open, and what was written to them but not flushed.
+//! The open table: the inodes that this process has open, with their unflushed writes. Opens and closes wait
+//! here for transactions that remove or give an inode's last name.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,14 +13,15 @@ use super::types::Attr;
 use super::xattr::without_privileges;
 use crate::meta::inode::Timestamp;
 
-/// What is known of the names of an open inode.
+/// What this process knows of the names of an open inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Naming {
     /// It has a name, or had one; or nothing is known of it yet.
     Usual,
-    /// It was made without one here and has never had one, so that nobody else has it open.
+    /// This process created it without a name and it has never had one, so no other process has it open.
     Unnamed,
-    /// It was made without one here, and what became of that or of giving it one is not known.
+    /// This process created it without a name. The outcome of the transaction that created or named it is
+    /// unknown.
     Unsure,
 }
 
@@ -28,14 +30,15 @@ pub(crate) enum Naming {
 pub(crate) struct OpenInode {
     pub(crate) volume: u64,
     pub(crate) ino: u64,
-    /// What was written and not committed. Locked before a transaction, never inside one.
+    /// Unflushed writes. Locked before a transaction, never inside one.
     pub(crate) dirty: Mutex<Dirty>,
-    /// What `dirty` means for the attributes; of its own, so that a stat never waits for a flush.
+    /// The effect of `dirty` on the attributes. It has a separate lock, so that a stat never waits for a
+    /// flush.
     unflushed: Mutex<Option<Unflushed>>,
     orphan: AtomicBool,
-    /// It was opened as an orphan, or somebody has tried to.
+    /// It was opened as an orphan, or an attempt was made to.
     maybe_orphan: AtomicBool,
-    /// It had a name once it was open.
+    /// It had a name at some time while it was open.
     had_name: AtomicBool,
     naming: Mutex<Naming>,
     /// Extents that were committed since it was opened.
@@ -49,18 +52,19 @@ pub(crate) struct Unflushed {
     pub(crate) end: u64,
     /// Bytes that may not have been stored before.
     pub(crate) stored_bytes: u64,
-    /// Who wrote, 0 when it was more than one: see [`crate::watch`].
+    /// Id of the writer, 0 when there were several: see [`crate::watch`].
     pub(crate) writer: u64,
-    /// When the first write was taken.
+    /// Time of the oldest unflushed write.
     pub(crate) since: Instant,
     /// Time of the last write.
     pub(crate) mtime: Timestamp,
     /// A process without privilege wrote: the set-user-ID and set-group-ID bits are gone.
     pub(crate) drop_privileges: bool,
-    /// The capabilities are gone, which the first write takes. They may have been set again since.
+    /// The capabilities are gone, because a write removes them. False after an attribute change, which may
+    /// set them again.
     pub(crate) drop_capabilities: bool,
-    /// Nothing but appends, from this end of the file on: they go to where it ends when they are
-    /// committed.
+    /// Set when all unflushed writes are appends: the end of the file that they started from. The commit
+    /// moves them to the file's current end.
     pub(crate) append_base: Option<u64>,
 }
 
@@ -73,8 +77,9 @@ impl OpenInode {
         *self.unflushed.lock() = unflushed;
     }
 
-    /// Notes a committed change of the attributes, which did first what unflushed writes do to them (see
-    /// `drop_pending`): the flush leaves the new ones alone. `mtime` is set when the change was of it.
+    /// Records a committed change of the attributes, which has applied the effects of unflushed writes first
+    /// (see `drop_pending`): the flush does not apply them again. `mtime` is the time that the change has
+    /// set, if any.
     pub(crate) fn attributes_set(&self, mtime: Option<Timestamp>) {
         if let Some(unflushed) = &mut *self.unflushed.lock() {
             unflushed.drop_privileges = false;
@@ -83,27 +88,28 @@ impl OpenInode {
         }
     }
 
-    /// Whether the last name of the inode was removed.
+    /// Whether the inode has no name: the last one was removed, or it was created without one.
     pub(crate) fn is_orphan(&self) -> bool {
         self.orphan.load(Ordering::Acquire)
     }
 
-    /// A transaction is going to find out whether it is an orphan, and keep it as one.
+    /// Records that a transaction is about to register this session as a holder of the inode, if that is an
+    /// orphan.
     pub(crate) fn note_maybe_orphan(&self) {
         self.maybe_orphan.store(true, Ordering::Release);
     }
 
-    /// Whether its last close has to let go of an orphan, if there is one.
+    /// Whether the last close has to give up the orphan, if it is one.
     pub(crate) fn is_maybe_orphan(&self) -> bool {
         self.is_orphan() || self.maybe_orphan.load(Ordering::Acquire)
     }
 
-    /// Notes that it has a name, and is open.
+    /// Records that the open inode has a name.
     pub(crate) fn has_name(&self) {
         self.had_name.store(true, Ordering::Release);
     }
 
-    /// Whether it had a name since it is open, so that it may be opened again without one.
+    /// Whether it had a name while it was open, so that it may be opened again without one.
     pub(crate) fn had_name(&self) -> bool {
         self.had_name.load(Ordering::Acquire)
     }
@@ -112,23 +118,23 @@ impl OpenInode {
         *self.naming.lock()
     }
 
-    /// It was made without a name: an orphan from the beginning.
+    /// Records that it was created without a name: an orphan from the beginning.
     pub(crate) fn is_born_unnamed(&self) {
         *self.naming.lock() = Naming::Unnamed;
         self.orphan.store(true, Ordering::Release);
     }
 
-    /// Whether it was made without a name is not known, nor may it ever be.
+    /// Records that it may have been created without a name; this may never be known.
     pub(crate) fn may_be_unnamed(&self) {
         *self.naming.lock() = Naming::Unsure;
     }
 
-    /// Counts extents that were committed; returns how many there were since it was opened.
+    /// Counts committed extents; returns their number since the inode was opened.
     pub(crate) fn scatter(&self, extents: usize) -> usize {
         self.scattered.fetch_add(extents, Ordering::Relaxed) + extents
     }
 
-    /// Applies what was written but not flushed to attributes.
+    /// Applies the effects of unflushed writes to attributes.
     pub(crate) fn overlay(&self, attr: &mut Attr) {
         if let Some(unflushed) = self.unflushed() {
             attr.size = attr.size.max(unflushed.end);
@@ -143,19 +149,19 @@ impl OpenInode {
     }
 }
 
-/// All of them.
+/// The open inodes of this process.
 #[derive(Debug, Default)]
 pub(crate) struct OpenTable {
     inodes: Mutex<OpenInodes>,
-    /// A transaction that took last names has ended.
+    /// Signaled when a transaction that removes or gives last names has ended.
     decided: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct OpenInodes {
     open: HashMap<(u64, u64), Entry>,
-    /// Inodes whose last name goes with a transaction under way, or several that are going to find out
-    /// about each other: nobody opens or closes them meanwhile.
+    /// Inodes whose last name a running transaction may remove or give, with the number of those
+    /// transactions. Opens and closes of these inodes wait.
     closing: HashMap<(u64, u64), usize>,
 }
 
@@ -166,7 +172,7 @@ struct Entry {
 }
 
 impl OpenTable {
-    /// The table, once it is known what becomes of an inode.
+    /// The table, once no transaction is deciding about the last name of an inode.
     fn lock_decided(&self, key: (u64, u64)) -> MutexGuard<'_, OpenInodes> {
         let mut table = self.inodes.lock();
         while table.closing.contains_key(&key) {
@@ -179,14 +185,14 @@ impl OpenTable {
     pub(crate) fn get(&self, volume: u64, ino: u64) -> Option<Arc<OpenInode>> {
         let table = self.inodes.lock();
         if table.open.is_empty() {
-            // Asked for each entry of a listing.
+            // A listing asks for each entry.
             return None;
         }
         table.open.get(&(volume, ino)).map(|entry| Arc::clone(&entry.inode))
     }
 
-    /// Counts one more handle. Waits while a transaction takes the last name of the inode, so not to be
-    /// called inside of one; the same holds for [`OpenTable::close`].
+    /// Registers a handle. Waits while a transaction removes the last name of the inode, so it must not be
+    /// called inside one. The same holds for [`OpenTable::close`].
     pub(crate) fn open(&self, volume: u64, ino: u64) -> Arc<OpenInode> {
         let mut table = self.lock_decided((volume, ino));
         let entry = table.open.entry((volume, ino)).or_insert_with(|| Entry {
@@ -207,7 +213,7 @@ impl OpenTable {
         Arc::clone(&entry.inode)
     }
 
-    /// Counts one more handle of each inode that is open.
+    /// Registers another handle of each open inode.
     pub(crate) fn pin_all(&self) -> Vec<Arc<OpenInode>> {
         let mut table = self.inodes.lock();
         let pin = |entry: &mut Entry| {
@@ -217,7 +223,7 @@ impl OpenTable {
         table.open.values_mut().map(pin).collect()
     }
 
-    /// Counts one handle less. Returns whether that was the last.
+    /// Removes a handle. Returns whether that was the last.
     pub(crate) fn close(&self, inode: &OpenInode) -> bool {
         let key = (inode.volume, inode.ino);
         let mut table = self.lock_decided(key);
@@ -230,16 +236,15 @@ impl OpenTable {
         last
     }
 
-    /// [`OpenInode::is_orphan`], once that is decided.
+    /// [`OpenInode::is_orphan`], once no transaction is deciding about it.
     pub(crate) fn is_orphan(&self, inode: &OpenInode) -> bool {
         let _table = self.lock_decided((inode.volume, inode.ino));
         inode.is_orphan()
     }
 }
 
-/// Inodes whose last names a transaction takes, or one that it gives its first name. From the moment in
-/// which it decides what becomes of them until after its commit nobody else opens or closes them;
-/// everything else goes on.
+/// Inodes whose last name a transaction removes, or one that it gives its first name. Opens and closes of
+/// these inodes wait from that decision until after the commit; everything else goes on.
 #[derive(Debug, Default)]
 pub(crate) struct LastNames<'a> {
     table: Option<&'a OpenTable>,
@@ -256,7 +261,7 @@ impl<'a> LastNames<'a> {
         inodes.open.contains_key(&(volume, ino))
     }
 
-    /// The transaction was committed: those that are open are orphans.
+    /// The transaction was committed: the inodes that are open are orphans.
     pub(crate) fn gone(&mut self) {
         self.end(|open, key| {
             if let Some(entry) = open.get(key) {
@@ -265,19 +270,19 @@ impl<'a> LastNames<'a> {
         });
     }
 
-    /// The transaction that gave them names was committed; or may have been, unless that is `known`.
+    /// The transaction that gave them names was committed or, unless `known`, may have been.
     pub(crate) fn named(&mut self, known: bool) {
         self.end(|open, key| {
             if let Some(Entry { inode, .. }) = open.get(key) {
                 inode.has_name();
                 *inode.naming.lock() = if known { Naming::Usual } else { Naming::Unsure };
-                // One that has a name after all must not pass for what nobody else can have open.
+                // A file that has a name after all must not count as one that no other process can have open.
                 inode.orphan.store(false, Ordering::Release);
             }
         });
     }
 
-    /// The transaction was taken back.
+    /// The transaction was rolled back.
     pub(crate) fn stay(&mut self) {
         self.end(|_, _| {});
     }
@@ -323,7 +328,7 @@ mod tests {
             let (closed, last) = channel();
             let (table, held) = (&table, &held);
             scope.spawn(move || closed.send((table.is_orphan(held), table.close(held))).unwrap());
-            // The one that lost does not take back what the other one has committed.
+            // The rolled-back transaction does not undo what the other one has committed.
             one.gone();
             assert!(last.try_recv().is_err());
             drop(other);

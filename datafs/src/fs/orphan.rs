@@ -1,21 +1,22 @@
-//! Files without a name that somebody may still have open: who keeps them, and when they go.
+//! Orphans: files without a name that a session may still have open, and the protocol that frees them.
 //!
-//! Opening a file leaves no trace in the metadata. So whoever takes the last name of a file while other
-//! sessions live cannot know whether they have it open: the file becomes an *orphan*, and its *keeper*,
-//! the session that made it one, asks. It raises the number of a *round*; every session that lives then
-//! notes itself as a *holder* of the orphans that it has open, and answers with the number. What nobody
-//! holds once all have answered goes. One round asks about everything that was unlinked before it, so
-//! that removing many files costs each session one small commit a second.
+//! Opening a file leaves no trace in the metadata. So a session that removes the last name of a file while
+//! other sessions live cannot know whether they have it open. The file becomes an *orphan*, and this session
+//! its *keeper*. The keeper starts a *round*: it raises the round's number. Every live session then registers
+//! as a *holder* of the orphans that it has open, and answers with the number. Once all have answered, the
+//! keeper frees the orphans that have no holder. One round covers every file that was unlinked before it, so
+//! removing many files costs each session one small commit a second.
 //!
-//! That is safe because a file without a name is opened only where it is open, or by a transaction that notes
-//! the session as a holder ([`View::open_orphan`]): a session that answers has opened what it is ever going to
-//! have of it without that. The last one to close an orphan becomes its keeper. A holder that died holds nothing;
-//! the orphans of a keeper that died are anybody's.
+//! This is safe because there are only two ways to open a file without a name. A session that has it open may
+//! open it again; a transaction may register the session as a holder ([`View::open_orphan`]). So a session
+//! that has answered can open no more of the round's files without registering. The last holder that closes
+//! an orphan becomes its keeper. A dead holder holds nothing; any session may free the orphans of a dead
+//! keeper.
 //!
-//! A session that is alone removes a file with its last name, or with its last close.
+//! A session that is alone frees a file with its last name, or with its last close.
 //!
-//! A file that is made without a name (`unnamed.rs`) is an orphan from the beginning, held by who made
-//! it. Nobody else can have it open, so nobody is asked.
+//! A file that is created without a name (`unnamed.rs`) is an orphan from the beginning, held by the session
+//! that created it. No other session can have it open, so none is asked.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -38,15 +39,15 @@ use crate::meta::versioned::Writer;
 use crate::session;
 use crate::view::View;
 
-/// Keeper of an orphan that nobody has open: anybody may free it.
+/// Keeper of an orphan that no session has open: any session may free it.
 const NOBODY: u64 = 0;
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
 /// Orphans that one transaction frees.
 const FREED_TOGETHER: usize = 64;
-/// Open files that are looked up together.
+/// Open files that one transaction looks up.
 const LOOKED_UP_TOGETHER: usize = 256;
-/// Orphans that one round asks about: with sixteen bytes each, 1 MiB.
+/// Orphans that one round covers: with sixteen bytes each, 1 MiB.
 const ROUND_MAX: usize = 65_536;
 
 /// An orphan's record.
@@ -58,17 +59,17 @@ pub(crate) struct Orphan {
 }
 
 impl Orphan {
-    /// One that nobody has open.
+    /// An orphan that no session has open.
     pub(crate) fn free() -> Orphan {
         Orphan { keeper: NOBODY, holders: Vec::new() }
     }
 
-    /// One that others may have open.
+    /// An orphan that other sessions may have open.
     pub(crate) fn of(keeper: u64) -> Orphan {
         Orphan { keeper, holders: Vec::new() }
     }
 
-    /// One that its keeper has open.
+    /// An orphan that its keeper has open.
     pub(crate) fn held_by(keeper: u64) -> Orphan {
         Orphan { keeper, holders: vec![keeper] }
     }
@@ -87,38 +88,38 @@ impl Orphan {
     }
 }
 
-/// What one process does about orphans.
+/// The state of the protocol in one process.
 #[derive(Debug, Default)]
 pub(crate) struct Orphans {
-    /// The last round that it has answered.
+    /// The last round that this process has answered.
     answered: AtomicU64,
-    /// There may be some to ask about.
+    /// There may be orphans to start a round for.
     noted: AtomicBool,
     round: Mutex<Option<Round>>,
 }
 
-/// A question that was asked.
+/// A round that this process has started.
 #[derive(Debug)]
 struct Round {
     number: u64,
-    /// What it is about, by volume and inode number.
+    /// The orphans that it covers, by volume and inode number.
     orphans: Vec<(u64, u64)>,
     unanswered: Vec<u64>,
 }
 
 impl Orphans {
-    /// Something became an orphan that this process keeps.
+    /// Records that this process has become the keeper of an orphan.
     pub(crate) fn note(&self) {
         self.noted.store(true, Ordering::Release);
     }
 
-    /// Whether there is something to do before the next collection.
+    /// Whether there is work before the next full collection.
     pub(crate) fn are_waiting(&self) -> bool {
         self.noted.load(Ordering::Acquire) || self.round.lock().is_some()
     }
 }
 
-/// Open files, each counted as open once more while this lives.
+/// Open inodes, each with one more handle while this lives.
 struct Pinned<'a> {
     shared: &'a Shared,
     inodes: Vec<Arc<OpenInode>>,
@@ -133,12 +134,13 @@ impl Drop for Pinned<'_> {
 }
 
 impl View {
-    /// Opens a file for reading whose last name somebody has just removed. [`Error::NotFound`] where the file has
-    /// gone, or is about to.
+    /// Opens a file for reading whose last name another session has just removed. [`Error::NotFound`] when
+    /// the file is freed or about to be.
     pub(crate) fn open_orphan(&self, node: Node) -> Result<OpenFile> {
         let shared = &self.shared;
         let (key, own) = (keys::orphan(self.volume, node.ino), shared.session.id());
-        // Before the transaction: whoever frees the file in one that follows finds it open.
+        // Registered before the transaction, so that a later transaction that would free the file finds it
+        // open.
         let file = OpenFile::register(self, node, OpenFlags::READ);
         if let Some(open) = file.open_inode() {
             open.note_maybe_orphan();
@@ -163,8 +165,8 @@ impl View {
 }
 
 impl Shared {
-    /// Takes back what [`OpenTable::open`](super::open_table::OpenTable::open) has counted. With the
-    /// last one, what is unflushed goes, and an orphan.
+    /// Removes a handle that [`OpenTable::open`](super::open_table::OpenTable::open) has registered. The last
+    /// close drops unflushed writes and gives up an orphan.
     pub(crate) fn close_inode(&self, open: &OpenInode) {
         if !self.open.close(open) {
             return;
@@ -182,12 +184,12 @@ impl Shared {
         }
     }
 
-    /// Whether somebody else may read what is written to a file without a name.
+    /// Whether another session may read what is written to a file without a name.
     pub(crate) fn others_may_have_open(&self) -> bool {
         self.meta.view(|txn| session::is_alone(txn, self.session.id())).is_ok_and(|alone| !alone)
     }
 
-    /// Gives an orphan up that this process had open.
+    /// Gives up an orphan that this process had open; frees it unless another session may have it open.
     fn let_go(&self, open: &OpenInode) -> Result<()> {
         let (volume, ino) = (open.volume, open.ino);
         let (key, own) = (keys::orphan(volume, ino), self.session.id());
@@ -195,7 +197,7 @@ impl Shared {
         let freed = self.meta.transact_making_room(Durability::Relaxed, |txn| {
             let Some(value) = txn.get(&key)? else { return Ok(true) };
             if self.open.get(volume, ino).is_some_and(|open| open.is_maybe_orphan()) {
-                // Opened again meanwhile: its last close lets go.
+                // Opened again meanwhile: the next last close gives it up.
                 return Ok(true);
             }
             let mut orphan = Orphan::decode(&value)?;
@@ -222,7 +224,7 @@ impl Shared {
         if freed { Ok(()) } else { self.free(&[(volume, ino)]).map(drop) }
     }
 
-    /// Answers the question which orphans this process has open, if somebody has asked.
+    /// Answers the current round, unless this process already has.
     pub(crate) fn answer_round(&self) -> Result<()> {
         let number = self.meta.view(round_number)?;
         if number == self.orphans.answered.load(Ordering::Acquire) {
@@ -236,9 +238,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Notes this process as a holder of the orphans that it has open.
+    /// Registers this process as a holder of the orphans that it has open.
     fn hold_orphans(&self) -> Result<()> {
-        // Whoever opens a file after this sees that it has no name, and does not get it.
+        // After this, an open by this process sees that the file has no name, and fails.
         self.meta.barrier()?;
         let pinned = Pinned { shared: self, inodes: self.open.pin_all() };
         let own = self.session.id();
@@ -272,9 +274,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Frees orphans that this process keeps, or that a dead one has kept, as far as everybody has
-    /// answered; asks about those that nobody was asked about. Returns how many were freed. Never waits
-    /// for an answer: to be called again while [`Orphans::are_waiting`].
+    /// Frees the orphans that this process or a dead one keeps, once all sessions have answered the round.
+    /// Starts a round for those that no round covers yet. Returns how many were freed. Never waits for an
+    /// answer: call it again while [`Orphans::are_waiting`].
     pub(crate) fn tend_orphans(&self) -> Result<u64> {
         let mut freed = 0;
         let mut under_way = self.orphans.round.lock();
@@ -299,8 +301,7 @@ impl Shared {
         }
     }
 
-    /// Begins a round about the orphans that nobody is known to have open. Those that surely nobody has
-    /// are freed.
+    /// Starts a round for the orphans without a known holder. Frees those that no session has open.
     fn ask(&self, freed: &mut u64) -> Result<Option<Round>> {
         let own = self.session.id();
         let (mut free, mut orphans) = (Vec::new(), Vec::new());
@@ -350,13 +351,13 @@ impl Shared {
             txn.put(keys::ROUND, &(number + 1).to_be_bytes())?;
             Ok((number + 1, everybody))
         })?;
-        // Of dead keepers' orphans it may have some open itself, without knowing.
+        // This process may have orphans of dead keepers open without knowing it.
         self.hold_orphans()?;
         let unanswered = everybody.into_iter().filter(|session| *session != own).collect();
         Ok(Some(Round { number, orphans, unanswered }))
     }
 
-    /// Strikes out who has answered, and who is gone.
+    /// Removes the sessions that have answered or ended from the round.
     fn wait_for_less(&self, round: &mut Round) -> Result<()> {
         round.unanswered = self.meta.view(|txn| {
             let mut unanswered = Vec::new();
@@ -374,7 +375,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Frees orphans (sorted by volume) that nobody holds, in batches. Returns how many.
+    /// Frees those of the orphans (sorted by volume) that have no live holder, in batches. Returns how many.
     fn free(&self, orphans: &[(u64, u64)]) -> Result<u64> {
         let mut freed = 0;
         for volume in orphans.chunk_by(|(one, _), (other, _)| one == other) {
@@ -424,8 +425,8 @@ impl Shared {
         Ok(freed)
     }
 
-    /// Removes at most `room` records of an orphan, and itself if that was all. Returns how many more
-    /// could have been removed; 0 when there may be more.
+    /// Removes at most `room` records of an orphan, and then its orphan record if none is left. Returns how
+    /// many more could have been removed; 0 when there may be more.
     fn free_in(&self, txn: &mut dyn WriteTxn, volume: u64, ino: u64, room: usize) -> Result<usize> {
         Writer::run(txn, volume, self.session.id(), |writer| {
             let removed = tree::remove_records(writer, ino, room)?;

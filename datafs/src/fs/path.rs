@@ -1,4 +1,4 @@
-//! From paths to nodes.
+//! Path resolution: from a path inside a volume to its node, through symbolic links.
 
 use std::ffi::{OsStr, OsString};
 
@@ -9,7 +9,7 @@ use crate::view::{View, name_it};
 
 /// Longest path, in bytes.
 pub(crate) const PATH_BYTES_MAX: usize = 4095;
-/// Most symbolic links on the way to a node.
+/// Most symbolic links that are followed to a node.
 const LINKS_MAX: usize = 40;
 
 /// The components of a path: without empty ones and `.`.
@@ -40,8 +40,8 @@ pub(crate) fn split_last(path: &str) -> Result<(&str, &str)> {
 }
 
 impl View {
-    /// What a path leads to, symbolic links followed. A link to an absolute path is
-    /// [`Error::Unsupported`]: it points out of the volume.
+    /// The attributes of the node that a path leads to, symbolic links followed. A link to an absolute path
+    /// is [`Error::Unsupported`]: it points out of the volume.
     pub fn resolve(&self, path: &str) -> Result<Attr> {
         let mut rest: Vec<OsString> = components(path)?.into_iter().rev().map(OsStr::to_owned).collect();
         let mut stack = vec![self.getattr(self.root())?];

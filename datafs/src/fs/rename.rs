@@ -1,4 +1,5 @@
-//! Rename: one transaction that moves a name and replaces what was at the target.
+//! Rename and exchange: one transaction moves a name and replaces the file or empty directory at the target,
+//! or swaps two names.
 
 use std::ffi::OsStr;
 
@@ -22,14 +23,14 @@ struct Place<'n> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Moved {
     pub(crate) ino: u64,
-    /// As it is from now on.
+    /// The value after the rename.
     pub(crate) names_version: u32,
 }
 
-/// What a rename has done.
+/// The outcome of a rename.
 #[derive(Debug)]
 pub(crate) struct Renamed {
-    /// `None` where both names led to one inode, which keeps both.
+    /// `None` when both names lead to one inode, which keeps both.
     pub(crate) moved: Option<Moved>,
     pub(crate) replaced: Option<Unlinked>,
 }
@@ -48,7 +49,7 @@ impl View {
         self.rename_by((parent, name), (new_parent, new_name), no_replace, NameChecks::NONE).map(drop)
     }
 
-    /// [`View::rename`] with checks of the caller.
+    /// [`View::rename`] with the caller's checks in the same transaction.
     pub(crate) fn rename_by(
         &self,
         (parent, name): (Node, &OsStr),
@@ -119,7 +120,7 @@ impl View {
         Ok(Renamed { moved: Some(moved), replaced: unlinked })
     }
 
-    /// Removes what is at the target.
+    /// Removes the file or empty directory at the target.
     fn replace<'a>(
         &'a self,
         writer: &mut Writer<'_>,
@@ -141,13 +142,13 @@ impl View {
 }
 
 impl View {
-    /// Exchanges what two names, which both exist, stand for, in one step.
+    /// Exchanges the inodes of two existing names in one step.
     pub fn exchange(&self, parent: Node, name: &OsStr, other_parent: Node, other_name: &OsStr) -> Result<()> {
         self.exchange_by((parent, name), (other_parent, other_name), NameChecks::NONE).map(drop)
     }
 
-    /// [`View::exchange`] with checks of the caller. Returns what has moved from the first name to the other, and
-    /// what has moved back; `None` where both names lead to one inode.
+    /// [`View::exchange`] with the caller's checks in the same transaction. Returns the inode that moved from
+    /// the first name to the other, then the one that moved back. `None` when both names lead to one inode.
     pub(crate) fn exchange_by(
         &self,
         (parent, name): (Node, &OsStr),
@@ -181,8 +182,8 @@ impl View {
     }
 }
 
-/// Lets a name stand for an inode that had another name. Returns the links that its directory gets: 1 for a
-/// directory, else 0.
+/// Points a name at an inode that had another name. Returns by how much the links of the name's directory
+/// grow: 1 for a directory, else 0.
 fn put_at(writer: &mut Writer<'_>, moved: Dentry, to: Place<'_>, now: Timestamp) -> Result<(Moved, i32)> {
     let mut inode = tree::inode(writer, moved.ino)?;
     let directory = inode.is_directory();
@@ -197,7 +198,7 @@ fn put_at(writer: &mut Writer<'_>, moved: Dentry, to: Place<'_>, now: Timestamp)
     Ok((Moved { ino: moved.ino, names_version: inode.names_version }, i32::from(directory)))
 }
 
-/// A directory cannot move into itself or below itself.
+/// Refuses to move a directory into itself or below itself.
 fn refuse_loop(writer: &mut Writer<'_>, moved: u64, to: u64) -> Result<()> {
     let mut ancestor = to;
     while ancestor != ROOT_INO {

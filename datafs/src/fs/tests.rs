@@ -21,7 +21,7 @@ use crate::fs::Owner;
 use crate::meta::engine::Order;
 use crate::view::View;
 
-/// Small buffers, no background work: everything happens when a test says so.
+/// Small buffers and no background work: everything happens when a test calls for it.
 pub(super) fn config() -> Config {
     Config { write_buffer_bytes_max: 6_000, garbage_grace_ms: 0, gc_interval_ms: 0, ..Config::default() }
 }

@@ -1,4 +1,4 @@
-//! Steps inside a transaction from which the operations are built: inodes, entries, links.
+//! Building blocks of the file-system operations inside a transaction: inodes, directory entries, links.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -18,11 +18,11 @@ use crate::session;
 pub(crate) const NAME_BYTES_MAX: usize = 255;
 /// Name of the directory of snapshots in the root of a live view.
 pub(crate) const SNAPSHOTS_NAME: &str = ".snapshots";
-/// The bit of a directory's mode by which only owners remove or move what is in it.
+/// The sticky bit of a directory's mode: only owners may remove or move its entries.
 const STICKY: u32 = 0o1000;
 /// The set-group-ID bit of a mode.
 const SET_GROUP_ID: u32 = 0o2000;
-/// Records of an inode that are removed in the transaction that unlinks it; more are removed later.
+/// Most records of an inode that the unlinking transaction removes; the collector removes the rest.
 const REMOVE_NOW_MAX: usize = 256;
 
 /// Checks the name of a new or old entry.
@@ -53,7 +53,7 @@ pub(crate) fn check_entry(parent: u64, name: &OsStr) -> Result<()> {
     Ok(())
 }
 
-/// An inode that exists.
+/// Reads an inode; [`Error::NotFound`] when it does not exist.
 pub(crate) fn inode(records: &mut dyn Records, ino: u64) -> Result<Inode> {
     match records.get(&keys::attributes(ino))? {
         Some(value) => Inode::decode(&value),
@@ -61,7 +61,7 @@ pub(crate) fn inode(records: &mut dyn Records, ino: u64) -> Result<Inode> {
     }
 }
 
-/// The inode of a directory that has a name (or is the root).
+/// Reads an inode that must be a directory.
 pub(crate) fn directory(records: &mut dyn Records, ino: u64) -> Result<Inode> {
     let inode = inode(records, ino)?;
     if inode.is_directory() { Ok(inode) } else { Err(Error::NotADirectory { what: format!("inode {ino}") }) }
@@ -77,13 +77,13 @@ pub(crate) fn child(records: &mut dyn Records, parent: u64, name: &OsStr) -> Res
     value.map(|value| Dentry::decode(&value)).transpose()
 }
 
-/// Has what a change of an entry reads brought in one go: the directory and the entry.
+/// Prefetches what a change of an entry reads, in one request: the directory and the entry.
 pub(crate) fn prefetch_entry(records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<()> {
     let wanted = || keys::child(parent, name.as_bytes());
     records.prefetch(&mut std::iter::once(keys::attributes(parent)).chain(std::iter::once_with(wanted)))
 }
 
-/// An entry of a directory that must be there.
+/// An entry of a directory; [`Error::NotFound`] when it does not exist.
 pub(crate) fn existing(records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<Dentry> {
     match child(records, parent, name)? {
         Some(dentry) => Ok(dentry),
@@ -94,7 +94,7 @@ pub(crate) fn existing(records: &mut dyn Records, parent: u64, name: &OsStr) -> 
     }
 }
 
-/// What a name leads to inside a transaction.
+/// The inode that a name leads to, inside a transaction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NameTarget<'a> {
     pub(crate) parent: u64,
@@ -103,12 +103,12 @@ pub(crate) struct NameTarget<'a> {
     pub(crate) inode: &'a Inode,
 }
 
-/// What the caller of a change of names wants checked inside its transaction.
+/// The caller's checks inside a transaction that changes names.
 #[derive(Clone, Copy)]
 pub(crate) struct NameChecks<'a> {
-    /// The user of whom sticky directories are protected; `None` passes all of them.
+    /// The user id for the check of sticky directories; `None` skips the check.
     pub(crate) user: Option<u32>,
-    /// Whether a name may be removed, moved or replaced while it leads to this.
+    /// Whether a name may be removed, moved or replaced while it leads to this target.
     pub(crate) expects: &'a dyn Fn(&NameTarget<'_>) -> bool,
 }
 
@@ -117,10 +117,10 @@ fn expects_anything(_: &NameTarget<'_>) -> bool {
 }
 
 impl NameChecks<'_> {
-    /// The caller may change every name, whatever it leads to.
+    /// No checks: the caller may change every name.
     pub(crate) const NONE: NameChecks<'static> = NameChecks { user: None, expects: &expects_anything };
 
-    /// Checks a name that is going to be removed or moved. One that does not exist passes.
+    /// Checks a name that is going to be removed or moved. A missing name passes.
     pub(crate) fn check(self, records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<()> {
         check_sticky(records, parent, name, self.user)?;
         match child(records, parent, name)? {
@@ -129,8 +129,8 @@ impl NameChecks<'_> {
         }
     }
 
-    /// Checks a name that is going to be replaced. Replacing a file is one step whatever file it is: only a directory
-    /// has to be the expected one.
+    /// Checks a name that is going to be replaced. Any file may be replaced in one step; only a directory has
+    /// to be the expected one.
     pub(crate) fn check_replaced(self, records: &mut dyn Records, parent: u64, name: &OsStr) -> Result<()> {
         check_sticky(records, parent, name, self.user)?;
         match child(records, parent, name)? {
@@ -150,8 +150,8 @@ impl NameChecks<'_> {
     }
 }
 
-/// Checks that `user` may remove or move a name in a sticky directory; `None` may always. The kernel checks that of
-/// the inode that it knows, which another process may have replaced since.
+/// Checks that `user` may remove or move a name in a sticky directory; `None` always may. The kernel checks
+/// this for the inode in its cache, which another process may have replaced since.
 fn check_sticky(records: &mut dyn Records, parent: u64, name: &OsStr, user: Option<u32>) -> Result<()> {
     let Some(user) = user else { return Ok(()) };
     let directory = directory(records, parent)?;
@@ -188,7 +188,7 @@ pub(crate) fn is_empty(records: &mut dyn Records, ino: u64) -> Result<bool> {
     Ok(some.is_empty())
 }
 
-/// Notes a change of a directory's entries; `subdirectories` is how many more there are.
+/// Updates a directory's inode after a change of its entries; `subdirectories` is the change of their number.
 pub(crate) fn touch_directory(inode: &mut Inode, subdirectories: i32, now: Timestamp) -> Result<()> {
     inode.nlink = add_links(inode.nlink, subdirectories)?;
     inode.mtime = now;
@@ -196,23 +196,25 @@ pub(crate) fn touch_directory(inode: &mut Inode, subdirectories: i32, now: Times
     Ok(())
 }
 
-/// A link count, changed.
+/// A link count plus `change`; an error when that overflows.
 pub(crate) fn add_links(nlink: u32, change: i32) -> Result<u32> {
     nlink.checked_add_signed(change).ok_or_else(|| Error::TooManyLinks { what: "the inode".into() })
 }
 
-/// What a transaction that removes names holds and has to do after its commit.
+/// State of a transaction that removes names: the inodes whose opens and closes wait, and the work after the
+/// commit.
 #[derive(Debug, Default)]
 pub(crate) struct Closing<'a> {
     last_names: LastNames<'a>,
     /// An inode with too many records for one transaction is left to the collector.
     pub(crate) collect: bool,
-    /// Others have to be asked whether they have an inode open.
+    /// Other sessions have to be asked whether they have an inode open.
     asks: bool,
 }
 
 impl<'a> Closing<'a> {
-    /// Notes an inode whose last name goes, or has gone. Returns whether this process has it open.
+    /// Adds an inode whose last name this transaction or an earlier one removes. Returns whether this process
+    /// has it open.
     pub(super) fn orphan(&mut self, open: &'a OpenTable, volume: u64, ino: u64) -> bool {
         self.last_names.add(open, volume, ino)
     }
@@ -225,24 +227,24 @@ impl<'a> Closing<'a> {
         }
     }
 
-    /// The transaction was taken back: the inodes are no orphans.
+    /// The transaction was rolled back: the inodes are no orphans.
     pub(crate) fn undo(&mut self) {
         self.last_names.stay();
         (self.collect, self.asks) = (false, false);
     }
 }
 
-/// What has lost a name, as it is then.
+/// An inode that has lost a name, as it is afterwards.
 #[derive(Debug)]
 pub(crate) struct Unlinked {
     pub(crate) ino: u64,
     pub(crate) inode: Inode,
-    /// Of a symbolic link.
+    /// The target of a symbolic link.
     pub(crate) target: Option<Vec<u8>>,
 }
 
-/// Takes one link from a file. With the last one the inode goes; if it is open, or others may have it
-/// open, after the last close.
+/// Removes one link of a file. The last one frees the inode. If this process has the file open, or others
+/// may, the last close frees it.
 pub(crate) fn drop_link<'a>(
     writer: &mut Writer<'_>,
     ino: u64,
@@ -301,7 +303,7 @@ pub(crate) fn remove_records(writer: &mut Writer<'_>, ino: u64, limit: usize) ->
     Ok(records.len())
 }
 
-/// At most `limit` record keys of an inode without entries. What most files are is known without a scan.
+/// At most `limit` record keys of an inode without entries. Most files need no scan.
 fn records_of(writer: &mut Writer<'_>, ino: u64, inode: &Inode, limit: usize) -> Result<Vec<Vec<u8>>> {
     let mut records = vec![keys::attributes(ino)];
     let sole = match inode.kind {
@@ -332,8 +334,8 @@ pub(crate) fn display(name: &OsStr) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// A new inode for a directory: a set-group-ID directory passes its group on, and the bit to
-/// directories.
+/// A new inode in a directory. It inherits the group of a set-group-ID directory; a new directory inherits
+/// the bit too.
 pub(crate) fn child_inode(directory: &Inode, kind: FileKind, mode: u32, owner: Owner) -> Inode {
     let mut inode = Inode::new(kind, mode, owner.uid, owner.gid);
     if directory.mode & SET_GROUP_ID != 0 {
@@ -345,7 +347,7 @@ pub(crate) fn child_inode(directory: &Inode, kind: FileKind, mode: u32, owner: O
     inode
 }
 
-/// Puts a new directory into its parent, which was just read, under a name that is free.
+/// Adds a new directory to its parent, which the caller has just read, under a free name.
 pub(crate) fn add_directory(
     writer: &mut Writer<'_>,
     parent: (u64, Inode),
@@ -359,7 +361,7 @@ pub(crate) fn add_directory(
     Ok(inode)
 }
 
-/// Puts a new inode into its parent, which was just read, under a name that is free.
+/// Adds a new inode to its parent, which the caller has just read, under a free name.
 pub(crate) fn add_child(
     writer: &mut Writer<'_>,
     parent: (u64, Inode),
@@ -371,7 +373,7 @@ pub(crate) fn add_child(
     add_name(writer, parent, name, ino, inode)
 }
 
-/// Gives an inode, which was changed before, a name that is free in a directory that was just read.
+/// Writes a changed inode and gives it a free name in a directory, which the caller has just read.
 pub(crate) fn add_link(
     writer: &mut Writer<'_>,
     parent: (u64, Inode),

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 pub(crate) const ROOT_INO: u64 = 1;
 /// Inode number of the `.snapshots` directory of a live volume; it exists in no snapshot.
 pub(crate) const SNAPSHOTS_INO: u64 = 2;
-/// First inode number that is handed out.
+/// First inode number that is assigned to a new inode.
 pub(crate) const FIRST_INO: u64 = 16;
 /// Bits of a node's 64-bit form that carry the inode number; the others carry the snapshot.
 pub(crate) const INO_BITS: u32 = 40;
@@ -46,7 +46,7 @@ impl Node {
     }
 }
 
-/// What a node is.
+/// The kind of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FileKind {
     /// A regular file.
@@ -70,7 +70,7 @@ pub enum FileKind {
 pub struct Attr {
     /// The node.
     pub node: Node,
-    /// What it is.
+    /// Its kind.
     pub kind: FileKind,
     /// Permission bits with setuid, setgid and sticky: the low 12 bits of `st_mode`.
     pub mode: u32,
@@ -82,25 +82,26 @@ pub struct Attr {
     pub nlink: u32,
     /// Bytes: the length of a file or of a link's target, 0 for everything else.
     pub size: u64,
-    /// 512-byte blocks of a file that are stored: holes are deducted. What is written and not flushed
-    /// counts in full, also where it replaces what was stored.
+    /// 512-byte blocks of a file that are stored: holes are deducted. Unflushed writes count in full, even
+    /// where they replace stored bytes.
     pub blocks: u64,
     /// Device number of a device node, else 0.
     pub rdev: u32,
-    /// Last access as set explicitly; reading does not move it (as with `noatime`).
+    /// Last access as set explicitly; reading does not change it (as with `noatime`).
     pub atime: SystemTime,
     /// Last change of the contents.
     pub mtime: SystemTime,
     /// Last change of the contents or attributes.
     pub ctime: SystemTime,
-    /// Is another one after each change of the contents.
+    /// Changes with each change of the contents.
     pub data_version: u64,
-    /// Who changed them last, and since which version nobody else has: see `crate::watch`.
+    /// Id of the last writer of the contents, which alone has changed them since version `writer_since`: see
+    /// `crate::watch`.
     pub(crate) writer: u64,
     pub(crate) writer_since: u64,
-    /// Is another one whenever a name of the file has gone or moved.
+    /// Changes whenever a name of the file is removed or moved.
     pub names_version: u32,
-    /// How many extended attributes there are, access control lists among them.
+    /// Number of extended attributes, including access control lists.
     pub(crate) xattrs: u32,
 }
 
@@ -128,8 +129,8 @@ pub struct SetAttr {
     pub atime: Option<SetTime>,
     /// Modification time.
     pub mtime: Option<SetTime>,
-    /// Takes the set-user-ID bit, and the set-group-ID bit of what the group may execute, from what is
-    /// no directory, as writing without privilege does. A change of the owner does so always.
+    /// Clears the set-user-ID bit, and the set-group-ID bit if the group may execute, of anything but a
+    /// directory. An unprivileged write does the same. A change of the owner does so always.
     pub drop_privileges: bool,
 }
 
@@ -147,11 +148,11 @@ pub struct Owner {
 pub struct NodeEntry {
     /// Name; any bytes but NUL and `/`.
     pub name: OsString,
-    /// What it names.
+    /// The node that it names.
     pub node: Node,
     /// Its kind.
     pub kind: FileKind,
-    /// Where to go on reading behind this entry; stable while other entries come and go.
+    /// The cursor after this entry, from which reading goes on; stable while other entries come and go.
     pub cursor: u64,
 }
 
@@ -164,7 +165,7 @@ pub struct OpenFlags {
     pub write: bool,
     /// Every write goes to the end of the file, whatever its offset (implies nothing about `write`).
     pub append: bool,
-    /// Cut to nothing while opening; needs `write`.
+    /// Truncate to zero bytes while opening; needs `write`.
     pub truncate: bool,
     /// `create` only: fail with [`crate::Error::Exists`] when the name exists. With
     /// [`crate::View::create_unnamed`]: the file never gets a name.
@@ -180,7 +181,7 @@ impl OpenFlags {
         OpenFlags { read: true, write: true, append: false, truncate: false, exclusive: false };
 }
 
-/// Space of the file system below, as for `statvfs`.
+/// Space of the object store, as for `statvfs`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StatFs {
     /// Size of a block, in bytes.
@@ -193,7 +194,7 @@ pub struct StatFs {
     pub blocks_available: u64,
     /// Inodes that can exist in all.
     pub files: u64,
-    /// Inodes that can still be made.
+    /// Inodes that can still be created.
     pub files_free: u64,
     /// Longest file name, in bytes.
     pub name_bytes_max: u32,

@@ -1,10 +1,12 @@
-//! Files that are made without a name (`O_TMPFILE`) and may get one later, whole.
+//! Files created without a name (`O_TMPFILE`), which can get one later.
 //!
-//! Such a file is an orphan (`orphan.rs`) from the transaction on that makes it: its record says that the
-//! session of its maker holds it. So it goes with the last close, or once that session is dead, and
-//! nothing else has to know of it. The transaction that gives it a name deletes the record.
+//! The transaction that creates the file also makes it an orphan (`orphan.rs`): the orphan record names the
+//! creating session as keeper and holder. So the last close frees it, or the garbage collector once that
+//! session is dead, and no other code needs to know about it. The transaction that gives it a name deletes
+//! the record.
 //!
-//! What tells it from a file that has lost its names is in its attributes: it never lost one.
+//! The attributes tell it from a file that lost its names: its `names_version` is 0, because it never lost
+//! one.
 
 use std::ffi::OsStr;
 
@@ -24,11 +26,11 @@ use crate::meta::versioned::Writer;
 use crate::view::View;
 
 impl View {
-    /// Makes a file without a name and opens it, as `open` does with `O_TMPFILE`. Owner, mode and access
-    /// control list are what [`View::create`] in `directory` would give it; the directory itself does not
-    /// change. Nobody but this process can open it, and no snapshot has it. [`OpenFile::link`] gives it a
-    /// name, unless `flags.exclusive`. Without one it goes when the last handle is dropped, or, when the
-    /// process dies before, with the next collection of any other.
+    /// Creates a file without a name and opens it, as `open` does with `O_TMPFILE`. Owner, mode and access
+    /// control list are those that [`View::create`] in `directory` would give it; the directory itself does
+    /// not change. No other process can open the file, and no snapshot shows it. [`OpenFile::link`] gives it
+    /// a name, unless `flags.exclusive`. Without a name, dropping the last handle frees it. If the process
+    /// dies before, the next garbage collection of another process does.
     ///
     /// # Errors
     /// [`Error::Invalid`] without `flags.write`; [`Error::NotADirectory`], [`Error::NotFound`] and
@@ -45,7 +47,7 @@ impl View {
             return Err(Error::Invalid("a file without a name has to be open for writing".into()));
         }
         let node = Node { snapshot: 0, ino: self.spare_inos(1)?.start };
-        // Counted as open before it exists, as with a name.
+        // Registered as open before it exists, as in `create`.
         let file = OpenFile::register(self, node, flags);
         let made =
             self.write(Durability::Relaxed, |writer| add(writer, parent, node.ino, mode, owner, flags));
@@ -61,7 +63,7 @@ impl View {
     }
 }
 
-/// Makes an inode without a name, and the record that says who holds it.
+/// Creates an inode without a name, and the orphan record that names this session as its holder.
 fn add(
     writer: &mut Writer<'_>,
     parent: u64,
@@ -74,7 +76,7 @@ fn add(
     let mut inode = tree::child_inode(&directory, FileKind::File, mode, owner);
     inode.nlink = 0;
     if flags.exclusive {
-        // As if it had had its last.
+        // Marks it as having lost its last name, so that it never gets one.
         inode.lost_name();
     }
     acl::inherit(writer, (parent, &directory), ino, &mut inode, 0)?;
@@ -85,14 +87,14 @@ fn add(
 }
 
 impl OpenFile {
-    /// Gives the file one more name, as [`View::link`], or its first one where [`View::create_unnamed`]
-    /// made it: `linkat` with `AT_EMPTY_PATH`. Before its first name, what was written is flushed, so that
-    /// whoever finds it finds the file whole. After [`OpenFile::fsync`] its contents are durable, and
-    /// after an [`OpenFile::fsync`] or [`View::fsync_dir`] that follows the name is as well.
+    /// Gives the file another name, as [`View::link`] does. For a file of [`View::create_unnamed`] it is the
+    /// first one: `linkat` with `AT_EMPTY_PATH`. The file is flushed before its first name, so that a process
+    /// that opens the name sees all of it. After [`OpenFile::fsync`] its contents are durable; the name is
+    /// durable after a later [`OpenFile::fsync`] or [`View::fsync_dir`].
     ///
     /// # Errors
-    /// [`Error::Exists`] when there is such a name; [`Error::NotFound`] for a file that was made with
-    /// `exclusive` or has lost its last name. The file stays what it was then, and open.
+    /// [`Error::Exists`] when the name exists; [`Error::NotFound`] for a file that was created with
+    /// `exclusive` or has lost its last name. The file then stays as it was, and open.
     pub fn link(&self, parent: Node, name: &OsStr) -> Result<Attr> {
         let view = self.view();
         if self.open_inode().is_none_or(|open| open.naming() == Naming::Usual) {

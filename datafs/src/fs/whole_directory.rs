@@ -1,5 +1,5 @@
-//! A directory of a snapshot with all that is known of its files, in few scans: for who looks up one of
-//! its entries after the other, each of which costs several searches otherwise.
+//! Bulk read of a snapshot's directory: the attributes and layouts of its files in few scans. A caller that
+//! looks up one entry after another would need several searches for each.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -14,22 +14,22 @@ use crate::meta::keys::{self, NodeTag};
 use crate::meta::versioned::{Reader, Records as _};
 use crate::view::View;
 
-/// Records that one scan takes.
+/// Records read by one scan.
 const PAGE: usize = 1_024;
-/// Inode numbers that are read along although they are of other directories, between two that are not.
+/// Largest gap between two inode numbers of the directory in one scan; the inodes in the gap are read too.
 const GAP_MAX: u64 = 8;
-/// Fewer entries than this, on average, in a row of inode numbers are not worth a scan.
+/// Fewest entries, on average, in a row of inode numbers: for fewer a scan does not pay.
 const ROW_MIN: usize = 8;
-/// Extents of a file that are kept.
+/// Most extents of a file whose layout is returned.
 const EXTENTS_MAX: usize = 64;
-/// Bytes of records after which it is enough.
+/// Bytes of records after which the read stops.
 const BYTES_MAX: usize = 4 << 20;
 
-/// What is known of an entry.
+/// An entry of the directory.
 #[derive(Debug)]
 pub(crate) struct Found {
     pub(crate) attr: Attr,
-    /// Where all of it is, of a file that is not scattered.
+    /// The whole layout of a regular file that is not scattered.
     pub(crate) layout: Option<Layout>,
 }
 
@@ -43,8 +43,8 @@ struct Partial {
 }
 
 impl View {
-    /// The entries of a directory of a snapshot by name; not all of them when that is a lot of data, and
-    /// nothing when there are more than `entries_max` or they are scattered.
+    /// The entries of a snapshot's directory by name. Some are missing when the records exceed `BYTES_MAX`.
+    /// `None` when there are more than `entries_max` entries, or their inode numbers are scattered.
     pub(crate) fn whole_directory(
         &self,
         parent: Node,
@@ -101,7 +101,7 @@ impl Partial {
     }
 }
 
-/// Visits the inodes of a range of numbers, in order, as long as there is `room` for their records.
+/// Visits the inodes of a range of numbers, in order, until `room` bytes of records were read.
 fn read_row(
     reader: &mut Reader<'_>,
     (first, last): (u64, u64),
@@ -128,7 +128,7 @@ fn read_row(
                     let inode = Inode::decode(&value)?;
                     partial = Some(Partial { ino, inode, head: Vec::new(), extents: Vec::new() });
                 }
-                // A directory among them may have any number.
+                // A directory in the range may have any number of entries: skip them.
                 (NodeTag::Child, _) => {
                     start = keys::after_prefix(&keys::children(ino));
                     skipped = true;

@@ -1,5 +1,5 @@
-//! Extended attributes: named values of an inode, each a versioned record of its own, so that
-//! snapshots keep them like everything else.
+//! Extended attributes: named values of an inode, each in a separate versioned record, so that snapshots keep
+//! them.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
@@ -19,16 +19,16 @@ use crate::view::View;
 pub const XATTR_NAME_BYTES_MAX: usize = 255;
 /// Longest value of an extended attribute, in bytes.
 pub const XATTR_VALUE_BYTES_MAX: usize = 65_536;
-/// Most bytes that the names of one inode's attributes take, each with a NUL byte behind it: what the
-/// kernel can list.
+/// Most bytes of all attribute names of one inode, each with a NUL byte after it: the kernel's limit for a
+/// list.
 pub const XATTR_NAMES_BYTES_MAX: usize = 65_536;
-/// Names that a scan takes at a time.
+/// Names read by one scan.
 const PAGE: usize = 64;
-/// The attribute that gives a program privileges; a change of the program takes them away.
+/// The attribute that gives a program privileges. A change of the program removes it.
 const CAPABILITY: &str = "security.capability";
 /// The set-user-ID bit of a mode.
 const SET_USER_ID: u32 = 0o4000;
-/// The set-group-ID bit of a mode, which means something where the group may execute.
+/// The set-group-ID bit of a mode; it grants privileges only if the group may execute.
 const SET_GROUP_ID: u32 = 0o2000;
 const GROUP_EXECUTES: u32 = 0o010;
 
@@ -46,9 +46,9 @@ pub enum SetXattr {
 
 impl View {
     /// Sets an extended attribute. Names begin with `user.` (files and directories only), `trusted.` or
-    /// `security.`, or are those of the two access control lists in `system.`, which keep the mode in
-    /// step; others are [`Error::Unsupported`].
-    /// Who may set which is checked by the kernel for a mount, and not for users of the library.
+    /// `security.`, or are those of the two access control lists in `system.`. A list changes the mode too.
+    /// Other names are [`Error::Unsupported`]. The kernel checks for a mount whether a process may set the
+    /// name; library users are not checked.
     ///
     /// # Errors
     /// [`Error::NameTooLong`] and [`Error::TooLarge`] beyond [`XATTR_NAME_BYTES_MAX`] and
@@ -95,8 +95,8 @@ impl View {
         })
     }
 
-    /// Sets an access control list; an empty one removes it. `keeps_group` is whether whoever sets it may
-    /// leave the set-group-ID bit on.
+    /// Sets an access control list; an empty one removes it. With `keeps_group` the caller may leave the
+    /// set-group-ID bit on.
     pub(crate) fn acl_set(&self, node: Node, name: &OsStr, value: &[u8], keeps_group: bool) -> Result<()> {
         let ino = self.writable(node)?;
         self.write_attributes(ino, |writer, unflushed| {
@@ -106,8 +106,8 @@ impl View {
         })
     }
 
-    /// Commits a change of the attributes of a node. `body` gets what the writes that are not flushed do to
-    /// them, and does that first ([`drop_pending`]). No flush runs meanwhile.
+    /// Commits a change of a node's attributes. `body` gets the effects of unflushed writes on them and
+    /// applies those first ([`drop_pending`]). No flush runs meanwhile.
     fn write_attributes<T>(
         &self,
         ino: u64,
@@ -123,7 +123,7 @@ impl View {
         Ok(changed)
     }
 
-    /// Whether a write that is not flushed has taken this attribute.
+    /// Whether an unflushed write has removed this attribute.
     fn is_taken(&self, node: Node, name: &OsStr) -> bool {
         name == CAPABILITY
             && node.is_live()
@@ -141,7 +141,7 @@ impl View {
             return Err(missing(name));
         }
         self.read(node, |reader| {
-            // Most have none, and are asked before each first write.
+            // Most files have none, and the kernel asks before each first write.
             if tree::inode(reader, node.ino)?.xattrs == 0 {
                 return Err(missing(name));
             }
@@ -162,7 +162,8 @@ impl View {
         Ok(names)
     }
 
-    /// Removes an extended attribute; [`Error::NoAttribute`] when there is none of that name.
+    /// Removes an extended attribute; [`Error::NoAttribute`] when there is none of that name and it is not an
+    /// access control list.
     pub fn xattr_remove(&self, node: Node, name: &OsStr) -> Result<()> {
         let ino = self.writable(node)?;
         check_name(name)?;
@@ -171,7 +172,7 @@ impl View {
             let mut inode = tree::inode(writer, ino)?;
             drop_pending(writer, ino, &mut inode, unflushed)?;
             if writer.get(&record)?.is_none() {
-                // No list is what ext4 leaves, too.
+                // As on ext4, removing a missing list succeeds.
                 return if acl::is_acl(name) { Ok(()) } else { Err(missing(name)) };
             }
             writer.delete(&record)?;
@@ -182,13 +183,14 @@ impl View {
     }
 }
 
-/// The mode of a file that is no directory, without the bits that give a program privileges.
+/// The mode of a non-directory without the set-user-ID bit, and without the set-group-ID bit if the group may
+/// execute.
 pub(crate) fn without_privileges(mode: u32) -> u32 {
     let mode = mode & !SET_USER_ID;
     if mode & GROUP_EXECUTES == 0 { mode } else { mode & !SET_GROUP_ID }
 }
 
-/// Takes the capabilities from a program that changes.
+/// Removes the capabilities of a file whose content or owner changes.
 pub(crate) fn drop_capabilities(writer: &mut Writer<'_>, ino: u64, inode: &Inode) -> Result<()> {
     if inode.kind == FileKind::File && writer.has_xattrs(ino, inode) {
         writer.delete(&keys::xattr(ino, CAPABILITY.as_bytes()))
@@ -197,8 +199,8 @@ pub(crate) fn drop_capabilities(writer: &mut Writer<'_>, ino: u64, inode: &Inode
     }
 }
 
-/// Takes from a program what writes take from it that are not flushed: a local file system does that with
-/// the write, so what is set after the write stays.
+/// Applies what unflushed writes do to a file's privileges. A local file system applies it at the write, so
+/// privileges that are set after the write stay.
 pub(crate) fn drop_pending(
     writer: &mut Writer<'_>,
     ino: u64,

@@ -1,4 +1,4 @@
-//! The catalog: which volumes and snapshots there are, by their rows, their names and what they hold.
+//! Check of the catalog: volumes and snapshots by their rows, their names and their records.
 
 use std::collections::BTreeMap;
 
@@ -16,12 +16,12 @@ type Rows<T> = BTreeMap<u64, Option<T>>;
 
 /// A table of names, with the rows that they lead to.
 struct Names<'r> {
-    /// In words.
+    /// Description for the report.
     what: String,
-    /// All their keys begin so.
+    /// The prefix of their keys.
     prefix: Vec<u8>,
     row_key: &'r dyn Fn(u64) -> Vec<u8>,
-    /// The name in each row, and whether it is being deleted, without a name.
+    /// The name in each row, and whether the row is in deletion, in which case no name leads to it.
     rows: Rows<(&'r str, bool)>,
 }
 
@@ -51,12 +51,12 @@ fn rows<T>(
     Ok(rows)
 }
 
-/// Notes a volume or snapshot without a row that can be read.
+/// Reports a volume or snapshot that has no readable row.
 fn kept(findings: &mut Findings<'_>, place: String, why: &str) {
     findings.problem(ProblemKind::DamagedRecord, place, format!("{why}; what it holds is kept"), None);
 }
 
-/// All volumes, also those that have records but no row.
+/// All volumes, including those that have records but no row.
 pub(super) fn volumes(txn: &mut dyn ReadTxn, findings: &mut Findings<'_>) -> Result<Rows<VolumeRow>> {
     let place = |id| format!("volume number {id}");
     let mut rows = rows(txn, findings, ("volumes", &keys::volumes()), place, VolumeRow::decode)?;
@@ -107,7 +107,7 @@ fn with_records(txn: &mut dyn ReadTxn) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-/// The snapshots of a volume by number, also those being deleted, and whether these are all of them.
+/// The snapshots of a volume by number, including those in deletion, and whether all rows could be read.
 pub(super) fn snapshots(
     txn: &mut dyn ReadTxn,
     findings: &mut Findings<'_>,
@@ -115,7 +115,8 @@ pub(super) fn snapshots(
 ) -> Result<(BTreeMap<u64, SnapshotRow>, bool)> {
     let place = |number| format!("snapshot number {number} of {}", volume.name);
     let mut rows = rows(txn, findings, ("snapshots", &keys::snapshots(id)), place, SnapshotRow::decode)?;
-    // Its row is gone. Were another one taken for the newest, nothing would be kept for it from now on.
+    // The newest snapshot has no row. If an older one counted as the newest, no more versions would be kept
+    // for this one.
     if (1..volume.epoch).contains(&volume.last_snapshot) && !volume.deleting {
         rows.entry(volume.last_snapshot).or_insert_with(|| {
             kept(findings, place(volume.last_snapshot), "it has no row");
@@ -139,11 +140,12 @@ pub(super) fn snapshots(
     Ok((rows.into_iter().filter_map(|(number, row)| Some((number, row?))).collect(), whole))
 }
 
-/// The epoch that a volume writes is later than all its snapshots, and it knows the newest of them.
+/// Checks that the epoch of a volume is later than all its snapshots, and that its row names the newest of
+/// them.
 fn epochs(findings: &mut Findings<'_>, (id, volume): (u64, &VolumeRow), rows: &Rows<SnapshotRow>) {
     let newest = rows.last_key_value().map_or(0, |(number, _)| *number);
     let kept = rows.iter().rfind(|(_, row)| row.as_ref().is_none_or(|row| !row.deleting));
-    // One that cannot be read may be in deletion, or may not.
+    // A snapshot with an unreadable row may or may not be in deletion.
     let unsure = kept.is_some_and(|(_, row)| row.is_none());
     let mut right = volume.clone();
     right.epoch = right.epoch.max(newest.saturating_add(1));
@@ -163,7 +165,8 @@ fn epochs(findings: &mut Findings<'_>, (id, volume): (u64, &VolumeRow), rows: &R
 }
 
 impl Names<'_> {
-    /// Each name leads to what has it, and whatever is not being deleted has its name.
+    /// Checks that each name leads to the row with that name, and that a name leads to each row that is not
+    /// in deletion.
     fn check(self, txn: &mut dyn ReadTxn, findings: &mut Findings<'_>) -> Result<()> {
         let Names { what, prefix, row_key, mut rows } = self;
         let place = || format!("names of {what}");
@@ -173,7 +176,7 @@ impl Names<'_> {
                 let name = &key[prefix.len()..];
                 let leads = keys::number(&value);
                 match leads.and_then(|id| Some((id, rows.get(&id)?))) {
-                    // Which name it has is not known.
+                    // The name in an unreadable row is not known.
                     Some((_, None)) => {}
                     Some((id, Some((right, false)))) if right.as_bytes() == name => {
                         rows.remove(&id);
@@ -187,7 +190,7 @@ impl Names<'_> {
             let Some((name, false)) = row else { continue };
             let key = [prefix.as_slice(), name.as_bytes()].concat();
             let was = wrong.remove(&key);
-            // A volume that cannot be read may have it.
+            // A volume or snapshot with an unreadable row may have this name.
             let taken = was.is_none() && txn.get(&key)?.is_some();
             let is = Some(id.to_be_bytes().to_vec());
             let row_key = row_key(id);

@@ -1,4 +1,5 @@
-//! Joins inodes with the names that lead to them, tree by tree, and finds folders that hang nowhere.
+//! Check of the names: joins inodes with the names that lead to them, tree by tree, and finds directories
+//! that no path leads to.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ use crate::meta::keys;
 
 /// Facts between two progress reports.
 const STEP: u64 = 10_000;
-/// Inode numbers behind the largest one in use that processes may have in reserve, by the counter as it was.
+/// Inode numbers above the largest one in use that sessions may have reserved, by the counter as it was.
 const RESERVED_MAX: u64 = 1 << 20;
 
 /// Joins all facts.
@@ -71,7 +72,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// All about one inode.
+/// All facts about one inode.
 struct Group {
     whose: Whose,
     inode: Option<Fact>,
@@ -79,11 +80,11 @@ struct Group {
     stray: bool,
     unreadable: bool,
     names: u64,
-    /// The first names: more than these are never needed one by one, except when all lead nowhere.
+    /// The first names. More than these are needed one by one only when the inode does not exist.
     listed: Vec<(u64, bool, Vec<u8>)>,
 }
 
-/// Names of an inode that are kept one by one.
+/// Most names of an inode that are kept one by one.
 const NAMES_LISTED_MAX: usize = 1_000;
 
 impl Group {
@@ -115,12 +116,12 @@ impl Group {
     }
 }
 
-/// One tree.
+/// The check of one tree, live or of a snapshot.
 struct Tree {
     volume: u64,
     snapshot: u64,
     name: String,
-    /// Folders with their parents, by inode number.
+    /// Directories with their parents, by inode number.
     folders: Vec<(u64, u64)>,
 }
 
@@ -137,7 +138,7 @@ impl Tree {
         format!("inode {ino} of {}", self.name)
     }
 
-    /// A repair, for the live tree alone: snapshots do not change.
+    /// The repair in the live tree; `None` in a snapshot, which never changes.
     fn live(&self, fix: Fix) -> Option<Fix> {
         (self.snapshot == 0).then_some(fix)
     }
@@ -146,7 +147,7 @@ impl Tree {
         let Whose { volume, ino, .. } = group.whose;
         let place = self.place(ino);
         let Some(Fact::Inode { nlink, parent, folders, is_folder, sum }) = group.inode else {
-            // It is there. Its names and what it holds stay, for whoever can bring the attributes back.
+            // The inode exists. Its names and content stay, so that a user can still restore the attributes.
             if group.unreadable {
                 return;
             }
@@ -155,7 +156,7 @@ impl Tree {
                 let fix = self.live(Fix::RemoveName { volume, record: record.clone(), ino });
                 findings.problem(ProblemKind::DanglingName, place, "it leads to no inode", fix);
             }
-            // Records of an inode that is being freed, in batches, are on the list.
+            // An inode that is being freed, in batches, is on the orphan list.
             if group.stray && !group.orphan {
                 let fix = self.live(Fix::Free { volume, ino });
                 findings.problem(ProblemKind::DamagedRecord, place, "it has no attributes", fix);
@@ -216,7 +217,7 @@ impl Tree {
         }
     }
 
-    /// Follows each folder to the root: a ring of folders has names, but no way in.
+    /// Follows each directory to the root: a cycle of directories has names, but no path leads to it.
     fn finish(self, findings: &mut Findings<'_>) {
         let folders = &self.folders;
         let index = |ino: u64| folders.binary_search_by_key(&ino, |(ino, _)| *ino).ok();
@@ -224,7 +225,7 @@ impl Tree {
             let place = self.place(ROOT_INO);
             findings.problem(ProblemKind::LostInode, place, "the tree has no root", None);
         }
-        // 0: not looked at; else the number of the walk that came by.
+        // 0: not visited; else the number of the walk that visited it.
         let mut walks = vec![0_u32; folders.len()];
         for start in 0..folders.len() {
             let walk = start as u32 + 1;

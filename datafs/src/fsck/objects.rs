@@ -1,4 +1,5 @@
-//! Joins extents, reference counts, garbage and what is in the store, object by object.
+//! Check of the objects: joins extents, reference counts, the garbage list and the content of the store,
+//! object by object.
 
 use std::collections::BTreeSet;
 
@@ -14,16 +15,16 @@ use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{VolumeRow, record_of};
 
-/// Extents of an object that are kept to say whose data it is.
+/// Most extents of an object that are kept, to report whose data it holds.
 const WITNESSES_MAX: usize = 16;
 /// Bytes that a scrub reads at a time.
 const SCRUB_BYTES: u64 = 4 << 20;
 
-/// Lists the store.
+/// Adds a fact for each object and checksum sidecar in the store.
 pub(super) fn list(shared: &Shared, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
     findings.stage("objects");
     if !shared.pool.is_local() {
-        // What this process has in memory for a bucket, and the picture points at, is there then.
+        // Sends the packs in this process's memory to the store, because the picture may reference them.
         shared.meta.sync()?;
     }
     let mut failed = None;
@@ -40,7 +41,7 @@ pub(super) fn list(shared: &Shared, facts: &mut Sorter, findings: &mut Findings<
     failed.map_or(Ok(()), Err)
 }
 
-/// A version of an extent that points at an object.
+/// A version of an extent that references an object.
 struct Witness {
     key: Vec<u8>,
     offset: u64,
@@ -70,7 +71,7 @@ impl Witness {
         format!("inode {ino} of volume number {volume} at byte {at}{held}")
     }
 
-    /// Whether it points at the object still.
+    /// Whether it still references the object.
     fn holds(&self, shared: &Shared, object: ObjectId) -> Result<bool> {
         let Some(version) = shared.meta.view(|txn| txn.get(&self.key))? else { return Ok(false) };
         let offset = keys::extent_offset(self.record()).unwrap_or_default();
@@ -79,7 +80,7 @@ impl Witness {
     }
 }
 
-/// One object.
+/// All facts about one object.
 struct Group {
     id: ObjectId,
     references: Option<Vec<u8>>,
@@ -96,14 +97,14 @@ struct Group {
     witnesses: Vec<Witness>,
 }
 
-/// How objects are checked.
+/// The options of the object check.
 pub(super) struct Check {
-    /// Sessions whose objects may be unpublished still.
+    /// Sessions that may have objects that are not committed yet.
     pub(super) sessions: BTreeSet<u64>,
-    /// Extents are among what could not be read: an object may have more references than are there, so
-    /// that none is given up.
+    /// Extents may be among the unreadable records. An object may then have more references than were found,
+    /// so no object is given up.
     pub(super) hidden_extents: bool,
-    /// All data is read.
+    /// Read and verify all data in use.
     pub(super) scrub: bool,
 }
 
@@ -139,7 +140,7 @@ impl Check {
         group.map_or(Ok(()), |group| group.finish(shared, self, findings))
     }
 
-    /// A repair that lets go of references, unless some may be there that cannot be seen.
+    /// A repair that gives up references; `None` when unreadable extents may exist.
     fn gives_up(&self, fix: Fix) -> Option<Fix> {
         (!self.hidden_extents).then_some(fix)
     }
@@ -186,14 +187,15 @@ impl Group {
         Ok(())
     }
 
-    /// Reads what no extent before has covered; extents come by their offset in the object.
+    /// Reads and verifies the bytes that no earlier extent has covered; extents come in order of their offset
+    /// in the object.
     fn scrub(&mut self, shared: &Shared, witness: &Witness, findings: &mut Findings<'_>) -> Result<()> {
         let end = witness.offset.saturating_add(witness.len);
         let mut at = self.scrubbed_to.max(witness.offset);
         if at >= end {
             return Ok(());
         }
-        // The record of a volume that is being deleted, or is damaged, says nothing.
+        // The row of a volume that is being deleted, or is damaged, does not tell the expected keys.
         let row = shared.meta.view(|txn| VolumeRow::get(txn, witness.volume()));
         let expected = row.map_or(ExpectedKeys::Unknown, |row| row.expected_keys());
         while at < end {
@@ -202,7 +204,7 @@ impl Group {
             let read = shared.pool.read_part(&expected, self.id, witness.offset, at, &mut buffer);
             match read.map_err(Error::from) {
                 Ok(()) => {}
-                // The store is away: nothing is said about the data.
+                // The store is unavailable, which says nothing about the data.
                 Err(error) if !is_about_data(&error) => return Err(error),
                 Err(error) if witness.holds(shared, self.id)? => {
                     let detail = format!("{error}; it holds {}", witness.place());
@@ -227,7 +229,7 @@ impl Group {
         let object = self.id;
         let there =
             References { extents: u32::try_from(self.extents).unwrap_or(u32::MAX), bytes: self.bytes };
-        // A row that cannot be read says nothing.
+        // An unreadable row counts as no references.
         let recorded = self.references.as_deref().and_then(|row| References::decode(row).ok());
         let recorded = recorded.unwrap_or_default();
         if recorded != there {
@@ -254,7 +256,7 @@ impl Group {
             Some(_) => None,
         };
         let Some(reason) = reason else { return Ok(()) };
-        // It may have been given up and collected since the picture was taken.
+        // It may have been released and collected since the picture was taken.
         let mut holders = Vec::new();
         for witness in &self.witnesses {
             if witness.holds(shared, object)? {
@@ -289,7 +291,7 @@ impl Group {
     }
 }
 
-/// Whether an object has come into use, or into the charge of a session, since the picture was taken.
+/// Whether an object is now in use, garbage, or of a session that has a row or is in cleanup.
 pub(super) fn known_now(shared: &Shared, object: ObjectId) -> Result<bool> {
     shared.meta.view(|txn| {
         Ok(txn.get(&keys::references(object))?.is_some()

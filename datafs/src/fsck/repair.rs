@@ -1,5 +1,5 @@
-//! Repairs: each a transaction of its own that looks again first. What a live mount has changed since
-//! is left alone; the next check sees it anew.
+//! Repairs, each in a separate transaction that verifies its problem first. What a live mount has changed
+//! since the check is left alone; the next check looks at it again.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -21,52 +21,53 @@ use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
 
-/// Where inodes without a name are put, in the root of their volume.
+/// The directory for inodes without a name, in the root of their volume.
 const LOST_AND_FOUND: &str = "lost+found";
-/// Where something else has that name they go to `lost+found-2`, and so on up to this.
+/// When something else has that name, `lost+found-2` is used, and so on up to this number.
 const LOST_AND_FOUND_MAX: u32 = 100;
 
 /// One repair.
 #[derive(Debug, Clone)]
 pub(super) enum Fix {
-    /// Takes away a name that leads to no inode, or a folder's second one.
+    /// Removes a name that leads to no inode, or a directory's second one.
     RemoveName { volume: u64, record: Vec<u8>, ino: u64 },
     /// Gives an inode a name in `lost+found`.
     Adopt { volume: u64, ino: u64 },
-    /// Puts an unlinked inode, or what is left of one, on the list of those that are freed.
+    /// Adds an unlinked inode, or the remaining records of one, to the orphan list, from which it is freed.
     Free { volume: u64, ino: u64 },
-    /// Takes an inode that has a name off that list.
+    /// Removes an inode that has a name from the orphan list.
     NoOrphan { volume: u64, ino: u64 },
-    /// Corrects the links of an inode whose attributes have this checksum still.
+    /// Corrects the link count of an inode whose attributes still have this checksum.
     SetLinks { volume: u64, ino: u64, sum: u32, links: u32 },
-    /// Corrects the parent of a folder, likewise.
+    /// Corrects the parent of a directory whose attributes still have this checksum.
     SetParent { volume: u64, ino: u64, sum: u32, parent: u64 },
     /// Cuts the extents of a file so that they are disjoint: see [`separate`].
     Separate { volume: u64, ino: u64 },
-    /// Puts a value in the place of another one, or of none, which is there still; likewise the value of
-    /// `beside`.
+    /// Replaces the value `was` of a key by `is`; `None` stands for no value. Does nothing unless the key
+    /// still has the value `was`, and the key in `beside` still has the value there.
     Replace { key: Vec<u8>, was: Option<Vec<u8>>, is: Option<Vec<u8>>, beside: Option<(Vec<u8>, Vec<u8>)> },
     /// Makes the next inode number at least this.
     RaiseCounter { volume: u64, next: u64 },
-    /// Puts a version on the list of its last snapshot.
+    /// Adds a version to the dead list of its last snapshot.
     AddDead { volume: u64, key: Vec<u8> },
-    /// Takes an entry without a version off a list.
+    /// Removes an entry without a version from a dead list.
     RemoveDead { volume: u64, key: Vec<u8> },
-    /// Takes an object in use off the garbage list.
+    /// Removes an object in use from the garbage list.
     NoGarbage { object: ObjectId },
-    /// Puts an object that nothing points at on the garbage list.
+    /// Adds an object that nothing references to the garbage list.
     Discard { object: ObjectId, was: Option<Vec<u8>> },
 }
 
-/// Applies what a pass found; returns how many problems were mended and notes it in the report.
+/// Applies the repairs of a pass. Returns the number of problems that were repaired, and marks them in the
+/// report.
 pub(super) fn apply(shared: &Shared, found: &mut Found) -> Result<u64> {
     let mut mended = 0;
     for (index, fix) in std::mem::take(&mut found.fixes) {
         let done = match fix.apply(shared) {
             Ok(done) => done,
-            // Its volume was deleted meanwhile.
+            // The volume or the inode was deleted meanwhile.
             Err(Error::Stale { .. } | Error::NotFound { .. }) => false,
-            // A record that it needs cannot be read, which is in the report as well.
+            // A record that the repair needs cannot be read; the report has that as well.
             Err(Error::Corrupt { what, reason }) => {
                 tracing::warn!(what, reason, "a repair has to be left undone");
                 false
@@ -88,7 +89,7 @@ pub(super) fn apply(shared: &Shared, found: &mut Found) -> Result<u64> {
 }
 
 impl Fix {
-    /// Whether it changed anything.
+    /// Returns whether it changed anything.
     fn apply(self, shared: &Shared) -> Result<bool> {
         let session = shared.session.id();
         let spare = match self {
@@ -158,7 +159,7 @@ impl Fix {
             }
             Fix::RaiseCounter { volume, next } => {
                 let key = keys::next_ino(*volume);
-                // One that cannot be read counts for nothing.
+                // An unreadable counter counts as 0.
                 let now = txn.get(&key)?.as_deref().and_then(keys::number).unwrap_or(0);
                 if now < *next {
                     txn.put(&key, &next.to_be_bytes())?;
@@ -200,13 +201,13 @@ impl Fix {
     }
 }
 
-/// The key of the version that an entry of a dead list names, and since when it says that it was there.
+/// The version's key that an entry of a dead list names, and the epoch since which the entry says it existed.
 pub(super) fn version_of(volume: u64, dead: &[u8]) -> Option<(Vec<u8>, u64)> {
     let number = |at: usize| Some(u64::from_be_bytes(*dead.get(at..)?.first_chunk()?));
     Some((keys::history_version(volume, dead.get(25..)?, number(9)?), u64::MAX - number(17)?))
 }
 
-/// Whether an entry of a dead list names a version that is there; `None` when that is too short to tell.
+/// Whether an entry of a dead list names an existing version; `None` when that version is too short to tell.
 fn names_version(txn: &mut dyn ReadTxn, volume: u64, dead: &[u8]) -> Result<Option<bool>> {
     let Some((version, since)) = version_of(volume, dead) else { return Ok(Some(false)) };
     let there = txn.get(&version)?;
@@ -218,7 +219,7 @@ fn remove_name(writer: &mut Writer<'_>, record: &[u8], ino: u64) -> Result<bool>
     let dentry = Dentry::decode(&value)?;
     let parent = keys::node_of(record).map_or(0, |(parent, _)| parent);
     let right = match writer.get(&keys::attributes(ino))? {
-        // A folder's second name; the one in its parent stays.
+        // Only a directory's second name is removed; the one in its parent stays.
         Some(value) => Inode::decode(&value)?.parent == parent && ino != ROOT_INO,
         None => false,
     };
@@ -236,8 +237,9 @@ fn remove_name(writer: &mut Writer<'_>, record: &[u8], ino: u64) -> Result<bool>
 
 /// Makes the extents of a file disjoint. Where two overlap, the one that begins later stays whole.
 ///
-/// That one is the newer write. A write cuts every extent that begins in its range, so an extent that still
-/// begins inside another one was there after it, or was missed by the copy that the other one is.
+/// The one that begins later is the newer write: a write cuts every extent that begins in its range. So an
+/// extent that begins inside another one was written after it, or the compaction that made the other one
+/// missed it.
 fn separate(writer: &mut Writer<'_>, ino: u64) -> Result<bool> {
     let old = content::extents_within(writer, ino, 0, FILE_BYTES_MAX, usize::MAX)?;
     let mut new = BTreeMap::new();
@@ -267,7 +269,7 @@ fn change(writer: &mut Writer<'_>, ino: u64, sum: u32, change: impl Fn(&mut Inod
     Ok(true)
 }
 
-/// Gives an inode a name; its links become those of that one name.
+/// Gives an inode a name in `lost+found`. The link count of a non-directory becomes 1.
 fn adopt(writer: &mut Writer<'_>, ino: u64, spare: u64) -> Result<bool> {
     let Some(value) = writer.get(&keys::attributes(ino))? else { return Ok(false) };
     let mut inode = Inode::decode(&value)?;
@@ -287,7 +289,8 @@ fn adopt(writer: &mut Writer<'_>, ino: u64, spare: u64) -> Result<bool> {
     Ok(true)
 }
 
-/// The folder of what was lost: the first of its names that a folder has, or nothing.
+/// The `lost+found` directory: the first of its names that leads to a directory, or that is free; then
+/// creates it.
 fn lost_and_found(writer: &mut Writer<'_>, spare: u64) -> Result<u64> {
     for count in 1..=LOST_AND_FOUND_MAX {
         let name = if count == 1 { LOST_AND_FOUND.to_owned() } else { format!("{LOST_AND_FOUND}-{count}") };

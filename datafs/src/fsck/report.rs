@@ -1,53 +1,53 @@
-//! What a check looked at and what it found.
+//! The report of a check: its options, the problems found, and the progress.
 
 use serde::Serialize;
 
 use super::repair::Fix;
 
-/// Problems that a report lists one by one; all are counted.
+/// Most problems that a report lists one by one; all are counted.
 const LISTED_MAX: usize = 1_000;
-/// Repairs that one pass keeps; what is more is left to the next pass.
+/// Most repairs that one pass keeps; the next pass does the rest.
 const FIXES_MAX: usize = 100_000;
 
-/// How to check.
+/// Options of a check.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FsckOptions {
-    /// Also read everything that files and snapshots hold, against its checksums.
+    /// Also read all data of files and snapshots, and verify it against its checksums.
     pub scrub: bool,
-    /// Repair what can be repaired without losing what users have written.
+    /// Repair what can be repaired without losing user data.
     pub repair: bool,
 }
 
-/// What is wrong.
+/// The kind of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum ProblemKind {
-    /// A record cannot be read, or is of no use where it is.
+    /// A record cannot be read, or does not belong where it is.
     DamagedRecord,
     /// A name leads to no inode.
     DanglingName,
-    /// An inode has links but no name, or a folder hangs in no tree.
+    /// An inode has links but no name, or no path leads to a directory.
     LostInode,
     /// An inode's link count is not the number of its names.
     WrongLinks,
-    /// A folder has two names, or knows a wrong parent; a name has the wrong kind.
+    /// A directory has two names or records a wrong parent, or a name has the wrong kind.
     WrongName,
-    /// An unlinked inode that nobody would ever free.
+    /// An unlinked inode that would never be freed, or an inode with a name that would be.
     LostOrphan,
-    /// A file's extents overlap or reach behind its end.
+    /// A file's extents overlap or reach beyond its end.
     WrongExtents,
-    /// A counter of inode numbers, volumes or epochs would give a number out twice.
+    /// A counter of inode numbers, volumes or epochs would assign a number twice.
     WrongCounter,
     /// The name of a volume or snapshot does not lead to it, or leads to something else.
     WrongCatalog,
     /// The history of a snapshot and the list of what its deletion frees differ.
     WrongHistory,
-    /// The count of extents that point at an object is wrong.
+    /// The count of extents that reference an object is wrong.
     WrongReferences,
     /// An object in use is on the list of what may be deleted.
     GarbageInUse,
-    /// Nothing points at an object, and it is on no list of what may be deleted.
+    /// Nothing references an object, and it is on no list of what may be deleted.
     LostObject,
     /// A file's data is not in the store.
     MissingObject,
@@ -55,7 +55,7 @@ pub enum ProblemKind {
     DamagedObject,
 }
 
-/// What became of a problem.
+/// Whether a problem was or can be repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Remedy {
@@ -63,20 +63,20 @@ pub enum Remedy {
     Repaired,
     /// `--repair` would repair it.
     Repairable,
-    /// Nothing but a backup or a snapshot brings it back.
+    /// It cannot be repaired; only a backup or a snapshot may have the data.
     None,
 }
 
 /// One problem.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// What is wrong.
+    /// The kind of the problem.
     pub kind: ProblemKind,
-    /// Where.
+    /// The affected inode, object or table.
     pub place: String,
-    /// How it shows.
+    /// A description of the damage.
     pub detail: String,
-    /// What became of it.
+    /// Whether it was or can be repaired.
     pub remedy: Remedy,
 }
 
@@ -99,38 +99,38 @@ pub struct FsckReport {
     pub object_bytes: u64,
     /// Bytes that were read against their checksums.
     pub scrubbed_bytes: u64,
-    /// Objects that wait for their deletion, or that processes still have to publish or give up.
+    /// Objects that await their deletion, or that a session still has to commit or give up.
     pub unclaimed_objects: u64,
-    /// Problems found; those that a later pass found again count once.
+    /// Problems found; a problem that a later pass finds again counts once.
     pub problems: u64,
-    /// Of them repaired.
+    /// Problems that were repaired.
     pub repaired: u64,
-    /// The first thousand.
+    /// The first 1,000 problems.
     pub found: Vec<Problem>,
 }
 
 impl FsckReport {
-    /// Whether nothing was wrong.
+    /// Whether no problem was found.
     pub fn is_sound(&self) -> bool {
         self.problems == 0
     }
 
-    /// Whether something is wrong still.
+    /// Whether problems remain that were not repaired.
     pub fn is_damaged(&self) -> bool {
         self.problems > self.repaired
     }
 }
 
-/// How far a check has come.
+/// The progress of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FsckProgress {
-    /// What is being done, in words.
+    /// The name of the stage.
     pub stage: &'static str,
     /// Records, objects or (scrub) bytes done in this stage.
     pub done: u64,
 }
 
-/// Collects what is found.
+/// Collects the problems and repairs of one pass, and reports its progress.
 pub(super) struct Findings<'p> {
     pub(super) found: Found,
     progress: &'p mut dyn FnMut(FsckProgress),
@@ -138,7 +138,7 @@ pub(super) struct Findings<'p> {
     done: u64,
 }
 
-/// What one pass found: the report, and repairs, each with the place of its problem in the list.
+/// The result of one pass: the report, and repairs, each with the index of its problem in the report.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) report: FsckReport,
@@ -150,7 +150,7 @@ impl<'p> Findings<'p> {
         Findings { found: Found::default(), progress, stage: "", done: 0 }
     }
 
-    /// The picture is taken anew.
+    /// Drops all findings, because the picture is taken anew.
     pub(super) fn restart(&mut self) {
         self.found = Found::default();
     }
@@ -167,12 +167,12 @@ impl<'p> Findings<'p> {
         (self.progress)(FsckProgress { stage: self.stage, done: self.done });
     }
 
-    /// What is counted.
+    /// The report so far.
     pub(super) fn report(&mut self) -> &mut FsckReport {
         &mut self.found.report
     }
 
-    /// Notes a problem and how to mend it.
+    /// Adds a problem and its repair.
     pub(super) fn problem(
         &mut self,
         kind: ProblemKind,

@@ -1,7 +1,8 @@
-//! Takes the picture: one read transaction over all records, which leave as facts in sorters.
+//! Scan of the metadata: one read transaction over all records, which turns them into facts in sorters (the
+//! picture).
 //!
-//! What cannot be read is noted and does not keep the rest from being checked. Volumes are found by their
-//! records as well as by their rows: what a volume holds is in use whether or not its row can be read.
+//! Unreadable records are reported, and the check of the rest goes on. Volumes are found by their records as
+//! well as by their rows. The data of a volume is in use even if its row cannot be read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -20,9 +21,9 @@ use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::versioned::{At, Reader, VolumeRow, parts_of, record_of};
 
-/// Records that a scan takes at a time.
+/// Records read by one scan.
 const PAGE: usize = 4_096;
-/// Table, volume and last snapshot.
+/// Shortest key of a version in the history: table, volume and last snapshot.
 const HISTORY_KEY_BYTES_MIN: usize = 17;
 
 /// A volume as the check knows it.
@@ -35,20 +36,20 @@ pub(super) struct VolumeFacts {
     pub(super) snapshots: BTreeMap<u64, String>,
 }
 
-/// What a pass works on.
+/// The input of the checks of one pass.
 pub(super) struct Picture {
     /// Facts about inodes and names, as `tree` writes them.
     pub(super) names: Sorter,
     /// Facts about objects: see [`object_fact`].
     pub(super) objects: Sorter,
     pub(super) volumes: BTreeMap<u64, VolumeFacts>,
-    /// Sessions whose objects may be unpublished still: live ones, and dead ones in cleanup.
+    /// Sessions that may have objects that are not committed yet: live ones, and dead ones in cleanup.
     pub(super) sessions: BTreeSet<u64>,
-    /// Extents may be among what cannot be read, so that objects may have more references than are there.
+    /// Extents may be among the unreadable records, so that objects may have more references than were found.
     pub(super) hidden_extents: bool,
 }
 
-/// Which fact about an object a record of the sorter is; they come in this order.
+/// The tags of the facts about an object in the sorter; facts come in this order.
 pub(super) mod object_fact {
     /// The count of references: the value of its row.
     pub(in crate::fsck) const REFERENCES: u8 = 0;
@@ -56,7 +57,7 @@ pub(super) mod object_fact {
     pub(in crate::fsck) const GARBAGE: u8 = 1;
     /// Its data is in the store: `u64` bytes.
     pub(in crate::fsck) const DATA: u8 = 2;
-    /// The sidecar of its checksums is.
+    /// The sidecar of its checksums is in the store.
     pub(in crate::fsck) const SUMS: u8 = 3;
     /// An extent: `u64` offset in the object, `u64` length, `u8` length of the key, key of the
     /// version, its value.
@@ -81,7 +82,7 @@ pub(super) fn each(
     }
 }
 
-/// Reads everything.
+/// Reads all records.
 pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_>) -> Result<Picture> {
     meta.view(|txn| {
         findings.restart();
@@ -141,7 +142,7 @@ fn volume(
     if !row.deleting {
         findings.report().volumes += 1;
         let next_ino = match txn.get(&keys::next_ino(id))? {
-            // One that cannot be read is as wrong as one that is too low.
+            // An unreadable counter is as wrong as one that is too low.
             Some(value) => keys::number(&value).unwrap_or(0),
             None => FIRST_INO,
         };
@@ -151,7 +152,7 @@ fn volume(
     }
     live(txn, picture, findings, (id, row))?;
     let lists = snapshots.values().flat_map(|row| row.lists.iter().copied()).collect();
-    // What an unreadable snapshot holds is not known.
+    // The lists of an unreadable snapshot are not known.
     let lists = whole.then_some(lists);
     history(txn, picture, directory, findings, (id, row), lists.as_ref())?;
     if row.deleting {
@@ -186,7 +187,7 @@ fn volume(
     Ok(())
 }
 
-/// A volume without a row that can be read, which was reported: what it holds is in use all the same.
+/// Reads a volume whose row is missing or unreadable, which was reported: its data counts as in use.
 fn without_row(
     txn: &mut dyn ReadTxn,
     picture: &mut Picture,
@@ -212,7 +213,7 @@ fn without_row(
     Ok(())
 }
 
-/// The live tree: its names, and its extents as references.
+/// Reads the live tree: its names, and its extents as references.
 fn live(
     txn: &mut dyn ReadTxn,
     picture: &mut Picture,
@@ -253,8 +254,8 @@ fn live(
     })
 }
 
-/// What snapshots hold: its extents as references, and each version on the list of its last snapshot;
-/// `lists` are those that snapshots have, if that is known.
+/// Reads the history that snapshots hold: its extents as references, and each version against the dead list
+/// of its last snapshot. `lists` are the dead lists that snapshots have, if that is known.
 fn history(
     txn: &mut dyn ReadTxn,
     picture: &mut Picture,
@@ -324,13 +325,13 @@ fn history(
     Ok(())
 }
 
-/// Whether an entry of a dead list names a version that is there, but too short to tell since when.
+/// Whether an entry of a dead list names an existing version that is too short to have its epoch.
 fn names_damage(txn: &mut dyn ReadTxn, volume: u64, dead: &[u8]) -> Result<bool> {
     let Some((version, _)) = version_of(volume, dead) else { return Ok(false) };
     Ok(txn.get(&version)?.is_some_and(|version| parts_of(&version).is_none()))
 }
 
-/// What a record is about, in words.
+/// Description of a record for the report.
 fn place_of(record: &[u8], volume: &str) -> String {
     let key = keys::application_name(record).filter(|name| keys::application(name) == record);
     match (keys::node_of(record), key) {
@@ -340,7 +341,7 @@ fn place_of(record: &[u8], volume: &str) -> String {
     }
 }
 
-/// Notes a record whose key is none of its table.
+/// Reports a record whose key does not belong to its table.
 pub(super) fn misplaced(findings: &mut Findings<'_>, table: &str, key: &[u8]) {
     let detail = format!("a key of {} bytes, which is none of this table: {}", key.len(), key.escape_ascii());
     findings.problem(ProblemKind::DamagedRecord, format!("list of {table}"), detail, None);
@@ -350,7 +351,7 @@ fn too_short(version: &[u8]) -> String {
     format!("the record has {} bytes, at least 8 belong there", version.len())
 }
 
-/// Notes the object that a version of an extent points at.
+/// Adds a fact for the object that a version of an extent references.
 fn reference(
     picture: &mut Picture,
     findings: &mut Findings<'_>,
@@ -360,7 +361,7 @@ fn reference(
 ) -> Result<()> {
     let Some(offset) = keys::extent_offset(record) else { return Ok(()) };
     findings.report().extents += 1;
-    // A value that cannot be read is reported with the tree.
+    // The scan of the tree reports an unreadable value.
     let Ok(extent) = decode_extent(offset, value) else {
         picture.hidden_extents = true;
         return Ok(());

@@ -1,4 +1,4 @@
-//! Sorts more records than fit into memory: sorted runs in nameless files, merged at the end.
+//! External sort for more records than fit into memory: sorted runs in nameless files, merged at the end.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -26,7 +26,7 @@ pub(super) struct Sorter {
     run_bytes_max: usize,
 }
 
-/// Records one behind the other, and where each begins and ends.
+/// Records in one buffer, and where each begins and ends.
 #[derive(Debug, Default)]
 struct Run {
     bytes: Vec<u8>,
@@ -81,7 +81,7 @@ impl Sorter {
         let number = FILES.fetch_add(1, Ordering::Relaxed);
         let path = self.directory.join(format!("fsck-{}-{number}.tmp", std::process::id()));
         let file = private::options().read(true).write(true).create_new(true).open(&path)?;
-        // Without a name it goes with the process, however that ends.
+        // A file without a name vanishes with the process, however that ends.
         fs::remove_file(&path)?;
         let mut writer = BufWriter::with_capacity(1 << 20, file);
         for index in 0.. {
@@ -94,7 +94,7 @@ impl Sorter {
         Ok(file)
     }
 
-    /// The records in order; equal ones stay as many as they were.
+    /// The records in order; duplicates are kept.
     pub(super) fn finish(mut self) -> Result<Sorted> {
         self.run.sort();
         let mut sorted = Sorted {
@@ -130,7 +130,7 @@ impl Sorted {
         Ok(Some(record))
     }
 
-    /// The record that [`Sorted::next`] gives next.
+    /// The record that [`Sorted::next`] returns next.
     pub(super) fn peek(&self) -> Option<&[u8]> {
         self.heads.peek().map(|Reverse((record, _))| record.as_slice())
     }

@@ -1,4 +1,5 @@
-//! A sound home is sound; each kind of damage is found, named and mended as far as it can be.
+//! Tests of fsck: a sound home has no problems; each kind of damage is found, named, and repaired as far as
+//! possible.
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsStr;
@@ -27,8 +28,8 @@ struct Home {
 }
 
 impl Home {
-    /// Folders, files small and large, links of both kinds, attributes, a snapshot that holds what was
-    /// changed and removed since, and one that was deleted.
+    /// Directories, small and large files, links of both kinds, attributes. One snapshot holds files that
+    /// were changed and removed since; another one was deleted.
     fn new() -> Home {
         let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
         let (dir, datafs, view) = setup_with(config);
@@ -55,7 +56,7 @@ impl Home {
         file.fsync().unwrap();
         view.remove_file("a/b/file-9").unwrap();
         view.rename_path("a/b/c", "a/d").unwrap();
-        // In no snapshot.
+        // These are in no snapshot.
         view.write_file("new/file", &[8; 5_000]).unwrap();
         view.create_dir_all("new/folder/inner").unwrap();
         view.symlink(view.root(), OsStr::new("new-link"), OsStr::new("new/file"), owner).unwrap();
@@ -100,7 +101,7 @@ impl Home {
         crate::meta::inode::decode_extent(0, &found[0].1[8..]).unwrap().object
     }
 
-    /// Something is found, can be mended, and is mended.
+    /// Asserts that a problem of this kind is found, can be repaired, and is repaired.
     fn mends(&self, kind: ProblemKind) {
         let report = self.check(false, false);
         let kinds: Vec<_> = report.found.iter().map(|problem| problem.kind).collect();
@@ -211,7 +212,7 @@ fn unlinked_inodes_that_nobody_would_free_are_freed() {
     assert!(home.view.getattr(Node { snapshot: 0, ino }).is_err());
 }
 
-/// What a compaction of older versions left when it missed a write: one extent over all of the file, and the
+/// Damage by a compaction of older versions that missed a write: one extent over all of the file, and the
 /// write inside it.
 #[test]
 fn overlapping_extents_are_cut_and_the_inner_one_stays_whole() {
@@ -359,7 +360,7 @@ fn versions_that_are_too_short_are_told_and_the_rest_is_checked_and_mended() {
         let versions = txn.scan(&prefix, &end, Order::Ascending, usize::MAX).unwrap();
         let (key, _) = versions.iter().find(|(key, version)| held(key, version)).unwrap();
         txn.put(key, b"").unwrap();
-        // A key without room for the snapshot, and a list that is wrong about when.
+        // A key that is too short for the snapshot, and a dead-list entry with a wrong epoch.
         txn.put(&[&prefix[..], b"n"].concat(), &[0; 8]).unwrap();
         let (key, version) = versions.last().unwrap();
         let until = u64::from_be_bytes(*key.last_chunk().unwrap());
@@ -384,7 +385,7 @@ fn versions_that_are_too_short_are_told_and_the_rest_is_checked_and_mended() {
         assert!(report.found.iter().any(|p| p.place == place), "{:#?}", report.found);
     }
     assert_eq!(home.view.stat("a/large").unwrap().nlink, 2);
-    // What is damaged stays as it is, with its name, for whoever can bring it back.
+    // A damaged record stays as it is, with its name, so that a user can still restore it.
     assert!(matches!(home.view.stat("new/file"), Err(crate::Error::Corrupt { .. })));
     let again = home.check(false, true);
     assert_eq!((damaged(&again), again.problems, again.repaired), (4, 4, 0), "{:#?}", again.found);
@@ -410,7 +411,7 @@ fn damage_that_only_a_snapshot_holds_goes_with_it() {
     home.assert_sound();
 }
 
-/// The rows of the catalog that a test damages.
+/// A catalog row that a test damages: volume number, key and value.
 fn row_of_volume(home: &Home, name: &str) -> (u64, Vec<u8>, Vec<u8>) {
     let id = home.datafs.volume_show(&name.parse().unwrap()).unwrap().id;
     let key = keys::volume(id);
@@ -540,7 +541,7 @@ fn what_a_snapshot_without_its_row_holds_is_kept() {
         assert_eq!(kinds(&report), [(ProblemKind::DamagedRecord, Remedy::None)], "{:#?}", report.found);
         assert!(report.found[0].place.ends_with("of v"), "{:#?}", report.found);
     }
-    // It is the newest one still, so that what is changed meanwhile is kept for it.
+    // It still counts as the newest snapshot, so versions that change meanwhile are kept for it.
     home.view.write_file("a/b/file-7", b"later").unwrap();
     home.change(|txn| txn.put(key, row).unwrap());
     home.assert_sound();

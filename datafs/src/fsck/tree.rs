@@ -1,5 +1,5 @@
-//! The records of one tree, live or of a snapshot, taken in key order: each inode for itself. What
-//! ties inodes and names together leaves as facts, sorted by inode and joined in `names`.
+//! Scan of the records of one tree, live or of a snapshot, in key order. It checks each inode separately.
+//! Facts that link inodes and names go to a sorter, and `names` joins them by inode.
 
 use super::repair::Fix;
 use super::report::{Findings, ProblemKind};
@@ -16,7 +16,7 @@ use crate::meta::keys;
 pub(super) enum Fact {
     /// It has attributes; `sum` is the checksum of their record.
     Inode { nlink: u32, parent: u64, folders: u32, is_folder: bool, sum: u32 },
-    /// It is on the list of those that are freed.
+    /// It is on the orphan list.
     Orphan,
     /// It has records, but no attributes.
     Stray,
@@ -26,7 +26,7 @@ pub(super) enum Fact {
     Name { parent: u64, is_folder: bool, record: Vec<u8> },
 }
 
-/// Of which tree and inode a fact is.
+/// The tree and the inode that a fact is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Whose {
     pub(super) volume: u64,
@@ -62,7 +62,7 @@ impl Whose {
     }
 }
 
-/// Takes a record of the sorter apart.
+/// Parses a record of the sorter.
 pub(super) fn parse(record: &[u8]) -> Result<(Whose, Fact)> {
     let mut from = Decoder::new("spilled fact", record);
     let whose = Whose { volume: from.u64()?, snapshot: from.u64()?, ino: from.u64()? };
@@ -83,12 +83,12 @@ pub(super) fn parse(record: &[u8]) -> Result<(Whose, Fact)> {
     Ok((whose, fact))
 }
 
-/// Notes an orphan's row.
+/// Adds the fact of an orphan's record.
 pub(super) fn orphan(facts: &mut Sorter, volume: u64, ino: u64) -> Result<()> {
     Whose { volume, snapshot: 0, ino }.push(facts, &Fact::Orphan)
 }
 
-/// Checksum by which a repair knows that attributes are still those that were looked at.
+/// Checksum by which a repair verifies that attributes are unchanged since the check.
 pub(super) fn sum_of(value: &[u8]) -> u32 {
     crc32c::crc32c(value)
 }
@@ -97,12 +97,12 @@ pub(super) fn sum_of(value: &[u8]) -> u32 {
 pub(super) struct TreeScan {
     volume: u64,
     snapshot: u64,
-    /// As people write it: `VOLUME` or `VOLUME@SNAPSHOT`.
+    /// For the report: `VOLUME` or `VOLUME@SNAPSHOT`.
     name: String,
     now: Option<Current>,
 }
 
-/// The inode whose records come by.
+/// The inode whose records are being read.
 struct Current {
     ino: u64,
     inode: Option<(Inode, u32)>,
@@ -111,7 +111,7 @@ struct Current {
     folders: u32,
     /// End of the last extent.
     extents_end: u64,
-    /// Extents that begin inside an earlier one, and where the first of them does.
+    /// Number of extents that begin inside an earlier one, and the lowest offset of these.
     overlaps: u64,
     overlaps_at: u64,
     head_len: u64,
@@ -205,7 +205,7 @@ impl TreeScan {
         Ok(())
     }
 
-    /// The next record is damaged so that nothing is known but its key; the caller has reported it.
+    /// Takes a damaged record of which only the key can be read; the caller has reported it.
     pub(super) fn unreadable(
         &mut self,
         record: &[u8],
@@ -220,7 +220,7 @@ impl TreeScan {
         Ok(())
     }
 
-    /// The records of an inode come by.
+    /// Begins a new inode, unless the records are of the current one.
     fn come_to(&mut self, ino: u64, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
         if self.now.as_ref().is_none_or(|now| now.ino != ino) {
             self.flush(facts, findings)?;
@@ -241,7 +241,7 @@ impl TreeScan {
         Ok(())
     }
 
-    /// The last record has come by.
+    /// Ends the scan after the last record.
     pub(super) fn finish(mut self, facts: &mut Sorter, findings: &mut Findings<'_>) -> Result<()> {
         self.flush(facts, findings)
     }

@@ -1,3 +1,4 @@
+//! Tests of the garbage collector: remains of killed writers, full disks, and the end of the last handle.
 #![allow(clippy::unwrap_used)]
 use std::path::Path;
 
@@ -32,7 +33,7 @@ fn what_a_killed_writer_has_half_written_goes_with_its_session() {
     killed.shared.session.lose_lock();
     assert_eq!(collector.gc().unwrap().sessions, 1);
     assert!(before >= 2 && half_written() == before / 2, "{before}: {:?}", files(home.path()));
-    // The session of the other one is left as a kill leaves it, and this test's memory is not used again.
+    // The other session is left as a kill leaves it; the leaked memory is not used again.
     std::mem::forget((killed, alive));
 }
 

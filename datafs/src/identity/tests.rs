@@ -1,4 +1,4 @@
-//! Tests of the identity of stores and keys.
+//! Tests of the identity check of stores and encryption keys.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -29,7 +29,7 @@ fn make(home: &Path) {
     write(&datafs, "f");
 }
 
-/// Makes a home what a build before identities has left.
+/// Turns a home into one of a build without identities.
 fn make_old(home: &Path) {
     let meta = Metadata::grouped(Sqlite::open(&home.join("datafs/meta.sqlite"), LIMIT).unwrap()).unwrap();
     meta.transact(Durability::Durable, |txn| {
@@ -48,7 +48,7 @@ fn another_store_is_refused_and_the_own_one_goes_on() {
     make(home.path());
     let error = Datafs::open(home.path(), &config("elsewhere")).unwrap_err().to_string();
     assert!(error.contains("elsewhere") && error.contains("store_url"), "{error}");
-    // One that belongs to another home.
+    // A store that belongs to another home.
     let other = tempfile::tempdir().unwrap();
     make(other.path());
     let theirs = Config {
@@ -63,7 +63,7 @@ fn another_store_is_refused_and_the_own_one_goes_on() {
     // A refused process leaves nothing that has to be cleaned up.
     assert_eq!(datafs.gc().unwrap().sessions, 0);
     drop(datafs);
-    // It may move, with its number.
+    // The store may move with its marker.
     std::fs::rename(home.path().join("store"), home.path().join("moved")).unwrap();
     assert_eq!(read(&Datafs::open(home.path(), &config("moved")).unwrap(), "g"), LARGE);
 }
@@ -73,7 +73,7 @@ fn a_home_from_before_is_recorded_with_its_own_store() {
     let home = tempfile::tempdir().unwrap();
     make(home.path());
     make_old(home.path());
-    // A disk that is not mounted.
+    // As if the disk of the store were not mounted.
     let error = Datafs::open(home.path(), &config("elsewhere")).unwrap_err().to_string();
     assert!(error.contains("is empty") && error.contains("mounted"), "{error}");
     assert_eq!(read(&Datafs::open(home.path(), &config("store")).unwrap(), "f"), LARGE);
@@ -113,7 +113,7 @@ fn another_key_of_a_known_name_is_refused() {
     for old in [false, true] {
         if old {
             make_old(home.path());
-            // Records what it finds.
+            // Records the store and the key.
             drop(Datafs::open(home.path(), &with_key(1)).unwrap());
         }
         let error = Datafs::open(home.path(), &with_key(2)).unwrap_err();
@@ -124,7 +124,7 @@ fn another_key_of_a_known_name_is_refused() {
             1
         );
     }
-    // The name stays taken when the volume has gone.
+    // The name stays reserved after the volume is deleted.
     let datafs = Datafs::open(home.path(), &with_key(1)).unwrap();
     datafs.volume_delete(&"v".parse().unwrap()).unwrap();
     drop(datafs);

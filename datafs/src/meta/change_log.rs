@@ -1,10 +1,12 @@
-//! Which records each batch has touched: a ring in the file of the turn, behind the shared page.
+//! Change log: the keys that each batch touched, in a ring in the file of the writer lock, behind the shared
+//! page.
 //!
-//! Written by who has the turn, before the batch is committed; read by everybody, at their own pace.
-//! It is no part of the metadata: what is missing, overwritten or torn reads as "anything".
+//! The process with the writer lock appends before it commits the batch; all processes read at their own
+//! pace. The log is not part of the metadata: a missing, overwritten or torn entry means that anything may
+//! have changed.
 //!
-//! An entry: length (u32) and CRC-32C (u32) of what follows; batch (u64), writer (u64), and per
-//! record a length (u16) and its key, or nothing where there were too many.
+//! An entry: length (u32) and CRC-32C (u32) of the rest; batch (u64), writer (u64); then per record a length
+//! (u16) and its key. If there were too many keys, none are listed.
 
 use std::fs::File;
 use std::io;
@@ -15,14 +17,14 @@ use super::shared_page::{PAGE_BYTES, Words};
 
 /// Bytes of the ring.
 pub(crate) const LOG_BYTES: u64 = 2 << 20;
-/// Longest entry; a batch that needs more is "anything".
+/// Longest entry; a batch that needs more is logged without its keys.
 const ENTRY_BYTES_MAX: usize = 512 << 10;
 /// Bytes before the checked part of an entry.
 const PREFIX_BYTES: usize = 8;
 /// Bytes of an entry without keys.
 const HEADER_BYTES: usize = PREFIX_BYTES + 16;
 
-/// Where a reader is.
+/// Position of a reader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cursor {
     position: u64,
@@ -33,23 +35,23 @@ pub(crate) struct Cursor {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) batch: u64,
-    /// The open metadata that has written it.
+    /// The open metadata that wrote it.
     pub(crate) writer: u64,
-    /// Keys that were touched; `None` means that they are not known.
+    /// Touched keys; `None` means that they are not known.
     pub(crate) keys: Option<Vec<Vec<u8>>>,
 }
 
-/// What a reader finds.
+/// Result of a read.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Read {
-    /// No more entries of batches that it may see.
+    /// No more entries up to the given batch.
     End,
     Entry(Entry),
-    /// Something was missed.
+    /// Entries were missed: anything may have changed.
     Gap,
 }
 
-/// The log.
+/// The ring and its file.
 #[derive(Debug)]
 pub(crate) struct ChangeLog {
     file: File,
@@ -66,7 +68,7 @@ impl ChangeLog {
         Cursor { position: words.log_end.load(Ordering::Acquire), gaps }
     }
 
-    /// Adds a batch; the caller holds the turn. What cannot be written is noted as a gap.
+    /// Appends a batch; the caller holds the writer lock. A failed write counts as a gap.
     pub(crate) fn append<'a>(
         &self,
         words: &Words,
@@ -105,12 +107,12 @@ impl ChangeLog {
         }
     }
 
-    /// Notes that a batch has touched anything; the caller holds the turn.
+    /// Records a gap: a batch may have touched anything. The caller holds the writer lock.
     pub(crate) fn lose(&self, words: &Words) {
         words.log_gaps.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The next entry, of a batch up to `until`.
+    /// The next entry, if its batch is at most `until`.
     pub(crate) fn read(&self, words: &Words, cursor: &mut Cursor, until: u64) -> Read {
         let gaps = words.log_gaps.load(Ordering::SeqCst);
         let end = words.log_end.load(Ordering::SeqCst);
@@ -189,7 +191,7 @@ impl ChangeLog {
     }
 }
 
-/// Where a position is in the file, and how many bytes follow it before the ring closes.
+/// File offset of a position, and the bytes from there to the end of the ring.
 fn place(position: u64) -> (u64, usize) {
     let inside = position % LOG_BYTES;
     (PAGE_BYTES + inside, (LOG_BYTES - inside) as usize)

@@ -1,21 +1,22 @@
-//! What other processes have committed, for those who keep something that it may outdate.
+//! Change notifications: reports of other processes' commits, for components that keep data which these may
+//! outdate.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What was committed by others since the last call.
+/// Changes by other processes or writers since the last call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Changed {
-    /// It is not known what: anything may be different.
+    /// The changes are unknown: any record may be different.
     Anything,
     /// Live records that were written or removed: volume and record key, in no order.
     Records(Vec<(u64, Vec<u8>)>),
 }
 
-/// Is called with what changed.
+/// Callback that gets the changes.
 pub(crate) type ChangeListener = Box<dyn FnMut(&Changed) + Send>;
 
-/// Listening lasts until this is dropped; a call that is under way then still ends.
+/// Registration of a listener, which ends when this is dropped; a call in progress still completes.
 #[derive(Debug)]
 #[must_use = "the listener is not called any more once this is dropped"]
 pub(crate) struct Subscription {
@@ -23,7 +24,7 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// A subscription, and what its listener's thread asks whether to stop.
+    /// A subscription, and the flag that tells the listener's thread to stop.
     pub(crate) fn new() -> (Subscription, Arc<AtomicBool>) {
         let stopped = Arc::new(AtomicBool::new(false));
         (Subscription { stopped: Arc::clone(&stopped) }, stopped)

@@ -1,8 +1,8 @@
-//! Copying the log back into the metadata file, beside the commits.
+//! Checkpoints: copying SQLite's write-ahead log back into the metadata file, alongside the commits.
 //!
-//! A thread copies most of it while commits go on. Only when nothing is left to copy, and nobody reads
-//! from the log, does SQLite begin it anew; under steady writing that never happens by itself. So
-//! the committing thread copies the small rest between two batches, with idle snapshots out of the way.
+//! A thread copies most of the log while commits go on. SQLite restarts the log only when nothing is left to
+//! copy and no reader uses the log, which never happens under steady writing. So the committing thread copies
+//! the small rest between two batches, after it has dropped idle snapshots.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -10,19 +10,19 @@ use super::group::Shared;
 use crate::error::Error;
 use crate::failpoint;
 
-/// Pages in the log after which it is copied back: 16 MiB.
+/// Log length in pages at which it is copied back: 16 MiB.
 const PAGES_MAX: u32 = 4_096;
-/// After an attempt the log grows by this much before the next one: readers may have been in the way.
+/// Growth of the log in pages before the next attempt: readers may have blocked the last one.
 const PAGES_STEP: u32 = 1_024;
 
-/// When to do what.
+/// Schedule of the checkpoints.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
     /// Pages in the log after the newest commit.
     pages: AtomicU32,
-    /// Pages at which it is copied.
+    /// Log length in pages at which the next copy is due.
     due: AtomicU32,
-    /// It was copied but for a rest.
+    /// 1 while the log is copied except for a rest, else 0.
     rest: AtomicU32,
 }
 
@@ -33,11 +33,11 @@ impl Default for Checkpoints {
 }
 
 impl Checkpoints {
-    /// Notes how long the log is. Returns whether the copying thread has something to do.
+    /// Records the length of the log after a commit. Returns whether the checkpoint thread has work.
     pub(super) fn committed(&self, pages: u32) -> bool {
         self.pages.store(pages, Ordering::Release);
         if pages < PAGES_STEP {
-            // It began anew.
+            // SQLite has restarted the log.
             self.due.store(PAGES_MAX, Ordering::Release);
         }
         self.is_due()
@@ -48,7 +48,7 @@ impl Checkpoints {
     }
 }
 
-/// The thread that copies.
+/// Runs the checkpoint thread.
 pub(super) fn run(shared: &Shared) {
     loop {
         {
@@ -72,7 +72,7 @@ pub(super) fn run(shared: &Shared) {
     }
 }
 
-/// Copies the rest, between two batches, so that the next one begins the log anew.
+/// Copies the rest between two batches, so that the next batch restarts the log.
 pub(super) fn finish(shared: &Shared) {
     if shared.checkpoints.rest.swap(0, Ordering::AcqRel) == 0 {
         return;
@@ -84,8 +84,9 @@ pub(super) fn finish(shared: &Shared) {
     failpoint::hit("checkpoint-finished");
 }
 
-/// Copies as much as readers allow, with idle snapshots out of the way. When that is all, the space of the log goes
-/// back to the disk. Returns false where somebody was in the way.
+/// Copies as much of the log as readers allow, after dropping idle snapshots. When all of it is copied, the
+/// disk gets its space back. Returns false when a reader or writer blocked that, or on an error other than
+/// lack of space.
 pub(super) fn empty(shared: &Shared) -> bool {
     drop_idle(shared);
     shared.engine.empty_log().unwrap_or_else(|error| {

@@ -39,7 +39,7 @@ impl Encoder {
     }
 }
 
-/// Takes a record apart. `what` names the record in errors.
+/// Decodes a record. `what` names the record in errors.
 #[derive(Debug)]
 pub(crate) struct Decoder<'a> {
     rest: &'a [u8],
@@ -91,7 +91,7 @@ impl<'a> Decoder<'a> {
         String::from_utf8(bytes).map_err(|_| self.damaged("text is not UTF-8"))
     }
 
-    /// Whether everything was taken.
+    /// Whether all bytes were read.
     pub(crate) fn is_at_end(&self) -> bool {
         self.rest.is_empty()
     }

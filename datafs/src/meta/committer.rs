@@ -1,5 +1,5 @@
-//! The threads behind group commit: one commits batches and gives up the turn, one listens for other
-//! processes' requests, and one per listener tells what others have committed.
+//! Threads of group commit. One commits batches and releases the writer lock, one watches for requests of
+//! other processes, and one copies the log back. One per listener reports the commits of other processes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,20 +22,19 @@ use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::metrics;
 
-/// Time that a process keeps the turn, at least, while others want it.
+/// Minimum time that a process keeps the writer lock while others want it.
 const SLICE_MIN: Duration = Duration::from_millis(2);
-/// Longest wait for a transaction that runs while the turn is to be given up.
+/// Longest wait for a running transaction when the writer lock is to be released.
 const WRITER_WAIT: Duration = Duration::from_millis(2);
-/// A snapshot that nobody uses is given back after one to two of these: it keeps the log from being
-/// reused.
+/// A snapshot that is unused for one to two of these periods is dropped: it keeps the log from being reused.
 const IDLE_SNAPSHOT_MAX: Duration = Duration::from_secs(1);
-/// How long a commit without space waits for readers, and one that makes room for other processes to give back what they
-/// do not use.
+/// How long a commit without space waits for readers. A commit that frees space also waits for other
+/// processes to drop their idle snapshots.
 const READERS_WAIT: Duration = Duration::from_secs(3);
-/// First and longest pause before a commit that found no space is tried again.
+/// First and longest pause before a commit that found no space is retried.
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
 const RETRY_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// Records that are put into the cache in one go.
+/// Records that are put into the cache under one lock.
 const CACHE_CHUNK: usize = 256;
 
 pub(super) fn start(shared: &Arc<Shared>) -> Result<Vec<JoinHandle<()>>> {
@@ -96,7 +95,7 @@ fn is_due(state: &State) -> bool {
 }
 
 fn wait_for_work(shared: &Shared, state: &mut MutexGuard<'_, State>) {
-    // Who wants the turn gets it, once it was used for a moment.
+    // Release the writer lock to a process that wants it, after a minimum time.
     if let Some(since) = state.turn_since
         && shared.turn.is_wanted()
     {
@@ -124,7 +123,7 @@ fn wait_for_work(shared: &Shared, state: &mut MutexGuard<'_, State>) {
     }
 }
 
-/// Gives up the turn unless a transaction is running; then it is tried again.
+/// Releases the writer lock unless a transaction is running; the caller then tries again.
 fn give_up_turn(shared: &Shared) {
     let Some(writing) = shared.writing.try_lock_for(WRITER_WAIT) else { return };
     let mut state = shared.state.lock();
@@ -140,7 +139,8 @@ fn give_up_turn(shared: &Shared) {
     drop(writing);
 }
 
-/// Commits a frozen batch, however often it takes; else everything fails from now on.
+/// Commits a frozen batch, with retries. A synchronous batch is taken back when there is no space or no
+/// store. After any other failure all calls fail.
 fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let begin = Instant::now();
     let mut pause = RETRY_PAUSE;
@@ -148,9 +148,11 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let failure = loop {
         let error = match commit(shared, frozen) {
             Ok(()) => break None,
-            // The file has the space for what is in the log, which begins anew with that. Another process may have set
-            // the reserve aside again since.
-            // A disk of objects has nothing of the log, and they are not made durable twice.
+            // Copying the log back restarts the log: the file already has the space for its pages. Another
+            // process may have restored the reserve since it was released.
+            //
+            // A full disk of objects is different: it holds no log, and a retry would make the objects
+            // durable twice.
             Err(Error::NoSpace { place, .. })
                 if (frozen.makes_room && shared.reserve.release())
                     || (!relieved && (frozen.makes_room || place == shared.engine.place())) =>
@@ -159,7 +161,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                 is_blocked = !checkpoint::empty(shared);
                 continue;
             }
-            // Readers keep the log as long as it is, and so do idle snapshots of other processes.
+            // Readers, and idle snapshots of other processes, keep the log from being emptied.
             Err(Error::NoSpace { .. })
                 if (frozen.makes_room || is_blocked) && frozen.careful && begin.elapsed() < READERS_WAIT =>
             {
@@ -180,7 +182,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                 shared.progress.notify_all();
                 return;
             }
-            // However long it takes: what was answered is not given up while there is hope.
+            // Retry without limit: acknowledged data is not given up while there is hope.
             Error::NoSpace { place, quota } if !state.stopping => {
                 if state.full.is_none() {
                     tracing::error!(%place, quota, "no space to commit metadata; it is tried again and again");
@@ -188,7 +190,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                 state.full = Some((place.clone(), *quota));
             }
             Error::Busy { .. } if begin.elapsed() < shared.lock_wait => {}
-            // As long.
+            // Retry without limit, too.
             error if error.is_store_trouble() && !state.stopping => {
                 if state.away.is_none() {
                     tracing::warn!(%error, "a commit waits for the object store; it is tried again");
@@ -244,7 +246,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
 
 fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
     failpoint::hit("group-frozen");
-    // A commit to a file that has lost its name is lost.
+    // A commit to a file that was replaced or removed would be lost.
     if shared.turn.is_outdated() || !shared.engine.is_in_place() {
         shared.engine.note_replaced();
         return Err(shared.replaced());
@@ -261,7 +263,7 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
             Some(value) => Decoder::new("batch number", &value).u64()?,
             None => 0,
         };
-        // An earlier attempt seemed to fail.
+        // An earlier attempt reported an error but took place.
         if newest == frozen.number {
             return Ok(());
         }
@@ -281,7 +283,8 @@ fn commit(shared: &Shared, frozen: &Frozen) -> Result<()> {
         txn.put(keys::BATCH, &frozen.number.to_be_bytes())
     });
     match written {
-        // The answer went wrong, perhaps not the commit: nobody else has the turn, so the number tells.
+        // The commit may have taken place in spite of the error. No other process has the writer lock, so the
+        // batch number tells.
         Err(error)
             if !error.is_definite()
                 && Snapshot::take(&shared.engine).is_ok_and(|now| now.batch() == frozen.number) =>
@@ -308,7 +311,7 @@ fn write(shared: &Shared, body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>)
     shared.engine.write(Durability::Relaxed, body)
 }
 
-/// Tells the committing thread what other processes ask for.
+/// Wakes the committing thread when another process asks for a commit or the writer lock.
 fn watch_requests(shared: &Shared) {
     let words = shared.turn.words();
     let mut flushes = words.flushes.load(Ordering::Acquire);
@@ -330,7 +333,7 @@ fn watch_requests(shared: &Shared) {
     }
 }
 
-/// Starts a thread that tells what other processes commit.
+/// Starts a thread that reports the commits of other processes.
 pub(super) fn follow(shared: &Arc<Shared>, mut listener: ChangeListener) -> Result<Subscription> {
     let (subscription, stopped) = Subscription::new();
     let shared = Arc::clone(shared);

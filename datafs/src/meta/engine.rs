@@ -1,4 +1,4 @@
-//! What a metadata engine is: an ordered map of bytes to bytes with serializable transactions.
+//! Metadata engine interface: an ordered map of bytes to bytes with serializable transactions.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,14 +9,14 @@ use crate::error::{Error, Result};
 
 /// A key and its value.
 pub(crate) type Pair = (Vec<u8>, Vec<u8>);
-/// Pairs from elsewhere, one after the other.
+/// A stream of pairs from outside the engine.
 pub(crate) type Pairs<'a> = &'a mut dyn Iterator<Item = Result<Pair>>;
 
-/// What a commit promises once it has returned.
+/// Guarantee of a commit once it has returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Durability {
-    /// It is visible everywhere, and safe from the death of its process a few milliseconds later; a
-    /// power failure may take it back, with everything committed after it.
+    /// It is visible everywhere. Within a few milliseconds it is also safe from the death of its process. A
+    /// power failure may undo it, with every later commit.
     Relaxed,
     /// It survives a power failure, with everything committed before it.
     Durable,
@@ -37,26 +37,26 @@ pub(crate) trait ReadTxn {
     /// At most `limit` pairs with `start <= key < end`, in `order`.
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
 
-    /// Whether the engine is so far away that [`ReadTxn::prefetch`] does anything.
+    /// Whether [`ReadTxn::prefetch`] has an effect, as it has for an engine on a server.
     fn prefetches(&self) -> bool {
         false
     }
 
-    /// Says which keys are read next, so that an engine far away brings them in one round trip.
+    /// Announces the keys that the caller reads next, so that a remote engine fetches them in one round trip.
     fn prefetch(&mut self, keys: &[Vec<u8>]) -> Result<()> {
         let _ = keys;
         Ok(())
     }
 }
 
-/// Something outside of the metadata that a commit waits for, typically the bytes of an object.
+/// Something outside the metadata that a commit waits for, typically the bytes of an object.
 pub(crate) trait Prerequisite: fmt::Debug + Send + Sync {
-    /// Makes everything durable that was there when the transaction asked for it (more is fine). Runs
-    /// outside of transactions, on any thread, once for all transactions that are committed together;
-    /// again after an error, when the commit is tried again.
+    /// Makes everything durable that existed when the transaction required it; more is allowed. Runs outside
+    /// of transactions, on any thread, once for all transactions of one commit. It runs again when the commit
+    /// is retried after an error.
     fn make_durable(&self) -> Result<()>;
 
-    /// How long a commit that nobody waits for may put it off, so that others share what it costs.
+    /// How long a commit that no caller waits for may be delayed, so that more transactions share its cost.
     fn linger(&self) -> Duration {
         Duration::ZERO
     }
@@ -67,82 +67,81 @@ pub(crate) trait WriteTxn: ReadTxn {
     /// Sets a key.
     fn put(&mut self, key: &[u8], value: &[u8]) -> Result<()>;
 
-    /// Removes a key; one that is not there is removed already.
+    /// Removes a key. Removing a missing key succeeds.
     fn delete(&mut self, key: &[u8]) -> Result<()>;
 
-    /// Has `prerequisite` made durable before the commit that holds this transaction, so that what is
-    /// put here may point at it. The same one (by address) is made durable once per commit.
+    /// Makes `prerequisite` durable before this transaction is committed, so that pairs put here may point at
+    /// its data. Each prerequisite (by address) is made durable once per commit.
     fn require(&mut self, prerequisite: Arc<dyn Prerequisite>) -> Result<()> {
         prerequisite.make_durable()
     }
 
-    /// Says that a directory (volume and inode number), which is made here, has no names that anybody has
-    /// seen. A hint.
+    /// Hint: this transaction creates a directory (volume and inode number), so no reader has seen names in
+    /// it.
     fn begins(&mut self, _directory: (u64, u64)) {}
 
-    /// Says that the transaction makes room, so that its commit may take the space that is set aside for that. A
-    /// hint.
+    /// Hint: the transaction frees space, so its commit may take the reserved space.
     fn makes_room(&mut self) {}
 
     /// The transaction as a reader.
     fn as_read(&mut self) -> &mut dyn ReadTxn;
 }
 
-/// A metadata engine. Shared by all threads of a process, and its file or server by all processes.
+/// A metadata engine. The threads of a process share the engine; processes share its file or server.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Runs `body` in a read transaction that sees everything that was committed before the call.
     fn read(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()>;
 
-    /// [`Engine::read`], which may miss what other processes have committed within the last few
-    /// milliseconds, where that is cheaper.
+    /// [`Engine::read`] that may miss commits of other processes from the last few milliseconds, where that
+    /// is cheaper.
     fn read_recent(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
         self.read(body)
     }
 
-    /// [`Engine::read`] of so much that no run of `body` may be repeated: it runs once, on what is committed.
+    /// [`Engine::read`] for a body too long to be repeated. It reads committed data and runs once, or again
+    /// only if a server aborts its transaction.
     fn read_once(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
         self.read(body)
     }
 
-    /// Replaces everything by other pairs, which have different keys, in one durable transaction. No other process
-    /// commits from before `check` until it is done; nothing is replaced when `check` fails.
+    /// Replaces all pairs by `pairs`, whose keys are distinct, in one durable transaction. No other process
+    /// commits from before `check` until the end. Nothing is replaced when `check` fails.
     fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
         let _ = (check, pairs);
         Err(Error::Unsupported("replacing all metadata of this engine"))
     }
 
-    /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything
-    /// back. After a conflict `body` runs again from the start, so it must not keep effects of an
-    /// earlier run. Not to be nested.
+    /// Runs `body` in a write transaction. Commits when it returns `Ok`, otherwise rolls back. After a
+    /// conflict `body` runs again from the start, so it must not keep effects of an earlier run. Must not be
+    /// nested.
     fn write(
         &self,
         durability: Durability,
         body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
     ) -> Result<()>;
 
-    /// Makes every commit that any process has finished before the call durable.
+    /// Makes every commit durable that any process finished before the call.
     fn sync(&self) -> Result<()>;
 
-    /// From its return on, reads of this process see everything that any process was answered before
-    /// the call.
+    /// After it returns, reads of this process see everything that any process acknowledged before the call.
     fn barrier(&self) -> Result<()>;
 
-    /// Whether the process of a session is alive, where the engine keeps leases of processes; `None`
-    /// where they share a machine, and locks tell.
+    /// Whether the process of a session is alive, where the engine keeps leases of processes. `None` where
+    /// the processes share a machine and file locks show it.
     fn session_lives(&self, session: u64) -> Result<Option<bool>> {
         let _ = session;
         Ok(None)
     }
 
-    /// Calls `listener` soon after another process has committed records of volumes, where the engine
-    /// itself is told.
+    /// Calls `listener` soon after another process has committed records of volumes, where the engine gets
+    /// notifications.
     fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
         drop(listener);
         Err(Error::Unsupported("listening to this metadata engine"))
     }
 }
 
-/// What the body of a transaction has returned when it last ran.
+/// The result of a transaction's body from its last run.
 #[derive(Debug)]
 pub(crate) struct Outcome<T>(Option<T>);
 
@@ -153,13 +152,13 @@ impl<T> Default for Outcome<T> {
 }
 
 impl<T> Outcome<T> {
-    /// Notes what a run has returned.
+    /// Keeps the result of a run.
     pub(crate) fn keep(&mut self, result: Result<T>) -> Result<()> {
         self.0 = Some(result?);
         Ok(())
     }
 
-    /// The result, after the engine has said that the body ran.
+    /// The result, after the engine has reported success.
     pub(crate) fn take(self) -> Result<T> {
         let missing = "it returned success without running the transaction";
         self.0.ok_or_else(|| Error::corrupt("metadata engine", missing))

@@ -1,10 +1,10 @@
-//! Test support: faults that engines meet, drawn by seed, and an engine that meets them.
+//! Test support: faults of engines, drawn from a seed, and an engine with faults.
 //!
-//! There are three places for them. [`Faulty`] wraps an engine and is its unreliable client: it repeats
-//! what was taken back and finds out what became of commits whose answers were lost, so that whoever
-//! is above must bear bodies that run again. Group commit meets them between itself and the file, and
-//! the PostgreSQL engine on its connections, below what each does about them. An engine takes the
-//! faults of the thread that opens it, see [`with`].
+//! Faults occur in three places. [`Faulty`] wraps an engine and acts as an unreliable client of it. It
+//! repeats aborted transactions and looks up the outcome of commits whose answers were lost, so its callers
+//! must tolerate bodies that run again. Group commit gets faults between itself and the file. The PostgreSQL
+//! engine gets them on its connections, below its error handling. An engine takes the faults of the thread
+//! that opens it, see [`with`].
 #![allow(clippy::unwrap_used)]
 
 use std::cell::RefCell;
@@ -19,38 +19,38 @@ use super::changes::{ChangeListener, Subscription};
 use super::engine::{Durability, Engine, ReadTxn, WriteTxn};
 use crate::error::{Error, Result};
 
-/// Attempts of [`Faulty`], more than chance ever makes it need.
+/// Attempts of [`Faulty`]: more than chance ever makes it need.
 const ATTEMPTS_MAX: u32 = 200;
 
-/// What goes wrong with a call.
+/// A fault of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// It ran against another one and was taken back.
+    /// Another transaction conflicted with it, and it was aborted.
     Conflict,
-    /// It waited too long and did not begin.
+    /// It timed out before it began.
     Timeout,
     /// The connection broke before it took effect.
     LostBefore,
     /// The connection broke after it took effect.
     LostAfter,
-    /// It was sent, and nobody knows more.
+    /// It was sent, and its outcome is unknown.
     Unknown,
 }
 
 impl Fault {
-    /// Those after which it can be found out what has happened.
+    /// The faults after which the outcome can be found out.
     pub(crate) const CLEAR: [Fault; 4] =
         [Fault::Conflict, Fault::Timeout, Fault::LostBefore, Fault::LostAfter];
     pub(crate) const ALL: [Fault; 5] =
         [Fault::Conflict, Fault::Timeout, Fault::LostBefore, Fault::LostAfter, Fault::Unknown];
 }
 
-/// Draws faults.
+/// Source of random faults.
 #[derive(Debug)]
 pub(crate) struct Faults {
     random: Mutex<StdRng>,
     kinds: Vec<Fault>,
-    /// One call of so many fails.
+    /// One call in this many fails.
     one_in: u32,
     place: Place,
     away: AtomicBool,
@@ -58,12 +58,12 @@ pub(crate) struct Faults {
     drawn: AtomicU64,
 }
 
-/// Where an engine that is a file meets its faults.
+/// Where an engine meets its faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// There is no group commit but a [`Faulty`] around the engine.
+    /// A [`Faulty`] wraps the engine, without group commit.
     Around,
-    /// When a group is committed.
+    /// In the commit of a group, or on the connections to a server.
     Inside,
 }
 
@@ -84,7 +84,7 @@ impl Faults {
         })
     }
 
-    /// What happens to the next call.
+    /// The fault of the next call, if any.
     pub(crate) fn draw(&self) -> Option<Fault> {
         if self.away.load(Ordering::Acquire) {
             return Some(Fault::LostBefore);
@@ -95,13 +95,13 @@ impl Faults {
             .then(|| self.kinds[random.random_range(0..self.kinds.len())])?;
         self.drawn.fetch_add(1, Ordering::Relaxed);
         if fault == Fault::Unknown && self.kinds.len() == 1 {
-            // Nobody is there to say what became of it.
+            // No call reaches the engine to find out the outcome.
             self.away.store(true, Ordering::Release);
         }
         Some(fault)
     }
 
-    /// From now on a quota is used up, or not any more.
+    /// Sets whether a quota is used up.
     pub(crate) fn set_full(&self, full: bool) {
         self.full.store(full, Ordering::Release);
     }
@@ -113,18 +113,18 @@ impl Faults {
         }
     }
 
-    /// How many there were.
+    /// Number of faults drawn.
     pub(crate) fn drawn(&self) -> u64 {
         self.drawn.load(Ordering::Relaxed)
     }
 
-    /// From now on nothing is reached, or everything again.
+    /// Sets whether every call fails because the engine is unreachable.
     pub(crate) fn set_away(&self, away: bool) {
         self.away.store(away, Ordering::Release);
     }
 }
 
-/// Has engines that this thread opens while `run` runs meet faults.
+/// Injects faults into the engines that this thread opens while `run` runs.
 pub(crate) fn with<T>(faults: &Arc<Faults>, run: impl FnOnce() -> T) -> T {
     struct End;
     impl Drop for End {
@@ -137,7 +137,7 @@ pub(crate) fn with<T>(faults: &Arc<Faults>, run: impl FnOnce() -> T) -> T {
     run()
 }
 
-/// The faults of this thread for who meets them at `place`.
+/// The faults of this thread, if they are for `place`.
 pub(crate) fn at(place: Place) -> Option<Arc<Faults>> {
     FAULTS.with_borrow(|faults| faults.clone().filter(|faults| faults.place == place))
 }
@@ -151,8 +151,8 @@ fn lost() -> Error {
     Error::Metadata { place: "a faulty engine".into(), source: Box::new(source) }
 }
 
-/// One attempt at a transaction, and what goes wrong with it. Of a lost one the caller cannot tell
-/// whether it took place.
+/// One attempt at a transaction, with a fault. If the connection is lost, the caller cannot tell whether the
+/// transaction took place.
 pub(crate) fn attempt(
     engine: &dyn Engine,
     fault: Option<Fault>,
@@ -160,7 +160,7 @@ pub(crate) fn attempt(
     body: &mut dyn FnMut(&mut dyn WriteTxn) -> Result<()>,
 ) -> Result<()> {
     let mut take_back = || {
-        // It fails, as it is made to, and the caller gets an error of its own.
+        // This write fails on purpose; the caller gets another error.
         let _ = engine.write(durability, &mut |txn| {
             body(txn)?;
             Err(busy())
@@ -184,15 +184,15 @@ pub(crate) fn attempt(
     }
 }
 
-/// An engine behind which another one is hard to reach.
+/// An engine that is reached through an unreliable client.
 #[derive(Debug)]
 pub(crate) struct Faulty {
     inner: Box<dyn Engine>,
     faults: Arc<Faults>,
-    /// Its commits have a record each, by number, while their outcome is asked for.
+    /// With the number of a commit, the key of the record that shows whether the commit took place.
     client: u64,
     commits: AtomicU64,
-    /// Something is unknown for good.
+    /// An outcome is unknown for good, so every call fails.
     failed: AtomicBool,
 }
 
@@ -210,7 +210,7 @@ impl Faulty {
         Ok(())
     }
 
-    /// Reading calls, which may be repeated.
+    /// Makes a read call, which may be repeated.
     fn repeat(&self, mut call: impl FnMut() -> Result<()>) -> Result<()> {
         for _ in 0..ATTEMPTS_MAX {
             self.check()?;

@@ -1,11 +1,11 @@
-//! Disk space of the metadata file, taken before a commit needs it.
+//! Disk space of the metadata file, allocated before a commit needs it.
 //!
-//! A commit writes its pages to the log; the file gets them when the log is copied back. On a disk that is full by
-//! then, the log could neither be copied back nor begin anew, and every change appends to the log, a removal as well.
-//! So a commit first gives the file the blocks of all its pages ([`FileSpace::ensure`]), and one that does not get them
-//! fails. It also fails where the file would leave too little of the disk for the log: once the file has taken all of
-//! it, changes could not even use the pages again that removals leave in it. The length of the file stays as it is:
-//! SQLite sets it.
+//! A commit writes its pages to the log; the file gets them when the log is copied back. If the disk were
+//! full by then, the log could be neither copied back nor restarted. Every change appends to the log, even a
+//! removal. So a commit first allocates the blocks of all pages of the file ([`FileSpace::ensure`]), and
+//! fails if it cannot. It also fails if the file would leave too little of the disk for the log. Without that
+//! space changes could not even reuse the pages that removals free in the file. The length of the file stays
+//! as it is: SQLite sets it.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,18 +22,18 @@ use parking_lot::Mutex;
 use crate::data::no_space;
 use crate::error::{Error, Result};
 
-/// Where the disk has room, the file grows in steps of this, so that few commits ask for space.
+/// Step in which the file grows while the disk has [`AHEAD_ROOM_BYTES`] free, so that few commits allocate.
 const STEP_BYTES: u64 = 1 << 20;
 const AHEAD_ROOM_BYTES: u64 = 128 << 20;
 
 /// Device and inode of a file.
 type FileId = (u64, u64);
 
-/// The metadata files of this process, each opened once. To close a file drops all locks (`fcntl`) that the process has
-/// on it, those of SQLite too. So the last [`FileSpace`] of a file closes it, under this lock.
+/// The metadata files of this process, each opened once. Closing a file drops all `fcntl` locks that the
+/// process has on it, those of SQLite too. So the last [`FileSpace`] of a file closes it, under this lock.
 static OPEN: Mutex<BTreeMap<FileId, Arc<File>>> = Mutex::new(BTreeMap::new());
 
-/// The space of one metadata file. To be made before SQLite locks the file, and dropped after its connections.
+/// The space of one metadata file. Create it before SQLite locks the file, and drop it after the connections.
 #[derive(Debug)]
 pub(super) struct FileSpace {
     path: PathBuf,
@@ -43,13 +43,13 @@ pub(super) struct FileSpace {
     noted: Mutex<Noted>,
 }
 
-/// What is known of the file.
+/// Known state of the file.
 #[derive(Debug, Default)]
 struct Noted {
-    /// Its first bytes that have their blocks.
+    /// Bytes from its start that have blocks.
     allocated: u64,
-    /// Its length and blocks when that was found. Whoever copies all of the log back gives blocks behind the end of
-    /// the file back to the disk.
+    /// Its length and blocks at that time. A process that copies all of the log back frees the blocks behind
+    /// the end of the file.
     len: u64,
     blocks: u64,
 }
@@ -60,7 +60,7 @@ impl FileSpace {
         let mut open = OPEN.lock();
         let file = match open.get(&id) {
             Some(file) => Ok(Arc::clone(file)),
-            // By the handle: another file may have the path by now.
+            // Reopened by the handle: another file may have the path by now.
             None => open_again(handle).map(Arc::new),
         };
         let file = file
@@ -72,10 +72,11 @@ impl FileSpace {
         FileSpace { path: path.to_owned(), id, file, noted: Mutex::default() }
     }
 
-    /// Sees that the first `bytes` have their blocks. What that takes leaves `room` bytes of the disk free.
+    /// Allocates blocks for the first `bytes`. Fails rather than leave less than `room` bytes of the disk
+    /// free.
     ///
     /// # Errors
-    /// [`Error::NoSpace`]. A file system that allocates nothing ahead is no error.
+    /// [`Error::NoSpace`]. A file system that cannot preallocate is no error.
     pub(super) fn ensure(&self, bytes: u64, room: u64) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let fail = |error| Error::io("allocate space of", &self.path, error);
@@ -85,22 +86,22 @@ impl FileSpace {
         if bytes <= noted.allocated && is_unchanged {
             return Ok(());
         }
-        // The count of blocks does not tell how far the file reaches: it has the file system's own blocks too, and
-        // compression makes it smaller.
+        // The count of blocks does not show how far the file reaches: it includes the file system's own
+        // blocks, and compression makes it smaller.
         let reaches = found.len().max(if is_unchanged { noted.allocated } else { 0 });
         let missing = bytes.saturating_sub(reaches);
         let free = free_bytes(&self.path);
         if missing > 0 && free.is_some_and(|free| free < room.saturating_add(missing)) {
             return Err(fail(Errno::ENOSPC.into()));
         }
-        // Below its end a file that is not sparse has them all.
+        // A file that is not sparse has all blocks up to its end.
         let known = if found.blocks() * 512 >= found.len() { found.len() } else { 0 };
         let has_room = free.is_some_and(|free| free >= AHEAD_ROOM_BYTES);
         let ahead = if has_room { bytes.next_multiple_of(STEP_BYTES) } else { bytes };
         let mut allocated = ahead;
         let mut done = allocate(file, known, ahead);
         if ahead > bytes && done.as_ref().is_err_and(|error| no_space(error).is_some()) {
-            // A quota, which the room of the disk does not tell.
+            // A quota may be used up, which the free space of the disk does not show.
             allocated = bytes;
             done = allocate(file, known, bytes);
         }
@@ -115,7 +116,7 @@ impl FileSpace {
     }
 }
 
-/// Free bytes on the disk of a file, if the system tells.
+/// Free bytes on the disk of a file, if the system call succeeds.
 pub(super) fn free_bytes(path: &Path) -> Option<u64> {
     let stat = nix::sys::statvfs::statvfs(path).ok()?;
     Some(stat.blocks_available().saturating_mul(stat.fragment_size()))
@@ -135,7 +136,7 @@ fn open_again(handle: &File) -> io::Result<File> {
     File::options().write(true).open(format!("/proc/self/fd/{}", handle.as_raw_fd()))
 }
 
-/// Gives `start..end` of a file its blocks. Neither its length nor its bytes change.
+/// Allocates blocks for `start..end` of a file. Neither its length nor its contents change.
 fn allocate(file: &File, start: u64, end: u64) -> io::Result<()> {
     if start >= end {
         return Ok(());
@@ -174,7 +175,7 @@ mod tests {
         let full = space.ensure(20_000_000, u64::MAX).unwrap_err();
         assert!(matches!(full, Error::NoSpace { quota: false, .. }), "{full:?}");
         space.ensure(300_000, u64::MAX).unwrap();
-        // What SQLite does when all of the log is copied back.
+        // SQLite does this when all of the log is copied back.
         File::options().write(true).open(&path).unwrap().set_len(5_000).unwrap();
         assert!(allocated() < 300_000);
         space.ensure(300_000, 0).unwrap();

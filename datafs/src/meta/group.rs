@@ -1,22 +1,23 @@
-//! Group commit: transactions are answered from memory and committed together.
+//! Group commit for SQLite: transactions are acknowledged from memory and committed together.
 //!
-//! A process that has the turn (see `turn.rs`) collects transactions in a batch. A thread commits it
-//! after [`ANSWERED_MAX`] at the latest, when it is large, when somebody waits for it to be durable, or
-//! when another process asks; the next batch fills meanwhile. Who wants to be durable then syncs the
-//! log, once for all who wait. Reads go through the two batches and a
-//! cache of records to a snapshot of the engine, all of one moment, so that nobody waits for anybody.
+//! The process with the writer lock (see `turn.rs`) collects transactions in a batch. A thread commits the
+//! batch after [`ANSWERED_MAX`], or after the longer delay that its prerequisites allow. It commits earlier
+//! when the batch is large, when a caller waits for durability, or when another process asks. The next batch
+//! fills meanwhile. A caller that wants durability then syncs the log, once for all waiting callers. Reads go
+//! through the two batches and a record cache to a snapshot of the engine. All are of one moment, so readers
+//! and writers do not wait for each other.
 //!
-//! A disk that is nearly full is no place for that: then each transaction is a batch, answered when it
-//! is committed. What was answered before the disk, or a quota, was used up stays in memory and is tried
-//! again until there is space; meanwhile everything can be read and changes are refused. Changes that make
-//! room take space that is set aside for them (`reserve.rs`).
+//! On a nearly full disk each transaction is a *synchronous* batch (`careful`), acknowledged after its
+//! commit. Transactions acknowledged before the disk or a quota was full stay in memory, and their commit is
+//! retried until there is space. Meanwhile reads work and changes are refused. Transactions that free space
+//! take the reserved space (`reserve.rs`).
 //!
-//! While a store in the cloud is away, what points at objects in it stays in memory: it is tried again
-//! until the store is back, who wants to be durable is told, and what was answered is kept.
+//! While a cloud store is unreachable, transactions that point at its objects stay in memory, and their
+//! commit is retried until the store is back. Callers that want durability get an error; acknowledged data is
+//! kept.
 //!
-//! What a crash may take back: operations that were answered within the last few milliseconds and not
-//! synced, all of a batch or none. What a failed commit takes back is told to everybody: from then on
-//! this process gets nothing but the error.
+//! A crash may undo operations that were acknowledged within the last few milliseconds and not synced: all of
+//! a batch or none. After a commit has failed for good, every call of this process returns its error.
 
 use std::fmt;
 use std::sync::Arc;
@@ -44,47 +45,48 @@ use crate::error::{Error, Result, in_full};
 use crate::failpoint;
 use crate::metrics;
 
-/// An operation is committed this long after it was answered, plus the time that the commit takes;
-/// later where its prerequisites say so.
+/// Longest time from the acknowledgment of an operation to the start of its commit; longer where its
+/// prerequisites allow it.
 const ANSWERED_MAX: Duration = Duration::from_millis(5);
-/// Changed records, and bytes, after which a batch is committed early. Two times that is in memory.
+/// Changed records, and bytes, after which a batch is committed early. Up to twice as much is in memory.
 const BATCH_RECORDS_MAX: usize = 16_384;
 const BATCH_BYTES_MAX: usize = 4 << 20;
-/// With less free space on the disk each transaction is answered when it is committed, so that who
-/// finds no space is told. A batch takes less.
+/// With less free space on the disk each transaction is acknowledged after its commit, so that its caller
+/// learns of missing space. A batch takes less.
 const CAREFUL_BELOW_BYTES: u64 = 128 << 20;
-/// Memory for records that were read or committed.
+/// Memory for cached records, in bytes.
 const CACHE_BYTES_MAX: usize = 16 << 20;
-/// Somebody does not see the lock.
+/// Error when another process wrote without the writer lock.
 pub(super) const OUT_OF_TURN: &str =
     "another process wrote to it out of turn: the file with the suffix -turn was removed or replaced";
-/// How long a wait for another process sleeps before it looks whether that one is alive.
+/// How long a wait for another process sleeps before it checks whether that process is alive.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
-/// Metadata in a SQLite file, with group commit. Dropping it commits what is pending.
+/// Metadata in a SQLite file, with group commit. Dropping it commits pending transactions.
 pub(crate) struct Group {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// What its threads share.
+/// State that the threads share.
 pub(super) struct Shared {
     pub(super) engine: Arc<Sqlite>,
     pub(super) turn: Turn,
-    /// Tells this open metadata from others, in the change log.
+    /// Identifies this open metadata in the change log.
     pub(super) writer: u64,
     pub(super) lock_wait: Duration,
-    /// Held while a write transaction runs, up to its answer; not while its commit is awaited.
+    /// Held while a write transaction runs, until it is acknowledged. A synchronous one holds it until its
+    /// commit.
     pub(super) writing: Mutex<()>,
     pub(super) state: Mutex<State>,
-    /// Something that callers wait for has happened.
+    /// Wakes callers that wait for progress.
     pub(super) progress: Condvar,
-    /// Something that the committing thread waits for has happened.
+    /// Wakes the committing thread.
     pub(super) work: Condvar,
     pub(super) cache: Mutex<RecordCache>,
     pub(super) reserve: Reserve,
     pub(super) checkpoints: Checkpoints,
-    /// The copying thread has something to do.
+    /// Wakes the checkpoint thread.
     pub(super) checkpoint: Condvar,
     /// Held while the log is synced.
     syncing: Mutex<()>,
@@ -95,38 +97,38 @@ pub(super) struct Shared {
 
 #[derive(Debug)]
 pub(super) struct State {
-    /// Number of the newest transaction that was answered.
+    /// Number of the newest acknowledged transaction.
     version: u64,
-    /// Number of the newest committed batch that views rest on.
+    /// Number of the newest committed batch that views are based on.
     pub(super) base: u64,
-    /// See `record_cache.rs`.
+    /// Epoch of the cache, see `record_cache.rs`.
     epoch: u64,
-    /// Where in the change log the cache is.
+    /// Position in the change log up to which the cache is current.
     cursor: Cursor,
     pub(super) current: Batch,
     pub(super) frozen: Option<Frozen>,
     /// Batches of this process up to this one are committed.
     pub(super) committed: u64,
-    /// The transactions up to which somebody is reading, one for each reader.
+    /// One entry per active reader: the newest transaction that it sees.
     readers: Vec<u64>,
-    /// Snapshots that nobody uses at the moment.
+    /// Snapshots for reuse that no reader uses at the moment.
     pub(super) idle: Vec<Snapshot>,
-    /// Since when this process has the turn.
+    /// When this process took the writer lock, while it holds it.
     pub(super) turn_since: Option<Instant>,
-    /// The turn is about to be given up: no new transactions.
+    /// The writer lock is about to be released: no new transactions.
     pub(super) yielding: bool,
-    /// Somebody wants a commit of what is pending.
+    /// Another process wants the pending batch committed.
     pub(super) flush: bool,
     /// The committing thread sleeps until it is woken.
     pub(super) asleep: bool,
     pub(super) stopping: bool,
-    /// What has become of the careful transaction.
+    /// Result of the synchronous transaction.
     pub(super) careful: Option<Result<()>>,
-    /// The place that is full, and whether by a quota, while a commit is tried again and again.
+    /// The full place, and whether a quota is full, while a commit is retried.
     pub(super) full: Option<(String, bool)>,
-    /// The store in the cloud that a commit waits for, and that does not answer.
+    /// The unreachable cloud store that a commit waits for.
     pub(super) away: Option<StoreAway>,
-    /// Why nothing goes any more.
+    /// Cause of the final failure: every call fails from then on.
     pub(super) failed: Option<Arc<str>>,
 }
 
@@ -135,20 +137,20 @@ pub(super) struct State {
 pub(super) struct Batch {
     pub(super) layer: Arc<RwLock<Layer>>,
     pub(super) prerequisites: Prerequisites,
-    /// When its first transaction was answered.
+    /// When its first transaction was acknowledged.
     pub(super) opened: Option<Instant>,
-    /// Somebody waits until it is committed.
+    /// A caller waits for its commit.
     pub(super) awaited: bool,
     pub(super) full: bool,
-    /// Its one transaction is answered only when it is committed.
+    /// It is synchronous: its only transaction is acknowledged after the commit.
     pub(super) careful: bool,
-    /// It may take the space that is set aside.
+    /// Its commit may take the reserved space.
     pub(super) makes_room: bool,
-    /// How long it may fill.
+    /// Delay of the commit that its prerequisites allow.
     pub(super) linger: Duration,
 }
 
-/// Trouble with a store in the cloud: told to everybody who would have to wait for it.
+/// Outage of a cloud store, reported to every caller that would have to wait for it.
 #[derive(Debug, Clone)]
 pub(super) struct StoreAway {
     place: String,
@@ -158,7 +160,7 @@ pub(super) struct StoreAway {
 }
 
 impl StoreAway {
-    /// What a commit has failed with, which was first tried at `since`.
+    /// From the error of a commit that was first tried at `since`.
     pub(super) fn new(error: &Error, since: Instant) -> StoreAway {
         let (place, operation) = match error {
             Error::StoreAway { place, operation, .. } => (place.clone(), *operation),
@@ -211,7 +213,7 @@ impl fmt::Debug for Shared {
 }
 
 impl Group {
-    /// Group commit on an engine, whose file other processes use in the same way.
+    /// Group commit on an engine whose file other processes use in the same way.
     pub(crate) fn new(engine: Arc<Sqlite>) -> Result<Group> {
         let lock_wait = engine.lock_wait();
         engine.checkpoint_elsewhere()?;
@@ -220,7 +222,7 @@ impl Group {
         let base = Snapshot::take(&engine)?.batch();
         let reserve = Reserve::of(engine.path());
         if !reserve.restore() {
-            // A process that was killed has left its log, whose space may be enough.
+            // A killed process may have left a log, whose space may be enough.
             if let Err(error) = engine.empty_log() {
                 tracing::debug!(%error, "copying the metadata log back for its space");
             }
@@ -273,8 +275,8 @@ impl Group {
         body(&mut self.shared.open_view()?)
     }
 
-    /// [`Group::read`], of what this process knows: what others were answered within the last few
-    /// milliseconds may be missing, and nobody is waited for.
+    /// [`Group::read`] of what this process knows. It may miss what other processes acknowledged within the
+    /// last few milliseconds, and waits for no process.
     pub(crate) fn read_recent(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
         body(&mut self.shared.open_view()?)
     }
@@ -302,7 +304,7 @@ impl Group {
             let Write { view, changes, prerequisites, directories, makes_room } = write;
             drop(view);
             if !directories.is_empty() {
-                // Their numbers are not used again, also where the transaction fails now.
+                // Their numbers are not used again, even if the transaction fails now.
                 shared.cache.lock().begin_directories(&directories);
             }
             if changes.is_empty() && prerequisites.is_empty() {
@@ -318,7 +320,8 @@ impl Group {
         }
     }
 
-    /// Runs `body` once on what is committed, with all that any process was answered before the call.
+    /// Runs `body` once on committed data, which includes everything that any process acknowledged before the
+    /// call.
     pub(crate) fn read_committed(&self, body: &mut dyn FnMut(&mut dyn ReadTxn) -> Result<()>) -> Result<()> {
         self.settle()?;
         self.barrier()?;
@@ -350,7 +353,7 @@ impl Group {
             txn.put(keys::BATCH, &number.to_be_bytes())
         });
         failpoint::hit("replace-committed");
-        // The answer may have gone wrong, and not the commit.
+        // The commit may have taken place in spite of an error.
         let committed =
             replaced.is_ok() || Snapshot::take(&shared.engine).is_ok_and(|now| now.batch() == number);
         let mut state = shared.state.lock();
@@ -374,7 +377,7 @@ impl Group {
         shared.make_durable(pending)
     }
 
-    /// Waits until everything that was answered before the call is committed.
+    /// Waits until everything that this process acknowledged before the call is committed.
     pub(crate) fn settle(&self) -> Result<()> {
         let pending = self.shared.commit_soon()?;
         self.shared.wait_committed(pending)
@@ -395,7 +398,7 @@ impl Group {
             if turn.wait_finished(started, LOOK_AGAIN) || turn.finished() >= turn.started() {
                 return Ok(());
             }
-            // Was who had started it killed?
+            // Was the process that started it killed?
             if let Some(_writing) = shared.writing.try_lock() {
                 if shared.state.lock().turn_since.is_some() {
                     return Ok(());
@@ -413,21 +416,21 @@ impl Group {
         }
     }
 
-    /// The space that is set aside.
+    /// The reserved space.
     pub(crate) fn reserve(&self) -> &Reserve {
         &self.shared.reserve
     }
 
-    /// Sees that the space is set aside, with that of the log where there is too little.
+    /// Restores the reserve; where the disk has too little, with the space of the log.
     pub(crate) fn restore_reserve(&self) {
         if !self.shared.reserve.restore() {
-            // What readers keep stays for the next time.
+            // Readers may keep part of the log; the next call tries again.
             let _ = checkpoint::empty(&self.shared);
             self.shared.reserve.take_back();
         }
     }
 
-    /// How often somebody asked for a sync of everything.
+    /// How often [`Group::sync`] was called.
     #[cfg(test)]
     pub(crate) fn syncs(&self) -> u64 {
         self.shared.syncs.load(Ordering::Relaxed)
@@ -439,7 +442,7 @@ impl Group {
     }
 }
 
-/// Records that are deleted between two looks for more.
+/// Records that are deleted per scan.
 const DELETE_PAGE: usize = 10_000;
 
 fn delete_all(txn: &mut dyn WriteTxn) -> Result<()> {
@@ -461,7 +464,7 @@ impl Drop for Group {
         self.shared.checkpoint.notify_one();
         self.shared.turn.wake_all();
         for thread in self.threads.lock().drain(..) {
-            // The last handle may be dropped by a listener.
+            // A listener may drop the last handle.
             if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
                 tracing::error!("a thread of the metadata panicked");
             }
@@ -482,7 +485,7 @@ impl State {
         }
     }
 
-    /// Fails while a commit waits for space that has been answered.
+    /// Fails while the commit of acknowledged data waits for space.
     fn check_space_to_commit(&self) -> Result<()> {
         match self.full.clone() {
             None => Ok(()),
@@ -499,12 +502,12 @@ impl State {
         }
     }
 
-    /// Fails while a commit waits for a store that is away.
+    /// Fails while a commit waits for an unreachable store.
     fn check_store(&self) -> Result<()> {
         self.away.as_ref().map_or(Ok(()), |away| Err(away.error()))
     }
 
-    /// Makes the current batch the one that is being committed.
+    /// Freezes the current batch for its commit.
     pub(super) fn freeze(&mut self, shared: &Shared) -> Frozen {
         let batch = std::mem::take(&mut self.current);
         let frozen = Frozen {
@@ -512,17 +515,17 @@ impl State {
             layer: batch.layer,
             prerequisites: Arc::new(batch.prerequisites),
             careful: batch.careful,
-            // What was answered is not given up for want of it.
+            // Acknowledged data is not given up for want of the reserve.
             makes_room: batch.makes_room || !batch.careful,
         };
         self.frozen = Some(frozen.clone());
         self.flush = false;
-        // Who reads an earlier moment must not see what is going to be in the cache.
+        // Readers of an earlier moment must not see the records that are about to enter the cache.
         self.begin_epoch(shared);
         frozen
     }
 
-    /// Takes a batch back that was not answered and not committed.
+    /// Takes back a batch that was neither acknowledged nor committed.
     pub(super) fn take_back(&mut self, shared: &Shared, error: Error) {
         self.frozen = None;
         shared.turn.start(self.base);
@@ -530,12 +533,12 @@ impl State {
         self.careful = Some(Err(error));
     }
 
-    /// Takes the committed batch out of the way; its records are in the cache.
+    /// Removes the committed batch, whose records are in the cache. Returns outdated snapshots to drop.
     pub(super) fn thaw(&mut self, shared: &Shared) -> Vec<Snapshot> {
         if let Some(frozen) = self.frozen.take() {
             self.base = frozen.number;
         }
-        // Nobody else has written anything: this process has the turn.
+        // No other process has written anything: this process has the writer lock.
         self.cursor = shared.turn.log().end(shared.turn.words());
         self.take_outdated()
     }
@@ -550,7 +553,7 @@ impl State {
         self.idle.extract_if(.., |snapshot| snapshot.batch() != base).collect()
     }
 
-    /// Takes note of a batch that has replaced everything.
+    /// Records a batch that has replaced everything. Returns outdated snapshots to drop.
     fn replace(&mut self, number: u64, shared: &Shared) -> Vec<Snapshot> {
         (self.base, self.committed) = (number, number);
         self.cursor = shared.turn.log().end(shared.turn.words());
@@ -559,7 +562,8 @@ impl State {
         self.take_outdated()
     }
 
-    /// Takes note of what others have committed. This process has no batches.
+    /// Takes in what other processes have committed. This process has no batches. Returns outdated snapshots
+    /// to drop.
     fn refresh(&mut self, finished: u64, shared: &Shared) -> Vec<Snapshot> {
         if finished <= self.base {
             return Vec::new();
@@ -589,7 +593,7 @@ impl Shared {
         Error::corrupt(self.engine.place(), reason)
     }
 
-    /// The error after the metadata file was replaced under this process.
+    /// The error after another file has replaced the metadata file.
     pub(super) fn replaced(&self) -> Error {
         let what = format!("the metadata file {} that this process has open", self.engine.place());
         Error::Replaced { what }
@@ -602,7 +606,7 @@ impl Shared {
         error
     }
 
-    /// What this process sees now.
+    /// Opens a view of the current state.
     pub(super) fn open_view(&self) -> Result<View<'_>> {
         let mut fresh: Option<Snapshot> = None;
         loop {
@@ -669,7 +673,7 @@ impl Shared {
         if let Some(snapshot) = snapshot {
             if snapshot.batch() == state.base || Some(snapshot.batch()) == frozen {
                 state.idle.push(snapshot);
-                // Somebody has to give it back when it is not used for long.
+                // The committing thread must wake up later to drop it if it stays unused.
                 if state.asleep {
                     self.work.notify_one();
                 }
@@ -681,8 +685,8 @@ impl Shared {
         drop(outdated);
     }
 
-    /// Waits until a transaction may run: it is the only one, this process has the turn, and there is
-    /// room in memory.
+    /// Waits until a transaction may run: no other one runs, this process has the writer lock, and memory has
+    /// space.
     fn begin_write(&self) -> Result<MutexGuard<'_, ()>> {
         loop {
             let writing = self.writing.lock();
@@ -703,7 +707,7 @@ impl Shared {
         }
     }
 
-    /// Takes the turn; the caller has `writing` locked.
+    /// Takes the writer lock; the caller has `writing` locked.
     fn take_turn(&self) -> Result<()> {
         self.turn.take(self.lock_wait)?;
         if let Err(error) = self.repair() {
@@ -721,8 +725,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Settles the batches of a process that was killed: what it has not committed is lost. The caller
-    /// has the turn, and no batches.
+    /// Settles the batches of a killed process: what it has not committed is lost. The caller has the writer
+    /// lock and no batches.
     fn repair(&self) -> Result<()> {
         let started = self.turn.started();
         if self.turn.finished() >= started {
@@ -730,7 +734,7 @@ impl Shared {
         }
         let committed = Snapshot::take(&self.engine)?.batch();
         if committed < started {
-            // Its number is not used again: somebody may have waited for it.
+            // Its number is not used again: another process may have waited for it.
             let write = || {
                 self.engine
                     .write(Durability::Relaxed, &mut |txn| txn.put(keys::BATCH, &started.to_be_bytes()))
@@ -748,8 +752,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Adds a transaction to the current batch: from now on it is seen. Returns the batch's number. The
-    /// caller has `writing` locked.
+    /// Adds a transaction to the current batch, which makes it visible. Returns the batch's number. A
+    /// synchronous transaction first waits for its commit. The caller has `writing` locked.
     fn answer(
         &self,
         changes: Changes,
@@ -798,13 +802,13 @@ impl Shared {
                 return result.map(|()| number);
             }
             guard.check(self)?;
-            // The batch before it waits for space.
+            // The previous batch waits for space.
             guard.check_space_to_commit()?;
             self.progress.wait(&mut guard);
         }
     }
 
-    /// Has what is pending committed without delay. Returns the number of its last batch, 0 when there
+    /// Has pending transactions committed without delay. Returns the number of their last batch, 0 if there
     /// is none.
     fn commit_soon(&self) -> Result<u64> {
         let mut state = self.state.lock();
@@ -822,7 +826,7 @@ impl Shared {
         let mut state = self.state.lock();
         while state.committed < batch {
             state.check(self)?;
-            // It stays in memory and is committed as soon as that is possible.
+            // The batch stays in memory and is committed as soon as that is possible.
             state.check_store()?;
             state.check_space_to_commit()?;
             self.progress.wait(&mut state);
@@ -830,11 +834,11 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes everything durable that is committed once a batch of this process is.
+    /// Waits until a batch of this process is committed, then makes all committed batches durable.
     fn make_durable(&self, batch: u64) -> Result<()> {
         self.wait_committed(batch)?;
         let committed = self.turn.finished().max(batch);
-        // One at a time: who waits here is mostly served by the one before it.
+        // One sync at a time: it mostly covers the callers that wait here, too.
         let _syncing = self.syncing.lock();
         if self.turn.is_synced(committed) {
             return Ok(());
@@ -842,10 +846,10 @@ impl Shared {
         let committed = self.turn.finished();
         failpoint::hit("group-sync");
         if let Err(error) = self.engine.sync_log() {
-            // What the system could not write it may have forgotten: a second try proves nothing.
+            // The kernel may have dropped data that it could not write, so a second sync would prove nothing.
             self.fail(&error);
-            // Not the error itself: of a full disk it would say that nothing was changed, and what the
-            // commit points at would be deleted.
+            // Do not return the error itself. For a full disk it would say that nothing was changed, and the
+            // caller would delete the objects that the commit points at.
             return self.state.lock().check(self);
         }
         metrics::METADATA_SYNCS.inc();
@@ -854,14 +858,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Refuses everything from now on.
+    /// Makes every call fail from now on.
     pub(super) fn fail(&self, error: &Error) {
         let cause = in_full(error);
         tracing::error!(place = %self.engine.place(), %cause, "committing metadata failed for good");
         let mut state = self.state.lock();
         state.failed = Some(cause.into());
         state.yielding = false;
-        // Others find that the batches were lost, and go on.
+        // Other processes find that the batches are lost, and go on.
         if state.turn_since.take().is_some() {
             self.turn.release();
         }

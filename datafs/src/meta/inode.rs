@@ -75,7 +75,7 @@ pub(crate) struct Inode {
     pub(crate) nlink: u32,
     pub(crate) rdev: u32,
     pub(crate) size: u64,
-    /// The directory that a directory is in (the root is in itself); 0 for everything else.
+    /// The parent of a directory (the root is its own parent); 0 for everything else.
     pub(crate) parent: u64,
     pub(crate) atime: Timestamp,
     pub(crate) mtime: Timestamp,
@@ -84,16 +84,16 @@ pub(crate) struct Inode {
     pub(crate) data_version: u64,
     /// The last writer of the contents; 0 for several at once.
     pub(crate) writer: u64,
-    /// The version from which on it was that writer alone: whoever has a copy of that version or a
-    /// later one, and is the writer, has changed it only himself.
+    /// The version since which only that writer has changed the contents. A copy of that version or a later
+    /// one is outdated only by changes of that writer.
     pub(crate) writer_since: u64,
-    /// Counts the names of a file that went away or moved.
+    /// Counts the names of a file that were removed or moved.
     pub(crate) names_version: u32,
-    /// Bytes of a file that are stored: the others are holes. It is the sum over the records of its
-    /// contents, none of which is empty: without bytes there are no such records. Kept by
+    /// Stored bytes of a file: the others are holes. It is the sum over the records of its contents, none of
+    /// which is empty, so 0 means that there are no such records. Maintained by
     /// [`Writer`](super::versioned::Writer).
     pub(crate) stored_bytes: u64,
-    /// How many extended attributes it has, access control lists among them. Kept by `Writer` as well.
+    /// Number of extended attributes, access control lists included. Maintained by `Writer` as well.
     pub(crate) xattrs: u32,
 }
 
@@ -147,7 +147,7 @@ impl Inode {
         }
     }
 
-    /// Notes a change of the contents.
+    /// Records a change of the contents.
     pub(crate) fn written_by(&mut self, writer: u64) {
         if writer == 0 || self.writer != writer {
             self.writer = writer;
@@ -156,7 +156,7 @@ impl Inode {
         self.data_version += 1;
     }
 
-    /// Notes that a name went away or leads elsewhere.
+    /// Records that a name was removed or leads elsewhere.
     pub(crate) fn lost_name(&mut self) {
         self.names_version = self.names_version.wrapping_add(1);
     }
@@ -227,7 +227,7 @@ impl Inode {
             nlink: self.nlink,
             size: self.size,
             blocks: match self.kind {
-                // Where the metadata hold bytes of the file, they may be counted twice.
+                // Bytes of the file that the metadata holds may be counted twice.
                 FileKind::File => self.stored_bytes.min(self.size).div_ceil(512),
                 _ => self.size.div_ceil(512),
             },
@@ -271,12 +271,12 @@ pub(crate) fn encode_extent(extent: &Extent) -> Vec<u8> {
     value
 }
 
-/// Bytes of a file that a record of its contents stores, by the record's key and value.
+/// Stored bytes of a record of a file's contents, from the record's key and value.
 pub(crate) fn stored_bytes(record: &[u8], value: &[u8]) -> Result<u64> {
     if keys::is_extent(record) { Decoder::new("extent record", value).u64() } else { Ok(value.len() as u64) }
 }
 
-/// The extent of a record key's file offset and a value.
+/// Decodes an extent from the file offset in its record key and its value.
 pub(crate) fn decode_extent(file_offset: u64, value: &[u8]) -> Result<Extent> {
     let mut from = Decoder::new("extent record", value);
     let (len, object_offset) = (from.u64()?, from.u64()?);

@@ -1,4 +1,4 @@
-//! Hashes of keys, for tables of this process: fast on short keys, and seeded, as names are chosen by users.
+//! Key hashing for in-memory tables: fast on short keys, and seeded, because users choose names.
 
 use std::hash::{BuildHasher as _, BuildHasherDefault, Hasher, RandomState};
 use std::sync::LazyLock;
@@ -26,10 +26,10 @@ pub(super) fn key_hash(key: &[u8]) -> u64 {
     fold(fold(hash ^ u64::from_le_bytes(last), MULTIPLIER) ^ *SEED, LENGTH | 1)
 }
 
-/// Tables whose keys are such hashes already.
+/// Hasher for tables whose keys are such hashes already.
 pub(super) type Hashed = BuildHasherDefault<Itself>;
 
-/// Takes a hash for what it is.
+/// Identity hasher: uses a 64-bit key as its hash.
 #[derive(Debug, Default)]
 pub(super) struct Itself(u64);
 

@@ -1,8 +1,8 @@
-//! The key space of the metadata: which bytes name which record.
+//! Key space of the metadata: the encoding of the keys of all records.
 //!
-//! The first byte is the table. Numbers are big-endian, so that byte order is number order. Records of
-//! a volume (inodes, entries, extents, application keys) have a *record key* of their own, which is
-//! prefix-free; the live version is at `r volume record-key`, older ones, held by snapshots, are at
+//! The first byte is the table. Numbers are big-endian, so that byte order is number order. Records of a
+//! volume (inodes, entries, extents, application keys) have a *record key*, which is prefix-free. The live
+//! version is at `r volume record-key`. Older versions, which snapshots hold, are at
 //! `h volume record-key until-snapshot`.
 
 use sha2::{Digest as _, Sha256};
@@ -15,16 +15,16 @@ pub(crate) const FORMAT: &[u8] = b"mformat";
 pub(crate) const BARRIER: &[u8] = b"mbarrier";
 /// The number of the newest batch that was committed.
 pub(crate) const BATCH: &[u8] = b"mbatch";
-/// The sessions that have a row, as numbers of eight bytes.
+/// The sessions that have a row: their numbers, eight bytes each.
 pub(crate) const ROSTER: &[u8] = b"mroster";
-/// The number of the last round of questions about orphans.
+/// Number of the last round of questions about orphans.
 pub(crate) const ROUND: &[u8] = b"mround";
 /// The object store that the metadata belongs to.
 pub(crate) const STORE: &[u8] = b"mstore";
-/// The last volume id that was given out.
+/// The last volume id that was assigned.
 pub(crate) const LAST_VOLUME: &[u8] = b"mvolume";
 
-/// Children of a directory: tag inside a node's records.
+/// Tag of directory entries among the records of a node.
 const CHILD: u8 = b'c';
 const ATTRIBUTES: u8 = b'a';
 const HEAD: u8 = b'd';
@@ -37,7 +37,7 @@ const APPLICATION: u8 = b'k';
 /// Table of the versions that snapshots hold.
 pub(crate) const HISTORY: u8 = b'h';
 
-/// Smallest hash of a child's name: lower cursors are for `.` and `..`.
+/// Smallest hash of a child's name: lower readdir cursors are for `.` and `..`.
 pub(crate) const HASH_MIN: u64 = 16;
 
 fn table(tag: u8, parts: &[&[u8]]) -> Vec<u8> {
@@ -61,7 +61,7 @@ pub(crate) fn after_prefix(prefix: &[u8]) -> Vec<u8> {
     end
 }
 
-/// The number that the end of a key or a value is; `None` when it has not the bytes of one.
+/// Decodes a number of eight bytes; `None` for another length.
 pub(crate) fn number(bytes: &[u8]) -> Option<u64> {
     Some(u64::from_be_bytes(bytes.try_into().ok()?))
 }
@@ -116,12 +116,12 @@ pub(crate) fn live(volume: u64, record: &[u8]) -> Vec<u8> {
     table(b'r', &[&volume.to_be_bytes(), record])
 }
 
-/// What a live record's key has before the record key: table and volume.
+/// Bytes before the record key in a live record's key: table and volume.
 pub(crate) const LIVE_PREFIX_BYTES: usize = 9;
-/// Live records' keys up to this length are made without allocating; that is all but those of long names.
+/// Keys of live records up to this length are built without allocation: all but those of long names.
 const SHORT_BYTES: usize = 96;
 
-/// Runs `body` with [`live`].
+/// Calls `body` with the key that [`live`] returns.
 pub(crate) fn with_live<T>(volume: u64, record: &[u8], body: impl FnOnce(&[u8]) -> T) -> T {
     let len = LIVE_PREFIX_BYTES + record.len();
     if len > SHORT_BYTES {
@@ -134,8 +134,7 @@ pub(crate) fn with_live<T>(volume: u64, record: &[u8], body: impl FnOnce(&[u8]) 
     body(&key[..len])
 }
 
-/// How many of its first bytes say what a key belongs together with: whoever reads ranges of keys
-/// reads among those that begin alike, mostly.
+/// Length of the prefix that defines a key's scope: reads of key ranges mostly stay within one scope.
 pub(crate) fn scope_len(key: &[u8]) -> usize {
     let len = match key.first() {
         // Everything about one inode: table, volume, tag, number.
@@ -149,7 +148,7 @@ pub(crate) fn scope_len(key: &[u8]) -> usize {
     len.min(key.len())
 }
 
-/// Versions of a record that snapshots hold; append the number of the last that does.
+/// Prefix of the versions of a record that snapshots hold; the number of the last such snapshot follows.
 pub(crate) fn history(volume: u64, record: &[u8]) -> Vec<u8> {
     table(b'h', &[&volume.to_be_bytes(), record])
 }
@@ -164,8 +163,7 @@ pub(crate) fn dead_list(volume: u64, list: u64) -> Vec<u8> {
     table(b'd', &[&volume.to_be_bytes(), &list.to_be_bytes()])
 }
 
-/// An entry of a dead list; the youngest version comes first, so that what a deletion frees is a
-/// prefix of the list.
+/// An entry of a dead list. The youngest version comes first, so that a deletion frees a prefix of the list.
 pub(crate) fn dead(volume: u64, list: u64, since: u64, record: &[u8]) -> Vec<u8> {
     let youngest_first = (u64::MAX - since).to_be_bytes();
     table(b'd', &[&volume.to_be_bytes(), &list.to_be_bytes(), &youngest_first, record])
@@ -176,7 +174,7 @@ pub(crate) fn dead_lists(volume: u64) -> Vec<u8> {
     table(b'd', &[&volume.to_be_bytes()])
 }
 
-/// An inode without a name that somebody may have open: see `fs/orphan.rs`.
+/// An inode without a name that a process may have open: see `fs/orphan.rs`.
 pub(crate) fn orphan(volume: u64, ino: u64) -> Vec<u8> {
     table(b'o', &[&volume.to_be_bytes(), &ino.to_be_bytes()])
 }
@@ -206,7 +204,7 @@ pub(crate) fn all_locks() -> Vec<u8> {
     table(b'l', &[])
 }
 
-/// How many extents point at an object.
+/// The reference count of an object.
 pub(crate) fn references(object: ObjectId) -> Vec<u8> {
     table(b'j', &[&object.to_bytes()])
 }
@@ -216,7 +214,7 @@ pub(crate) fn all_references() -> Vec<u8> {
     table(b'j', &[])
 }
 
-/// An object that nothing points at any more.
+/// The garbage record of an object without references.
 pub(crate) fn garbage(object: ObjectId) -> Vec<u8> {
     table(b'g', &[&object.to_bytes()])
 }
@@ -251,7 +249,7 @@ pub(crate) fn sessions_in_cleanup() -> Vec<u8> {
     table(b'q', &[])
 }
 
-/// A session that keeps garbage from being deleted.
+/// The hold of a session, which keeps garbage from being deleted.
 pub(crate) fn hold(session: u64) -> Vec<u8> {
     table(b'b', &[&session.to_be_bytes()])
 }
@@ -261,7 +259,7 @@ pub(crate) fn holds() -> Vec<u8> {
     table(b'b', &[])
 }
 
-/// What tells an encryption key from others of its name.
+/// The check value of an encryption key, which tells it from others of its name.
 pub(crate) fn encryption_key(name: &str) -> Vec<u8> {
     table(b'e', &[name.as_bytes()])
 }
@@ -281,7 +279,7 @@ pub(crate) fn nodes() -> Vec<u8> {
     table(NODE, &[])
 }
 
-/// What a record of an inode is.
+/// Kind of an inode's record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NodeTag {
     Attributes,
@@ -293,7 +291,7 @@ pub(crate) enum NodeTag {
     Other,
 }
 
-/// The inode of a record key, and which of its records that is; `None` for application keys.
+/// The inode of a record key, and the kind of the record; `None` for application keys.
 pub(crate) fn node_of(record: &[u8]) -> Option<(u64, NodeTag)> {
     let ino = u64::from_be_bytes(record.get(1..9)?.try_into().ok()?);
     let tag = match *record.get(9)? {
@@ -370,8 +368,8 @@ pub(crate) fn extents(ino: u64) -> Vec<u8> {
     table(NODE, &[&ino.to_be_bytes(), &[EXTENT]])
 }
 
-/// Record key: a directory's entry. Ordered by the hash of the name, which is the cursor of readdir:
-/// a cursor stays right while entries come and go.
+/// Record key: an entry of a directory. Entries are ordered by the hash of the name, which is the cursor of
+/// readdir. A cursor stays valid while entries are added and removed.
 pub(crate) fn child(parent: u64, name: &[u8]) -> Vec<u8> {
     let hash = name_hash(name).to_be_bytes();
     table(NODE, &[&parent.to_be_bytes(), &[CHILD], &hash, name, &[0]])

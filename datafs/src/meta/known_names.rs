@@ -1,28 +1,28 @@
-//! Directories of which all names are known: a name that is not among them needs no look into the engine.
+//! Negative lookup cache: directories with all names known, so that a missing name needs no engine lookup.
 //!
-//! What is kept of a directory are the hashes of all names that a reader may find committed, and perhaps
-//! of others: names are added before anybody reads them from the engine, and none is taken out. So what is
-//! not among them is not there, for every reader. A directory is known from its beginning when this process
-//! made it, else once enough names were looked for in vain that all of it was read.
+//! For each directory it keeps the hashes of all names that a reader may find committed, and perhaps of
+//! others. A name is added before any reader can read it from the engine, and is never removed. So a name
+//! that is not in the set is missing for every reader. A directory that this process created is known from
+//! the start. Any other directory is read after enough failed lookups in it.
 
 use std::collections::{HashMap, HashSet};
 
 use super::key_hash::{Hashed, key_hash};
 use super::keys;
 
-/// Names of all directories together: with up to 18 bytes each, 5 MiB.
+/// Limit of names in all directories: with up to 18 bytes each, 5 MiB.
 const NAMES_MAX: usize = 1 << 18;
-/// Directories: with up to 150 bytes each, 5 MiB.
+/// Limit of directories: with up to 150 bytes each, 5 MiB.
 const DIRECTORIES_MAX: usize = 1 << 15;
-/// Names that are looked for in vain before a directory is read.
+/// Failed lookups before a directory is read.
 const MISSES_MAX: u32 = 16;
-/// Directories with more names are not read for this: it takes a microsecond for each.
+/// Directories with more names are not read: it takes a microsecond for each name.
 pub(super) const READ_MAX: usize = 1_024;
 
 /// Volume and inode number.
 pub(super) type DirectoryId = (u64, u64);
 
-/// The directories.
+/// The known directories.
 #[derive(Debug, Default)]
 pub(super) struct KnownNames {
     directories: HashMap<u64, Directory, Hashed>,
@@ -37,11 +37,11 @@ struct Directory {
 
 #[derive(Debug)]
 enum Names {
-    /// Hashes of all of them.
+    /// Hashes of all names.
     All(HashSet<u64, Hashed>),
-    /// So many were looked for in vain.
+    /// Number of failed lookups so far.
     Missed(u32),
-    /// There are too many.
+    /// There are too many names.
     Many,
 }
 
@@ -52,7 +52,7 @@ fn place((volume, ino): DirectoryId) -> u64 {
     key_hash(&key)
 }
 
-/// The hash of a name as it is kept.
+/// The hash under which a name's hash is kept.
 fn kept(name_hash: u64) -> u64 {
     key_hash(&name_hash.to_le_bytes())
 }
@@ -62,7 +62,7 @@ impl KnownNames {
         self.directories.get_mut(&place(id)).filter(|of| of.id == id).map(|of| &mut of.names)
     }
 
-    /// Whether a record is surely not committed, for any reader.
+    /// Whether a record is certainly not committed, for any reader.
     pub(super) fn is_absent(&self, key: &[u8]) -> bool {
         let Some((id, name)) = keys::live_child(key) else { return false };
         match self.directories.get(&place(id)) {
@@ -71,7 +71,7 @@ impl KnownNames {
         }
     }
 
-    /// Counts a record that was looked for in vain. Returns the directory that should be read.
+    /// Counts a failed lookup. Returns the directory if it should be read.
     pub(super) fn missed(&mut self, key: &[u8]) -> Option<DirectoryId> {
         let (id, _) = keys::live_child(key)?;
         match self.get_mut(id) {
@@ -83,12 +83,12 @@ impl KnownNames {
         None
     }
 
-    /// A directory was made that nobody has seen.
+    /// Adds a directory that was just created, so no reader has seen it.
     pub(super) fn begin(&mut self, id: DirectoryId) {
         self.put(id, Names::All(HashSet::default()));
     }
 
-    /// All of a directory was read: the hashes of its names, unless there are too many.
+    /// Keeps the name hashes of a directory that was read; `None` if it has too many.
     pub(super) fn learn(&mut self, id: DirectoryId, names: Option<HashSet<u64>>) {
         let names = names.map_or(Names::Many, |names| {
             let names: HashSet<u64, _> = names.into_iter().map(kept).collect();
@@ -98,7 +98,7 @@ impl KnownNames {
         self.put(id, names);
     }
 
-    /// A record is going to be committed, by whomever, or may have been.
+    /// Adds the name of a record that any process is about to commit, or may have committed.
     pub(super) fn note(&mut self, key: &[u8]) {
         let Some((id, name)) = keys::live_child(key) else { return };
         if let Some(Names::All(names)) = self.get_mut(id)
@@ -109,13 +109,13 @@ impl KnownNames {
         }
     }
 
-    /// Nothing is known any more.
+    /// Drops everything.
     pub(super) fn clear(&mut self) {
         *self = KnownNames::default();
     }
 
     fn put(&mut self, id: DirectoryId, names: Names) {
-        // One of two that share a place goes.
+        // Of two directories with the same hash, the newer replaces the older.
         if let Some(Directory { names: Names::All(gone), .. }) =
             self.directories.insert(place(id), Directory { id, names })
         {
@@ -124,7 +124,7 @@ impl KnownNames {
         self.bound();
     }
 
-    /// Too much is known when most of it is not needed any more: it begins anew.
+    /// Starts over above the limits: by then most entries are not needed any more.
     fn bound(&mut self) {
         if self.names > NAMES_MAX || self.directories.len() > DIRECTORIES_MAX {
             self.clear();

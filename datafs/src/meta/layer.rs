@@ -1,5 +1,5 @@
-//! Records that were answered and are not committed yet, in versions: who began to read earlier goes
-//! on seeing what was there then.
+//! Uncommitted records of a batch, in versions: a reader keeps seeing the versions that were current when it
+//! began.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,10 +7,10 @@ use std::sync::Arc;
 use super::engine::Order;
 use super::key_hash::key_hash;
 
-/// A record's bytes, or that there is no such record.
+/// A record's bytes; `None` if there is no such record.
 pub(crate) type Value = Option<Arc<[u8]>>;
 
-/// Memory that an entry takes beside its key and value, about.
+/// Approximate memory of an entry in addition to its key and value, in bytes.
 const ENTRY_BYTES: usize = 96;
 
 /// The changes of one batch.
@@ -18,14 +18,14 @@ const ENTRY_BYTES: usize = 96;
 pub(crate) struct Layer {
     records: BTreeMap<Vec<u8>, Version>,
     bytes: usize,
-    /// One bit of many is set for each key, by its hash: most keys that are looked for are not here.
+    /// Filter with one bit per key, chosen by its hash: most keys that are looked up are not in the layer.
     filter: Box<[u64; FILTER_WORDS]>,
 }
 
-/// Bits of the filter, in words: 4 KiB, for batches of hundreds of records.
+/// Size of the filter in words: 4 KiB, for batches of hundreds of records.
 const FILTER_WORDS: usize = 512;
 
-/// Word and bit of the filter.
+/// Position of a hash in the filter: word and bit mask.
 fn filter_bit(hash: u64) -> (usize, u64) {
     ((hash >> 32) as usize % FILTER_WORDS, 1 << (hash >> 58))
 }
@@ -41,7 +41,7 @@ struct Version {
     /// The transaction that wrote it.
     number: u64,
     value: Value,
-    /// Versions before it that somebody may still read, newest first.
+    /// Older versions that a reader may still need, newest first.
     older: Vec<(u64, Value)>,
 }
 
@@ -55,7 +55,7 @@ impl Version {
 }
 
 impl Layer {
-    /// Memory that it takes, about; versions that are kept for readers are not counted.
+    /// Approximate memory use in bytes, without the versions that are kept for readers.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -64,8 +64,8 @@ impl Layer {
         self.records.len()
     }
 
-    /// Sets a record in transaction `number`, the newest. `readers` are the transactions up to which
-    /// somebody is reading: what they see is kept.
+    /// Sets a record in transaction `number`, the newest. `readers` are the newest transactions that the
+    /// active readers see; the versions that they see are kept.
     pub(crate) fn put(&mut self, key: Vec<u8>, value: Value, number: u64, readers: &[u64]) {
         let (word, bit) = filter_bit(key_hash(&key));
         self.filter[word] |= bit;
@@ -91,8 +91,8 @@ impl Layer {
         }
     }
 
-    /// What transaction `number` saw here: nothing when the record was not touched until then. `hash` is
-    /// that of the key.
+    /// The record as transaction `number` saw it; `None` when no transaction up to that one has changed it
+    /// here. `hash` is the hash of the key.
     pub(crate) fn get(&self, key: &[u8], hash: u64, number: u64) -> Option<Value> {
         let (word, bit) = filter_bit(hash);
         if self.filter[word] & bit == 0 {
@@ -101,7 +101,7 @@ impl Layer {
         self.records.get(key)?.at(number).cloned()
     }
 
-    /// The records of a range as transaction `number` saw them, in order. `start < end`.
+    /// The records of a range as transaction `number` saw them, in order. Requires `start < end`.
     pub(crate) fn range<'a>(
         &'a self,
         start: &[u8],
@@ -119,13 +119,13 @@ impl Layer {
         }
     }
 
-    /// All keys of a range. `start < end`.
+    /// All keys of a range. Requires `start < end`.
     pub(crate) fn keys(&self, start: &[u8], end: &[u8]) -> impl Iterator<Item = &[u8]> {
         let range = (std::ops::Bound::Included(start), std::ops::Bound::Excluded(end));
         self.records.range::<[u8], _>(range).map(|(key, _)| key.as_slice())
     }
 
-    /// All records with their newest values, in order of their keys.
+    /// All records with their newest values, in key order.
     pub(crate) fn newest(&self) -> impl Iterator<Item = (&[u8], &Value)> {
         self.records.iter().map(|(key, version)| (key.as_slice(), &version.value))
     }

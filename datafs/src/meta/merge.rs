@@ -1,12 +1,12 @@
-//! One scan over two sources: what is not committed yet, over what is.
+//! Merge scan: uncommitted records over committed pairs.
 
 use super::engine::{Order, Pair};
 use super::layer::Value;
 use crate::error::Result;
 
-/// Puts records that are not committed yet (a missing value hides what is below) over committed pairs,
-/// both in `order` and without repetition, until `found` has `limit` pairs. Takes no more committed pairs
-/// than it needs.
+/// Merges uncommitted records over committed pairs until `found` has `limit` pairs. A missing value hides the
+/// committed pair of its key. Both inputs are in `order` and without duplicates. Takes no more committed
+/// pairs than it needs.
 pub(super) fn merge(
     uncommitted: impl IntoIterator<Item = (Vec<u8>, Value)>,
     committed: &mut dyn FnMut() -> Result<Option<Pair>>,
@@ -52,7 +52,8 @@ mod tests {
 
     use super::*;
 
-    /// Every way in which three keys may be there or not, above and below, in both orders.
+    /// Checks all combinations of three keys that are present, removed or absent above and below, in both
+    /// orders.
     #[test]
     fn it_is_what_a_map_would_say() {
         let key = |i: usize| vec![i as u8];

@@ -1,7 +1,7 @@
-//! What the rest of the crate calls: transactions on the metadata, whatever engine is behind them.
+//! Metadata access for the rest of the crate: transactions, independent of the engine.
 //!
-//! A [`Metadata`] belongs to one process and is shared by its threads. Bodies of transactions may run
-//! more than once and must not nest.
+//! A [`Metadata`] belongs to one process and is shared by its threads. A transaction's body may run more than
+//! once and must not start another transaction.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub(crate) struct Metadata(Kind);
 
 #[derive(Debug)]
 enum Kind {
-    /// Each transaction goes to the engine as it is.
+    /// Passes each transaction to the engine unchanged.
     Direct(Arc<dyn Engine>),
     Group(Group),
 }
@@ -29,12 +29,12 @@ impl fmt::Debug for Metadata {
 }
 
 impl Metadata {
-    /// Metadata that hands each transaction to the engine as it is.
+    /// Metadata that passes each transaction to the engine unchanged.
     pub(crate) fn direct(engine: Arc<dyn Engine>) -> Metadata {
         Metadata(Kind::Direct(engine))
     }
 
-    /// Metadata in a SQLite file: transactions are answered from memory and committed in groups.
+    /// Metadata in a SQLite file: transactions are acknowledged from memory and committed in groups.
     pub(crate) fn grouped(engine: Sqlite) -> Result<Metadata> {
         #[cfg(test)]
         if let Some(faults) = super::faulty::at(super::faulty::Place::Around) {
@@ -43,8 +43,8 @@ impl Metadata {
         Ok(Metadata(Kind::Group(Group::new(Arc::new(engine))?)))
     }
 
-    /// Runs `body` in a read transaction: everything it reads is of one moment, and it sees whatever
-    /// any process was answered before. May run `body` again from the start.
+    /// Runs `body` in a read transaction. It reads one consistent state, which includes everything that any
+    /// process acknowledged before. `body` may run again from the start.
     pub(crate) fn view<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
         let mut outcome = Outcome::default();
         let mut body = |txn: &mut dyn ReadTxn| outcome.keep(body(txn));
@@ -55,8 +55,8 @@ impl Metadata {
         outcome.take()
     }
 
-    /// [`Metadata::view`], which may miss what other processes were answered within the last few
-    /// milliseconds, and never waits for them. What this process was answered it sees.
+    /// [`Metadata::view`] that may miss what other processes acknowledged within the last few milliseconds,
+    /// and never waits for them. It sees everything that this process acknowledged.
     pub(crate) fn view_recent<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
         let mut outcome = Outcome::default();
         let mut body = |txn: &mut dyn ReadTxn| outcome.keep(body(txn));
@@ -67,8 +67,9 @@ impl Metadata {
         outcome.take()
     }
 
-    /// Runs `body` once, in a read transaction on what is committed: everything that it points at is in the store.
-    /// What any process was answered before the call is part of it.
+    /// Runs `body` in a read transaction on committed data, so every object that it refers to is in the
+    /// store. It sees everything that any process acknowledged before the call. It runs once, or again only
+    /// if a server aborts its transaction.
     pub(crate) fn view_committed<T>(&self, mut body: impl FnMut(&mut dyn ReadTxn) -> Result<T>) -> Result<T> {
         let mut outcome = Outcome::default();
         let mut body = |txn: &mut dyn ReadTxn| outcome.keep(body(txn));
@@ -87,9 +88,9 @@ impl Metadata {
         }
     }
 
-    /// Runs `body` in a write transaction and commits when it returns `Ok`, else takes everything
-    /// back. After a conflict `body` runs again from the start, so it must not keep effects of an
-    /// earlier run. Not to be nested.
+    /// Runs `body` in a write transaction. Commits when it returns `Ok`, otherwise rolls back. After a
+    /// conflict `body` runs again from the start, so it must not keep effects of an earlier run. Must not be
+    /// nested.
     pub(crate) fn transact<T>(
         &self,
         durability: Durability,
@@ -104,7 +105,7 @@ impl Metadata {
         outcome.take()
     }
 
-    /// [`Metadata::transact`] of what makes room: on a full disk it takes the space that is set aside.
+    /// [`Metadata::transact`] for a transaction that frees space: on a full disk it takes the reserved space.
     pub(crate) fn transact_making_room<T>(
         &self,
         durability: Durability,
@@ -116,7 +117,7 @@ impl Metadata {
         })
     }
 
-    /// Makes every commit that any process has finished before the call durable.
+    /// Makes every commit durable that any process finished before the call.
     pub(crate) fn sync(&self) -> Result<()> {
         match &self.0 {
             Kind::Direct(engine) => engine.sync(),
@@ -124,31 +125,31 @@ impl Metadata {
         }
     }
 
-    /// Waits until everything that this process was answered before the call is committed; that is not
-    /// durable yet, but survives the end of the process.
+    /// Waits until everything that this process acknowledged before the call is committed. It then survives
+    /// the end of the process, but not yet a power failure.
     pub(crate) fn settle(&self) -> Result<()> {
         match &self.0 {
-            // Commits before it answers.
+            // The engine commits before it acknowledges.
             Kind::Direct(_) => Ok(()),
             Kind::Group(group) => group.settle(),
         }
     }
 
-    /// Sees that space for changes that make room is set aside, where the metadata is on a disk of this machine.
+    /// Restores the space reserved for transactions that free space, where the metadata is on a local disk.
     pub(crate) fn restore_reserve(&self) {
         if let Kind::Group(group) = &self.0 {
             group.restore_reserve();
         }
     }
 
-    /// Sets aside again what was given up for the opening.
+    /// Reserves again the space that was released to open the metadata.
     pub(crate) fn take_back_reserve(&self) {
         if let Kind::Group(group) = &self.0 {
             group.reserve().take_back();
         }
     }
 
-    /// Fails while that space is given up. For what takes space and is not in the metadata.
+    /// Fails while the reserved space is released. For operations that take space outside of the metadata.
     pub(crate) fn check_reserve(&self) -> Result<()> {
         match &self.0 {
             Kind::Direct(_) => Ok(()),
@@ -165,8 +166,8 @@ impl Metadata {
         }
     }
 
-    /// From its return on, reads of this process see everything that any process was answered before
-    /// the call; so do [`Metadata::view_recent`] ones.
+    /// After it returns, reads of this process, also by [`Metadata::view_recent`], see everything that any
+    /// process acknowledged before the call.
     pub(crate) fn barrier(&self) -> Result<()> {
         match &self.0 {
             Kind::Direct(engine) => engine.barrier(),
@@ -183,7 +184,7 @@ impl Metadata {
     }
 
     /// Calls `listener` soon after another process has committed something, until the subscription is
-    /// dropped. It runs on a thread of its own and may read, but must not wait for writers.
+    /// dropped. The listener runs on a separate thread. It may read, but must not wait for writers.
     pub(crate) fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
         match &self.0 {
             Kind::Direct(engine) => engine.on_change(listener),

@@ -1,5 +1,5 @@
-//! Reading and writing over what is not committed yet: a transaction's own changes, over the batches
-//! of the process, over a snapshot of the engine.
+//! Transactions over uncommitted data: a transaction's changes, over the batches of the process, over a
+//! snapshot of the engine.
 
 use std::collections::{BTreeMap, HashSet};
 use std::iter::Peekable;
@@ -19,26 +19,26 @@ use super::sqlite::Snapshot;
 use crate::error::Result;
 use crate::metrics;
 
-/// Uncommitted records that a scan looks at in one go, while writers wait.
+/// Uncommitted records that a scan collects at a time, while writers wait.
 const UNCOMMITTED_PAGE: usize = 1_024;
 
-/// The same for scans that want few records.
+/// Smallest such page, for scans with a small limit.
 const UNCOMMITTED_PAGE_MIN: usize = 8;
 
 /// Changes that a transaction has made so far.
 pub(super) type Changes = BTreeMap<Vec<u8>, Value>;
 
-/// One moment of the metadata, as this process sees it.
+/// A consistent state of the metadata, as this process sees it.
 #[derive(Debug)]
 pub(super) struct View<'g> {
     pub(super) shared: &'g Shared,
-    /// What is committed; `None` only while it is dropped.
+    /// The committed records; `None` only while the view is dropped.
     pub(super) snapshot: Option<Snapshot>,
-    /// What is not, newest first.
+    /// The uncommitted batches, newest first.
     pub(super) layers: [Option<Arc<RwLock<Layer>>>; 2],
-    /// The newest transaction that it sees.
+    /// The newest transaction that the view sees.
     pub(super) version: u64,
-    /// Tells whether the cache is right for it.
+    /// Epoch of the view: it uses the cache only in the same epoch.
     pub(super) epoch: u64,
 }
 
@@ -68,9 +68,9 @@ impl View<'_> {
         Ok(value)
     }
 
-    /// Reads the names of a directory, so that those that are not there need not be looked for. Whoever
-    /// reads at the same time may see what an older or a newer transaction has left: names that were
-    /// committed count, and names that are going to be, also where they are removed.
+    /// Reads the names of a directory into the cache, so that missing names need no lookup. A concurrent
+    /// reader may see an older or a newer state. So the set has all committed names and all names of pending
+    /// batches, even those that a batch removes.
     fn read_names(&self, directory: DirectoryId) -> Result<()> {
         let (volume, ino) = directory;
         let prefix = keys::live(volume, &keys::children(ino));
@@ -97,14 +97,14 @@ impl View<'_> {
         Ok(())
     }
 
-    /// `start..end` over `own` changes; at most `limit` pairs.
+    /// Scans `start..end` with the transaction's `own` changes on top; at most `limit` pairs.
     fn scan(&self, own: &Changes, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
         let (mut start, mut end) = (start.to_vec(), end.to_vec());
         let mut found = Vec::new();
         while start < end && found.len() < limit {
             let page_len = (limit - found.len()).clamp(UNCOMMITTED_PAGE_MIN, UNCOMMITTED_PAGE);
             let page = self.uncommitted(own, &start, &end, order, page_len);
-            // What the page says holds up to its last key, or everywhere if it is not full.
+            // The page is complete up to its last key, or for the whole range if it is not full.
             let (mut first, mut last) = (start.clone(), end.clone());
             let more = page.len() == page_len;
             if let Some((key, _)) = page.last().filter(|_| more) {
@@ -189,15 +189,15 @@ impl ReadTxn for View<'_> {
     }
 }
 
-/// A write transaction that is under way.
+/// A running write transaction.
 #[derive(Debug)]
 pub(super) struct Write<'g> {
     pub(super) view: View<'g>,
     pub(super) changes: Changes,
     pub(super) prerequisites: Prerequisites,
-    /// Directories that it has made.
+    /// Directories that the transaction creates.
     pub(super) directories: Vec<DirectoryId>,
-    /// It may take the space that is set aside.
+    /// Whether the commit may take the reserved space.
     pub(super) makes_room: bool,
 }
 

@@ -1,18 +1,18 @@
-//! The PostgreSQL engine: one table on a server, shared by the processes of many machines.
+//! PostgreSQL engine: one table on a server, shared by the processes of many machines.
 //!
-//! Transactions are optimistic. A body reads from an image in memory, or from the server, and its
-//! writes are kept back; nothing is locked while it runs, so a client that dies holds nothing. To
-//! commit, one statement takes advisory locks on what was read (shared) and is written (exclusively),
-//! in one order everywhere, compares what was read with what is there, and writes. Held until the
-//! commit is visible, the locks make every transaction as if it had run at that moment alone. So a row
-//! that all read and few write (a volume's, with its epoch) is a conflict only when it was written.
+//! Transactions are optimistic. A body reads from an image in memory, or from the server, and its writes are
+//! buffered. It holds no locks while it runs, so a client that dies holds none. To commit, one statement
+//! takes advisory locks on the scopes of the keys read (shared) and written (exclusive), in one order
+//! everywhere. It compares the values that were read with the current ones, and writes. The locks are held
+//! until the commit is visible, so every transaction is as if it had run at that moment alone. A row that all
+//! transactions read and few write (a volume's, with its epoch) causes a conflict only when it was written.
 //!
-//! Reads see a position in the order of commits that moves on with every answer of the server and
-//! with every notification; [`Engine::barrier`] moves it to now. They wait for nobody and take no
-//! round trip when what they need is remembered.
+//! Reads see a position in the order of commits. Every answer of the server and every notification moves it
+//! on; [`Engine::barrier`] moves it to now. Reads wait for no other client and take no round trip when the
+//! data is cached.
 //!
-//! Commits are asynchronous on the server: visible everywhere when they are answered. Durable ones
-//! then wait for a flush of the server's log, which all who wait share.
+//! Commits are asynchronous on the server: visible everywhere when they are acknowledged. Durable ones then
+//! wait for a flush of the server's log, which all waiting callers share.
 
 mod batch;
 mod contact;
@@ -53,35 +53,35 @@ use super::engine::{Durability, Engine, Order, Pair, Pairs, ReadTxn, WriteTxn};
 use super::sqlite::FORMAT_VERSION;
 use crate::error::{Error, Result};
 
-/// Runs of a reading body before it gets a transaction of the server's.
+/// Runs of a reading body before it gets a transaction on the server.
 const READ_RUNS: u32 = 6;
-/// An image that the server has not confirmed for so long is not used.
+/// An image that the server has not confirmed for this long is not used.
 const CONFIRMED_MAX: Duration = Duration::from_secs(10);
 
-/// Keys that had changed when an answer came, see [`Rows::changed_since`].
+/// Keys that changed while a request was pending, see [`Rows::changed_since`].
 type Changes<'a> = Option<&'a HashSet<Arc<[u8]>>>;
 
-/// How an engine is opened.
+/// Options to open an engine.
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
-    /// How long a call may take, with all attempts.
+    /// Time limit of a call, with all attempts.
     pub(crate) wait: Duration,
-    /// Connections at most; at least 2 and one for notifications.
+    /// Limit of connections, at least 2; one more is for notifications.
     pub(crate) connections_max: usize,
-    /// Bytes of the map that are remembered.
+    /// Limit of the cached part of the map, in bytes.
     pub(crate) cache_bytes_max: usize,
-    /// After how long without a sign of life others take this process for dead.
+    /// Time without a renewed lease after which other processes declare this one dead.
     pub(crate) lease: Duration,
 }
 
 /// The engine.
 pub(crate) struct Postgres {
-    /// Dropped first: it signs off.
+    /// Dropped first: it unregisters this client.
     follower: Follower,
     shared: Arc<Shared>,
 }
 
-/// What the threads of the engine share.
+/// State that the threads of the engine share.
 pub(crate) struct Shared {
     pool: Pool,
     /// This process among the clients of the schema, not 0.
@@ -91,12 +91,12 @@ pub(crate) struct Shared {
     /// Commits of this client so far.
     commits: AtomicI64,
     state: Mutex<State>,
-    /// A batch has been committed, or not.
+    /// A batch has been committed, or has failed.
     landed: Condvar,
-    /// Held, if it is to be had soon, by who joins a batch, and by who lost against others while its
+    /// Held, if available soon, by a thread that joins a batch, and by one that lost a conflict while its
     /// body runs again.
     turn: Mutex<()>,
-    /// Held by who finds out that the server has begun a new life, until all is well again.
+    /// Held by a thread that found a new life of the server, until its lost commits are replayed.
     meeting: Mutex<()>,
     flush: Flush,
 }
@@ -114,8 +114,8 @@ impl fmt::Debug for Shared {
 }
 
 impl Postgres {
-    /// Connects, makes what is missing and registers this process as `session`, a number
-    /// below 2⁶³ that no other one uses. Fails with [`Error::NewerFormat`] before anything is written.
+    /// Connects, creates what is missing and registers this process as `session`, a number below 2⁶³ that no
+    /// other process uses. Fails with [`Error::NewerFormat`] before any write.
     pub(crate) fn open(target: Target, session: u64, options: &Options) -> Result<Postgres> {
         let place = target.place().to_owned();
         let threads = Threads::start().map_err(|e| Error::io("start the threads of", place.as_str(), e))?;
@@ -132,7 +132,7 @@ impl Postgres {
             meeting: Mutex::new(()),
             flush: Flush::default(),
         });
-        // Set here alone, once, before the first connection.
+        // Set only here, before the first connection.
         let _ = shared.pool.owner.set(Arc::downgrade(&shared));
         shared.prepare()?;
         shared.register().map_err(|fault| shared.error(fault))?;
@@ -154,7 +154,7 @@ impl Shared {
         self.commits.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Checks server and format before anything is written, then makes what is missing.
+    /// Checks server and format before any write, then creates what is missing.
     fn prepare(&self) -> Result<()> {
         let deadline = self.pool.deadline();
         let name = self.pool.target().schema();
@@ -204,15 +204,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Puts this process on the list of those who are told of commits, and forgets what it knew
-    /// before it was on it.
+    /// Registers this process for notifications of commits, and drops what it cached before.
     fn register(&self) -> std::result::Result<(), Fault> {
         let name = self.pool.target().schema();
         let lease_ms = i64::try_from(self.lease.as_millis()).unwrap_or(i64::MAX / 1_000);
         let text = schema::register(name, batch::lock_of_everything(name), self.client, lease_ms);
         let deadline = self.pool.deadline();
         self.pool.repeat(deadline, |link, until| {
-            // A connection that fails inside of its transaction is not used again.
+            // A connection that fails inside its transaction is not used again.
             block_on(link.client.batch_execute(&text), until).map_err(|fault| match fault {
                 Fault::TakenBack(text) => Fault::Lost(text),
                 other => other,
@@ -222,13 +221,13 @@ impl Shared {
         self.poll(deadline)
     }
 
-    /// Clock of the image and failed batches, from which on a run's reads are watched.
+    /// The image's clock and the count of failed batches, from which on a run's reads are checked.
     fn begin(&self) -> (u64, u64) {
         let state = self.state.lock();
         (state.rows.clock(), state.failures)
     }
 
-    /// What is known of a key without asking.
+    /// The value of a key if it is known without a request; with `coming` also from uncommitted batches.
     fn recall(&self, key: &[u8], coming: bool) -> Option<Value> {
         let mut state = self.state.lock();
         if coming && let Some(value) = state.coming(key) {
@@ -237,7 +236,7 @@ impl Shared {
         state.rows.get(key)
     }
 
-    /// The values of keys on the server, in the order of the keys.
+    /// Fetches the values of keys from the server, in the order of the keys.
     fn fetch(&self, keys: &[&[u8]], moment: Option<&Lent<'_>>) -> Result<Vec<Value>> {
         let found = self.ask(
             moment,
@@ -254,7 +253,7 @@ impl Shared {
         Ok(keys.iter().map(|key| found.get(key).cloned()).collect())
     }
 
-    /// A range on the server.
+    /// Reads a range from the server.
     fn scan(
         &self,
         start: &[u8],
@@ -283,7 +282,7 @@ impl Shared {
         .map_err(|fault| self.error(fault))
     }
 
-    /// Moves the position on to now.
+    /// Moves the position to now.
     fn poll(&self, deadline: Instant) -> std::result::Result<(), Fault> {
         let none: &[&[u8]] = &[];
         self.ask_until(
@@ -306,7 +305,7 @@ impl Shared {
         self.ask_until(self.pool.deadline(), moment, call, remember)
     }
 
-    /// Makes a reading call and takes in what it brings along.
+    /// Makes a read call and applies the changes that its answer reports.
     fn ask_until(
         &self,
         deadline: Instant,
@@ -334,16 +333,17 @@ impl Shared {
                     _ => return Err(Fault::Refused("a row of an unexpected kind".into())),
                 }
             }
-            // In a transaction of its own the answer is as old as the transaction.
+            // In a server transaction the answer is as old as the transaction, so it is not cached.
             if moment.is_none() {
                 let mut state = self.state.lock();
                 if state.kept.life() != life {
                     return Err(Fault::Lost("the server has crashed".into()));
                 }
-                // Its own changes are in the answer already, those of later answers are not.
+                // The answer includes the commits that it lists. It may lack changes that other answers
+                // brought meanwhile.
                 let changed = state.rows.changed_since(since);
                 state.rows.follow(commits, horizon, Instant::now());
-                // Without a position nobody says what has changed until another answer sets it.
+                // Without a position the server lists no changes, so the answer is not cached.
                 if xid != i64::MAX {
                     remember(&mut state.rows, changed.as_ref(), &pairs);
                 }
@@ -365,7 +365,7 @@ impl Shared {
             if matches!(result, Err(Error::Metadata { .. } | Error::Busy { .. })) {
                 return result;
             }
-            // What came from memory alone is right as of now, unless the server says what has changed.
+            // Data from the cache alone is right as of now, unless the server reports a change.
             if now && run == 0 && !txn.asked {
                 self.poll(self.pool.deadline()).map_err(|fault| self.error(fault))?;
             }
@@ -373,11 +373,12 @@ impl Shared {
                 return result;
             }
         }
-        // Others change what it reads faster than it reads.
+        // Other processes change the data faster than the body reads it.
         self.view_once(body)
     }
 
-    /// Runs a reading body in a transaction of the server's, which is not repeated unless the server takes it back.
+    /// Runs a reading body in a transaction on the server. Repeats it only if the server aborts the
+    /// transaction.
     fn view_once(&self, body: &mut dyn FnMut(&mut Txn<'_>) -> Result<()>) -> Result<()> {
         let deadline = self.pool.deadline();
         let mut pause = pool::Pause::default();
@@ -400,10 +401,10 @@ impl Shared {
         }
     }
 
-    /// Whether everything that a run has read was there at one moment.
+    /// Whether everything that a run has read was true at one moment.
     fn still_holds(&self, txn: &Txn<'_>) -> bool {
         let mut state = self.state.lock();
-        // Answers of the server may have shown what is on its way; memory did not.
+        // Answers of the server may have included the batch that is being committed; the cache did not.
         let coming = state.coming_with(&txn.reads).filter(|_| txn.asked);
         while coming.is_some() && state.flying.as_ref().map(|flying| flying.number) == coming {
             self.landed.wait_for(&mut state, NAP);
@@ -411,7 +412,7 @@ impl Shared {
         !state.rows.outdated(txn.since, &txn.reads, |_| None)
     }
 
-    /// Whether what is remembered may be used.
+    /// Whether cached data may be used: the server has confirmed it recently.
     fn is_confirmed(&self) -> bool {
         self.state.lock().rows.asked().is_some_and(|at| at.elapsed() < CONFIRMED_MAX)
     }
@@ -421,8 +422,8 @@ fn by_key(pairs: &[Pair]) -> HashMap<&[u8], Arc<[u8]>> {
     pairs.iter().map(|(key, value)| (key.as_slice(), value.as_slice().into())).collect()
 }
 
-/// What the flush after a commit that took place has failed with: never an error that says that nothing
-/// was changed, or what the commit points at would be deleted.
+/// The error of a flush that failed after its commit took place. It never says that nothing was changed: then
+/// the caller would delete the objects that the commit points at.
 fn of_the_flush(error: Error) -> Error {
     if !error.is_definite() {
         return error;
@@ -463,7 +464,8 @@ impl Engine for Postgres {
     }
 
     fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
-        // What is committed again after a crash of the server must not be older than what is restored.
+        // Flush first: a commit that is replayed after a crash of the server must not be older than the
+        // restored data.
         self.sync()?;
         let replaced = self.shared.replace(check, pairs);
         self.shared.state.lock().rows.start_over();
@@ -485,7 +487,7 @@ impl Engine for Postgres {
 
     fn sync(&self) -> Result<()> {
         self.shared.flush()?;
-        // What was lost meanwhile was not flushed.
+        // A commit that was lost meanwhile was not flushed.
         self.shared.check_lost()
     }
 

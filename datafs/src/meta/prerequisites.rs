@@ -1,4 +1,4 @@
-//! What a commit waits for: file data that must be durable before a record points at it.
+//! Prerequisites of commits: file data that must be durable before a record points at it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use super::engine::Prerequisite;
 use crate::error::Result;
 
-/// Prerequisites that are made durable at the same time.
+/// Prerequisites that are made durable in parallel, at most.
 const PARALLEL_MAX: usize = 8;
 
-/// The prerequisites of a transaction or of a batch, each once.
+/// The distinct prerequisites of a transaction or of a batch.
 #[derive(Debug, Default)]
 pub(crate) struct Prerequisites(Vec<Arc<dyn Prerequisite>>);
 
@@ -18,13 +18,13 @@ impl Prerequisites {
         self.0.is_empty()
     }
 
-    /// How long a commit that nobody waits for may be put off for their sake.
+    /// How long a commit that no caller waits for may be delayed for their sake.
     pub(crate) fn linger(&self) -> Duration {
         self.0.iter().map(|prerequisite| prerequisite.linger()).max().unwrap_or_default()
     }
 
     pub(crate) fn add(&mut self, prerequisite: Arc<dyn Prerequisite>) {
-        // The newest are asked for again most often.
+        // The newest are the most likely duplicates.
         if !self.0.iter().rev().any(|known| Arc::ptr_eq(known, &prerequisite)) {
             self.0.push(prerequisite);
         }

@@ -1,7 +1,7 @@
-//! Records as they are committed, kept in memory so that what is looked at again needs no engine.
+//! Record cache: committed records in memory, so that repeated reads need no engine.
 //!
-//! An *epoch* tells which readers may use it: those that began while everything in it was right for
-//! them. It is raised before records in the cache are replaced, so that older readers pass it by.
+//! An *epoch* tells which readers may use the cache: those that began while all its records were right for
+//! them. It is raised before records in the cache are replaced, so that older readers bypass it.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,11 +9,11 @@ use super::key_hash::Hashed;
 use super::known_names::{DirectoryId, KnownNames};
 use super::layer::Value;
 
-/// Memory that an entry takes beside its key and value, about.
+/// Approximate memory of an entry in addition to its key and value, in bytes.
 const ENTRY_BYTES: usize = 104;
 
-/// The cache. Two generations: what was not used since the younger one was half as large as allowed
-/// is dropped with the older one.
+/// The cache, in two generations. When the younger one reaches half of the allowed size, it replaces the
+/// older one. Records in the older one that were not used since are dropped.
 #[derive(Debug)]
 pub(crate) struct RecordCache {
     epoch: u64,
@@ -24,22 +24,22 @@ pub(crate) struct RecordCache {
     names: KnownNames,
 }
 
-/// Records by the hashes of their keys; of two that share one the older goes.
+/// Records by the hash of their key; of two keys with the same hash the newer replaces the older.
 type Generation = HashMap<u64, (Box<[u8]>, Value), Hashed>;
 
 impl RecordCache {
-    /// An empty cache that takes about `bytes_max` of memory.
+    /// An empty cache that takes about `bytes_max` bytes of memory.
     pub(crate) fn new(bytes_max: usize) -> RecordCache {
         let (young, old) = (Generation::default(), Generation::default());
         RecordCache { epoch: 0, bytes_max, young, young_bytes: 0, old, names: KnownNames::default() }
     }
 
-    /// Readers that began before this pass the cache by from now on.
+    /// Begins an epoch: readers that began before it bypass the cache from now on.
     pub(crate) fn begin_epoch(&mut self, epoch: u64) {
         self.epoch = epoch;
     }
 
-    /// The record for a reader of `epoch`, if it is known. `hash` is that of the key.
+    /// The record for a reader of `epoch`, if it is cached. `hash` is the hash of the key.
     pub(crate) fn get(&mut self, key: &[u8], hash: u64, epoch: u64) -> Option<Value> {
         if epoch != self.epoch {
             return None;
@@ -57,7 +57,7 @@ impl RecordCache {
         }
     }
 
-    /// Notes what a reader of `epoch` found. Returns a directory that is worth reading.
+    /// Caches what a reader of `epoch` found. Returns a directory whose names are worth reading.
     pub(crate) fn learn(&mut self, key: &[u8], hash: u64, value: &Value, epoch: u64) -> Option<DirectoryId> {
         if epoch != self.epoch {
             return None;
@@ -66,20 +66,20 @@ impl RecordCache {
         value.is_none().then(|| self.names.missed(key)).flatten()
     }
 
-    /// Notes the hashes of all names of a directory that any reader of `epoch` may find, unless there are
-    /// too many of them.
+    /// Caches the hashes of all names that any reader of `epoch` may find in a directory; `None` if there are
+    /// too many.
     pub(crate) fn learn_names(&mut self, of: DirectoryId, names: Option<HashSet<u64>>, epoch: u64) {
         if epoch == self.epoch {
             self.names.learn(of, names);
         }
     }
 
-    /// Notes directories that are new: nobody has seen a name in them.
+    /// Adds new directories, in which no reader has seen a name.
     pub(crate) fn begin_directories(&mut self, new: &[DirectoryId]) {
         new.iter().for_each(|directory| self.names.begin(*directory));
     }
 
-    /// Notes what was committed.
+    /// Caches a committed record.
     pub(crate) fn replace(&mut self, key: &[u8], hash: u64, value: &Value) {
         self.names.note(key);
         self.old.remove(&hash);
@@ -97,7 +97,7 @@ impl RecordCache {
         }
     }
 
-    /// Somebody else has changed a record.
+    /// Drops a record that another process has changed.
     pub(crate) fn forget(&mut self, key: &[u8], hash: u64) {
         self.names.note(key);
         if let Some((key, value)) = self.young.remove(&hash) {

@@ -1,6 +1,6 @@
-//! How many extents point at each object, and at how many of its bytes.
+//! Reference counts of objects: the number of extents that point at each object, and their bytes.
 //!
-//! An object whose last reference goes is noted as garbage by the transaction that takes it.
+//! The transaction that removes an object's last reference lists the object as garbage.
 
 use std::collections::BTreeMap;
 
@@ -11,17 +11,17 @@ use super::keys;
 use crate::data::ObjectId;
 use crate::error::{Error, Result};
 
-/// What points at one object.
+/// The references to one object.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct References {
-    /// Extents, those that only snapshots hold included.
+    /// Number of extents, including those that only snapshots hold.
     pub(crate) extents: u32,
     /// Sum of their lengths: a byte that two extents share counts twice.
     pub(crate) bytes: u64,
 }
 
 impl References {
-    /// What is noted about an object; `None` when nothing points at it.
+    /// The reference count of an object; `None` when no extent points at it.
     pub(crate) fn get(txn: &mut dyn ReadTxn, object: ObjectId) -> Result<Option<References>> {
         txn.get(&keys::references(object))?.map(|value| References::decode(&value)).transpose()
     }
@@ -38,8 +38,8 @@ impl References {
     }
 }
 
-/// What a transaction changes: applied together, so that an extent that moves costs nothing and an
-/// object that is merely cut never counts zero.
+/// Reference changes of a transaction, applied together: an extent that moves costs nothing, and an object
+/// that is only trimmed never counts zero.
 #[derive(Debug, Default)]
 pub(crate) struct ReferenceChanges(BTreeMap<ObjectId, Change>);
 
@@ -50,12 +50,12 @@ struct Change {
 }
 
 impl ReferenceChanges {
-    /// An extent of this value comes.
+    /// Counts an extent that is added, given its encoded value.
     pub(crate) fn add(&mut self, extent: &[u8]) -> Result<()> {
         self.change(extent, 1)
     }
 
-    /// An extent of this value goes.
+    /// Counts an extent that is removed, given its encoded value.
     pub(crate) fn remove(&mut self, extent: &[u8]) -> Result<()> {
         self.change(extent, -1)
     }
@@ -69,8 +69,7 @@ impl ReferenceChanges {
         Ok(())
     }
 
-    /// Writes the new counts. `on_new` is called once before the first object that nothing pointed at
-    /// gets a reference.
+    /// Writes the new counts. Calls `on_new` once, before the first object without references gets one.
     pub(crate) fn apply(
         &mut self,
         txn: &mut dyn WriteTxn,
@@ -93,7 +92,8 @@ impl ReferenceChanges {
                 if let Some(check) = on_new.take() {
                     check(txn.as_read())?;
                 }
-                // It may have lost its last reference in a step of this transaction that was applied.
+                // An earlier step of this transaction may have removed its last reference and listed it as
+                // garbage.
                 txn.delete(&keys::garbage(object))?;
             }
             let old = old.unwrap_or_default();
@@ -114,8 +114,8 @@ impl ReferenceChanges {
     }
 }
 
-/// Drops a version of a record that nothing holds any more; an extent gives up its object. One that cannot
-/// be read goes as well, so that it does not keep its snapshot or volume; `fsck` then finds the object.
+/// Releases the object of an extent version that no tree or snapshot holds any more. An extent that cannot be
+/// decoded is skipped, so that it does not keep its snapshot or volume; `fsck` then finds the object.
 pub(crate) fn forget_version(txn: &mut dyn WriteTxn, record: &[u8], version: &[u8]) -> Result<()> {
     if !keys::is_extent(record) {
         return Ok(());

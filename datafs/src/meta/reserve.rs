@@ -1,8 +1,8 @@
-//! Space that is set aside on the disk of the metadata, for changes that make room.
+//! Reserved space on the disk of the metadata, for transactions that free space.
 //!
-//! Every change needs space itself: SQLite appends it to the log first. So a file beside the metadata holds
-//! some blocks. A commit that makes room and finds no space gives them up and is tried again. Until they can be
-//! set aside again, every process of the home refuses what takes space.
+//! Every change needs space, because SQLite appends it to the log first. So a file beside the metadata holds
+//! some blocks. When a commit that frees space finds none, it releases these blocks and is retried. Until the
+//! blocks are reserved again, every process of the home refuses operations that take space.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
@@ -18,18 +18,18 @@ use super::shared_page;
 use crate::data::no_space;
 use crate::error::{Error, Result};
 
-/// The part of the disk that is set aside, in bytes of it for each, and the limits of that.
+/// The reserve is 1/`PART` of the disk, within these limits in bytes.
 const PART: u64 = 64;
 const BYTES_MIN: u64 = 1 << 20;
 const BYTES_MAX: u64 = 8 << 20;
-/// Steps in which a nearly full disk is asked for it.
+/// Step in which space is reserved on a nearly full disk.
 const STEP_BYTES: u64 = 64 << 10;
-/// How often a process looks whether another one has given up the space.
+/// How often a process checks whether another one has released the reserve.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// With less free space the file is given up before the metadata is opened, which takes some.
+/// With less free space the reserve is released before the metadata is opened, because that takes some.
 const OPENING_BYTES: u64 = 256 << 10;
 
-/// The file, and whether it holds its blocks as far as this process knows.
+/// The reserve file, and whether it holds its blocks as far as this process knows.
 #[derive(Debug)]
 pub(crate) struct Reserve {
     path: PathBuf,
@@ -40,7 +40,7 @@ pub(crate) struct Reserve {
 }
 
 impl Reserve {
-    /// The one of a metadata file. Sets nothing aside yet.
+    /// The reserve of a metadata file. Reserves nothing yet.
     pub(crate) fn of(metadata: &Path) -> Reserve {
         let mut path = metadata.to_owned().into_os_string();
         path.push("-reserve");
@@ -54,7 +54,7 @@ impl Reserve {
         }
     }
 
-    /// Gives up the space where the metadata could not be opened without it. To be followed by
+    /// Releases the reserve if the metadata could not be opened without it. The caller then calls
     /// [`Reserve::take_back`].
     pub(crate) fn let_open(&self) {
         if Space::beside(&self.place).is_some_and(|space| space.available < OPENING_BYTES) {
@@ -62,8 +62,9 @@ impl Reserve {
         }
     }
 
-    /// Fails while the space is not set aside. For what takes space and goes past the metadata; costs next to
-    /// nothing unless the space was given up. What another process has given up is noticed within [`LOOK_EVERY`].
+    /// Fails while the space is not reserved. For operations that take space outside of the metadata. Costs
+    /// next to nothing unless the reserve was released. A release by another process is noticed within
+    /// [`LOOK_EVERY`].
     pub(crate) fn check(&self) -> Result<()> {
         if let Some(mut looked) = self.looked.try_lock()
             && looked.elapsed() >= LOOK_EVERY
@@ -77,28 +78,28 @@ impl Reserve {
         Err(self.refusal())
     }
 
-    /// The error of what takes space while none is set aside.
+    /// The error of an operation that takes space while none is reserved.
     pub(crate) fn refusal(&self) -> Error {
         Error::NoSpace { place: self.place.display().to_string(), quota: false }
     }
 
-    /// Sees that the space is set aside. Returns false where there is too little.
+    /// Reserves the space if it is not reserved. Returns false when the disk has too little.
     pub(crate) fn restore(&self) -> bool {
-        // With less than twice as much, what room was just made for would find none.
+        // Twice as much must be free: else the operations that space was just freed for would find none.
         let has_room = || Space::beside(&self.place).is_none_or(|space| space.free >= 2 * self.bytes);
         let whole = self.is_whole() || (has_room() && self.set_aside(self.bytes));
         self.short.store(!whole, Ordering::Release);
         whole
     }
 
-    /// Gives up the space. Returns whether any was set aside.
+    /// Releases the reserve. Returns whether any space was reserved.
     pub(crate) fn release(&self) -> bool {
         self.short.store(true, Ordering::Release);
         let held = fs::metadata(&self.path).is_ok_and(|file| file.blocks() > 0);
         held && OpenOptions::new().write(true).open(&self.path).and_then(|file| file.set_len(0)).is_ok()
     }
 
-    /// Sets aside again what was given up and not used, however little that is: others take free space, too.
+    /// Reserves released and unused space again, however little: other processes take free space, too.
     pub(crate) fn take_back(&self) {
         for step in 1..=self.bytes / STEP_BYTES {
             if self.is_whole() || !self.set_aside(step * STEP_BYTES) {
@@ -117,24 +118,23 @@ impl Reserve {
             || OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&self.path);
         let set =
             open().and_then(|file| Ok(fallocate(&file, FallocateFlags::empty(), 0, bytes as libc::off_t)?));
-        // Where nothing can be set aside for another reason, writes go on without.
+        // When reserving fails for another reason, writes go on without a reserve.
         set.err().is_none_or(|error| no_space(&error).is_none())
     }
 }
 
-/// How much of the disk of a metadata file is set aside for changes that make room, in bytes; so much is left for the
-/// log as well, see `file_space.rs`.
+/// Bytes to reserve on the disk of a metadata file. The same amount is left for the log, see `file_space.rs`.
 pub(super) fn share_of_disk(metadata: &Path) -> u64 {
     let total = Space::beside(metadata).map_or(0, |space| space.total);
     (total / PART).clamp(BYTES_MIN, BYTES_MAX) / STEP_BYTES * STEP_BYTES
 }
 
-/// Gives the first bytes of a file their blocks, without a change of what is in them: a write to mapped memory
-/// that finds no block for its page ends the process. Makes the file longer where it is shorter.
+/// Allocates blocks for the first bytes of a file without changing its contents. A write to mapped memory
+/// without a block for its page would end the process. Extends a shorter file.
 pub(crate) fn allocate(file: &File, bytes: u64) -> std::io::Result<()> {
     match fallocate(file, FallocateFlags::empty(), 0, bytes as libc::off_t) {
         Err(Errno::EOPNOTSUPP | Errno::ENOSYS) if file.metadata()?.len() >= bytes => Ok(()),
-        // Writes zeroes, which is right for new files alone.
+        // This writes zeroes, which is safe only for new files.
         Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => {
             Ok(nix::fcntl::posix_fallocate(file, 0, bytes as libc::off_t)?)
         }
@@ -142,8 +142,8 @@ pub(crate) fn allocate(file: &File, bytes: u64) -> std::io::Result<()> {
     }
 }
 
-/// [`allocate`] of a file that something else in this process has open. It is not opened: to close it once more
-/// would drop the locks (`fcntl`) that the process has on it.
+/// [`allocate`] for a file that this process already has open. It uses that descriptor: opening and closing
+/// the file once more would drop the `fcntl` locks that the process has on it.
 pub(crate) fn allocate_open(path: &Path, bytes: u64) -> std::io::Result<()> {
     let identity = |file: fs::Metadata| (file.dev(), file.ino());
     let wanted = identity(fs::metadata(path)?);
@@ -165,14 +165,14 @@ pub(crate) fn allocate_open(path: &Path, bytes: u64) -> std::io::Result<()> {
 /// The space of a disk, in bytes.
 struct Space {
     total: u64,
-    /// What this process may take of it.
+    /// Free space that this process may take.
     free: u64,
-    /// What is left without privilege, and without what the file system keeps for itself.
+    /// Free space for a process without privileges.
     available: u64,
 }
 
 impl Space {
-    /// That of the disk of a file, whose folder exists; `None` where the system does not tell.
+    /// The space of the disk of `file`, whose folder exists; `None` if the system call fails.
     fn beside(file: &Path) -> Option<Space> {
         let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let stat = nix::sys::statvfs::statvfs(folder).ok()?;

@@ -1,8 +1,8 @@
-//! A page of memory that the processes of a machine share through a file, and waiting on its words.
+//! Shared memory page: numbers that the processes of a machine share through a file, and waits on them.
 //!
-//! The one place of the metadata with `unsafe` code. The page holds nothing but atomics, so a process
-//! that dies at any point leaves numbers that are whole. The file must not be cut short while
-//! somebody has it open; nobody does.
+//! The only part of the metadata code with `unsafe` (besides tests). The page holds only atomics, so a
+//! process that dies at any point leaves whole numbers. The file must not be truncated while a process has it
+//! open; no process truncates it.
 
 use std::fs::File;
 use std::io;
@@ -14,39 +14,39 @@ use std::time::Duration;
 /// Bytes of the file that the page takes.
 pub(crate) const PAGE_BYTES: u64 = 4096;
 
-/// What is in the page; all zeroes in a new file.
+/// Contents of the page; all zeroes in a new file.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Words {
-    /// Says that the others are valid; stored last.
+    /// Marks the other fields as valid; stored last.
     pub(crate) magic: AtomicU64,
     /// The boot of the machine that they are valid for.
     pub(crate) boot: [AtomicU64; 2],
-    /// The newest batch of which an operation was answered, or is going to be.
+    /// The newest batch of which an operation was acknowledged, or is about to be.
     pub(crate) started: AtomicU64,
     /// All batches up to this one are committed, or lost with their process.
     pub(crate) finished: AtomicU64,
     /// All batches up to this one survive a power failure.
     pub(crate) synced: AtomicU64,
-    /// End of the newest entry of the change log, in bytes since its beginning.
+    /// End of the newest entry of the change log, in bytes since the log began.
     pub(crate) log_end: AtomicU64,
-    /// Where an entry that is being written ends.
+    /// End of an entry that is being written.
     pub(crate) log_reserved: AtomicU64,
-    /// Batches that are not in the change log.
+    /// Number of batches that are missing from the change log.
     pub(crate) log_gaps: AtomicU64,
     /// Raised with each of the two below; futex.
     pub(crate) bell: AtomicU32,
-    /// Requests for the turn.
+    /// Requests for the writer lock.
     pub(crate) wants: AtomicU32,
-    /// Requests for a commit of what is pending.
+    /// Requests for a commit of pending batches.
     pub(crate) flushes: AtomicU32,
-    /// Times that the turn was given up; futex.
+    /// Number of times that the writer lock was released; futex.
     pub(crate) released: AtomicU32,
-    /// Times that the turn was taken; futex.
+    /// Number of times that the writer lock was taken; futex.
     pub(crate) taken: AtomicU32,
     /// Raised with `finished`; futex.
     pub(crate) finish_bell: AtomicU32,
-    /// Times that the numbers above were set anew.
+    /// Number of times that the numbers above were reset.
     pub(crate) generation: AtomicU64,
 }
 
@@ -98,8 +98,8 @@ impl Drop for SharedPage {
     }
 }
 
-/// Sleeps until `word`, which is in a shared page, is woken, at most `timeout`; returns at once when
-/// it is not `seen` any more. May also return for no reason.
+/// Sleeps until another thread wakes `word`, which is in a shared page, at most `timeout`. Returns at once if
+/// its value is not `seen`. May return early.
 pub(crate) fn wait(word: &AtomicU32, seen: u32, timeout: Option<Duration>) {
     let limit = timeout.map(|limit| libc::timespec {
         tv_sec: libc::time_t::try_from(limit.as_secs()).unwrap_or(libc::time_t::MAX),
@@ -117,14 +117,14 @@ pub(crate) fn wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// `fallocate(2)` of the first bytes of a file that is open; returns what the system returned.
+/// `fallocate(2)` of the first bytes of an open file; returns what the system call returned.
 pub(crate) fn fallocate(file: std::os::fd::RawFd, bytes: u64) -> libc::c_int {
     // SAFETY: it takes numbers and touches no memory.
     unsafe { libc::fallocate(file, 0, 0, bytes as libc::off_t) }
 }
 
-/// `flock(2)`, which locks a file for whoever has it open in the same way: two of one process exclude
-/// each other as well. Returns what the system returned.
+/// `flock(2)`, which belongs to an open file description: two of one process exclude each other as well.
+/// Returns what the system call returned.
 pub(crate) fn flock(file: std::os::fd::RawFd, operation: libc::c_int) -> libc::c_int {
     // SAFETY: it takes two numbers and touches no memory.
     unsafe { libc::flock(file, operation) }

@@ -1,8 +1,8 @@
-//! Snapshots: making one is two small rows; deleting one frees what only it held.
+//! Snapshots: creating one writes a few small rows; deleting one frees the versions that only it held.
 //!
-//! A version that died while snapshot L was the newest is on L's dead list, youngest first. Deleting
-//! snapshot S with predecessor P frees, from S's lists, the versions written after P; the lists then
-//! become P's. The work is done in batches, so that it may stop and go on anywhere.
+//! A version that died while snapshot L was the newest is on L's dead list, youngest first. Deleting snapshot
+//! S with predecessor P frees, from S's lists, the versions written after P. The lists then become P's. The
+//! work runs in batches, so that it may stop and go on anywhere.
 
 use super::codec::{Decoder, Encoder};
 use super::engine::{Order, ReadTxn, WriteTxn};
@@ -21,9 +21,9 @@ pub(crate) const FREE_BATCH: usize = 1_000;
 pub(crate) struct SnapshotRow {
     pub(crate) name: String,
     pub(crate) created: Timestamp,
-    /// The dead lists that belong to this snapshot: its own and those of deleted successors.
+    /// The dead lists of this snapshot: its own and those of deleted successors.
     pub(crate) lists: Vec<u64>,
-    /// Its name is free again and what it held is being freed.
+    /// The snapshot is being deleted: its name is free again and its versions are being freed.
     pub(crate) deleting: bool,
 }
 
@@ -75,7 +75,7 @@ pub(crate) fn all(txn: &mut dyn ReadTxn, volume: u64) -> Result<Vec<(u64, Snapsh
         .collect()
 }
 
-/// The snapshots of a volume, oldest first.
+/// The snapshots of a volume that are not being deleted, oldest first.
 pub(crate) fn list(txn: &mut dyn ReadTxn, volume: u64) -> Result<Vec<(u64, SnapshotRow)>> {
     Ok(all(txn, volume)?.into_iter().filter(|(_, row)| !row.deleting).collect())
 }
@@ -88,7 +88,7 @@ pub(crate) fn find(txn: &mut dyn ReadTxn, volume: u64, name: &str) -> Result<Opt
     }
 }
 
-/// Makes a snapshot of everything that is committed.
+/// Creates a snapshot of the live tree as this transaction sees it.
 pub(crate) fn create(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> Result<(u64, SnapshotRow)> {
     let mut volume_row = VolumeRow::get(txn.as_read(), volume)?;
     let name_key = keys::snapshot_name(volume, name);
@@ -113,7 +113,7 @@ pub(crate) fn create(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> Result<
     Ok((number, row))
 }
 
-/// Takes a snapshot out of sight; [`free_batch`] then frees what only it held.
+/// Hides a snapshot; [`free_batch`] then frees the versions that only it held.
 pub(crate) fn begin_delete(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> Result<u64> {
     let mut volume_row = VolumeRow::get(txn.as_read(), volume)?;
     let Some(number) = find(txn.as_read(), volume, name)? else {
@@ -135,7 +135,8 @@ pub(crate) fn deleting(txn: &mut dyn ReadTxn, volume: u64) -> Result<Vec<u64>> {
     Ok(rows.into_iter().filter(|(_, row)| row.deleting).map(|(number, _)| number).collect())
 }
 
-/// Frees a batch of what only a snapshot in deletion held. Returns whether it is gone now.
+/// Frees a batch of the versions that only a snapshot in deletion held. Returns whether nothing is left to
+/// do.
 pub(crate) fn free_batch(txn: &mut dyn WriteTxn, volume: u64, snapshot: u64) -> Result<bool> {
     match VolumeRow::get(txn.as_read(), volume) {
         // Another process is removing the volume, this snapshot with it.
@@ -183,7 +184,7 @@ fn free_list(
     budget: usize,
 ) -> Result<usize> {
     let start = keys::dead_list(volume, list);
-    // Youngest first: up to, and without, what the predecessor holds as well.
+    // Youngest first: stop at the versions that the predecessor holds as well.
     let end = keys::dead(volume, list, predecessor, &[]);
     let entries = txn.scan(&start, &end, Order::Ascending, budget)?;
     for (key, _) in &entries {

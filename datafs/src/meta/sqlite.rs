@@ -1,11 +1,10 @@
-//! The SQLite engine: one file in WAL mode, shared by the processes of a machine.
+//! SQLite engine: one file in WAL mode, shared by the processes of a machine.
 //!
-//! One connection writes, behind a mutex; a pool of connections reads. Writes are `BEGIN IMMEDIATE`,
-//! so that a transaction never fails half-way for a lock. Relaxed commits run with
-//! `synchronous = NORMAL`: they are in the write-ahead log, which is not synced (a power failure may
-//! take the newest back, in order; the file stays whole). Durable commits run with `FULL`: the log is
-//! synced, with everything before it. A commit that makes the file longer takes the space for that first, see
-//! `file_space.rs`.
+//! One connection writes, behind a mutex; a pool of connections reads. Write transactions are
+//! `BEGIN IMMEDIATE`, so that none fails for a lock after it has begun. Relaxed commits run with
+//! `synchronous = NORMAL`: they are in the write-ahead log, which is not synced. A power failure may undo the
+//! newest, in order; the file stays whole. Durable commits run with `FULL`: SQLite syncs the log, with
+//! everything before it. A commit that extends the file first allocates the space, see `file_space.rs`.
 
 mod fault;
 
@@ -34,16 +33,16 @@ use crate::private;
 
 /// Format version of the metadata that this build reads and writes.
 pub(crate) const FORMAT_VERSION: u32 = 1;
-/// Reader connections that are kept for reuse.
+/// Reader connections that are kept for reuse, at most.
 const READERS_IDLE_MAX: usize = 16;
 /// Longest single wait of SQLite for a lock; [`Sqlite::locked`] repeats it up to its own limit.
 const BUSY_SLICE: Duration = Duration::from_millis(2_000);
 /// Longest wait of a reader, which SQLite counts in milliseconds of 31 bits.
 const READ_WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
-/// Pages in the log before a commit copies them back: 16 MiB.
+/// Log length in pages at which a commit copies the log back: 16 MiB.
 const CHECKPOINT_PAGES: u32 = 4_096;
-/// Of SQLite's shared memory one region is for 4,096 pages of the log. It is allocated for a log of 128 MiB, eight
-/// times as long as it is before it is copied back.
+/// One region of SQLite's shared memory is for 4,096 pages of the log. Regions are allocated for a log of 128
+/// MiB, eight times the length at which it is copied back.
 const SHARED_REGION_BYTES: u64 = 32 << 10;
 const SHARED_BYTES: u64 = 8 * SHARED_REGION_BYTES;
 /// With less free space only the first region is allocated.
@@ -52,7 +51,7 @@ const SHARED_ROOM_BYTES: u64 = 16 << 20;
 const CACHE_KIB: u32 = 16_384;
 
 thread_local! {
-    /// Pages in the log after the newest commit of this thread; SQLite's hook has no other place.
+    /// Pages in the log after the newest commit of this thread; SQLite's hook carries no other state.
     static COMMITTED_PAGES: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -62,28 +61,29 @@ pub(crate) struct Sqlite {
     lock_wait: Duration,
     writer: Mutex<Writer>,
     readers: Mutex<Vec<Connection>>,
-    /// Copies the log back.
+    /// Connection that copies the log back.
     copier: Mutex<Option<Connection>>,
     /// Pages in the log after the newest commit of this process.
     log_pages: AtomicU32,
-    /// The name of the log is on the disk.
+    /// Whether the name of the log is durable.
     log_named: AtomicBool,
     /// Device and inode of the file.
     file: (u64, u64),
-    /// The file, opened by `O_PATH`: closing that drops none of SQLite's locks.
+    /// The file, opened with `O_PATH`: closing it drops none of SQLite's locks.
     handle: File,
-    /// Another file was put in its place: the log belongs to neither any more.
+    /// Another file has replaced this one, so the log must not be copied back any more.
     replaced: AtomicBool,
     page_bytes: u64,
-    /// What the file leaves of its disk for the log.
+    /// Space that the file must leave on its disk for the log, in bytes.
     log_room: u64,
-    /// After the connections: closing the file would end their locks.
+    /// Dropped after the connections: closing the file would end their locks.
     space: FileSpace,
 }
 
 impl Drop for Sqlite {
     fn drop(&mut self) {
-        // The last connection of a process copies the log back when it is closed, into whatever is at the path.
+        // The last connection of a process copies the log back on close, into the file that has the path by
+        // then.
         if self.replaced.load(Ordering::Acquire) {
             let readers = self.readers.get_mut().iter();
             let copier = self.copier.get_mut().iter();
@@ -106,7 +106,7 @@ impl fmt::Debug for Sqlite {
 }
 
 impl Sqlite {
-    /// Opens the file, which is created when missing; its directory exists.
+    /// Opens the file, or creates it if it is missing; its directory exists.
     pub(crate) fn open(path: &Path, lock_wait: Duration) -> Result<Sqlite> {
         let connection = connect(path, lock_wait)?;
         let look = || {
@@ -128,7 +128,7 @@ impl Sqlite {
             handle,
             replaced: AtomicBool::new(false),
             page_bytes: 0,
-            // The log of changes grows, too.
+            // The change log grows, too.
             log_room: reserve::share_of_disk(path) + change_log::LOG_BYTES,
             space,
         };
@@ -138,8 +138,8 @@ impl Sqlite {
         Ok(engine)
     }
 
-    /// Gives SQLite's shared memory, which is a file, its blocks. SQLite itself makes it longer by a byte in each
-    /// 4 KiB, which leaves holes where blocks are smaller.
+    /// Allocates blocks for SQLite's shared memory, which is a file. SQLite extends it by writing a byte in
+    /// each 4 KiB, which leaves holes where blocks are smaller.
     fn allocate_shared_memory(&self) -> Result<()> {
         let mut path = self.path.clone().into_os_string();
         path.push("-shm");
@@ -155,7 +155,7 @@ impl Sqlite {
         Ok(())
     }
 
-    /// Checks the format before anything is written, then creates what is missing.
+    /// Checks the format before any write, then creates what is missing.
     fn prepare(&self) -> Result<()> {
         let writer = self.writer.lock();
         let connection = &writer.connection;
@@ -215,7 +215,7 @@ impl Sqlite {
         Ok(())
     }
 
-    /// From now on [`Sqlite::checkpoint`] is called in time, so that commits need not copy the log.
+    /// Turns off copies of the log by commits: from now on the caller calls [`Sqlite::checkpoint`] in time.
     pub(crate) fn checkpoint_elsewhere(&self) -> Result<()> {
         let writer = self.writer.lock();
         self.locked(|| writer.connection.pragma_update(None, "wal_autocheckpoint", 0))?;
@@ -231,13 +231,14 @@ impl Sqlite {
         self.log_pages.load(Ordering::Acquire)
     }
 
-    /// Copies the log back into the file, as far as nobody reads what was there before.
+    /// Copies the log back into the file, as far as no reader needs the older pages.
     pub(crate) fn checkpoint(&self) -> Result<()> {
         self.copy_log("PRAGMA wal_checkpoint(PASSIVE)").map(drop)
     }
 
-    /// [`Sqlite::checkpoint`], after which the log takes no space. While somebody reads from it, or writes, as much is
-    /// copied as they allow and the log stays as long as it is. This never waits. Returns whether it is empty.
+    /// [`Sqlite::checkpoint`], after which the log takes no space. While a process reads from it or writes,
+    /// it copies as much as possible and leaves the length of the log. Never waits. Returns whether the log
+    /// is empty.
     pub(crate) fn empty_log(&self) -> Result<bool> {
         self.copy_log("PRAGMA wal_checkpoint(TRUNCATE)")
     }
@@ -264,8 +265,8 @@ impl Sqlite {
         &self.path
     }
 
-    /// Whether the file still has a name, and no other file has its path. The path may lead nowhere for a while, as
-    /// when a folder above it is renamed.
+    /// Whether no other file has the path of this one. While the path leads nowhere, as when a folder above
+    /// it is renamed: whether the file still has a name.
     pub(crate) fn is_in_place(&self) -> bool {
         match file_at(&self.path) {
             Ok(file) => file == self.file,
@@ -273,12 +274,12 @@ impl Sqlite {
         }
     }
 
-    /// Notes that another file was put in the place of this one: nothing is copied from the log any more.
+    /// Records that another file has replaced this one: the log is not copied back any more.
     pub(crate) fn note_replaced(&self) {
         self.replaced.store(true, Ordering::Release);
     }
 
-    /// Free bytes on the disk of the file, if the system tells.
+    /// Free bytes on the disk of the file, if the system call succeeds.
     pub(crate) fn free_bytes(&self) -> Option<u64> {
         free_bytes(&self.path)
     }
@@ -292,7 +293,7 @@ impl Sqlite {
         self.path.display().to_string()
     }
 
-    /// Repeats what fails because another process holds the lock, up to the limit.
+    /// Repeats a call that fails because another process holds the lock, up to `lock_wait`.
     fn locked<T>(&self, mut call: impl FnMut() -> rusqlite::Result<T>) -> Result<T> {
         let start = Instant::now();
         loop {
@@ -308,12 +309,12 @@ impl Sqlite {
         translate(&self.path, error, start.elapsed())
     }
 
-    /// Syncs the log as it is: all commits that are not in the synced file are in it.
+    /// Syncs the log: it has all commits that are not in the synced file.
     pub(crate) fn sync_log(&self) -> Result<()> {
         let mut log = self.path.clone().into_os_string();
         log.push("-wal");
         match File::open(&log).and_then(|file| file.sync_data()) {
-            // Nothing was ever committed to it.
+            // No commit was ever written to it.
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
             result => result.map_err(|e| Error::io("sync", log, e))?,
         }
@@ -331,7 +332,7 @@ impl Sqlite {
         }
         let connection = connect(&self.path, self.lock_wait)?;
         self.locked(|| {
-            // A read meets its lock in the middle of a transaction, where nothing can be repeated.
+            // A read may meet a lock in the middle of a transaction, where it cannot be repeated.
             connection.busy_timeout(self.lock_wait.min(READ_WAIT_MAX))?;
             connection.pragma_update(None, "query_only", true)?;
             connection.pragma_update(None, "cache_size", -i64::from(CACHE_KIB))
@@ -352,7 +353,7 @@ impl Sqlite {
     }
 }
 
-/// What was committed at one moment, readable for as long as this lives.
+/// A committed state, readable for as long as this lives.
 pub(crate) struct Snapshot {
     engine: Arc<Sqlite>,
     /// `None` only while it is dropped.
@@ -368,7 +369,7 @@ impl fmt::Debug for Snapshot {
 }
 
 impl Snapshot {
-    /// What is committed now.
+    /// The state that is committed now.
     pub(crate) fn take(engine: &Arc<Sqlite>) -> Result<Snapshot> {
         let connection = engine.take_reader()?;
         engine.locked(|| execute(&connection, "BEGIN"))?;
@@ -396,7 +397,7 @@ impl Snapshot {
         get(connection, key).map_err(|e| self.engine.translate(e, Instant::now()))
     }
 
-    /// Runs `body` with a source of the pairs with `start <= key < end`, in `order`.
+    /// Runs `body` with a function that returns the pairs with `start <= key < end` one by one, in `order`.
     pub(crate) fn pairs<T>(
         &self,
         start: &[u8],
@@ -470,7 +471,8 @@ impl Engine for Sqlite {
         let committed = execute(connection, "COMMIT").map_err(|error| self.translate(error, start));
         drop(open);
         self.log_pages.store(COMMITTED_PAGES.get(), Ordering::Release);
-        // Whoever copied the log back meanwhile has cut the file behind the pages of the commit before.
+        // A process that copied the log back meanwhile has cut the file behind the pages of the previous
+        // commit.
         if committed.is_ok()
             && let Err(error) = self.space.ensure(bytes, 0)
         {
@@ -481,7 +483,7 @@ impl Engine for Sqlite {
 
     fn sync(&self) -> Result<()> {
         match self.write(Durability::Durable, &mut |txn| txn.put(keys::BARRIER, &[])) {
-            // A full disk must not stand in the way of who wants to make room on it.
+            // A full disk must not stop a caller that wants to free space on it.
             Err(Error::NoSpace { .. }) => self.sync_log(),
             other => other,
         }
@@ -493,7 +495,7 @@ impl Engine for Sqlite {
     }
 }
 
-/// Takes an unfinished transaction back, also when its body panics.
+/// Rolls an unfinished transaction back, also when its body panics.
 struct OpenTxn<'a> {
     connection: &'a Connection,
 }
@@ -508,7 +510,7 @@ struct Txn<'a> {
     engine: &'a Sqlite,
     connection: &'a Connection,
     start: Instant,
-    /// It may make the file longer without room for the log.
+    /// The transaction may extend the file without leaving space for the log.
     makes_room: bool,
 }
 
@@ -570,7 +572,7 @@ fn leave_log(connection: &Connection) {
     }
 }
 
-/// Device and inode of what is at a path.
+/// Device and inode of the file at a path.
 fn file_at(path: &Path) -> std::io::Result<(u64, u64)> {
     let found = std::fs::metadata(path)?;
     Ok((found.dev(), found.ino()))
@@ -579,8 +581,8 @@ fn file_at(path: &Path) -> std::io::Result<(u64, u64)> {
 fn connect(path: &Path, lock_wait: Duration) -> Result<Connection> {
     let flags =
         OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
-    // SQLite would let other users read a file that it makes, and gives those beside it the same mode. Where the
-    // file is there, it is not even opened: closing it would end SQLite's locks.
+    // SQLite would let other users read a file that it creates, and gives the files beside it the same mode.
+    // An existing file is not even opened here: closing it would end SQLite's locks.
     private::options().write(true).create_new(true).open(path).ok();
     let open = || {
         let connection = Connection::open_with_flags(path, flags)?;
@@ -597,7 +599,7 @@ fn get(connection: &Connection, key: &[u8]) -> rusqlite::Result<Option<Vec<u8>>>
         .optional()
 }
 
-/// The number that a pragma tells.
+/// The number that a pragma returns.
 fn pragma(connection: &Connection, sql: &str) -> rusqlite::Result<u64> {
     let value: i64 = connection.prepare_cached(sql)?.query_row([], |row| row.get(0))?;
     Ok(u64::try_from(value).unwrap_or(0))

@@ -1,6 +1,6 @@
-//! One suite for all engines: what each must do, whatever is behind it.
+//! Conformance suite for metadata engines: the behavior that every engine must have.
 //!
-//! A case gets an [`Opener`], which opens the same map as another process would.
+//! A case gets an [`Opener`], which opens the same map each time as another process would.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 /// Opens an engine on one and the same map, each time as another process.
 pub(crate) type Opener<'a> = &'a dyn Fn() -> Box<dyn Engine>;
 
-/// All cases, for an engine that has nothing in `x…`.
+/// Runs all cases on an engine that has no keys in `x…`.
 pub(crate) fn all(open: Opener<'_>) {
     failures_leave_nothing(open);
     scans_have_bounds_order_and_limit(open);
@@ -118,7 +118,7 @@ pub(crate) fn a_transaction_sees_its_own_writes(open: Opener<'_>) {
     clear(engine.as_ref());
 }
 
-/// Threads of several processes count up a key that all share and keys of their own.
+/// Threads of several processes increment one shared key, and one key per thread.
 pub(crate) fn counts_add_up(open: Opener<'_>) {
     const ROUNDS: u64 = 60;
     let engines = [open(), open()];
@@ -148,7 +148,7 @@ pub(crate) fn counts_add_up(open: Opener<'_>) {
     clear(engines[0].as_ref());
 }
 
-/// Each transaction takes the number behind the last one in the range; no number is taken twice.
+/// Each transaction takes the number after the last one in the range; no number may be taken twice.
 pub(crate) fn ranges_are_guarded(open: Opener<'_>) {
     const ROUNDS: u8 = 20;
     let engines = [open(), open()];
@@ -238,7 +238,7 @@ pub(crate) fn reads_are_of_one_moment(open: Opener<'_>) {
     clear(engines[0].as_ref());
 }
 
-/// Random transactions of two processes, one after the other, against a map in memory.
+/// Compares random transactions of two processes, one after the other, with a map in memory.
 pub(crate) fn random_transactions_match_a_model(open: Opener<'_>, seed: u64) {
     let engines = [open(), open()];
     let mut random = StdRng::seed_from_u64(seed);
@@ -309,8 +309,8 @@ pub(crate) fn a_barrier_shows_what_others_committed(open: Opener<'_>) {
     clear(writer.as_ref());
 }
 
-/// A listener hears of a commit of another process soon, and what it then reads is not older. For
-/// engines that tell.
+/// A listener learns of another process's commit soon, and what it then reads is not older than that commit.
+/// For engines that support [`Engine::on_change`].
 pub(crate) fn listeners_hear_of_others(open: Opener<'_>) {
     let key = super::keys::live(7, b"heard");
     let writer = open();

@@ -1,4 +1,4 @@
-//! Tests of the engine and of versioned records.
+//! Tests of the SQLite engine and of versioned records.
 #![allow(clippy::unwrap_used)]
 
 mod faults;
@@ -62,7 +62,7 @@ enum Op {
     Delete(u8),
     Snapshot,
     DeleteSnapshot(usize),
-    /// One batch of whatever deletion is under way.
+    /// Completes one of the pending deletions.
     Free(usize),
 }
 
@@ -76,7 +76,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Record keys of several lengths, also ones that are prefixes of each other up to the terminator.
+/// Record keys of several lengths; some are prefixes of each other up to the terminator.
 fn record(key: u8) -> Vec<u8> {
     keys::application(&"ab".repeat(usize::from(key / 2) + 1)[..usize::from(key) + 1])
 }
@@ -96,7 +96,7 @@ fn check(engine: &dyn Engine, at: At, model: &Model) {
             let mut reversed = reader.scan(&start, &end, Order::Descending, 100)?;
             reversed.reverse();
             assert_eq!(reversed, expected);
-            // In pages, going on behind the last key.
+            // In pages, each of which begins after the last key of the one before.
             let (mut start, mut paged) = (start, Vec::new());
             loop {
                 let page = reader.scan(&start, &end, Order::Ascending, 2)?;

@@ -1,14 +1,14 @@
-//! Which process may write: one at a time, for as long as it has batches that are not committed, and
-//! longer while nobody else wants to.
+//! Writer lock between processes (the *turn*): only the process that holds it may write.
 //!
-//! The turn is a lock on the file `…-turn`, which the kernel takes back when a process dies. Beside the
-//! metadata file lies that file with a page of shared numbers: batches have numbers, `started` is the
-//! newest one of which an operation may have been answered, and all up to `finished` are committed,
-//! or lost with the process that was killed before it could commit them.
+//! A process holds the lock while it has uncommitted batches, and longer while no other process wants it. It
+//! is a lock on the file `…-turn` beside the metadata file, which the kernel drops when the process dies. The
+//! file also holds a page of shared numbers. Batches have numbers. `started` is the newest batch of which an
+//! operation may have been acknowledged. All batches up to `finished` are committed, or lost with a process
+//! that was killed before their commit.
 //!
-//! The newest batch in the metadata file is never older than `finished` and never newer than `started`. Where
-//! it is, another file was put in its place, such as an older copy: the next process that opens it sets the
-//! numbers anew and raises `generation`, so that processes with the file before open refuse to go on.
+//! The newest batch in the metadata file is never older than `finished` and never newer than `started`.
+//! Otherwise another file has replaced it, such as an older copy. The next process that opens it then resets
+//! the numbers and raises `generation`. Processes that still have the previous file open refuse to go on.
 
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
@@ -22,30 +22,30 @@ use super::shared_page::{self, PAGE_BYTES, SharedPage, Words};
 use crate::error::{Error, Result};
 use crate::private;
 
-/// Says that the page is one of this format.
+/// Marks a page of this format.
 const MAGIC: u64 = u64::from_be_bytes(*b"mlrturn1");
-/// Longest sleep of who waits for the turn before it asks again: a holder that was killed wakes nobody.
+/// Longest sleep of a process that waits for the lock before it asks again: a killed holder wakes no waiter.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
-/// How long who gave up the turn leaves it to those who asked for it.
+/// How long a process that released the lock on request leaves it to the others.
 const LEAVE_TO_OTHERS: Duration = Duration::from_millis(2);
 
-/// This process's end of it.
+/// This process's handle of the lock.
 #[derive(Debug)]
 pub(crate) struct Turn {
     path: PathBuf,
     file: File,
     page: SharedPage,
     log: ChangeLog,
-    /// Requests for the turn that were there when it was taken.
+    /// `wants` when this process took the lock.
     wants_before: AtomicU32,
-    /// `taken` when the turn was last given up because somebody wanted it.
+    /// `taken` when this process last released the lock on request.
     given_up_at: AtomicU64,
-    /// The page's when this process opened it.
+    /// The page's `generation` when this process opened it.
     generation: u64,
 }
 
 impl Turn {
-    /// Opens the file beside the metadata file, which is made when it is missing. `committed` tells the
+    /// Opens the file beside the metadata file, and creates it if it is missing. `committed` returns the
     /// number of the newest batch in the metadata.
     pub(crate) fn open(
         metadata: &Path,
@@ -63,7 +63,7 @@ impl Turn {
             .open(&path)
             .map_err(|e| Error::io("open", &path, e))?;
         let fail = |e| Error::io("prepare", &path, e);
-        // Two processes may both make it longer; nobody makes it shorter. A copy of it may have holes.
+        // Several processes may extend it at once; none shortens it. A copy of it may have holes.
         allocate(&file, PAGE_BYTES).map_err(fail)?;
         let page = SharedPage::map(&file).map_err(|e| Error::io("map", &path, e))?;
         let log = ChangeLog::new(file.try_clone().map_err(fail)?);
@@ -95,12 +95,12 @@ impl Turn {
         &self.log
     }
 
-    /// Whether the page is of this boot and of this metadata file.
+    /// Whether the page belongs to this boot and this metadata file.
     fn agrees(&self, committed: &mut dyn FnMut() -> Result<u64>) -> Result<bool> {
         if !self.is_of_this_boot() {
             return Ok(false);
         }
-        // In this order, because others commit meanwhile.
+        // The order of these reads matters, because other processes commit meanwhile.
         let finished = self.finished();
         let committed = committed()?;
         let started = self.started();
@@ -114,7 +114,8 @@ impl Turn {
         Ok(false)
     }
 
-    /// Whether another process has found another metadata file in the place of the one that this process has open.
+    /// Whether another process has found that another file replaced the metadata file that this process has
+    /// open.
     pub(crate) fn is_outdated(&self) -> bool {
         self.words().generation.load(Ordering::Acquire) != self.generation
     }
@@ -127,14 +128,14 @@ impl Turn {
             && words.boot[1].load(Ordering::Acquire) == low
     }
 
-    /// Makes the page one of this boot and this file. The caller holds the turn.
+    /// Initializes the page for this boot and this file. The caller holds the lock.
     fn initialize(&self, committed: u64) {
         let words = self.words();
         words.magic.store(0, Ordering::Release);
         words.generation.fetch_add(1, Ordering::AcqRel);
         words.started.store(committed, Ordering::Release);
         words.finished.store(committed, Ordering::Release);
-        // What an earlier boot has left is on the disk or lost.
+        // Data of an earlier boot is on the disk or lost.
         words.synced.store(committed, Ordering::Release);
         words.log_reserved.store(words.log_end.load(Ordering::Acquire), Ordering::Release);
         for (word, half) in words.boot.iter().zip(boot_id()) {
@@ -143,22 +144,22 @@ impl Turn {
         words.magic.store(MAGIC, Ordering::Release);
     }
 
-    /// The newest batch that is committed, or lost.
+    /// The newest batch that is committed or lost.
     pub(crate) fn finished(&self) -> u64 {
         self.words().finished.load(Ordering::Acquire)
     }
 
-    /// The newest batch of which something may have been answered.
+    /// The newest batch of which an operation may have been acknowledged.
     pub(crate) fn started(&self) -> u64 {
         self.words().started.load(Ordering::Acquire)
     }
 
-    /// Notes that an operation of a batch is going to be answered. The caller holds the turn.
+    /// Records that an operation of a batch is about to be acknowledged. The caller holds the lock.
     pub(crate) fn start(&self, batch: u64) {
         self.words().started.store(batch, Ordering::Release);
     }
 
-    /// Notes that a batch is committed, or lost, and wakes who waits for it. The caller holds the turn.
+    /// Records that a batch is committed or lost, and wakes its waiters. The caller holds the lock.
     pub(crate) fn finish(&self, batch: u64) {
         let words = self.words();
         words.finished.store(batch, Ordering::Release);
@@ -166,22 +167,22 @@ impl Turn {
         shared_page::wake(&words.finish_bell);
     }
 
-    /// Notes that everything up to a batch survives a power failure.
+    /// Records that all batches up to `batch` survive a power failure.
     pub(crate) fn synced(&self, batch: u64) {
         self.words().synced.fetch_max(batch, Ordering::AcqRel);
     }
 
-    /// Whether everything up to a batch survives a power failure.
+    /// Whether all batches up to `batch` survive a power failure.
     pub(crate) fn is_synced(&self, batch: u64) -> bool {
         self.words().synced.load(Ordering::Acquire) >= batch
     }
 
-    /// Whether somebody has asked for the turn since this process took it.
+    /// Whether another process has asked for the lock since this process took it.
     pub(crate) fn is_wanted(&self) -> bool {
         self.words().wants.load(Ordering::Acquire) != self.wants_before.load(Ordering::Relaxed)
     }
 
-    /// Asks who has the turn to commit what is pending.
+    /// Asks the process that holds the lock to commit its pending batch.
     pub(crate) fn ask_for_flush(&self) {
         self.ring(&self.words().flushes);
     }
@@ -193,7 +194,7 @@ impl Turn {
         shared_page::wake(bell);
     }
 
-    /// Has all threads that wait for others look around.
+    /// Wakes all threads that wait for another process.
     pub(crate) fn wake_all(&self) {
         for bell in [&self.words().bell, &self.words().finish_bell] {
             bell.fetch_add(1, Ordering::AcqRel);
@@ -201,7 +202,8 @@ impl Turn {
         }
     }
 
-    /// Waits until all batches up to `batch` are finished, or a while.
+    /// Waits until all batches up to `batch` are finished, at most `limit`; may return early. Returns whether
+    /// they are.
     pub(crate) fn wait_finished(&self, batch: u64, limit: Duration) -> bool {
         let words = self.words();
         let seen = words.finish_bell.load(Ordering::Acquire);
@@ -211,7 +213,7 @@ impl Turn {
         self.finished() >= batch
     }
 
-    /// Takes the turn if nobody has it. Not while this process has it.
+    /// Takes the lock if it is free. This process must not hold it.
     pub(crate) fn try_take(&self) -> Result<bool> {
         let wants = self.words().wants.load(Ordering::Acquire);
         match flock(&self.file, libc::LOCK_EX | libc::LOCK_NB) {
@@ -225,11 +227,11 @@ impl Turn {
         Ok(true)
     }
 
-    /// Takes the turn, waiting for the others at most `lock_wait`.
+    /// Takes the lock; waits at most `lock_wait` for other processes.
     pub(crate) fn take(&self, lock_wait: Duration) -> Result<()> {
         let begin = Instant::now();
         let words = self.words();
-        // Who was asked to give it up lets the others go first.
+        // A process that released the lock on request lets the others go first.
         let taken = words.taken.load(Ordering::Acquire);
         if self.given_up_at.swap(u64::MAX, Ordering::Relaxed) == u64::from(taken) {
             shared_page::wait(&words.taken, taken, Some(LEAVE_TO_OTHERS));
@@ -249,7 +251,7 @@ impl Turn {
         }
     }
 
-    /// Gives up the turn. All batches of this process are finished.
+    /// Releases the lock. All batches of this process must be finished.
     pub(crate) fn release(&self) {
         let words = self.words();
         if self.is_wanted() {
@@ -275,7 +277,7 @@ fn flock(file: &File, operation: libc::c_int) -> std::io::Result<()> {
     }
 }
 
-/// The boot of this machine; zeroes where the system does not tell.
+/// The boot id of this machine; zeroes if the system does not provide it.
 fn boot_id() -> [u64; 2] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();

@@ -1,14 +1,14 @@
-//! Versioned records: what makes a snapshot cost nothing.
+//! Versioned records: copy-on-write, so that a snapshot costs nothing.
 //!
-//! A volume has an epoch. A record's live version carries the epoch in which it was written. Taking a
-//! snapshot gives it the current epoch as its number and starts the next epoch. The first change of a
-//! record that a snapshot holds moves the old version to the history table, keyed by the last snapshot
-//! that holds it, and notes it on that snapshot's dead list. A read at a snapshot takes the first
-//! version in history whose last snapshot is not older, else the live one, and sees it if it was
-//! written at or before the snapshot.
+//! A volume has an epoch. A record's live version carries the epoch in which it was written. A new snapshot
+//! takes the current epoch as its number and starts the next epoch. The first change of a record that a
+//! snapshot holds moves the old version to the history table, keyed by the last snapshot that holds it. The
+//! change also puts the version on that snapshot's dead list. A read at a snapshot takes the first version in
+//! history whose last snapshot is not older, else the live one. It sees that version if it was written at or
+//! before the snapshot.
 //!
-//! The references of objects are counted along, because this is the one place where extents come,
-//! move and go (see `references.rs`).
+//! The references of objects are counted here too, because this is the one place where extents are added,
+//! moved and removed (see `references.rs`).
 
 use std::collections::BTreeMap;
 
@@ -21,10 +21,10 @@ use super::snapshot::SnapshotRow;
 use crate::data::{Compression, ExpectedKeys, KeyIdentity};
 use crate::error::{Error, Result};
 
-/// Pairs that a scan takes from the engine at a time.
+/// Pairs that a scan reads from the engine at a time.
 const PAGE: usize = 256;
 
-/// Which tree is read.
+/// The tree to read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum At {
     Live,
@@ -37,17 +37,17 @@ pub(crate) enum At {
 pub(crate) struct VolumeRow {
     pub(crate) name: String,
     pub(crate) created: Timestamp,
-    /// The epoch that is being written; starts at 1.
+    /// The current epoch, which new versions carry; starts at 1.
     pub(crate) epoch: u64,
     /// The newest snapshot that is not being deleted, or 0.
     pub(crate) last_snapshot: u64,
-    /// Its name is free again and its records are being removed.
+    /// The volume is being deleted: its name is free again and its records are being removed.
     pub(crate) deleting: bool,
     /// How new file data is compressed.
     pub(crate) compression: Compression,
-    /// The key that new file data is encrypted with, and what tells it from others of its name.
+    /// The encryption key of new file data, with the check value that tells it from others of its name.
     pub(crate) key: Option<KeyIdentity>,
-    /// The keys that it had before. `None` where a version that did not list them wrote the record.
+    /// Earlier encryption keys. `None` if a program version that did not list them wrote the record.
     pub(crate) former_keys: Option<Vec<KeyIdentity>>,
 }
 
@@ -107,7 +107,7 @@ impl VolumeRow {
         Ok(row)
     }
 
-    /// With which keys its objects may be encrypted.
+    /// The keys that the volume's objects may be encrypted with.
     pub(crate) fn expected_keys(&self) -> ExpectedKeys {
         match (&self.key, &self.former_keys) {
             (None, _) => ExpectedKeys::None,
@@ -124,7 +124,7 @@ impl VolumeRow {
     }
 }
 
-/// The beginning of a volume's row, which every transaction reads.
+/// The first fields of a volume's row, which every transaction reads.
 #[derive(Debug, Clone, Copy)]
 struct Epochs {
     epoch: u64,
@@ -132,7 +132,7 @@ struct Epochs {
 }
 
 impl Epochs {
-    /// Those of a volume that is not being deleted.
+    /// Reads them for a volume that is not being deleted.
     fn get(txn: &mut dyn ReadTxn, volume: u64) -> Result<Epochs> {
         let stale = || Error::Stale { what: format!("volume number {volume}") };
         let row = txn.get(&keys::volume(volume))?.ok_or_else(stale)?;
@@ -150,7 +150,8 @@ pub(crate) trait Records {
     /// At most `limit` record keys and records with `start <= key < end`.
     fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>>;
 
-    /// Says which records are read next, so that an engine far away brings them in one round trip.
+    /// Announces the records that the caller reads next, so that a remote engine fetches them in one round
+    /// trip.
     fn prefetch(&mut self, records: &mut dyn Iterator<Item = Vec<u8>>) -> Result<()>;
 }
 
@@ -171,8 +172,8 @@ impl<'t> Reader<'t> {
         Ok(Reader { txn, volume, at })
     }
 
-    /// For whoever looks for damage: as a scan at a snapshot, in ascending order, but each version as it is
-    /// stored. It may be too new for the snapshot, or no version at all.
+    /// Scan at a snapshot for damage checks: in ascending order, with each version as it is stored. A version
+    /// may be too new for the snapshot, or malformed.
     pub(crate) fn scan_stored(&mut self, start: &[u8], end: &[u8], limit: usize) -> Result<Vec<Pair>> {
         let At::Snapshot(snapshot) = self.at else {
             return Err(Error::Invalid("the live tree is scanned by its keys".into()));
@@ -227,22 +228,22 @@ impl Records for Reader<'_> {
     fn prefetch(&mut self, records: &mut dyn Iterator<Item = Vec<u8>>) -> Result<()> {
         match self.at {
             At::Live => prefetch_live(self.txn, self.volume, records),
-            // Each is searched for among the versions of history.
+            // Each record needs a search among its history versions.
             At::Snapshot(_) => Ok(()),
         }
     }
 }
 
-/// What attributes say about other records of their inode, as changes of it.
+/// Changes of the counters in an inode's attributes.
 #[derive(Debug, Default, Clone, Copy)]
 struct Counted {
-    /// Of a file that are stored.
+    /// Change of a file's stored bytes.
     bytes: i64,
     xattrs: i32,
 }
 
 impl Counted {
-    /// Notes the changes in attributes.
+    /// Applies the changes to attributes.
     fn settle(self, inode: &mut Inode) {
         inode.stored_bytes = inode.stored_bytes.saturating_add_signed(self.bytes);
         inode.xattrs = inode.xattrs.saturating_add_signed(self.xattrs);
@@ -256,17 +257,18 @@ pub(crate) struct Writer<'t> {
     epochs: Epochs,
     session: u64,
     references: ReferenceChanges,
-    /// What came and went of each inode and is not noted in its attributes yet.
+    /// Counter changes per inode that its attributes do not contain yet.
     counted: BTreeMap<u64, Counted>,
-    /// Who makes the changes: see [`crate::watch`].
+    /// The writer that makes the changes: see [`crate::watch`].
     writer: u64,
-    /// Record keys that were changed, if somebody wants to know.
+    /// Record keys changed so far, if a watcher needs them.
     changed: Option<Vec<Vec<u8>>>,
 }
 
 impl<'t> Writer<'t> {
-    /// Runs `body` with the live tree of a volume. `session` is the caller's: the new objects that it
-    /// points at are its own, and it must not have been taken for dead.
+    /// Runs `body` with the live tree of a volume. `session` is the caller's session, which owns the new
+    /// objects that the records point at. Fails when a new object is referenced and another process has
+    /// declared the session dead.
     pub(crate) fn run<T>(
         txn: &mut dyn WriteTxn,
         volume: u64,
@@ -285,13 +287,13 @@ impl<'t> Writer<'t> {
         Ok(result)
     }
 
-    /// Whom the changes are noted as made by, in place of the session, and whether they are listed.
+    /// Attributes the changes to `writer` instead of the session, and lists the changed keys if `listed`.
     pub(crate) fn act_as(&mut self, writer: u64, listed: bool) {
         self.writer = writer;
         self.changed = listed.then(Vec::new);
     }
 
-    /// Who makes the changes.
+    /// The writer that makes the changes.
     pub(crate) fn writer(&self) -> u64 {
         self.writer
     }
@@ -337,7 +339,7 @@ impl<'t> Writer<'t> {
         self.put_version(&key, value)
     }
 
-    /// Sets a record that is not there, as something else that was read has told: nothing is looked up.
+    /// Sets a record that does not exist yet, as the caller knows from other records. Skips the lookup.
     pub(crate) fn put_new(&mut self, record: &[u8], value: &[u8]) -> Result<()> {
         self.note(record);
         if keys::is_extent(record) {
@@ -360,7 +362,7 @@ impl<'t> Writer<'t> {
         self.txn.put(key, &versioned)
     }
 
-    /// Removes a record; one that is not there is removed already.
+    /// Removes a record. Removing a missing record succeeds.
     pub(crate) fn delete(&mut self, record: &[u8]) -> Result<()> {
         self.note(record);
         let key = keys::live(self.volume, record);
@@ -372,7 +374,7 @@ impl<'t> Writer<'t> {
         Ok(())
     }
 
-    /// Counts what comes and goes with a record, where attributes tell of it.
+    /// Counts the change of a contents or xattr record, for the counters in the inode's attributes.
     fn count(&mut self, record: &[u8], new: Option<&[u8]>, old: Option<&[u8]>) -> Result<()> {
         let (contents, xattr) = (keys::is_contents(record), keys::is_xattr(record));
         let Some(ino) = keys::ino_of(record).filter(|_| contents || xattr) else { return Ok(()) };
@@ -387,7 +389,7 @@ impl<'t> Writer<'t> {
         Ok(())
     }
 
-    /// Attributes of an inode as they were read, with what has come and gone since.
+    /// Stored bytes and number of xattrs of an inode: its attributes as read, plus the changes since.
     fn counted(&self, ino: u64, inode: &Inode) -> (u64, u32) {
         let mut inode = Inode { ..*inode };
         if let Some(counted) = self.counted.get(&ino) {
@@ -396,24 +398,25 @@ impl<'t> Writer<'t> {
         (inode.stored_bytes, inode.xattrs)
     }
 
-    /// The bytes of a file that are stored by now; `inode` is what its attributes say.
+    /// The stored bytes of a file with the changes so far; `inode` holds its attributes as read.
     pub(crate) fn stored_bytes(&self, ino: u64, inode: &Inode) -> u64 {
         self.counted(ino, inode).0
     }
 
-    /// Whether an inode has extended attributes by now; `inode` is what its attributes say.
+    /// Whether an inode has extended attributes after the changes so far; `inode` holds its attributes as
+    /// read.
     pub(crate) fn has_xattrs(&self, ino: u64, inode: &Inode) -> bool {
         self.counted(ino, inode).1 > 0
     }
 
-    /// Notes in attributes that are going to be put what has come and gone by now.
+    /// Applies the counter changes so far to attributes that the caller is about to put.
     pub(crate) fn settle(&mut self, ino: u64, inode: &mut Inode) {
         if let Some(counted) = self.counted.remove(&ino) {
             counted.settle(inode);
         }
     }
 
-    /// Notes what has come and gone in the attributes of the inodes that are still there.
+    /// Writes the counter changes to the attributes of the inodes that still exist.
     fn note_counted(&mut self) -> Result<()> {
         for (ino, counted) in std::mem::take(&mut self.counted) {
             let record = keys::attributes(ino);
@@ -428,7 +431,8 @@ impl<'t> Writer<'t> {
         Ok(())
     }
 
-    /// What becomes of a version that the live tree gives up.
+    /// Handles a version that the live tree gives up: moves it to history if a snapshot holds it, else
+    /// releases its object.
     fn displace(&mut self, record: &[u8], version: Vec<u8>) -> Result<()> {
         let since = since_of(&version)?;
         let last = self.epochs.last_snapshot;
@@ -457,7 +461,7 @@ impl Records for Writer<'_> {
     }
 }
 
-/// Fails when another process has taken this one for dead, and so may have deleted its new objects.
+/// Fails when another process has declared this one dead, and so may have deleted its new objects.
 fn check_session(txn: &mut dyn ReadTxn, session: u64) -> Result<()> {
     match txn.get(&keys::session(session))? {
         Some(_) => Ok(()),
@@ -465,7 +469,7 @@ fn check_session(txn: &mut dyn ReadTxn, session: u64) -> Result<()> {
     }
 }
 
-/// The epoch in which a version was written, and the record; `None` for what is too short for that.
+/// The epoch in which a version was written, and the record; `None` for a version that is too short.
 pub(crate) fn parts_of(version: &[u8]) -> Option<(u64, &[u8])> {
     let (since, value) = version.split_first_chunk()?;
     Some((u64::from_be_bytes(*since), value))
@@ -520,10 +524,10 @@ fn scan_live(
     pairs.into_iter().map(record).collect()
 }
 
-/// A record's key, and a version of it.
+/// A record key, and the version chosen for it if any.
 type Chosen = (Vec<u8>, Option<Vec<u8>>);
 
-/// A scan at a snapshot: history and live versions side by side, in pages.
+/// A scan at a snapshot: merges history and live versions, page by page.
 struct Merge<'a> {
     start: &'a [u8],
     order: Order,
@@ -542,8 +546,8 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// The next record, with the version of it that is the snapshot's if that is not too new; `None` when
-    /// there is none.
+    /// The next record and its version for the snapshot; `None` at the end. That version may be newer than
+    /// the snapshot, which the caller checks.
     fn next(&mut self, txn: &mut dyn ReadTxn, snapshot: u64) -> Result<Option<Chosen>> {
         loop {
             let live = self.live.peek(txn)?.map(|(key, _)| key[9..].to_vec());
@@ -556,8 +560,8 @@ impl<'a> Merge<'a> {
                     Order::Descending => live.max(held),
                 },
             };
-            // The version with the smallest last snapshot that is not before this one; in descending
-            // order that is the last one seen.
+            // The version with the smallest last snapshot that is not before this one. In descending order it
+            // is the last such version.
             let mut chosen: Option<Vec<u8>> = None;
             while let Some((key, _)) = self.history.peek(txn)? {
                 if record_of(key) != record {
@@ -573,7 +577,8 @@ impl<'a> Merge<'a> {
                 let live = self.live.page.pop().map(|(_, version)| version);
                 chosen = chosen.or(live);
             }
-            // History keys are longer than the record key that a scan starts behind.
+            // A history key is longer than its record key, so it may sort after `start` when its record key
+            // does not.
             if record.as_slice() >= self.start {
                 return Ok(Some((record, chosen)));
             }
@@ -581,7 +586,7 @@ impl<'a> Merge<'a> {
     }
 }
 
-/// The record key in a history key: between table and volume (9 bytes) and last snapshot (8 bytes).
+/// The record key in a history key: after table and volume (9 bytes), before the last snapshot (8 bytes).
 pub(crate) fn record_of(history_key: &[u8]) -> &[u8] {
     history_key.get(9..history_key.len().saturating_sub(8)).unwrap_or_default()
 }
@@ -592,7 +597,7 @@ fn until_of(history_key: &[u8]) -> u64 {
     u64::from_be_bytes(bytes)
 }
 
-/// A key range, read page by page; the page is kept reversed, so that the next pair is its last.
+/// A key range, read page by page. The page is kept reversed, so that the next pair is its last.
 struct Pages {
     start: Vec<u8>,
     end: Vec<u8>,

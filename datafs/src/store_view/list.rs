@@ -1,4 +1,4 @@
-//! Listings: what is in a directory, and what is below it, in bounded memory.
+//! Directory listings for the object store: the entries of a directory, or all files below it, in bounded memory.
 
 use object_store::path::Path;
 use object_store::{ObjectMeta, Result as StoreResult};
@@ -8,12 +8,12 @@ use crate::error::Error;
 use crate::fs::{Attr, FileKind, Node};
 use crate::view::View;
 
-/// Directory entries that a listing reads at a time.
+/// Directory entries per page.
 const ENTRIES_MAX: usize = 512;
-/// Directories below each other that a listing goes into.
+/// Most nested directories that a listing descends into.
 const DEPTH_MAX: usize = 256;
 
-/// The directory at a prefix; `None` when there is none, which lists as empty.
+/// The directory at a prefix; `None` when there is none, so that the listing is empty.
 pub(super) fn directory_at(view: &View, prefix: &Path) -> StoreResult<Option<Node>> {
     match view.stat(prefix.as_ref()) {
         Ok(attr) => Ok((attr.kind == FileKind::Directory).then_some(attr.node)),
@@ -22,8 +22,7 @@ pub(super) fn directory_at(view: &View, prefix: &Path) -> StoreResult<Option<Nod
     }
 }
 
-/// The next entries of a directory with their locations; `None` at its end, or when it was removed
-/// meanwhile.
+/// The next entries of a directory with their locations; `None` at its end, or when the directory was removed.
 pub(super) fn read_page(
     view: &View,
     directory: &Path,
@@ -45,7 +44,7 @@ pub(super) fn read_page(
         let location = entry.name.to_str().map(|name| Path::parse(format!("{directory}/{name}")));
         match location {
             Some(Ok(location)) => page.push((location, attr)),
-            // Leaving it out would be a wrong listing.
+            // Skipping it would make the listing wrong.
             Some(Err(error)) => return Err(error.into()),
             None => {
                 let reason = format!("{directory}: the name {:?} is not UTF-8", entry.name);

@@ -128,7 +128,7 @@ fn an_upload_appears_at_once_or_not_at_all() {
         let mut upload = store.put_multipart(&path).await.unwrap();
         let parts: Vec<_> = bytes.chunks(3_000_000).map(|c| upload.put_part(c.to_vec().into())).collect();
         assert!(store.head(&path).await.is_err(), "not visible yet");
-        // Waited for in the wrong order.
+        // Awaited in the wrong order.
         for part in parts.into_iter().rev() {
             part.await.unwrap();
         }
@@ -244,7 +244,7 @@ fn conditions_are_checked() {
     assert!(error.to_string().contains("needs the tag"), "{error}");
 }
 
-/// Writers that add to what they have read lose nothing of one another, also from another open home.
+/// Concurrent writers that extend the value they have read lose no update, also from another open home.
 #[test]
 fn updates_of_many_are_not_lost() {
     let (dir, _datafs, view) = volume();

@@ -1,4 +1,4 @@
-//! A multipart upload into a volume: parts in the order in which they were put, one file at the end.
+//! Multipart upload into a volume: parts are appended in the order of the calls and become one file.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::{STORE, blocking, put, store_error};
 use crate::publish::{Publish, StagedWriter};
 use crate::view::View;
 
-/// An upload that is under way. Nothing is visible before `complete`.
+/// An upload in progress. Nothing is visible before `complete`.
 pub(super) struct Upload {
     runtime: Handle,
     view: View,
@@ -25,7 +25,7 @@ pub(super) struct Upload {
     last: Option<Part>,
 }
 
-/// A part on its way, which the next one and the caller both wait for.
+/// The end of a part's write, which the next part and `complete` wait for.
 type Part = futures::future::Shared<futures::future::BoxFuture<'static, ()>>;
 
 impl fmt::Debug for Upload {
@@ -70,8 +70,8 @@ impl MultipartUpload for Upload {
         use futures::FutureExt as _;
         let (staged, location) = (Arc::clone(&self.staged), self.location.clone());
         let (runtime, before) = (self.runtime.clone(), self.last.take());
-        // Started now and not when polled, so that parts arrive in the order in which they were put
-        // whatever the order in which the caller waits for them.
+        // Started now and not when polled, so that parts are appended in the order of the calls, whatever
+        // order the caller awaits them in.
         let task: JoinHandle<StoreResult<()>> = self.runtime.spawn(async move {
             if let Some(before) = before {
                 before.await;
@@ -80,7 +80,7 @@ impl MultipartUpload for Upload {
         });
         let (sender, receiver) = tokio::sync::oneshot::channel::<()>();
         let finished = async move {
-            // Its end is what counts: nothing is ever sent.
+            // Only the drop of the sender counts: it never sends.
             let _ = receiver.await;
         };
         self.last = Some(finished.boxed().shared());

@@ -1,4 +1,4 @@
-//! Objects of a bucket whose names begin with a path.
+//! The bucket side of a copy: one object, or all objects below a prefix.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -15,9 +15,9 @@ use super::tree::{Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target
 use crate::data::{Io, Pending};
 use crate::error::{Error, Result};
 
-/// One part of an upload, and one range of a download.
+/// Bytes of one part of an upload and of one range of a download.
 const PART: usize = 8 << 20;
-/// Parts or ranges of one file that are on their way at the same time.
+/// Parts or ranges of one file in flight at a time.
 const AHEAD: usize = 4;
 
 pub(super) struct BucketTree {
@@ -42,7 +42,7 @@ impl BucketTree {
         Ok(at)
     }
 
-    /// Runs a call on the store and waits.
+    /// Runs a call on the store and waits; `None` when the object does not exist.
     fn wait<T, F, Fut>(&self, call: F) -> Result<Option<T>>
     where
         T: Send + 'static,
@@ -53,7 +53,7 @@ impl BucketTree {
     }
 }
 
-/// `None` when there is no such object.
+/// Converts the outcome of a call; `None` when the object does not exist.
 fn settle<T>(outcome: Option<object_store::Result<T>>) -> Result<Option<T>> {
     match outcome {
         Some(Ok(value)) => Ok(Some(value)),
@@ -67,7 +67,7 @@ fn gone(path: &StorePath) -> Error {
     Error::not_found(format!("object {path}"))
 }
 
-/// The object was replaced.
+/// The error for an object that was replaced.
 fn stale(path: &StorePath) -> Error {
     Error::Stale { what: format!("the version of object {path} that was read") }
 }
@@ -121,7 +121,7 @@ impl Source for BucketTree {
 
     fn list(&self, path: &Path, _: &Entry, visit: &mut dyn FnMut(Vec<Entry>) -> bool) -> Result<()> {
         let prefix = self.at(path)?;
-        // In memory as a whole: the interface has no listing of one folder in pages.
+        // All in memory: the interface cannot list one folder page by page.
         let below = self.wait(|store| async move { store.list_with_delimiter(Some(&prefix)).await })?;
         let Some(below) = below else { return Ok(()) };
         let mut folders = below.common_prefixes.iter().filter_map(|prefix| prefix.filename().map(folder));
@@ -145,7 +145,7 @@ impl Source for BucketTree {
         let location = self.at(path)?;
         let mut version = file.version.clone();
         if version.is_none() && file.size > PART as u64 {
-            // Not every listing tells.
+            // Not every listing has tags.
             let now = self.look(path)?;
             if now.size != file.size {
                 return Err(stale(&location));
@@ -172,17 +172,17 @@ impl Source for BucketTree {
     }
 }
 
-/// A range, and how long its object was.
+/// The bytes of a range, and the length of the object.
 type Range = Pending<object_store::Result<(Bytes, u64)>>;
 
 struct BucketFile<'s> {
     tree: &'s BucketTree,
     location: StorePath,
-    /// All ranges are of this version.
+    /// The tag that all ranges must have.
     version: Option<String>,
-    /// Where the next range begins that is asked for.
+    /// Start of the next range to request.
     asked: u64,
-    /// Where the next range begins that comes.
+    /// Start of the next range to return.
     at: u64,
     size: u64,
     ahead: std::collections::VecDeque<Range>,
@@ -222,7 +222,7 @@ impl ReadFile for BucketFile<'_> {
     }
 
     fn size(&self) -> Result<u64> {
-        // Every range that came was as long as it had to be.
+        // `next` has checked the length of every range.
         Ok(self.size)
     }
 }
@@ -299,7 +299,7 @@ impl NewObject<'_> {
         Ok(())
     }
 
-    /// Zeroes up to an offset: a bucket has no holes.
+    /// Appends zeros up to an offset: a bucket has no holes.
     fn fill(&mut self, offset: u64) -> Result<()> {
         let zeroes = vec![0; CHUNK.min(offset.saturating_sub(self.at) as usize)];
         while self.at < offset {
@@ -358,7 +358,7 @@ impl WriteFile for NewObject<'_> {
         let (upload, done) = completed.map_or((None, None), |(upload, done)| (Some(upload), Some(done)));
         let done = settle(done).and_then(|done| done.ok_or_else(|| gone(&self.location)));
         if done.is_err() {
-            // Given up with the rest.
+            // The drop aborts it.
             self.upload = upload;
         }
         done.map(drop)

@@ -1,7 +1,8 @@
-//! A folder of this machine.
+//! The local side of a copy: a file or folder of this machine.
 //!
-//! The path that the caller gave is followed. Everything below it is reached by handles of folders, one name at a
-//! time, and never through a symbolic link: other users may change the tree while it is copied.
+//! Symbolic links in the path that the caller gave are followed. Everything below it is opened through folder
+//! handles, one name at a time, and never through a symbolic link: other users may change the tree during the
+//! copy.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, Permissions};
@@ -28,23 +29,23 @@ use super::xattr;
 use crate::error::{Error, Result};
 use crate::meta::inode::Timestamp;
 
-/// A handle of a folder: names below it can be looked up.
+/// Opens a folder to look up names in it.
 const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
-/// A handle of whatever a name stands for, a symbolic link too, that only tells what it is.
+/// Opens any kind of entry, also a symbolic link itself, for its metadata only.
 const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
-/// For reading; opening a pipe or a device neither waits nor follows.
+/// Opens for reading; neither blocks on a pipe or device nor follows a link.
 const READ: OFlags = OFlags::RDONLY
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NONBLOCK)
     .union(OFlags::NOCTTY)
     .union(OFlags::CLOEXEC);
-/// A new file.
+/// Creates a new file.
 const NEW: OFlags =
     OFlags::WRONLY.union(OFlags::CREATE).union(OFlags::EXCL).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
 pub(super) struct LocalTree {
     root: PathBuf,
-    /// The root, once it was opened.
+    /// The handle of the root, opened at the first use.
     top: OnceLock<OwnedFd>,
 }
 
@@ -53,12 +54,12 @@ impl LocalTree {
         LocalTree { root: root.to_owned(), top: OnceLock::new() }
     }
 
-    /// For messages.
+    /// The full path, for messages.
     fn shown(&self, path: &Path) -> PathBuf {
         if path.as_os_str().is_empty() { self.root.clone() } else { self.root.join(path) }
     }
 
-    /// A folder below the root.
+    /// A handle of a folder at or below the root.
     fn folder(&self, path: &Path) -> io::Result<OwnedFd> {
         let top = match self.top.get() {
             Some(top) => top,
@@ -74,7 +75,8 @@ impl LocalTree {
         Ok(folder)
     }
 
-    /// The folder of a path and its name there. The root itself is in a folder that the caller named.
+    /// The parent folder of a path, and its name. The parent of the root comes from the path that the caller
+    /// gave.
     fn place<'p>(&'p self, path: &'p Path) -> io::Result<(OwnedFd, &'p OsStr)> {
         if path.as_os_str().is_empty() {
             let parent = self.root.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -93,8 +95,8 @@ impl LocalTree {
         metadata_at(&folder, name)
     }
 
-    /// What was found before, for reading. Fails with [`Error::Stale`] where the path leads to something of another
-    /// kind, owner or mode now: the copy gets the mode of what was found, and the bytes and attributes of this.
+    /// Opens an entry that was found before, for reading. Fails with [`Error::Stale`] if its kind, owner or
+    /// mode has changed: otherwise the copy would have the mode of one file and the content of another.
     fn open_found(&self, path: &Path, found: &Entry) -> Result<File> {
         let shown = self.shown(path);
         let opened = self.open_to_read(path);
@@ -111,7 +113,7 @@ impl LocalTree {
         opened.map_err(fail("open", &shown))
     }
 
-    /// A file or folder for reading.
+    /// Opens a file or folder for reading.
     fn open_to_read(&self, path: &Path) -> io::Result<File> {
         if path.as_os_str().is_empty() {
             return Ok(openat(CWD, &self.root, READ - OFlags::NOFOLLOW, Mode::empty())?.into());
@@ -132,8 +134,7 @@ fn fail(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error
     }
 }
 
-/// Removes what has not become a file. What cannot be removed takes room until the copy is run again, so
-/// it is said.
+/// Removes an unfinished file. A failure is logged, because the file takes space until the copy is run again.
 fn remove_partial(folder: &OwnedFd, partial: &OsStr, path: &Path) {
     match unlinkat(folder, partial, AtFlags::empty()) {
         Err(error) if error != Errno::NOENT => {
@@ -143,7 +144,7 @@ fn remove_partial(folder: &OwnedFd, partial: &OsStr, path: &Path) {
     }
 }
 
-/// Removes what killed copies of this user left in a folder. A copy that runs holds a lock on its files.
+/// Removes unfinished files that killed copies of this user left in a folder. A running copy locks its files.
 fn remove_leftovers(folder: &OwnedFd, path: &Path) -> io::Result<()> {
     for entry in Dir::new(openat(folder, ".", OFlags::DIRECTORY | READ, Mode::empty())?)? {
         let entry = entry?;
@@ -184,7 +185,7 @@ fn entry(name: OsString, metadata: &fs::Metadata) -> Entry {
 
 impl Source for LocalTree {
     fn root(&self) -> Result<Entry> {
-        // What is named on the command line is followed, as cp -r does for links to folders.
+        // Links in the caller's path are followed, as `cp -r` does for links to folders.
         let metadata = self.metadata(Path::new("")).map_err(fail("look at", &self.root))?;
         Ok(entry(self.root.as_os_str().to_owned(), &metadata))
     }
@@ -244,7 +245,7 @@ struct LocalFile {
     file: File,
     path: PathBuf,
     at: u64,
-    /// End of the run of data that `at` is in.
+    /// End of the data run that contains `at`.
     data_end: u64,
     size: u64,
 }
@@ -271,7 +272,7 @@ impl ReadFile for LocalFile {
     }
 }
 
-/// The next run of data at or behind an offset; the whole rest where the file system knows no holes.
+/// The next data run at or after an offset; the whole rest where the file system does not report holes.
 fn run_of_data(file: &File, at: u64, size: u64) -> Option<(u64, u64)> {
     if at >= size {
         return None;
@@ -298,7 +299,7 @@ impl Target for LocalTree {
     fn find(&self, path: &Path) -> Result<Option<Entry>> {
         let mut found = self.metadata(path);
         if path.as_os_str().is_empty() && !found.as_ref().is_ok_and(fs::Metadata::is_dir) {
-            // A link to a folder is that folder; any other link is replaced itself.
+            // A link to a folder stands for the folder; any other link is replaced itself.
             found = fs::symlink_metadata(&self.root);
         }
         match found {
@@ -326,7 +327,7 @@ impl Target for LocalTree {
                     other => return Ok(other.map(|()| true)?),
                 }
             }
-            // Fails where something else is there, a symbolic link too.
+            // Fails when the entry is not a folder, or is a symbolic link.
             remove_leftovers(&self.folder(path)?, path)?;
             Ok(false)
         };
@@ -349,7 +350,7 @@ impl Target for LocalTree {
     }
 
     fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>> {
-        // Where the source has no modes, those of any new file.
+        // If the source has no modes, use the default of new files.
         let mode = Mode::from_raw_mode(if like.mode.is_some() { 0o600 } else { 0o666 });
         let shown = self.shown(path);
         let create = || -> io::Result<NewFile> {
@@ -363,7 +364,8 @@ impl Target for LocalTree {
             loop {
                 let partial = partial_name();
                 let file = File::from(openat(&folder, &partial, NEW, mode)?);
-                // Tells other copies that this one runs; where there are no locks, they remove what it has begun.
+                // The lock shows other copies that this one runs; without lock support they remove the file.
+                // If another copy removed it before it was locked, create it again.
                 file.lock().ok();
                 if file.metadata()?.nlink() > 0 {
                     let (name, path, like) = (name.to_owned(), shown.clone(), like.clone());
@@ -410,14 +412,14 @@ impl Target for LocalTree {
     }
 }
 
-/// The time of change of an entry, alone.
+/// The modification time of an entry, without its access time.
 fn times_of(like: &Entry) -> Timestamps {
     let (seconds, nanos) = Timestamp::from(like.mtime).parts();
     let last_modification = Timespec { tv_sec: seconds, tv_nsec: nanos.into() };
     Timestamps { last_access: Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT }, last_modification }
 }
 
-/// Puts what is at the partial name under its final one.
+/// Renames an entry from its partial to its final name.
 fn settle(folder: &OwnedFd, partial: &OsStr, name: &OsStr, path: &Path) -> io::Result<()> {
     let settled = renameat(folder, partial, folder, name);
     if settled.is_err() {
@@ -429,7 +431,7 @@ fn settle(folder: &OwnedFd, partial: &OsStr, name: &OsStr, path: &Path) -> io::R
 struct NewFile {
     file: File,
     folder: OwnedFd,
-    /// Until it has its final name.
+    /// `None` once it has its final name.
     partial: Option<OsString>,
     name: OsString,
     path: PathBuf,

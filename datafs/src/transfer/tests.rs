@@ -1,4 +1,4 @@
-//! Trees go around: from a folder into a volume, into a bucket, and back, and arrive as they were.
+//! Tests of copies: trees copied between folders, volumes and buckets keep their content and attributes.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -58,7 +58,7 @@ fn mode_of(path: &Path) -> u32 {
     fs::symlink_metadata(path).unwrap().mode() & 0o7777
 }
 
-/// Files of all kinds of sizes, a hole, links, modes, times, a name that is no UTF-8.
+/// Creates files of many sizes, a hole, links, modes, times, and a name that is not UTF-8.
 fn plant(root: &Path) {
     use std::os::unix::ffi::OsStrExt as _;
     fs::create_dir_all(root.join("a/b")).unwrap();
@@ -82,7 +82,7 @@ fn plant(root: &Path) {
     fs::set_permissions(root.join("empty"), fs::Permissions::from_mode(0o500)).unwrap();
 }
 
-/// All that a copy keeps of each path.
+/// Everything that a copy keeps of each path.
 fn all_of(root: &Path) -> BTreeMap<PathBuf, String> {
     let mut found = BTreeMap::new();
     let mut pending = vec![root.to_owned()];
@@ -150,7 +150,7 @@ fn what_is_there_is_not_copied_again() {
         let second = home.copy(&from, &to);
         assert_eq!((second.files, second.unchanged, second.bytes), (0, 8, 0));
     }
-    // Of the same size, but younger; and of another size.
+    // One of the same size but newer, and one of another size.
     fs::write(source.join("a/file-1"), "!").unwrap();
     fs::write(source.join("a/file-4"), "another size").unwrap();
     let report = home.copy(&home.local("source"), &home.volume("copy"));
@@ -169,7 +169,7 @@ fn buckets_take_and_give_files() {
     home.copy(&home.local("source"), &home.volume("copy"));
     let report = home.datafs.copy(&home.volume("copy"), &bucket("some/prefix"), &RECURSIVE, &|_| true);
     let report = report.unwrap();
-    // The name that is no text; links are left out, except that a file's names are files of their own.
+    // The name that is not UTF-8 fails; symbolic links are left out; hard links become separate files.
     assert_eq!((report.files, report.failures, report.left_out), (8, 1, 1), "{report:?}");
     let again = home.datafs.copy(&home.volume("copy"), &bucket("some/prefix"), &RECURSIVE, &|_| true);
     assert_eq!(again.unwrap().unchanged, 8);
@@ -182,7 +182,7 @@ fn buckets_take_and_give_files() {
         }
         assert_eq!(home.copy(&bucket("some/prefix"), &home.local(to)).unchanged, 8);
     }
-    // A single object, and one that is not there.
+    // A single object, and a missing one.
     home.copy(&bucket("some/prefix/a/file-4"), &home.volume("single"));
     assert_eq!(home.view.stat("single").unwrap().size, 100_000);
     let missing = home.datafs.copy(&bucket("other"), &home.local("x"), &RECURSIVE, &|_| true);
@@ -233,7 +233,7 @@ fn refusals_say_why() {
     assert!(report.failures == 1 && report.failed[0].1.contains("read-only"), "{report:?}");
 }
 
-/// A source that was one byte longer when it was looked at.
+/// A source whose file was truncated by one byte after it was found.
 struct Cut<S>(S);
 
 impl<S: tree::Source> tree::Source for Cut<S> {
@@ -287,7 +287,7 @@ fn rights_of_an_owner_stay_behind_when_the_copy_belongs_to_another() {
     let home = Home::new();
     let us = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
     let root = home.view.root();
-    // Set-user-ID and set-group-ID: of both, of the user alone, of the group alone, of neither.
+    // Set-user-ID and set-group-ID of files that match both, the user, the group, or neither.
     for (name, uid, gid, kept) in [
         ("both", us.0, us.1, 0o6755),
         ("user", us.0, us.1 + 1, 0o4755),
@@ -339,7 +339,7 @@ fn links_in_the_target_are_not_followed() {
     // The link itself was replaced.
     assert!(fs::symlink_metadata(target.join("top")).unwrap().is_file());
 
-    // One that takes the place of a folder when everything was copied.
+    // A link that replaces a folder after everything was copied.
     home.copy(&home.local("source"), &home.local("second"));
     fs::remove_dir_all(home.path("second/sub")).unwrap();
     symlink(&outside, home.path("second/sub")).unwrap();
@@ -369,11 +369,11 @@ fn a_file_that_became_a_link_or_a_pipe_is_not_read() {
     assert!(matches!(opened.err(), Some(Error::Stale { .. })));
     fs::remove_file(source.join("file")).unwrap();
     nix::unistd::mkfifo(&source.join("file"), nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
-    // Does not wait for a writer, either.
+    // The open of a pipe does not wait for a writer.
     assert!(matches!(tree::Source::open(&tree, Path::new("file"), &found).err(), Some(Error::Stale { .. })));
 }
 
-/// The name that was used for the partial file of `file` before names were random.
+/// The partial name of `file` in former versions, where it was predictable.
 fn former_partial_name(file: &str) -> String {
     use std::hash::{DefaultHasher, Hash as _, Hasher as _};
     let mut hasher = DefaultHasher::new();
@@ -432,12 +432,12 @@ fn leftovers_of_killed_copies_go_and_links_at_their_names_are_not_followed() {
     there.sort();
     assert_eq!(there, [running, target.join("file")]);
     drop(lock);
-    // Of a single file.
+    // The copy of a single file also removes leftovers.
     home.copy(&home.local("source/file"), &home.local("target/other"));
     assert_eq!(fs::read_dir(&target).unwrap().count(), 2);
 }
 
-/// A folder whose listing holds names that no folder can hold.
+/// A source whose listing has names that no folder can have.
 struct Hostile;
 
 impl tree::Source for Hostile {
@@ -525,7 +525,7 @@ fn names_that_lead_elsewhere_are_refused() {
     assert_eq!(home.view.list("target").unwrap().len(), 1);
 }
 
-/// Of several ranges each, more than are asked for at a time.
+/// Several ranges, more than are requested at a time.
 const REPLACED_BYTES: usize = 44 << 20;
 
 #[test]

@@ -1,4 +1,4 @@
-//! What the two sides of a copy can do.
+//! The interfaces of the two sides of a copy: [`Source`] and [`Target`].
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -9,13 +9,13 @@ use bytes::Bytes;
 use crate::error::Result;
 use crate::fs::Node;
 
-/// Bytes that are read and written at a time.
+/// Bytes per read and write.
 pub(super) const CHUNK: usize = 4 << 20;
 
-/// Entries of a folder that are in memory at a time.
+/// Entries of a folder in memory at a time.
 pub(super) const PAGE: usize = 1_024;
 
-/// What an entry is.
+/// The kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     File,
@@ -36,17 +36,17 @@ pub(super) struct Entry {
     pub(super) mode: Option<u32>,
     /// User and group; `None` in buckets.
     pub(super) owner: Option<(u32, u32)>,
-    /// Of a file with several names: what all of them have in common.
+    /// Set for a file with several names, and equal for all of them.
     pub(super) identity: Option<(u64, u64)>,
-    /// In a volume.
+    /// The node, for an entry of a volume.
     pub(super) node: Option<Node>,
-    /// In a bucket, what tells this version of an object from others, if the store says so.
+    /// In a bucket, the tag of this version of the object, if the store has tags.
     pub(super) version: Option<String>,
 }
 
 impl Entry {
-    /// Permission bits of a copy that belongs to this user and group. The bits that lend the rights of an owner
-    /// (set-user-ID, set-group-ID) go where the owner is another.
+    /// Permission bits of a copy that belongs to this user and group. Set-user-ID and set-group-ID are
+    /// dropped where the source has another user or group.
     pub(super) fn mode_of_copy(&self, uid: u32, gid: u32) -> Option<u32> {
         let mut mode = self.mode?;
         if self.owner.is_none_or(|(user, _)| user != uid) {
@@ -59,24 +59,24 @@ impl Entry {
     }
 }
 
-/// Extended attributes.
+/// Extended attributes: names and values.
 pub(super) type Attributes = Vec<(OsString, Vec<u8>)>;
 
-/// Where files come from. Paths are relative; the empty one is the root.
+/// The source of a copy. Paths are relative; the empty one is the root.
 pub(super) trait Source: Sync {
-    /// What the root is.
+    /// The entry of the root.
     fn root(&self) -> Result<Entry>;
 
-    /// Shows what is in a folder, some at a time, until `visit` returns false.
+    /// Passes the entries of a folder to `visit`, page by page, until it returns false.
     fn list(&self, path: &Path, folder: &Entry, visit: &mut dyn FnMut(Vec<Entry>) -> bool) -> Result<()>;
 
-    /// What is at a path by now.
+    /// The current entry at a path.
     fn look(&self, path: &Path) -> Result<Entry>;
 
     /// Opens a file.
     fn open<'s>(&'s self, path: &Path, file: &Entry) -> Result<Box<dyn ReadFile + 's>>;
 
-    /// Where a symbolic link leads.
+    /// The target of a symbolic link.
     fn target(&self, path: &Path, link: &Entry) -> Result<OsString>;
 
     /// Extended attributes of a file or folder.
@@ -85,57 +85,57 @@ pub(super) trait Source: Sync {
 
 /// A file that is read from its beginning to its end.
 pub(super) trait ReadFile {
-    /// The next bytes and where they belong; what is skipped is a hole. Fails with [`Error::Stale`] when the
-    /// file is no longer the one that was opened.
+    /// The next bytes and their offset; skipped ranges are holes. Fails with [`Error::Stale`] when the file
+    /// was replaced since it was opened.
     ///
     /// [`Error::Stale`]: crate::Error::Stale
     fn next(&mut self) -> Result<Option<(u64, Bytes)>>;
 
-    /// Its size by now.
+    /// Its current size.
     fn size(&self) -> Result<u64>;
 }
 
-/// Where files go.
+/// The target of a copy.
 pub(super) trait Target: Sync {
-    /// Whether times are what they are set to; in buckets they are those of the upload.
+    /// Whether it keeps the times that are set; buckets have the time of the upload.
     fn keeps_times(&self) -> bool;
 
-    /// Whether it holds links.
+    /// Whether it supports links.
     fn has_links(&self) -> bool;
 
-    /// What is there.
+    /// The entry at a path, if any.
     fn find(&self, path: &Path) -> Result<Option<Entry>>;
 
-    /// Makes a folder unless it is there; true when it made one. Until it is finished, a new folder with modes
-    /// is its owner's alone.
+    /// Creates a folder unless it exists; true when it created one. If the source has modes, a new folder is
+    /// private to its owner until it is finished.
     fn make_folder(&self, path: &Path, like: &Entry) -> Result<bool>;
 
-    /// Gives a folder its mode, times and attributes, after its content.
+    /// Sets mode, times and attributes of a folder, after its content was copied.
     fn finish_folder(&self, path: &Path, like: &Entry, attributes: &Attributes) -> Result<()>;
 
     /// Begins a file.
     fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>>;
 
-    /// Makes a symbolic link with the time of another in place of what is there.
+    /// Creates a symbolic link with the time of `like`; replaces an existing entry.
     fn make_symlink(&self, path: &Path, target: OsString, like: &Entry) -> Result<()>;
 
-    /// Makes another name of a file that was copied before, in place of what is there.
+    /// Creates another name for a copied file; replaces an existing entry.
     fn make_link(&self, existing: &Path, path: &Path) -> Result<()>;
 
-    /// Makes everything durable that has to be.
+    /// Makes the copy durable where the target promises that.
     fn finish(&self) -> Result<()>;
 }
 
-/// A file that is not visible yet. Dropping it leaves nothing under its final name.
+/// A file that is not visible yet. Dropping it creates nothing under its final name.
 pub(super) trait WriteFile {
     /// Writes bytes; offsets only grow.
     fn write(&mut self, offset: u64, bytes: Bytes) -> Result<()>;
 
-    /// Makes the file visible, complete.
+    /// Makes the complete file visible.
     fn finish(self: Box<Self>, attributes: &Attributes) -> Result<()>;
 }
 
-/// A name for what is not complete yet, which nobody can guess.
+/// An unguessable name for an incomplete entry.
 pub(super) fn partial_name() -> OsString {
     format!("{PARTIAL}{:032x}", rand::random::<u128>()).into()
 }
@@ -147,7 +147,7 @@ pub(super) fn is_partial(name: &OsStr) -> bool {
     name.as_encoded_bytes().starts_with(PARTIAL.as_bytes())
 }
 
-/// Whether a name that metadata or a listing gave is the name of one thing in a folder.
+/// Whether a name from metadata or a listing is a valid single component of a path.
 pub(super) fn is_plain(name: &OsStr) -> bool {
     let bytes = name.as_encoded_bytes();
     !matches!(bytes, b"" | b"." | b"..") && !bytes.iter().any(|byte| matches!(byte, b'/' | 0))

@@ -1,4 +1,5 @@
-//! A folder of a volume, at the level of inodes: names may be any bytes.
+//! The volume side of a copy: a file or folder of a volume, at the level of inodes, so that names may be any
+//! bytes.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -15,7 +16,7 @@ use crate::view::View;
 pub(super) struct VolumeTree {
     view: View,
     root: PathBuf,
-    /// Folders that were looked up or made.
+    /// Cache of the folders that were looked up or created.
     folders: Mutex<HashMap<PathBuf, Node>>,
 }
 
@@ -29,7 +30,7 @@ impl VolumeTree {
         self.root.join(path)
     }
 
-    /// A folder by its path from the root of the volume; made with this mode where it is missing.
+    /// A folder by its path from the root of the volume; created with mode `make` when it is missing.
     fn folder(&self, path: &Path, make: Option<u32>) -> Result<Node> {
         let Some(name) = path.file_name() else { return Ok(self.view.root()) };
         if let Some(node) = self.folders.lock().get(path) {
@@ -52,7 +53,7 @@ impl VolumeTree {
         Ok(node)
     }
 
-    /// The folder and the name of a path below the root of the copy.
+    /// The parent folder and the name of a path below the root of the copy.
     fn place(&self, path: &Path, make: bool) -> Result<(Node, OsString)> {
         let path = self.at(path);
         let name = path.file_name().ok_or_else(|| Error::IsADirectory { what: "the root".into() })?;
@@ -68,7 +69,7 @@ impl VolumeTree {
         self.view.lookup(parent, &name)
     }
 
-    /// Removes what has not become a file. What cannot be removed takes room, so it is said.
+    /// Removes an unfinished copy. A failure is logged, because the copy takes space.
     fn remove_partial(&self, parent: Node, partial: &OsStr) {
         match self.view.unlink(parent, partial) {
             Err(error) if !error.is_not_found() => {
@@ -79,7 +80,7 @@ impl VolumeTree {
         }
     }
 
-    /// Makes a link, in place of what is at the name.
+    /// Creates a link; replaces an existing entry of that name.
     fn replace(&self, link: impl Fn(&OsStr) -> Result<Attr>, parent: Node, name: &OsStr) -> Result<()> {
         match link(name) {
             Err(Error::Exists { .. }) => {}
@@ -90,7 +91,7 @@ impl VolumeTree {
         self.settle(parent, &partial, name)
     }
 
-    /// Puts what is at the partial name under its final one.
+    /// Renames an entry from its partial to its final name.
     fn settle(&self, parent: Node, partial: &OsStr, name: &OsStr) -> Result<()> {
         let settled = self.view.rename(parent, partial, parent, name, false);
         if settled.is_err() {
@@ -100,7 +101,7 @@ impl VolumeTree {
     }
 }
 
-/// Of folders on the way to the copy.
+/// Mode of missing parent folders of the copy.
 const PARENT_MODE: u32 = 0o755;
 
 fn owner() -> Owner {
@@ -243,7 +244,7 @@ impl Target for VolumeTree {
 
     fn create<'s>(&'s self, path: &Path, like: &Entry) -> Result<Box<dyn WriteFile + 's>> {
         let (parent, name) = self.place(path, true)?;
-        // What a killed copy has begun goes with its process.
+        // An unnamed file of a killed copy is removed with its session.
         let (_, file) = self.view.create_unnamed(parent, 0o600, owner(), OpenFlags::READ_WRITE)?;
         Ok(Box::new(NewFile { tree: self, file, parent, name, like: like.clone() }))
     }
@@ -277,7 +278,7 @@ impl Target for VolumeTree {
     }
 }
 
-/// Gives an inode the mode, time and attributes of what it is a copy of.
+/// Sets the mode, time and attributes of the copied entry on an inode.
 fn dress(view: &View, node: Node, like: &Entry, attributes: &Attributes) -> Result<()> {
     for (name, value) in attributes {
         view.xattr_set(node, name, value, SetXattr::Any)?;

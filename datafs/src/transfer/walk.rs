@@ -1,4 +1,4 @@
-//! The copy itself: one thread walks the source, others copy the files it finds.
+//! The copy engine: one thread walks the source, other threads copy the files that it finds.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -12,11 +12,11 @@ use super::tree::{Attributes, Entry, Kind, Source, Target, is_partial, is_plain}
 use super::{CopyOptions, CopyProgress, CopyReport};
 use crate::error::{Error, Result, in_full};
 
-/// Files that were found and wait for a thread.
+/// Found files that wait for a thread.
 const QUEUE: usize = 1_024;
-/// Times that a file is copied which changes while it is read.
+/// Attempts to copy a file that changes while it is read.
 const ATTEMPTS: u32 = 3;
-/// Failures that are listed.
+/// Failures listed in the report.
 const FAILED_MAX: usize = 100;
 
 struct Job {
@@ -24,12 +24,12 @@ struct Job {
     entry: Entry,
 }
 
-/// What the walk remembers of the files that it met.
+/// The state of the walk over the source.
 struct Met<'l> {
     sender: SyncSender<Job>,
-    /// The first name of each file that has several.
+    /// The first name found of each file with several names.
     first_names: HashMap<(u64, u64), PathBuf>,
-    /// First and further names.
+    /// Pairs of a first and a further name.
     links: &'l mut Vec<(PathBuf, PathBuf)>,
 }
 
@@ -74,12 +74,12 @@ pub(super) fn run(
         }
         copy.walk(root, sender, &mut folders, &mut links);
     });
-    // After the files that they are further names of.
+    // After the files, because links need their first names.
     for (existing, path) in links {
         let made = target.make_link(&existing, &path);
         copy.outcome(&path, made.map(|()| copy.report.lock().links += 1));
     }
-    // After their content, the innermost first: their times would change again, and they may be read-only.
+    // After their content, innermost first: copying content changes times, and folders may become read-only.
     for (path, entry, attributes) in folders.into_iter().rev() {
         let finished = target.finish_folder(&path, &entry, &attributes);
         copy.outcome(&path, finished);
@@ -92,7 +92,7 @@ pub(super) fn run(
 }
 
 impl Copy<'_> {
-    /// Keeps of a folder no more than a page, and its folders.
+    /// Walks the source. Memory holds one page of a folder, and all folders and links found.
     fn walk(
         &self,
         root: Entry,
@@ -133,7 +133,7 @@ impl Copy<'_> {
         }
     }
 
-    /// Takes what is no folder.
+    /// Handles an entry that is not a folder.
     fn meet(&self, path: PathBuf, entry: Entry, met: &mut Met<'_>) {
         match entry.kind {
             Kind::File => {
@@ -145,7 +145,7 @@ impl Copy<'_> {
                     met.first_names.insert(identity, path.clone());
                 }
                 self.found.fetch_add(1, Ordering::Relaxed);
-                // The threads that copy listen for as long as the walk goes on.
+                // Cannot fail: the copying threads receive until the walk ends.
                 let _ = met.sender.send(Job { path, entry });
             }
             Kind::Symlink if self.target.has_links() => {
@@ -177,7 +177,7 @@ impl Copy<'_> {
             let next = jobs.lock().recv();
             let Ok(Job { path, entry }) = next else { return };
             if self.stopped.load(Ordering::Relaxed) {
-                // Drained, so that the walk never waits for room.
+                // Drain the queue, so that the walk never blocks on it.
                 continue;
             }
             let copied = self.file(&path, &entry);
@@ -221,7 +221,7 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Copies a file as it was when it was looked at; the inner error says that it has changed since.
+    /// Copies a file as `entry` describes it; the inner error means that it has changed since.
     fn attempt(&self, path: &Path, entry: &Entry) -> Result<std::result::Result<(), Error>> {
         let attributes = self.source.attributes(path, entry)?;
         let mut from = match self.source.open(path, entry) {
@@ -247,7 +247,7 @@ impl Copy<'_> {
             }
         }
         if from.size()? < entry.size {
-            // Else zeros would take the place of what was cut off meanwhile.
+            // Otherwise the copy would have zeros for the bytes that were truncated.
             let what = format!("the version of {} that was read", path.display());
             return Ok(Err(Error::Stale { what }));
         }
@@ -258,7 +258,7 @@ impl Copy<'_> {
         Ok(Ok(()))
     }
 
-    /// Notes a failure; the copy goes on with the next.
+    /// Records a failure in the report; the copy continues.
     fn outcome<T>(&self, path: &Path, result: Result<T>) -> Option<T> {
         match result {
             Ok(value) => Some(value),

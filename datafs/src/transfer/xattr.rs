@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::tree::Attributes;
 
-/// The `user.` attributes of a file or folder; none where the file system has none.
+/// The `user.` attributes of a file or folder; empty where the file system does not support them.
 pub(super) fn read(file: &File) -> io::Result<Attributes> {
     let mut names = match flistxattr_query(file) {
         Ok(0) | Err(Errno::OPNOTSUPP) => return Ok(Vec::new()),
@@ -28,7 +28,7 @@ pub(super) fn read(file: &File) -> io::Result<Attributes> {
     Ok(found)
 }
 
-/// Sets attributes; a file system that has none is no error.
+/// Sets attributes; does nothing where the file system does not support them.
 pub(super) fn write(file: &File, attributes: &Attributes) -> io::Result<()> {
     for (name, value) in attributes {
         match fsetxattr(file, name.as_os_str(), value, XattrFlags::empty()) {

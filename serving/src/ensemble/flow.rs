@@ -1,8 +1,7 @@
-//! One request through an ensemble: steps run as soon as the tensors that they take are there.
+//! Execution of one request through an ensemble: each step runs as soon as its input tensors are available.
 //!
-//! All steps belong to one task, so that a dropped request drops its steps: those that wait leave the queues of their
-//! models. Independent steps run at the same time on inference threads, except for short ones
-//! (`session/scheduler.rs`).
+//! All steps belong to one task, so that a dropped request drops its steps: waiting steps leave the queues of their
+//! models. Independent steps run concurrently on inference threads, except for short ones (`session/scheduler.rs`).
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -23,12 +22,12 @@ use crate::statistics::Times;
 use crate::tensor::{Held, shown};
 
 impl Ensemble {
-    /// Runs a request whose inputs were checked. Cancel safe: steps of a caller who goes that did not run yet
-    /// never do.
+    /// Runs a request whose inputs were checked. Cancel safe: when the call is dropped, steps that have not run never
+    /// run.
     ///
     /// # Errors
-    /// [`InferError::Unavailable`] when the model of a step is not there or does not fit; what a step fails with,
-    /// with its name.
+    /// [`InferError::Unavailable`] when the model of a step is missing or does not fit; else the error of a step,
+    /// with the step's name.
     pub(crate) fn run<'a>(
         &'a self,
         ensemble: &'a Model,
@@ -74,7 +73,7 @@ impl Ensemble {
     }
 }
 
-/// What the steps have from the request.
+/// Parameters that the steps inherit from the request.
 #[derive(Debug, Clone, Copy)]
 struct Asking {
     deadline: Option<Instant>,
@@ -83,10 +82,10 @@ struct Asking {
     client: Option<SocketAddr>,
 }
 
-/// A step that is done.
+/// A finished step.
 struct Ended {
     number: usize,
-    /// The tensors that it made.
+    /// The tensors that the step produced.
     makes: Vec<usize>,
     outcome: Result<(Vec<Held>, Times), InferError>,
 }
@@ -95,22 +94,22 @@ async fn run_step(number: usize, model: &Model, checked: Checked, makes: Vec<usi
     Ended { number, makes, outcome: infer::step(model, checked).await }
 }
 
-/// How far a request is.
+/// Progress of a request.
 #[derive(Debug)]
 struct Flow<'a> {
     plan: &'a Plan,
     members: &'a [Member],
-    /// Tensors that are there, and that somebody will take.
+    /// Available tensors that are still needed.
     values: Vec<Option<Held>>,
-    /// How often each tensor will be taken still.
+    /// How many more times each tensor will be taken.
     takers: Vec<usize>,
-    /// Steps that will run and did not begin.
+    /// Whether each step will run and has not begun.
     waiting: Vec<bool>,
 }
 
 impl<'a> Flow<'a> {
     fn new(plan: &'a Plan, members: &'a [Member], wanted: &[usize]) -> Flow<'a> {
-        // Steps of which nothing is wanted do not run.
+        // Steps whose outputs are not needed do not run.
         let waiting = plan.needed(wanted);
         let mut takers = vec![0; plan.tensors.len()];
         let steps = members.iter().zip(&waiting).filter(|(_, waits)| **waits);
@@ -121,7 +120,7 @@ impl<'a> Flow<'a> {
         Flow { plan, members, values, takers, waiting }
     }
 
-    /// A tensor is there.
+    /// Stores an available tensor, if it is needed.
     fn put(&mut self, tensor: usize, value: Held) {
         let takers = self.takers[tensor];
         if takers > 0 {
@@ -129,7 +128,7 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Whether a tensor that a step is about to make may stay where its run leaves it: steps take it, and all of them
+    /// Whether a tensor that a step is about to produce may stay in device memory: steps take it, and all of them
     /// from that memory.
     fn stays(&self, maker: &Member, tensor: usize) -> bool {
         let Some(memory) = maker.leaves_in() else { return false };
@@ -138,7 +137,7 @@ impl<'a> Flow<'a> {
         takers.peek().is_some() && takers.all(|step| step.takes_from() == Some(memory))
     }
 
-    /// Takes a tensor that is there. The last one to take it has it alone, once the others are done.
+    /// Takes an available tensor. The last taker becomes its only owner, once the others have released it.
     fn take(&mut self, tensor: usize) -> Result<Held, InferError> {
         let left = self.takers[tensor].saturating_sub(1);
         self.takers[tensor] = left;
@@ -149,7 +148,7 @@ impl<'a> Flow<'a> {
         })
     }
 
-    /// Steps that did not begin and could.
+    /// Steps that have not begun and whose inputs are available.
     fn ready(&self) -> Vec<usize> {
         let steps = self.members.iter().zip(&self.waiting).enumerate();
         let ready = steps.filter(|(_, (member, waits))| {
@@ -158,7 +157,7 @@ impl<'a> Flow<'a> {
         ready.map(|(number, _)| number).collect()
     }
 
-    /// The request of a step that is ready, and the tensors that it makes.
+    /// The request of a step that is ready, and the tensors that it produces.
     fn begin(&mut self, number: usize, asking: Asking) -> Result<(Checked, Vec<usize>), InferError> {
         self.waiting[number] = false;
         let members = self.members;
@@ -166,7 +165,7 @@ impl<'a> Flow<'a> {
         let inputs = member.inputs.iter().map(|tensor| self.take(*tensor)).collect::<Result<_, _>>()?;
         let mut outputs: Vec<(usize, usize)> =
             member.outputs.iter().copied().filter(|(_, tensor)| self.takers[*tensor] > 0).collect();
-        // In the order of the signature, in which most ask, so that they run together with others.
+        // In signature order, as most clients request them, so that the step shares batches with other requests.
         outputs.sort_unstable();
         let stays = outputs.iter().map(|(_, tensor)| self.stays(member, *tensor)).collect();
         let (outputs, makes) = outputs.into_iter().unzip();
@@ -184,7 +183,7 @@ impl<'a> Flow<'a> {
     }
 }
 
-/// A tensor that was made, as an output of the ensemble.
+/// An output of the ensemble from its tensor.
 fn output(flow: &mut Flow<'_>, tensor: usize, spec: &TensorSpec) -> Result<Held, InferError> {
     let value = flow.take(tensor)?;
     let shape = value.view().shape();
@@ -199,8 +198,8 @@ fn output(flow: &mut Flow<'_>, tensor: usize, spec: &TensorSpec) -> Result<Held,
     )))
 }
 
-/// The times of steps together: up to the first one's turn it waited, from when the first one's run began to
-/// when the last one's ended it computed.
+/// Combined times of steps: the wait before the first run, and the computation from the start of the first run to the
+/// end of the last.
 fn around(times: &Times, step: &Times) -> Times {
     let first = if step.computing < times.computing { step } else { times };
     Times { output_start: times.output_start.max(step.output_start), end: times.end.max(step.end), ..*first }

@@ -1,4 +1,4 @@
-//! The models that the steps of an ensemble run on, and whether they fit together.
+//! Members of an ensemble: the models that its steps run on, and the check that they fit together.
 
 use std::sync::Arc;
 
@@ -15,29 +15,29 @@ use crate::tensor::shown;
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) model: Arc<Model>,
-    /// The tensors that it takes, in the order of the model's inputs.
+    /// The tensors that the step takes, in the order of the model's inputs.
     pub(super) inputs: Vec<usize>,
-    /// Places of outputs in the model's signature, and the tensors that they are.
+    /// Indexes of outputs in the model's signature, and the tensors that they become.
     pub(super) outputs: Vec<(usize, usize)>,
 }
 
 impl Member {
-    /// The memory in which its runs can leave outputs; `None` where their elements are looked at.
+    /// The memory in which its runs can leave outputs; `None` if the server must read their elements.
     pub(super) fn leaves_in(&self) -> Option<Memory> {
         if self.model.answers.is_some() { None } else { self.model.pool.memory() }
     }
 
-    /// The memory from which its runs take inputs; `None` where their elements are looked at before.
+    /// The memory from which its runs take inputs; `None` if the server must read their elements first.
     pub(super) fn takes_from(&self) -> Option<Memory> {
         if self.model.drift.is_some() { None } else { self.leaves_in() }
     }
 }
 
 impl Ensemble {
-    /// The models of the steps as they are now, of which `find` tells.
+    /// The models of the steps, as `find` returns them now.
     ///
     /// # Errors
-    /// The step whose model is not there or does not fit, and why.
+    /// The step whose model is missing or does not fit, and the reason.
     pub(super) fn members(&self, ensemble: &Model, find: &Find<'_>) -> Result<Vec<Member>, String> {
         let plan = &self.plan;
         let mut members = Vec::with_capacity(plan.steps.len());
@@ -53,7 +53,7 @@ impl Ensemble {
     }
 }
 
-/// A model as the one of a step.
+/// Checks a model for a step.
 fn member(ensemble: &Model, step: &Step, model: Arc<Model>) -> Result<Member, String> {
     if model.ensemble().is_some() {
         return Err("it is an ensemble itself: let its steps be steps of this one".into());
@@ -105,11 +105,11 @@ fn names(specs: &[TensorSpec]) -> Vec<&str> {
     specs.iter().take(16).map(|spec| spec.name.as_str()).collect()
 }
 
-/// Compares what is made of each tensor with what is taken of it.
+/// Compares the form in which each tensor is produced with the forms in which it is taken.
 fn check_tensors(plan: &Plan, ensemble: &Model, members: &[Member]) -> Result<(), String> {
     let signature = ensemble.signature();
     let mut made: Vec<&TensorSpec> = signature.inputs.iter().collect();
-    // The other tensors are in the order of the steps, and of the names in each.
+    // The other tensors are in the order of the steps, and of the names in each step.
     for member in members {
         let outputs = &member.model.signature().outputs;
         made.extend(member.outputs.iter().map(|(place, _)| &outputs[*place]));
@@ -147,17 +147,17 @@ fn check_tensors(plan: &Plan, ensemble: &Model, members: &[Member]) -> Result<()
     Ok(())
 }
 
-/// Whether tensors of one form may be of the other.
+/// Whether a tensor may match both specifications.
 fn agree(a: &TensorSpec, b: &TensorSpec) -> bool {
     a.datatype == b.datatype && fits(&a.shape, &b.shape)
 }
 
-/// Whether tensors of one shape may be of the other: extents of -1 tell only when a request runs.
+/// Whether a shape may match both; extents of -1 are only known when a request runs.
 pub(super) fn fits(a: &[i64], b: &[i64]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a == b || *a == -1 || *b == -1)
 }
 
-/// Datatype and shape, with the rows.
+/// Datatype and shape, including the rows.
 fn form(spec: &TensorSpec) -> String {
     format!("{} {}", spec.datatype, shown(&spec.shape))
 }

@@ -1,5 +1,5 @@
-//! The plan of an ensemble: its steps and the tensors between them, as `ensemble_scheduling` of a
-//! `config.pbtxt` has them, checked as far as that can be done without the models.
+//! Plan of an ensemble: its steps and the tensors between them, read from `ensemble_scheduling` of a `config.pbtxt`
+//! and checked as far as possible without the models.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -9,20 +9,20 @@ use millrace_bundle::TensorSpec;
 use crate::error::quote;
 use crate::wire::inference as pb;
 
-/// Most steps of an ensemble.
+/// Maximum number of steps of an ensemble.
 const STEPS_MAX: usize = 64;
-/// Most tensors that are mapped to inputs and outputs of steps, counted as often as they are.
+/// Maximum number of mappings between tensors and the inputs and outputs of steps and of the ensemble.
 const MAPPINGS_MAX: usize = 1024;
-/// Longest name of a tensor.
+/// Maximum length of a tensor name in bytes.
 const NAME_BYTES_MAX: usize = 1024;
 
 /// The steps of an ensemble and the tensors between them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub(super) steps: Vec<Step>,
-    /// The inputs of the ensemble in their order, then what steps make.
+    /// The inputs of the ensemble in their order, then the tensors that steps produce.
     pub(super) tensors: Vec<Wire>,
-    /// The tensors that are its outputs, in their order.
+    /// The tensors that are outputs of the ensemble, in their order.
     pub(super) outputs: Vec<usize>,
 }
 
@@ -30,11 +30,11 @@ pub(crate) struct Plan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Step {
     pub(super) model: String,
-    /// The newest one where none is said.
+    /// The newest version if `None`.
     pub(super) version: Option<u64>,
-    /// Inputs of the model, and the tensors that they get.
+    /// Inputs of the model, and the tensors that they take.
     pub(super) takes: BTreeMap<String, usize>,
-    /// Outputs of the model, and the tensors that they are.
+    /// Outputs of the model, and the tensors that they become.
     pub(super) makes: BTreeMap<String, usize>,
 }
 
@@ -42,11 +42,11 @@ pub(super) struct Step {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Wire {
     pub(super) name: String,
-    /// The step that makes it; none makes the inputs.
+    /// The step that produces the tensor; `None` for inputs of the ensemble.
     pub(super) maker: Option<usize>,
 }
 
-/// A step as messages name it.
+/// A step for messages.
 pub(super) struct Named<'a>(pub(super) usize, pub(super) &'a str);
 
 impl fmt::Display for Named<'_> {
@@ -56,10 +56,10 @@ impl fmt::Display for Named<'_> {
 }
 
 impl Plan {
-    /// Reads the steps of an ensemble with those inputs and outputs.
+    /// Reads the steps of an ensemble with these inputs and outputs.
     ///
     /// # Errors
-    /// The step and what is wrong with it.
+    /// The step, and the problem with it.
     pub(crate) fn read(
         scheduling: &pb::ModelEnsembling,
         inputs: &[TensorSpec],
@@ -88,7 +88,7 @@ impl Plan {
             let named = Named(number, &step.model_name);
             let (model, version) = model(step).map_err(|reason| format!("{named}: {reason}"))?;
             let mut makes = BTreeMap::new();
-            // Sorted, so that of several mistakes the same one is told each time.
+            // Sorted, so that of several mistakes always the same one is reported.
             for (output, tensor) in sorted(&step.output_map) {
                 check_names(output, tensor).map_err(|reason| format!("{named}: output_map: {reason}"))?;
                 let place = plan.tensors.len();
@@ -139,7 +139,7 @@ impl Plan {
         }
     }
 
-    /// A step as messages name it.
+    /// A step for messages.
     pub(super) fn named(&self, step: usize) -> Named<'_> {
         Named(step, &self.steps[step].model)
     }
@@ -149,7 +149,7 @@ impl Plan {
         self.steps.iter().map(|step| step.model.as_str())
     }
 
-    /// Which steps tensors need.
+    /// For each step, whether the given tensors need it.
     pub(super) fn needed(&self, tensors: &[usize]) -> Vec<bool> {
         let mut needed = vec![false; self.steps.len()];
         let mut wanted: Vec<usize> =
@@ -162,12 +162,12 @@ impl Plan {
         needed
     }
 
-    /// The steps whose tensors a step takes.
+    /// The steps that produce the inputs of a step.
     fn before(&self, step: usize) -> impl Iterator<Item = usize> {
         self.steps[step].takes.values().filter_map(|tensor| self.tensors[*tensor].maker)
     }
 
-    /// Refuses steps that wait for each other.
+    /// Refuses cycles of steps.
     fn check_order(&self) -> Result<(), String> {
         let mut done = vec![false; self.steps.len()];
         let can_run =
@@ -176,7 +176,7 @@ impl Plan {
             done[next] = true;
         }
         let Some(stuck) = done.iter().position(|done| !done) else { return Ok(()) };
-        // Each that is left waits for one that is left: going back from any of them ends in a circle.
+        // Each remaining step waits for a remaining step: going back from any of them leads to a cycle.
         let mut way = vec![stuck];
         let circle = loop {
             let last = way[way.len() - 1];
@@ -192,7 +192,7 @@ impl Plan {
         Err(format!("a cycle, as steps wait for each other's tensors: {}", names.join(", ")))
     }
 
-    /// What a configuration says of the steps.
+    /// The configuration of the steps as shown to clients.
     pub(crate) fn describe(&self) -> pb::ModelEnsembling {
         let map = |tensors: &BTreeMap<String, usize>| {
             tensors.iter().map(|(name, place)| (name.clone(), self.tensors[*place].name.clone())).collect()
@@ -208,7 +208,7 @@ impl Plan {
     }
 }
 
-/// The model of a step, and its version where one is said.
+/// The model of a step, and its version if given.
 fn model(step: &pb::model_ensembling::Step) -> Result<(String, Option<u64>), String> {
     millrace_bundle::check_name(&step.model_name).map_err(|error| format!("model_name: {error}"))?;
     if !step.model_namespace.is_empty() {

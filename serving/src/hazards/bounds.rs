@@ -1,4 +1,4 @@
-//! Bounds of the integers that operators give, and of the extents of what they give.
+//! Integer bounds: the range of the integers, and of the extents, that operators produce.
 
 use millrace_bundle::onnx::AttributeProto;
 use millrace_bundle::onnx::attribute_proto::AttributeType as Is;
@@ -6,10 +6,10 @@ use millrace_bundle::onnx::attribute_proto::AttributeType as Is;
 use super::known::{EXTENT_MAX, Known, bounds_of};
 use super::{Call, types};
 
-/// Elements of a tensor, at most: no address space has more bytes.
+/// Maximum number of elements of a tensor: no address space has more bytes.
 const COUNT_MAX: i64 = 1 << 47;
 
-/// What a node gives; `inside` are the results of the graphs inside of it.
+/// The known facts about a node's outputs; `inside` are the results of its subgraphs.
 pub(super) fn results(call: &Call<'_>, inside: &[Vec<Known>]) -> Vec<Known> {
     let small = inside.is_empty() && is_small(call);
     let result = |place: usize| {
@@ -34,9 +34,9 @@ pub(super) fn results(call: &Call<'_>, inside: &[Vec<Known>]) -> Vec<Known> {
     (0..call.node.output.len()).map(result).collect()
 }
 
-/// Whether no extent of the outputs is beyond [`EXTENT_MAX`], as none of the inputs' is.
+/// Whether no extent of the outputs exceeds [`EXTENT_MAX`], given that no extent of the inputs does.
 fn is_small(call: &Call<'_>) -> bool {
-    // Extents that an input says.
+    // Extents given by the values of an input.
     let said = |place: usize| call.input(place).is_some_and(|extents| extents.high <= EXTENT_MAX);
     let by_itself = match call.node.op_type() {
         "ConstantOfShape" => said(0),
@@ -48,13 +48,13 @@ fn is_small(call: &Call<'_>) -> bool {
     by_itself && call.is_onnx() && call.inputs.iter().flatten().all(|input| input.small)
 }
 
-/// The attribute of a constant.
+/// The attribute that contains the value of a constant.
 fn value_of<'b>(call: &'b Call<'_>) -> Option<&'b AttributeProto> {
     let [attribute] = call.node.attribute.as_slice() else { return None };
     call.followed(attribute)
 }
 
-/// A constant of integers.
+/// The known facts about a constant of integers.
 fn constant(call: &Call<'_>) -> Option<Known> {
     let attribute = value_of(call)?;
     let numbers = match attribute.r#type() {
@@ -77,12 +77,12 @@ fn keeps_elements(operator: &str, place: usize) -> bool {
     }
 }
 
-/// Whether an operator that keeps elements gives none of them twice.
+/// Whether an operator that keeps elements repeats none of them.
 fn keeps_each_once(operator: &str) -> bool {
     matches!(operator, "Flatten" | "Identity" | "Reshape" | "Slice" | "Squeeze" | "Unsqueeze")
 }
 
-/// Bounds of an output of integers that are none of the first input's.
+/// Bounds of an integer output whose elements are not elements of the first input.
 fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<(i64, i64)> {
     let first = call.input(0);
     let pair = || Some((first?.bounds(), call.input(1)?.bounds()));
@@ -105,7 +105,7 @@ fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<
             Some(value.bounds())
         }
         "Cast" if first?.is_integer() == Some(false) => {
-            // Truths become 0 and 1; of floats nothing is known.
+            // Booleans become 0 and 1; nothing is known of floats.
             let (low, high) = bounds_of(first?.datatype);
             (high == 1).then_some((low, high))
         }
@@ -136,7 +136,7 @@ fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<
         "Add" => pair().and_then(|((a, b), (c, d))| Some((a.checked_add(c)?, b.checked_add(d)?))),
         "Sub" => pair().and_then(|((a, b), (c, d))| Some((a.checked_sub(d)?, b.checked_sub(c)?))),
         "Mul" => pair().and_then(|(a, b)| corners(a, b, i64::checked_mul)),
-        // Nothing is divided by 0.
+        // Division by 0 does not return a result.
         "Div" => {
             let (dividend, (low, high)) = pair().filter(|(_, (low, _))| *low >= 0)?;
             corners(dividend, (low.max(1), high.max(1)), i64::checked_div)
@@ -154,7 +154,7 @@ fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<
     }
 }
 
-/// Bounds of an operation that has its extremes where its operands have theirs.
+/// Bounds of an operation whose extremes are at the extremes of its operands.
 fn corners(a: (i64, i64), b: (i64, i64), of: fn(i64, i64) -> Option<i64>) -> Option<(i64, i64)> {
     let all = [of(a.0, b.0)?, of(a.0, b.1)?, of(a.1, b.0)?, of(a.1, b.1)?];
     Some((*all.iter().min()?, *all.iter().max()?))

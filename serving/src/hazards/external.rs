@@ -1,11 +1,11 @@
-//! Short initializers whose elements lie in other files.
+//! External constants: reads short integer initializers from the other files of a bundle.
 
 use bytes::Bytes;
 use millrace_bundle::onnx::{GraphProto, TensorProto};
 
 use super::known::ELEMENTS_MAX;
 
-/// Puts the elements of short initializers into the graph, from the files of its bundle. Those of others stay out.
+/// Puts the elements of short integer initializers into the graph, from the files of its bundle. Others stay out.
 pub(super) fn read(graph: &mut GraphProto, files: &[(String, Bytes)]) {
     for tensor in &mut graph.initializer {
         if let Some(elements) = elements(tensor, files) {
@@ -25,7 +25,7 @@ fn elements(tensor: &TensorProto, files: &[(String, Bytes)]) -> Option<Vec<u8>> 
     content.get(begin..end).map(<[u8]>::to_vec)
 }
 
-/// Bytes of a short tensor of integers.
+/// Size in bytes of a short tensor of integers.
 fn bytes(tensor: &TensorProto) -> Option<usize> {
     use millrace_bundle::onnx::tensor_proto::DataType as T;
     let width = match T::try_from(tensor.data_type()).ok()? {

@@ -1,28 +1,27 @@
-//! Facts about a value that hold without running the graph: type, bounds of its integers, bounds of its extents.
+//! Static facts about a value, known without running the graph: type, bounds of its integers, bounds of its extents.
 
 use millrace_bundle::onnx::TensorProto;
 use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
 
-/// Longest constant whose elements are read.
+/// Maximum number of elements of a constant whose elements are read.
 pub(super) const ELEMENTS_MAX: usize = 1 << 20;
-/// The largest extent along one axis, unless the graph makes larger ones itself: requests hold no tensors of 2 GiB.
+/// The largest extent along one axis, unless the graph itself makes larger ones: requests hold no tensors of 2 GiB.
 pub(super) const EXTENT_MAX: i64 = i32::MAX as i64;
 
-/// A value.
+/// Known facts about a value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Known {
-    /// Type of the elements as graphs number it; 0 where it is not known.
+    /// Element type as numbered in ONNX; 0 if unknown.
     pub(super) datatype: i32,
-    /// The smallest that an element may be, of integers.
+    /// For integers, the smallest possible element.
     pub(super) low: i64,
-    /// The largest that an element may be, of integers. Those of 64 bits without a sign may be larger where this is
-    /// `i64::MAX`.
+    /// For integers, the largest possible element. Unsigned 64-bit integers may be larger if this is `i64::MAX`.
     pub(super) high: i64,
-    /// Whether none of its extents is beyond [`EXTENT_MAX`].
+    /// Whether none of its extents exceeds [`EXTENT_MAX`].
     pub(super) small: bool,
     /// Whether its elements are extents of one tensor, each at most once.
     pub(super) shape: bool,
-    /// Whether it is a constant of which no element is 0 or -1.
+    /// Whether it is a constant without elements 0 and -1.
     pub(super) divides: bool,
 }
 
@@ -32,7 +31,7 @@ impl Default for Known {
     }
 }
 
-/// The bounds of a type.
+/// The smallest and largest integer of a type.
 pub(super) fn bounds_of(datatype: i32) -> (i64, i64) {
     use DataType as T;
     match T::try_from(datatype) {
@@ -49,13 +48,13 @@ pub(super) fn bounds_of(datatype: i32) -> (i64, i64) {
 }
 
 impl Known {
-    /// Any value of a type.
+    /// An unknown value of a type.
     pub(super) fn of_type(datatype: i32, small: bool) -> Known {
         let (low, high) = bounds_of(datatype);
         Known { datatype, low, high, small, shape: false, divides: false }
     }
 
-    /// A constant.
+    /// The facts about a constant.
     pub(super) fn of_tensor(tensor: &TensorProto) -> Known {
         let small = tensor.dims.iter().all(|extent| *extent <= EXTENT_MAX);
         let known = Known::of_type(tensor.data_type(), small);
@@ -69,7 +68,7 @@ impl Known {
             .unwrap_or(known)
     }
 
-    /// The same type within bounds, where it holds them; else any value of it, as integers wrap around.
+    /// The same type with bounds, if the type can hold them; else any value of the type, as integers wrap around.
     pub(super) fn within(self, bounds: Option<(i64, i64)>) -> Known {
         let (least, most) = bounds_of(self.datatype);
         match bounds {
@@ -78,7 +77,7 @@ impl Known {
         }
     }
 
-    /// What is either this or another value.
+    /// The facts that hold for both values.
     pub(super) fn or(self, other: Known) -> Known {
         if self.datatype != other.datatype {
             return Known::default();
@@ -93,7 +92,7 @@ impl Known {
         }
     }
 
-    /// Whether it may be larger than its bounds can say.
+    /// Whether it may exceed the range of its bounds.
     pub(super) fn is_unbounded(&self) -> bool {
         self.datatype == DataType::Uint64 as i32 && self.high == i64::MAX
     }
@@ -106,7 +105,7 @@ impl Known {
         self.datatype == 0
     }
 
-    /// Whether its elements are integers; `None` where its type is not known.
+    /// Whether its elements are integers; `None` if the type is unknown.
     pub(super) fn is_integer(&self) -> Option<bool> {
         use DataType as T;
         match T::try_from(self.datatype) {
@@ -118,8 +117,8 @@ impl Known {
         }
     }
 
-    /// Whether a value of a type can be divided by it, element by element: never the smallest one by -1, nor any by 0
-    /// where that ends the process.
+    /// Whether division by this value is safe, element by element: never the smallest integer of the type by -1, and
+    /// never by 0 if that ends the process.
     pub(super) fn may_divide(&self, dividend: &Known, datatype: i32, zero_ends: bool) -> bool {
         let holds = |number: i64| (self.low..=self.high).contains(&number);
         let is_safe = !holds(-1) || dividend.low > bounds_of(datatype).0;
@@ -127,7 +126,7 @@ impl Known {
     }
 }
 
-/// The elements of a tensor of integers that is in the graph and not long.
+/// The elements of an integer tensor that is stored in the graph and not too long.
 fn elements(tensor: &TensorProto) -> Option<Box<dyn Iterator<Item = i64> + '_>> {
     use DataType as T;
     if !tensor.external_data.is_empty() || tensor.data_location() == DataLocation::External {

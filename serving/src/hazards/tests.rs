@@ -1,4 +1,4 @@
-//! Graphs that are refused, and ones beside them that are not.
+//! Tests of the hazard checks: refused graphs, each next to similar accepted ones.
 #![allow(clippy::unwrap_used)]
 
 use millrace_bundle::Lineage;
@@ -10,14 +10,14 @@ use millrace_bundle::onnx::{
 
 use super::*;
 
-/// As with ONNX Runtime from 1.25 on.
+/// Rules for ONNX Runtime since version 1.25.
 const RECENT: Rules = Rules { divisors: Divisors::Shown, zero_ends: false, may_be_empty: false };
-/// As with those before.
+/// Rules for earlier versions of ONNX Runtime.
 const OLD: Rules = Rules { zero_ends: true, ..RECENT };
-/// As where inputs have no elements.
+/// Rules for inputs that may be empty.
 const EMPTY: Rules = Rules { may_be_empty: true, ..RECENT };
 
-/// A graph that grows; methods give the name of the value that they added.
+/// A graph builder; methods return the name of the value that they added.
 #[derive(Default)]
 struct Build {
     model: ModelProto,
@@ -112,7 +112,7 @@ fn text(name: &str, value: &str) -> AttributeProto {
     AttributeProto { s: Some(value.as_bytes().to_vec()), ..attribute(name, AttributeType::String) }
 }
 
-/// A graph with the inputs `x` of floats and `n` of integers.
+/// A graph with the FP32 input `x` and the INT64 input `n`.
 fn built(build: impl FnOnce(&mut Build)) -> ModelProto {
     let mut graph = Build::default();
     graph.input("x", Float, &[-1, -1, 4]);
@@ -140,7 +140,7 @@ fn refused_by(rules: Rules, words: &str, build: impl FnOnce(&mut Build)) {
     assert!(hazard.contains(words), "{hazard}");
 }
 
-/// `n` divided by something.
+/// Divides `n` by a value.
 fn divided(g: &mut Build, divisor: &str) {
     g.node("Div", &["n", divisor], vec![]);
 }
@@ -164,7 +164,7 @@ fn minus_1_divides_no_smallest_integer() {
             g.node(operator, &["n", "n"], vec![]);
         });
     }
-    // -1 divides what is not the smallest integer, as what was narrower.
+    // -1 may divide a value that is never the smallest integer, for example one from a narrower type.
     accepted(|g| {
         let (extent, c) = (g.extent("x", 1), g.constant(Int64, &[-1]));
         g.node("Div", &[&extent, &c], vec![]);
@@ -172,7 +172,7 @@ fn minus_1_divides_no_smallest_integer() {
         let wide = g.cast(&narrow, Int64);
         g.node("Mod", &[&wide, "n"], vec![]);
     });
-    // A node that is a constant is one as an initializer is.
+    // A `Constant` node counts like an initializer.
     accepted(|g| {
         let c = g.node("Constant", &[], vec![ints("value_ints", &[7])]);
         divided(g, &c);
@@ -181,7 +181,7 @@ fn minus_1_divides_no_smallest_integer() {
         let c = g.node("Constant", &[], vec![int("value_int", -1)]);
         divided(g, &c);
     });
-    // That of floats is no matter.
+    // Division of floats is safe.
     accepted(|g| {
         g.node("Div", &["x", "x"], vec![]);
         g.node("Mod", &["n", "n"], vec![int("fmod", 1)]);
@@ -204,7 +204,7 @@ fn zero_divides_nothing_where_the_runtime_does_not_refuse_that() {
         let extent = g.extent("x", 1);
         divided(g, &extent);
     });
-    // Windows that lie in the padding alone give 0, whatever the elements are.
+    // Windows entirely in the padding give 0, regardless of the elements.
     refused_by(OLD, "before 1.25", |g| {
         let (bytes, one) = (g.input("bytes", Uint8, &[-1, 1, 2]), g.constant(Uint8, &[1]));
         let some = g.node("Max", &[&bytes, &one], vec![]);
@@ -239,7 +239,7 @@ fn integers_are_divided_by_extents_and_what_follows_from_them() {
         let extent = g.extent(&found, 1);
         divided(g, &extent);
     });
-    // What 32 bits leave of a number may be -1.
+    // A conversion to 32 bits may yield -1.
     refused("it divides integers", |g| {
         let one = g.constant(Int64, &[1]);
         let most = g.node("Max", &["n", &one], vec![]);
@@ -253,7 +253,7 @@ fn integers_are_divided_by_extents_and_what_follows_from_them() {
         let (narrow, m) = (g.cast(&shape, Int32), g.input("m", Int32, &[-1]));
         g.node("Mod", &[&m, &narrow], vec![]);
     });
-    // Numbers of 64 bits without a sign are beyond those with one.
+    // Unsigned 64-bit integers may exceed the signed range.
     refused("it divides integers", |g| {
         let (u, one) = (g.input("u", Uint64, &[-1]), g.constant(Uint64, &[1]));
         let most = g.node("Max", &[&u, &one], vec![]);
@@ -284,7 +284,7 @@ fn places_on_maps_of_any_extents_are_divided() {
                 g.node("Mod", &[&place, &width], vec![]);
                 g.node("Div", &[&place, &width], vec![]);
                 g.node("Div", &["n", &width], vec![]);
-                // By what a request gives, too.
+                // An index may also be divided by a value of a request.
                 g.node("Mod", &[&place, "n"], vec![]);
             });
         }
@@ -303,7 +303,7 @@ fn counts_are_divided_and_divide() {
         g.node("Div", &[&all, &three], vec![]);
         divided(g, &all);
     });
-    // The mean of what a mask leaves.
+    // The mean of the elements that a mask selects.
     accepted(|g| {
         let mask = g.node("Greater", &["x", "x"], vec![]);
         let mask = g.cast(&mask, Int64);
@@ -330,7 +330,7 @@ fn a_divisor_that_the_graph_bounds_is_taken() {
         let least = g.node("Clip", &["n", "", &one], vec![]);
         divided(g, &least);
     });
-    // Where the user vouches for it, all other rules hold.
+    // If the user vouches for divisors, all other rules still hold.
     let model = built(|g| divided(g, "n"));
     assert_eq!(check(&model, Divisors::Trusted), Ok(()));
     let model = built(|g| drop(g.node("Conv", &["x", "x"], vec![int("group", 0)])));
@@ -411,7 +411,7 @@ fn divisions_are_found_in_graphs_inside_and_in_functions() {
         g.model.functions.push(halved());
         g.node("own:f", &["x"], vec![]);
     });
-    // Overloads are functions of their own.
+    // Overloads are separate functions.
     let constant = || node("Constant", &[], &["b"], vec![int("value_int", 5)]);
     let overloaded = |overload: &'static str| {
         move |g: &mut Build| {
@@ -426,14 +426,14 @@ fn divisions_are_found_in_graphs_inside_and_in_functions() {
     };
     accepted(overloaded("one"));
     refused("it divides integers", overloaded("other"));
-    // ONNX Runtime takes its own operator before a function of that name.
+    // ONNX Runtime prefers its own operator to a function of that name.
     refused("it divides integers", |g| {
         let (name, domain) = (Some("Max".into()), Some(String::new()));
         g.model.functions.push(FunctionProto { name, domain, ..function(constant()) });
         let divisor = g.node("Max", &["n", "n"], vec![]);
         divided(g, &divisor);
     });
-    // One that calls itself, and a graph that refers to itself, end.
+    // The walk ends for a function that calls itself, and for a graph that refers to itself.
     refused("call each other too often", |g| {
         g.model.functions.push(function(node("own:f", &["a"], &["b"], vec![])));
         g.node("own:f", &["x"], vec![]);
@@ -474,7 +474,7 @@ fn a_type_that_is_not_known_has_to_be_declared() {
 
 #[test]
 fn a_type_that_cannot_be_told_is_not_known() {
-    // A category of what may be text is an integer.
+    // The category of a value that may be a string is an integer.
     refused("it divides integers", |g| {
         let made = g.node("com.microsoft:QuantizedSomething", &["x"], vec![]);
         let category = g.node("ai.onnx.ml:CategoryMapper", &[&made], vec![]);
@@ -491,7 +491,7 @@ fn a_type_that_cannot_be_told_is_not_known() {
         let code = g.node("ai.onnx.ml:LabelEncoder", &["n"], lists);
         divided(g, &code);
     });
-    // Outputs beside the first one may be places and lengths.
+    // Outputs after the first may be positions and lengths.
     refused("shape_inference", |g| {
         let embedded = node("com.microsoft:EmbedLayerNormalization", &["x"], &["e", "places"], vec![]);
         g.graph().node.push(embedded);

@@ -1,4 +1,4 @@
-//! Types of what operators give.
+//! Type inference: the element types of operator outputs.
 
 use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::DataType;
@@ -13,7 +13,7 @@ const INT64: i32 = DataType::Int64 as i32;
 const STRING: i32 = DataType::String as i32;
 const BOOL: i32 = DataType::Bool as i32;
 
-/// The type of the elements of an output, as graphs number it; 0 where it is not known.
+/// The element type of an output, as numbered in ONNX; 0 if unknown.
 pub(super) fn of_output(call: &Call<'_>, place: usize, inside: &[Vec<Known>]) -> i32 {
     match call.node.domain() {
         "" | "ai.onnx" => of_onnx(call, place, inside),
@@ -26,7 +26,7 @@ fn of_input(call: &Call<'_>, place: usize) -> i32 {
     call.input(place).map_or(0, |input| input.datatype)
 }
 
-/// A type that an attribute says.
+/// A type given by an attribute.
 fn said(call: &Call<'_>, name: &str, default: i32) -> i32 {
     call.int(name).map_or(default, |datatype| i32::try_from(datatype).unwrap_or(0))
 }
@@ -66,7 +66,7 @@ fn of_onnx(call: &Call<'_>, place: usize, inside: &[Vec<Known>]) -> i32 {
         }
         ("TfIdfVectorizer", _) => FLOAT,
         ("StringNormalizer" | "StringSplit", _) => STRING,
-        // The first result of the graph inside a loop says whether it goes on.
+        // The first result of the loop body is the loop condition.
         ("Loop", _) => inside.first().and_then(|results| results.get(place + 1)).map_or(0, |it| it.datatype),
         ("If" | "Scan" | "SequenceMap", _) => {
             inside.first().and_then(|results| results.get(place)).map_or(0, |it| it.datatype)
@@ -105,7 +105,7 @@ fn of_learners(call: &Call<'_>, place: usize) -> i32 {
         | "TreeEnsembleRegressor" => FLOAT,
         "LinearClassifier" | "SVMClassifier" | "TreeEnsembleClassifier" => match place {
             0 if has("classlabels_ints") || has("classlabels_int64s") => INT64,
-            // Labels are integers where there are none.
+            // If the list of labels is empty, labels are integers.
             0 if call.attribute("classlabels_strings").is_some_and(|labels| !labels.strings.is_empty()) => {
                 STRING
             }
@@ -122,14 +122,15 @@ fn of_learners(call: &Call<'_>, place: usize) -> i32 {
             let lists = [("values_floats", FLOAT), ("values_strings", STRING), ("values_int64s", INT64)];
             let listed = lists.into_iter().filter(|(name, _)| has(name)).map(|(_, datatype)| datatype);
             let mut all = listed.chain(tensor.map(|tensor| tensor.data_type()));
-            // With several, it is not told which one ONNX Runtime takes.
+            // With several lists, it is unknown which one ONNX Runtime uses.
             all.next().filter(|_| all.next().is_none()).unwrap_or(0)
         }
         _ => 0,
     }
 }
 
-/// Operators of other domains give floats first where they take some, but for those whose names tell otherwise.
+/// Other operators of `com.microsoft` return floats first if they take floats, except those whose names suggest
+/// otherwise.
 fn of_others(call: &Call<'_>, place: usize) -> i32 {
     const OTHER: [&str; 8] =
         ["Quant", "QLinear", "Integer", "Search", "Sampling", "Unique", "Warping", "Hash"];
@@ -138,7 +139,7 @@ fn of_others(call: &Call<'_>, place: usize) -> i32 {
         matches!(T::try_from(*datatype), Ok(T::Float | T::Double | T::Float16 | T::Bfloat16))
     };
     let operator = call.node.op_type();
-    // Those of quantized values begin like `QGemm`; further outputs may be masks and lengths.
+    // Quantized operators begin like `QGemm`; further outputs may be masks and lengths.
     let is_other = operator.starts_with('Q') || OTHER.iter().any(|word| operator.contains(word));
     if call.node.domain() != "com.microsoft" || is_other || (place > 0 && !operator.starts_with("Skip")) {
         return 0;

@@ -1,4 +1,4 @@
-//! Requests held against a model's signature: names, datatypes, shapes and counts.
+//! Validation of requests against a model's signature: names, datatypes, shapes and counts.
 
 use millrace_bundle::TensorSpec;
 
@@ -6,7 +6,7 @@ use super::TENSORS_MAX;
 use crate::error::{InferError, quote};
 use crate::tensor::{Held, Tensor, View};
 
-/// Checks every input and brings them into the signature's order.
+/// Checks all inputs and sorts them into the signature's order.
 pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Held>, InferError> {
     if inputs.len() > TENSORS_MAX {
         return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
@@ -67,7 +67,7 @@ pub(super) fn check(spec: &TensorSpec, input: View<'_>) -> Result<(), InferError
     Ok(())
 }
 
-/// The places of the outputs that are wanted.
+/// The indexes of the requested outputs.
 pub(super) fn wanted(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
     if names.is_empty() {
         return Ok((0..specs.len()).collect());

@@ -1,4 +1,4 @@
-//! Requests that were checked, and steps of ensembles, which are such.
+//! Checked requests, and their execution as steps of ensembles.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -15,18 +15,18 @@ use crate::tensor::Held;
 pub(crate) struct Checked {
     /// The inputs, in the signature's order.
     pub(crate) inputs: Vec<Held>,
-    /// The wanted outputs, by their places in the signature.
+    /// The requested outputs, by their indexes in the signature.
     pub(crate) outputs: Vec<usize>,
-    /// Which of them may stay where a run leaves them, as in [`crate::session::Work`].
+    /// Whether each of them may stay in device memory, as in [`crate::session::Work`].
     pub(crate) stays: Vec<bool>,
-    /// As of [`super::Request`], and the next three, too.
+    /// As in [`super::Request`], like the next three fields.
     pub(crate) priority: u64,
     pub(crate) timeout: Option<Duration>,
     pub(crate) deadline: Option<Instant>,
     pub(crate) client: Option<SocketAddr>,
 }
 
-/// Runs a step of an ensemble, which counts as any request to its model does; gives the wanted outputs.
+/// Runs a step of an ensemble, counted like any request to its model; returns the requested outputs.
 ///
 /// # Errors
 /// As [`super::Inference::infer`].
@@ -39,7 +39,7 @@ pub(crate) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Held>, 
             Ok(()) => perform(model, None, checked).await,
             Err(error) => Err(error),
         };
-    // There is an answer.
+    // The step has an outcome, so it was not abandoned.
     std::mem::forget(abandoned);
     match outcome {
         Ok((outputs, inferences, times)) => {

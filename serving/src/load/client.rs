@@ -1,6 +1,6 @@
-//! A client that costs little: messages that were framed before go out, answers come in and are thrown away. It
-//! speaks HTTP/2 itself, because it may share the machine with the server: a small request of one client takes a fifth
-//! less than through the layers of tonic's channel.
+//! Low-cost gRPC client of the load generator: sends messages framed in advance, and discards responses. It speaks
+//! HTTP/2 directly, because it may share the machine with the server: a small request takes a fifth less time than
+//! through tonic's channel.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -18,15 +18,15 @@ use super::requests::Requests;
 use crate::client::{ClientError, Credentials, Remote};
 
 const PATH: &str = "/inference.GRPCInferenceService/ModelInfer";
-/// What may come of one answer, and of all, before it is looked at; hyper's clients have as much.
+/// Flow-control windows of a stream and of a connection, as in hyper's clients.
 const WINDOW_BYTES: u32 = 2 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 5 << 20;
-/// Most digits of a `grpc-timeout`.
+/// Largest number in a `grpc-timeout`, which has at most eight digits.
 const TIMEOUT_MAX: u128 = 99_999_999;
 
-/// Who answers the requests of a load.
+/// Target of the requests of a load.
 pub(super) trait Server: Clone + Send + 'static {
-    /// Sends a request; returns when it has its answer, or its time is over.
+    /// Sends a request; returns when the response has arrived, or `timeout` has passed.
     fn call(
         &mut self,
         number: u64,
@@ -34,7 +34,7 @@ pub(super) trait Server: Clone + Send + 'static {
     ) -> impl Future<Output = Result<(), Code>> + Send;
 }
 
-/// A connection to a server, which is made again when it has broken. Clones share it.
+/// A connection to a server, reopened when it breaks. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct Connection {
     shared: Arc<Shared>,
@@ -44,15 +44,15 @@ pub(super) struct Connection {
 #[derive(Debug)]
 struct Shared {
     remote: Remote,
-    /// Where calls go and what they show.
+    /// Address, path and headers of all calls.
     head: http::Request<()>,
     link: Mutex<SendRequest<Bytes>>,
-    /// Held by who connects again.
+    /// Held by the task that reconnects.
     connecting: tokio::sync::Mutex<()>,
 }
 
 impl Connection {
-    /// Opens so many connections to a server.
+    /// Opens `count` connections to a server.
     pub(super) async fn open(
         address: &str,
         credentials: &Credentials,
@@ -80,7 +80,7 @@ impl Server for Connection {
         let exchange = self.shared.exchange(self.requests.framed(number), timeout);
         match timeout {
             None => exchange.await,
-            // Tells the server, and gives up here when it is over.
+            // The server gets the timeout as well; the client gives up when it has passed.
             Some(timeout) => {
                 tokio::time::timeout(timeout, exchange).await.unwrap_or(Err(Code::DeadlineExceeded))
             }
@@ -94,7 +94,7 @@ impl Shared {
         let mut link = self.ready().await?;
         let mut head = self.head.clone();
         if let (Some(timeout), Some(began)) = (timeout, began) {
-            // It may have waited for others on the connection, of which the server knows nothing.
+            // The call may have waited for the connection, which the server cannot know.
             head.headers_mut().insert("grpc-timeout", shown(timeout.saturating_sub(began.elapsed())));
         }
         let (answer, mut body) = link.send_request(head, false).map_err(code)?;
@@ -107,14 +107,14 @@ impl Shared {
         }
     }
 
-    /// Takes the next stream of the connection.
+    /// Waits until the connection can open a stream; reconnects if it is broken.
     async fn ready(&self) -> Result<SendRequest<Bytes>, Code> {
         let link = self.link.lock().clone();
         if let Ok(ready) = link.ready().await {
             return Ok(ready);
         }
         let _turn = self.connecting.lock().await;
-        // Who had the turn before may have connected.
+        // Another task may have reconnected meanwhile.
         let link = self.link.lock().clone();
         if let Ok(ready) = link.ready().await {
             return Ok(ready);
@@ -125,7 +125,7 @@ impl Shared {
     }
 }
 
-/// What all calls begin with.
+/// The request head of all calls.
 fn head(remote: &Remote) -> Option<http::Request<()>> {
     let mut uri = remote.uri().clone().into_parts();
     uri.path_and_query = Some(PathAndQuery::from_static(PATH));
@@ -139,7 +139,7 @@ fn head(remote: &Remote) -> Option<http::Request<()>> {
     Some(head)
 }
 
-/// Connects. What moves the bytes ends when the last clone has gone.
+/// Connects. The connection task ends when the last clone of the sender has been dropped.
 async fn connect(remote: &Remote) -> Result<SendRequest<Bytes>, ClientError> {
     let (link, connection) = Builder::new()
         .enable_push(false)
@@ -148,12 +148,12 @@ async fn connect(remote: &Remote) -> Result<SendRequest<Bytes>, ClientError> {
         .handshake(remote.stream().await?)
         .await
         .map_err(|error| remote.unreachable(error))?;
-    // Whoever calls on a connection that has failed hears so.
+    // Calls on a failed connection get its error.
     tokio::spawn(connection);
     Ok(link)
 }
 
-/// Takes in an answer; gives the status at its end.
+/// Receives a response; returns the status in its trailers.
 async fn drain(mut body: RecvStream) -> Result<Code, Code> {
     while let Some(data) = body.data().await {
         let bytes = data.map_err(code)?.len();
@@ -171,7 +171,7 @@ fn outcome(code: Code) -> Result<(), Code> {
     if code == Code::Ok { Ok(()) } else { Err(code) }
 }
 
-/// What an answer without a status of gRPC means, as gRPC's document on that has it.
+/// The gRPC status for an HTTP response without one, by gRPC's mapping of HTTP status codes.
 fn of_http(status: http::StatusCode) -> Code {
     match status.as_u16() {
         400 => Code::Internal,
@@ -183,14 +183,13 @@ fn of_http(status: http::StatusCode) -> Code {
     }
 }
 
-/// What a stream or connection that broke off means.
+/// The gRPC status for a broken stream or connection.
 fn code(error: h2::Error) -> Code {
     let gone = error.is_io() || error.is_go_away();
     if gone { Code::Unavailable } else { Status::from_error(Box::new(error)).code() }
 }
 
-/// A time as the protocol of gRPC over HTTP/2 writes it: no more exactly than to a hundredth, as headers that are often
-/// the same cost both sides less.
+/// A timeout in the format of gRPC over HTTP/2, with a precision of 1 %: repeated header values cost both sides less.
 fn shown(timeout: Duration) -> http::HeaderValue {
     let text = match timeout.as_micros() {
         micros @ ..100_000 => format!("{micros}u"),
@@ -199,7 +198,7 @@ fn shown(timeout: Duration) -> http::HeaderValue {
     http::HeaderValue::try_from(text).unwrap_or(http::HeaderValue::from_static("0u"))
 }
 
-/// The name of a status as the protocol has it.
+/// The name of a status in the protocol.
 pub(super) fn status(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",

@@ -1,5 +1,5 @@
-//! The clock of an open loop. A timer of the kernel, because those of the runtime are of whole
-//! milliseconds: more than a small model takes.
+//! Clock of an open loop, based on a kernel timer. Timers of the Tokio runtime have a resolution of one millisecond,
+//! which is more than a small model takes.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -12,14 +12,14 @@ use tokio::io::unix::AsyncFd;
 
 /// Time since the start of a load.
 pub(super) trait Clock: Clone + Send + Sync + 'static {
-    /// How much has passed.
+    /// Elapsed time.
     fn now(&self) -> Duration;
 
-    /// Returns at that time, at once when it has passed. One caller at a time.
+    /// Waits until that time; returns at once when it has passed. One caller at a time.
     fn until(&self, at: Duration) -> impl Future<Output = ()> + Send;
 }
 
-/// The clock of the kernel.
+/// The monotonic clock of the kernel.
 #[derive(Debug, Clone)]
 pub(super) struct Monotonic {
     start: Instant,
@@ -27,7 +27,7 @@ pub(super) struct Monotonic {
 }
 
 impl Monotonic {
-    /// Starts now.
+    /// Starts the clock.
     pub(super) fn start() -> io::Result<Monotonic> {
         // SAFETY: the call takes numbers only.
         let timer =
@@ -35,24 +35,24 @@ impl Monotonic {
         if timer < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor is new, so nobody else owns it.
+        // SAFETY: the descriptor is new, so no other object owns it.
         let timer = File::from(unsafe { OwnedFd::from_raw_fd(timer) });
-        // SAFETY: the file owns its descriptor and is not taken out again.
+        // SAFETY: the file owns its descriptor and is never taken out.
         let timer = unsafe { AsyncFd::register_with_interest(timer, Interest::READABLE)? };
         Ok(Monotonic { start: Instant::now(), timer: Arc::new(timer) })
     }
 
     fn set(&self, left: Duration) -> io::Result<()> {
         let zero = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // All zero would switch the timer off.
+        // A value of zero would disarm the timer.
         let left = left.max(Duration::from_nanos(1));
         let value = libc::timespec {
             tv_sec: libc::time_t::try_from(left.as_secs()).unwrap_or(libc::time_t::MAX),
             tv_nsec: libc::c_long::from(left.subsec_nanos() as i32),
         };
         let setting = libc::itimerspec { it_interval: zero, it_value: value };
-        // SAFETY: the descriptor is open as long as `self` is, `setting` outlives the call, and a null
-        // pointer says that the old setting is not wanted.
+        // SAFETY: the descriptor is open as long as `self` lives, `setting` outlives the call, and a null pointer
+        // means that the old setting is not requested.
         let done = unsafe {
             libc::timerfd_settime(
                 self.timer.get_ref().as_raw_fd(),
@@ -81,9 +81,9 @@ impl Clock for Monotonic {
                 Err(error) => Err(error),
             };
             match fired {
-                // What is read is how often the timer has fired since; the clock says whether it is time.
+                // The value read is the number of expirations; the clock decides whether it is time.
                 Ok(mut ready) => drop(ready.try_io(|timer| timer.get_ref().read(&mut [0; 8]))),
-                // Coarser, and in no way wrong.
+                // The runtime's timer is coarser, but correct.
                 Err(_) => tokio::time::sleep(left).await,
             }
         }

@@ -1,4 +1,4 @@
-//! A closed loop: so many clients, each of which sends its next request when it has its answer.
+//! Closed-loop load: a number of clients, each of which sends its next request when it has its response.
 
 use std::time::{Duration, Instant};
 
@@ -9,21 +9,21 @@ use super::requests::Requests;
 use super::{CLIENTS_MAX, LoadError, Measured, processor_time};
 use crate::client::Credentials;
 
-/// How long a client waits after a failure: one that did not would only measure how quick a server fails.
+/// Pause of a client after a failure: without it, a load would only measure how fast a server fails.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// Clients that each wait for their answers.
+/// Parameters of a closed-loop load.
 #[derive(Debug, Clone, Copy)]
 pub struct Closed {
-    /// How many, each with a connection of its own.
+    /// Number of clients, each with its own connection.
     pub clients: usize,
-    /// How long they call before anything is counted.
+    /// Duration of the warm-up, which is not counted.
     pub warm_up: Duration,
-    /// How long is counted.
+    /// Duration of the measurement.
     pub duration: Duration,
 }
 
-/// Puts the load on the server at `address`, which is shown nothing.
+/// Runs the load on the server at `address`, without credentials.
 ///
 /// # Errors
 /// As [`closed_with`].
@@ -31,11 +31,11 @@ pub async fn closed(address: &str, requests: &Requests, load: &Closed) -> Result
     closed_with(address, &Credentials::default(), requests, load).await
 }
 
-/// Puts the load on the server at `address`, which is shown the credentials. To be dropped at any time.
+/// Runs the load on the server at `address`, with credentials. Dropping the future ends the load.
 ///
 /// # Errors
-/// [`LoadError::Load`] for no clients or too many; [`LoadError::Client`] when the server cannot be reached,
-/// or the credentials cannot be used. What is answered with an error is counted.
+/// [`LoadError::Load`] for no clients or too many; [`LoadError::Client`] when the server cannot be reached, or the
+/// credentials cannot be used. Error responses are counted in the result.
 pub async fn closed_with(
     address: &str,
     credentials: &Credentials,
@@ -49,7 +49,7 @@ pub async fn closed_with(
     let begin = Instant::now() + load.warm_up;
     let mut clients = JoinSet::new();
     for (index, connection) in connections.into_iter().enumerate() {
-        // Clients of different requests begin with different ones.
+        // Each client starts with a different request.
         clients.spawn(client(connection, index as u64, begin, begin + load.duration));
     }
     tokio::time::sleep_until(begin.into()).await;
@@ -58,7 +58,7 @@ pub async fn closed_with(
     while let Some(client) = clients.join_next().await {
         match client {
             Ok(client) => measured.merge(&client),
-            // Nobody aborts one of them, so this is a panic.
+            // No task aborts a client, so this is a panic.
             Err(error) => {
                 if let Ok(panic) = error.try_into_panic() {
                     std::panic::resume_unwind(panic);
@@ -70,7 +70,7 @@ pub async fn closed_with(
     Ok(measured)
 }
 
-/// Counts what is answered from `begin` to `end`.
+/// Counts the responses between `begin` and `end`.
 async fn client<S: Server>(mut server: S, first: u64, begin: Instant, end: Instant) -> Measured {
     let mut measured = Measured::default();
     let mut sent = Instant::now();

@@ -1,17 +1,17 @@
-//! Times counted in buckets that grow with them: bounded memory for any number of requests, and quantiles
-//! that are at most 1/128 above the truth.
+//! Histogram of durations with logarithmic buckets: bounded memory for any number of requests, and quantiles at most
+//! 1/128 above the true value.
 
 use std::time::Duration;
 
-/// Buckets of each power of two; the error is one part of them.
+/// Logarithm of the number of buckets for each power of two; the relative error is one bucket.
 const SPLIT_BITS: u32 = 7;
-/// Enough for every number of nanoseconds that 64 bits hold.
+/// Enough for every 64-bit number of nanoseconds.
 const BUCKETS: usize = ((u64::BITS - SPLIT_BITS + 1) as usize) << SPLIT_BITS;
 
-/// How many times were measured, by their length.
+/// Counts of durations, by size.
 #[derive(Debug, Clone, Default)]
 pub struct Histogram {
-    /// Empty until the first time is recorded.
+    /// Empty until the first duration is recorded.
     buckets: Vec<u64>,
     count: u64,
     nanos: u128,
@@ -19,7 +19,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Counts a time.
+    /// Records a duration.
     pub fn record(&mut self, time: Duration) {
         if self.buckets.is_empty() {
             self.buckets = vec![0; BUCKETS];
@@ -31,7 +31,7 @@ impl Histogram {
         self.longest = self.longest.max(nanos);
     }
 
-    /// Adds what another has counted.
+    /// Adds the counts of another histogram.
     pub fn merge(&mut self, other: &Histogram) {
         if self.buckets.is_empty() {
             self.buckets.clone_from(&other.buckets);
@@ -45,13 +45,13 @@ impl Histogram {
         self.longest = self.longest.max(other.longest);
     }
 
-    /// How many times were counted.
+    /// Number of recorded durations.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The time that the part `quantile` of all does not exceed, at most 1/128 above the truth and never
-    /// below; zero when nothing was counted.
+    /// The duration that a share `quantile` of all does not exceed: at most 1/128 above the true value, never below.
+    /// Zero when nothing was recorded.
     pub fn quantile(&self, quantile: f64) -> Duration {
         let rank = ((quantile * self.count as f64).ceil() as u64).clamp(1, self.count.max(1));
         let mut below = 0;
@@ -64,25 +64,25 @@ impl Histogram {
         Duration::ZERO
     }
 
-    /// The mean, exact; zero when nothing was counted.
+    /// The exact mean; zero when nothing was recorded.
     pub fn mean(&self) -> Duration {
         let mean = self.nanos.checked_div(u128::from(self.count)).unwrap_or(0);
         Duration::from_nanos(u64::try_from(mean).unwrap_or(u64::MAX))
     }
 
-    /// The longest, exact; zero when nothing was counted.
+    /// The exact maximum; zero when nothing was recorded.
     pub fn longest(&self) -> Duration {
         Duration::from_nanos(self.longest)
     }
 }
 
-/// Times below 2^8 ns have a bucket each, those of every further power of two share 2^7.
+/// Bucket of a duration: below 2^8 ns each value has one; every further power of two is split into 2^7.
 fn bucket(nanos: u64) -> usize {
     let shift = (u64::BITS - nanos.leading_zeros()).saturating_sub(SPLIT_BITS + 1);
     ((shift as usize) << SPLIT_BITS) + (nanos >> shift) as usize
 }
 
-/// The longest time of a bucket.
+/// The longest duration of a bucket.
 fn top(bucket: usize) -> u64 {
     let shift = (bucket >> SPLIT_BITS).saturating_sub(1);
     let first = ((bucket - (shift << SPLIT_BITS)) as u64) << shift;

@@ -1,4 +1,4 @@
-//! An open loop: requests at times that do not depend on the answers.
+//! Open-loop load: sends requests at times that do not depend on the responses.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,38 +13,37 @@ use super::schedule::Poisson;
 use super::{CLIENTS_MAX, LoadError, Measured, RATE_MAX, processor_time};
 use crate::client::Credentials;
 
-/// Most requests that wait for their answers; further ones are counted as not sent. Each is a task of some
-/// kilobytes.
+/// Maximum number of unanswered requests; further requests count as not sent. Each is a task of some kilobytes.
 pub(super) const UNANSWERED_MAX: usize = 20_000;
-/// How long answers are waited for once the last request was sent.
+/// Time to wait for responses after the end of the load and the deadline of its last request.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The status of requests that were not answered within it.
+/// Status of requests that were not answered within that time.
 const UNANSWERED: &str = "no answer";
-/// Of the time within which an answer is wanted, the part to which the times of requests are rounded up: each
-/// wake-up of the generator takes from a machine that it may share with the server.
+/// The generator rounds send times up to multiples of 1/200 of the deadline: each wake-up takes processor time from a
+/// machine that it may share with the server.
 const GRAIN_PART: u32 = 200;
-/// After so many requests that were due at once others get the thread.
+/// The generator yields its thread after this number of requests, in case many are due at once.
 const TURN: u64 = 16;
 
-/// Requests as they come from many who know nothing of each other.
+/// Parameters of an open-loop load, which is like requests of many independent users.
 #[derive(Debug, Clone, Copy)]
 pub struct Open {
-    /// How many per second.
+    /// Requests per second.
     pub rate: f64,
-    /// Over how many connections, in turn.
+    /// Number of connections, used in turn.
     pub connections: usize,
-    /// When a request's answer comes too late, since the request was to be sent. The server is told. Requests go
-    /// out together then that are due within a 200th of it.
+    /// Time limit for a response, from the scheduled time of its request; the generator sends the remaining time to
+    /// the server as `grpc-timeout`. It sends requests together that are due within 1/200 of the limit.
     pub deadline: Option<Duration>,
-    /// How long requests are sent before any is counted.
+    /// Duration of the warm-up, which is not counted.
     pub warm_up: Duration,
-    /// How long is counted.
+    /// Duration of the measurement.
     pub duration: Duration,
-    /// What the times are drawn by.
+    /// Seed of the random send times.
     pub seed: u64,
 }
 
-/// Puts the load on the server at `address`, which is shown nothing.
+/// Runs the load on the server at `address`, without credentials.
 ///
 /// # Errors
 /// As [`open_with`].
@@ -52,12 +51,11 @@ pub async fn open(address: &str, requests: &Requests, load: &Open) -> Result<Mea
     open_with(address, &Credentials::default(), requests, load).await
 }
 
-/// Puts the load on the server at `address`, which is shown the credentials. To be dropped at any time.
+/// Runs the load on the server at `address`, with credentials. Dropping the future ends the load.
 ///
 /// # Errors
-/// [`LoadError::Load`] for a rate or a number of connections that there cannot be; [`LoadError::Client`]
-/// when the server cannot be reached, or the credentials cannot be used; [`LoadError::Timer`]. What is
-/// answered with an error is counted.
+/// [`LoadError::Load`] for a rate or number of connections out of range; [`LoadError::Client`] when the server cannot
+/// be reached, or the credentials cannot be used; [`LoadError::Timer`]. Error responses are counted in the result.
 pub async fn open_with(
     address: &str,
     credentials: &Credentials,
@@ -80,12 +78,12 @@ pub async fn open_with(
     let processor = processor_time();
     let mut measured = drive(Monotonic::start()?, connections, load).await;
     let window = load.duration.as_secs_f64() / (load.warm_up + load.duration).as_secs_f64();
-    // Warm-up and measurement are of one rate, so the share of the time is that of the work.
+    // Warm-up and measurement have the same rate, so the work is proportional to the time.
     measured.processor = processor_time().saturating_sub(processor).mul_f64(window);
     Ok(measured)
 }
 
-/// Sends as scheduled and waits for the answers.
+/// Sends requests as scheduled and waits for the responses.
 pub(super) async fn drive<C: Clock, S: Server>(clock: C, servers: Vec<S>, load: &Open) -> Measured {
     let end = load.warm_up + load.duration;
     let measured = Arc::new(Mutex::new(Measured { elapsed: load.duration, ..Measured::default() }));
@@ -125,11 +123,11 @@ pub(super) async fn drive<C: Clock, S: Server>(clock: C, servers: Vec<S>, load: 
     measured
 }
 
-/// The first multiple of a grain that is not before a time.
+/// The first multiple of `grain` that is not before `at`.
 pub(super) fn rounded_up(at: Duration, grain: Duration) -> Duration {
     match at.as_nanos().checked_rem(grain.as_nanos()) {
         None | Some(0) => at,
-        // Shorter than the grain, which is a part of some hours at most.
+        // The remainder is shorter than the grain, and fits into 64 bits for deadlines of thousands of years.
         Some(past) => at + (grain - Duration::from_nanos(past as u64)),
     }
 }
@@ -137,9 +135,9 @@ pub(super) fn rounded_up(at: Duration, grain: Duration) -> Duration {
 /// One request of the schedule.
 struct Request {
     number: u64,
-    /// When it is to be sent.
+    /// Scheduled time.
     at: Duration,
-    /// Whether it is one that is counted.
+    /// Whether the request is counted, because it is after the warm-up.
     counts: bool,
     deadline: Option<Duration>,
 }

@@ -1,29 +1,28 @@
-//! A picture of latency against rate, as SVG: rate from zero on, latency on a logarithmic axis, a line for
-//! each quantile.
+//! SVG chart of latency against rate: linear rate from zero, logarithmic latency, one line for each quantile.
 
 use std::time::Duration;
 
 use super::Measured;
 
-/// The quantiles that are drawn and told, with their names.
+/// The quantiles that are drawn and reported, with their names.
 pub const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
 
-/// Told apart by people who see few colours, too.
+/// Distinguishable for people with color blindness.
 const COLOURS: [&str; 4] = ["#0072b2", "#009e73", "#e69f00", "#d55e00"];
 const INK: &str = "#333333";
 const GRID: &str = "#e4e4e4";
 
 const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 500.0;
-/// Around the axes: left, right, top, bottom.
+/// Margins around the axes: left, right, top, bottom.
 const LEFT: f64 = 92.0;
 const RIGHT: f64 = 70.0;
 const TOP: f64 = 56.0;
 const BOTTOM: f64 = 60.0;
-/// Between the names of two lines.
+/// Distance between the names of two lines.
 const LINE_HEIGHT: f64 = 15.0;
 
-/// What one load has measured.
+/// Latency of a server at one rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Point {
     /// Requests per second.
@@ -33,7 +32,7 @@ pub struct Point {
 }
 
 impl Point {
-    /// Of a load at a rate; `None` when no request succeeded.
+    /// The point of a load at a rate; `None` when no request succeeded.
     pub fn new(rate: f64, measured: &Measured) -> Option<Point> {
         let latency = QUANTILES.map(|(_, quantile)| measured.latency.quantile(quantile));
         (measured.latency.count() > 0).then_some(Point { rate, latency })
@@ -75,9 +74,9 @@ pub fn picture(title: &str, points: &[Point]) -> String {
     svg + "</svg>\n"
 }
 
-/// The names of the lines beside their ends, the highest first and none over another.
+/// The names of the lines next to their ends, moved down where they would overlap.
 fn names(mut ends: Vec<((f64, f64), &str, &str)>) -> String {
-    // Higher quantiles are never lower, so of equal ones the last is to be above.
+    // Higher quantiles are never lower, so of equal ones the highest quantile goes on top.
     ends.reverse();
     ends.sort_by(|a, b| a.0.1.total_cmp(&b.0.1));
     let mut svg = String::new();
@@ -94,11 +93,11 @@ fn names(mut ends: Vec<((f64, f64), &str, &str)>) -> String {
     svg
 }
 
-/// What the axes span: rates from zero, whole powers of ten of nanoseconds.
+/// Range of the axes: rates from zero, whole powers of ten of nanoseconds.
 struct Axes {
     rate_max: f64,
     rate_step: f64,
-    /// Exponents of ten, the second above the first.
+    /// Exponents of ten; the second is greater than the first.
     decades: (i32, i32),
 }
 
@@ -131,7 +130,7 @@ impl Axes {
                 "<line x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\" stroke=\"{colour}\"/>\n"
             )
         };
-        // Between the powers only where there is room.
+        // Ticks between the powers of ten only if few decades are shown.
         let digits: &[f64] = if self.decades.1 - self.decades.0 <= 4 { &[1.0, 2.0, 5.0] } else { &[1.0] };
         for decade in self.decades.0..=self.decades.1 {
             for digit in digits.iter().copied() {
@@ -173,12 +172,12 @@ impl Axes {
     }
 }
 
-/// At least one: the axis is logarithmic.
+/// Nanoseconds, at least one: the axis is logarithmic.
 fn nanos(time: Duration) -> f64 {
     (time.as_nanos() as f64).max(1.0)
 }
 
-/// A step of 1, 2 or 5 and zeros of which the whole has some five.
+/// A step of 1, 2 or 5 times a power of ten that divides the range into about five parts.
 fn step(most: f64) -> f64 {
     let rough = (most / 5.0).max(0.2);
     let power = 10f64.powi(rough.log10().floor() as i32);
@@ -186,7 +185,7 @@ fn step(most: f64) -> f64 {
     digit * power
 }
 
-/// A time of one digit and zeros.
+/// A time with its unit, for a value of one digit and zeros.
 fn time(nanos: f64) -> String {
     match nanos {
         n if n < 1e3 => format!("{n:.0} ns"),
@@ -205,7 +204,7 @@ fn short(rate: f64) -> String {
 }
 
 fn escaped(text: &str) -> String {
-    // What XML cannot hold at all is left out.
+    // Leaves out control characters, which XML cannot represent.
     let shown = text.chars().filter(|c| !c.is_control());
     shown.fold(String::new(), |mut escaped, c| {
         match c {

@@ -1,5 +1,4 @@
-//! The requests of a load: made from what a model says it takes, or from records of a file, and encoded
-//! once.
+//! Requests of a load: generated from a model's signature, or read from the records of a file, and encoded once.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,16 +16,16 @@ use crate::tensor::{Data, Tensor, element_count, shown};
 use crate::wire::inference::ModelInferRequest;
 use crate::wire::{Form, write_request};
 
-/// Most bytes of the inputs of one generated request: what a message of a server's default limit holds.
+/// Maximum size of the inputs of a generated request: the default message limit of a server.
 const INPUT_BYTES_MAX: usize = 64 << 20;
-/// Most requests that are made of the records of a file; further records are left out.
+/// Maximum number of requests made from the records of a file; further records are left out.
 const REQUESTS_MAX: usize = 1024;
 
-/// Requests that are sent in turn. Cheap to clone.
+/// Requests that a load sends in turn. Cheap to clone.
 #[derive(Clone)]
 pub struct Requests {
     first: Arc<ModelInferRequest>,
-    /// Each with its prefix, as gRPC sends it.
+    /// Encoded messages, each with its gRPC prefix.
     messages: Arc<[Bytes]>,
 }
 
@@ -37,13 +36,13 @@ impl fmt::Debug for Requests {
 }
 
 impl Requests {
-    /// One request of `rows` rows, with inputs drawn by `seed`: floats from 0 to 1, whole numbers 0 or 1,
-    /// which are indices in any table, and short texts. `shapes` has the extents behind the rows of inputs
-    /// whose model leaves them open; without it such an extent is 1.
+    /// One request of `rows` rows with random inputs from `seed`: floats from 0 to 1, integers 0 or 1 (valid indexes
+    /// in any table), and short strings. `shapes` has the extents after the rows for inputs whose model leaves them
+    /// open; the default is 1.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for a shape of an input that the model lacks or that does not fit, and for
-    /// inputs that no message holds.
+    /// [`InferError::Invalid`] for a shape of an unknown input, for a shape that does not fit, and for inputs that
+    /// are too large for a message.
     pub fn generated(
         model: &str,
         version: Option<u64>,
@@ -56,11 +55,11 @@ impl Requests {
         Requests::of([write_request(model, version, inputs, Form::Raw)])
     }
 
-    /// Requests of `rows` rows each from rows of records; a last request may have fewer, and one ends
-    /// where the next row has another shape.
+    /// Requests of up to `rows_max` rows each. A request has fewer rows if it is the last one, or if the next row has
+    /// another shape.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when there are no rows, and for what no message holds.
+    /// [`InferError::Invalid`] when there are no rows, and for requests that are too large for a message.
     pub fn from_rows(
         model: &str,
         version: Option<u64>,
@@ -81,7 +80,7 @@ impl Requests {
         Requests::of(requests)
     }
 
-    /// At least one request.
+    /// Encodes requests, of which there must be at least one.
     fn of(requests: impl IntoIterator<Item = ModelInferRequest>) -> Result<Requests, InferError> {
         let mut first = None;
         let mut messages = Vec::new();
@@ -92,23 +91,23 @@ impl Requests {
         Ok(Requests { first: Arc::new(first.unwrap_or_default()), messages: messages.into() })
     }
 
-    /// The first of them, to try it before all are sent.
+    /// The first request, for a trial before the load.
     pub fn first(&self) -> ModelInferRequest {
         (*self.first).clone()
     }
 
-    /// How many different ones there are.
+    /// Number of different requests.
     pub fn distinct(&self) -> usize {
         self.messages.len()
     }
 
-    /// One of them with its prefix.
+    /// The encoded message for the request with a number, with its prefix.
     pub(super) fn framed(&self, number: u64) -> Bytes {
         self.messages[(number % self.messages.len() as u64) as usize].clone()
     }
 }
 
-/// Inputs of `rows` rows for a model, drawn by `seed` as [`Requests::generated`] says.
+/// Random inputs of `rows` rows for a model, as in [`Requests::generated`].
 ///
 /// # Errors
 /// As [`Requests::generated`].
@@ -143,7 +142,7 @@ pub fn drawn_inputs(
     Ok(inputs)
 }
 
-/// What a generated text takes in a message.
+/// Size of a generated string in a message.
 const TEXT_BYTES: usize = 8;
 
 fn draw(datatype: Datatype, count: usize, random: &mut StdRng) -> Data {
@@ -170,7 +169,7 @@ fn draw(datatype: Datatype, count: usize, random: &mut StdRng) -> Data {
     }
 }
 
-/// The shape of an input of so many rows.
+/// The shape of an input of `rows` rows.
 fn extents(spec: &TensorSpec, rows: usize, wanted: Option<&Vec<i64>>) -> Result<Vec<i64>, InferError> {
     let behind = spec.shape.get(1..).unwrap_or_default();
     if let Some(wanted) = wanted {

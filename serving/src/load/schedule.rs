@@ -1,12 +1,12 @@
-//! When the requests of an open loop are sent.
+//! Schedule of an open loop: the times at which it sends requests.
 
 use std::time::Duration;
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
-/// The arrivals of a Poisson process, since its start: each as likely at one moment as at any other, which
-/// is how requests come from many who know nothing of each other. The same for the same seed.
+/// Arrival times of a Poisson process, from its start: every moment is equally likely, as for requests of many
+/// independent users. The same seed gives the same times.
 #[derive(Debug, Clone)]
 pub struct Poisson {
     random: StdRng,
@@ -15,7 +15,7 @@ pub struct Poisson {
 }
 
 impl Poisson {
-    /// `rate` arrivals per second, a positive number.
+    /// A process of `rate` arrivals per second; `rate` must be positive.
     pub fn new(rate: f64, seed: u64) -> Poisson {
         Poisson { random: StdRng::seed_from_u64(seed), gap_nanos: 1e9 / rate, nanos: 0.0 }
     }
@@ -24,7 +24,7 @@ impl Poisson {
 impl Iterator for Poisson {
     type Item = Duration;
 
-    /// There is always a next one.
+    /// Never `None`.
     fn next(&mut self) -> Option<Duration> {
         // From the half-open interval [0, 1), so the logarithm is of a positive number.
         let uniform: f64 = self.random.random();
@@ -43,8 +43,8 @@ mod tests {
         for (rate, seed) in [(3.0, 1), (1000.0, 2), (80_000.0, 3)] {
             let times: Vec<f64> =
                 Poisson::new(rate, seed).take(ARRIVALS).map(|at| at.as_secs_f64() * rate).collect();
-            // In units of the mean gap: mean and deviation of an exponential distribution are 1. Five
-            // standard errors of each are allowed, with seeds that are fixed.
+            // In units of the mean gap, mean and deviation of an exponential distribution are 1. Five standard errors
+            // of each are allowed; the seeds are fixed.
             let gaps = times.iter().zip([0.0].iter().chain(&times)).map(|(to, from)| to - from);
             let (sum, squares) =
                 gaps.fold((0.0, 0.0), |(sum, squares), gap| (sum + gap, squares + gap * gap));

@@ -1,5 +1,4 @@
-//! Open loops against servers of a virtual time, which passes when nobody has anything left to do at its
-//! moment: what is measured is exact, whatever the machine does.
+//! Open-loop tests on a virtual clock, which advances when all tasks wait: measurements are exact on any machine.
 #![allow(clippy::unwrap_used)]
 
 use std::cmp::Reverse;
@@ -15,13 +14,13 @@ use super::clock::Clock;
 use super::open::{UNANSWERED_MAX, drive, rounded_up};
 use super::*;
 
-/// More turns of the runtime than any chain of wakes here has tasks.
+/// More yields to the runtime than the longest chain of wake-ups in these tests.
 const TURNS: usize = 64;
 
 #[derive(Debug, Default)]
 struct Virtual {
     now: Duration,
-    /// Who waits for which moment.
+    /// Moments that tasks wait for, each with the number of its waiter.
     waiting: BinaryHeap<Reverse<(Duration, u64)>>,
     wake: std::collections::HashMap<u64, oneshot::Sender<()>>,
     next: u64,
@@ -53,7 +52,7 @@ impl Clock for VirtualClock {
 }
 
 impl VirtualClock {
-    /// Lets time pass for ever, from one moment that somebody waits for to the next.
+    /// Advances the time forever, from one awaited moment to the next.
     async fn run(self) {
         loop {
             for _ in 0..TURNS {
@@ -62,7 +61,7 @@ impl VirtualClock {
             let mut time = self.0.lock();
             if let Some(Reverse((at, number))) = time.waiting.pop() {
                 time.now = time.now.max(at);
-                // Whoever has gone away is not woken.
+                // A waiter that was dropped is not woken.
                 if let Some(wake) = time.wake.remove(&number) {
                     wake.send(()).ok();
                 }
@@ -71,7 +70,7 @@ impl VirtualClock {
     }
 }
 
-/// Answers each request at once, but for a stall from `from` to `to`, whose requests it answers at its end.
+/// Answers each request at once, except during a stall from `from` to `to`, whose requests it answers at its end.
 #[derive(Debug, Clone)]
 struct Stalls {
     clock: VirtualClock,
@@ -121,7 +120,7 @@ fn measure(load: Open, from: Duration, to: Duration) -> Measured {
     })
 }
 
-/// When the counted requests are to be sent.
+/// Scheduled times of the counted requests.
 fn scheduled(load: &Open) -> Vec<Duration> {
     let end = load.warm_up + load.duration;
     let counted = |at: &Duration| *at >= load.warm_up;
@@ -146,7 +145,7 @@ fn a_stall_counts_in_every_request_that_was_to_be_sent_in_it() {
         let found = measured.latency.quantile(quantile).as_nanos();
         assert!(truth <= found && found - truth <= truth / 128, "{quantile}: {found}, the truth is {truth}");
     }
-    // A client that waited would have measured the stall once: one of two thousand requests.
+    // A client that waits for its response would have measured the stall once: one of two thousand requests.
     assert!(measured.latency.quantile(0.9) > SECOND / 2);
     assert_eq!((measured.failures(), measured.unsent, measured.late.longest()), (0, 0, Duration::ZERO));
     assert!((measured.rate() - 200.0).abs() < 10.0, "{}", measured.rate());
@@ -169,7 +168,7 @@ fn deadlines_count_from_when_a_request_was_to_be_sent() {
 
 #[test]
 fn what_is_not_answered_or_not_sent_is_told() {
-    // A server that never comes back: all that may wait does, and the rest is not sent.
+    // A server that never answers: the maximum number of requests waits, and the rest is not sent.
     let load = load(3000.0, None);
     let measured = measure(load, 2 * SECOND, 1000 * SECOND);
     let scheduled = scheduled(&load);

@@ -1,4 +1,4 @@
-//! Attention and the other operators that optimizers make of transformers, rows along the first axis.
+//! Row rules for attention and other fused transformer operators, with rows along the first axis.
 
 use super::call::{Call, Outcome};
 use super::elementwise::broadcast;
@@ -7,7 +7,7 @@ use super::reduce;
 use super::spatial::by_row;
 use super::value::Value;
 
-/// Requires that an input, where it is given, has the rows of another along an axis.
+/// Requires that an input, if given, has the rows of another along an axis.
 fn follows(call: &Call<'_>, place: usize, axis: usize, rows: &Value) -> Result<(), String> {
     let Some(value) = call.data_if_given(place)? else { return Ok(()) };
     let same = match (value.axis(), rows.axis()) {
@@ -18,7 +18,7 @@ fn follows(call: &Call<'_>, place: usize, axis: usize, rows: &Value) -> Result<(
     if same { Ok(()) } else { Err(format!("its input {:?} does not have the same rows", call.name(place))) }
 }
 
-/// Requires that an input, where it is given, is stretched to four axes, of which the first is that of the rows.
+/// Requires that an input, if given, broadcasts to four axes of which the first is the axis of the rows.
 fn mask(call: &Call<'_>, place: usize, rows: &Value) -> Result<(), String> {
     let Some(value) = call.data_if_given(place)? else { return Ok(()) };
     let dims = value.extents()?;
@@ -29,7 +29,7 @@ fn mask(call: &Call<'_>, place: usize, rows: &Value) -> Result<(), String> {
     }
 }
 
-/// ONNX's `Attention`: queries, keys, values, mask, keys and values of before, lengths.
+/// ONNX's `Attention`: queries, keys, values, mask, past keys, past values, lengths.
 pub(super) fn attention(call: &Call<'_>) -> Outcome {
     let (queries, dims) = by_row(call, 0)?;
     [1, 2, 4, 5, 6].into_iter().try_for_each(|place| follows(call, place, 0, queries))?;
@@ -41,7 +41,7 @@ pub(super) fn attention(call: &Call<'_>) -> Outcome {
     Ok(vec![queries.like(0, result), past(), past(), past()])
 }
 
-/// `com.microsoft` `Attention`: input, weights, bias, mask of two axes or more, keys and values of before, what is added.
+/// `com.microsoft` `Attention`: input, weights, bias, mask of two axes or more, past keys and values, attention bias.
 pub(super) fn fused_attention(call: &Call<'_>) -> Outcome {
     let (input, dims) = by_row(call, 0)?;
     call.free_if_given(1)?;
@@ -62,7 +62,7 @@ pub(super) fn fused_attention(call: &Call<'_>) -> Outcome {
     Ok(vec![input.like(0, result), input.like(1, present)])
 }
 
-/// `com.microsoft` `MultiHeadAttention` without keys and values of before.
+/// `com.microsoft` `MultiHeadAttention` without past keys and values.
 pub(super) fn multi_head_attention(call: &Call<'_>) -> Outcome {
     let (queries, dims) = by_row(call, 0)?;
     [1, 2].into_iter().try_for_each(|place| follows(call, place, 0, queries))?;
@@ -81,7 +81,7 @@ pub(super) fn multi_head_attention(call: &Call<'_>) -> Outcome {
     Ok(vec![queries.like(0, result)])
 }
 
-/// A sum of two inputs, normalised along the last axis: input, what is added, scale, shift, bias.
+/// A sum of two inputs, normalized along the last axis: input, skip input, scale, shift, bias.
 pub(super) fn skip_normalization(call: &Call<'_>) -> Outcome {
     call.free_from(2)?;
     let sum = broadcast(call, &[call.data(0)?, call.data(1)?])?;
@@ -102,12 +102,12 @@ pub(super) fn skip_normalization(call: &Call<'_>) -> Outcome {
     Ok(vec![sum.clone(), statistic.clone(), statistic, sum])
 }
 
-/// An activation after constants were added.
+/// An activation after the addition of constants.
 pub(super) fn with_bias(call: &Call<'_>) -> Outcome {
     reduce::stretched_by_constants(call, call.data(0)?, 1)
 }
 
-/// Embeddings of words and of their places: words, types, tables, scale, shift, mask, places.
+/// Embeddings of words and positions: words, segments, tables, scale, shift, mask, positions.
 pub(super) fn embeddings(call: &Call<'_>) -> Outcome {
     let (words, dims) = by_row(call, 0)?;
     [1, 7].into_iter().try_for_each(|place| follows(call, place, 0, words))?;

@@ -1,4 +1,4 @@
-//! One node as its rule sees it: attributes, inputs, operator set.
+//! Node view for the row rules: attributes, inputs and operator set of one node.
 
 use std::cell::Cell;
 
@@ -8,24 +8,24 @@ use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto};
 use super::extent::{Entry, Extent, Symbol};
 use super::value::{Kind, Value};
 
-/// What a rule gives: the node's outputs, or why they are not known to keep rows apart.
+/// Result of a rule: the node's outputs, or the reason why they are not known to keep rows apart.
 pub(super) type Outcome = Result<Vec<Value>, String>;
 
-/// A rule of an operator.
+/// A rule for an operator.
 pub(super) type Rule = fn(&Call<'_>) -> Outcome;
 
 /// A node with its inputs.
 pub(super) struct Call<'a> {
     pub(super) node: &'a NodeProto,
-    /// Those that are left out are `None`.
+    /// Inputs by position; omitted ones are `None`.
     pub(super) inputs: Vec<Option<Value>>,
     /// Version of the operator set that its operator belongs to.
     pub(super) opset: i64,
-    /// Attributes of the function whose body the node is in, as its caller gives them and by default.
+    /// Attributes of the function whose body contains the node: those given by its caller, then the defaults.
     pub(super) bound: [&'a [AttributeProto]; 2],
-    /// The next symbol that is not used.
+    /// The next unused symbol.
     pub(super) symbols: &'a Cell<Symbol>,
-    /// Whether an attribute was read as another type than it says it has.
+    /// Whether an attribute was read as a type other than the type it declares.
     pub(super) misread: Cell<bool>,
 }
 
@@ -34,7 +34,7 @@ impl Call<'_> {
         self.node.op_type()
     }
 
-    /// An extent that is not known.
+    /// A new unknown extent.
     pub(super) fn fresh(&self) -> Extent {
         let symbol = self.symbols.get();
         self.symbols.set(symbol + 1);
@@ -45,7 +45,7 @@ impl Call<'_> {
         (0..count).map(|_| self.fresh()).collect()
     }
 
-    /// An attribute of the node; one that refers to an attribute of the function around it is that one.
+    /// Resolves an attribute that refers to an attribute of the enclosing function.
     fn followed<'b>(&'b self, attribute: &'b AttributeProto) -> Option<&'b AttributeProto> {
         match attribute.ref_attr_name() {
             "" => Some(attribute),
@@ -57,8 +57,8 @@ impl Call<'_> {
         self.followed(self.node.attribute.iter().find(|attribute| attribute.name() == name)?)
     }
 
-    /// An attribute of a type, where it is given. Writers leave out the field of a value that is 0 or empty, so that an
-    /// attribute without it has that value and not the operator's default.
+    /// An attribute of a type, if given. Writers omit the field of a value that is 0 or empty; an attribute without
+    /// it therefore has that value and not the operator's default.
     fn typed(&self, name: &str, kind: AttributeType) -> Option<&AttributeProto> {
         let found = self.attribute(name)?;
         if found.r#type() != kind {
@@ -67,7 +67,7 @@ impl Call<'_> {
         Some(found)
     }
 
-    /// Whether a graph comes with an attribute, be it one of the function around the node.
+    /// Whether an attribute contains a graph, including attributes of the enclosing function.
     pub(super) fn refers_to_graph(&self) -> bool {
         let mut followed = self.node.attribute.iter().filter_map(|attribute| self.followed(attribute));
         followed.any(|attribute| attribute.g.is_some() || !attribute.graphs.is_empty())
@@ -103,12 +103,12 @@ impl Call<'_> {
         self.node.input.get(place).map_or("", String::as_str)
     }
 
-    /// An input of any kind, where it is given.
+    /// An input of any kind, if given.
     pub(super) fn given(&self, place: usize) -> Option<&Value> {
         self.inputs.get(place)?.as_ref()
     }
 
-    /// An input whose elements are used, where it is given.
+    /// An input whose elements are used, if given.
     pub(super) fn data_if_given(&self, place: usize) -> Result<Option<&Value>, String> {
         match self.given(place) {
             Some(value) if matches!(value.kind, Kind::Sized) => {
@@ -123,7 +123,7 @@ impl Call<'_> {
         self.data_if_given(place)?.ok_or_else(|| format!("its input {place} is missing"))
     }
 
-    /// Whether an input that must not depend on the rows is given.
+    /// An input that must not depend on the rows, if given.
     pub(super) fn free_if_given(&self, place: usize) -> Result<Option<&Value>, String> {
         match self.data_if_given(place)? {
             Some(value) if !value.is_free() => {
@@ -138,12 +138,12 @@ impl Call<'_> {
         self.free_if_given(place)?.ok_or_else(|| format!("its input {place} is missing"))
     }
 
-    /// Requires that all inputs from a place on do not depend on the rows.
+    /// Requires that all inputs from index `place` on do not depend on the rows.
     pub(super) fn free_from(&self, place: usize) -> Result<(), String> {
         (place..self.inputs.len()).try_for_each(|place| self.free_if_given(place).map(drop))
     }
 
-    /// Requires that an input, where it is given, is one number that does not depend on the rows.
+    /// Requires that an input, if given, is one number that does not depend on the rows.
     pub(super) fn single_if_given(&self, place: usize) -> Result<(), String> {
         match self.free_if_given(place)? {
             Some(value) if !value.is_single() => {
@@ -153,19 +153,19 @@ impl Call<'_> {
         }
     }
 
-    /// Integers of an input that says a shape, axes or places.
+    /// Integers of an input that contains a shape, axes or positions.
     pub(super) fn entries(&self, place: usize) -> Result<&[Entry], String> {
         let entries = self.given(place).and_then(Value::entries);
         entries.ok_or_else(|| format!("the integers of its input {:?} are not known", self.name(place)))
     }
 
-    /// The same where all of them are known numbers.
+    /// Integers of an input, all of which must be known numbers.
     pub(super) fn numbers(&self, place: usize) -> Result<Vec<i64>, String> {
         let numbers = self.given(place).and_then(Value::numbers);
         numbers.ok_or_else(|| format!("the integers of its input {:?} are not known", self.name(place)))
     }
 
-    /// Axes as an attribute, or as an input from an operator set on.
+    /// Axes from the attribute `axes`, or from an input since the operator set version `since`.
     pub(super) fn axes(&self, input: usize, since: i64) -> Result<Option<Vec<i64>>, String> {
         if self.opset < since {
             return Ok(self.ints("axes").map(<[i64]>::to_vec));
@@ -176,13 +176,13 @@ impl Call<'_> {
         }
     }
 
-    /// How many outputs there are that have a name.
+    /// Number of outputs up to the last one that has a name.
     pub(super) fn outputs(&self) -> usize {
         self.node.output.iter().rposition(|name| !name.is_empty()).map_or(0, |last| last + 1)
     }
 }
 
-/// An axis of a tensor of that rank, which may be counted from the end.
+/// Index of an axis in a tensor of rank `rank`; negative axes count from the end.
 pub(super) fn axis_in(axis: i64, rank: usize) -> Result<usize, String> {
     let rank_signed = i64::try_from(rank).unwrap_or(i64::MAX);
     let from_start = if axis < 0 { axis.saturating_add(rank_signed) } else { axis };

@@ -1,4 +1,4 @@
-//! Constants of a graph: their extents, and the elements of those that are small.
+//! Constants of a graph for the row proof: their extents, and the elements of small ones.
 
 use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::{DataLocation, DataType};
@@ -7,7 +7,7 @@ use millrace_bundle::onnx::{AttributeProto, TensorProto};
 use super::extent::{Entry, Extent};
 use super::value::{CONTENT_MAX, Content, Value, extents_of};
 
-/// A constant as a value.
+/// The value of a constant.
 pub(super) fn value(tensor: &TensorProto) -> Value {
     if tensor.dims.iter().any(|extent| *extent < 0) {
         return Value::free(None);
@@ -26,11 +26,11 @@ pub(super) fn value(tensor: &TensorProto) -> Value {
     value
 }
 
-/// The value of a `Constant` node with this attribute, as far as it is known.
+/// The value of a `Constant` node with this attribute, as far as known.
 pub(super) fn of_node(attribute: &AttributeProto) -> Value {
     use AttributeType as Is;
     let list = |len: usize| Value::free(Some(vec![Extent::known(i64::try_from(len).unwrap_or(i64::MAX))]));
-    // ONNX Runtime goes by the type, and the operator's specification by the name.
+    // ONNX Runtime decides by the type, the operator's specification by the name: both must match.
     let found = match (attribute.name(), attribute.r#type()) {
         ("value", Is::Tensor) => attribute.t.as_ref().map(value),
         ("sparse_value", Is::SparseTensor) => {
@@ -49,7 +49,7 @@ pub(super) fn of_node(attribute: &AttributeProto) -> Value {
     found.unwrap_or_else(|| Value::free(None))
 }
 
-/// How many elements a tensor of rank 0 or 1 has, where they are in the graph and few.
+/// Number of elements of a tensor of rank 0 or 1, if they are stored in the graph and at most [`CONTENT_MAX`].
 fn count(tensor: &TensorProto) -> Option<usize> {
     let inside = tensor.external_data.is_empty() && tensor.data_location() != DataLocation::External;
     let count = tensor

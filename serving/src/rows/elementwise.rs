@@ -1,21 +1,21 @@
-//! Operators that treat each element, or elements in the same places, by themselves.
+//! Row rules for elementwise operators, which combine only elements at the same position.
 
 use super::call::{Call, Outcome};
 use super::extent::Extent;
 use super::value::Value;
 
-/// One input, whose elements keep their places. Further inputs are numbers for all of them.
+/// One input, whose elements keep their positions. Further inputs do not depend on the rows.
 pub(super) fn unary(call: &Call<'_>) -> Outcome {
     call.free_from(1)?;
     Ok(vec![call.data(0)?.same_shape()])
 }
 
-/// The second input says a type alone.
+/// The second input only determines the datatype.
 pub(super) fn cast_like(call: &Call<'_>) -> Outcome {
     Ok(vec![call.data(0)?.same_shape()])
 }
 
-/// Drops nothing unless it trains.
+/// Drops no elements unless in training mode.
 pub(super) fn dropout(call: &Call<'_>) -> Outcome {
     if call.given(2).is_some() && call.numbers(2) != Ok(vec![0]) {
         return Err("it may drop elements at random".into());
@@ -25,13 +25,13 @@ pub(super) fn dropout(call: &Call<'_>) -> Outcome {
     Ok(vec![value.clone(), value])
 }
 
-/// Any number of inputs that are stretched to one shape.
+/// Any number of inputs that are broadcast to one shape.
 pub(super) fn broadcasting(call: &Call<'_>) -> Outcome {
     let values = (0..call.inputs.len()).map(|place| call.data(place)).collect::<Result<Vec<_>, _>>()?;
     Ok(vec![broadcast(call, &values)?])
 }
 
-/// The one value that several are stretched to.
+/// The result of broadcasting several values.
 pub(super) fn broadcast(call: &Call<'_>, values: &[&Value]) -> Result<Value, String> {
     let rank =
         values.iter().map(|value| value.rank()).try_fold(0, |most, rank| Ok::<_, String>(most.max(rank?)))?;
@@ -53,7 +53,7 @@ pub(super) fn broadcast(call: &Call<'_>, values: &[&Value]) -> Result<Value, Str
     Ok(Value::rows(axis, outer, dims))
 }
 
-/// Where the rows of all inputs that have rows are, counted from the last axis as 1; the same for all of them.
+/// Position of the row axis, counted from the last axis as 1; it must be the same in all inputs that have rows.
 pub(super) fn place_of_rows(values: &[&Value]) -> Result<Option<(usize, Extent)>, String> {
     let mut found: Option<(usize, &Extent)> = None;
     for value in values {
@@ -68,7 +68,7 @@ pub(super) fn place_of_rows(values: &[&Value]) -> Result<Option<(usize, Extent)>
     Ok(found.map(|(from_end, outer)| (from_end, outer.clone())))
 }
 
-/// The extents that several are stretched to.
+/// The extents after broadcasting.
 fn stretched(call: &Call<'_>, values: &[&Value], rank: usize) -> Result<Vec<Extent>, String> {
     let mut dims = vec![Extent::known(1); rank];
     for value in values {
@@ -80,7 +80,7 @@ fn stretched(call: &Call<'_>, values: &[&Value], rank: usize) -> Result<Vec<Exte
     Ok(dims)
 }
 
-/// The larger of two extents, of which one is 1 or both are equal.
+/// The larger of two extents that are equal or of which one is 1.
 pub(super) fn wider(call: &Call<'_>, a: &Extent, b: &Extent) -> Extent {
     match (a.as_known(), b.as_known()) {
         _ if a == b || b.is_one() => a.clone(),

@@ -1,23 +1,23 @@
-//! Extents of dimensions as products of a number and symbols, and the integers that graphs compute from them.
+//! Symbolic extents (products of a number and symbols) and the integers that graphs compute from them.
 
-/// Index of a symbol. Each stands for an extent that is not known and not negative.
+/// Index of a symbol. A symbol stands for an unknown extent, which is not negative.
 pub(super) type Symbol = u32;
 
-/// The number of rows of a run.
+/// The symbol for the number of rows of a run.
 pub(super) const BATCH: Symbol = 0;
 
-/// Most symbols of a product: a value that is multiplied with itself again and again has twice as many each time.
+/// Maximum number of symbols in a product: repeated squaring of a value doubles their number each time.
 const SYMBOLS_MAX: usize = 64;
 
-/// Largest number beside symbols that integers of 32 bits are followed with. The 65,536 rows that requests have at most
-/// times this are below 2^31.
+/// Largest factor of symbols for which 32-bit integers are tracked: times the maximum of 65,536 rows of requests, it
+/// is below 2^31.
 const NARROW_FACTOR_MAX: u64 = (1 << 15) - 1;
 
 /// An extent: a number times symbols.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Extent {
     factor: i64,
-    /// Ascending; one that is squared is there twice.
+    /// Ascending; a squared symbol occurs twice.
     symbols: Vec<Symbol>,
 }
 
@@ -32,7 +32,7 @@ impl Extent {
         Extent { factor: 1, symbols: vec![symbol] }
     }
 
-    /// The number, where no symbol is left.
+    /// The number, if the extent contains no symbol.
     pub(super) fn as_known(&self) -> Option<i64> {
         self.symbols.is_empty().then_some(self.factor)
     }
@@ -41,12 +41,12 @@ impl Extent {
         self.as_known() == Some(1)
     }
 
-    /// Whether it can be an extent at all. A factor of -1 comes from the -1 of a shape.
+    /// Whether the extent is not negative. A factor of -1 comes from the -1 of a shape.
     pub(super) fn is_natural(&self) -> bool {
         self.factor >= 0
     }
 
-    /// Whether an integer of 32 bits holds it.
+    /// Whether a 32-bit integer can represent the extent.
     fn fits_32_bits(&self) -> bool {
         if self.symbols.is_empty() {
             i32::try_from(self.factor).is_ok()
@@ -55,17 +55,17 @@ impl Extent {
         }
     }
 
-    /// How often the number of rows is a factor.
+    /// Number of times that the number of rows is a factor.
     pub(super) fn batches(&self) -> usize {
         self.symbols.iter().filter(|symbol| **symbol == BATCH).count()
     }
 
-    /// Whether both are the same symbols times other numbers, so that they never are equal.
+    /// Whether both have the same symbols but different numbers, so that they differ unless a symbol is 0.
     pub(super) fn differs_from(&self, other: &Extent) -> bool {
         self.symbols == other.symbols && self.factor != other.factor
     }
 
-    /// The product; `None` where the number is too large, or there are too many symbols.
+    /// The product; `None` if the number overflows or the product has too many symbols.
     pub(super) fn times(&self, other: &Extent) -> Option<Extent> {
         let factor = self.factor.checked_mul(other.factor)?;
         if factor == 0 {
@@ -79,7 +79,7 @@ impl Extent {
         Some(Extent { factor, symbols })
     }
 
-    /// The quotient, where the division leaves no remainder whatever the symbols stand for.
+    /// The quotient, if the division is exact for all values of the symbols.
     pub(super) fn divided_by(&self, other: &Extent) -> Option<Extent> {
         let factor = self.factor.checked_div(other.factor)?;
         if factor.checked_mul(other.factor) != Some(self.factor) {
@@ -93,7 +93,7 @@ impl Extent {
         Some(Extent { factor, symbols })
     }
 
-    /// The product of several; `None` where the number is too large.
+    /// The product of several extents; `None` as for [`Extent::times`].
     pub(super) fn product<'a>(extents: impl IntoIterator<Item = &'a Extent>) -> Option<Extent> {
         extents.into_iter().try_fold(Extent::known(1), |product, extent| product.times(extent))
     }
@@ -102,11 +102,11 @@ impl Extent {
 /// One integer of a small tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Entry {
-    /// Known as far as extents are.
+    /// Known as an extent.
     Known(Extent),
-    /// Not known, and the same in a run of several requests as in a run of each.
+    /// Unknown, but the same in a run of several requests as in a run of each.
     Uniform,
-    /// Depends on the number of rows in another way than as a factor.
+    /// Depends on the number of rows other than as a factor.
     OfRows,
 }
 
@@ -115,7 +115,7 @@ impl Entry {
         Entry::Known(Extent::known(number))
     }
 
-    /// The number, where it is known.
+    /// The number, if known.
     pub(super) fn as_number(&self) -> Option<i64> {
         match self {
             Entry::Known(extent) => extent.as_known(),
@@ -123,7 +123,7 @@ impl Entry {
         }
     }
 
-    /// Whether it is another number where more rows run together.
+    /// Whether the integer changes with the number of rows.
     pub(super) fn is_of_rows(&self) -> bool {
         match self {
             Entry::Known(extent) => extent.batches() > 0,
@@ -132,7 +132,7 @@ impl Entry {
         }
     }
 
-    /// The same as an integer of 32 bits, which wraps around beyond.
+    /// The result of a conversion to 32 bits: unknown if it may wrap around.
     pub(super) fn narrowed(self) -> Entry {
         match &self {
             Entry::Known(extent) if extent.fits_32_bits() => self,
@@ -147,12 +147,12 @@ impl Entry {
         }
     }
 
-    /// What is left to say of a result of these: whether it depends on the number of rows.
+    /// An unknown result of these integers: only whether it depends on the number of rows is known.
     pub(super) fn unknown(of: &[&Entry]) -> Entry {
         if of.iter().any(|entry| entry.is_of_rows()) { Entry::OfRows } else { Entry::Uniform }
     }
 
-    /// The same of a result that is not negative where none of these is.
+    /// An unknown result that is not negative if none of these integers is.
     fn unknown_natural(of: &[&Entry], fresh: &mut dyn FnMut() -> Extent) -> Entry {
         match Entry::unknown(of) {
             Entry::Uniform if of.iter().all(|entry| entry.natural().is_some()) => Entry::Known(fresh()),
@@ -182,13 +182,13 @@ impl Entry {
         if let (Entry::Known(left), Entry::Known(right)) = (a, b) {
             let result = match operator {
                 "Mul" => left.times(right),
-                // Integers are cut off towards zero, so that only an exact quotient is known.
+                // Integer division truncates toward zero, so only an exact quotient is known.
                 "Div" => left.divided_by(right),
                 "Add" | "Sum" if left.as_known() == Some(0) => Some(right.clone()),
                 "Add" | "Sum" | "Sub" if right.as_known() == Some(0) => Some(left.clone()),
                 "Equal" if left == right => Some(Extent::known(1)),
                 "Equal" if left.is_natural() != right.is_natural() => {
-                    // A product of extents is not negative, and this number is.
+                    // A product of extents is not negative, but this number is.
                     let number = if left.is_natural() { right } else { left };
                     number.as_known().map(|_| Extent::known(0))
                 }

@@ -1,4 +1,4 @@
-//! The walk through a graph, node by node, with the functions that its model brings along.
+//! Graph walk: applies the row rules node by node, including the nodes of the model's functions.
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -17,25 +17,25 @@ use super::extent::{BATCH, Extent, Symbol};
 use super::table::{self, Domain};
 use super::value::{Kind, Value, extents_of};
 
-/// Functions that call others, at most.
+/// Maximum nesting depth of function calls.
 const CALLS_MAX: usize = 16;
-/// Nodes that are walked through, those of functions once for each call.
+/// Maximum number of nodes to walk; nodes of a function count once for each call.
 const NODES_MAX: usize = 1 << 20;
 
-/// Why rows are not followed into the graphs of `If`, `Loop` and `Scan`.
+/// Reason why rows are not followed into the subgraphs of `If`, `Loop` and `Scan`.
 const OWN_GRAPH: &str = "it runs a graph of its own";
 
 /// Values by name.
 type Scope<'a> = HashMap<&'a str, Value>;
 
-/// What stays the same on the way.
+/// State of the whole walk.
 struct Walk<'a> {
     functions: &'a [FunctionProto],
     symbols: Cell<Symbol>,
     nodes: Cell<usize>,
 }
 
-/// Where nodes belong to: a graph or the body of a function.
+/// The graph or function body that nodes belong to.
 #[derive(Clone, Copy)]
 struct Body<'a> {
     opsets: &'a [OperatorSetIdProto],
@@ -43,15 +43,15 @@ struct Body<'a> {
     depth: usize,
 }
 
-/// The value of an output of the model's graph, by name.
+/// The values of the model's graph by name.
 pub(super) struct Outputs<'a> {
     scope: Scope<'a>,
-    /// Why nothing of the graph can be relied on.
+    /// Reason why no result for the graph is reliable.
     refused: Option<Arc<Dependence>>,
 }
 
 impl Outputs<'_> {
-    /// Whether the output is rows, one for each row of the inputs, in their order.
+    /// Checks that an output consists of one row for each row of the inputs, in their order.
     pub(super) fn check(&self, name: &str) -> Result<(), Arc<Dependence>> {
         let refuse = |reason: &str| Err(Arc::new(Dependence::of_output(name, reason)));
         if let Some(why) = &self.refused {
@@ -73,7 +73,7 @@ impl Outputs<'_> {
     }
 }
 
-/// Walks through the graph of a model, whose inputs have rows along their first axes.
+/// Walks a model's graph, whose inputs have rows along their first axes.
 pub(super) fn walk(model: &ModelProto) -> Outputs<'_> {
     let walk = Walk { functions: &model.functions, symbols: Cell::new(BATCH + 1), nodes: Cell::new(0) };
     let mut scope = Scope::new();
@@ -88,7 +88,7 @@ pub(super) fn walk(model: &ModelProto) -> Outputs<'_> {
     Outputs { scope, refused }
 }
 
-/// The first value of a graph that there is twice: ONNX Runtime may take the one or the other.
+/// The first name that has two values: ONNX Runtime may use either.
 fn given_twice(graph: &GraphProto) -> Option<Dependence> {
     let sparse = graph.sparse_initializer.iter().filter_map(|sparse| sparse.values.as_ref());
     let constants: Vec<&str> = graph.initializer.iter().chain(sparse).map(|tensor| tensor.name()).collect();
@@ -100,7 +100,7 @@ fn given_twice(graph: &GraphProto) -> Option<Dependence> {
     repeated(all).map(|name| Dependence::of_output(name, "there are two values of this name"))
 }
 
-/// The first name that is there more than once.
+/// The first name that occurs more than once.
 fn repeated<'a>(names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let mut seen = HashSet::new();
     let mut names = names.filter(|name| !name.is_empty());
@@ -114,8 +114,8 @@ fn shape_of(value: &ValueInfoProto) -> Option<&TensorShapeProto> {
     }
 }
 
-/// The first value whose declared shape is not what follows from the inputs. ONNX Runtime believes such shapes: it
-/// replaces what a graph computes of them by constants.
+/// The first value whose declared shape differs from the shape derived from the inputs. ONNX Runtime trusts declared
+/// shapes: it replaces nodes that compute with them by constants.
 fn contradicted(graph: &GraphProto, scope: &Scope<'_>) -> Option<Dependence> {
     let measured = graph.node.iter().filter(|node| matches!(node.op_type(), "Shape" | "Size"));
     let measured: HashSet<&str> = measured.flat_map(|node| &node.input).map(String::as_str).collect();
@@ -124,7 +124,7 @@ fn contradicted(graph: &GraphProto, scope: &Scope<'_>) -> Option<Dependence> {
         let name = value.name();
         let found = scope.get(name).and_then(|value| value.dims.as_ref());
         let (Some(found), Some(said)) = (found, shape_of(value)) else { return false };
-        // Sessions have the shapes of outputs and of no other values, so that those have to be confirmed.
+        // Sessions get declared shapes only of outputs. If a node measures an output, its shape must be confirmed.
         let is_used = outputs.contains(name) && measured.contains(name);
         let extent_differs = |(said, found): (&Option<Dim>, &Extent)| match said {
             Some(Dim::DimValue(said)) => match found.as_known() {
@@ -158,13 +158,13 @@ impl<'a> Walk<'a> {
         Extent::symbol(symbol)
     }
 
-    /// Inputs as requests give them. Those with a constant's name keep the constant.
+    /// Inputs as requests provide them. An input with the name of a constant keeps the constant.
     fn inputs(&self, graph: &'a GraphProto, scope: &mut Scope<'a>) {
         for input in &graph.input {
             let dims = shape_of(input).map(|shape| {
                 let extent = |(axis, dim): (usize, &millrace_bundle::onnx::tensor_shape_proto::Dimension)| {
                     match dim.value {
-                        // Names of extents promise nothing that ONNX Runtime holds requests to.
+                        // ONNX Runtime does not enforce equality of extents with the same name.
                         _ if axis == 0 => Extent::symbol(BATCH),
                         Some(Dim::DimValue(extent)) if extent >= 0 => Extent::known(extent),
                         _ => self.fresh(),
@@ -196,7 +196,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The outputs of a node, one for each of its names.
+    /// The outputs of a node, one for each output name.
     fn outputs(&self, node: &'a NodeProto, body: Body<'a>, scope: &Scope<'a>) -> Vec<Value> {
         let each = |value: &dyn Fn(&str) -> Value| -> Vec<Value> {
             node.output.iter().map(|name| value(name)).collect()
@@ -223,13 +223,13 @@ impl<'a> Walk<'a> {
         if repeated(node.attribute.iter().map(AttributeProto::name)).is_some() {
             return failed("it has an attribute twice");
         }
-        // Overloads of functions beside ONNX's own operators have names of their own.
+        // For domains other than ONNX's own, overloads of a function have separate names.
         let is_meant = |function: &&FunctionProto| {
             is_named(function, node) && (domain != Domain::Other || function.overload() == node.overload())
         };
         let mut functions = self.functions.iter().filter(is_meant);
         if let Some(function) = functions.next() {
-            // ONNX Runtime may take its own operator of this name, or the function.
+            // ONNX Runtime may use its own operator of this name, or the function.
             if domain != Domain::Other {
                 return failed("the model defines an operator of this name itself");
             }
@@ -288,11 +288,10 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Whether the graphs inside an attribute use nothing from outside that depends on rows, and only operators that
-    /// give the same for the same.
+    /// Whether the graphs in an attribute use no outer value that depends on rows, and only deterministic operators.
     fn is_free_inside(&self, attribute: &AttributeProto, scope: &Scope<'_>) -> bool {
         use AttributeType as Is;
-        // One that refers to an attribute further out may be a graph, unless its type says that it is none.
+        // A reference to an attribute of an outer function may be a graph, unless its type excludes it.
         let is_known = attribute.ref_attr_name().is_empty()
             || matches!(
                 attribute.r#type(),
@@ -307,13 +306,13 @@ impl<'a> Walk<'a> {
             && attribute.g.iter().chain(&attribute.graphs).all(|graph| {
                 let used = graph.node.iter().flat_map(|node| &node.input);
                 let used = used.chain(graph.output.iter().filter_map(|output| output.name.as_ref()));
-                // A name that is given inside may hide one from outside, which then is taken for used.
+                // A name that is defined inside may hide an outer one, which then counts as used.
                 used.filter_map(|name| scope.get(name.as_str())).all(Value::is_free)
                     && graph.node.iter().all(is_same)
             })
     }
 
-    /// The outputs of a function for these inputs.
+    /// The outputs of a function call with these inputs.
     fn call(
         &self,
         function: &'a FunctionProto,
@@ -328,7 +327,7 @@ impl<'a> Walk<'a> {
         let names = function.input.iter().chain(function.node.iter().flat_map(|node| &node.output));
         let is_clear = repeated(names.map(String::as_str)).is_none()
             && repeated(function.attribute_proto.iter().map(AttributeProto::name)).is_none();
-        // Attributes that come from further out are not followed.
+        // Attributes that refer to outer attributes are not resolved.
         if !is_clear || node.attribute.iter().any(refers) {
             return node.output.iter().map(|name| missing(name)).collect();
         }
@@ -348,7 +347,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Whether a function of the model is what a node runs, as far as their names tell.
+/// Whether a node may call a function of the model, judging by domain and name.
 fn is_named(function: &FunctionProto, node: &NodeProto) -> bool {
     let same_domain = match Domain::of(node.domain()) {
         Domain::Other => function.domain() == node.domain(),

@@ -1,4 +1,4 @@
-//! Shapes and what graphs compute from them: integers of which is known how they depend on the number of rows.
+//! Integer evaluation: shapes and integers computed from them, with their dependence on the number of rows.
 
 use millrace_bundle::onnx::tensor_proto::DataType;
 
@@ -6,7 +6,7 @@ use super::call::{Call, axis_in};
 use super::extent::{Entry, Extent};
 use super::value::{CONTENT_MAX, Content, Value};
 
-/// The output of a node that computes integers which are followed; `None` leaves it to the operator's rule.
+/// The output of a node that computes tracked integers; `None` leaves the node to the operator's rule.
 pub(super) fn evaluate(call: &Call<'_>) -> Option<Value> {
     let value = computed(call)?;
     let is_narrow = |place: usize| call.given(place).is_some_and(|value| value.narrow);
@@ -85,7 +85,7 @@ fn concat(call: &Call<'_>) -> Option<Value> {
     (entries.len() <= CONTENT_MAX).then(|| Value::integers(entries, 1))
 }
 
-/// A short list of one number.
+/// A short list that repeats one number.
 fn filled(call: &Call<'_>) -> Option<Value> {
     let count = match call.numbers(0).ok()?[..] {
         [] => None,
@@ -110,14 +110,14 @@ fn single(call: &Call<'_>) -> Option<Value> {
         "Not" => known(entry, |number| Some(i64::from(number == 0))),
         _ => entry.clone(),
     };
-    // Other integers hold no more than small extents.
+    // Narrower integer types do not hold large extents.
     if call.operator() == "Cast" && !matches!(call.int("to", 0), 6 | 7) {
         return None;
     }
     Some(Value::integers(entries.iter().map(entry).collect(), rank))
 }
 
-/// Elements that keep their order in a shape of rank 0 or 1.
+/// Reshapes to rank 0 or 1, which keep the order of the elements.
 fn reshaped(call: &Call<'_>) -> Option<Value> {
     let (entries, rank) = followed(call, 0)?;
     let entries = entries.to_vec();
@@ -182,7 +182,7 @@ fn range(call: &Call<'_>) -> Option<Value> {
 
 fn product(call: &Call<'_>) -> Option<Value> {
     let (entries, rank) = followed(call, 0)?;
-    // An empty list of axes may mean none of them, and one that is not known may be empty.
+    // An empty list of axes may mean no axes, and unknown axes may be an empty list.
     let axes = call.axes(1, 18).ok()?;
     if rank != 1
         || call.int("noop_with_empty_axes", 0) != 0
@@ -197,7 +197,7 @@ fn product(call: &Call<'_>) -> Option<Value> {
     Some(Value::integers(vec![product], usize::from(call.int("keepdims", 1) != 0)))
 }
 
-/// Places of two lists, one of which may be a single number for all of the other.
+/// Broadcasts lists to one length: the entries at each position; a list of one entry repeats it.
 fn stretched<'a>(lists: &[(&'a [Entry], usize)]) -> Option<(Vec<Vec<&'a Entry>>, usize)> {
     let rank = lists.iter().map(|(_, rank)| *rank).max()?;
     let count = lists.iter().map(|(entries, _)| entries.len()).max()?;

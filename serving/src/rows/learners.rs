@@ -1,4 +1,4 @@
-//! The operators of scikit-learn and its like (`ai.onnx.ml`): tables with a row for each sample.
+//! Row rules for operators of classical machine learning (`ai.onnx.ml`), whose tables have a row for each sample.
 
 use super::call::{Call, Outcome};
 use super::extent::Extent;
@@ -8,7 +8,7 @@ use super::value::Value;
 /// A table: rows, then features.
 fn table<'a>(call: &'a Call<'_>, place: usize) -> Result<(&'a Value, &'a [Extent]), String> {
     let (data, dims) = by_row(call, place)?;
-    // A list is one sample to some of these operators, and a sample for each element to others.
+    // Some of these operators treat a list as one sample, others as one sample for each element.
     if dims.len() != 2 && !data.is_free() {
         return Err("its input is not a table of rows and features".into());
     }
@@ -50,14 +50,14 @@ pub(super) fn feature_vectorizer(call: &Call<'_>) -> Outcome {
     Ok(vec![first.like(0, vec![dims[0].clone(), call.fresh()])])
 }
 
-/// One more axis with a place for each category.
+/// Adds an axis with one element for each category.
 pub(super) fn one_hot(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = [data.extents()?.to_vec(), call.unknown(1)].concat();
     Ok(vec![data.like(data.axis().map_or(0, |(rows, _)| rows), dims)])
 }
 
-/// Columns of a table, or for each row an element of a list.
+/// Selects columns of a table, or an element of a list for each row.
 pub(super) fn feature_extractor(call: &Call<'_>) -> Outcome {
     let (data, places) = (call.data(0)?, call.data(1)?);
     let (dims, found) = (data.extents()?, places.extents()?);
@@ -70,7 +70,7 @@ pub(super) fn feature_extractor(call: &Call<'_>) -> Outcome {
     Ok(vec![match (data.axis(), places.axis()) {
         (None, None) => Value::free(Some(made)),
         (Some((rows, outer)), None) if rows + 1 < dims.len() => Value::rows(rows, outer.clone(), made),
-        // The places are taken in the order of memory.
+        // The indexes are read in memory order.
         (None, Some((rows, outer))) if outer.is_one() && found[..rows].iter().all(Extent::is_one) => {
             Value::rows(made.len() - 1, Extent::known(1), made)
         }
@@ -78,7 +78,7 @@ pub(super) fn feature_extractor(call: &Call<'_>) -> Outcome {
     }])
 }
 
-/// Numbers of terms in the texts of each row.
+/// Term counts of the texts of each row.
 pub(super) fn tf_idf(call: &Call<'_>) -> Outcome {
     let (data, dims) = table(call, 0)?;
     Ok(vec![data.like(0, vec![dims[0].clone(), call.fresh()])])

@@ -1,4 +1,5 @@
-//! Matrix products: rows stay apart as rows of the left side, columns of the right one, or as one matrix each.
+//! Row rules for matrix products: rows as rows of the left side, as columns of the right side, or as batched
+//! matrices.
 
 use super::call::{Call, Outcome};
 use super::elementwise::wider;
@@ -6,7 +7,7 @@ use super::extent::Extent;
 use super::select::not_along_rows;
 use super::value::Value;
 
-/// The product of the two inputs at these places.
+/// The product of the inputs at two positions.
 pub(super) fn product(call: &Call<'_>, left: usize, right: usize) -> Result<Value, String> {
     of(call, call.data(left)?, call.data(right)?)
 }
@@ -22,7 +23,7 @@ pub(super) fn of(call: &Call<'_>, a: &Value, b: &Value) -> Result<Value, String>
     if rank_b > 1 {
         not_along_rows(b, rank_b - 2)?;
     }
-    // As if both were matrices: a vector is one row on the left, one column on the right.
+    // Treats both as matrices: a vector is one row on the left, one column on the right.
     let one = Extent::known(1);
     let wide_a = if rank_a == 1 { vec![one.clone(), dims_a[0].clone()] } else { dims_a.to_vec() };
     let wide_b = if rank_b == 1 { vec![dims_b[0].clone(), one.clone()] } else { dims_b.to_vec() };
@@ -61,7 +62,7 @@ pub(super) fn of(call: &Call<'_>, a: &Value, b: &Value) -> Result<Value, String>
         axis = rank - from_end;
         dims[axis] = extent.clone().ok_or("its rank is not known")?;
     }
-    // The axes that vectors were given.
+    // Removes the axes added to vectors.
     if rank_b == 1 {
         dims.pop();
     }
@@ -80,7 +81,7 @@ pub(super) fn matmul(call: &Call<'_>) -> Outcome {
     Ok(vec![product(call, 0, 1)?])
 }
 
-/// The same of integers, whose zero points are numbers for all rows.
+/// A product of integers, whose zero points are the same for all rows.
 pub(super) fn matmul_integer(call: &Call<'_>) -> Outcome {
     let (a, b) = (call.data(0)?, call.data(1)?);
     for (place, value) in [(2, a), (3, b)] {
@@ -93,7 +94,7 @@ pub(super) fn matmul_integer(call: &Call<'_>) -> Outcome {
     matmul(call)
 }
 
-/// A product of matrices, each of which may be turned, plus a third one.
+/// A product of matrices, each optionally transposed, plus a third one.
 pub(super) fn gemm(call: &Call<'_>) -> Outcome {
     let turned = ["transA", "transB"].map(|name| call.int(name, 0) != 0);
     let (a, b) = (turn(call.data(0)?, turned[0])?, turn(call.data(1)?, turned[1])?);
@@ -106,7 +107,7 @@ pub(super) fn gemm(call: &Call<'_>) -> Outcome {
     Ok(vec![sum])
 }
 
-/// A matrix with its axes exchanged.
+/// A matrix, transposed if `turned`.
 fn turn(value: &Value, turned: bool) -> Result<Value, String> {
     if value.rank()? != 2 {
         return Err("its inputs are not matrices".into());
@@ -131,7 +132,7 @@ pub(super) fn exchanged(value: &Value) -> Result<Value, String> {
     Ok(value.like(axis, dims))
 }
 
-/// `FusedMatMul`: either side may be turned.
+/// `FusedMatMul`: each side may be transposed.
 pub(super) fn fused_matmul(call: &Call<'_>) -> Outcome {
     if call.int("transBatchA", 0) != 0 || call.int("transBatchB", 0) != 0 {
         return Err("it exchanges other axes than the last two".into());
@@ -143,7 +144,7 @@ pub(super) fn fused_matmul(call: &Call<'_>) -> Outcome {
     Ok(vec![of(call, &side(0, "transA")?, &side(1, "transB")?)?])
 }
 
-/// A product of a left side with packed constants on the right one; `columns` names the attribute with their number.
+/// A product with packed constants on the right side; the attribute `N` is their number of columns.
 pub(super) fn with_packed(call: &Call<'_>) -> Outcome {
     call.free_from(1)?;
     let a = call.data(0)?;

@@ -1,4 +1,4 @@
-//! Operators on integers that stand for floats: scales and zero points must not depend on the rows.
+//! Row rules for quantized operators: scales and zero points must not depend on the rows.
 
 use super::call::{Call, Outcome, axis_in};
 use super::elementwise::broadcast;
@@ -24,7 +24,7 @@ pub(super) fn linear(call: &Call<'_>) -> Outcome {
     Ok(vec![data.same_shape()])
 }
 
-/// `DynamicQuantizeLinear`, whose scale and zero point are those of all that it is given.
+/// `DynamicQuantizeLinear`, which computes scale and zero point over its whole input.
 pub(super) fn dynamic(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     if !data.is_free() {
@@ -50,7 +50,7 @@ pub(super) fn qlinear_matmul(call: &Call<'_>) -> Outcome {
     Ok(vec![matrix::product(call, 0, 3)?])
 }
 
-/// `MatMulIntegerToFloat`: both sides, their scales and zero points, what is added.
+/// `MatMulIntegerToFloat`: both sides, their scales and zero points, bias.
 pub(super) fn matmul_to_float(call: &Call<'_>) -> Outcome {
     for (side, places) in [(0, [2, 4]), (1, [3, 5])] {
         for place in places {
@@ -68,7 +68,7 @@ pub(super) fn matmul_to_float(call: &Call<'_>) -> Outcome {
     }])
 }
 
-/// `QGemm`: left side, scale, zero point, the same of the right side, what is added, scale and zero point of the result.
+/// `QGemm`: left side, scale, zero point; right side, scale, zero point; bias; scale and zero point of the result.
 pub(super) fn qgemm(call: &Call<'_>) -> Outcome {
     call.free_from(1)?;
     [1, 2, 7, 8].into_iter().try_for_each(|place| call.single_if_given(place))?;
@@ -89,7 +89,7 @@ pub(super) fn qlinear_pair(call: &Call<'_>) -> Outcome {
     Ok(vec![broadcast(call, &[call.data(0)?, call.data(3)?])?])
 }
 
-/// One tensor, then numbers for all of it.
+/// One tensor, followed by scalars that apply to all of it.
 pub(super) fn qlinear_unary(call: &Call<'_>) -> Outcome {
     (1..call.inputs.len()).try_for_each(|place| call.single_if_given(place))?;
     Ok(vec![call.data(0)?.same_shape()])

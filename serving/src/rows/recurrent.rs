@@ -1,9 +1,9 @@
-//! LSTM, GRU and RNN: steps along one axis, rows along another.
+//! Row rule for LSTM, GRU and RNN: steps along one axis, rows along another.
 
 use super::call::{Call, Outcome};
 use super::value::Value;
 
-/// Weights are constant; lengths and first states have the rows of the input.
+/// Weights must be constant; lengths and initial states must have the rows of the input.
 pub(super) fn recurrent(call: &Call<'_>) -> Outcome {
     let input = call.data(0)?;
     let dims = input.extents()?;
@@ -14,7 +14,7 @@ pub(super) fn recurrent(call: &Call<'_>) -> Outcome {
     let axis = usize::from(!rows_first);
     let (weights, repeats) = (call.free(1)?, call.free(2)?);
     call.free_if_given(3)?;
-    // Peepholes.
+    // Peephole weights.
     call.free_if_given(7)?;
     let states = if call.operator() == "LSTM" { [Some(5), Some(6)] } else { [Some(5), None] };
     let hidden = repeats.extents()?.get(2).cloned().ok_or("its weights do not have three axes")?;

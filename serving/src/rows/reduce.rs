@@ -1,4 +1,4 @@
-//! Operators along axes: reductions, sums of what came before, normalisations.
+//! Row rules for operators along axes: reductions, cumulative sums, normalizations.
 
 use super::call::{Call, Outcome, axis_in};
 use super::elementwise::broadcast;
@@ -6,7 +6,7 @@ use super::extent::Extent;
 use super::select::not_along_rows;
 use super::value::Value;
 
-/// Sums, means, extremes and the like.
+/// Reductions: sums, means, extremes and similar.
 pub(super) fn reduce(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
@@ -21,14 +21,14 @@ pub(super) fn reduce(call: &Call<'_>) -> Outcome {
     Ok(vec![without(call, data, &axes)?])
 }
 
-/// The place of the largest or smallest.
+/// `ArgMax` and `ArgMin`: the index of the extreme along an axis.
 pub(super) fn place_of(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let axis = axis_in(call.int("axis", 0), data.rank()?)?;
     Ok(vec![without(call, data, &[axis])?])
 }
 
-/// A tensor whose axes have become 1, or are gone.
+/// A tensor whose reduced axes have extent 1, or are removed.
 fn without(call: &Call<'_>, data: &Value, axes: &[usize]) -> Result<Value, String> {
     axes.iter().try_for_each(|axis| not_along_rows(data, *axis))?;
     let dims = data.extents()?;
@@ -48,7 +48,7 @@ fn without(call: &Call<'_>, data: &Value, axes: &[usize]) -> Result<Value, Strin
     Ok(data.like(moved, made))
 }
 
-/// Sums or products of what came before.
+/// Cumulative sums or products.
 pub(super) fn cumulative(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let [axis] = call.numbers(1)?[..] else { return Err("its axis is not one number".into()) };
@@ -56,7 +56,7 @@ pub(super) fn cumulative(call: &Call<'_>) -> Outcome {
     Ok(vec![data.same_shape()])
 }
 
-/// Softmax and its like: along one axis, before operator set 13 along all from one on.
+/// Softmax and similar: along one axis; before operator set 13, along all axes from one on.
 pub(super) fn softmax(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let rank = data.rank()?;
@@ -69,14 +69,14 @@ pub(super) fn softmax(call: &Call<'_>) -> Outcome {
     Ok(vec![data.same_shape()])
 }
 
-/// Scaled to a norm of 1 along one axis.
+/// Scales to a norm of 1 along one axis.
 pub(super) fn lp_normalization(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     not_along_rows(data, axis_in(call.int("axis", -1), data.rank()?)?)?;
     Ok(vec![data.same_shape()])
 }
 
-/// Mean and variance of all axes from one on.
+/// Normalizes by mean and variance over all axes from one on.
 pub(super) fn layer_normalization(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
@@ -90,12 +90,12 @@ pub(super) fn layer_normalization(call: &Call<'_>) -> Outcome {
     Ok(made)
 }
 
-/// Mean and variance of given axes.
+/// Normalizes by mean and variance over given axes.
 pub(super) fn mean_variance(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let rank = data.rank()?;
     let axes = call.ints("axes").unwrap_or(&[0, 2, 3]);
-    // An empty list means all to the reductions that this operator is made of.
+    // The reductions inside this operator treat an empty list as all axes.
     if axes.is_empty() {
         from_axis(data, 0)?;
     }
@@ -105,7 +105,7 @@ pub(super) fn mean_variance(call: &Call<'_>) -> Outcome {
     Ok(vec![data.same_shape()])
 }
 
-/// The shape of a value that constants from a place on are stretched to, and must not stretch.
+/// The shape of a value; the inputs from index `from` on are constants that broadcast to it and must not enlarge it.
 pub(super) fn stretched_by_constants(call: &Call<'_>, data: &Value, from: usize) -> Outcome {
     call.free_from(from)?;
     let mut values = vec![data];
@@ -119,7 +119,7 @@ pub(super) fn stretched_by_constants(call: &Call<'_>, data: &Value, from: usize)
     Ok(vec![data.same_shape()])
 }
 
-/// Requires that the rows are before an axis.
+/// Requires that the axis of the rows is before `axis`.
 fn from_axis(data: &Value, axis: usize) -> Result<(), String> {
     match data.axis() {
         Some((rows, _)) if rows >= axis => Err("it works along the rows".into()),

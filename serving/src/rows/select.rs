@@ -1,11 +1,11 @@
-//! Operators that take elements out of tensors or put them together, along axes other than that of the rows.
+//! Row rules for operators that select or combine elements along axes other than the axis of the rows.
 
 use super::call::{Call, Outcome, axis_in};
 use super::elementwise::place_of_rows;
 use super::extent::Extent;
 use super::value::Value;
 
-/// Largest ends of slices that mean all of an axis.
+/// Ends of slices that mean the end of the axis.
 const ENDS: [i64; 2] = [i64::MAX, i32::MAX as i64];
 
 pub(super) fn concat(call: &Call<'_>) -> Outcome {
@@ -45,7 +45,7 @@ pub(super) fn split(call: &Call<'_>) -> Outcome {
     } else {
         (call.free_if_given(1)?.is_some(), call.numbers(1).ok())
     };
-    // Those without a name have their part, too.
+    // Outputs without a name also take a part.
     let count = call.node.output.len();
     let part = |number: usize| {
         let extent = match &sizes {
@@ -144,7 +144,7 @@ pub(super) fn gather(call: &Call<'_>) -> Outcome {
     }])
 }
 
-/// Each place chooses along an axis of the same place of the first input; so it is where elements are put.
+/// `GatherElements` and `ScatterElements`: an index refers to an axis, at its own position along the other axes.
 pub(super) fn elements(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let rank = data.rank()?;
@@ -167,7 +167,7 @@ pub(super) fn elements(call: &Call<'_>) -> Outcome {
     Ok(vec![made.same_shape()])
 }
 
-/// Places are lists of indexes along the first axes, or those after the rows.
+/// Indexes are tuples along the first axes, or along the axes after `batch_dims`.
 pub(super) fn gather_nd(call: &Call<'_>) -> Outcome {
     let (data, places) = (call.data(0)?, call.data(1)?);
     let (dims, found) = (data.extents()?, places.extents()?);
@@ -250,7 +250,7 @@ pub(super) fn pad(call: &Call<'_>) -> Outcome {
     Ok(vec![data.like(data.axis().map_or(0, |(rows, _)| rows), made)])
 }
 
-/// Turns the first steps of each row around, as many as it has.
+/// Reverses the first steps of each row, up to its length.
 pub(super) fn reverse_sequence(call: &Call<'_>) -> Outcome {
     let (data, lengths) = (call.data(0)?, call.data(1)?);
     let rank = data.rank()?;
@@ -263,7 +263,7 @@ pub(super) fn reverse_sequence(call: &Call<'_>) -> Outcome {
     Ok(vec![data.same_shape()])
 }
 
-/// Numbers from one to another.
+/// Numbers from a start to a limit.
 pub(super) fn range(call: &Call<'_>) -> Outcome {
     if call.inputs.iter().flatten().any(|value| !value.is_free()) {
         return Err("it counts the rows".into());
@@ -283,7 +283,7 @@ pub(super) fn range(call: &Call<'_>) -> Outcome {
     Ok(vec![Value::free(Some(vec![extent]))])
 }
 
-/// One triangle of the last two axes.
+/// One triangle of the matrices in the last two axes.
 pub(super) fn triangle(call: &Call<'_>) -> Outcome {
     call.free_from(1)?;
     let data = call.data(0)?;
@@ -294,7 +294,7 @@ pub(super) fn triangle(call: &Call<'_>) -> Outcome {
     Ok(vec![data.same_shape()])
 }
 
-/// Requires that an axis is not that of the rows.
+/// Requires that `axis` is not the axis of the rows.
 pub(super) fn not_along_rows(data: &Value, axis: usize) -> Result<(), String> {
     match data.axis() {
         Some((rows, _)) if rows == axis => Err("it works along the rows".into()),

@@ -1,11 +1,11 @@
-//! Operators that give elements another shape or order: the rows have to survive as one axis.
+//! Row rules for operators that change shape or element order: the rows must remain one axis.
 
 use super::call::{Call, Outcome, axis_in};
 use super::elementwise::wider;
 use super::extent::{Entry, Extent};
 use super::value::Value;
 
-/// A new shape, of which an element may be -1 (what is left) or 0 (as before).
+/// Reshapes; an element of the shape may be -1 (inferred) or 0 (copied).
 pub(super) fn reshape(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let target =
@@ -35,7 +35,7 @@ pub(super) fn reshape(call: &Call<'_>) -> Outcome {
     Ok(vec![in_shape(call, dims, (axis, outer), target)?])
 }
 
-/// Extents of a constant in a new shape, as far as they are known.
+/// Extents of a constant after a reshape, as far as they are known.
 fn free_dims(call: &Call<'_>, data: &Value, target: &[Entry]) -> Option<Vec<Extent>> {
     let before = data.dims.as_deref();
     let mut rest = before.and_then(Extent::product);
@@ -57,7 +57,7 @@ fn free_dims(call: &Call<'_>, data: &Value, target: &[Entry]) -> Option<Vec<Exte
     Some(dims.into_iter().map(|extent| extent.or(rest.clone()).unwrap_or_else(|| call.fresh())).collect())
 }
 
-/// Rows in a shape, one extent of which may be what is left.
+/// Reshapes a value with rows; one extent of the target may be inferred.
 fn in_shape(
     call: &Call<'_>,
     dims: &[Extent],
@@ -73,7 +73,7 @@ fn in_shape(
     if known.batches() > 1 {
         return Err("its shape has the number of rows twice".into());
     }
-    // ONNX Runtime may take an extent that is computed for -1, and then finds no fault with it.
+    // ONNX Runtime may replace a computed extent by -1 and then does not detect the mismatch.
     if target.iter().all(Option::is_some) && all.differs_from(&known) {
         return Err("its shape does not fit its input".into());
     }
@@ -83,7 +83,7 @@ fn in_shape(
         .map(|extent| match (extent, &left) {
             (Some(extent), _) => Ok(extent),
             (None, Some(left)) => Ok(left.clone()),
-            // What is left has no rows, so that it is the same in every run.
+            // The inferred extent contains no rows, so it is the same in every run.
             (None, None) if known.batches() == 1 => Ok(call.fresh()),
             (None, None) => Err("its shape may cut a row apart".to_owned()),
         })
@@ -91,7 +91,7 @@ fn in_shape(
     let Some(place) = target.iter().position(|extent| extent.batches() == 1) else {
         return Err("its shape fixes the number of rows".into());
     };
-    // In memory order the elements are those before the rows, the rows, and those of a row.
+    // In memory order: elements before the rows, the rows, the elements of a row.
     let before = Extent::product(&dims[..axis]).and_then(|before| before.times(outer)).ok_or(TOO_LARGE)?;
     let before_now = Extent::product(&target[..place]).ok_or(TOO_LARGE)?;
     let outer =
@@ -104,7 +104,7 @@ fn in_shape(
     Ok(Value::rows(place, outer, target))
 }
 
-/// All axes before one become one, and all others.
+/// Merges all axes before `axis` into one, and all others into another.
 pub(super) fn flatten(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
@@ -141,7 +141,7 @@ pub(super) fn transpose(call: &Call<'_>) -> Outcome {
 pub(super) fn squeeze(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
-    // An empty list means what none does.
+    // An empty list means the same as no list.
     let Some(axes) = call.axes(1, 13)?.filter(|axes| !axes.is_empty()) else {
         if data.is_free() && dims.iter().all(|extent| extent.as_known().is_some()) {
             return Ok(vec![Value::free(Some(
@@ -185,7 +185,7 @@ pub(super) fn unsqueeze(call: &Call<'_>) -> Outcome {
     Ok(vec![data.like(moved, made)])
 }
 
-/// Stretches extents of 1.
+/// Broadcasts extents of 1 to a shape.
 pub(super) fn expand(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
@@ -222,7 +222,7 @@ pub(super) fn expand(call: &Call<'_>) -> Outcome {
     }])
 }
 
-/// One number in every place of a shape.
+/// One number repeated in a shape.
 pub(super) fn filled(call: &Call<'_>) -> Outcome {
     let Ok(shape) = call.entries(0) else {
         call.free(0)?;

@@ -1,10 +1,10 @@
-//! Convolutions, pooling and what else works on images: rows are along the first axis.
+//! Row rules for convolutions, pooling and other image operators, with rows along the first axis.
 
 use super::call::{Call, Outcome, axis_in};
 use super::extent::{Entry, Extent};
 use super::value::{Content, Value};
 
-/// Requires that rows, where there are some, are along the first axis.
+/// Requires that the rows, if any, are along the first axis.
 pub(super) fn first_axis(data: &Value) -> Result<(), String> {
     match data.axis() {
         Some((rows, _)) if rows != 0 => Err("it takes another axis than that of the rows for them".into()),
@@ -12,7 +12,7 @@ pub(super) fn first_axis(data: &Value) -> Result<(), String> {
     }
 }
 
-/// A value of rows along its first axis, and its extents.
+/// An input whose rows are along its first axis, and its extents.
 pub(super) fn by_row<'a>(call: &'a Call<'_>, place: usize) -> Result<(&'a Value, &'a [Extent]), String> {
     let data = call.data(place)?;
     first_axis(data)?;
@@ -23,13 +23,13 @@ pub(super) fn by_row<'a>(call: &'a Call<'_>, place: usize) -> Result<(&'a Value,
     Ok((data, dims))
 }
 
-/// Each row keeps its shape, whatever further constants are.
+/// Each row keeps its shape; all further inputs are constants.
 pub(super) fn keeps_shape(call: &Call<'_>) -> Outcome {
     call.free_from(1)?;
     Ok(vec![by_row(call, 0)?.0.same_shape()])
 }
 
-/// Statistics of a training would be those of all rows.
+/// Refuses training mode, whose statistics are over all rows.
 pub(super) fn batch_normalization(call: &Call<'_>) -> Outcome {
     if call.int("training_mode", 0) != 0 || call.outputs() > 1 {
         return Err("it takes mean and variance of all rows, as in a training".into());
@@ -45,7 +45,7 @@ pub(super) fn conv(call: &Call<'_>) -> Outcome {
     convolved(call, call.free(1)?)
 }
 
-/// A convolution of integers, whose scales and zero points are constant.
+/// A convolution of quantized values, whose scales and zero points are constant.
 pub(super) fn qlinear_conv(call: &Call<'_>) -> Outcome {
     call.free_from(1)?;
     convolved(call, call.free(3)?)
@@ -88,7 +88,7 @@ pub(super) fn pool(call: &Call<'_>) -> Outcome {
     Ok(vec![data.like(0, made)])
 }
 
-/// How many windows there are along each axis.
+/// Number of window positions along each axis.
 fn windows(call: &Call<'_>, dims: &[Extent], kernel: &[Option<i64>]) -> Vec<Extent> {
     let padding = call.text("auto_pad", "NOTSET");
     let of = |name: &str, place: usize, default: i64| {
@@ -127,14 +127,14 @@ pub(super) fn global_pool(call: &Call<'_>) -> Outcome {
     Ok(vec![data.like(0, made)])
 }
 
-/// Channels become places, or places channels.
+/// Moves elements between channels and positions.
 pub(super) fn rearranged(call: &Call<'_>) -> Outcome {
     let (data, dims) = by_row(call, 0)?;
     let made = [vec![dims[0].clone()], call.unknown(dims.len() - 1)].concat();
     Ok(vec![data.like(0, made)])
 }
 
-/// Takes a picture and, for each row, where to look at it.
+/// Samples an image at the positions of a grid, for each row.
 pub(super) fn grid_sample(call: &Call<'_>) -> Outcome {
     let (data, dims) = by_row(call, 0)?;
     let (grid, places) = by_row(call, 1)?;
@@ -149,12 +149,12 @@ pub(super) fn grid_sample(call: &Call<'_>) -> Outcome {
     Ok(vec![data.like(0, [&dims[..2], inner].concat())])
 }
 
-/// Another size of every axis but that of the rows.
+/// Resizes every axis except the axis of the rows.
 pub(super) fn resize(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
-    // ONNX Runtime interpolates along every axis of two or three, and along all but the first two of four or five. It
-    // adds neighbours with weight 0 at scale 1, and 0 times infinity is no number.
+    // ONNX Runtime interpolates along every axis of rank 2 or 3, and along all but the first two axes of rank 4 or 5.
+    // It adds neighbors with weight 0 at scale 1, and 0 times infinity is NaN.
     let is_interpolated = call.text("mode", "nearest") != "nearest";
     if is_interpolated && data.axis().is_some_and(|(rows, _)| rows != 0 || dims.len() < 4) {
         return Err("it interpolates between rows".into());
@@ -165,7 +165,7 @@ pub(super) fn resize(call: &Call<'_>) -> Outcome {
         return Err("its sizes follow from each other".into());
     }
     let axes = match call.ints("axes") {
-        // An empty list means what none does.
+        // An empty list means the same as no list.
         Some(axes) if !axes.is_empty() => {
             axes.iter().map(|axis| axis_in(*axis, dims.len())).collect::<Result<Vec<_>, _>>()?
         }
@@ -180,7 +180,7 @@ pub(super) fn resize(call: &Call<'_>) -> Outcome {
         let is_rows = data.axis().is_some_and(|(rows, _)| rows == *axis);
         let size = call.given(sizes).and_then(Value::entries).and_then(|sizes| sizes.get(place));
         let scale = match call.given(scales).map(|scales| &scales.content) {
-            // Sizes come before scales.
+            // Sizes take precedence over scales.
             _ if has_sizes => None,
             Some(Content::Floats(scales)) => scales.get(place).copied(),
             Some(_) => None,

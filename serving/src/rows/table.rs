@@ -1,18 +1,18 @@
-//! The operators that are known to keep rows apart, by domain, each with its rule.
+//! Rule table: the operators that are known to keep rows apart, by domain, each with its rule.
 
 use super::call::Rule;
 use super::{
     attention, elementwise, integers, learners, matrix, quantized, recurrent, reduce, select, shapes, spatial,
 };
 
-/// Versions of ONNX's own operator sets whose operators the rules are written for.
+/// Versions of the standard ONNX operator set that the rules cover.
 const ONNX: std::ops::RangeInclusive<i64> = 7..=26;
-/// The same of `ai.onnx.ml`.
+/// Versions of `ai.onnx.ml` that the rules cover.
 const LEARNERS: std::ops::RangeInclusive<i64> = 1..=5;
-/// The same of `com.microsoft`.
+/// Version of `com.microsoft` that the rules cover.
 const MICROSOFT: i64 = 1;
 
-/// Where operators come from.
+/// Domain of an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Domain {
     Onnx,
@@ -31,7 +31,7 @@ impl Domain {
         }
     }
 
-    /// Whether the rules are written for a version of its operator set.
+    /// Whether the rules cover a version of the domain's operator set.
     pub(super) fn has_rules_for(self, opset: i64) -> bool {
         match self {
             Domain::Onnx => ONNX.contains(&opset),
@@ -42,7 +42,7 @@ impl Domain {
     }
 }
 
-/// The rule of an operator; `None` for one that is not known to keep rows apart.
+/// The rule of an operator; `None` if the operator is not known to keep rows apart.
 pub(super) fn rule(domain: Domain, operator: &str) -> Option<Rule> {
     match domain {
         Domain::Onnx => of_onnx(operator),
@@ -52,7 +52,7 @@ pub(super) fn rule(domain: Domain, operator: &str) -> Option<Rule> {
     }
 }
 
-/// Whether an operator gives the same for the same inputs, as far as its name tells.
+/// Whether an operator gives the same result for the same inputs, judging by its name.
 pub(super) fn is_deterministic(domain: Domain, operator: &str) -> bool {
     domain != Domain::Other
         && !["Random", "Dropout", "Sampling"].iter().any(|word| operator.contains(word))
@@ -163,5 +163,5 @@ fn of_microsoft(operator: &str) -> Option<Rule> {
     })
 }
 
-/// Operators whose results are integers that are followed, wherever they are.
+/// Evaluates nodes that compute tracked integers, before the rules apply.
 pub(super) use integers::evaluate;

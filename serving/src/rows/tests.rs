@@ -1,4 +1,4 @@
-//! The rules, each with graphs that it accepts and graphs that it refuses, and ONNX Runtime's word on random ones.
+//! Tests of the row rules: accepted and refused graphs for each, and random graphs that are run by ONNX Runtime.
 #![allow(clippy::unwrap_used)]
 
 mod forms;

@@ -1,27 +1,27 @@
-//! Values of a graph as the proof knows them: how they depend on the rows, extents, small contents.
+//! Abstract values of the row proof: dependence on the rows, extents, and the elements of small tensors.
 
 use std::sync::Arc;
 
 use super::Dependence;
 use super::extent::{Entry, Extent};
 
-/// Longest tensor whose elements are followed.
+/// Maximum number of elements of a tensor whose elements are tracked.
 pub(super) const CONTENT_MAX: usize = 64;
 
 /// How a value depends on the rows of a run.
 #[derive(Debug, Clone)]
 pub(super) enum Kind {
-    /// Not at all: it is the same in a run of several requests as in a run of each.
+    /// Not at all: the value is the same in a run of several requests as in a run of each.
     Free,
-    /// By the number of rows alone. Its integers are known, and may be used as a shape.
+    /// Only by the number of rows. Its integers are tracked and may be used as a shape.
     Sized,
-    /// It is what runs of each request give, one after the other along an axis. The extent of that axis is
-    /// `outer` times the number of rows times what is left, in this order: `outer` is not 1 where an axis before the
+    /// The concatenation, along an axis, of its values in a run of each request. The extent of that axis is `outer`
+    /// times the number of rows times the remaining factors, in this order. `outer` is not 1 if an axis before the
     /// rows was merged with theirs.
     Rows {
         /// The axis.
         axis: usize,
-        /// What varies more slowly than the rows do.
+        /// The factor of the extent that varies more slowly than the rows.
         outer: Extent,
     },
     /// In a way that is not known to keep rows apart.
@@ -36,11 +36,11 @@ pub(super) enum Content {
     Floats(Vec<f32>),
 }
 
-/// A value.
+/// An abstract value.
 #[derive(Debug, Clone)]
 pub(super) struct Value {
     pub(super) kind: Kind,
-    /// Extents, always known of [`Kind::Rows`]; `None` where the rank is not known.
+    /// Extents, always known for [`Kind::Rows`]; `None` if the rank is unknown.
     pub(super) dims: Option<Vec<Extent>>,
     pub(super) content: Content,
     /// Whether its integers have 32 bits.
@@ -67,7 +67,7 @@ impl Value {
         Value { kind, dims: Some(dims), content: Content::Integers(entries), narrow: false }
     }
 
-    /// The same as integers of 32 bits.
+    /// The value after a conversion to 32-bit integers.
     pub(super) fn narrowed(self) -> Value {
         let content = match self.content {
             Content::Integers(entries) => {
@@ -78,7 +78,7 @@ impl Value {
         Value { content, narrow: true, ..self }
     }
 
-    /// The axis of the rows and what is outside of them, where it has rows.
+    /// The axis of the rows and their outer factor, if the value has rows.
     pub(super) fn axis(&self) -> Option<(usize, &Extent)> {
         match &self.kind {
             Kind::Rows { axis, outer } => Some((*axis, outer)),
@@ -97,7 +97,7 @@ impl Value {
         }
     }
 
-    /// Its integers, where all are known numbers.
+    /// Its integers, if all are known numbers.
     pub(super) fn numbers(&self) -> Option<Vec<i64>> {
         self.entries()?.iter().map(Entry::as_number).collect()
     }
@@ -115,7 +115,7 @@ impl Value {
         self.dims.as_ref().is_some_and(|dims| dims.iter().all(Extent::is_one))
     }
 
-    /// A value of other elements that depends on the rows as this one does, along an axis of these extents.
+    /// A value with other elements and the same dependence on the rows, which are along `axis` of the extents `dims`.
     pub(super) fn like(&self, axis: usize, dims: Vec<Extent>) -> Value {
         match &self.kind {
             Kind::Rows { outer, .. } => Value::rows(axis, outer.clone(), dims),
@@ -123,13 +123,13 @@ impl Value {
         }
     }
 
-    /// A value of other elements in the same places.
+    /// A value with other elements and the same shape.
     pub(super) fn same_shape(&self) -> Value {
         Value { kind: self.kind.clone(), dims: self.dims.clone(), content: Content::Unknown, narrow: false }
     }
 }
 
-/// A value of any size that does not depend on the rows, or does along an axis.
+/// Known extents from a constant's dimensions.
 pub(super) fn extents_of(dims: &[i64]) -> Vec<Extent> {
     dims.iter().map(|extent| Extent::known(*extent)).collect()
 }

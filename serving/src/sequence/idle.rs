@@ -1,5 +1,5 @@
-//! Sequences that have had no request for too long: they are dropped when they are asked for, when their room
-//! is needed, and from time to time by one task for all of a version, which runs while any is live.
+//! Removal of idle sequences, which have had no request for too long. They are dropped when a request has their id,
+//! when their capacity is needed, and periodically by one task for each version while any sequence is live.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use super::Sequences;
 use super::live::{Entry, Kept, Live};
 
-/// How long is waited at least, and at most, before idle sequences are looked for again.
+/// Minimum and maximum pause before the next search for idle sequences.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(60));
 
 impl Sequences {
-    /// Drops those that are idle; tells when to look again, `None` where none is live.
+    /// Drops idle sequences; returns when to search again, or `None` if no sequence is live.
     pub(super) fn sweep(&self) -> Option<Duration> {
         let mut guard = self.live.lock();
         let live = &mut *guard;
@@ -24,10 +24,10 @@ impl Sequences {
         (!none).then(|| pause.clamp(PAUSE.0, PAUSE.1))
     }
 
-    /// Drops idle ones from now on, until none is live any more.
+    /// Starts a task that drops idle sequences until no sequence is live.
     pub(super) fn sweep_from_time_to_time(self: &Arc<Self>) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
-            // Without, they are dropped when their room or their id is needed.
+            // Without a runtime, sequences are dropped when their capacity or their id is needed.
             self.live.lock().swept = false;
             return;
         };
@@ -51,7 +51,7 @@ impl Sequences {
 }
 
 impl Live {
-    /// Takes out those that are idle. Until the next one can be, nothing is looked through.
+    /// Removes idle sequences. Searches nothing before the earliest time at which a sequence can be idle.
     pub(super) fn sweep(&mut self, idle: Duration) -> Vec<Kept> {
         let now = Instant::now();
         if self.quiet_until.is_some_and(|until| now < until) {

@@ -1,5 +1,4 @@
-//! The sequences of one model version that are live: their states, the room for them, and the line of
-//! requests of each.
+//! Live sequences of one model version: their states, their limits, and the queue of requests of each.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use crate::error::InferError;
 use crate::tensor::Held;
 use crate::wire::inference as pb;
 
-/// Counts starts in all versions, so that of two which know an id the one is found that began it last.
+/// Counts starts in all versions, so that of two versions that know an id, the one that started it last is found.
 static STARTS: AtomicU64 = AtomicU64::new(0);
 
 /// The sequences of a version.
@@ -34,53 +33,53 @@ pub(crate) struct Sequences {
 #[derive(Debug, Default)]
 pub(super) struct Live {
     pub(super) entries: HashMap<SequenceId, Entry>,
-    /// Sequences with a state, and those whose first request runs.
+    /// Number of sequences with a state, and of those whose first request runs.
     pub(super) held: usize,
-    /// Bytes of all states, and of those that are about to replace some.
+    /// Bytes of all states, including growth claimed by running requests.
     pub(super) bytes: usize,
-    /// Requests that wait for the one before them, and the bytes of their inputs.
+    /// Number of requests that wait for the one before them; below, the bytes of their inputs.
     pub(super) waiting: usize,
     pub(super) waiting_bytes: usize,
-    /// The number of the next request.
+    /// Number of the next request.
     pub(super) number: u64,
-    /// Until when nothing can become idle.
+    /// Time before which no sequence can become idle.
     pub(super) quiet_until: Option<Instant>,
-    /// Somebody looks for idle ones from time to time.
+    /// Whether a task drops idle sequences periodically.
     pub(super) swept: bool,
 }
 
-/// A sequence, as long as it has a state or requests.
+/// A sequence that has a state or requests.
 #[derive(Debug, Default)]
 pub(super) struct Entry {
-    /// Its last start among all.
+    /// Number of its last start among all starts.
     pub(super) order: u64,
     pub(super) kept: Option<Kept>,
-    /// Requests in the order in which they came; the first one runs.
+    /// Requests in order of arrival; the first one runs.
     pub(super) line: VecDeque<Waiter>,
 }
 
-/// What a request left for the next one.
+/// State that a request left for the next one.
 #[derive(Debug)]
 pub(super) struct Kept {
     pub(super) tensors: Arc<Vec<Held>>,
     pub(super) bytes: usize,
-    /// When the last request was done.
+    /// End of the last request.
     pub(super) last: Instant,
 }
 
 #[derive(Debug)]
 pub(super) struct Waiter {
     number: u64,
-    /// Told when it is the first.
+    /// Fires when the request is the first in the queue.
     turn: Option<oneshot::Sender<()>>,
 }
 
-/// What a request holds of the room while it runs.
+/// Capacity that a request claims while it runs.
 #[derive(Debug, Default)]
 pub(super) struct Claim {
-    /// A sequence that was not live before.
+    /// One sequence: its sequence was not live before.
     pub(super) sequence: bool,
-    /// Bytes by which its state grows.
+    /// Bytes by which the state of its sequence grows.
     pub(super) bytes: usize,
 }
 
@@ -109,23 +108,23 @@ impl Sequences {
         &self.plan
     }
 
-    /// As the configuration of the model shows them.
+    /// The configuration of sequences as shown to clients.
     pub(crate) fn shown(&self) -> pb::ModelSequenceBatching {
         self.shown.clone()
     }
 
-    /// How many are live.
+    /// Number of live sequences.
     pub(crate) fn live(&self) -> usize {
         self.sweep();
         self.live.lock().held
     }
 
-    /// Requests that wait for the one before them.
+    /// Number of requests that wait for the one before them.
     pub(crate) fn waiting(&self) -> usize {
         self.live.lock().waiting
     }
 
-    /// When among all starts a sequence was begun here, if it is live or about to be.
+    /// Number of the sequence's start among all starts, if it is live here or about to be.
     pub(crate) fn begun(&self, id: &SequenceId) -> Option<u64> {
         let live = self.live.lock();
         let entry = live.entries.get(id)?;
@@ -133,7 +132,7 @@ impl Sequences {
         (is_live || !entry.line.is_empty()).then_some(entry.order)
     }
 
-    /// Takes a place behind the requests of the same sequence that are here.
+    /// Takes a place behind the queued requests of the same sequence.
     pub(crate) fn queue(self: &Arc<Self>, step: Step) -> Box<Place> {
         let mut guard = self.live.lock();
         let live = &mut *guard;
@@ -146,7 +145,7 @@ impl Sequences {
             live.held -= 1;
             live.bytes -= lapsed.as_ref().map_or(0, |kept| kept.bytes);
         }
-        // One that does not start takes no id away from a version that has its sequence.
+        // Without a start, a request takes no id from another version that has its sequence.
         if step.start {
             entry.order = STARTS.fetch_add(1, Ordering::Relaxed) + 1;
         }
@@ -159,12 +158,12 @@ impl Sequences {
         };
         entry.line.push_back(Waiter { number, turn: sender });
         drop(guard);
-        // Its tensors may be large: they are freed without the lock.
+        // Its tensors may be large: they are freed outside the lock.
         drop(lapsed);
         Box::new(Place::new(Arc::clone(self), step, number, receiver))
     }
 
-    /// Counts a request that waits, with so many bytes, until the guard is dropped.
+    /// Counts a waiting request with `bytes` bytes of input, until the guard is dropped.
     pub(super) fn wait(&self, bytes: usize) -> Result<Waiting<'_>, InferError> {
         let (requests_max, bytes_max) = (self.limits.requests_waiting_max, self.limits.waiting_bytes_max);
         let mut live = self.live.lock();
@@ -185,11 +184,11 @@ impl Sequences {
         Ok(Waiting { sequences: self, bytes })
     }
 
-    /// The states for a request whose turn it is.
+    /// The states for the first request in the queue of its sequence.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for a sequence that is not live; [`InferError::Overloaded`] where there is no
-    /// room for another one.
+    /// [`InferError::Invalid`] for a sequence that is not live; [`InferError::Overloaded`] at the limit of live
+    /// sequences.
     pub(super) fn begin(&self, step: &Step, claim: &mut Claim) -> Result<Arc<Vec<Held>>, InferError> {
         let mut guard = self.live.lock();
         let live = &mut *guard;
@@ -214,10 +213,10 @@ impl Sequences {
         if claim.sequence { Ok(self.plan.initial()) } else { Err(self.full()) }
     }
 
-    /// Claims room for the state that a run left.
+    /// Claims capacity for the state that a run left.
     ///
     /// # Errors
-    /// [`InferError::Overloaded`] where there is none.
+    /// [`InferError::Overloaded`] if the states would exceed their limit.
     pub(super) fn claim(&self, step: &Step, bytes: usize, claim: &mut Claim) -> Result<(), InferError> {
         let bytes_max = self.limits.sequence_bytes_max;
         let mut guard = self.live.lock();
@@ -247,16 +246,16 @@ impl Sequences {
         })
     }
 
-    /// Lets a state count, or none any more after the last request.
+    /// Makes a new state current, or drops the state after the last request of a sequence.
     pub(super) fn commit(self: &Arc<Self>, step: &Step, claim: Claim, tensors: Vec<Held>, bytes: usize) {
         let mut guard = self.live.lock();
         let live = &mut *guard;
-        // Its request is in the line, so it is there.
+        // The request is in the queue, so the entry exists.
         let Some(entry) = live.entries.get_mut(&step.id) else { return };
         let old = entry.kept.take();
         live.bytes -= claim.bytes + old.as_ref().map_or(0, |kept| kept.bytes);
         let mut begin_to_sweep = false;
-        // Otherwise it was begun anew in another version meanwhile, and ends here.
+        // If false, another version started the sequence anew meanwhile, and it ends here.
         let is_live = claim.sequence || old.is_some();
         if step.end {
             live.held -= usize::from(is_live);
@@ -290,7 +289,7 @@ impl Sequences {
         drop(old);
     }
 
-    /// Takes a request out of its line, with what it still claims, and tells the one that is first then.
+    /// Removes a request from its queue, releases its claim, and wakes the request that is now first.
     pub(super) fn leave(&self, step: &Step, number: u64, claim: &Claim) {
         let mut guard = self.live.lock();
         let live = &mut *guard;
@@ -309,13 +308,13 @@ impl Sequences {
         }
         drop(guard);
         if let Some(turn) = first {
-            // One that has just gone leaves the line itself.
+            // A waiter that was just dropped leaves the queue itself.
             let _ = turn.send(());
         }
     }
 }
 
-/// A request that waits for the one before it; counted until dropped.
+/// A request that waits for the one before it; counted until this is dropped.
 #[derive(Debug)]
 pub(super) struct Waiting<'a> {
     sequences: &'a Sequences,

@@ -1,4 +1,4 @@
-//! The place of one request in its sequence, from its arrival to its answer.
+//! Place of one request in its sequence, held from its arrival to its response.
 
 use std::sync::Arc;
 
@@ -10,18 +10,18 @@ use crate::error::InferError;
 use crate::session::{Output, Pool, Work};
 use crate::tensor::Held;
 
-/// A place. Dropped, it makes room for the next request; unless it was committed, nothing has changed.
+/// A place in the queue. Dropping it lets the next request run; without a commit, the state is unchanged.
 #[derive(Debug)]
 pub(crate) struct Place {
     sequences: Arc<Sequences>,
     pub(super) step: Step,
     number: u64,
-    /// Fires when the requests before it are done; `None` where there are none.
+    /// Fires when the requests before it are done; `None` if there are none.
     pub(super) turn: Option<oneshot::Receiver<()>>,
     pub(super) claim: Claim,
-    /// The states that its run left, and their bytes.
+    /// The states that the run left, and their bytes.
     pub(super) left: Option<(Vec<Held>, usize)>,
-    /// Versions in which a sequence of the same id ends when this one begins.
+    /// Versions in which a sequence of the same id ends when this one starts.
     others: Vec<Arc<Sequences>>,
 }
 
@@ -35,15 +35,15 @@ impl Place {
         Place { sequences, step, number, turn, claim: Claim::default(), left: None, others: Vec::new() }
     }
 
-    /// Names other versions in which a sequence of the same id ends when this one begins.
+    /// Sets the other versions in which a sequence of the same id ends when this one starts.
     pub(crate) fn replaces(&mut self, others: Vec<Arc<Sequences>>) {
         self.others = others;
     }
 
-    /// Runs a request, its inputs and outputs as clients see them, once those before it are done. Cancel safe.
+    /// Runs a request, with inputs and outputs as clients see them, after the requests before it. Cancel safe.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when the sequence is not live, and for several rows;
+    /// [`InferError::Invalid`] when the sequence is not live, or the request has several rows;
     /// [`InferError::DeadlineExceeded`], [`InferError::Overloaded`]; as [`Pool::run`].
     pub(crate) async fn run(&mut self, pool: &Pool, mut work: Work) -> Result<Output, InferError> {
         let sequences = Arc::clone(&self.sequences);
@@ -55,8 +55,8 @@ impl Place {
             let states = sequences.begin(&self.step, &mut self.claim)?;
             work.inputs = plan.inputs(std::mem::take(&mut work.inputs), &self.step, &states)?;
             work.outputs = plan.outputs(&work.outputs);
-            // The states stay where the next request takes them from, which may run on any session; but for those that
-            // the client gets, too.
+            // States stay on the device if all sessions share its memory, since the next request may run on any
+            // session. States that the client also gets do not stay.
             let common = pool.memory().is_some();
             let (client, kept) = work.outputs.split_at(wanted);
             let stays = kept.iter().map(|place| common && !client.contains(place));
@@ -72,13 +72,13 @@ impl Place {
         Ok(ran)
     }
 
-    /// Waits for the requests before it, at most until its deadline.
+    /// Waits for the requests before it, until its deadline at the latest.
     async fn wait(&mut self, work: &Work) -> Result<(), InferError> {
         let Some(turn) = &mut self.turn else { return Ok(()) };
         if turn.try_recv().is_err() {
             let _waiting = self.sequences.wait(work.bytes())?;
             match work.deadline {
-                // The sender is in the line as long as this place is.
+                // The sender stays in the queue as long as this place exists.
                 None => {
                     let _ = turn.await;
                 }
@@ -104,7 +104,7 @@ impl Place {
         }
     }
 
-    /// Lets the next request of the sequence begin with what this one left.
+    /// Makes the state that the run left current for the next request of the sequence.
     pub(crate) fn commit(&mut self) {
         if let Some((states, bytes)) = self.left.take() {
             let claim = std::mem::take(&mut self.claim);

@@ -1,5 +1,5 @@
-//! How the requests of a sequence become runs of the graph: which of its inputs come from the client, which
-//! from the server, and which outputs are kept for the next request.
+//! Mapping between the requests of a sequence and runs of the graph: the inputs that come from the client, those that
+//! come from the server, and the outputs that are kept for the next request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,43 +12,43 @@ use crate::error::{InferError, quote};
 use crate::tensor::{Data, Held, Tensor, element_count, shown};
 use crate::wire::inference as pb;
 
-/// Names that a message shows, at most.
+/// Maximum number of names in a message.
 const SHOWN_MAX: usize = 16;
 
-/// What a configuration says of a model's sequences.
+/// A model's configuration of sequences.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Declaration {
-    /// As the configuration of the model shows it.
+    /// The configuration as shown to clients.
     pub(crate) shown: pb::ModelSequenceBatching,
-    /// How long a sequence may be without a request.
+    /// Maximum time between two requests of a sequence.
     pub(crate) idle: Duration,
-    /// Most sequences that are live, where it says so.
+    /// Maximum number of live sequences, if configured.
     pub(crate) sequences_max: Option<usize>,
     pub(crate) controls: Vec<Control>,
     pub(crate) states: Vec<State>,
 }
 
 impl Declaration {
-    /// Whether the server gives an input.
+    /// Whether the server provides an input.
     pub(crate) fn has_input(&self, name: &str) -> bool {
         self.controls.iter().any(|control| control.input == name)
             || self.states.iter().any(|state| state.input == name)
     }
 
-    /// Whether the server keeps an output.
+    /// Whether the server keeps an output for the next request.
     pub(crate) fn has_output(&self, name: &str) -> bool {
         self.states.iter().any(|state| state.output == name)
     }
 }
 
-/// An input that tells the graph where in its sequence a request is.
+/// An input that tells the graph the position of a request in its sequence.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Control {
     pub(crate) input: String,
     pub(crate) signal: Signal,
 }
 
-/// What such an input says. Flags have the elements for no and for yes.
+/// Meaning of a control input. Flags have the elements for false and for true.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Signal {
     Start(Data, Data),
@@ -57,19 +57,19 @@ pub(crate) enum Signal {
     Id(Datatype),
 }
 
-/// What is kept between the requests of a sequence.
+/// A state that is kept between the requests of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct State {
     pub(crate) input: String,
     pub(crate) output: String,
     pub(crate) datatype: Datatype,
-    /// With the rows, as the graph has them.
+    /// Shape including the rows, as in the graph.
     pub(crate) dims: Vec<i64>,
-    /// The shape of the zeros that a sequence begins with, of one row.
+    /// Shape of the initial zeros, for one row.
     pub(crate) initial: Vec<i64>,
 }
 
-/// Where an input of the graph comes from.
+/// Origin of an input of the graph.
 #[derive(Debug)]
 enum Source {
     Client,
@@ -77,31 +77,31 @@ enum Source {
     State(usize),
 }
 
-/// The plan of a version.
+/// The mapping for a model version.
 #[derive(Debug)]
 pub(crate) struct Plan {
     client: Signature,
-    /// Of the graph's inputs, in its order.
+    /// Sources of the graph's inputs, in the graph's order.
     sources: Vec<Source>,
-    /// Where the graph has the outputs that clients see.
+    /// Indexes in the graph of the outputs that clients see.
     outputs: Vec<usize>,
-    /// Where the graph has the outputs that are kept.
+    /// Indexes in the graph of the outputs that are kept.
     kept: Vec<usize>,
-    /// A request has one row; without, the model has no rows.
+    /// Whether the model has rows; a request then has exactly one.
     has_rows: bool,
-    /// What a sequence begins with.
+    /// Initial states of a sequence.
     initial: Arc<Vec<Held>>,
-    /// The shapes that the states may have.
+    /// The declared shapes of the states.
     dims: Vec<Vec<i64>>,
     controls: Vec<Control>,
 }
 
 impl Plan {
-    /// Holds a declaration against the graph. Clients see those of its outputs that are kept which `listed`
-    /// has, too. States may have `bytes_max` bytes.
+    /// Checks a declaration against the graph. Clients see a kept output only if `listed` contains it. The initial
+    /// states may have up to `bytes_max` bytes.
     ///
     /// # Errors
-    /// What of the two does not fit.
+    /// The first conflict between the two.
     pub(crate) fn new(
         declaration: &Declaration,
         graph: &Signature,
@@ -152,12 +152,12 @@ impl Plan {
         &self.client
     }
 
-    /// What a sequence begins with.
+    /// Initial states of a sequence.
     pub(super) fn initial(&self) -> Arc<Vec<Held>> {
         Arc::clone(&self.initial)
     }
 
-    /// Refuses requests of several rows, which would be in one sequence at once.
+    /// Refuses requests of several rows, which would belong to one sequence at the same time.
     pub(super) fn check_rows(&self, rows: usize) -> Result<(), InferError> {
         if self.has_rows && rows != 1 {
             return Err(InferError::invalid(
@@ -168,7 +168,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The inputs of the graph for a request with inputs of its client and the states before it.
+    /// The inputs of the graph, from the client's inputs and the current states.
     pub(super) fn inputs(
         &self,
         client: Vec<Held>,
@@ -177,7 +177,7 @@ impl Plan {
     ) -> Result<Vec<Held>, InferError> {
         let mut client = client.into_iter();
         let inputs = self.sources.iter().map(|source| match source {
-            // They were checked and are in the graph's order.
+            // Client inputs were checked and are in the graph's order.
             Source::Client => client.next().ok_or_else(|| InferError::internal("an input is missing")),
             Source::Control { place, shape } => self.controls[*place].tensor(shape, step).map(Held::Alone),
             Source::State(place) => {
@@ -187,16 +187,15 @@ impl Plan {
         inputs.collect()
     }
 
-    /// The places in the graph of the outputs that a client wants, then of those that are kept.
+    /// Indexes in the graph of the outputs that a client requests, then of the kept outputs.
     pub(super) fn outputs(&self, wanted: &[usize]) -> Vec<usize> {
         wanted.iter().map(|place| self.outputs[*place]).chain(self.kept.iter().copied()).collect()
     }
 
-    /// The states that a run left. Of other shapes they would be held against the next request, or, with
-    /// other rows, be mixed with those of other sequences.
+    /// The states that a run left. A wrong shape would make the next request fail; other rows would mix sequences.
     ///
     /// # Errors
-    /// [`InferError::Internal`] for such: the graph may make what it wants of an open extent.
+    /// [`InferError::Internal`] for states of a wrong shape: a graph may return any extent where its shape is open.
     pub(super) fn states(&self, outputs: Vec<Held>) -> Result<Vec<Held>, InferError> {
         let named = outputs.into_iter().zip(self.initial.iter().zip(&self.dims));
         let states = named.map(|(output, (input, dims))| {
@@ -222,7 +221,7 @@ fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Held>, String> {
     let mut bytes = 0usize;
     let zeros = states.iter().map(|state| {
         let count = element_count(&state.input, &state.initial).map_err(|error| error.to_string())?;
-        // An element of BYTES has its length at least.
+        // A BYTES element takes at least its length prefix.
         let width = state.datatype.element_bytes().unwrap_or(4);
         bytes = bytes.saturating_add(count.saturating_mul(width));
         if bytes > bytes_max {
@@ -237,12 +236,12 @@ fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Held>, String> {
     zeros.collect()
 }
 
-/// A state: its sequence keeps it until the request that takes it has left another one.
+/// Shares a state: its sequence keeps it until the next request has left a new one.
 fn shared(state: Held, name: &str) -> Held {
     state.named(name, 2)
 }
 
-/// Where the graph has what is named.
+/// Index of the input or output with a name.
 fn find(side: &str, name: &str, specs: &[TensorSpec]) -> Result<usize, String> {
     specs.iter().position(|spec| spec.name == name).ok_or_else(|| {
         let names: Vec<&str> = specs.iter().take(SHOWN_MAX).map(|spec| spec.name.as_str()).collect();
@@ -281,7 +280,7 @@ impl Control {
         }
     }
 
-    /// The shape of the one element that the graph takes.
+    /// The shape of the single element that the graph takes.
     fn shape(&self, found: &TensorSpec) -> Result<Vec<i64>, String> {
         let name = quote(&self.input);
         if found.datatype != self.datatype() {
@@ -305,7 +304,7 @@ impl Control {
             Signal::Start(_, yes) if step.start => yes.clone(),
             Signal::End(_, yes) if step.end => yes.clone(),
             Signal::Start(no, _) | Signal::End(no, _) => no.clone(),
-            // What runs is always there: rows are never filled up.
+            // Every request is ready: batches are not padded with empty rows.
             Signal::Ready(_, yes) => yes.clone(),
             Signal::Id(datatype) => id(*datatype, &step.id)?,
         };
@@ -313,7 +312,7 @@ impl Control {
     }
 }
 
-/// An id as a model takes it. As in Triton, of a number that is too wide the lower bits are.
+/// An id in the model's datatype. As in Triton, narrow types get the lower bits of a number.
 fn id(datatype: Datatype, id: &SequenceId) -> Result<Data, InferError> {
     Ok(match (datatype, id) {
         (Datatype::Uint64, SequenceId::Number(number)) => Data::Uint64(vec![*number]),

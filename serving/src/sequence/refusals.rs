@@ -1,10 +1,10 @@
-//! What requests hear that belong to no live sequence, or for which there is no room.
+//! Error messages for requests without a live sequence, and for exceeded limits of sequences.
 
 use super::{SequenceId, Sequences};
 use crate::error::InferError;
 
 impl Sequences {
-    /// What a request hears that says no sequence.
+    /// The error for a request without a sequence.
     pub(crate) fn outside(&self) -> InferError {
         InferError::invalid(format!(
             "model {:?} keeps a state for each sequence of requests: give the parameter sequence_id, sequence_start = \

@@ -1,11 +1,11 @@
-//! `sequence_batching` in the JSON that Triton's clients read.
+//! JSON form of `sequence_batching`, as Triton's clients read it.
 
 use serde_json::{Value, json};
 
 use crate::wire::inference::ModelSequenceBatching;
 use crate::wire::inference::model_sequence_batching as pb;
 
-/// What is shown of a model's sequences.
+/// The sequence configuration of a model in JSON.
 pub(crate) fn to_json(batching: &ModelSequenceBatching) -> Value {
     let mut json = json!({
         "max_sequence_idle_microseconds": batching.max_sequence_idle_microseconds,
@@ -51,7 +51,7 @@ fn state(state: &pb::State) -> Value {
         json!({
             "data_type": initial.data_type().as_str_name(),
             "dims": initial.dims,
-            // No other kind is served.
+            // The server supports only zeros as initial states.
             "zero_data": true,
             "name": initial.name,
         })

@@ -1,4 +1,4 @@
-//! Sequences against a plain model of them, in steps drawn by seed; plans, and what they refuse.
+//! Tests of sequences: random steps compared with a simple model, and the checks of declarations.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use super::*;
 use crate::config::Limits;
 use crate::tensor::{Data, Held, Tensor};
 
-/// Longer than a test takes.
+/// Longer than a test runs.
 const LONG: Duration = Duration::from_secs(3600);
 /// Bytes of the state of one sequence.
 const STATE_BYTES: usize = 8;
@@ -81,7 +81,7 @@ fn has_turn(place: &mut Place) -> bool {
     place.turn.is_none()
 }
 
-/// What the run of a request does, without a session: adds to the state.
+/// Simulates the run of a request without a session: adds to the state.
 fn run(sequences: &Arc<Sequences>, place: &mut Place, more: f32) -> Result<f32, InferError> {
     let states = sequences.begin(&place.step, &mut place.claim)?;
     let Data::Fp32(values) = &states[0].read()?.data else { panic!("{states:?}") };
@@ -100,7 +100,7 @@ fn sequences_are_as_a_plain_model_has_them() {
     const LIVE_MAX: usize = 3;
     for seed in 0..100 {
         let mut random = StdRng::seed_from_u64(seed);
-        // Now the number of them is what bounds them, now their bytes.
+        // Alternates between the limit on bytes and the limit on sequences.
         let bounded_by_bytes = seed % 2 == 0;
         let sequences = match bounded_by_bytes {
             true => sequences(LONG, 100, LIVE_MAX * STATE_BYTES),
@@ -116,20 +116,20 @@ fn sequences_are_as_a_plain_model_has_them() {
                     let step = step(id, random.random_bool(0.3), random.random_bool(0.2));
                     line.push(sequences.queue(step));
                 }
-                // The caller of one goes, wherever it is in the line.
+                // The caller of any request in the queue drops it.
                 2 if !line.is_empty() => drop(line.remove(random.random_range(0..line.len()))),
                 _ if !line.is_empty() => {
                     let mut place = line.remove(0);
                     let (start, end) = (place.step.start, place.step.end);
                     let room = sums.contains_key(&id)
                         || sums.len() < LIVE_MAX
-                        // The state of the last request takes no room.
+                        // The state after the last request takes no capacity.
                         || (bounded_by_bytes && end);
                     let before = if start { room.then_some(0.0) } else { sums.get(&id).copied() };
                     let more = random.random_range(0..100) as f32;
                     let ran = run(&sequences, &mut place, more);
                     assert_eq!(ran.ok(), before.map(|before| before + more), "seed {seed}");
-                    // Of those that ran, some fail when their answer is written.
+                    // Some requests fail after their run, when their response is written.
                     if let Some(before) = before
                         && random.random_bool(0.8)
                     {
@@ -168,7 +168,7 @@ fn idle_sequences_are_gone_when_they_are_asked_for_or_their_room_is_needed() {
         let mut place = sequences.queue(step(id, true, false));
         run(&sequences, &mut place, 1.0).unwrap();
         place.commit();
-        // A request that waits keeps its sequence from being idle.
+        // A waiting request keeps its sequence from being idle.
         let mut next = sequences.queue(step(id, false, false));
         drop(place);
         assert!(has_turn(&mut next));
@@ -206,7 +206,7 @@ fn inputs_come_from_where_they_belong() {
     let names = |specs: &[TensorSpec]| specs.iter().map(|spec| spec.name.clone()).collect::<Vec<_>>();
     assert_eq!(names(&plan.client().inputs), ["x", "z"]);
     assert_eq!(names(&plan.client().outputs), ["y", "w"]);
-    // What clients want, and behind it what is kept.
+    // The outputs that clients request, followed by the kept ones.
     assert_eq!(plan.outputs(&[1, 0]), [2, 1, 0]);
     let x = Tensor::fp32("x", vec![1, 2], vec![1.0, 2.0]).unwrap();
     let z = Tensor::new("z", vec![1], Data::Bool(vec![true])).unwrap();
@@ -229,7 +229,7 @@ fn inputs_come_from_where_they_belong() {
     assert!(error.to_string().contains("\"a\", and the model takes ids as UINT32"), "{error}");
     assert!(plan.check_rows(1).is_ok());
     assert!(plan.check_rows(2).unwrap_err().to_string().contains("has one row"));
-    // A state that is listed as an output is seen, too.
+    // A state listed as an output is visible to clients, too.
     let listed = [spec("next", Datatype::Fp32, &[-1, 2])];
     let seen = Plan::new(&declaration(LONG), &graph(), &listed, true, 1 << 20).unwrap();
     assert_eq!(names(&seen.client().outputs), ["next", "y", "w"]);

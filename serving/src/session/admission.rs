@@ -1,9 +1,9 @@
 //! Admission control by deadline for the request queue of a model version.
 //!
-//! A request that cannot start in time is refused at once, so that its client can ask another replica and the server
-//! spends no time on it. After such a refusal the server sheds load: it keeps the queue short until the queue has been
-//! empty. A queue that does not become empty is overload, not a burst (as in CoDel: Nichols, Jacobson, 2012). A burst
-//! that is served in time is admitted.
+//! The scheduler refuses a request at once if it cannot start in time. Its client can then ask another replica, and
+//! the server spends no time on it. After a refusal the server sheds load: it keeps the queue short until the queue
+//! has been empty. A queue that does not become empty is overload, not a burst (as in CoDel: Nichols, Jacobson,
+//! 2012). A burst that the server can serve in time is admitted.
 
 use std::time::{Duration, Instant};
 
@@ -18,23 +18,23 @@ use crate::error::InferError;
 const SHED_MIN: Duration = Duration::from_secs(1);
 /// While shedding load, a request may queue for at most 1/6 of its remaining time.
 const SHED_PART: u32 = 6;
-/// While shedding load, the queue may still hold so many full batches for each session.
+/// While shedding load, the queue may still hold this number of full batches for each session.
 const SHED_BATCHES_MIN: u64 = 2;
 
 /// Admission control of one model version.
 #[derive(Debug)]
 pub(super) struct AdmissionControl {
-    /// Nanoseconds of a session for one row of requests that waited; a request without rows counts as one.
+    /// Nanoseconds of session time for one row of requests that waited; a request without rows counts as one row.
     row_nanos: MedianEstimate,
     sessions: u64,
-    /// Rows that the queue may hold in any case while shedding load.
+    /// Rows that the queue may always hold while the server sheds load.
     shed_rows_min: u64,
-    /// End of the least time of load shedding; set while the server sheds load.
+    /// Earliest end of load shedding; set while the server sheds load.
     shedding: Mutex<Option<Instant>>,
 }
 
 impl AdmissionControl {
-    /// For so many sessions, each of which runs batches of so many rows.
+    /// For `sessions` sessions that run batches of up to `rows_max` rows.
     pub(super) fn new(sessions: usize, rows_max: usize) -> AdmissionControl {
         let sessions = sessions.max(1) as u64;
         let rows = SHED_BATCHES_MIN.saturating_mul(sessions).saturating_mul(rows_max.max(1) as u64);
@@ -46,18 +46,18 @@ impl AdmissionControl {
         }
     }
 
-    /// Notes how long a batch of so many rows that had to wait occupied a session.
+    /// Records how long a batch of `rows` rows that had to wait occupied a session.
     pub(super) fn note(&self, rows: usize, elapsed: Duration) {
         self.row_nanos.note(elapsed.as_nanos() / rows.max(1) as u128);
     }
 
-    /// Estimated time to serve so many rows.
+    /// Estimated time to serve `rows` rows.
     fn wait(&self, rows: u64) -> Duration {
         Duration::from_nanos(rows.saturating_mul(self.row_nanos.get() as u64) / self.sessions)
     }
 
     /// Refuses a request with a deadline that would wait too long. Requests that arrive later and run before it, and
-    /// runs in progress, do not count: an empty queue admits everything, so that a wrong estimate corrects itself.
+    /// runs in progress, do not count. An empty queue admits every request, so that a wrong estimate corrects itself.
     ///
     /// # Errors
     /// [`InferError::Overloaded`].
@@ -101,12 +101,12 @@ mod tests {
 
     const UNLIMITED: QueueLimits = QueueLimits { requests_max: usize::MAX, bytes_max: usize::MAX };
 
-    /// A request whose deadline is so many milliseconds after a time.
+    /// A request whose deadline is `millis` milliseconds after `now`.
     fn within(millis: Option<u64>, now: Instant) -> Work {
         Work { deadline: millis.map(|millis| now + Duration::from_millis(millis)), ..work(1, 1, &[0], 0) }
     }
 
-    /// A queue of so many rows.
+    /// A queue of `rows` rows.
     fn queue(rows: usize) -> RequestQueue {
         let mut queue = RequestQueue::default();
         for at in 0..rows {

@@ -1,4 +1,4 @@
-//! Batches: the run of one or several requests on a session, and the distribution of their results.
+//! Batches: a run of one or several requests on a session, and the distribution of its results to their callers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,7 +15,7 @@ use crate::error::InferError;
 use crate::statistics::Times;
 use crate::tensor::{Held, Tensor, View};
 
-/// A session in use; returned to its scheduler when dropped, also when a run panics.
+/// A session in use; dropping the lease returns the session to its scheduler, also when a run panics.
 #[derive(Debug)]
 pub(super) struct Lease<R: Runner> {
     scheduler: Arc<Scheduler<R>>,
@@ -38,7 +38,7 @@ impl<R: Runner> Lease<R> {
     /// The session.
     ///
     /// # Errors
-    /// [`InferError::Internal`] when it was taken out.
+    /// [`InferError::Internal`] when the session was taken out of the lease.
     pub(super) fn session(&mut self) -> Result<&mut R, InferError> {
         self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))
     }
@@ -53,7 +53,8 @@ impl<R: Runner> Lease<R> {
         Ok(Output { outputs, times, run_rows: Some(work.rows) })
     }
 
-    /// Runs inputs of so many rows for the outputs that a request wants, of which some stay on the device.
+    /// Runs inputs of `rows` rows for the outputs that `work` requests; `stays` marks outputs that stay on the
+    /// device.
     fn run_inputs(
         &mut self,
         inputs: &[View<'_>],
@@ -74,7 +75,7 @@ impl<R: Runner> Lease<R> {
         Ok((outputs, times))
     }
 
-    /// Runs several requests as one; `None` when that failed.
+    /// Runs several requests as one; `None` when the run failed.
     fn run_together(&mut self, jobs: &[Job], end: Option<&RunEnd>) -> Option<Vec<Output>> {
         let first = &jobs.first()?.work;
         let rows: Vec<usize> = jobs.iter().map(|job| job.work.rows).collect();
@@ -124,7 +125,7 @@ pub(super) struct Batch<R: Runner> {
 }
 
 impl<R: Runner> Batch<R> {
-    /// Runs the requests on this inference thread, as long as callers wait for them, and sends their results.
+    /// Runs the requests on this inference thread, as long as callers wait for them, and sends the results.
     pub(super) fn run(self) {
         self.run_on(false);
     }
@@ -146,12 +147,12 @@ impl<R: Runner> Batch<R> {
         let end = end.as_deref();
         match lease.run_together(&jobs, end) {
             Some(outputs) => {
-                // The batch counts once, with the first request whose caller is still there at its end.
+                // The batch counts once, with the first request whose caller still waits at its end.
                 let rows = jobs.iter().map(|job| job.work.rows).sum();
                 answer(lease, jobs, outputs.into_iter().map(Ok).collect(), begun, Some(rows));
             }
             None if end.is_some_and(RunEnd::is_ended) => {}
-            // One of the requests may be the reason, and the others must not suffer.
+            // One of the requests may be the cause: run them one by one, so that the others succeed.
             None if is_inline => {
                 let scheduler = Arc::clone(&lease.scheduler);
                 scheduler.execute(Box::new(move || run_each(lease, jobs, begun, false)));
@@ -171,7 +172,7 @@ fn run_each<R: Runner>(mut lease: Lease<R>, mut jobs: Vec<Job>, begun: Instant, 
     answer(lease, jobs, results, begun, None);
 }
 
-/// Returns the session and sends results. `uncounted` are the rows of the batch that one of the requests counts.
+/// Returns the session and sends results. `uncounted`: rows of the batch, to be counted by one of the requests.
 fn answer<R: Runner>(
     lease: Lease<R>,
     jobs: Vec<Job>,
@@ -179,7 +180,7 @@ fn answer<R: Runner>(
     begun: Instant,
     mut uncounted: Option<usize>,
 ) {
-    // The time of a run that was ended says nothing of others.
+    // The duration of a run that was ended early says nothing about other runs.
     if jobs.iter().any(|job| job.waits) && jobs.iter().any(|job| !job.reply.is_closed()) {
         let rows = jobs.iter().map(|job| job.work.rows).sum();
         let elapsed = lease.scheduler.now().saturating_duration_since(begun);
@@ -192,7 +193,7 @@ fn answer<R: Runner>(
         if let Ok(output) = &mut result {
             output.run_rows = output.run_rows.or(uncounted);
         }
-        // The caller may share tensors with its request, and copies those that it does not have alone.
+        // The caller may share tensors with its request, and copies tensors that it does not own alone.
         drop(work);
         if reply.send(result).is_ok() {
             uncounted = None;
@@ -200,7 +201,7 @@ fn answer<R: Runner>(
     }
 }
 
-/// The inputs of requests that are alike, as those of one.
+/// Concatenates the inputs of compatible requests.
 fn joined(jobs: &[Job]) -> Result<Vec<Tensor>, InferError> {
     let inputs = jobs.first().map_or(0, |first| first.work.inputs.len());
     let join = |index: usize| {

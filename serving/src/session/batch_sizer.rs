@@ -1,28 +1,28 @@
-//! Learned batch sizes: the number of rows that a model version had better run at once.
+//! Learned batch sizes: the number of rows that a model version runs most efficiently at once.
 //!
-//! A larger batch shares the fixed cost of a run, above all the reading of the weights. Beyond some size the values
-//! between the layers leave the processor's cache, and each row costs more again (measured: a perceptron of 1.3 million
-//! weights takes 75 us for one row, 27 us for each of 4 to 44, 30 us for each of 64). Rows are split among the idle
-//! sessions as far as that costs nothing.
+//! A larger batch spreads the fixed cost of a run, mostly the reading of the weights, over more rows. Beyond some
+//! size the values between the layers leave the processor's cache, and the cost of each row rises again. Measured: a
+//! perceptron of 1.3 million weights takes 75 us for one row, 27 us for each of 4 to 44, 30 us for each of 64. The
+//! sizer splits rows among the idle sessions as far as that costs nothing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::run_time::{BatchCosts, MedianEstimate, batch_size};
 
-/// Sizes within this part of the best cost count as equally good.
+/// Sizes whose cost is within 1/20 of the best cost count as equally good.
 const TOLERANCE_PART: usize = 20;
-/// One of so many batches has another size, each in turn, so that every size is measured.
+/// One of 32 batches is a trial of another size. Trials take the sizes in turn, so that every size is measured.
 const TRIAL_EACH: usize = 32;
 
-/// Chooses batch sizes by the costs that were measured.
+/// Chooses batch sizes by measured costs.
 #[derive(Debug, Default)]
 pub(super) struct BatchSizer {
     batches: AtomicUsize,
 }
 
 impl BatchSizer {
-    /// Rows of the next batch when `rows` like ones wait, at most `rows_max` fit, and `idle` further sessions can take
-    /// the rest. All of them while the cost of such a batch is unknown.
+    /// Rows of the next batch when `rows` compatible rows wait, at most `rows_max` fit, and `idle` further sessions
+    /// can take the rest. Takes as many as fit while the cost of a batch of that size is unknown.
     pub(super) fn rows(&self, costs: &BatchCosts, rows: usize, rows_max: usize, idle: usize) -> usize {
         let all = rows.min(rows_max);
         let largest = batch_size(all);
@@ -52,7 +52,7 @@ mod tests {
     /// Elements of a row.
     const WIDTH: usize = 10;
 
-    /// A model of which each row takes `row(rows)` nanoseconds in a run of so many rows.
+    /// A model of which each row takes `row(rows)` nanoseconds in a run of `rows` rows.
     fn learned(sizes: &[usize], row: impl Fn(usize) -> usize) -> RunTimeEstimate {
         let estimate = RunTimeEstimate::default();
         for rows in sizes {

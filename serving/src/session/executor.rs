@@ -1,13 +1,14 @@
 //! Pool of inference threads, shared by all models of the process.
 //!
-//! Each task runs one batch of one model version. Tasks start in the order in which they were submitted, as long as
-//! fewer of them than the threads of the configuration keep processors busy. A version that has more requests submits
-//! its next batch behind those of the other versions, so that versions take turns.
+//! Each task runs one batch of one model version. Tasks start in the order of submission while fewer tasks than the
+//! configured threads keep processors busy. A version with more requests submits its next batch behind the batches of
+//! other versions, so that versions take turns.
 //!
-//! A run may take for ever, and nothing interrupts it. So that one version cannot stop the others, a version of which no
-//! task runs may always start one: then more threads than processors are busy. Tasks on GPUs wait for their device, so
-//! that each session there may have a thread. The number of threads is therefore bounded by `threads_max`, plus one for
-//! each version on the processor, plus one for each session on GPUs. Threads that have nothing to do end after a time.
+//! A run may take forever, and the pool cannot interrupt it. So that one version cannot stop the others, a version
+//! without a running task may always start one: then more threads than processors are busy. Tasks on GPUs wait for
+//! their device, so each session on a GPU may have a thread. The number of threads is therefore bounded by
+//! `threads_max`, plus one for each version on the processor, plus one for each session on GPUs. Idle threads end
+//! after [`IDLE_MAX`].
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
@@ -20,7 +21,7 @@ use parking_lot::{Condvar, Mutex};
 
 type Task = Box<dyn FnOnce() + Send>;
 
-/// A thread without a task ends after this time. To start one takes about 50 us.
+/// A thread without a task ends after this time. Starting a thread takes about 50 us.
 const IDLE_MAX: Duration = Duration::from_secs(60);
 
 static SHARED: Executor = Executor::new();
@@ -35,32 +36,32 @@ thread_local! {
 pub(super) struct Owner(u64);
 
 impl Owner {
-    /// One that no other has.
+    /// A new, unique owner.
     pub(super) fn new() -> Owner {
         static OWNERS: AtomicU64 = AtomicU64::new(0);
         Owner(OWNERS.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// How many tasks of a version may run.
+/// Limits on the running tasks of a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Share {
     /// A task may start while fewer tasks than this keep processors busy.
     pub(super) threads_max: usize,
-    /// A task may also start while fewer tasks of its own version than this run.
+    /// A task may also start while its version runs fewer tasks than this.
     pub(super) own: usize,
-    /// Whether the tasks keep processors busy, and do not wait for a GPU.
+    /// Whether the tasks keep processors busy; false if they wait for a GPU.
     pub(super) is_on_cpu: bool,
 }
 
 impl Share {
-    /// Whether a task may start when so many tasks keep processors busy, and so many of its version run.
+    /// Whether a task may start when `busy` tasks keep processors busy and `own` tasks of its version run.
     fn allows(&self, busy: usize, own: usize) -> bool {
         busy < self.threads_max || own < self.own
     }
 }
 
-/// A pool of threads that starts as many as it needs, up to a bound.
+/// A pool that starts threads on demand, up to a bound.
 pub(super) struct Executor {
     state: Mutex<State>,
     submitted: Condvar,
@@ -75,16 +76,16 @@ struct Queued {
 
 struct State {
     tasks: VecDeque<Queued>,
-    /// Tasks that run, by version; versions without one are left out.
+    /// Running tasks by version; versions without a running task are left out.
     running: BTreeMap<Owner, usize>,
-    /// Tasks that run and keep processors busy.
+    /// Running tasks that keep processors busy.
     busy: usize,
     threads: usize,
-    /// Threads that wait to be woken.
+    /// Threads that wait for a task.
     idle: usize,
-    /// Threads that were started or woken, and have not looked for a task yet.
+    /// Threads that were started or woken and have not yet looked for a task.
     looking: usize,
-    /// No more tasks start.
+    /// No further task starts.
     closed: bool,
 }
 
@@ -93,7 +94,7 @@ impl State {
         self.running.get(&owner).copied().unwrap_or(0)
     }
 
-    /// Counts the tasks that may start now beside each other, up to `enough`.
+    /// Counts the tasks that may start now in addition to the running ones, up to `enough`.
     fn startable(&self, enough: usize) -> usize {
         let (mut busy, mut started) = (self.busy, Vec::new());
         if self.closed {
@@ -164,12 +165,12 @@ impl Executor {
         &SHARED
     }
 
-    /// Submits a task; with a share of no tasks it stays queued for [`Executor::run_next`]. Runs it on this thread when
-    /// the system refuses even the first thread.
+    /// Submits a task. A task whose share is zero stays queued for [`Executor::run_next`]. Runs the queue on this
+    /// thread when the system refuses even the first thread.
     pub(super) fn submit(&'static self, owner: Owner, share: Share, task: Task) {
         let mut state = self.state.lock();
         state.tasks.push_back(Queued { owner, share, task });
-        // An inference thread looks for the next task as soon as it has finished its own.
+        // An inference thread looks for the next task as soon as it has finished its current one.
         if !IS_WORKER.get() && !self.wake(&mut state) && state.threads == 0 {
             drop(state);
             while self.run_next() {}
@@ -199,7 +200,8 @@ impl Executor {
         true
     }
 
-    /// Runs the oldest task on this thread, whatever its share; false when there is none, or the pool is closed.
+    /// Runs the oldest task on this thread, regardless of its share; false when the queue is empty or the pool is
+    /// closed.
     pub(super) fn run_next(&self) -> bool {
         let Some(queued) = self.state.lock().start(0) else { return false };
         self.perform(queued);
@@ -207,7 +209,7 @@ impl Executor {
     }
 
     fn perform(&self, Queued { owner, share, task }: Queued) {
-        // The panic hook has reported it, and callers learn it by their closed channels.
+        // The panic hook has reported a panic; callers see their channels closed.
         let _ = catch_unwind(AssertUnwindSafe(task));
         let mut state = self.state.lock();
         state.finish(owner, share);
@@ -222,7 +224,7 @@ impl Executor {
         state.looking -= 1;
         loop {
             if let Some(queued) = state.start_next() {
-                // Another task may start beside it. Without a thread for it, it starts when one has finished its task.
+                // Another task may start too. If no thread can be started for it, it waits until a thread is free.
                 self.wake(&mut state);
                 drop(state);
                 self.perform(queued);
@@ -235,7 +237,8 @@ impl Executor {
             }
             state.idle += 1;
             let waited = self.submitted.wait_for(&mut state, IDLE_MAX);
-            // A thread that was woken is counted as looking; if the wake-up met none that waits, this one looks.
+            // A woken thread counts as looking. If all idle threads were woken while this wait timed out, this one
+            // looks.
             if waited.timed_out() && state.idle > 0 {
                 state.idle -= 1;
                 state.threads -= 1;
@@ -245,7 +248,7 @@ impl Executor {
         }
     }
 
-    /// Lets no more tasks start and waits for those that run, at most for `patience`; whether all have finished.
+    /// Stops the start of tasks and waits up to `patience` for running ones; returns whether all have finished.
     pub(super) fn close(&self, patience: Duration) -> bool {
         let mut state = self.state.lock();
         state.closed = true;
@@ -264,7 +267,7 @@ mod tests {
 
     const OWNER: Owner = Owner(u64::MAX);
 
-    /// Threads for any version, and none for one alone.
+    /// A share with `threads_max` threads for all versions and none reserved for a version.
     fn share(threads_max: usize) -> Share {
         Share { threads_max, own: 0, is_on_cpu: true }
     }
@@ -356,7 +359,7 @@ mod tests {
         assert!(told.try_recv().is_err(), "it must not start");
     }
 
-    /// A task that says its name and waits, and what lets it end.
+    /// A task that sends `name` and blocks, with the sender that unblocks it.
     fn blocked(tell: &mpsc::Sender<&'static str>, name: &'static str) -> (mpsc::Sender<()>, Task) {
         let (go, gate) = mpsc::channel();
         let tell = tell.clone();
@@ -387,7 +390,7 @@ mod tests {
         assert_eq!(told.recv().unwrap(), "other");
         assert_eq!(executor.state.lock().threads, 3);
         assert_eq!(executor.state.lock().tasks.len(), 1);
-        // There are as many as threads still: the third task of the first version waits.
+        // As many tasks as threads are still busy: the third task of the first version waits.
         go.send(()).unwrap();
         gates.remove(0).send(()).unwrap();
         assert_eq!(told.recv().unwrap(), "third");

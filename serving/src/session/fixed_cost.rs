@@ -1,14 +1,14 @@
-//! Graphs whose run time depends on the shapes of the inputs alone.
+//! Fixed-cost graphs: graphs whose run time depends only on the shapes of the inputs.
 //!
-//! Only runs of such graphs can be known to be short before they start. Whatever is in doubt counts as dependent on
-//! values: its runs take place on inference threads, which costs a thread hop and nothing else.
+//! Only runs of these graphs can be known to be short before they start. Graphs in doubt count as dependent on
+//! values: their runs take place on inference threads, which costs only a thread hop.
 
 use std::collections::HashSet;
 
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto};
 use millrace_bundle::{Datatype, Signature};
 
-/// Operators whose cost depends on values: they loop, branch, or give as much as they find.
+/// Operators whose cost depends on values: they loop, branch, or produce output of data-dependent size.
 const BY_VALUE: [&str; 17] = [
     "Compress",
     "If",
@@ -29,7 +29,7 @@ const BY_VALUE: [&str; 17] = [
     "ConcatFromSequence",
 ];
 
-/// Operators that make tensors as large as the values of an input say, and the first such input.
+/// Operators whose output size is given by the values of inputs, and the index of the first of these inputs.
 const BY_SIZE: [(&str, usize); 11] = [
     ("CenterCropPad", 1),
     ("ConstantOfShape", 0),
@@ -44,8 +44,9 @@ const BY_SIZE: [(&str, usize); 11] = [
     ("Upsample", 1),
 ];
 
-/// Whether the run time of a graph depends on the shapes of its inputs alone, and on at most one open extent of each
-/// input behind its first: a product of several may be the same for shapes of very different cost.
+/// True if the run time of a graph depends only on the shapes of its inputs. Requires that no input has strings, or
+/// more than one open extent after the first. Estimates are by element count, and several open extents may give the
+/// same count at very different cost.
 pub(super) fn has_fixed_cost(model: &ModelProto, signature: &Signature) -> bool {
     let is_plain = signature.inputs.iter().all(|spec| {
         let open = spec.shape.iter().skip(1).filter(|extent| **extent < 0).count();
@@ -60,7 +61,7 @@ fn is_fixed(graph: &GraphProto) -> bool {
         graph.node.iter().filter(|node| node.op_type() == "Constant").flat_map(|node| &node.output);
     let inputs: HashSet<&str> = graph.input.iter().map(|input| input.name()).collect();
     let initializers = graph.initializer.iter().map(|tensor| tensor.name());
-    // A request may give an initializer that is an input, too.
+    // A request may also provide an initializer that is an input.
     let initializers = initializers.filter(|name| !inputs.contains(name));
     let constants: HashSet<&str> = constants.map(String::as_str).chain(initializers).collect();
     graph.node.iter().all(|node| is_fixed_node(node, &constants))

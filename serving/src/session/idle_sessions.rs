@@ -2,10 +2,10 @@
 
 use super::Runner;
 
-/// Sessions that run nothing; as many for each device when all are idle.
+/// Idle sessions; when all are idle, each device has the same number.
 #[derive(Debug)]
 pub(super) struct IdleSessions<R> {
-    /// By the index of the device. The session returned last is used first: its memory is still in the caches.
+    /// By device index. The session returned last is used first: its memory is still in the processor's caches.
     by_device: Vec<Vec<R>>,
 }
 
@@ -22,12 +22,12 @@ impl<R: Runner> IdleSessions<R> {
         self.by_device.iter().map(Vec::len).sum()
     }
 
-    /// Takes one on the device with the fewest runs.
+    /// Takes a session from the device with the most idle sessions, that is, the fewest runs.
     pub(super) fn take(&mut self) -> Option<R> {
         self.by_device.iter_mut().max_by_key(|sessions| sessions.len())?.pop()
     }
 
-    /// Takes the first that a predicate accepts.
+    /// Takes the first session that `accepts` accepts.
     pub(super) fn take_if(&mut self, mut accepts: impl FnMut(&mut R) -> bool) -> Option<R> {
         self.by_device.iter_mut().find_map(|sessions| {
             let index = sessions.iter_mut().position(&mut accepts)?;
@@ -35,7 +35,7 @@ impl<R: Runner> IdleSessions<R> {
         })
     }
 
-    /// Returns one.
+    /// Returns a session.
     pub(super) fn put(&mut self, session: R) {
         self.by_device[session.device()].push(session);
     }

@@ -1,7 +1,7 @@
-//! Runs outside of requests, as those that warm sessions up: they are ended when they take too long.
+//! Time-limited runs outside of requests, for example for warm-up: a run that takes too long is ended.
 //!
-//! A version is ready after them, and so are the versions that are loaded after it. A graph may loop for ever on the
-//! inputs that it is tried with.
+//! A version, and each version loaded after it, becomes ready only after these runs. A graph may loop forever on its
+//! trial inputs.
 
 use std::fmt;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -17,17 +17,17 @@ use crate::error::{InferError, one_line};
 use crate::statistics::Times;
 use crate::tensor::Tensor;
 
-/// Longest run: the first one of a model of many gigabytes takes some seconds on one core.
+/// Limit for a run: the first run of a model of many gigabytes takes some seconds on one core.
 pub(super) const RUN_MAX: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 60 });
-/// The same where the first run compiles the graph, as TensorRT does: that takes minutes.
+/// Limit where the first run compiles the graph, as with TensorRT: that takes minutes.
 pub(super) const COMPILATION_MAX: Duration = Duration::from_secs(3600);
 
-/// Why a run gave nothing.
+/// Reason why a run returned no outputs.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// It was ended after this time.
+    /// The run was ended after this time.
     Endless(Duration),
-    /// ONNX Runtime or the graph refused it.
+    /// ONNX Runtime or the graph refused the run.
     Refused(InferError),
 }
 
@@ -44,8 +44,8 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Runs a session on inputs in the signature's order, for no longer than a limit. ONNX Runtime looks between two nodes,
-/// those of the graphs inside of others included, whether it is to end.
+/// Runs a session on inputs in the signature's order, for at most `limit`. ONNX Runtime checks the termination flag
+/// between two nodes, including the nodes of subgraphs.
 pub(super) fn run(
     session: &mut Session,
     inputs: &[Tensor],
@@ -59,7 +59,7 @@ pub(super) fn run(
     thread::scope(|scope| {
         let (running, ended) = mpsc::channel::<()>();
         let watch = move || {
-            // The other end is dropped when the run has ended.
+            // The sender is dropped when the run has ended.
             let is_late = ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout);
             if is_late && let Err(error) = options.terminate() {
                 tracing::warn!(%error, "a run that takes too long cannot be ended");
@@ -72,7 +72,7 @@ pub(super) fn run(
             .map_err(|error| internal(format!("no thread for the limit of a run: {error}")))?;
         let result = run_tensors(session, inputs, outputs, Some(options));
         drop(running);
-        // One that panicked has ended nothing.
+        // A watch thread that panicked has ended no run.
         let is_late = watch.join().unwrap_or(false);
         result.map_err(|error| if is_late { Failure::Endless(limit) } else { Failure::Refused(error) })
     })

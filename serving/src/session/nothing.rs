@@ -1,13 +1,14 @@
-//! Graphs that may get tensors without elements.
+//! Empty tensors: the check whether a graph may get tensors without elements.
 //!
-//! ONNX Runtime ends the process on them in some operators (LSTM, GRU, `Unique`, attention). So they reach graphs alone
-//! that are made of operators known to take them, and that divide no integers by the extents of such tensors.
+//! Some operators of ONNX Runtime end the process on empty tensors (LSTM, GRU, `Unique`, attention). Therefore only
+//! graphs made of operators known to accept them get empty tensors, and only if they divide no integers by the
+//! extents of these tensors.
 
 use millrace_bundle::onnx::ModelProto;
 
 use crate::hazards;
 
-/// ONNX's own operators that were tried without elements along each axis.
+/// Standard ONNX operators that were tested with empty tensors along each axis.
 const OPERATORS: [&str; 48] = [
     "Abs",
     "Add",
@@ -59,7 +60,7 @@ const OPERATORS: [&str; 48] = [
     "Unsqueeze",
 ];
 
-/// Whether a graph may get tensors without elements.
+/// Whether a graph may get empty tensors.
 pub(super) fn is_taken_by(model: &ModelProto) -> bool {
     let known = |node: &millrace_bundle::onnx::NodeProto| {
         matches!(node.domain(), "" | "ai.onnx") && OPERATORS.contains(&node.op_type())

@@ -1,4 +1,4 @@
-//! Options of sessions: device, threads, memory.
+//! ONNX Runtime session options: device, threads, memory.
 
 use ort::session::builder::SessionBuilder;
 
@@ -6,8 +6,8 @@ use crate::config::{Config, Device};
 use crate::error::{Error, Result};
 use crate::runtime::Runtime;
 
-/// Session options for a device; the builder can commit any number of sessions. Unless `allow_fallback`, a
-/// graph of which the device cannot run every node is refused when it is committed.
+/// Session options for a device; the builder can commit any number of sessions. Unless `allow_fallback`, ONNX Runtime
+/// refuses at commit a graph with a node that the device cannot run.
 pub(super) fn builder(
     runtime: &Runtime,
     device: Device,
@@ -25,20 +25,20 @@ pub(super) fn builder(
         .map_err(options)?
         .with_inter_threads(1)
         .map_err(options)?
-        // A file that is a graph and something else as well runs as what was read of it.
+        // Forces the ONNX parser: a file that is also valid in another format runs as the graph that was checked.
         .with_config_entry("session.load_model_format", "ONNX")
         .map_err(options)?
         // Spinning threads take the processor from the other sessions and from the transports.
         .with_intra_op_spinning(false)
         .map_err(options)?;
     match device {
-        // An arena keeps what a peak of load took, for each session. Without one, runs of one row and of 64
-        // take as long, and those of 1024 rows a tenth longer.
+        // An arena keeps the memory of a load peak, for each session. Without an arena, runs of 1 and of 64 rows take
+        // as long, and runs of 1024 rows 10 % longer.
         Device::Cpu => builder
             .with_execution_providers([ort::ep::CPU::default().with_arena_allocator(false).build()])
             .map_err(options),
         Device::Cuda(_) | Device::TensorRt(_) => {
-            // Weights keep no part of the arena from being given back after a peak of load.
+            // Weights outside the arena do not keep arena regions from being released after a load peak.
             let builder = with_gpu(builder, device)?.with_device_allocated_initializers().map_err(options)?;
             if allow_fallback {
                 return Ok(builder);
@@ -69,7 +69,7 @@ fn with_gpu(_builder: SessionBuilder, device: Device) -> Result<SessionBuilder> 
     Err(Error::DeviceUnavailable { device, reason })
 }
 
-/// Fails when a device of all models cannot be used, before any is loaded.
+/// Fails, before any model is loaded, when a device configured for all models cannot be used.
 pub(crate) fn check_device(config: &Config) -> Result<()> {
     let runtime = Runtime::load_from(config.onnxruntime.as_deref())?;
     if config.allow_fallback {

@@ -1,8 +1,9 @@
 //! Release of GPU memory after peaks of load.
 //!
-//! On a GPU, a session keeps the memory of its runs in an arena, because allocations on the device are slow. Only a run
-//! can make the arena release what is free after it. When the runs of a session have become far smaller, an idle session
-//! runs one row of zeros for that purpose. On the processor there is no arena, and the allocator returns unused memory.
+//! On a GPU, a session keeps the memory of its runs in an arena, because allocations on the device are slow. The
+//! arena releases free memory only at the end of a run that requests it. When the runs of a session have become far
+//! smaller, a periodic task lets the idle session run one row of zeros for that purpose. On the processor there is no
+//! arena, and the allocator returns unused memory.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -17,25 +18,25 @@ use crate::tensor::Tensor;
 
 /// Time between two checks: as long as the allocator of the processor keeps unused memory.
 const PERIOD: Duration = Duration::from_secs(10);
-/// A peak is over when runs were smaller by this factor for a period. Allocating the memory again costs some hundred
-/// microseconds.
+/// A peak is over when all runs of a period were smaller by this factor. Allocating the memory again costs some
+/// hundred microseconds.
 const SMALLER: usize = 2;
 
 /// Sizes of a session's runs, in elements of their inputs.
 #[derive(Debug, Default)]
 pub(super) struct Peak {
-    /// The first run, which is one row of zeros.
+    /// Size of the first run, which is one row of zeros.
     least: usize,
-    /// The largest since memory was released.
+    /// Size of the largest run since memory was released.
     most: usize,
-    /// The largest since the last check.
+    /// Size of the largest run since the last check.
     lately: usize,
-    /// A peak is over, and its memory is not released yet.
+    /// A peak is over, and its memory is not yet released.
     is_over: bool,
 }
 
 impl Peak {
-    /// Notes the start of a run with so many elements of inputs.
+    /// Records the start of a run whose inputs have `elements` elements.
     pub(super) fn runs(&mut self, elements: usize) {
         if self.least == 0 {
             self.least = elements;
@@ -44,7 +45,7 @@ impl Peak {
         self.lately = self.lately.max(elements);
     }
 
-    /// Checks for a peak that is over, once in a period.
+    /// Checks, once in a period, whether a peak is over.
     fn look(&mut self) {
         let lately = std::mem::take(&mut self.lately).max(self.least);
         if self.most / SMALLER > lately {
@@ -53,14 +54,14 @@ impl Peak {
         }
     }
 
-    /// Whether memory is to be released, which the caller does.
+    /// Returns whether the caller must release memory now, and resets the flag.
     fn ends(&mut self) -> bool {
         std::mem::take(&mut self.is_over)
     }
 }
 
-/// Shrinks the arenas of a version's sessions after peaks, until the version is gone. `arenas` are the names of its
-/// devices, `row` is one row of zeros. Without a Tokio runtime nothing is shrunk.
+/// Shrinks the arenas of a version's sessions after peaks, until the version is dropped. `arenas` are the arena names
+/// of its devices, `row` is one row of zeros. Without a Tokio runtime the function does nothing.
 pub(super) fn shrink_periodically(scheduler: &Arc<Scheduler>, arenas: Vec<String>, row: Vec<Tensor>) {
     let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
     let scheduler = Arc::downgrade(scheduler);
@@ -81,8 +82,8 @@ pub(super) fn shrink_periodically(scheduler: &Arc<Scheduler>, arenas: Vec<String
     });
 }
 
-/// Shrinks the arena of each idle session whose peak is over; the number of such sessions. `None` when the version is
-/// gone.
+/// Shrinks the arena of each idle session whose peak is over; returns the number of these sessions, or `None` when
+/// the version has been dropped.
 pub(super) async fn shrink(
     scheduler: &Weak<Scheduler>,
     arenas: &Arc<[String]>,
@@ -91,7 +92,7 @@ pub(super) async fn shrink(
     let mut shrunk = 0;
     scheduler.upgrade()?.state.lock().idle.iter_mut().for_each(|session| session.peak.look());
     loop {
-        // One after the other: the others stay available to requests.
+        // One session at a time: the other sessions stay available to requests.
         let scheduler = scheduler.upgrade()?;
         let idle = scheduler.state.lock().idle.take_if(|session| session.peak.ends());
         let Some(session) = idle else { return Some(Ok(shrunk)) };
@@ -104,7 +105,7 @@ pub(super) async fn shrink(
                 release(session, &row, arena)
             });
             drop(lease);
-            // Fails when the runtime shuts down, and nothing follows.
+            // Fails only when the runtime shuts down; nothing is left to do then.
             let _ = done.send(result);
         }));
         match released.await.unwrap_or_else(|_| Err(InferError::internal("the run ended without a result"))) {
@@ -174,7 +175,7 @@ mod tests {
         assert!(peak.ends() && !peak.ends());
     }
 
-    /// `y = relu(x)`, of rows of any width.
+    /// `y = relu(x)`, for rows of any width.
     fn graph() -> Vec<u8> {
         use tensor_shape_proto::{Dimension, dimension::Value};
         let dim = |name: &str| Dimension { value: Some(Value::DimParam(name.into())), ..Default::default() };
@@ -206,8 +207,8 @@ mod tests {
         model.encode_to_vec()
     }
 
-    /// A scheduler with one session that has an arena. The processor's sessions have none otherwise; it is the same code
-    /// of ONNX Runtime as for GPUs.
+    /// A scheduler with one session that has an arena. Other sessions on the processor have none; ONNX Runtime uses
+    /// the same arena code as for GPUs.
     fn scheduler() -> Arc<Scheduler> {
         let arena = ort::ep::CPU::default().with_arena_allocator(true).build();
         let environment = Runtime::load().unwrap().environment();
@@ -254,7 +255,7 @@ mod tests {
         assert!(peak >= before + 100, "{before} MiB, then {peak}");
         assert_eq!(shrink().await.unwrap().unwrap(), 0, "the peak was just now");
         drop(run(&scheduler, 1024, 1).await);
-        // A session in use stays with its run.
+        // A session in use stays leased to its run.
         let session = scheduler.state.lock().idle.take().unwrap();
         let lease = Lease::new(&scheduler, session);
         assert_eq!(shrink().await.unwrap().unwrap(), 0, "it is not idle");
@@ -266,7 +267,7 @@ mod tests {
         assert_eq!(scheduler.state.lock().idle.len(), 1);
         drop(run(&scheduler, 1024, 3).await);
 
-        // A device whose memory the library does not know is an error, and the session stays.
+        // A device whose memory the library does not know is an error; the scheduler keeps the session.
         drop(run(&scheduler, 1024, 32 << 10).await);
         assert_eq!(shrink().await.unwrap().unwrap(), 0);
         let unknown = Arc::from(["gpu:7".to_owned()]);
@@ -275,7 +276,7 @@ mod tests {
         assert_eq!(scheduler.state.lock().idle.len(), 1);
         drop(run(&scheduler, 1024, 3).await);
         drop(scheduler);
-        // The inference thread has a share in it until its task has ended.
+        // The inference thread holds a reference to the scheduler until its task has ended.
         while weak.strong_count() > 0 {
             tokio::task::yield_now().await;
         }

@@ -1,4 +1,4 @@
-//! Placement of a version's sessions: the devices they run on, and the devices requested.
+//! Placement of a version's sessions: the devices they run on, and the devices the configuration requests.
 
 use millrace_bundle::Manifest;
 use prometheus::IntGauge;
@@ -6,7 +6,7 @@ use prometheus::IntGauge;
 use crate::config::Devices;
 use crate::metrics::SESSIONS;
 
-/// Where the sessions of a version run. Counted in the metrics until it is dropped.
+/// Devices that the sessions of a version run on. The metrics count the sessions until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Placement {
     on: Devices,
@@ -17,8 +17,8 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
-    /// Counts the sessions of a version, so many on each device, that was asked for on some devices and runs on
-    /// others or the same.
+    /// Counts the sessions of a version in the metrics: `of_each` on each device of `on`, where the configuration
+    /// requests the devices `asked`.
     pub(super) fn new(manifest: &Manifest, asked: &Devices, on: Devices, of_each: usize) -> Placement {
         let (version, asked_text) = (manifest.version.to_string(), asked.to_string());
         let gauge = |device: String| {
@@ -29,17 +29,17 @@ impl Placement {
         Placement { on, asked: asked.clone(), of_each, gauges }
     }
 
-    /// Where the sessions run.
+    /// Devices that the sessions run on.
     pub(crate) fn on(&self) -> &Devices {
         &self.on
     }
 
-    /// How many sessions each of the devices has.
+    /// Number of sessions on each device.
     pub(crate) fn of_each(&self) -> usize {
         self.of_each
     }
 
-    /// The devices that were asked for, where those are other ones.
+    /// The requested devices, if the sessions run on others.
     pub(crate) fn instead_of(&self) -> Option<&Devices> {
         (self.asked != self.on).then_some(&self.asked)
     }

@@ -1,4 +1,4 @@
-//! Sessions of one model version and the scheduler that runs requests on them.
+//! Session pool of one model version: its sessions and the scheduler that runs requests on them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,14 +18,14 @@ use crate::error::{InferError, Result};
 use crate::statistics::Times;
 use crate::tensor::{Data, Tensor};
 
-/// Extents that a warm-up gives open dimensions, one after the other until the graph can run: more than 1 first, since
-/// requests have more.
+/// Extents for open dimensions in a warm-up, tried in turn until the graph can run. The first is more than 1, as in
+/// requests.
 const WARM_EXTENTS: [i64; 3] = [16, 2, 1];
-/// Runs of a warm-up: the first one also makes buffers, and tells little of the time that others take.
+/// Runs of a warm-up: the first one also allocates buffers and tells little about the time of later runs.
 const WARM_RUNS: usize = 3;
-/// Longest run of a warm-up that is repeated.
+/// A warm-up run longer than this is not repeated.
 const WARM_REPEATED_MAX: Duration = Duration::from_millis(10);
-/// Most elements of an input of a warm-up.
+/// Maximum number of elements of a warm-up input.
 const WARM_ELEMENTS_MAX: usize = 1 << 24;
 
 /// Sessions of one model version.
@@ -35,14 +35,14 @@ pub(crate) struct Pool {
     priority_levels: usize,
     priority_default: usize,
     timeout: Option<Duration>,
-    /// Whether tensors without elements may be run.
+    /// Whether the graph accepts empty tensors.
     takes_nothing: bool,
     scheduler: Arc<Scheduler>,
 }
 
 impl Pool {
-    /// Takes sessions of a version, up to `rows_max` rows of which may run together. `has_fixed_cost` says whether the
-    /// shapes of the inputs alone decide how long a run takes.
+    /// A pool of `sessions`, which run up to `rows_max` rows together. `has_fixed_cost` says whether the duration of
+    /// a run depends only on the shapes of its inputs.
     pub(super) fn new(
         sessions: Vec<Session>,
         placement: Placement,
@@ -63,11 +63,11 @@ impl Pool {
                 requests_max: config.limits.requests_waiting_max,
                 bytes_max: config.limits.waiting_bytes_max,
             },
-            // On a GPU, runs of other models take their part of the time.
+            // On a GPU, runs of other models take part of the time.
             is_predictable: has_fixed_cost && placement.on().is_cpu(),
             share: Share {
                 threads_max: config.threads(),
-                // Runs on GPUs wait for them, and hardly use the thread.
+                // Runs on GPUs hardly use their thread: it waits for the device.
                 own: if placement.on().is_cpu() { 1 } else { sessions.len() },
                 is_on_cpu: placement.on().is_cpu(),
             },
@@ -103,53 +103,52 @@ impl Pool {
         Ok(self)
     }
 
-    /// Says whether tensors without elements may be run.
+    /// Sets whether the graph accepts empty tensors.
     pub(super) fn taking_nothing(self, takes_nothing: bool) -> Pool {
         Pool { takes_nothing, ..self }
     }
 
-    /// Whether tensors without elements may be run: ONNX Runtime ends the process on them in some operators.
+    /// Whether the graph accepts empty tensors: some operators of ONNX Runtime end the process on them.
     pub(crate) fn takes_nothing(&self) -> bool {
         self.takes_nothing
     }
 
-    /// Where the sessions run.
+    /// Devices that the sessions run on.
     pub(crate) fn placement(&self) -> &Placement {
         &self.placement
     }
 
-    /// The memory in which all runs have their tensors; `None` where there are several.
+    /// The memory in which all runs have their tensors; `None` if the sessions use several.
     pub(crate) fn memory(&self) -> Option<Memory> {
         self.placement.on().memory()
     }
 
-    /// Requests that wait for a session.
+    /// Number of requests that wait for a session.
     pub(crate) fn waiting(&self) -> usize {
         self.scheduler.waiting()
     }
 
-    /// Most rows that run together; `None` where each request runs alone.
+    /// Maximum number of rows in a batch; `None` where each request runs alone.
     pub(crate) fn batch_rows_max(&self) -> Option<usize> {
         self.scheduler.has_batches().then_some(self.scheduler.policy.rows_max)
     }
 
-    /// Sizes of batches that are preferred, ascending.
+    /// Preferred batch sizes in rows, ascending.
     pub(crate) fn preferred_rows(&self) -> &[usize] {
         &self.scheduler.policy.preferred
     }
 
-    /// How long a request that had to wait goes on waiting for others, in microseconds.
+    /// Maximum time in microseconds that a request waits for a fuller batch.
     pub(crate) fn delay_us(&self) -> u64 {
         u64::try_from(self.scheduler.policy.delay.as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// Levels of priority that requests may choose from.
+    /// Number of priority levels that requests may choose from.
     pub(crate) fn priority_levels(&self) -> usize {
         self.priority_levels
     }
 
-    /// The level of a request by the priority that it gives. As in Triton, an absent or unknown priority means the
-    /// default.
+    /// The priority level of a request. As in Triton, an absent or unknown priority means the default.
     pub(crate) fn level(&self, priority: u64) -> usize {
         match usize::try_from(priority) {
             Ok(level) if (1..=self.priority_levels).contains(&level) => level,
@@ -157,12 +156,12 @@ impl Pool {
         }
     }
 
-    /// How many requests may wait.
+    /// Maximum number of waiting requests.
     pub(crate) fn requests_waiting_max(&self) -> usize {
         self.scheduler.policy.limits.requests_max
     }
 
-    /// The longest that a request may wait for a session.
+    /// Maximum time that a request may wait for a session.
     pub(crate) fn timeout(&self) -> Option<Duration> {
         self.timeout
     }
@@ -177,10 +176,10 @@ impl Pool {
         self.scheduler.run(work).await
     }
 
-    /// Runs each session on zeros, so that the first request does not wait for buffers and the time of a run is known;
-    /// with TensorRT on a full batch, too, since it compiles the graph for the sizes that it has seen. A graph may
-    /// refuse zeros, or every extent that is tried, and is served all the same. Returns the inputs of one row where it
-    /// could run.
+    /// Runs each session on zeros, so that the first request does not wait for buffers and the run time is known.
+    /// TensorRT compiles the graph for the sizes that it has seen, and therefore also runs a full batch. A graph that
+    /// refuses zeros, or every extent tried, is served all the same. Returns the inputs of one row if the graph could
+    /// run them.
     ///
     /// # Errors
     /// [`Failure::Endless`].
@@ -206,12 +205,12 @@ impl Pool {
         Ok(None)
     }
 
-    /// Whether inputs of a warm-up have elements where the graph needs them.
+    /// Whether the graph may run warm-up inputs: it accepts empty tensors, or none of the inputs is empty.
     fn may_run(&self, inputs: &[Tensor]) -> bool {
         self.takes_nothing || inputs.iter().all(|input| !input.data.is_empty())
     }
 
-    /// Longest run of a warm-up.
+    /// Time limit for a warm-up run.
     fn run_max(&self) -> Duration {
         match self.placement.on().engine() {
             Some(Engine::TensorRt) => limited::COMPILATION_MAX,
@@ -219,7 +218,7 @@ impl Pool {
         }
     }
 
-    /// Runs each session on the inputs of a warm-up as often as its configuration asks for.
+    /// Runs each session `count` times on configured warm-up inputs.
     ///
     /// # Errors
     /// [`Error::Model`](crate::Error::Model) when a run fails.
@@ -241,7 +240,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Runs each session on inputs of so many rows; whether all could.
+    /// Runs each session on inputs of `rows` rows; returns whether all sessions could.
     ///
     /// # Errors
     /// [`Failure::Endless`].
@@ -270,7 +269,8 @@ impl Pool {
     }
 }
 
-/// Inputs of zeros with so many rows, and an extent for the other dimensions that are open. `None` when that is much.
+/// Inputs of zeros with `rows` rows and the extent `open` for the other open dimensions. `None` if an input would
+/// exceed [`WARM_ELEMENTS_MAX`].
 fn zeros(signature: &Signature, rows: i64, open: i64) -> Option<Vec<Tensor>> {
     let inputs = signature.inputs.iter().map(|spec| {
         let extent = |(index, extent): (usize, &i64)| match (index, *extent) {

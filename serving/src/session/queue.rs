@@ -1,11 +1,13 @@
 //! Bounded request queue of one model version.
 //!
-//! Levels of priority are served one after the other. Within a level, clients share the sessions by start-time fair
-//! queueing (Goyal, Vin, Cheng, 1996) over a virtual clock that counts rows: a request starts when the last request of
-//! its client ends, or at the present time of the clock if its client has none queued. The request with the earliest
-//! start is next, among equals the oldest. A client that floods the queue therefore delays its own requests only:
-//! between two clients that always have requests queued, the rows served differ by at most one request of each, except
-//! for rows that fill batches of others. Requests of one client keep their order. Every operation takes logarithmic time.
+//! The queue serves levels of priority one after the other. Within a level, clients share the sessions by start-time
+//! fair queueing (Goyal, Vin, Cheng, 1996) over a virtual clock that counts rows. A request starts when the last
+//! request of its client ends, or at the present time of the clock if its client has none queued. The request with
+//! the earliest start is next; among equals, the oldest.
+//!
+//! A client that floods the queue therefore delays only its own requests. Between two clients that always have
+//! requests queued, the rows served differ by at most one request of each, except for rows that fill batches of
+//! others. Requests of one client keep their order. Every operation takes logarithmic time.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -17,9 +19,9 @@ use tokio::sync::oneshot;
 use super::work::{Output, Work};
 use crate::error::InferError;
 
-/// Most requests that are skipped in the search for those that fit into a batch.
+/// Maximum number of requests skipped in the search for requests that fit into a batch.
 const SKIPPED_MAX: usize = 256;
-/// Most requests behind a new one that are counted to tell its place.
+/// Maximum number of requests behind a new one that are counted to find its place.
 const BEHIND_MAX: usize = 64;
 
 /// A queued request and the channel for its result.
@@ -27,9 +29,9 @@ const BEHIND_MAX: usize = 64;
 pub(super) struct Job {
     pub(super) work: Work,
     pub(super) reply: oneshot::Sender<Result<Output, InferError>>,
-    /// Whether no session was idle for it, so that it counts towards the limits of the queue.
+    /// Whether the request found no idle session, so that it counts toward the limits of the queue.
     pub(super) waits: bool,
-    /// End of its wait for a fuller batch.
+    /// End of the request's wait for a fuller batch.
     pub(super) lingers_until: Option<Instant>,
     bytes: usize,
 }
@@ -47,12 +49,12 @@ impl Job {
 
     /// Answers with an error instead of a run.
     pub(super) fn refuse(self, error: InferError) {
-        // Fails when the caller has gone, who needs no answer.
+        // Fails when the caller has gone and needs no answer.
         let _ = self.reply.send(Err(error));
     }
 }
 
-/// Limits on what may wait.
+/// Limits on waiting requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct QueueLimits {
     pub(super) requests_max: usize,
@@ -80,7 +82,7 @@ pub(super) struct Position {
 struct Backlog {
     requests: usize,
     bytes: usize,
-    /// End of the last of them, on the level's virtual clock.
+    /// End of the client's last request, on the level's virtual clock.
     finish: u64,
 }
 
@@ -90,7 +92,7 @@ pub(super) struct RequestQueue {
     jobs: BTreeMap<Position, Job>,
     /// Jobs that wait for a fuller batch, by the end of that wait.
     lingering: BTreeSet<(Instant, Position)>,
-    /// Jobs that wait, and their bytes.
+    /// Number of jobs that found no idle session, and their bytes.
     waiting: usize,
     bytes: usize,
     /// Cost of all jobs.
@@ -110,12 +112,12 @@ impl RequestQueue {
         self.jobs.is_empty()
     }
 
-    /// Requests that found no idle session.
+    /// Number of requests that found no idle session.
     pub(super) fn waiting(&self) -> usize {
         self.waiting
     }
 
-    /// Bytes of their inputs.
+    /// Bytes of the inputs of waiting requests.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -125,8 +127,7 @@ impl RequestQueue {
         self.rows
     }
 
-    /// Rows that are queued now and run before a new request; 0 where so many run after it that counting them would
-    /// take long.
+    /// Queued rows that run before a new request; 0 if more than [`BEHIND_MAX`] requests run after it.
     pub(super) fn rows_before(&self, work: &Work) -> u64 {
         let position = self.position(work);
         let mut rows = self.rows;
@@ -150,12 +151,12 @@ impl RequestQueue {
         Position { level, start: clock.max(finished), number: self.pushed }
     }
 
-    /// Adds a request. When the queue is full, the waiting requests that would run last are displaced if they would run
-    /// after this one: they are returned, to be refused. A request that claims the bytes of other clients must stay
-    /// within its own client's share of them.
+    /// Adds a request. When the queue is full, the request displaces waiting requests that would run after it, the
+    /// last ones first. They are returned for the caller to refuse. A request that claims the bytes of other clients
+    /// must stay within its own client's share of them.
     ///
     /// # Errors
-    /// The request, when there is no room for it.
+    /// The request, when the queue has no room for it.
     pub(super) fn push(&mut self, job: Job, limits: QueueLimits) -> Result<(Position, Vec<Job>), Box<Job>> {
         let level = job.work.level;
         if self.clocks.len() <= level {
@@ -192,8 +193,8 @@ impl RequestQueue {
         Ok((position, displaced))
     }
 
-    /// The waiting requests to displace so that one of `job_bytes` fits at a position, when its client has `own` bytes
-    /// queued with it; `None` when displacing them does not make room.
+    /// The waiting requests to displace so that one of `job_bytes` fits at a position; `own` counts its client's
+    /// queued bytes, including it. `None` when displacing them does not make room.
     fn displaced_by(
         &self,
         position: Position,
@@ -237,7 +238,7 @@ impl RequestQueue {
         }
     }
 
-    /// The request that is next.
+    /// The next request.
     pub(super) fn head(&self) -> Option<&Job> {
         self.jobs.first_key_value().map(|(_, job)| job)
     }
@@ -247,12 +248,12 @@ impl RequestQueue {
         self.jobs.get(&position)
     }
 
-    /// Whether the wait of a request for a fuller batch is over, wherever it is in the queue.
+    /// Whether the wait of any queued request for a fuller batch is over.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         self.lingering.first().is_some_and(|(until, _)| *until <= now)
     }
 
-    /// Takes the request that is next.
+    /// Takes the next request.
     pub(super) fn pop(&mut self) -> Option<Job> {
         let (position, _) = self.jobs.first_key_value()?;
         self.take(*position)
@@ -265,8 +266,8 @@ impl RequestQueue {
         Some(job)
     }
 
-    /// Takes requests for a batch with `first`, in their order: as many as reach the largest possible preferred size,
-    /// if they reach one, else as many as fit into `rows_max`.
+    /// Takes requests for a batch with `first`, in queue order. Takes enough for the largest preferred size that they
+    /// reach; if they reach none, takes as many as fit into `rows_max`.
     pub(super) fn take_like(
         &mut self,
         first: &Work,
@@ -295,7 +296,8 @@ impl RequestQueue {
         taken.into_iter().filter_map(|position| self.remove(position)).collect()
     }
 
-    /// Queued rows that can share a batch with `first`, its own included where it is queued; counting stops at `enough`.
+    /// Queued rows that can share a batch with `first`, including `first` if it is queued; stops counting at
+    /// `enough`.
     pub(super) fn rows_like(&self, first: &Work, enough: usize) -> usize {
         let mut rows = 0usize;
         for job in self.jobs.values() {
@@ -322,7 +324,8 @@ impl RequestQueue {
         self.settle(position, job);
     }
 
-    /// Subtracts a request from its client's backlog. A client without queued requests starts anew.
+    /// Subtracts a request from its client's backlog. A client without queued requests starts at the level's clock
+    /// again.
     fn settle(&mut self, position: Position, job: &Job) {
         if let Entry::Occupied(mut backlog) = self.backlogs.entry((position.level, job.work.client)) {
             let left = backlog.get_mut();

@@ -1,4 +1,4 @@
-//! Joining of tensors by rows, and splitting them again.
+//! Row concatenation of tensors, and the split back into their parts.
 
 use crate::tensor::{Data, Tensor};
 
@@ -9,8 +9,7 @@ macro_rules! with_datatypes {
     };
 }
 
-/// One tensor of the rows of all, in their order. They are of one datatype, and of one shape but for the
-/// first extent; `None` when that is not so.
+/// Concatenates tensors along the first dimension, in order. `None` if datatypes or the other extents differ.
 pub(super) fn join<'a>(mut parts: impl Iterator<Item = &'a Tensor>) -> Option<Tensor> {
     let mut joined = parts.next()?.clone();
     for part in parts {
@@ -24,7 +23,7 @@ pub(super) fn join<'a>(mut parts: impl Iterator<Item = &'a Tensor>) -> Option<Te
     Some(joined)
 }
 
-/// Tensors of so many rows each. `None` when the tensor's rows are not these.
+/// Splits a tensor into parts of the given numbers of rows. `None` if the tensor has no rows or a different total.
 pub(super) fn split(tensor: Tensor, rows: &[usize]) -> Option<Vec<Tensor>> {
     let total = usize::try_from(*tensor.shape.first()?).ok()?;
     if total != rows.iter().sum::<usize>() || total == 0 {

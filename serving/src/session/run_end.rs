@@ -1,9 +1,9 @@
 //! Early end of runs whose callers have all gone.
 //!
-//! The time of a run may depend on the values of a request, as with the trip count of a `Loop`. Without an end, clients
-//! that hang up would leave runs behind that occupy sessions and inference threads. A call that is dropped closes the
-//! channel of its result, which wakes the [`RunEnd`] of the run. ONNX Runtime checks between two nodes, also those of
-//! inner graphs, whether a run is to end. Runs on I/O threads have no such end: they are known to be short.
+//! The time of a run may depend on the values of a request, for example the trip count of a `Loop`. Without an early
+//! end, clients that hang up would leave runs that occupy sessions and inference threads. Dropping a call closes the
+//! channel of its result, which wakes the [`RunEnd`] of the run. ONNX Runtime checks the termination flag between two
+//! nodes, including the nodes of subgraphs. Runs on I/O threads have no early end: they are known to be short.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -37,8 +37,8 @@ impl RunEnd {
         let waker = Waker::from(Arc::clone(&end));
         let mut context = Context::from_waker(&waker);
         for job in jobs {
-            // A channel that is closed says so now, or wakes later: never both. Unconstrained, as it wakes for no other
-            // reason then.
+            // A closed channel is ready now or wakes later, never both. Unconstrained, the channel does not wake for
+            // any other reason.
             let closed = pin!(unconstrained(poll_fn(|context| job.reply.poll_closed(context))));
             if closed.poll(&mut context).is_ready() {
                 end.leave();
@@ -52,10 +52,10 @@ impl RunEnd {
         self.state.lock().callers == 0
     }
 
-    /// Options for the run, by which it is ended.
+    /// Options for the run, through which this ends it.
     ///
     /// # Errors
-    /// [`InferError::Internal`] when all callers have gone already, or ONNX Runtime makes no options.
+    /// [`InferError::Internal`] when all callers have gone already, or ONNX Runtime cannot create options.
     pub(super) fn options(&self) -> Result<Arc<RunOptions>, InferError> {
         let mut state = self.state.lock();
         if state.callers == 0 {
@@ -68,7 +68,7 @@ impl RunEnd {
         Ok(options)
     }
 
-    /// Notes that a caller has gone.
+    /// Records that a caller has gone; ends the run after the last one.
     fn leave(&self) {
         let options = {
             let mut state = self.state.lock();

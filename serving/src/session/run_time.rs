@@ -8,13 +8,13 @@ const BATCH_SIZES: usize = 13;
 /// Size classes of rows: up to 1, 2, 4 and so on elements; the last one has no bound.
 const ROW_SIZES: usize = 28;
 
-/// A running estimate of a median: it moves towards each measurement by a small part of itself, so that a run during
-/// which the kernel took the thread off the processor hardly counts. The first steps are larger. 0 before the first
-/// measurement; of two concurrent ones, one may get lost.
+/// A running estimate of a median. It moves toward each measurement by a small part of its own value, so that a run
+/// during which the kernel preempted the thread hardly counts. The first steps are larger. 0 before the first
+/// measurement; of two concurrent measurements, one may get lost.
 #[derive(Debug, Default)]
 pub(super) struct MedianEstimate<const PART: usize = 16> {
     value: AtomicUsize,
-    /// Number of measurements, up to the one from which on steps have their final size.
+    /// Number of measurements, counted until steps have their final size.
     measurements: AtomicUsize,
 }
 
@@ -48,17 +48,17 @@ fn step(value: usize, newest: usize, part: usize) -> usize {
 /// Costs of batches of one row size, by size class of the batch: picoseconds per element, 0 where unknown.
 pub(super) type BatchCosts = [MedianEstimate<64>; BATCH_SIZES];
 
-/// What runs of a model version take.
+/// Run-time estimates of a model version.
 #[derive(Debug, Default)]
 pub(super) struct RunTimeEstimate {
     /// By size class of the row.
     costs: [BatchCosts; ROW_SIZES],
-    /// Microseconds of a run, whatever its shapes.
+    /// Microseconds of a run of any shapes.
     run_micros: MedianEstimate,
 }
 
 impl RunTimeEstimate {
-    /// Notes the time of a run of inputs with so many rows and elements; 0 rows count as one.
+    /// Records the time of a run whose inputs have `rows` rows and `elements` elements; 0 rows count as one.
     pub(super) fn note(&self, rows: usize, elements: usize, elapsed: Duration) {
         self.run_micros.note(elapsed.as_micros());
         if let Some(picos) = elapsed.as_nanos().saturating_mul(1000).checked_div(elements as u128) {
@@ -66,8 +66,8 @@ impl RunTimeEstimate {
         }
     }
 
-    /// Estimated time of a run: its cost per element times its elements. Only runs of the same size class count, or,
-    /// where there were none, larger batches of such rows, which are an upper bound; `None` where neither is known.
+    /// Estimated time of a run: its cost per element times its elements. Uses runs of the same size class. If there
+    /// were none, uses larger batches of rows of that size, as an upper bound. `None` if neither is known.
     pub(super) fn of(&self, rows: usize, elements: usize) -> Option<Duration> {
         let costs = self.batch_costs(rows, elements);
         let own = batch_size(rows);
@@ -78,12 +78,12 @@ impl RunTimeEstimate {
         Some(Duration::from_nanos(nanos as u64))
     }
 
-    /// Costs of batches whose rows have the size of these.
+    /// Costs of batches whose rows have the same size class.
     pub(super) fn batch_costs(&self, rows: usize, elements: usize) -> &BatchCosts {
         &self.costs[size_class(elements / rows.max(1)).min(ROW_SIZES - 1)]
     }
 
-    /// Typical time of a run, whatever its shapes.
+    /// Typical time of a run of any shapes.
     pub(super) fn typical(&self) -> Duration {
         Duration::from_micros(self.run_micros.get() as u64)
     }
@@ -94,7 +94,7 @@ pub(super) fn batch_size(rows: usize) -> usize {
     size_class(rows).min(BATCH_SIZES - 1)
 }
 
-/// The exponent of the least power of two that is not below a number.
+/// The exponent of the smallest power of two that is at least `number`.
 fn size_class(number: usize) -> usize {
     number.max(1).checked_next_power_of_two().map_or(usize::BITS, usize::trailing_zeros) as usize
 }

@@ -1,17 +1,18 @@
-//! Scheduler of one model version: brings requests and sessions together, on I/O threads or inference threads.
+//! Scheduler of one model version: dispatches queued requests to idle sessions, on I/O threads or inference threads.
 //!
-//! Every session runs one batch at a time. A request is queued, and a dispatch takes the head of the queue with an idle
-//! session and all requests that can share its batch. Two threads dispatch:
+//! Every session runs one batch at a time. A request is queued; a dispatch then takes an idle session, the head of
+//! the queue and all requests that can share its batch. Two kinds of threads dispatch:
 //!
 //! - An **inference thread** ([`Executor`]) is the rule. Requests that arrive until it has woken up run in its batch.
-//! - The **I/O thread** of the request, only if a session is idle that no queued request will take and the run is known
-//!   to be short for these shapes: a hop to another thread costs 20 to 60 us. The request leads: it first yields to the
-//!   other tasks of its thread, so that the requests which other connections have sent by then run in its batch. With one
-//!   client nothing else is ready, and the yield costs about a microsecond.
+//! - The **I/O thread** of the request saves a hop to another thread, which costs 20 to 60 us. It dispatches only if
+//!   a session is idle that no queued request will take, and the run is known to be short for these shapes. The
+//!   request leads: it first yields to the other tasks of its thread. Requests that other connections have sent by
+//!   then run in its batch. With one client no other task is ready, and the yield costs about a microsecond.
 //!
-//! A session that finishes a batch while requests wait is dispatched again, on an inference thread. Batches therefore
-//! grow with the load, and no request waits while a session is idle, except for the configured delay. A long request
-//! that waits for an inference thread has its session reserved: short ones pass it on the sessions beyond that.
+//! When a session finishes a batch while requests wait, the scheduler dispatches again, on an inference thread.
+//! Batches therefore grow with the load, and no request waits while a session is idle, except for the configured
+//! delay. A long request that waits for an inference thread reserves a session: short requests use only the other
+//! sessions.
 //!
 //! A run on an inference thread ends early when all its callers have gone ([`RunEnd`](super::run_end::RunEnd)).
 
@@ -38,26 +39,26 @@ use crate::error::InferError;
 /// Longest run on an I/O thread: a few times the cost of a hop to an inference thread.
 const INLINE_MAX: Duration = Duration::from_micros(150);
 
-/// Longest delay that counts: a year, so that a time with it exists.
+/// Upper bound for the configured delay: one year, so that adding it to a time does not overflow.
 const DELAY_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// What the configuration and the graph say of a model version's runs.
+/// Scheduling policy of a model version, from its configuration and its graph.
 #[derive(Debug)]
 pub(super) struct Policy {
-    /// Most rows of a batch; below 2 each request runs alone.
+    /// Maximum number of rows of a batch; below 2 each request runs alone.
     pub(super) rows_max: usize,
-    /// Preferred sizes of batches, ascending.
+    /// Preferred batch sizes, ascending.
     pub(super) preferred: Vec<usize>,
-    /// How long a request that had to wait goes on waiting for a full batch.
+    /// How long a request that had to wait may continue to wait for a full batch.
     pub(super) delay: Duration,
     pub(super) limits: QueueLimits,
-    /// Whether the time of a run depends on shapes alone, so that short ones may run on I/O threads.
+    /// Whether the run time depends only on shapes, so that short runs may take place on I/O threads.
     pub(super) is_predictable: bool,
-    /// How many of its dispatches may run.
+    /// Limits on the running dispatches of the version.
     pub(super) share: Share,
 }
 
-/// The scheduler. `R` runs the batches.
+/// The scheduler; `R` runs the batches.
 #[derive(Debug)]
 pub(super) struct Scheduler<R = Session> {
     pub(super) state: Mutex<State<R>>,
@@ -66,7 +67,7 @@ pub(super) struct Scheduler<R = Session> {
     pub(super) run_times: RunTimeEstimate,
     pub(super) admission: AdmissionControl,
     sizer: BatchSizer,
-    /// Whether rows of batches came out as they went in; if not, each request runs alone from then on.
+    /// Whether outputs of batches had the rows of the inputs; once false, each request runs alone.
     pub(super) keeps_rows: AtomicBool,
     executor: &'static Executor,
     owner: Owner,
@@ -77,19 +78,19 @@ pub(super) struct Scheduler<R = Session> {
 pub(super) struct State<R> {
     pub(super) idle: IdleSessions<R>,
     queue: RequestQueue,
-    /// Whether a request leads: an I/O thread will dispatch once.
+    /// Whether a request leads: its I/O thread will dispatch once.
     leading: bool,
-    /// Dispatches submitted to the executor that have not begun.
+    /// Dispatches submitted to the executor that have not started.
     dispatches: usize,
 }
 
 impl<R> State<R> {
-    /// Idle sessions that a dispatch will take.
+    /// Number of idle sessions that dispatches will take.
     fn reserved(&self) -> usize {
         self.dispatches + usize::from(self.leading)
     }
 
-    /// Whether each queued request has a dispatch of its own.
+    /// Whether there is a submitted dispatch for each queued request.
     fn is_covered(&self) -> bool {
         self.queue.len() <= self.dispatches
     }
@@ -151,7 +152,7 @@ impl<R: Runner> Scheduler<R> {
         (self.clock)()
     }
 
-    /// Whether a run of such inputs is known to be short enough for an I/O thread.
+    /// Whether a run of these sizes is known to be short enough for an I/O thread.
     fn is_short(&self, rows: usize, elements: usize) -> bool {
         self.policy.is_predictable
             && self.run_times.of(rows, elements).is_some_and(|estimate| estimate <= INLINE_MAX)
@@ -176,7 +177,8 @@ impl<R: Runner> Scheduler<R> {
         session.map(|session| Lease::new(self, session))
     }
 
-    /// Queues a request; whether it leads, which `may_lead` allows. Submits dispatches for idle sessions.
+    /// Queues a request and submits dispatches for idle sessions. Returns whether the request leads; `may_lead`
+    /// allows it.
     ///
     /// # Errors
     /// [`InferError::Overloaded`].
@@ -236,13 +238,13 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    /// Requests that wait for a session.
+    /// Number of requests that wait for a session.
     pub(super) fn waiting(&self) -> usize {
         self.state.lock().queue.waiting()
     }
 
-    /// Counts dispatches that the executor needs beyond those submitted: one for each idle session while requests are
-    /// queued, but none for what fits into the batch of a leader.
+    /// Number of dispatches to submit: one for each idle session while requests are queued, less those submitted.
+    /// None while all queued requests fit into the batch of a leader.
     fn new_dispatches(&self, state: &mut State<R>, now: Instant) -> usize {
         let is_taken = state.leading && state.queue.len() <= self.policy.rows_max;
         if is_taken || !self.is_ready(&state.queue, now) {
@@ -267,8 +269,8 @@ impl<R: Runner> Scheduler<R> {
         self.executor.submit(self.owner, self.policy.share, task);
     }
 
-    /// End of the time for which a request that has to wait goes on waiting for a fuller batch; `None` where there is
-    /// no such time, or the deadline of the request comes first.
+    /// End of the time during which a waiting request continues to wait for a fuller batch. `None` if no delay
+    /// applies, or the deadline of the request comes first.
     fn lingers_until(&self, work: &Work) -> Option<Instant> {
         if self.policy.delay.is_zero() || !self.batches(work) {
             return None;
@@ -277,7 +279,8 @@ impl<R: Runner> Scheduler<R> {
         Some(until).filter(|until| work.deadline.is_none_or(|deadline| deadline > *until))
     }
 
-    /// Whether the queue has a head that need not wait for a fuller batch, or a request behind it has waited long enough.
+    /// Whether a batch may start now: the head of the queue does not wait for a fuller batch, enough rows are queued,
+    /// or the wait of any request is over.
     fn is_ready(&self, queue: &RequestQueue, now: Instant) -> bool {
         let Some(head) = queue.head() else { return false };
         if head.lingers_until.is_none() || !self.has_batches() || queue.is_due(now) {
@@ -302,7 +305,7 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    /// Runs the batch of a leader on this I/O thread if it is short, and leaves everything else to inference threads.
+    /// Runs the batch of a leader on this I/O thread if it is short; leaves all other work to inference threads.
     fn dispatch_inline(self: &Arc<Self>, leader: Position) {
         let mut expired = Vec::new();
         let (batch, dispatches) = {
@@ -325,8 +328,8 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    /// Takes a leader or else the head of the queue, the requests that share its batch, and a session. `rows_max` gives the
-    /// most rows of the batch, or nothing when there is to be none.
+    /// Takes the leader or else the head of the queue, the requests that share its batch, and a session. `rows_max`
+    /// returns the maximum number of rows of the batch, or `None` to take no batch.
     fn take_batch(
         self: &Arc<Self>,
         state: &mut State<R>,
@@ -334,7 +337,7 @@ impl<R: Runner> Scheduler<R> {
         leader: Option<Position>,
         rows_max: impl FnOnce(&State<R>, &Work) -> Option<usize>,
     ) -> Option<Batch<R>> {
-        // Read under the lock, so that no deadline that has passed is missed.
+        // Read under the lock, so that expired deadlines are detected.
         let now = self.now();
         state.queue.expire(now, expired);
         if state.idle.len() == 0 || (leader.is_none() && !self.is_ready(&state.queue, now)) {
@@ -361,7 +364,8 @@ impl<R: Runner> Scheduler<R> {
         Some(Batch { lease, first, others })
     }
 
-    /// Most rows of the next batch on an inference thread: as many as is efficient, unless the configuration sets them.
+    /// Maximum number of rows of the next batch on an inference thread: the learned size, unless the configuration
+    /// sets one.
     fn batch_rows(&self, state: &State<R>, head: &Work) -> usize {
         let Policy { rows_max, preferred, delay, .. } = &self.policy;
         if !self.batches(head) || !preferred.is_empty() || !delay.is_zero() {
@@ -380,12 +384,12 @@ impl<R: Runner> Scheduler<R> {
         }
     }
 
-    /// Returns a session, and dispatches it again if requests wait.
+    /// Returns a session to the idle ones and dispatches again if requests wait.
     pub(super) fn give_back(self: &Arc<Self>, session: R) {
         self.change(|state| state.idle.put(session));
     }
 
-    /// Submits the dispatches that a change of the state calls for.
+    /// Changes the state and submits the dispatches that the change requires.
     fn change<T>(self: &Arc<Self>, change: impl FnOnce(&mut State<R>) -> T) -> T {
         let (changed, dispatches) = {
             let mut state = self.state.lock();
@@ -399,8 +403,8 @@ impl<R: Runner> Scheduler<R> {
     }
 }
 
-/// The duty of a leader to dispatch once. Dropped before, with its request's call, it leaves that to an inference
-/// thread.
+/// The duty of a leader to dispatch once. If it is dropped before, because its request's call is dropped, an
+/// inference thread dispatches instead.
 struct Leader<'a, R: Runner>(Option<&'a Arc<Scheduler<R>>>);
 
 impl<R: Runner> Leader<'_, R> {
@@ -420,14 +424,14 @@ impl<R: Runner> Drop for Leader<'_, R> {
     }
 }
 
-/// A queued request. Dropped before its run, it leaves the queue.
+/// A queued request. Dropping it before its run removes it from the queue.
 #[derive(Debug)]
 struct Waiting<'a, R: Runner> {
     scheduler: &'a Arc<Scheduler<R>>,
     position: Option<Position>,
-    /// End of its wait for a fuller batch.
+    /// End of the wait for a fuller batch.
     lingers_until: Option<Instant>,
-    /// Latest start of its run, and the time after which its answer is not needed.
+    /// Latest start of the run; in `answer_by`, the time after which the client does not need the answer.
     deadline: Option<Instant>,
     answer_by: Option<Instant>,
     queued: Instant,
@@ -435,8 +439,7 @@ struct Waiting<'a, R: Runner> {
 }
 
 impl<R: Runner> Waiting<'_, R> {
-    /// Waits for the result, at most until the deadline; a request that runs by then, until its answer is not needed.
-    /// Cancel safe.
+    /// Waits for the result until the deadline; if the request runs by then, until `answer_by`. Cancel safe.
     async fn answer(mut self) -> Result<Output, InferError> {
         if let Some(until) = self.lingers_until {
             match timeout_at(until.into(), &mut self.reply).await {
@@ -473,10 +476,10 @@ impl<R: Runner> Waiting<'_, R> {
         late(self.queued, self.scheduler.now())
     }
 
-    /// Leaves the queue; whether the request was still in it.
+    /// Leaves the queue; returns whether the request was still queued.
     fn leave(&mut self) -> bool {
         let Some(position) = self.position.take() else { return false };
-        // Its tensors may be large: they are freed without the lock.
+        // The request's tensors may be large: they are freed outside the lock.
         let left = self.scheduler.change(|state| state.queue.remove(position));
         left.is_some()
     }

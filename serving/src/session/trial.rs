@@ -1,4 +1,4 @@
-//! One session of a version outside of a server: to compare two versions, and to measure a run.
+//! Trial session: one session of a version outside of a server, to compare two versions or to measure a run.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::error::{Error, InferError, Result};
 use crate::hazards::{self, Divisors};
 use crate::tensor::Tensor;
 
-/// One session of a version on one thread of the processor, as a server has several for small models.
+/// One session of a version on one thread of the processor; a server runs small models on several of these.
 #[derive(Debug)]
 pub struct Trial {
     session: Session,
@@ -19,7 +19,7 @@ pub struct Trial {
 }
 
 impl Trial {
-    /// Opens a version as a server would. Blocks while ONNX Runtime optimises the graph.
+    /// Opens a version as a server would. Blocks while ONNX Runtime optimizes the graph.
     ///
     /// # Errors
     /// [`Error::RuntimeMissing`], [`Error::RuntimeUnusable`]; [`Error::Model`] when it cannot be served.
@@ -39,7 +39,7 @@ impl Trial {
         Ok(Trial { session, outputs: manifest.signature.outputs.clone() })
     }
 
-    /// Runs it on inputs in the signature's order: all outputs, and the time from one to the other.
+    /// Runs the session on inputs in the signature's order. Returns all outputs, and the time from inputs to outputs.
     ///
     /// # Errors
     /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].

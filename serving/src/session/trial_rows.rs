@@ -1,8 +1,8 @@
 //! Trial of rows that the configuration declares independent, where the graph does not prove it.
 //!
-//! Each row runs alone and all run as one batch, and the results must agree. A difference shows dependence; agreement
-//! proves nothing. The trial therefore warns and decides nothing. The rows have very different magnitudes, because most
-//! operators that mix rows show the largest value.
+//! The trial runs each row alone and all rows as one batch, and compares the results. A difference shows dependence;
+//! agreement proves nothing. The trial therefore only warns. The rows have very different magnitudes, because most
+//! operators that mix rows let the largest value dominate.
 
 use half::{bf16, f16};
 use millrace_bundle::{Datatype, Signature, TensorSpec};
@@ -12,21 +12,21 @@ use super::limited::{self, Failure};
 use super::row_join::{join, split};
 use crate::tensor::{Data, Tensor, element_count};
 
-/// Inner extents that are the caller's to choose, and how far integers may be from 0, one after the other: some inputs
-/// take small numbers alone, as indexes are.
+/// Extent for open inner dimensions and exclusive upper bound for integers, tried in turn: some inputs accept only
+/// small integers, for example indexes.
 const ATTEMPTS: [(i64, u64); 4] = [(3, 100), (3, 2), (1, 100), (1, 2)];
-/// What the rows are multiplied with.
+/// Magnitude of the values of each row.
 const MAGNITUDES: [f64; 3] = [1e-3, 1.0, 1e4];
-/// Largest input that is tried, in elements.
+/// Maximum number of elements of a trial input.
 const ELEMENTS_MAX: usize = 1 << 22;
-/// How far results may be apart, in parts of the largest: another number of rows may be summed up in
-/// another order.
+/// Allowed difference of results, relative to the largest value: kernels may sum another number of rows in another
+/// order.
 const TOLERANCE: f64 = 1e-3;
 
-/// Compares rows together with rows alone.
+/// Compares the results of rows run together with the results of rows run alone.
 ///
 /// # Errors
-/// The output that differs, or why there was no trial.
+/// The output that differs, or the reason why there was no trial.
 pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), String> {
     let mut reason = String::new();
     for attempt in ATTEMPTS {
@@ -48,7 +48,7 @@ pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), 
 enum Trial {
     Differs(String),
     Failed(String),
-    /// Others would not end either.
+    /// A run did not end in time; other attempts would not end either.
     Endless(String),
 }
 
@@ -87,18 +87,18 @@ fn compare(session: &mut Session, signature: &Signature, attempt: (i64, u64)) ->
     Ok(())
 }
 
-/// One row of an input, of values that differ from seed to seed.
+/// One row of an input, with pseudorandom values.
 fn row(spec: &TensorSpec, (extent, integers): (i64, u64), magnitude: f64, seed: u64) -> Option<Tensor> {
     let inner = spec.shape.iter().skip(1).map(|found| if *found < 0 { extent } else { *found });
     let shape: Vec<i64> = std::iter::once(1).chain(inner).collect();
     let count = element_count(&spec.name, &shape).ok().filter(|count| (1..=ELEMENTS_MAX).contains(count))?;
-    // The constants are Knuth's for linear congruences modulo 2^64.
+    // A linear congruential generator modulo 2^64 with Knuth's constants.
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mut bits = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         state >> 40
     };
-    // From -1 to 1, of 24 bits.
+    // From -1 to 1 times the magnitude, with 24 bits.
     let float = |bits: u64| ((bits as f64 / f64::from(1 << 23) - 1.0) * magnitude) as f32;
     macro_rules! filled {
         ($value:expr) => {

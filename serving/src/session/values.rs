@@ -1,7 +1,8 @@
-//! Runs of one session, from tensors to tensors.
+//! Single runs of a session: passes input tensors to ONNX Runtime and extracts the outputs.
 //!
-//! Inputs are read where they are. Outputs are copied into the processor's memory, or stay where the run leaves them:
-//! on the processor without a copy, on a GPU by an I/O binding, without which ONNX Runtime would copy them.
+//! ONNX Runtime reads inputs in place. Outputs are copied into the processor's memory, or stay where the run leaves
+//! them. On the processor that takes no copy; on a GPU it takes an I/O binding, without which ONNX Runtime would copy
+//! them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,18 +21,18 @@ use crate::statistics::Times;
 use crate::tensor::onnx::extract;
 use crate::tensor::{Held, Resident, Tensor, View, shown};
 
-/// How the runtime begins to say which node failed.
+/// Marker in ONNX Runtime's message for the failure of a node.
 const NODE_FAILED: &str = "while running";
-/// Words for memory and devices in what it says then.
+/// Words in these messages that point to memory or the device.
 const DEVICE_FAILURES: [&str; 5] = ["alloc", "memory", "cuda", "cudnn", "cublas"];
-/// Inputs that are named, at most.
+/// Maximum number of inputs named in an error.
 const SHOWN_MAX: usize = 8;
 
-/// An output that a run is to give.
+/// An output that a run must return.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) spec: &'a TensorSpec,
-    /// Whether it stays in the memory of the session's device. Texts never do.
+    /// Whether it stays in the memory of the session's device. String outputs never do.
     pub(super) stays: bool,
 }
 
@@ -41,12 +42,12 @@ impl Wanted<'_> {
     }
 }
 
-/// Runs a session on inputs in the signature's order, for a request that waits since `queued`, until `options` end the
+/// Runs a session on inputs in the signature's order, for a request that waits since `queued`; `options` may end the
 /// run.
 ///
 /// # Errors
-/// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`]; [`InferError`] of any kind
-/// where the run was ended.
+/// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`]; [`InferError`] of any
+/// kind when the run was ended.
 pub(super) fn run(
     session: &mut Session,
     inputs: &[View<'_>],
@@ -60,7 +61,7 @@ pub(super) fn run(
     }
     let failed = |error: ort::Error| refused(&error, inputs);
     let computing = Instant::now();
-    // At most one input and output are the rule, so the array form spares a map.
+    // Typical models have one input, and the array form avoids a map.
     let (values, input_end) = match inputs {
         [input] => {
             let values = [input.value(memory)?];
@@ -89,7 +90,7 @@ pub(super) fn run(
     Ok((outputs, Times { queued, computing, input_end, output_start, end, cached: false }))
 }
 
-/// The same for tensors that are in the processor's memory, and stay nowhere.
+/// Runs a session on tensors in the processor's memory; no output stays on the device.
 ///
 /// # Errors
 /// As [`run`].
@@ -105,7 +106,7 @@ pub(super) fn run_tensors(
     Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?, times))
 }
 
-/// The same with inputs and outputs bound, each to the memory where it is to be.
+/// Like [`run`], with inputs and outputs bound to the memory in which each must be.
 fn run_bound(
     session: &mut Session,
     inputs: &[View<'_>],
@@ -117,7 +118,7 @@ fn run_bound(
     let memory = session.memory;
     let computing = Instant::now();
     let (here, there) = (place(Memory::Host).map_err(failed)?, place(memory).map_err(failed)?);
-    // One for each run: it has its outputs use the same memory again, which somebody may still have.
+    // A new binding for each run: a binding reuses the memory of its outputs, which an earlier caller may still hold.
     let mut binding = session.create_binding().map_err(failed)?;
     let mut lent = Vec::new();
     for (outlet, input) in session.inputs().iter().zip(inputs) {
@@ -127,7 +128,7 @@ fn run_bound(
         }
         binding.bind_input(outlet.name(), &*value).map_err(failed)?;
     }
-    // What is on its way to the device has to be there; a run does not wait for it.
+    // Copies of inputs to the device must have finished; a run does not wait for them.
     binding.synchronize_inputs().map_err(failed)?;
     for wanted in outputs {
         let at = if wanted.is_to_stay() { &there } else { &here };
@@ -145,13 +146,13 @@ fn run_bound(
     Ok((outputs, Times { queued, computing, input_end, output_start, end, cached: false }))
 }
 
-/// Where the elements of a tensor begin.
+/// Address of a tensor's first element.
 fn address(value: &Value) -> Option<usize> {
     let tensor = value.view().downcast::<DynTensorValueType>().ok()?;
     Some(tensor.data_ptr().addr())
 }
 
-/// A memory as ONNX Runtime knows it.
+/// ONNX Runtime's description of a memory.
 fn place(memory: Memory) -> ort::Result<MemoryInfo<'static>> {
     let (device, ordinal) = match memory {
         Memory::Host => (AllocationDevice::CPU, 0),
@@ -160,8 +161,8 @@ fn place(memory: Memory) -> ort::Result<MemoryInfo<'static>> {
     MemoryInfo::new(device, ordinal.into(), AllocatorType::Device, MemoryType::Default)
 }
 
-/// Runs a session on inputs in the signature's order, and has it give back what it has of a device's memory and does not
-/// use after that. `arena` is the device as ONNX Runtime calls its memory.
+/// Runs a session on inputs in the signature's order and lets its arena release device memory that is free after the
+/// run. `arena` is ONNX Runtime's name of the device memory.
 pub(super) fn release(session: &mut Session, inputs: &[Tensor], arena: &str) -> Result<(), InferError> {
     let inputs: Vec<View<'_>> = inputs.iter().map(View::Here).collect();
     let failed = |error: ort::Error| refused(&error, &inputs);
@@ -173,9 +174,9 @@ pub(super) fn release(session: &mut Session, inputs: &[Tensor], arena: &str) -> 
     Ok(())
 }
 
-/// What the runtime says of a request that was checked against the signature. Weights do not change, so
-/// what a node cannot work on (extents that do not belong together, an index that is out of bounds) came
-/// with the request, unless it is memory or the device that failed.
+/// Converts ONNX Runtime's error for a request that was checked against the signature. Weights do not change. If a
+/// node fails on its inputs (mismatched extents, an index out of bounds), the request is the cause, unless memory or
+/// the device failed.
 fn refused(error: &ort::Error, inputs: &[View<'_>]) -> InferError {
     let text = one_line(error);
     let of_node = text.contains(NODE_FAILED);
@@ -194,7 +195,8 @@ fn refused(error: &ort::Error, inputs: &[View<'_>]) -> InferError {
     InferError::invalid(format!("the model cannot run on input {}: {text}", shapes.join(", ")))
 }
 
-/// The outputs of a run that left in `memory` those that are to stay, and was lent inputs at those addresses.
+/// Extracts the outputs of a run. Outputs that stay are in `memory`; `lent` are the address ranges of caller-owned
+/// inputs.
 fn held(
     mut values: SessionOutputs<'_>,
     outputs: &[Wanted<'_>],
@@ -223,7 +225,7 @@ fn output(
     if left.datatype() != spec.datatype {
         return Err(unfit(format!("it is {}, the manifest has {}", left.datatype(), spec.datatype)));
     }
-    // A run does not copy an input that is an output, too: it is not ONNX Runtime's to keep.
+    // A run does not copy an input that is also an output: its memory is the caller's, so the output cannot stay.
     let is_lent = lent.iter().any(|lent| lent.contains(&left.address()));
     let left = Held::Resident(spec.name.clone(), Arc::new(left));
     if is_lent { left.into_tensor().map(Held::Alone) } else { Ok(left) }

@@ -1,13 +1,13 @@
-//! One copy of the weights for all sessions of a version on the processor.
+//! Shared weights: one copy of the weights for all sessions of a version on the processor.
 //!
-//! By default each session holds the weights and what its kernels made of them: matrix products pack theirs. Both are
-//! shared here by ONNX Runtime's own means. The graph is optimised once. Its large weights are then removed from it and
-//! given to every session as initializers over the same memory; for such initializers alone, sessions share the packed
-//! weights in a container. Optimising comes first because it may change a weight and keep its name, by which
-//! initializers are given.
+//! By default each session holds the weights and the forms that its kernels make of them: matrix products pack
+//! theirs. This module shares both by means of ONNX Runtime. It lets ONNX Runtime optimize the graph once. It then
+//! removes the large weights from the graph and gives them to every session as initializers over the same memory.
+//! Only for these initializers do sessions share the packed weights in a container. Optimization comes first because
+//! it may change a weight but keep its name, and initializers are matched by name.
 //!
-//! ONNX Runtime keeps the initializers in memory beside the packed weights, so that several sessions of a model of
-//! matrix products take twice the memory of its weights, however many they are.
+//! ONNX Runtime keeps the initializers in memory beside the packed weights. Several sessions of a model of matrix
+//! products therefore take twice the memory of its weights, regardless of their number.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -27,15 +27,15 @@ use prost::Message;
 
 use crate::error::one_line;
 
-/// Smaller weights are left in the graph: they are not worth a tensor of their own.
+/// Smaller weights stay in the graph: sharing them is not worth a tensor each.
 const SHARED_BYTES_MIN: usize = 16 << 10;
-/// Largest optimised graph that is read, as protobuf has it.
+/// Largest optimized graph that can be read: the limit of protobuf.
 const GRAPH_BYTES_MAX: u64 = (2 << 30) - 1;
 
-/// Builds sessions that share their weights. Whatever is wrong with the graph or in the way of sharing is told
-/// as a reason; sessions with weights of their own may be possible then.
+/// Builds sessions that share their weights. The error is the reason why sharing fails; sessions with separate
+/// weights may still be possible.
 ///
-/// `with_files` has the files in which the graph keeps weights; `builder` is the same without.
+/// `with_files` contains the files in which the graph keeps weights; `builder` is the same without them.
 pub(super) fn sessions(
     builder: &SessionBuilder,
     with_files: &SessionBuilder,
@@ -55,7 +55,7 @@ pub(super) fn sessions(
     let refused = |error: ort::Error<SessionBuilder>| one_line(&error);
     let mut builder = builder
         .clone()
-        // A second pass could change weights again.
+        // A second optimization could change weights again.
         .with_optimization_level(GraphOptimizationLevel::Disable)
         .map_err(refused)?
         .with_prepacked_weights(&PrepackedWeights::new())
@@ -63,10 +63,10 @@ pub(super) fn sessions(
     for (name, value) in &weights.0 {
         let refused = |error: ort::Error<SessionBuilder>| format!("weight {name:?}: {}", one_line(&error));
         builder = builder
-            // For the graph, which has them by name alone,
+            // Resolves the weight in the graph, which refers to it by name only.
             .with_external_initializer(name, Arc::clone(value))
             .map_err(refused)?
-            // and for the sessions to share, with what their kernels pack.
+            // Lets the sessions share the weight and its packed form.
             .with_initializer(name, Arc::clone(value))
             .map_err(refused)?;
     }
@@ -89,15 +89,15 @@ impl Weights {
     }
 }
 
-/// The graph as ONNX Runtime would run it.
+/// The graph after ONNX Runtime's optimizations.
 fn optimised(builder: SessionBuilder, onnx: &[u8]) -> Result<ModelProto, String> {
-    // ONNX Runtime writes it to a path; this one leads to memory.
+    // ONNX Runtime writes the graph to a path; this path leads to memory.
     let file = memfd_create(c"optimised.onnx", MFdFlags::MFD_CLOEXEC)
         .map_err(|error| format!("no memory for the optimised graph: {error}"))?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let refused = |error: ort::Error<SessionBuilder>| one_line(&error);
     let mut builder = builder
-        // That the file is good for this processor alone is a warning, and what it is for.
+        // Hides the warning that the file is only valid for this processor, which is intended.
         .with_log_level(ort::logging::LogLevel::Error)
         .map_err(refused)?
         .with_config_entry("session.save_model_format", "ONNX")
@@ -118,9 +118,9 @@ fn optimised(builder: SessionBuilder, onnx: &[u8]) -> Result<ModelProto, String>
     ModelProto::decode(graph.as_slice()).map_err(|error| format!("the optimised graph: {error}"))
 }
 
-/// Takes the large weights out of a graph, in which they stay by name, type and shape.
+/// Takes the large weights out of a graph, which keeps their names, types and shapes.
 fn take_weights(graph: &mut GraphProto, weights: &mut Weights) -> Result<(), String> {
-    // An input of the graph may be given by a request; a name of a graph inside it may mean another tensor.
+    // A request may provide an input of the graph; a name in a subgraph may mean another tensor.
     let mut others: HashSet<String> = graph.input.iter().map(|input| input.name().to_owned()).collect();
     add_inner_names(graph, &mut others);
     for tensor in graph.initializer.iter_mut().filter(|tensor| !others.contains(tensor.name())) {
@@ -134,7 +134,7 @@ fn take_weights(graph: &mut GraphProto, weights: &mut Weights) -> Result<(), Str
     Ok(())
 }
 
-/// Names of the initializers of the graphs inside a graph; decoding has bounded how deep they are.
+/// Collects the names of the initializers of subgraphs; decoding has bounded their nesting depth.
 fn add_inner_names(graph: &GraphProto, names: &mut HashSet<String>) {
     for attribute in graph.node.iter().flat_map(|node| &node.attribute) {
         for inner in attribute.g.iter().chain(&attribute.graphs) {
@@ -144,8 +144,8 @@ fn add_inner_names(graph: &GraphProto, names: &mut HashSet<String>) {
     }
 }
 
-/// Takes the elements out of an initializer. One that is small, or not what it says it is, is left to ONNX
-/// Runtime to use or to refuse.
+/// Takes the elements out of an initializer. A small initializer, or one whose data does not match its shape or type,
+/// stays for ONNX Runtime to use or refuse.
 fn take(tensor: &mut TensorProto, weights: &mut Weights) -> Result<bool, String> {
     let raw = tensor.raw_data.as_deref().unwrap_or_default();
     if raw.len() < SHARED_BYTES_MIN || !tensor.external_data.is_empty() {

@@ -1,4 +1,4 @@
-//! Checked requests for one model version, and their results.
+//! Inference requests that were checked for one model version, and their results.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -17,10 +17,11 @@ pub(crate) struct Work {
     pub(crate) inputs: Vec<Held>,
     /// The requested outputs, by their indexes in the signature, in the order requested.
     pub(crate) outputs: Vec<usize>,
-    /// Whether each requested output may stay in the memory of the device, in that order; missing entries are false.
+    /// Whether each requested output may stay in the memory of the device, in the same order; missing entries are
+    /// false.
     pub(crate) stays: Vec<bool>,
-    /// Rows, where they are the first dimension of every input and output; 0 where there is no such dimension, and the
-    /// request runs alone.
+    /// Number of rows, if rows are the first dimension of every input and output. Otherwise 0, and the request runs
+    /// alone.
     pub(crate) rows: usize,
     /// Start of the wait for a session.
     pub(crate) queued: Instant,
@@ -30,7 +31,7 @@ pub(crate) struct Work {
     pub(crate) answer_by: Option<Instant>,
     /// Level of priority; lower levels run first.
     pub(crate) level: usize,
-    /// The client's connection. Requests without one count as those of a single client.
+    /// Address of the client's connection. Requests without one count as those of a single client.
     pub(crate) client: Option<SocketAddr>,
 }
 
@@ -45,14 +46,13 @@ impl Work {
         self.inputs.iter().fold(0, |sum, input| sum.saturating_add(input.view().elements()))
     }
 
-    /// Whether its deadline has passed.
+    /// Whether the deadline has passed.
     pub(super) fn is_late(&self, now: Instant) -> bool {
         self.deadline.is_some_and(|deadline| deadline <= now)
     }
 
-    /// Moves the deadline forward by the expected run time and by the time that the network needs, so that a request
-    /// which starts in time is also answered in time. Without this, an overloaded server would run requests whose
-    /// answers arrive just too late.
+    /// Moves the deadline forward by the expected run time and network time, so that a request that starts in time is
+    /// also answered in time. Otherwise an overloaded server would run requests whose answers arrive just too late.
     pub(super) fn allow_for(&mut self, run: Duration) {
         let start_by = self.answer_by.map(|answer_by| {
             let transit = answer_by.saturating_duration_since(self.queued) / TRANSIT_PART;
@@ -66,7 +66,7 @@ impl Work {
         self.rows.max(1) as u64
     }
 
-    /// Whether both requests can share a batch: the same outputs of rows of the same shapes.
+    /// Whether both requests can share a batch: they want the same outputs, and their rows have the same shapes.
     pub(super) fn is_like(&self, other: &Work) -> bool {
         self.rows > 0
             && other.rows > 0
@@ -84,13 +84,13 @@ impl Work {
 pub(crate) struct Output {
     /// The requested outputs, in the order requested.
     pub(crate) outputs: Vec<Held>,
-    /// Timestamps of the steps.
+    /// Timestamps of the stages.
     pub(crate) times: Times,
     /// Rows of the run, set for the one request of a batch that counts it.
     pub(crate) run_rows: Option<usize>,
 }
 
-/// The error of a request that waited since `queued` and whose deadline passed before its run.
+/// The error for a request that waited since `queued` and whose deadline passed before its run.
 pub(super) fn late(queued: Instant, now: Instant) -> InferError {
     InferError::DeadlineExceeded {
         reason: format!(

@@ -1,5 +1,5 @@
-//! Tensors on their way from run to run: those that one request has alone, those that several have at once without
-//! copies, and those that are in the memory of a device.
+//! Tensor ownership between runs: tensors owned by one request, tensors shared without copies, and tensors in the
+//! memory of a device.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use super::{Tensor, onnx};
 use crate::config::Memory;
 use crate::error::InferError;
 
-/// A tensor, or a share in one.
+/// A tensor, or a reference to a shared one.
 #[derive(Debug)]
 pub(crate) enum Held {
-    /// Nobody else has it.
+    /// The only owner.
     Alone(Tensor),
-    /// Others may have the same one.
+    /// Shared with others.
     Together(Arc<Tensor>),
-    /// It is where a run left it, under a name; others may have the same one.
+    /// In the memory where a run left it, under a name; may be shared.
     Resident(String, Arc<Resident>),
 }
 
 impl Held {
-    /// The same under a name, for so many to take it.
+    /// The tensor under a name, shared if it has several takers.
     pub(crate) fn named(self, name: &str, takers: usize) -> Held {
         let mut tensor = match self {
             Held::Alone(tensor) => tensor,
@@ -35,7 +35,7 @@ impl Held {
         if takers > 1 { Held::Together(Arc::new(tensor)) } else { Held::Alone(tensor) }
     }
 
-    /// Another share in the same tensor, of one that is shared.
+    /// Another reference to the tensor; `None` if it is not shared.
     pub(crate) fn share(&self) -> Option<Held> {
         match self {
             Held::Alone(_) => None,
@@ -44,8 +44,8 @@ impl Held {
         }
     }
 
-    /// The tensor with its elements in the processor's memory; copied there from where a run left it, once for all that
-    /// have it. It has the name of this share only where it was in that memory.
+    /// The tensor with its elements in the processor's memory. A tensor on a device is copied once for all its
+    /// owners, and the result does not have the name of this reference.
     ///
     /// # Errors
     /// [`InferError::Internal`] when a device fails.
@@ -57,7 +57,7 @@ impl Held {
         }
     }
 
-    /// The tensor itself; copied only while others have it, and from where a run left it.
+    /// The tensor by value; copied only if it is shared or on a device.
     ///
     /// # Errors
     /// [`InferError::Internal`] when a device fails.
@@ -75,7 +75,7 @@ impl Held {
         }
     }
 
-    /// What can be told without its elements.
+    /// A view for what needs no elements, and for runs.
     pub(crate) fn view(&self) -> View<'_> {
         match self {
             Held::Alone(tensor) => View::Here(tensor),
@@ -85,12 +85,12 @@ impl Held {
     }
 }
 
-/// A tensor wherever it is.
+/// A borrowed tensor in any memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum View<'a> {
     /// In the processor's memory.
     Here(&'a Tensor),
-    /// Where a run left it, under a name.
+    /// In the memory where a run left it, under a name.
     There(&'a str, &'a Resident),
 }
 
@@ -132,16 +132,18 @@ impl<'a> View<'a> {
         }
     }
 
-    /// As runs take it that have their tensors in `memory`: from where it is, unless it is in that of another device.
+    /// The input for runs that have their tensors in `memory`: without a copy, unless it is in another device's
+    /// memory.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for texts that ONNX Runtime cannot have; [`InferError::Internal`] when a device fails.
+    /// [`InferError::Invalid`] for strings that ONNX Runtime cannot represent; [`InferError::Internal`] when a device
+    /// fails.
     pub(crate) fn value(self, memory: Memory) -> Result<SessionInputValue<'a>, InferError> {
         self.value_or(memory, onnx::value)
     }
 
-    /// The same for a binding, which has a copy of its own of what is in the processor's memory: ort would make one of
-    /// what is only lent to it where the graph takes it there, and waits for ever as it does.
+    /// Like [`View::value`] for a binding, but copies what is in the processor's memory. If the graph needs a
+    /// borrowed value there, ort would copy it itself, and block forever in doing so.
     ///
     /// # Errors
     /// As [`View::value`].
@@ -163,11 +165,11 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The addresses of its elements, where they are in the processor's memory and not ONNX Runtime's own.
+    /// The address range of the elements, if they are in the processor's memory and not owned by ONNX Runtime.
     pub(crate) fn lent(self) -> Option<Range<usize>> {
         match self {
             View::Here(tensor) => Some(tensor.data.range()),
-            // Who has the same value holds it as well.
+            // An output with the same value keeps it alive as well.
             View::There(..) => None,
         }
     }
@@ -196,7 +198,7 @@ mod tests {
             if let Some(other) = held.share() {
                 assert_eq!(place(&other), at);
             }
-            // The last one to have it takes the elements along.
+            // The last owner takes the elements without a copy.
             let own = held.into_tensor().unwrap();
             assert_eq!(own.name, "y");
             assert_eq!(place(&Held::Alone(own)), at);

@@ -1,5 +1,5 @@
-//! Tensors in and out of ONNX Runtime. Strings go through its C interface, where they have a length: those of its Rust
-//! interface are UTF-8 without NUL, and BYTES elements may be any bytes.
+//! Conversion of tensors to and from ONNX Runtime. Strings use its C interface, which passes lengths: strings of the
+//! Rust interface are UTF-8 without NUL, but BYTES elements may contain any bytes.
 
 use std::ffi::c_char;
 use std::ptr;
@@ -14,9 +14,9 @@ use ort::value::{DynTensor, TensorElementType, TensorRef, TensorValueTypeMarker,
 use super::{Data, Tensor, for_numbers};
 use crate::error::{InferError, one_line};
 
-/// The protocol's datatype of an element type; `None` for those that it cannot carry.
+/// The protocol's datatype for an element type; `None` if the protocol has none.
 pub(crate) fn datatype(ty: TensorElementType) -> Option<Datatype> {
-    // ONNX Runtime numbers them as graphs do.
+    // ONNX Runtime numbers element types as ONNX graphs do.
     Datatype::from_onnx(ort::sys::ONNXTensorElementDataType::from(ty) as i32)
 }
 
@@ -52,11 +52,12 @@ fn texts(tensor: &Tensor, values: &[Bytes]) -> Result<SessionInputValue<'static>
     Ok(strings.into())
 }
 
-/// Makes an element of a tensor of strings hold these bytes.
+/// Sets an element of a string tensor to `bytes`.
 fn fill(strings: &mut DynTensor, index: usize, bytes: &[u8]) -> ort::Result<()> {
     let mut place: *mut c_char = ptr::null_mut();
-    // SAFETY: the value is a tensor of strings that this holds alone, and the callee checks the index. It makes the
-    // element as long as it is told, and `place` its first byte, which is valid until the tensor is changed next.
+    // SAFETY: this function has exclusive access to the value, which is a string tensor, and the callee checks the
+    // index. The callee resizes the element to the given length and sets `place` to its first byte, which is valid
+    // until the next change of the tensor.
     unsafe {
         let resize = ort::api().GetResizedStringTensorElementBuffer;
         ort::Error::result_from_status(resize(strings.ptr_mut(), index, bytes.len(), &mut place))?;
@@ -65,7 +66,7 @@ fn fill(strings: &mut DynTensor, index: usize, bytes: &[u8]) -> ort::Result<()> 
     Ok(())
 }
 
-/// The elements of a tensor of strings in the processor's memory.
+/// The shape and elements of a string tensor in the processor's memory.
 fn strings<Type: TensorValueTypeMarker + ?Sized>(value: &Value<Type>) -> ort::Result<(Vec<i64>, Vec<Bytes>)> {
     let ValueType::Tensor { ty: TensorElementType::String, shape, .. } = value.dtype() else {
         return Err(ort::Error::new(format!("{} is not a tensor of strings", value.dtype())));
@@ -73,8 +74,8 @@ fn strings<Type: TensorValueTypeMarker + ?Sized>(value: &Value<Type>) -> ort::Re
     let count = shape.num_elements();
     let mut length = 0;
     let (mut content, mut starts) = (Vec::new(), vec![0; count]);
-    // SAFETY: the callees check that the value is a tensor of strings with as many elements, and write the number of
-    // bytes that they are told, which both vectors have.
+    // SAFETY: the callees check that the value is a string tensor of that number of elements. They write as many
+    // bytes and offsets as they are told, for which both vectors have space.
     unsafe {
         let api = ort::api();
         ort::Error::result_from_status((api.GetStringTensorDataLength)(value.ptr(), &mut length))?;
@@ -96,7 +97,7 @@ fn failed(error: ort::Error) -> InferError {
 /// Copies shape and elements out of a tensor in the processor's memory.
 ///
 /// # Errors
-/// For what is no tensor, of another datatype, or in the memory of a device.
+/// For a value that is not a tensor, has another datatype, or is in the memory of a device.
 pub(crate) fn extract<Type: TensorValueTypeMarker + ?Sized>(
     value: &Value<Type>,
     datatype: Datatype,

@@ -1,5 +1,5 @@
-//! Tensors that stay where a run left them, in the memory of its device, so that the next run takes them from
-//! there: of ONNX Runtime, which frees them when the last one lets go.
+//! Resident tensors: outputs that stay in the memory where a run left them, so that the next run uses them there.
+//! ONNX Runtime owns them and frees them with the last reference.
 
 use std::sync::OnceLock;
 
@@ -12,7 +12,7 @@ use super::{Tensor, element_count};
 use crate::config::Memory;
 use crate::error::{InferError, one_line};
 
-/// A tensor of numbers that a run left.
+/// A numeric tensor that a run left in its memory.
 #[derive(Debug)]
 pub(crate) struct Resident {
     datatype: Datatype,
@@ -20,15 +20,15 @@ pub(crate) struct Resident {
     elements: usize,
     memory: Memory,
     value: DynTensor,
-    /// The same for those who look at its elements, once somebody has.
+    /// Copy in the processor's memory, made when the elements are first read.
     read: OnceLock<Tensor>,
 }
 
 impl Resident {
-    /// An output of a run that is in that memory.
+    /// Wraps an output of a run that is in `memory`.
     ///
     /// # Errors
-    /// For what is no tensor, and for one of texts, which are nowhere but in the processor's memory.
+    /// For a value that is not a tensor, and for strings, which are only ever in the processor's memory.
     pub(crate) fn new(value: DynValue, memory: Memory) -> Result<Resident, InferError> {
         let unfit = |error: ort::Error| InferError::internal(format!("an output stays nowhere: {error}"));
         let value = value.downcast::<DynTensorValueType>().map_err(unfit)?;
@@ -59,17 +59,17 @@ impl Resident {
         self.elements.saturating_mul(self.datatype.element_bytes().unwrap_or(0))
     }
 
-    /// Where its elements begin.
+    /// Address of the first element.
     pub(crate) fn address(&self) -> usize {
         self.value.data_ptr().addr()
     }
 
-    /// As runs take it that have their tensors in `memory`; `None` where that is another one.
+    /// The value for runs that have their tensors in `memory`; `None` if it is in another memory.
     pub(crate) fn value(&self, memory: Memory) -> Option<&DynTensor> {
         (self.memory == memory).then_some(&self.value)
     }
 
-    /// The elements in the processor's memory: copied there by the first one who asks.
+    /// The elements in the processor's memory, copied there on the first call.
     ///
     /// # Errors
     /// [`InferError::Internal`] when the device fails.
@@ -92,7 +92,7 @@ impl Resident {
         Ok(self.read.get_or_init(|| Tensor { name: String::new(), shape, data }))
     }
 
-    /// The same, taken along.
+    /// The elements in the processor's memory, by value.
     ///
     /// # Errors
     /// As [`Resident::read`].

@@ -1,4 +1,4 @@
-//! Raw form: round trips for every datatype and refusal of everything that does not fit exactly.
+//! Tests of the raw form: round trips for every datatype, and refusal of all bytes that do not fit exactly.
 #![allow(clippy::unwrap_used)]
 
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! Access control lists against what ext4 does with the same calls.
+//! Tests of access control lists against what ext4 does with the same calls.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -56,13 +56,13 @@ fn mode_and_list_stay_in_step() {
     let set = |value: &[u8]| view.xattr_set(node, ACCESS.as_ref(), value, SetXattr::Any).unwrap();
     set(&full());
     assert_eq!((mode(), get().unwrap()), (0o771, full()));
-    // chmod changes the mask, not what the group has.
+    // chmod changes the mask, not the group's entry.
     let chmod = SetAttr { mode: Some(0o4640), ..SetAttr::default() };
     view.setattr(node, &chmod).unwrap();
     let narrowed = acl(&[(USER_OBJ, 6, 0), (USER, 6, 1000), (GROUP_OBJ, 5, 0), (MASK, 4, 0), (OTHER, 0, 0)]);
     assert_eq!((mode(), get().unwrap()), (0o4640, narrowed));
     assert_eq!(view.xattr_list(node).unwrap(), [ACCESS]);
-    // A list that a mode can say is none.
+    // A list that a mode expresses in full is not stored.
     set(&acl(&[(USER_OBJ, 6, 0), (GROUP_OBJ, 2, 0), (OTHER, 4, 0)]));
     assert_eq!(mode(), 0o4624);
     assert!(matches!(get(), Err(Error::NoAttribute { .. })));
@@ -83,7 +83,7 @@ fn directories_pass_their_list_on() {
     assert_eq!(dir.mode, 0o755);
     view.xattr_set(dir.node, DEFAULT.as_ref(), &full(), SetXattr::Any).unwrap();
     assert_eq!(view.getattr(dir.node).unwrap().mode, 0o755);
-    // The list stands in for the mask of the process.
+    // The default list replaces the umask of the process.
     let made = file(&view, dir.node, "f", 0o666, 0o077);
     assert_eq!(view.getattr(made).unwrap().mode, 0o660);
     let expected = acl(&[(USER_OBJ, 6, 0), (USER, 6, 1000), (GROUP_OBJ, 5, 0), (MASK, 6, 0), (OTHER, 0, 0)]);
@@ -93,7 +93,7 @@ fn directories_pass_their_list_on() {
     assert_eq!(below.mode, 0o771);
     assert_eq!(view.xattr_get(below.node, DEFAULT.as_ref()).unwrap(), full());
     assert_eq!(view.xattr_get(below.node, ACCESS.as_ref()).unwrap(), full());
-    // One that a mode can say gives modes only.
+    // A default list that a mode expresses in full only gives modes.
     let plain = acl(&[(USER_OBJ, 7, 0), (GROUP_OBJ, 5, 0), (OTHER, 0, 0)]);
     view.xattr_set(below.node, DEFAULT.as_ref(), &plain, SetXattr::Any).unwrap();
     let made = file(&view, below.node, "g", 0o666, 0);

@@ -1,4 +1,5 @@
-//! Small files on a bucket: they share packs, whatever their volume's codec, and survive trouble.
+//! Tests of small files in an object store (S3): they share packs, whatever their volume's codec, and survive
+//! outages.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -25,7 +26,7 @@ fn cloud(server: &S3Server, home: &Path) -> Config {
         cache_free_bytes_min: 0,
         garbage_grace_ms: 0,
         gc_interval_ms: 0,
-        // Nothing is committed before somebody asks for it.
+        // Nothing is committed before a call asks for it.
         pack_linger_ms: 3_600_000,
         ..Config::default()
     }
@@ -69,7 +70,7 @@ fn all_tools_work_on_postgres_with_an_encrypted_bucket() {
         sound(&datafs);
         (0..60).step_by(2).for_each(|i| view.remove_file(&format!("d/{i}")).unwrap());
         view.remove_file("large").unwrap();
-        // Packs of any kind are emptied into others.
+        // Packs are emptied into others, whatever their codec.
         let all = Compact { live_percent_min: 1_000, ..Compact::default() };
         let report = datafs.compact(None, &all).unwrap();
         assert!(report.packs > 0 && report.conflicts == 0, "{report:?}");
@@ -77,7 +78,7 @@ fn all_tools_work_on_postgres_with_an_encrypted_bucket() {
         assert!(gone > report.packs, "{gone}");
         check(&view, (1..60).step_by(2));
         sound(&datafs);
-        // What a process leaves that dies.
+        // The remains of a process that dies.
         let dead = Datafs::open(home.path(), &config).unwrap();
         let mut staged = dead.view(&"v".parse().unwrap()).unwrap().stage().unwrap();
         staged.append(&[3; 10_000]).unwrap();
@@ -118,7 +119,7 @@ fn small_files_share_packs_in_every_codec() {
         let puts = server.faults.count("put");
         view.create_dir_all("d").unwrap();
         write(&view, 0..FILES);
-        // Nothing was sent, and everything is there.
+        // No object was sent, and every file can be read.
         assert_eq!(server.faults.count("put"), puts);
         check(&view, 0..FILES);
         datafs.shared.meta.sync().unwrap();
@@ -127,7 +128,7 @@ fn small_files_share_packs_in_every_codec() {
         check(&view, 0..FILES);
         sound(&datafs);
         drop((view, datafs));
-        // Cold, in an order of no kind, without what is in the cache.
+        // With an empty cache, in shuffled order.
         std::fs::remove_dir_all(home.path().join("datafs/cache")).unwrap();
         let gets = server.faults.count("get");
         let datafs = Datafs::open(home.path(), &config).unwrap();
@@ -135,7 +136,7 @@ fn small_files_share_packs_in_every_codec() {
         check(&view, (0..FILES).map(|i| i * 7 % FILES));
         let gets = server.faults.count("get") - gets;
         assert!(gets < 40, "{gets} requests for {FILES} files");
-        // Of what is left of a pack, little is copied and the rest goes.
+        // The few bytes in use of each pack are copied, and the packs are deleted.
         for i in (0..FILES).filter(|i| i % 8 != 0) {
             view.remove_file(&format!("d/{i}")).unwrap();
         }
@@ -148,7 +149,7 @@ fn small_files_share_packs_in_every_codec() {
     }
 }
 
-/// Repeats what fails because the store is away: on a busy machine it may still be for a moment.
+/// Repeats a call that fails because the store is unavailable; on a busy machine it may stay so for a moment.
 fn eventually<T>(mut call: impl FnMut() -> Result<T, Error>) -> T {
     let begun = Instant::now();
     loop {
@@ -167,7 +168,7 @@ fn is_away<T: std::fmt::Debug>(result: Result<T, Error>) {
     assert!(error.to_string().contains("s3://bucket/p"), "{error}");
 }
 
-/// A store that is away for `away` loses nothing, says so within bounds, and nothing is opened anew.
+/// A store that is unavailable for `away` loses nothing, reports it within bounds, and needs no reopening.
 fn store_away(store_timeout_ms: u64, away: Duration) {
     let mut server = S3Server::start();
     let home = tempfile::tempdir().unwrap();
@@ -187,7 +188,7 @@ fn store_away(store_timeout_ms: u64, away: Duration) {
     datafs.shared.pool.settle_cache().unwrap();
     server.stop();
     let stopped = Instant::now();
-    // Changes of names and small files go on; who wants them on the store is told.
+    // Changes of names and small files go on; a call that needs them in the store gets an error.
     write(&view, 20..40);
     view.remove_file("d/0").unwrap();
     view.create_dir_all("e").unwrap();
@@ -203,7 +204,7 @@ fn store_away(store_timeout_ms: u64, away: Duration) {
     assert!(synced.read_at(0, 1 << 20).unwrap() == contents(40));
     check(&view, 1..40);
     is_away(datafs.snapshot_create(&"v".parse().unwrap(), &"s".parse().unwrap()));
-    // What is too large for a pack, or for what may wait, stays with who has the file open.
+    // Data that is too large for a pack, or for the memory for waiting packs, stays with the open file.
     let large = create("large");
     large.write_at(0, &vec![5; 1 << 20]).unwrap();
     is_away(large.flush());
@@ -232,7 +233,7 @@ fn store_away(store_timeout_ms: u64, away: Duration) {
     sound(&datafs);
     drop((refused, large, synced, kept));
     drop((view, datafs));
-    // On another machine, so to speak.
+    // As if on another machine.
     std::fs::remove_dir_all(home.path().join("datafs/cache")).unwrap();
     let datafs = Datafs::open(home.path(), &config).unwrap();
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
@@ -275,7 +276,7 @@ fn a_streamed_file_is_whole_once_the_store_is_back() {
         }
         is_away(file.fsync());
         is_away(file.fsync());
-        // Over what waits for the store, and behind it.
+        // Over bytes that wait for the store, and after them.
         let over = vec![1; 1 << 20];
         file.write_at(3 << 20, &over).unwrap();
         write(22 << 20).unwrap();
@@ -304,7 +305,7 @@ fn a_store_that_is_away_for_five_minutes_takes_nothing() {
     store_away(Config::default().store_timeout_ms, Duration::from_secs(300));
 }
 
-/// Files of 8 KiB per second through the library on a bucket of this machine, one thread.
+/// Rates of 8 KiB files through the library on a local S3 server, one thread.
 #[test]
 #[ignore = "prints figures: cargo test --release -p millrace-datafs --lib small_files_per_second_on_a_bucket -- --ignored --nocapture"]
 #[allow(clippy::print_stderr)]

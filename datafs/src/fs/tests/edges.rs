@@ -1,4 +1,4 @@
-//! Numbers at their limits, and moments between two steps of another process.
+//! Tests of numbers at their limits, and of moments between two steps of another process.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,7 +37,7 @@ fn offsets_at_the_end_of_the_world() {
         assert_eq!(&file.read_at(FILE_BYTES_MAX - 3, 100).unwrap()[..], b"\0\0z");
         assert_eq!(&file.read_at(FILE_BYTES_MAX - 3, 2).unwrap()[..], b"\0\0");
         assert_eq!(file.read_at(1 << 40, 10).unwrap(), vec![0; 10]);
-        // Nobody has so much memory; an error, not an abort.
+        // No machine has this much memory; an error, not an abort.
         assert!(matches!(file.read_at(0, usize::MAX), Err(Error::TooLarge { .. })));
     }
     let append = OpenFlags { append: true, ..RW };
@@ -93,7 +93,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Replaces a file in one step, again and again, as another process.
+/// Replaces a file in one step, again and again, as another process does.
 fn replacing(home: &std::path::Path, run: impl FnOnce()) {
     let other = open(home).view(&"v".parse().unwrap()).unwrap();
     other.write_file("pointer", &[0; 5_000]).unwrap();
@@ -153,7 +153,7 @@ fn a_snapshot_and_its_volume_are_freed_by_two_processes() {
     view.remove_file("f").unwrap();
     datafs.snapshot_delete(&v, &s).unwrap();
     datafs.volume_delete(&v).unwrap();
-    // One has got as far as the history of the volume, the other one is at the snapshot.
+    // One process has come to the volume's history, the other one to the snapshot.
     let meta = &datafs.shared.meta;
     let start = keys::history(view.volume, &[]);
     meta.transact(Durability::Relaxed, |txn| {
@@ -182,7 +182,7 @@ fn snapshots_deleted_in_any_order_keep_the_others() {
             view.write_file(&format!("old-{i}"), &[byte; 9_000]).unwrap();
             datafs.snapshot_create(&v, &name(i)).unwrap();
             expected.insert(i, byte);
-            // Under another name, with a second link, changed in place.
+            // The file gets a second link, is changed in place, and is renamed.
             let f = view.stat("d/f").unwrap().node;
             view.link(f, view.root(), format!("link-{i}").as_ref()).unwrap();
             view.open(f, RW).unwrap().write_at(4_000, &[0xee; 200]).unwrap();
@@ -226,7 +226,7 @@ fn two_processes_write_parts_of_one_file() {
     let other = others.view(&"v".parse().unwrap()).unwrap();
     let (attr, a) = view.create(view.root(), "f".as_ref(), 0o644, owner(), RW).unwrap();
     let b = other.open(attr.node, RW).unwrap();
-    // Interleaved, inline and in objects; whoever flushes last loses nothing of the other.
+    // Interleaved, inline and in objects; the session that flushes last loses none of the other's writes.
     for (offset, byte) in [(0u64, 1u8), (100, 2), (4_000, 3), (9_000, 4), (30_000, 5), (50, 6)] {
         let file = if byte % 2 == 0 { &a } else { &b };
         file.write_at(offset, &[byte; 40]).unwrap();
@@ -242,7 +242,7 @@ fn two_processes_write_parts_of_one_file() {
         }
         assert_eq!(file.read_at(20_000, 7_000).unwrap(), vec![9; 7_000]);
     }
-    // Removed by the other: it is written without a name, and goes with it.
+    // Removed by the other session: later writes go to a file without a name, which its last close frees.
     other.write_file("g", &[1; 9_000]).unwrap();
     let g = view.open(view.stat("g").unwrap().node, RW).unwrap();
     g.write_at(0, &[2; 9_000]).unwrap();
@@ -290,12 +290,12 @@ fn the_last_handle_leaves_nothing_uncommitted() {
     for round in 0..20 {
         let datafs = open(home.path());
         let view = datafs.view(&"v".parse().unwrap()).unwrap();
-        // As the collection does, which may be cut off by the end of the process.
+        // The collection keeps such a reference too; the end of the process may cut it off.
         let kept = std::sync::Arc::clone(&datafs.shared);
         let name = format!("d{round}");
         view.mkdir(view.root(), name.as_ref(), 0o755, owner()).unwrap();
         drop((datafs, view));
-        // Nobody is asked to commit.
+        // Reads what is committed, without asking for a commit.
         let name = keys::child(crate::fs::types::ROOT_INO, name.as_bytes());
         let key = keys::live(other_view.volume, &name);
         let committed = other.shared.meta.view_recent(|txn| Ok(txn.get(&key)?.is_some())).unwrap();
@@ -315,7 +315,7 @@ fn what_was_not_synced_is_synced_before_the_next_attempt_to_commit_it() {
         let mut dirty = open_inode.dirty.lock();
         dirty.seal(&datafs.shared, view.codec()).unwrap();
         assert_eq!(dirty.prerequisites().count(), 1);
-        // The metadata were away, before anything was synced.
+        // The metadata server was unavailable before anything was synced.
         dirty.outcome_unknown();
         assert_eq!(dirty.prerequisites().count(), 1, "the next commit points at it all the same");
     }

@@ -1,4 +1,4 @@
-//! Extended attributes, holes, copies by reference, exchanging names, privileges.
+//! Tests of extended attributes, holes, copies by reference, exchanges of names, and privileges.
 
 use std::ffi::OsStr;
 
@@ -56,7 +56,7 @@ pub(super) fn extended_attributes_are_set_listed_and_removed() {
     assert_eq!(s.xattr_list(kept).unwrap().len(), 3);
     assert!(matches!(set(&s, kept, "user.a", b"", SetXattr::Any), Err(Error::ReadOnly { .. })));
 
-    // They go with the file.
+    // The attributes are deleted with the file.
     view.remove_file("f").unwrap();
     datafs.snapshot_delete(&"v".parse().unwrap(), &"s".parse().unwrap()).unwrap();
     datafs.gc().unwrap();
@@ -84,7 +84,7 @@ pub(super) fn extended_attributes_have_rules() {
     set(&view, link, "trusted.a", b"", SetXattr::Any).unwrap();
     set(&view, view.root(), "user.root", b"yes", SetXattr::Any).unwrap();
 
-    // What the kernel can list, and no more: 64 KiB of names, NUL bytes included.
+    // The most that the kernel can list: 64 KiB of names, NUL bytes included.
     let name = |n: usize| format!("user.{n:0250}");
     (0..256).for_each(|n| set(&view, f, &name(n), b"", SetXattr::Any).unwrap());
     assert_eq!(view.xattr_list(f).unwrap().len(), 256);
@@ -106,7 +106,7 @@ pub(super) fn blocks_tell_holes() {
     };
     f.set_len(10_000_000).unwrap();
     assert_eq!(blocks(), 0);
-    // Not flushed, flushed, and once more over the same.
+    // Before a flush, after it, and after a write over the same range.
     f.write_at(5_000_000, &[1; 512_000]).unwrap();
     assert_eq!((blocks(), flushed()), (1_000, 1_000));
     f.write_at(5_000_000, &[2; 512_000]).unwrap();
@@ -119,14 +119,14 @@ pub(super) fn blocks_tell_holes() {
     assert_eq!(view.allocate(at, 5_000_000, 51_200, Allocate::Zero).unwrap().blocks, 1_402);
     assert_eq!(view.allocate(at, 0, 20_000_000, Allocate::Extend).unwrap().blocks, 1_402);
     datafs.snapshot_create(&"v".parse().unwrap(), &"s".parse().unwrap()).unwrap();
-    // A copy stores what it shares.
+    // The copy's blocks include shared objects.
     let copy = file(&view, "copy");
     let mut copied = 0;
     while copied < 20_000_000 {
         copied += f.copy_to(copied, &copy, copied, 20_000_000 - copied).unwrap();
     }
     copy.flush().unwrap();
-    // The first 4 KiB are moved as bytes, zeroes too.
+    // The first 4 KiB are copied as bytes, zeroes too.
     assert_eq!(copy.attr().unwrap().blocks, 1_408);
     assert_eq!(f.set_len(5_051_200).unwrap().blocks, 2);
     assert_eq!(f.set_len(100).unwrap().blocks, 1);
@@ -156,7 +156,7 @@ pub(super) fn ranges_become_holes_and_holes_are_found() {
     assert_eq!(view.seek_hole(at, 12_345).unwrap(), Some(12_345));
     assert_eq!(view.seek_hole(at, 15_000).unwrap(), Some(40_000));
 
-    // Unwritten bytes are zeroed as well; the size stays or grows as asked.
+    // Unflushed bytes are zeroed as well; the size stays or grows as asked.
     f.write_at(39_990, &[9; 20]).unwrap();
     expected.resize(40_010, 9);
     expected[39_990..].fill(9);
@@ -232,8 +232,8 @@ pub(super) fn large_ranges_are_copied_by_reference() {
     target.fsync().unwrap();
     assert!(objects(home.path()) <= 2, "the large part is shared");
 
-    // Also from a snapshot, whose file is gone from the live tree; and what is overwritten in one
-    // place stays in the other.
+    // A snapshot's file can be the source after it is gone from the live tree. An overwrite in one file does
+    // not change the other.
     drop(source);
     view.remove_file("source").unwrap();
     let s = datafs.view(&VolumeSpec::at("v".parse().unwrap(), "s".parse().unwrap())).unwrap();
@@ -264,7 +264,7 @@ pub(super) fn copies_inside_one_file_and_with_holes() {
     expected.copy_within(0..100_000, 100_000);
     assert_eq!(f.read_at(0, 300_000).unwrap(), expected);
     assert_eq!(view.seek_hole(f.node(), 100_000).unwrap(), Some(190_000));
-    // Small ones move bytes.
+    // Small copies copy bytes.
     assert_eq!(f.copy_to(5, &f, 1_000, 10).unwrap(), 10);
     expected.copy_within(5..15, 1_000);
     assert_eq!(f.copy_to(199_995, &f, 0, 100).unwrap(), 5);

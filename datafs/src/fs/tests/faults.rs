@@ -1,10 +1,10 @@
-//! The tests of the file-system semantics once more, with metadata that is hard to reach.
+//! The tests of the file-system semantics once more, on a metadata engine with faults.
 
 use super::{extended, model, semantics};
 use crate::fs::unnamed::tests as unnamed;
 use crate::meta::faulty::{self, Fault, Faults, Place};
 
-/// What POSIX says, on whatever engine the thread's tests use.
+/// The tests of POSIX semantics, on the engine that the thread's tests use.
 pub(super) fn semantics_hold() {
     semantics::bytes_come_back_across_every_border();
     semantics::a_small_file_costs_no_object();
@@ -22,7 +22,7 @@ pub(super) fn semantics_hold() {
     semantics::volumes_come_and_go();
 }
 
-/// Extended attributes, holes, copies and exchanges.
+/// The tests of extended attributes, holes, copies and exchanges.
 pub(super) fn extended_semantics_hold() {
     extended::extended_attributes_are_set_listed_and_removed();
     extended::extended_attributes_have_rules();
@@ -54,7 +54,7 @@ fn semantics_hold_on_a_faulty_engine() {
 
 #[test]
 fn semantics_hold_whatever_happens_to_commits_of_groups() {
-    // Those after which the commit is known.
+    // The faults after which the commit's outcome is known.
     let kinds = [Fault::Conflict, Fault::Timeout, Fault::LostAfter];
     everything_holds(&Faults::new(32, 3, &kinds, Place::Inside));
 }

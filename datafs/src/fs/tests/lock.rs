@@ -1,4 +1,4 @@
-//! Locks between owners, sessions and the dead; byte ranges against a model.
+//! Tests of file locks between owners, sessions and dead processes; byte ranges against a model.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -30,7 +30,7 @@ fn locks_exclude_owners_and_processes_but_not_families() {
     let (attr, _file) = view.create(view.root(), "f".as_ref(), 0o644, NOBODY, OpenFlags::READ_WRITE).unwrap();
     let node = attr.node;
     assert!(is_held(view.lock(node, lock(1, true, 10, 19)).unwrap()));
-    // The same owner number in another process is somebody else.
+    // The same owner number in another process is another owner.
     for (view, id, is_local) in [(&view, 2, true), (&other, 1, false)] {
         let Locking::Blocked(by) = view.lock(node, lock(id, false, 19, 30)).unwrap() else { panic!() };
         assert_eq!(by, [Blocker { lock: lock(1, true, 10, 19), is_local }]);
@@ -41,11 +41,11 @@ fn locks_exclude_owners_and_processes_but_not_families() {
     assert!(is_held(view.lock(node, FileLock { owner: flock, ..lock(2, true, 0, LOCK_END_MAX) }).unwrap()));
     assert!(view.unlock(node, flock, 0, LOCK_END_MAX).unwrap());
     assert!(!view.unlock(node, flock, 0, LOCK_END_MAX).unwrap());
-    // Its own locks are never in an owner's way; shared ones are in nobody's who shares.
+    // An owner's locks never conflict with its requests; shared locks do not conflict with each other.
     assert!(is_held(view.lock(node, lock(1, false, 0, 15)).unwrap()));
     assert!(is_held(other.lock(node, lock(1, false, 0, 15)).unwrap()));
     assert!(!is_held(other.lock(node, lock(1, false, 0, 16)).unwrap()));
-    // What is no range is refused, and changes nothing.
+    // An invalid range is refused and changes nothing.
     for (start, end) in [(5, 4), (LOCK_END_MAX, 0), (0, LOCK_END_MAX + 1), (0, u64::MAX)] {
         assert!(matches!(view.lock(node, lock(1, false, start, end)), Err(Error::Invalid(_))));
         assert!(matches!(view.lock_in_the_way(node, lock(1, true, start, end)), Err(Error::Invalid(_))));
@@ -67,7 +67,7 @@ fn locks_go_with_their_session() {
     let report = view.shared.collect().unwrap();
     assert_eq!(report.sessions, 1);
     assert!(is_held(view.lock(node, lock(1, true, 0, 0)).unwrap()));
-    // Of one that ends in order as well.
+    // The locks of a session that ends in order go as well.
     let (three, other) = open(home.path());
     assert!(is_held(other.lock(node, lock(1, true, 1, 1)).unwrap()));
     drop((three, other));
@@ -130,7 +130,7 @@ fn ranges_are_cut_and_merged_as_bytes_would_be() {
             }
             assert_eq!(shown, model);
             assert_eq!(decode(&encode(&held)).unwrap(), held);
-            // Merged as far as it goes: neighbours differ.
+            // Neighbors that could be merged are merged.
             for one in &held {
                 assert!(!held.iter().any(|two| {
                     two.lock.owner == one.lock.owner

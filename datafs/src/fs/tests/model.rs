@@ -1,12 +1,12 @@
-//! Random operations of two sessions on one volume, compared with a model in memory that knows nothing
-//! of epochs, extents or transactions: snapshots are copies, files are vectors.
+//! Model test: random operations of two sessions on one volume, compared with a model in memory that knows
+//! nothing of epochs, extents or transactions. In the model, snapshots are copies and files are vectors.
 //!
-//! A sequence follows from its seed. One that fails is run again with fewer and fewer steps; what is
-//! left is printed with the command that runs it:
+//! A sequence follows from its seed. A failing sequence is run again with fewer and fewer steps. The steps
+//! that are left are printed with the command that runs them:
 //! `MILLRACE_MODEL_SEED=7 MILLRACE_MODEL_KEEP=3,8,21 cargo test -p millrace-datafs --lib one_sequence`.
 //!
-//! Some sequences run with maintenance beside them (`beside.rs`). What those meet depends on the scheduler too,
-//! so one that fails is not cut down: its seed and step are printed.
+//! Some sequences run with maintenance beside them (`beside.rs`). Their result depends on the scheduler too,
+//! so a failing one is not reduced: its seed and step are printed.
 
 mod beside;
 mod check;
@@ -28,7 +28,7 @@ const LENGTH: usize = 400;
 /// Times that a failing sequence is tried with fewer steps.
 const ATTEMPTS_MAX: usize = 400;
 
-/// Runs a sequence; `at` is the step that it came to.
+/// Runs a sequence; `at` is the number of the current step.
 fn run(seed: u64, steps: &[(usize, Step)], at: &Cell<usize>) {
     let mut world = World::new(seed);
     for (number, step) in steps {
@@ -39,7 +39,7 @@ fn run(seed: u64, steps: &[(usize, Step)], at: &Cell<usize>) {
     world.finish();
 }
 
-/// Runs the sequence of a seed; panics with the shortest one that fails like it.
+/// Runs the sequence of a seed; panics with the shortest failing one that it finds.
 fn check(seed: u64, length: usize) {
     let mut kept: Vec<(usize, Step)> = steps(seed, length).into_iter().enumerate().collect();
     let at = Cell::new(0);
@@ -113,7 +113,7 @@ fn two_sessions_agree_with_the_model_beside_maintenance() {
     }
 }
 
-/// Steps of one sequence, as a failure has printed them; nothing without `MILLRACE_MODEL_SEED`.
+/// Runs the steps of one sequence, as a failure has printed them; nothing without `MILLRACE_MODEL_SEED`.
 #[test]
 fn one_sequence() {
     let Some(seed) = number("MILLRACE_MODEL_SEED") else { return };
@@ -126,7 +126,7 @@ fn one_sequence() {
     run(seed, &all, &Cell::new(0));
 }
 
-/// As many steps as `MILLRACE_MODEL_STEPS` asks for, from the sequence `MILLRACE_MODEL_SEED` on, all of them
+/// Runs as many steps as `MILLRACE_MODEL_STEPS` says, from the sequence `MILLRACE_MODEL_SEED` on, all of them
 /// beside maintenance.
 #[test]
 #[ignore = "takes an hour: cargo test -p millrace-datafs --lib a_million_steps -- --ignored --nocapture"]
@@ -144,7 +144,7 @@ fn a_million_steps_agree_with_the_model() {
     }
 }
 
-/// The same on whatever engine the thread's tests use, fewer times.
+/// Runs fewer and shorter sequences on the engine that the thread's tests use.
 pub(super) fn some_operations_agree_with_the_model(sequences: u64) {
     for seed in 0..sequences {
         check(seed, LENGTH / 4);

@@ -19,7 +19,7 @@ thread_local! {
     static SERVER: RefCell<Option<Arc<Server>>> = const { RefCell::new(None) };
 }
 
-/// Has a home's metadata on this thread's server, if it has one.
+/// Puts a home's metadata on this thread's server, if it has one.
 pub(super) fn put_into(config: &mut Config, home: &Path) {
     SERVER.with_borrow(|server| {
         let Some(server) = server else { return };
@@ -104,7 +104,7 @@ fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
         staged.append(&[3; 10_000]).unwrap();
         let staged = staged.finish().unwrap();
         assert_eq!((objects(home.path()), rows(&datafs, b'p'), rows(&datafs, b'o')), (2, 2, 1));
-        // While its lease holds, nothing of it is touched.
+        // While the session's lease holds, the collector leaves it alone.
         assert_eq!(datafs.gc().unwrap().sessions, 0);
         let (schema, session) = (schema_of(home.path()), dead.shared.session.id());
         server.sql(&format!(
@@ -114,7 +114,7 @@ fn a_process_whose_lease_has_lapsed_is_cleaned_up_after() {
         assert_eq!((report.sessions, report.objects, report.inodes), (1, 1, 1));
         assert_eq!((objects(home.path()), rows(&datafs, b'p'), rows(&datafs, b'o')), (1, 1, 0));
         assert_eq!(view.read_file("kept").unwrap(), vec![1; 10_000]);
-        // It lives after all, but cannot publish what is gone.
+        // The process lives after all, but cannot publish what was collected.
         let late = its_view.publish(Publish::new().file("late", staged));
         assert!(matches!(late, Err(Error::Stale { .. })), "{late:?}");
         assert!(unnamed.link(its_view.root(), "late".as_ref()).unwrap_err().is_not_found());
@@ -133,7 +133,7 @@ fn no_lease_lapses_while_the_server_is_away() {
     let mut staged = its_view.stage().unwrap();
     staged.append(&[3; 10_000]).unwrap();
     let staged = staged.finish().unwrap();
-    // As it is after an hour without a server, before the other has come back to it.
+    // The state after an hour without a server, before the other session has reconnected.
     let (schema, session) = (schema_of(home.path()), other.shared.session.id());
     server.sql(&format!(
         "UPDATE {schema}.clients SET seen = now() - interval '1 hour' WHERE client = {session}"

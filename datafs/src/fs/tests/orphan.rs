@@ -54,13 +54,13 @@ pub(crate) fn a_file_unlinked_elsewhere_stays_until_the_last_close() {
         assert_eq!(file.read_at(0, 20_000).unwrap(), expected);
         let attr = file.attr().unwrap();
         assert_eq!((attr.nlink, attr.size), (0, 14_000));
-        // As by `/proc/self/fd`: who has it open may open it again, nobody else.
+        // As by `/proc/self/fd`: the session that has it open may open it again, no other session may.
         assert_eq!(at_b.open(file.node(), RW).unwrap().read_at(0, 1).unwrap(), vec![1]);
         assert!(at_a.open(file.node(), RW).unwrap_err().is_not_found());
     }
     assert_eq!(at_b.read_file("replaced").unwrap(), vec![2; 10_000]);
     drop(files);
-    // The last to close it asks the others before it goes.
+    // The session that closes it last asks the others before it frees the file.
     assert_eq!(b.gc().unwrap().inodes, 0);
     a.gc().unwrap();
     assert_eq!(b.gc().unwrap().inodes, 2);
@@ -82,7 +82,7 @@ pub(crate) fn an_orphan_is_opened_as_long_as_it_is_there() {
         assert_eq!((a.gc().unwrap().inodes, b.gc().unwrap().inodes), (0, 0));
     }
     drop(one);
-    // Nobody is asked twice: the record says who has it open.
+    // No session is asked twice: the record says which session has it open.
     assert_eq!(at_b.open(node, OpenFlags::READ).unwrap().read_at(0, 20_000).unwrap(), vec![1; 10_000]);
     assert_eq!(two.read_at(0, 20_000).unwrap(), vec![1; 10_000]);
     drop(two);
@@ -152,14 +152,14 @@ pub(crate) fn what_nobody_has_open_goes_when_all_have_answered() {
         at_a.remove_file(&format!("{n}")).unwrap();
     }
     assert_eq!(a.gc().unwrap().inodes, 0);
-    // Who comes later has nothing of them.
+    // A session that starts later cannot have them open.
     let late = again(home.path());
     assert_eq!(a.gc().unwrap().inodes, 0);
     b.gc().unwrap();
     assert_eq!(a.gc().unwrap().inodes, 200);
     assert_eq!(a.shared.meta.view(round_number).unwrap(), 1, "one question about all");
     assert_eq!((rows(&a, b'o'), rows(&a, b'r')), (0, 1));
-    // Alone again, a file goes with its name.
+    // In a session that is alone again, the last name frees the file.
     drop((late, b));
     at_a.write_file("file", b"x").unwrap();
     at_a.remove_file("file").unwrap();
@@ -194,7 +194,7 @@ fn the_orphans_of_a_dead_keeper_are_kept_for_who_has_them_open() {
     at_a.remove_file("file").unwrap();
     at_a.remove_file("other").unwrap();
     a.shared.session.lose_lock();
-    // Nobody had been asked.
+    // No round had been started.
     assert_eq!(c.gc().unwrap().sessions, 1);
     b.gc().unwrap();
     assert_eq!(c.gc().unwrap().inodes, 1, "the one that nobody has open");
@@ -237,7 +237,7 @@ pub(crate) fn who_could_open_a_file_can_read_it_while_others_replace_it() {
             file.flush().unwrap();
         }
     });
-    // A round that was asked has to end before the next one asks about what came later.
+    // A round has to end before the next one covers later orphans.
     for _ in 0..20 {
         if counts(&a, home.path()) == (0, 1) {
             break;

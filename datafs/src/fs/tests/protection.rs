@@ -1,5 +1,5 @@
-//! Objects of encrypted volumes that were replaced in the store: the record of the volume decides, never the
-//! object.
+//! Tests of objects that were replaced in the store of an encrypted volume. The record of the volume decides
+//! how an object must be protected, never the object.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -51,7 +51,7 @@ fn replace(home: &Path, datafs: &Datafs, id: ObjectId, key: Option<&str>) {
     std::fs::write(home.join("datafs/objects").join(id.data_name()), forged).unwrap();
 }
 
-/// What a read and a scrub say about a file of the volume `v`.
+/// Asserts that a read and a scrub refuse the file of the volume `v`, with an error that contains `word`.
 fn assert_refused(home: &Path, word: &str) {
     let datafs = open(home);
     let error = view(&datafs, "v").read_file("f").unwrap_err();
@@ -76,7 +76,7 @@ fn an_object_whose_encryption_was_stripped_or_exchanged_is_refused() {
         replace(home, &datafs, id, key);
         assert_refused(home, word);
     }
-    // The right key: who has that may write anything.
+    // The right key: a process that has it may write anything.
     replace(home, &datafs, id, Some("a"));
     assert_eq!(self::view(&open(home), "v").read_file("f").unwrap(), [b'x'; 20_000][..]);
 }
@@ -110,7 +110,7 @@ fn a_volume_reads_what_its_former_keys_encrypted_and_open_views_learn_a_new_key(
     assert_refused(home, "not encrypted");
 }
 
-/// The record of a volume as versions wrote it that did not list the former keys.
+/// A volume record of an older version, which did not list the former keys.
 #[test]
 fn an_older_volume_opens_and_its_objects_must_be_encrypted_with_any_key() {
     let home = tempfile::tempdir().unwrap();

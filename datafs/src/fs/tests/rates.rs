@@ -1,4 +1,4 @@
-//! Rates of operations on names through the library, one thread. Prints figures and proves nothing:
+//! Rates of operations on names through the library, one thread. Prints figures and asserts nothing:
 //! `cargo test -p millrace-datafs --release --lib rates -- --ignored --nocapture`.
 #![allow(clippy::print_stdout)]
 
@@ -62,7 +62,7 @@ fn rates_of_names() {
     list("list");
     drop(view);
     drop(datafs);
-    // Without what is in memory.
+    // With empty caches in memory.
     let datafs = open(home.path());
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
     let stat_cold = Instant::now();

@@ -1,5 +1,5 @@
-//! The reference model: a tree in memory that knows nothing of epochs, extents or transactions. What
-//! every process is told when it opens or looks is in it; what one has written and not flushed is not.
+//! The reference model: a tree in memory that knows nothing of epochs, extents or transactions. It holds what
+//! every process sees when it opens a file or looks up a name, without unflushed writes.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ pub(super) const ROOT: u64 = 0;
 /// Indexes into [`NAMES`].
 pub(super) type Path = Vec<u8>;
 
-/// What kind of error the model expects.
+/// The kind of error that the model expects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fail {
     NotFound,
@@ -50,7 +50,7 @@ pub(super) enum Body {
 pub(super) struct Inode {
     pub(super) body: Body,
     pub(super) nlink: u32,
-    /// It was made without a name and has had none yet; whether it may get one.
+    /// Set while it has never had a name; whether it may get one.
     pub(super) unnamed: Option<bool>,
     pub(super) mode: u32,
     pub(super) xattrs: BTreeMap<String, Vec<u8>>,
@@ -95,7 +95,7 @@ impl Tree {
         })
     }
 
-    /// A regular file.
+    /// Finds a regular file.
     pub(super) fn find_file(&self, path: &[u8]) -> Result<u64, Fail> {
         let ino = self.find(path)?;
         match self.inodes[&ino].body {
@@ -105,7 +105,7 @@ impl Tree {
         }
     }
 
-    /// Parent and name; the parent is a directory.
+    /// The parent and the name of a path; the parent must be a directory.
     pub(super) fn place(&self, path: &[u8]) -> Result<(u64, &'static str), Fail> {
         let (name, parents) = path.split_last().unwrap();
         let parent = self.find(parents)?;
@@ -113,7 +113,7 @@ impl Tree {
         Ok((parent, NAMES[usize::from(*name)]))
     }
 
-    /// A place where there is nothing.
+    /// The parent and the name of a path that must not exist.
     pub(super) fn free(&self, path: &[u8]) -> Result<(u64, &'static str), Fail> {
         let place = self.place(path)?;
         match self.children(place.0)?.contains_key(place.1) {
@@ -140,7 +140,7 @@ impl Tree {
         }
     }
 
-    /// Ancestors of a directory, itself included.
+    /// Whether an inode is a directory or is below it.
     fn is_below(&self, ino: u64, ancestor: u64) -> bool {
         ino == ancestor
             || self.inodes.iter().any(|(parent, inode)| match &inode.body {
@@ -159,7 +159,7 @@ impl Tree {
         ino
     }
 
-    /// A file without a name.
+    /// Adds a file without a name.
     pub(super) fn add_unnamed(&mut self, may_get_one: bool, mode: u32) -> u64 {
         let file = Inode::new(Body::File(Vec::new()), mode);
         self.insert(Inode { unnamed: Some(may_get_one), ..file })
@@ -172,7 +172,7 @@ impl Tree {
         ino
     }
 
-    /// One more name.
+    /// Adds a name of an inode.
     pub(super) fn link(&mut self, ino: u64, (parent, name): (u64, &str)) {
         self.children_mut(parent).insert(name.to_owned(), ino);
         let inode = self.inodes.get_mut(&ino).unwrap();
@@ -180,7 +180,7 @@ impl Tree {
         inode.unnamed = None;
     }
 
-    /// Takes a name away, not what it stood for.
+    /// Removes a name, not the inode.
     pub(super) fn remove_name(&mut self, (parent, name): (u64, &str)) {
         self.children_mut(parent).remove(name);
     }
@@ -197,7 +197,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Returns the file that loses a name by it.
+    /// Returns the file that loses a name, if any.
     pub(super) fn rename(&mut self, from: &[u8], to: &[u8], no_replace: bool) -> Result<Option<u64>, Fail> {
         let (parent, name) = self.place(from)?;
         let (new_parent, new_name) = self.place(to)?;

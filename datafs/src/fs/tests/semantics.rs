@@ -1,4 +1,4 @@
-//! What POSIX says, case by case.
+//! Tests of POSIX semantics, case by case.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, UNIX_EPOCH};
@@ -207,7 +207,7 @@ pub(super) fn attributes_keep_nanoseconds() {
     assert_eq!((attr.mode, attr.uid, attr.gid), (0o7755, 1, 2));
     let attr = view.getattr(node).unwrap();
     assert_eq!((attr.atime, attr.mtime), (early, time));
-    // An explicit time holds against a write before it, not against one after it.
+    // An explicit time wins over an earlier write, not over a later one.
     let file = view.open(node, RW).unwrap();
     file.write_at(0, b"y").unwrap();
     view.setattr(node, &SetAttr { mtime: Some(SetTime::At(time)), ..SetAttr::default() }).unwrap();
@@ -236,7 +236,7 @@ pub(super) fn a_cursor_survives_changes_of_the_directory() {
         cursor = last.cursor;
         let newest = last.name.clone();
         seen.extend(page.into_iter().map(|(entry, _)| entry.name.into_string().unwrap()));
-        // The entry that the cursor stands on goes, another comes.
+        // Removes the entry that the cursor stands on, and adds another.
         if newest != "." && newest != ".." {
             view.unlink(root, &newest).unwrap();
         }
@@ -307,7 +307,7 @@ pub(super) fn a_publish_is_whole_or_nothing() {
         .expect_key("k/1", None);
     view.publish(publish).unwrap();
     assert_eq!(view.read_file("a/b/two").unwrap(), vec![16; 10_000]);
-    // Each of these has a good part, and fails as a whole.
+    // Each of these has a valid part, and fails as a whole.
     let conflict = Publish::new()
         .file("a/three", stage(10_000))
         .put_key("k/1", b"y".to_vec())
@@ -377,7 +377,7 @@ pub(super) fn a_dead_process_is_cleaned_up_after() {
     staged.append(&[3; 10_000]).unwrap();
     let staged = staged.finish().unwrap();
     assert_eq!((objects(home.path()), rows(&datafs, b'p')), (3, 2));
-    // While it lives, nothing of it is touched.
+    // While the session lives, the collector leaves it alone.
     assert_eq!(datafs.gc().unwrap(), crate::gc::GcReport::default());
     // A kill drops the lock and nothing else.
     dead.shared.session.lose_lock();
@@ -385,7 +385,7 @@ pub(super) fn a_dead_process_is_cleaned_up_after() {
     assert_eq!((report.sessions, report.inodes, report.objects), (1, 1, 2));
     assert_eq!((objects(home.path()), rows(&datafs, b'p'), rows(&datafs, b'o')), (1, 1, 0));
     assert_eq!(view.read_file("kept").unwrap(), vec![1; 10_000]);
-    // If it was only stopped, it cannot publish what is gone.
+    // If the process was only paused, it cannot publish what was collected.
     let late = its_view.publish(Publish::new().file("late", staged));
     assert!(matches!(late, Err(Error::Stale { .. })));
     drop(file);

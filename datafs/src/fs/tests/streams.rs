@@ -1,4 +1,4 @@
-//! Large writes: what is written in order is one object, and reads back at any time.
+//! Tests of large writes: sequential writes make one object, and can be read back at any time.
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, RngCore as _, SeedableRng as _};
@@ -76,7 +76,7 @@ fn a_file_that_is_removed_while_it_is_streamed_leaves_nothing() {
     assert_eq!(objects(home.path()), 0);
 }
 
-/// Streams, overwrites, cuts, flushes and reads in a random order, against a vector.
+/// Streams, overwrites, truncations, flushes and reads in a random order, against a vector.
 #[test]
 fn anything_in_between_agrees_with_a_vector() {
     for seed in 0..6 {
@@ -87,7 +87,7 @@ fn anything_in_between_agrees_with_a_vector() {
         let mut end = 0;
         for step in 0..60 {
             match random.random_range(0..10) {
-                // Goes on where the last one ended.
+                // Continues at the end of the last sequential write.
                 0..5 => {
                     let bytes = pattern(random.random_range(200_000..2_000_000), seed * 1000 + step);
                     write(&file, &mut model, end, &bytes);

@@ -1,4 +1,4 @@
-//! Tests of files that are made without a name.
+//! Tests of files that are created without a name.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -22,7 +22,7 @@ pub(crate) fn make(view: &View) -> OpenFile {
     view.create_unnamed(view.root(), 0o640, owner(), RW).unwrap().1
 }
 
-/// What says nothing of dead processes, on whatever engine the thread's tests use.
+/// The tests without dead processes, on the engine that the thread's tests use.
 pub(crate) fn everything_but_deaths_holds() {
     a_file_without_a_name_is_like_any_other_and_gets_one();
     a_name_that_is_taken_leaves_it_without_one();
@@ -65,13 +65,13 @@ fn a_file_without_a_name_is_like_any_other_and_gets_one() {
     let chmod = SetAttr { mode: Some(0o600), ..SetAttr::default() };
     assert_eq!(view.setattr(file.node(), &chmod).unwrap().nlink, 0);
     view.xattr_set(file.node(), "user.a".as_ref(), b"b", SetXattr::Any).unwrap();
-    // It takes space, has no name, and is nothing that anybody would have to mend or collect.
+    // It takes space and has no name; fsck and the collector leave it alone.
     assert!(view.list("").unwrap().is_empty() && view.getattr(view.root()).unwrap() == before);
     assert_sound(&datafs);
     assert_eq!(datafs.gc().unwrap().inodes, 0);
     assert_eq!(counts(&datafs, home.path()).1, 1);
 
-    // What is written and not flushed comes along.
+    // Unflushed writes get the name too.
     file.write_at(0, b"head").unwrap();
     expected[..4].copy_from_slice(b"head");
     let attr = file.link(view.root(), "f".as_ref()).unwrap();
@@ -80,7 +80,7 @@ fn a_file_without_a_name_is_like_any_other_and_gets_one() {
     let (_other, there) = another(home.path());
     assert_eq!(there.read_file("f").unwrap(), expected);
     assert_eq!(there.xattr_get(attr.node, "user.a".as_ref()).unwrap(), b"b");
-    // From now on it is any file.
+    // From now on it is an ordinary file.
     assert!(matches!(file.link(view.root(), "f".as_ref()), Err(Error::Exists { .. })));
     assert_eq!(file.link(view.root(), "g".as_ref()).unwrap().nlink, 2);
     file.write_at(0, b"more").unwrap();
@@ -102,7 +102,7 @@ fn a_name_that_is_taken_leaves_it_without_one() {
     }
     assert!(matches!(file.link(taken, "x".as_ref()), Err(Error::NotADirectory { .. })));
     assert!(matches!(file.link(folder, "..".as_ref()), Err(Error::InvalidName { .. })));
-    // By its number alone it gets no name.
+    // Its inode number alone does not give it a name.
     assert!(view.link(file.node(), folder, "x".as_ref()).unwrap_err().is_not_found());
     view.remove_dir("folder").unwrap();
     assert!(file.link(folder, "x".as_ref()).unwrap_err().is_not_found());
@@ -122,7 +122,7 @@ fn only_what_never_had_a_name_gets_one() {
     view.remove_file("two").unwrap();
     let exclusive = OpenFlags { exclusive: true, ..RW };
     let (_, never) = view.create_unnamed(view.root(), 0o600, owner(), exclusive).unwrap();
-    // Nor through another handle.
+    // Another handle gives it none either.
     let again = view.open(never.node(), RW).unwrap();
     for file in [&usual, &renamed, &never, &again] {
         file.write_at(0, b"still there").unwrap();
@@ -139,14 +139,14 @@ fn only_what_never_had_a_name_gets_one() {
 #[test]
 fn without_a_name_it_goes_with_its_last_close() {
     let (home, datafs, view) = setup();
-    // Also while others live: they cannot have it, so they are not asked.
+    // Also while other sessions live: they cannot have it open, so they are not asked.
     let others = another(home.path());
     for with_others in [true, false] {
         let file = make(&view);
         file.write_at(0, &[1; 10_000]).unwrap();
         file.fsync().unwrap();
         let again = view.open(file.node(), OpenFlags::READ).unwrap();
-        // Nobody reads this any more.
+        // No process can read this any more.
         file.write_at(0, &[2; 100_000]).unwrap();
         drop(file);
         assert_eq!(again.read_at(0, 1).unwrap(), [2][..]);
@@ -181,7 +181,7 @@ fn what_cannot_be_made_says_so() {
     assert!(matches!(make(&view, snapshots), Error::ReadOnly { .. }));
     let reading = view.create_unnamed(view.root(), 0o600, owner(), OpenFlags::READ);
     assert!(matches!(reading, Err(Error::Invalid(_))));
-    // A file of a snapshot gets no more names.
+    // A file of a snapshot gets no further names.
     let past = at.open(at.stat("file").unwrap().node, OpenFlags::READ).unwrap();
     assert!(matches!(past.link(view.root(), "x".as_ref()), Err(Error::ReadOnly { .. })));
     assert_eq!(rows(&datafs, b'o'), 0);
@@ -232,7 +232,7 @@ fn snapshots_do_not_have_it() {
     assert!(before.list("").unwrap().is_empty());
     assert!(before.stat("f").unwrap_err().is_not_found());
     assert_eq!(&after.read_file("f").unwrap()[4_998..5_002], [2, 2, 1, 1]);
-    // Not by its number either.
+    // Its inode number does not open it either.
     let past = Node { snapshot: before.root().snapshot, ..file.node() };
     for view in [&before, &view] {
         assert!(view.getattr(past).unwrap_err().is_not_found());
@@ -265,7 +265,7 @@ fn collections_of_others_leave_it_and_do_what_is_due_once_it_has_a_name() {
         }
         freed
     };
-    // Something to ask about.
+    // An orphan that a round has to ask about.
     at_b.write_file("other", b"x").unwrap();
     at_b.remove_file("other").unwrap();
     assert_eq!(collect(), 1);
@@ -274,7 +274,7 @@ fn collections_of_others_leave_it_and_do_what_is_due_once_it_has_a_name() {
     assert_eq!(file.read_at(0, 20_000).unwrap(), vec![1; 10_000]);
     file.link(at_a.root(), "f".as_ref()).unwrap();
     assert_eq!((collect(), rows(&a, b'o')), (0, 0));
-    // Open here and unlinked there, it is one of those that are asked about.
+    // Open in this session and unlinked in the other, it is covered by a round.
     at_b.remove_file("f").unwrap();
     assert_eq!((collect(), rows(&a, b'o')), (0, 1));
     assert_eq!(file.read_at(0, 20_000).unwrap(), vec![1; 10_000]);
@@ -301,11 +301,11 @@ fn what_a_dead_process_has_not_named_is_collected() {
     assert_eq!(counts(&a, home.path()), (0, 1, 1));
     assert_eq!(at_a.read_file("named").unwrap(), vec![1; 10_000]);
     assert_sound(&a);
-    // It was only cut off: what is gone stays gone.
+    // The process was only cut off; what was collected stays so.
     assert!(unnamed.link(at_b.root(), "late".as_ref()).unwrap_err().is_not_found());
 }
 
-/// What a lost answer leaves: only the metadata know.
+/// Puts a file into the state after a lost answer: only the metadata tells whether it has a name.
 fn doubt(file: &OpenFile) {
     let mut naming = LastNames::default();
     naming.add(&file.view().shared.open, file.view().volume, file.node().ino);
@@ -316,20 +316,20 @@ fn doubt(file: &OpenFile) {
 fn a_lost_answer_loses_no_file_and_leaves_none_behind() {
     let (home, datafs, view) = setup();
     let (other, there) = another(home.path());
-    // It was given no name: it may still get one, or it goes.
+    // It has no name: it may still get one, or it is freed.
     let [file, gone] = [make(&view), make(&view)];
     doubt(&file);
     doubt(&gone);
     drop(gone);
     file.write_at(0, b"contents").unwrap();
     file.link(view.root(), "f".as_ref()).unwrap();
-    // It was: what is written to it later is kept, and a name that is there is said to be.
+    // It has one: later writes to it are kept, and the name is reported as taken.
     doubt(&file);
     assert!(matches!(file.link(view.root(), "f".as_ref()), Err(Error::Exists { .. })));
     file.write_at(0, b"CONTENTS").unwrap();
     drop(file);
     assert_eq!(there.read_file("f").unwrap(), b"CONTENTS"[..]);
-    // It was, and others have removed it since: it is kept for who has it open, as any.
+    // It had one that another session has removed since: it is kept while it is open, like any other file.
     let file = make(&view);
     file.link(view.root(), "g".as_ref()).unwrap();
     doubt(&file);

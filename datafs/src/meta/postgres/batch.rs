@@ -1,4 +1,4 @@
-//! Transactions that are committed together: what they have read, what they write, what they lock.
+//! Batches of transactions that are committed together: their reads, writes and locks.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, OnceLock};
@@ -11,10 +11,10 @@ use crate::meta::engine::{Order, Pair};
 use crate::meta::keys;
 use crate::meta::prerequisites::Prerequisites;
 
-/// Locks that one commit takes; one that needs more takes the lock of everything alone.
+/// Locks of one commit, at most; a commit that needs more takes only the lock of everything.
 const LOCKS_MAX: usize = 128;
 
-/// A range that a transaction has read, and what it found.
+/// A range that a transaction has read, with a checksum of what it found.
 #[derive(Debug, Clone)]
 pub(super) struct Scanned {
     pub(super) start: Vec<u8>,
@@ -24,7 +24,7 @@ pub(super) struct Scanned {
     pub(super) sum: [u8; 32],
 }
 
-/// What the server computes over the same range, see the function in `schema.rs`.
+/// Checksum of a range's pairs, as the server computes it with the function in `schema.rs`.
 pub(super) fn sum_of(pairs: &[Pair], order: Order) -> [u8; 32] {
     let mut hash = Sha256::new();
     let mut add = |(key, value): &Pair| {
@@ -40,22 +40,22 @@ pub(super) fn sum_of(pairs: &[Pair], order: Order) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// What became of a batch.
+/// Outcome of a batch.
 #[derive(Debug, Clone)]
 pub(super) enum Outcome {
     /// It is committed.
     Landed,
-    /// Something that it had read has changed: its transactions run again.
+    /// Something that it had read has changed: its transactions must run again.
     Again,
     /// It failed, for all of its transactions.
     Failed(Fault),
 }
 
-/// Transactions of several threads on their way into one commit.
+/// Transactions of several threads that become one commit.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     pub(super) number: u64,
-    /// What keys must have on the server before the batch, as its transactions have read.
+    /// Values that keys must have on the server before the batch, because its transactions have read them.
     pub(super) reads: HashMap<Vec<u8>, Value>,
     pub(super) scans: Vec<Scanned>,
     pub(super) writes: BTreeMap<Vec<u8>, Value>,
@@ -79,7 +79,7 @@ impl Batch {
                 .is_some()
     }
 
-    /// The locks of the commit, in the order in which everybody takes them, and whether exclusively.
+    /// The locks of the commit, in the order that all clients use, and whether each is exclusive.
     pub(super) fn locks(&self, schema: &str) -> (Vec<i64>, Vec<bool>) {
         let everything = lock_of_everything(schema);
         let mut locks: BTreeMap<i64, bool> = BTreeMap::new();
@@ -89,7 +89,7 @@ impl Batch {
         }
         for scan in &self.scans {
             let scope = scope(&scan.start);
-            // A shorter start than its scope needs may reach into several of them.
+            // A start that is shorter than a scope may reach into several scopes.
             let within = keys::scope_len(&[scope, &[0; 18]].concat()) <= scope.len()
                 && scan.end <= keys::after_prefix(scope);
             wide |= !within;
@@ -110,18 +110,18 @@ fn scope(key: &[u8]) -> &[u8] {
     &key[..keys::scope_len(key)]
 }
 
-/// The lock that every commit holds, shared, but for those that touch too much for locks of their own.
+/// The lock that every commit holds: shared, or exclusive if it touches too much for separate locks.
 pub(super) fn lock_of_everything(schema: &str) -> i64 {
     lock_of(schema, &[])
 }
 
-/// The lock under which the tables are made.
+/// The lock to create the tables.
 pub(super) fn lock_of_making(schema: &str) -> i64 {
     lock_of(schema, b"\0make")
 }
 
-/// FNV-1a of 64 bits with a last mix. Part of the protocol between processes: two keys with one
-/// number only wait for each other, but one key must have one number everywhere.
+/// FNV-1a of 64 bits with a last mix. Part of the protocol between processes: two keys with the same number
+/// only wait for each other, but a key must have the same number everywhere.
 fn lock_of(schema: &str, scope: &[u8]) -> i64 {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for byte in schema.bytes().chain([0]).chain(scope.iter().copied()) {

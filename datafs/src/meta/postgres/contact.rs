@@ -1,8 +1,8 @@
-//! How long this process has been in touch with the server without a break.
+//! Contact tracking: how long this process has reached the server without a break.
 //!
-//! Who could not reach the server cannot tell a process that died meanwhile from one that could not
-//! reach it either and comes back a moment later. So a process says that another's lease has lapsed
-//! only when it has itself been in touch for as long.
+//! After a break, a process cannot tell a client that died from one that could not reach the server either
+//! and will be back soon. So it declares another client's lease lapsed only after contact for as long as the
+//! lease.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ impl Contact {
         Contact { last: now, restored: None }
     }
 
-    /// The server has answered.
+    /// Records an answer of the server.
     pub(super) fn made(&mut self, now: Instant, lease: Duration) {
         if self.was_broken(now, lease) {
             self.restored = Some(now);
@@ -25,7 +25,7 @@ impl Contact {
         self.last = now;
     }
 
-    /// Whether all who are alive have had the time to renew their leases since the last break.
+    /// Whether all live clients have had the time to renew their leases since the last break.
     pub(super) fn is_steady(&self, now: Instant, lease: Duration) -> bool {
         let rested = |restored| now.saturating_duration_since(restored) > lease;
         !self.was_broken(now, lease) && self.restored.is_none_or(rested)

@@ -1,4 +1,4 @@
-//! What goes wrong between the engine and its server, told apart by what is done about it.
+//! Faults between the engine and its server, classified by the reaction to them.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,33 +11,33 @@ use crate::error::{Error, in_full};
 /// Why a call has no result.
 #[derive(Debug, Clone)]
 pub(super) enum Fault {
-    /// There is no connection, or it broke: whether the call took effect is not known.
+    /// There is no connection, or it broke: whether the call took effect is unknown.
     Lost(String),
-    /// The same, of a commit, and nobody was there to ask until it was given up.
+    /// The same for a commit, when no connection was there to find out before the deadline.
     Unknown(String),
-    /// The server took the call back and may do better when it is repeated.
+    /// The server aborted the call; a repetition may succeed.
     TakenBack(String),
-    /// The server, or the store that the commit waits for, has no space left; nothing took effect.
+    /// The server, or the store that the commit waits for, has no space; nothing took effect.
     NoSpace {
         /// The full place, if it is not the server.
         store: Option<String>,
-        /// It is a quota that is used up.
+        /// Whether a quota is used up.
         quota: bool,
     },
-    /// What the commit waits for could not be stored; nothing took effect.
+    /// The store of a prerequisite is unavailable; nothing took effect.
     Store {
         /// The store.
         place: String,
-        /// What was being done.
+        /// The operation on it.
         operation: &'static str,
-        /// How long it was tried.
+        /// How long it was tried, in milliseconds.
         tried_ms: u64,
-        /// What went wrong.
+        /// The error.
         cause: String,
     },
-    /// The server refuses, and will again.
+    /// The server refuses the call, and would again.
     Refused(String),
-    /// The call's transaction had been given up already: another connection took its number.
+    /// Another connection has given up this transaction by taking its number.
     Fenced,
 }
 
@@ -61,7 +61,7 @@ impl Fault {
             SqlState::T_R_DEADLOCK_DETECTED,
             SqlState::LOCK_NOT_AVAILABLE,
             SqlState::QUERY_CANCELED,
-            // A standby that is being promoted: it writes nothing, and has no unlogged tables.
+            // A standby during its promotion: it accepts no writes, and has no unlogged tables.
             SqlState::READ_ONLY_SQL_TRANSACTION,
             SqlState::FEATURE_NOT_SUPPORTED,
         ];
@@ -78,12 +78,12 @@ impl Fault {
         }
     }
 
-    /// Whether it may help to wait and repeat the call.
+    /// Whether a pause and a retry may help.
     pub(super) fn is_passing(&self) -> bool {
         matches!(self, Fault::Lost(_) | Fault::TakenBack(_))
     }
 
-    /// As an error of the crate, of a call that has been tried for `waited`.
+    /// Converts it to an error of the crate, for a call that was tried for `waited`.
     pub(super) fn into_error(self, place: &str, waited: Duration) -> Error {
         let place = place.to_owned();
         let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
@@ -110,7 +110,7 @@ impl Fault {
     }
 }
 
-/// What the server, or the way to it, said.
+/// Message of the server, or of the connection.
 #[derive(Debug)]
 struct Reason(String);
 

@@ -1,4 +1,4 @@
-//! Durability: one flush of the server's log for all who wait for one.
+//! Durability by shared flushes: one flush of the server's log serves all callers that wait for one.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use super::schema;
 use crate::error::Result;
 use crate::metrics;
 
-/// Flushes so far, and who waits.
+/// State of the flushes, and their waiters.
 #[derive(Debug, Default)]
 pub(super) struct Flush {
     state: Mutex<State>,
@@ -22,20 +22,20 @@ pub(super) struct Flush {
 struct State {
     running: bool,
     started: u64,
-    /// The newest flush that has succeeded, by its place among the started ones.
+    /// Number of the newest successful flush, among the started ones.
     finished: u64,
 }
 
 impl Shared {
-    /// Makes everything durable that was committed before the call.
+    /// Makes every commit durable that was finished before the call.
     pub(super) fn flush(&self) -> Result<()> {
         self.flush_by(self.pool.deadline()).map_err(|fault| self.error(fault))
     }
 
-    /// [`Shared::flush`], given up at `deadline`.
+    /// [`Shared::flush`] with a deadline.
     pub(super) fn flush_by(&self, deadline: Instant) -> std::result::Result<(), Fault> {
         let mut state = self.flush.state.lock();
-        // One that is under way may have begun before what is to be flushed was there.
+        // A running flush may have begun before the commits of this caller.
         let needed = state.started + 1;
         loop {
             if state.finished >= needed {

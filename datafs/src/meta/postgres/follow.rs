@@ -1,5 +1,6 @@
-//! Follows what others commit: a thread that is notified, asks for the changes and tells listeners;
-//! it also renews this client's row and throws old commits away.
+//! Follower of other clients' commits: a thread that gets notifications and asks the server for the changes,
+//! and a thread that passes them to listeners. The first one also renews this client's row, flushes the log
+//! and deletes old commits.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,18 +18,18 @@ use super::schema;
 use crate::error::{Error, Result};
 use crate::meta::changes::{ChangeListener, Changed, Subscription};
 
-/// The server is asked at least so often.
+/// Longest time between requests to the server.
 const ASK_EVERY: Duration = Duration::from_secs(3);
-/// Records that wait for slow listeners; with more, they are told that anything may have changed.
+/// Records that wait for slow listeners; with more, listeners are told that anything may have changed.
 const UNTOLD_MAX: usize = 16_384;
-/// How often the log is flushed when nobody else has it flushed, so that few commits are kept.
+/// Interval of flushes when no caller flushes the log, so that few commits are kept for replay.
 const FLUSH_EVERY: Duration = Duration::from_secs(1);
-/// How often old commits are thrown away.
+/// Interval at which old commits are deleted.
 const TRIM_EVERY: Duration = Duration::from_secs(30);
 /// Commits are kept for this long beyond the longest call; longer than an image may lag.
 const KEEP: Duration = Duration::from_secs(60);
 
-/// The thread and those whom it tells.
+/// The threads of the follower and the signal that they share.
 pub(super) struct Follower {
     signal: Arc<Signal>,
     threads: Vec<JoinHandle<()>>,
@@ -45,7 +46,7 @@ struct Signal {
 struct Wanted {
     notified: bool,
     news: Option<Changed>,
-    /// The connection that listens is gone.
+    /// The connection for notifications is gone.
     deaf: bool,
     stopped: bool,
 }
@@ -75,7 +76,7 @@ impl Follower {
             .name("datafs-follow".into())
             .spawn(move || work.run())
             .map_err(|e| Error::io("start the thread that follows", shared.place(), e))?;
-        // Listeners take their time; the lease must be renewed meanwhile.
+        // Listeners may be slow; the lease must be renewed meanwhile.
         let told = Arc::clone(&signal);
         let teller = std::thread::Builder::new()
             .name("datafs-tell".into())
@@ -103,7 +104,7 @@ impl Drop for Follower {
     }
 }
 
-/// Tells the listeners what has changed.
+/// Reports changes to the listeners until the engine is dropped.
 fn tell(signal: &Signal) {
     loop {
         let changed = {
@@ -124,7 +125,7 @@ fn tell(signal: &Signal) {
     }
 }
 
-/// Opens a connection that raises the signal with every commit of another client.
+/// Opens a connection that raises the signal for every commit of another client.
 fn listen(shared: &Shared, signal: &Arc<Signal>) -> std::result::Result<Client, Fault> {
     let target = shared.pool.target().clone();
     let own = shared.client.to_string();
@@ -159,7 +160,7 @@ struct Follow {
     shared: Weak<Shared>,
     signal: Arc<Signal>,
     listening: Option<Client>,
-    /// Horizons of the last minutes.
+    /// Horizons of the last minutes, with their times.
     horizons: VecDeque<(Instant, i64)>,
     renewed: Instant,
     flushed: Instant,
@@ -262,7 +263,7 @@ impl Follow {
         Ok(())
     }
 
-    /// Signs this process off; nobody waits for it long.
+    /// Unregisters this process, within a second.
     fn leave(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let text = schema::unregister(shared.pool.target().schema(), shared.client);

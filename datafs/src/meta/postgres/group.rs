@@ -1,10 +1,11 @@
-//! Group commit: threads put their transactions into a batch, one of them sends it for all.
+//! Group commit for PostgreSQL: threads put their transactions into a batch, and one of them commits it for
+//! all.
 //!
-//! A body runs without locks, on top of what is remembered and of what the process is committing.
-//! When it is done, it joins the batch that is being formed, if what it has read still holds; else it
-//! runs again, now while others hesitate to join. While one batch is on its way, the next one forms. What a
-//! batch has read is checked by the server once more, under locks, against other processes. A thread
-//! is answered when its batch is committed.
+//! A body runs without locks, on top of the cache and of the uncommitted batches of the process. When it
+//! ends, it joins the batch that is forming if what it has read still holds. Otherwise it runs again, while
+//! other threads briefly hold back from joining. While one batch is being committed, the next one forms. The
+//! server checks the reads of a batch once more, under locks, against other processes. A thread's call
+//! returns when its batch is committed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,22 +23,23 @@ use crate::error::{Error, Result, in_full};
 use crate::meta::engine::Order;
 use crate::metrics;
 
-/// Bytes of a batch beyond which it takes no more transactions.
+/// Size of a batch in bytes above which it takes no more transactions.
 const BATCH_BYTES_MAX: usize = 4 << 20;
-/// Runs of a body that lost against its siblings, before it waits for the batch on its way.
+/// Runs of a body that lost conflicts inside this process, before it waits for the batch that is being
+/// committed.
 const STALE_MAX: u32 = 3;
-/// A nap of who waits for a batch and has missed its end.
+/// Longest sleep of a waiting thread before it looks again, in case it missed the end of a batch.
 pub(super) const NAP: Duration = Duration::from_millis(5);
 
-/// What the threads share: the image, the batch that forms and the one that is being committed.
+/// State that the threads share: the image, the batch that is forming and the one that is being committed.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) rows: Rows,
     pub(super) forming: Batch,
     pub(super) flying: Option<Arc<Batch>>,
-    /// Batches whose writes others may have read in vain.
+    /// Failed batches, whose writes other transactions may have read.
     pub(super) failures: u64,
-    /// Own commits whose outcome is unknown may be told as if they were those of others.
+    /// The outcome of an own commit is unknown, so the server must list own commits, too.
     pub(super) own_too: bool,
     pub(super) kept: Kept,
 }
@@ -54,12 +56,12 @@ impl State {
         }
     }
 
-    /// What this process is about to make of a key.
+    /// The value that this process is about to commit for a key, if any.
     pub(super) fn coming(&self, key: &[u8]) -> Option<&Value> {
         self.forming.writes.get(key).or_else(|| self.flying.as_ref()?.writes.get(key))
     }
 
-    /// The number of the batch on its way, when it writes something that was read.
+    /// The number of the batch that is being committed, if it writes something in `reads`.
     pub(super) fn coming_with(&self, reads: &Reads) -> Option<u64> {
         let flying = self.flying.as_ref()?;
         let writes = reads.keys.keys().any(|key| flying.writes.contains_key(key))
@@ -72,7 +74,7 @@ impl State {
             || self.flying.as_ref().is_some_and(|flying| flying.writes_in(start, end))
     }
 
-    /// Whether a run has read what is not so any more.
+    /// Whether something that a run has read does not hold any more.
     fn is_stale(&self, txn: &Txn<'_>) -> bool {
         self.failures != txn.failures
             || txn.reads.keys.iter().any(|(key, read)| match self.coming(key) {
@@ -86,7 +88,7 @@ impl State {
     fn join(&mut self, txn: Txn<'_>) -> Arc<std::sync::OnceLock<Outcome>> {
         let forming = &mut self.forming;
         for (key, value) in txn.reads.keys {
-            // What the batch itself writes is no matter of the server's.
+            // The server need not check what the batch itself writes.
             if !forming.writes.contains_key(&key) {
                 forming.bytes += key.len() + value.as_ref().map_or(0, |value| value.len());
                 forming.reads.insert(key, value);
@@ -104,7 +106,7 @@ impl State {
 }
 
 impl Shared {
-    /// Waits until no thread of this process is committing into a range.
+    /// Waits until no batch of this process writes into a range.
     pub(super) fn settled(&self, start: &[u8], end: &[u8]) -> Result<()> {
         let deadline = self.pool.deadline();
         let mut state = self.state.lock();
@@ -117,14 +119,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Runs a body until it is committed, and its outcome has a place in the order of commits. An
-    /// error of the body's is as true as a success: what it has read is checked as well.
+    /// Runs a body until its outcome has a place in the order of commits. An error of the body is checked
+    /// like a success: what it has read must hold.
     pub(super) fn commit<T>(&self, body: &mut dyn FnMut(&mut Txn<'_>) -> Result<T>) -> Result<T> {
         let deadline = self.pool.deadline();
         let (mut stale, mut pause) = (0, Pause::default());
         loop {
-            // Never waited for long: a body may wait for something that another thread holds until its
-            // own transaction, which must join a batch, is committed.
+            // Only a short wait: a body may need something that another thread holds until that thread's
+            // transaction, which must join a batch, is committed.
             let turn = if stale > 0 { self.turn.try_lock_for(NAP) } else { None };
             let mut txn = Txn::writing(self);
             let result = body(&mut txn);
@@ -171,7 +173,7 @@ impl Shared {
         }
     }
 
-    /// Waits for the batch, or sends it when it is its turn.
+    /// Waits for the outcome of a batch, or commits the batch if it is next.
     fn wait_for(&self, outcome: &Arc<std::sync::OnceLock<Outcome>>) -> Outcome {
         let mut state = self.state.lock();
         loop {
@@ -198,7 +200,7 @@ impl Shared {
         }
     }
 
-    /// Commits a batch, whatever happens to connections on the way.
+    /// Commits a batch, with retries over broken connections.
     fn send(&self, batch: &Arc<Batch>) -> Outcome {
         if let Err(error) = batch.prerequisites.run() {
             return Outcome::Failed(match error {
@@ -232,7 +234,7 @@ impl Shared {
                         Err(fault) => return self.unknown(fault),
                     },
                     Ok(_) => {
-                        // What was read is remembered wrongly, whoever is to blame.
+                        // Something in the cache was wrong, so drop all that the batch has read.
                         self.state.lock().rows.forget_all(batch.reads.keys().map(Vec::as_slice));
                         return match self.poll(deadline) {
                             Ok(()) => Outcome::Again,
@@ -261,14 +263,14 @@ impl Shared {
                 let rows = block_on(link.client.query(&link.settle, &[&client, &number]), until)?;
                 Ok((rows.is_empty(), link.life))
             })?;
-            // In a life that has ended meanwhile it says nothing.
+            // An answer from a life of the server that has ended proves nothing.
             if !landed || self.state.lock().kept.keep(batch, number, life) {
                 return Ok(landed);
             }
         }
     }
 
-    /// Nobody knows whether a batch is committed: what is remembered may be wrong, also later.
+    /// Handles a commit with an unknown outcome: the cache may be wrong, now and later.
     fn unknown(&self, fault: Fault) -> Outcome {
         let mut state = self.state.lock();
         state.own_too = true;
@@ -327,7 +329,7 @@ impl Shared {
         row.try_get(0).map_err(|error| Fault::from_postgres(&error))
     }
 
-    /// Begins a transaction on the server in which all reads are of one moment.
+    /// Begins a transaction on the server in which all reads see one moment.
     pub(super) fn moment(&self, deadline: Instant) -> Result<Lent<'_>, Fault> {
         let mut pause = Pause::default();
         loop {
@@ -346,7 +348,7 @@ impl Shared {
     }
 }
 
-/// Ends a flight, also when its thread panics.
+/// Ends the commit of a batch, also when its thread panics.
 struct Landing<'a> {
     shared: &'a Shared,
     batch: &'a Arc<Batch>,
@@ -365,11 +367,11 @@ impl Drop for Landing<'_> {
         if matches!(outcome, Outcome::Landed) {
             state.rows.land(self.since, self.batch.writes.iter());
         } else {
-            // Those who have joined meanwhile may have read what this one was going to write.
+            // Transactions that joined meanwhile may have read what this batch was going to write.
             state.failures += 1;
             let next = Batch::new(state.forming.number + 1);
             let forming = std::mem::replace(&mut state.forming, next);
-            // Each batch gets its outcome here alone, so it has none yet.
+            // Only this function sets outcomes, so the batch has none yet.
             let _ = forming.outcome.set(Outcome::Again);
         }
         let _ = self.batch.outcome.set(outcome);

@@ -1,4 +1,5 @@
-//! Connections to the server, used by threads: at most so many, made when needed, dropped when broken.
+//! Connection pool of the server, for synchronous threads: a limited number, opened when needed, closed when
+//! broken.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -17,7 +18,7 @@ use super::fault::Fault;
 use super::schema;
 use super::target::Target;
 
-/// First and longest pause between attempts to reach a server that is away.
+/// First and longest pause between attempts to reach an unavailable server.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(1_000);
 /// How much later than the server the client gives up.
@@ -31,11 +32,11 @@ pub(super) struct Link {
     pub(super) scan_descending: Statement,
     pub(super) apply: Statement,
     pub(super) settle: Statement,
-    /// The server's life that it is of.
+    /// The life of the server that the connection belongs to, see `replay.rs`.
     pub(super) life: i64,
 }
 
-/// The threads that drive the connections; what waits for them does so elsewhere.
+/// Runtime threads that drive the connections; callers wait on their own threads.
 pub(super) struct Threads(Option<Runtime>);
 
 impl Threads {
@@ -49,15 +50,15 @@ impl Threads {
             .map(|r| Threads(Some(r)))
     }
 
-    /// Runs a future to its end, blocking the calling thread, which may be inside of a runtime itself.
-    /// `None` when the future panicked.
+    /// Runs a future to its end and blocks the calling thread, which may belong to a runtime. `None` if the
+    /// future panicked.
     pub(super) fn wait<T: Send + 'static>(
         &self,
         future: impl Future<Output = T> + Send + 'static,
     ) -> Option<T> {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         self.0.as_ref()?.spawn(async move {
-            // Who waits does so to the end.
+            // The receiver waits until the end.
             let _ = sender.send(future.await);
         });
         receiver.recv().ok()
@@ -77,12 +78,12 @@ impl Drop for Threads {
 pub(super) struct Pool {
     target: Target,
     threads: Threads,
-    /// How long a call may take, with all attempts.
+    /// Time limit of a call, with all attempts.
     wait: Duration,
     links_max: usize,
     state: Mutex<State>,
     freed: Condvar,
-    /// Who is told of fresh connections before they are used.
+    /// Checks each new connection before it is used.
     pub(super) owner: OnceLock<Weak<Shared>>,
     #[cfg(test)]
     faults: Option<Arc<crate::meta::faulty::Faults>>,
@@ -91,7 +92,7 @@ pub(super) struct Pool {
 #[derive(Default)]
 struct State {
     idle: Vec<Link>,
-    /// Idle ones and those in use.
+    /// Number of connections, idle and in use.
     open: usize,
 }
 
@@ -123,12 +124,12 @@ impl Pool {
         self.wait
     }
 
-    /// When a call that begins now gives up.
+    /// The deadline of a call that begins now.
     pub(super) fn deadline(&self) -> Instant {
         Instant::now() + self.wait
     }
 
-    /// A connection of one's own, with the tables and the function in place.
+    /// A connection for exclusive use. The tables and the function must exist.
     pub(super) fn take(&self, deadline: Instant) -> Result<Lent<'_>, Fault> {
         {
             let mut state = self.state.lock();
@@ -175,7 +176,7 @@ impl Pool {
         Ok(link)
     }
 
-    /// A connection that may meet an empty database.
+    /// Opens a connection that works with an empty database.
     pub(super) fn connect_bare(&self, deadline: Instant) -> Result<Client, Fault> {
         let target = self.target.clone();
         // The library bounds the connection of the socket alone, not what the server says on it.
@@ -185,7 +186,7 @@ impl Pool {
                 .await
                 .map_err(|_| Fault::Lost("the server takes the connection and does not answer".into()))?
                 .map_err(|error| Fault::from_postgres(&error))?;
-            // It ends when the client is dropped; how it ends, each call on it tells.
+            // This task ends when the client is dropped; calls on the client report its errors.
             tokio::spawn(connection);
             Ok::<Client, Fault>(client)
         });
@@ -196,8 +197,8 @@ impl Pool {
         Ok(client)
     }
 
-    /// Runs `call` on a connection; while the server is away or takes the call back, again until the
-    /// deadline. For calls that may take effect twice.
+    /// Runs `call` on a connection. Repeats it until the deadline while the server is unreachable or aborts
+    /// it. The call must tolerate taking effect twice.
     pub(super) fn repeat<T>(
         &self,
         deadline: Instant,
@@ -224,14 +225,14 @@ impl Pool {
     }
 }
 
-/// Pauses that grow, with chance in them so that clients do not move in step.
+/// Growing pauses with random jitter, so that clients do not move in step.
 #[derive(Debug, Default)]
 pub(super) struct Pause {
     last: Option<Duration>,
 }
 
 impl Pause {
-    /// Pauses. `false`, without a pause, when the deadline would pass meanwhile.
+    /// Pauses. Returns `false`, without a pause, if the deadline would pass meanwhile.
     pub(super) fn before(&mut self, deadline: Instant) -> bool {
         let pause = self.last.map_or(PAUSE_MIN, |last| (last * 2).min(PAUSE_MAX));
         self.last = Some(pause);
@@ -245,16 +246,16 @@ impl Pause {
     }
 }
 
-/// A connection that goes back to its pool, or is closed when it broke.
+/// A borrowed connection. It returns to its pool when dropped, unless it is broken.
 pub(super) struct Lent<'a> {
     pool: &'a Pool,
     link: Option<Link>,
-    /// A call on it failed and may do better on another one: what began on it is over.
+    /// A call failed and may succeed on another connection; the transaction on this one is over.
     spoilt: Cell<bool>,
 }
 
 impl Lent<'_> {
-    /// Makes one call. A connection that was lost, or does not answer in time, is closed.
+    /// Makes one call. Closes a connection that was lost or did not answer in time.
     pub(super) fn call<T>(
         mut self,
         deadline: Instant,
@@ -286,18 +287,18 @@ impl Lent<'_> {
         result
     }
 
-    /// Whether a call on it failed for a reason that passes.
+    /// Whether a call on it failed for a transient reason.
     pub(super) fn is_spoilt(&self) -> bool {
         self.spoilt.get()
     }
 
-    /// Closes the connection, because nobody knows in which state it is.
+    /// Closes the connection, because its state is unknown.
     pub(super) fn discard(mut self) {
         self.link = None;
     }
 }
 
-/// Makes a call, and has something go wrong with it.
+/// Makes a call with an injected fault.
 #[cfg(test)]
 fn disturb<T>(
     fault: crate::meta::faulty::Fault,
@@ -309,7 +310,7 @@ fn disturb<T>(
         Wanted::Conflict | Wanted::Timeout => return Err(Fault::TakenBack("as the test wants".into())),
         Wanted::LostBefore => {}
         Wanted::LostAfter => drop(call(until)?),
-        // It is sent.
+        // The call is sent; its answer is ignored.
         Wanted::Unknown => drop(call(Instant::now())),
     }
     Err(Fault::Lost("as the test wants".into()))
@@ -321,8 +322,8 @@ impl Drop for Lent<'_> {
     }
 }
 
-/// Waits for a future of a connection, which other threads drive; works inside of async runtimes,
-/// too. A call without an answer until `deadline` is lost.
+/// Waits for a future of a connection, which other threads drive. Works inside async runtimes, too. A call
+/// without an answer by `deadline` counts as lost.
 pub(super) fn block_on<T>(
     future: impl Future<Output = Result<T, tokio_postgres::Error>>,
     deadline: Instant,
@@ -353,7 +354,7 @@ impl Wake for Unpark {
 /// A row's columns `(kind, key, value, number, keys)`.
 pub(super) type Columns = (i32, Option<Vec<u8>>, Option<Vec<u8>>, Option<i64>, Option<Vec<Vec<u8>>>);
 
-/// Takes a row of a reading statement apart.
+/// Decodes a row of a reading statement.
 pub(super) fn columns(row: &Row) -> Result<Columns, Fault> {
     let read = || Ok((row.try_get(0)?, row.try_get(1)?, row.try_get(2)?, row.try_get(3)?, row.try_get(4)?));
     read().map_err(|error: tokio_postgres::Error| Fault::Refused(format!("unexpected answer: {error}")))

@@ -1,4 +1,4 @@
-//! Replacing the whole map, in one transaction of the server's.
+//! Replacement of the whole map, in one transaction on the server.
 
 use std::time::{Duration, Instant};
 
@@ -11,15 +11,15 @@ use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Pairs;
 
-/// Pairs, and bytes of them, that go to the server in one call.
+/// Pairs, and their bytes, that are sent in one call.
 const PAIRS_MAX: usize = 4_096;
 const BYTES_MAX: usize = 4 << 20;
 /// Longest single call: it may touch the whole table.
 const WAIT: Duration = Duration::from_secs(24 * 3600);
 
 impl Shared {
-    /// See [`Engine::replace`](crate::meta::engine::Engine::replace). Runs on a connection of its own: when that
-    /// breaks, the server takes everything back.
+    /// See [`Engine::replace`](crate::meta::engine::Engine::replace). Uses a separate connection: if it
+    /// breaks, the server rolls everything back.
     pub(super) fn replace(&self, check: &mut dyn FnMut() -> Result<()>, pairs: Pairs<'_>) -> Result<()> {
         let name = self.pool.target().schema();
         let fail = |fault: Fault| self.error(fault);

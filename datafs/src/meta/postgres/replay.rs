@@ -1,11 +1,13 @@
-//! A server that crashes, or is replaced by a standby, may lose commits that it had answered: they are
-//! asynchronous. Each process keeps what it has committed since the last flush and, when it meets the
-//! server in a new life, commits once more what is missing, in order and under the same checks. Only
-//! what then stands against what others have done meanwhile is lost, and told to everybody.
+//! Replay of commits that a server has lost.
 //!
-//! Lives are told apart by an unlogged table, which a crash or a promotion empties, and an orderly
-//! restart, which loses nothing, does not. Everything that was remembered goes with the old life: numbers
-//! of transactions may be given out again.
+//! Commits are asynchronous, so a server that crashes or is replaced by a standby may lose acknowledged ones.
+//! Each process keeps its commits since the last flush. When it meets the server in a new life, it commits
+//! those that are missing again, in order and under the same checks. A commit that conflicts with later
+//! changes of other clients is lost, and then every call of the process fails.
+//!
+//! Lives are told apart by an unlogged table. A crash or a promotion empties it; an orderly restart, which
+//! loses nothing, does not. The cache is dropped with the old life, because transaction numbers may be
+//! assigned again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,26 +19,26 @@ use super::pool::{Link, block_on};
 use super::schema;
 use crate::error::{Error, Result};
 
-/// In a new life, nobody who knows the old one commits anything new for so long: what others have to
-/// commit again may be what it rests on.
+/// In a new life, clients that know the old one commit nothing new for this long: their commits may depend on
+/// those that other clients must replay.
 const GRACE: Duration = Duration::from_millis(2_000);
-/// How long a lost commit waits for what others have to commit again.
+/// How long the replay of a commit waits for other clients to replay what it depends on.
 const WAIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(20);
-/// Bytes that are kept, beyond which a commit flushes first.
+/// Bytes of kept commits above which a commit flushes first.
 const KEPT_BYTES_MAX: usize = 64 << 20;
 
-/// What this process has committed and the server may lose.
+/// Commits of this process that the server may lose.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     life: Option<i64>,
-    /// The life is new and not everything is committed once more.
+    /// The life is new and the replay is not finished.
     behind: bool,
     commits: Vec<Commit>,
-    /// Counts commits.
+    /// Place of the newest commit.
     last: u64,
     bytes: usize,
-    /// Why nothing goes any more.
+    /// Cause of a loss: every call fails from then on.
     lost: Option<Arc<str>>,
 }
 
@@ -49,7 +51,7 @@ struct Commit {
 }
 
 impl Kept {
-    /// Takes note of a commit that was answered in `life`; `false` when that one is over.
+    /// Keeps a commit that was acknowledged in `life`; `false` if that life is over.
     pub(super) fn keep(&mut self, batch: &Arc<Batch>, number: i64, life: i64) -> bool {
         if self.life != Some(life) {
             return false;
@@ -62,12 +64,12 @@ impl Kept {
         true
     }
 
-    /// The newest commit so far.
+    /// Place of the newest commit.
     pub(super) fn last(&self) -> u64 {
         self.last
     }
 
-    /// Commits up to `place` are safe.
+    /// Drops the commits up to `place`, which are durable.
     pub(super) fn flushed(&mut self, place: u64) {
         self.commits.retain(|commit| commit.place > place);
         self.bytes = self.commits.iter().map(|commit| commit.batch.bytes).sum();
@@ -81,14 +83,14 @@ impl Kept {
         self.bytes > KEPT_BYTES_MAX
     }
 
-    /// The life of the server that the image is of.
+    /// The life of the server that the image belongs to.
     pub(super) fn life(&self) -> Option<i64> {
         self.life
     }
 }
 
 impl Shared {
-    /// Fails when something that was answered is lost.
+    /// Fails if an acknowledged commit is lost.
     pub(super) fn check_lost(&self) -> Result<()> {
         match &self.state.lock().kept.lost {
             None => Ok(()),
@@ -98,7 +100,8 @@ impl Shared {
         }
     }
 
-    /// Makes a fresh connection one of the life that this process knows. Returns the life.
+    /// Checks the life of the server on a new connection, and replays lost commits in a new one. Returns the
+    /// life.
     pub(super) fn meet(&self, link: &Link, deadline: Instant) -> std::result::Result<i64, Fault> {
         let (life, age) = self.ask_life(link, deadline)?;
         let _one = self.meeting.lock();
@@ -135,7 +138,7 @@ impl Shared {
         Ok(life)
     }
 
-    /// The server's life, and how long it has lasted.
+    /// The life of the server, and how long it has lasted.
     fn ask_life(&self, link: &Link, deadline: Instant) -> std::result::Result<(i64, Duration), Fault> {
         let name = self.pool.target().schema();
         block_on(link.client.batch_execute(&schema::begin_life(name)), deadline)?;

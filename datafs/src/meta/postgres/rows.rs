@@ -1,9 +1,9 @@
-//! What the process remembers of the map, and how it learns that it must forget.
+//! Client-side cache of the map: rows, and the changes that invalidate them.
 //!
-//! The rows are an image of the map at one position in the order of commits: what a key is said to
-//! have, or not to have, it has at that position. Every answer of the server brings along which keys
-//! others have committed since, and moves the position on. A value that was asked for before a change
-//! of its key was noted is not remembered; forgetting is always right.
+//! The rows are an image of the map at one position in the order of commits. At that position, each cached
+//! key has its cached value, or none. Every answer of the server lists the keys that other clients committed
+//! since, and moves the position on. A value requested before a change of its key was recorded is not cached.
+//! Dropping a row is always safe.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::RangeInclusive;
@@ -12,31 +12,31 @@ use std::time::{Duration, Instant};
 
 use crate::meta::changes::Changed;
 
-/// A key's value, or that it has none.
+/// A key's value; `None` if it has none.
 pub(super) type Value = Option<Arc<[u8]>>;
 
-/// Changes that are remembered, for those who read before them.
+/// Changes that are kept, for runs that began before them.
 const CHANGES_MAX: usize = 16_384;
-/// Keys that wait for the listeners; with more, they are told that anything may have changed.
+/// Keys that wait for the listeners; with more, listeners are told that anything may have changed.
 const NEWS_MAX: usize = 4_096;
-/// An image that was not confirmed for so long is not brought up to date: the commits that would be
-/// needed may have been thrown away.
+/// An image that was not confirmed for this long is dropped, not updated: the server may have deleted the
+/// commits that an update needs.
 const LAG_MAX: Duration = Duration::from_secs(45);
-/// What a remembered row costs beside its bytes.
+/// Memory of a cached row in addition to its bytes.
 const ROW_BYTES: usize = 96;
 
-/// Remembered rows and the position at which they hold.
+/// Cached rows and the position at which they hold.
 #[derive(Debug)]
 pub(super) struct Rows {
-    /// Rows that were used lately, and those before them; together at most `bytes_max`.
+    /// Recently used rows, and older ones; together at most `bytes_max`.
     young: HashMap<Arc<[u8]>, Value>,
     old: HashMap<Arc<[u8]>, Value>,
     young_bytes: usize,
     bytes_max: usize,
-    /// Counts what happened to the image.
+    /// Counts the changes of the image.
     clock: u64,
     changes: VecDeque<(u64, Change)>,
-    /// Changes up to this count are forgotten.
+    /// Changes up to this clock are not kept any more.
     forgotten: u64,
     position: Position,
     news: Option<Changed>,
@@ -48,17 +48,17 @@ enum Change {
     Anything,
 }
 
-/// A place in the order of commits: all transactions before the horizon, and some after it.
+/// A position in the order of commits: all transactions before the horizon, and some after it.
 #[derive(Debug)]
 struct Position {
-    /// `i64::MAX` until the server has said it for the first time, when nothing is remembered yet.
+    /// `i64::MAX` until the first answer of the server; nothing is cached before it.
     horizon: i64,
     after: HashSet<i64>,
     /// When the server last answered, if it ever did.
     asked: Option<Instant>,
 }
 
-/// What a transaction has read.
+/// The keys and ranges that a transaction has read.
 #[derive(Debug, Default)]
 pub(super) struct Reads {
     pub(super) keys: HashMap<Vec<u8>, Value>,
@@ -86,17 +86,17 @@ impl Rows {
         }
     }
 
-    /// The count of changes so far.
+    /// The clock of the image: the count of its changes.
     pub(super) fn clock(&self) -> u64 {
         self.clock
     }
 
-    /// The transaction from which on the server has to be asked for commits.
+    /// The transaction from which on the server must list commits.
     pub(super) fn horizon(&self) -> i64 {
         self.position.horizon
     }
 
-    /// When the server last said what others have committed.
+    /// When the server last reported the commits of other clients.
     pub(super) fn asked(&self) -> Option<Instant> {
         self.position.asked
     }
@@ -129,7 +129,7 @@ impl Rows {
         self.old.remove(key);
     }
 
-    /// Forgets rows that may be wrong.
+    /// Drops rows that may be wrong.
     pub(super) fn forget_all<'k>(&mut self, keys: impl Iterator<Item = &'k [u8]>) {
         self.clock += 1;
         for key in keys {
@@ -138,7 +138,7 @@ impl Rows {
         }
     }
 
-    /// Forgets everything.
+    /// Drops all rows.
     pub(super) fn clear(&mut self) {
         self.clock += 1;
         self.note(Change::Anything);
@@ -156,7 +156,7 @@ impl Rows {
         }
     }
 
-    /// Keys that have changed since `clock`; `None` when that may be any.
+    /// Keys that have changed since `clock`; `None` if any may have.
     pub(super) fn changed_since(&self, clock: u64) -> Option<HashSet<Arc<[u8]>>> {
         if self.forgotten > clock {
             return None;
@@ -169,7 +169,8 @@ impl Rows {
             .collect()
     }
 
-    /// Remembers what the server said; `changed` is what had changed since it was asked.
+    /// Caches an answer of the server. `changed` are the keys that have changed since the request; with
+    /// `None` nothing is cached.
     pub(super) fn remember<'k>(
         &mut self,
         changed: Option<&HashSet<Arc<[u8]>>>,
@@ -182,7 +183,8 @@ impl Rows {
         }
     }
 
-    /// A commit of this process: what it wrote holds from now on.
+    /// Applies a commit of this process: its writes hold from now on, except for keys that other clients have
+    /// changed since `since`.
     pub(super) fn land<'k>(&mut self, since: u64, writes: impl Iterator<Item = (&'k Vec<u8>, &'k Value)>) {
         let foreign = self.changed_since(since);
         self.clock += 1;
@@ -202,8 +204,8 @@ impl Rows {
         self.changes.iter().rev().take_while(move |(at, _)| *at > clock)
     }
 
-    /// Whether something that was read, from `clock` on, may be different now. `current` knows values
-    /// that are not remembered here.
+    /// Whether something that was read since `clock` may be different now. `current` gives values that are
+    /// not cached here.
     pub(super) fn outdated(
         &self,
         clock: u64,
@@ -230,7 +232,7 @@ impl Rows {
         })
     }
 
-    /// Takes in what the server said: commits of others, by transaction, with the keys that they
+    /// Applies an answer of the server: commits of other clients, by transaction, with the keys that they
     /// touched (`None`: not listed), and the horizon.
     pub(super) fn follow(&mut self, commits: Vec<(i64, Option<Vec<Vec<u8>>>)>, horizon: i64, now: Instant) {
         if self.position.asked.is_some_and(|at| now.duration_since(at) > LAG_MAX) {
@@ -271,19 +273,19 @@ impl Rows {
         }
     }
 
-    /// Everything that is remembered may be wrong, and others may have changed anything.
+    /// Drops all rows, and reports that anything may have changed.
     pub(super) fn start_over(&mut self) {
         self.clear();
         self.news = Some(Changed::Anything);
     }
 
-    /// The server is another one: also the order of commits begins anew.
+    /// Starts over with another server, which has a new order of commits.
     pub(super) fn begin_anew(&mut self) {
         self.start_over();
         self.position = Position { horizon: i64::MAX, after: HashSet::new(), asked: None };
     }
 
-    /// What others have changed since the last call.
+    /// The changes by other clients since the last call.
     pub(super) fn take_news(&mut self) -> Option<Changed> {
         self.news.take()
     }

@@ -1,27 +1,27 @@
-//! What the engine keeps on the server: tables, one function, and the format that both have.
+//! Server schema of the PostgreSQL engine: tables, one function, and their format.
 //!
-//! `kv` is the map. `commits` has a row for each commit of the last minutes: its number, by which a
-//! client finds out what became of a commit whose answer it never got, and the keys that it touched,
-//! by which the others find out what they may no longer remember. `clients` has a row for each open
-//! process, renewed while it lives. `life` has one row, which a crash of the server takes away.
+//! `kv` is the map. `commits` has a row for each commit of the last minutes: its number and the keys that it
+//! touched. By the number, a client finds out the outcome of a commit whose answer it never got. By the keys,
+//! the other clients invalidate their caches. `clients` has a row for each open process, renewed while it
+//! lives. `life` has one row, which a crash of the server removes.
 
 use crate::meta::keys;
 use crate::meta::sqlite::FORMAT_VERSION;
 
-/// Oldest server that will do, as `server_version_num`.
+/// Oldest supported server, as `server_version_num`.
 pub(super) const SERVER_VERSION_MIN: i32 = 150_000;
-/// Touched keys that a commit lists; of one with more, others must assume that it touched anything.
+/// Touched keys that a commit lists. After a commit with more, other clients assume that anything changed.
 const TOUCHED_MAX: usize = 512;
 
-/// Notifications about commits, payload: the client that committed.
+/// Channel of notifications about commits. Payload: the client that committed.
 pub(super) fn channel(schema: &str) -> String {
     format!("{schema}_commits")
 }
 
-/// Settings of every connection. Plans are made once, when tables may still be empty, so whatever
-/// reads whole tables is ruled out; every query is a look-up by key.
+/// Settings of every connection. Plans are made once, when tables may still be empty, so plans that read
+/// whole tables are disabled. Every query is a lookup by key.
 pub(super) fn settings(lock_wait_ms: u64) -> String {
-    // The client gives up a little later than the server, so that it learns what happened.
+    // The client gives up a little later than the server, so that it gets the server's error.
     let wait_ms = lock_wait_ms.min(i32::MAX as u64 / 2);
     format!(
         "SET default_transaction_isolation = 'read committed'; SET enable_seqscan = off; \
@@ -33,7 +33,7 @@ pub(super) fn settings(lock_wait_ms: u64) -> String {
     )
 }
 
-/// Whether everything is there already: version of the server, table, function.
+/// Query for the version of the server, and whether the table exists, and the function with the life table.
 pub(super) fn probe(schema: &str) -> String {
     format!(
         "SELECT current_setting('server_version_num')::int4, to_regclass('{schema}.kv') IS NOT NULL, \
@@ -42,7 +42,7 @@ pub(super) fn probe(schema: &str) -> String {
     )
 }
 
-/// Begins the server's life unless it has begun: the table is empty after a crash.
+/// Begins a life of the server unless it has one: the table is empty after a crash.
 pub(super) fn begin_life(schema: &str) -> String {
     format!(
         "INSERT INTO {schema}.life (id) SELECT (random() * 9e18)::int8 \
@@ -60,7 +60,7 @@ pub(super) fn format(schema: &str) -> String {
     format!("SELECT v FROM {schema}.kv WHERE k = '\\x{}'", hex(keys::FORMAT))
 }
 
-/// Makes what is missing, in one transaction, one process at a time.
+/// Creates what is missing, in one transaction, one process at a time.
 pub(super) fn create(schema: &str, lock: i64) -> String {
     let function = apply(schema);
     let (key, value) = (hex(keys::FORMAT), hex(&FORMAT_VERSION.to_be_bytes()));
@@ -83,9 +83,10 @@ pub(super) fn create(schema: &str, lock: i64) -> String {
     )
 }
 
-/// Checks that what a transaction has read is still so, then applies what it writes; 0 when done, 1
-/// when something has changed. The locks are held until the transaction has ended; statements see
-/// what was committed before they began, so those after the locks see all that others did under them.
+/// Definition of the function that commits. It checks that the reads of a transaction still hold, then
+/// applies its writes; 0 when done, 1 when something has changed. The locks are held until the transaction
+/// ends. A statement sees what was committed before it began, so those after the locks see all earlier
+/// commits under them.
 fn apply(schema: &str) -> String {
     let channel = channel(schema);
     format!(
@@ -137,14 +138,15 @@ fn apply(schema: &str) -> String {
     )
 }
 
-/// What each row of a reading statement is, in its first column.
+/// Kind of a row of a reading statement, in its first column: a pair.
 pub(super) const ROW_PAIR: i32 = 0;
-/// A commit of another client: its number and the keys that it touched.
+/// Kind: a commit of another client, with its transaction and the keys that it touched.
 pub(super) const ROW_COMMIT: i32 = 1;
-/// The oldest transaction that may still be under way: all before it are seen.
+/// Kind: the oldest transaction that may still be running. All before it are visible.
 pub(super) const ROW_HORIZON: i32 = 2;
 
-/// What every read brings along, as of the same moment: the commits of others from `xid` on.
+/// Part of every read, as of the same moment: the commits of other clients since the transaction in parameter
+/// `xid`.
 fn feed(schema: &str, xid: u8) -> String {
     let client = xid + 1;
     format!(
@@ -176,8 +178,8 @@ pub(super) fn call(schema: &str) -> String {
     format!("SELECT {schema}.apply_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)")
 }
 
-/// Makes sure that a commit that has not happened yet never will: takes its number. Returns a row when
-/// it had not happened. Parameters: client, number.
+/// Makes sure that a commit that has not taken place never will, by taking its number. Returns a row if it
+/// had not. Parameters: client, number.
 pub(super) fn settle(schema: &str) -> String {
     format!(
         "INSERT INTO {schema}.commits (client, n, xid, touched) \
@@ -185,15 +187,15 @@ pub(super) fn settle(schema: &str) -> String {
     )
 }
 
-/// A small record in the write-ahead log whose commit is synced, with all that was logged before it.
+/// Writes a small record to the write-ahead log and syncs it, with all that was logged before it.
 pub(super) fn flush() -> &'static str {
     "SELECT set_config('synchronous_commit', \
        CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true), \
      pg_logical_emit_message(true, 'millrace', '')"
 }
 
-/// Registers a client. All who commit hold the lock shared, so whoever committed without knowing of
-/// the client has ended when it is registered.
+/// Registers a client. Every commit holds the lock shared. So all commits that did not know of the client
+/// have ended when it is registered.
 pub(super) fn register(schema: &str, lock: i64, client: i64, lease_ms: i64) -> String {
     format!(
         "BEGIN; SELECT pg_advisory_xact_lock({lock}); \
@@ -202,18 +204,18 @@ pub(super) fn register(schema: &str, lock: i64, client: i64, lease_ms: i64) -> S
     )
 }
 
-/// Takes a client off the list.
+/// Unregisters a client.
 pub(super) fn unregister(schema: &str, client: i64) -> String {
     format!("DELETE FROM {schema}.clients WHERE client = {client}")
 }
 
-/// Renews a client's row. Returns no row when it is gone.
+/// Renews a client's row. Returns no row if the client is not registered.
 pub(super) fn renew(schema: &str, client: i64) -> String {
     format!("UPDATE {schema}.clients SET seen = now() WHERE client = {client} RETURNING true")
 }
 
-/// When a client was last heard of, by the clock of the server. While the server was away nobody
-/// could renew its row, so the time since it is back is all that counts.
+/// When a client was last heard of, by the clock of the server. While the server was down no client could
+/// renew its row, so only the time since it is back counts.
 fn heard(schema: &str) -> String {
     format!("greatest(seen, pg_postmaster_start_time(), (SELECT max(born) FROM {schema}.life))")
 }
@@ -226,7 +228,7 @@ pub(super) fn lives(schema: &str, client: i64) -> String {
     )
 }
 
-/// How many clients but one are registered and have renewed their rows in time.
+/// How many other clients are registered and have renewed their rows in time.
 pub(super) fn others(schema: &str, client: i64) -> String {
     let heard = heard(schema);
     format!(
@@ -250,7 +252,8 @@ pub(super) fn insert(schema: &str) -> String {
     )
 }
 
-/// Tells every client that anything may have changed, as the commit of a client that there is not, and commits.
+/// Tells every client that anything may have changed, by a commit of a client that does not exist (-1).
+/// Commits.
 pub(super) fn end_replace(schema: &str) -> String {
     let channel = channel(schema);
     format!(
@@ -260,7 +263,7 @@ pub(super) fn end_replace(schema: &str) -> String {
     )
 }
 
-/// Forgets commits before `horizon`, and clients that are gone for long.
+/// Deletes commits before `horizon`, and clients that have been gone for long.
 pub(super) fn trim(schema: &str, horizon: i64) -> String {
     let heard = heard(schema);
     format!(

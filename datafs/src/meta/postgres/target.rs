@@ -1,7 +1,8 @@
-//! Where a PostgreSQL server is and who asks: the URL, the password and what may be said about them.
+//! Target of the PostgreSQL engine: server, database, user, password, TLS and schema, from a URL.
 //!
-//! The password comes from the URL, else from `PGPASSWORD`, else from a password file in the format of
-//! libpq. It is never part of an error, a log line or a `Debug` output.
+//! The password comes from the URL, else from the configured password file. Without such a file it comes from
+//! `PGPASSWORD`, else from libpq's own password file. It is never part of an error, a log line or a `Debug`
+//! output.
 
 use std::fmt;
 use std::os::unix::fs::PermissionsExt as _;
@@ -15,7 +16,7 @@ use tokio_postgres::{Client, Config, Connection, Socket};
 use super::tls::{Stream, Tls, Wanted};
 use crate::error::{Error, Result};
 
-/// Longest name of a schema: PostgreSQL cuts identifiers off at 63 bytes, and some are made from it.
+/// Longest schema name: PostgreSQL cuts identifiers at 63 bytes, and some are derived from it.
 const SCHEMA_BYTES_MAX: usize = 48;
 /// Longest wait for a connection that gets no answer at all.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
@@ -24,7 +25,7 @@ const CONNECT_WAIT: Duration = Duration::from_secs(10);
 #[derive(Clone)]
 pub(crate) struct Target {
     config: Config,
-    /// What connections are made from, in turn: `config`, or one for each of its hosts.
+    /// Configurations to connect with, in order: `config`, or one for each of its hosts.
     attempts: Vec<Config>,
     tls: Tls,
     schema: String,
@@ -38,14 +39,14 @@ impl fmt::Debug for Target {
 }
 
 impl Target {
-    /// Takes `postgres://[user[:password]@][host][:port][,…]/database[?option=value&…]` apart. Unix
-    /// sockets: `?host=/folder`. `passfile` is a password file that must be there.
+    /// Parses `postgres://[user[:password]@][host][:port][,…]/database[?option=value&…]`. Unix sockets:
+    /// `?host=/folder`. `passfile` is a password file that must exist.
     pub(crate) fn parse(url: &str, schema: &str, passfile: Option<&Path>) -> Result<Target> {
         if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
             return Err(invalid("it must begin with postgres:// or postgresql://"));
         }
         check_schema(schema)?;
-        // The parser's own message may quote what it could not read, and that may be the password.
+        // The parser's message may quote the text that it could not read, which may be the password.
         let (wanted, rest) = Wanted::take_from(url);
         let mut config: Config = rest.parse().map_err(|_| {
             invalid("it is not of the form postgres://user:password@host:port/database?option=value")
@@ -81,7 +82,7 @@ impl Target {
         Ok(Target { config, attempts, tls, schema: schema.to_owned(), place })
     }
 
-    /// What the URL says.
+    /// The parsed configuration.
     #[cfg(test)]
     pub(crate) fn config(&self) -> &Config {
         &self.config
@@ -100,7 +101,7 @@ impl Target {
         last.connect(self.tls.clone()).await
     }
 
-    /// The schema, which is safe in SQL as it is.
+    /// The schema, which is safe in SQL without quotes.
     pub(crate) fn schema(&self) -> &str {
         &self.schema
     }
@@ -115,12 +116,13 @@ fn invalid(reason: &str) -> Error {
     Error::Invalid(format!("[datafs] meta_url: {reason}"))
 }
 
-/// One configuration where all hosts have TLS, or none has. The mode of TLS is that of a whole configuration,
-/// and unix sockets have none: beside other hosts each host gets a configuration of its own.
+/// One configuration; or one per host if a host is a Unix socket, because the TLS mode applies to a whole
+/// configuration and sockets have no TLS.
 fn attempts(config: &Config) -> Vec<Config> {
     let (hosts, ports) = (config.get_hosts(), config.get_ports());
     let is_socket = |host: &Host| matches!(host, Host::Unix(_));
-    // With `hostaddr` the name of a socket is not used. Numbers that do not match are refused at the connection.
+    // With `hostaddr` a socket's name is not used. The connection refuses numbers of hosts and ports that do
+    // not match.
     let matching = config.get_hostaddrs().is_empty() && (ports.len() <= 1 || ports.len() == hosts.len());
     if !matching || !hosts.iter().any(is_socket) {
         return vec![config.clone()];
@@ -183,7 +185,7 @@ fn without_hosts(config: &Config) -> Config {
     copy
 }
 
-/// A name that needs no quotes, so that it can be put into SQL.
+/// Accepts a name that needs no quotes in SQL.
 fn check_schema(schema: &str) -> Result<()> {
     let mut bytes = schema.bytes();
     let first = bytes.next().is_some_and(|b| b.is_ascii_lowercase() || b == b'_');
@@ -241,8 +243,8 @@ fn password_of(config: &tokio_postgres::Config, named: Option<&Path>) -> Result<
     Ok(text.lines().find_map(|line| match_line(line, wanted)))
 }
 
-/// The password of a line `host:port:database:user:password` when the others match; `*` matches all
-/// and a backslash keeps the next character.
+/// The password of a line `host:port:database:user:password` whose other fields match. `*` matches anything,
+/// and a backslash escapes the next character.
 fn match_line(line: &str, wanted: [&str; 4]) -> Option<String> {
     if line.starts_with('#') {
         return None;
@@ -322,7 +324,7 @@ mod tests {
         );
         assert_eq!(modes("postgres://u@db1,db2:7/d?sslmode=require"), [(2, Some(5432), on)]);
         assert_eq!(modes("postgres:///d?user=u&host=/run/pg&sslmode=verify-full"), [(1, None, off)]);
-        // An address is spoken to over TCP, whatever its name.
+        // An address is reached over TCP, even if the host is a socket.
         let address = "postgres:///d?user=u&host=/run/pg&hostaddr=10.0.0.1&sslmode=require";
         assert_eq!(modes(address), [(1, None, on)]);
     }

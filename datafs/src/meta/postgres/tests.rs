@@ -1,4 +1,4 @@
-//! The engine against a real server.
+//! Tests of the PostgreSQL engine against a real server.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -39,7 +39,7 @@ fn postgres_passes_the_suite() {
     let schema = server.new_schema();
     suite::all(&|| Box::new(open(&server, &schema)));
     suite::listeners_hear_of_others(&|| Box::new(open(&server, &schema)));
-    // Nothing is left behind by those who have left.
+    // Clients that have closed leave no rows.
     assert_eq!(server.sql(&format!("SELECT count(*) FROM {schema}.clients")), "0");
 }
 
@@ -63,7 +63,7 @@ fn client() -> u64 {
     (u64::from_be_bytes(bytes) >> 1).max(1)
 }
 
-/// Faults on every connection, below what the engine does about them.
+/// Faults on every connection, below the engine's handling of errors.
 fn faults(seed: u64, one_in: u32, kinds: &[Fault]) -> Arc<Faults> {
     Faults::new(seed, one_in, kinds, Place::Inside)
 }
@@ -90,8 +90,8 @@ fn postgres_agrees_with_the_models_of_groups_on_bad_connections() {
     }
 }
 
-/// Commits are sent and the server is not reached any more: what the caller is told must agree with
-/// what is there, and everything goes on by itself.
+/// Commits are sent and then the server is unreachable. What the caller is told must agree with the data, and
+/// the engine must recover without help.
 #[test]
 fn commits_of_unknown_outcome_are_applied_once_at_most() {
     let Some(server) = Server::shared() else { return };
@@ -102,7 +102,7 @@ fn commits_of_unknown_outcome_are_applied_once_at_most() {
     faults.set_away(false);
     let quiet = open(&server, &schema);
     let engine: Box<dyn Engine> = loop {
-        // Opening meets them as well.
+        // Opening meets the faults as well.
         faults.set_away(false);
         match faulty::with(&faults, || Postgres::open(target.clone(), client(), &impatient)) {
             Ok(engine) => break Box::new(engine),
@@ -133,7 +133,7 @@ fn commits_of_unknown_outcome_are_applied_once_at_most() {
     let there: BTreeSet<u64> = pairs[1..].iter().map(|(key, _)| number(Some(key[1..].to_vec()))).collect();
     assert!(answered.is_subset(&there), "what was answered is lost");
     assert_eq!(number(Some(pairs[0].1.clone())), there.len() as u64, "applied twice");
-    // What the engine remembers is what is there.
+    // The engine's cache agrees with the data.
     let seen = loop {
         faults.set_away(false);
         if let Ok(seen) = engine.view(|txn| txn.scan(b"x", b"y", Order::Ascending, usize::MAX)) {
@@ -143,11 +143,11 @@ fn commits_of_unknown_outcome_are_applied_once_at_most() {
     assert_eq!(seen, pairs);
 }
 
-/// Commits that were answered and not flushed are lost with the server, and come back with the
-/// processes that made them, also when they rest on each other.
+/// A crash of the server loses commits that were acknowledged and not flushed. Their processes replay them,
+/// also when they depend on each other.
 #[test]
 fn what_a_crashed_server_has_lost_is_committed_again() {
-    // What nobody flushes stays in the server's memory.
+    // Commits that are not flushed stay in the server's memory.
     let Some(server) = Server::start(&["fsync=off", "wal_writer_delay=10000"]) else { return };
     let schema = server.new_schema();
     let engines =

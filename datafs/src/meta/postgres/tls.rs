@@ -1,10 +1,11 @@
-//! TLS to the server: what `sslmode` and `sslrootcert` of the URL ask for, as libpq means them.
+//! TLS to the server: `sslmode` and `sslrootcert` of the URL, with the meaning that libpq gives them.
 //!
-//! `disable` speaks none, `prefer` (what holds when nothing is said) whatever the server offers,
-//! `require` insists on it. None of these looks at the certificate, unless `require` comes with an
-//! `sslrootcert`. `verify-ca` has it issued by somebody trusted, `verify-full` also for this host. A unix
-//! socket has none in any mode; other hosts of the same URL keep theirs (see `target.rs`). Whoever is in the file of `sslrootcert` is trusted, without one
-//! (or with `system`) those whom the system trusts; the server's own certificate may be in the file.
+//! `disable` uses no TLS. `prefer` (the default) and `allow` use TLS if the server offers it; `require`
+//! insists on it. None of these checks the certificate, unless `require` comes with an `sslrootcert`.
+//! `verify-ca` checks its issuer, `verify-full` also its host name. A Unix socket has no TLS in any mode;
+//! other hosts of the same URL keep theirs (see `target.rs`). The certificates in the file of `sslrootcert`
+//! are trusted; without one (or with `system`), those that the system trusts. The server's own certificate
+//! may be in the file.
 
 use std::fmt;
 use std::future::Future;
@@ -31,7 +32,7 @@ use tokio_rustls::rustls::{
 
 use crate::error::{Error, Result};
 
-/// What is looked at in a server's certificate.
+/// Checks of a server's certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Check {
     Nothing,
@@ -39,7 +40,7 @@ enum Check {
     IssuerAndName,
 }
 
-/// What a URL says about TLS.
+/// TLS options of a URL.
 #[derive(Debug, Default)]
 pub(super) struct Wanted {
     mode: Option<String>,
@@ -47,7 +48,7 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Takes its options out of a URL, of which the rest is returned.
+    /// Takes the TLS options out of a URL; also returns the rest of the URL.
     pub(super) fn take_from(url: &str) -> (Wanted, String) {
         let mut wanted = Wanted::default();
         let Some((base, options)) = url.split_once('?') else { return (wanted, url.to_owned()) };
@@ -67,7 +68,7 @@ impl Wanted {
         (wanted, url)
     }
 
-    /// What connects so, and the mode for the protocol.
+    /// The TLS connector, and the mode for the protocol.
     pub(super) fn prepare(&self) -> Result<(Tls, SslMode)> {
         let rooted = self.roots.is_some();
         let (mode, check) = match self.mode.as_deref().unwrap_or("prefer") {
@@ -101,7 +102,7 @@ impl Wanted {
         Ok((Tls { config: Some(Arc::new(config)) }, mode))
     }
 
-    /// Those who may have issued a server's certificate.
+    /// The trusted issuers of server certificates.
     fn trusted(&self, provider: &Arc<CryptoProvider>) -> Result<Trusted> {
         let named = self.roots.as_deref().filter(|roots| *roots != "system");
         let certificates = match named {
@@ -122,7 +123,7 @@ impl Wanted {
         let chain = WebPkiServerVerifier::builder_with_provider(Arc::new(store), Arc::clone(provider))
             .build()
             .map_err(|e| invalid(format!("sslrootcert: {e}")))?;
-        // Among those of the system no server's own is looked for.
+        // Only a named file is searched for a server's own certificate.
         let own = if named.is_some() { certificates } else { Vec::new() };
         Ok(Trusted { chain, own })
     }
@@ -132,7 +133,7 @@ fn invalid(reason: String) -> Error {
     Error::Invalid(format!("[datafs] meta_url: {reason}"))
 }
 
-/// A value of a URL's option: `%2F` is a slash.
+/// Decodes the value of a URL's option: `%2F` is a slash.
 fn decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((&byte, after)) = rest.split_first() {
@@ -154,7 +155,7 @@ fn decode(text: &str) -> String {
 #[derive(Debug)]
 struct Trusted {
     chain: Arc<WebPkiServerVerifier>,
-    /// What a server may show as it is: a certificate that issued itself has no chain.
+    /// Certificates that are accepted as they are: a server's self-signed one has no chain.
     own: Vec<CertificateDer<'static>>,
 }
 
@@ -182,7 +183,7 @@ impl ServerCertVerifier for Verifier {
             return Ok(ServerCertVerified::assertion());
         }
         match trusted.chain.verify_server_cert(server, between, name, ocsp, now) {
-            // The name is looked at last.
+            // The verifier checks the name last, so everything else is valid.
             Err(rustls::Error::InvalidCertificate(
                 CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
             )) if self.check == Check::Issuer => Ok(ServerCertVerified::assertion()),
@@ -215,7 +216,7 @@ impl ServerCertVerifier for Verifier {
     }
 }
 
-/// Makes connections of one target safe, or leaves them as they are.
+/// Maker of TLS connections for one target; without a configuration there is no TLS.
 #[derive(Clone)]
 pub(crate) struct Tls {
     config: Option<Arc<ClientConfig>>,
@@ -251,7 +252,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> TlsConnect<S> for Hands
     }
 }
 
-/// Whether an error says that there will never be a safe connection, not that there was none.
+/// Whether an error means that TLS will always fail, not that the connection was lost.
 pub(super) fn is_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -260,7 +261,7 @@ pub(super) fn is_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
         {
             return true;
         }
-        // The protocol's own words have no type.
+        // This error of the protocol has no type.
         if error.to_string() == "server does not support TLS" {
             return true;
         }

@@ -1,4 +1,4 @@
-//! One run of the body of a transaction: reads from memory where they can be, and writes kept back.
+//! One run of a transaction's body: reads from the cache where possible, and buffered writes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
@@ -17,19 +17,19 @@ use crate::metrics;
 /// Keys and ranges read, and pairs to write, by one run of a body.
 pub(super) struct Txn<'a> {
     shared: &'a Shared,
-    /// A transaction of its own on the server, which all reads go to.
+    /// The server transaction that all reads use, if any.
     moment: Option<&'a Lent<'a>>,
-    /// Whether it sees what threads of this process are committing.
+    /// Whether reads see the uncommitted batches of this process.
     pub(super) writes_follow: bool,
     /// The image's clock when the run began.
     pub(super) since: u64,
-    /// The failed batches when the run began.
+    /// The count of failed batches when the run began.
     pub(super) failures: u64,
     pub(super) reads: Reads,
-    /// Whether it has asked the server.
+    /// Whether the run has sent a request to the server.
     pub(super) asked: bool,
     pub(super) scans: Vec<Scanned>,
-    /// Pairs that scans have found: they are known, and checked with the scan.
+    /// Pairs that scans have found: they are known, and checked together with the scan.
     scanned: HashMap<Vec<u8>, Value>,
     pub(super) writes: BTreeMap<Vec<u8>, Value>,
     pub(super) prerequisites: Prerequisites,
@@ -41,12 +41,12 @@ impl<'a> Txn<'a> {
         Txn::new(shared, false, None)
     }
 
-    /// A run that only reads, in a transaction of the server's.
+    /// A run that only reads, in a transaction on the server.
     pub(super) fn reading_at(shared: &'a Shared, moment: &'a Lent<'a>) -> Txn<'a> {
         Txn::new(shared, false, Some(moment))
     }
 
-    /// A run that reads on top of what this process is committing, and writes.
+    /// A run that writes, and reads on top of the uncommitted batches of this process.
     pub(super) fn writing(shared: &'a Shared) -> Txn<'a> {
         Txn::new(shared, true, None)
     }
@@ -80,7 +80,7 @@ impl<'a> Txn<'a> {
         Ok(self.known(key).flatten())
     }
 
-    /// Reads keys, those that are not in memory in one round trip.
+    /// Reads keys; fetches those that are not in memory in one round trip.
     fn bring(&mut self, keys: &[&[u8]]) -> Result<()> {
         let mut missing = Vec::new();
         for key in keys {
@@ -121,7 +121,7 @@ impl ReadTxn for Txn<'_> {
         if start >= end || limit == 0 {
             return Ok(Vec::new());
         }
-        // What was written here hides at most so many pairs of the server's.
+        // Each deletion in this run hides at most one pair of the server.
         let mut own: Vec<(Vec<u8>, Value)> = self
             .writes
             .range::<[u8], _>((Bound::Included(start), Bound::Excluded(end)))

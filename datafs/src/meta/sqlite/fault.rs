@@ -7,15 +7,15 @@ use rusqlite::{ErrorCode, ffi};
 
 use crate::error::Error;
 
-/// Whether another process has the lock.
+/// Whether another connection or process has the lock.
 pub(super) fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(error.sqlite_error_code(), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
 
-/// Whether it was space that a failed call missed, and then whether a quota was used up. SQLite itself tells
-/// that only of a disk that is full while it writes; of others it passes on that they failed, and leaves the
-/// system's reason where it is. For the caller of what has just failed, on the same thread: a write or an open
-/// that fails sets the reason anew.
+/// Whether a failed call lacked space: `Some(true)` if a quota was used up, `Some(false)` if the disk was
+/// full. SQLite reports lack of space only for a disk that is full during a write. For other failures it
+/// leaves the system's reason in `errno`. Call this right after the failure, on the same thread: a write or
+/// an open that fails sets `errno` again.
 fn used_up(error: &rusqlite::Error) -> Option<bool> {
     let failed = error.sqlite_error()?.extended_code;
     if !matches!(failed, ffi::SQLITE_IOERR_WRITE | ffi::SQLITE_IOERR_SHMSIZE | ffi::SQLITE_CANTOPEN) {
@@ -28,7 +28,7 @@ fn used_up(error: &rusqlite::Error) -> Option<bool> {
     }
 }
 
-/// The error of the crate for one of SQLite, after a wait.
+/// Translates an error of SQLite after a wait.
 pub(super) fn translate(path: &Path, error: rusqlite::Error, waited: Duration) -> Error {
     let place = path.display().to_string();
     if let Some(quota) = used_up(&error) {

@@ -1,4 +1,4 @@
-//! What is left of faults: nothing, or a loud error.
+//! Fault injection tests: a fault must leave no effect, or end in an explicit error.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::meta::engine::{Durability, Engine, Order};
 use crate::meta::faulty::{self, Fault, Faults, Faulty, Place};
 use crate::meta::metadata::Metadata;
 
-/// The same on several seeds.
+/// Number of seeds for each test.
 const SEEDS: u64 = 4;
 
 #[test]
@@ -26,7 +26,7 @@ fn a_faulty_engine_passes_the_suite() {
 #[test]
 fn groups_agree_with_their_models_whatever_happens_to_commits() {
     let dir = tempfile::tempdir().unwrap();
-    // Those of which a commit knows what became of it.
+    // The faults after which the outcome of a commit is known.
     let kinds = [Fault::Conflict, Fault::Timeout, Fault::LostAfter];
     let faults = Faults::new(11, 3, &kinds, Place::Inside);
     let processes = faulty::with(&faults, || [metadata(dir.path()), metadata(dir.path())]);
@@ -43,9 +43,9 @@ fn a_faulty_engine_agrees_with_the_models_of_groups() {
     assert!(faults.drawn() > 20);
 }
 
-/// Each transaction counts and writes a key of its own until one is told that it failed. Whatever it
-/// says is true: what was answered is there, a count never moves twice for one transaction, and after
-/// a failure nothing is answered any more.
+/// Each transaction increments a count and writes a key with its number, until one fails. Every acknowledged
+/// transaction must be there, each must have counted exactly once, and every call after the failure must
+/// fail.
 fn fails_loudly(meta: &Metadata, reopen: &dyn Fn() -> Box<dyn Engine>) {
     let mut answered = Vec::new();
     let mut attempted = 0u64;
@@ -85,7 +85,7 @@ fn what_nobody_can_know_fails_loudly() {
         let faults = Faults::new(seed, 9, &Fault::ALL, Place::Around);
         let meta = faulty::with(&faults, || metadata(dir.path()));
         fails_loudly(&meta, &|| Box::new(engine(dir.path())));
-        // Of a group it is known when it landed, and not that it never will when it did not.
+        // Group commit can find that a commit took place, but not that a missing one never will.
         let dir = tempfile::tempdir().unwrap();
         let faults = Faults::new(seed, 9, &Fault::CLEAR, Place::Inside);
         let meta = faulty::with(&faults, || metadata(dir.path()));

@@ -1,4 +1,4 @@
-//! Tests of group commit: threads of several processes at once, failures, what others are told.
+//! Tests of group commit: threads of several processes at once, failures and change notifications.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::sqlite::Sqlite;
 
-/// Longer than anything takes, shorter than anybody's patience.
+/// Limit of every wait, longer than any step takes.
 const LIMIT: Duration = Duration::from_secs(60);
 
 pub(super) fn engine(dir: &Path) -> Sqlite {
@@ -33,8 +33,8 @@ pub(crate) fn number(value: Option<Vec<u8>>) -> u64 {
 
 type Model = BTreeMap<Vec<u8>, Vec<u8>>;
 
-/// What is wrong with what a transaction sees. It counts when the transaction ends: an engine may let
-/// one see what is of several moments, and run it again.
+/// The difference between what a transaction sees and the model. It counts only when the transaction ends: an
+/// engine may show a transaction inconsistent states, and run it again.
 fn check(
     txn: &mut dyn ReadTxn,
     prefix: u8,
@@ -63,12 +63,13 @@ fn check(
     if found != expected {
         return Ok(Some(format!("{found:?} instead of {expected:?}")));
     }
-    // Always written together, by whoever.
+    // All threads write these two together.
     let (first, last) = (txn.get(b"ma")?, txn.get(b"mz")?);
     Ok((first != last).then(|| format!("{first:?} and {last:?}")))
 }
 
-/// One thread of one process: its own keys in a model, a counter that it shares with everybody.
+/// One thread of one process: changes keys that a model tracks, and a counter that all threads share. Returns
+/// the number of successful transactions.
 pub(super) fn work(meta: &Metadata, prefix: u8, seed: u64, rounds: u64) -> u64 {
     let mut random = StdRng::seed_from_u64(seed);
     let mut model = Model::new();
@@ -119,7 +120,7 @@ fn threads_of_several_processes_agree_with_their_models() {
     });
 }
 
-/// Three threads of each of two processes; `reopen` opens what they leave behind.
+/// Runs three threads in each of two processes; `reopen` then opens the data.
 pub(crate) fn agree_with_their_models(
     processes: [Metadata; 2],
     rounds: u64,
@@ -189,7 +190,7 @@ fn listeners_are_told_what_others_changed() {
         .unwrap();
     let changed = changes.recv_timeout(LIMIT).unwrap();
     assert_eq!(changed, Changed::Records(vec![(7, b"record".to_vec())]));
-    // More than the log holds.
+    // More than one entry of the change log holds.
     other
         .transact(Durability::Durable, |txn| {
             (0..30_000u32)
@@ -208,7 +209,7 @@ fn a_commit_that_fails_for_good_is_told_to_everybody() {
     let dir = tempfile::tempdir().unwrap();
     let meta = metadata(dir.path());
     meta.transact(Durability::Durable, |txn| txn.put(b"xa", b"1")).unwrap();
-    // Out of turn.
+    // Written without the writer lock.
     engine(dir.path())
         .write(Durability::Durable, &mut |txn| txn.put(keys::BATCH, &99u64.to_be_bytes()))
         .unwrap();
@@ -220,7 +221,7 @@ fn a_commit_that_fails_for_good_is_told_to_everybody() {
         meta.sync(),
     ];
     assert!(refused.iter().all(|result| matches!(result, Err(Error::Failed { .. }))), "{refused:?}");
-    // Another process is not concerned.
+    // Another process is not affected.
     let other = metadata(dir.path());
     other.transact(Durability::Durable, |txn| txn.put(b"xd", b"1")).unwrap();
     let all = other.view(|txn| txn.scan(b"x", b"y", Order::Ascending, 9)).unwrap();
@@ -242,7 +243,7 @@ fn a_sync_that_fails_does_not_say_that_nothing_was_committed() {
     assert!(metadata(dir.path()).view(|txn| txn.get(b"xb")).unwrap().is_some());
 }
 
-/// Counts, and notes whether what required it was committed already.
+/// Counts its calls, and checks that the record that requires it is not committed yet.
 #[derive(Debug)]
 struct Data {
     path: std::path::PathBuf,
@@ -292,7 +293,7 @@ fn a_process_that_is_locked_out_is_told() {
             .unwrap();
     meta.transact(Durability::Relaxed, |txn| {
         txn.put(b"xa", b"1")?;
-        // This process has the turn, and keeps it while the transaction runs.
+        // This process has the writer lock, and keeps it while the transaction runs.
         let busy = impatient.transact(Durability::Relaxed, |txn| txn.put(b"xb", b"1")).unwrap_err();
         assert!(matches!(busy, Error::Busy { .. }), "{busy:?}");
         assert_eq!(impatient.view_recent(|txn| txn.get(b"xa"))?, None);
@@ -303,14 +304,14 @@ fn a_process_that_is_locked_out_is_told() {
     assert_eq!(meta.view(|txn| txn.get(b"xb")).unwrap(), Some(b"1".to_vec()));
 }
 
-/// Runs `call` on a thread of its own, which must end.
+/// Runs `call` on a separate thread, which must end in time.
 fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = mpsc::channel();
     std::thread::spawn(move || drop(done.send(call())));
     result.recv_timeout(LIMIT).expect("the call ends")
 }
 
-/// Writes `count` batches and closes the file; returns a copy of it.
+/// Commits `count` batches and closes the file; returns the path of a copy.
 fn write_batches(dir: &Path, count: u64) -> std::path::PathBuf {
     let meta = metadata(dir);
     for i in 0..count {
@@ -322,7 +323,7 @@ fn write_batches(dir: &Path, count: u64) -> std::path::PathBuf {
     copy
 }
 
-/// Puts a copy in the place of the file, in a new inode or in the old one.
+/// Replaces the file by a copy, in a new inode or in the old one.
 fn put_in_place(dir: &Path, copy: &Path, rename: bool) {
     let path = dir.join("meta.sqlite");
     for suffix in ["-wal", "-shm"] {

@@ -1,4 +1,4 @@
-//! A disk, or a quota, that is used up under the metadata file.
+//! Tests of the metadata file on a full disk, or with a full quota.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -17,7 +17,7 @@ use crate::meta::metadata::Metadata;
 use crate::meta::sqlite::Sqlite;
 
 thread_local! {
-    /// What the system says when SQLite writes to a file on this thread.
+    /// The error that SQLite's writes on this thread get, if any.
     static REFUSED: Cell<Option<Errno>> = const { Cell::new(None) };
 }
 
@@ -38,7 +38,7 @@ unsafe extern "C" fn pwrite(file: c_int, bytes: *const c_void, len: usize, at: l
     refuse().unwrap_or_else(|| unsafe { libc::pwrite(file, bytes, len, at) })
 }
 
-/// Puts the two above between SQLite and the system.
+/// Puts the two functions above between SQLite and the system.
 fn intercept() {
     static ONCE: Once = Once::new();
     type Call = unsafe extern "C" fn();
@@ -91,14 +91,14 @@ fn what_was_answered_is_committed_once_there_is_space_however_long_it_takes() {
     let put = |durability, key: &[u8]| meta.transact(durability, |txn| txn.put(key, b"1"));
     put(Durability::Durable, b"xa").unwrap();
     faults.set_full(true);
-    // Answered before anybody knows.
+    // Acknowledged before the failure is known.
     put(Durability::Relaxed, b"xb").unwrap();
     let waits = meta.sync().unwrap_err();
     assert!(
         matches!(waits, Error::NoSpace { quota: true, .. } | Error::NoSpaceToCommit { quota: true, .. }),
         "{waits:?}"
     );
-    // Longer than it would wait for a lock.
+    // Longer than a wait for a lock.
     let until = Instant::now() + wait * 5;
     while Instant::now() < until {
         for refused in [put(Durability::Relaxed, b"xc"), put(Durability::Durable, b"xd"), meta.sync()] {
@@ -113,7 +113,7 @@ fn what_was_answered_is_committed_once_there_is_space_however_long_it_takes() {
     let other = metadata(dir.path());
     let there = |key: &[u8]| other.view(|txn| txn.get(key)).unwrap().is_some();
     assert_eq!([b"xa", b"xb", b"xc", b"xd"].map(|key| there(key)), [true, true, false, true]);
-    // A commit of which it is not known yet whether it takes place does not say that it does not.
+    // A commit with an unknown outcome must not report that nothing was changed.
     faults.set_full(true);
     let waits = put(Durability::Durable, b"xe").unwrap_err();
     assert!(matches!(waits, Error::NoSpaceToCommit { .. }) && !waits.is_definite(), "{waits:?}");
@@ -138,7 +138,7 @@ fn the_file_has_the_space_of_a_commit_before_that_is_answered() {
     for i in 1..=VALUES {
         engine.transact(Durability::Relaxed, |txn| txn.put(&[b'x', i], &[i; 5_000])).unwrap();
         let (len, allocated) = on_disk("meta.sqlite");
-        // Its pages are in the log alone.
+        // The pages are only in the log.
         assert!(len < 5_000 && allocated >= u64::from(i) * 5_000, "{i}: {allocated} of {len} bytes");
     }
     let (log, _) = on_disk("meta.sqlite-wal");

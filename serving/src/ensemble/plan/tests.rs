@@ -1,4 +1,4 @@
-//! Plans that are taken, and those that are refused, each with its reason.
+//! Tests of ensemble plans: accepted plans, and refused ones with their reasons.
 #![allow(clippy::unwrap_used)]
 
 use millrace_bundle::Datatype;
@@ -25,7 +25,7 @@ fn step(model: &str, takes: &[(&str, &str)], makes: &[(&str, &str)]) -> pb::mode
     }
 }
 
-/// Reads steps of an ensemble from `x` to the outputs.
+/// Reads the steps of an ensemble from the input `x` to `outputs`.
 fn read(steps: Vec<pb::model_ensembling::Step>, outputs: &[&str]) -> Result<Plan, String> {
     let scheduling = pb::ModelEnsembling { step: steps, ..Default::default() };
     Plan::read(&scheduling, &specs(&["x"]), &specs(outputs))
@@ -42,7 +42,7 @@ fn a_plan_is_described_as_it_was_read() {
     let plan = read(steps.clone(), &["y"]).unwrap();
     assert_eq!(plan.describe().step, steps);
     assert_eq!(plan.models().collect::<Vec<_>>(), ["join", "left", "right"]);
-    // No version means the newest, as -1 does.
+    // Version 0 means the newest, like -1.
     steps[0].model_version = 0;
     assert_eq!(read(steps, &["y"]).unwrap(), plan);
 }
@@ -157,14 +157,14 @@ fn what_cannot_run_is_refused_with_the_step() {
 fn tensors_are_bounded() {
     let names: Vec<String> = (0..1023).map(|number| format!("in{number}")).collect();
     let takes = |count: usize| names.iter().take(count).map(|name| (name.as_str(), "x")).collect::<Vec<_>>();
-    // Beside these the step has an output, and the ensemble one of each.
+    // In addition, the step has one output, and the ensemble one input and one output.
     assert!(read(vec![step("a", &takes(1021), &[("out", "y")])], &["y"]).is_ok());
     let reason = read(vec![step("a", &takes(1022), &[("out", "y")])], &["y"]).unwrap_err();
     assert_eq!(reason, "1025 inputs and outputs of steps, the limit is 1024");
 }
 
 proptest! {
-    /// Whatever takes from whatever: refused exactly when some step would need its own tensor.
+    /// Random dependencies: a plan is refused exactly when some step depends on itself.
     #[test]
     fn a_plan_has_an_order_or_is_refused(edges in proptest::collection::vec((0usize..7, 0usize..7), 0..14)) {
         let name = |number: usize| format!("t{number}");

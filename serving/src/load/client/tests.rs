@@ -1,4 +1,4 @@
-//! Answers of every kind, from a server that speaks HTTP/2 and nothing else.
+//! Tests of the load client: all kinds of responses, from a server that speaks plain HTTP/2.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -10,26 +10,26 @@ use tokio::task::JoinHandle;
 
 use super::*;
 
-/// How a server answers a request.
+/// Response of a server to a request.
 #[derive(Debug, Clone, Copy)]
 enum Answer {
-    /// With a message, and a status behind it.
+    /// A message, followed by a status.
     Status(&'static str),
-    /// With a status alone.
+    /// Only a status.
     Alone(&'static str),
-    /// With a message and nothing behind it.
+    /// A message without a status.
     Cut,
-    /// As something that knows no gRPC.
+    /// An HTTP status without gRPC.
     Http(u16),
     Reset(h2::Reason),
-    /// Not at all: the connection breaks.
+    /// No response: the connection breaks.
     Breaks,
-    /// Never.
+    /// No response on an open connection.
     Hangs,
 }
 
-/// Serves one connection after the other with the answers to each, until its client goes; gives the heads of all
-/// requests.
+/// Serves connections one after the other with their responses, until the client closes them; returns the heads of
+/// all requests.
 async fn serve(connections: Vec<Vec<Answer>>) -> (SocketAddr, JoinHandle<Vec<http::HeaderMap>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

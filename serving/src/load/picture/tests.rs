@@ -1,4 +1,4 @@
-//! Pictures hold what was measured, inside their axes, whatever it was.
+//! Tests of the chart: it contains all points inside its axes, for any measurements.
 #![allow(clippy::unwrap_used)]
 
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ fn point(rate: f64, micros: [u64; 4]) -> Point {
     Point { rate, latency: micros.map(Duration::from_micros) }
 }
 
-/// The numbers of an attribute of all elements of a kind.
+/// The values of an attribute in all elements of a kind.
 fn numbers(svg: &str, element: &str, attribute: &str) -> Vec<f64> {
     let elements = svg.lines().filter(|line| line.starts_with(&format!("<{element} ")));
     elements
@@ -30,7 +30,7 @@ fn higher_rates_are_to_the_right_and_longer_times_above() {
         assert!(xs[low] < xs[high], "points are in the order of their rates");
         assert!(ys[low] > ys[high], "latency grows upwards");
     }
-    // Decades are equally long: 90 to 900 microseconds as 45 to 450.
+    // Decades have equal length: 90 to 900 microseconds is as far as 45 to 450.
     let decade = ys[1] - ys[5];
     let axes = Axes::around(&[point(2000.0, [90, 200, 900, 4000]), point(500.0, [45, 60, 80, 300])]);
     assert!((axes.y(45e3) - axes.y(450e3) - decade).abs() < 0.2);

@@ -1,4 +1,4 @@
-//! Requests are what the model takes, whatever its signature says, or are refused with a reason.
+//! Tests of generated requests: they fit the model for any signature, or are refused with a reason.
 #![allow(clippy::unwrap_used)]
 
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Operators that give elements another shape, order or place.
+//! Tests of row rules for operators that change the shape, order or position of elements.
 
 use millrace_bundle::onnx::tensor_proto::DataType;
 
@@ -15,7 +15,7 @@ fn shapes_keep_rows_that_stay_one_axis() {
     {
         accepted(17, &[3, 4], |g| reshaped(g, shape));
     }
-    // Rows of a row: they come back, or there are more of them than the inputs have.
+    // Rows merged with an inner axis: accepted if split again; otherwise there are more rows than in the inputs.
     accepted(17, &[3, 4], |g| {
         let flat = reshaped(g, &[-1, 4]);
         let soft = g.node("Softmax", &[&flat], vec![]);
@@ -50,7 +50,7 @@ fn shapes_keep_rows_that_stay_one_axis() {
 
 #[test]
 fn an_axis_that_the_rows_were_merged_into_comes_apart_again() {
-    // Steps and rows as one axis, as PyTorch's attention has them, and apart again.
+    // Merges steps and rows into one axis, as PyTorch's attention does, and splits them again.
     accepted(17, &[5, 4], |g| {
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
         let flat = g.list(&[-1, 4]);
@@ -61,7 +61,7 @@ fn an_axis_that_the_rows_were_merged_into_comes_apart_again() {
         let apart = g.node("Reshape", &[&product, &shape], vec![]);
         g.node("Transpose", &[&apart], vec![ints("perm", &[1, 0, 2])])
     });
-    // Merged, they are not rows.
+    // A merged axis does not consist of rows.
     refused(17, &[5, 4], "not along the first axis", |g| {
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
         let flat = g.list(&[-1, 4]);
@@ -145,7 +145,7 @@ fn parts_of_tensors_are_taken_and_joined_along_other_axes() {
 #[test]
 fn rows_choose_from_constants_and_from_themselves() {
     let places = |g: &mut Build, row: &[i64]| g.input("places", DataType::Int64, row);
-    // Words, and their vectors.
+    // Word indexes, and their embedding vectors.
     accepted(17, &[4], |g| {
         let (table, places) = (g.floats(&[10, 3]), places(g, &[-1]));
         let words = g.node("Gather", &[&table, &places], vec![]);
@@ -193,7 +193,7 @@ fn rows_choose_from_constants_and_from_themselves() {
         let depth = g.number(5);
         hot(g, &depth)
     });
-    // As wide as the largest label.
+    // The depth would depend on the largest label of all rows.
     refused(17, &[4], "along the rows", |g| {
         let depth = g.node("ReduceMax", &["x"], vec![int("keepdims", 0)]);
         hot(g, &depth)

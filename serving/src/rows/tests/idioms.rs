@@ -1,4 +1,4 @@
-//! Forms that exporters write: shapes that graphs compute, functions, graphs inside graphs.
+//! Tests of the row proof on idioms of exporters: computed shapes, functions, subgraphs.
 
 use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::DataType;
@@ -6,7 +6,7 @@ use millrace_bundle::onnx::{AttributeProto, FunctionProto, GraphProto, NodeProto
 
 use super::support::{Build, accepted, info, inner, int, ints, refused};
 
-/// An extent of a value as a number, or as a list of one.
+/// One extent of a value, as a scalar or as a list of one.
 fn extent(g: &mut Build, value: &str, axis: i64, as_list: bool) -> String {
     let shape = g.node("Shape", &[value], vec![]);
     let place = g.number(axis);
@@ -46,7 +46,7 @@ fn heads_of_attention_are_split_and_merged_by_computed_shapes() {
 #[test]
 fn heads_may_be_merged_with_the_rows_as_one_axis() {
     accepted(17, &[-1, 8], |g| {
-        // Steps, then rows times heads, as PyTorch's multi-head attention has them.
+        // Steps, then rows times heads, as in PyTorch's multi-head attention.
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
         let (steps, rows) = (extent(g, "x", 1, true), extent(g, "x", 0, true));
         let two = g.list(&[2]);
@@ -60,7 +60,7 @@ fn heads_may_be_merged_with_the_rows_as_one_axis() {
         let scores = g.node("Softmax", &[&scores], vec![int("axis", 2)]);
         let seen = g.node("MatMul", &[&scores, &queries], vec![]);
         let seen = g.node("Transpose", &[&seen], vec![ints("perm", &[1, 0, 2])]);
-        // Steps times rows as one axis, through a layer, and apart again.
+        // Merges steps and rows into one axis, applies a layer, and splits them again.
         let all = g.node("Mul", &[&steps, &rows], vec![]);
         let eight = g.list(&[8]);
         let shape = g.node("Concat", &[&all, &eight], vec![int("axis", 0)]);
@@ -185,7 +185,7 @@ fn graphs_inside_are_run_where_they_have_nothing_of_the_rows() {
             vec![inner("then_branch", inside(operator, value)), inner("else_branch", inside("Neg", value))];
         g.node("If", &[&yes], branches)
     };
-    // Its rank is not known, so that it can be no more than a number of steps and the like.
+    // The result of `If` has no known rank; the Reshape gives it one.
     accepted(17, &[4], |g| {
         let c = g.floats(&[4]);
         let chosen = choose(g, "Relu", &c);
@@ -242,12 +242,12 @@ fn functions_of_the_model_are_walked_through() {
     accepted(17, &[4], |g| call(g, Some(0), Some(1)));
     refused(17, &[4], "along the rows", |g| call(g, Some(0), None));
     refused(17, &[4], "along the rows", |g| call(g, Some(1), Some(0)));
-    // ONNX Runtime may take the one or the other.
+    // ONNX Runtime may use either the operator or the function.
     refused(17, &[4], "defines an operator of this name", |g| {
         g.model.functions.push(function("Relu", "", None));
         g.node("Relu", &["x"], vec![])
     });
-    // One that calls itself ends.
+    // The walk ends for a function that calls itself.
     refused(17, &[4], "call each other too often", |g| {
         let mut circle = function("circle", "own", None);
         circle.node[0] = NodeProto {

@@ -1,4 +1,4 @@
-//! Operators that compute.
+//! Tests of row rules for operators that compute values.
 
 use millrace_bundle::onnx::tensor_proto::DataType;
 
@@ -55,7 +55,7 @@ fn reductions_keep_rows_along_other_axes_alone() {
             g.node("ReduceSum", &["x", &axes], vec![])
         });
     }
-    // All axes, unless an empty list is to mean none.
+    // All axes, unless `noop_with_empty_axes` makes an empty list mean no axes.
     refused(17, &[4], "along the rows", |g| g.node("ReduceMax", &["x"], vec![]));
     refused(18, &[4], "along the rows", |g| g.node("ReduceMax", &["x"], vec![ints("axes", &[1])]));
     accepted(18, &[4], |g| g.node("ReduceMax", &["x"], vec![int("noop_with_empty_axes", 1)]));
@@ -90,7 +90,7 @@ fn softmax_works_along_one_axis_and_before_operator_set_13_from_one_on() {
     accepted(12, &[4, 5], |g| g.node("LogSoftmax", &["x"], vec![int("axis", 2)]));
     refused(13, &[4], "along the rows", |g| g.node("Softmax", &["x"], vec![int("axis", 0)]));
     refused(12, &[4], "along the rows", |g| g.node("Softmax", &["x"], vec![int("axis", 0)]));
-    // Along the rows in the one meaning, along all axes from the first on in the other.
+    // Since operator set 13, axis 1 means only the rows here; before, axis 0 means all axes.
     refused(13, &[4, 5], "along the rows", |g| {
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
         g.node("Softmax", &[&turned], vec![int("axis", 1)])
@@ -218,7 +218,7 @@ fn convolutions_and_pools_take_rows_along_the_first_axis() {
         let w = g.floats(&[4, 3, 3, 3]);
         let conv = g.node("Conv", &["x", &w], vec![ints("pads", &[1, 1, 1, 1])]);
         let pool = g.node("MaxPool", &[&conv], vec![ints("kernel_shape", &[2, 2]), ints("strides", &[2, 2])]);
-        // 4 channels of 4 times 4, known without a shape in the graph.
+        // 4 channels of 4 times 4, derived without a declared shape.
         let shape = g.list(&[-1, 64]);
         g.node("Reshape", &[&pool, &shape], vec![])
     });
@@ -278,7 +278,7 @@ fn interpolation_keeps_rows_apart_beside_channels_alone() {
             }
         }
     }
-    // Rows of another axis are places there, or channels.
+    // Rows along another axis count as positions or channels there.
     refused(17, &[2, 3, 4], "interpolates between rows", |g| {
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 2, 0, 3])]);
         let scales = g.constant(&[4], vec![1.0, 1.0, 1.0, 2.0]);
@@ -317,7 +317,7 @@ fn quantized_operators_need_constant_scales() {
         let q = g.nodes("DynamicQuantizeLinear", &["x"], vec![], 3);
         g.node("DequantizeLinear", &[&q[0], &q[1], &q[2]], vec![])
     });
-    // What is computed of constants is one, too.
+    // A value computed from constants is a constant, too.
     accepted(17, &[4], |g| {
         let w = g.floats(&[4, 3]);
         let q = g.nodes("DynamicQuantizeLinear", &[&w], vec![], 3);
@@ -342,9 +342,9 @@ fn operators_of_scikit_learn_take_tables() {
         let out = g.nodes("ai.onnx.ml:LinearClassifier", &["x"], vec![], 2);
         g.node("ai.onnx.ml:Normalizer", &[&out[1]], vec![])
     });
-    // A list is one sample to a normalizer.
+    // A normalizer treats a list as one sample.
     refused(17, &[], "not a table", |g| g.node("ai.onnx.ml:Normalizer", &["x"], vec![]));
-    // Labels by their places, as scikit-learn's converter writes it.
+    // Looks up labels by index, as scikit-learn's converter does.
     accepted(17, &[4], |g| {
         let (classes, places) = (g.list(&[3, 5, 7, 9]), g.node("ArgMax", &["x"], vec![int("axis", 1)]));
         let labels = g.node("ai.onnx.ml:ArrayFeatureExtractor", &[&classes, &places], vec![]);

@@ -1,4 +1,4 @@
-//! ONNX Runtime's word on random graphs that the proof accepts: rows together are rows alone.
+//! Random test of the row proof: for accepted graphs, ONNX Runtime must give rows together the results of rows alone.
 
 use millrace_bundle::onnx::ModelProto;
 use millrace_bundle::onnx::tensor_proto::DataType;
@@ -9,16 +9,16 @@ use prost::Message;
 use super::support::{Build, info, int, ints, text};
 use crate::runtime::Runtime;
 
-/// Graphs that are drawn.
+/// Number of random graphs.
 const GRAPHS: u64 = 3000;
-/// Of those, how many at least have to be accepted and to run.
+/// Minimum number of graphs that the proof must accept and ONNX Runtime must run.
 const COMPARED_MIN: usize = 150;
-/// How far numbers may be apart, in parts of the largest of their row.
+/// Allowed difference of numbers, relative to the largest of their row.
 const TOLERANCE: f32 = 1e-4;
-/// Rows of the requests that run together, and what their elements are multiplied with.
+/// Numbers of rows of the requests that run together, and the magnitudes of their elements.
 const REQUESTS: [(usize, f32); 3] = [(1, 1e-3), (2, 1e4), (1, 1.0)];
 
-/// The same numbers for the same seed; the constants are Knuth's.
+/// A pseudorandom generator, reproducible by its seed, with Knuth's constants.
 struct Draw(u64);
 
 impl Draw {
@@ -40,7 +40,7 @@ impl Draw {
     }
 }
 
-/// Adds a node of a kind to a value that was made before; what it needs beside is drawn.
+/// Adds a random node that takes an earlier value and, if needed, further random inputs.
 fn grow(g: &mut Build, draw: &mut Draw, known: &[String]) -> String {
     let v = known[known.len() - 1 - draw.below(known.len().min(2))].clone();
     let w = known[draw.below(known.len())].clone();
@@ -220,7 +220,7 @@ fn grow(g: &mut Build, draw: &mut Draw, known: &[String]) -> String {
     }
 }
 
-/// The shape and the elements that a request is answered with.
+/// The shape and the elements of a response.
 fn run(session: &mut Session, rows: usize, elements: Vec<f32>) -> Option<(Vec<i64>, Vec<f32>)> {
     let input = Tensor::from_array((vec![rows, 3, 4], elements)).unwrap();
     let outputs = session.run(ort::inputs![input]).ok()?;
@@ -267,7 +267,7 @@ fn accepted_graphs_give_rows_together_what_they_give_alone() {
         let Some(alone) = alone else { continue };
         let all = requests.iter().flat_map(|(_, elements)| elements.clone()).collect();
         let total = requests.iter().map(|(rows, _)| rows).sum();
-        // A run that fails is repeated request by request.
+        // The scheduler repeats a failed batch request by request, so there is nothing to compare.
         let Some((shape, together)) = run(&mut session, total, all) else { continue };
         compared += 1;
         let shown = || format!("seed {seed}: {:#?}", g.model.graph.as_ref().map(|graph| &graph.node));

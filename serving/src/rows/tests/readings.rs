@@ -1,5 +1,5 @@
-//! Graphs that ONNX Runtime reads in another way than their first look tells: values that are left out, empty lists,
-//! narrow integers, names that there are twice, declared shapes that are wrong.
+//! Tests of graphs that ONNX Runtime reads differently than they seem: omitted values, empty lists, narrow integers,
+//! duplicate names, wrong declared shapes.
 
 use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::DataType;
@@ -23,13 +23,13 @@ fn cast(g: &mut Build, value: &str, to: DataType) -> String {
     g.node("Cast", &[value], vec![int("to", i64::from(to as i32))])
 }
 
-/// Integers that are constant, and that the proof does not know.
+/// Constant integers whose values the proof does not know.
 fn unread(g: &mut Build, count: i64) -> String {
     let floats = g.floats(&[count]);
     cast(g, &floats, DataType::Int64)
 }
 
-/// An attribute of the value 0 as writers leave it out.
+/// An attribute of value 0, omitted as writers do.
 fn zero(name: &str) -> AttributeProto {
     AttributeProto { i: None, ..int(name, 0) }
 }
@@ -42,7 +42,7 @@ fn declared_shapes_that_contradict_the_inputs_run_alone() {
         y
     };
     accepted(17, &[4], |g| declared(g, &[-1, 4]));
-    // A rank, a number of rows and an extent that there are not.
+    // A wrong rank, a wrong number of rows, and a wrong extent.
     for shape in [&[-1][..], &[1, 4], &[-1, 5]] {
         refused(17, &[4], "declared shape", |g| declared(g, shape));
     }
@@ -51,7 +51,7 @@ fn declared_shapes_that_contradict_the_inputs_run_alone() {
         g.graph().output.push(info(&y, DataType::Float, Some(&[1, 4])));
         y
     });
-    // Of what a caller chooses, a declaration tells more than the inputs; a graph must not compute from it.
+    // A declaration may fix an extent that callers choose, but then the graph must not compute from it.
     let steps = |g: &mut Build, read: &str| {
         let y = g.node("Relu", &["x"], vec![]);
         g.graph().output.push(info(&y, DataType::Float, Some(&[-1, 7])));
@@ -128,7 +128,7 @@ fn a_product_that_reduces_nothing_is_no_product() {
 
 #[test]
 fn integers_of_32_bits_wrap_around() {
-    // The largest of 64 bits is -1 of 32 bits, and leaves out the last row.
+    // The largest 64-bit integer is -1 in 32 bits, and leaves out the last row.
     let sliced = |g: &mut Build, end: i64| {
         let places = [0, end, 0].map(|place| g.list(&[place]));
         let [start, end, axis] = places.map(|place| cast(g, &place, DataType::Int32));
@@ -136,7 +136,7 @@ fn integers_of_32_bits_wrap_around() {
     };
     accepted(17, &[4], |g| sliced(g, i64::from(i32::MAX)));
     refused(17, &[4], "along the rows", |g| sliced(g, i64::MAX));
-    // 256 rows times 2^24 are 0, and 0 is another extent than 256 in a shape.
+    // 256 rows times 2^24 wrap around to 0 in 32 bits, which then means another extent in a shape.
     let shaped = |g: &mut Build, factor: i32| {
         let rows = rows(g);
         let rows = cast(g, &rows, DataType::Int32);
@@ -178,7 +178,7 @@ fn parts_and_sizes_that_are_not_known_have_no_extents() {
         let part = g.nodes("Split", &["x", &sizes], vec![int("axis", 1)], 2).remove(0);
         flat(g, &part, 2)
     });
-    // A part without a name is a part.
+    // An output without a name also takes a part.
     refused(17, &[4], "cut a row apart", |g| {
         let part = g.nodes("Split", &["x"], vec![int("axis", 1)], 2).remove(0);
         if let Some(node) = g.graph().node.last_mut() {
@@ -236,7 +236,7 @@ fn constants_have_one_value_of_the_type_that_their_name_says() {
         let kind = Some(AttributeType::Tensor as i32);
         shaped(g, vec![AttributeProto { r#type: kind, ..ints("value_ints", &[0, -1]) }])
     });
-    // An extent below 0 is none.
+    // A negative extent is invalid.
     refused(17, &[4], "rank of an input is not known", |g| {
         let c = g.constant(&[0], vec![]);
         if let Some(tensor) = g.graph().initializer.last_mut() {
@@ -260,7 +260,7 @@ fn functions_hide_no_operators_and_no_graphs() {
         ..Default::default()
     };
     let softmax = || NodeProto { op_type: Some("Softmax".into()), ..Default::default() };
-    // Both spellings are one domain.
+    // Both spellings name the same domain.
     refused(17, &[4], "defines an operator of this name", |g| {
         g.model.functions.push(function("Relu", "ai.onnx", softmax()));
         g.node("Relu", &["x"], vec![])
@@ -270,7 +270,7 @@ fn functions_hide_no_operators_and_no_graphs() {
         g.model.functions.extend([function("soft", "own", softmax()), function("soft", "own", first)]);
         g.node("own:soft", &["x"], vec![])
     });
-    // A graph that the caller gives uses what there is inside of the function.
+    // A graph that the caller passes as an attribute runs inside the function.
     refused(17, &[4], "graph of its own", |g| {
         let refers = |name: &str| AttributeProto {
             name: Some(name.into()),

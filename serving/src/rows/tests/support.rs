@@ -1,4 +1,4 @@
-//! Small graphs for the tests.
+//! Test support for the row proof: builders for small graphs, and assertions.
 
 use millrace_bundle::onnx::{
     AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
@@ -9,13 +9,13 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 
 use crate::rows::{Dependence, prove};
 
-/// A graph that grows; methods give the name of the value that they added.
+/// A graph builder; methods return the name of the value that they added.
 pub(super) struct Build {
     pub(super) model: ModelProto,
 }
 
 impl Build {
-    /// A graph with the input `x` of floats, in rows of that shape; -1 is an extent that callers choose.
+    /// A graph with the FP32 input `x` of rows of the shape `row`; -1 stands for an extent that callers choose.
     pub(super) fn new(opset: i64, row: &[i64]) -> Build {
         let set = |domain: &str, version| OperatorSetIdProto {
             domain: Some(domain.into()),
@@ -42,7 +42,7 @@ impl Build {
         self.model.graph.as_mut().unwrap()
     }
 
-    /// Another input in rows of that shape.
+    /// Adds an input of rows of the shape `row`.
     pub(super) fn input(&mut self, name: &str, datatype: DataType, row: &[i64]) -> String {
         let shape = [&[-1], row].concat();
         self.graph().input.push(info(name, datatype, Some(&shape)));
@@ -56,7 +56,7 @@ impl Build {
         self.constant(dims, values)
     }
 
-    /// A constant of these floats.
+    /// A constant of the given floats.
     pub(super) fn constant(&mut self, dims: &[i64], values: Vec<f32>) -> String {
         self.tensor(TensorProto {
             dims: dims.to_vec(),
@@ -85,7 +85,7 @@ impl Build {
         })
     }
 
-    /// A constant of bytes.
+    /// A constant that repeats one small integer.
     pub(super) fn bytes(&mut self, datatype: DataType, dims: &[i64], value: i32) -> String {
         self.tensor(TensorProto {
             dims: dims.to_vec(),
@@ -111,7 +111,7 @@ impl Build {
         self.nodes(operator, inputs, attributes, 1).remove(0)
     }
 
-    /// A node with several outputs. The operator may have its domain before it, `ai.onnx.ml:Scaler`.
+    /// A node with several outputs. The operator may have its domain as prefix: `ai.onnx.ml:Scaler`.
     pub(super) fn nodes(
         &mut self,
         operator: &str,
@@ -134,7 +134,7 @@ impl Build {
         output
     }
 
-    /// What is proven of an output.
+    /// Result of the proof for one output.
     pub(super) fn prove(&mut self, output: &str) -> Result<(), Dependence> {
         let inputs: Vec<&str> =
             self.model.graph.iter().flat_map(|graph| &graph.input).map(|input| input.name()).collect();
@@ -145,7 +145,7 @@ impl Build {
     }
 }
 
-/// A value of a shape, or of any.
+/// Type information of a value, with a shape or without.
 pub(super) fn info(name: &str, datatype: DataType, shape: Option<&[i64]>) -> ValueInfoProto {
     use tensor_shape_proto::{Dimension, dimension::Value};
     let dim = |(place, extent): (usize, &i64)| {
@@ -191,7 +191,7 @@ pub(super) fn accepted(opset: i64, row: &[i64], build: impl FnOnce(&mut Build) -
     }
 }
 
-/// Asserts that rows are not proven to be independent, for a reason with these words.
+/// Asserts that rows are not proven to be independent, and that the reason contains `words`.
 #[track_caller]
 pub(super) fn refused(opset: i64, row: &[i64], words: &str, build: impl FnOnce(&mut Build) -> String) {
     let mut graph = Build::new(opset, row);

@@ -1,4 +1,4 @@
-//! A graph that loops for ever, alone and beside one that does not.
+//! Time limit tests: a graph that loops forever, alone and beside a graph that does not.
 #![allow(clippy::unwrap_used)]
 
 use millrace_bundle::onnx::*;
@@ -41,7 +41,7 @@ fn node(op_type: &str, inputs: &[&str], output: &str) -> NodeProto {
     }
 }
 
-/// `input` FP32 [batch, 4] to `output`, by a node.
+/// A bundle of one node from `input` FP32 [batch, 4] to `output`.
 fn bundle(name: &str, node: NodeProto, initializer: Vec<TensorProto>) -> Bundle {
     let model = ModelProto {
         ir_version: Some(8),

@@ -1,4 +1,4 @@
-//! The queue against its promises: order, batches, limits.
+//! Tests of the request queue: order of service, batches, limits.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -10,12 +10,12 @@ use super::*;
 
 const UNLIMITED: QueueLimits = QueueLimits { requests_max: usize::MAX, bytes_max: usize::MAX };
 
-/// A request of a client; four bytes for each row.
+/// A request of a client, with four bytes for each row.
 fn of(number: u16, rows: usize, at: u64) -> Work {
     Work { client: client(number), ..work(rows, 1, &[0], at) }
 }
 
-/// A queue of requests that wait, with their positions.
+/// A queue of waiting requests, with their positions.
 fn queue(works: Vec<Work>) -> (RequestQueue, Vec<Position>) {
     let mut queue = RequestQueue::default();
     let push = |work| {
@@ -27,7 +27,7 @@ fn queue(works: Vec<Work>) -> (RequestQueue, Vec<Position>) {
     (queue, positions)
 }
 
-/// Takes a batch of at most so many rows with `first` that has no deadline.
+/// Takes a batch of at most `rows_max` rows with `first`; no request has a deadline.
 fn take_like(queue: &mut RequestQueue, first: &Job, rows_max: usize, preferred: &[usize]) -> Vec<Job> {
     queue.take_like(&first.work, rows_max, preferred, *BEGIN)
 }
@@ -40,14 +40,14 @@ fn all_at(jobs: &[Job]) -> Vec<u128> {
     jobs.iter().map(at).collect()
 }
 
-/// The order in which the queue is served; it is empty afterwards.
+/// The order in which the queue is served; empties the queue.
 fn order(mut queue: RequestQueue) -> Vec<u128> {
     let served: Vec<Job> = std::iter::from_fn(|| queue.pop()).collect();
     assert_eq!((queue.waiting(), queue.bytes(), queue.rows(), queue.backlogs.len()), (0, 0, 0, 0));
     all_at(&served)
 }
 
-/// Pushes a request that waits: those displaced by it, or the request itself when it is refused.
+/// Pushes a waiting request; returns the requests that it displaces, or the request when it is refused.
 fn push(queue: &mut RequestQueue, work: Work, limits: QueueLimits) -> Result<Vec<u128>, u128> {
     let pushed = queue.push(Job::new(work, true).0, limits);
     pushed.map(|(_, displaced)| all_at(&displaced)).map_err(|job| at(&job))
@@ -129,7 +129,7 @@ fn clients_take_turns_by_rows() {
     jobs.push(of(2, 1, 11));
     jobs.push(of(3, 1, 20));
     let (queue, _) = queue(jobs);
-    // Client 2 has had three rows with its first request, and waits until the first one has, too.
+    // Client 2 has had three rows with its first request, and waits until client 1 has had as many.
     assert_eq!(order(queue), [0, 10, 20, 1, 2, 3, 11, 4, 5]);
 }
 
@@ -161,11 +161,11 @@ fn client_that_fills_the_queue_is_displaced_by_others() {
     assert_eq!(push(&mut queue, of(1, 1, 4), limits), Err(4), "its own older requests come first");
     assert_eq!(push(&mut queue, of(2, 1, 10), limits), Ok(vec![3]));
     assert_eq!(push(&mut queue, of(2, 1, 11), limits), Ok(vec![2]));
-    // Both have as much waiting now.
+    // Both clients have the same number waiting now.
     assert_eq!(push(&mut queue, of(2, 1, 12), limits), Err(12));
     assert_eq!(push(&mut queue, of(1, 1, 5), limits), Err(5));
     assert_eq!(push(&mut queue, of(3, 1, 20), limits), Ok(vec![11]));
-    // A higher level takes its place from the lowest.
+    // A request of a higher level displaces one of the lowest.
     let urgent = Work { level: 0, ..of(1, 1, 30) };
     assert_eq!(push(&mut queue, urgent, limits), Ok(vec![1]));
     assert_eq!(order(queue), [30, 0, 10, 20]);
@@ -222,7 +222,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 #[derive(Debug, Clone, PartialEq)]
 struct Plain {
     at: u64,
-    /// Its level, and its client.
+    /// Level and client.
     key: (usize, u16),
     start: u64,
     bytes: usize,
@@ -230,7 +230,7 @@ struct Plain {
     like: (i64, bool),
 }
 
-/// Cost of some of them.
+/// Cost of requests.
 fn cost(plain: &[Plain]) -> u64 {
     plain.iter().map(|other| other.rows.max(1) as u64).sum()
 }
@@ -238,7 +238,7 @@ fn cost(plain: &[Plain]) -> u64 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// A model of the queue: a list that is sorted at every step.
+    /// Compares the queue with a model: a list that is sorted at every step.
     #[test]
     fn queue_agrees_with_a_list_sorted_at_every_step(
         steps in steps(),
@@ -304,7 +304,7 @@ proptest! {
                     plain.retain(|other| !run.contains(&other.at.into()));
                 }
             }
-            // A client without queued requests starts anew.
+            // A client without queued requests starts at the level's clock again.
             finishes.retain(|key, _| plain.iter().any(|other| other.key == *key));
             prop_assert_eq!(queue.len(), plain.len());
             prop_assert_eq!(queue.bytes(), plain.iter().map(|other| other.bytes).sum::<usize>());

@@ -1,4 +1,4 @@
-//! The scheduler with a runner, a clock and an executor of the tests: one thread takes all parts, in a fixed order.
+//! Scheduler tests with a simulated runner, clock and executor: one thread plays all roles, in a fixed order.
 #![allow(clippy::unwrap_used)]
 
 use std::cell::{Cell, RefCell};
@@ -21,19 +21,19 @@ mod waiting;
 
 const MICRO: Duration = Duration::from_micros(1);
 const HOUR: Duration = Duration::from_secs(3600);
-/// Elements of a short row: its run takes as many microseconds.
+/// Elements of a short row. Its run takes one microsecond for each element.
 const SHORT: usize = 4;
 /// Elements of a long row.
 const LONG: usize = 4000;
 
 thread_local! {
     static NOW: Cell<Instant> = Cell::new(*BEGIN);
-    /// Runs so far: rows, elements of a row, and whether it was on an inference thread.
+    /// Runs so far: rows, elements of a row, and whether the run was on an inference thread.
     static RUNS: RefCell<Vec<(usize, usize, bool)>> = const { RefCell::new(Vec::new()) };
     static ON_INFERENCE_THREAD: Cell<bool> = const { Cell::new(false) };
-    /// Runs that were ended.
+    /// Number of runs that were ended early.
     static ENDED: Cell<usize> = const { Cell::new(0) };
-    /// What happens while the next long row runs.
+    /// Action to perform while the next long row runs.
     static MEANWHILE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
 }
 
@@ -49,7 +49,7 @@ fn runs() -> Vec<(usize, usize, bool)> {
     RUNS.take()
 }
 
-/// Does something while the next long row runs, on an I/O thread.
+/// Performs an action while the next long row runs, as if on an I/O thread.
 fn meanwhile(action: impl FnOnce() + 'static) {
     let action = move || {
         let before = ON_INFERENCE_THREAD.replace(false);
@@ -59,11 +59,11 @@ fn meanwhile(action: impl FnOnce() + 'static) {
     MEANWHILE.set(Some(Box::new(action)));
 }
 
-/// Gives its input back. A microsecond passes for each element. Refuses values that are not numbers.
+/// Returns its input as output. One microsecond passes for each element. Refuses NaN values.
 #[derive(Debug, Default)]
 struct Echo {
     device: usize,
-    /// Whether it gives one row, whatever it gets.
+    /// Whether it returns a single row for any input.
     merges: bool,
 }
 
@@ -115,13 +115,13 @@ fn policy() -> Policy {
         delay: Duration::ZERO,
         limits: QueueLimits { requests_max: 1000, bytes_max: usize::MAX },
         is_predictable: true,
-        // The tests run what is submitted.
+        // The tests run submitted tasks explicitly.
         share: Share { threads_max: 0, own: 0, is_on_cpu: true },
     }
 }
 
 fn scheduler_of(sessions: Vec<Echo>, policy: Policy) -> Arc<Scheduler<Echo>> {
-    // Tests may share a thread.
+    // Tests may share a thread, and so the thread-local state.
     NOW.set(*BEGIN);
     RUNS.take();
     MEANWHILE.take();
@@ -129,7 +129,7 @@ fn scheduler_of(sessions: Vec<Echo>, policy: Policy) -> Arc<Scheduler<Echo>> {
     let output = TensorSpec { name: "y".into(), datatype: Datatype::Fp32, shape: vec![-1, -1] };
     let executor = Box::leak(Box::new(Executor::new()));
     let scheduler = Scheduler::new(sessions, vec![output], policy, executor, now);
-    // Runs of all sizes of short rows are known.
+    // Run times for short rows are known up to 32 rows.
     for rows in [1, 2, 4, 8, 16, 32] {
         scheduler.run_times.note(rows, rows * SHORT, MICRO * (rows * SHORT) as u32);
     }
@@ -140,7 +140,7 @@ fn scheduler(sessions: usize, policy: Policy) -> Arc<Scheduler<Echo>> {
     scheduler_of((0..sessions).map(|_| Echo::default()).collect(), policy)
 }
 
-/// A request of rows whose elements all have a value.
+/// A request of `rows` rows of `width` elements that all have the same value.
 fn rows(rows: usize, width: usize, value: f32) -> Work {
     let input = Tensor::fp32("x", vec![rows.max(1) as i64, width as i64], vec![value; rows.max(1) * width]);
     Work { inputs: vec![Held::Alone(input.unwrap())], ..work(rows, 1, &[0], 0) }
@@ -158,7 +158,7 @@ fn poll(call: &mut Call) -> Poll<Result<Output, InferError>> {
     call.as_mut().poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// A call that has been polled once, and is not answered yet.
+/// A call that has been polled once and is still pending.
 fn pending(scheduler: &Arc<Scheduler<Echo>>, work: Work) -> Call {
     let mut call = call(scheduler, work);
     let polled = poll(&mut call);
@@ -173,7 +173,7 @@ fn answer(call: &mut Call) -> Result<Output, InferError> {
     }
 }
 
-/// The value of all elements of an answer.
+/// The value of all elements of a response.
 fn value(call: &mut Call) -> f32 {
     let output = answer(call).unwrap();
     let Data::Fp32(values) = &output.outputs[0].read().unwrap().data else { panic!("{output:?}") };
@@ -181,7 +181,7 @@ fn value(call: &mut Call) -> f32 {
     values[0]
 }
 
-/// Runs the next task of the executor, as an inference thread would; false when there is none.
+/// Runs the next task of the executor, as an inference thread would; false when the queue is empty.
 fn run_next(scheduler: &Scheduler<Echo>) -> bool {
     ON_INFERENCE_THREAD.set(true);
     let ran = scheduler.executor.run_next();
@@ -193,7 +193,7 @@ fn run_all(scheduler: &Scheduler<Echo>) {
     while run_next(scheduler) {}
 }
 
-/// Idle sessions and queued requests.
+/// Number of idle sessions and of queued requests.
 fn rest(scheduler: &Scheduler<Echo>) -> (usize, usize) {
     let state = scheduler.state.lock();
     (state.idle.len(), state.queue.len())
@@ -215,7 +215,7 @@ fn requests_of_64_connections_share_one_inline_batch() {
     let mut policy = policy();
     policy.limits.requests_max = 0;
     let scheduler = scheduler(2, policy);
-    // 64 rows are short, too.
+    // A run of 64 rows is short, too.
     scheduler.run_times.note(64, 64 * SHORT, 100 * MICRO);
     let mut calls: Vec<Call> =
         (0..64).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))).collect();
@@ -231,7 +231,7 @@ fn batch_that_is_not_short_goes_to_an_inference_thread() {
     let scheduler = scheduler(1, policy());
     let mut calls: Vec<Call> =
         (0..64).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))).collect();
-    // The leader finds that nothing is known of 64 rows.
+    // The leader finds that the run time of 64 rows is unknown.
     assert!(poll(&mut calls[0]).is_pending());
     assert_eq!(runs(), []);
     assert!(run_next(&scheduler));
@@ -257,7 +257,7 @@ fn long_request_never_runs_on_the_io_thread_and_short_ones_do_not_wait_for_it() 
     assert!(run_next(&scheduler));
     assert_eq!(value(&mut long), 1.0);
     assert_eq!(runs(), [vec![(1, SHORT, false); 10], vec![(1, LONG, true)]].concat());
-    // It is known to be long now.
+    // The run is now known to be long.
     let mut again = pending(&scheduler, rows(1, LONG, 2.0));
     assert!(poll(&mut again).is_pending());
     assert_eq!(runs(), []);
@@ -270,14 +270,14 @@ fn short_requests_pass_a_long_one_that_waits_for_a_thread() {
         let mut long = pending(&scheduler, rows(request, LONG, 1.0));
         for number in 0..10 {
             let mut short = call(&scheduler, rows(request, SHORT, number as f32));
-            // One with rows yields once, for others to join.
+            // A request with rows yields once, so that others can join.
             if request > 0 {
                 assert!(poll(&mut short).is_pending());
             }
             assert_eq!(value(&mut short), number as f32);
         }
         assert_eq!(runs(), [(1, SHORT, false); 10]);
-        // With one more of them, every session is reserved.
+        // With a second long request, every session is reserved.
         let mut another = pending(&scheduler, rows(request, LONG + 1, 2.0));
         let mut short = pending(&scheduler, rows(request, SHORT, 3.0));
         assert!(poll(&mut short).is_pending());
@@ -343,7 +343,7 @@ fn models_without_batches_run_each_request_alone() {
 #[test]
 fn idle_sessions_share_what_is_queued() {
     let scheduler = scheduler(2, policy());
-    // Runs of any size take as long for each row.
+    // The cost of a row is the same in runs of any size.
     let mut calls: Vec<Call> = (0..6).map(|_| pending(&scheduler, rows(1, LONG, 1.0))).collect();
     for rows in [1, 2, 4, 8] {
         scheduler.run_times.note(rows, rows * LONG, MICRO * (rows * LONG) as u32);
@@ -388,7 +388,7 @@ fn requests_beyond_the_limits_are_refused() {
     let mut waits = pending(&scheduler, rows(1, LONG, 2.0));
     let error = answer(&mut call(&scheduler, rows(1, SHORT, 3.0))).unwrap_err();
     assert!(error.to_string().contains("the limits are 1 and 32000"), "{error}");
-    // Another client has a claim to the place of the first one.
+    // A request of a higher level displaces the waiting one.
     let mut other = pending(&scheduler, Work { client: client(2), level: 0, ..rows(1, LONG, 4.0) });
     let error = answer(&mut waits).unwrap_err();
     assert!(matches!(&error, InferError::Overloaded { .. }), "{error}");
@@ -477,7 +477,7 @@ fn shutdown_answers_what_is_queued() {
         (0..20).map(|number| pending(&scheduler, rows(1, LONG + number % 3, number as f32))).collect();
     let executor = scheduler.executor;
     let gone = Arc::downgrade(&scheduler);
-    // The repository has dropped the version; the server waits for the calls.
+    // The repository has dropped the version; the server still waits for the calls.
     drop(scheduler);
     while executor.run_next() {}
     for (number, call) in calls.iter_mut().enumerate() {
@@ -488,8 +488,8 @@ fn shutdown_answers_what_is_queued() {
     assert!(executor.close(Duration::ZERO), "nothing runs");
 }
 
-/// Calls arrive, are polled and dropped in any order: every one that stays is answered with its own value, and no
-/// session is lost.
+/// Calls arrive, are polled and dropped in random order: every remaining call gets its own value, and no session is
+/// lost.
 #[test]
 fn no_request_is_forgotten_whatever_callers_do() {
     const SESSIONS: usize = 4;
@@ -524,7 +524,7 @@ fn no_request_is_forgotten_whatever_callers_do() {
                 _ => {}
             }
         }
-        // Each is polled until it has been queued, and once for its answer.
+        // Each call is polled until it is queued, and once more for its answer.
         for _ in 0..3 {
             calls.retain_mut(|(call, _)| poll(call).is_pending());
             run_all(&scheduler);

@@ -1,4 +1,4 @@
-//! Where outputs of runs are, whoever lets go of what.
+//! Tests of single runs: the memory in which outputs stay, and its lifetime.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use millrace_bundle::Datatype;
@@ -12,7 +12,7 @@ use crate::config::Device;
 use crate::runtime::Runtime;
 use crate::tensor::Data;
 
-/// A tensor of `dims`, any where they are -1.
+/// A tensor type with the extents `dims`; -1 stands for any extent.
 fn value(name: &str, elem_type: DataType, dims: &[i64]) -> ValueInfoProto {
     use tensor_shape_proto::{Dimension, dimension::Value};
     let dim = |(place, extent): (usize, &i64)| {
@@ -49,7 +49,7 @@ fn session(node: Vec<NodeProto>, input: Vec<ValueInfoProto>, output: Vec<ValueIn
     Session::new(builder.commit_from_memory(&model.encode_to_vec()).unwrap(), 0, Memory::Host)
 }
 
-/// `y = x + x` and `z = x * x`, of any shape of two extents.
+/// `y = x + x` and `z = x * x`, for any shape of two extents.
 fn twice_and_square() -> Session {
     let float = |name| value(name, DataType::Float, &[-1, -1]);
     session(
@@ -81,7 +81,7 @@ type Run = fn(
     Instant,
     Option<&RunOptions>,
 ) -> Result<(Vec<Held>, Times), InferError>;
-/// The one with bindings is for GPUs; on the processor it gives the same.
+/// `run_bound` is for GPUs; on the processor it gives the same results.
 const RUNS: [Run; 2] = [run, run_bound];
 
 #[test]
@@ -99,7 +99,7 @@ fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
         assert_eq!((square.view().elements(), square.view().bytes()), (3, 12));
         assert_eq!(floats(&twice), [2.0, -4.0, 6.0]);
 
-        // Two take it; each run leaves outputs of its own.
+        // Two runs take the output as input; each run leaves an output of its own.
         let shared = square.share().unwrap();
         let wanted = [Wanted { spec: &y, stays: true }];
         let mut next = |held: &Held| {
@@ -113,7 +113,7 @@ fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
         assert_eq!(floats(&first), [2.0, 8.0, 18.0]);
         assert_eq!(floats(&second), [2.0, 8.0, 18.0]);
         assert_eq!(floats(&third), [4.0, 16.0, 36.0]);
-        // Read out while another one has it, and by the last one.
+        // Read while another handle exists, and through the last handle.
         assert_eq!(floats(&shared), [1.0, 4.0, 9.0]);
         let again = shared.share().unwrap().named("again", 1);
         assert_eq!(again.view().name(), "again");
@@ -143,7 +143,7 @@ fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
     let float = |name| value(name, DataType::Float, &[-1, -1]);
     let shape = value("s", DataType::Int64, &[2]);
     let sessions = [
-        // As it is, by the node that does nothing, and by one that only changes the shape.
+        // Unchanged, through a node without effect, and through a node that only changes the shape.
         (session(vec![node("Neg", &["x"], "y")], vec![float("x")], vec![float("x"), float("y")]), "x"),
         (session(vec![node("Identity", &["x"], "y")], vec![float("x")], vec![float("y")]), "y"),
         (session(vec![node("Reshape", &["x", "s"], "y")], vec![float("x"), shape], vec![float("y")]), "y"),
@@ -159,7 +159,7 @@ fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
             let (mut outputs, _) = run(&mut session, inputs, &wanted, Instant::now(), None).unwrap();
             let output = outputs.pop().unwrap();
             drop(input);
-            // Somebody else gets the memory.
+            // Other tensors reuse the memory of the input.
             let others: Vec<Tensor> = (0..64).map(|_| row(&[9.0; 4096])).collect();
             assert!(floats(&output).iter().all(|value| *value == 7.0), "{name}");
             drop(others);
@@ -193,13 +193,13 @@ fn what_cannot_run_is_refused_either_way() {
             let error = run(&mut session, &[View::Here(&wide)], &wanted, Instant::now(), None).unwrap_err();
             assert!(matches!(error, InferError::Invalid { .. }), "{error}");
             assert!(error.to_string().contains("\"x\" of shape [1, 3]"), "{error}");
-            // An output that is not what the manifest says.
+            // The output does not have the datatype of the manifest.
             let wanted = [Wanted { spec: &wrong, stays }];
             let fits = row(&[1.0, 2.0]);
             let error = run(&mut session, &[View::Here(&fits)], &wanted, Instant::now(), None).unwrap_err();
             assert!(matches!(error, InferError::Internal { .. }), "{error}");
             assert!(error.to_string().contains("\"y\""), "{error}");
-            // The session is as good as before.
+            // The session still works.
             let wanted = [Wanted { spec: &y, stays }];
             let (outputs, _) =
                 run(&mut session, &[View::Here(&fits)], &wanted, Instant::now(), None).unwrap();

@@ -1,4 +1,4 @@
-//! Sessions that share weights against sessions that do not, and invalid graphs.
+//! Tests of shared weights: comparison with sessions that do not share, and invalid graphs.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use millrace_bundle::onnx::*;
@@ -70,8 +70,8 @@ fn model(graph: GraphProto) -> Vec<u8> {
     .encode_to_vec()
 }
 
-/// A convolution that takes a normalisation up, a flattened picture through two products, one of them
-/// transposed, and a table: `input` FP32 [2, 8, 16, 16] to `output` FP32 [2, 96].
+/// A convolution that absorbs a normalization, a flattened image through two matrix products, one of them transposed,
+/// and a lookup table: `input` FP32 [2, 8, 16, 16] to `output` FP32 [2, 96].
 fn network() -> GraphProto {
     let positive = |name: &str| {
         let mut tensor = floats(name, &[64]);
@@ -133,7 +133,7 @@ fn sessions_that_share_answer_bit_for_bit_as_ones_that_do_not() {
     for session in &mut sessions {
         assert_eq!(output(session), expected);
     }
-    // The others do not mind when one has gone.
+    // The other sessions still work after one was dropped.
     sessions.remove(0);
     for session in &mut sessions {
         assert_eq!(output(session), expected);

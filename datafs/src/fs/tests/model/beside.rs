@@ -1,5 +1,5 @@
-//! Maintenance beside the steps of the model: processes of their own compact, pack, collect and make snapshots
-//! all the time, and none of that may change what a step sees.
+//! Maintenance beside the steps of the model: other sessions compact, collect and make snapshots all the
+//! time. None of that may change what a step sees.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::fs::FileKind;
 use crate::name::{Name, VolumeSpec};
 use crate::view::View;
 
-/// Everything that compaction may rewrite is rewritten.
+/// Thresholds that make compaction rewrite everything it may.
 pub(super) const ALL: Compact = Compact { extents_min: 1, extent_bytes_min: 1 << 20, live_percent_min: 100 };
 
 /// The threads of the maintenance. Dropping it stops them.
@@ -23,7 +23,7 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// Starts a compactor, a collector and a maker of snapshots, each with a datafs of its own.
+    /// Starts a compactor, a collector and a maker of snapshots, each with a separate datafs.
     pub(super) fn start(compactor: Datafs, collector: Datafs, snapshots: Datafs) -> Beside {
         let stop = Arc::new(AtomicBool::new(false));
         let run = |mut round: Box<dyn FnMut() + Send>| {
@@ -50,7 +50,7 @@ impl Beside {
         Beside { stop, threads }
     }
 
-    /// Ends the maintenance; fails as it has failed.
+    /// Ends the maintenance; panics if one of its threads has.
     pub(super) fn finish(mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for thread in std::mem::take(&mut self.threads) {
@@ -91,7 +91,7 @@ fn everything(view: &View) -> BTreeMap<String, (u64, u32, u32)> {
     while let Some(folder) = folders.pop() {
         for entry in view.list(&folder).unwrap() {
             let path = if folder.is_empty() { entry.name } else { format!("{folder}/{}", entry.name) };
-            // That of a symbolic link itself.
+            // The attributes of a symbolic link itself.
             let attr = entry.stat;
             let sum = match attr.kind {
                 FileKind::File => crc32c::crc32c(&view.read_file(&path).unwrap()),

@@ -1,4 +1,4 @@
-//! Compares what a view shows with the reference.
+//! Checks of the model test: compare what a view shows with the reference.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use crate::fs::tests::reference::{Body, Fail, Tree, kind_of};
 use crate::fs::{FileKind, Node, OpenFlags};
 use crate::view::View;
 
-/// Both failed in the same way, or both succeeded; then what the real one answered.
+/// Asserts that both failed in the same way or both succeeded; then returns the value of the real call.
 pub(super) fn compare<T>(real: Result<T>, model: Result<(), Fail>) -> Option<T> {
     match (real, model) {
         (Ok(value), Ok(())) => Some(value),
@@ -21,14 +21,14 @@ pub(super) fn compare<T>(real: Result<T>, model: Result<(), Fail>) -> Option<T> 
     }
 }
 
-/// Links, names, references and objects agree, and all data is what its checksums say.
+/// Asserts that links, names, references and objects agree, and that all data matches its checksums.
 pub(super) fn assert_sound(datafs: &Datafs) {
     let options = crate::fsck::FsckOptions { scrub: true, repair: false };
     let report = datafs.fsck(&options, &mut |_| {}).unwrap();
     assert!(report.is_sound(), "{:#?}", report.found);
 }
 
-/// `holes` also looks for those, which flushes what this process has written to the file.
+/// With `holes` the check also looks for holes, which flushes what this process has written to the file.
 pub(super) fn check_node(view: &View, node: Node, tree: &Tree, ino: u64, holes: bool) {
     let attr = view.getattr(node).unwrap();
     let inode = &tree.inodes[&ino];
@@ -54,7 +54,7 @@ pub(super) fn check_node(view: &View, node: Node, tree: &Tree, ino: u64, holes: 
     }
 }
 
-/// Short, where `assert_eq` would print all of both.
+/// A short message where `assert_eq` would print all of both.
 pub(super) fn assert_bytes(real: &[u8], model: &[u8]) {
     assert_eq!(real.len(), model.len(), "length of what was read");
     let differs = real.iter().zip(model).position(|(a, b)| a != b);
@@ -63,7 +63,7 @@ pub(super) fn assert_bytes(real: &[u8], model: &[u8]) {
     }
 }
 
-/// Holes and data take turns, and a hole is all zeroes.
+/// Asserts that holes and data alternate, and that a hole is all zeroes.
 fn check_holes(view: &View, node: Node, bytes: &[u8]) {
     let mut at = 0;
     while at < bytes.len() as u64 {

@@ -1,4 +1,4 @@
-//! Open files in the model test: what a session has written and not flushed, and who sees it when.
+//! Open files in the model test: what a session has written and not flushed, and when other sessions see it.
 
 use super::check::{assert_bytes, compare};
 use super::step::{How, Op, SLOTS};
@@ -21,7 +21,7 @@ impl Handle {
 
 /// An open file of a snapshot.
 pub(super) struct Past {
-    /// `None` once it was deleted: reads may fail then, but not lie.
+    /// `None` once it was deleted: reads may fail then, but must not return wrong bytes.
     snapshot: Option<u8>,
     bytes: Vec<u8>,
     file: OpenFile,
@@ -33,18 +33,18 @@ impl Past {
     }
 }
 
-/// What a session has written to a file and not flushed.
+/// Unflushed writes of a session to a file.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     writes: Vec<(usize, Vec<u8>)>,
     start: usize,
     end: usize,
-    /// Nothing but appends, from this end of the file on.
+    /// Set when all writes are appends: the end of the file that they started from.
     append_base: Option<usize>,
 }
 
 impl Pending {
-    /// What the session reads.
+    /// Puts the writes over the file's bytes, as the session reads them.
     pub(super) fn put_over(&self, bytes: &mut Vec<u8>) {
         self.put(bytes, |offset| offset);
     }
@@ -80,13 +80,13 @@ impl World {
     fn flush(&mut self, actor: usize, ino: u64) {
         let Some(pending) = self.session(actor).pending.remove(&ino) else { return };
         let bytes = self.tree.bytes_mut(ino);
-        // Appends go to where the file ends now.
+        // Appends go to the current end of the file.
         let len = bytes.len();
         let base = pending.append_base.unwrap_or(len);
         pending.put(bytes, |offset| offset + len - base);
     }
 
-    /// Cuts or extends; what the session has written in front of the new end is flushed first.
+    /// Truncates or extends the file. The session's writes before the new end are flushed first.
     fn resize(&mut self, actor: usize, ino: u64, size: usize) {
         match self.session(actor).pending.get(&ino) {
             Some(pending) if pending.start >= size => drop(self.session(actor).pending.remove(&ino)),
@@ -106,7 +106,7 @@ impl World {
         self.session(actor).past = None;
     }
 
-    /// A handle is closed.
+    /// Applies the close of a handle.
     pub(super) fn dropped(&mut self, actor: usize, handle: Handle) {
         let (ino, write) = (handle.ino, handle.file.flags().write);
         drop(handle);
@@ -244,7 +244,7 @@ impl World {
                     let may_get_one = inode.nlink > 0 || inode.unnamed == Some(true);
                     if may_get_one { self.tree.free(path) } else { Err(Fail::NotFound) }
                 });
-                // What was written comes with the first name, and is not taken back with it.
+                // The first name flushes what was written; a failure does not take that back.
                 if self.tree.place(path).is_ok() && self.tree.inodes[&ino].unnamed.is_some() {
                     self.flush(actor, ino);
                 }
@@ -293,7 +293,7 @@ impl World {
         Some((handle.ino, &handle.file))
     }
 
-    /// Flushes the file in a slot: a copy flushes only where something is shared.
+    /// Flushes the file in a slot, because a copy flushes only when it shares objects.
     fn flush_slot(&mut self, at: (usize, usize)) {
         let Some((ino, file)) = self.handle(at) else { return };
         file.flush().unwrap();
@@ -304,7 +304,7 @@ impl World {
         let Some((source, source_file)) = self.handle(from) else { return };
         let Some((target, target_file)) = self.handle(at) else { return };
         let flags = target_file.flags();
-        // A session that overtakes another in the middle of a file is no matter of this test.
+        // This test does not cover a session that overtakes another in the middle of a file.
         if !source_file.flags().read || !flags.write || flags.append || from.0 != at.0 && source == target {
             return;
         }
@@ -334,7 +334,7 @@ impl World {
         self.copied(real, at, to, &bytes);
     }
 
-    /// So few extents are shared in one go, or so few bytes moved.
+    /// A copy of so few bytes and extents is complete in one call.
     fn copied(&mut self, real: Result<u64>, at: (usize, usize), to: u64, bytes: &[u8]) {
         assert_eq!(real.unwrap(), bytes.len() as u64);
         let (ino, _) = self.handle(at).unwrap();

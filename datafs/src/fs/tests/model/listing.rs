@@ -1,4 +1,4 @@
-//! Directories that are read a few entries at a time while names come and go.
+//! Listings of the model test: directories that are read a few entries at a time while names come and go.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ pub(super) struct Listing {
     node: Node,
     cursor: u64,
     seen: Vec<String>,
-    /// Names that were there the whole time, and those that were there at some time.
+    /// Names that existed the whole time, and those that existed at some time.
     always: BTreeSet<String>,
     ever: BTreeSet<String>,
 }
@@ -48,7 +48,7 @@ impl World {
         }
     }
 
-    /// Notes what has come and gone in the directories that are being read.
+    /// Records which names have come and gone in the directories that are being read.
     pub(super) fn note_names(&mut self) {
         for session in self.sessions.iter_mut().flatten() {
             let Some(listing) = &mut session.listing else { continue };

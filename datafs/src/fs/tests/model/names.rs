@@ -1,4 +1,4 @@
-//! Steps that change or show names, attributes and snapshots.
+//! Steps of the model test that change or show names, attributes and snapshots.
 
 use std::collections::BTreeMap;
 
@@ -208,7 +208,7 @@ impl World {
         let mut staged = view.stage().unwrap();
         staged.append(&vec![byte; len]).unwrap();
         let real = view.publish(Publish::new().file(text.join("/"), staged.finish().unwrap()));
-        // Parents are made as needed; the first that is no directory stops it.
+        // Missing parents are created; a parent that is no directory stops the publish.
         let blocked = (1..path.len()).find_map(|depth| {
             self.tree.find(&path[..depth]).ok().filter(|ino| !self.tree.is_directory(*ino))
         });

@@ -5,9 +5,9 @@ use rand::{Rng as _, SeedableRng as _};
 
 use crate::fs::tests::reference::{NAMES, Path};
 
-/// Files that each session may have open, and files of snapshots.
+/// Files that each session may have open.
 pub(super) const SLOTS: usize = 3;
-/// Snapshots that there may be.
+/// Snapshots that may exist at a time.
 const SNAPSHOTS: u8 = 4;
 
 /// An operation of one of the two sessions.
@@ -19,19 +19,19 @@ pub(super) struct Step {
 
 #[derive(Debug, Clone)]
 pub(super) enum Op {
-    /// Makes a file, or opens the one that is there; the handle goes into a slot, if one is given.
+    /// Creates a file, or opens an existing one; the handle goes into a slot, if one is given.
     Create {
         path: Path,
         exclusive: bool,
         slot: Option<usize>,
     },
-    /// Makes a file without a name.
+    /// Creates a file without a name.
     CreateUnnamed {
         directory: Path,
         exclusive: bool,
         slot: usize,
     },
-    /// Gives an open file a name, its first or one more.
+    /// Gives an open file a name, its first or another one.
     Name(usize, Path),
     Mkdir(Path),
     Symlink(Path, u8),
@@ -138,7 +138,7 @@ pub(super) fn steps(seed: u64, count: usize) -> Vec<Step> {
     let mut random = Random(StdRng::seed_from_u64(seed));
     let mut actor = 0;
     let step = |_| {
-        // In runs, as passing the turn to write takes time.
+        // In runs of one actor, because passing the turn to write takes time.
         if random.one_in(6) {
             actor = 1 - actor;
         }

@@ -1,8 +1,8 @@
-//! The reference and the real thing, side by side: two sessions of one volume, which share nothing in
-//! memory, do one operation after the other.
+//! The model test's world: two sessions of one volume that share nothing in memory. They run one operation
+//! after the other, each on the reference model and on datafs.
 //!
-//! The rule between them is close-to-open: what a session has written to a file it has open is its own
-//! until it flushes, closes or cuts; everything else is everybody's at once.
+//! The rule between the sessions is close-to-open. Only the session that wrote to an open file sees the
+//! write, until it flushes, closes or truncates the file. Both sessions see everything else at once.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -30,18 +30,18 @@ pub(super) struct World {
     pub(super) sessions: [Option<Session>; 2],
     pub(super) tree: Tree,
     pub(super) snapshots: BTreeMap<u8, Tree>,
-    /// What stands for which inode of the reference.
+    /// The node of each inode of the reference.
     nodes: BTreeMap<u64, Node>,
     beside: Option<Beside>,
 }
 
-/// One of them: like a process of its own.
+/// One session, like that of a separate process.
 pub(super) struct Session {
     pub(super) datafs: Datafs,
     pub(super) view: View,
     pub(super) slots: [Option<Handle>; SLOTS],
     pub(super) past: Option<Past>,
-    /// What it has written and not flushed, by file.
+    /// Unflushed writes, by file.
     pub(super) pending: BTreeMap<u64, Pending>,
     pub(super) listing: Option<Listing>,
 }
@@ -59,7 +59,7 @@ pub(super) fn snapshot(n: u8) -> VolumeSpec {
 }
 
 impl World {
-    /// The seed decides how the volume stores its data.
+    /// Creates the volume; the seed decides how it stores its data.
     pub(super) fn new(seed: u64) -> World {
         let home = tempfile::tempdir().unwrap();
         let encrypted = seed % 8 == 7;
@@ -83,7 +83,7 @@ impl World {
         }
     }
 
-    /// [`World::new`] with maintenance beside all steps.
+    /// [`World::new`] with maintenance during all steps.
     pub(super) fn with_maintenance(seed: u64) -> World {
         let mut world = World::new(seed);
         let [compactor, collector, snapshots] = [(); 3].map(|()| open(world.home.path(), world.encrypted));
@@ -95,7 +95,7 @@ impl World {
         self.sessions[actor].as_mut().unwrap()
     }
 
-    /// Whether anybody has a file open.
+    /// Whether a session has a file open.
     pub(super) fn is_open(&self, ino: u64) -> bool {
         self.sessions.iter().flatten().any(|session| session.has_open(ino))
     }
@@ -111,7 +111,7 @@ impl World {
         tree
     }
 
-    /// A name of a file goes; whoever has it open, in whatever session, keeps it.
+    /// Removes a name of a file; a session that has the file open keeps it.
     pub(super) fn drop_link(&mut self, ino: u64) {
         let inode = self.tree.inodes.get_mut(&ino).unwrap();
         inode.nlink -= 1;
@@ -120,7 +120,7 @@ impl World {
         }
     }
 
-    /// The same node for the same inode, always.
+    /// Checks that an inode always has the same node.
     pub(super) fn meet(&mut self, ino: u64, node: Node) {
         assert_eq!(*self.nodes.entry(ino).or_insert(node), node, "another inode than before");
     }
@@ -138,7 +138,7 @@ impl World {
         self.sessions[actor] = Some(Session::new(open(self.home.path(), self.encrypted)));
     }
 
-    /// Everything must be as the model says, and when everything is deleted nothing may be left.
+    /// Checks that everything is as the model says, and that nothing is left when everything is deleted.
     pub(super) fn finish(mut self) {
         for actor in [0, 1] {
             self.look_at_all(actor);
@@ -162,14 +162,14 @@ impl World {
             }
         }
         assert_sound(&one.datafs);
-        // A session may keep a pack that it has begun and that nothing points at.
+        // A session may keep a pack that it has begun and that nothing references.
         drop((one, other));
         let home = self.home.path();
         let [one, other] = [(); 2].map(|()| Session::new(open(home, self.encrypted)));
         for n in self.snapshots.keys() {
             one.datafs.snapshot_delete(&v(), &snapshot_name(*n)).unwrap();
         }
-        // What was unlinked goes once the other session has said that it has nothing of it.
+        // Unlinked files are freed once the other session has answered that it does not have them open.
         for session in [&other, &one].into_iter().cycle().take(6) {
             session.datafs.gc().unwrap();
         }
@@ -221,7 +221,7 @@ pub(super) fn walk(view: &View, parts: &[u8]) -> Result<Node> {
 pub(super) fn place(view: &View, path: &[u8]) -> Result<(Node, &'static OsStr)> {
     let (name, parents) = path.split_last().unwrap();
     let parent = walk(view, parents)?;
-    // Lookup in what is no directory fails; so does this.
+    // Lookup in a non-directory fails; so does this.
     view.readdir(parent, 0, 1)?;
     Ok((parent, NAMES[usize::from(*name)].as_ref()))
 }

@@ -1,4 +1,4 @@
-//! Callers that go, deadlines, and waits for fuller batches.
+//! Scheduler tests of waiting requests: dropped calls, deadlines, and the delay for fuller batches.
 
 use super::*;
 
@@ -59,7 +59,7 @@ async fn deadline_that_passes_during_a_long_run_is_honoured() {
 #[tokio::test]
 async fn deadline_ends_the_wait_without_a_session() {
     let scheduler = scheduler(0, policy());
-    // The clock of the test stands still, the timer of the runtime does not.
+    // The clock of the test stands still, but the timer of the runtime runs.
     let deadline = Some(Instant::now());
     let error = scheduler.run(Work { deadline, ..rows(1, SHORT, 1.0) }).await.unwrap_err();
     assert!(matches!(&error, InferError::DeadlineExceeded { .. }), "{error}");
@@ -102,7 +102,7 @@ async fn request_that_had_to_wait_goes_on_waiting_for_a_full_batch() {
         assert_eq!((runs(), rest(&scheduler)), (vec![(4, LONG, true)], (1, 1)));
         let expected = if passes {
             pass(2 * HOUR);
-            // As the timer of the request does.
+            // The request's timer does the same.
             scheduler.change(|_| ());
             1
         } else {
@@ -129,7 +129,7 @@ async fn request_of_a_low_level_whose_delay_is_over_does_not_wait_behind_lingeri
     let mut high = pending(&scheduler, waits(1, SHORT + 1, 3.0));
     run_all(&scheduler);
     assert_eq!((runs(), rest(&scheduler)), (vec![(4, LONG, true)], (1, 2)));
-    // The delay of the first one is over, and that of the one before it in the queue is not.
+    // The delay of the first request is over; the delay of the request before it in the queue is not.
     pass(HOUR / 2);
     scheduler.change(|_| ());
     run_all(&scheduler);
