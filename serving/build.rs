@@ -5,7 +5,7 @@ use prost::Message;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
     let descriptors = protox::compile(["inference.proto"], ["proto"])?;
-    // What reflection answers with.
+    // For the reflection service.
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("inference.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure()

@@ -1,7 +1,7 @@
-//! The access log: a line for each call over gRPC and REST, under the target `millrace_serving::access`
-//! at level DEBUG, so `--log info,millrace_serving::access=debug` shows it. Beside it, a request's
-//! `x-request-id` comes back on its reply, the line has the trace that its `traceparent` (W3C Trace
-//! Context) is part of, and requests that are sampled have their spans from here to the end of the reply.
+//! The access log: one line for each call over gRPC and REST, under the target `millrace_serving::access` at
+//! level DEBUG. `--log info,millrace_serving::access=debug` shows it. The layer also copies a request's
+//! `x-request-id` to its response, logs the trace id of its `traceparent` (W3C Trace Context), and spans
+//! sampled requests until their response ends.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -19,37 +19,37 @@ use crate::error::quote;
 use crate::peer::{OfPeer, Peer, peer};
 use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
-/// Names a request, for those who look for it in logs.
+/// Header with the client's id of a request, for log searches.
 static REQUEST_ID: http::HeaderName = http::HeaderName::from_static("x-request-id");
-/// Longest id that is repeated.
+/// Longest id that is copied, in bytes.
 const REQUEST_ID_BYTES_MAX: usize = 256;
 
 fn enabled() -> bool {
     tracing::enabled!(target: "millrace_serving::access", tracing::Level::DEBUG)
 }
 
-/// The model that answered, among the extensions of a reply.
+/// The model that answered; an extension of the response.
 #[derive(Debug, Clone)]
 struct Answered {
     model: String,
     version: u64,
 }
 
-/// Notes on a reply which model gave it.
+/// Records in a response the model that answered.
 pub(crate) fn note(extensions: &mut http::Extensions, model: &str, version: u64) {
     if enabled() {
         extensions.insert(Answered { model: model.to_owned(), version });
     }
 }
 
-/// Takes the name of the token of a logged call, among the extensions of the request.
+/// Slot for the token's name of a logged call; an extension of the request.
 #[derive(Debug, Clone, Default)]
 struct Signature(Arc<OnceLock<String>>);
 
-/// Notes on a request by whose token it was let in.
+/// Records in a request the name of the token that admitted it.
 pub(crate) fn sign(extensions: &mut http::Extensions, name: &str) {
     if let Some(Signature(signed)) = extensions.remove() {
-        // A request is let in once.
+        // A request is admitted only once.
         let _ = signed.set(name.to_owned());
     }
 }
@@ -59,7 +59,7 @@ pub(crate) fn sign(extensions: &mut http::Extensions, name: &str) {
 pub(crate) struct Logged<S> {
     service: S,
     telemetry: Option<Arc<Telemetry>>,
-    /// Who is at the other end, where requests do not tell.
+    /// The client's address, if requests do not carry it.
     peer: Option<SocketAddr>,
 }
 
@@ -68,7 +68,7 @@ impl<S> Logged<S> {
         Logged { service, telemetry: None, peer: None }
     }
 
-    /// Requests have spans, if there is a collector.
+    /// Spans requests if there is a collector.
     pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> Logged<S> {
         Logged { telemetry, ..self }
     }
@@ -135,7 +135,7 @@ where
 }
 
 pin_project! {
-    /// The future reply of a logged call.
+    /// The future response of a logged call.
     pub(crate) struct Answer<F> {
         #[pin]
         answering: F,
@@ -177,9 +177,9 @@ fn grpc_status(headers: &http::HeaderMap) -> Option<u16> {
     headers.get("grpc-status")?.to_str().ok()?.parse().ok()
 }
 
-/// What is logged of one call. It is written when the body of the reply has ended, or nobody takes it.
+/// The log line of one call, written when the body of the response has ended or is dropped.
 struct Line {
-    /// Name of the token, where the server has tokens and knows it.
+    /// Name of the token, if the server has tokens and admitted the call.
     token: Arc<OnceLock<String>>,
     method: http::Method,
     path: String,
@@ -187,7 +187,7 @@ struct Line {
     request_id: Option<String>,
     trace_id: Option<String>,
     answered: Option<Answered>,
-    /// Of gRPC, else of HTTP; absent where the caller went before there was an answer.
+    /// The gRPC status, else the HTTP status; `None` if the client disconnected before the answer.
     status: Option<u16>,
     bytes: u64,
     start: Instant,
@@ -213,7 +213,7 @@ impl Drop for Line {
     }
 }
 
-/// The body of a logged reply.
+/// The body of a logged response.
 pub(crate) struct Counted<R> {
     body: R,
     line: Option<Box<Line>>,

@@ -1,4 +1,4 @@
-//! The common bound of request bodies that are being received.
+//! The shared bound on request bodies in receipt, and the progress timeout of each.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,10 +7,10 @@ use std::time::Duration;
 use crate::error::InferError;
 use crate::turns::Turns;
 
-/// A client has to send so many bytes of a body, or its rest, in each period of patience.
+/// Bytes of a body, unless less is left, that a client must send in each patience period.
 pub(crate) const PROGRESS_BYTES: usize = 64 << 10;
 
-/// The bytes of all bodies, and the turns in which large ones are read. Clones are one.
+/// The bytes of all bodies, and the decoding turns for large ones. All clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct Bodies(Arc<Shared>);
 
@@ -20,7 +20,7 @@ struct Shared {
     small: AtomicUsize,
     /// Bytes of larger ones.
     large: AtomicUsize,
-    /// For each of both.
+    /// Bound on each of `small` and `large`.
     bytes_max: usize,
     turns: Turns,
 }
@@ -31,21 +31,22 @@ impl Bodies {
         Bodies(Arc::new(Shared { small, large, bytes_max, turns: Turns::new() }))
     }
 
-    /// A body of which nothing has come.
+    /// A body of which no byte has arrived.
     pub(crate) fn begin(&self) -> InBody {
         InBody { bodies: self.clone(), bytes: 0 }
     }
 
-    /// The turns in which large bodies are read.
+    /// The turns in which large bodies are decoded.
     pub(crate) fn turns(&self) -> &Turns {
         &self.0.turns
     }
 }
 
-/// Bodies up to this size, of health checks and control calls among them, never wait for larger ones.
+/// Largest body in the small class, which includes health checks and control calls; large bodies never block
+/// it.
 const SMALL_BYTES: usize = 64 << 10;
 
-/// The bytes of one body, which count until this is dropped.
+/// Guard of the bytes of one body; they count until it is dropped.
 #[derive(Debug)]
 pub(crate) struct InBody {
     bodies: Bodies,
@@ -53,7 +54,7 @@ pub(crate) struct InBody {
 }
 
 impl InBody {
-    /// Counts bytes that have come. A body that is the only one of its kind, small or large, may have any size.
+    /// Counts received bytes. The only body of its class may have any size.
     ///
     /// # Errors
     /// [`InferError::Overloaded`].
@@ -80,12 +81,12 @@ impl InBody {
         Err(InferError::Overloaded { reason })
     }
 
-    /// The turns in which large bodies are read.
+    /// The turns in which large bodies are decoded.
     pub(crate) fn turns(&self) -> &Turns {
         self.bodies.turns()
     }
 
-    /// Bytes that no longer belong to the body.
+    /// Stops counting the body's bytes.
     pub(crate) fn shrink(&mut self) {
         let Shared { small, large, .. } = &*self.bodies.0;
         let kind = if self.bytes <= SMALL_BYTES { small } else { large };
@@ -99,12 +100,12 @@ impl Drop for InBody {
     }
 }
 
-/// The time that a client has for the next part of a body.
+/// The timeout for a client's next part of a body.
 #[derive(Debug)]
 pub(crate) struct Patience {
     stalled: Duration,
     sleep: std::pin::Pin<Box<tokio::time::Sleep>>,
-    /// Bytes that came since it began.
+    /// Bytes received in the current period.
     bytes: usize,
 }
 
@@ -113,7 +114,7 @@ impl Patience {
         Patience { stalled, sleep: Box::pin(tokio::time::sleep(stalled)), bytes: 0 }
     }
 
-    /// Counts bytes that came; the time begins anew after enough of them.
+    /// Counts received bytes; a new period begins after enough of them.
     pub(crate) fn came(&mut self, bytes: usize) {
         self.bytes = self.bytes.saturating_add(bytes);
         if self.bytes >= PROGRESS_BYTES {
@@ -122,7 +123,7 @@ impl Patience {
         }
     }
 
-    /// Ends when the time is over.
+    /// Completes when the period has elapsed.
     pub(crate) fn over(&mut self) -> std::pin::Pin<&mut tokio::time::Sleep> {
         self.sleep.as_mut()
     }

@@ -1,5 +1,5 @@
-//! The classification extension: instead of an output, the largest elements of each of its rows as
-//! strings `value:index`, the largest first.
+//! The classification extension: replaces an output by the largest elements of each of its rows, as strings
+//! `value:index` in descending order.
 
 use std::cmp::Ordering;
 use std::fmt::Display;
@@ -10,9 +10,9 @@ use half::{bf16, f16};
 use crate::error::{InferError, quote};
 use crate::tensor::{Data, Tensor, for_numbers};
 
-/// A number that elements are ranked by.
+/// A number by which elements are ranked.
 trait Score: Copy + Display {
-    /// Which is larger; what is not a number is smaller than any number.
+    /// Compares two numbers; NaN is smaller than any number.
     fn rank(self, other: Self) -> Ordering;
 }
 
@@ -38,9 +38,9 @@ macro_rules! floats {
 }
 floats!(f16, bf16, f32, f64);
 
-/// The `count` best classes of an output, fewer when it has fewer: a BYTES tensor of shape
-/// `[rows, classes]` when `batched` says that the first dimension counts rows, else `[classes]`. Of equal
-/// elements the one with the lower index comes first.
+/// The `count` best classes of an output, or all if it has fewer. The result is a BYTES tensor of shape
+/// `[rows, classes]` if `batched`, where the first dimension counts rows, else `[classes]`. Among equal
+/// elements the lower index comes first.
 ///
 /// # Errors
 /// [`InferError::Invalid`] for datatypes that are not numbers.
@@ -79,7 +79,7 @@ fn best<S: Score>(values: &[S], width: usize, classes: usize) -> Vec<Bytes> {
         order.clear();
         order.extend(0..width);
         if classes < width {
-            // Sorts no more than what is asked for.
+            // Only the requested classes need sorting.
             order.select_nth_unstable_by(classes - 1, better);
             order.truncate(classes);
         }

@@ -1,4 +1,4 @@
-//! A gRPC client of the Open Inference Protocol, for `millrace predict` and for tests: it works with any
+//! A gRPC client of the Open Inference Protocol, for `millrace predict` and for tests. It works with any
 //! server that speaks the protocol.
 
 mod credentials;
@@ -24,19 +24,19 @@ pub(crate) use remote::Remote;
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The address is not one.
+    /// The address is malformed.
     #[error("{address:?} is not the address of a server (host:port, http://host:port or https://host:port)")]
     Address {
         /// The address as given.
         address: String,
     },
-    /// What the client should show cannot be used.
+    /// The credentials cannot be used.
     #[error("{reason}")]
     Credentials {
-        /// What, and why.
+        /// The credential and the reason.
         reason: String,
     },
-    /// Nobody answers there.
+    /// No server answers at the address.
     #[error(
         "no inference server answers at {address}: start one with millrace serve, or name another with --grpc"
     )]
@@ -47,12 +47,12 @@ pub enum ClientError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// TLS does not fit: one side alone speaks it, or a certificate is not accepted.
+    /// TLS fails: only one side uses it, or one side does not accept the other's certificate.
     #[error("cannot speak with the inference server at {address}: {reason}")]
     Tls {
         /// The address.
         address: String,
-        /// What does not fit, and the way out.
+        /// The mismatch, and how to fix it.
         reason: String,
     },
     /// The server refused.
@@ -63,7 +63,7 @@ pub enum ClientError {
         /// The server's message.
         message: String,
     },
-    /// The server answered something else than the protocol has.
+    /// The server's answer violates the protocol.
     #[error("the server's answer breaks the protocol: {0}")]
     Protocol(InferError),
 }
@@ -92,15 +92,14 @@ impl From<Status> for ClientError {
     }
 }
 
-/// Whether the connection was closed, as by a server that stops, before the request went out on it, or behind the
-/// last one that the server took in. Tonic has the codes CANCELLED and INTERNAL for that, with which nobody would
-/// ask again.
+/// Whether the connection closed before the request was sent, or behind the last request that the server
+/// accepted; a stopping server does so. tonic reports CANCELLED or INTERNAL, on which clients do not retry.
 fn was_not_taken(status: &Status) -> bool {
     let mut source = status.source();
     while let Some(error) = source {
         let sent = error.downcast_ref::<hyper::Error>().is_none_or(|error| !error.is_canceled());
         let taken = error.downcast_ref::<h2::Error>().is_none_or(|error| {
-            // RFC 9113, 6.8: what comes behind the last stream that a GOAWAY names was not looked at.
+            // RFC 9113, 6.8: the server did not process streams behind the last one that a GOAWAY names.
             !(error.is_go_away() && error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR))
         });
         if !(sent && taken) {
@@ -111,7 +110,7 @@ fn was_not_taken(status: &Status) -> bool {
     false
 }
 
-/// The outputs of a model and the version that gave them.
+/// The outputs of a model, and the version that answered.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prediction {
     /// Model name.
@@ -129,7 +128,7 @@ impl Prediction {
     }
 }
 
-/// A connection to a server. Cheap to clone; clones share the connection and may call at once.
+/// A connection to a server. Cheap to clone; clones share the connection and may call concurrently.
 #[derive(Debug, Clone)]
 pub struct Client {
     inner: GrpcInferenceServiceClient<Channel>,
@@ -137,7 +136,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to `host:port`, `http://host:port` or `https://host:port`, with nothing to show.
+    /// Connects to `host:port`, `http://host:port` or `https://host:port` without credentials.
     ///
     /// # Errors
     /// As [`Client::connect_with`].
@@ -145,7 +144,7 @@ impl Client {
         Client::connect_with(address, &Credentials::default()).await
     }
 
-    /// The same, with credentials.
+    /// Connects with credentials.
     ///
     /// # Errors
     /// [`ClientError::Address`], [`ClientError::Unreachable`], [`ClientError::Tls`];
@@ -158,12 +157,12 @@ impl Client {
         Ok(Client { inner, remote })
     }
 
-    /// A call with its token.
+    /// A call with the token.
     fn call<T>(&self, message: T) -> Request<T> {
         self.remote.call(message)
     }
 
-    /// Whether the server runs.
+    /// Whether the server is running.
     ///
     /// # Errors
     /// [`ClientError::Refused`].
@@ -172,7 +171,7 @@ impl Client {
         Ok(self.remote.answer(self.inner.server_live(request)).await?.live)
     }
 
-    /// Whether the server takes requests.
+    /// Whether the server accepts requests.
     ///
     /// # Errors
     /// [`ClientError::Refused`].
@@ -181,7 +180,7 @@ impl Client {
         Ok(self.remote.answer(self.inner.server_ready(request)).await?.ready)
     }
 
-    /// Whether a model version (the latest when empty) takes requests.
+    /// Whether a model version (the latest when empty) accepts requests.
     ///
     /// # Errors
     /// [`ClientError::Refused`].
@@ -214,10 +213,10 @@ impl Client {
         self.remote.answer(self.inner.model_metadata(request)).await
     }
 
-    /// How a model is served; a call that Triton adds to the protocol.
+    /// The configuration of a model; a Triton extension of the protocol.
     ///
     /// # Errors
-    /// [`ClientError::Refused`], as Unimplemented by servers that do not have it.
+    /// [`ClientError::Refused`], with the code Unimplemented from servers without this call.
     pub async fn model_config(&mut self, model: &str, version: &str) -> Result<pb::ModelConfig, ClientError> {
         let request = pb::ModelConfigRequest { name: model.to_owned(), version: version.to_owned() };
         let request = self.call(request);
@@ -225,7 +224,7 @@ impl Client {
         config.ok_or_else(|| ClientError::Protocol(InferError::invalid("there is no configuration in it")))
     }
 
-    /// Every version in the repository and its state; a call that Triton adds to the protocol.
+    /// Every version in the repository and its state; a Triton extension of the protocol.
     ///
     /// # Errors
     /// As [`Client::model_config`].
@@ -236,7 +235,7 @@ impl Client {
         Ok(self.inner.repository_index(self.call(request)).await?.into_inner().models)
     }
 
-    /// The figures of all versions that are ready, each since it was loaded; a call that Triton adds.
+    /// Statistics of all ready versions, each since it was loaded; a Triton extension of the protocol.
     ///
     /// # Errors
     /// As [`Client::model_config`].
@@ -246,10 +245,10 @@ impl Client {
         Ok(self.remote.answer(self.inner.model_statistics(request)).await?.model_stats)
     }
 
-    /// Inputs and outputs of a model as a bundle's signature has them.
+    /// Inputs and outputs of a model, as a bundle's signature.
     ///
     /// # Errors
-    /// [`ClientError::Refused`], [`ClientError::Protocol`] for a datatype that is not known.
+    /// [`ClientError::Refused`], [`ClientError::Protocol`] for an unknown datatype.
     pub async fn signature(&mut self, model: &str, version: &str) -> Result<Signature, ClientError> {
         let metadata = self.model_metadata(model, version).await?;
         let specs = |tensors: Vec<pb::model_metadata_response::TensorMetadata>| {
@@ -284,7 +283,7 @@ impl Client {
         Ok(Prediction { model, version, outputs })
     }
 
-    /// Sends a request as it is and gives the reply as it came.
+    /// Sends a request message and returns the response message.
     ///
     /// # Errors
     /// [`ClientError::Refused`].

@@ -1,5 +1,5 @@
-//! Protobuf messages of the inference service as tonic reads and writes them. A message that cannot be
-//! read is the sender's fault and INVALID_ARGUMENT; tonic's own codec answers INTERNAL.
+//! The protobuf codec of the inference service for tonic. A malformed message is the client's error and
+//! yields INVALID_ARGUMENT; tonic's own codec answers INTERNAL.
 
 use std::any::TypeId;
 use std::fmt;
@@ -18,7 +18,7 @@ use crate::infer::TENSORS_MAX;
 use crate::turns::READ_BYTES;
 use crate::wire::inference::ModelInferRequest;
 
-/// A flag and a length before each message of gRPC.
+/// Bytes of the flag and the length before each gRPC message.
 pub(crate) const PREFIX_BYTES: usize = 5;
 
 /// Encodes `T`, decodes `U`.
@@ -69,7 +69,7 @@ impl<U: Message + Default + 'static> Decoder for MessageDecoder<U> {
     type Error = Status;
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        // Clients decode other messages, on runtimes of any kind.
+        // Clients decode other messages, on any kind of runtime.
         if TypeId::of::<U>() != TypeId::of::<ModelInferRequest>() || !is_long(bytes.chunk())? {
             return decode(bytes).map(Some);
         }
@@ -80,10 +80,10 @@ impl<U: Message + Default + 'static> Decoder for MessageDecoder<U> {
     }
 }
 
-/// Fields of a large request that are looked at before it is taken for one that takes long to read.
+/// Most fields of a large request to examine; one with more counts as slow to decode.
 const FIELDS_MAX: usize = 4096;
 
-/// Whether reading a request takes long. Its raw contents are taken as they are.
+/// Whether decoding a request takes long. Its raw contents are not copied.
 ///
 /// # Errors
 /// As [`check_tensors`].
@@ -96,18 +96,18 @@ pub(crate) fn is_long(request: &[u8]) -> Result<bool, Status> {
     Ok(fields.read_bytes >= READ_BYTES)
 }
 
-/// The fields of a request, as its bytes have them.
+/// Counts of the fields in an encoded request.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Fields {
     inputs: usize,
     outputs: usize,
     raw: usize,
-    /// Bytes of all fields but the raw contents, which are taken as they are.
+    /// Bytes of all fields except the raw contents, which are not copied.
     read_bytes: usize,
 }
 
 impl Fields {
-    /// `None` for more than so many fields, and for what is no message.
+    /// `None` for more than `fields_max` fields, and for a malformed message.
     fn of(message: &[u8], fields_max: usize) -> Option<Fields> {
         let (mut fields, mut count, mut rest) = (Fields::default(), 0_usize, message);
         while !rest.is_empty() {
@@ -122,11 +122,11 @@ impl Fields {
                 WireType::LengthDelimited => usize::try_from(decode_varint(&mut rest).ok()?).ok()?,
                 WireType::SixtyFourBit => 8,
                 WireType::ThirtyTwoBit => 4,
-                // None of the fields is one.
+                // The protocol has no groups.
                 WireType::StartGroup | WireType::EndGroup => return None,
             };
             rest = rest.get(bytes..)?;
-            // As `proto/inference.proto` numbers them.
+            // Field numbers of `proto/inference.proto`.
             match tag {
                 5 => fields.inputs += 1,
                 6 => fields.outputs += 1,
@@ -154,8 +154,8 @@ impl Fields {
     }
 }
 
-/// Refuses too many tensors before they are made: an empty one has two bytes in a message and 300 in memory. What is no
-/// message is left to [`decode`].
+/// Refuses too many tensors before they are allocated: an empty one takes two bytes in a message and 300 in
+/// memory. [`decode`] reports a malformed message.
 ///
 /// # Errors
 /// INVALID_ARGUMENT.
@@ -163,7 +163,7 @@ pub(crate) fn check_tensors(request: &[u8]) -> Result<(), Status> {
     Ok(Fields::of(request, usize::MAX).map_or(Ok(()), |fields| fields.check())?)
 }
 
-/// Reads a message that is all that is left.
+/// Decodes a message from all remaining bytes.
 ///
 /// # Errors
 /// INVALID_ARGUMENT.
@@ -173,10 +173,10 @@ pub(crate) fn decode<U: Message + Default>(bytes: impl Buf) -> Result<U, Status>
     })
 }
 
-/// A message as gRPC sends it, with its prefix, in one buffer of its size.
+/// A message with its gRPC prefix, in one buffer of its exact size.
 ///
 /// # Errors
-/// RESOURCE_EXHAUSTED for one whose length the prefix cannot tell.
+/// RESOURCE_EXHAUSTED for a message whose length exceeds 32 bits.
 pub(crate) fn framed(message: &impl Message) -> Result<Bytes, Status> {
     let bytes = message.encoded_len();
     let length = u32::try_from(bytes).map_err(|_| {
@@ -223,7 +223,7 @@ mod tests {
     #[test]
     fn tensors_beyond_the_limit_are_refused_before_they_are_made() {
         for (tag, what) in [(0x2a, "inputs"), (0x32, "outputs"), (0x3a, "entries in raw_input_contents")] {
-            // Inputs would take 300 MiB.
+            // Decoded inputs would take 300 MiB.
             let message = [tag, 0].repeat(1 << 20);
             let refused = check_tensors(&message).unwrap_err();
             assert_eq!(refused.code(), tonic::Code::InvalidArgument);

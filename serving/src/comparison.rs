@@ -1,4 +1,4 @@
-//! Two versions of a model side by side: how far their outputs are apart, and how long each takes.
+//! Comparison of two model versions: the differences of their outputs, and the run time of each.
 
 use std::time::{Duration, Instant};
 
@@ -10,18 +10,18 @@ use crate::session::Trial;
 use crate::shadow::numbers;
 use crate::tensor::{Data, Tensor};
 
-/// Runs of each version that are timed.
+/// Timed runs of each version.
 const ROUNDS: usize = 31;
-/// Runs of each that are timed however long they take.
+/// Fewest timed runs of each version, whatever they take.
 const ROUNDS_MIN: usize = 5;
-/// No further runs are timed after this.
+/// Time after which no further runs are timed.
 const BUDGET: Duration = Duration::from_secs(10);
 
-/// How far an output of two versions is apart, over all that was compared.
+/// Difference of an output between two versions, over all compared runs.
 ///
-/// Differences of floats are parts of the range that the first version's output has there (of its magnitude
-/// where that is one number). Outputs of other types have labels: their difference is the part of the elements
-/// that are not equal. A difference is infinite where only one of the versions gives a number.
+/// Differences of floats are fractions of the range of the first version's output (of its magnitude if that
+/// is a single value). For other types the difference is the fraction of unequal elements. A difference is
+/// infinite where only one of the versions has a number.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OutputDifference {
     /// Name of the output.
@@ -30,18 +30,18 @@ pub struct OutputDifference {
     pub datatype: Datatype,
     /// Elements that were compared.
     pub elements: u64,
-    /// What the first version's elements range over; 0 for types without a range.
+    /// Range of the first version's elements; 0 for types without a range.
     pub range: f64,
     /// The mean difference.
     pub mean: f64,
     /// The largest difference.
     pub max: f64,
-    /// The part of the rows whose largest element is at the same place, for matrices of floats with more than
-    /// one column; of the elements that are equal, for other types than floats.
+    /// For matrices of floats with more than one column: the fraction of rows whose largest element has the
+    /// same index. For types other than floats: the fraction of equal elements.
     pub agreement: Option<f64>,
 }
 
-/// Differences of all outputs, summed up run by run.
+/// Differences of all outputs, accumulated over runs.
 #[derive(Debug, Default)]
 pub struct Comparison {
     outputs: Vec<Seen>,
@@ -56,13 +56,13 @@ struct Seen {
     elements: u64,
     sum: f64,
     max: f64,
-    /// Rows or elements with the same label, and all that have one.
+    /// Rows or elements with equal labels; `labelled` counts all of them.
     same: u64,
     labelled: u64,
 }
 
 impl Comparison {
-    /// Adds what both versions gave for the same inputs.
+    /// Adds the outputs of both versions for the same inputs.
     pub fn add(&mut self, before: &[Tensor], after: &[Tensor]) {
         for (place, tensor) in before.iter().enumerate() {
             if place == self.outputs.len() {
@@ -99,7 +99,7 @@ impl Seen {
         self.elements += elements as u64;
         let values = |tensor: &Tensor| if self.is_float() { numbers(&tensor.data) } else { None };
         match (values(before), after.map(|after| (after, values(after)))) {
-            // Another shape than before: nothing of it is right.
+            // The shape differs, so no element is comparable.
             (_, None) => self.max = f64::INFINITY,
             (Some(before_values), Some((_, Some(after_values)))) => {
                 let rows = match before.shape[..] {
@@ -115,7 +115,7 @@ impl Seen {
         }
     }
 
-    /// Adds numbers, in rows of that width where it is not 0.
+    /// Adds numbers; `width` is the row length, or 0 if the output has no rows.
     fn add_floats(&mut self, before: &[f64], after: &[f64], width: usize) {
         for (a, b) in before.iter().zip(after) {
             if a.is_finite() {
@@ -145,7 +145,7 @@ impl Seen {
             let unit = if range > 0.0 && range.is_finite() { range } else { magnitude };
             let part = |apart: f64| match apart {
                 0.0 => 0.0,
-                // There is nothing to compare it with: no number at all, or zeros alone.
+                // No scale: no finite number, or only zeros.
                 apart if !unit.is_finite() || unit == 0.0 => apart * f64::INFINITY,
                 apart => apart / unit,
             };
@@ -173,12 +173,12 @@ impl Seen {
     }
 }
 
-/// The place of the largest number, the first of equals.
+/// The index of the largest number; the first one among equals.
 fn largest(row: &[f64]) -> usize {
     (1..row.len()).fold(0, |best, place| if row[place] > row[best] { place } else { best })
 }
 
-/// How many elements are equal, of those at the same places.
+/// Number of equal elements at the same index.
 fn equal(before: &Data, after: &Data) -> usize {
     if let (Data::Bytes(before), Data::Bytes(after)) = (before, after) {
         return before.iter().zip(after).filter(|(a, b)| a == b).count();
@@ -191,8 +191,8 @@ fn equal(before: &Data, after: &Data) -> usize {
     before.chunks_exact(width).zip(after.chunks_exact(width)).filter(|(a, b)| a == b).count()
 }
 
-/// The median time of a run of each of two versions on the same inputs. They take turns, so that what else the
-/// machine does meets both.
+/// The median run time of two versions on the same inputs. The runs alternate, so that other load on the
+/// machine affects both.
 ///
 /// # Errors
 /// As [`Trial::run`].
@@ -207,7 +207,7 @@ pub fn median_times(
         if round >= ROUNDS_MIN && began.elapsed() > BUDGET {
             break;
         }
-        // Who comes second finds other caches: each does so every other time.
+        // The second run finds warm caches, so the order alternates.
         let second = round % 2;
         for version in [second, 1 - second] {
             let trial = if version == 0 { &mut *before } else { &mut *after };
@@ -253,7 +253,7 @@ mod tests {
         assert_eq!((found.mean, found.max, found.agreement), (0.0, 0.0, None));
         let other = compared(&floats(&[2], &[1.0, 2.0]), &floats(&[2], &[1.0, f32::NAN]));
         assert_eq!((other.mean, other.max), (f64::INFINITY, f64::INFINITY));
-        // One number has no range: a part of its magnitude.
+        // One number has no range: the difference is a fraction of its magnitude.
         assert_eq!(compared(&floats(&[1], &[4.0]), &floats(&[1], &[5.0])).mean, 0.25);
         assert_eq!(compared(&floats(&[1], &[0.0]), &floats(&[1], &[0.0])).mean, 0.0);
         assert_eq!(compared(&floats(&[1], &[0.0]), &floats(&[1], &[1.0])).mean, f64::INFINITY);

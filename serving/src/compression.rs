@@ -1,5 +1,5 @@
-//! Compressed bodies and messages, in both directions: gzip (RFC 1952) and deflate in its zlib frame
-//! (RFC 1950), as HTTP and gRPC name them.
+//! Compression of bodies and messages in both directions: gzip (RFC 1952) and deflate in its zlib format (RFC
+//! 1950), under their names in HTTP and gRPC.
 
 use std::io::{self, Read, Write};
 
@@ -12,12 +12,12 @@ use crate::blocking::in_place;
 use crate::error::InferError;
 use crate::turns::{READ_BYTES, Turns};
 
-/// Sizes from which compressing takes long enough (1 ms and more) to hand other tasks of the thread on.
+/// Size from which compression takes 1 ms or more, so that the thread hands its other tasks over.
 const LONG_BYTES: usize = 128 << 10;
-/// Least room that the output grows by.
+/// Smallest growth of the output buffer.
 const GROWTH_BYTES: usize = 32 << 10;
 
-/// How a body is compressed.
+/// A compression format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Encoding {
     Gzip,
@@ -25,7 +25,7 @@ pub(crate) enum Encoding {
 }
 
 impl Encoding {
-    /// All, the preferred one first.
+    /// All formats, the preferred one first.
     pub(crate) const ALL: [Encoding; 2] = [Encoding::Gzip, Encoding::Deflate];
 
     /// Its name in headers.
@@ -36,17 +36,17 @@ impl Encoding {
         }
     }
 
-    /// The encoding of a name. HTTP has `x-gzip` as another name of `gzip`.
+    /// The format of a name. HTTP also knows `x-gzip` for `gzip`.
     pub(crate) fn named(name: &str) -> Option<Encoding> {
         let name = name.strip_prefix("x-").filter(|name| name.eq_ignore_ascii_case("gzip")).unwrap_or(name);
         Encoding::ALL.into_iter().find(|encoding| encoding.name().eq_ignore_ascii_case(name))
     }
 
-    /// Takes the compression off. Memory is bounded by twice `bytes_max`, whatever the body claims.
+    /// Decompresses a body. Memory is bounded by twice `bytes_max`, whatever the body claims.
     ///
     /// # Errors
-    /// [`InferError::TooLarge`] as soon as more than `bytes_max` bytes have come out;
-    /// [`InferError::Invalid`] for a stream that is corrupt, cut off or followed by something.
+    /// [`InferError::TooLarge`] as soon as the output exceeds `bytes_max`; [`InferError::Invalid`] for a
+    /// stream that is corrupt, truncated or followed by other bytes.
     pub(crate) fn decompress(self, body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
         in_place(body.len() >= LONG_BYTES, || match self {
             Encoding::Gzip => gunzip(body, bytes_max),
@@ -54,7 +54,7 @@ impl Encoding {
         })
     }
 
-    /// [`Encoding::decompress`], in a turn where the body is large or much comes out of it.
+    /// [`Encoding::decompress`], in a decoding turn if the body or its output is large.
     ///
     /// # Errors
     /// As [`Encoding::decompress`], and [`InferError::Unavailable`] when the process is stopping.
@@ -73,7 +73,7 @@ impl Encoding {
         turns.run(true, move || self.decompress(&body, bytes_max)).await?
     }
 
-    /// Compresses a body, at the level that costs least.
+    /// Compresses a body at the fastest level.
     pub(crate) fn compress(self, body: &[u8]) -> io::Result<Vec<u8>> {
         in_place(body.len() >= LONG_BYTES, || match self {
             Encoding::Gzip => {
@@ -106,7 +106,7 @@ fn corrupt(encoding: Encoding, reason: &dyn std::fmt::Display) -> InferError {
     InferError::invalid(format!("the data is no valid {}: {reason}", encoding.name()))
 }
 
-/// A gzip file may have several members, one after the other.
+/// Decompresses gzip, which may have several members in a row.
 fn gunzip(body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
     let mut plain = Vec::new();
     let decoder = MultiGzDecoder::new(body);
@@ -120,7 +120,7 @@ fn gunzip(body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
     }
 }
 
-/// The stream decoders take a cut stream for a whole one, so the end is looked for here.
+/// Decompresses zlib with an explicit check for the end: the stream decoders accept a truncated stream.
 fn inflate(body: &[u8], bytes_max: usize) -> Result<Vec<u8>, InferError> {
     let mut plain: Vec<u8> = Vec::new();
     let mut state = Decompress::new(true);

@@ -1,5 +1,5 @@
-//! The `[serving]` table of `millrace.toml`: where models come from, where the server listens, how
-//! much it takes, and the topic-to-topic pipes.
+//! The `[serving]` table of `millrace.toml`: the model source, the addresses, the limits and the
+//! topic-to-topic pipes.
 
 mod device;
 mod drift;
@@ -27,82 +27,83 @@ pub const VOLUME_ROOT: &str = "models";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Address of the gRPC service; port 0 takes a free one.
+    /// Address of the gRPC service; port 0 selects a free port.
     pub grpc: SocketAddr,
-    /// Address of the REST service; port 0 takes a free one.
+    /// Address of the REST service; port 0 selects a free port.
     pub http: SocketAddr,
-    /// Address of the Prometheus metrics; port 0 takes a free one.
+    /// Address of the Prometheus metrics; port 0 selects a free port.
     pub metrics: SocketAddr,
-    /// Volume, or snapshot of one, whose `models/` directory is served. Excludes `directory`.
+    /// Volume, or snapshot of one, from whose `models/` directory the server loads models. Excludes
+    /// `directory`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub volume: Option<VolumeSpec>,
-    /// Directory of the local file system that is served. Excludes `volume`.
+    /// Directory of the local file system from which the server loads models. Excludes `volume`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub directory: Option<PathBuf>,
-    /// ONNX Runtime's shared library, unless `ORT_DYLIB_PATH` names one.
+    /// ONNX Runtime's shared library; `ORT_DYLIB_PATH` takes precedence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub onnxruntime: Option<PathBuf>,
-    /// Where models run: `cpu`, `cuda`, `cuda:1`, or `cuda:0,1` for sessions on both.
+    /// Device of the models: `cpu`, `cuda`, `cuda:1`, or `cuda:0,1` for sessions on both GPUs.
     pub device: Devices,
-    /// Whether a model may run on the processor, or parts of it, that its device cannot run. It is refused
-    /// otherwise.
+    /// Whether a model, or a part of it, that its device cannot run may run on the processor. Otherwise the
+    /// server refuses it.
     pub allow_fallback: bool,
-    /// Threads of the pool that inference runs on, beside one for each version that would wait for the others, and threads
-    /// that a run of a large model may use; 0 takes what the control group and the CPU affinity of the process allow.
+    /// Threads of the inference pool, which adds one for each version that would otherwise wait for the
+    /// others, and threads that a run of a large model may use. 0 means what the control group and the CPU
+    /// affinity of the process allow.
     pub threads_max: usize,
     /// Ignored with a warning; the next release refuses it.
     #[serde(skip_serializing)]
     pub realtime: Option<bool>,
-    /// Sessions per model version and device, each of which runs one request at a time; those on the processor
-    /// share the weights. 0 takes one per thread for models up to 64 MiB, else one that uses all threads.
+    /// Sessions per model version and device, each of which runs one request at a time; sessions on the
+    /// processor share the weights. 0 means one per thread for models up to 64 MiB, and one that uses all
+    /// threads for larger models.
     pub sessions_max: usize,
-    /// Who decides what is served: `poll`, by which every version that is found is, or `explicit`, by
-    /// which only models are that `load` names or a client's call loaded.
+    /// Control of the served models: `poll` serves every version in the repository, `explicit` only models
+    /// that `load` names or a client's call has loaded.
     pub control: Control,
-    /// Models that are loaded at the start under `control = "explicit"`.
+    /// Models to load at the start under `control = "explicit"`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub load: Vec<String>,
-    /// What is said of single models, by name.
+    /// Settings of single models, by name.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub models: BTreeMap<String, ModelOptions>,
-    /// How often the repository is looked through for new versions, in milliseconds; 0 never does, and
-    /// neither does `control = "explicit"`.
+    /// Interval in milliseconds between scans of the repository for new versions. 0 disables scanning, and so
+    /// does `control = "explicit"`.
     pub poll_ms: u64,
-    /// Folder for the traces that clients ask for, which exists; without it none are written.
+    /// Existing directory for the traces that clients request; without it the server writes none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace_directory: Option<PathBuf>,
-    /// Where spans of requests are sent; nowhere when absent.
+    /// Collector for the spans of requests; without it the server sends none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub telemetry: Option<Telemetry>,
-    /// How long running requests may take after the server was told to stop, in milliseconds.
+    /// Longest time for running requests after a stop request, in milliseconds.
     pub drain_ms_max: u64,
-    /// How requests that wait run together.
+    /// Batching of waiting requests.
     pub batching: Batching,
-    /// How inputs are compared with those of the training.
+    /// Comparison of inputs with those of the training.
     pub drift: Drift,
-    /// Bytes that answers may take which are kept to be given again, of models with `response_cache`; 0
-    /// keeps none.
+    /// Size of the response cache in bytes, for models with `response_cache`; 0 disables it.
     pub response_cache_bytes_max: usize,
-    /// Origins of the web pages whose scripts may call the REST service, such as `https://example.org`,
-    /// or `*` for all; beside the server's own page none when empty. Their hosts are also hosts under which a
-    /// server on loopback may be called.
+    /// Origins of the web pages whose scripts may call the REST service, such as `https://example.org`, or
+    /// `*` for all. If empty, only the server's own page may. A server on loopback may also be called under
+    /// the hosts of these origins.
     pub cors_origins: Vec<String>,
-    /// Whether clients may register system shared memory and pass tensors there. Whoever reaches the
-    /// server may then read and write every object in `/dev/shm` that its user may. When absent: only
-    /// if both `grpc` and `http` are loopback addresses, which nobody reaches from elsewhere, and there are
-    /// no `tokens`.
+    /// Whether clients may register system shared memory and pass tensors there. Every client may then read
+    /// and write all objects in `/dev/shm` that the server's user may. When absent: only if both `grpc` and
+    /// `http` are loopback addresses, which other machines cannot reach, and there are no `tokens`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_memory: Option<bool>,
-    /// Certificates of the gRPC and the REST service, which then take connections with TLS alone. The
-    /// metrics stay without.
+    /// Certificates of the gRPC and the REST service, which then accept only TLS connections. The metrics
+    /// stay without TLS.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<Tls>,
-    /// File of the bearer tokens, one of which every call has to show; without it whoever reaches the
-    /// server may call.
+    /// File of the bearer tokens, one of which every call must present. Without it every client that reaches
+    /// the server may call it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens: Option<PathBuf>,
-    /// How often the files of `tls` and `tokens` are looked at, in milliseconds, to read them again when
-    /// they have changed; 0 never does.
+    /// Interval in milliseconds after which the server checks the files of `tls` and `tokens`, and reads
+    /// changed ones again; 0 disables the check.
     pub reload_ms: u64,
     /// Bounds on requests and models.
     pub limits: Limits,
@@ -148,7 +149,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Threads for inference: the configured bound, or what the process is allowed.
+    /// Threads for inference: `threads_max`, or the number that the process may use.
     pub fn threads(&self) -> usize {
         match self.threads_max {
             // The standard library reads the affinity mask and the quota of the control group.
@@ -157,25 +158,26 @@ impl Config {
         }
     }
 
-    /// As it may be shown.
+    /// The configuration without secrets, for display.
     pub fn without_secrets(&self) -> Config {
         let telemetry = self.telemetry.as_ref().map(Telemetry::without_secrets);
         Config { telemetry, ..self.clone() }
     }
 
-    /// Whether clients may use shared memory: as configured, else where all of them are local and none is
-    /// told apart by its token.
+    /// Whether clients may use shared memory: as configured, else only if all of them are local and the
+    /// server has no tokens.
     pub fn shares_memory(&self) -> bool {
         self.shared_memory.unwrap_or_else(|| self.is_local() && self.tokens.is_none())
     }
 
-    /// Whether both services are reached from this machine alone.
+    /// Whether only this machine can reach both services.
     pub(crate) fn is_local(&self) -> bool {
         let local = |address: SocketAddr| address.ip().to_canonical().is_loopback();
         local(self.grpc) && local(self.http)
     }
 
-    /// Replaces the paths of what the server itself opens beside the models, such as relative ones.
+    /// Replaces the paths of files and directories that the server opens, except the models; for example
+    /// makes them absolute.
     pub fn resolve_files(&mut self, resolve: impl Fn(&Path) -> PathBuf) {
         let tls = self.tls.iter_mut();
         let pem =
@@ -188,55 +190,55 @@ impl Config {
     }
 }
 
-/// Files of certificates, in PEM.
+/// PEM files of the server's TLS identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tls {
-    /// The server's certificate, then those between it and one that clients know.
+    /// The server's certificate, followed by the intermediate certificates.
     pub certificate: PathBuf,
     /// Its private key (PKCS #8, PKCS #1 or SEC 1), not encrypted.
     pub key: PathBuf,
-    /// Those who may have issued the certificates of clients. With it, a client without one is refused.
+    /// Authorities for client certificates. If set, the server refuses clients without a valid certificate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_ca: Option<PathBuf>,
 }
 
-/// Who decides which models are served.
+/// Control of the served models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Control {
-    /// The repository: every version that is found in it.
+    /// The server serves every version in the repository.
     #[default]
     Poll,
-    /// Callers: models that `load` names or a call loaded, until a call unloads them.
+    /// The server serves models that `load` names or a call has loaded, until a call unloads them.
     Explicit,
 }
 
-/// How requests that wait run together. A request that finds a session free runs at once and alone, so
-/// these matter under load only.
+/// Batching of waiting requests. A request that finds a free session runs at once and alone, so these
+/// settings matter under load only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Batching {
-    /// Most rows of a run of several requests; 0 and 1 run each alone. So do models whose graph does not prove that
-    /// rows are independent, unless their configuration asks for more.
+    /// Most rows of a run of several requests; 0 and 1 run each request alone. Models whose graph does not
+    /// prove that rows are independent also run each alone, unless their configuration asks for batching.
     pub rows_max: usize,
-    /// Numbers of rows that are better than others, such as those a device is quick with: a run stops
-    /// at the largest of them that it reaches.
+    /// Preferred numbers of rows, for example those at which a device is fast. A run stops at the largest of
+    /// them that it reaches.
     pub preferred_rows: Vec<usize>,
-    /// How long a request that has waited for a session goes on waiting for others to run with, since it
-    /// came, in microseconds. 0 takes along whoever waits then.
+    /// Longest delay since arrival for which a request that had to wait for a session waits for further
+    /// requests to batch with, in microseconds. 0 batches only requests that are already waiting.
     pub delay_us_max: u64,
-    /// How long a request may wait for a session, in microseconds; one that does not run by then is
-    /// answered DEADLINE_EXCEEDED. Requests may ask for less, not for more. 0 sets no bound.
+    /// Longest wait of a request for a session, in microseconds; the server then answers DEADLINE_EXCEEDED.
+    /// Requests may set a shorter time, not a longer one. 0 sets no bound.
     pub timeout_us_max: u64,
-    /// Levels of priority that requests may choose from, 64 at most; 1 is served first, and the next one
-    /// when none of it waits.
+    /// Number of priority levels, 64 at most. Level 1 is served first; a level is served when no request of a
+    /// lower number waits.
     pub priority_levels: usize,
-    /// The level of requests that choose none.
+    /// Level of requests without a priority.
     pub priority_default: usize,
 }
 
-/// Most levels of priority.
+/// Most priority levels.
 pub(crate) const PRIORITY_LEVELS_MAX: usize = 64;
 
 impl Default for Batching {
@@ -253,7 +255,7 @@ impl Default for Batching {
 }
 
 impl Batching {
-    /// Refuses levels that there cannot be.
+    /// Refuses invalid priority levels.
     pub(crate) fn check(&self) -> crate::error::Result<()> {
         let (levels, default) = (self.priority_levels, self.priority_default);
         if !(1..=PRIORITY_LEVELS_MAX).contains(&levels) {
@@ -270,39 +272,40 @@ impl Batching {
     }
 }
 
-/// Bounds on what comes from outside.
+/// Bounds on requests, models and connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
-    /// Largest request message, in bytes, compressed or not; also the most that the inputs of one request
-    /// may hold in shared memory.
+    /// Largest request message in bytes, compressed or not. Also bounds the bytes of one request's inputs in
+    /// shared memory.
     pub message_bytes_max: usize,
     /// Largest model version, in bytes.
     pub model_bytes_max: u64,
-    /// Requests that may wait for one model version; more are refused as RESOURCE_EXHAUSTED.
+    /// Most requests that wait for one model version; the server refuses more with RESOURCE_EXHAUSTED.
     pub requests_waiting_max: usize,
-    /// Bytes of the inputs that may wait for one model version; more are refused likewise.
+    /// Most bytes of inputs that wait for one model version; the server refuses more in the same way.
     pub waiting_bytes_max: usize,
-    /// Sequences that may be live on one model version; more are refused as RESOURCE_EXHAUSTED.
+    /// Most live sequences on one model version; the server refuses more with RESOURCE_EXHAUSTED.
     pub sequences_max: usize,
-    /// Bytes of their states together; more are refused likewise.
+    /// Most bytes of their states together; the server refuses more in the same way.
     pub sequence_bytes_max: usize,
-    /// Newest versions of a model that are loaded.
+    /// Newest versions of a model to load.
     pub versions_max: usize,
-    /// Connections that may be open on each port; more are told so and closed.
+    /// Most open connections on each port; the server closes further ones with a message.
     pub connections_max: usize,
-    /// Bytes of request bodies that may be on their way in at a time, over all connections, compressed
-    /// and not; more are refused as RESOURCE_EXHAUSTED. Bodies up to 64 KiB have the bound for themselves.
+    /// Most bytes of request bodies in receipt at a time over all connections, before and after
+    /// decompression; the server refuses more with RESOURCE_EXHAUSTED. Bodies up to 64 KiB have a separate
+    /// bound of this size.
     pub body_bytes_max: usize,
-    /// Bytes of answers that the client of a connection may leave unread; an answer beyond them becomes
+    /// Most bytes of answers that a client may leave unread on one connection. A further answer becomes
     /// RESOURCE_EXHAUSTED, unless it is the only one.
     pub unsent_bytes_max: usize,
-    /// Bytes of answers that clients may leave unread, over all connections; an answer beyond them becomes
-    /// RESOURCE_EXHAUSTED, unless it is the only one or the connection has 64 KiB of them at most.
+    /// Most bytes of answers that clients may leave unread over all connections. A further answer becomes
+    /// RESOURCE_EXHAUSTED, unless it is the only one or its connection has at most 64 KiB of them.
     pub answer_bytes_max: usize,
-    /// How long a client may keep a connection without a request, stop within one, or not take an
-    /// answer, in milliseconds; within that time 64 KiB or the rest have to go through. Over HTTP/2 and
-    /// gRPC a client that answers pings may be idle for longer.
+    /// Longest time in milliseconds for which a client may keep a connection without a request, pause within
+    /// a request, or not read an answer. A body must progress by 64 KiB, or its rest, in that time. Over
+    /// HTTP/2 and gRPC a client that answers pings may be idle for longer.
     pub stalled_ms_max: u64,
 }
 
@@ -326,7 +329,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Refuses bounds under which nothing could be answered.
+    /// Refuses bounds under which the server could not answer any request.
     pub(crate) fn check(&self) -> crate::error::Result<()> {
         let zero =
             [("connections_max", self.connections_max == 0), ("stalled_ms_max", self.stalled_ms_max == 0)];
@@ -339,7 +342,7 @@ impl Limits {
     }
 }
 
-/// One pipe: records of a topic in, predictions to another topic out.
+/// One pipe: reads records of a topic and writes predictions to another topic.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PipeConfig {
@@ -347,21 +350,20 @@ pub struct PipeConfig {
     pub name: String,
     /// Topic to read JSON records from.
     pub input: String,
-    /// Topic to write predictions to; created when missing.
+    /// Topic for predictions; created if missing.
     pub output: String,
-    /// Topic for records that cannot be predicted, with the reason in a header; `<output>-dead`
-    /// when empty. Created when the first such record comes.
+    /// Topic for records that cannot be predicted, with the reason in a header; `<output>-dead` if empty.
+    /// Created with the first such record.
     pub dead_letter: String,
     /// Model name.
     pub model: String,
-    /// Model version; the latest at each batch when absent.
+    /// Model version; if absent, the latest one at each batch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub version: Option<u64>,
-    /// Volume whose keys hold the progress; the served volume when absent.
+    /// Volume whose keys hold the progress; if absent, the served volume.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub volume: Option<VolumeSpec>,
-    /// Which field of a record feeds which model input. A model with one input may be left out when
-    /// the field has the input's name.
+    /// Record field of each model input. An input without an entry takes the field of its own name.
     pub columns: BTreeMap<String, String>,
     /// Fields of a record that are copied into its prediction.
     pub carry: Vec<String>,

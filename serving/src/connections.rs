@@ -1,5 +1,5 @@
-//! Connections: how many may be open, and how long a client may keep one without sending or taking
-//! anything. HTTP/1.1 and HTTP/2 on one port, with TLS or without.
+//! Connections of the HTTP and gRPC ports: bounds their number, and the time for which a client may keep one
+//! without sending or reading. HTTP/1.1 and HTTP/2 share one port, with or without TLS.
 
 mod answer;
 mod answering;
@@ -27,26 +27,26 @@ use crate::config::Limits;
 use crate::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
 use crate::tls::{Securing, Stream};
 
-/// What a client of HTTP/2 sends first.
+/// The first bytes from an HTTP/2 client.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Requests at a time on one connection of HTTP/2 are at least and at most so many, see [`streams_max`].
+/// Bounds of the concurrent requests on one HTTP/2 connection, see [`streams_max`].
 const STREAMS_MIN: usize = 1024;
 const STREAMS_MAX: usize = 64 << 10;
-/// Bytes of headers of one request, over HTTP/2 and (with the request line) over HTTP/1.1.
+/// Most bytes of the headers of one request; over HTTP/1.1 including the request line.
 const HEAD_BYTES_MAX: u32 = 64 << 10;
-/// Connections at a time that are told why they are refused; more are closed without a word.
+/// Connections that get a refusal message at a time; further ones are closed without a message.
 const REFUSALS_MAX: usize = 64;
-/// How long a refused client may take to read why.
+/// Longest time for a refused client to read the message.
 const REFUSAL_MAX: Duration = Duration::from_secs(1);
-/// How long accepting rests when the process has no descriptor for another connection.
+/// Pause of the accept loop when the process has no file descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening socket that keeps to its limits.
+/// A listening socket that enforces the connection limits.
 #[derive(Debug)]
 pub(crate) struct Listener {
     socket: TcpListener,
     service: &'static str,
-    /// Nothing but HTTP/2 is spoken.
+    /// Only HTTP/2 is spoken.
     is_grpc: bool,
     refusal: Arc<[u8]>,
     open: Arc<Semaphore>,
@@ -60,7 +60,7 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// For HTTP; those beyond the limit get status 503.
+    /// A listener for HTTP; connections beyond the limit get status 503.
     pub(crate) fn http(socket: TcpListener, service: &'static str, limits: &Limits) -> Listener {
         let body = format!(r#"{{"error":"{}"}}"#, too_many(limits));
         let answer = format!(
@@ -70,11 +70,12 @@ impl Listener {
         Listener::new(socket, service, answer.into_bytes(), limits)
     }
 
-    /// For gRPC; those beyond the limit get a GOAWAY, which clients report as UNAVAILABLE with its text.
+    /// A listener for gRPC; connections beyond the limit get a GOAWAY, which clients report as UNAVAILABLE
+    /// with its text.
     pub(crate) fn grpc(socket: TcpListener, service: &'static str, limits: &Limits) -> Listener {
         let text = too_many(limits);
-        // RFC 9113: an empty SETTINGS, then GOAWAY of stream 0 with REFUSED_STREAM, the reason that clients
-        // of gRPC take for one to try again on. The text is shorter than 200 bytes.
+        // RFC 9113: an empty SETTINGS frame, then GOAWAY of stream 0 with REFUSED_STREAM, on which gRPC
+        // clients retry. The text is shorter than 200 bytes.
         let mut answer = vec![0, 0, 0, 4, 0, 0, 0, 0, 0];
         answer.extend_from_slice(&[0, 0, 8 + text.len() as u8, 7, 0, 0, 0, 0, 0]);
         answer.extend_from_slice(&[0, 0, 0, 0, 0, 0, 0, 7]);
@@ -99,12 +100,12 @@ impl Listener {
         }
     }
 
-    /// Answers count together with those of the other listeners that have the same bound.
+    /// Shares the quota for unsent answers with other listeners.
     pub(crate) fn counted(self, answers: &Answers) -> Listener {
         Listener { answers: answers.clone(), ..self }
     }
 
-    /// Takes connections with TLS alone, if there is something to secure them with.
+    /// Accepts only TLS connections if `securing` is set.
     pub(crate) fn secured(self, securing: Option<Securing>) -> Listener {
         Listener { securing, ..self }
     }
@@ -131,10 +132,10 @@ impl Listener {
         }
     }
 
-    /// Says why and closes, without holding up who comes next.
+    /// Sends the refusal and closes the connection in a task, so that accepting goes on.
     fn refuse(&self, mut stream: TcpStream) {
         CONNECTIONS_REFUSED.with_label_values(&[self.service]).inc();
-        // A client of TLS would have to be greeted first, which is what there is no room for.
+        // With TLS the refusal would need a handshake, for which there is no capacity.
         if self.securing.is_some() {
             return;
         }
@@ -145,20 +146,20 @@ impl Listener {
             let say = async {
                 stream.write_all(&refusal).await?;
                 stream.shutdown().await?;
-                // Closing before the client's own bytes were read would reset the connection, and with
-                // it what it was told.
+                // Reads the client's bytes before closing: otherwise the kernel resets the connection and the
+                // client loses the refusal.
                 tokio::io::copy(&mut stream, &mut tokio::io::sink()).await
             };
-            // Nobody is there to learn that a refusal did not arrive.
+            // A refusal that does not arrive needs no handling.
             let _ = tokio::time::timeout(REFUSAL_MAX, say).await;
         });
     }
 }
 
-/// Requests at a time on one connection of HTTP/2: twice as many as may wait for a model. Where a client has to keep
-/// requests back that the server would refuse, those that come out of its line have no time left, and under an overload
-/// that lasts none of a client's requests is answered in time (seen with a quarter of what may wait, and now and then
-/// with as many).
+/// Most concurrent requests on one HTTP/2 connection: twice the number that may wait for a model. With a
+/// lower bound, the client itself queues the requests that the server would refuse, and they have no time
+/// left when it sends them. Under a lasting overload none of its requests was then answered in time (seen
+/// with a quarter of that number, and occasionally with exactly that number).
 fn streams_max(limits: &Limits) -> u32 {
     limits.requests_waiting_max.saturating_mul(2).clamp(STREAMS_MIN, STREAMS_MAX) as u32
 }
@@ -170,7 +171,7 @@ fn too_many(limits: &Limits) -> String {
     )
 }
 
-/// Whether an error of `accept` is that of the connection that was to come, not of the listener.
+/// Whether an error of `accept` concerns the incoming connection and not the listener.
 fn is_of_connection(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
@@ -183,11 +184,11 @@ struct Connection {
     peer: SocketAddr,
     gauge: IntGauge,
     stalled: Duration,
-    /// Bytes of the preface that came, and when the rest is late; the handshake of TLS has to be done by
-    /// then, too. `None` once the bytes are those of HTTP/1 (its own deadline for heads begins) or the
-    /// preface is whole (pings begin).
+    /// Bytes of the HTTP/2 preface that have arrived, and the deadline for the rest, which includes the TLS
+    /// handshake. `None` once the bytes are HTTP/1, which has a deadline for request heads, or the preface is
+    /// complete, after which pings detect a dead client.
     opening: Option<(usize, Pin<Box<Sleep>>)>,
-    /// Runs while the client takes nothing of what waits for it.
+    /// Runs while the client reads none of the bytes that wait for it.
     writing: Option<Pin<Box<Sleep>>>,
     _permit: OwnedSemaphorePermit,
 }
@@ -215,7 +216,7 @@ impl Connection {
         io::Error::new(io::ErrorKind::TimedOut, format!("the client {what} for {:?}", self.stalled))
     }
 
-    /// An error once writing has waited for too long.
+    /// Passes `written` on, or an error if writing has been blocked for too long.
     fn patient<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.writing = None;
@@ -282,7 +283,7 @@ impl AsyncWrite for Connection {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
-        // Plain bytes are the kernel's once they are written, and flushing them tells nothing.
+        // Without TLS, flushing shows nothing: the kernel has the bytes as soon as they are written.
         if self.stream.is_buffered() { self.patient(cx, flushed) } else { flushed }
     }
 

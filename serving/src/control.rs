@@ -1,5 +1,5 @@
-//! The calls that tell and change how the server works, whatever the transport: configurations,
-//! statistics, the index of the repository, loading and unloading, traces, the log.
+//! The control calls, independent of the transport: configurations, statistics, the index of the repository,
+//! loading and unloading, traces, the log.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::tokens::Caller;
 use crate::wire::inference as pb;
 use crate::{model_config, statistics, trace};
 
-/// Most parameters or settings of a call; no call has more than a few.
+/// Most parameters or settings of a call; real calls have a few.
 const PARAMETERS_MAX: usize = 64;
 
-/// What the control calls work on. Cheap to clone; all clones are one.
+/// State of the control calls. Cheap to clone; all clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct Controls {
     inference: Inference,
@@ -27,7 +27,7 @@ impl Controls {
         Controls { inference, logging }
     }
 
-    /// Names of the protocol's extensions that this server speaks.
+    /// Names of the protocol extensions that this server supports.
     pub(crate) fn extensions(&self) -> Vec<&'static str> {
         let mut extensions = EXTENSIONS.to_vec();
         if self.logging.is_some() {
@@ -39,12 +39,12 @@ impl Controls {
         extensions
     }
 
-    /// How a version is served, the latest when `version` is empty.
+    /// The configuration of a version, the latest when `version` is empty.
     ///
     /// # Errors
-    /// [`InferError::NotFound`], [`InferError::Unavailable`]; [`InferError::Invalid`] for a version that
-    /// is neither a number nor a label of the model; [`InferError::Denied`], here and below, for what the
-    /// caller's token does not allow.
+    /// [`InferError::NotFound`], [`InferError::Unavailable`]; [`InferError::Invalid`] for a version that is
+    /// neither a number nor a label of the model; [`InferError::Denied`], here and below, if the caller's
+    /// token does not allow the call.
     pub(crate) fn model_config(
         &self,
         caller: &Caller,
@@ -58,8 +58,8 @@ impl Controls {
         Ok(model_config::describe(&model, &policy))
     }
 
-    /// The figures of a version, of all ready versions of a model when `version` is empty, of all models
-    /// that the caller may use when `model` is, too.
+    /// Statistics of a version; of all ready versions of a model when `version` is empty; of all models that
+    /// the caller may use when both are empty.
     ///
     /// # Errors
     /// As [`Controls::model_config`].
@@ -83,7 +83,7 @@ impl Controls {
             }
             (model, asked @ (Asked::Version(_) | Asked::Label(_))) => vec![repository.find(model, asked)?],
             (model, Asked::Any) => {
-                // Says why when there is nothing to tell.
+                // Reports why no version is ready.
                 repository.get(model, None)?;
                 repository.ready(Some(model))
             }
@@ -92,11 +92,11 @@ impl Controls {
         Ok(seen.map(|model| statistics::describe(model)).collect())
     }
 
-    /// Every version in the repository that the caller may use and its state, or those that are ready.
+    /// Every version in the repository that the caller may use, with its state; only ready ones if `ready`.
     ///
     /// # Errors
-    /// [`InferError::Unsupported`] for the name of a repository, as there is one; what
-    /// [`crate::Repository::index`] says.
+    /// [`InferError::Unsupported`] for a repository name, as there is one repository; the errors of
+    /// [`crate::Repository::index`].
     pub(crate) async fn index(
         &self,
         caller: &Caller,
@@ -109,10 +109,10 @@ impl Controls {
         Ok(entries)
     }
 
-    /// Loads a model and waits until it is ready. The model is loaded even when the caller goes away.
+    /// Loads a model and waits until it is ready. Loading continues if the client disconnects.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for any parameter; what [`crate::Repository::load_model`] says.
+    /// [`InferError::Invalid`] for any parameter; the errors of [`crate::Repository::load_model`].
     pub(crate) async fn load(
         &self,
         caller: &Caller,
@@ -143,12 +143,12 @@ impl Controls {
         .await
     }
 
-    /// Unloads a model, with `unload_dependents` also the models of an ensemble that were loaded with it, and waits
-    /// until the requests that they answer are done. A parameter's value is `None` when it is not a boolean.
+    /// Unloads a model and waits for the requests that it still answers. `unload_dependents` also unloads the
+    /// models of an ensemble that were loaded with it. A parameter's value is `None` if it is not a boolean.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for parameters other than `unload_dependents`; what
-    /// [`crate::Repository::unload_model`] says.
+    /// [`InferError::Invalid`] for parameters other than `unload_dependents`; the errors of
+    /// [`crate::Repository::unload_model`].
     pub(crate) async fn unload(
         &self,
         caller: &Caller,
@@ -182,12 +182,12 @@ impl Controls {
         .await
     }
 
-    /// Changes which requests are traced, all of it or nothing, for one model or, when `model` is empty,
-    /// for all, and gives what is in force then.
+    /// Changes the trace settings, atomically, for one model or, when `model` is empty, for all. Returns the
+    /// settings then in force.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for settings that there are not, and for traces where there is no folder
-    /// for them; [`InferError::NotFound`], [`InferError::Unavailable`] for the model.
+    /// [`InferError::Invalid`] for unknown settings, and for traces on a server without a trace directory;
+    /// [`InferError::NotFound`], [`InferError::Unavailable`] for the model.
     pub(crate) fn trace_settings(
         &self,
         caller: &Caller,
@@ -202,7 +202,7 @@ impl Controls {
             None => caller.may_control_all()?,
         }
         if let Some(model) = model {
-            // Settings of a name are kept, so it has to be one that is served.
+            // The tracer stores settings by name, so the model must be served.
             self.inference.repository().get(model, None)?;
         }
         if changes.len() > PARAMETERS_MAX {
@@ -221,11 +221,11 @@ impl Controls {
         Ok(tracer.settings(model))
     }
 
-    /// Changes what is logged, all of it or nothing, and gives what is in force then.
+    /// Changes the log settings, atomically, and returns those then in force.
     ///
     /// # Errors
-    /// [`InferError::Unsupported`] in a process that does not let the server; [`InferError::Invalid`] for
-    /// settings that there are not; [`InferError::Unavailable`] when the log cannot be switched.
+    /// [`InferError::Unsupported`] in a process that gave the server no [`Logging`]; [`InferError::Invalid`]
+    /// for unknown settings; [`InferError::Unavailable`] if the log cannot be switched.
     pub(crate) fn log_settings<'a>(
         &self,
         caller: &Caller,
@@ -255,7 +255,7 @@ impl Controls {
     }
 }
 
-/// There is one repository, and it has no name.
+/// Refuses a repository name: there is one repository, and it has no name.
 fn check_repository(name: &str) -> Result<(), InferError> {
     if name.is_empty() {
         return Ok(());
@@ -265,7 +265,7 @@ fn check_repository(name: &str) -> Result<(), InferError> {
     })
 }
 
-/// Runs work to its end, also when the call is dropped.
+/// Runs work to its end, even if the call is dropped.
 async fn finish(
     work: impl Future<Output = Result<(), InferError>> + Send + 'static,
 ) -> Result<(), InferError> {

@@ -1,5 +1,5 @@
-//! How the outputs of a request are handed over: in the message, as the names of the best classes, or in
-//! shared memory.
+//! Delivery of a request's outputs: as tensors in the response, as best classes in the response, or in shared
+//! memory.
 
 use millrace_bundle::Signature;
 
@@ -9,27 +9,27 @@ use crate::parameters::{Of, Parameters};
 use crate::shared_memory::{SharedMemory, Span};
 use crate::tensor::Tensor;
 
-/// What a request asks for one output.
+/// The delivery that a request asks for, for one output.
 #[derive(Debug, Clone, Default)]
 pub(crate) enum Delivery {
-    /// The tensor, in the reply.
+    /// The tensor, in the response.
     #[default]
     Message,
-    /// The best classes of each row, at most so many, in the reply.
+    /// The best classes of each row, at most this many, in the response.
     Classes(usize),
-    /// The tensor, in a region.
+    /// The tensor, in a shared memory region.
     Region(Span),
 }
 
-/// An output as the reply tells of it.
+/// An output of the response.
 #[derive(Debug)]
 pub(crate) struct Output {
     pub(crate) tensor: Tensor,
-    /// Where its elements go instead of into the reply.
+    /// The shared memory for its elements, if they do not go into the response.
     pub(crate) span: Option<Span>,
 }
 
-/// Reads what the requested outputs ask for, in their order.
+/// Reads the deliveries of the requested outputs, in their order.
 ///
 /// # Errors
 /// [`InferError::Invalid`], [`InferError::NotFound`], [`InferError::Unsupported`].
@@ -80,11 +80,11 @@ pub(crate) fn read_deliveries<'a, P: Parameters + 'a>(
     Ok(deliveries)
 }
 
-/// Turns the outputs of a model into what was asked for; nothing is written yet. `deliveries` are in the
-/// order of the outputs, or empty when all go into the message.
+/// Converts a model's outputs to their deliveries; writes nothing to shared memory yet. `deliveries` is in
+/// the order of the outputs, or empty if all go into the response.
 ///
 /// # Errors
-/// [`InferError::Invalid`] when an output does not fit its region or has no classes.
+/// [`InferError::Invalid`] if an output does not fit its region or cannot have classes.
 pub(crate) fn deliver(
     signature: &Signature,
     outputs: Vec<Tensor>,
@@ -114,11 +114,11 @@ pub(crate) fn deliver(
         .collect()
 }
 
-/// Writes the outputs that go into regions, once all of them can be written. Comes last, when nothing
-/// else can fail: a request that is refused leaves shared memory as it was.
+/// Writes the outputs that go to regions, after checking that all of them can be written. Must be the last
+/// step that can fail: a refused request leaves shared memory unchanged.
 ///
 /// # Errors
-/// [`InferError::Invalid`], [`InferError::Unavailable`] when an object changed meanwhile.
+/// [`InferError::Invalid`], [`InferError::Unavailable`] if an object changed meanwhile.
 pub(crate) fn write_regions(outputs: &[Output]) -> Result<(), InferError> {
     let placed = || outputs.iter().filter_map(|output| Some((output.span.as_ref()?, &output.tensor)));
     placed().try_for_each(|(span, _)| span.check_size())?;

@@ -1,8 +1,8 @@
-//! How far the inputs of a version are from those that it was trained on: a fading histogram of some of its
-//! rows, beside the statistics in its bundle.
+//! Drift detection: compares the inputs of a version with its training data. A fading histogram of some input
+//! rows is set against the statistics in the version's bundle.
 //!
-//! The work is bounded: a fixed number of rows a second, of which each costs a search among a few numbers for
-//! each feature, and nobody waits for the histogram. A version without statistics pays for one comparison.
+//! The work is bounded: a fixed number of rows per second, each with one search among a few numbers per
+//! feature, and no request waits for the histogram. A version without statistics costs one comparison.
 
 mod histogram;
 
@@ -18,14 +18,14 @@ use crate::config::ROWS_MIN;
 use crate::tensor::{Data, Tensor};
 use histogram::Histogram;
 
-/// Watches the inputs of one version.
+/// Drift detector for the inputs of one version.
 #[derive(Debug)]
 pub(crate) struct Drift {
     features: Vec<Watched>,
     rows_per_second_max: u32,
     window_rows: u64,
     began: Instant,
-    /// The second since `began` in the upper half, the rows that were taken in it in the lower.
+    /// Upper half: seconds since `began`. Lower half: rows granted in that second.
     taken: AtomicU64,
     seen: Mutex<Seen>,
 }
@@ -34,44 +34,44 @@ pub(crate) struct Drift {
 struct Watched {
     feature: Feature,
     name: String,
-    /// Which of the inputs it is of.
+    /// Index of its input.
     input: usize,
 }
 
 #[derive(Debug)]
 struct Seen {
     rows: u64,
-    /// Rows of the window, in which the oldest count less.
+    /// Rows of the window, with older rows discounted.
     window: u64,
     histograms: Vec<Histogram>,
 }
 
-/// What is told of a version.
+/// Drift figures of a version.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Figures {
-    /// Rows that were looked at since it was loaded.
+    /// Rows examined since the version was loaded.
     pub(crate) rows: u64,
-    /// Those that its features are told of; none are before there are enough.
+    /// Rows of the window; with fewer than [`ROWS_MIN`] there are no figures for features.
     pub(crate) window_rows: u64,
     /// The features with their names.
     pub(crate) features: Vec<(String, FeatureDrift)>,
 }
 
-/// How far a feature is from the training.
+/// Drift of one feature from the training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct FeatureDrift {
     /// Population stability index.
     pub(crate) psi: f64,
-    /// Distance of the means in standard deviations of the training; none where it had a constant, or no
-    /// number came.
+    /// Difference of the means in standard deviations of the training; `None` if the training had a constant,
+    /// or the window has no finite value.
     pub(crate) mean_shift: Option<f64>,
-    /// Share of the values outside of the training's range.
+    /// Fraction of the values outside the training's range.
     pub(crate) outside: f64,
 }
 
 impl Drift {
-    /// Watches what the statistics are of; nothing where that is switched off, and of inputs that the signature
-    /// does not have as 32-bit floats, as those of trainers are.
+    /// A detector for the features of the statistics whose inputs are 32-bit floats in the signature, as
+    /// trainers use. `None` if there are none or detection is disabled.
     pub(crate) fn new(statistics: Statistics, signature: &Signature, options: &Options) -> Option<Drift> {
         let watched = |feature: Feature| {
             let input = signature.inputs.iter().position(|spec| spec.name == feature.input)?;
@@ -94,29 +94,30 @@ impl Drift {
         })
     }
 
-    /// Looks at some rows of inputs in the signature's order, which were checked against it.
+    /// Examines some rows of inputs; the caller has checked these against the signature.
     pub(crate) fn observe<T: Borrow<Tensor>>(&self, inputs: &[T], now: Instant) {
         let rows = rows_of(inputs.first().map(Borrow::borrow));
         let granted = self.grant(rows, now);
         if granted == 0 {
             return;
         }
-        // Whoever finds it in use goes on: a request never waits here.
+        // If another request holds the lock, this one skips: requests never wait here.
         let Some(mut seen) = self.seen.try_lock() else { return };
         for turn in 0..granted {
-            // Evenly spread over the request, whose rows may be in an order.
+            // Evenly spread over the request, whose rows may be sorted.
             let row = (turn as u128 * rows as u128 / granted as u128) as usize;
             self.add_row(&mut seen, inputs, rows, row);
         }
     }
 
-    /// How many of so many rows may be looked at in this second.
+    /// Number of rows out of `rows` that may be examined in this second.
     fn grant(&self, rows: usize, now: Instant) -> usize {
         let second = now.saturating_duration_since(self.began).as_secs() & u64::from(u32::MAX);
         let wanted = u32::try_from(rows).unwrap_or(u32::MAX);
         let mut before = self.taken.load(Ordering::Relaxed);
         loop {
-            // Clocks were read before, and the turn of a second may have been seen by others.
+            // Threads read the clock before this point, so another thread may already have begun the next
+            // second.
             let second = second.max(before >> 32);
             let taken = if before >> 32 == second { before as u32 } else { 0 };
             let granted = wanted.min(self.rows_per_second_max.saturating_sub(taken));
@@ -150,7 +151,7 @@ impl Drift {
         }
     }
 
-    /// What there is to tell by now.
+    /// The current figures.
     pub(crate) fn figures(&self) -> Figures {
         let seen = self.seen.lock();
         let enough = seen.window >= ROWS_MIN;
@@ -164,7 +165,7 @@ impl Drift {
     }
 }
 
-/// Rows of a tensor; one where it has no extents.
+/// Rows of a tensor; 1 for a scalar.
 fn rows_of(tensor: Option<&Tensor>) -> usize {
     let extent = tensor.map(|tensor| tensor.shape.first().copied().unwrap_or(1));
     extent.and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0)

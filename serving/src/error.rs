@@ -1,4 +1,4 @@
-//! What can go wrong: [`Error`] when something is started or loaded, [`InferError`] for one request.
+//! The errors of this crate: [`Error`] for starting or loading, [`InferError`] for one request.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 /// Result of starting or loading something.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a server, a model or a pipe could not be started or went down.
+/// Error of starting or running a server, a model or a pipe.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -16,10 +16,10 @@ pub enum Error {
         ort::MINOR_VERSION
     )]
     RuntimeMissing {
-        /// Where it was looked for.
+        /// The places that were searched.
         searched: String,
     },
-    /// The library that was found cannot be used.
+    /// The library cannot be used as ONNX Runtime.
     #[error(
         "{} cannot be used as ONNX Runtime: {reason}; set ORT_DYLIB_PATH or [serving] onnxruntime to libonnxruntime.so version 1.{} or newer in a place that only root and this user can write",
         path.display(), ort::MINOR_VERSION
@@ -27,31 +27,31 @@ pub enum Error {
     RuntimeUnusable {
         /// The library.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault of the library.
         reason: String,
     },
-    /// The configured device is not there, and `allow_fallback` is not set.
+    /// The configured device is missing, and `allow_fallback` is not set.
     #[error(
         "device {device} is not available: {reason}; choose another with --device or [serving] device, or let models run on the processor with [serving] allow_fallback = true"
     )]
     DeviceUnavailable {
         /// The device.
         device: crate::config::Device,
-        /// What ONNX Runtime says.
+        /// The error from ONNX Runtime.
         reason: String,
     },
-    /// An address cannot be listened on.
+    /// The server cannot listen on an address.
     #[error(
         "cannot listen on {address} for {service}: {reason}; choose another address with --{flag} or [serving] {flag} (port 0 takes a free one)"
     )]
     Bind {
         /// The address.
         address: SocketAddr,
-        /// What should listen there.
+        /// The service for that address.
         service: &'static str,
         /// Flag and configuration key that set it.
         flag: &'static str,
-        /// What the operating system says.
+        /// The operating system's error.
         reason: String,
     },
     /// The directory of models cannot be opened.
@@ -59,13 +59,13 @@ pub enum Error {
     Directory {
         /// The directory.
         path: PathBuf,
-        /// What the operating system says.
+        /// The operating system's error.
         reason: String,
     },
-    /// A setting makes no sense.
+    /// A setting is invalid.
     #[error("[serving] {reason}")]
     Config {
-        /// Which one, and why.
+        /// The setting and the reason.
         reason: String,
     },
     /// A model version cannot be served.
@@ -75,7 +75,7 @@ pub enum Error {
         model: String,
         /// Version.
         version: u64,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The model repository cannot be read.
@@ -84,10 +84,10 @@ pub enum Error {
     /// The volume that holds models or progress failed.
     #[error("the volume failed")]
     Datafs(#[from] millrace_datafs::Error),
-    /// Topics failed.
+    /// The streams crate failed to access topics.
     #[error("the topics failed")]
     Streams(#[from] millrace_streams::Error),
-    /// A request of a pipe failed in a way that is not the record's fault.
+    /// A request of a pipe failed for a reason other than the record.
     #[error("inference failed")]
     Infer(#[from] InferError),
     /// Another process runs the same pipe.
@@ -102,7 +102,8 @@ pub enum Error {
         /// Partition.
         partition: i32,
     },
-    /// The input of a pipe is not the topic that the pipe has read before, or lacks records that it has not read.
+    /// The input of a pipe is not the topic that the pipe has read before, or lacks records that it has not
+    /// yet read.
     #[error(
         "pipe {name}: topic {topic} partition {partition} does not go on where the pipe was: {reason}; if the topic \
          was deleted and created again, or its records removed on purpose, give the pipe another name (--name of \
@@ -115,21 +116,21 @@ pub enum Error {
         topic: String,
         /// Partition.
         partition: i32,
-        /// What differs.
+        /// The difference.
         reason: String,
     },
     /// A server task ended with an error.
     #[error("the {service} service failed: {reason}")]
     Service {
-        /// Which one.
+        /// The service.
         service: &'static str,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
 impl Error {
-    /// True when the same call may succeed later without anybody changing anything.
+    /// True if the same call may succeed later without any change.
     pub fn is_retryable(&self) -> bool {
         match self {
             Error::Repository(source) => source.is_retryable(),
@@ -141,81 +142,81 @@ impl Error {
     }
 }
 
-/// Why a request has no answer. Transports map each variant to one status.
+/// Error of a request. Transports map each variant to one status.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InferError {
-    /// There is no such model, or no such version of it.
+    /// The model, or its version, does not exist.
     #[error("{reason}")]
     NotFound {
-        /// What was not found.
+        /// The missing object.
         reason: String,
     },
-    /// The name is taken.
+    /// The name is already in use.
     #[error("{reason}")]
     Exists {
-        /// What is there already.
+        /// The existing object.
         reason: String,
     },
-    /// The request is wrong and stays wrong.
+    /// The request is invalid; a retry cannot succeed.
     #[error("{reason}")]
     Invalid {
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
-    /// The request is larger than the server takes.
+    /// The request is larger than the limit.
     #[error("the message has at least {bytes} bytes, the limit is {bytes_max} (limits.message_bytes_max)")]
     TooLarge {
-        /// Size of the message, without compression, as far as it is known.
+        /// Size of the message after decompression, as far as it is known.
         bytes: u64,
         /// The limit.
         bytes_max: u64,
     },
-    /// The answer cannot be written in the form that was asked for.
+    /// The answer cannot be represented in the requested form.
     #[error("{reason}")]
     NotRepresentable {
-        /// Why, and what to ask for instead.
+        /// The reason, and the form to ask for instead.
         reason: String,
     },
-    /// More waits already than may.
+    /// The server is overloaded.
     #[error("{reason}")]
     Overloaded {
-        /// What waits, and the limits.
+        /// The load, and the limit.
         reason: String,
     },
-    /// The call shows no token, or one that is not known.
+    /// The call has no token, or an unknown one.
     #[error("{reason}")]
     Unauthenticated {
-        /// What is expected.
+        /// The expected credentials.
         reason: String,
     },
-    /// The call's token does not allow it.
+    /// The call's token does not permit it.
     #[error("{reason}")]
     Denied {
-        /// What is not allowed.
+        /// The denied action.
         reason: String,
     },
-    /// It could not begin to run in time.
+    /// The request could not start in time.
     #[error("{reason}")]
     DeadlineExceeded {
-        /// How long it waited, and what its time was bounded by.
+        /// The time that it waited, and the origin of its deadline.
         reason: String,
     },
-    /// The server cannot answer now: it drains, or the version could not be loaded.
+    /// The server cannot answer now: it is draining, or the version could not be loaded.
     #[error("{reason}")]
     Unavailable {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The protocol has it, this server does not.
+    /// The protocol defines it, but this server does not support it.
     #[error("{reason}")]
     Unsupported {
-        /// What.
+        /// The unsupported feature.
         reason: String,
     },
     /// ONNX Runtime failed on a valid request.
     #[error("{reason}")]
     Internal {
-        /// What it says.
+        /// The error from ONNX Runtime.
         reason: String,
     },
 }
@@ -229,7 +230,7 @@ impl InferError {
         InferError::Internal { reason: reason.into() }
     }
 
-    /// The same of a part of a request, which is named before the reason.
+    /// The same error with the named part of the request before its reason.
     pub(crate) fn within(mut self, part: &dyn std::fmt::Display) -> InferError {
         match &mut self {
             InferError::NotFound { reason }
@@ -243,13 +244,13 @@ impl InferError {
             | InferError::Unavailable { reason }
             | InferError::Unsupported { reason }
             | InferError::Internal { reason } => *reason = format!("{part}: {reason}"),
-            // Of the message as a whole, which has no parts.
+            // Concerns the whole message, which has no parts.
             InferError::TooLarge { .. } => {}
         }
         self
     }
 
-    /// True when the same request may succeed later.
+    /// True if the same request may succeed later.
     pub fn is_retryable(&self) -> bool {
         matches!(
             self,
@@ -278,7 +279,7 @@ impl InferError {
     }
 }
 
-/// At most 120 characters of text from outside, quoted, for messages.
+/// Untrusted text for a message: quoted, at most 120 characters.
 pub(crate) fn quote(text: &str) -> String {
     let mut short: String = text.chars().take(120).collect();
     if short.len() < text.len() {
@@ -287,7 +288,7 @@ pub(crate) fn quote(text: &str) -> String {
     format!("{short:?}")
 }
 
-/// An error of ONNX Runtime in one line, which is not too long.
+/// An error of ONNX Runtime in one line of at most 600 characters.
 pub(crate) fn one_line(error: &dyn std::fmt::Display) -> String {
     let text = error.to_string();
     let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -297,7 +298,7 @@ pub(crate) fn one_line(error: &dyn std::fmt::Display) -> String {
     line
 }
 
-/// An error and what caused it, in one line.
+/// An error and its causes, in one line.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut line = error.to_string();
     let mut source = error.source();

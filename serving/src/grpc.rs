@@ -1,5 +1,5 @@
-//! The gRPC face: the calls of the Open Inference Protocol and those that Triton adds, and the one place
-//! where errors become gRPC statuses.
+//! The gRPC transport: the calls of the Open Inference Protocol and Triton's additions. This module alone
+//! maps errors to gRPC statuses.
 
 mod control;
 mod deadline;
@@ -45,10 +45,10 @@ use crate::wire::{Form, read_inputs, write_response};
 
 /// Name of the server in its metadata.
 pub(crate) const SERVER_NAME: &str = "millrace";
-/// Platform of every model with a graph, as Triton names it.
+/// Platform of every model with a graph, in Triton's terms.
 pub(crate) const PLATFORM: &str = "onnxruntime_onnx";
-/// Protocol extensions that every server speaks, as Triton names them; [`Controls::extensions`] and
-/// [`extensions`] add those that depend on how the server was started.
+/// Protocol extensions of every server, in Triton's terms. [`Controls::extensions`] and [`extensions`] add
+/// those that depend on the configuration.
 pub(crate) const EXTENSIONS: &[&str] = &[
     "binary_tensor_data",
     "classification",
@@ -60,7 +60,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "statistics",
 ];
 
-/// Protocol extensions that the server speaks.
+/// Protocol extensions of this server.
 pub(crate) fn extensions(controls: &Controls, memory: &SharedMemory) -> Vec<&'static str> {
     let mut extensions = controls.extensions();
     if memory.is_on() {
@@ -78,7 +78,7 @@ impl From<InferError> for Status {
             InferError::TooLarge { .. } | InferError::Overloaded { .. } => Code::ResourceExhausted,
             InferError::Unauthenticated { .. } => Code::Unauthenticated,
             InferError::Denied { .. } => Code::PermissionDenied,
-            // Triton says UNAVAILABLE, on which clients try again that do not wait any more.
+            // Triton answers UNAVAILABLE, on which its clients retry although they no longer wait.
             InferError::DeadlineExceeded { .. } => Code::DeadlineExceeded,
             InferError::Unavailable { .. } => Code::Unavailable,
             InferError::Unsupported { .. } => Code::Unimplemented,
@@ -88,7 +88,7 @@ impl From<InferError> for Status {
     }
 }
 
-/// The service for a tonic server. Messages above the limit are refused while they are read.
+/// The service for a tonic server. A message above the limit is refused while it is read.
 pub(crate) fn service(
     inference: Inference,
     controls: Controls,
@@ -109,7 +109,7 @@ pub(crate) fn service(
     Logged::new(Guarded::new(Messages::new(unary::Unary::new(service, others), *limits, bodies), guard))
 }
 
-/// The calls. Cheap to clone; all clones are one.
+/// The handlers of the calls. Cheap to clone; all clones share one state.
 #[derive(Debug, Clone)]
 pub(crate) struct Service {
     inference: Inference,
@@ -128,8 +128,8 @@ impl Service {
         self.inference.find_asked(name, Asked::parse(version)?)
     }
 
-    /// Lets a request in, of a call or of a stream, and finds the version that answers it. Those of a
-    /// sequence run in the order of these calls.
+    /// Admits a request of a call or a stream, and finds the version that answers it. Requests of a sequence
+    /// run in the order in which they were admitted.
     fn admit(&self, caller: &Caller, request: &pb::ModelInferRequest) -> Result<Admitted, InferError> {
         let entered = self.inference.enter()?;
         caller.may_use(&request.model_name)?;
@@ -139,7 +139,7 @@ impl Service {
         Ok(Admitted { model, place, entered })
     }
 
-    /// Answers a call of a client.
+    /// Answers a call.
     async fn answer(
         &self,
         client: Option<SocketAddr>,
@@ -155,7 +155,7 @@ impl Service {
         Ok(reply)
     }
 
-    /// Answers a request, and tells which version did.
+    /// Answers a request; also returns the version that answered.
     async fn infer(
         &self,
         admitted: Admitted,
@@ -176,7 +176,7 @@ impl Service {
         Ok((message, model))
     }
 
-    /// Makes tensors of a message, in a turn where they are large.
+    /// Decodes the tensors of a message; large ones wait for a turn on the decoding threads.
     async fn decode(
         &self,
         request: pb::ModelInferRequest,
@@ -324,7 +324,7 @@ impl GrpcInferenceService for Service {
         &self,
         _: Request<pb::CudaSharedMemoryUnregisterRequest>,
     ) -> Result<Response<pb::CudaSharedMemoryUnregisterResponse>, Status> {
-        // There is none, and clients unregister before they register.
+        // Always succeeds: clients unregister before they register, and CUDA regions never exist.
         Ok(Response::new(pb::CudaSharedMemoryUnregisterResponse {}))
     }
 
@@ -389,34 +389,34 @@ impl GrpcInferenceService for Service {
     }
 }
 
-/// A request that was let in.
+/// An admitted request.
 struct Admitted {
     model: Arc<Model>,
     place: Option<Box<Place>>,
     entered: Entered,
 }
 
-/// Where a request comes from, and until when it is waited for there.
+/// Client and deadline of a request.
 #[derive(Debug, Clone)]
 struct Origin {
     client: Option<SocketAddr>,
-    /// Told once the request was let in: while the server stops, that is what callers hear.
+    /// An error is reported only after admission, so that a stopping server answers with UNAVAILABLE first.
     deadline: Result<Option<Instant>, InferError>,
 }
 
-/// What a reply takes from its request beside the outputs.
+/// The part of a request that its response needs, besides the outputs.
 struct Reply {
     form: Form,
     deliveries: Vec<Delivery>,
 }
 
-/// What there is to do for the tensors of a request.
+/// Amounts of work to decode the tensors of a request.
 struct Sizes {
-    /// About how many bytes are read element by element.
+    /// Approximate bytes that are decoded element by element.
     read: usize,
     /// Bytes of raw contents that are copied.
     copied: usize,
-    /// Bytes that are said to lie in shared memory.
+    /// Bytes that the request declares to lie in shared memory.
     placed: usize,
 }
 
@@ -437,14 +437,14 @@ impl Sizes {
             }
             if !input.parameters.is_empty() {
                 let size = input.parameters.count(&Of("input", &input.name), "shared_memory_byte_size");
-                // What is no size is refused when the inputs are read.
+                // Reading the inputs refuses an invalid size.
                 let size = size.ok().flatten().unwrap_or(0);
                 placed = placed.saturating_add(usize::try_from(size).unwrap_or(usize::MAX));
             }
         }
         let read = elements.saturating_mul(8);
         let copied = request.raw_input_contents.iter().map(Bytes::len).sum::<usize>();
-        // Byte strings are told apart one by one.
+        // Byte strings are decoded one at a time.
         if has_strings {
             Sizes { read: read.saturating_add(copied), copied: 0, placed }
         } else {

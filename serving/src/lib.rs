@@ -1,44 +1,47 @@
-//! Model serving: bundles, ONNX Runtime sessions, Open Inference Protocol, topic to topic.
+//! Model serving: bundles, ONNX Runtime sessions, the Open Inference Protocol, and topic-to-topic pipes.
 //!
-//! What is here: the repository that loads model bundles from a volume or a directory, the inference
-//! core, its faces (gRPC and REST, Open Inference Protocol version 2, as Triton and KServe clients speak
-//! it, with Triton's calls for configurations, statistics, the repository, traces and the log, with
-//! system shared memory, streams and classification; health; reflection; Prometheus metrics; spans for
-//! OpenTelemetry), with TLS and bearer tokens, a client, a generator of load ([`load`]), and the pipe that
-//! reads records from one topic and writes predictions to another.
+//! What is here:
+//! - the repository that loads model bundles from a volume or a directory, and the inference core;
+//! - the gRPC and REST transports: Open Inference Protocol version 2 for Triton and KServe clients, Triton's
+//!   calls for configurations, statistics, the repository, traces and the log, system shared memory, streams,
+//!   classification, health and reflection, with TLS and bearer tokens;
+//! - Prometheus metrics and OpenTelemetry spans;
+//! - a client, a load generator ([`load`]), and the pipe that reads records from one topic and writes
+//!   predictions to another.
 //!
-//! What is not here: training (a bundle comes from anywhere), Kafka in the inference path (only
-//! [`pipe`] knows topics), and any format of models but ONNX (Triton's
-//! `config.pbtxt` is read for those, and for ensembles of them).
+//! What is not here: training (any program may write bundles), Kafka in the inference path (only [`pipe`]
+//! knows topics), and model formats other than ONNX (Triton's `config.pbtxt` is read for ONNX models and for
+//! ensembles of them).
 //!
 //! Invariants:
-//! - a version is served only when its manifest is complete, its digests match and ONNX Runtime agrees
-//!   with its signature; in Triton's layout, which has no manifest, when its graph stays as it is and agrees
-//!   with its configuration; a bad version never takes another one down;
-//! - a request is checked against the signature before ONNX Runtime sees it, with checked arithmetic, so
-//!   no request can make it read beyond a buffer;
-//! - shared memory is read and written, never mapped, and an output goes there only when the whole request
-//!   has succeeded;
-//! - a device that was asked for is used or refused, never replaced unless the configuration allows it;
-//! - a request of a wrong form is never answered as INTERNAL or 500, and limits hold after decompression;
-//! - where the server has tokens, a call is known by its own before anything of it is read, and learns
-//!   nothing of models that it may not use;
-//! - no request waits for the collector of its spans, and neither does a server that stops, but for seconds;
-//! - an answer is given again only to a request that asks the same of a version with the same content;
-//! - requests run together only where the graph proves that their rows are independent ([`rows`]), or where the
-//!   configuration asks for it;
-//! - a graph that would end the process, or answer with uninitialized memory, is refused before it is loaded
-//!   ([`hazards`]);
-//! - a step of an ensemble is a request to its model like any other, and an ensemble is ready while all its models
-//!   are and fit;
-//! - a request whose caller has gone, or whose deadline has passed, before it could run is never run, a
-//!   run ends early when all its callers have gone, and clients that wait for a model take turns by the rows that they
-//!   ask for;
-//! - requests of a sequence run one after the other, and one that failed has left its state as it was;
-//! - a server that was told to stop refuses new requests as UNAVAILABLE and finishes the running ones;
-//! - a pipe commits its progress after the predictions were acknowledged: every record is predicted or
-//!   dead-lettered at least once. After a crash the records of the last uncommitted batch come again, so
-//!   a consumer that minds drops doubles by the `source` of a prediction.
+//! - The server serves a version only if its manifest is complete, its digests match and ONNX Runtime agrees
+//!   with its signature. Triton's layout has no manifest: there the graph must be stable and agree with its
+//!   configuration. A bad version never takes another one down.
+//! - The server checks a request against the signature, with checked arithmetic, before ONNX Runtime sees it.
+//!   No request can make ONNX Runtime read beyond a buffer.
+//! - The server reads and writes shared memory but never maps it. It writes an output there only when the
+//!   whole request has succeeded.
+//! - The server uses the configured device or refuses the model; only the configuration may allow another
+//!   device.
+//! - A malformed request never yields INTERNAL or 500, and limits also hold after decompression.
+//! - On a server with tokens, a call is authenticated before its message is read, and learns nothing about
+//!   models that it may not use.
+//! - No request waits for the collector of its spans; a stopping server waits a few seconds at most.
+//! - The response cache answers only an equal request to a version with the same content.
+//! - Requests are batched only if the graph proves that their rows are independent ([`rows`]), or the
+//!   configuration demands it.
+//! - The server refuses a graph that would end the process, or answer with uninitialized memory, before it
+//!   loads it ([`hazards`]).
+//! - A step of an ensemble is an ordinary request to its model. An ensemble is ready while all its models are
+//!   ready and fit.
+//! - A request never runs if its client has disconnected or its deadline has passed before it could. A run
+//!   ends early once all its clients have disconnected. Clients that wait for a model take turns by the rows
+//!   that they ask for.
+//! - Requests of a sequence run one after another; a failed one leaves the state unchanged.
+//! - A stopping server refuses new requests with UNAVAILABLE and finishes the running ones.
+//! - A pipe commits its progress after the brokers acknowledged the predictions: every record is predicted or
+//!   dead-lettered at least once. After a crash the records of the last uncommitted batch may repeat; a
+//!   consumer can drop duplicates by the `source` of a prediction.
 //!
 //! ```no_run
 //! use millrace_serving::{Config, Source, client::Client, serve, tensor::Tensor, wire::Form};

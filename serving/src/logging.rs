@@ -1,9 +1,8 @@
-//! What the process logs, as Triton's clients switch it: the settings, and the trait through which a
-//! process lets a server do so.
+//! Log settings in Triton's form, and the trait through which a process lets the server change them.
 
 use crate::error::{InferError, quote};
 
-/// Which events are logged.
+/// Levels of the logged events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogSettings {
     /// Events of level ERROR.
@@ -12,52 +11,52 @@ pub struct LogSettings {
     pub warning: bool,
     /// Events of level INFO.
     pub info: bool,
-    /// 0: nothing finer; 1: events of level DEBUG; 2 and more: those of level TRACE, too.
+    /// 0: no finer events; 1: events of level DEBUG; 2 and more: also events of level TRACE.
     pub verbose_level: u32,
 }
 
 /// The switch of a process's log.
 pub trait Logging: std::fmt::Debug + Send + Sync {
-    /// What is in force.
+    /// The settings in force.
     fn settings(&self) -> LogSettings;
 
-    /// Changes what is in force, as one step when several callers do, and gives what is then.
+    /// Changes the settings atomically, and returns those then in force.
     ///
     /// # Errors
-    /// Why the log cannot be switched; nothing has changed then.
+    /// Why the log cannot be switched; the settings are unchanged.
     fn change(&self, change: &dyn Fn(&mut LogSettings)) -> Result<LogSettings, String>;
 }
 
-/// The one format that is written.
+/// The only supported log format.
 const FORMAT: &str = "default";
 
-/// A value as a client sends it.
+/// A value from a client.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Value {
     Bool(bool),
     Number(u64),
     Text(String),
-    /// Nothing, or something that no setting has.
+    /// No value, or one of a type that no setting has.
     Other,
 }
 
-/// One change to the settings, checked.
+/// A checked change of one setting.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Change {
     Error(bool),
     Warning(bool),
     Info(bool),
     VerboseLevel(u32),
-    /// A setting that has this value and can have no other.
+    /// Sets a setting with only one possible value to that value.
     Nothing,
 }
 
 impl Change {
-    /// Checks a change that a client asks for.
+    /// Checks a change that a client requests.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for names that are no setting, values of another type, and settings that
-    /// can have only one value.
+    /// [`InferError::Invalid`] for unknown names, values of another type, and other values for settings with
+    /// only one.
     pub(crate) fn parse(name: &str, value: &Value) -> Result<Change, InferError> {
         let switch = || match value {
             Value::Bool(on) => Ok(*on),
@@ -90,7 +89,7 @@ impl Change {
         })
     }
 
-    /// Makes the change.
+    /// Applies the change.
     pub(crate) fn apply(self, settings: &mut LogSettings) {
         match self {
             Change::Error(on) => settings.error = on,
@@ -112,7 +111,7 @@ fn wrong(name: &str, expected: &str, found: &Value) -> InferError {
     InferError::invalid(format!("{name} is {found}, expected is {expected}"))
 }
 
-/// The settings by Triton's names.
+/// The settings under Triton's names.
 pub(crate) fn named(settings: LogSettings) -> [(&'static str, Value); 6] {
     [
         ("log_file", Value::Text(String::new())),

@@ -1,5 +1,5 @@
-//! Prometheus metrics of this crate, in the default registry. Labels carry names of loaded models only:
-//! names that a request makes up never become label values.
+//! Prometheus metrics of this crate, in the default registry. Labels carry only the names of loaded models:
+//! names from requests never become label values.
 
 mod drift;
 mod triton;
@@ -13,8 +13,7 @@ use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGaug
 
 use crate::repository::Repository;
 
-/// Registers a collector; a second registration of the same name cannot happen, as every static is
-/// made once.
+/// Registers a collector. A name is never registered twice, as each static is initialized once.
 fn registered<C: prometheus::core::Collector + Clone + 'static>(collector: C) -> C {
     if let Err(error) = prometheus::register(Box::new(collector.clone())) {
         tracing::warn!(%error, "a metric is not exported");
@@ -23,7 +22,7 @@ fn registered<C: prometheus::core::Collector + Clone + 'static>(collector: C) ->
 }
 
 fn counter_vec(name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
-    // Names and labels are constants of this file, and a test renders them all.
+    // Cannot fail: names and labels are constants of this file, and a test renders them all.
     registered(IntCounterVec::new(Opts::new(name, help), labels).expect("a valid metric"))
 }
 
@@ -49,8 +48,8 @@ fn seconds_vec(name: &str, help: &str, labels: &[&str]) -> HistogramVec {
     )
 }
 
-/// Requests answered, by model, version and outcome (`ok`, the kind of error, or `cancelled` when the caller
-/// went before there was an answer). Requests for unknown models count under an empty model name.
+/// Answered requests by model, version and outcome: `ok`, the kind of error, or `cancelled` if the client
+/// disconnected before the answer. Requests for unknown models have an empty model name.
 pub static REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_requests_total",
@@ -63,7 +62,7 @@ pub static REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
 pub static ROWS: LazyLock<IntCounterVec> =
     LazyLock::new(|| counter_vec("millrace_serving_rows_total", "Rows predicted", &["model", "version"]));
 
-/// Seconds from a checked request to its outputs, waiting for a session included.
+/// Seconds from a checked request to its outputs, including the wait for a session.
 pub static REQUEST_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
     seconds_vec(
         "millrace_serving_request_seconds",
@@ -77,18 +76,18 @@ pub static COMPUTE_SECONDS: LazyLock<HistogramVec> = LazyLock::new(|| {
     seconds_vec("millrace_serving_compute_seconds", "Seconds inside ONNX Runtime", &["model", "version"])
 });
 
-/// Rows of a run: of one request, or of several that ran together.
+/// Rows of a run, of one request or of a batch.
 pub static BATCH_ROWS: LazyLock<HistogramVec> = LazyLock::new(|| {
     let options = HistogramOpts::new("millrace_serving_batch_rows", "Rows that ran together")
         .buckets((0..=12).map(|power| f64::from(1 << power)).collect());
     registered(HistogramVec::new(options, &["model", "version"]).expect("a valid metric"))
 });
 
-/// Requests that are being answered.
+/// Requests in progress.
 pub static IN_FLIGHT: LazyLock<IntGauge> =
     LazyLock::new(|| gauge("millrace_serving_in_flight_requests", "Requests being answered"));
 
-/// Request bodies that are read in turns because they are large, and wait for their turn or have it.
+/// Large request bodies that wait for a decoding turn or have one.
 pub static LARGE_BODIES: LazyLock<IntGauge> = LazyLock::new(|| {
     gauge("millrace_serving_large_bodies", "Large request bodies being read or waiting to be")
 });
@@ -97,7 +96,7 @@ pub static LARGE_BODIES: LazyLock<IntGauge> = LazyLock::new(|| {
 pub static CONNECTIONS: LazyLock<IntGaugeVec> =
     LazyLock::new(|| gauge_vec("millrace_serving_open_connections", "Open connections", &["service"]));
 
-/// Connections that were refused because too many were open, by service.
+/// Connections refused because too many were open, by service.
 pub static CONNECTIONS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_refused_connections_total",
@@ -106,7 +105,8 @@ pub static CONNECTIONS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
-/// Connections that the server ended because the client took no answers or cancelled too many calls, by service.
+/// Connections that the server ended because the client read no answers or cancelled too many calls, by
+/// service.
 pub static CONNECTIONS_CUT: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_cut_connections_total",
@@ -115,16 +115,16 @@ pub static CONNECTIONS_CUT: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
-/// Handshakes of TLS that failed: clients without TLS, or without a certificate that is trusted.
+/// Failed TLS handshakes: clients without TLS, or without a trusted certificate.
 pub static HANDSHAKES_FAILED: LazyLock<IntCounter> =
     LazyLock::new(|| counter("millrace_serving_failed_handshakes_total", "Handshakes of TLS that failed"));
 
-/// Calls that were refused for their token, by reason: `missing`, `unknown` or `denied`.
+/// Calls refused because of their token, by reason: `missing`, `unknown` or `denied`.
 pub static CALLERS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec("millrace_serving_refused_callers_total", "Calls refused for their token", &["reason"])
 });
 
-/// Times that changed files were read again, by what they hold (`certificates` or `tokens`) and outcome.
+/// Reloads of changed files, by content (`certificates` or `tokens`) and outcome.
 pub static RELOADS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_reloads_total",
@@ -137,7 +137,7 @@ pub static RELOADS: LazyLock<IntCounterVec> = LazyLock::new(|| {
 pub static MODELS: LazyLock<IntGaugeVec> =
     LazyLock::new(|| gauge_vec("millrace_serving_model_versions", "Model versions by state", &["state"]));
 
-/// Sessions of loaded model versions, by the device that they run on and the one that was asked for.
+/// Sessions of loaded model versions, by the device that they run on and the device that was configured.
 pub static SESSIONS: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     gauge_vec(
         "millrace_serving_sessions",
@@ -146,7 +146,7 @@ pub static SESSIONS: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     )
 });
 
-/// Looks through the repository.
+/// Scans of the repository, by outcome.
 pub static REFRESHES: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_repository_refreshes_total",
@@ -155,8 +155,8 @@ pub static REFRESHES: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
-/// Copies of requests for a shadow version, by outcome: `compared` with the reply, `unlike` it in form,
-/// `failed`, or `dropped` because enough others ran.
+/// Copies of requests for a shadow version, by outcome: `compared` with the response, `unlike` it in shape or
+/// type, `failed`, or `dropped` because too many copies were running.
 pub static SHADOW_REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_shadow_requests_total",
@@ -165,7 +165,7 @@ pub static SHADOW_REQUESTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
-/// The largest distance between a number of a reply and that of the shadow version.
+/// The largest difference between a number of a response and that of the shadow version.
 pub static SHADOW_DIFFERENCE: LazyLock<HistogramVec> = LazyLock::new(|| {
     let buckets = std::iter::once(0.0).chain((-7..=3).map(|power| 10f64.powi(power))).collect();
     let options = HistogramOpts::new(
@@ -176,7 +176,7 @@ pub static SHADOW_DIFFERENCE: LazyLock<HistogramVec> = LazyLock::new(|| {
     registered(HistogramVec::new(options, &["model", "version"]).expect("a valid metric"))
 });
 
-/// Rows to which the shadow version gives the `same` label as the reply, or an `other`.
+/// Rows by label: `same` if the shadow version gives the same label as the response, else `other`.
 pub static SHADOW_ROWS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_shadow_rows_total",
@@ -185,12 +185,12 @@ pub static SHADOW_ROWS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     )
 });
 
-/// Bytes of the answers that are kept to be given again.
+/// Bytes of the response cache in use.
 pub static RESPONSE_CACHE_BYTES: LazyLock<IntGauge> = LazyLock::new(|| {
     gauge("millrace_serving_response_cache_bytes", "Bytes of the answers that are kept to be given again")
 });
 
-/// Answers that were kept and had to make room for others.
+/// Evictions from the response cache.
 pub static RESPONSE_CACHE_EVICTIONS: LazyLock<IntCounter> = LazyLock::new(|| {
     counter(
         "millrace_serving_response_cache_evictions_total",
@@ -198,8 +198,8 @@ pub static RESPONSE_CACHE_EVICTIONS: LazyLock<IntCounter> = LazyLock::new(|| {
     )
 });
 
-/// Spans of requests, by what became of them: `sent`, `rejected` by the collector, or `dropped`, because it
-/// was away or too slow.
+/// Spans of requests by outcome: `sent`, `rejected` by the collector, or `dropped` because it was unreachable
+/// or too slow.
 pub static TELEMETRY_SPANS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_telemetry_spans_total",
@@ -217,8 +217,8 @@ pub static PIPE_RECORDS: LazyLock<IntCounterVec> = LazyLock::new(|| {
 pub static STARTS: LazyLock<IntCounter> =
     LazyLock::new(|| counter("millrace_serving_starts_total", "Server starts in this process"));
 
-/// Metrics of one model version, which it counts by itself. They are the registry's when somebody asks for those, and
-/// when the version goes.
+/// Local counters of one model version. They are flushed to the registry at each scrape, and when the version
+/// is dropped.
 #[derive(Debug)]
 pub(crate) struct ModelMetrics {
     pub(crate) ok: LocalIntCounter,
@@ -241,7 +241,7 @@ impl ModelMetrics {
         }
     }
 
-    /// Adds to the registry's what was counted since the last time.
+    /// Flushes the counts to the registry.
     pub(crate) fn hand_over(&self) {
         self.ok.flush();
         self.rows.flush();
@@ -257,22 +257,22 @@ impl Drop for ModelMetrics {
     }
 }
 
-/// Counts that are not the registry's yet.
+/// Local counts that are not in the registry yet.
 pub(crate) trait Kept: Send + Sync {
-    /// Adds them to the registry's.
+    /// Flushes them to the registry.
     fn hand_over(&self);
 }
 
 static KEPT: Mutex<Vec<Weak<dyn Kept>>> = Mutex::new(Vec::new());
 
-/// Has counts handed over whenever somebody asks for metrics.
+/// Registers counts to be flushed at each scrape.
 pub(crate) fn keep(kept: Weak<dyn Kept>) {
     let mut all = KEPT.lock();
     all.retain(|kept| kept.strong_count() > 0);
     all.push(kept);
 }
 
-/// Every metric of the process in the Prometheus text format, and the figures of a server's models by
+/// All metrics of the process in the Prometheus text format, with the statistics of a server's models under
 /// Triton's names.
 pub(crate) fn render(repository: Option<&Repository>) -> String {
     let kept: Vec<_> = KEPT.lock().iter().filter_map(Weak::upgrade).collect();

@@ -1,4 +1,4 @@
-//! The configuration of a model as Triton describes it: read off what is served, never off a file alone.
+//! The model configuration in Triton's form, derived from the loaded model, not from its file alone.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,29 +12,29 @@ use crate::repository::{Model, VersionPolicy};
 use crate::rows;
 use crate::wire::inference as pb;
 
-/// Backend of every model with a graph, as Triton names it.
+/// Backend of every model with a graph, in Triton's terms.
 pub(crate) const BACKEND: &str = "onnxruntime";
-/// Most rows that a configuration promises, however large a message may be.
+/// Largest batch size in a configuration, however large a message may be.
 const BATCH_ROWS_MAX: usize = 65_536;
-/// Bytes of the length before each element of BYTES.
+/// Bytes of the length before each BYTES element.
 const BYTES_PREFIX: usize = 4;
 
-/// Most rows of a request, or 0 when rows are none of the model's dimensions.
+/// Most rows of a request; 0 when the model has no row dimension.
 ///
-/// A model takes rows when the first extent of all its inputs and outputs is the caller's to choose. How
-/// many is bounded by what fits in a request message; an inner extent that is the caller's to choose, too,
-/// counts as 1, an element of BYTES as its length alone.
+/// A model has rows when the first extent of all its inputs and outputs is dynamic. The message size bounds
+/// their number. In this estimate a dynamic inner extent counts as 1, and a BYTES element as its length
+/// prefix.
 pub(crate) fn max_batch_size(signature: &Signature, message_bytes_max: usize) -> i32 {
     if !signature.has_rows() {
         return 0;
     }
     let row_bytes = signature.inputs.iter().fold(0usize, |sum, spec| sum.saturating_add(row_bytes(spec)));
     let rows = message_bytes_max.checked_div(row_bytes).unwrap_or(BATCH_ROWS_MAX);
-    // The bound is far below what an i32 holds.
+    // The bound fits into an `i32`.
     rows.clamp(1, BATCH_ROWS_MAX) as i32
 }
 
-/// The least bytes that a row of an input can have.
+/// The smallest size of a row of an input, in bytes.
 fn row_bytes(spec: &TensorSpec) -> usize {
     let width = spec.datatype.element_bytes().unwrap_or(BYTES_PREFIX);
     spec.shape
@@ -43,7 +43,7 @@ fn row_bytes(spec: &TensorSpec) -> usize {
         .fold(width, |bytes, extent| bytes.saturating_mul(usize::try_from(*extent).unwrap_or(1)))
 }
 
-/// What is served under a name and version, and how.
+/// The configuration of a loaded model.
 pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig {
     let max_batch_size = model.max_batch_size();
     let signature = model.signature();
@@ -76,7 +76,7 @@ pub(crate) fn describe(model: &Model, policy: &VersionPolicy) -> pb::ModelConfig
         ..Default::default()
     };
     if let Some(ensemble) = model.ensemble() {
-        // It has no graph, and so neither what runs one.
+        // An ensemble has no graph, hence no backend, file or instances.
         config.backend.clear();
         config.default_model_filename.clear();
         config.instance_group.clear();
@@ -98,7 +98,7 @@ fn policy_choice(policy: &VersionPolicy) -> pb::model_version_policy::PolicyChoi
     }
 }
 
-/// What is said of sequences, or where requests that wait run together.
+/// The scheduling: sequences, or batching if the model batches.
 fn batching(model: &Model) -> Option<pb::model_config::SchedulingChoice> {
     if let Some(sequences) = &model.sequences {
         return Some(pb::model_config::SchedulingChoice::SequenceBatching(sequences.shown()));
@@ -124,7 +124,7 @@ fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// The sessions, which are what Triton calls instances.
+/// The sessions, Triton's instances.
 fn instances(model: &Model) -> pb::ModelInstanceGroup {
     use pb::model_instance_group::Kind;
     let placement = model.pool.placement();
@@ -141,7 +141,7 @@ fn instances(model: &Model) -> pb::ModelInstanceGroup {
     }
 }
 
-/// How the graph runs on GPUs, where that is not CUDA's own way.
+/// The execution accelerator on GPUs, if it is TensorRT.
 fn optimization(model: &Model) -> Option<pb::ModelOptimizationPolicy> {
     use pb::model_optimization_policy::{ExecutionAccelerators, execution_accelerators::Accelerator};
     let tensorrt = model.pool.placement().on().engine() == Some(Engine::TensorRt);
@@ -157,7 +157,7 @@ fn optimization(model: &Model) -> Option<pb::ModelOptimizationPolicy> {
     })
 }
 
-/// Whether rows are independent, and the devices that were asked for, where others are used.
+/// Extra parameters: row independence, and the configured devices if other devices run the model.
 fn parameters(model: &Model) -> HashMap<String, pb::ModelParameter> {
     let instead_of = model.pool.placement().instead_of().map(ToString::to_string);
     let parameters = [(rows::PARAMETER, Some(model.rows().to_string())), ("runs_instead_of", instead_of)];
@@ -167,7 +167,7 @@ fn parameters(model: &Model) -> HashMap<String, pb::ModelParameter> {
     given.collect()
 }
 
-/// Extents without the rows, where the model takes rows.
+/// Extents without the row dimension.
 fn dims(spec: &TensorSpec, max_batch_size: i32) -> Vec<i64> {
     let rows = usize::from(max_batch_size > 0);
     spec.shape.iter().skip(rows).copied().collect()
@@ -192,8 +192,8 @@ fn data_type(datatype: Datatype) -> pb::DataType {
     }
 }
 
-/// A configuration in the JSON that Triton's clients read: field names as in the protocol, enumerations
-/// by their names, 64-bit integers as numbers, and every plain field, set or not.
+/// A configuration in the JSON form that Triton's clients read: the protocol's field names, enumerations by
+/// name, 64-bit integers as numbers, and every scalar field, set or not.
 pub(crate) fn to_json(config: &pb::ModelConfig) -> Value {
     use pb::model_version_policy::PolicyChoice;
     let version_policy = config.version_policy.as_ref().and_then(|policy| policy.policy_choice.as_ref());

@@ -1,5 +1,5 @@
-//! Parameters of requests and of their tensors, read the same way from gRPC messages and from JSON: each
-//! that the protocol defines has its type, and a wrong one is refused by its name.
+//! Request and tensor parameters, read alike from gRPC messages and from JSON. Each parameter of the protocol
+//! has a type; an error about a wrong type names the parameter.
 
 use std::collections::HashMap;
 use std::fmt::{self, Display};
@@ -12,10 +12,10 @@ use crate::sequence;
 use crate::wire::inference::InferParameter;
 use crate::wire::inference::infer_parameter::ParameterChoice;
 
-/// The one name of those that begin with `triton_` which requests may carry.
+/// The only name with the prefix `triton_` that requests may carry.
 const ENABLE_EMPTY_FINAL_RESPONSE: &str = "triton_enable_empty_final_response";
 
-/// The input or output whose parameters they are, for messages; costs nothing until one is written.
+/// The input or output that has the parameters, for error messages; formatted only on error.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Of<'a>(pub(crate) &'static str, pub(crate) &'a str);
 
@@ -29,10 +29,10 @@ impl Display for Of<'_> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Parameter<'a> {
     Flag(bool),
-    /// Wide enough for both 64-bit integers of the protocol.
+    /// Holds both 64-bit integer types of the protocol.
     Integer(i128),
     Text(&'a str),
-    /// A fraction, a list, nothing: no parameter of the protocol takes these.
+    /// A fraction, a list, or null; no parameter of the protocol has these types.
     Other,
 }
 
@@ -47,12 +47,12 @@ impl Parameter<'_> {
     }
 }
 
-/// The parameters of one request, input or output. `of` says which one in messages.
+/// The parameters of one request, input or output; `of` names it in error messages.
 pub(crate) trait Parameters {
     /// A parameter by its name.
     fn parameter(&self, name: &str) -> Option<Parameter<'_>>;
 
-    /// The names of all of them, in no order.
+    /// All names, in no order.
     fn names(&self) -> impl Iterator<Item = &str>;
 
     /// A boolean.
@@ -73,7 +73,7 @@ pub(crate) trait Parameters {
         }
     }
 
-    /// An integer that is not negative.
+    /// A non-negative integer.
     fn count(&self, of: &dyn Display, name: &str) -> Result<Option<u64>, InferError> {
         match self.parameter(name) {
             None => Ok(None),
@@ -124,18 +124,18 @@ impl Parameters for serde_json::Map<String, Value> {
     }
 }
 
-/// How a request wants to be scheduled.
+/// The scheduling parameters of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Schedule {
-    /// Level of priority, 1 the highest; 0 for the default.
+    /// Priority level, 1 is the highest; 0 means the default.
     pub(crate) priority: u64,
-    /// How long it may wait for a session.
+    /// Longest wait for a session.
     pub(crate) timeout: Option<Duration>,
 }
 
-/// Checks the parameters of a request and reads those about its scheduling: those of the protocol have their
-/// types, names that begin with `triton_` are reserved, and whatever else a client adds is accepted. Those
-/// about a sequence change nothing where the model has none.
+/// Checks the parameters of a request and reads those about scheduling. Parameters of the protocol must have
+/// their types, names with the prefix `triton_` are reserved, and all others are accepted. Sequence
+/// parameters have no effect on a model without sequences.
 ///
 /// # Errors
 /// [`InferError::Invalid`].
@@ -152,7 +152,7 @@ pub(crate) fn check_request(parameters: &impl Parameters) -> Result<Schedule, In
         None => Ok(Schedule {
             priority: parameters.count(of, "priority")?.unwrap_or(0),
             timeout: match parameters.count(of, "timeout")? {
-                // As clients write that there is none.
+                // Clients send 0 for no timeout.
                 None | Some(0) => None,
                 Some(micros) => Some(Duration::from_micros(micros)),
             },

@@ -1,4 +1,5 @@
-//! Triton's `config.pbtxt`: the configuration of a model in the text form of protobuf, read within bounds.
+//! The parser of Triton's `config.pbtxt`: a model configuration in protobuf's text format, read within
+//! bounds.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -9,15 +10,15 @@ use prost_reflect::{DescriptorPool, DynamicMessage, MessageDescriptor};
 use crate::reflection::INFERENCE;
 use crate::wire::inference::ModelConfig;
 
-/// Largest file that is read. Triton's own examples have a few KiB.
+/// Largest file in bytes. Triton's own examples have a few KiB.
 pub(crate) const BYTES_MAX: u64 = 256 << 10;
-/// Deepest nesting of messages: the schema has half of it, and the parser recurses.
+/// Deepest nesting of messages, twice that of the schema; the parser recurses.
 const DEPTH_MAX: usize = 16;
 
 static SCHEMA: LazyLock<Option<MessageDescriptor>> =
     LazyLock::new(|| DescriptorPool::decode(INFERENCE).ok()?.get_message_by_name("inference.ModelConfig"));
 
-/// A configuration, and where its fields are.
+/// A configuration with the lines of its fields.
 #[derive(Debug)]
 pub(crate) struct Parsed {
     pub(crate) config: ModelConfig,
@@ -25,16 +26,16 @@ pub(crate) struct Parsed {
 }
 
 impl Parsed {
-    /// `line 3: `, where the file has the field at its top level.
+    /// `line 3: `, or empty if the field is not at the top level of the file.
     pub(crate) fn place(&self, field: &str) -> String {
         self.lines.get(field).map(|line| format!("line {line}: ")).unwrap_or_default()
     }
 }
 
-/// Reads the text of a configuration.
+/// Parses the text of a configuration.
 ///
 /// # Errors
-/// The line and what is wrong there.
+/// The line and the error there.
 pub(crate) fn parse(content: &[u8]) -> Result<Parsed, String> {
     let text = std::str::from_utf8(content)
         .map_err(|error| format!("it is not UTF-8 text from byte {} on", error.valid_up_to()))?;
@@ -53,16 +54,16 @@ pub(crate) fn parse(content: &[u8]) -> Result<Parsed, String> {
     Ok(Parsed { config, lines })
 }
 
-/// What is to be known of a text before it is parsed.
+/// The result of the scan before parsing.
 struct Outline {
-    /// The line on which each word at the top level is met first, which every field's name is.
+    /// First line of each word at the top level, and thereby of each field.
     lines: BTreeMap<String, usize>,
-    /// Where lists begin that follow a word at once.
+    /// Byte offsets of lists that directly follow a word.
     lists: Vec<usize>,
 }
 
-/// Lists of messages may follow their field's name at once (`input [ { … } ]`), as Triton's examples have
-/// them; the parser takes them after a colon alone.
+/// Inserts colons before `lists`. Triton's examples write lists of messages directly after the field name
+/// (`input [ { … } ]`); the parser requires a colon there.
 fn with_colons(text: &str, lists: &[usize]) -> String {
     let mut whole = String::with_capacity(text.len() + lists.len());
     let mut from = 0;
@@ -75,10 +76,10 @@ fn with_colons(text: &str, lists: &[usize]) -> String {
     whole
 }
 
-/// Looks over a text.
+/// Scans a text for its outline.
 ///
 /// # Errors
-/// For nesting that no configuration has.
+/// For nesting deeper than [`DEPTH_MAX`].
 fn outline(text: &str) -> Result<Outline, String> {
     let bytes = text.as_bytes();
     let (mut lines, mut lists) = (BTreeMap::new(), Vec::new());
@@ -87,7 +88,7 @@ fn outline(text: &str) -> Result<Outline, String> {
         if *byte == b'[' && after_word {
             lists.push(at);
         }
-        // What is skipped parts no two tokens.
+        // Whitespace and comments may stand between a word and its list.
         if !byte.is_ascii_whitespace() && *byte != b'#' {
             after_word = false;
         }
@@ -123,8 +124,8 @@ fn outline(text: &str) -> Result<Outline, String> {
     Ok(Outline { lines, lists })
 }
 
-/// Where a string ends that begins at `start`: at its closing quote, or on its line, as it may have none
-/// of the next.
+/// The end of the string that begins at `start`: its closing quote, or the end of its line if it is not
+/// closed.
 fn string_end(bytes: &[u8], start: usize) -> usize {
     let mut at = start + 1;
     while let Some(byte) = bytes.get(at) {

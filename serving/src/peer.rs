@@ -1,4 +1,4 @@
-//! Who is at the other end of the connection that a call came on.
+//! The client's end of a connection, and the services that know it.
 
 use std::cell::RefCell;
 use std::convert::Infallible;
@@ -9,34 +9,34 @@ use tonic::codegen::{Service, http};
 
 use crate::connections::{Answer, Call, Quota};
 
-/// The other end of a connection, among the extensions of a request.
+/// The client's end of a connection; an extension of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
     pub(crate) address: SocketAddr,
-    /// What it may leave unread.
+    /// Quota for answers that the client has not read.
     pub(crate) quota: Quota,
 }
 
-/// Notes who sent a request.
+/// Records the peer in a request.
 pub(crate) fn note(extensions: &mut http::Extensions, peer: Option<&Peer>) {
     if let Some(peer) = peer {
         extensions.insert(peer.clone());
     }
 }
 
-/// The address that a request came from, where that was noted.
+/// The client's address, if recorded in the request.
 pub(crate) fn peer(extensions: &http::Extensions) -> Option<SocketAddr> {
     extensions.get().map(|peer: &Peer| peer.address)
 }
 
-/// A service of which each connection has its own, which knows who is at the other end.
+/// A service that is instantiated for each connection with its peer.
 pub(crate) trait OfPeer: Clone {
-    /// The same, for a connection.
+    /// The instance for a connection.
     fn of_peer(&self, peer: &Peer) -> Self;
 }
 
-/// A service that finds who calls among the extensions of requests. That takes memory for each of them, so a service
-/// for which it matters is [`OfPeer`] itself.
+/// A service that gets the peer from the extensions of requests. That allocates memory for each request, so
+/// services on the fast path implement [`OfPeer`] themselves.
 #[derive(Debug, Clone)]
 pub(crate) struct Noted<S> {
     service: S,
@@ -70,12 +70,12 @@ impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for Noted<S> {
     }
 }
 
-/// The service of one connection, as hyper calls it: without a copy for each request, and without waiting until it is
-/// ready, which those of this crate are at any time.
+/// The service of one connection, in hyper's form: without a clone for each request, and without waiting for
+/// readiness, because the services of this crate are always ready.
 #[derive(Debug)]
 pub(crate) struct Peered<S> {
-    /// Borrowed for a call of the service alone, which does not call this: the task of the connection hands one request
-    /// over after the other.
+    /// Borrowed only while the service is called, and the service does not call this: the connection's task
+    /// passes one request at a time.
     service: RefCell<S>,
     quota: Quota,
     is_grpc: bool,

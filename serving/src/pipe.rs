@@ -1,18 +1,20 @@
-//! Topic to topic: JSON records of one topic become predictions in another.
+//! A pipe from topic to topic: reads JSON records from one topic and writes the model's predictions to
+//! another.
 //!
-//! Delivery is **at least once**: progress is committed after the predictions were acknowledged. After a
-//! crash the ends of the output topics tell which records since the last commit were answered, and those
-//! are not answered again; what the brokers append only later (the last request of a process that was
-//! just killed) can still come twice. Every prediction names its source (`source: {topic, partition,
-//! offset}` in the value, `millrace-source` in the headers), by which a consumer can drop doubles. Records
-//! that cannot be predicted go to the dead-letter topic with the reason; nothing is dropped.
+//! Delivery is **at least once**: the pipe commits progress after the brokers acknowledged the predictions.
+//! After a crash the next run reads the ends of the output topics and does not answer again the records that
+//! were answered since the last commit. A prediction that the brokers append only later (the last request of
+//! a process that was just killed) can still appear twice. Every prediction names its source (`source:
+//! {topic, partition, offset}` in the value, `millrace-source` in the headers), so that a consumer can drop
+//! duplicates. Records that cannot be predicted go to the dead-letter topic with the reason; no record is
+//! dropped.
 //!
-//! A pipe is identified by its name, model, input and output: each has positions and answers of its own. Answers
-//! carry the time of their record, so a pipe notices that its input was deleted and created again: it refuses to
-//! go on ([`Error::PipeInputChanged`]) rather than to pass records over.
+//! A pipe is identified by its name, model, input and output; positions and answers belong to one identity.
+//! Answers carry the timestamp of their record, so a pipe detects that its input topic was deleted and
+//! created again. It then fails with [`Error::PipeInputChanged`], because resuming would skip records.
 //!
-//! An answer that is too large for its topic becomes a dead letter, too. The memory of a pipe is bounded by bytes: it
-//! holds at most 8 MiB of records, their inputs, and as much of answers that are not written yet.
+//! An answer that is too large for its topic becomes a dead letter, too. The memory of a pipe is bounded: at
+//! most 8 MiB of records, their inputs, and 8 MiB of answers that are not yet written.
 
 mod answer;
 mod answered;
@@ -37,20 +39,22 @@ use output::Writer;
 use progress::Progress;
 pub use waiting::Waiting;
 
-/// Records between two commits: enough that a commit costs little beside them.
+/// Most records between two commits: enough that the cost of a commit is small.
 const CHUNK_ROWS_MAX: usize = 4096;
-/// The same where `batch_rows_max` asks for more.
+/// The same bound when `batch_rows_max` asks for more.
 const CHUNK_ROWS_LIMIT: usize = 1 << 16;
-/// Bytes of the records between two commits, and of answers that wait to be written; one of either may be larger.
+/// Most bytes of the records between two commits, and of answers that wait to be written. A single record or
+/// answer may be larger.
 const CHUNK_BYTES_MAX: usize = 8 << 20;
-/// How long to wait for records before looking around.
+/// Longest wait for records in one iteration of the loop.
 const POLL: Duration = Duration::from_millis(250);
-/// How long a pipe that runs for ever waits before it starts over after brokers or volume failed.
+/// Delay before a pipe that runs forever restarts after an error of the brokers or the volume.
 const RESTART_AFTER: Duration = Duration::from_secs(1);
-/// Brokers that do not answer are told of every 30 s. After so long without that they are there again.
+/// The client reports unreachable brokers every 30 s. After this long without a report they count as
+/// reachable.
 const BACK_AFTER: Duration = Duration::from_secs(45);
 
-/// What a pipe works with.
+/// Dependencies of a pipe.
 #[derive(Debug, Clone)]
 pub struct Deps {
     /// Brokers of both topics.
@@ -59,20 +63,20 @@ pub struct Deps {
     pub inference: Inference,
     /// Live volume whose keys below `pipe/<name>/` hold the next offsets.
     pub progress: View,
-    /// Is told when the pipe waits.
+    /// Receives a callback when the pipe starts or stops waiting.
     pub waiting: Waiting,
 }
 
-/// When a pipe ends by itself.
+/// When a pipe ends without being cancelled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Until {
     /// Never; it waits for its model and for records.
     Forever,
-    /// Once everything that the input topic held at the start was answered. The model must be ready.
+    /// Once it has answered everything that the input topic held at the start. The model must be ready.
     CaughtUp,
 }
 
-/// What a pipe did.
+/// Counts of a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PipeReport {
     /// Records read.
@@ -85,15 +89,15 @@ pub struct PipeReport {
     pub offsets: BTreeMap<i32, i64>,
 }
 
-/// Runs a pipe until it has caught up, fails, or is cancelled; then everything read is answered and
-/// committed, or will be read again by the next run. Resumes where the last run committed, else at the
-/// earliest record. Partitions are looked up at the start. A pipe that runs for ever starts over from its
-/// last commit when brokers fail in a way that may pass.
+/// Runs a pipe until it has caught up, fails, or is cancelled. On return, each record that was read is
+/// answered and committed, or the next run reads it again. Resumes at the last commit, else at the earliest
+/// record. The partitions are those at the start. A pipe that runs forever restarts from its last commit
+/// after a retryable error.
 ///
 /// # Errors
-/// [`Error::Config`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::PipeFenced`] when another process
-/// runs the same pipe; [`Error::PipeInputChanged`] when the input is not the topic that the pipe has read;
-/// [`Error::Infer`] when the model is not ready, or busy for long, and the pipe is only to catch up.
+/// [`Error::Config`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::PipeFenced`] when another process runs
+/// the same pipe; [`Error::PipeInputChanged`] when the input is not the topic that the pipe has read;
+/// [`Error::Infer`] under [`Until::CaughtUp`] when the model is not ready or stays busy.
 pub async fn run(
     config: &PipeConfig,
     deps: Deps,
@@ -116,7 +120,7 @@ pub async fn run(
     }
 }
 
-/// What a run begins with.
+/// State at the beginning of a run.
 struct Start<'a> {
     /// First and next offset of the input by partition.
     marks: BTreeMap<i32, (i64, i64)>,
@@ -143,7 +147,7 @@ impl<'a> Start<'a> {
         let progress = Progress::read(deps.progress.clone(), config, marks.keys(), adopt).await?;
         writer.id.clone_from(&progress.id);
         let answered = Answered::new(tail, config, &progress);
-        // As they are now: a process of this pipe that has just ended may have read beyond the first ones.
+        // Read again: another process of this pipe that has just ended may have read beyond the first marks.
         let marks_now = topic::watermarks(&deps.kafka, &config.input).await?;
         progress.check(&marks_now)?;
         answered.check(&deps.kafka, &marks_now).await?;
@@ -258,7 +262,7 @@ fn check(config: &PipeConfig) -> Result<()> {
     Ok(())
 }
 
-/// Whether the positions, past offsets without records, reached the ends that were seen at the start.
+/// Whether the positions, which also pass offsets without records, reached the ends seen at the start.
 fn caught_up(marks: &BTreeMap<i32, (i64, i64)>, offsets: &BTreeMap<i32, i64>) -> bool {
     marks.iter().all(|(partition, (low, high))| {
         high <= low || offsets.get(partition).is_some_and(|offset| offset >= high)

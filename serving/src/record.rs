@@ -1,5 +1,5 @@
-//! JSON records and tensors: which field feeds which input, how rows become a batch, and how a row of
-//! the outputs becomes JSON again. Used by the pipe and by `millrace predict`.
+//! Conversion between JSON records and tensors: maps fields to inputs, stacks rows into a batch, and turns a
+//! row of the outputs into JSON. Used by the pipe and by `millrace predict`.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::error::{Error, InferError, Result, quote};
 use crate::rest::Elements;
 use crate::tensor::{Data, Tensor, element_count};
 
-/// Which field of a record feeds which input of a model, checked against its signature.
+/// Mapping of record fields to the inputs of a model, checked against its signature.
 #[derive(Debug, Clone)]
 pub struct Mapping {
     /// Input and field, in the signature's order.
@@ -23,20 +23,20 @@ pub struct Mapping {
 /// The inputs of one record.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
-    /// Shape without the batch dimension and elements, in the signature's order.
+    /// Shape without the batch dimension, and elements, in the signature's order.
     inputs: Vec<(Vec<i64>, Data)>,
 }
 
 impl Row {
-    /// Bytes of its elements, as they go into a request.
+    /// Bytes of its elements in a request.
     pub fn bytes(&self) -> usize {
         self.inputs.iter().map(|(_, data)| data.raw_len()).fold(0, usize::saturating_add)
     }
 }
 
 impl Mapping {
-    /// A mapping for a model. `columns` names the field of each input; an input that is left out takes
-    /// the field of its own name.
+    /// A mapping for a model. `columns` holds the field of each input; an input without an entry takes the
+    /// field of its own name.
     ///
     /// # Errors
     /// [`Error::Config`] when `columns` names an input that the model lacks, or an input has no batch
@@ -61,7 +61,7 @@ impl Mapping {
         Ok(Mapping { inputs, batched })
     }
 
-    /// The inputs, each with the field that feeds it.
+    /// The inputs, each with its field.
     pub fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
         self.inputs.iter().map(|(spec, column)| (spec, column.as_str()))
     }
@@ -69,7 +69,7 @@ impl Mapping {
     /// Reads the inputs of one record.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when a field is missing, or is not what the input takes.
+    /// [`InferError::Invalid`] when a field is missing or does not fit the input.
     pub fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
         let read = |(spec, column): &(TensorSpec, String)| {
             let value = record
@@ -80,11 +80,11 @@ impl Mapping {
         Ok(Row { inputs: self.inputs.iter().map(read).collect::<Result<_, _>>()? })
     }
 
-    /// The inputs of one record that were read elsewhere: of each, in the signature's order, the shape
-    /// without the batch dimension and the elements.
+    /// Checks the inputs of one record that the caller has read: for each input, in the signature's order,
+    /// the shape without the batch dimension and the elements.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when they are not what the model takes.
+    /// [`InferError::Invalid`] when they do not fit the inputs.
     pub fn row_of(&self, inputs: Vec<(Vec<i64>, Data)>) -> Result<Row, InferError> {
         if inputs.len() != self.inputs.len() {
             let reason = format!("{} inputs, the model takes {}", inputs.len(), self.inputs.len());
@@ -106,7 +106,7 @@ impl Mapping {
         Ok(Row { inputs })
     }
 
-    /// How many of the first rows fit into one call: those of one shape, at most `rows_max`.
+    /// Number of rows at the front that fit into one call: those of one shape, at most `rows_max`.
     pub fn fitting(&self, rows: &[Row], rows_max: usize) -> usize {
         let Some(first) = rows.first() else { return 0 };
         if !self.batched {
@@ -141,10 +141,10 @@ impl Mapping {
     }
 }
 
-/// Reads what a record has for an input: its shape without the batch dimension, and its elements.
+/// Reads the value of a record's field for an input: its shape without the batch dimension, and its elements.
 ///
 /// # Errors
-/// [`InferError::Invalid`] when it is not what the input takes; `column` is named as where it came from.
+/// [`InferError::Invalid`] when it does not fit the input; the error names `column`.
 pub fn input(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>, Data), InferError> {
     let invalid = |reason: String| InferError::invalid(format!("field {column:?}: {reason}"));
     let mut names = Vec::new();
@@ -153,7 +153,7 @@ pub fn input(spec: &TensorSpec, column: &str, value: &Value) -> Result<(Vec<i64>
     let value = named.as_ref().unwrap_or(value);
     let elements = match value {
         Value::Array(_) => Elements::deserialize(value),
-        // A lone value is a list of one.
+        // A scalar is a list of one element.
         scalar => Elements::deserialize(Value::Array(vec![scalar.clone()])),
     }
     .map_err(|error| invalid(error.to_string()))?;
@@ -184,7 +184,7 @@ fn has_text(value: &Value) -> bool {
     }
 }
 
-/// How JSON of records writes a float that is not finite, for which JSON has no number.
+/// The string that records use for a non-finite float, which JSON cannot represent; `None` for finite ones.
 pub fn float_name(value: f64) -> Option<&'static str> {
     match value {
         value if value.is_nan() => Some("NaN"),
@@ -194,8 +194,8 @@ pub fn float_name(value: f64) -> Option<&'static str> {
     }
 }
 
-/// The value with 0 in the place of each name of [`float_name`]; `names` gets the elements' numbers and
-/// what they are. `None` where there are no names.
+/// A copy of the value with 0 in place of each [`float_name`]; `None` without such names. Appends the element
+/// index and the float of each name to `names`.
 fn take_names(value: &Value, element: &mut usize, names: &mut Vec<(usize, f64)>) -> Option<Value> {
     match value {
         Value::Array(items) => {
@@ -219,7 +219,7 @@ fn take_names(value: &Value, element: &mut usize, names: &mut Vec<(usize, f64)>)
     }
 }
 
-/// Whether a shape is what an input takes, of whose extents -1 is the caller's to choose.
+/// Whether a shape fits a declared one, in which -1 is dynamic.
 fn fits(declared: &[i64], shape: &[i64]) -> bool {
     shape.len() == declared.len()
         && declared.iter().zip(shape).all(|(want, found)| *want == -1 || want == found)
@@ -235,19 +235,19 @@ pub fn parse(bytes: &[u8]) -> Result<Map<String, Value>, InferError> {
     Ok(record)
 }
 
-/// A JSON text of many records.
+/// A JSON document with many records.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Document {
     /// A list of records.
     Records(Vec<Map<String, Value>>),
-    /// An object of columns, lists with an entry for each record.
+    /// An object of columns: lists with one entry for each record.
     Columns(Map<String, Value>),
 }
 
-/// Parses a text of many records.
+/// Parses a document with many records.
 ///
 /// # Errors
-/// [`InferError::Invalid`] when it is neither of the two.
+/// [`InferError::Invalid`] when it has neither form.
 pub fn parse_document(bytes: &[u8]) -> Result<Document, InferError> {
     let list = bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
     let parsed = if list {
@@ -261,7 +261,7 @@ pub fn parse_document(bytes: &[u8]) -> Result<Document, InferError> {
     })
 }
 
-/// A JSON object of which no field is there twice, as ingest judges records.
+/// A JSON object without duplicate fields, which ingest refuses, too.
 struct Record(Map<String, Value>);
 
 impl<'de> Deserialize<'de> for Record {
@@ -289,17 +289,17 @@ impl<'de> Deserialize<'de> for Record {
     }
 }
 
-/// One row of the outputs of a call of `rows` rows.
+/// One row of a call's outputs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowOutputs {
-    /// Elements of the row by output, flat. Numbers that are not finite become the texts of
-    /// [`float_name`], byte strings that are not UTF-8 lose what is not.
+    /// Elements of the row by output, flat. Non-finite numbers become the strings of [`float_name`]; invalid
+    /// UTF-8 in byte strings becomes U+FFFD.
     pub outputs: Map<String, Value>,
-    /// Index of the largest element of the row, for every output of floats with at least two elements.
+    /// Index of the row's largest element, for each float output with at least two elements and no NaN.
     pub argmax: BTreeMap<String, usize>,
 }
 
-/// Takes one row out of the outputs of a call of `rows` rows.
+/// Extracts one row from the outputs of a call of `rows` rows.
 ///
 /// # Errors
 /// [`InferError::Internal`] when an output does not have one row per input row.
@@ -326,7 +326,7 @@ pub fn row_outputs(outputs: &[Tensor], row: usize, rows: usize) -> Result<RowOut
 }
 
 impl Data {
-    /// Appends elements of the same datatype; `false` and nothing done when it is another one.
+    /// Appends elements; returns `false` and changes nothing if the datatypes differ.
     fn append(&mut self, other: &Data) -> bool {
         match (self, other) {
             (Data::Bool(a), Data::Bool(b)) => a.extend_from_slice(b),
@@ -348,7 +348,7 @@ impl Data {
         true
     }
 
-    /// Sets one element where the elements are floats.
+    /// Sets one element if the datatype is a float.
     fn set_float(&mut self, at: usize, value: f64) {
         fn put<T>(values: &mut [T], at: usize, value: T) {
             if let Some(place) = values.get_mut(at) {
@@ -373,7 +373,7 @@ impl Data {
             }
         }
         fn shortest(value: f32) -> Value {
-            // Through the text of the 32-bit number, so that 0.1 stays 0.1.
+            // Parses the decimal text of the 32-bit number, so that 0.1 stays 0.1.
             float(value.to_string().parse().unwrap_or(f64::NAN))
         }
         let range = start..end;
@@ -402,8 +402,8 @@ impl Data {
         }
     }
 
-    /// Index of the largest of the floats `start..end`; the first of equals. `None` for other
-    /// datatypes, fewer than two elements, and when one is not a number.
+    /// Index of the largest of the floats `start..end`; the first one among equals. `None` for other
+    /// datatypes, fewer than two elements, or any NaN.
     fn argmax(&self, start: usize, end: usize) -> Option<usize> {
         let values: Vec<f64> = match self {
             Data::Fp16(values) => values.get(start..end)?.iter().map(|v| v.to_f64()).collect(),

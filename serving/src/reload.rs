@@ -1,5 +1,5 @@
-//! Files that are read again once they have changed: certificates and tokens. Their readers decide what is in force
-//! when something is wrong with them; it is reported in any case.
+//! Reloaded files, certificates and tokens: read again after each change. Their readers decide which settings
+//! apply while a file has errors; the errors are always reported.
 
 use std::fmt;
 use std::fs::File;
@@ -19,8 +19,8 @@ use crate::metrics::RELOADS;
 /// Largest file of certificates or tokens, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// By what a file is known again. A change within a file, a file that takes the place of another, and a
-/// link that leads elsewhere all show in it.
+/// Identity of a file's content. It changes when the file is modified or replaced, or when a link leads to
+/// another file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -31,7 +31,7 @@ struct Identity {
 }
 
 impl Identity {
-    /// `None` where there is no such file.
+    /// `None` if the file does not exist.
     fn of(path: &Path) -> Option<Identity> {
         let file = std::fs::metadata(path).ok()?;
         Some(Identity {
@@ -44,12 +44,12 @@ impl Identity {
     }
 }
 
-/// What a reader made of the files.
+/// The result of a reader.
 #[derive(Debug)]
 pub(crate) struct Read<T> {
-    /// What is in force from now on.
+    /// The new value in force.
     pub(crate) value: T,
-    /// What is wrong, and therefore no part of it.
+    /// Errors; the parts that they concern are not in the value.
     pub(crate) wrong: Vec<Error>,
 }
 
@@ -58,30 +58,30 @@ type Reader<T> = dyn Fn(Option<&T>) -> Result<Read<T>> + Send + Sync;
 /// Most errors of one reading that are logged.
 const WRONG_LOGGED_MAX: usize = 20;
 
-/// What was read from files.
+/// A value read from files.
 pub(crate) struct Reloaded<T> {
-    /// Names it in the log and the metrics.
+    /// Name in the log and the metrics.
     what: &'static str,
     paths: Vec<PathBuf>,
     read: Box<Reader<T>>,
-    /// Called at each look with what is in force.
+    /// Called with the value in force at each check.
     looks: fn(&T),
     current: RwLock<Arc<T>>,
-    /// The files as they were when they were read last, with or without success.
+    /// Identities of the files at the last read, successful or not.
     seen: Mutex<Vec<Option<Identity>>>,
 }
 
 impl<T: Send + Sync + 'static> Reloaded<T> {
-    /// Reads the files. `read` gets what is in force when it is called again; after an error of it, that stays.
+    /// Reads the files. `read` gets the value in force when it runs again; if it fails, that value stays.
     ///
     /// # Errors
-    /// What `read` says, and the first thing that is wrong: a start is the time to mend it.
+    /// The error of `read`, else the first error in the result: at the start the user can fix it.
     pub(crate) fn open(
         what: &'static str,
         paths: Vec<PathBuf>,
         read: impl Fn(Option<&T>) -> Result<Read<T>> + Send + Sync + 'static,
     ) -> Result<Reloaded<T>> {
-        // Looked at before they are read: what changes in between is read again.
+        // Taken before reading, so that a change in between causes another read.
         let seen = paths.iter().map(|path| Identity::of(path)).collect();
         let first = read(None)?;
         if let Some(error) = first.wrong.into_iter().next() {
@@ -92,18 +92,18 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
         Ok(Reloaded { what, paths, read: Box::new(read), looks: |_| {}, current, seen })
     }
 
-    /// The same, with what is to be done now and at each look with what is in force.
+    /// Also runs `looks` on the value in force, now and at each check.
     pub(crate) fn looking(self, looks: fn(&T)) -> Reloaded<T> {
         looks(&self.get());
         Reloaded { looks, ..self }
     }
 
-    /// What is in force.
+    /// The value in force.
     pub(crate) fn get(&self) -> Arc<T> {
         self.current.read().clone()
     }
 
-    /// Looks at the files every `period_ms` until cancelled; returns at once when that is 0.
+    /// Checks the files every `period_ms` until cancelled; returns at once when that is 0.
     pub(crate) async fn watch(self: Arc<Self>, period_ms: u64, cancel: CancellationToken) {
         if period_ms == 0 {
             return;
@@ -121,8 +121,7 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
         }
     }
 
-    /// Reads the files if they are others than the ones that were read last. Files that are wrong are
-    /// told of once.
+    /// Reads the files again if they have changed since the last read, so errors are reported once.
     pub(crate) fn look(&self) {
         let found: Vec<_> = self.paths.iter().map(|path| Identity::of(path)).collect();
         let mut seen = self.seen.lock();
@@ -157,7 +156,7 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
 }
 
 impl<T> fmt::Debug for Reloaded<T> {
-    /// Without the content, which may be secret.
+    /// Leaves the content out, which may be secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reloaded")
             .field("what", &self.what)
@@ -166,14 +165,14 @@ impl<T> fmt::Debug for Reloaded<T> {
     }
 }
 
-/// Reads a whole file of a setting.
+/// Reads the whole file of a setting.
 ///
 /// # Errors
-/// [`Error::Config`], which names the setting and the file.
+/// [`Error::Config`] with the setting and the file.
 pub(crate) fn read_file(setting: &str, path: &Path) -> Result<Vec<u8>> {
     let wrong = |reason: String| wrong(setting, path, &reason);
     let cannot = |error: std::io::Error| wrong(format!("cannot be read: {error}"));
-    // Looked at first, as opening a pipe would wait for somebody to write.
+    // Checked before opening: opening a FIFO would wait for a writer.
     if !std::fs::metadata(path).map_err(cannot)?.is_file() {
         return Err(wrong("is no file".into()));
     }
@@ -187,7 +186,7 @@ pub(crate) fn read_file(setting: &str, path: &Path) -> Result<Vec<u8>> {
     Ok(content)
 }
 
-/// Says what is wrong with the file of a setting.
+/// The error for the file of a setting.
 pub(crate) fn wrong(setting: &str, path: &Path, reason: &str) -> Error {
     Error::Config { reason: format!("{setting} {} {reason}", path.display()) }
 }
@@ -220,7 +219,7 @@ mod tests {
         std::fs::write(&path, "second one").unwrap();
         files.look();
         assert_eq!(*files.get(), "second one");
-        // In its place, with the same size and times.
+        // Replaced by a file with equal size and modification time.
         let (next, time) = (dir.path().join("next"), std::fs::metadata(&path).unwrap().modified().unwrap());
         std::fs::write(&next, "third file").unwrap();
         File::options().write(true).open(&next).unwrap().set_modified(time).unwrap();

@@ -1,5 +1,5 @@
-//! The models that are served: found in a volume or a directory, loaded, looked through again for new
-//! versions. A bad version is named and left out; it never takes the others down.
+//! The model repository: finds model versions in a volume or a directory, loads them, and polls for new
+//! versions. A version that cannot be loaded is reported and left out; it never takes the others down.
 
 mod beside;
 mod control;
@@ -52,26 +52,26 @@ use versions::{Origin, Versions};
 pub struct Model {
     manifest: Manifest,
     max_batch_size: i32,
-    /// Of an ensemble, what its steps' models are found to be decides.
+    /// Unused for an ensemble: [`Model::rows`] derives it from the models of the steps.
     rows: Rows,
-    /// Most rows of a request, where the model's configuration bounds them.
+    /// Most rows of a request, if the model's configuration bounds them.
     rows_max: Option<usize>,
     origin: Arc<Origin>,
-    /// Whether another version runs copies of requests, so that others pay no look-up.
+    /// True while another version shadows this one; saves other requests the lookup of a shadow.
     shadowed: AtomicBool,
-    /// The steps of a model that is made of others; its pool has no sessions.
+    /// The steps of an ensemble, whose pool has no sessions.
     ensemble: Option<Box<Ensemble>>,
     pub(crate) pool: Pool,
-    /// Where its answers are kept, if they are.
+    /// The model's part of the response cache, if its answers are cached.
     pub(crate) answers: Option<Answers>,
-    /// Where the model keeps a state between requests.
+    /// State between requests, for a model with sequences.
     pub(crate) sequences: Option<Arc<Sequences>>,
     pub(crate) statistics: Statistics,
-    /// Compares inputs with those of the training, where the bundle has statistics of them.
+    /// Compares inputs with those of the training, if the bundle has their statistics.
     pub(crate) drift: Option<Drift>,
-    /// Fires when the last request has let the version go.
+    /// Fires when the last request has released the version.
     gone: CancellationToken,
-    // The last field, so that the sessions are gone before it fires.
+    // Must be the last field: Rust drops the sessions before it fires.
     _leaving: DropGuard,
 }
 
@@ -96,68 +96,68 @@ impl Model {
         &self.manifest.signature
     }
 
-    /// Most rows of a request; 0 when rows are none of the model's dimensions.
+    /// Most rows of a request; 0 when the model has no row dimension.
     pub(crate) fn max_batch_size(&self) -> i32 {
         self.max_batch_size
     }
 
-    /// Whether its rows are independent: of an ensemble, those of all its steps' models as they are now.
+    /// Whether its rows are independent. For an ensemble: whether those of all its steps' models are now.
     pub(crate) fn rows(&self) -> Rows {
         self.ensemble().map_or_else(|| self.rows.clone(), |ensemble| ensemble.rows(self))
     }
 
-    /// Most rows of a request, where the model's configuration bounds them.
+    /// Most rows of a request, if the model's configuration bounds them.
     pub(crate) fn rows_max(&self) -> Option<usize> {
         self.rows_max
     }
 
-    /// Whether another version runs copies of requests.
+    /// Whether another version runs copies of requests to this one.
     pub(crate) fn is_shadowed(&self) -> bool {
         self.shadowed.load(Ordering::Relaxed)
     }
 
-    /// The steps of a model that is made of others.
+    /// The steps of an ensemble.
     pub(crate) fn ensemble(&self) -> Option<&Ensemble> {
         self.ensemble.as_deref()
     }
 
-    /// Platform, as Triton names it.
+    /// Platform, in Triton's terms.
     pub(crate) fn platform(&self) -> &'static str {
         if self.ensemble.is_some() { crate::ensemble::PLATFORM } else { crate::grpc::PLATFORM }
     }
 
-    /// File of the graph.
+    /// File name of the graph.
     pub(crate) fn file(&self) -> &str {
         self.origin.loading.as_ref().map_or(MODEL_FILE, |loading| &loading.file)
     }
 }
 
-/// What became of a version.
+/// State of a version.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     /// It answers requests.
     Ready,
-    /// It cannot be served, for this reason.
+    /// It cannot be served, with the reason.
     Failed(String),
 }
 
-/// A version and what became of it.
+/// A version and its state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VersionStatus {
-    /// Model name; for a directory that is no version, its path.
+    /// Model name; the path, for a directory that is not a version.
     pub model: String,
-    /// Version; `None` for a directory that is none, and for what concerns all versions of a model.
+    /// Version; `None` for a directory that is not a version, and for a problem with the model as a whole.
     pub version: Option<u64>,
-    /// What became of it.
+    /// Its state.
     pub state: State,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Models {
     models: HashMap<String, Versions>,
-    /// Directories that are no version, with the reason.
+    /// Directories that are not versions, with the reason.
     other: Vec<(String, String)>,
-    /// Models that a call unloaded, until one loads them again.
+    /// Models unloaded by a call, until a call loads them again.
     unloaded: BTreeSet<String>,
 }
 
@@ -167,20 +167,20 @@ struct Inner {
     config: Config,
     cache: Option<Arc<ResponseCache>>,
     models: RwLock<Arc<Models>>,
-    /// Set once each model of the configuration has had a version that can answer.
+    /// Set once each model of the configuration has had a version that can answer; never cleared.
     ready: AtomicBool,
-    /// One look through at a time.
+    /// Serializes refreshes and model loads.
     refreshing: tokio::sync::Mutex<()>,
     /// Versions that are being loaded.
     loading: Mutex<BTreeSet<(String, u64)>>,
-    /// Models that were loaded for an ensemble alone.
+    /// Models that were loaded only as members of an ensemble.
     along: Mutex<BTreeSet<String>>,
-    /// One listing for an index at a time, so that callers cannot pile them up on the store.
+    /// One listing for an index at a time, so that callers cannot overload the store with them.
     indexing: tokio::sync::Mutex<()>,
     changes: watch::Sender<u64>,
 }
 
-/// The models that are served. Cheap to clone; all clones are one.
+/// The models that are served. Cheap to clone; all clones share one state.
 #[derive(Debug, Clone)]
 pub struct Repository {
     inner: Arc<Inner>,
@@ -188,15 +188,14 @@ pub struct Repository {
 
 impl Repository {
     /// Loads every complete version once; under [`Control::Explicit`] those of the models in `load`.
-    /// Versions that cannot be loaded are in [`Repository::status`]. Where a graph without a manifest was
-    /// written just now, waits a second for it to be whole.
+    /// [`Repository::status`] lists the versions that cannot be loaded. If a graph without a manifest was
+    /// just written, waits a second for the writer to finish it and tries again.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for a name in it or in `models` that none
-    /// is, for more sessions than there may be, for answers to be kept where there is no room for any, and for
-    /// levels of priority and windows of drift that there cannot be;
-    /// [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`], [`crate::Error::DeviceUnavailable`];
-    /// [`crate::Error::Repository`] when the source cannot be read.
+    /// [`crate::Error::Config`] for `load` without [`Control::Explicit`], for an invalid model name in it or
+    /// in `models`, for too many sessions, for a response cache without memory, and for invalid priority
+    /// levels or drift windows; [`crate::Error::RuntimeMissing`], [`crate::Error::RuntimeUnusable`],
+    /// [`crate::Error::DeviceUnavailable`]; [`crate::Error::Repository`] when the source cannot be read.
     pub async fn open(source: Source, config: &Config) -> Result<Repository> {
         control::check(config)?;
         config.batching.check()?;
@@ -233,9 +232,9 @@ impl Repository {
         Ok(repository)
     }
 
-    /// Looks through the source: loads new versions, drops the ones that are gone, tries failed ones
-    /// again after a while; under [`Control::Explicit`] of loaded models only. Answers go on meanwhile.
-    /// Cancel safe: what was not loaded is loaded by the next call.
+    /// Scans the source: loads new versions, drops deleted ones, retries failed ones after a while; under
+    /// [`Control::Explicit`] for loaded models only. The server keeps answering meanwhile. Cancel safe: the
+    /// next call loads what this one did not.
     ///
     /// # Errors
     /// [`crate::Error::Repository`] when the source cannot be read; the models stay as they are.
@@ -246,8 +245,8 @@ impl Repository {
         outcome
     }
 
-    /// Runs [`Repository::refresh`] every `poll_ms` until cancelled; returns at once when that is 0, and
-    /// under [`Control::Explicit`], where versions change only by a call.
+    /// Runs [`Repository::refresh`] every `poll_ms` until cancelled. Returns at once when `poll_ms` is 0, and
+    /// under [`Control::Explicit`], where only calls change versions.
     pub async fn poll(&self, cancel: CancellationToken) {
         if self.inner.config.poll_ms == 0 || self.inner.config.control == Control::Explicit {
             return;
@@ -260,8 +259,8 @@ impl Repository {
         }
     }
 
-    /// Whether each model that the configuration names (`load`, `models`) has had a version that can answer. From then
-    /// on it is true.
+    /// Whether each model that the configuration names (`load`, `models`) has had a version that can answer.
+    /// Once true, it stays true.
     pub fn is_ready(&self) -> bool {
         self.inner.ready.load(Ordering::SeqCst)
     }
@@ -270,7 +269,7 @@ impl Repository {
     pub async fn became_ready(&self) {
         let mut changes = self.changes();
         while !self.is_ready() {
-            // This holds the sender.
+            // Never fails: `self` holds the sender.
             if changes.changed().await.is_err() {
                 std::future::pending::<()>().await;
             }
@@ -285,15 +284,15 @@ impl Repository {
     /// A ready version; the latest ready one when `version` is `None`.
     ///
     /// # Errors
-    /// [`InferError::NotFound`]; [`InferError::Unavailable`] when it is there and failed to load.
+    /// [`InferError::NotFound`]; [`InferError::Unavailable`] when the version exists and failed to load.
     pub fn get(&self, model: &str, version: Option<u64>) -> Result<Arc<Model>, InferError> {
         self.find(model, version.map_or(Asked::Any, Asked::Version))
     }
 
-    /// A ready version; the latest ready one when none is asked for.
+    /// A ready version; the latest ready one when the request names none.
     ///
     /// # Errors
-    /// As [`Repository::get`]; [`InferError::Invalid`] for what is no label of the model.
+    /// As [`Repository::get`]; [`InferError::Invalid`] for a name that is not a label of the model.
     pub(crate) fn find(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
         let models = self.inner.models.read();
         match models.models.get(model) {
@@ -302,7 +301,8 @@ impl Repository {
         }
     }
 
-    /// The same, and whether inference that names no version is split between several.
+    /// Like [`Repository::find`]; also whether [`Repository::route`] must choose the version for each
+    /// request: inference that names no version is split, or the model has sequences.
     pub(crate) fn find_split(&self, model: &str, asked: Asked<'_>) -> Result<(Arc<Model>, bool), InferError> {
         let models = self.inner.models.read().clone();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
@@ -311,7 +311,7 @@ impl Repository {
         Ok((versions.find(model, asked)?, asked == Asked::Any && by_request))
     }
 
-    /// The version that answers a request with that id, which may be empty.
+    /// The version that answers a request with this id, which may be empty.
     ///
     /// # Errors
     /// As [`Repository::find`].
@@ -324,12 +324,12 @@ impl Repository {
         }
     }
 
-    /// Which versions of a model are served.
+    /// The version policy of a model.
     pub(crate) fn policy(&self, model: &str) -> Option<VersionPolicy> {
         self.inner.models.read().models.get(model).map(|versions| versions.policy.clone())
     }
 
-    /// The version that runs copies of what a model is asked.
+    /// The shadow of a model: the version that runs copies of its requests.
     pub(crate) fn shadow(&self, model: &str) -> Option<Arc<Shadow>> {
         self.inner.models.read().models.get(model)?.shadow.clone()
     }
@@ -340,7 +340,7 @@ impl Repository {
         models.models.get(model).map(|versions| versions.labels.clone()).unwrap_or_default()
     }
 
-    /// Whether a version of that model, or of any, may still be being written.
+    /// Whether another process may still be writing a version of this model, or of any model.
     fn is_settling(&self, model: Option<&str>) -> bool {
         let models = self.inner.models.read().clone();
         let mut named = models.models.iter().filter(|(name, _)| model.is_none_or(|model| model == *name));
@@ -362,12 +362,12 @@ impl Repository {
         ready
     }
 
-    /// Where traces of requests are written.
+    /// The directory for traces of requests.
     pub(crate) fn trace_directory(&self) -> Option<PathBuf> {
         self.inner.config.trace_directory.clone()
     }
 
-    /// Every version that was found and what became of it, by name and version.
+    /// Every version that the last refresh found, with its state, by name and version.
     pub fn status(&self) -> Vec<VersionStatus> {
         let models = self.inner.models.read().clone();
         let mut status: Vec<VersionStatus> = Vec::new();

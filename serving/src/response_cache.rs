@@ -1,9 +1,9 @@
-//! Answers that were given before, for models that allow it: found by a digest of the version's content and
-//! of all that was asked, bounded by bytes; the least recently used goes first.
+//! The response cache for models that enable it. The key is a digest of the version's content and of the
+//! whole request. The cache is bounded by bytes and evicts the least recently used entry first.
 //!
-//! Digests are made and tensors are copied and freed outside the lock, under which a look-up moves one entry.
-//! Equal requests that come while the first of them runs run, too. The entries of a version that is gone are
-//! not looked for: nobody asks for them any more, so they are the next to go.
+//! Digests, copies and frees of tensors happen outside the lock; under it a lookup moves one entry. Equal
+//! requests that arrive while the first one runs also run. Entries of an unloaded version need no removal:
+//! they are no longer used, so they are evicted next.
 
 mod key;
 
@@ -22,20 +22,20 @@ use crate::tensor::{Data, Tensor};
 use key::Head;
 pub(crate) use key::Key;
 
-/// What an entry takes beside its tensors: key, links, its place in the table, counts, allocations.
+/// Overhead of an entry in bytes besides its tensors: key, links, table slot, counts, allocations.
 const ENTRY_BYTES: usize = 256;
 
-/// Places for entries that are kept though they are free.
+/// Table capacity below which free slots are kept.
 const SPARE_MIN: usize = 1024;
 
-/// The answers of all models of a server.
+/// The cached answers of all models of a server.
 #[derive(Debug)]
 pub(crate) struct ResponseCache {
     bytes_max: usize,
     state: Mutex<State>,
 }
 
-/// The least recently used is in front.
+/// Entries in order of use, the least recently used first.
 #[derive(Debug, Default)]
 struct State {
     entries: LinkedHashMap<Key, Entry>,
@@ -45,23 +45,23 @@ struct State {
 #[derive(Debug)]
 struct Entry {
     outputs: Arc<[Tensor]>,
-    /// Counted once, as that takes time where there are many elements.
+    /// Stored, as computing it takes time for many elements.
     bytes: usize,
 }
 
 impl ResponseCache {
-    /// Holds at most `bytes_max` bytes; there is none where that is 0.
+    /// A cache of at most `bytes_max` bytes; `None` if that is 0.
     pub(crate) fn new(bytes_max: usize) -> Option<ResponseCache> {
         (bytes_max > 0).then(|| ResponseCache { bytes_max, state: Mutex::default() })
     }
 
-    /// The outputs that answered this before.
+    /// The cached outputs for a key.
     fn get(&self, key: &Key) -> Option<Arc<[Tensor]>> {
         let mut state = self.state.lock();
         state.entries.to_back(key).map(|entry| Arc::clone(&entry.outputs))
     }
 
-    /// Keeps outputs, unless they are more than the whole cache may hold.
+    /// Caches outputs, unless they exceed the size of the whole cache.
     fn put<T: Borrow<Tensor>>(&self, key: Key, outputs: &[T]) {
         let bytes = size(outputs);
         if bytes > self.bytes_max {
@@ -80,7 +80,7 @@ impl ResponseCache {
                 state.bytes -= oldest.bytes;
                 leaving.push(oldest);
             }
-            // Places of entries that are gone are kept for others otherwise, and count nowhere.
+            // Otherwise the table would keep free slots, which `bytes` does not count.
             if state.entries.capacity() > SPARE_MIN && state.entries.len() < state.entries.capacity() / 4 {
                 state.entries.shrink_to_fit();
             }
@@ -88,7 +88,7 @@ impl ResponseCache {
         };
         RESPONSE_CACHE_BYTES.add(grown);
         RESPONSE_CACHE_EVICTIONS.inc_by(leaving.len() as u64);
-        // Freed without the lock.
+        // Freed after the lock is released.
         drop((replaced, leaving));
     }
 }
@@ -99,7 +99,7 @@ impl Drop for ResponseCache {
     }
 }
 
-/// The cache as one version uses it.
+/// The response cache as seen by one version.
 #[derive(Debug)]
 pub(crate) struct Answers {
     cache: Arc<ResponseCache>,
@@ -107,12 +107,12 @@ pub(crate) struct Answers {
 }
 
 impl Answers {
-    /// For the version that a manifest describes, with the signature that it is served with.
+    /// For a version by its manifest, with the signature under which it is served.
     pub(crate) fn new(cache: Arc<ResponseCache>, manifest: &Manifest) -> Answers {
         Answers { cache, head: Head::new(manifest) }
     }
 
-    /// What a checked request is known by.
+    /// The key of a checked request.
     ///
     /// # Errors
     /// As [`crate::tensor::Held::read`].
@@ -120,18 +120,18 @@ impl Answers {
         self.head.key(work)
     }
 
-    /// The outputs that answered this before, in the order asked for.
+    /// The cached outputs, in the requested order.
     pub(crate) fn get(&self, key: &Key) -> Option<Vec<Tensor>> {
         self.cache.get(key).map(|outputs| outputs.to_vec())
     }
 
-    /// Keeps what a request was answered with.
+    /// Caches the outputs of a request.
     pub(crate) fn put<T: Borrow<Tensor>>(&self, key: Key, outputs: &[T]) {
         self.cache.put(key, outputs);
     }
 }
 
-/// A copy that keeps nothing else alive: elements of BYTES may be parts of something larger.
+/// A copy without shared buffers: BYTES elements may be slices of larger buffers.
 fn compact(output: &Tensor) -> Tensor {
     let Data::Bytes(values) = &output.data else { return output.clone() };
     let mut whole = BytesMut::with_capacity(values.iter().map(Bytes::len).sum());
@@ -141,7 +141,7 @@ fn compact(output: &Tensor) -> Tensor {
     Tensor { name: output.name.clone(), shape: output.shape.clone(), data: Data::Bytes(values) }
 }
 
-/// What an entry with these outputs takes.
+/// Bytes of an entry with these outputs.
 fn size<T: Borrow<Tensor>>(outputs: &[T]) -> usize {
     outputs.iter().map(Borrow::borrow).fold(ENTRY_BYTES, |sum, output| {
         let elements = match &output.data {

@@ -1,5 +1,5 @@
-//! The REST face: Open Inference Protocol version 2 in JSON, with the binary tensor extension, the page
-//! for people, and the one place where errors become HTTP statuses.
+//! The REST transport: the Open Inference Protocol version 2 in JSON with the binary tensor extension, and
+//! the web page at `/`. This module alone maps errors to HTTP statuses.
 
 mod body;
 mod compression;
@@ -42,7 +42,7 @@ use crate::shared_memory::SharedMemory;
 use crate::tokens::Guard;
 use crate::turns::{COPIED_BYTES, READ_BYTES};
 
-/// Header that says how long the JSON part of a body with binary tensors is.
+/// Header with the length of the JSON part of a body with binary tensors.
 pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
 
 #[derive(Debug, Clone)]
@@ -55,10 +55,10 @@ struct App {
     bodies: Bodies,
 }
 
-/// The routes. Bodies above the limit are refused while they are read.
+/// The routes. A body above the limit is refused while it is read.
 ///
 /// # Errors
-/// [`crate::Error::Config`] when `cors_origins` has what is no origin.
+/// [`crate::Error::Config`] when `cors_origins` has an item that is not an origin.
 pub(crate) fn router(
     inference: Inference,
     controls: Controls,
@@ -67,7 +67,8 @@ pub(crate) fn router(
     config: &Config,
     bodies: Bodies,
 ) -> Result<Router> {
-    // Over TLS a page of another name is told by the certificate, and a page has no token.
+    // `Host` need not be checked over TLS, where the certificate exposes a page with another name, nor with
+    // tokens, which a page does not have.
     let checks_host = config.http.ip().to_canonical().is_loopback() && config.tls.is_none() && !guard.is_on();
     let pages = pages::Pages::new(&config.cors_origins, checks_host)?;
     let app = App { inference, controls, memory, guard: guard.clone(), limits: config.limits, bodies };
@@ -95,11 +96,11 @@ pub(crate) fn router(
         true => routes.layer(from_fn_with_state(guard, guard::admit)),
         false => routes,
     };
-    // Outermost, as a browser asks whether it may call before it shows a token.
+    // The outermost layer: a browser's CORS preflight carries no token.
     Ok(routes.layer(from_fn_with_state(pages, pages::answer)))
 }
 
-/// An error as this protocol answers it: a status and `{"error": …}`.
+/// An error in this protocol: a status and `{"error": …}`.
 #[derive(Debug)]
 struct Failure {
     status: StatusCode,
@@ -110,7 +111,7 @@ impl From<InferError> for Failure {
     fn from(error: InferError) -> Failure {
         let status = match &error {
             InferError::NotFound { .. } => StatusCode::NOT_FOUND,
-            // A name that is taken is a bad request here, as it is to Triton's clients.
+            // Triton's clients expect 400, not 409, for a name that is taken.
             InferError::Invalid { .. } | InferError::Exists { .. } => StatusCode::BAD_REQUEST,
             InferError::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             InferError::NotRepresentable { .. } => StatusCode::NOT_ACCEPTABLE,
@@ -118,7 +119,7 @@ impl From<InferError> for Failure {
             InferError::Denied { .. } => StatusCode::FORBIDDEN,
             InferError::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
             InferError::Overloaded { .. } => StatusCode::TOO_MANY_REQUESTS,
-            // Triton answers 503, on which clients try again that do not wait any more.
+            // Triton answers 503, on which its clients retry although they no longer wait.
             InferError::DeadlineExceeded { .. } => StatusCode::GATEWAY_TIMEOUT,
             InferError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             InferError::Internal { .. } => StatusCode::INTERNAL_SERVER_ERROR,
@@ -142,7 +143,7 @@ impl IntoResponse for Failure {
     }
 }
 
-/// Model and version of a path, which the caller may use; the version is absent in the short form.
+/// Model and version of a path, checked to be allowed for the caller; the short form has no version.
 #[derive(Debug, serde::Deserialize)]
 struct Target {
     model: String,
@@ -172,7 +173,7 @@ impl FromRequestParts<App> for Target {
 impl Target {
     fn asked(&self) -> Result<Asked<'_>, InferError> {
         match &self.version {
-            // An empty version in a path is a broken path, not the latest version.
+            // An empty version is a malformed path, not the latest version.
             Some(version) if version.is_empty() => Err(InferError::invalid("the version is empty")),
             Some(version) => Asked::parse(version),
             None => Ok(Asked::Any),
@@ -232,7 +233,7 @@ async fn model_metadata(State(app): State<App>, target: Target) -> Result<Respon
     let model = app.inference.find_asked(&target.model, target.asked()?)?;
     let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
-    // The specs serialize with the protocol's own keys: name, datatype, shape.
+    // Serde writes the specs with the protocol's keys: name, datatype, shape.
     Ok(Json(json!({
         "name": model.name(),
         "versions": versions,
@@ -265,7 +266,7 @@ async fn infer(
         (model, place) = app.inference.admit(&target.model, asked, &id, step)?;
     }
     let (memory, client) = (app.memory.clone(), peer.map(|Extension(peer)| peer.address));
-    // The body goes once it is decoded.
+    // The closure owns the body and drops it after decoding.
     let decode = move || {
         let (mut request, reply) = body::decode(&body.bytes, header_length, &memory)?;
         request.client = client;
@@ -308,26 +309,26 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
     }
 }
 
-/// A body that was read whole, and is plain.
+/// A complete body, decompressed.
 struct Received {
     bytes: Bytes,
     _in_body: InBody,
 }
 
 impl Received {
-    /// Whether decoding it takes long: the JSON, or what follows it.
+    /// Whether decoding it takes long, because of its JSON or its raw bytes.
     fn is_long(&self, header_length: Option<usize>) -> bool {
         let (json, raw) = self
             .bytes
             .split_at(header_length.map_or(self.bytes.len(), |length| length.min(self.bytes.len())));
-        // Byte strings are read one by one.
+        // Byte strings are decoded one at a time.
         let has_strings = || json.windows(7).any(|name| name == b"\"BYTES\"");
         json.len() >= READ_BYTES || raw.len() >= COPIED_BYTES || (raw.len() >= READ_BYTES && has_strings())
     }
 }
 
-/// Reads a body up to a limit, from a client that keeps sending, and takes the compression off. Only handlers of calls
-/// that may have a body read one, after the token was checked.
+/// Reads a body of at most `bytes_max` bytes and decompresses it; the client must keep sending. Only handlers
+/// of calls that may have a body read one, after the token check.
 async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Received, Failure> {
     let encoding = compression::content_encoding(headers)?;
     let mut in_body = app.bodies.begin();
@@ -338,7 +339,7 @@ async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> R
     Ok(Received { bytes: plain.into(), _in_body: in_body })
 }
 
-/// Reads a body as it was sent.
+/// Reads a body as sent.
 async fn read_sent(
     app: &App,
     body: Body,

@@ -1,4 +1,4 @@
-//! The server: binds the three addresses, runs the transports, drains when told to stop.
+//! The server: binds the three addresses, runs the transports, and drains on a stop request.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ const SERVICE_NAME: &str = "inference.GRPCInferenceService";
 /// Names in the health protocol: the service's own, and the empty one of the whole server.
 const HEALTH_NAMES: [&str; 2] = ["", SERVICE_NAME];
 
-/// Where a server listens.
+/// The addresses on which a server listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
     /// gRPC: inference, health and reflection.
@@ -60,7 +60,7 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Where it listens; ports that were 0 are the real ones.
+    /// The addresses on which the server listens, with the real ports in place of 0.
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }
@@ -75,11 +75,11 @@ impl Serving {
         &self.inference
     }
 
-    /// Waits until the server has stopped after its token was cancelled, or failed. Not cancel safe: a
-    /// dropped call leaves the server running.
+    /// Waits until the server has stopped after its token was cancelled, or has failed. Not cancel safe:
+    /// dropping the future leaves the server running.
     ///
     /// # Errors
-    /// [`Error::Service`] when a transport failed.
+    /// [`Error::Service`] if a transport failed.
     pub async fn join(self) -> Result<()> {
         match self.task.await {
             Ok(result) => result,
@@ -91,28 +91,28 @@ impl Serving {
     }
 }
 
-/// Starts a server: binds, loads the models, then answers. Returns once every version that can be loaded
-/// is ready and the addresses accept connections.
+/// Starts a server: binds the addresses, loads the models, then answers. Returns once every version that can
+/// be loaded is ready and the addresses accept connections.
 ///
-/// When `cancel` fires: readiness goes off, new requests are refused as UNAVAILABLE, running ones finish
-/// (at most `drain_ms_max`), then the listeners close and [`Serving::join`] returns.
+/// When `cancel` fires, the server reports that it is not ready, refuses new requests with UNAVAILABLE, and
+/// finishes running ones for at most `drain_ms_max`. Then the listeners close and [`Serving::join`] returns.
 ///
 /// # Errors
-/// [`Error::Config`] for a limit of 0, for what is no origin, for certificates and tokens that cannot
-/// be used, and for a collector of spans that is none; [`Error::Bind`] when a port is taken; what [`Repository::open`]
-/// says. Nothing runs on afterwards.
+/// [`Error::Config`] for a limit of 0, an invalid origin, unusable certificates or tokens, and an invalid
+/// collector; [`Error::Bind`] if the port is in use; the errors of [`Repository::open`]. After an error
+/// nothing keeps running.
 pub async fn serve(config: &Config, source: Source, cancel: CancellationToken) -> Result<Serving> {
     serve_with(config, source, Deps::default(), cancel).await
 }
 
-/// What a server may use of the process that it runs in.
+/// Parts of the host process that a server may use.
 #[derive(Debug, Clone, Default)]
 pub struct Deps {
-    /// What switches the process's log; without it the calls about logging are unimplemented.
+    /// Switches the process's log; without it the logging calls are unimplemented.
     pub logging: Option<Arc<dyn Logging>>,
 }
 
-/// The same as [`serve`], with parts of the process that the server may use.
+/// Like [`serve`], with parts of the host process.
 ///
 /// # Errors
 /// As [`serve`].
@@ -140,11 +140,11 @@ pub async fn serve_with(
     serve_on(config, Inference::new(repository), deps, entrance, [grpc, http, scrape], cancel)
 }
 
-/// What a client has to pass before it is served.
+/// The security of the server: certificates, tokens, and the collector of spans.
 struct Entrance {
     certificates: Option<Arc<Reloaded<Certificates>>>,
     tokens: Option<Arc<Tokens>>,
-    /// Where spans of those who passed are sent.
+    /// The collector for spans of admitted requests.
     telemetry: Option<telemetry::Opened>,
 }
 
@@ -166,7 +166,7 @@ impl Entrance {
         blocking("configuration", open).await
     }
 
-    /// Reads changed files again until cancelled.
+    /// Watches the files for changes until cancelled.
     fn watch(&self, reload_ms: u64, cancel: &CancellationToken) {
         if let Some(certificates) = &self.certificates {
             tokio::spawn(certificates.clone().watch(reload_ms, cancel.clone()));
@@ -177,7 +177,7 @@ impl Entrance {
     }
 }
 
-/// A service beside the one for inference, for callers who are known.
+/// A service other than inference, behind the token check and the access log.
 fn guarded<S>(service: S, guard: &Guard, limits: &Limits, bodies: &Bodies) -> Logged<Guarded<Messages<S>>> {
     Logged::new(Guarded::new(Messages::new(service, *limits, bodies.clone()), guard.clone()))
 }
@@ -229,10 +229,10 @@ fn serve_on(
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
     for name in HEALTH_NAMES {
-        // No other task has the reporter yet, so it does not wait.
+        // No other task holds the reporter yet, so this does not wait.
         let _ = health.set_service_status(name, ServingStatus::NotServing).now_or_never();
     }
-    // Closes the inference listeners once running requests are done; the metrics stay until the end.
+    // Closes the inference listeners once the requests are drained; the metrics stay until `ending` fires.
     let closing = CancellationToken::new();
     let ending = CancellationToken::new();
 
@@ -246,7 +246,7 @@ fn serve_on(
         .prepare();
     let calls = Front::new(inference_calls, other_calls);
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
-    // Metrics are scraped however many answers wait.
+    // The metrics listener does not share this quota, so scraping works under load.
     let answers = Answers::new(limits.answer_bytes_max);
     let grpc = Listener::grpc(grpc, "gRPC", limits).counted(&answers);
     transports.spawn(grpc.secured(securing(Securing::grpc)).answer(calls, closing.clone()));
@@ -293,7 +293,7 @@ fn serve_on(
                 outcome = std::mem::replace(&mut outcome, Ok(())).and(ended(next));
             }
         };
-        // Connections that a client keeps open without a request do not hold the server up for ever.
+        // Idle connections that clients keep open do not delay the stop indefinitely.
         if tokio::time::timeout(drain.max(Duration::from_millis(100)), finish).await.is_err() {
             tracing::debug!("connections stayed open and were cut");
         }
@@ -316,7 +316,7 @@ fn serve_on(
     Ok(Serving { addresses, inference, task })
 }
 
-/// How a transport ended, which can only break.
+/// The result of a transport's task; a task that ended early has panicked or was aborted.
 fn ended(transport: std::result::Result<(), tokio::task::JoinError>) -> Result<()> {
     transport.map_err(|error| Error::Service { service: "transport", reason: error.to_string() })
 }
@@ -325,7 +325,7 @@ fn is_loopback(address: SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
 }
 
-/// The metrics of the process, and those of the models where a server has some.
+/// The metrics of the process and, on a model server, those of its models.
 fn scrape_routes(models: Option<Repository>, pages: Arc<Pages>) -> Noted<Router> {
     let routes = Router::new().route("/metrics", get(scrape_metrics)).with_state(models);
     Noted::new(routes.layer(from_fn_with_state(pages, pages::answer)))
@@ -339,10 +339,10 @@ pub struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Answers until `cancel` fires, or the value is dropped.
+    /// Answers until `cancel` fires or the value is dropped.
     ///
     /// # Errors
-    /// [`Error::Bind`] when the port is taken.
+    /// [`Error::Bind`] if the port is in use.
     pub async fn start(address: SocketAddr, cancel: CancellationToken) -> Result<MetricsServer> {
         let listener = bind(address, "metrics", "metrics").await?;
         let address = listener
@@ -354,7 +354,7 @@ impl MetricsServer {
         Ok(MetricsServer { address, task })
     }
 
-    /// Where it answers; port 0 has become a free one.
+    /// The address, with the real port in place of 0.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

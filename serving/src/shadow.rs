@@ -1,5 +1,5 @@
-//! Shadow traffic: a copy of a share of a model's requests runs on another version once the reply is on its
-//! way, and what comes out of both is compared. Nobody waits for it, and what does not fit is dropped.
+//! Shadow traffic: runs a copy of a fraction of a model's requests on another version after the answer, and
+//! compares both outputs. No request waits for it; copies beyond the capacity are dropped.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,14 +12,14 @@ use crate::metrics::{SHADOW_DIFFERENCE, SHADOW_REQUESTS, SHADOW_ROWS};
 use crate::repository::Model;
 use crate::tensor::{Data, Tensor, for_numbers};
 
-/// Copies that wait or run at once, for one model.
+/// Most copies per model that wait or run at once.
 const COPIES_MAX: usize = 4;
 
-/// A version that runs copies of what others answer.
+/// A version that runs copies of requests to other versions.
 #[derive(Debug)]
 pub(crate) struct Shadow {
     target: Arc<Model>,
-    /// The part of the requests that is copied, of 2^64.
+    /// The fraction of requests to copy, in units of 2^-64.
     part: u64,
     count: AtomicU64,
     room: Arc<Semaphore>,
@@ -38,7 +38,7 @@ struct Metrics {
 }
 
 impl Shadow {
-    /// Copies a share, from 0 to 1, of the requests to `target`.
+    /// Copies the fraction `share` of the requests, from 0 to 1, to `target`.
     pub(crate) fn new(target: Arc<Model>, share: f64) -> Shadow {
         let version = target.version().to_string();
         let labels = [target.name(), version.as_str()];
@@ -53,12 +53,12 @@ impl Shadow {
             same: rows("same"),
             other: rows("other"),
         };
-        // A conversion from floating point saturates.
+        // The conversion from floating point saturates.
         let part = (share * 2f64.powi(64)) as u64;
         Shadow { target, part, count: AtomicU64::new(0), room: Arc::new(Semaphore::new(COPIES_MAX)), metrics }
     }
 
-    /// Whether this is what [`Shadow::new`] would make.
+    /// Whether [`Shadow::new`] would return an equal shadow.
     pub(crate) fn is_like(&self, other: &Shadow) -> bool {
         Arc::ptr_eq(&self.target, &other.target) && self.part == other.part
     }
@@ -68,9 +68,9 @@ impl Shadow {
         self.target.version()
     }
 
-    /// A copy of a request, where it is this one's turn and there is room.
+    /// A copy of the request if it is selected and capacity is free.
     pub(crate) fn copy(self: &Arc<Self>, request: &Request) -> Option<Copied> {
-        // As requests without an id are split: spread evenly at any count.
+        // The same even spread as in the traffic split, see `repository::split`.
         let place = self.count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         if place >= self.part && self.part != u64::MAX {
             return None;
@@ -92,12 +92,12 @@ impl Shadow {
         self.metrics.difference.observe(found.difference);
         self.metrics.same.inc_by(found.same);
         self.metrics.other.inc_by(found.other);
-        // The last, so that whoever sees it finds the others.
+        // Incremented last, so that a reader that sees it finds the others updated.
         self.metrics.compared.inc();
     }
 }
 
-/// A request that is answered, and will run once more.
+/// An answered request that will run again.
 #[derive(Debug)]
 pub(crate) struct Copied {
     shadow: Arc<Shadow>,
@@ -107,13 +107,13 @@ pub(crate) struct Copied {
 }
 
 impl Copied {
-    /// Keeps what the request was answered with.
+    /// Stores the outputs of the answer.
     pub(crate) fn answered(mut self, outputs: &[Tensor]) -> Copied {
         self.outputs = outputs.to_vec();
         self
     }
 
-    /// Runs the copy on a thread of its own, so that the one which has to write the reply does so.
+    /// Runs the copy on a blocking thread, so that the current thread writes the response first.
     pub(crate) fn run(self) {
         let runtime = tokio::runtime::Handle::current();
         tokio::task::spawn_blocking(move || {
@@ -130,17 +130,17 @@ impl Copied {
     }
 }
 
-/// How far two replies are apart.
+/// The difference of two responses.
 #[derive(Debug, PartialEq)]
 struct Found {
-    /// The largest distance of two numbers; infinite where only one of them is a number.
+    /// The largest difference of two numbers; infinite where only one of them is a number.
     difference: f64,
-    /// Rows that have the same label in both replies, and those that have another.
+    /// Rows with equal labels in both responses, and rows with different ones.
     same: u64,
     other: u64,
 }
 
-/// Compares replies; `None` when they are not of the same form.
+/// Compares responses; `None` if their outputs differ in name, shape or type.
 fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Option<Found> {
     let mut found = Found { difference: 0.0, same: 0, other: 0 };
     if ours.len() != theirs.len() {
@@ -158,7 +158,7 @@ fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Option<Found> {
                 found.difference = apart.fold(found.difference, f64::max);
                 agreeing(&a, &b, width)
             }
-            // Text is a label itself.
+            // A string is its own label.
             _ => equal(&a.data, &b.data),
         };
         found.same += same;
@@ -175,8 +175,8 @@ fn distance(a: f64, b: f64) -> f64 {
     }
 }
 
-/// Rows whose label, the place of the largest number, is the same, and the others; of rows of one number
-/// none, as they have no label.
+/// Counts rows with equal and with different labels; the label is the index of the largest number. Rows of
+/// one number have no label and do not count.
 fn agreeing(a: &[f64], b: &[f64], width: usize) -> (u64, u64) {
     if width < 2 {
         return (0, 0);
@@ -196,7 +196,7 @@ fn equal(a: &Data, b: &Data) -> (u64, u64) {
     (same, a.len() as u64 - same)
 }
 
-/// Elements as floats; `None` for text.
+/// Elements as floats; `None` for strings.
 pub(crate) fn numbers(data: &Data) -> Option<Vec<f64>> {
     trait Number: Copy {
         fn float(self) -> f64;

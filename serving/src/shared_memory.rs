@@ -1,9 +1,9 @@
-//! System shared memory: regions of POSIX shared memory objects that clients on the same machine
-//! register, to pass tensors without sending them.
+//! System shared memory: regions of POSIX shared memory objects that clients on the same machine register to
+//! pass tensors without sending them.
 //!
-//! A region is never mapped: whoever owns the object may cut it at any time, and touching a mapping
-//! behind the cut kills the process (SIGBUS). Reads and writes at an offset into buffers of our own
-//! fail with an error instead.
+//! The server never maps a region: the object's owner may truncate it at any time, and touching a mapping
+//! beyond the end kills the process (SIGBUS). Positional reads and writes with the server's own buffers
+//! return an error instead.
 
 mod region;
 
@@ -19,24 +19,24 @@ use crate::parameters::{Of, Parameters};
 pub(crate) use region::Span;
 use region::{Region, check_key};
 
-/// Most regions at once.
+/// Most registered regions.
 const REGIONS_MAX: usize = 4096;
 /// Longest name of a region, in bytes.
 const NAME_BYTES_MAX: usize = 255;
 
-/// The regions by their names.
+/// The regions by name.
 type Regions = BTreeMap<String, Arc<Region>>;
 
-/// The regions of a server. Cheap to clone; all clones are one.
+/// The regions of a server. Cheap to clone; all clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedMemory {
-    /// Absent where clients may not use shared memory.
+    /// `None` if clients may not use shared memory.
     regions: Option<Arc<RwLock<Regions>>>,
     regions_max: usize,
     read_bytes_max: u64,
 }
 
-/// A registered region, as clients see it.
+/// A registered region, in the clients' terms.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Registration {
     pub(crate) name: String,
@@ -46,10 +46,10 @@ pub(crate) struct Registration {
 }
 
 impl SharedMemory {
-    /// No regions yet. `read_bytes_max` bounds what the inputs of one request may hold in regions, as
-    /// the limit on messages bounds the ones that are sent.
+    /// Without regions yet. `read_bytes_max` bounds the bytes of one request's inputs in regions, as the
+    /// message limit bounds those that are sent.
     pub(crate) fn new(on: bool, read_bytes_max: usize) -> SharedMemory {
-        // Each region holds a descriptor; the others are for connections and models.
+        // Each region holds a file descriptor; three quarters stay for connections and models.
         let descriptors = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
         let regions_max = usize::try_from(descriptors / 4).unwrap_or(REGIONS_MAX).clamp(1, REGIONS_MAX);
         SharedMemory {
@@ -59,7 +59,7 @@ impl SharedMemory {
         }
     }
 
-    /// Whether clients may use shared memory here.
+    /// Whether clients may use shared memory.
     pub(crate) fn is_on(&self) -> bool {
         self.regions.is_some()
     }
@@ -70,11 +70,11 @@ impl SharedMemory {
         })
     }
 
-    /// Registers `byte_size` bytes from `offset` on of the object `key`. The region keeps the object
-    /// alive until it is unregistered, whatever becomes of the key.
+    /// Registers `byte_size` bytes of the object `key`, beginning at `offset`. The region keeps the object
+    /// alive until it is unregistered, even if the key is removed.
     ///
     /// # Errors
-    /// [`InferError::Exists`], [`InferError::Invalid`], [`InferError::Unavailable`] for too many.
+    /// [`InferError::Exists`], [`InferError::Invalid`], [`InferError::Unavailable`] for too many regions.
     pub(crate) fn register(
         &self,
         name: &str,
@@ -118,15 +118,15 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Forgets a region, all of them when the name is empty. Unknown names are no error: clients
-    /// unregister before they register. Requests that run keep what they use.
+    /// Unregisters a region, or all of them when the name is empty. Unknown names are not an error: clients
+    /// unregister before they register. Running requests keep their regions.
     ///
     /// # Errors
-    /// [`InferError::Unsupported`] where shared memory is off.
+    /// [`InferError::Unsupported`] if shared memory is off.
     pub(crate) fn unregister(&self, name: &str) -> Result<(), InferError> {
         let regions = self.regions()?;
         if name.is_empty() {
-            // Closed after the lock is released.
+            // The files close after the lock is released.
             let _all = std::mem::take(&mut *regions.write());
         } else {
             let _one = regions.write().remove(name);
@@ -134,7 +134,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// A registered region, all of them when the name is empty.
+    /// A registered region, or all of them when the name is empty.
     ///
     /// # Errors
     /// [`InferError::NotFound`].
@@ -147,7 +147,7 @@ impl SharedMemory {
         Ok(vec![region.registration()])
     }
 
-    /// The part of a region that the parameters of an input or output name; `None` when they name none.
+    /// The span of a region that the parameters of an input or output name; `None` if they name none.
     ///
     /// # Errors
     /// [`InferError::Invalid`], [`InferError::NotFound`], [`InferError::Unsupported`].
@@ -165,8 +165,8 @@ impl SharedMemory {
     }
 }
 
-/// What who registers CUDA shared memory hears. There is none: tensors come from and go to the memory of
-/// the host, and the sessions move them.
+/// The refusal to register CUDA shared memory, which is not supported: tensors live in host memory, and the
+/// sessions transfer them.
 pub(crate) fn cuda_refused(name: &str) -> InferError {
     InferError::Unsupported {
         reason: format!(
@@ -176,10 +176,10 @@ pub(crate) fn cuda_refused(name: &str) -> InferError {
     }
 }
 
-/// The CUDA region of a name, when one is asked for by name.
+/// Status of a CUDA region; all regions if the name is empty.
 ///
 /// # Errors
-/// [`InferError::NotFound`], because there is none.
+/// [`InferError::NotFound`] for any name, because there are none.
 pub(crate) fn cuda_status(name: &str) -> Result<(), InferError> {
     if name.is_empty() {
         return Ok(());
@@ -193,7 +193,7 @@ fn unknown(name: &str) -> InferError {
     }
 }
 
-/// Reads the inputs of one request out of regions, up to the limit for all of them together.
+/// Reads the inputs of one request from regions, within the limit on their sum.
 #[derive(Debug)]
 pub(crate) struct Inputs<'a> {
     memory: Option<&'a SharedMemory>,
@@ -201,17 +201,17 @@ pub(crate) struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// Of a request to a server.
+    /// For a request to a server.
     pub(crate) fn of(memory: &'a SharedMemory) -> Inputs<'a> {
         Inputs { memory: Some(memory), bytes: 0 }
     }
 
-    /// Of a message that never names a region.
+    /// For a message that never names a region.
     pub(crate) fn none() -> Inputs<'static> {
         Inputs { memory: None, bytes: 0 }
     }
 
-    /// The raw form of an input that lies in a region; `None` when its parameters name none.
+    /// The raw bytes of an input in a region; `None` if its parameters name no region.
     ///
     /// # Errors
     /// As [`SharedMemory::span`], and [`InferError::TooLarge`].

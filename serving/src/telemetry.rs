@@ -1,9 +1,9 @@
-//! Spans of inference requests for a collector of OpenTelemetry: which requests have some, what is noted
-//! of them while they run, and the way to the task that sends them.
+//! OpenTelemetry spans of inference requests: sampling, recording while a request runs, and the queue to the
+//! export task.
 //!
-//! Without a collector there is none of this. With one, a request that is not sampled costs the look at its
-//! path and its `traceparent`; one that is leaves a record of what it was in a bounded queue, and never waits:
-//! where the queue is full, the record is dropped and counted.
+//! Without a collector this module does nothing. With one, an unsampled request costs a look at its path and
+//! its `traceparent`. A sampled one puts a record into a bounded queue and never waits: if the queue is full,
+//! the record is dropped and counted.
 
 mod context;
 mod export;
@@ -26,13 +26,13 @@ pub(crate) use export::Exporting;
 use span::Finished;
 pub(crate) use span::{Active, Open, answered, current, failed, nested};
 
-/// Requests whose spans wait to be sent, at most; each takes some 2 KiB at the worst.
+/// Most requests whose spans wait for export; each takes at most about 2 KiB.
 const QUEUE_MAX: usize = 2_048;
 
-/// Decides which requests have spans, and takes them when they end.
+/// Samples requests, and queues their spans when they end.
 #[derive(Debug)]
 pub(crate) struct Telemetry {
-    /// The part of the requests without a parent that is sampled, of 2^64.
+    /// The fraction of requests without a parent that is sampled, in units of 2^-64.
     part: u64,
     count: AtomicU64,
     random: &'static dyn SecureRandom,
@@ -40,10 +40,10 @@ pub(crate) struct Telemetry {
     tally: Arc<Tally>,
 }
 
-/// What becomes of spans.
+/// Counters of span outcomes.
 #[derive(Debug)]
 struct Tally {
-    /// In the queue, or on their way.
+    /// In the queue or being sent.
     waiting: AtomicU64,
     sent: IntCounter,
     dropped: IntCounter,
@@ -61,7 +61,7 @@ impl Tally {
         }
     }
 
-    /// So many that waited were sent, but for those that the collector did not take.
+    /// Counts waiting spans as sent, except those that the collector rejected.
     fn sent(&self, spans: u64, rejected: u64) {
         self.waiting.fetch_sub(spans, Ordering::Relaxed);
         let rejected = rejected.min(spans);
@@ -69,55 +69,55 @@ impl Tally {
         self.rejected.inc_by(rejected);
     }
 
-    /// So many that waited never will be.
+    /// Counts waiting spans as dropped.
     fn dropped(&self, spans: u64) {
         self.waiting.fetch_sub(spans, Ordering::Relaxed);
         self.dropped.inc_by(spans);
     }
 }
 
-/// A checked collector that nothing is sent to yet.
+/// A checked configuration of a collector; nothing is sent yet.
 pub(crate) struct Opened {
     telemetry: Arc<Telemetry>,
     exporter: Exporter,
 }
 
 impl Opened {
-    /// Reads the certificates, where there are some; connects to nobody.
+    /// Reads the certificates, if any; does not connect.
     ///
     /// # Errors
-    /// [`crate::Error::Config`] for settings that cannot be.
+    /// [`crate::Error::Config`] for invalid settings.
     pub(crate) fn open(settings: &Settings) -> Result<Opened> {
         let secure = settings.check()?;
         let (queue, receiver) = mpsc::channel(QUEUE_MAX);
         let tally = Arc::new(Tally::new());
         let random = crate::tls::provider().secure_random;
         let exporter = Exporter::new(settings, secure, receiver, random, tally.clone())?;
-        // A conversion from floating point saturates.
+        // The conversion from floating point saturates.
         let part = (settings.sample_rate * 2f64.powi(64)) as u64;
         let telemetry = Telemetry { part, count: AtomicU64::new(0), random, queue, tally };
         Ok(Opened { telemetry: Arc::new(telemetry), exporter })
     }
 
-    /// Begins to send.
+    /// Starts the export task.
     pub(crate) fn start(self) -> Exporting {
         Exporting::new(self.telemetry, self.exporter)
     }
 }
 
 impl Telemetry {
-    /// Whether the next request without a parent is sampled: spread evenly at any count, as shadows are.
+    /// Whether to sample the next request without a parent; evenly spread, like shadow traffic.
     fn turn(&self) -> bool {
         let place = self.count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         place < self.part || self.part == u64::MAX
     }
 
-    /// A number that no other trace or span has; `None` where the operating system gives none.
+    /// A random trace or span id; `None` if the operating system fails to provide one.
     fn id<const BYTES: usize>(&self) -> Option<[u8; BYTES]> {
         random_id(self.random)
     }
 
-    /// Takes a span that has ended. Never waits.
+    /// Queues an ended span; never waits.
     fn take(&self, finished: Box<Finished>) {
         let spans = finished.spans();
         self.tally.waiting.fetch_add(spans, Ordering::Relaxed);
@@ -127,7 +127,7 @@ impl Telemetry {
     }
 }
 
-/// An id is a number that is not 0.
+/// A random id; 0 is not a valid one.
 fn random_id<const BYTES: usize>(random: &dyn SecureRandom) -> Option<[u8; BYTES]> {
     let mut id = [0; BYTES];
     random.fill(&mut id).ok()?;

@@ -1,5 +1,5 @@
-//! TLS: the certificates of the gRPC and the REST service, those of clients, and how they are read. The
-//! cryptography is ring's, as everywhere in the process.
+//! TLS for the gRPC and the REST service: loads the server's certificate and the authorities for client
+//! certificates, and accepts connections. The cryptography is ring's, as everywhere in the process.
 
 mod stream;
 mod validity;
@@ -24,37 +24,37 @@ use crate::metrics::RELOADS;
 use crate::reload::{Read, Reloaded, read_file, wrong};
 pub(crate) use stream::Stream;
 
-/// HTTP/2 as it is agreed on within the handshake.
+/// HTTP/2 in ALPN.
 pub(crate) const HTTP2: &[u8] = b"h2";
-/// HTTP/1.1 likewise.
+/// HTTP/1.1 in ALPN.
 const HTTP1: &[u8] = b"http/1.1";
-/// Most certificates of those whose holders are let in.
+/// Most authorities for client certificates.
 const CERTIFICATES_MAX: usize = 1_000;
-/// Begins a key that only a passphrase opens, of PKCS #8 and of OpenSSL's older form.
+/// Markers of an encrypted key, in PKCS #8 and in OpenSSL's older form.
 const ENCRYPTED: [&[u8]; 2] = [b"-----BEGIN ENCRYPTED PRIVATE KEY-----", b"Proc-Type: 4,ENCRYPTED"];
 
-/// What cryptography there is.
+/// The cryptography of the process.
 pub(crate) fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
-/// The certificates in force, as each service uses them.
+/// The certificates in force, in each service's configuration.
 #[derive(Debug)]
 pub(crate) struct Certificates {
     identity: Arc<CertifiedKey>,
     grpc: Arc<ServerConfig>,
     http: Arc<ServerConfig>,
-    /// When the first of the server's certificates ends.
+    /// Earliest expiry in the server's certificate chain.
     ends: Option<SystemTime>,
-    /// Its end was reported.
+    /// Whether the expiry was reported.
     end_told: AtomicBool,
 }
 
 impl Certificates {
-    /// Reads them, and reads them again when their files have changed and somebody watches.
+    /// Reads the certificates; [`Reloaded::watch`] reads them again after their files have changed.
     ///
     /// # Errors
-    /// [`crate::Error::Config`], which names the file and what is wrong with it.
+    /// [`crate::Error::Config`] with the file and its error.
     pub(crate) fn open(config: &config::Tls) -> Result<Arc<Reloaded<Certificates>>> {
         let paths = [Some(&config.certificate), Some(&config.key), config.client_ca.as_ref()];
         let paths = paths.into_iter().flatten().cloned().collect();
@@ -63,8 +63,8 @@ impl Certificates {
         Ok(Arc::new(Reloaded::open("certificates", paths, read)?.looking(Certificates::tell_end)))
     }
 
-    /// Where files have changed and are wrong, the server keeps the certificate that it shows, as it cannot be
-    /// without. Clients are let in by the good certificates of `client_ca` and nothing else.
+    /// Reads the certificates. If changed files have errors, the server keeps its former certificate, as it
+    /// needs one. For client certificates only the valid authorities in `client_ca` count.
     fn read(config: &config::Tls, old: Option<&Certificates>) -> Result<Read<Certificates>> {
         let mut errors = Vec::new();
         let identity = match (read_identity(config), old) {
@@ -105,7 +105,7 @@ impl Certificates {
         Ok(Read { value, wrong: errors })
     }
 
-    /// Reports once that a certificate has expired.
+    /// Reports once that the server's certificate has expired.
     fn tell_end(&self) {
         let Some(ends) = self.ends.filter(|ends| *ends <= SystemTime::now()) else { return };
         if !self.end_told.swap(true, Ordering::Relaxed) {
@@ -119,7 +119,7 @@ impl Certificates {
     }
 }
 
-/// Serves no connection: whatever certificate a client had, it could not be checked.
+/// Resolver that fails every handshake: without authorities the server cannot verify clients.
 #[derive(Debug)]
 struct Closed;
 
@@ -129,7 +129,7 @@ impl ResolvesServerCert for Closed {
     }
 }
 
-/// The server's certificate and its key.
+/// The server's certificate chain and key.
 fn read_identity(config: &config::Tls) -> Result<CertifiedKey> {
     let chain = read_certificates("tls.certificate", &config.certificate)?;
     let key = read_key("tls.key", &config.key)?;
@@ -145,8 +145,7 @@ fn read_identity(config: &config::Tls) -> Result<CertifiedKey> {
     })
 }
 
-/// What secures the connections of one service, each by the certificates that are in force when it
-/// begins.
+/// TLS of one service: each connection uses the certificates in force when it begins.
 #[derive(Debug, Clone)]
 pub(crate) struct Securing {
     certificates: Arc<Reloaded<Certificates>>,
@@ -154,17 +153,17 @@ pub(crate) struct Securing {
 }
 
 impl Securing {
-    /// Connections of HTTP/2 alone.
+    /// For connections with HTTP/2 only.
     pub(crate) fn grpc(certificates: &Arc<Reloaded<Certificates>>) -> Securing {
         Securing { certificates: certificates.clone(), service: |certificates| &certificates.grpc }
     }
 
-    /// Connections of HTTP/2 and HTTP/1.1.
+    /// For connections with HTTP/2 and HTTP/1.1.
     pub(crate) fn http(certificates: &Arc<Reloaded<Certificates>>) -> Securing {
         Securing { certificates: certificates.clone(), service: |certificates| &certificates.http }
     }
 
-    /// The handshake of a connection, which begins when it is polled.
+    /// The handshake of a connection; begins when first polled.
     fn accept(&self, stream: TcpStream) -> Accept<TcpStream> {
         let certificates = self.certificates.get();
         TlsAcceptor::from((self.service)(&certificates).clone()).accept(stream)
@@ -204,7 +203,7 @@ pub(crate) fn read_key(setting: &str, path: &Path) -> Result<PrivateKeyDer<'stat
     })
 }
 
-/// The certificates of a PEM file, as those that others are issued by.
+/// The certificates of a PEM file, as trusted authorities.
 ///
 /// # Errors
 /// [`crate::Error::Config`].
@@ -213,7 +212,7 @@ pub(crate) fn read_roots(setting: &str, path: &Path) -> Result<RootCertStore> {
     errors.into_iter().next().map_or(Ok(roots), Err)
 }
 
-/// The good ones of such a file, and what is wrong with it.
+/// The valid authorities of a PEM file, and the errors of the others.
 fn read_good_roots(setting: &str, path: &Path) -> (RootCertStore, Vec<Error>) {
     let (mut roots, mut errors) = (RootCertStore::empty(), Vec::new());
     let content = match read_file(setting, path) {
@@ -239,7 +238,7 @@ fn no_certificate(setting: &str, path: &Path) -> Error {
 }
 
 fn not_pem(setting: &str, path: &Path, error: &pem::Error) -> crate::Error {
-    // Not the library's words: they repeat lines of the file, which may be those of a key.
+    // Not the library's message: it repeats lines of the file, which may belong to a key.
     let reason = match error {
         pem::Error::MissingSectionEnd { .. } => "breaks off: a -----END line is missing",
         pem::Error::IllegalSectionStart { .. } => "has a -----BEGIN line that is none of PEM",

@@ -1,5 +1,5 @@
-//! Bearer tokens: who may call, which models they may use, and who may control the server. The server
-//! knows SHA-256 digests alone; as tokens are long and random, nobody finds them by their digests.
+//! Bearer tokens: authenticates callers, and limits the models that they may use and control. The server
+//! stores only SHA-256 digests; tokens are long and random, so a digest does not reveal its token.
 
 mod file;
 
@@ -17,18 +17,18 @@ use crate::error::{Error, InferError, Result, quote};
 use crate::metrics::CALLERS_REFUSED;
 use crate::reload::{Read, Reloaded, read_file};
 
-/// Random bytes of a new token.
+/// Random bytes in a new token.
 const TOKEN_BYTES: usize = 32;
 
-/// Who may call.
+/// A token: its digest and permissions.
 #[derive(Debug)]
 pub(crate) struct Token {
     name: String,
     digest: [u8; 32],
-    /// Names of models, in which `*` stands for any characters.
+    /// Patterns of model names, in which `*` matches any characters.
     models: Vec<String>,
     controls: bool,
-    /// Set when it is in force no more, for calls that began before.
+    /// Set when the token is withdrawn, for calls that began before.
     withdrawn: AtomicBool,
 }
 
@@ -42,11 +42,11 @@ impl Token {
 /// The tokens in force.
 pub(crate) type Tokens = Reloaded<Vec<Arc<Token>>>;
 
-/// Reads the tokens of a file. When it is read again, the good lines of it are in force and nothing else: a token
-/// that was taken out of the file is refused whatever is wrong with the rest.
+/// Reads the tokens of a file. After a reload exactly the valid lines are in force: a token that was removed
+/// from the file is refused even if other lines have errors.
 ///
 /// # Errors
-/// [`Error::Config`], which names the line and what is wrong with it.
+/// [`Error::Config`] with the line and its error.
 pub(crate) fn open(path: &Path) -> Result<Arc<Tokens>> {
     let file = path.to_owned();
     let read = move |old: Option<&Vec<Arc<Token>>>| {
@@ -65,7 +65,7 @@ pub(crate) fn open(path: &Path) -> Result<Arc<Tokens>> {
     Ok(Arc::new(Reloaded::open("tokens", vec![path.to_owned()], read)?))
 }
 
-/// Finds out who calls, where the server has tokens. Cheap to clone; all clones are one.
+/// Authenticates callers, on a server with tokens. Cheap to clone; all clones share the tokens.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Guard {
     tokens: Option<Arc<Tokens>>,
@@ -76,12 +76,12 @@ impl Guard {
         Guard { tokens }
     }
 
-    /// Whether callers have to show a token.
+    /// Whether callers need a token.
     pub(crate) fn is_on(&self) -> bool {
         self.tokens.is_some()
     }
 
-    /// Lets a request in by its token, and notes whose it is among its extensions.
+    /// Authenticates a request by its token, and records the caller in its extensions.
     ///
     /// # Errors
     /// [`InferError::Unauthenticated`].
@@ -105,7 +105,7 @@ impl Guard {
             return Err(refused("missing", "authorization is not one Bearer TOKEN"));
         };
         let digest = Sha256::digest(token.trim());
-        // All of them are compared, so that the time this takes says nothing of them.
+        // Compares with every token, so that the time taken reveals nothing about them.
         let mut found = None;
         for known in tokens.get().iter() {
             if bool::from(known.digest[..].ct_eq(&digest[..])) {
@@ -118,7 +118,7 @@ impl Guard {
         Ok(())
     }
 
-    /// Who sent a request that was let in.
+    /// The caller of an admitted request.
     pub(crate) fn caller(&self, extensions: &Extensions) -> Caller {
         match &self.tokens {
             None => Caller::Anyone,
@@ -127,19 +127,19 @@ impl Guard {
     }
 }
 
-/// Who calls, and with it what the call may do.
+/// The caller of a request, with its permissions.
 #[derive(Debug, Clone)]
 pub(crate) enum Caller {
-    /// Whoever reaches a server without tokens: everything.
+    /// Any caller of a server without tokens; may do everything.
     Anyone,
-    /// Who showed a token: what the token says.
+    /// A caller with a valid token; may do what the token permits.
     Bearer(Arc<Token>),
-    /// Who showed none: nothing.
+    /// A caller without a token; may do nothing.
     Nobody,
 }
 
 impl Caller {
-    /// Whether it may know that there is a model.
+    /// Whether the caller may know that a model exists.
     pub(crate) fn sees(&self, model: &str) -> bool {
         match self {
             Caller::Anyone => true,
@@ -148,7 +148,7 @@ impl Caller {
         }
     }
 
-    /// Refuses calls about models that it may not use, whether there are such models or not.
+    /// Refuses calls about models that the caller may not use, whether or not they exist.
     ///
     /// # Errors
     /// [`InferError::Denied`], [`InferError::Unauthenticated`].
@@ -160,7 +160,7 @@ impl Caller {
         Err(denied(format!("token {:?} may not use model {}", token.name, quote(model))))
     }
 
-    /// Refuses calls that change how a model is served.
+    /// Refuses calls that change how the server serves a model.
     ///
     /// # Errors
     /// As [`Caller::may_use`].
@@ -187,7 +187,7 @@ impl Caller {
         }
     }
 
-    /// Its token; none where none is asked for.
+    /// The caller's token; `None` if the server needs none.
     fn token(&self) -> Result<Option<&Token>, InferError> {
         match self {
             Caller::Anyone => Ok(None),
@@ -212,10 +212,10 @@ fn no_control(token: &Token) -> InferError {
     ))
 }
 
-/// Whether a pattern, in which `*` stands for any characters, means a name.
+/// Whether a pattern matches a name; `*` matches any characters.
 fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name) = (pattern.as_bytes(), name.as_bytes());
-    // Where the last star was, and where in the name what follows it was tried last.
+    // Position of the last star, and the position in the name where the rest of the pattern was tried last.
     let (mut at, mut place, mut star) = (0, 0, None);
     while place < name.len() {
         match pattern.get(at) {
@@ -239,11 +239,11 @@ fn matches(pattern: &str, name: &str) -> bool {
     pattern[at..].iter().all(|byte| *byte == b'*')
 }
 
-/// A new token, and the line for the file that lets its bearer in.
+/// A new token, and the line that permits it in the token file.
 ///
 /// # Errors
-/// [`Error::Config`] for a name or a model that could not stand in the file; [`Error::Service`] when the
-/// system has no random numbers.
+/// [`Error::Config`] for a name or a model that is invalid in the file; [`Error::Service`] if the operating
+/// system provides no random numbers.
 pub fn new_token(name: &str, models: &[String], controls: bool) -> Result<(String, String)> {
     let wrong = |reason: &str| Error::Config { reason: format!("the token {reason}") };
     let breaks = |text: &str| text.is_empty() || text.contains(|c: char| c.is_whitespace() || c == ',');

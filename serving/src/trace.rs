@@ -1,7 +1,8 @@
-//! Traces of requests: which ones are traced, and what is written of them, as Triton's clients set it.
+//! Request traces in Triton's form: selects the requests to trace, and writes the times of their steps to
+//! files. Clients change the settings.
 //!
-//! Nothing is traced at first, and then a request pays one relaxed load. While something is, each
-//! answered request takes a lock to find out whether it is its turn.
+//! Tracing is off at first; a request then costs one relaxed load. While any tracing is on, each answered
+//! request takes a lock to determine whether it is traced.
 
 mod file;
 mod settings;
@@ -20,13 +21,13 @@ use file::Traces;
 pub(crate) use settings::Change;
 use settings::{Scope, Settings};
 
-/// The settings, and the files that are being written.
+/// The trace settings and the open trace files.
 #[derive(Debug)]
 pub(crate) struct Tracer {
     directory: Option<PathBuf>,
     active: AtomicBool,
     next_id: AtomicU64,
-    /// An instant and what the clock said then, in nanoseconds since the epoch.
+    /// An instant with its system time, in nanoseconds since the epoch.
     start: (Instant, u64),
     state: Mutex<State>,
 }
@@ -35,7 +36,7 @@ pub(crate) struct Tracer {
 struct State {
     all: Scope,
     models: BTreeMap<String, Scope>,
-    /// Files by their names.
+    /// Open files by name.
     files: BTreeMap<String, Traces>,
 }
 
@@ -46,8 +47,8 @@ impl State {
         own.map_or(all.clone(), |own| own.over(all))
     }
 
-    /// Whether the next request of a model is to be traced; counts it where its rate and its count are
-    /// set, for the model or for all.
+    /// Whether to trace the next request of a model. Counts the request in the scope that sets the rate and
+    /// the count: the model, or all.
     fn turn(&mut self, model: &str, settings: &Settings) -> bool {
         let State { all, models, .. } = self;
         let mut own = models.get_mut(model);
@@ -75,7 +76,7 @@ impl State {
 }
 
 impl Tracer {
-    /// Traces into files of `directory`; without one nothing can be traced.
+    /// Writes traces to files in `directory`; without one, tracing is impossible.
     pub(crate) fn new(directory: Option<PathBuf>) -> Tracer {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Tracer {
@@ -87,7 +88,7 @@ impl Tracer {
         }
     }
 
-    /// Whether traces can be written at all.
+    /// Whether traces can be written.
     pub(crate) fn is_possible(&self) -> bool {
         self.directory.is_some()
     }
@@ -97,10 +98,10 @@ impl Tracer {
         self.state.lock().settings(model).named()
     }
 
-    /// Makes changes, all or none. Files that were being written are complete afterwards.
+    /// Applies changes atomically. Changes of level, frequency or file name complete the open files.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for TIMESTAMPS where there is no directory to write to.
+    /// [`InferError::Invalid`] for TIMESTAMPS without a trace directory.
     pub(crate) fn change(&self, model: Option<&str>, changes: &[Change]) -> Result<(), InferError> {
         let mut state = self.state.lock();
         let scope = match model {
@@ -118,19 +119,19 @@ impl Tracer {
         let active = state.all.traces() || state.models.values().any(Scope::traces);
         self.active.store(active, Ordering::Relaxed);
         if changes.iter().any(Change::ends_files) {
-            // Dropped files are complete.
+            // Dropping a file completes it.
             state.files.clear();
         }
         Ok(())
     }
 
-    /// Stops tracing; every file is complete afterwards.
+    /// Stops tracing and completes every file.
     pub(crate) fn finish(&self) {
         self.active.store(false, Ordering::Relaxed);
         self.state.lock().files.clear();
     }
 
-    /// Traces a request that was answered, if it is its turn.
+    /// Traces an answered request, if it is selected.
     pub(crate) fn answered(&self, model: &Model, arrived: Instant, times: &Times) {
         if !self.active.load(Ordering::Relaxed) {
             return;
@@ -151,7 +152,7 @@ impl Tracer {
             ("REQUEST_END", times.end),
         ];
         let step = |(name, at): (&str, Instant)| serde_json::json!({ "name": name, "ns": self.nanos(at) });
-        // What comes from the response cache is not computed.
+        // An answer from the response cache has no compute steps.
         let steps = steps.into_iter().filter(|(name, _)| !(times.cached && name.starts_with("COMPUTE")));
         let trace = serde_json::json!({
             "id": self.next_id.fetch_add(1, Ordering::Relaxed),
@@ -163,7 +164,7 @@ impl Tracer {
         let traces = traces.or_insert_with(|| Traces::new(directory, &settings.file, settings.log_frequency));
         traces.add(&trace.to_string());
         if state.settings(Some(model.name())).count == Some(0) {
-            // The last one, as far as this model goes.
+            // The model's count is used up, so this was its last trace.
             if let Some(traces) = state.files.get_mut(&settings.file) {
                 traces.end();
             }

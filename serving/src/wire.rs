@@ -1,5 +1,5 @@
-//! Messages and services of the Open Inference Protocol, generated from `proto/inference.proto`, and
-//! their translation from and to typed tensors.
+//! Messages and services of the Open Inference Protocol, generated from `proto/inference.proto`, and their
+//! conversion from and to tensors.
 
 use std::collections::HashMap;
 
@@ -23,7 +23,7 @@ use inference::model_infer_request::InferInputTensor;
 use inference::model_infer_response::InferOutputTensor;
 use inference::{InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse};
 
-/// How tensors travel: as raw little-endian bytes beside the message's tensors, or as typed fields.
+/// Encoding of tensors: raw little-endian bytes in a list of the message, or typed fields of each tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// `raw_input_contents`, one entry per tensor that is not in shared memory.
@@ -32,10 +32,10 @@ pub enum Form {
     Typed,
 }
 
-/// Reads the inputs of a request, those in shared memory through `regions`.
+/// Reads the inputs of a request; `regions` reads those in shared memory.
 ///
 /// # Errors
-/// [`InferError::Invalid`], and what [`Inputs::read`] says.
+/// [`InferError::Invalid`], and the errors of [`Inputs::read`].
 pub(crate) fn read_inputs(
     request: &mut ModelInferRequest,
     mut regions: Inputs<'_>,
@@ -47,7 +47,7 @@ pub(crate) fn read_inputs(
     }
     let placed = |input: &&InferInputTensor| input.parameters.contains_key("shared_memory_region");
     let sent = inputs.len() - inputs.iter().filter(placed).count();
-    // Clients that put every input into shared memory are of the raw kind.
+    // Clients that put every input into shared memory expect raw outputs.
     let all_placed = sent == 0 && !inputs.is_empty();
     let form = if raw.is_empty() && !all_placed { Form::Typed } else { Form::Raw };
     if form == Form::Raw && raw.len() != sent {
@@ -148,8 +148,9 @@ fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
     Ok(Tensor { name, shape, data })
 }
 
-/// Writes a reply. FP16 and BF16 make a typed reply a raw one, because they have no typed field. Outputs
-/// in shared memory have an empty raw entry: clients find the entry of an output by its place among all.
+/// Builds a response. FP16 and BF16 outputs make a typed response raw, because they have no typed field. An
+/// output in shared memory has an empty raw entry: clients find an output's entry by its index among all
+/// outputs.
 pub(crate) fn write_response(
     model: String,
     version: u64,
@@ -186,9 +187,9 @@ pub(crate) fn write_response(
     }
 }
 
-/// The parameters of an output of so many bytes that went into a region.
+/// The parameters of an output of `bytes` bytes in a shared memory region.
 fn placement(span: &Span, bytes: usize) -> HashMap<String, InferParameter> {
-    // Sizes and offsets lie inside a file, whose size has 63 bits.
+    // Sizes and offsets lie inside a file, so they fit into 63 bits.
     let count = |value: u64| ParameterChoice::Int64Param(i64::try_from(value).unwrap_or(i64::MAX));
     let mut parameters = vec![
         ("shared_memory_region", ParameterChoice::StringParam(span.region().to_owned())),
@@ -202,7 +203,7 @@ fn placement(span: &Span, bytes: usize) -> HashMap<String, InferParameter> {
     parameters.into_iter().map(entry).collect()
 }
 
-/// Writes a request, for clients.
+/// Builds a request, for clients.
 pub(crate) fn write_request(
     model: &str,
     version: Option<u64>,
@@ -232,10 +233,10 @@ pub(crate) fn write_request(
     }
 }
 
-/// Reads the outputs of a reply, for clients.
+/// Reads the outputs of a response, for clients.
 ///
 /// # Errors
-/// [`InferError::Invalid`] when the reply breaks the protocol.
+/// [`InferError::Invalid`] when the response violates the protocol.
 pub(crate) fn read_outputs(response: ModelInferResponse) -> Result<Vec<Tensor>, InferError> {
     let as_input = |output: InferOutputTensor| InferInputTensor {
         name: output.name,
@@ -267,7 +268,7 @@ fn write_contents(data: Data) -> InferTensorContents {
         Data::Fp32(values) => contents.fp32_contents = values,
         Data::Fp64(values) => contents.fp64_contents = values,
         Data::Bytes(values) => contents.bytes_contents = values,
-        // Both callers send these raw; a client that asks for the typed form gets the server's refusal.
+        // Responses send these raw; a client that asks for typed inputs gets the server's refusal.
         Data::Fp16(_) | Data::Bf16(_) => {}
     }
     contents

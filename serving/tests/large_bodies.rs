@@ -1,4 +1,5 @@
-//! Short calls beside large bodies. A program of its own: it looks at a figure of the whole process.
+//! Test of short calls beside large bodies; a program of its own, because it reads a metric of the whole
+//! process.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 #[path = "serving/support.rs"]
@@ -12,10 +13,10 @@ use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
 use support::*;
 
-/// What hangs is a failure; nothing here measures.
+/// Timeout: a hang is a failure; no test measures time.
 const HANGING: Duration = Duration::from_secs(300);
 
-/// Bodies that are being read, or wait for it.
+/// Bodies that are being decoded or wait for it.
 async fn large_bodies(server: &Server) -> usize {
     let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
     let text = String::from_utf8(reply.body).unwrap();
@@ -23,7 +24,7 @@ async fn large_bodies(server: &Server) -> usize {
     line.map_or(0, |value| value.trim().parse().unwrap())
 }
 
-/// One thread does all, so a body that is read there has nothing else answered meanwhile.
+/// One thread runs everything, so decoding a body on it would block all other calls.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn short_calls_are_answered_while_large_bodies_are_read() {
     let server = Server::start(config(), &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
@@ -41,7 +42,7 @@ async fn short_calls_are_answered_while_large_bodies_are_read() {
                 http(address, "POST", "/v2/models/echo/infer", &[], body.as_bytes()).await.status
             });
             let mut answered = 0;
-            // It is the only one, and the figure goes down when it has been read.
+            // It is the only large body; the metric drops to 0 when it is decoded.
             while !large.is_finished() {
                 if large_bodies(&server).await == 0 {
                     tokio::task::yield_now().await;

@@ -1,6 +1,6 @@
-//! How much memory a server takes: for several sessions of a model, after loading and unloading, after a
-//! peak of load. Each is measured in a process of its own, which a test starts: this program again, with the
-//! name of an ignored test.
+//! Tests of a server's memory use: for several sessions of a model, after loading and unloading, and after a
+//! peak of load. Each test starts a child process to measure: this program again, with the name of an ignored
+//! test.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 #[path = "serving/support.rs"]
@@ -17,21 +17,22 @@ use millrace_serving::wire::{Form, inference as pb};
 use millrace_serving::{Config, Control};
 use prost::Message;
 use support::*;
-// The allocator that the program has.
+// The same allocator as in the program.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 use tikv_jemalloc_sys as _;
 
-/// Values of a child process for its parent.
+/// Prefix of the line in which a child process reports values to its parent.
 const MARK: &str = "measured: ";
-/// How the allocator is set up in the child processes: what is free goes back within a second instead of ten.
+/// Allocator settings of the child processes: free memory returns to the system within one second instead of
+/// ten.
 const ALLOCATOR: (&str, &str) = ("MALLOC_CONF", "dirty_decay_ms:1000");
-/// How long memory may take to come back; a test that passes waits for it no longer than it takes.
+/// Longest wait for memory to return; a passing test waits only as long as necessary.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long what is in use before is looked at.
+/// Time before the memory in use is measured.
 const SHORTLY: Duration = Duration::from_secs(4);
-/// Layers of the network, which has them one after the other.
+/// Number of layers of the network, in sequence.
 const LAYERS: usize = 4;
-/// Extent of a layer for so many MiB of weights.
+/// Extent of a layer for this many MiB of weights in total.
 fn extent(mib: usize) -> usize {
     ((mib << 20) / 4 / LAYERS).isqrt()
 }
@@ -82,18 +83,18 @@ fn status_mib(names: &[&str]) -> f64 {
     names.iter().map(kib).sum::<f64>() / 1024.0
 }
 
-/// All memory in use.
+/// Resident memory.
 fn resident_mib() -> f64 {
     status_mib(&["VmRSS:"])
 }
 
-/// Without pages of files: how many of the program's and of libraries are there depends on what the system has
-/// read ahead.
+/// Memory without file pages: how many pages of the program and its libraries are resident depends on the
+/// system's readahead.
 fn own_mib() -> f64 {
     status_mib(&["RssAnon:", "RssShmem:"])
 }
 
-/// Waits until the process has at most so much in use, at most so long; the least that it had.
+/// Waits until the process uses at most `mib`, but no longer than `patience`. Returns the least that it used.
 async fn settled(in_use: fn() -> f64, mib: f64, patience: Duration) -> f64 {
     let start = Instant::now();
     let mut least = f64::MAX;
@@ -106,7 +107,7 @@ async fn settled(in_use: fn() -> f64, mib: f64, patience: Duration) -> f64 {
     }
 }
 
-/// Runs an ignored test of this program in a process of its own; what it measured.
+/// Runs an ignored test of this program in a child process. Returns its measurements.
 fn measured(test: &str, variables: &[(&str, usize)]) -> Vec<f64> {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--ignored", "--nocapture"])
@@ -139,7 +140,7 @@ async fn infer(client: &mut Client, extent: usize, rows: usize) -> Vec<f32> {
     values
 }
 
-/// One request on each session at once.
+/// One concurrent request on each session.
 async fn infer_on_all(server: &Server, sessions: usize, extent: usize, rows: usize) -> Vec<Vec<f32>> {
     let mut requests = tokio::task::JoinSet::new();
     for _ in 0..sessions {
@@ -160,8 +161,8 @@ async fn child_has_sessions() {
     for _ in 0..3 {
         infer_on_all(&server, sessions, extent(mib), 2).await;
     }
-    // What loading left behind is given back soon; if not, this is what counts. Sessions that share weights keep them
-    // beside what their kernels packed.
+    // The memory left over from loading returns soon; otherwise it counts here. Sessions that share weights
+    // keep them besides the copies that their kernels packed.
     let copies = if sessions == 1 { 1.1 } else { 2.1 };
     let after = settled(resident_mib, before + mib as f64 * copies + 16.0, PATIENCE).await;
     tell(&[before, after]);
@@ -177,7 +178,7 @@ fn sessions_share(mib: usize) {
     let ((one, alone), (eight, together)) = (taken(1), taken(8));
     assert!(alone > mib as f64 * 0.9, "{alone} MiB for weights of {mib}");
     assert!(eight <= one * 2.3, "one session {one} MiB, eight {eight}");
-    // Without what the process has in any case; sessions have some buffers of their own.
+    // Without the base memory of the process; each session has some buffers of its own.
     assert!(together <= alone * 2.3 + 24.0, "one session adds {alone} MiB, eight add {together}");
 }
 
@@ -217,7 +218,7 @@ async fn child_loads_and_unloads() {
     server.stop().await;
 }
 
-/// Memory after so many cycles is at most so many percent more than after the first three.
+/// Checks that memory after these cycles is at most `percent` more than after the first three.
 fn loading_leaves_little(cycles: usize, mib: usize, percent: usize) {
     let variables = [("CYCLES", cycles), ("MIB", mib), ("PERCENT", percent)];
     let values = measured("child_loads_and_unloads", &variables);
@@ -226,8 +227,8 @@ fn loading_leaves_little(cycles: usize, mib: usize, percent: usize) {
     assert!(values[1] <= most, "{values:?} MiB after the first cycles and after the last");
 }
 
-/// What a cycle leaves does not add up: one that lost its weights each time would leave 170 MiB beside the 14 that
-/// are in use.
+/// The remains of cycles do not accumulate: a leak of the weights in each cycle would leave 170 MiB besides
+/// the 14 MiB in use.
 #[test]
 fn loading_and_unloading_does_not_add_up() {
     loading_leaves_little(10, 24, 20);
@@ -263,7 +264,7 @@ async fn child_has_a_peak() {
     server.stop().await;
 }
 
-/// What is left after a peak, of what was there before.
+/// Limit of memory after a peak, relative to that before.
 const WITHIN: f64 = 1.2;
 
 #[test]

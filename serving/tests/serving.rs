@@ -1,6 +1,5 @@
-//! The server as its users meet it: every call over real sockets, streams, shared memory, malformed
-//! requests, bad bundles, missing libraries, draining, control calls, statistics, and topic-to-topic
-//! inference.
+//! End-to-end tests of the server over real sockets: all calls, streams, shared memory, malformed requests,
+//! bad bundles, missing libraries, draining, control calls, statistics, and topic-to-topic inference.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 #[path = "serving/access.rs"]

@@ -1,4 +1,4 @@
-//! One model version in memory: made by a trainer, or loaded and verified.
+//! One model version in memory, made by a trainer or loaded and verified.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct Bundle {
 }
 
 impl Bundle {
-    /// Makes a bundle of an encoded `ModelProto`: derives signature and digests, stamps the time.
+    /// Makes a bundle from an encoded `ModelProto`: derives the signature and the digests, and sets the time.
     ///
     /// # Errors
     /// [`Error::InvalidName`], [`Error::InvalidVersion`]; [`Error::InvalidModel`] when the bytes do not
@@ -47,7 +47,8 @@ impl Bundle {
         Bundle::with_weights(name, version, model_onnx, Vec::new(), lineage, metrics)
     }
 
-    /// The same with the files in which the graph keeps weights: path relative to the version's directory, and content.
+    /// Like [`Bundle::new`], with the files in which the graph keeps weights: path relative to the version's
+    /// directory, and content.
     ///
     /// # Errors
     /// As [`Bundle::new`]; [`Error::InvalidModel`] when a tensor is not in one of these files.
@@ -102,21 +103,20 @@ impl Bundle {
         Ok(bundle)
     }
 
-    /// The same with a signature that says less or more of the graph than the graph does itself.
+    /// Replaces the signature, for example by a narrower one than the graph's.
     ///
     /// # Errors
-    /// [`Error::InvalidManifest`] for a signature that no manifest may have.
+    /// [`Error::InvalidManifest`] for an invalid signature.
     pub fn with_signature(mut self, signature: Signature) -> Result<Bundle> {
         signature.check().map_err(|reason| Error::InvalidManifest { reason })?;
         self.manifest.signature = signature;
         Ok(self)
     }
 
-    /// The same with another file beside the graph.
+    /// Adds another file next to the graph.
     ///
     /// # Errors
-    /// [`Error::InvalidManifest`] for a path that no manifest may have or that is there already, and for more
-    /// files than it may list.
+    /// [`Error::InvalidManifest`] for an invalid or duplicate path, and for too many files.
     pub fn with_file(mut self, path: &str, content: Bytes) -> Result<Bundle> {
         self.manifest.files.push(FileEntry {
             path: path.to_owned(),
@@ -128,25 +128,25 @@ impl Bundle {
         Ok(self)
     }
 
-    /// The same with statistics of the inputs that it was trained on.
+    /// Adds statistics of the inputs that the model was trained on.
     ///
     /// # Errors
-    /// [`Error::InvalidManifest`] for statistics that no file may hold, and where there are some already.
+    /// [`Error::InvalidManifest`] for invalid statistics, and if the bundle already has some.
     pub fn with_statistics(self, statistics: &Statistics) -> Result<Bundle> {
         statistics.check().map_err(|reason| Error::InvalidManifest { reason })?;
         self.with_file(STATISTICS_FILE, statistics.written().into())
     }
 
-    /// Statistics of the inputs that it was trained on, where it has some.
+    /// Statistics of the inputs that the model was trained on, if the bundle has them.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// The fault in them.
     pub fn statistics(&self) -> std::result::Result<Option<Statistics>, String> {
         let file = self.files.iter().find(|(path, _)| path == STATISTICS_FILE);
         file.map(|(_, content)| Statistics::read(content)).transpose()
     }
 
-    /// From parts whose digests were compared by the caller.
+    /// A bundle from parts whose digests the caller has compared.
     pub(crate) fn from_verified(manifest: Manifest, files: Vec<(String, Bytes)>) -> Result<Bundle> {
         let mut bundle = Bundle { manifest, graph: Arc::default(), files };
         let mut model = decoded(bundle.model_onnx())?;
@@ -173,20 +173,20 @@ impl Bundle {
         self.files.iter().find(|(path, _)| path == MODEL_FILE).map_or(&EMPTY, |(_, bytes)| bytes)
     }
 
-    /// The files in which an encoded `ModelProto` keeps weights: paths relative to its own folder.
+    /// The files in which an encoded `ModelProto` keeps weights, as paths relative to its own folder.
     ///
     /// # Errors
-    /// [`Error::InvalidModel`] when the bytes do not decode, or a tensor names no file inside that folder.
+    /// [`Error::InvalidModel`] if the bytes do not decode, or a tensor names a file outside that folder.
     pub fn weight_files(model_onnx: &[u8]) -> Result<BTreeSet<String>> {
         external::files(&mut decoded(model_onnx)?).map_err(|reason| Error::InvalidModel { reason })
     }
 
-    /// Puts the weights that a model keeps in other files into the model, which then refers to none. `read` gives the
-    /// content of such a file, by its path relative to the folder of the model, or why there is none.
+    /// Copies the weights that a model keeps in other files into the model, which then refers to none. `read`
+    /// returns the content of a file, by its path relative to the model's folder, or an error.
     ///
     /// # Errors
-    /// [`Error::InvalidModel`] when a tensor names no file inside that folder, a file cannot be read, or does not hold
-    /// what a tensor says.
+    /// [`Error::InvalidModel`] if a tensor names a file outside that folder, or if a file cannot be read or
+    /// does not contain the tensor's elements.
     pub fn embed_weights(
         model: &mut onnx::ModelProto,
         mut read: impl FnMut(&str) -> std::result::Result<Vec<u8>, String>,
@@ -203,19 +203,20 @@ impl Bundle {
         external::inline_all(model, |file| weights.get(file).cloned()).map_err(invalid)
     }
 
-    /// The encoded `ModelProto` as ONNX Runtime takes it, and the files in which its initializers keep their elements:
-    /// other tensors have theirs in it.
+    /// The encoded `ModelProto` for ONNX Runtime, and the files in which its initializers keep their
+    /// elements; the elements of all other tensors are in the `ModelProto`.
     ///
-    /// Values that are neither inputs nor outputs have no declared shapes in it. ONNX Runtime believes such shapes and
-    /// replaces what the graph computes of them by constants, so that a wrong one makes another model of it.
+    /// It declares no shapes for values that are neither inputs nor outputs. ONNX Runtime trusts these shapes
+    /// and replaces parts of the graph by constants, so a wrong one changes the model's results.
     ///
     /// # Errors
-    /// [`Error::InvalidModel`] when that is not possible.
+    /// [`Error::InvalidModel`] if that is not possible.
     pub fn runnable(&self) -> Result<(Bytes, Vec<(&str, &Bytes)>)> {
         self.encoded(false)
     }
 
-    /// The same with all shapes that the graph declares, which TensorRT needs where ONNX Runtime cannot tell them.
+    /// Like [`Bundle::runnable`], with all shapes that the graph declares. TensorRT needs them where ONNX
+    /// Runtime cannot infer them.
     ///
     /// # Errors
     /// As [`Bundle::runnable`].
@@ -249,7 +250,7 @@ impl Bundle {
         Ok((Bytes::from(model.encode_to_vec()), weights))
     }
 
-    /// Bytes of the graph and of the files in which it keeps weights.
+    /// Total bytes of the graph and of the files in which it keeps weights.
     pub fn model_bytes(&self) -> u64 {
         let mut outline = onnx::ModelProto::clone(&self.graph);
         let named = external::files(&mut outline).unwrap_or_default();
@@ -265,17 +266,17 @@ impl Bundle {
         self.manifest.model_sha256()
     }
 
-    /// Every file of the version: path relative to the version's directory, and content. The manifest
-    /// comes last, and whoever writes them one by one must keep that order.
+    /// Every file of the version: path relative to the version's directory, and content. The manifest comes
+    /// last; callers that write the files one at a time must keep that order.
     pub fn files(&self) -> Vec<(String, Bytes)> {
         let mut files = self.files.clone();
         files.push((MANIFEST_FILE.to_owned(), self.manifest_bytes()));
         files
     }
 
-    /// Writes the version below `root`, manifest last. Not atomic as a whole, but a reader sees the
-    /// version only once it is complete. Durability is the store's; not cancel safe: a dropped call
-    /// leaves an incomplete version, which the next call replaces.
+    /// Writes the version below `root`, manifest last. Not atomic as a whole, but readers see the version
+    /// only once it is complete. As durable as the store. Not cancel safe: a dropped call leaves an
+    /// incomplete version, which the next call replaces.
     ///
     /// # Errors
     /// [`Error::Exists`] when the version already has a manifest, [`Error::Store`].
@@ -289,7 +290,7 @@ impl Bundle {
                 return Err(Error::Store { path: base.to_string(), source });
             }
         }
-        // Until the manifest is there, a graph alone could be taken for a version of Triton's layout.
+        // Until the manifest exists, a reader could take the graph alone for a version in Triton's layout.
         let writing = base.clone().join(WRITING_FILE);
         let marked = store.put(&writing, PutPayload::new()).await;
         marked.map_err(|source| Error::Store { path: writing.to_string(), source })?;
@@ -298,7 +299,7 @@ impl Bundle {
             let mode = if relative == MANIFEST_FILE { PutMode::Create } else { PutMode::Overwrite };
             let put = store.put_opts(&path, content.clone().into(), PutOptions::from(mode)).await;
             let put = match put {
-                // Not every store can refuse to replace; the look before has to do there.
+                // Not every store can refuse to replace; there the check above must suffice.
                 Err(
                     object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
                 ) => store.put(&path, content.into()).await,
@@ -312,7 +313,7 @@ impl Bundle {
                 }
             }
         }
-        // The manifest counts; a mark that stays changes nothing.
+        // The manifest counts; a remaining mark has no effect.
         store.delete(&writing).await.ok();
         Ok(())
     }
@@ -330,8 +331,8 @@ pub(crate) fn decoded(model_onnx: &[u8]) -> Result<onnx::ModelProto> {
     })
 }
 
-/// Takes the declared shapes of values away that are neither inputs nor outputs; types stay, as ONNX Runtime compares
-/// them. Whether there were any.
+/// Removes the declared shapes of values that are neither inputs nor outputs; types stay, as ONNX Runtime
+/// checks them. Returns whether there were any.
 fn drop_shapes(model: &mut onnx::ModelProto) -> bool {
     let graph = model.graph.iter_mut().flat_map(|graph| &mut graph.value_info);
     let functions = model.functions.iter_mut().flat_map(|function| &mut function.value_info);

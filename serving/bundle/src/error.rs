@@ -1,9 +1,9 @@
-//! What can go wrong with a bundle, named for what the caller does next.
+//! Errors of bundle operations, distinguished by what the caller can do next.
 
 /// Result of bundle operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a bundle could not be made, found, read or written.
+/// Error of making, finding, reading or writing a bundle.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -24,16 +24,16 @@ pub enum Error {
     /// The model bytes are not an ONNX graph that can be served.
     #[error("not a servable ONNX model: {reason}")]
     InvalidModel {
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
-    /// A value that the manifest cannot carry.
+    /// A value that the manifest cannot represent.
     #[error("the manifest cannot carry {reason}")]
     InvalidManifest {
-        /// Which value, and why.
+        /// The value, and why.
         reason: String,
     },
-    /// There is no such model or version.
+    /// The model or version does not exist.
     #[error("there is no model version at {path}")]
     NotFound {
         /// Path of the version in the store.
@@ -44,15 +44,15 @@ pub enum Error {
     Incomplete {
         /// Path of the version in the store.
         path: String,
-        /// What is missing.
+        /// The missing part.
         reason: String,
     },
-    /// The version is there but its content is not what its manifest says.
+    /// The version exists but its content does not match its manifest.
     #[error("{path} is corrupt: {reason} (publish the model again, or remove this version)")]
     Corrupt {
         /// Path of the file in the store.
         path: String,
-        /// What does not fit.
+        /// The mismatch.
         reason: String,
     },
     /// The manifest was written by a newer program.
@@ -72,10 +72,10 @@ pub enum Error {
         path: String,
         /// Its size.
         bytes: u64,
-        /// The limit that it breaks.
+        /// The limit.
         bytes_max: u64,
     },
-    /// The version is already there; versions are never replaced.
+    /// The version already exists; versions are never replaced.
     #[error("{path} is already there and versions are never replaced: publish the next version")]
     Exists {
         /// Path of the version in the store.
@@ -93,8 +93,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// True when the same call may succeed later without anybody changing the model: the store
-    /// failed, or the version is still being written.
+    /// True if the same call may succeed later without a change of the model: the store failed, or the
+    /// version is still being written.
     pub fn is_retryable(&self) -> bool {
         matches!(self, Error::Store { .. } | Error::Incomplete { .. })
     }

@@ -1,7 +1,7 @@
-//! Tensors whose elements lie in other files, as exporters write large models.
+//! External tensor data: tensors whose elements are in other files, as exporters write large models.
 //!
-//! ONNX Runtime would read any file that a graph names. So each such tensor, wherever it is in the model, has to name a
-//! file of its own version, and to lie within it, before the model is loaded.
+//! ONNX Runtime would read any file that a graph names. So before a model is loaded, each external tensor
+//! anywhere in it must name a file of the same version, and lie within that file.
 
 use std::collections::BTreeSet;
 
@@ -10,21 +10,21 @@ use crate::onnx::tensor_proto::{DataLocation, DataType};
 use crate::onnx::{ModelProto, TensorProto};
 use crate::outline::{Place, each_tensor};
 
-/// What a tensor says of its elements.
+/// A tensor's reference to its elements.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Reference {
     /// Path of the file, relative to the folder of the version.
     pub(crate) file: String,
-    /// Where the elements begin in it.
+    /// Offset of the elements in the file.
     pub(crate) offset: u64,
-    /// Their bytes.
+    /// Size of the elements in bytes.
     pub(crate) bytes: u64,
 }
 
-/// The files that the tensors of a model name, none of which leads out of the folder of its version.
+/// The files that the tensors of a model name; none of them is outside the version's folder.
 ///
 /// # Errors
-/// The first tensor that names no file inside of it, or says nothing usable of its elements.
+/// The first tensor that names a file outside, or has an invalid reference.
 pub(crate) fn files(model: &mut ModelProto) -> Result<BTreeSet<String>, String> {
     let mut files = BTreeSet::new();
     each_reference(model, &mut |_, reference, _| {
@@ -34,10 +34,10 @@ pub(crate) fn files(model: &mut ModelProto) -> Result<BTreeSet<String>, String> 
     Ok(files)
 }
 
-/// Requires that the elements of all tensors lie in files that there are, of which `size_of` tells the bytes.
+/// Checks that the elements of all tensors are in existing files; `size_of` returns the size of a file.
 ///
 /// # Errors
-/// The first tensor whose elements do not.
+/// The first tensor for which this fails.
 pub(crate) fn check(model: &mut ModelProto, size_of: impl Fn(&str) -> Option<u64>) -> Result<(), String> {
     each_reference(model, &mut |tensor, Reference { file, offset, bytes }, _| {
         let Some(size) = size_of(&file) else {
@@ -53,8 +53,8 @@ pub(crate) fn check(model: &mut ModelProto, size_of: impl Fn(&str) -> Option<u64
     })
 }
 
-/// Puts the elements of tensors that are not among the graph's initializers into the model, as ONNX Runtime takes those
-/// of initializers alone from memory. Whether there were any.
+/// Copies the elements of external tensors other than the graph's initializers into the model, as ONNX
+/// Runtime accepts only initializers from memory. Returns whether there were any.
 ///
 /// # Errors
 /// As [`check`].
@@ -65,7 +65,7 @@ pub(crate) fn inline(
     embed(model, content, |place| place != Place::Initializer)
 }
 
-/// Puts the elements of all tensors into the model.
+/// Copies the elements of all external tensors into the model.
 ///
 /// # Errors
 /// As [`check`].
@@ -76,7 +76,7 @@ pub(crate) fn inline_all(
     embed(model, content, |_| true).map(drop)
 }
 
-/// Puts the elements of tensors at `wanted` places into the model. Whether there were any.
+/// Copies the elements of external tensors at `wanted` places into the model. Returns whether there were any.
 fn embed(
     model: &mut ModelProto,
     content: impl Fn(&str) -> Option<bytes::Bytes>,
@@ -152,7 +152,7 @@ fn reference(tensor: &TensorProto) -> Result<Reference, String> {
     Ok(Reference { file, offset: offset.unwrap_or(0), bytes })
 }
 
-/// What the elements of a tensor take, by its type and extents.
+/// Size of a tensor's elements, by its type and extents.
 fn bytes_of(tensor: &TensorProto) -> Result<u64, String> {
     let bits: u64 = match DataType::try_from(tensor.data_type()) {
         Ok(DataType::Uint2 | DataType::Int2) => 2,

@@ -1,5 +1,5 @@
-//! Folders of models as Triton has them: a configuration beside the versions, and versions that are a
-//! graph without a manifest.
+//! Model folders in Triton's layout: a configuration next to the versions, and versions that are a graph
+//! without a manifest.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -14,22 +14,22 @@ use crate::external;
 use crate::manifest::shorten;
 use crate::repository::{Limits, model_path, read_bounded, read_tagged, version_path};
 
-/// Triton's configuration of a model, beside its versions.
+/// Triton's configuration of a model, next to its versions.
 pub const CONFIG_FILE: &str = "config.pbtxt";
-/// Which versions of a model answer whom, beside its versions.
+/// The routing between a model's versions, next to them.
 pub const ROLLOUT_FILE: &str = "rollout.json";
 
-/// Files of a version without a manifest that are looked at.
+/// Most files of a version without a manifest.
 const FILES_MAX: usize = 256;
 
-/// What a store says about a file, by which changes of it are told.
+/// A store's metadata of a file, which shows changes of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileStat {
     /// Size in bytes.
     pub bytes: u64,
-    /// When it was written last.
+    /// Time of the last write.
     pub modified: SystemTime,
-    /// The store's mark of this content, where it has one.
+    /// The store's tag of this content, if it has one.
     pub e_tag: Option<String>,
 }
 
@@ -39,12 +39,12 @@ impl FileStat {
     }
 }
 
-/// A model's folder: the files beside the versions that mean something, by name.
+/// A model's folder: the known files next to its versions, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelFolder {
     /// Model name.
     pub name: String,
-    /// [`CONFIG_FILE`] and [`ROLLOUT_FILE`], where they are there.
+    /// [`CONFIG_FILE`] and [`ROLLOUT_FILE`], if they exist.
     pub files: BTreeMap<String, FileStat>,
 }
 
@@ -57,7 +57,7 @@ impl ModelFolder {
     }
 }
 
-/// A version without a manifest. Whether its graph is whole only loading it can tell.
+/// A version without a manifest. Only loading shows whether its graph is complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlainVersion {
     /// Model name.
@@ -87,10 +87,10 @@ impl PlainVersion {
         Ok(PlainVersion { name: name.to_owned(), version, files })
     }
 
-    /// What the store says about a file of the version.
+    /// The store's metadata of a file of the version.
     ///
     /// # Errors
-    /// [`Error::Incomplete`] when there is no such file.
+    /// [`Error::Incomplete`] if the file does not exist.
     pub fn stat(&self, file: &str) -> Result<&FileStat> {
         self.files.get(file).ok_or_else(|| Error::Incomplete {
             path: format!("{}/{}", self.name, self.version),
@@ -99,13 +99,13 @@ impl PlainVersion {
     }
 }
 
-/// Loads a version that has no manifest, whose graph is in `file`: the bytes are those of the files as `expected`
-/// describes them, and its manifest is made here. Files in which the graph keeps weights lie beside it. Holds the model
-/// in memory once.
+/// Loads a version without a manifest; `file` is the graph. The bytes are those of the files that `expected`
+/// describes, and the manifest is generated. Includes the files in which the graph keeps weights. Holds the
+/// model in memory once.
 ///
 /// # Errors
-/// [`Error::Incomplete`] when a file has changed since; [`Error::NotFound`], [`Error::TooLarge`],
-/// [`Error::Store`]; what [`Bundle::new`] says of the graph.
+/// [`Error::Incomplete`] if a file has changed since; [`Error::NotFound`], [`Error::TooLarge`],
+/// [`Error::Store`]; the errors of [`Bundle::new`] for the graph.
 pub async fn load_plain(
     store: &dyn ObjectStore,
     root: &str,
@@ -129,7 +129,7 @@ pub async fn load_plain(
     Bundle::with_weights(name, version, graph.into(), weights, Default::default(), BTreeMap::new())
 }
 
-/// Reads a file of a version that is as it was described.
+/// Reads a file of a version, if it matches its description.
 async fn read_unchanged(
     store: &dyn ObjectStore,
     base: &Path,
@@ -145,7 +145,7 @@ async fn read_unchanged(
         let found = content.len();
         return Err(changed(format!("{file} has {found} bytes and had {} before", expected.bytes)));
     }
-    // A second look: whatever was written while it was read shows here.
+    // Checked again: this finds writes during the read.
     match store.head(&path).await {
         Ok(meta) if FileStat::of(&meta) == *expected => Ok(content),
         Ok(_) => Err(changed(format!("{file} changed while it was read"))),
@@ -153,7 +153,7 @@ async fn read_unchanged(
     }
 }
 
-/// Refuses a file that is a symbolic link out of the folder of its version.
+/// Refuses a file that is a symbolic link leading out of the version's folder.
 async fn check_inside(store: &dyn ObjectStore, base: &Path, file: &str) -> Result<()> {
     let path = base.clone().join(file);
     let failed = |source| Error::Store { path: path.to_string(), source };
@@ -179,15 +179,15 @@ async fn check_inside(store: &dyn ObjectStore, base: &Path, file: &str) -> Resul
     }
 }
 
-/// A file beside the versions of a model, as it was read.
+/// The content of a file next to a model's versions, as read.
 #[derive(Debug, Clone)]
 pub struct FileBeside {
-    /// All of it.
+    /// The whole content.
     pub content: Bytes,
     tag: UpdateVersion,
 }
 
-/// Reads a file beside the versions of a model.
+/// Reads a file next to a model's versions.
 ///
 /// # Errors
 /// [`Error::InvalidName`], [`Error::NotFound`], [`Error::TooLarge`], [`Error::Store`].
@@ -202,10 +202,10 @@ pub async fn read_beside(
     Ok(FileBeside { content, tag })
 }
 
-/// Writes a file beside the versions of a model in the place of the one that was read, or where none was there,
-/// in one step: readers see the one before or this one. Whether it was written: not where somebody else has written
-/// or removed it meanwhile. Stores that cannot tell, which local folders are, replace what is there; keep others
-/// away from those. As durable as the store's puts are.
+/// Atomically replaces the file next to a model's versions that `before` was read from; without `before`,
+/// creates it. Returns whether it was written: false if another writer has changed or removed it meanwhile.
+/// Stores without conditional updates, such as local folders, overwrite the file; there the caller must
+/// exclude other writers. As durable as the store's puts.
 ///
 /// # Errors
 /// [`Error::InvalidName`], [`Error::Store`].

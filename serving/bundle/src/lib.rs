@@ -1,4 +1,4 @@
-//! The model bundle: the format where trainers and servers meet.
+//! The model bundle: the format shared by trainers and servers.
 //!
 //! A bundle is one version of one model, stored as
 //!
@@ -8,25 +8,24 @@
 //! <root>/<name>/<version>/bundle.json      written last: signature, digests, lineage, metrics
 //! ```
 //!
-//! which is also Triton's repository layout plus a manifest. Other files may lie beside them, as the manifest
-//! lists them: [`Statistics`] of the inputs that a model was trained on. The crate works over any
-//! [`object_store::ObjectStore`] and a root path, so a volume, a snapshot of a volume and a plain
-//! directory are the same to it.
+//! which is also Triton's repository layout plus a manifest. The manifest may list further files, such as
+//! [`Statistics`] of the inputs that a model was trained on. The crate works over any
+//! [`object_store::ObjectStore`] and a root path: a volume, a snapshot of a volume, or a plain directory.
 //!
-//! Folders that Triton has made are read, too ([`PlainVersion`]): where a `config.pbtxt` lies beside the
-//! versions, they may do without a manifest. What such a file says is the server's to know.
+//! The crate also reads folders in Triton's layout ([`PlainVersion`]), whose versions need no manifest if a
+//! `config.pbtxt` is next to them. The server interprets that file.
 //!
-//! It is not a model server and it runs nothing: it reads, checks and writes bundles, and it carries
-//! the ONNX schema ([`onnx`]) for everybody who builds or reads a graph.
+//! This crate is not a model server and runs no models. It reads, checks and writes bundles, and contains the
+//! ONNX schema ([`onnx`]) for programs that build or read graphs.
 //!
 //! Invariants:
 //! - a version without a complete, valid manifest does not exist for readers: [`list`] leaves it out
-//!   ([`scan`] says why) and [`load`] refuses it; those of Triton's kind are apart ([`Listing::plain`],
-//!   [`load_plain`]);
+//!   ([`scan`] reports why) and [`load`] refuses it; versions in Triton's layout are separate
+//!   ([`Listing::plain`], [`load_plain`]);
 //! - every byte that [`load`] returns was compared with the SHA-256 digest in the manifest;
-//! - no tensor of a graph keeps its elements in a file outside of its version;
+//! - no tensor of a graph keeps its elements in a file outside its version;
 //! - versions are immutable: [`Bundle::write`] refuses to replace one;
-//! - sizes, counts and paths in a manifest are bounded before anything is read ([`Limits`]).
+//! - sizes, counts and paths in a manifest are bounded before any file is read ([`Limits`]).
 //!
 //! ```
 //! # use millrace_bundle::{Bundle, Lineage, onnx};
@@ -57,7 +56,7 @@ mod statistics;
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod onnx {
     //! Types of the ONNX schema, generated from `proto/onnx.proto`. Scalars have explicit presence
-    //! (`Option`), with accessors that give the default: `node.op_type()`.
+    //! (`Option`), with accessors that return the default: `node.op_type()`.
     include!(concat!(env!("OUT_DIR"), "/onnx.rs"));
 }
 

@@ -1,5 +1,4 @@
-//! The manifest `bundle.json`: what a model version is made of, what it takes and gives, and where it
-//! came from.
+//! The manifest `bundle.json`: the files, signature and origin of a model version.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,15 +7,15 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::signature::Signature;
 
-/// Newest manifest format that this crate reads, and the one that it writes.
+/// Newest manifest format that this crate reads, and the format that it writes.
 pub const FORMAT_VERSION: u64 = 1;
 /// File name of the manifest inside a version's directory.
 pub const MANIFEST_FILE: &str = "bundle.json";
-/// Stands in a version's directory while its files are written there one by one; the manifest ends it.
+/// Mark in a version's directory while its files are being written; the manifest supersedes it.
 pub const WRITING_FILE: &str = "bundle.json.writing";
 /// File name of the graph inside a version's directory.
 pub const MODEL_FILE: &str = "model.onnx";
-/// Largest manifest that is read or written, in bytes.
+/// Largest manifest to read or write, in bytes.
 pub const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 
 const FILES_MAX: usize = 64;
@@ -26,7 +25,7 @@ const NAME_BYTES_MAX: usize = 128;
 
 /// The content of `bundle.json`.
 ///
-/// Unknown keys are ignored, so that a program may add some within one format version.
+/// Unknown keys are ignored, so that programs may add keys within one format version.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// Format of this file, [`FORMAT_VERSION`].
@@ -39,13 +38,13 @@ pub struct Manifest {
     pub files: Vec<FileEntry>,
     /// Inputs and outputs of the graph.
     pub signature: Signature,
-    /// Where the model came from.
+    /// Origin of the model.
     #[serde(default)]
     pub lineage: Lineage,
-    /// Figures of the training, finite, by name (`loss`, `accuracy`).
+    /// Metrics of the training, finite, by name (`loss`, `accuracy`).
     #[serde(default)]
     pub metrics: BTreeMap<String, f64>,
-    /// When the bundle was made: RFC 3339, UTC.
+    /// Creation time of the bundle: RFC 3339, UTC.
     pub created_at: String,
 }
 
@@ -60,7 +59,7 @@ pub struct FileEntry {
     pub sha256: String,
 }
 
-/// What made a model: enough to make it again. Fields that do not apply stay empty.
+/// Origin of a model: enough to train it again. Fields that do not apply are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Lineage {
@@ -80,15 +79,15 @@ pub struct Lineage {
     pub steps: u64,
     /// Whole passes over the data.
     pub epochs: u64,
-    /// The file that the model came in, where it was made elsewhere.
+    /// The file from which the model was imported, if it was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub imported: Option<Imported>,
-    /// The version that the model was quantized from, where it was; the rest is as that version has it.
+    /// The version from which the model was quantized, if it was; all other fields are those of that version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantized: Option<Quantized>,
 }
 
-/// The version that a model was quantized from, and how.
+/// The version from which a model was quantized, and the method.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Quantized {
@@ -96,31 +95,31 @@ pub struct Quantized {
     pub version: u64,
     /// SHA-256 of its `model.onnx`.
     pub model_sha256: String,
-    /// What weights and inputs have become.
+    /// The representation of weights and inputs.
     pub method: String,
-    /// Matrix products that are computed with integers.
+    /// Number of matrix products computed with integers.
     pub layers: u64,
-    /// What both versions were compared on.
+    /// The data on which both versions were compared.
     pub sample: String,
 }
 
-/// The ONNX file that a model was imported from.
+/// The ONNX file from which a model was imported.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Imported {
-    /// Name of the file, without its folders.
+    /// Name of the file, without its path.
     pub file: String,
-    /// Program that wrote the file, with its version, as far as the file says: `pytorch 2.6.0`.
+    /// Program and version that wrote the file, as far as the file names them: `pytorch 2.6.0`.
     pub producer: String,
 }
 
 impl Manifest {
-    /// What a manifest would say of a version that is made of other models, and so has no graph and no files.
-    /// Stamps the time.
+    /// A manifest for a version that is made of other models, and so has no graph and no files. Sets the
+    /// time.
     ///
     /// # Errors
-    /// [`Error::InvalidName`], [`Error::InvalidVersion`]; [`Error::InvalidManifest`] for a signature that no
-    /// manifest may have.
+    /// [`Error::InvalidName`], [`Error::InvalidVersion`]; [`Error::InvalidManifest`] for an invalid
+    /// signature.
     pub fn of_ensemble(name: &str, version: u64, signature: Signature) -> Result<Manifest> {
         if !is_model_name(name) {
             return Err(Error::InvalidName { name: shorten(name) });
@@ -146,13 +145,13 @@ impl Manifest {
         self.files.iter().find(|file| file.path == path)
     }
 
-    /// SHA-256 of `model.onnx` in hexadecimal digits; empty when the manifest has no such entry,
-    /// which no checked manifest lacks.
+    /// SHA-256 of `model.onnx` in hexadecimal digits; empty if the manifest has no such entry, for example
+    /// for an ensemble.
     pub fn model_sha256(&self) -> &str {
         self.file(MODEL_FILE).map_or("", |file| &file.sha256)
     }
 
-    /// Checks everything that can be checked without the files; the error says what is wrong.
+    /// Checks everything that needs no files; the error names the fault.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         if self.format_version != FORMAT_VERSION {
             return Err(format!("format_version {} is unknown", self.format_version));
@@ -190,7 +189,7 @@ impl Manifest {
     }
 }
 
-/// Whether a string may name a model: the same rule as for volumes.
+/// Whether a string is a valid model name; volumes have the same rule.
 pub(crate) fn is_model_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= NAME_BYTES_MAX
@@ -198,7 +197,7 @@ pub(crate) fn is_model_name(name: &str) -> bool {
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
 }
 
-/// At most 160 characters of text from outside, for messages.
+/// Untrusted text for a message, at most 160 characters.
 pub(crate) fn shorten(text: &str) -> String {
     text.chars().take(160).collect()
 }
@@ -207,7 +206,7 @@ fn is_sha256(text: &str) -> bool {
     text.len() == 64 && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Refuses everything that could leave the version's directory or mean another file than it seems.
+/// Refuses paths that could leave the version's directory or be read as another file.
 pub(crate) fn check_file_path(path: &str) -> std::result::Result<(), String> {
     if path.is_empty() || path.len() > FILE_PATH_BYTES_MAX {
         return Err(format!("file path of {} bytes, allowed are 1 to {FILE_PATH_BYTES_MAX}", path.len()));

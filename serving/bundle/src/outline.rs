@@ -1,27 +1,27 @@
-//! The graph of a model without the elements of its large tensors: what has to be known of it while it is loaded.
+//! Model outlines: the graph without the elements of its large tensors, which is what the loader needs.
 
 use crate::onnx::{
     AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, SparseTensorProto, TensorProto,
 };
 
-/// Elements of larger tensors are left out, in bytes.
+/// Tensors with more bytes of elements lose them.
 const BYTES_MAX: usize = 4096;
 
-/// Where a tensor is in a model.
+/// Position of a tensor in a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// Among the initializers of the model's graph.
     Initializer,
-    /// In an attribute, a graph inside the graph, a function, or as a part of a sparse tensor.
+    /// In an attribute, a subgraph, a function, or part of a sparse tensor.
     Inside,
 }
 
-/// Leaves out the elements of large tensors.
+/// Removes the elements of large tensors.
 pub(crate) fn without_elements(model: &mut ModelProto) {
     each_tensor(model, &mut |tensor, _| strip(tensor));
     let graphs = model.graph.iter_mut().flat_map(|graph| &mut graph.node);
     let functions = model.functions.iter_mut().flat_map(|function| &mut function.node);
-    // Trees have their nodes in attributes.
+    // Tree models store their nodes in attributes.
     for attribute in graphs.chain(functions).flat_map(|node| &mut node.attribute) {
         let numbers = 4 * attribute.floats.len() + 8 * attribute.ints.len();
         let texts = attribute.strings.iter().map(|text| text.len() + size_of::<Vec<u8>>()).sum::<usize>();
@@ -29,7 +29,7 @@ pub(crate) fn without_elements(model: &mut ModelProto) {
             attribute.floats = Vec::new();
             attribute.ints = Vec::new();
             attribute.strings = Vec::new();
-            // Without a type, no reader takes it for an empty list.
+            // Without a type, no reader mistakes it for an empty list.
             attribute.r#type = None;
         }
     }
@@ -51,7 +51,7 @@ fn strip(tensor: &mut TensorProto) {
     }
 }
 
-/// Calls `visit` with every tensor of a model, wherever it is; decoding has bounded how deep that can be.
+/// Calls `visit` with every tensor of a model. The recursion is bounded, because decoding bounds the nesting.
 pub(crate) fn each_tensor(model: &mut ModelProto, visit: &mut dyn FnMut(&mut TensorProto, Place)) {
     if let Some(graph) = &mut model.graph {
         graph.initializer.iter_mut().for_each(|tensor| visit(tensor, Place::Initializer));
@@ -66,7 +66,7 @@ pub(crate) fn each_tensor(model: &mut ModelProto, visit: &mut dyn FnMut(&mut Ten
     model.functions.iter_mut().for_each(|function| of_function(function, visit));
 }
 
-/// All tensors of a graph but its initializers.
+/// All tensors of a graph except its initializers.
 fn of_graph(graph: &mut GraphProto, visit: &mut dyn FnMut(&mut TensorProto, Place)) {
     graph.sparse_initializer.iter_mut().for_each(|sparse| of_sparse(sparse, visit));
     of_nodes(&mut graph.node, visit);

@@ -1,4 +1,4 @@
-//! Finding and loading bundles below a root path of an object store.
+//! The bundle repository: finds and loads bundles below a root path of an object store.
 
 use std::collections::BTreeMap;
 
@@ -15,11 +15,11 @@ use crate::manifest::{
     shorten,
 };
 
-/// Bounds on what is read from a store.
+/// Bounds on reads from a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Largest total size of a version's files without the manifest, in bytes. The default is 32 GiB. An ONNX
-    /// file has at most 2 GiB; the weights of larger models lie in files beside it.
+    /// file has at most 2 GiB; larger models keep their weights in separate files.
     pub model_bytes_max: u64,
 }
 
@@ -29,8 +29,8 @@ impl Default for Limits {
     }
 }
 
-/// A complete model version as found by [`scan`]: its manifest is valid and its files are there in the
-/// right sizes. Digests are compared by [`load`].
+/// A complete model version found by [`scan`]: its manifest is valid, and its files exist with the right
+/// sizes. [`load`] compares the digests.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelVersion {
     /// Model name.
@@ -41,7 +41,7 @@ pub struct ModelVersion {
     pub manifest: Manifest,
 }
 
-/// A directory that looks like a model version and cannot be used.
+/// A directory that looks like a model version but cannot be used.
 #[derive(Debug)]
 pub struct Skipped {
     /// Path in the store.
@@ -50,7 +50,7 @@ pub struct Skipped {
     pub reason: Error,
 }
 
-/// Everything found below a root.
+/// The result of a scan.
 #[derive(Debug, Default)]
 pub struct Listing {
     /// Usable versions, by name, then by version ascending.
@@ -58,16 +58,16 @@ pub struct Listing {
     /// Versions without a manifest, of models that have a `config.pbtxt` or no version with a manifest, in the
     /// same order.
     pub plain: Vec<PlainVersion>,
-    /// Files beside the versions, of models that have some.
+    /// The known files next to the versions, of models that have any.
     pub folders: Vec<ModelFolder>,
-    /// What was left out, with the reason.
+    /// Skipped directories, with the reason.
     pub skipped: Vec<Skipped>,
     /// Names of models whose folder could not be read, with the reason.
     pub unread: Vec<(String, Error)>,
 }
 
-/// Usable versions below `root`, by name, then by version ascending. Incomplete and corrupt ones are
-/// left out; [`scan`] says why.
+/// Usable versions below `root`, by name, then by version ascending. Incomplete and corrupt ones are left
+/// out; [`scan`] reports why.
 ///
 /// # Errors
 /// [`Error::Store`] when the store itself fails. A root that does not exist holds no models.
@@ -75,7 +75,7 @@ pub async fn list(store: &dyn ObjectStore, root: &str) -> Result<Vec<ModelVersio
     Ok(scan(store, root).await?.complete)
 }
 
-/// Everything below `root`: usable versions, and the others with the reason.
+/// Scans everything below `root`: usable versions, and the others with the reason.
 ///
 /// # Errors
 /// [`Error::Store`] when the root cannot be listed.
@@ -86,7 +86,7 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
         let Some(name) = model.filename().map(str::to_owned) else {
             continue;
         };
-        // Hidden entries are of other programs, such as those of Git and of mounted ConfigMaps.
+        // Hidden entries belong to other programs, for example to Git or to mounted ConfigMaps.
         if name.starts_with('.') {
             continue;
         }
@@ -95,7 +95,7 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
             listing.skipped.push(Skipped { path: model.to_string(), reason });
             continue;
         }
-        // One that cannot be read takes no other one down.
+        // An unreadable model takes no other one down.
         if let Err(reason) = add_versions(store, &model, &name, &mut listing).await {
             listing.unread.push((name, reason));
         }
@@ -105,7 +105,7 @@ pub async fn scan(store: &dyn ObjectStore, root: &str) -> Result<Listing> {
     Ok(listing)
 }
 
-/// Everything of one model below `root`; nothing when there is no such model.
+/// Scans one model below `root`; the result is empty if the model does not exist.
 ///
 /// # Errors
 /// [`Error::InvalidName`]; [`Error::Store`] when the store itself fails.
@@ -148,7 +148,7 @@ async fn add_versions(
             Ok(Found::Plain(version)) => listing.plain.push(version),
             Ok(Found::Bare(version)) => bare.push((path, version)),
             Err(reason) => {
-                // Bundles that are damaged or not complete.
+                // Damaged or incomplete bundles.
                 has_bundles |= !matches!(
                     reason,
                     Error::InvalidVersion { .. } | Error::NotFound { .. } | Error::Store { .. }
@@ -157,7 +157,8 @@ async fn add_versions(
             }
         }
     }
-    // Beside bundles, a graph without a manifest is a bundle that is being written or was left half written.
+    // Next to bundles, a graph without a manifest is a bundle that is still being written, or whose writer
+    // failed.
     for (path, version) in bare {
         if has_bundles {
             let path = path.to_string();
@@ -169,16 +170,16 @@ async fn add_versions(
     Ok(())
 }
 
-/// What the directory of a version holds.
+/// Content of a version's directory.
 enum Found {
     Bundle(Box<Manifest>),
-    /// A version as Triton has it, beside a configuration.
+    /// A version in Triton's layout, next to a configuration.
     Plain(PlainVersion),
-    /// A graph alone, and no configuration.
+    /// A graph alone, without a configuration.
     Bare(PlainVersion),
 }
 
-/// Looks at the directory of a version.
+/// Inspects the directory of a version.
 async fn look_at(
     store: &dyn ObjectStore,
     base: &Path,
@@ -187,7 +188,7 @@ async fn look_at(
     configured: bool,
 ) -> Result<Found> {
     let files = match files_below(store, base).await {
-        // Versions of an ensemble have no files.
+        // Versions of an ensemble may have no files.
         Err(Error::NotFound { .. }) if configured => BTreeMap::new(),
         files => files?,
     };
@@ -275,10 +276,10 @@ pub(crate) fn model_path(root: &str, name: &str) -> Result<Path> {
     Ok(root_path(root)?.join(name))
 }
 
-/// Whether a string may name a model.
+/// Checks that a string is a valid model name.
 ///
 /// # Errors
-/// [`Error::InvalidName`], which says what a name is made of.
+/// [`Error::InvalidName`], which states the rules.
 pub fn check_name(name: &str) -> Result<()> {
     if is_model_name(name) { Ok(()) } else { Err(Error::InvalidName { name: shorten(name) }) }
 }
@@ -288,7 +289,8 @@ fn root_path(root: &str) -> Result<Path> {
         .map_err(|error| Error::Store { path: shorten(root), source: error.into() })
 }
 
-/// A version directory has the one decimal spelling of its number: `01` or `+1` would be doubles of `1`.
+/// Parses a version directory's name; only the canonical spelling counts, so `01` and `+1` do not duplicate
+/// `1`.
 fn parse_version(text: &str) -> Option<u64> {
     text.parse::<u64>().ok().filter(|version| *version > 0 && version.to_string() == text)
 }
@@ -297,7 +299,7 @@ async fn directories(store: &dyn ObjectStore, path: &Path) -> Result<Vec<Path>> 
     Ok(children(store, path).await?.0)
 }
 
-/// What is directly in a directory: directories, and files.
+/// The entries directly in a directory: directories, and files.
 async fn children(store: &dyn ObjectStore, path: &Path) -> Result<(Vec<Path>, Vec<ObjectMeta>)> {
     match store.list_with_delimiter(Some(path)).await {
         Ok(listing) => Ok((listing.common_prefixes, listing.objects)),
@@ -306,7 +308,7 @@ async fn children(store: &dyn ObjectStore, path: &Path) -> Result<(Vec<Path>, Ve
     }
 }
 
-/// Every file below the directory of a version, of which there is at least one.
+/// Every file below a version's directory; [`Error::NotFound`] if there is none.
 async fn files_below(store: &dyn ObjectStore, base: &Path) -> Result<BTreeMap<Path, ObjectMeta>> {
     let files: BTreeMap<Path, ObjectMeta> =
         store.list(Some(base)).map_ok(|meta| (meta.location.clone(), meta)).try_collect().await.or_else(
@@ -327,7 +329,7 @@ fn no_manifest(path: &str) -> Error {
     Error::Incomplete { path: path.to_owned(), reason }
 }
 
-/// Reads and checks the manifest and the presence and sizes of the files; gives the files' paths in the
+/// Reads and checks the manifest, and the existence and sizes of the files. Returns the files' paths in the
 /// manifest's order.
 async fn inspect(
     store: &dyn ObjectStore,
@@ -391,12 +393,12 @@ fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Reads a file, but never more than `bytes_max` of it: the size that the store reports may be wrong.
+/// Reads at most `bytes_max` bytes of a file: the size that the store reports may be wrong.
 pub(crate) async fn read_bounded(store: &dyn ObjectStore, path: &Path, bytes_max: u64) -> Result<Bytes> {
     Ok(read_tagged(store, path, bytes_max).await?.0)
 }
 
-/// [`read_bounded`], with what tells whether the file has changed since.
+/// [`read_bounded`], with the tag that shows whether the file has changed since.
 pub(crate) async fn read_tagged(
     store: &dyn ObjectStore,
     path: &Path,

@@ -1,5 +1,5 @@
-//! The signature of a model: names, element types and shapes of its inputs and outputs, and how they
-//! are read off an ONNX graph.
+//! The signature of a model: names, element types and shapes of its inputs and outputs, read from an ONNX
+//! graph.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,7 +15,7 @@ const TENSORS_MAX: usize = 1024;
 const RANK_MAX: usize = 32;
 const TENSOR_NAME_BYTES_MAX: usize = 1024;
 
-/// Element type of a tensor, named as the Open Inference Protocol names it.
+/// Element type of a tensor, under its name in the Open Inference Protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 #[allow(missing_docs, reason = "the names say it: kind and width in bits")]
@@ -87,7 +87,7 @@ impl Datatype {
         }
     }
 
-    /// The datatype of an ONNX element type number; `None` for types that the protocol cannot carry.
+    /// The datatype of an ONNX element type number; `None` for types that the protocol does not have.
     pub fn from_onnx(elem_type: i32) -> Option<Datatype> {
         use onnx::tensor_proto::DataType as T;
         Some(match T::try_from(elem_type).ok()? {
@@ -127,7 +127,7 @@ impl FromStr for Datatype {
     }
 }
 
-/// A datatype name that the protocol does not know.
+/// Error: a datatype name that the protocol does not have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a datatype (BOOL, UINT8 to UINT64, INT8 to INT64, FP16, BF16, FP32, FP64, BYTES)")]
 pub struct UnknownDatatype(String);
@@ -139,30 +139,30 @@ pub struct TensorSpec {
     pub name: String,
     /// Element type.
     pub datatype: Datatype,
-    /// Extent of every dimension; -1 where the caller chooses it (the batch).
+    /// Extent of every dimension; -1 for a dynamic one (the batch).
     pub shape: Vec<i64>,
 }
 
 /// Inputs and outputs of a model, in the graph's order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Signature {
-    /// What a request must carry.
+    /// The inputs that a request must have.
     pub inputs: Vec<TensorSpec>,
-    /// What a reply carries.
+    /// The outputs of a response.
     pub outputs: Vec<TensorSpec>,
 }
 
 impl Signature {
-    /// Whether the first extent of every input and output is the caller's to choose, as that of rows is.
+    /// Whether the first extent of every input and output is dynamic, as the row dimension is.
     pub fn has_rows(&self) -> bool {
         self.inputs.iter().chain(&self.outputs).all(|spec| spec.shape.first() == Some(&-1))
     }
 
-    /// Reads the signature off a graph: initializers are not inputs, symbolic dimensions are -1.
+    /// Reads the signature of a graph: initializers are not inputs, and symbolic dimensions are -1.
     ///
     /// # Errors
-    /// [`Error::InvalidModel`] when an input or output is not a dense tensor of a known datatype and
-    /// rank, has no or a doubled name, or when there are none.
+    /// [`Error::InvalidModel`] if an input or output is not a dense tensor of a known datatype and rank, has
+    /// no name or a duplicate one, or if there are none.
     pub fn of_graph(graph: &onnx::GraphProto) -> Result<Signature> {
         let initializers: BTreeSet<&str> = graph.initializer.iter().map(onnx::TensorProto::name).collect();
         let inputs = graph

@@ -1,5 +1,5 @@
-//! Statistics of the inputs that a model was trained on, in a file of its bundle: by them a server tells how far
-//! what it is asked now is from that.
+//! Statistics of a model's training inputs, in a file of its bundle. A server compares requests with them to
+//! detect drift.
 
 use std::collections::BTreeSet;
 
@@ -9,40 +9,40 @@ use crate::manifest::shorten;
 
 /// File name of the statistics inside a version's directory.
 pub const STATISTICS_FILE: &str = "statistics.json";
-/// Most features that statistics are kept of.
+/// Most features in the statistics.
 pub const FEATURES_MAX: usize = 64;
-/// Parts that the values of a feature are put into, about equal in size; fewer where many values are equal.
+/// Number of parts of a feature's values, about equal in size; fewer if many values are equal.
 const PARTS: usize = 16;
-/// Most parts that are read.
+/// Most parts in a file.
 const PARTS_MAX: usize = 32;
-/// Format of the file that is read and written.
+/// Format of the file.
 const FORMAT_VERSION: u64 = 1;
-/// Largest file that is read, in bytes.
+/// Largest file in bytes.
 const BYTES_MAX: usize = 1 << 20;
 /// Longest name of an input, in bytes.
 const INPUT_BYTES_MAX: usize = 1024;
 
-/// What the inputs of a training were like, feature by feature.
+/// Distribution of the inputs of a training, feature by feature.
 ///
-/// Unknown keys are ignored, so that a program may add some within one format version.
+/// Unknown keys are ignored, so that programs may add keys within one format version.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Statistics {
     /// Format of this file.
     pub format_version: u64,
     /// Column of the dataset that fed the input.
     pub column: String,
-    /// Rows that were looked at.
+    /// Number of rows examined.
     pub rows: u64,
     /// The features, at most [`FEATURES_MAX`]: single numbers of a row.
     pub features: Vec<Feature>,
 }
 
-/// One number of a row of an input.
+/// One number in each row of an input.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Feature {
     /// The model's input.
     pub input: String,
-    /// Which of the numbers of its row, counted row-major from 0.
+    /// Index of the number in its row, row-major from 0.
     pub element: usize,
     /// Mean of its values.
     pub mean: f64,
@@ -52,13 +52,14 @@ pub struct Feature {
     pub min: f64,
     /// The largest.
     pub max: f64,
-    /// Where its parts end, ascending, each from `min` on and below `max`; a value at an end belongs before it.
+    /// Upper bounds of its parts except the last, ascending, from `min` on and below `max`; a value at a
+    /// bound belongs to the part below it.
     pub edges: Vec<f64>,
-    /// Share of the values in each part; one more than there are ends.
+    /// Share of the values in each part; one more than there are edges.
     pub shares: Vec<f64>,
 }
 
-/// Count, mean, variance and range of numbers that come one by one (Welford's method).
+/// Count, mean, variance and range of a series of numbers (Welford's method).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Moments {
     count: u64,
@@ -75,7 +76,7 @@ impl Default for Moments {
 }
 
 impl Moments {
-    /// Takes a finite number in.
+    /// Adds a finite number.
     pub fn add(&mut self, value: f64) {
         self.count += 1;
         let apart = value - self.mean;
@@ -97,7 +98,7 @@ impl Statistics {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// Reads and checks the content of a file; the error says what is wrong with it.
+    /// Parses and checks the content of a file; the error names the fault.
     pub(crate) fn read(content: &[u8]) -> std::result::Result<Statistics, String> {
         if content.len() > BYTES_MAX {
             return Err(format!("it has {} bytes, the limit is {BYTES_MAX}", content.len()));
@@ -108,7 +109,7 @@ impl Statistics {
         Ok(statistics)
     }
 
-    /// Says what is wrong, if anything is.
+    /// Checks the statistics; the error names the fault.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         if self.format_version != FORMAT_VERSION {
             return Err(format!("format_version {} is unknown", self.format_version));
@@ -128,7 +129,7 @@ impl Statistics {
 }
 
 impl Feature {
-    /// A feature of those moments, with parts as a sample of its values has them; no feature without values.
+    /// A feature with these moments, and with parts from a sample of its values; `None` without values.
     pub fn new(input: &str, element: usize, moments: &Moments, mut sample: Vec<f64>) -> Option<Feature> {
         let Moments { count, mean, squares, min, max } = *moments;
         sample.retain(|value| (min..=max).contains(value));
@@ -164,12 +165,12 @@ impl Feature {
         format!("{}[{}]", self.input, self.element)
     }
 
-    /// How many bins its values fall into: its parts, one below its range and one above.
+    /// Number of bins: its parts, one bin below its range and one above.
     pub fn bins(&self) -> usize {
         self.shares.len() + 2
     }
 
-    /// The bin of a value; what is no number belongs to the last.
+    /// The bin of a value; NaN belongs to the last one.
     pub fn bin(&self, value: f64) -> usize {
         if value < self.min {
             0

@@ -1,4 +1,4 @@
-//! Round trips, limits and every way in which a bundle can be broken.
+//! Tests of round trips, limits and every way in which a bundle can be broken.
 #![allow(clippy::unwrap_used)]
 
 mod broken;
@@ -243,7 +243,7 @@ async fn versions_beside_a_configuration_may_be_a_graph_alone() {
     assert_eq!((loaded.manifest().name.as_str(), loaded.manifest().version), ("plain", 2));
     let error = load(Limits { model_bytes_max: 8 }).await.unwrap_err();
     assert!(matches!(error, Error::TooLarge { .. }), "{error}");
-    // What has changed since is being written.
+    // A file that has changed since the scan is still being written.
     put(store.as_ref(), "models/plain/2/model.onnx", graph.clone()).await;
     let error = load(Limits::default()).await.unwrap_err();
     assert!(matches!(error, Error::Incomplete { .. }), "{error}");

@@ -1,4 +1,4 @@
-//! Ranking against a plain sort, and the cases at the edges.
+//! Tests of the ranking against a plain sort, and of edge cases.
 #![allow(clippy::unwrap_used)]
 
 use half::{bf16, f16};

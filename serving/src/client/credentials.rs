@@ -1,4 +1,4 @@
-//! What a client shows and asks of a server beyond an address: TLS, a certificate, a token.
+//! The credentials of a client: TLS authorities, a client certificate, a token.
 
 use std::fmt;
 use std::io;
@@ -21,20 +21,20 @@ use super::ClientError;
 use crate::reload::read_file;
 use crate::tls::{HTTP2, provider, read_certificates, read_key, read_roots};
 
-/// What a client shows and asks; nothing of it by default.
+/// Credentials of a client; none by default.
 #[derive(Clone, Default)]
 pub struct Credentials {
-    /// PEM file of those who may have issued the server's certificate; without it, those that the system
-    /// trusts. An address without a scheme is one of `https` where this is set.
+    /// PEM file of the authorities for the server's certificate; without it, the system's authorities. If
+    /// set, an address without a scheme means `https`.
     pub ca: Option<PathBuf>,
-    /// PEM files of the client's own certificate and its key, for servers that want one.
+    /// PEM files of the client's certificate and its key, for servers that require one.
     pub identity: Option<(PathBuf, PathBuf)>,
     /// The bearer token.
     pub token: Option<String>,
 }
 
 impl fmt::Debug for Credentials {
-    /// Without the token.
+    /// Leaves the token out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Credentials")
             .field("ca", &self.ca)
@@ -45,7 +45,7 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// Reads the token from a file, whose first line it is.
+    /// Reads the token from the first line of a file.
     ///
     /// # Errors
     /// [`ClientError::Credentials`].
@@ -63,7 +63,7 @@ impl Credentials {
         Ok(self)
     }
 
-    /// What goes with each call.
+    /// The `authorization` value of each call.
     pub(super) fn bearer(&self) -> Result<Option<MetadataValue<Ascii>>, ClientError> {
         let Some(token) = &self.token else { return Ok(None) };
         let mut value = MetadataValue::try_from(format!("Bearer {token}")).map_err(|_| {
@@ -73,7 +73,7 @@ impl Credentials {
         Ok(Some(value))
     }
 
-    /// What connects to addresses of `https`.
+    /// The connector for `https` addresses.
     pub(crate) fn connector(&self) -> Result<Connector, ClientError> {
         let roots = match &self.ca {
             Some(path) => read_roots("ca", path).map_err(unusable)?,
@@ -106,7 +106,7 @@ impl Credentials {
     }
 }
 
-/// A file that cannot be used, said without the table of the server's settings.
+/// The error for an unusable file, without the server's `[serving]` prefix.
 fn unusable(error: crate::Error) -> ClientError {
     let reason = match error {
         crate::Error::Config { reason } => reason,

@@ -1,4 +1,4 @@
-//! Causes of connections that fail over TLS, and the flags that set them right.
+//! Diagnosis of failed connections: the TLS cause, and the command-line flags that fix it.
 
 use std::error::Error;
 use std::io;
@@ -12,14 +12,14 @@ use tokio_rustls::rustls::{self, CertificateError, ClientConfig, ClientConnectio
 
 use crate::tls::provider;
 
-/// Longest look at what a server speaks.
+/// Longest probe of a server.
 const LOOK_MAX: Duration = Duration::from_secs(2);
-/// How rustls names an alert. What reads HTTP/2 keeps the words of an error of the connection and not its type.
+/// rustls' prefix of an alert. The HTTP/2 layer keeps the text of a connection error but not its type.
 const ALERT: &str = "received fatal alert: ";
-/// First bytes of a TLS record with an alert, and with a part of a handshake.
+/// Record types of the first byte of a TLS alert and of a TLS handshake.
 const RECORDS: [u8; 2] = [21, 22];
 
-/// What was wrong with TLS in a connection to `host`, where that made it fail.
+/// The TLS cause of a failed connection to `host`; `None` for other causes.
 pub(super) fn of_failure(error: &(dyn Error + 'static), host: &str) -> Option<String> {
     let mut cause = Some(error);
     while let Some(inner) = cause {
@@ -37,7 +37,8 @@ pub(super) fn of_failure(error: &(dyn Error + 'static), host: &str) -> Option<St
         if let Some((_, alert)) = inner.to_string().split_once(ALERT) {
             return Some(of_alert(alert));
         }
-        // The source of an I/O error that wraps another one is the source of that one, not that one.
+        // The source of an I/O error that wraps another error is the source of the wrapped error, so the
+        // wrapped error itself must be visited.
         cause = match io.and_then(io::Error::get_ref) {
             Some(wrapped) => Some(wrapped),
             None => inner.source(),
@@ -79,7 +80,7 @@ fn of_tls(error: &rustls::Error, host: &str) -> String {
     }
 }
 
-/// What an alert of the server means, by its name in rustls.
+/// The meaning of an alert from the server, by its name in rustls.
 fn of_alert(alert: &str) -> String {
     let name = alert.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
     match name {
@@ -103,7 +104,7 @@ fn of_alert(alert: &str) -> String {
     }
 }
 
-/// Whether a server speaks TLS: it answers the first message of a handshake with one of its own, or with an alert.
+/// Whether a server speaks TLS: it answers a ClientHello with a handshake record or an alert.
 pub(super) async fn speaks_tls(host: &str, port: u16) -> bool {
     let look = async {
         let mut stream = TcpStream::connect((host, port)).await?;
@@ -116,7 +117,7 @@ pub(super) async fn speaks_tls(host: &str, port: u16) -> bool {
     }
 }
 
-/// The first message of a handshake with a server that is not trusted with anything.
+/// A ClientHello, for a probe that trusts no certificate.
 fn hello(host: &str) -> io::Result<Vec<u8>> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()

@@ -1,4 +1,4 @@
-//! A server as clients reach it: its address, and what it is shown, read once for any number of connections.
+//! A server as clients reach it: its address and the credentials, read once for any number of connections.
 
 use std::io;
 use std::time::Duration;
@@ -14,30 +14,30 @@ use tonic::{Request, Response, Status};
 use super::credentials::{Connector, Credentials};
 use super::{ClientError, hints};
 
-/// Longest wait for a connection.
+/// Longest time to connect.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
-/// Longest wait for an answer to what a server knows without computing.
+/// Longest wait for an answer that needs no inference.
 const ANSWER_MAX: Duration = Duration::from_secs(10);
-/// A connection whose other machine has gone is noticed after a few of these.
+/// TCP keepalive interval; detects a dead peer after a few intervals.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
-/// Bytes to and from a server, encrypted where it is one of `https`.
+/// A byte stream to a server, encrypted for `https`.
 pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
-/// A server at an address, and what it is shown.
+/// A server's address with the client's credentials.
 #[derive(Debug, Clone)]
 pub(crate) struct Remote {
     address: String,
     endpoint: Endpoint,
-    /// For addresses of `https`.
+    /// For `https` addresses.
     secure: Option<Connector>,
     bearer: Option<MetadataValue<Ascii>>,
 }
 
 impl Remote {
-    /// Reads what the credentials name. Connects to nobody yet.
+    /// Reads the files of the credentials; does not connect yet.
     ///
     /// # Errors
     /// [`ClientError::Address`]; [`ClientError::Credentials`] for files that cannot be used.
@@ -48,7 +48,7 @@ impl Remote {
         let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
         let secure = url.starts_with("https://");
         if secured && !secure {
-            // What is meant for TLS alone, such as a token, is not to go without it.
+            // Credentials for TLS, such as a token, must not be sent without it.
             let reason =
                 format!("certificates are for TLS, and {address} is an address without it: say https://");
             return Err(ClientError::Credentials { reason });
@@ -62,7 +62,7 @@ impl Remote {
         Ok(Remote { address: address.to_owned(), endpoint, secure, bearer })
     }
 
-    /// Connects once more.
+    /// Opens another connection.
     ///
     /// # Errors
     /// [`ClientError::Unreachable`], [`ClientError::Tls`].
@@ -82,7 +82,7 @@ impl Remote {
         }
     }
 
-    /// Waits for an answer that takes no computing.
+    /// Waits for an answer that needs no inference.
     ///
     /// # Errors
     /// [`ClientError::Unreachable`] after ten seconds; [`ClientError::Tls`], [`ClientError::Refused`].
@@ -100,7 +100,7 @@ impl Remote {
         }
     }
 
-    /// Connects once more, for who speaks HTTP/2 himself.
+    /// Opens another connection, for callers that speak HTTP/2 themselves.
     ///
     /// # Errors
     /// [`ClientError::Unreachable`].
@@ -122,7 +122,7 @@ impl Remote {
         }
     }
 
-    /// The failure to speak with it.
+    /// The error for a failure to communicate with the server.
     pub(crate) fn unreachable(
         &self,
         source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -134,8 +134,8 @@ impl Remote {
         }
     }
 
-    /// The error of a call. One of the connection may come from TLS on one side alone, and some servers tell in the
-    /// first answer that they refuse the client's certificate.
+    /// The error of a call. A connection error may come from TLS on one side only. Some servers refuse the
+    /// client's certificate only in the first answer.
     async fn explained(&self, status: Status) -> ClientError {
         // The server itself has answered.
         let Some(source) = std::error::Error::source(&status) else { return status.into() };
@@ -149,7 +149,7 @@ impl Remote {
         }
     }
 
-    /// What is wrong where this client speaks without TLS and the server with it.
+    /// The hint for a client without TLS and a server with it.
     async fn needs_tls(&self) -> Option<String> {
         let is_wrong = self.secure.is_none()
             && hints::speaks_tls(self.host(), self.uri().port_u16().unwrap_or(80)).await;
@@ -164,17 +164,17 @@ impl Remote {
         self.uri().host().unwrap_or_default().trim_matches(['[', ']'])
     }
 
-    /// Scheme and place of the server.
+    /// Scheme and address of the server.
     pub(crate) fn uri(&self) -> &Uri {
         self.endpoint.uri()
     }
 
-    /// What goes with each call.
+    /// The metadata of each call.
     pub(crate) fn metadata(&self) -> MetadataMap {
         self.call(()).into_parts().0
     }
 
-    /// A call with its token.
+    /// A call with the token.
     pub(crate) fn call<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         if let Some(bearer) = &self.bearer {

@@ -1,4 +1,4 @@
-//! Round trips, bounds, and streams that are cut, corrupt or not what they say.
+//! Tests of round trips, bounds, and truncated, corrupt or mislabeled streams.
 #![allow(clippy::unwrap_used)]
 
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Where models run: on the processor, or on one or several GPUs.
+//! Devices for models: the processor, or one or several GPUs.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -6,8 +6,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Where one session runs. There is no fallback from one to the other but by
-/// [`Config::allow_fallback`](super::Config::allow_fallback).
+/// The device of one session. Only [`Config::allow_fallback`](super::Config::allow_fallback) lets the server
+/// replace it by another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Device {
     /// The processor.
@@ -15,12 +15,13 @@ pub enum Device {
     Cpu,
     /// A CUDA device by its ordinal.
     Cuda(u8),
-    /// The same by way of TensorRT, which compiles the graph for it; what that cannot compile is CUDA's.
+    /// A CUDA device through TensorRT, which compiles the graph; CUDA runs the nodes that TensorRT cannot
+    /// compile.
     TensorRt(u8),
 }
 
 impl Device {
-    /// Where runs on it have their tensors.
+    /// The memory that holds the tensors of its runs.
     pub(crate) fn memory(self) -> Memory {
         match self {
             Device::Cpu => Memory::Host,
@@ -29,17 +30,18 @@ impl Device {
     }
 }
 
-/// The memory in which runs have their tensors.
+/// The memory that holds the tensors of runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Memory {
-    /// The processor's.
+    /// Main memory.
     Host,
-    /// That of a GPU by its ordinal.
+    /// The memory of a GPU, by its ordinal.
     Gpu(u8),
 }
 
 impl Memory {
-    /// As ONNX Runtime calls it, where sessions keep what runs took of it: of a GPU.
+    /// ONNX Runtime's name of the arena in which sessions keep GPU memory between runs; `None` for main
+    /// memory.
     pub(crate) fn arena(self) -> Option<String> {
         match self {
             Memory::Host => None,
@@ -54,7 +56,7 @@ impl fmt::Display for Device {
     }
 }
 
-/// What runs graphs on GPUs.
+/// The execution provider for GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Engine {
     Cuda,
@@ -64,7 +66,7 @@ pub(crate) enum Engine {
 impl Engine {
     const ALL: [Engine; 2] = [Engine::Cuda, Engine::TensorRt];
 
-    /// As configurations have it.
+    /// Its name in configurations.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Engine::Cuda => "cuda",
@@ -80,8 +82,8 @@ impl Engine {
     }
 }
 
-/// Where the sessions of a model run: on the processor, or on GPUs, on each as many. Written `cpu`, `cuda`,
-/// `cuda:1` or `cuda:0,1`, and with `tensorrt` in the place of `cuda`.
+/// The devices of a model: the processor, or GPUs with the same number of sessions each. Written `cpu`,
+/// `cuda`, `cuda:1` or `cuda:0,1`, or with `tensorrt` in place of `cuda`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Devices(Places);
 
@@ -89,7 +91,7 @@ pub struct Devices(Places);
 enum Places {
     #[default]
     Cpu,
-    /// By their ordinals, at least one.
+    /// GPU ordinals, at least one.
     Gpus(Engine, BTreeSet<u8>),
 }
 
@@ -97,13 +99,13 @@ impl Devices {
     /// The processor.
     pub const CPU: Devices = Devices(Places::Cpu);
 
-    /// GPUs by their ordinals; `None` when there are none.
+    /// GPUs by their ordinals; `None` if there are no ordinals.
     pub(crate) fn gpus(engine: Engine, ordinals: impl IntoIterator<Item = u8>) -> Option<Devices> {
         let gpus: BTreeSet<u8> = ordinals.into_iter().collect();
         (!gpus.is_empty()).then_some(Devices(Places::Gpus(engine, gpus)))
     }
 
-    /// Each of them, ascending; at least one.
+    /// All devices, in ascending order; at least one.
     pub fn each(&self) -> Vec<Device> {
         match &self.0 {
             Places::Cpu => vec![Device::Cpu],
@@ -116,7 +118,7 @@ impl Devices {
         self.0 == Places::Cpu
     }
 
-    /// The memory that all of them have in common; `None` where there are several.
+    /// The memory that all of them share; `None` for several GPUs.
     pub(crate) fn memory(&self) -> Option<Memory> {
         match &self.0 {
             Places::Cpu => Some(Memory::Host),
@@ -125,7 +127,7 @@ impl Devices {
         }
     }
 
-    /// What runs graphs there; `None` for the processor.
+    /// The execution provider; `None` for the processor.
     pub(crate) fn engine(&self) -> Option<Engine> {
         match &self.0 {
             Places::Cpu => None,
@@ -158,7 +160,7 @@ impl fmt::Display for Devices {
     }
 }
 
-/// Devices that are not known.
+/// Error: a text that names no device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is not a device: use cpu, cuda, cuda:N, or cuda:N,M for several, each once and up to 255, or tensorrt in the \

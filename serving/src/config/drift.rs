@@ -1,20 +1,20 @@
-//! `[serving.drift]`: how much is looked at to tell what a model is asked from what it was trained on.
+//! `[serving.drift]`: bounds on the comparison of a model's inputs with its training data.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Rows without which figures would be chance.
+/// Fewest rows for drift figures; with fewer they would be chance.
 pub(crate) const ROWS_MIN: u64 = 100;
 
-/// How the inputs of versions are watched whose bundles hold statistics of their training.
+/// Drift monitoring of versions whose bundles hold statistics of their training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Drift {
-    /// Rows of each version that are looked at within a second, at most; 0 looks at none.
+    /// Most rows of each version that are examined per second; 0 disables monitoring.
     pub rows_per_second_max: u32,
-    /// Rows that the figures tell of, at least, once there were so many; they fade as others come, and are
-    /// halved at twice as many.
+    /// Smallest window of the figures in rows, once there were as many. Old rows fade: the server halves all
+    /// counts at twice this number.
     pub window_rows: u64,
 }
 
@@ -25,7 +25,7 @@ impl Default for Drift {
 }
 
 impl Drift {
-    /// Refuses a window in which there would be chance alone, or that never ends.
+    /// Refuses windows that are too small for figures or practically endless.
     pub(crate) fn check(&self) -> Result<()> {
         let allowed = ROWS_MIN..=1 << 40;
         if allowed.contains(&self.window_rows) {

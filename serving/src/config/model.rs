@@ -1,4 +1,4 @@
-//! `[serving.models.NAME]`: what is said of one model.
+//! `[serving.models.NAME]`: the settings of one model.
 
 use std::collections::BTreeMap;
 
@@ -8,61 +8,62 @@ use super::{Config, Devices};
 use crate::error::{Error, Result, quote};
 use crate::repository::{Rollout, ShadowTarget, Target, VersionPolicy};
 
-/// Most sessions of a model version: each costs memory and, beyond one per processor, brings nothing.
+/// Most sessions of a model version: each costs memory, and more than one per processor brings nothing.
 const SESSIONS_MAX: usize = 1024;
 
-/// What is said of one model: which versions are served, which answer whom, and where they run. What is left
-/// out is as in `[serving]`.
+/// Settings of one model: the served versions, the routing between them, and the device. Absent settings are
+/// those of `[serving]`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelOptions {
-    /// Which versions are served: `"latest:2"`, `"all"` or `[1, 4]`. When absent as the model's
-    /// `config.pbtxt` says, else the newest `limits.versions_max`, which also bounds `"all"`.
+    /// Versions to serve: `"latest:2"`, `"all"` or `[1, 4]`. If absent, the model's `config.pbtxt` decides,
+    /// else the newest `limits.versions_max`, which also bounds `"all"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub versions: Option<VersionPolicy>,
-    /// Versions by label, until a `rollout.json` beside the versions says otherwise.
+    /// Versions by label; a `rollout.json` next to the versions overrides them.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, u64>,
-    /// Weights of the versions or labels between which requests that name no version are split, until a
-    /// `rollout.json` says otherwise. The newest version answers all of them when empty.
+    /// Split of requests that name no version: weights by version or label. A `rollout.json` overrides it. If
+    /// empty, the newest version answers all of them.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub split: BTreeMap<Target, f64>,
-    /// The version that runs copies of requests once they are answered, to compare, until a
-    /// `rollout.json` says otherwise.
+    /// The shadow: a version that runs copies of requests after they are answered, to compare the answers. A
+    /// `rollout.json` overrides it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shadow: Option<ShadowTarget>,
-    /// Where the model runs.
+    /// Device of the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<Devices>,
-    /// Whether it may run on the processor, or parts of it, that its device cannot run.
+    /// Whether the model, or a part of it, that its device cannot run may run on the processor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_fallback: Option<bool>,
-    /// Sessions per version and device, 0 as in `[serving]`.
+    /// Sessions per version and device; 0 as in `[serving]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sessions_max: Option<usize>,
-    /// Whether requests run together whatever its graph proves of its rows. When absent as the model's
-    /// `config.pbtxt` asks, else where the graph proves that they are independent.
+    /// Whether requests are batched regardless of the graph. If absent, the model's `config.pbtxt` decides,
+    /// else batching needs proof from the graph that rows are independent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub independent_rows: Option<bool>,
-    /// Whether the user vouches that -1 never divides the smallest integer in its graph, nor 0 any integer where ONNX
-    /// Runtime is older than 1.25. When absent, a version is refused unless its graph shows that: the process would end.
+    /// Whether the user guarantees that -1 never divides the smallest integer in the graph, and, with ONNX
+    /// Runtime older than 1.25, that 0 never divides an integer. If absent, the server refuses a version
+    /// unless its graph proves that: such a division would end the process.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trusted_divisors: Option<bool>,
-    /// Whether its answers are kept, and equal requests answered with them, for as long as
-    /// `response_cache_bytes_max` has room; when absent as the model's `config.pbtxt` says.
+    /// Whether the response cache keeps the model's answers, within `response_cache_bytes_max`. If absent,
+    /// the model's `config.pbtxt` decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub response_cache: Option<bool>,
 }
 
 impl ModelOptions {
-    /// Labels and shares as a `rollout.json` has them.
+    /// Labels, split and shadow, in the form of a `rollout.json`.
     pub(crate) fn rollout(&self) -> Rollout {
         Rollout { labels: self.labels.clone(), split: self.split.clone(), shadow: self.shadow.clone() }
     }
 }
 
 impl Config {
-    /// The configuration as it is for a model.
+    /// The configuration with the settings of a model applied.
     pub(crate) fn of_model(&self, name: &str) -> Config {
         let mut config = self.clone();
         let Some(settings) = self.models.get(name) else { return config };
@@ -74,7 +75,7 @@ impl Config {
         config
     }
 
-    /// Refuses answers that are to be kept where there is no room for any.
+    /// Refuses a model's `response_cache` if the cache has no memory.
     pub(crate) fn check_response_cache(&self) -> Result<()> {
         let mut keeping = self.models.iter().filter(|(_, options)| options.response_cache == Some(true));
         match keeping.next() {
@@ -88,7 +89,7 @@ impl Config {
         }
     }
 
-    /// Refuses numbers of sessions that none can have.
+    /// Refuses too large numbers of sessions.
     pub(crate) fn check_sessions(&self) -> Result<()> {
         let refuse = |reason: String| Err(Error::Config { reason });
         if self.sessions_max > SESSIONS_MAX {

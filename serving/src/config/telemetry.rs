@@ -1,4 +1,4 @@
-//! `[serving.telemetry]`: where spans of requests are sent, of how many, and under which name.
+//! `[serving.telemetry]`: the collector of request spans, the sample rate, and the service name.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,31 +10,29 @@ use tonic::metadata::{Ascii, MetadataKey, MetadataMap, MetadataValue};
 
 use crate::error::{Error, Result, quote};
 
-/// Most headers, and bytes of all of them.
+/// Most headers, and most bytes of all of them.
 const HEADERS_MAX: usize = 64;
 const HEADER_BYTES_MAX: usize = 8 << 10;
-/// Longest name of a service.
+/// Longest service name, in bytes.
 const NAME_BYTES_MAX: usize = 256;
-/// What gRPC itself says with each call.
+/// Headers that gRPC itself sends with each call.
 const RESERVED: [&str; 5] = ["content-type", "host", "te", "user-agent", "content-length"];
 
-/// Where spans of requests are sent: to a collector of OpenTelemetry, by OTLP over gRPC.
+/// Export of request spans to an OpenTelemetry collector, by OTLP over gRPC.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Telemetry {
     /// The collector: `http://HOST:4317` or `https://HOST:4317`.
     pub endpoint: String,
-    /// The share of requests, from 0 to 1, of which spans are sent. Requests that come with a `traceparent`
-    /// say it themselves.
+    /// Fraction of requests whose spans are sent, from 0 to 1. The `traceparent` of a request overrides it.
     pub sample_rate: f64,
     /// `service.name` of the spans.
     pub service_name: String,
-    /// Headers of each call to the collector, such as `authorization`: values, or `{ file = "PATH" }` or
-    /// `{ env = "NAME" }` for where they are.
+    /// Headers of each call to the collector, such as `authorization`. Each is a value, or `{ file = "PATH"
+    /// }` or `{ env = "NAME" }` with the place of the value.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub headers: BTreeMap<String, Secret>,
-    /// PEM file of those who may have issued the collector's certificate; without it, those that the system
-    /// trusts.
+    /// PEM file of the authorities for the collector's certificate; without it, the system's authorities.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ca: Option<PathBuf>,
 }
@@ -52,7 +50,7 @@ impl Default for Telemetry {
 }
 
 impl Telemetry {
-    /// As it may be shown: the values of headers may be secrets.
+    /// The settings for display; the values of headers may be secrets.
     pub(crate) fn without_secrets(&self) -> Telemetry {
         let headers = self.headers.iter().map(|(name, value)| (name.clone(), value.hidden())).collect();
         Telemetry { headers, ..self.clone() }
@@ -60,10 +58,10 @@ impl Telemetry {
 }
 
 impl Telemetry {
-    /// Whether the collector is spoken to with TLS.
+    /// Checks the settings; true if the endpoint uses TLS.
     ///
     /// # Errors
-    /// [`Error::Config`] for a setting that cannot be.
+    /// [`Error::Config`] for an invalid setting.
     pub(crate) fn check(&self) -> Result<bool> {
         let refuse = |reason: String| Err(Error::Config { reason: format!("telemetry.{reason}") });
         if !(0.0..=1.0).contains(&self.sample_rate) {
@@ -88,10 +86,10 @@ impl Telemetry {
         Ok(secure)
     }
 
-    /// The headers of each call.
+    /// The headers of each call to the collector.
     ///
     /// # Errors
-    /// [`Error::Config`] for what no header can be, by its name: values may be secrets.
+    /// [`Error::Config`] for an invalid header, by its name: values may be secrets.
     pub(crate) fn metadata(&self) -> Result<MetadataMap> {
         let refuse = |reason: String| Err(Error::Config { reason: format!("telemetry.headers: {reason}") });
         let mut bytes = 0;
@@ -121,7 +119,7 @@ impl Telemetry {
     }
 }
 
-/// Whether an endpoint has TLS; `None` for what is none.
+/// Whether an endpoint uses TLS; `None` for an invalid endpoint.
 fn is_secure(endpoint: &str) -> Option<bool> {
     let uri: Uri = endpoint.parse().ok()?;
     let secure = match uri.scheme_str()? {
@@ -132,7 +130,7 @@ fn is_secure(endpoint: &str) -> Option<bool> {
     let authority = uri.authority()?;
     let bare = uri.path_and_query().is_none_or(|path| path.as_str() == "/");
     let whole = bare && !authority.host().is_empty() && !authority.as_str().contains('@');
-    // A port that is none is kept as text by the parser.
+    // The parser keeps an invalid port as text.
     let port = authority.as_str().rsplit_once(':').filter(|(_, port)| !port.ends_with(']'));
     let fits = port.is_none_or(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0));
     (whole && fits).then_some(secure)

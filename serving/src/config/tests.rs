@@ -1,4 +1,4 @@
-//! The table as users write it.
+//! Tests of the table as users write it.
 #![allow(clippy::unwrap_used)]
 
 use super::{Config, Device, Devices};

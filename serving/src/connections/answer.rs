@@ -1,4 +1,5 @@
-//! The answers of a connection: each counts against the quota until the connection has sent it.
+//! Answer bodies of a connection, in pieces: each piece counts against the quota until the connection has
+//! sent it.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -15,11 +16,11 @@ use super::quota::{Held, Quota, Refusal};
 use super::taking::{self, Taking};
 use crate::error::InferError;
 
-/// Bytes of an answer that are handed to the connection at a time: a frame of HTTP/2, in which answers take turns.
-/// Taking fewer of them is no progress.
+/// Bytes of an answer given to the connection at a time: one HTTP/2 frame, so that answers alternate. It is
+/// also the unit of a client's progress.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// Part of an answer, which counts until the connection has sent it.
+/// A part of an answer, which counts against the quota until the connection has sent and dropped it.
 struct Piece {
     bytes: Bytes,
     held: Held,
@@ -47,7 +48,7 @@ impl AsRef<[u8]> for Piece {
     }
 }
 
-/// Counts a call as cancelled when it is dropped before it was answered.
+/// Counts a call as cancelled if it is dropped before it is answered.
 #[derive(Debug)]
 struct Unanswered(Option<Quota>);
 
@@ -60,7 +61,7 @@ impl Drop for Unanswered {
 }
 
 pin_project! {
-    /// A call of a connection, whose answer counts against the quota.
+    /// A call of a connection; its answer counts against the quota.
     pub(crate) struct Call<F> {
         #[pin]
         call: F,
@@ -108,13 +109,13 @@ fn refused<B>(quota: &Quota, refusal: Refusal, is_grpc: bool) -> http::Response<
     response
 }
 
-/// The body of an answer, handed out in pieces.
+/// The body of an answer, produced in pieces.
 pub(crate) struct Answer<B> {
-    /// None after the answer was refused.
+    /// `None` after the answer was refused.
     body: Option<B>,
-    /// What the body gave and was not handed out yet.
+    /// Bytes from the body that are not yet in a piece.
     left: Bytes,
-    /// Counts `left`, and what is known of the rest of the body.
+    /// Counts `left`, and the known size of the rest of the body.
     held: Held,
     taking: Arc<Taking>,
     is_grpc: bool,
@@ -151,7 +152,7 @@ impl<B: Body<Data = Bytes> + Unpin> Body for Answer<B> {
             if more > 0 {
                 match this.held.quota().hold(more) {
                     Ok(more) => this.held.join(more),
-                    // An answer of HTTP says how long it is before it begins.
+                    // An HTTP response has already announced its length, so it cannot be refused any more.
                     Err(refusal) if this.is_grpc => {
                         this.body = None;
                         this.left = Bytes::new();

@@ -1,4 +1,4 @@
-//! Serving of a listener's connections until it is to stop.
+//! The accept loop of a listener: serves its connections until it stops.
 
 use std::convert::Infallible;
 
@@ -18,8 +18,8 @@ use crate::metrics::CONNECTIONS_CUT;
 use crate::peer::{OfPeer, Peer, Peered};
 
 impl Listener {
-    /// Answers until `closed` fires and every connection has finished what it was asked. Dropping the call
-    /// cuts them.
+    /// Answers until `closed` fires and every connection has finished its requests. Dropping the future cuts
+    /// the connections.
     pub(crate) async fn answer<S, B>(self, service: S, closed: CancellationToken)
     where
         S: Service<http::Request<Incoming>, Response = http::Response<B>, Error = Infallible>,
@@ -68,8 +68,8 @@ impl Listener {
                 }
             }
         }
-        // Before clients are told to leave, or they come back to a socket that nobody accepts them on, and what they
-        // ask there breaks off when it closes.
+        // Closes the socket before clients are told to leave. Otherwise a client could reconnect to a socket
+        // that is no longer accepted from, and its requests would fail when the socket closes.
         drop(self);
         leaving.cancel();
         while connections.join_next().await.is_some() {}
@@ -79,13 +79,13 @@ impl Listener {
         let mut protocol = auto::Builder::new(Endings(calls));
         if self.is_grpc {
             protocol = protocol.http2_only();
-            // Nobody reads it there.
+            // gRPC clients do not read the date header.
             protocol.http2().auto_date_header(false);
         }
         protocol
             .http1()
             .timer(TokioTimer::new())
-            // Runs between requests too, so that it also ends connections that are kept for nothing.
+            // Also runs between requests, so that it ends idle connections.
             .header_read_timeout(self.stalled)
             .max_buf_size(HEAD_BYTES_MAX as usize);
         protocol
@@ -93,7 +93,7 @@ impl Listener {
             .timer(TokioTimer::new())
             .max_concurrent_streams(self.streams_max)
             .max_header_list_size(HEAD_BYTES_MAX)
-            // Calls that ran out of time before the server came to them.
+            // Resets for calls that ran out of time before the server accepted them.
             .max_pending_accept_reset_streams(CANCELLED_PER_SECOND_MAX)
             .keep_alive_interval(self.stalled)
             .keep_alive_timeout(self.stalled);
@@ -118,7 +118,7 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn clients_that_are_told_to_leave_find_the_port_closed() {
-        // The wrong order shows in some of the rounds.
+        // The wrong order shows only in some rounds.
         for round in 0..100 {
             let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = socket.local_addr().unwrap();

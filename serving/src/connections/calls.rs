@@ -1,9 +1,9 @@
-//! Calls of one HTTP/2 connection: one at a time runs in the task of its connection, concurrent ones in tasks of their
-//! own.
+//! Executor for the calls of one HTTP/2 connection: one call at a time runs in the connection's task,
+//! concurrent calls in tasks of their own.
 //!
-//! Most clients wait for each answer before they send the next request. Their calls need no task: the connection polls
-//! the call that it has just read, and sends the answer in the same turn. A task for each call would cost such a client
-//! some microseconds, because the thread goes from the connection to the call and back.
+//! Most clients wait for each answer before they send the next request. Their calls need no task: the
+//! connection polls the call that it has just read, and sends the answer in the same poll. A task per call
+//! would cost some microseconds, because the thread switches from the connection to the call and back.
 
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
@@ -17,17 +17,17 @@ use futures::task::AtomicWaker;
 use hyper::rt::Executor;
 use parking_lot::Mutex;
 
-/// Rounds in which a connection and its call may wake each other before other tasks have their turn.
+/// Rounds in which a connection and its call may wake each other before the task yields.
 const ROUNDS_MAX: usize = 4;
 
-/// Takes the calls of one connection from hyper. All clones are one.
+/// The executor that hyper gets for one connection. All clones share one slot.
 #[derive(Clone, Default)]
 pub(super) struct Calls(Arc<Slot>);
 
-/// Room for the call that runs in the task of the connection.
+/// Slot for the call that runs in the connection's task.
 #[derive(Default)]
 struct Slot {
-    /// Whether there is such a call.
+    /// Whether the slot is in use.
     is_taken: AtomicBool,
     /// The call, until the connection has taken it.
     arrived: Mutex<Option<BoxFuture<'static, ()>>>,
@@ -45,15 +45,15 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Calls {
     }
 }
 
-/// The task of a connection, woken by either of its two parts.
+/// The task of a connection, which either of its two parts wakes.
 #[derive(Default)]
 struct Turns {
     task: AtomicWaker,
-    /// Whether the task is being polled: it looks for wake-ups itself then, and is not scheduled again for them.
+    /// Whether the task is being polled. It then looks for wake-ups itself, and need not be scheduled again.
     is_polled: AtomicBool,
 }
 
-/// A part of the task, and whether it is to be polled.
+/// One part of the task, and whether it must be polled.
 struct Part {
     is_woken: AtomicBool,
     turns: Arc<Turns>,
@@ -77,15 +77,15 @@ impl Wake for Part {
     }
 
     fn wake_by_ref(self: &Arc<Part>) {
-        // Sequentially consistent, as are the steps of `WithCalls::poll` in the other order: either this sees that the
-        // task is not polled any more, or the task sees this wake-up.
+        // Sequentially consistent, as are the steps of `WithCalls::poll` in the opposite order. So either
+        // this code sees that the task is no longer polled, or the task sees this wake-up.
         if !self.is_woken.swap(true, Ordering::SeqCst) && !self.turns.is_polled.load(Ordering::SeqCst) {
             self.turns.task.wake();
         }
     }
 }
 
-/// A connection together with its call.
+/// A connection together with the call in its slot.
 pub(super) struct WithCalls<C> {
     connection: Pin<Box<C>>,
     calls: Calls,
@@ -96,7 +96,7 @@ pub(super) struct WithCalls<C> {
 }
 
 impl<C> WithCalls<C> {
-    /// A connection whose calls a clone of `calls` takes.
+    /// A connection whose calls go to a clone of `calls`.
     pub(super) fn new(connection: C, calls: Calls) -> WithCalls<C> {
         let turns = Arc::default();
         WithCalls {
@@ -109,7 +109,7 @@ impl<C> WithCalls<C> {
         }
     }
 
-    /// The connection, which is polled again after a change.
+    /// The connection, marked for polling because the caller changes it.
     pub(super) fn connection(&mut self) -> Pin<&mut C> {
         self.of_connection.0.is_woken.store(true, Ordering::SeqCst);
         self.connection.as_mut()
@@ -126,7 +126,7 @@ impl<C: Future> WithCalls<C> {
                 self.call = None;
                 self.calls.0.is_taken.store(false, Ordering::Relaxed);
             }
-            // After the call, whose answer wakes it.
+            // Polled after the call, whose answer wakes the connection.
             if self.of_connection.0.take() {
                 let mut context = Context::from_waker(&self.of_connection.1);
                 if let Poll::Ready(ended) = self.connection.as_mut().poll(&mut context) {

@@ -1,9 +1,11 @@
-//! The quota of one connection: answers that its client has not taken yet, and calls that its client cancels.
+//! The quota of one connection: bounds the answers that its client has not read yet, and the calls that its
+//! client cancels.
 //!
-//! A client of HTTP/2 decides when the server may send (flow control). Without a bound it could have answers made and
-//! never take them, while it answers pings. So a connection holds a bounded number of unsent bytes, and all connections
-//! together do. Each answer has to go on as fast as the client's others do on average: the call of one that does not is
-//! ended, and the connection is when its client takes nothing at all.
+//! In HTTP/2 the client decides when the server may send (flow control). Without a bound, a client that
+//! answers pings could request answers and never read them. So the unsent bytes of each connection, and of
+//! all connections together, are bounded. Each answer must progress as fast as the client's other answers do
+//! on average; otherwise the server ends its call. If the client reads nothing at all, the server ends the
+//! connection.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,16 +18,17 @@ use tonic::codegen::http::StatusCode;
 use super::taking::{Taking, WHOLE};
 use crate::error::InferError;
 
-/// Calls that a client may cancel each second, and so many at once. A client reaches this by deadlines only if that
-/// many of its calls run out of time; a flood of calls that are cancelled at once reaches a million.
+/// Calls that a client may cancel per second, which is also the burst size. A client with deadlines reaches
+/// this only if as many of its calls run out of time; a flood of immediately cancelled calls reaches a
+/// million per second.
 pub(super) const CANCELLED_PER_SECOND_MAX: usize = 10_000;
-/// Unsent answers of one connection up to this size, of health checks among them, are never refused because of those
-/// of other connections.
+/// A connection with at most this many unsent bytes, which covers health checks, is never refused because of
+/// other connections.
 const SMALL_BYTES: usize = 64 << 10;
-/// Answers of a connection between two looks for those that have ended, at least.
+/// Followed answers before the list is first pruned of answers that have ended.
 const FOLLOWED_MIN: usize = 64;
 
-/// The bytes of the answers that clients have not taken, over all connections. Clones are one.
+/// The quota for unread answers of all connections. All clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct Answers(Arc<Total>);
 
@@ -41,21 +44,21 @@ impl Answers {
     }
 }
 
-/// The quota of one connection. Clones are one.
+/// The quota of one connection. All clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct Quota(Arc<State>);
 
 #[derive(Debug)]
 struct State {
     unsent: AtomicUsize,
-    /// Those of them that wait for others of their stream.
+    /// The unsent bytes that wait behind other answers of their stream.
     behind: AtomicUsize,
     unsent_max: usize,
     /// The answers of all connections.
     all: Answers,
-    /// Counts pieces of answers that the client has taken, or given up.
+    /// Number of answer pieces that the client has read, or given up.
     taken: AtomicUsize,
-    /// The number of the period of patience that runs.
+    /// Number of the current patience period.
     period: AtomicUsize,
     followed: Mutex<Followed>,
     cancelled: Mutex<Bucket>,
@@ -63,11 +66,11 @@ struct State {
     cut: Mutex<Option<oneshot::Sender<()>>>,
 }
 
-/// The answers of a connection that have begun and not ended, and some that have.
+/// The answers of a connection that have begun, including some that have ended.
 #[derive(Debug, Default)]
 struct Followed {
     answers: Vec<Weak<Taking>>,
-    /// With so many, those that have ended are left out.
+    /// At this length, [`Followed::follow`] removes the answers that have ended.
     full: usize,
 }
 
@@ -84,7 +87,7 @@ impl Followed {
 /// A refused answer.
 #[derive(Debug)]
 pub(super) struct Refusal {
-    /// As HTTP tells it.
+    /// Status over HTTP.
     pub(super) status: StatusCode,
     reason: String,
 }
@@ -103,7 +106,7 @@ struct Bucket {
 }
 
 impl Bucket {
-    /// Takes one out; whether there was one.
+    /// Takes one token; false if there was none.
     fn take(&mut self, now: Instant) -> bool {
         let most = CANCELLED_PER_SECOND_MAX as f64;
         let refilled = now.saturating_duration_since(self.at).as_secs_f64() * most;
@@ -131,13 +134,14 @@ impl Quota {
         (quota.clone(), Watch { quota, cut })
     }
 
-    /// Counts bytes of an answer as unsent until the guard is dropped. An answer that is the only one of its connection
-    /// and of all may have any size.
+    /// Counts bytes of an answer as unsent until the guard is dropped. The only unsent answer of its
+    /// connection, or of all connections, may have any size under the respective bound.
     pub(super) fn hold(&self, bytes: usize) -> Result<Held, Refusal> {
         self.hold_as(bytes, false)
     }
 
-    /// [`Quota::hold`] of an answer that waits for others of its stream, so that the client cannot take it yet.
+    /// [`Quota::hold`] for an answer that waits behind others of its stream, so that the client cannot read
+    /// it yet.
     ///
     /// # Errors
     /// [`InferError::Overloaded`].
@@ -145,7 +149,7 @@ impl Quota {
         Ok(self.hold_as(bytes, true)?)
     }
 
-    /// Counts nothing, for an answer that says why another one was refused.
+    /// Counts nothing; for an answer with a refusal.
     pub(super) fn hold_nothing(&self) -> Held {
         Held { quota: self.clone(), bytes: 0, behind: false }
     }
@@ -175,22 +179,22 @@ impl Quota {
         Ok(held)
     }
 
-    /// Has the watch look after an answer that has begun.
+    /// Lets the watch follow an answer that has begun.
     pub(super) fn follow(&self, answer: &Arc<Taking>) {
         self.0.followed.lock().follow(Arc::downgrade(answer));
     }
 
-    /// The period of patience that runs.
+    /// Number of the current patience period.
     pub(super) fn period(&self) -> usize {
         self.0.period.load(Ordering::Relaxed)
     }
 
-    /// The client has taken a piece of an answer, or given it up.
+    /// Records that the client has read a piece of an answer, or given it up.
     pub(super) fn took(&self) {
         self.0.taken.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The client has cancelled a call.
+    /// Records that the client has cancelled a call.
     pub(super) fn cancelled(&self) {
         if !self.0.cancelled.lock().take(Instant::now())
             && let Some(cut) = self.0.cut.lock().take()
@@ -200,7 +204,7 @@ impl Quota {
         }
     }
 
-    /// What the client could take now, and what it has taken so far.
+    /// A snapshot of the bytes that the client could read now, and of the pieces that it has read so far.
     pub(super) fn look(&self) -> Looked {
         let State { unsent, behind, taken, .. } = &*self.0;
         let behind = behind.load(Ordering::Relaxed);
@@ -211,20 +215,21 @@ impl Quota {
         }
     }
 
-    /// The answers that have begun. They are let go of outside of the lock, as the end of a call lets go of its answer.
+    /// The answers that have begun. Returned so that they are dropped outside the lock: dropping an answer
+    /// can end its call.
     fn answers(&self) -> Vec<Arc<Taking>> {
         self.0.followed.lock().answers.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Ends a period of patience that began with a look, and the calls whose answers did not go on in it. The error is
-    /// what the client did that ends its connection.
+    /// Ends a patience period that began with `before`, and the calls whose answers made no progress in it.
+    /// The error says why the connection must end.
     pub(super) fn end_period(&self, before: Looked) -> Result<Looked, &'static str> {
         let now = self.look();
         if before.to_take > 0 && now.to_take > 0 && before.taken == now.taken {
             return Err("took none of its answers");
         }
         let ended = self.0.period.fetch_add(1, Ordering::Relaxed);
-        // A slow client cannot take a piece of each of many answers in one period.
+        // A slow client cannot read a piece of each of many answers in one period.
         let taken = now.taken.wrapping_sub(before.taken);
         let share = taken.saturating_mul(WHOLE) / before.waiting.max(now.waiting).max(1);
         let mut answers = self.answers().into_iter();
@@ -240,17 +245,17 @@ impl Quota {
     }
 }
 
-/// A look at what a client takes.
+/// A snapshot of a client's reading.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Looked {
     to_take: usize,
-    /// Pieces.
+    /// Pieces read.
     taken: usize,
-    /// Answers of which there is a piece to take.
+    /// Answers with a piece to read.
     waiting: usize,
 }
 
-/// Wakes when a connection is to end for what its client does.
+/// Watches a connection for clients that exceed its quota.
 #[derive(Debug)]
 pub(super) struct Watch {
     quota: Quota,
@@ -258,7 +263,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// What the client did that ends its connection; pending while it does nothing of the kind.
+    /// Returns how the client exceeded the quota; pending while it does not.
     pub(super) async fn exceeded(&mut self, patience: Duration) -> &'static str {
         let mut looked = self.quota.look();
         loop {
@@ -274,12 +279,12 @@ impl Watch {
     }
 }
 
-/// Bytes that count as unsent.
+/// Guard of bytes that count as unsent.
 #[derive(Debug)]
 pub(crate) struct Held {
     quota: Quota,
     bytes: usize,
-    /// It waits for other answers.
+    /// The bytes wait behind other answers.
     behind: bool,
 }
 
@@ -292,7 +297,7 @@ impl Held {
         self.bytes
     }
 
-    /// Takes a part out, which the client can take.
+    /// Splits off bytes that the client can now read.
     pub(super) fn split(&mut self, bytes: usize) -> Held {
         self.bytes -= bytes;
         if self.behind {
@@ -301,7 +306,7 @@ impl Held {
         Held { quota: self.quota.clone(), bytes, behind: false }
     }
 
-    /// Counts the bytes of another one from now on.
+    /// Takes over the bytes of another guard.
     pub(super) fn join(&mut self, mut other: Held) {
         self.bytes += std::mem::take(&mut other.bytes);
     }

@@ -1,8 +1,8 @@
-//! The progress of a client with one answer, and the end of calls whose answers it does not take.
+//! A client's progress with one answer, and the end of calls whose answers the client does not read.
 //!
-//! A call is a future that hyper gives its executor, and its answer is part of it. Dropping the future resets the
-//! stream, which drops what HTTP/2 holds of it. So the executor wraps each call, and the answer makes itself known to
-//! the call that is polled on the thread.
+//! A call is a future that hyper gives to its executor, and the answer is part of it. Dropping the future
+//! resets the stream, which frees HTTP/2's share of the answer. So the executor wraps each call, and an
+//! answer registers with the call that is being polled on its thread.
 
 use std::cell::Cell;
 use std::pin::Pin;
@@ -14,49 +14,49 @@ use hyper::rt::Executor;
 use parking_lot::Mutex;
 use pin_project_lite::pin_project;
 
-/// A piece, of which a client takes parts when it shares a connection fairly among its answers.
+/// One piece, in the fixed-point unit of a client's fair share per answer.
 pub(super) const WHOLE: usize = 1 << 16;
 
-/// How far the client has come with one answer.
+/// A client's progress with one answer.
 #[derive(Debug, Default)]
 pub(super) struct Taking {
-    /// Pieces that were handed to the connection and are not gone.
+    /// Pieces that the connection holds.
     pieces: AtomicUsize,
-    /// The period of patience in which a piece last came or went.
+    /// The patience period in which a piece was last produced or dropped.
     moved: AtomicUsize,
-    /// What the client took of other answers since, for each that waited, in parts of [`WHOLE`].
+    /// Sum of the client's fair shares per waiting answer since then, in units of 1/[`WHOLE`] piece.
     missed: AtomicUsize,
     call: Mutex<Ending>,
 }
 
-/// The end of a call.
+/// The requested end of a call.
 #[derive(Debug, Default)]
 struct Ending {
     is_due: bool,
-    /// Wakes the call; `None` while it does not wait for its client, and where it cannot be ended.
+    /// Wakes the call; `None` while the call does not wait for its client, and once it cannot be ended.
     call: Option<Waker>,
 }
 
 impl Taking {
-    /// A piece is handed out.
+    /// Records that a piece was given to the connection.
     pub(super) fn gave(&self, period: usize) {
         self.moved.store(period, Ordering::Relaxed);
         self.pieces.fetch_add(1, Ordering::Release);
     }
 
-    /// A piece is taken, or given up.
+    /// Records that the client read a piece, or gave it up.
     pub(super) fn took(&self, period: usize) {
         self.moved.store(period, Ordering::Relaxed);
         self.pieces.fetch_sub(1, Ordering::Release);
     }
 
-    /// Whether there is a piece for the client to take.
+    /// Whether there is a piece for the client to read.
     pub(super) fn waits(&self) -> bool {
         self.pieces.load(Ordering::Acquire) > 0
     }
 
-    /// Ends a period in which the client took `share` for each of its answers, in parts of [`WHOLE`]. Whether it took
-    /// none of this one for so long that its share of the connection was a piece.
+    /// Ends a patience period in which the client read `share` per waiting answer, in units of 1/[`WHOLE`]
+    /// piece. True once the client has read nothing of this answer while its fair share added up to a piece.
     pub(super) fn is_stalled(&self, period: usize, share: usize) -> bool {
         let waited = self.waits() && self.moved.load(Ordering::Relaxed) < period;
         let missed = if waited { self.missed.load(Ordering::Relaxed).saturating_add(share) } else { 0 };
@@ -64,8 +64,8 @@ impl Taking {
         missed >= WHOLE
     }
 
-    /// Ends the call, and gives the connection until the end of a period to let go of its pieces. False where the call
-    /// has ended or cannot be ended: all of its answer is the connection's then.
+    /// Ends the call, and gives the connection one more period to drop the pieces. False if the call has
+    /// ended or cannot be ended; the connection then holds all of the answer.
     pub(super) fn end_call(&self, period: usize) -> bool {
         let mut ending = self.call.lock();
         let Some(call) = ending.call.take() else { return false };
@@ -76,7 +76,7 @@ impl Taking {
         true
     }
 
-    /// The call waits; whether it is to end instead.
+    /// Registers the waiting call; true if it must end instead.
     fn wait(&self, waker: &Waker) -> bool {
         let mut ending = self.call.lock();
         if !ending.call.as_ref().is_some_and(|call| call.will_wake(waker)) {
@@ -90,7 +90,7 @@ impl Taking {
     }
 }
 
-/// The answer of a call, as far as it has one. The call cannot be ended after this is dropped.
+/// The answer of a call, once it has one. After the drop, the call can no longer be ended.
 #[derive(Debug, Default)]
 struct Begun(Option<Arc<Taking>>);
 
@@ -102,10 +102,10 @@ impl Drop for Begun {
     }
 }
 
-/// What a thread polls.
+/// The future that a thread polls.
 #[derive(Debug, Default)]
 enum Current {
-    /// No call that can be ended.
+    /// Not a call that can be ended.
     #[default]
     Other,
     Call(Begun),
@@ -115,14 +115,14 @@ thread_local! {
     static CURRENT: Cell<Current> = const { Cell::new(Current::Other) };
 }
 
-/// Tells the call that is polled on this thread that its answer has begun.
+/// Registers an answer with the call that is being polled on this thread.
 pub(super) fn begin(answer: &Arc<Taking>) {
     if let Current::Call(_) = CURRENT.take() {
         CURRENT.set(Current::Call(Begun(Some(answer.clone()))));
     }
 }
 
-/// A call that is polled on this thread.
+/// Scope in which a call is polled on this thread.
 struct Polled {
     outer: Current,
 }
@@ -147,7 +147,7 @@ impl Drop for Polled {
 }
 
 pin_project! {
-    /// A call that ends when its client does not take the answer.
+    /// A call that ends if its client does not read the answer.
     pub(super) struct Endable<F> {
         #[pin]
         call: F,
@@ -180,7 +180,7 @@ impl<F: Future<Output = ()>> Future for Endable<F> {
     }
 }
 
-/// Runs calls on another executor, such that they can be ended.
+/// An executor that makes calls endable and runs them on another executor.
 #[derive(Debug, Clone)]
 pub(super) struct Endings<E>(pub(super) E);
 

@@ -1,17 +1,17 @@
-//! The values of one feature, in the bins that its training has.
+//! Histogram of one feature's values, in the bins of its training.
 
 use millrace_bundle::Feature;
 
 use super::FeatureDrift;
 
-/// What an empty bin counts as, as a logarithm needs: one in ten thousand.
+/// Share assumed for an empty bin, as the logarithm needs one: 1 in 10,000.
 const SHARE_MIN: f64 = 1e-4;
 
-/// Counts of a feature's values by bin; older ones count less.
+/// Counts of a feature's values by bin; older values have less weight.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Histogram {
     bins: Vec<f64>,
-    /// Of the finite values.
+    /// Sum of the finite values.
     sum: f64,
     finite: f64,
 }
@@ -30,17 +30,18 @@ impl Histogram {
         }
     }
 
-    /// Halves the weight of all that was counted.
+    /// Halves the weight of all values so far.
     pub(super) fn fade(&mut self) {
         self.bins.iter_mut().for_each(|count| *count /= 2.0);
         self.sum /= 2.0;
         self.finite /= 2.0;
     }
 
-    /// How far the values are from the training; none where nothing was counted.
+    /// The drift from the training; `None` before the first value.
     ///
-    /// The population stability index is the sum over the bins of (a − e) · ln(a / e), with the shares a of the
-    /// values here and e of those in training: Kullback and Leibler's divergences in both directions.
+    /// The population stability index is the sum over the bins of (a − e) · ln(a / e), where a is the share
+    /// of the values here and e that of the training. It equals the Kullback–Leibler divergences in both
+    /// directions.
     pub(super) fn drift(&self, feature: &Feature) -> Option<FeatureDrift> {
         let total: f64 = self.bins.iter().sum();
         if total <= 0.0 {

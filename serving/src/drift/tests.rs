@@ -1,4 +1,4 @@
-//! Figures of the same and of other values, whatever these are, and the bounds on the work.
+//! Tests of the figures for equal and different distributions, and of the bounds on the work.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Numbers from 0 to 1 that look random, the same for the same seed.
+/// Pseudorandom numbers from 0 to 1, determined by the seed.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     (0..count)
@@ -32,7 +32,7 @@ fn drift_of(training: &[f32], values: &[f32]) -> FeatureDrift {
     histogram.drift(&feature).unwrap()
 }
 
-/// Watches `x`, rows of two numbers, of which the second was trained on ten times the first.
+/// Watches `x`, rows of two numbers; in the training the second one was ten times the first.
 fn watching(options: Options) -> Option<Drift> {
     let training = numbers(5_000, 1);
     let features = vec![
@@ -44,7 +44,7 @@ fn watching(options: Options) -> Option<Drift> {
     Drift::new(Statistics::new("c", 5_000, features), &signature, &options)
 }
 
-/// Rows as the training had them, the second number moved by `shift`.
+/// Rows as in the training, with the second number moved by `shift`.
 fn rows(count: usize, seed: u64, shift: f32) -> Vec<Tensor> {
     let values = numbers(count, seed).iter().flat_map(|value| [*value, value * 10.0 + shift]).collect();
     vec![Tensor::fp32("x", vec![count as i64, 2], values).unwrap()]
@@ -60,10 +60,10 @@ fn the_same_values_are_stable_and_others_are_not() {
     let moved: Vec<f32> = numbers(2_000, 2).iter().map(|value| value + 0.3).collect();
     let moved = drift_of(&training, &moved);
     assert!(moved.psi > 0.25, "{moved:?}");
-    // The deviation of numbers from 0 to 1 is the root of 1/12.
+    // The standard deviation of uniform numbers from 0 to 1 is the root of 1/12.
     assert!((moved.mean_shift.unwrap() - 0.3 * 12f64.sqrt()).abs() < 0.1, "{moved:?}");
     assert!((moved.outside - 0.3).abs() < 0.05, "{moved:?}");
-    // The same mean and range, and yet others.
+    // Same mean and range, different distribution.
     let ends: Vec<f32> =
         numbers(2_000, 2).iter().map(|value| if *value < 0.5 { 0.01 } else { 0.99 }).collect();
     let ends = drift_of(&training, &ends);
@@ -85,7 +85,7 @@ fn constants_and_what_is_no_number_are_told() {
     let none = drift_of(&training, &[f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN]);
     assert!(none.psi > 0.25 && none.psi.is_finite(), "{none:?}");
     assert_eq!((none.mean_shift, none.outside), (None, 1.0));
-    // What is no number is in no mean.
+    // Values that are not finite do not count in the mean.
     let some = drift_of(&training, &[0.5, f32::NAN, 0.5, f32::INFINITY]);
     assert!(some.mean_shift.unwrap().abs() < 0.5, "{some:?}");
     assert_eq!(some.outside, 0.5);
@@ -110,7 +110,7 @@ proptest! {
         let inside = |value: &&f32| (feature.min..=feature.max).contains(&f64::from(**value));
         let outside = 1.0 - values.iter().filter(inside).count() as f64 / values.len() as f64;
         prop_assert!((before.outside - outside).abs() < 1e-9);
-        // Weights of all values alike change no share.
+        // Equal weights for all values change no share.
         (0..fades).for_each(|_| histogram.fade());
         let after = histogram.drift(&feature).unwrap();
         prop_assert!((after.psi - before.psi).abs() <= 1e-9 * (1.0 + before.psi));
@@ -149,12 +149,12 @@ fn the_window_forgets_and_needs_rows() {
     let names: Vec<&str> = figures.features.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!((figures.rows, names), (999, vec!["x[0]", "x[1]"]));
     assert!(figures.features.iter().all(|(_, drift)| drift.psi < 0.1), "{figures:?}");
-    // One number of the rows moves, and only its feature tells so.
+    // One number of the rows moves; only its feature shows drift.
     drift.observe(&rows(10_000, 7, 5.0), now);
     let moved = drift.figures();
     assert!((1_000..2_000).contains(&moved.window_rows), "{moved:?}");
     assert!(moved.features[0].1.psi < 0.1 && moved.features[1].1.psi > 0.25, "{moved:?}");
-    // It comes back, and after some windows nothing is left of it.
+    // After it moves back, some windows later nothing shows.
     drift.observe(&rows(12_000, 8, 0.0), now);
     let back = drift.figures();
     assert!(back.features.iter().all(|(_, drift)| drift.psi < 0.1 && drift.outside < 0.01), "{back:?}");
@@ -164,7 +164,7 @@ fn the_window_forgets_and_needs_rows() {
 #[test]
 fn rows_of_a_large_request_are_taken_from_all_of_it() {
     let drift = watching(Options { rows_per_second_max: 200, ..ALL }).unwrap();
-    // In order: the first rows alone would be all below the training's mean.
+    // Sorted: the first rows alone would all be below the training's mean.
     let sorted: Vec<f32> = (0..10_000).flat_map(|i| [i as f32 / 10_000.0, i as f32 / 1_000.0]).collect();
     drift.observe(&[Tensor::fp32("x", vec![10_000, 2], sorted).unwrap()], Instant::now());
     let figures = drift.figures();
@@ -183,7 +183,7 @@ fn nothing_is_watched_that_is_switched_off_or_not_there() {
     assert!(Drift::new(statistics(), &signature("x", Datatype::Fp32), &ALL).is_some());
     assert!(Drift::new(statistics(), &signature("y", Datatype::Fp32), &ALL).is_none());
     assert!(Drift::new(statistics(), &signature("x", Datatype::Int64), &ALL).is_none());
-    // Rows that are narrower than those of the training.
+    // Rows narrower than in the training.
     let drift = watching(ALL).unwrap();
     drift.observe(&[Tensor::fp32("x", vec![200, 1], numbers(200, 3)).unwrap()], Instant::now());
     let figures = drift.figures();

@@ -1,4 +1,4 @@
-//! Triton's control calls over gRPC: messages in, messages out.
+//! Triton's control calls over gRPC, between messages and [`Controls`].
 
 use crate::control::Controls;
 use crate::error::InferError;

@@ -1,4 +1,4 @@
-//! Until when the client of a call waits, by its header `grpc-timeout`.
+//! The deadline of a call from its `grpc-timeout` header.
 
 use std::time::{Duration, Instant};
 
@@ -8,24 +8,24 @@ use tonic::codegen::http::{Extensions, HeaderMap, HeaderName};
 use crate::error::{InferError, quote};
 
 static TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
-/// Digits of its number, as the protocol bounds them.
+/// Most digits of the number in that header, by the gRPC protocol.
 const DIGITS_MAX: usize = 8;
 
-/// When the head of a call came, of which one that has a timeout is told.
+/// Arrival time of a call's headers; only calls with a timeout have it.
 #[derive(Debug, Clone, Copy)]
 struct Arrived(Instant);
 
-/// Notes when a call came, where that matters: its message may take long to come.
+/// Records the arrival time of a call that has a timeout, as its message may take long to arrive.
 pub(super) fn note(headers: &HeaderMap, extensions: &mut Extensions) {
     if headers.contains_key(&TIMEOUT) {
         extensions.insert(Arrived(Instant::now()));
     }
 }
 
-/// When the client of a call that was noted stops waiting; `None` where it waits for ever.
+/// The deadline of a call whose arrival was recorded; `None` if it has none.
 ///
 /// # Errors
-/// [`InferError::Invalid`] for a header that says no time.
+/// [`InferError::Invalid`] for a malformed header.
 pub(super) fn read<T>(request: &Request<T>) -> Result<Option<Instant>, InferError> {
     let Some(Arrived(arrived)) = request.extensions().get() else { return Ok(None) };
     let Some(value) = request.metadata().get(TIMEOUT.as_str()) else { return Ok(None) };
@@ -39,7 +39,7 @@ pub(super) fn read<T>(request: &Request<T>) -> Result<Option<Instant>, InferErro
     Ok(arrived.checked_add(timeout))
 }
 
-/// A time as the protocol of gRPC over HTTP/2 writes it.
+/// Parses a timeout in the format of gRPC over HTTP/2.
 fn parse(text: &str) -> Option<Duration> {
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     let digits = number.bytes().all(|byte| byte.is_ascii_digit());

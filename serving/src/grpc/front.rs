@@ -1,5 +1,5 @@
-//! The inference service before the router of the gRPC port, which every call of the others goes through:
-//! a router makes a copy of its services for each request, and puts futures and bodies in boxes of its own.
+//! A dispatcher in front of the gRPC port's router that sends inference calls straight to their service. The
+//! router would clone its services for each request and box futures and bodies.
 
 use std::convert::Infallible;
 use std::task::{Context, Poll};
@@ -13,7 +13,7 @@ use tonic::server::NamedService;
 
 use crate::peer::{Noted, OfPeer, Peer};
 
-/// A service, and what answers all that is not asked of it.
+/// The inference service, and the router for all other calls.
 #[derive(Debug, Clone)]
 pub(crate) struct Front<S, R> {
     service: S,
@@ -44,7 +44,7 @@ where
     type Future = Either<MapOk<S::Future, fn(http::Response<B>) -> http::Response<Body>>, R::Future>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        // The service is ready at any time.
+        // The inference service is always ready.
         self.routes.poll_ready(cx)
     }
 
@@ -67,7 +67,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers with its name.
+    /// A service that answers with its name.
     #[derive(Debug, Clone)]
     struct Named(&'static str);
 

@@ -1,5 +1,5 @@
-//! Checks on gRPC calls before anything of them is read: the content type, and the token where the server has
-//! tokens.
+//! Checks on gRPC calls before their messages are read: the content type and, on servers with tokens, the
+//! token.
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -13,22 +13,22 @@ use tonic::server::NamedService;
 use crate::peer::{OfPeer, Peer};
 use crate::tokens::Guard;
 
-/// Calls that take no token, for those that watch whether the server is up.
+/// Calls that need no token: health checks.
 const OPEN: [&str; 2] =
     ["/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"];
 
-/// Begins the content type of every call of gRPC. A web page cannot send it without asking first.
+/// Prefix of the content type of every gRPC call. A web page cannot send it without a preflight.
 const CONTENT_TYPE: &[u8] = b"application/grpc";
 
-/// gRPC's health service, which takes none either.
+/// gRPC's health service, which needs no token either.
 const HEALTH: &str = "/grpc.health.v1.Health/";
 
-/// Whether calls of a path take no token.
+/// Whether calls of a path need no token.
 pub(super) fn is_open(path: &str) -> bool {
     OPEN.contains(&path) || path.starts_with(HEALTH)
 }
 
-/// A service whose callers are known.
+/// A service behind these checks.
 #[derive(Debug, Clone)]
 pub(crate) struct Guarded<S> {
     service: S,

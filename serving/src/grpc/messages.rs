@@ -1,5 +1,5 @@
-//! Requests of gRPC before tonic reads them: messages are bounded, decompressed within the bound, and
-//! must come whole. What is wrong with them is told as the sender's fault; tonic alone decompresses
+//! Request messages of gRPC, checked before tonic reads them. Each message is bounded, decompressed within
+//! the bound, and must be complete; violations are reported as the client's errors. tonic alone decompresses
 //! without a bound and answers INTERNAL.
 
 use std::convert::Infallible;
@@ -23,13 +23,13 @@ use crate::config::Limits;
 use crate::error::InferError;
 use crate::peer::{OfPeer, Peer};
 
-/// Names the compression of a request's messages.
+/// Header with the compression of the request's messages.
 pub(super) static ENCODING: http::HeaderName = http::HeaderName::from_static("grpc-encoding");
-/// Names the compressions that the client reads.
+/// Header with the compressions that the client accepts.
 pub(super) static ACCEPTED: http::HeaderName = http::HeaderName::from_static("grpc-accept-encoding");
-/// Bytes of a message of a call that takes no token, compressed or not: it has a name at most.
+/// Most bytes of a message of a call without a token, compressed or not; such messages hold at most a name.
 const OPEN_BYTES_MAX: usize = 4096;
-/// Calls whose client sends any number of messages, also none.
+/// Calls whose client sends any number of messages, including none.
 const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 
 /// A service whose requests are checked message by message.
@@ -87,8 +87,8 @@ where
     }
 }
 
-/// A reply is compressed as its request was, when the client reads that. Clients announce what they read
-/// with every call, so compressing for all who can read it would slow down those who never asked.
+/// Compresses a response like its request, if the client accepts that. Clients announce every compression
+/// they support with each call, so compressing for all of them would slow down clients that did not ask.
 fn mirror(headers: &mut http::HeaderMap, encoding: Option<Encoding>) {
     let Some(accepted) = headers.remove(&ACCEPTED) else { return };
     let reads = |encoding: &Encoding| {
@@ -99,7 +99,8 @@ fn mirror(headers: &mut http::HeaderMap, encoding: Option<Encoding>) {
     }
 }
 
-/// The frames of a body: a prefix and a payload each. Plain ones are handed on as they come.
+/// The body of a request as gRPC frames, each a prefix and a payload. Frames that are not compressed pass
+/// through as they arrive.
 #[derive(Debug)]
 pub(crate) struct Frames<B> {
     body: B,
@@ -107,30 +108,30 @@ pub(crate) struct Frames<B> {
     streaming: bool,
     bytes_max: usize,
     stalled: Duration,
-    /// Bytes of the message that is coming.
+    /// Counts the bytes of the message that is arriving.
     in_body: InBody,
-    /// What came and was not looked at yet.
+    /// Received bytes that are not yet parsed.
     chunk: Bytes,
     prefix: [u8; PREFIX_BYTES],
     prefix_bytes: usize,
-    /// Bytes of the payload that are still to come.
+    /// Bytes of the payload that have not arrived yet.
     left: usize,
-    /// The payload of a compressed message as far as it came.
+    /// The received part of a compressed message's payload.
     packed: BytesMut,
-    /// The plain payload of a compressed message that came whole.
+    /// The decompression of a complete message, while it runs.
     unpacking: Option<Unpacking>,
-    /// A payload whose prefix was handed on.
+    /// The decompressed payload whose prefix was already returned.
     unpacked: Bytes,
-    /// Whether a message has come whole.
+    /// Whether a complete message has arrived.
     any: bool,
-    /// Runs while the client owes something.
+    /// Runs while the client owes bytes.
     patience: Option<Patience>,
-    /// What is wrong with what comes after the messages that were handed on last.
+    /// An error behind the messages that were returned last.
     failure: Option<InferError>,
     ended: bool,
 }
 
-/// A message whose compression is being taken off.
+/// A decompression in progress.
 struct Unpacking(BoxFuture<'static, Result<Vec<u8>, InferError>>);
 
 impl fmt::Debug for Unpacking {
@@ -172,7 +173,8 @@ impl<B> Frames<B> {
         self.prefix_bytes > 0 && self.prefix[0] == 1
     }
 
-    /// Looks at what came; gives what can be handed on. Messages that came whole before a wrong one are.
+    /// Parses the received bytes and returns those to pass on, including complete messages before an invalid
+    /// one.
     fn advance(&mut self) -> Result<Option<Bytes>, InferError> {
         if let Some(failure) = self.failure.take() {
             return Err(failure);
@@ -188,8 +190,8 @@ impl<B> Frames<B> {
         }
     }
 
-    /// Counts the bytes of plain messages, and those up to the end of the last one, until a compressed one
-    /// begins or has come.
+    /// Counts the bytes of uncompressed messages in `plain`, and those up to the end of the last complete one
+    /// in `whole`. Stops where a compressed message begins, or when one is complete.
     fn look(&mut self, plain: &mut usize, whole: &mut usize) -> Result<(), InferError> {
         while *plain < self.chunk.len() {
             if self.prefix_bytes < PREFIX_BYTES {
@@ -233,7 +235,7 @@ impl<B> Frames<B> {
         Ok(())
     }
 
-    /// A message has come whole, and is no longer one that is being received.
+    /// Marks the message as complete, so that it no longer counts as being received.
     fn end_message(&mut self) {
         self.any = true;
         self.in_body.shrink();
@@ -264,25 +266,25 @@ impl<B> Frames<B> {
 
     fn unpack(&mut self) -> Result<Unpacking, InferError> {
         let packed = std::mem::take(&mut self.packed).freeze();
-        // A flag of 1 was let through only with an encoding.
+        // `check_flag` accepts 1 only with an encoding.
         let encoding = self.encoding.ok_or_else(|| InferError::invalid("grpc-encoding is missing"))?;
         let turns = self.in_body.turns().clone();
         Ok(Unpacking(Box::pin(encoding.decompress_in_turn(turns, packed, self.bytes_max))))
     }
 
-    /// The prefix of a message whose compression was taken off; its payload is handed on next.
+    /// The new prefix of a decompressed message; its payload is returned next.
     fn unpacked(&mut self, plain: Vec<u8>) -> Result<Bytes, InferError> {
         self.in_body.grow(plain.len())?;
         self.end_message();
         let mut prefix = BytesMut::with_capacity(PREFIX_BYTES);
         prefix.put_u8(0);
-        // `bytes_max` is at most what 32 bits hold.
+        // Does not overflow: `bytes_max` is at most `u32::MAX`.
         prefix.put_u32(plain.len() as u32);
         self.unpacked = plain.into();
         Ok(prefix.freeze())
     }
 
-    /// What is missing when the client says that it has sent everything.
+    /// The error if the client's end of stream cuts a message off or leaves a required one out.
     fn check_end(&self) -> Result<(), InferError> {
         if self.prefix_bytes > 0 {
             let missing = if self.prefix_bytes < PREFIX_BYTES {
@@ -298,8 +300,8 @@ impl<B> Frames<B> {
         Ok(())
     }
 
-    /// Whether the client has waited too long with what it owes: the rest of a message, or, where it sends
-    /// one only, that message and the end.
+    /// Whether the client has stalled for too long in what it owes: the rest of a message or, for a call with
+    /// one message, that message and the end of the stream.
     fn is_stalled(&mut self, cx: &mut Context<'_>) -> bool {
         if self.streaming && self.prefix_bytes == 0 {
             self.patience = None;

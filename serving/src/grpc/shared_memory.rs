@@ -1,4 +1,4 @@
-//! The calls that register shared memory, and list and forget what was registered.
+//! The gRPC calls that register, list and unregister shared memory regions.
 
 use crate::error::InferError;
 use crate::shared_memory::{self, SharedMemory};

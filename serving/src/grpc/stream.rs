@@ -1,10 +1,10 @@
-//! Requests and answers in one stream: each request has one answer, in the order of the requests, and a
-//! refused one does not end the stream.
+//! The streaming inference call: many requests and answers in one stream. Each request has one answer, in the
+//! order of the requests, and a refused request does not end the stream.
 //!
-//! A request that comes alone runs inline, as a call does; those that have arrived together run at once,
-//! each on a task of its own. No more than [`REQUESTS_MAX`] of a stream run or wait for their turn, and
-//! nothing runs ahead of a client that does not read its answers: the others wait in the transport,
-//! whose flow control makes the client wait.
+//! A request that arrives alone runs inline, as a unary call does; requests that arrive together run
+//! concurrently, each on its own task. At most [`REQUESTS_MAX`] requests of a stream run or wait for a
+//! session. No further ones start while the client does not read its answers: they wait in the transport,
+//! whose flow control stops the client.
 
 use std::sync::Arc;
 
@@ -26,18 +26,18 @@ use crate::wire::inference::infer_parameter::ParameterChoice;
 
 /// Most requests of one stream that run or wait for a session.
 const REQUESTS_MAX: usize = 32;
-/// Metadata with which a client asks that an error ends the stream with its status.
+/// Metadata with which a client asks for errors to end the stream with their status.
 const STRICT: &str = "triton_grpc_error";
-/// Parameter of every answer: it is the last one of its request.
+/// Parameter in every answer: this is the request's last answer.
 const FINAL: &str = "triton_final_response";
 
 type Arrival = Option<Result<pb::ModelInferRequest, Status>>;
 type Answer = Result<pb::ModelStreamInferResponse, Status>;
 pub(super) type Answers = BoxStream<'static, Answer>;
 
-/// The answers to a stream of requests. They end after the requests have, with an error when the stream
-/// broke off, and with UNAVAILABLE when the server stops: requests that it has not answered by then were
-/// not run. Dropped answers abort what waits.
+/// The answers to a stream of requests. They end after the requests have ended, with an error if the stream
+/// broke. When the server stops, they end with UNAVAILABLE; the requests without an answer were not run.
+/// Dropping the stream aborts the waiting requests.
 pub(super) fn answers(
     service: Service,
     caller: Caller,
@@ -45,7 +45,7 @@ pub(super) fn answers(
 ) -> Answers {
     let strict = request.metadata().get(STRICT).is_some_and(|value| value == "true");
     let conversation = Conversation {
-        // A stream has no deadline but its client's: when he goes, what waits goes too.
+        // The only deadline is the client's disconnect, which drops the stream and its waiting requests.
         origin: Origin { client: peer(request.extensions()), deadline: Ok(None) },
         quota: request.extensions().get().map(|peer: &Peer| peer.quota.clone()),
         service,
@@ -67,14 +67,14 @@ struct Conversation {
     origin: Origin,
     service: Service,
     caller: Caller,
-    /// That of the stream, where it is sampled.
+    /// The span of the stream, if it is sampled.
     span: Option<Arc<Active>>,
     strict: bool,
     requests: Streaming<pb::ModelInferRequest>,
     running: FuturesOrdered<AbortOnDropHandle<(Answer, Option<Held>)>>,
-    /// What the client may leave unread.
+    /// The quota for answers that the client has not read.
     quota: Option<Quota>,
-    /// Set when no more requests are read: the status to end with, none after the first error.
+    /// Set once no more requests are read: the final status, or `None` if there is none to send.
     end: Option<Option<Status>>,
 }
 
@@ -82,7 +82,7 @@ impl Conversation {
     async fn next(&mut self) -> Option<Answer> {
         let answer = self.next_answer().await;
         if matches!(answer, Some(Err(_))) {
-            // A status is the last that a client hears.
+            // A status is the last message of a stream.
             self.end = Some(None);
             self.running.clear();
         }
@@ -96,7 +96,7 @@ impl Conversation {
                     return status.take().map(Err);
                 }
                 let arrival = tokio::select! {
-                    // What has arrived is answered, by a refusal while the server stops.
+                    // Requests that have arrived are answered first, with a refusal while the server stops.
                     biased;
                     arrival = self.requests.next() => arrival,
                     () = self.service.inference.draining() => Some(Err(stopping().into())),
@@ -133,7 +133,7 @@ impl Conversation {
         }
     }
 
-    /// The request that has arrived, unless the requests have ended.
+    /// The request that has arrived; `None` if the requests have ended.
     fn accept(&mut self, arrival: Arrival) -> Option<pb::ModelInferRequest> {
         match arrival {
             Some(Ok(request)) => return Some(request),
@@ -149,7 +149,8 @@ impl Conversation {
     }
 
     fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = (Answer, Option<Held>)> + use<> {
-        // Here, as tasks begin in any order, and requests of a sequence run in that of their arrival.
+        // Admitted before the task starts: tasks start in any order, and requests of a sequence must run in
+        // the order of their arrival.
         let admitted = self.service.admit(&self.caller, &request);
         let (service, origin) = (self.service.clone(), self.origin.clone());
         let (quota, strict) = (self.quota.clone(), self.strict);
@@ -157,7 +158,7 @@ impl Conversation {
     }
 }
 
-/// Answers one request. Errors are answers too, unless the client wants them to end the stream.
+/// Answers one request. An error becomes an answer, unless the client wants errors to end the stream.
 async fn answer(
     service: Service,
     admitted: Result<Admitted, InferError>,
@@ -171,7 +172,7 @@ async fn answer(
         Ok(admitted) => service.infer(admitted, origin, request).await.map(|(response, _)| response),
         Err(error) => Err(error),
     };
-    // It may wait for those before it, which the client may not take.
+    // Counted as waiting behind earlier answers, which the client may not have read.
     let held =
         answer.as_ref().ok().zip(quota).map(|(response, quota)| quota.hold_behind(response.encoded_len()));
     let (answer, held) = match held.transpose() {
@@ -184,7 +185,7 @@ async fn answer(
     let (mut response, error_message) = match answer {
         Ok(response) => (response, String::new()),
         Err(error) if strict => return (Err(error.into()), None),
-        // So that the client knows which request failed.
+        // The id tells the client which request failed.
         Err(error) => (pb::ModelInferResponse { id, ..Default::default() }, error.to_string()),
     };
     let last = pb::InferParameter { parameter_choice: Some(ParameterChoice::BoolParam(true)) };

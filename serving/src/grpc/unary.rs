@@ -1,7 +1,7 @@
-//! `ModelInfer` without the streams of messages that tonic makes of a call: the one message is read into a
-//! buffer of its size, and the answer is encoded into another one. Those streams cost about as much as all
-//! that a small model's request takes here beside ONNX Runtime. The other calls are tonic's, and so are
-//! those with compressed answers.
+//! A fast path for `ModelInfer`, without tonic's message streams: it reads the one message into a buffer of
+//! its size and encodes the answer into another buffer. For a small model, tonic's streams cost about as much
+//! as the rest of the request outside ONNX Runtime. tonic handles all other calls, and those with compressed
+//! answers.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -28,16 +28,16 @@ use crate::turns::COPIED_BYTES;
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
 
-/// Tells whether a call succeeded.
+/// Trailer with the status code of a call.
 const GRPC_STATUS: &str = "grpc-status";
 const MODEL_INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
 
-/// The inference service, over messages that were checked and are plain.
+/// The inference service, over checked and decompressed messages.
 #[derive(Debug, Clone)]
 pub(crate) struct Unary {
     calls: Arc<Calls>,
     others: GrpcInferenceServiceServer<Calls>,
-    /// The other end of the connection.
+    /// The client's end of the connection.
     peer: Option<Peer>,
 }
 
@@ -104,7 +104,7 @@ async fn answer(
     Ok(response)
 }
 
-/// Reads a message, in a turn where it has many elements one by one.
+/// Decodes a message; one with many elements waits for a turn on the decoding threads.
 async fn parse(calls: &Calls, message: Bytes) -> Result<pb::ModelInferRequest, Status> {
     if !is_long(&message)? {
         return decode(message);
@@ -119,8 +119,8 @@ async fn parse(calls: &Calls, message: Bytes) -> Result<pb::ModelInferRequest, S
     calls.bodies.turns().run(true, work).await?
 }
 
-/// The first message of a request, without its prefix, once all of the request has come. As with tonic, messages
-/// after it are dropped.
+/// The first message of a request, without its prefix, once the whole request has arrived. Like tonic, drops
+/// further messages.
 async fn read(mut body: impl http_body::Body<Data = Bytes, Error = Status> + Unpin) -> Result<Bytes, Status> {
     let mut prefix = [0; PREFIX_BYTES];
     let mut prefix_bytes = 0;
@@ -135,7 +135,7 @@ async fn read(mut body: impl http_body::Body<Data = Bytes, Error = Status> + Unp
             prefix_bytes += came.len();
             data = rest;
             if prefix_bytes == PREFIX_BYTES {
-                // Within the limit, or the prefix had not been handed on.
+                // Within the limit: `Frames` passes no prefix on that exceeds it.
                 let [_, length @ ..] = prefix;
                 left = u32::from_be_bytes(length) as usize;
                 message.reserve_exact(left);
@@ -148,7 +148,7 @@ async fn read(mut body: impl http_body::Body<Data = Bytes, Error = Status> + Unp
     Ok(message.into())
 }
 
-/// The body of a reply, which is in a box where it is tonic's.
+/// The body of a response; tonic's bodies are boxed.
 #[derive(Debug)]
 pub(crate) enum Reply {
     Answer(Answer),
@@ -187,10 +187,10 @@ impl http_body::Body for Reply {
     }
 }
 
-/// What an answer is sent as: the message, and that the call succeeded.
+/// Body of a successful answer: the message, then the trailers.
 #[derive(Debug)]
 pub(crate) struct Answer {
-    /// Empty once it was taken.
+    /// Empty once it was sent.
     message: Bytes,
     ended: bool,
 }

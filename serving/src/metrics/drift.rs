@@ -1,5 +1,5 @@
-//! How far the inputs of versions are from their training, made from what was counted when somebody asks.
-//! Bounded by the versions that are loaded and the features of a bundle; a version that goes takes its own along.
+//! Drift metrics of model versions, computed at each scrape. Their number is bounded by the loaded versions
+//! and the features of a bundle; they disappear with their version.
 
 use prometheus::core::Collector;
 use prometheus::proto::MetricFamily;
@@ -10,7 +10,7 @@ use crate::repository::Repository;
 const OF_VERSION: [&str; 2] = ["model", "version"];
 const OF_FEATURE: [&str; 3] = ["model", "version", "feature"];
 
-/// The figures of every ready version whose inputs are watched.
+/// The figures of every ready version with a drift detector.
 pub(crate) fn gather(repository: &Repository) -> Vec<MetricFamily> {
     let watched: Vec<_> = repository
         .ready(None)
@@ -20,7 +20,7 @@ pub(crate) fn gather(repository: &Repository) -> Vec<MetricFamily> {
     if watched.is_empty() {
         return Vec::new();
     }
-    // Names and labels are constants of this file, and a test asks for them all.
+    // Cannot fail: names and labels are constants of this file, and a test requests them all.
     let gauge =
         |name: &str, help: &str| GaugeVec::new(Opts::new(name, help), &OF_FEATURE).expect("a valid metric");
     let psi = gauge(

@@ -1,6 +1,6 @@
-//! The figures of the models under the names that dashboards for Triton ask for, and how many sequences are
-//! live. They are made from the
-//! statistics when somebody asks, so that requests count nothing twice; they begin anew with each load of
+//! Model metrics under Triton's names, for its dashboards, and the number of live sequences. They are
+//! computed from the statistics at each scrape, so that requests count only once. They start at zero with
+//! each load of a version and disappear with it.
 //! a version and end with it.
 
 use prometheus::core::Collector;
@@ -15,7 +15,7 @@ const LABELS: [&str; 2] = ["model", "version"];
 
 type Figure = fn(&pb::ModelStatistics, &pb::InferStatistics) -> u64;
 
-/// Names, what they mean, and where the figure is. Times are in microseconds.
+/// Name, help text and value of each counter. Times are in microseconds.
 const COUNTERS: [(&str, &str, Figure); 13] = [
     ("nv_inference_request_success", "Number of successful inference requests", |_, of| count(of.success)),
     ("nv_inference_request_failure", "Number of failed inference requests", |_, of| count(of.fail)),
@@ -62,13 +62,13 @@ fn micros(spent: Option<pb::StatisticDuration>) -> u64 {
     spent.unwrap_or_default().ns / 1_000
 }
 
-/// The figures of every ready version, as they are now.
+/// The current figures of every ready version.
 pub(crate) fn gather(repository: &Repository) -> Vec<MetricFamily> {
     let models = repository.ready(None);
     let told: Vec<_> = models.iter().map(|model| statistics::describe(model)).collect();
     let registry = Registry::new();
     for (name, help, figure) in COUNTERS {
-        // Names and labels are constants of this file, and a test asks for them all.
+        // Cannot fail: names and labels are constants of this file, and a test requests them all.
         let counter = IntCounterVec::new(Opts::new(name, help), &LABELS).expect("a valid metric");
         for of in &told {
             let steps = of.inference_stats.unwrap_or_default();

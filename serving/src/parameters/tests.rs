@@ -1,4 +1,4 @@
-//! Types of parameters, from both transports.
+//! Tests of parameter types, from both transports.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;

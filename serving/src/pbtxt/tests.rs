@@ -1,4 +1,4 @@
-//! Texts that are configurations, and many that are none.
+//! Tests with valid configurations and with many invalid texts.
 #![allow(clippy::unwrap_used)]
 
 use proptest::prelude::*;
@@ -72,7 +72,7 @@ fn nesting_is_bounded_wherever_it_hides() {
         let reason = refused(&open.repeat(5_000));
         assert!(reason.contains("nested more than 16 deep"), "{reason}");
     }
-    // Braces in strings and comments are none.
+    // Braces in strings and comments do not count.
     let text = format!("name: \"{0}\" # {0}\nplatform: '{0}'", "{".repeat(100));
     assert_eq!(parse(text.as_bytes()).unwrap().config.name.len(), 100);
 }

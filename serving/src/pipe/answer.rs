@@ -1,5 +1,5 @@
-//! Answering the records of a pipe: rows are read, predicted and written; what cannot be predicted goes to
-//! the dead letters.
+//! The answer step of a pipe: reads the rows of a batch of records, predicts them and writes the answers.
+//! Records that cannot be predicted become dead letters.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,13 +20,13 @@ use crate::metrics::PIPE_RECORDS;
 use crate::record::{Mapping, Row, RowOutputs, parse, row_outputs};
 use crate::repository::Model;
 
-/// How long answers may still be written after the pipe was cancelled.
+/// Longest time to write answers after the pipe was cancelled.
 const DRAIN_MAX: Duration = Duration::from_secs(10);
 const RETRY_AFTER: Duration = Duration::from_millis(100);
-/// How often a busy server is asked again.
+/// Most retries while the server is busy.
 const ATTEMPTS_MAX: u32 = 100;
 
-/// What answers the records of one run.
+/// The state that answers the records of one run.
 pub(super) struct Pipe<'a> {
     pub(super) config: &'a PipeConfig,
     pub(super) inference: &'a Inference,
@@ -34,29 +34,29 @@ pub(super) struct Pipe<'a> {
     pub(super) writer: Writer<'a>,
     pub(super) answered: Answered,
     pub(super) mapping: Option<(Arc<Model>, Mapping)>,
-    /// Largest answer of the last call of this model; unknown before the first.
+    /// Largest answer of the last call of this model in bytes; `None` before the first call.
     pub(super) answer_bytes: Option<usize>,
     pub(super) until: Until,
     pub(super) report: &'a mut PipeReport,
     pub(super) cancel: &'a CancellationToken,
 }
 
-/// A record that was read: what it carries on, and its inputs or why it has none.
+/// A record whose inputs were read: its index in the batch and the fields that the answer carries over.
 struct Read {
     index: usize,
     carried: Map<String, Value>,
 }
 
-/// What a record becomes.
+/// Kind of an output record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Prediction,
     DeadLetter,
-    /// A dead letter without the record, which was too large with it.
+    /// A dead letter without its record, which was too large with it.
     Short,
 }
 
-/// Records to be written, each with the index of the one that it answers.
+/// Records to write, each with the index of the record that it answers.
 #[derive(Default)]
 struct Outbox {
     records: Vec<OutRecord>,
@@ -81,13 +81,13 @@ fn bytes_of(record: &OutRecord) -> usize {
 }
 
 impl Pipe<'_> {
-    /// Predicts a batch and writes the answers; `false` when cancelled before they were written.
+    /// Predicts a batch and writes the answers; `false` if cancelled before they were written.
     pub(super) async fn answer(&mut self, records: &Records<'_>) -> Result<bool> {
         let Some(model) = self.model().await? else {
             return Ok(false);
         };
         if model.sequences.is_some() {
-            // Before anything is read: each record would go to the dead letters.
+            // Checked before reading: otherwise each record would become a dead letter.
             return Err(InferError::invalid(format!(
                 "pipe {:?}: model {:?} keeps a state for each sequence of requests, and records belong to none: pipes \
                  cannot use it",
@@ -163,14 +163,14 @@ impl Pipe<'_> {
         Ok(true)
     }
 
-    /// How many rows a call may have so that its answers take no more than a chunk: as those of the last call. The
-    /// first call of a model has one row, as its answers may be of any size.
+    /// Most rows of a call so that its answers fit into a chunk, estimated from the last call. The first call
+    /// of a model has one row, as its answers may be of any size.
     fn rows_that_fit(&self) -> usize {
         self.answer_bytes.map_or(1, |bytes| CHUNK_BYTES_MAX / bytes.max(1)).max(1)
     }
 
-    /// Writes answers; `false` where the brokers have not taken all of them [`DRAIN_MAX`] after a cancellation. The
-    /// next run finds what was written at the ends of the topics.
+    /// Writes answers; `false` if the brokers have not acknowledged all of them [`DRAIN_MAX`] after a
+    /// cancellation. The next run finds the written ones at the ends of the topics.
     async fn write_unless_cancelled(&mut self, records: &Records<'_>, out: Outbox) -> Result<bool> {
         let cancel = self.cancel;
         let given_up = async {
@@ -187,8 +187,8 @@ impl Pipe<'_> {
         }
     }
 
-    /// Writes answers. One that its topic does not take becomes a dead letter with the reason; a dead letter that it
-    /// does not take goes without the record.
+    /// Writes answers. An answer that is too large for its topic becomes a dead letter with the reason; a
+    /// dead letter that is too large is written without its record.
     async fn write(&mut self, records: &Records<'_>, mut out: Outbox) -> Result<()> {
         let mut written = [0; 2];
         while !out.records.is_empty() {
@@ -250,8 +250,8 @@ impl Pipe<'_> {
         Ok(())
     }
 
-    /// Writes one dead letter for a batch of the input that cannot be decoded, offsets `first..next`; `false` when
-    /// cancelled before it was written.
+    /// Writes one dead letter for a batch of the input that cannot be decoded, offsets `first..next`; `false`
+    /// if cancelled before it was written.
     pub(super) async fn undecodable(
         &mut self,
         partition: i32,
@@ -288,7 +288,7 @@ impl Pipe<'_> {
         Ok((row, carried))
     }
 
-    /// The model, waited for when the pipe runs for ever; `None` when cancelled meanwhile.
+    /// The model. A pipe that runs forever waits for it; `None` if cancelled meanwhile.
     async fn model(&self) -> Result<Option<Arc<Model>>> {
         let mut changes = self.inference.repository().changes();
         let mut told = false;
@@ -325,8 +325,8 @@ impl Pipe<'_> {
         }
     }
 
-    /// Runs rows of one shape: together, and one by one when that fails, so that a single bad row does
-    /// not take the others along. `None` when cancelled while the server was busy.
+    /// Runs rows of one shape in one call. If the call fails, runs them one at a time, so that a bad row does
+    /// not fail the others. `None` if cancelled while the server was busy.
     async fn predict(
         &self,
         model: &Model,
@@ -355,11 +355,12 @@ impl Pipe<'_> {
         Ok(Some(answers))
     }
 
-    /// One call, tried again while the server is busy; `None` when cancelled meanwhile.
+    /// One call, retried while the server is busy; `None` if cancelled meanwhile.
     ///
     /// # Errors
-    /// [`crate::Error::Infer`] when a lone row finds it busy for ten seconds. Several rows may be too many for what
-    /// the model's queue has left, so these are given back.
+    /// [`crate::Error::Infer`] if a single row finds the server busy for ten seconds. Several rows may exceed
+    /// the rest of the model's queue, so their error is returned in the `Ok` value and the caller splits
+    /// them.
     async fn call(
         &self,
         model: &Model,

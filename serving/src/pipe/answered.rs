@@ -1,8 +1,9 @@
-//! Answers without a commit: a crash between both leaves answers behind. The next run reads them at the
-//! ends of the output topics and does not answer their records again.
+//! Answers without a commit: a crash between writing and committing leaves answers behind. The next run reads
+//! them at the ends of the output topics and does not answer their records again.
 //!
-//! An answer tells the time of its record. A record with another time at that place belongs to a topic that was
-//! deleted and created again, and so does a place beyond the end of the input: the pipe refuses to go on then.
+//! An answer carries the timestamp of its record. If the record at that offset has another timestamp, or the
+//! offset lies beyond the end of the input, the input topic was deleted and created again. The pipe then
+//! refuses to resume.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -16,39 +17,40 @@ use super::{CHUNK_BYTES_MAX, CHUNK_ROWS_MAX, chunk_rows};
 use crate::config::PipeConfig;
 use crate::error::{Error, Result};
 
-/// Partitions whose last records are read at once: of each the brokers send what is behind it, too.
+/// Partitions whose last records are read at once: for each partition the brokers also send the records
+/// behind it.
 const PARTITIONS_AT_ONCE: usize = 8;
-/// How long one wait for the ends of the topics lasts.
+/// Longest single wait for the ends of the topics.
 const POLL: Duration = Duration::from_millis(250);
 
-/// A record at the end of an output topic that answers one of the input.
+/// A record at the end of an output topic that answers a record of the input.
 struct Answer {
     place: (i32, i64),
-    /// The time of the record that it answers; earlier releases wrote none.
+    /// Timestamp of the record that it answers; earlier releases wrote none.
     timestamp_ms: Option<i64>,
     /// Whether it carries the [`identity`] of the pipe; earlier releases wrote none.
     is_named: bool,
-    /// The id of the positions that the pipe had; earlier releases wrote none.
+    /// The pipe's positions id when it answered; earlier releases wrote none.
     id: Option<String>,
     /// Name of the model; dead letters have none.
     model: Option<String>,
 }
 
-/// The ends of the output and dead-letter topics, as many records as one chunk answers: there is never
+/// The ends of the output and dead-letter topics, one chunk of records for each partition: there is never
 /// more than one chunk between two commits. Answers that name another pipe are left out.
 pub(super) struct Tail {
     answers: Vec<Answer>,
 }
 
 impl Tail {
-    /// Reads what the brokers had appended when it was called.
+    /// Reads the records that the brokers had appended when it was called.
     pub(super) async fn read(writer: &Writer<'_>) -> Result<Tail> {
         let config = writer.config;
         let chunk = i64::try_from(chunk_rows(config)).unwrap_or(i64::MAX);
         let mut tail = Tail { answers: Vec::new() };
         for name in [config.output.clone(), config.dead_letter_topic()] {
             let ends = match topic::watermarks(&writer.kafka, &name).await {
-                // Made when the first record cannot be predicted.
+                // The pipe creates the dead-letter topic with the first dead letter.
                 Err(millrace_streams::Error::UnknownTopic { .. }) => continue,
                 ends => ends?,
             };
@@ -100,8 +102,8 @@ impl Tail {
         }
     }
 
-    /// Whether positions that an earlier release kept by name and input may be those of this pipe: not when
-    /// all answers of that release come from other models.
+    /// Whether this pipe may adopt positions that an earlier release stored by name and input. Not when all
+    /// answers of that release come from other models.
     pub(super) fn allows_adoption(&self, config: &PipeConfig) -> bool {
         let unnamed = self.answers.iter().filter(|answer| !answer.is_named);
         let mut models = unnamed.filter_map(|answer| answer.model.as_deref()).peekable();
@@ -109,14 +111,14 @@ impl Tail {
     }
 }
 
-/// Places of the input topic, by partition and offset, that this pipe answered.
+/// Offsets of the input topic, by partition, that this pipe answered.
 #[derive(Debug)]
 pub(super) struct Answered {
     name: String,
     input: String,
-    /// Those since the last commit, with the time of the record where the answer tells it.
+    /// Those since the last commit, with the timestamp of the record if the answer carries it.
     places: HashMap<(i32, i64), Option<i64>>,
-    /// The last place of each partition, committed or not.
+    /// The last answered offset of each partition, committed or not.
     last: BTreeMap<i32, (i64, Option<i64>)>,
 }
 
@@ -155,11 +157,11 @@ impl Answered {
         answered
     }
 
-    /// Compares the last answer of each partition with the input, of which `marks` gives the first and the next
-    /// offset by partition.
+    /// Compares the last answer of each partition with the input; `marks` holds the first and the next offset
+    /// by partition.
     ///
     /// # Errors
-    /// [`Error::PipeInputChanged`] where it answers another record than the input has there;
+    /// [`Error::PipeInputChanged`] if the record at that offset is not the one that was answered;
     /// [`Error::Streams`].
     pub(super) async fn check(&self, kafka: &KafkaConfig, marks: &BTreeMap<i32, (i64, i64)>) -> Result<()> {
         let mut open: BTreeMap<i32, i64> = BTreeMap::new();
@@ -171,7 +173,7 @@ impl Answered {
                         format!("the pipe has answered offset {offset}, and the partition ends at {high}");
                     return Err(self.changed(partition, &reason));
                 }
-                // Removed by now, as any topic does with old records.
+                // Retention has removed the record.
                 Some((low, _)) if offset < *low => {}
                 Some(_) if timestamp_ms.is_some() => drop(open.insert(partition, offset)),
                 Some(_) => {}
@@ -183,8 +185,8 @@ impl Answered {
         Ok(())
     }
 
-    /// Compares the last answers of a few partitions of `open` with the input, and takes these partitions out. A
-    /// record that retention removes meanwhile cannot be compared.
+    /// Compares the last answers of some partitions of `open` with the input, and removes these partitions
+    /// from `open`. A record that retention removes meanwhile cannot be compared.
     async fn compare_some(&self, kafka: &KafkaConfig, open: &mut BTreeMap<i32, i64>) -> Result<()> {
         let some: Vec<i32> = open.keys().take(PARTITIONS_AT_ONCE).copied().collect();
         let start: Vec<(String, i32, i64)> =
@@ -210,7 +212,7 @@ impl Answered {
                     }
                 }
                 Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
-                // The consumer has ended; those that are still open come again.
+                // The consumer has ended; the caller compares the remaining partitions again.
                 Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
                     open.remove(&partition);
                     return Ok(());
@@ -226,10 +228,10 @@ impl Answered {
         Ok(())
     }
 
-    /// Whether the record was answered; says so once.
+    /// Whether the record was answered; forgets the answer, so true only once.
     ///
     /// # Errors
-    /// [`Error::PipeInputChanged`] when the answer is one to another record at that place.
+    /// [`Error::PipeInputChanged`] if the answer belongs to another record at that offset.
     pub(super) fn take(&mut self, partition: i32, offset: i64, timestamp_ms: Option<i64>) -> Result<bool> {
         if self.places.is_empty() {
             return Ok(false);
@@ -239,7 +241,7 @@ impl Answered {
         Ok(true)
     }
 
-    /// Fails when the record that was answered has another time than the one at its place.
+    /// Fails if the timestamp in the answer differs from that of the record at its offset.
     fn compare(&self, partition: i32, offset: i64, answered: Option<i64>, found: Option<i64>) -> Result<()> {
         match (answered, found) {
             (Some(answered), Some(found)) if answered != found => {
@@ -263,7 +265,8 @@ impl Answered {
     }
 }
 
-/// `topic/partition/offset` of the input topic; `None` for anything else, which another writer put there.
+/// Parses `topic/partition/offset` of the input topic; `None` for anything else, which another producer
+/// wrote.
 fn place(source: &[u8], input: &str) -> Option<(i32, i64)> {
     let mut parts = std::str::from_utf8(source).ok()?.rsplitn(3, '/');
     let offset = parts.next()?.parse().ok()?;
@@ -289,7 +292,7 @@ mod tests {
         }
     }
 
-    /// As when retention removes it after the pipe has asked for the ends of the input.
+    /// Retention removes the record after the pipe has asked for the ends of the input.
     #[tokio::test(flavor = "multi_thread")]
     async fn an_answered_record_that_retention_removes_meanwhile_is_passed_over() {
         let dir = tempfile::tempdir().unwrap();
@@ -308,7 +311,7 @@ mod tests {
         }
         drop(producer);
         first.stop().await.unwrap();
-        // Retention acts when a broker begins.
+        // A broker applies retention when it starts.
         let config = broker::Config { retention_bytes_max: 1024, ..config };
         let second = Broker::start(config, dir.path(), cancel).await.unwrap();
         let kafka = KafkaConfig::new(second.addr().to_string());

@@ -1,4 +1,4 @@
-//! The records that a pipe writes: predictions and dead letters.
+//! The output records of a pipe: predictions and dead letters.
 
 use bytes::Bytes;
 use millrace_streams::KafkaConfig;
@@ -16,23 +16,23 @@ pub(super) const SOURCE_HEADER: &str = "millrace-source";
 pub(super) const MODEL_HEADER: &str = "millrace-model";
 /// Header with [`identity`] of the pipe that answered.
 pub(super) const PIPE_HEADER: &str = "millrace-pipe";
-/// Header with the id of the positions that the pipe had.
+/// Header with the id of the pipe's positions.
 pub(super) const ID_HEADER: &str = "millrace-pipe-id";
 /// Header with the timestamp of the record that was answered, in milliseconds since 1970.
 pub(super) const TIME_HEADER: &str = "millrace-source-timestamp";
 /// Header with the reason why a record is a dead letter.
 const REASON_HEADER: &str = "millrace-reason";
-/// Header with the size of a value that a dead letter has no room for.
+/// Header with the size of the value that a shortened dead letter leaves out.
 const VALUE_BYTES_HEADER: &str = "millrace-value-bytes";
-/// Largest key that such a letter keeps.
+/// Largest key that a shortened dead letter keeps, in bytes.
 const SHORT_KEY_BYTES_MAX: usize = 1024;
 
-/// What tells a pipe apart from others that read the same topic: `name/model/output`.
+/// Identity of a pipe among those that read the same topic: `name/model/output`.
 pub(super) fn identity(config: &PipeConfig) -> String {
     format!("{}/{}/{}", config.name, config.model, config.output)
 }
 
-/// Writes both kinds of records.
+/// Builds both kinds of records, with the producer that sends them.
 pub(super) struct Writer<'a> {
     pub(super) producer: Producer,
     pub(super) kafka: KafkaConfig,
@@ -43,14 +43,14 @@ pub(super) struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Creates the dead-letter topic when it is missing.
+    /// Creates the dead-letter topic if it is missing.
     pub(super) async fn ensure_dead_letter_topic(&self) -> Result<()> {
         topic::create_topic(&self.kafka, &self.config.dead_letter_topic(), 1).await?;
         Ok(())
     }
 
-    /// A prediction, keyed like its source. Without a key it goes to the source's partition where the
-    /// output has one of that number, so that the order of the source is kept.
+    /// A prediction with the key of its source. Without a key it goes to the partition with the source's
+    /// number, if the output has it, so that the order of the source is kept.
     pub(super) fn prediction(
         &self,
         records: &Records<'_>,
@@ -88,7 +88,7 @@ impl Writer<'_> {
         record
     }
 
-    /// The record as it came, with the reason in a header.
+    /// The unchanged record with the reason in a header.
     pub(super) fn dead_letter(&self, records: &Records<'_>, index: usize, reason: &str) -> OutRecord {
         let reason: String = reason.chars().take(1000).collect();
         let mut record = OutRecord {
@@ -105,10 +105,10 @@ impl Writer<'_> {
         self.signed(record, records, index).header(REASON_HEADER, reason)
     }
 
-    /// A dead letter that is too large for its topic, without the record that it stands for.
+    /// A dead letter that is too large for its topic, without the value of its record.
     pub(super) fn shortened(&self, letter: &OutRecord) -> OutRecord {
         let bytes = letter.payload.as_ref().map_or(0, Bytes::len);
-        // Its own headers are the last ones.
+        // The pipe's own headers are the last ones.
         let own = letter.headers.iter().rposition(|(name, _)| name == SOURCE_HEADER).unwrap_or(0);
         let short = OutRecord {
             topic: letter.topic.clone(),
@@ -121,7 +121,7 @@ impl Writer<'_> {
         short.header(VALUE_BYTES_HEADER, bytes.to_string())
     }
 
-    /// Says which record it answers, and who answers.
+    /// Adds headers with the source record and the identity of the pipe.
     fn signed(&self, record: OutRecord, records: &Records<'_>, index: usize) -> OutRecord {
         let mut record = record.header(SOURCE_HEADER, source(records, index));
         if let Some(timestamp_ms) = records.timestamp_ms(index) {

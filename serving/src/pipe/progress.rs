@@ -1,11 +1,11 @@
-//! Positions of a pipe: the next offset by partition, in application keys of a volume,
-//! `pipe/NAME/INPUT/OUTPUT/MODEL/PARTITION`, and beside them `…/id`, the id of these positions.
+//! Positions of a pipe: the next offset by partition. Application keys of a volume hold them,
+//! `pipe/NAME/INPUT/OUTPUT/MODEL/PARTITION`; the key `…/id` beside them holds the id of these positions.
 //!
-//! The id is drawn when the positions begin, and the pipe's answers carry it: where the volume was created
-//! again, the answers of before are not this pipe's. Earlier releases wrote no id; positions of theirs have
-//! the id [`EARLIER`], to which answers without an id belong.
+//! The id is a random number drawn with the first positions, and the pipe's answers carry it. After the
+//! volume was created again, earlier answers thus do not count as this pipe's. Earlier releases wrote no id;
+//! their positions have the id [`EARLIER`], which also covers answers without an id.
 //!
-//! Releases before these wrote `pipe/NAME/INPUT/PARTITION`. The first run of a pipe takes such positions over
+//! Still earlier releases wrote `pipe/NAME/INPUT/PARTITION`. The first run of a pipe adopts such positions
 //! and removes them, unless the ends of the output show that they belong to another model.
 
 use std::collections::BTreeMap;
@@ -17,23 +17,23 @@ use crate::blocking::blocking;
 use crate::config::PipeConfig;
 use crate::error::{Error, Result};
 
-/// The id of positions that a release without ids began.
+/// The id of positions from a release without ids.
 pub(super) const EARLIER: &str = "earlier";
 
-/// Progress of one pipe on one topic. Every commit expects the values of the last one, so a second
-/// process with the same pipe is found out before it overwrites anything.
+/// Progress of one pipe on one topic. Every commit expects the values of the previous one, so a second
+/// process with the same pipe is detected before it overwrites anything.
 pub(super) struct Progress {
     view: View,
     keys: Keys,
     /// The id of the positions.
     pub(super) id: String,
-    /// Whether this run took over the positions of an earlier release.
+    /// Whether this run adopted the positions of an earlier release.
     pub(super) adopted: bool,
-    /// What the keys hold, by partition.
+    /// The committed offsets, by partition.
     committed: BTreeMap<i32, i64>,
 }
 
-/// The identity of a pipe, as its keys have it.
+/// The identity of a pipe, as its keys contain it.
 #[derive(Clone)]
 struct Keys {
     name: String,
@@ -43,7 +43,7 @@ struct Keys {
 }
 
 impl Keys {
-    /// What all keys begin with.
+    /// The prefix of all keys.
     fn prefix(&self) -> String {
         format!("pipe/{}/{}/{}/{}/", self.name, self.input, self.output, self.model)
     }
@@ -56,15 +56,15 @@ impl Keys {
         format!("{}id", self.prefix())
     }
 
-    /// The key of earlier releases.
+    /// The key in earlier releases.
     fn old_key(&self, partition: i32) -> String {
         format!("pipe/{}/{}/{partition}", self.name, self.input)
     }
 }
 
 impl Progress {
-    /// Reads the positions, and draws their id where they have none. Those of an earlier release are looked for
-    /// in the `partitions`; `adopt` says whether they may be taken over.
+    /// Reads the positions, and draws their id if they have none. Looks for positions of an earlier release
+    /// in `partitions`; `adopt` says whether the pipe may adopt them.
     pub(super) async fn read(
         view: View,
         config: &PipeConfig,
@@ -82,7 +82,7 @@ impl Progress {
             let mut committed = positions(&view, &keys.prefix())?;
             let mut id = read_id(&view, &keys)?;
             let mut adopted = false;
-            // A pipe with an id has begun, also where it has not committed yet.
+            // A pipe with an id has run before, even if it has not committed yet.
             if adopt && id.is_none() && committed.is_empty() {
                 let mut publish = Publish::new()
                     .expect_key(keys.id_key(), None)
@@ -119,15 +119,15 @@ impl Progress {
         .await
     }
 
-    /// The offset to go on from, when there was a commit.
+    /// The offset at which to resume; `None` before the first commit.
     pub(super) fn next(&self, partition: i32) -> Option<i64> {
         self.committed.get(&partition).copied()
     }
 
-    /// Compares the positions with the input, of which `marks` gives the first and the next offset by partition.
+    /// Compares the positions with the input; `marks` holds the first and the next offset by partition.
     ///
     /// # Errors
-    /// [`Error::PipeInputChanged`] when the pipe cannot go on from one of them.
+    /// [`Error::PipeInputChanged`] if the pipe cannot resume at one of them.
     pub(super) fn check(&self, marks: &BTreeMap<i32, (i64, i64)>) -> Result<()> {
         for (&partition, &next) in &self.committed {
             let Some(reason) = obstacle(next, marks.get(&partition).copied()) else { continue };
@@ -141,7 +141,7 @@ impl Progress {
         Ok(())
     }
 
-    /// Makes the offsets durable, all or none.
+    /// Makes the offsets durable, in one transaction.
     pub(super) async fn commit(&mut self, positions: BTreeMap<i32, i64>) -> Result<()> {
         let moved: Vec<(i32, i64)> = positions
             .into_iter()
@@ -176,7 +176,7 @@ impl Progress {
     }
 }
 
-/// Why a pipe cannot go on from an offset of a partition, of which `mark` is the first and the next offset.
+/// Why a pipe cannot resume at an offset of a partition; `mark` holds the first and the next offset.
 fn obstacle(next: i64, mark: Option<(i64, i64)>) -> Option<String> {
     match mark {
         None if next > 0 => Some("the topic has no such partition any more".to_owned()),
@@ -195,7 +195,7 @@ fn obstacle(next: i64, mark: Option<(i64, i64)>) -> Option<String> {
 fn positions(view: &View, prefix: &str) -> Result<BTreeMap<i32, i64>> {
     let mut found = BTreeMap::new();
     for (key, value) in view.key_scan(prefix)? {
-        // The others are the id, and keys of a model whose name begins with this one's and a slash.
+        // Skips the id, and keys of a model whose name begins with this model's name and a slash.
         let Some(partition) = key.strip_prefix(prefix).and_then(|number| number.parse().ok()) else {
             continue;
         };
@@ -215,7 +215,7 @@ fn read_id(view: &View, keys: &Keys) -> Result<Option<String>> {
     Ok(value.map(|id| String::from_utf8_lossy(&id).into_owned()))
 }
 
-/// Makes the id of positions that have none; `known` says whether there are positions already.
+/// Stores an id for positions that have none; `known` says whether there are positions already.
 fn draw_id(view: &View, keys: &Keys, known: bool) -> Result<String> {
     let id = match known {
         true => EARLIER.to_owned(),
@@ -225,7 +225,7 @@ fn draw_id(view: &View, keys: &Keys, known: bool) -> Result<String> {
         Publish::new().expect_key(keys.id_key(), None).put_key(keys.id_key(), id.clone().into_bytes());
     match view.publish(publish) {
         Ok(()) => Ok(id),
-        // Another process has begun the same pipe; the commits tell which of them goes on.
+        // Another process has begun the same pipe; the first commit that conflicts fences one of the two.
         Err(millrace_datafs::Error::Conflict { key }) => {
             read_id(view, keys)?.ok_or(Error::Datafs(millrace_datafs::Error::Conflict { key }))
         }

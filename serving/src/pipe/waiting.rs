@@ -1,16 +1,16 @@
-//! Reports of what a pipe waits for.
+//! The wait callback of a pipe.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Tells whether a pipe waits: for its model, for brokers that do not answer, or before it starts over. The
-/// default tells no one.
+/// Callback that reports whether a pipe waits: for its model, for brokers that do not answer, or before a
+/// restart. The default does nothing.
 #[derive(Clone, Default)]
 pub struct Waiting(Option<Arc<dyn Fn(bool) + Send + Sync>>);
 
 impl Waiting {
-    /// Calls `tell` when a wait begins (true) and when it is over (false), possibly several times in a row. It must
-    /// not block.
+    /// Calls `tell` with true when a wait begins and with false when it ends, possibly several times in a
+    /// row. `tell` must not block.
     pub fn new(tell: impl Fn(bool) + Send + Sync + 'static) -> Waiting {
         Waiting(Some(Arc::new(tell)))
     }

@@ -1,4 +1,4 @@
-//! Records to rows to batches and back.
+//! Tests of the conversion from records to batches and back.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;

@@ -1,4 +1,5 @@
-//! The files beside the versions of a model: read when they change, kept as they were while they are wrong.
+//! The files next to a model's versions, `config.pbtxt` and `rollout.json`. The repository reads a file when
+//! it changes, and keeps the last valid content while the new content is invalid.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -11,26 +12,26 @@ use super::rollout::{self, Rollout};
 use crate::error::chain;
 use crate::pbtxt;
 
-/// A file that nobody has written to for this long is taken as whole. A graph that stopped in the middle
-/// for longer does not decode, which is found when it is loaded.
+/// A file unchanged for this long counts as complete. A graph whose writer paused for longer does not decode;
+/// loading it reports that.
 pub(super) const SETTLE: Duration = Duration::from_secs(1);
 
-/// Whether a file was written long enough ago. One from the future tells nothing.
+/// Whether a file was written long enough ago; false for a modification time in the future.
 pub(super) fn is_settled(stat: &FileStat) -> bool {
     SystemTime::now().duration_since(stat.modified).is_ok_and(|age| age >= SETTLE)
 }
 
-/// What a file says.
+/// A file as last read.
 #[derive(Debug, Clone)]
 pub(super) struct Read<T> {
     stat: FileStat,
-    /// The content, or that of the last time when it was right.
+    /// The content, or the last valid content while the file is invalid.
     pub(super) good: Option<T>,
-    /// What is wrong with the content.
+    /// Error of the current content.
     pub(super) problem: Option<String>,
 }
 
-/// The files of one model.
+/// The files next to the versions of one model.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Beside {
     pub(super) config: Option<Read<Arc<Declared>>>,
@@ -38,7 +39,7 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// What is wrong with the files.
+    /// The errors of the files.
     pub(super) fn problems(&self) -> impl Iterator<Item = &String> {
         let config = self.config.iter().filter_map(|read| read.problem.as_ref());
         config.chain(self.rollout.iter().filter_map(|read| read.problem.as_ref()))
@@ -46,7 +47,7 @@ impl Beside {
 }
 
 impl Repository {
-    /// Reads what has changed of the files of a model.
+    /// Reads those files of a model that have changed.
     pub(super) async fn read_beside(&self, folder: Option<&ModelFolder>, before: &Beside) -> Beside {
         let Some(folder) = folder else { return Beside::default() };
         let model = folder.name.as_str();
@@ -76,7 +77,7 @@ impl Repository {
         let stat = folder.files.get(file)?;
         if let Some(before) = before
             && before.stat == *stat
-            // What is written twice within a tick of the clock looks the same.
+            // Two writes within one tick of the file system's clock have equal stats.
             && is_settled(stat)
         {
             return Some(before.clone());

@@ -1,4 +1,4 @@
-//! Loading and unloading models by a call, and the index of what the repository holds.
+//! Model control: loading and unloading models by a call, and the index of the repository.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,7 +17,7 @@ pub(crate) struct Entry {
     pub(crate) model: String,
     /// Version.
     pub(crate) version: u64,
-    /// `READY`, `LOADING` or `UNAVAILABLE`, as Triton has them.
+    /// `READY`, `LOADING` or `UNAVAILABLE`, Triton's names.
     pub(crate) state: &'static str,
     /// Why it is unavailable, else empty.
     pub(crate) reason: String,
@@ -34,7 +34,7 @@ const READY: &str = "READY";
 const LOADING: &str = "LOADING";
 const UNAVAILABLE: &str = "UNAVAILABLE";
 
-/// A version in the set of those that are being loaded, which it leaves when dropped.
+/// Guard of a version that is being loaded; dropping it removes the version from that set.
 pub(super) struct Loading<'a> {
     repository: &'a Repository,
     version: (String, u64),
@@ -72,15 +72,15 @@ pub(super) fn check(config: &Config) -> Result<()> {
 }
 
 impl Repository {
-    /// Loads the models that the configuration names. One that cannot be loaded is logged, and the
-    /// index says why it is not served.
+    /// Loads the models that the configuration names. A model that cannot be loaded is logged, and the index
+    /// gives the reason.
     pub(super) async fn load_configured(&self) -> Result<()> {
         let _one = self.inner.refreshing.lock().await;
         for name in &self.inner.config.load {
             let outcome = match self.load_whole(name).await {
                 Ok(outcome) => outcome.map_err(|error| error.to_string()),
                 Err(error) => {
-                    // The repository itself must be there.
+                    // Fails if the repository itself cannot be read.
                     millrace_bundle::scan(self.inner.source.store.as_ref(), &self.inner.source.root).await?;
                     Err(chain(&error))
                 }
@@ -92,12 +92,12 @@ impl Repository {
         Ok(())
     }
 
-    /// Looks again at the models that are loaded.
+    /// Refreshes the models that are loaded.
     pub(super) async fn refresh_loaded(&self) -> Result<()> {
         let loaded: Vec<String> = self.inner.models.read().models.keys().cloned().collect();
         let mut outcome = Ok(());
         for name in loaded {
-            // A model that left the repository is dropped by a call alone.
+            // Only a call drops a model that was deleted from the repository.
             if let Err(error) = self.load_now(&name, super::refresh::RETRY_AFTER).await {
                 tracing::warn!(model = name, error = chain(&error), "a model cannot be looked for");
                 outcome = Err(error);
@@ -106,13 +106,13 @@ impl Repository {
         outcome
     }
 
-    /// Loads a model, or what is new of it, and with an ensemble those of its models that are not loaded. Versions
-    /// that are ready already and did not change stay, with their statistics. Cancel safe: each model is loaded
-    /// or as it was.
+    /// Loads a model, or its new versions. For an ensemble, also loads its member models that are not loaded.
+    /// Ready versions that did not change stay, with their statistics. Cancel safe: each model is loaded or
+    /// unchanged.
     ///
     /// # Errors
-    /// [`InferError::Unavailable`] unless `control` is `explicit`, and when a version cannot be loaded or
-    /// none is complete, in which case the other versions are served; [`InferError::Invalid`],
+    /// [`InferError::Unavailable`] unless `control` is `explicit`, when a version cannot be loaded, or when
+    /// no version is complete; the versions that can be loaded are served even so. [`InferError::Invalid`],
     /// [`InferError::NotFound`] for the name.
     pub(crate) async fn load_model(&self, name: &str) -> Result<(), InferError> {
         self.check_call(name)?;
@@ -122,7 +122,8 @@ impl Repository {
         })?
     }
 
-    /// Loads a model, and what of it may still have been being written once more a moment later.
+    /// Loads a model. If another process may still be writing one of its versions, loads once more a second
+    /// later.
     pub(super) async fn load_settled(&self, name: &str) -> Result<Result<(), InferError>> {
         let outcome = self.load_now(name, Duration::ZERO).await?;
         if !self.is_settling(Some(name)) {
@@ -132,7 +133,7 @@ impl Repository {
         self.load_now(name, Duration::ZERO).await
     }
 
-    /// Loads a model; only one call may run at a time.
+    /// Loads a model; the caller holds `refreshing`.
     async fn load_now(&self, name: &str, retry_after: Duration) -> Result<Result<(), InferError>> {
         let source = &self.inner.source;
         let listing = millrace_bundle::scan_model(source.store.as_ref(), &source.root, name).await?;
@@ -146,7 +147,7 @@ impl Repository {
             return Ok(Err(InferError::Unavailable { reason }));
         }
         let broken = listing.skipped.iter().find(|skipped| {
-            // One that is still being written is none yet, and a directory of another name never is.
+            // Skips a version that is still being written, and a directory whose name is not a version.
             !matches!(
                 skipped.reason,
                 millrace_bundle::Error::Incomplete { .. } | millrace_bundle::Error::InvalidVersion { .. }
@@ -176,9 +177,9 @@ impl Repository {
         })
     }
 
-    /// Takes a model out of service, and if `dependents` the models of an ensemble that were loaded with it, then
-    /// waits until the requests that they answer are done, at most `drain_ms_max`; those that take longer finish
-    /// all the same. Cancel safe: a dropped call has either taken all of them out or changed nothing.
+    /// Takes a model out of service; if `dependents`, also the models that were loaded only as members of
+    /// this ensemble. Then waits at most `drain_ms_max` for their requests; slower requests still finish.
+    /// Cancel safe: a dropped call has either taken all of them out or changed nothing.
     ///
     /// # Errors
     /// [`InferError::Unavailable`] unless `control` is `explicit`; [`InferError::Invalid`],
@@ -224,15 +225,15 @@ impl Repository {
         millrace_bundle::check_name(name).map_err(|error| InferError::invalid(error.to_string()))
     }
 
-    /// Notes that a version is being loaded, until the guard is dropped.
+    /// Marks a version as being loaded until the guard is dropped.
     pub(super) fn loading(&self, model: &str, version: u64) -> Loading<'_> {
         let version = (model.to_owned(), version);
         self.inner.loading.lock().insert(version.clone());
         Loading { repository: self, version }
     }
 
-    /// Every version and its state, by name and version. Under [`Control::Explicit`] that is everything
-    /// that the repository holds at this moment, else what the last look through it found.
+    /// Every version and its state, by name and version. Under [`Control::Explicit`] scans the repository for
+    /// versions that are not loaded; otherwise reports the result of the last refresh.
     ///
     /// # Errors
     /// [`InferError::Unavailable`] when the repository cannot be read.
@@ -251,7 +252,7 @@ impl Repository {
             }
             for (version, failure) in &versions.failed {
                 let entry = found.entry((model.clone(), *version)).or_insert((UNAVAILABLE, String::new()));
-                // What is served stays ready when what shall replace it cannot be loaded.
+                // A ready version stays ready when its replacement cannot be loaded.
                 if entry.0 != READY {
                     entry.0 = UNAVAILABLE;
                 }
@@ -260,7 +261,7 @@ impl Repository {
         }
         for version in self.inner.loading.lock().iter() {
             let entry = found.entry(version.clone()).or_insert((LOADING, String::new()));
-            // What is served stays ready while its successor under the same number is loaded.
+            // A ready version stays ready while its replacement under the same number is loaded.
             if entry.0 != READY {
                 *entry = (LOADING, String::new());
             }
@@ -269,7 +270,7 @@ impl Repository {
         Ok(found.into_iter().map(entry).collect())
     }
 
-    /// Everything that the repository holds, as not loaded.
+    /// Adds every version in the repository, as not loaded.
     async fn add_unloaded(&self, found: &mut BTreeMap<(String, u64), (&'static str, String)>) -> Result<()> {
         let source = &self.inner.source;
         let _one = self.inner.indexing.lock().await;
@@ -300,7 +301,7 @@ mod tests {
     use super::super::{Inner, Source};
     use super::*;
 
-    /// A repository over an empty store, which needs no ONNX Runtime.
+    /// A repository over an empty store; needs no ONNX Runtime.
     fn empty(control: Control) -> Repository {
         let store = Arc::new(object_store::memory::InMemory::new());
         Repository {

@@ -1,5 +1,5 @@
-//! What a `config.pbtxt` declares of a model: what of it is honoured, what is refused because the model would
-//! mean something else without it, and what is left aside.
+//! The declaration of a model in `config.pbtxt`: fields that are honored, fields that are refused because
+//! ignoring them would change the model's meaning, and fields that are ignored.
 
 mod fields;
 mod queue;
@@ -21,49 +21,49 @@ use crate::pbtxt::{self, Parsed};
 use crate::sequence::{Declaration, Plan as SequencePlan};
 use crate::wire::inference as pb;
 
-/// What a configuration declares.
+/// A parsed and checked `config.pbtxt`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Declared {
-    /// Which versions are served.
+    /// The version policy.
     pub(crate) policy: Option<VersionPolicy>,
-    /// What matters to how a version is loaded.
+    /// The part that decides how a version is loaded.
     pub(crate) loading: Loading,
-    /// Fields that change nothing here, as the file has them.
+    /// Names of fields that are set but have no effect here.
     pub(crate) ignored: Vec<String>,
 }
 
-/// How versions are loaded.
+/// Load settings of the versions.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Loading {
-    /// File of the graph.
+    /// File name of the graph.
     pub(crate) file: String,
-    /// Most rows of a request; 0 for a model without rows, `None` where the graph decides.
+    /// Most rows of a request; 0 for a model without rows, `None` if the graph decides.
     pub(crate) max_batch_size: Option<i32>,
-    /// With the rows, as the graph has them; empty where the graph decides.
+    /// Shapes include the row dimension, as in the graph; empty if the graph decides.
     inputs: Vec<TensorSpec>,
     outputs: Vec<TensorSpec>,
-    /// Preferred rows and the delay, of `dynamic_batching` or `sequence_batching`.
+    /// Preferred rows and the delay in microseconds, of `dynamic_batching` or `sequence_batching`.
     batching: Option<(Vec<usize>, u64)>,
-    /// How requests wait.
+    /// Queue policy.
     queue: Queue,
-    /// What each session runs on before the version is ready.
+    /// Inputs on which each session runs before the version is ready.
     pub(crate) warmups: Vec<Warmup>,
-    /// What is kept between requests.
+    /// Controls and states of `sequence_batching`.
     sequences: Option<Declaration>,
-    /// 0 where the server decides.
+    /// 0 if the server decides.
     sessions: usize,
     device: Option<Devices>,
-    /// Whether answers are kept.
+    /// Whether answers go into the response cache.
     pub(crate) response_cache: bool,
-    /// The steps of a model that is made of others.
+    /// The steps of an ensemble.
     pub(crate) ensemble: Option<Plan>,
 }
 
 impl Declared {
-    /// Reads a configuration for a model of that name.
+    /// Reads the configuration of the model `model`.
     ///
     /// # Errors
-    /// The line, the field, and the way out.
+    /// The line, the field, and how to fix it.
     pub(crate) fn read(model: &str, content: &[u8]) -> Result<Declared, String> {
         let parsed = pbtxt::parse(content)?;
         let config = &parsed.config;
@@ -89,7 +89,7 @@ impl Declared {
             _ => None,
         };
         let sequences = sequences::read(config).map_err(|reason| at("sequence_batching", reason))?;
-        // Whether `dims` of a state are those of a row must not depend on the graph.
+        // The meaning of a state's `dims`, with or without the row dimension, must not depend on the graph.
         let silent = max == 0 && inputs.is_empty() && outputs.is_empty() && sequences.is_none();
         let scheduling = if sequences.is_some() { "sequence_batching" } else { "dynamic_batching" };
         let (sessions, device) = fields::instances(config).map_err(|reason| at("instance_group", reason))?;
@@ -112,10 +112,10 @@ impl Declared {
 }
 
 impl Loading {
-    /// The signature of a graph as the configuration has it.
+    /// The graph's signature, restricted to the configuration's.
     ///
     /// # Errors
-    /// What of the two does not fit.
+    /// Where the graph and the configuration disagree.
     pub(crate) fn signature(&self, graph: &Signature) -> Result<Signature, String> {
         let sequences = self.sequences.as_ref();
         let filled = |name: &str| sequences.is_some_and(|sequences| sequences.has_input(name));
@@ -143,16 +143,16 @@ impl Loading {
         Ok(signature)
     }
 
-    /// What the configuration itself says that the model takes and gives.
+    /// Inputs and outputs as the configuration declares them.
     pub(crate) fn declared(&self) -> Signature {
         Signature { inputs: self.inputs.clone(), outputs: self.outputs.clone() }
     }
 
-    /// How requests of sequences run on a graph of a signature that this configuration gave, whose states may
-    /// have so many bytes.
+    /// The plan for requests of sequences, for the signature that [`Loading::signature`] returned. The states
+    /// of a sequence may take `bytes_max` bytes.
     ///
     /// # Errors
-    /// What of the two does not fit.
+    /// Where the signature and the configuration disagree.
     pub(crate) fn plan(
         &self,
         signature: &Signature,
@@ -164,17 +164,17 @@ impl Loading {
         Ok(Some((plan, declaration.clone())))
     }
 
-    /// Whether it asks for requests to run together.
+    /// Whether the configuration asks for batching.
     pub(crate) fn asks_for_batches(&self) -> bool {
         let batches = self.batching.is_some() || self.sequences.is_some();
         batches && self.max_batch_size.is_some_and(|rows| rows > 0)
     }
 
-    /// The server's configuration as it is for this model.
+    /// Applies the model's settings to `config`, the server's configuration.
     pub(crate) fn apply(&self, config: &mut Config) {
         let rows_max = self.max_batch_size.map(|rows| usize::try_from(rows).unwrap_or(0));
         if let Some(rows_max) = rows_max {
-            // Both bounds hold, and a model without rows runs its requests one by one.
+            // Both bounds hold; a model without rows runs one request at a time.
             config.batching.rows_max = config.batching.rows_max.min(rows_max);
         }
         if let Some((preferred, delay_us)) = &self.batching {
@@ -194,8 +194,8 @@ impl Loading {
     }
 }
 
-/// What of one side both have, and what the server has to do with, in the graph's order; a configuration may
-/// be narrower than the graph.
+/// Tensors of one side that the graph and the configuration share, and those that the server fills or keeps,
+/// in the graph's order. A configuration may name fewer tensors than the graph, and narrower shapes.
 fn agreed(
     side: &str,
     declared: &[TensorSpec],
@@ -233,7 +233,7 @@ fn agreed(
     Ok(kept.cloned().collect())
 }
 
-/// Refuses what is no ONNX model, and what a server of ONNX models alone does not do.
+/// Refuses models that are not ONNX, and features that this server lacks.
 fn check_kind(parsed: &Parsed) -> Result<(), String> {
     const WAY_OUT: &str = "only ONNX models are served here: export it to ONNX (backend: \"onnxruntime\"), or leave it to Triton";
     let config = &parsed.config;
@@ -261,7 +261,7 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
         if !["", BACKEND].contains(&config.backend.as_str()) {
             return refused("backend", &format!(": {}: {WAY_OUT}", quote(&config.backend)));
         }
-        // Triton takes the backend's name for the platform's, too.
+        // Triton also accepts the backend's name as the platform.
         if !["", PLATFORM, BACKEND].contains(&config.platform.as_str()) {
             return refused("platform", &format!(": {}: {WAY_OUT}", quote(&config.platform)));
         }
@@ -295,7 +295,7 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     }
 }
 
-/// Refuses what belongs to a model with a graph of its own.
+/// Refuses fields that need a graph, which an ensemble does not have.
 fn check_ensemble(parsed: &Parsed) -> Result<(), String> {
     let config = &parsed.config;
     let foreign = [

@@ -1,5 +1,5 @@
-//! Ensembles in the repository: they are loaded with the models of their steps, and are ready while all of
-//! these fit.
+//! Ensembles in the repository. An ensemble is loaded with its members, the models of its steps, and is ready
+//! while all of them fit.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
@@ -16,7 +16,7 @@ use crate::rows::Rows;
 use crate::session;
 use crate::statistics::Statistics;
 
-/// The repository as its own models have it, which it holds.
+/// Weak handle to the repository for its own models, so that they do not keep it alive.
 #[derive(Debug, Clone)]
 pub(crate) struct WeakRepository(Weak<Inner>);
 
@@ -28,10 +28,10 @@ impl WeakRepository {
 }
 
 impl Repository {
-    /// Makes a version of an ensemble, whether its steps can run now or not.
+    /// Builds a version of an ensemble, whether or not its steps can run now.
     ///
     /// # Errors
-    /// What is wrong with its configuration.
+    /// The error in its configuration.
     pub(super) fn load_ensemble(
         &self,
         name: &str,
@@ -65,7 +65,7 @@ impl Repository {
             ))),
             pool: session::none(&manifest, &self.inner.config),
             manifest,
-            // Its models may change, and with them what it answers.
+            // A member may change, and with it the answers.
             answers: None,
             sequences: None,
             statistics: Statistics::new(name, version),
@@ -75,23 +75,23 @@ impl Repository {
         })
     }
 
-    /// Finds the models of steps, all as they are at this moment.
+    /// A lookup for the models of steps that uses one snapshot of the repository.
     pub(crate) fn finder(&self) -> impl Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError> {
         let models = self.inner.models.read().clone();
         move |model: &str, version: Option<u64>| {
             let versions = models.models.get(model).ok_or_else(|| unknown(model))?;
             match version {
-                // Where requests are split between versions, steps are, too.
+                // A traffic split of the member applies to steps, too.
                 None => versions.turn("").map_or_else(|| versions.find(model, Asked::Any), Ok),
                 Some(version) => versions.find(model, Asked::Version(version)),
             }
         }
     }
 
-    /// Whether a version that was found can answer: an ensemble only while all its steps can run.
+    /// Whether a version can answer; an ensemble can only while all its steps can run.
     ///
     /// # Errors
-    /// [`InferError::Unavailable`], with the step and what is wrong with it.
+    /// [`InferError::Unavailable`], with the step and its error.
     pub(crate) fn check_steps(&self, model: &Model) -> Result<(), InferError> {
         if model.ensemble().is_none() {
             return Ok(());
@@ -102,11 +102,11 @@ impl Repository {
         })
     }
 
-    /// Loads a model, and of an ensemble the models that are not loaded. Only one call may run at a time.
+    /// Loads a model, and for an ensemble its members that are not loaded. The caller holds `refreshing`.
     pub(super) async fn load_whole(&self, name: &str) -> Result<Result<(), InferError>> {
         let former = self.inner.models.read().clone();
         let outcome = self.load_settled(name).await?;
-        // From now on it is wanted for itself.
+        // The model is now wanted for itself, so no ensemble unloads it.
         self.inner.along.lock().remove(name);
         for member in self.members_to_load(name) {
             if let Err(error) = self.load_settled(&member).await? {
@@ -122,19 +122,19 @@ impl Repository {
         Ok(outcome.and_then(|()| ready.map_or(Ok(()), |model| self.check_steps(model))))
     }
 
-    /// Takes out what was loaded for steps that an ensemble had and has no more.
+    /// Unloads the members that only a former version of this ensemble needed.
     fn unload_former(&self, former: &Models, name: &str) {
         let Some(former) = former.models.get(name) else { return };
         let before = self.inner.models.read().clone();
         let mut next = Models::clone(&before);
-        // Requests that run on them still are answered.
+        // Requests that already run on them are still answered.
         next.unload_along(former, &mut self.inner.along.lock());
         if next.models.len() < before.models.len() {
             self.publish(&before, next);
         }
     }
 
-    /// Models of an ensemble's steps that are not loaded.
+    /// Members of an ensemble that are not loaded.
     fn members_to_load(&self, name: &str) -> BTreeSet<String> {
         let models = self.inner.models.read().clone();
         let members = models.models.get(name).map(members).unwrap_or_default();
@@ -142,18 +142,17 @@ impl Repository {
     }
 }
 
-/// The models of the steps of an ensemble, which is one in all its versions.
+/// The members of an ensemble; all versions of the model are ensembles.
 fn members(versions: &Versions) -> BTreeSet<String> {
     let ensembles = versions.ready.values().filter_map(|model| model.ensemble());
     ensembles.flat_map(Ensemble::models).map(str::to_owned).collect()
 }
 
 impl Models {
-    /// Why an ensemble cannot answer with these models: none of the versions may be wrong for it that a step
-    /// runs on.
+    /// Why an ensemble cannot answer with these models. Every version that a step may run on is checked.
     pub(super) fn fault(&self, model: &Model) -> Option<String> {
         let ensemble = model.ensemble()?;
-        // `turn` is a model's version that steps get which name none.
+        // `turn` is the version of one model that steps without a version get.
         let check = |turn: Option<(&str, u64)>| {
             let find = |name: &str, version: Option<u64>| {
                 let versions = self.models.get(name).ok_or_else(|| unknown(name))?;
@@ -181,8 +180,8 @@ impl Models {
         faults.collect()
     }
 
-    /// Logs which ensembles can answer with these models and could not before, and the other way round; gives
-    /// how many cannot.
+    /// Logs the ensembles that stopped or started being able to answer since `before`. Returns the number
+    /// that cannot.
     pub(super) fn tell_faults(&self, before: &Models) -> i64 {
         let (faults, known) = (self.faults(), before.faults());
         for (key, fault) in &faults {
@@ -200,8 +199,8 @@ impl Models {
         faults.len() as i64
     }
 
-    /// Takes out the models that were loaded for an ensemble alone, as it was before it was taken out or replaced,
-    /// but for those that one that is there has steps of; tells what fires when they are gone.
+    /// Unloads the models in `along` that only `ensemble`, already removed or replaced, needed. Keeps members
+    /// of the ensembles that remain. Returns the tokens that fire when the unloaded versions are gone.
     pub(super) fn unload_along(
         &mut self,
         ensemble: &Versions,

@@ -1,8 +1,8 @@
-//! The object store of a model repository, which lists a folder although an entry of it cannot be read.
+//! The object store of a model repository: lists a folder even if one of its entries cannot be read.
 //!
-//! The stores below refuse a whole listing for one entry whose name is not UTF-8 or has control characters, and for a
-//! symbolic link that leads to itself. Here such an entry is listed as a folder, under a name that is printable, so that
-//! its reader says what is wrong with it alone.
+//! The underlying stores refuse a whole listing for one name that is not UTF-8 or has control characters, or
+//! for a symbolic link that leads to itself. This store lists such an entry as a folder under a printable
+//! name. The reader of the listing then reports an error for that entry alone.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -24,10 +24,10 @@ use object_store::{
 };
 use parking_lot::Mutex;
 
-/// Entries of a volume that are read at a time.
+/// Entries of a volume read at a time.
 const ENTRIES_MAX: usize = 512;
 
-/// A folder or a volume as a store of models.
+/// A local folder or a volume as an object store of models.
 #[derive(Debug)]
 pub(super) struct Entries(Place);
 
@@ -35,7 +35,7 @@ pub(super) struct Entries(Place);
 enum Place {
     Folder {
         path: PathBuf,
-        /// The store of what the path led to last.
+        /// The store of the path's last target.
         opened: Mutex<Option<(PathBuf, Arc<LocalFileSystem>)>>,
     },
     Volume {
@@ -51,7 +51,7 @@ struct Entry {
 }
 
 impl Entries {
-    /// The models of a folder, whose path may lead elsewhere later.
+    /// A local folder. The path may be a symbolic link whose target changes later.
     pub(super) fn folder(path: PathBuf) -> Entries {
         Entries(Place::Folder { path, opened: Mutex::default() })
     }
@@ -60,7 +60,7 @@ impl Entries {
         Entries(Place::Volume { view: view.clone(), store: view.object_store() })
     }
 
-    /// The store as it is now.
+    /// The store of the path's current target.
     fn store(&self) -> Result<Arc<dyn ObjectStore>> {
         match &self.0 {
             Place::Volume { store, .. } => Ok(store.clone()),
@@ -79,7 +79,7 @@ impl Entries {
         }
     }
 
-    /// The entries of a folder; none where there is no such folder.
+    /// The entries of a folder.
     async fn entries(&self, folder: &Path) -> Result<Vec<Entry>> {
         match &self.0 {
             Place::Folder { path, .. } => {
@@ -106,7 +106,7 @@ fn of_folder(path: &std::path::Path) -> io::Result<Vec<Entry>> {
         let entry = entry?;
         let is_folder = match std::fs::metadata(entry.path()) {
             Ok(found) => found.is_dir(),
-            // A link to nothing is nothing; what is wrong with others is found when they are read.
+            // Skips a link whose target is missing; other errors are reported when the entry is read.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(_) => true,
         };
@@ -191,7 +191,7 @@ impl ObjectStore for Entries {
                 .map(|name| folder.clone().join(name));
             match place {
                 Some(place) if is_folder => listing.common_prefixes.push(place),
-                // A file that has gone meanwhile, or cannot be looked at, is none.
+                // Skips a file that was deleted meanwhile or has no readable metadata.
                 Some(place) => listing.objects.extend(store.head(&place).await.ok()),
                 None => listing
                     .common_prefixes

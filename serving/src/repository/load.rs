@@ -1,4 +1,5 @@
-//! Loading one version: its files from the source, its configuration, its sessions.
+//! The loader of one model version: reads its files from the source, checks its configuration, builds its
+//! sessions.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -23,10 +24,11 @@ use crate::session;
 use crate::statistics::Statistics;
 
 impl Repository {
-    /// Loads a version from where it was found.
+    /// Loads a version from its origin.
     ///
     /// # Errors
-    /// [`millrace_bundle::Error::Incomplete`] when it changed since it was found; why it cannot be served.
+    /// [`millrace_bundle::Error::Incomplete`] when its files changed since the scan; otherwise the reason why
+    /// it cannot be served.
     pub(super) async fn load(&self, name: &str, version: u64, origin: &Arc<Origin>) -> Result<Model> {
         let inner = &self.inner;
         let _loading = self.loading(name, version);
@@ -63,7 +65,7 @@ impl Repository {
                 .map_err(|reason| failed(format!("config.pbtxt: {reason}")))?;
             loading.apply(&mut config);
         }
-        // What the server's own configuration says of the model comes before its repository's.
+        // The server's own configuration of the model has precedence over the repository's.
         let config = config.of_model(name);
         let cache = self.cache_of(name, version, loading.as_ref());
         if cache.is_some() && plan.is_some() {
@@ -90,7 +92,7 @@ impl Repository {
         let declared = loading.and_then(|loading| loading.max_batch_size);
         let origin = Arc::clone(origin);
         blocking("model loading", move || {
-            // The version of the library decides on divisors of 0.
+            // Whether a division by 0 is safe depends on the version of the library.
             Runtime::load_from(config.onnxruntime.as_deref())?;
             hazards::check_bundle(&bundle, divisors).map_err(|hazard| Error::Model {
                 model: bundle.manifest().name.clone(),
@@ -145,7 +147,7 @@ impl Repository {
         .await
     }
 
-    /// Where the answers of a version are kept, if they are to be.
+    /// The response cache, if the answers of this version go into it.
     fn cache_of(&self, model: &str, version: u64, loading: Option<&Loading>) -> Option<Arc<ResponseCache>> {
         let inner = &self.inner;
         let said = inner.config.models.get(model).and_then(|options| options.response_cache);
@@ -163,8 +165,8 @@ impl Repository {
     }
 }
 
-/// What compares inputs, as clients give them, with those of the training. Statistics that cannot be read keep no version from
-/// being served.
+/// The drift watch that compares clients' inputs with those of the training. Unreadable statistics do not
+/// prevent a version from being served.
 fn watched(bundle: &Bundle, signature: &Signature, options: &DriftOptions) -> Option<Drift> {
     let manifest = bundle.manifest();
     match bundle.statistics() {

@@ -1,4 +1,4 @@
-//! Which versions of a model are served: the newest, all, or certain ones.
+//! The version policy: selects which versions of a model are served, the newest, all, or specific ones.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -8,27 +8,27 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::quote;
 
-/// Most versions that a policy names.
+/// Most versions that a policy may name.
 const VERSIONS_MAX: usize = 1024;
 
-/// Which versions of a model are served, of those that can be.
+/// Selects the versions of a model to serve.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VersionPolicy {
-    /// So many of the newest: `"latest:2"`. One that cannot be loaded does not count.
+    /// The newest `N` that can be loaded: `"latest:2"`.
     Latest(NonZeroU32),
     /// All: `"all"`.
     All,
-    /// These, ascending: `[1, 4]`.
+    /// These versions, ascending: `[1, 4]`.
     Specific(Vec<u64>),
 }
 
-/// Versions that no policy is.
+/// Error: a value that is not a version policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("versions is {0}: use \"latest:N\" with N from 1 on, \"all\", or a list such as [1, 4]")]
 pub struct UnknownPolicy(String);
 
 impl VersionPolicy {
-    /// A policy of certain versions.
+    /// A policy of specific versions.
     ///
     /// # Errors
     /// [`UnknownPolicy`] for none, for 0, and for more than 1,024.

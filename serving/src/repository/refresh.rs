@@ -1,4 +1,5 @@
-//! Looking through the source: what is new is loaded, what is gone is dropped, what is bad is named.
+//! The refresh of the repository: scans the source, loads new versions, drops deleted ones and reports bad
+//! ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
@@ -16,10 +17,10 @@ use crate::config::Control;
 use crate::error::{Error, Result, chain};
 use crate::metrics::MODELS;
 
-/// A version that failed to load is tried again after this time, or at once when it changed.
+/// A failed version is retried after this time, or at once when it changed.
 pub(super) const RETRY_AFTER: Duration = Duration::from_secs(30);
 
-/// What was found of a model.
+/// The scan's result for one model.
 #[derive(Debug, Default)]
 struct Found {
     versions: BTreeMap<u64, Candidate>,
@@ -31,12 +32,12 @@ struct Found {
 enum Candidate {
     Bundle(Box<Manifest>),
     Plain(PlainVersion),
-    /// One that is ready and whose files are not complete now, as while they are replaced in place.
+    /// A ready version whose files are incomplete now, for example while they are replaced in place.
     Broken(Failure),
 }
 
 impl Repository {
-    /// Looks through the source once; only one call may run at a time.
+    /// Scans the source once; the caller holds `refreshing`.
     pub(super) async fn refresh_now(&self) -> Result<()> {
         let inner = &self.inner;
         if inner.config.control == Control::Explicit {
@@ -50,7 +51,7 @@ impl Repository {
         Ok(())
     }
 
-    /// Adds what was found to `next`: versions that are ready stay, new ones are loaded, and ones that
+    /// Adds the models of `listing` to `next`: keeps ready versions, loads new ones, and retries those that
     /// failed longer ago than `retry_after`.
     pub(super) async fn settle(
         &self,
@@ -102,7 +103,7 @@ impl Repository {
                 tracing::warn!(model, error = problem, "a model is not served as it should be");
             }
             match known {
-                // Its versions stay until it can be read again.
+                // Its versions stay until the folder can be read again.
                 Some(known) => {
                     next.models.insert(model, Versions { problems: vec![problem], ..known.clone() });
                 }
@@ -119,7 +120,7 @@ impl Repository {
                 .folders
                 .iter()
                 .any(|folder| folder.name == version.name && folder.files.contains_key(CONFIG_FILE));
-            // A bundle whose manifest is gone is being replaced, and does not become a graph alone.
+            // A ready bundle without its manifest is being replaced; it must not be loaded as a plain graph.
             if !configured
                 && known.is_some_and(|known| known.ready.get(&version.version).is_some_and(is_bundle))
             {
@@ -148,7 +149,7 @@ impl Repository {
         }
     }
 
-    /// The versions of a model as they are to be from now on.
+    /// The new state of a model's versions.
     async fn settle_model(
         &self,
         model: &str,
@@ -202,8 +203,8 @@ impl Repository {
                 self.settle_version(model, version, candidate, known, &mut versions, retry_after).await;
             }
         }
-        // What a label or a share names is served whatever the policy says. What a label named until now is
-        // there while it has to stay.
+        // Versions that a label or a share names are served whatever the policy is. The previous version of a
+        // label stays ready while the label cannot move.
         let by_policy: BTreeSet<u64> = versions.ready.keys().chain(versions.failed.keys()).copied().collect();
         let mut named = versions.rollout.versions();
         for version in named.iter().copied().chain(known.labels.values().copied()) {
@@ -223,8 +224,8 @@ impl Repository {
         versions
     }
 
-    /// Adds a version to those that are ready, or to those that are not. One that is ready stays so while
-    /// what shall replace it is not.
+    /// Adds a version to the ready ones or to the failed ones. A ready version stays ready while its
+    /// replacement is not.
     async fn settle_version(
         &self,
         model: &str,
@@ -263,13 +264,14 @@ impl Repository {
             tracing::warn!(model, version, error = failure.reason, "a model version is not served");
         }
         versions.failed.insert(version, failure);
-        // It goes with its folder.
+        // The ready version is dropped when its folder is deleted.
         if let Some(ready) = ready {
             versions.ready.insert(version, ready.clone());
         }
     }
 
-    /// Loads a version, unless its graph may still be being written; `same` is the last try of the same.
+    /// Loads a version, unless its graph may still be being written. `same` is the failure of the last
+    /// attempt with the same origin.
     async fn try_version(
         &self,
         model: &str,
@@ -282,7 +284,8 @@ impl Repository {
             Failure { origin: Some(origin), reason, at, settling: true, told: true }
         };
         if let Content::Plain(files) = &origin.content {
-            // A file from the future is whole when it stays as it is.
+            // A file with a modification time in the future counts as complete once it is unchanged for
+            // [`SETTLE`].
             let stayed = same.is_some_and(|same| same.settling && same.at.elapsed() >= SETTLE);
             if !files.values().all(is_settled) && !stayed {
                 let waits = SETTLE.as_millis();
@@ -302,7 +305,7 @@ impl Repository {
         }
     }
 
-    /// Makes `next` what is served.
+    /// Publishes `next` as the models that are served.
     pub(super) fn publish(&self, before: &Models, next: Models) {
         let inner = &self.inner;
         let same = |a: &Models, b: &Models, model: &String, version: &u64| {
@@ -340,8 +343,8 @@ impl Repository {
         }
     }
 
-    /// Notes once that each model of the configuration has a version that can answer; whether that is new. What comes
-    /// later, a bad version for one, does not change it.
+    /// Records once that each model of the configuration has a version that can answer. Returns whether that
+    /// is new. Later failures do not reset it.
     pub(super) fn note_ready(&self, models: &Models) -> bool {
         let inner = &self.inner;
         let answers = |name: &String| {
@@ -349,7 +352,7 @@ impl Repository {
             versions
                 .is_some_and(|versions| versions.ready.values().any(|model| models.fault(model).is_none()))
         };
-        // Where callers load models, options of one do not say that it is served.
+        // Under explicit control, options for a model do not mean that it is to be served.
         let options = (inner.config.control == Control::Poll).then(|| inner.config.models.keys());
         let mut configured = inner.config.load.iter().chain(options.into_iter().flatten());
         !inner.ready.load(Ordering::SeqCst)
@@ -357,7 +360,7 @@ impl Repository {
             && !inner.ready.swap(true, Ordering::SeqCst)
     }
 
-    /// Name and version of a path in the store, when it has the form of a version's path.
+    /// Name and version of a path in the store, if it has the form of a version's path.
     pub(super) fn version_of(&self, path: &str) -> Option<(String, u64)> {
         let root = self.inner.source.root.trim_matches('/');
         let relative = path.strip_prefix(root)?.trim_start_matches('/');
@@ -370,13 +373,13 @@ fn is_bundle(model: &Arc<Model>) -> bool {
     matches!(model.origin.content, Content::Bundle(_))
 }
 
-/// The policy where none is said.
+/// The default policy.
 fn newest(limit: usize) -> VersionPolicy {
     let count = u32::try_from(limit).ok().and_then(NonZeroU32::new).unwrap_or(NonZeroU32::MAX);
     VersionPolicy::Latest(count)
 }
 
-/// What a version would be loaded from.
+/// The origin of a version; an error if it cannot be loaded.
 fn origin(candidate: Candidate, versions: &Versions) -> Result<Arc<Origin>, Failure> {
     let config = versions.beside.config.as_ref();
     let failure = |reason: String, told: bool| Failure {

@@ -1,5 +1,6 @@
-//! Which versions of a model answer whom: labels, how requests that name no version are split, and which
-//! version runs copies of them. Kept in `rollout.json` beside the versions, so that it moves while the server runs, over what `millrace.toml` says.
+//! Version routing: labels, the split of requests that name no version, and the shadow that runs copies of
+//! requests. `rollout.json` next to the versions holds it, so that it can change while the server runs. It
+//! overrides `millrace.toml`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -9,38 +10,38 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::quote;
 
-/// Largest `rollout.json` that is read.
+/// Largest `rollout.json` in bytes.
 pub(crate) const BYTES_MAX: u64 = 64 << 10;
 const LABELS_MAX: usize = 64;
 const LABEL_BYTES_MAX: usize = 64;
-/// Most versions that requests are split between.
+/// Most versions in a split.
 const SPLIT_MAX: usize = 16;
 /// Largest weight, so that sums stay finite.
 const WEIGHT_MAX: f64 = 1e9;
 
-/// The content of `rollout.json`. What it leaves out is as `millrace.toml` has it.
+/// The content of `rollout.json`. For fields that it leaves out, `millrace.toml` applies.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Rollout {
     /// Versions by label: `{"stable": 3}`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, u64>,
-    /// Weights of the versions or labels between which requests that name no version are split:
-    /// `{"stable": 95, "4": 5}`. The newest version answers all of them when empty.
+    /// Split of requests that name no version: weights by version or label, `{"stable": 95, "4": 5}`. If
+    /// empty, the newest version answers all of them.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub split: BTreeMap<Target, f64>,
-    /// The version that runs copies of requests once they are answered, to compare.
+    /// The shadow: a version that runs copies of requests after they are answered, to compare the answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shadow: Option<ShadowTarget>,
 }
 
-/// A version that runs copies of what others answer: `{"version": "4", "share": 0.1}`.
+/// A version that runs copies of requests to others: `{"version": "4", "share": 0.1}`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShadowTarget {
     /// The version, or a label.
     pub version: Target,
-    /// The part of the model's requests that is copied, from 0 to 1.
+    /// The fraction of the model's requests that is copied, from 0 to 1.
     pub share: f64,
 }
 
@@ -48,9 +49,9 @@ impl Rollout {
     /// Reads the content of a file.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The error in it.
     pub fn read(content: &[u8]) -> Result<Rollout, String> {
-        // Of itself a list would do as well, its elements taken for the fields in order.
+        // Serde would accept a list, whose elements it takes for the fields in order.
         if content.trim_ascii_start().first() == Some(&b'[') {
             return Err("it is a list, an object is expected".into());
         }
@@ -61,16 +62,16 @@ impl Rollout {
 
     /// The content of a file.
     pub fn written(&self) -> Vec<u8> {
-        // Maps of names and finite numbers always have a JSON.
+        // Serialization cannot fail: string keys and finite numbers.
         let mut json = serde_json::to_vec_pretty(self).unwrap_or_default();
         json.push(b'\n');
         json
     }
 
-    /// Refuses labels that are none and weights that say nothing.
+    /// Refuses invalid labels, weights and shares.
     ///
     /// # Errors
-    /// Which, and what is allowed.
+    /// The invalid value, and the allowed ones.
     pub fn check(&self) -> Result<(), String> {
         if self.labels.len() > LABELS_MAX {
             return Err(format!("{} labels, the limit is {LABELS_MAX}", self.labels.len()));
@@ -100,7 +101,7 @@ impl Rollout {
         Ok(())
     }
 
-    /// The same with what `file` says instead, where it says something.
+    /// The settings of `self`, overridden by those that `file` sets.
     pub(super) fn with(&self, file: &Rollout) -> Rollout {
         let mut both = self.clone();
         both.labels.extend(file.labels.iter().map(|(label, version)| (label.clone(), *version)));
@@ -113,7 +114,7 @@ impl Rollout {
         both
     }
 
-    /// Versions that are named, which are served whatever the policy says.
+    /// The versions that are named by number; they are served whatever the policy is.
     pub(super) fn versions(&self) -> BTreeSet<u64> {
         let shadow = self.shadow.iter().map(|shadow| &shadow.version);
         let split = self.split.keys().chain(shadow).filter_map(|target| match target {
@@ -124,17 +125,18 @@ impl Rollout {
     }
 }
 
-/// Whether a string may be a label: a letter, then letters, digits, `.`, `_`, `-`, so that none is a number.
+/// Whether a string may be a label: an ASCII letter, then letters, digits, `.`, `_`, `-`. No number is a
+/// label.
 pub(crate) fn is_label(text: &str) -> bool {
     text.len() <= LABEL_BYTES_MAX
         && text.starts_with(|first: char| first.is_ascii_alphabetic())
         && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
 }
 
-/// Refuses what is no label.
+/// Refuses a string that is not a label.
 ///
 /// # Errors
-/// What a label is made of.
+/// The allowed characters and length.
 pub fn check_label(text: &str) -> Result<(), String> {
     if is_label(text) {
         return Ok(());
@@ -145,7 +147,7 @@ pub fn check_label(text: &str) -> Result<(), String> {
     ))
 }
 
-/// A version, by its number or by a label.
+/// A version, named by its number or by a label.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Target {
     /// A version.

@@ -1,4 +1,4 @@
-//! Which version answers a request that belongs to a sequence.
+//! Version routing for requests of a sequence.
 
 use std::sync::Arc;
 
@@ -8,9 +8,10 @@ use crate::error::InferError;
 use crate::sequence::{Sequences, Step};
 
 impl Repository {
-    /// The version that answers a request of a sequence, with that id of its own. One that names no version
-    /// goes on where its sequence was begun; a sequence that begins is split by its id, as it stays there.
-    /// With it come the other versions in which a sequence of this id ends then.
+    /// The version that answers a request of a sequence; `id` is the request's own id. A request that names
+    /// no version goes to the version that holds its sequence. The traffic split places a new sequence by the
+    /// sequence's id, and it stays there. Also returns the other versions in which a sequence with this id
+    /// must end, when one begins.
     ///
     /// # Errors
     /// As [`Repository::find`].
@@ -23,7 +24,7 @@ impl Repository {
     ) -> Result<(Arc<Model>, Vec<Arc<Sequences>>), InferError> {
         let models = self.inner.models.read().clone();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
-        // Models without sequences do not heed what requests say of them.
+        // Models without sequences ignore sequence parameters.
         if versions.ready.values().all(|model| model.sequences.is_none()) {
             return Ok((self.route(model, asked, id)?, Vec::new()));
         }
@@ -41,14 +42,14 @@ impl Repository {
 }
 
 impl Versions {
-    /// Versions but one in which a sequence is live.
+    /// The sequences of the other versions in which this id is live.
     fn others(&self, found: &Arc<Model>, step: &Step) -> Vec<Arc<Sequences>> {
         let others = self.ready.values().filter(|model| !Arc::ptr_eq(model, found));
         let kept = others.filter_map(|model| model.sequences.as_ref());
         kept.filter(|sequences| sequences.begun(&step.id).is_some()).cloned().collect()
     }
 
-    /// The version in which a sequence is live; of several the one in which it was begun last.
+    /// The version in which a sequence is live; the one in which it began last, if several.
     fn holding(&self, step: &Step) -> Option<Arc<Model>> {
         let begun = |model: &Arc<Model>| model.sequences.as_ref()?.begun(&step.id);
         let held = self.ready.values().filter_map(|model| Some((begun(model)?, model)));

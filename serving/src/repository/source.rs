@@ -1,4 +1,4 @@
-//! The places that models are served from: a volume, a snapshot of one, a directory, any store.
+//! The source of models: a volume, a snapshot, a local directory, or any object store.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::entries::Entries;
 use crate::config::VOLUME_ROOT;
 use crate::error::{Error, Result};
 
-/// Where models are found.
+/// A store and the path of the models in it.
 #[derive(Debug, Clone)]
 pub struct Source {
     pub(super) store: Arc<dyn ObjectStore>,
@@ -18,7 +18,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// Models below `root` of any store.
+    /// Models below `root` in any object store.
     pub fn new(store: Arc<dyn ObjectStore>, root: impl Into<String>) -> Source {
         Source { store, root: root.into() }
     }
@@ -28,8 +28,8 @@ impl Source {
         Source::new(Arc::new(Entries::volume(view)), VOLUME_ROOT)
     }
 
-    /// Models in a directory of the local file system: `<directory>/<name>/<version>/`. Where the path is a
-    /// symbolic link that is replaced, the models are those of its new target.
+    /// Models in a directory of the local file system: `<directory>/<name>/<version>/`. If the path is a
+    /// symbolic link and its target changes, the source serves the models of the new target.
     ///
     /// # Errors
     /// [`Error::Directory`] when it is not a readable directory.

@@ -1,15 +1,15 @@
-//! Requests that name no version, split between versions by weights.
+//! The traffic split: distributes requests that name no version between versions by weight.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How requests are split: a version answers those whose place lies below its bound and not below the one
-/// before.
+/// The split. A version answers the requests whose hash lies below its bound and not below the previous
+/// bound.
 #[derive(Debug)]
 pub(super) struct Split {
-    /// Ascending; the last bound is the largest number.
+    /// Bounds, ascending, with their versions; the last bound is `u64::MAX`.
     bounds: Vec<(u64, u64)>,
-    /// Requests without an id so far.
+    /// Number of requests without an id so far.
     count: AtomicU64,
 }
 
@@ -20,7 +20,7 @@ impl PartialEq for Split {
 }
 
 impl Split {
-    /// Between versions with their weights; `None` when none has any.
+    /// A split by these weights; `None` when no weight is positive.
     pub(super) fn new(weights: &BTreeMap<u64, f64>) -> Option<Split> {
         let total: f64 = weights.values().sum();
         let mut sum = 0.0;
@@ -29,7 +29,7 @@ impl Split {
             .filter(|(_, weight)| **weight > 0.0)
             .map(|(version, weight)| {
                 sum += weight;
-                // A conversion from floating point saturates.
+                // The conversion from floating point saturates.
                 ((sum / total * 2f64.powi(64)) as u64, *version)
             })
             .collect();
@@ -37,15 +37,16 @@ impl Split {
         Some(Split { bounds, count: AtomicU64::new(0) })
     }
 
-    /// The versions that have a share.
+    /// The versions with a positive weight.
     pub(super) fn versions(&self) -> impl Iterator<Item = u64> {
         self.bounds.iter().map(|(_, version)| *version)
     }
 
-    /// The version for a request: always the same for an id, in any process; in turn for an empty one.
+    /// The version for a request. An id always gets the same version, in every process; requests without an
+    /// id are spread evenly.
     pub(super) fn version(&self, id: &str) -> u64 {
         let place = if id.is_empty() {
-            // Multiples of the golden ratio, modulo one, are spread evenly at any count.
+            // Multiples of the golden ratio, modulo one, are evenly spread at any count.
             self.count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9E37_79B9_7F4A_7C15)
         } else {
             hash(id)
@@ -55,7 +56,7 @@ impl Split {
     }
 }
 
-/// FNV-1a, whose high bits are then mixed as splitmix64 does: ids that count up differ in the low ones.
+/// FNV-1a, with splitmix64's mixing of the high bits: consecutive ids differ in the low bits only.
 fn hash(id: &str) -> u64 {
     let fnv = id.bytes().fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3)
@@ -85,7 +86,7 @@ mod tests {
         assert!(counted[&4].abs_diff(500) <= 10 && !counted.contains_key(&9), "{counted:?}");
         let named = shares(&split, (0..10_000).map(|n| format!("request-{n}")));
         assert!(named[&4].abs_diff(500) <= 100 && named.len() == 2, "{named:?}");
-        // A few requests are spread, too, whatever their number.
+        // Even a few requests are spread evenly.
         let few = Split::new(&[(1, 1.0), (2, 1.0)].into()).unwrap();
         assert!(shares(&few, (0..8).map(|_| String::new()))[&1].abs_diff(4) <= 1);
     }
@@ -97,7 +98,7 @@ mod tests {
             let id = n.to_string();
             assert_eq!(split.version(&id), split.version(&id));
         }
-        // More weight takes requests from others and gives none away.
+        // A larger weight takes requests from other versions and gives none away.
         let more = Split::new(&[(3, 0.4), (4, 0.6)].into()).unwrap();
         assert!((0..1000).map(|n| n.to_string()).all(|id| split.version(&id) == 3 || more.version(&id) == 4));
     }

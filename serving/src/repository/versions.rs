@@ -1,4 +1,5 @@
-//! The versions of one model: which are ready, which are not and why, and which one answers a request.
+//! The versions of one model: the ready and the failed ones, and the selection of the one that answers a
+//! request.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -18,52 +19,53 @@ use crate::error::{InferError, quote};
 use crate::infer::parse_version;
 use crate::shadow::Shadow;
 
-/// Where a version came from: while this is the same, it need not be loaded again.
+/// Origin of a version: while it is unchanged, the version need not be loaded again.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Origin {
     pub(super) content: Content,
     pub(super) loading: Option<Loading>,
 }
 
-/// What a version is made of.
+/// Content of a version.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Content {
-    /// A bundle, known by its manifest.
+    /// A bundle, identified by its manifest.
     Bundle(Box<Manifest>),
-    /// A graph without a manifest, known by what the store says of all files of its folder, as some may hold weights.
+    /// A graph without a manifest, identified by the store's metadata of all files in its folder, as some may
+    /// hold weights.
     Plain(BTreeMap<String, FileStat>),
-    /// Other models, known by the configuration alone.
+    /// An ensemble, identified by the configuration alone.
     Ensemble,
 }
 
-/// A version that is not as the repository has it now.
+/// Failure to serve a version in its current form.
 #[derive(Debug, Clone)]
 pub(super) struct Failure {
-    /// What could not be loaded; `None` when it did not come to that.
+    /// The origin that could not be loaded; `None` if loading was not tried.
     pub(super) origin: Option<Arc<Origin>>,
     pub(super) reason: String,
     pub(super) at: Instant,
-    /// It is being written, and looked at again soon.
+    /// Another process may still be writing it; retried soon.
     pub(super) settling: bool,
-    /// A call that loads the model is answered with it.
+    /// Whether a call that loads the model returns this failure.
     pub(super) told: bool,
 }
 
 /// The versions of a model.
 #[derive(Debug, Clone)]
 pub(super) struct Versions {
-    /// A version that failed to be replaced is still here, and in `failed` with the reason.
+    /// Includes a version whose replacement failed; `failed` then holds the reason.
     pub(super) ready: BTreeMap<u64, Arc<Model>>,
     pub(super) failed: BTreeMap<u64, Failure>,
     pub(super) policy: VersionPolicy,
-    /// What the configuration and the repository say of labels and shares.
+    /// Labels and shares from the configuration and `rollout.json`.
     pub(super) rollout: Rollout,
-    /// Labels in force: of ready versions.
+    /// Labels in force; their versions are ready.
     pub(super) labels: BTreeMap<String, u64>,
     pub(super) split: Option<Arc<Split>>,
     pub(super) shadow: Option<Arc<Shadow>>,
     pub(super) beside: Beside,
-    /// What is wrong with the model as a whole.
+    /// Problems of the model as a whole.
     pub(super) problems: Vec<String>,
 }
 
@@ -83,19 +85,19 @@ impl Default for Versions {
     }
 }
 
-/// Which version a request asks for.
+/// The version that a request asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Asked<'a> {
-    /// None: the newest, or for inference the one whose turn it is.
+    /// None: the newest, or for inference the one that the split selects.
     Any,
     /// A number.
     Version(u64),
-    /// What may be a label.
+    /// A label that may or may not exist.
     Label(&'a str),
 }
 
 impl<'a> Asked<'a> {
-    /// Reads a version as protocols write it.
+    /// Parses a version as the protocols write it.
     ///
     /// # Errors
     /// [`InferError::Invalid`] for what is neither empty, a positive integer, nor a label.
@@ -111,11 +113,11 @@ impl<'a> Asked<'a> {
 }
 
 impl Versions {
-    /// The version that is asked for, when it is ready.
+    /// The version that the request asks for, if it is ready.
     ///
     /// # Errors
-    /// [`InferError::NotFound`]; [`InferError::Unavailable`] when it is there and not served;
-    /// [`InferError::Invalid`] for what is no label of the model.
+    /// [`InferError::NotFound`]; [`InferError::Unavailable`] when the version exists and is not served;
+    /// [`InferError::Invalid`] for a name that is not a label of the model.
     pub(super) fn find(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
         let version = match asked {
             Asked::Any => None,
@@ -129,7 +131,7 @@ impl Versions {
         found.cloned().ok_or_else(|| self.missing(model, version))
     }
 
-    /// The version that answers a request with that id which names none.
+    /// The version that the split selects for a request with this id that names no version.
     pub(super) fn turn(&self, id: &str) -> Option<Arc<Model>> {
         let split = self.split.as_ref()?;
         self.ready.get(&split.version(id)).cloned()
@@ -175,8 +177,8 @@ impl Versions {
         }
     }
 
-    /// Puts labels and shares in force as far as their versions are ready; a label whose version is not
-    /// stays where it is.
+    /// Applies labels and shares whose versions are ready. A label whose version is not ready stays on its
+    /// previous version.
     pub(super) fn roll_out(&mut self, known: &Versions) {
         self.labels.clear();
         for (label, version) in &self.rollout.labels {
@@ -203,7 +205,7 @@ impl Versions {
             }
         }
         let split = Split::new(&weights).map(Arc::new);
-        // The one before goes on counting.
+        // An unchanged split keeps its counter.
         self.split = if split == known.split { known.split.clone() } else { split };
         self.cast_shadow(known);
     }
@@ -224,7 +226,7 @@ impl Versions {
         self.shade(same.or_else(|| shadow.map(Arc::new)));
     }
 
-    /// Lets requests to all versions but the shadow's own be copied.
+    /// Marks all versions except the shadow itself as shadowed.
     fn shade(&mut self, shadow: Option<Arc<Shadow>>) {
         for (version, model) in &self.ready {
             let copied = shadow.as_ref().is_some_and(|shadow| shadow.version() != *version);
@@ -233,7 +235,7 @@ impl Versions {
         self.shadow = shadow;
     }
 
-    /// The version that a share or a shadow names, when it is ready.
+    /// The version that a share or a shadow names, if it is ready.
     fn target(&self, target: &Target) -> Option<&Arc<Model>> {
         let version = match target {
             Target::Version(version) => version,

@@ -1,7 +1,7 @@
-//! What a request is known by in the response cache: a SHA-256 of the version and of everything in the
-//! request that the answer depends on.
+//! Keys of the response cache: a SHA-256 of the version and of everything in the request on which the answer
+//! depends.
 //!
-//! Before whatever has no fixed length comes its length, so that no two requests give the same bytes.
+//! A length precedes every field of variable length, so different requests hash different bytes.
 
 use millrace_bundle::{Manifest, TensorSpec};
 use sha2::{Digest as _, Sha256};
@@ -10,15 +10,15 @@ use crate::error::InferError;
 use crate::session::Work;
 use crate::tensor::{Data, for_numbers};
 
-/// Elements that are made bytes of at once: the raw form of a large input is never there as a whole.
+/// Elements converted to bytes at a time, so that the raw form of a large input never exists as a whole.
 const BLOCK_ELEMENTS: usize = 512;
 
-/// What a request asks of a version.
+/// The key of a request to a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Key(pub(super) [u8; 32]);
 
-/// What the keys of a version have in common: its name and number, the digests of its files, and its
-/// signature, as requests are told by places in it.
+/// The common prefix of a version's keys: its name and number, the digests of its files, and its signature,
+/// as requests refer to inputs and outputs by index.
 #[derive(Debug, Clone)]
 pub(super) struct Head(Sha256);
 
@@ -37,7 +37,7 @@ impl Head {
         Head(digest)
     }
 
-    /// The key of a request whose inputs are in the signature's order, of its datatypes.
+    /// The key of a request whose inputs have the signature's order and datatypes.
     ///
     /// # Errors
     /// As [`crate::tensor::Held::read`].
@@ -49,7 +49,7 @@ impl Head {
         for input in &work.inputs {
             let input = input.read()?;
             extents(&mut digest, &input.shape);
-            // How many there are follows from the shape.
+            // The shape determines the number of elements.
             elements(&mut digest, &input.data);
         }
         Ok(Key(digest.finalize().into()))

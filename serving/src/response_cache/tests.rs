@@ -1,4 +1,4 @@
-//! What gives another key, what goes first, and what all of it takes.
+//! Tests of keys, eviction order and memory use.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashSet;
@@ -88,7 +88,7 @@ fn whatever_is_asked_otherwise_gives_another_key() {
     ];
     let keys: HashSet<Key> = works.iter().map(|work| head.key(work).unwrap()).collect();
     assert_eq!(keys.len(), works.len());
-    // When and by whom it is asked changes nothing.
+    // The time and the client of a request do not change its key.
     let again = Work {
         rows: 2,
         level: 3,
@@ -125,7 +125,7 @@ fn whatever_differs_in_a_version_gives_another_key() {
         manifest("m", 2, "a"),
         manifest("m", 1, "b"),
         other(|manifest| manifest.signature.inputs[0].datatype = Datatype::Int32),
-        // The places of the outputs are others.
+        // The indices of the outputs differ.
         other(|manifest| manifest.signature.outputs.reverse()),
         other(|manifest| drop(manifest.signature.outputs.remove(0))),
     ];
@@ -133,7 +133,7 @@ fn whatever_differs_in_a_version_gives_another_key() {
     let keys: HashSet<Key> =
         manifests.iter().map(|manifest| Head::new(manifest).key(&asked).unwrap()).collect();
     assert_eq!(keys.len(), manifests.len());
-    // The same content is the same version, whenever it was loaded.
+    // Equal content is the same version, whenever it was created.
     let again = other(|manifest| manifest.created_at = "2026-11-01T00:00:00Z".into());
     assert!(keys.contains(&Head::new(&again).key(&asked).unwrap()));
 }
@@ -162,7 +162,7 @@ fn elements_of_bytes_keep_nothing_alive_and_count_with_what_holds_them() {
     assert_eq!(kept[0], part);
     let Data::Bytes(kept) = &kept[0].data else { unreachable!() };
     assert_ne!(kept[0].as_ptr(), given[0].as_ptr());
-    // A million of nothing is not nothing.
+    // A million empty strings still take memory.
     assert!(size(&[text(&[""; 1_000])]) >= 1_000 * size_of::<Bytes>());
 }
 
@@ -190,7 +190,7 @@ fn threads_that_use_it_at_once_leave_it_within_its_bound() {
 }
 
 proptest! {
-    /// Against a list, the most recently used last.
+    /// Against a list with the most recently used entry last.
     #[test]
     fn the_least_recently_used_goes_first(
         steps in prop::collection::vec((any::<bool>(), 0_u8..12, 1_usize..40), 1..200),

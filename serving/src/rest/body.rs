@@ -1,5 +1,5 @@
-//! Bodies of inference requests and replies: JSON, optionally followed by the raw bytes of tensors that
-//! say `binary_data_size`.
+//! Codec for the bodies of inference requests and responses: JSON, optionally followed by the raw bytes of
+//! the tensors that have `binary_data_size`.
 
 mod not_finite;
 
@@ -50,35 +50,35 @@ struct OutputJson {
     parameters: Map<String, Value>,
 }
 
-/// A field that is null is as absent.
+/// Reads a field for which null means absent.
 pub(super) fn nullable<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(
     deserializer: D,
 ) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
-/// Parameters; those that are null are as absent.
+/// Parameters; null means absent.
 pub(super) fn parameters<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Map<String, Value>, D::Error> {
     let mut parameters: Map<String, Value> = nullable(deserializer)?;
     parameters.retain(|_, value| !value.is_null());
     Ok(parameters)
 }
 
-/// What a reply takes from its request beside the outputs.
+/// The part of a request that its response needs, besides the outputs.
 #[derive(Debug)]
 pub(super) struct Reply {
     id: String,
-    /// Form of the outputs that do not say.
+    /// Form of outputs without a form of their own.
     binary: bool,
-    /// Outputs that say.
+    /// Outputs with a form of their own.
     chosen: Vec<(String, bool)>,
     deliveries: Vec<Delivery>,
 }
 
-/// Reads a body. `header_length` is the length of its JSON part when raw bytes follow.
+/// Decodes a body. `header_length` is the length of its JSON part when raw bytes follow.
 ///
 /// # Errors
-/// [`InferError::Invalid`], [`InferError::Unsupported`], and what shared memory says.
+/// [`InferError::Invalid`], [`InferError::Unsupported`], and errors of shared memory.
 pub(super) fn decode(
     body: &Bytes,
     header_length: Option<usize>,
@@ -92,7 +92,7 @@ pub(super) fn decode(
         )));
     }
     let json = &body[..json_length];
-    // Of itself a list would do as well, its elements taken for the fields in order.
+    // Serde would accept a list, whose elements it takes for the fields in order.
     if json.trim_ascii_start().first() == Some(&b'[') {
         return Err(InferError::invalid("the body is a list, an object with \"inputs\" is expected"));
     }
@@ -130,7 +130,7 @@ pub(super) fn decode(
     Ok((Request { inputs, outputs, priority, timeout, ..Default::default() }, reply))
 }
 
-/// The id of a request and what it says of its sequence; neither where there is no request.
+/// The id of a request and its sequence parameters; empty if the body is not a request.
 pub(super) fn head(body: &Bytes, header_length: Option<usize>) -> (String, Option<Step>) {
     #[derive(Default, Deserialize)]
     struct Head {
@@ -144,7 +144,7 @@ pub(super) fn head(body: &Bytes, header_length: Option<usize>) -> (String, Optio
     (id, sequence::peek(&parameters))
 }
 
-/// What the parser says, which may repeat a string of the body whole.
+/// The parser's message, shortened: it may repeat a long string of the body.
 fn shortened(error: &serde_json::Error) -> String {
     let text = error.to_string();
     match text.char_indices().nth(300) {
@@ -223,7 +223,7 @@ struct OutputReplyJson<'a> {
     data: Option<JsonData<'a>>,
 }
 
-/// Where the elements of an output are when they are not in the JSON.
+/// The place of an output's elements that are not in the JSON.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Elsewhere<'a> {
@@ -234,13 +234,13 @@ enum Elsewhere<'a> {
         shared_memory_region: &'a str,
         shared_memory_offset: u64,
         shared_memory_byte_size: usize,
-        /// Always 0: Triton's C++ client takes every output that has parameters for one that says this.
+        /// Always 0: Triton's C++ client expects this field in every output that has parameters.
         binary_data_size: usize,
     },
 }
 
-/// Writes a reply, and the outputs that go into shared memory; gives the length of its JSON part when
-/// raw bytes follow it.
+/// Encodes a response and writes outputs to shared memory. Returns the length of the JSON part when raw bytes
+/// follow it.
 ///
 /// # Errors
 /// [`InferError::NotRepresentable`], and what the outputs that were asked for say.

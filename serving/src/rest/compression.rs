@@ -1,5 +1,5 @@
-//! Compressed bodies over HTTP: how a request is compressed, and replies to inference and the page compressed as
-//! `Accept-Encoding` asks.
+//! Compression over HTTP: detects the compression of request bodies, and compresses inference responses and
+//! the page as `Accept-Encoding` asks.
 
 use axum::body::{Body, HttpBody};
 use axum::extract::Request;
@@ -11,18 +11,18 @@ use super::Failure;
 use crate::compression::Encoding;
 use crate::error::quote;
 
-/// Replies below this size gain nothing.
+/// Compressing smaller responses gains nothing.
 const COMPRESSED_BYTES_MIN: u64 = 1024;
 
-/// Compresses replies.
+/// Middleware that compresses responses.
 pub(super) async fn translate(request: Request, next: Next) -> Response {
     let accepted = Accepted::read(request.headers());
     if accepted == Accepted::Nothing {
         let reason = "the reply is wanted in none of the forms gzip, deflate and identity".into();
         return Failure { status: StatusCode::NOT_ACCEPTABLE, reason }.into_response();
     }
-    // Of its calls Triton compresses this one alone, and its asyncio client, whose library asks for gzip by
-    // itself, takes all others for plain.
+    // Triton compresses only inference responses. Its asyncio client, whose HTTP library asks for gzip on
+    // every call, expects all other responses uncompressed.
     let path = request.uri().path();
     let accepted = match accepted {
         Accepted::Preferred(_) if path != "/" && !path.ends_with("/infer") => Accepted::Plain,
@@ -34,7 +34,7 @@ pub(super) async fn translate(request: Request, next: Next) -> Response {
     }
 }
 
-/// How a request's body is compressed. `identity` says that it is not.
+/// The compression of a request's body; `None` for `identity`.
 pub(super) fn content_encoding(headers: &HeaderMap) -> Result<Option<Encoding>, Failure> {
     let names = names(headers, header::CONTENT_ENCODING);
     let applied: Vec<&String> =
@@ -56,29 +56,30 @@ pub(super) fn content_encoding(headers: &HeaderMap) -> Result<Option<Encoding>, 
     }
 }
 
-/// The items of a list in a header, which may be there several times.
+/// The items of a list header, which may occur several times.
 fn names(headers: &HeaderMap, name: HeaderName) -> Vec<String> {
     let text = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
     let values: Vec<String> = headers.get_all(name).iter().map(text).collect();
     values.iter().flat_map(|value| value.split(',')).map(|item| item.trim().to_owned()).collect()
 }
 
-/// What a client reads.
+/// The encoding that a client accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Accepted {
-    /// Replies as they are.
+    /// Uncompressed responses.
     Plain,
-    /// Replies compressed so, unless they are small.
+    /// This encoding, except for small responses.
     Preferred(Encoding),
-    /// Replies compressed so, whatever their size.
+    /// Only this encoding, whatever the size.
     Only(Encoding),
-    /// No form there is.
+    /// None that the server offers.
     Nothing,
 }
 
 impl Accepted {
-    /// RFC 9110, section 12.5.3: each form has a weight from 0 (refused) to 1; `*` stands for those that
-    /// are not named; without a word `identity` is accepted and the others are not asked for.
+    /// RFC 9110, section 12.5.3: each encoding has a weight from 0 (refused) to 1, and `*` covers encodings
+    /// that are not named. An encoding that neither covers is not wanted, except `identity`, which is
+    /// accepted.
     fn read(headers: &HeaderMap) -> Accepted {
         let weights: Vec<(String, f32)> =
             names(headers, header::ACCEPT_ENCODING).iter().filter_map(|item| weight(item)).collect();
@@ -105,7 +106,7 @@ impl Accepted {
     }
 }
 
-/// Name and weight of an item such as `gzip;q=0.5`; `None` for one that is malformed.
+/// Name and weight of an item such as `gzip;q=0.5`; `None` if it is malformed.
 fn weight(item: &str) -> Option<(String, f32)> {
     let mut parts = item.split(';').map(str::trim);
     let name = parts.next().filter(|name| !name.is_empty())?.to_owned();
@@ -121,7 +122,7 @@ fn weight(item: &str) -> Option<(String, f32)> {
 }
 
 async fn compressed(accepted: Accepted, response: Response) -> Result<Response, Failure> {
-    // Replies are made whole before they are sent, so every one that has a body knows its size.
+    // Handlers build responses whole, so every response with a body has an exact size.
     let Some(bytes) = response.body().size_hint().exact().filter(|bytes| *bytes > 0) else {
         return Ok(response);
     };

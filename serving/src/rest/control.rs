@@ -1,4 +1,4 @@
-//! Triton's control calls over REST: JSON in, JSON out.
+//! Triton's control calls over REST, with JSON requests and responses.
 
 use axum::Json;
 use axum::Router;
@@ -16,7 +16,7 @@ use crate::logging;
 use crate::tokens::Caller;
 use crate::{model_config, statistics};
 
-/// Largest body of a control call, in bytes: none needs more than a few names.
+/// Largest body of a control call, in bytes; a few names suffice.
 pub(super) const BODY_BYTES_MAX: usize = 64 << 10;
 
 /// The routes of the control calls.
@@ -46,7 +46,7 @@ struct Call {
     parameters: Map<String, Value>,
 }
 
-/// A small JSON body; none at all is the same as an empty object.
+/// A small JSON body; an empty body equals an empty object.
 struct Small<T>(T);
 
 impl<T: Default + for<'de> Deserialize<'de>> FromRequest<App> for Small<T> {
@@ -65,7 +65,8 @@ impl<T: Default + for<'de> Deserialize<'de>> FromRequest<App> for Small<T> {
         if body.bytes.trim_ascii().is_empty() {
             return Ok(Small(T::default()));
         }
-        // An object first: of itself a list would do as well, its elements taken for the fields in order.
+        // Parsed as an object first: serde would accept a list, whose elements it takes for the fields in
+        // order.
         serde_json::from_slice(&body.bytes)
             .and_then(|object: Map<String, Value>| T::deserialize(Value::Object(object)))
             .map(Small)
@@ -176,7 +177,7 @@ async fn set_model_trace_settings(
     change_trace_settings(&app, &caller, &target.model, &changes)
 }
 
-/// A setting is a text, a number or a list of texts; null clears it.
+/// Changes trace settings. A value is a string, a number or a list of them; null clears it.
 fn change_trace_settings(
     app: &App,
     caller: &Caller,
@@ -207,7 +208,7 @@ fn change_trace_settings(
         .trace_settings(caller, model, &changes)?
         .into_iter()
         .map(|(name, mut values)| {
-            // The level alone is a list, as several could be set.
+            // Only the level is a list, as Triton allows several.
             let value = if name == "trace_level" { json!(values) } else { json!(values.pop()) };
             (name.to_owned(), value)
         })

@@ -1,5 +1,5 @@
-//! The `data` of a JSON tensor: a flat or nested list of numbers, booleans or strings, read straight
-//! into vectors of eight bytes an element.
+//! Parser for the `data` of a JSON tensor: reads a flat or nested list of numbers, booleans or strings
+//! straight into vectors, eight bytes per number.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ use crate::tensor::{Data, element_count, shown, wrong_count};
 
 const DEPTH_MAX: usize = 32;
 
-/// Elements in the order they were written, and the lengths of the lists they were nested in.
+/// Elements in written order, and the lengths of the lists in which they are nested.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Elements {
     values: Values,
@@ -39,8 +39,8 @@ impl Elements {
         &self.extents
     }
 
-    /// The elements as a datatype. A nested list must have exactly the shape, a flat one its number of
-    /// elements. Numbers must fit: nothing is rounded to an integer or wrapped.
+    /// Converts the elements to a datatype. A nested list must have exactly the shape, a flat one its number
+    /// of elements. Numbers must fit: fractions are never rounded to integers, and integers never wrap.
     ///
     /// # Errors
     /// [`InferError::Invalid`].
@@ -229,7 +229,7 @@ impl<'de> Deserialize<'de> for Elements {
     }
 }
 
-/// One list at a depth, whose items are lists or elements.
+/// Visitor for one list at a depth; its items are lists or elements.
 struct List<'a> {
     elements: &'a mut Elements,
     depth: usize,
@@ -248,7 +248,7 @@ impl<'de> Visitor<'de> for List<'_> {
             return Err(A::Error::custom(format!("data is nested deeper than {DEPTH_MAX} lists")));
         }
         if self.elements.extents.len() == depth {
-            // The first list of this depth sets the extent when it ends.
+            // Set to the length of the first list at this depth when that list ends.
             self.elements.extents.push(usize::MAX);
         }
         let mut length = 0usize;
@@ -275,7 +275,7 @@ struct Item<'a> {
 }
 
 impl Item<'_> {
-    /// Elements may only stand at one depth: no list may have been seen there.
+    /// All elements must be at the same depth, at which there is no list.
     fn leaf<E: serde::de::Error>(
         self,
         push: impl FnOnce(&mut Values) -> Result<(), String>,

@@ -1,4 +1,4 @@
-//! Who calls over REST, where the server has tokens.
+//! Authentication of REST callers, on servers with tokens.
 
 use std::convert::Infallible;
 
@@ -10,11 +10,11 @@ use axum::response::{IntoResponse, Response};
 use super::{App, Failure};
 use crate::tokens::{Caller, Guard};
 
-/// Paths that take no token, for those that watch whether the server is up, and for the page, which has
-/// nothing of the server's in it and asks for one.
+/// Paths that need no token: health checks, and the page, which contains no data of the server and asks its
+/// user for a token.
 const OPEN: [&str; 3] = ["/", "/v2/health/live", "/v2/health/ready"];
 
-/// Refuses requests without a token before their bodies are read.
+/// Refuses requests without a valid token before their bodies are read.
 pub(super) async fn admit(State(guard): State<Guard>, request: Request, next: Next) -> Response {
     if OPEN.contains(&request.uri().path()) {
         return next.run(request).await;

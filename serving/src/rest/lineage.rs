@@ -1,4 +1,4 @@
-//! Where a model version comes from, as its manifest says: `GET /v2/models/MODEL[/versions/VERSION]/lineage`.
+//! The lineage of a model version from its manifest: `GET /v2/models/MODEL[/versions/VERSION]/lineage`.
 
 use axum::Json;
 use axum::Router;
@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::{App, Failure, Target};
 
-/// The routes of the call.
+/// The routes of this call.
 pub(super) fn routes() -> Router<App> {
     Router::new()
         .route("/v2/models/{model}/lineage", get(lineage))

@@ -1,12 +1,11 @@
-//! Elements written as JSON, and what JSON cannot carry.
+//! The JSON encoder for tensor elements, and the check for values that JSON cannot represent.
 
 use serde::{Serialize, Serializer};
 
 use crate::error::InferError;
 use crate::tensor::Data;
 
-/// Elements as a flat JSON list. What JSON cannot carry must have been refused by
-/// [`check_representable`] before.
+/// Elements as a flat JSON list. [`check_representable`] must have passed before.
 #[derive(Debug)]
 pub(crate) struct JsonData<'a>(pub(crate) &'a Data);
 
@@ -33,10 +32,10 @@ impl Serialize for JsonData<'_> {
     }
 }
 
-/// Whether JSON can carry the elements: numbers must be finite, byte strings UTF-8.
+/// Checks that JSON can represent the elements: numbers must be finite, byte strings UTF-8.
 ///
 /// # Errors
-/// [`InferError::NotRepresentable`] that names the way out.
+/// [`InferError::NotRepresentable`], which tells the client to ask for binary data.
 pub(crate) fn check_representable(output: &str, data: &Data) -> Result<(), InferError> {
     let fits = match data {
         Data::Fp16(values) => values.iter().all(|value| value.is_finite()),

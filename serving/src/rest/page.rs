@@ -1,5 +1,5 @@
-//! The page for people at `/`: one document that holds its style and its script, and asks the server's
-//! public calls for all that it shows.
+//! The web page at `/`: one document that contains its style and its script. It gets all its data from the
+//! server's public calls.
 
 use std::sync::LazyLock;
 
@@ -22,7 +22,7 @@ pub(super) fn routes() -> Router<App> {
     Router::new().route("/", get(page))
 }
 
-/// The document, and what a browser may do with it.
+/// The document and its content security policy.
 struct Page {
     html: String,
     policy: HeaderValue,
@@ -33,7 +33,7 @@ static PAGE: LazyLock<Page> = LazyLock::new(|| {
         .replace("<style></style>", &format!("<style>{STYLE}</style>"))
         .replace("<script></script>", &format!("<script>{SCRIPT}</script>"));
     let digest = |text: &str| STANDARD.encode(Sha256::digest(text));
-    // Only the script and the style that came with it run, so text that got in as HTML would do nothing.
+    // Only the page's own script and style may run, so text injected as HTML has no effect.
     let policy = format!(
         "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; img-src data:; connect-src 'self'; \
          base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

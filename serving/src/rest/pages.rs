@@ -1,9 +1,10 @@
 //! Protection against web pages that make a visitor's browser call the server, and the CORS headers for pages that
 //! may call it.
 //!
-//! A page of another site can send requests to a server on loopback through the browser of its reader. Browsers mark
-//! them with `Origin` and `Sec-Fetch-Site`, which scripts cannot set. A page whose own name was made to resolve to
-//! 127.0.0.1 (DNS rebinding) is of the same origin for the browser, so `Host` is checked, too.
+//! A page of another site can send requests to a server on loopback through its visitor's browser. Browsers
+//! mark such requests with `Origin` and `Sec-Fetch-Site`, which scripts cannot set. If the page's own name
+//! resolves to 127.0.0.1 (DNS rebinding), the browser treats server and page as one origin. So the server
+//! also checks `Host`.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
@@ -24,25 +25,25 @@ use serde_json::json;
 use super::HEADER_LENGTH;
 use crate::error::{Error, Result, quote};
 
-/// Seconds that a browser may remember what it was allowed.
+/// Seconds for which a browser may cache a preflight response.
 const REMEMBERED: HeaderValue = HeaderValue::from_static("600");
-/// The browser's word on where a request comes from (W3C Fetch Metadata).
+/// The browser's header for the relation between page and server (W3C Fetch Metadata).
 static SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
-/// What libcurl sends where its user names no type, and with it Triton's C++ client in control calls. A page can send
-/// it, too, but no browser does so without `Origin`.
+/// The content type that libcurl sends by default, and so do control calls of Triton's C++ client. A page can
+/// send it, too, but a browser always adds `Origin`.
 const FORM: &str = "application/x-www-form-urlencoded";
 
-/// A status and what is wrong.
+/// A status and the reason.
 type Refusal = (StatusCode, String);
 
-/// Which web pages may call.
+/// The origins whose web pages may call the server.
 #[derive(Debug)]
 pub(crate) struct Pages {
-    /// Those of all origins.
+    /// All origins are allowed.
     all: bool,
-    /// Those of these origins, and those of the server itself.
+    /// Allowed origins, besides the server's own.
     listed: Vec<HeaderValue>,
-    /// Whether `Host` has to name this machine, or the host of a listed origin.
+    /// Whether `Host` must be a local name, an address, or the host of a listed origin.
     checks_host: bool,
 }
 
@@ -56,7 +57,7 @@ impl Pages {
         Ok(Arc::new(Pages { all, listed, checks_host }))
     }
 
-    /// What a reply to a page says about its origin; `None` for one that is not listed.
+    /// The value of `Access-Control-Allow-Origin`; `None` for an origin that is not listed.
     fn allowed(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         let origin = headers.get(ORIGIN)?;
         match self.all {
@@ -65,11 +66,11 @@ impl Pages {
         }
     }
 
-    /// Refuses what a web page must not send.
+    /// Refuses requests that a web page must not send.
     fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), Refusal> {
         let hosts =
             headers.get_all(HOST).iter().map(|host| String::from_utf8_lossy(host.as_bytes()).into_owned());
-        // HTTP/2 has the host in the URI.
+        // In HTTP/2 the URI contains the host.
         let hosts: Vec<String> = uri.authority().map(ToString::to_string).into_iter().chain(hosts).collect();
         if let Some(host) = hosts.iter().find(|host| !self.is_known(host)) {
             let reason = format!(
@@ -79,7 +80,7 @@ impl Pages {
             return Err((StatusCode::MISDIRECTED_REQUEST, reason));
         }
         let marked = headers.contains_key(ORIGIN) || headers.contains_key(&SEC_FETCH_SITE);
-        // A link on another page may lead to the page for people.
+        // A link on another page may lead to the page at `/`.
         let link = uri.path() == "/" && method == Method::GET;
         if marked && !link && !self.all && self.allowed(headers).is_none() && !is_own(headers, &hosts) {
             let origin = headers.get(ORIGIN).map_or("another origin".to_owned(), |origin| {
@@ -93,8 +94,8 @@ impl Pages {
         if method == Method::POST { check_content_type(headers, marked) } else { Ok(()) }
     }
 
-    /// Whether a host is one under which this server may be called: no page has an address as its name and makes it
-    /// resolve to another one.
+    /// Whether the server may be called under this host. An IP address is safe: no page can make one resolve
+    /// to another address.
     fn is_known(&self, authority: &str) -> bool {
         if !self.checks_host || self.all {
             return true;
@@ -120,7 +121,7 @@ impl Pages {
     }
 }
 
-/// Whether a browser sent the request for a page of this server, or for its user.
+/// Whether a browser sent the request for a page of this server, or directly for its user.
 fn is_own(headers: &HeaderMap, hosts: &[String]) -> bool {
     if let Some(site) = headers.get(&SEC_FETCH_SITE) {
         return site == "same-origin" || site == "none";
@@ -129,7 +130,7 @@ fn is_own(headers: &HeaderMap, hosts: &[String]) -> bool {
     authority.is_some_and(|(_, authority)| hosts.iter().any(|host| host.eq_ignore_ascii_case(authority)))
 }
 
-/// Refuses the types that a browser sends without asking the server first. Python clients of Triton name none.
+/// Refuses content types that a browser sends without a preflight. Python clients of Triton send none.
 fn check_content_type(headers: &HeaderMap, marked: bool) -> Result<(), Refusal> {
     let Some(value) = headers.get(CONTENT_TYPE) else { return Ok(()) };
     let text = String::from_utf8_lossy(value.as_bytes());
@@ -146,7 +147,8 @@ fn check_content_type(headers: &HeaderMap, marked: bool) -> Result<(), Refusal> 
     Err((StatusCode::UNSUPPORTED_MEDIA_TYPE, reason))
 }
 
-/// Refuses what pages must not send, answers what browsers ask beforehand, and tells them which pages may read replies.
+/// Middleware: refuses requests that pages must not send, answers preflights, and adds the CORS headers to
+/// responses.
 pub(crate) async fn answer(State(pages): State<Arc<Pages>>, request: Request, next: Next) -> Response {
     let refused = pages.check(request.method(), request.uri(), request.headers()).err();
     let refused = refused.map(|(status, reason)| (status, Json(json!({ "error": reason }))).into_response());
@@ -181,7 +183,7 @@ pub(crate) async fn answer(State(pages): State<Arc<Pages>>, request: Request, ne
     response
 }
 
-/// An origin as browsers send it: scheme, host and port, in small letters, and nothing after them.
+/// An origin as browsers send it: scheme, host and port in lower case, without a path.
 fn origin(text: &str) -> Result<HeaderValue> {
     let whole = text.parse::<Uri>().ok().is_some_and(|uri| {
         let parts = uri.scheme_str().zip(uri.authority());

@@ -1,4 +1,4 @@
-//! The paths that register shared memory, and list and forget what was registered.
+//! The REST calls that register, list and unregister shared memory regions.
 
 use axum::body::Body;
 use axum::extract::{Path, State};
@@ -94,7 +94,7 @@ async fn unregister_all(State(app): State<App>, caller: Caller) -> Result<Status
     Ok(StatusCode::OK)
 }
 
-/// An empty name in a path is a broken path, and does not mean all regions.
+/// An empty name is a malformed path and does not mean all regions.
 fn named(region: &str) -> Result<&str, InferError> {
     if region.is_empty() {
         return Err(InferError::invalid("the name of the region is empty"));

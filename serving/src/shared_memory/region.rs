@@ -1,4 +1,4 @@
-//! One region: the open object, and the reads and writes that stay inside it.
+//! A shared memory region: the open object, with reads and writes that stay within bounds.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind};
@@ -15,11 +15,11 @@ use crate::error::{InferError, quote};
 use crate::parameters::Of;
 use crate::turns::COPIED_BYTES;
 
-/// Where Linux keeps POSIX shared memory objects.
+/// Linux's directory of POSIX shared memory objects.
 const OBJECTS: &str = "/dev/shm";
 const KEY_BYTES_MAX: usize = 255;
 
-/// A part of an object that a client registered.
+/// A registered part of an object.
 #[derive(Debug)]
 pub(super) struct Region {
     registered: Registration,
@@ -28,8 +28,8 @@ pub(super) struct Region {
     identity: (u64, u64),
 }
 
-/// The path of the object with a key: one name, with or without a slash before it, as `shm_open` takes
-/// it, and nothing that could lead elsewhere.
+/// The path of the object with a key. A key is one file name with an optional leading slash, as for
+/// `shm_open`, so it cannot lead elsewhere.
 pub(super) fn check_key(region: &str, key: &str) -> Result<PathBuf, InferError> {
     let name = key.strip_prefix('/').unwrap_or(key);
     let fault = if name.is_empty() {
@@ -67,7 +67,7 @@ impl Region {
                 quote(key)
             ))
         };
-        // No link is followed, and a FIFO does not keep the call waiting for its other end.
+        // Does not follow links, and does not wait for the other end of a FIFO.
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let file = OpenOptions::new().read(true).write(true).custom_flags(flags.bits()).open(path).map_err(
             |error| match error.raw_os_error() {
@@ -104,9 +104,9 @@ impl Region {
 #[derive(Debug, Clone)]
 pub(crate) struct Span {
     region: Arc<Region>,
-    /// From the start of the region.
+    /// From the region's start.
     offset: u64,
-    /// From the start of the object.
+    /// From the object's start.
     start: u64,
     byte_size: u64,
 }
@@ -134,7 +134,7 @@ impl Span {
         &self.region.registered.name
     }
 
-    /// First byte, from the start of the region.
+    /// Offset of the first byte in the region.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
@@ -144,16 +144,16 @@ impl Span {
         self.byte_size
     }
 
-    /// Object, first byte and end: what orders spans, and tells whether two share a byte.
+    /// Identity of the object, first byte and end; orders spans, and shows whether two of them overlap.
     pub(crate) fn place(&self) -> ((u64, u64), u64, u64) {
-        // Inside an object of a 63-bit size, as was checked.
+        // Does not overflow: registration checked that the span lies inside an object of 63-bit size.
         (self.region.identity, self.start, self.start.saturating_add(self.byte_size))
     }
 
-    /// All bytes, as they are now.
+    /// All current bytes.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when the object was cut since it was registered.
+    /// [`InferError::Invalid`] if the object was truncated since it was registered.
     pub(crate) fn read(&self) -> Result<Bytes, InferError> {
         self.check_size()?;
         let too_large =
@@ -164,11 +164,11 @@ impl Span {
         Ok(bytes.into())
     }
 
-    /// Writes to the first bytes.
+    /// Writes to the beginning of the span.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when the bytes do not fit or the object was cut,
-    /// [`InferError::Unavailable`] when memory is short.
+    /// [`InferError::Invalid`] if the bytes do not fit or the object was truncated,
+    /// [`InferError::Unavailable`] if memory is short.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<(), InferError> {
         if bytes.len() as u64 > self.byte_size {
             return Err(InferError::invalid(format!(
@@ -178,16 +178,16 @@ impl Span {
                 quote(self.region())
             )));
         }
-        // A write behind the end would make the object longer. One that is cut between the check and
-        // the write gets back what was registered, never more.
+        // A write beyond the end would extend the object. If the owner truncates it between the check and the
+        // write, the write extends it again, at most to the registered end.
         self.check_size()?;
         self.region.file.write_all_at(bytes, self.start).map_err(|error| self.failed("written", &error))
     }
 
-    /// Whether the object still reaches to the end of the span.
+    /// Checks that the object still reaches to the end of the span.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] when it was cut.
+    /// [`InferError::Invalid`] if it was truncated.
     pub(crate) fn check_size(&self) -> Result<(), InferError> {
         let size = self.region.file.metadata().map_err(|error| self.failed("examined", &error))?.len();
         let (_, _, end) = self.place();

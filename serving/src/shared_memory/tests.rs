@@ -1,4 +1,4 @@
-//! Regions without a server: keys, bounds, and objects that change under them.
+//! Tests of regions without a server: keys, bounds, and objects that change.
 #![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::{Inputs, SharedMemory};
 use crate::error::InferError;
 use crate::parameters::Of;
 
-/// An object of its own for each test, removed with it.
+/// A shared memory object for one test, removed when dropped.
 struct Object(String);
 
 impl Object {

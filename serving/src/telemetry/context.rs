@@ -1,29 +1,29 @@
-//! Which trace a request is part of, as its headers say (W3C Trace Context, level 1).
+//! The trace context of a request, from its headers (W3C Trace Context, level 1).
 
 use axum::http::{HeaderMap, HeaderValue};
 
-/// Says which trace a request is part of.
+/// Header with the trace and the parent span.
 pub(crate) const TRACE_PARENT: &str = "traceparent";
-/// What else those say that the trace passed through.
+/// Header with vendor data of the trace, passed on unchanged.
 const TRACE_STATE: &str = "tracestate";
-/// Longest text of it that is handed on, which the recommendation asks for.
+/// Longest `tracestate` to pass on, in bytes; the least that the recommendation asks for.
 const TRACE_STATE_BYTES_MAX: usize = 512;
 
 pub(crate) type TraceId = [u8; 16];
 pub(crate) type SpanId = [u8; 8];
 
-/// The span of the caller.
+/// The caller's span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Parent {
     pub(crate) trace: TraceId,
     pub(crate) span: SpanId,
-    /// Whether the caller's spans are kept.
+    /// Whether the caller records its spans.
     pub(crate) sampled: bool,
 }
 
 impl Parent {
-    /// Of a `traceparent`: 32 digits behind a version of 2, before a span of 16 and flags of 2, all of them
-    /// hexadecimal and small. Later versions may append more.
+    /// Parses a `traceparent`: version (2 digits), trace (32), span (16) and flags (2), in lower-case
+    /// hexadecimal and separated by `-`. Later versions may append fields.
     pub(crate) fn parse(value: &HeaderValue) -> Option<Parent> {
         let text = value.to_str().ok()?;
         let mut fields = text.split('-');
@@ -40,13 +40,13 @@ impl Parent {
         (whole && parent.trace != [0; 16] && parent.span != [0; 8]).then_some(parent)
     }
 
-    /// Of a request; one that says it twice says nothing.
+    /// The parent of a request; `None` if the header occurs twice.
     pub(crate) fn of(headers: &HeaderMap) -> Option<Parent> {
         Parent::parse(only(headers, TRACE_PARENT)?)
     }
 }
 
-/// The `tracestate` of a request; empty where it has none that can be handed on.
+/// The `tracestate` of a request; empty if there is none that can be passed on.
 pub(crate) fn state(headers: &HeaderMap) -> String {
     let text = only(headers, TRACE_STATE).and_then(|value| value.to_str().ok());
     text.filter(|text| text.len() <= TRACE_STATE_BYTES_MAX).unwrap_or_default().to_owned()

@@ -1,6 +1,6 @@
-//! The task that sends spans: together, when enough have ended or some time has passed. What a collector does
-//! not take is not sent again, as it would be in the way of what comes; a log line says so once, until it
-//! takes spans again.
+//! The task that sends spans in batches, bounded by size and delay. Spans that the collector does not accept
+//! are not sent again, because they would delay later ones. One log line reports the failure until the
+//! collector accepts spans again.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,17 +22,17 @@ use crate::client::{Connector, Credentials};
 use crate::config::Telemetry as Settings;
 use crate::error::{Error, Result, quote};
 
-/// Requests whose spans go in one message, at most: below the 4 MiB that collectors take.
+/// Most requests in one message: keeps it below the 4 MiB that collectors accept.
 const BATCH_MAX: usize = 512;
-/// How long a span waits for others to go with, and for how long nothing is sent after a failure.
+/// Longest delay of a span for batching, and the pause after a failure.
 const DELAY: Duration = Duration::from_secs(1);
-/// How long the collector may take for a connection, and for a message.
+/// Longest time to connect, and to send a message.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 const SEND_MAX: Duration = Duration::from_secs(10);
-/// How long a server that stops waits for what is left to be sent.
+/// Longest time for a stopping server to send the remaining spans.
 const FLUSH_MAX: Duration = Duration::from_secs(2);
 
-/// Sends spans until it is told to stop and none are left.
+/// Sends spans until it is stopped and none are left.
 pub(super) struct Exporter {
     endpoint: Endpoint,
     connector: Option<Connector>,
@@ -71,7 +71,7 @@ impl Exporter {
         })
     }
 
-    /// Connects when there is something to send, and again after it was cut off.
+    /// Connects with the first message, and again after a lost connection.
     fn client(&self) -> TraceServiceClient<Channel> {
         TraceServiceClient::new(match &self.connector {
             Some(connector) => self.endpoint.connect_with_connector_lazy(connector.clone()),
@@ -101,9 +101,9 @@ impl Exporter {
                             "spans cannot be sent and are dropped, until they can (millrace_serving_telemetry_spans_total)"
                         );
                     }
-                    // A connection to a host that is gone would be kept for as long as the kernel hopes.
+                    // Reconnects: the kernel would keep a connection to a dead host for a long time.
                     client = self.client();
-                    // Not as often as messages fill up.
+                    // Limits the rate of retries, as messages may fill up faster.
                     stop.run_until_cancelled(sleep(DELAY)).await;
                 }
             }
@@ -114,7 +114,7 @@ impl Exporter {
         }
     }
 
-    /// Waits for spans, then a little for more; false once it has stopped and none are left.
+    /// Waits for spans, then briefly for more; false once stopped with none left.
     #[allow(clippy::vec_box, reason = "as they come from the queue, whose places are small that way")]
     async fn gather(&mut self, batch: &mut Vec<Box<Finished>>, stop: &CancellationToken) -> bool {
         let first = tokio::select! {
@@ -139,7 +139,7 @@ impl Exporter {
         true
     }
 
-    /// Sends one message; tells how many spans the collector did not take.
+    /// Sends one message; returns the number of spans that the collector rejected.
     async fn send(
         &mut self,
         client: &mut TraceServiceClient<Channel>,
@@ -163,7 +163,7 @@ impl Exporter {
     }
 }
 
-/// The task while it runs.
+/// The running task.
 #[derive(Debug)]
 pub(crate) struct Exporting {
     telemetry: Arc<Telemetry>,
@@ -178,17 +178,17 @@ impl Exporting {
         Exporting { telemetry, stop, task }
     }
 
-    /// What requests begin their spans with.
+    /// The sampler with which requests begin their spans.
     pub(crate) fn telemetry(&self) -> Arc<Telemetry> {
         self.telemetry.clone()
     }
 
-    /// Sends what is left, as far as the collector takes it in time.
+    /// Sends the remaining spans, as far as the collector accepts them in time.
     pub(crate) async fn finish(mut self) {
         self.stop.cancel();
         if timeout(FLUSH_MAX, &mut self.task).await.is_err() {
             self.task.abort();
-            // Nobody counts any more once it has ended.
+            // The task no longer changes the counters once it has ended.
             let _ = (&mut self.task).await;
             let tally = &self.telemetry.tally;
             let left = tally.waiting.swap(0, Ordering::Relaxed);

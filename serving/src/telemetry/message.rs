@@ -1,5 +1,5 @@
-//! Spans as OTLP has them. Names and attributes are those of OpenTelemetry's semantic conventions 1.37, and
-//! where these have none, `millrace.` stands before.
+//! Spans as OTLP messages. Names and attributes follow OpenTelemetry's semantic conventions 1.37; those
+//! outside the conventions have the prefix `millrace.`.
 
 use std::borrow::Cow;
 use std::time::{Instant, SystemTime};
@@ -17,7 +17,7 @@ use super::random_id;
 use super::span::{Call, Finished, SERVICE};
 
 const SCHEMA: &str = "https://opentelemetry.io/schemas/1.37.0";
-/// Bits of a span's flags: it is sampled, it is known whether its parent is elsewhere, and that is so.
+/// Bits of a span's flags: the span is sampled; the next bit is valid; the parent is in another process.
 const SAMPLED: u32 = 1;
 const HAS_IS_REMOTE: u32 = 0x100;
 const IS_REMOTE: u32 = 0x200;
@@ -43,7 +43,7 @@ const GRPC_CODES: [&str; 17] = [
     "UNAUTHENTICATED",
 ];
 
-/// Who sends spans.
+/// The OTLP resource: this process.
 pub(super) fn resource(service_name: &str) -> Resource {
     let attributes = vec![
         text("service.name", service_name),
@@ -53,7 +53,7 @@ pub(super) fn resource(service_name: &str) -> Resource {
     Resource { attributes, ..Default::default() }
 }
 
-/// A message with the spans of requests.
+/// An export message with the spans of requests.
 pub(super) fn export(
     resource: &Resource,
     requests: &[Box<Finished>],
@@ -79,7 +79,7 @@ pub(super) fn export(
     }
 }
 
-/// What a call was refused with before the core saw it, as its protocol names it: `404`, `NOT_FOUND`.
+/// The status of a call that was refused before inference, in its protocol's terms: `404`, `NOT_FOUND`.
 fn by_status(request: &Finished) -> Option<Cow<'static, str>> {
     let code = request.status?;
     match request.call {
@@ -121,7 +121,7 @@ fn of_request(request: &Finished) -> Span {
             ("request".to_owned(), failed)
         }
     };
-    // Streams are answered one request at a time, and a call that nobody waited for has no status.
+    // Requests of a stream have no status; a call without a status was abandoned by its client.
     let gone = request.status.is_none() && request.call != Call::InStream;
     let error = request
         .outcome
@@ -162,7 +162,7 @@ fn of_request(request: &Finished) -> Span {
     }
 }
 
-/// What a request waited for and had computed.
+/// Appends the child spans for a request's wait and computation.
 fn steps(request: &Finished, random: &dyn SecureRandom, spans: &mut Vec<Span>) {
     let Some(times) = request.outcome.times else { return };
     let looked = [("response_cache", times.queued, times.end)];
@@ -190,16 +190,16 @@ fn steps(request: &Finished, random: &dyn SecureRandom, spans: &mut Vec<Span>) {
     }
 }
 
-/// Kinds of errors that are the server's own.
+/// Kinds of errors that are the server's fault.
 const OF_THE_SERVER: [&str; 4] = ["deadline_exceeded", "internal", "unavailable", "unsupported"];
 
-/// Whether a status of gRPC is the server's fault, as the conventions have it: UNKNOWN, DEADLINE_EXCEEDED,
-/// UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS.
+/// Whether a gRPC status is the server's fault by the conventions: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED,
+/// INTERNAL, UNAVAILABLE, DATA_LOSS.
 fn is_fault(code: u16) -> bool {
     matches!(code, 2 | 4 | 12 | 13 | 14 | 15)
 }
 
-/// Nanoseconds since the epoch, by the clock as it was when the request began.
+/// Nanoseconds since the epoch, by the system clock at the request's start.
 fn nanos(request: &Finished, at: Instant) -> u64 {
     let (start, clock) = request.start;
     let since = clock.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

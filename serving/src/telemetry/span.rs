@@ -1,5 +1,5 @@
-//! Spans of requests while these run: what kind of call it is, whose child it is, and what the core says of
-//! the request, which finds the span of its task without being handed it.
+//! Spans of running requests: the kind of call, its parent, and the outcome that the core reports. The core
+//! finds the span through a task-local variable.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,31 +15,31 @@ use crate::error::InferError;
 use crate::repository::Model;
 use crate::statistics::Times;
 
-/// The inference service as paths of gRPC name it.
+/// The inference service in gRPC paths.
 pub(super) const SERVICE: &str = "inference.GRPCInferenceService";
-/// Characters of a path that are kept.
+/// Longest recorded path, in characters.
 const PATH_MAX: usize = 200;
-/// What those hear who show no token that the server knows, over gRPC and over REST.
+/// The gRPC status and the HTTP status of calls without a valid token.
 const UNAUTHENTICATED: u16 = 16;
 const UNAUTHORIZED: u16 = 401;
 
 tokio::task_local! {
-    /// The span of the request that is being answered, where it is sampled.
+    /// The span of the current request, if it is sampled.
     static CURRENT: Arc<Active>;
 }
 
-/// The span that a sampled request runs in.
+/// The span of a running, sampled request.
 #[derive(Debug)]
 pub(crate) struct Active {
     telemetry: Arc<Telemetry>,
     trace: TraceId,
     span: SpanId,
-    /// `tracestate` as it came.
+    /// The unchanged `tracestate`.
     state: String,
     outcome: Mutex<Outcome>,
 }
 
-/// What the core says of a request.
+/// The outcome of a request, as the core reports it.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) model: Option<(String, u64)>,
@@ -48,7 +48,7 @@ pub(super) struct Outcome {
     pub(super) error: Option<&'static str>,
 }
 
-/// What is called.
+/// Kind of call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Call {
     /// A method of the inference service.
@@ -60,7 +60,7 @@ pub(super) enum Call {
 }
 
 impl Call {
-    /// Of a request, if it asks for inference.
+    /// The call of a request; `None` unless it asks for inference.
     fn of(method: &http::Method, path: &str) -> Option<Call> {
         if let Some(target) = path.strip_prefix("/v2/models/").and_then(|rest| rest.strip_suffix("/infer")) {
             let versioned = target.contains("/versions/");
@@ -75,7 +75,7 @@ impl Call {
     }
 }
 
-/// A span, and all that is sent of it once it has ended.
+/// An ended span with all that is exported.
 #[derive(Debug)]
 pub(super) struct Finished {
     pub(super) call: Call,
@@ -83,18 +83,18 @@ pub(super) struct Finished {
     pub(super) span: SpanId,
     pub(super) parent: Option<SpanId>,
     pub(super) state: String,
-    /// When it began, by both clocks, and when it ended.
+    /// Start by both clocks, and end.
     pub(super) start: (Instant, SystemTime),
     pub(super) end: Instant,
     pub(super) peer: Option<SocketAddr>,
     pub(super) request_id: Option<String>,
-    /// Of gRPC, else of HTTP; absent where the caller went before there was an answer.
+    /// The gRPC status, else the HTTP status; `None` if the client disconnected before the answer.
     pub(super) status: Option<u16>,
     pub(super) outcome: Outcome,
 }
 
 impl Finished {
-    /// Spans that are made of it: its own, and those of its steps.
+    /// Number of exported spans: its own and those of its steps.
     pub(super) fn spans(&self) -> u64 {
         1 + match self.outcome.times {
             None => 0,
@@ -104,7 +104,7 @@ impl Finished {
     }
 }
 
-/// A span that has not ended, which it does when dropped.
+/// A running span, which ends when dropped.
 #[derive(Debug)]
 pub(crate) struct Open {
     active: Arc<Active>,
@@ -112,8 +112,8 @@ pub(crate) struct Open {
 }
 
 impl Telemetry {
-    /// The span of a request, if it asks for inference and is sampled: where it comes with a parent, as that
-    /// says, else by the rate.
+    /// Begins the span of a request, if it asks for inference and is sampled. The parent decides on sampling;
+    /// without one the sample rate does.
     pub(crate) fn begin<B>(
         self: &Arc<Self>,
         request: &http::Request<B>,
@@ -129,7 +129,7 @@ impl Telemetry {
             Some(parent) => parent.trace,
             None => self.id()?,
         };
-        // Without a parent there is no trace that the rest could be about.
+        // Without a parent there is no trace to which the `tracestate` could refer.
         let state = parent.map(|_| context::state(request.headers())).unwrap_or_default();
         let mut open = Open::new(self.clone(), call, trace, parent.map(|parent| parent.span), state)?;
         if let Some(finished) = &mut open.finished {
@@ -167,18 +167,18 @@ impl Open {
         Some(Open { active: Arc::new(active), finished: Some(Box::new(finished)) })
     }
 
-    /// Runs a part of the request within it.
+    /// Runs a part of the request within the span.
     pub(crate) fn within<T>(&self, part: impl FnOnce() -> T) -> T {
         CURRENT.sync_scope(self.active.clone(), part)
     }
 
-    /// Notes how the call went, as far as its protocol has said it: gRPC does with its own status, which may
+    /// Records the status of the call. For gRPC this is the status in its own header or trailer, which may
     /// come last.
     pub(crate) fn set_status(&mut self, http: Option<u16>, grpc: Option<u16>) {
         if let Some(finished) = &mut self.finished {
             let said = if matches!(finished.call, Call::Grpc(_)) { grpc } else { http };
             finished.status = said.or(finished.status);
-            // Who shows no token decides neither what is sampled nor what is written there.
+            // A caller without a valid token must not influence what is sampled and recorded.
             let refused = if matches!(finished.call, Call::Grpc(_)) { UNAUTHENTICATED } else { UNAUTHORIZED };
             if finished.status == Some(refused) {
                 self.finished = None;
@@ -197,17 +197,17 @@ impl Drop for Open {
     }
 }
 
-/// The span of the request that is being answered.
+/// The span of the current request.
 pub(crate) fn current() -> Option<Arc<Active>> {
     CURRENT.try_with(Arc::clone).ok()
 }
 
 fn note(change: impl FnOnce(&mut Outcome)) {
-    // Most requests have none.
+    // Most requests have no span.
     let _ = CURRENT.try_with(|active| change(&mut active.outcome.lock()));
 }
 
-/// Notes which version answered, and when it took its steps.
+/// Records the version that answered, and the times of its steps.
 pub(crate) fn answered(model: &Model, times: &Times) {
     note(|outcome| {
         outcome.model = Some((model.name().to_owned(), model.version()));
@@ -215,7 +215,7 @@ pub(crate) fn answered(model: &Model, times: &Times) {
     });
 }
 
-/// Notes why there is no answer, and which version was asked, if one was.
+/// Records the error, and the version that was asked, if known.
 pub(crate) fn failed(model: Option<&Model>, error: &InferError) {
     note(|outcome| {
         outcome.error = Some(error.label());
@@ -225,7 +225,7 @@ pub(crate) fn failed(model: Option<&Model>, error: &InferError) {
     });
 }
 
-/// Answers a request of a stream in a span of its own, where the stream has one.
+/// Answers a request of a stream in a span of its own, if the stream has one.
 pub(crate) fn nested<F: Future>(
     stream: Option<Arc<Active>>,
     answering: F,

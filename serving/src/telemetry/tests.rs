@@ -1,4 +1,4 @@
-//! Which requests have spans, what they are made of, and what happens where nobody takes them.
+//! Tests of sampling, of the content of spans, and of collectors that accept none.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -143,7 +143,7 @@ fn a_kept_answer_has_one_step() {
         spans.iter().map(|span| span.name.as_str()).collect::<Vec<_>>(),
         ["POST /v2/models/{model}/versions/{version}/infer", "response_cache"]
     );
-    // It has no parent, so there is no trace that its tracestate could be about.
+    // Without a parent there is no trace to which a tracestate could refer.
     assert_eq!(
         (spans[0].parent_span_id.len(), spans[0].trace_state.as_str(), spans[0].flags),
         (0, "", 0x101)
@@ -159,7 +159,7 @@ async fn what_the_core_says_is_noted_on_the_span_of_its_request() {
     let mut open =
         begin(&opened.telemetry, &request("/inference.GRPCInferenceService/ModelInfer", "")).unwrap();
     open.within(|| failed(None, &InferError::internal("it broke")));
-    // What HTTP says of a call of gRPC is not how it went.
+    // The HTTP status of a gRPC call is not its outcome.
     open.set_status(Some(200), None);
     open.set_status(None, Some(13));
     drop(open);
@@ -184,7 +184,7 @@ async fn what_the_core_says_is_noted_on_the_span_of_its_request() {
     nested(active, async {}).await;
     nested(None, async { assert!(current().is_none()) }).await;
     let (first, second) = (ended(&mut opened), ended(&mut opened));
-    // Nobody waits for the rest of the stream.
+    // The client drops the rest of the stream.
     drop(stream);
     let stream = ended(&mut opened);
     for child in [&first, &second] {

@@ -1,5 +1,5 @@
-//! The bytes of a connection, plain or through TLS. A handshake is part of what is read and written
-//! first, so nobody waits for it but the connection itself.
+//! The byte stream of a connection, with or without TLS. The handshake runs within the first read or write,
+//! so it blocks only its own connection.
 
 use std::fmt;
 use std::io;
@@ -14,15 +14,15 @@ use tokio_rustls::server::TlsStream;
 use super::Securing;
 use crate::metrics::HANDSHAKES_FAILED;
 
-/// A stream of bytes.
+/// A byte stream.
 pub(crate) enum Stream {
     /// Without TLS.
     Plain(TcpStream),
-    /// Within its handshake.
+    /// During the handshake.
     Greeting(Box<Accept<TcpStream>>),
-    /// After it.
+    /// After the handshake.
     Secure(Box<TlsStream<TcpStream>>),
-    /// After one that failed.
+    /// After a failed handshake.
     Closed,
 }
 
@@ -34,12 +34,12 @@ impl Stream {
         }
     }
 
-    /// Whether bytes that were written may still be on the way within this process.
+    /// Whether written bytes may still be buffered in this process.
     pub(crate) fn is_buffered(&self) -> bool {
         !matches!(self, Stream::Plain(_))
     }
 
-    /// Goes on with the handshake until it is done.
+    /// Drives the handshake until it is done.
     fn poll_greeted(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let Stream::Greeting(accept) = self else { return Poll::Ready(Ok(())) };
         match ready!(Pin::new(&mut **accept).poll(cx)) {
@@ -108,7 +108,7 @@ impl AsyncWrite for Stream {
     }
 
     fn is_write_vectored(&self) -> bool {
-        // Both do.
+        // True for both kinds of stream.
         true
     }
 

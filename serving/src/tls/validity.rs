@@ -1,4 +1,4 @@
-//! The time at which a certificate ends, taken out of its DER encoding (RFC 5280, section 4.1).
+//! The expiry time of a certificate, from its DER encoding (RFC 5280, section 4.1).
 
 use std::time::{Duration, SystemTime};
 
@@ -7,14 +7,14 @@ const VERSION: u8 = 0xa0;
 const UTC_TIME: u8 = 0x17;
 const GENERALIZED_TIME: u8 = 0x18;
 
-/// `notAfter` of a certificate; `None` where the encoding is not that of one.
+/// `notAfter` of a certificate; `None` if the encoding is not that of a certificate.
 pub(super) fn not_after(certificate: &[u8]) -> Option<SystemTime> {
     let mut certificate = within(&mut &*certificate, SEQUENCE)?;
     let mut fields = within(&mut certificate, SEQUENCE)?;
     if fields.first() == Some(&VERSION) {
         element(&mut fields)?;
     }
-    // Serial number, signature algorithm, issuer.
+    // Skips the serial number, signature algorithm and issuer.
     for _ in 0..3 {
         element(&mut fields)?;
     }
@@ -37,11 +37,11 @@ pub(super) fn not_after(certificate: &[u8]) -> Option<SystemTime> {
     let number = |at: usize| rest.get(at..at + 2)?.parse::<i64>().ok();
     let day = days_since_1970(year, number(0)?, number(2)?);
     let seconds = ((day * 24 + number(4)?) * 60 + number(6)?) * 60 + number(8)?;
-    // Of a time before 1970 it only matters that it is past.
+    // Times before 1970 become 1970: only their being past matters.
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds.max(0) as u64))
 }
 
-/// The content of the next element, which has that tag.
+/// The content of the next element, if it has the expected tag.
 fn within<'d>(der: &mut &'d [u8], expected: u8) -> Option<&'d [u8]> {
     element(der).filter(|(tag, _)| *tag == expected).map(|(_, content)| content)
 }
@@ -61,9 +61,9 @@ fn element<'d>(der: &mut &'d [u8]) -> Option<(u8, &'d [u8])> {
     Some((tag, content))
 }
 
-/// Of the Gregorian calendar, which repeats every 400 years.
+/// Days since 1970-01-01 in the Gregorian calendar, which repeats every 400 years.
 fn days_since_1970(year: i64, month: i64, day: i64) -> i64 {
-    // Years that begin in March have their leap day at the end.
+    // In years that begin in March the leap day is the last day.
     let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
     let (era, of_era) = (year.div_euclid(400), year.rem_euclid(400));
     let of_year = (153 * month + 2) / 5 + day - 1;
@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn the_end_of_a_certificate_is_read_in_both_forms_of_time() {
         let key = KeyPair::generate().unwrap();
-        // From 2050 on, times have four digits of the year.
+        // Times from 2050 on have a four-digit year.
         for (year, month, day, seconds) in [
             (1999, 12, 31, 946_598_400_u64),
             (2024, 2, 29, 1_709_164_800),

@@ -1,4 +1,4 @@
-//! The file of tokens: a line for each, with its name, its digest, the models and what else it may do.
+//! The token file: one line per token, with its name, digest, models and permissions.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -9,16 +9,16 @@ use super::Token;
 use crate::error::quote;
 use crate::reload::{Read, wrong};
 
-/// Most tokens: each call is compared with all of them, which takes some 30 ns each.
+/// Most tokens: each call is compared with all of them, at about 30 ns each.
 const TOKENS_MAX: usize = 1_000;
-/// Longest name of a token, and longest pattern of models, in bytes.
+/// Longest token name and longest model pattern, in bytes.
 const NAME_BYTES_MAX: usize = 128;
-/// Most patterns of models of a token.
+/// Most model patterns of a token.
 const PATTERNS_MAX: usize = 256;
-/// What a line is.
+/// Format of a line, for errors.
 const FORM: &str = "NAME SHA256 MODEL[,MODEL…] [control] is expected";
 
-/// The tokens of the good lines of a file, and what is wrong with the others, each by itself.
+/// The tokens of the valid lines of a file, and the errors of the others.
 pub(super) fn parse(path: &Path, content: &[u8]) -> Read<Vec<Arc<Token>>> {
     let mut read: Read<Vec<Arc<Token>>> = Read { value: Vec::new(), wrong: Vec::new() };
     let (mut names, mut digests) = (HashSet::new(), HashSet::new());
@@ -55,8 +55,8 @@ pub(super) fn parse(path: &Path, content: &[u8]) -> Read<Vec<Arc<Token>>> {
     read
 }
 
-/// The token of one line. Reasons never repeat the second field: who takes it for the place of the token
-/// itself would find that in a log.
+/// Parses the token of one line. Errors never repeat the second field: a user who puts the token itself there
+/// would otherwise find it in a log.
 pub(super) fn parse_line(line: &str) -> std::result::Result<Token, String> {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let (name, digest, models, controls) = match fields[..] {

@@ -1,4 +1,4 @@
-//! Lines of tokens, right and wrong, patterns against a model of them, and what each caller may do.
+//! Tests of valid and invalid lines, of patterns against a reference, and of each caller's permissions.
 #![allow(clippy::unwrap_used)]
 
 use proptest::prelude::*;
@@ -79,7 +79,7 @@ fn a_token_that_is_gone_from_the_file_is_withdrawn_and_the_others_are_not() {
     assert_eq!(tokens.get().len(), read(&kept).len());
 }
 
-/// Whatever is wrong with the file, a token that is not in a good line of it is refused.
+/// A token that is not in a valid line is refused, whatever other errors the file has.
 #[test]
 fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
     use std::os::unix::fs::symlink;
@@ -110,7 +110,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
         assert!(matches!(before[1].may_use("m"), Err(InferError::Unauthenticated { .. })), "{left:?}");
         assert_eq!(tokens.get().iter().any(|token| token.name == "kept"), good, "{left:?}");
         assert!(tokens.get().iter().all(|token| token.name != "gone"), "{left:?}");
-        // A file that is there again is read.
+        // A file that exists again is read.
         let again = dir.path().join("again");
         std::fs::write(&again, format!("{kept}\n")).unwrap();
         std::fs::remove_file(&path).ok();
@@ -118,7 +118,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
         tokens.look();
         assert_eq!(tokens.get().len(), 1, "{left:?}");
     }
-    // At the start, nothing may be wrong.
+    // At the start, any error is fatal.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokens");
     std::fs::write(&path, format!("{kept}\nnot a line\n")).unwrap();
@@ -160,7 +160,7 @@ fn a_new_token_is_let_in_by_its_line() {
     new_token("a", &[], false).unwrap_err();
 }
 
-/// What a pattern means, said the slow way.
+/// Reference implementation of the pattern match.
 fn means(pattern: &[u8], name: &[u8]) -> bool {
     match pattern.split_first() {
         None => name.is_empty(),

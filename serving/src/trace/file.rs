@@ -1,4 +1,4 @@
-//! Files of traces: JSON lists, each complete once no more is added to it.
+//! Trace files: JSON lists, complete once no more traces are added.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
@@ -7,16 +7,16 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::OFlag;
 
-/// Largest file, in bytes; traces beyond it are dropped.
+/// Largest file in bytes; further traces are dropped.
 const FILE_BYTES_MAX: usize = 64 << 20;
-/// Most files that one setting makes; traces beyond them are dropped.
+/// Most files of one setting; traces for further files are dropped.
 const FILES_MAX: u32 = 1_000;
 
-/// The file, or the row of files, of one setting.
+/// The file, or the sequence of files, of one setting.
 #[derive(Debug)]
 pub(super) struct Traces {
     path: PathBuf,
-    /// Traces in each file, 0 for one file with all.
+    /// Traces per file; 0 puts all into one file.
     per_file: u32,
     files: u32,
     open: Option<Open>,
@@ -31,12 +31,12 @@ struct Open {
 }
 
 impl Traces {
-    /// Traces to `name` in a folder, or to `name.0`, `name.1` and so on with `per_file` in each.
+    /// Writes to `name` in a directory or, if `per_file` is positive, to `name.0`, `name.1` and so on.
     pub(super) fn new(directory: &Path, name: &str, per_file: u32) -> Traces {
         Traces { path: directory.join(name), per_file, files: 0, open: None, full: false }
     }
 
-    /// Adds a trace, which is a JSON object. What cannot be written is dropped and logged once.
+    /// Adds a trace, a JSON object. After a write error all further traces are dropped, with one log line.
     pub(super) fn add(&mut self, trace: &str) {
         if self.full {
             return;
@@ -76,13 +76,13 @@ impl Traces {
         if self.per_file == 0 && index == 0 {
             return Ok(self.path.clone());
         }
-        // Also where one file was meant and is complete: what is in it stays.
+        // Also used when the single file is already complete, so that its content stays.
         let mut path = self.path.clone().into_os_string();
         path.push(format!(".{index}"));
         Ok(path.into())
     }
 
-    /// Makes the file that is being written a whole one.
+    /// Completes the open file.
     pub(super) fn end(&mut self) {
         if let Err(error) = self.complete() {
             tracing::warn!(path = %self.path.display(), %error, "a file of traces is not complete");
@@ -102,9 +102,9 @@ impl Drop for Traces {
     }
 }
 
-/// A new file in the place of an old one; a link that somebody put there is not followed.
+/// Creates or truncates a file; never follows a symbolic link.
 fn create(path: &Path) -> std::io::Result<File> {
-    // Opening a pipe that nobody reads must not wait.
+    // Opening a FIFO without a reader must not block.
     let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
     let file = OpenOptions::new().write(true).create(true).truncate(true).custom_flags(flags).open(path)?;
     if !file.metadata()?.is_file() {

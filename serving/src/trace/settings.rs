@@ -1,4 +1,4 @@
-//! What can be set about traces: parsed from what clients send, told in the same form.
+//! The trace settings: parsed from clients' values, and reported in the same form.
 
 use crate::error::{InferError, quote};
 
@@ -6,18 +6,18 @@ const RATE: u32 = 1_000;
 const FILE: &str = "trace.json";
 const FILE_BYTES_MAX: usize = 128;
 
-/// What is in force for a model.
+/// The settings in force for a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Settings {
     /// Whether requests are traced.
     pub(super) traces: bool,
-    /// One request of so many is traced.
+    /// One of this many requests is traced.
     pub(super) rate: u32,
-    /// How many more are traced; `None` for any number.
+    /// Number of traces left; `None` for no limit.
     pub(super) count: Option<u64>,
-    /// A file is complete after so many traces; 0 for one file.
+    /// Traces per file; 0 puts all into one file.
     pub(super) log_frequency: u32,
-    /// Name of the file, or the beginning of the names.
+    /// File name, or the prefix of the file names.
     pub(super) file: String,
 }
 
@@ -28,7 +28,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The settings by Triton's names.
+    /// The settings under Triton's names.
     pub(super) fn named(&self) -> [(&'static str, Vec<String>); 6] {
         let level = if self.traces { "TIMESTAMPS" } else { "OFF" };
         let count = self.count.map_or_else(|| "-1".to_owned(), |count| count.to_string());
@@ -43,7 +43,7 @@ impl Settings {
     }
 }
 
-/// What was set for all models, or for one; what is `None` is as in the wider scope.
+/// The settings of one scope, all models or one model; `None` inherits from the wider scope.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Scope {
     traces: Option<bool>,
@@ -51,17 +51,17 @@ pub(super) struct Scope {
     pub(super) count: Option<Option<u64>>,
     log_frequency: Option<u32>,
     file: Option<String>,
-    /// Requests that were counted by the rate of this scope.
+    /// Requests counted for this scope's rate.
     pub(super) seen: u64,
 }
 
 impl Scope {
-    /// Whether this scope asks for traces.
+    /// Whether this scope enables tracing.
     pub(super) fn traces(&self) -> bool {
         self.traces == Some(true)
     }
 
-    /// These settings over those of the wider scope.
+    /// These settings, with `wider` for those that are not set.
     pub(super) fn over(&self, wider: Settings) -> Settings {
         Settings {
             traces: self.traces.unwrap_or(wider.traces),
@@ -84,7 +84,7 @@ impl Scope {
     }
 }
 
-/// One change, checked; `None` makes the setting as it is in the wider scope.
+/// A checked change of one setting; `None` clears it, so that it inherits from the wider scope.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Change {
     Traces(Option<bool>),
@@ -96,10 +96,10 @@ pub(crate) enum Change {
 }
 
 impl Change {
-    /// Checks a change that a client asks for. No values clear a setting.
+    /// Checks a change that a client requests. An empty list clears the setting.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for names that are no setting and values that it cannot have.
+    /// [`InferError::Invalid`] for unknown names and invalid values.
     pub(crate) fn parse(name: &str, values: &[&str]) -> Result<Change, InferError> {
         if values.len() > 1 && name != "trace_level" {
             return Err(InferError::invalid(format!("{name} has {} values, one is expected", values.len())));
@@ -151,13 +151,13 @@ impl Change {
 }
 
 impl Change {
-    /// Whether files that were being written are complete with it.
+    /// Whether the change completes open files.
     pub(super) fn ends_files(&self) -> bool {
         matches!(self, Change::Traces(_) | Change::LogFrequency(_) | Change::File(_))
     }
 }
 
-/// Whether a name means a file in the folder it is put in, and nothing else.
+/// Whether a name is a plain file name that cannot leave its directory.
 fn is_plain(name: &str) -> bool {
     (1..=FILE_BYTES_MAX).contains(&name.len())
         && !name.starts_with('.')

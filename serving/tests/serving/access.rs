@@ -1,4 +1,4 @@
-//! The access log and the ids of requests.
+//! Tests of the access log and of request ids.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -32,7 +32,7 @@ impl io::Write for Lines {
     }
 }
 
-/// The lines of the access log of this thread, while the guard is kept.
+/// The access log lines of this thread, while the guard lives.
 fn listen() -> (Lines, tracing::subscriber::DefaultGuard) {
     let lines = Lines::default();
     let writer = lines.clone();
@@ -44,14 +44,13 @@ fn listen() -> (Lines, tracing::subscriber::DefaultGuard) {
     (lines, tracing::subscriber::set_default(subscriber))
 }
 
-// One thread, because a subscriber of a test is that of its thread.
+// One thread, because a test's subscriber is local to its thread.
 #[tokio::test]
 async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
     let (lines, _default) = listen();
     let server = Server::start(config(), &[]).await;
 
-    // A place that is met for the first time by another test at just this moment may be taken for one that
-    // nobody listens to.
+    // If another test meets a call site first at this moment, tracing may cache it as having no subscriber.
     ask(&server, &as_rest(&good())).await;
     server.client().await.infer_message(good()).await.unwrap();
     tracing::callsite::rebuild_interest_cache();

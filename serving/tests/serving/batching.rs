@@ -1,4 +1,4 @@
-//! Requests that wait run together: each gets its own answer, and only those that may.
+//! Tests of batching: each request gets its own answer, and only independent rows are batched.
 
 use millrace_serving::Config;
 use millrace_serving::client::ClientError;
@@ -29,15 +29,15 @@ fn fp32(data: &Data) -> &[f32] {
     }
 }
 
-/// Rows of the model `slow` that differ from client to client.
+/// Rows for the model `slow` that differ between clients.
 fn slow_rows(rows: usize, seed: usize) -> Tensor {
     let values = (0..rows * 512).map(|i| ((i * 31 + seed * 17) % 101) as f32 / 101.0 - 0.5).collect();
     Tensor::fp32("input", vec![rows as i64, 512], values).unwrap()
 }
 
-/// Asks for all inputs at once and gives the first output of each.
+/// Sends all inputs at once and returns the first output of each.
 async fn ask_all(server: &Server, model: &'static str, inputs: &[Tensor]) -> Vec<Tensor> {
-    // Connecting may take longer than a run does, and who is alone has no company.
+    // Connects first: connecting may take longer than a run, and a single request is not batched.
     let mut clients = Vec::with_capacity(inputs.len());
     for _ in inputs {
         clients.push(server.client().await);
@@ -85,7 +85,7 @@ async fn requests_that_wait_run_together_and_each_gets_its_own_rows() {
 async fn many_clients_of_a_short_run_share_runs() {
     const CLIENTS: usize = 16;
     const REQUESTS: usize = 200;
-    // As many sessions as threads: nobody has to wait for another one's.
+    // As many sessions as threads, so that no request waits for another one's session.
     let server = Server::start(config(), &[("sum", 1, sum())]).await;
     let mut clients = tokio::task::JoinSet::new();
     for number in 0..CLIENTS {
@@ -117,7 +117,7 @@ async fn a_run_has_no_more_rows_than_it_may() {
         let server = Server::start(config, &[("slow", 1, slow(8))]).await;
         let inputs: Vec<Tensor> = (0..16).map(|seed| slow_rows(1, seed)).collect();
         ask_all(&server, "slow", &inputs).await;
-        // A request that is larger by itself runs all the same.
+        // A single larger request runs all the same.
         ask_all(&server, "slow", &[slow_rows(9, 1)]).await;
         let statistics = statistics(&server, "slow").await;
         assert_eq!(statistics.inference_count, 16 + 9);
@@ -134,7 +134,7 @@ async fn a_run_has_no_more_rows_than_it_may() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_whose_first_extent_is_no_rows_runs_one_by_one() {
-    // Both take any number of rows, but what comes out of one depends on the others.
+    // Both accept any number of rows, but the result for one row depends on the others.
     let server = Server::start(one_session(), &[("steps", 1, steps()), ("reversed", 1, reversed())]).await;
     for model in ["steps", "reversed"] {
         let inputs: Vec<Tensor> = (0..24)
@@ -200,7 +200,7 @@ async fn who_goes_while_he_waits_is_not_served() {
         let mut client = server.client().await;
         tokio::spawn(async move { client.infer("slow", None, vec![slow_rows(200, 1)], Form::Raw).await })
     };
-    // Waits behind the first one, and its callers go: together with their connections.
+    // These wait behind the first one; then their clients disconnect.
     let waiting: Vec<_> = (0..8)
         .map(|seed| {
             let inference = server.serving.inference().clone();
@@ -217,11 +217,11 @@ async fn who_goes_while_he_waits_is_not_served() {
     waiting.iter().for_each(tokio::task::JoinHandle::abort);
     let mut served = 1;
     for task in waiting {
-        // Some may have been done before they could be aborted.
+        // Some may have finished before the abort.
         served += u64::from(task.await.is_ok());
     }
     running.await.unwrap().unwrap();
-    // One more finds the line as the others left it.
+    // A further request works after the cancellations.
     ask_all(&server, "slow", &[slow_rows(1, 9)]).await;
     assert_eq!(statistics(&server, "slow").await.execution_count - before, served + 1);
     server.stop().await;
@@ -231,13 +231,13 @@ async fn who_goes_while_he_waits_is_not_served() {
 async fn requests_may_wait_for_others_to_run_with() {
     let mut config = one_session();
     config.batching.rows_max = 8;
-    // Longer than the test may take: only a full run ends the wait.
+    // Longer than the test: only a full run ends the wait.
     config.batching.delay_us_max = 600_000_000;
     let server = Server::start(config, &[("slow", 1, slow(60))]).await;
     let mut client = server.client().await;
     let large = slow_rows(200, 0);
     let large = tokio::spawn(async move { client.infer("slow", None, vec![large], Form::Raw).await });
-    // Whoever does not find the session free waits until there are eight, so more are sent until all are
+    // A request that finds no free session waits until there are eight rows, so more are sent until all are
     // answered.
     let mut requests = tokio::task::JoinSet::new();
     for seed in 0.. {

@@ -1,4 +1,4 @@
-//! Outputs as their best classes, over gRPC and REST.
+//! Tests of classification over gRPC and REST.
 
 use bytes::Bytes;
 use millrace_bundle::Datatype;
@@ -13,7 +13,7 @@ use crate::support::*;
 
 const ROWS: [[f32; FEATURES]; 2] = [[0.5, -1.0, 2.0, 0.25], [-2.0, 1.5, 0.0, 1.0]];
 
-/// Indices of the classes of a row, the best first, by the test's own arithmetic.
+/// Class indices of a row, the best first, by the test's own arithmetic.
 fn order(row: &[f32]) -> Vec<usize> {
     let logits = mlp_logits(row);
     let mut order: Vec<usize> = (0..logits.len()).collect();
@@ -87,7 +87,7 @@ async fn grpc_gives_the_best_classes_of_each_row() {
         assert_eq!(status.code(), Code::InvalidArgument);
         assert!(status.message().contains(part), "{status}");
     }
-    // What is not a number has no classes; the other output of the request can have them.
+    // Only numbers have classes; the other output of the request can still be classified.
     let mut request = pb::ModelInferRequest {
         model_name: "both".into(),
         inputs: vec![input("in_BOOL", "BOOL", &[1], vec![]), input("in_FP32", "FP32", &[2], vec![])],

@@ -1,4 +1,4 @@
-//! Compressed requests and replies, over REST and over gRPC.
+//! Tests of compressed requests and responses, over REST and gRPC.
 
 use std::io::{Read, Write};
 
@@ -44,7 +44,7 @@ fn unpacked(encoding: &str, bytes: &[u8]) -> Vec<u8> {
     plain
 }
 
-/// A request whose reply is large, and what that reply has.
+/// A request with a large response, and the content of that response.
 fn large() -> (pb::ModelInferRequest, Vec<u8>) {
     let values: Vec<i8> = (0..8000).map(|index| (index % 50) as i8).collect();
     let raw = Data::Int8(values).to_raw();
@@ -60,7 +60,7 @@ async fn rest_takes_and_gives_what_the_headers_say() {
     request.body = [json.as_bytes(), &raw].concat();
     let length = json.len().to_string();
     for sent in ["identity", "gzip", "deflate"] {
-        // The length of the JSON is that before compression, as tritonclient counts it.
+        // The JSON length is that before compression, as tritonclient counts it.
         let body = packed(sent, &request.body);
         for (accepted, got) in
             [("", None), ("gzip", Some("gzip")), ("deflate", Some("deflate")), ("br", None)]
@@ -80,12 +80,12 @@ async fn rest_takes_and_gives_what_the_headers_say() {
             assert_eq!(got.is_some(), reply.body.len() < raw.len(), "{sent} {accepted}");
         }
     }
-    // Small replies stay as they are, unless nothing else is read; errors are compressed like the rest.
+    // Small responses stay uncompressed unless the client accepts nothing else; errors are compressed alike.
     let small = async |accepted: &str| {
         server.http("GET", "/v2/models/mlp", &[("accept-encoding", accepted)], b"").await
     };
     assert_eq!(small("gzip").await.header("content-encoding"), None);
-    // Large ones that are no inference stay as they are, too: Triton's asyncio client relies on it.
+    // Large responses other than inference stay uncompressed: Triton's asyncio client relies on it.
     let told = server.http("GET", "/v2/models/stats", &[("accept-encoding", "gzip, deflate")], b"").await;
     assert_eq!((told.status, told.header("content-encoding")), (200, None));
     assert!(told.body.len() > 2048 && told.body.starts_with(b"{"), "{}", told.body.len());
@@ -113,7 +113,7 @@ async fn grpc_clients_that_compress_are_answered_compressed() {
             assert_eq!(reply.into_inner().raw_output_contents[0], raw);
         }
     }
-    // Reading compressed replies is not asking for them.
+    // Accepting compressed responses does not request them.
     let mut client =
         pb::grpc_inference_service_client::GrpcInferenceServiceClient::new(channel(&server).await)
             .accept_compressed(CompressionEncoding::Gzip);
@@ -139,7 +139,7 @@ pub(crate) fn frame(flag: u8, payload: &[u8]) -> Vec<u8> {
     frame.to_vec()
 }
 
-/// Status and message of a call whose body is given byte by byte.
+/// Status and message of a call with a given body.
 pub(crate) async fn bare_call(
     channel: &mut Channel,
     method: &str,
@@ -233,10 +233,10 @@ async fn broken_messages_of_grpc_are_the_senders_fault() {
     server.stop().await;
 }
 
-/// A server for large messages of the model `echo_INT8`, and a request to it whose reply has the same bytes.
+/// A server for large messages of the model `echo_INT8`, and a request whose response has the same bytes.
 async fn roomy() -> (Server, pb::ModelInferRequest, Bytes) {
     let server = Server::start(config(), &[("echo_INT8", 1, echo(&[millrace_bundle::Datatype::Int8]))]).await;
-    // Beyond what is done at once of each kind: text, compressed bytes, and copies.
+    // Above the thresholds for decoding inline: text, compressed bytes, and copies.
     let raw =
         Data::Int8((0..1 << 20).map(|index: i32| (index.wrapping_mul(31) >> 7) as i8).collect()).to_raw();
     (server, raw_echo("INT8", &[raw.len() as i64], &raw), raw)

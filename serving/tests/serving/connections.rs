@@ -1,5 +1,5 @@
-//! Connections: HTTP/1.1 and HTTP/2 on one port, keep-alive, clients that stall, and more clients than
-//! the server has room for.
+//! Tests of connections: HTTP/1.1 and HTTP/2 on one port, keep-alive, clients that stall, and more clients
+//! than the limit.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use tonic::transport::{Channel, Endpoint};
 use crate::malformed::{as_rest, ask, good, server};
 use crate::support::*;
 
-/// What hangs is a failure; nothing here measures.
+/// Timeout: a hang is a failure; no test measures time.
 const HANGING: Duration = Duration::from_secs(60);
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const EMPTY_SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
@@ -31,7 +31,7 @@ async fn connect(address: SocketAddr) -> TcpStream {
     TcpStream::connect(address).await.unwrap()
 }
 
-/// Everything until the server closes; a reset ends it too.
+/// All bytes until the server closes or resets the connection.
 async fn to_the_end(stream: &mut TcpStream) -> String {
     let mut answer = Vec::new();
     let read = stream.read_to_end(&mut answer);
@@ -39,7 +39,7 @@ async fn to_the_end(stream: &mut TcpStream) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// Reads one reply that says its length, and leaves the connection open.
+/// Reads one response by its length, and leaves the connection open.
 async fn one_reply(stream: &mut TcpStream) -> String {
     let mut answer = Vec::new();
     loop {
@@ -85,7 +85,7 @@ async fn rest_speaks_both_versions_of_http_on_one_port() {
         let body = reply.into_body().collect().await.unwrap().to_bytes();
         assert!(String::from_utf8_lossy(&body).contains("logits"));
     }
-    // Three requests over one connection of HTTP/1.1, the last two without waiting for an answer.
+    // Three requests over one HTTP/1.1 connection, the last two pipelined.
     let mut stream = connect(address).await;
     let get = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n";
     stream.write_all(get).await.unwrap();
@@ -166,7 +166,7 @@ async fn a_client_that_never_reads_its_answer_is_cut_off() {
     config.limits.connections_max = 1;
     let server = Server::start(config, &[("echo", 1, echo(&[millrace_bundle::Datatype::Uint8]))]).await;
     let address = server.serving.addresses().http;
-    // More than the kernel keeps for somebody who does not read.
+    // More than the kernel buffers for a client that does not read.
     let bytes = 24 << 20;
     let json = format!(
         r#"{{"inputs":[{{"name":"in_UINT8","shape":[{bytes}],"datatype":"UINT8","parameters":{{"binary_data_size":{bytes}}}}}],"parameters":{{"binary_data_output":true}}}}"#
@@ -179,7 +179,7 @@ async fn a_client_that_never_reads_its_answer_is_cut_off() {
     let mut stream = connect(address).await;
     stream.write_all(head.as_bytes()).await.unwrap();
     stream.write_all(&vec![7; bytes]).await.unwrap();
-    // The only place there is becomes free although the client keeps its end open.
+    // The only slot becomes free although the client keeps its end open.
     let place = async { while server.http("GET", "/v2/health/live", &[], b"").await.status != 200 {} };
     tokio::time::timeout(HANGING, place).await.unwrap();
     let mut answer = Vec::new();
@@ -197,7 +197,7 @@ async fn endless_and_too_many_headers_are_refused() {
     let line = format!("GET /{} HTTP/1.1\r\nhost: localhost\r\n\r\n", "a".repeat(1 << 20));
     for (head, statuses) in [(long, ["431"].as_slice()), (many, &["431"]), (line, &["414", "431"])] {
         let mut stream = connect(address).await;
-        // The server may have answered and closed before it was sent everything.
+        // The server may answer and close before it has received everything.
         let _ = stream.write_all(head.as_bytes()).await;
         let said = to_the_end(&mut stream).await;
         let told =
@@ -239,10 +239,10 @@ async fn bodies_that_lie_about_their_length_are_refused() {
     ] {
         let mut stream = connect(address).await;
         let head = "POST /v2/models/mlp/infer HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n";
-        // The server may have answered and closed before it was sent everything.
+        // The server may answer and close before it has received everything.
         let _ = stream.write_all(format!("{head}{rest}").as_bytes()).await;
         let said = to_the_end(&mut stream).await;
-        // A client that still sends may be reset before it has read the answer.
+        // A client that is still sending may be reset before it has read the answer.
         let told = said.starts_with("HTTP/1.1 4") || (rest.contains("chunked") && said.is_empty());
         assert!(told, "{what}: {said}");
     }
@@ -268,7 +268,7 @@ async fn connections_beyond_the_limit_are_told_so() {
     stream.write_all(get).await.unwrap();
     let said = to_the_end(&mut stream).await;
     assert!(said.starts_with("HTTP/1.1 503") && said.contains("limits.connections_max"), "{said}");
-    // Those who were there first are served on, and a place that becomes free is taken.
+    // The first clients are still served, and a free slot is reused.
     held[0].write_all(get).await.unwrap();
     assert!(one_reply(&mut held[0]).await.starts_with("HTTP/1.1 200"));
     drop(held.pop());
@@ -281,7 +281,7 @@ async fn connections_beyond_the_limit_are_told_so() {
         client.infer_message(good()).await.unwrap();
         clients.push(client);
     }
-    // How a client tells it depends on how far it got; none of them gets an answer.
+    // How a client reports it depends on its progress; none of them gets an answer.
     if let Ok(mut client) = Client::connect(&addresses.grpc.to_string()).await {
         client.infer_message(good()).await.unwrap_err();
     }

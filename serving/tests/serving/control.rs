@@ -1,5 +1,4 @@
-//! Control calls as clients make them, over gRPC and REST: the index of the repository, loading and
-//! unloading; and what is refused.
+//! Tests of the control calls over gRPC and REST: the repository index, loading, unloading, and refusals.
 
 use std::time::Duration;
 
@@ -25,7 +24,7 @@ fn row() -> Vec<Tensor> {
     vec![Tensor::fp32("input", vec![1, FEATURES as i64], vec![0.5; FEATURES]).unwrap()]
 }
 
-/// The version that answers, or the code of the refusal.
+/// The version that answers, or the error code.
 async fn answers(server: &Server, model: &str) -> Result<String, Code> {
     match server.client().await.infer(model, None, row(), Form::Raw).await {
         Ok(prediction) => Ok(prediction.version),
@@ -71,7 +70,7 @@ async fn explicit_control_serves_what_calls_load() {
 
     load(&mut client, "other").await.unwrap();
     assert_eq!(answers(&server, "other").await, Ok("4".into()));
-    // Nothing looks through the repository by itself, whatever poll_ms is.
+    // The server does not scan the repository, whatever `poll_ms` is.
     tokio::time::timeout(PATIENCE, repository.poll(CancellationToken::new())).await.unwrap();
     publish(server.dir.path(), "mlp", 2, mlp()).await;
     assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
@@ -124,7 +123,7 @@ async fn a_bad_version_is_answered_with_its_reason_and_the_good_one_stays() {
     assert_eq!(reply.status, 503);
     assert!(reply.json()["error"].as_str().unwrap().contains("SHA-256"));
 
-    // A manifest that is none is told, a version that is still being written is not.
+    // An invalid manifest is reported; a version that is still being written is not.
     std::fs::remove_dir_all(server.dir.path().join("mlp/2")).unwrap();
     publish(server.dir.path(), "mlp", 3, mlp()).await;
     std::fs::write(server.dir.path().join("mlp/3/bundle.json"), "{").unwrap();
@@ -136,9 +135,9 @@ async fn a_bad_version_is_answered_with_its_reason_and_the_good_one_stays() {
     load(&mut client, "mlp").await.unwrap();
     assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
 
-    // A model whose only version is bad, once mended, comes with the next call.
+    // The next call loads a model whose only version was bad and is now repaired.
     publish(server.dir.path(), "new", 1, mlp()).await;
-    // As it is while a bundle is written.
+    // The state while a bundle is being written.
     let file = |name: &str| server.dir.path().join("new/1").join(name);
     std::fs::rename(file("bundle.json"), file("bundle.json.writing")).unwrap();
     let error = load(&mut client, "new").await.unwrap_err();
@@ -168,7 +167,7 @@ async fn unloading_waits_for_requests_that_hold_the_model() {
     };
     tokio::time::timeout(PATIENCE, gone).await.unwrap();
     assert!(!unloading.is_finished());
-    // What takes its place meanwhile is another one.
+    // A new version takes its place meanwhile.
     load(&mut server.triton().await, "mlp").await.unwrap();
     assert_eq!(answers(&server, "mlp").await, Ok("1".into()));
     assert!(!unloading.is_finished());
@@ -294,7 +293,7 @@ async fn options_of_a_model_that_no_call_has_loaded_keep_no_server_from_being_re
     for (config, is_ready) in [
         (Config { models: models(), ..explicit(&["mlp"]) }, true),
         (Config { models: models(), ..explicit(&[]) }, true),
-        // The one serves what there is, and the other is told to load it.
+        // The first serves what exists; the second must be told to load it.
         (Config { models: models(), ..config() }, false),
         (Config { models: models(), ..explicit(&["later"]) }, false),
     ] {

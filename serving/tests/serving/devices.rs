@@ -1,5 +1,5 @@
-//! Where models run: by the server's configuration or their own, on the processor instead only where that is
-//! allowed, and then said.
+//! Tests of device selection: by the server's or the model's configuration, with a reported fallback to the
+//! processor only where it is allowed.
 
 use millrace_serving::ModelOptions;
 use millrace_serving::client::ClientError;
@@ -33,7 +33,7 @@ async fn described(server: &Server, model: &str) -> pb::ModelConfig {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_runs_on_the_processor_instead_only_where_that_is_allowed() {
     let mut config = config();
-    // No machine has so many devices.
+    // No machine has that many devices.
     config.models.insert("falls".into(), settings(Some("cuda:99"), Some(true), Some(2)));
     config.models.insert("stays".into(), settings(Some("cuda:99"), None, None));
     config.models.insert("compiled".into(), settings(Some("tensorrt:98,99"), None, None));

@@ -1,4 +1,4 @@
-//! What models are asked against what they were trained on: statistics in the bundle, figures in the metrics.
+//! Tests of drift: a model's requests against its training statistics in the bundle, as metrics.
 
 use millrace_bundle::{Bundle, Feature, Lineage, Moments, Statistics};
 use millrace_serving::config::Drift;
@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::*;
 
-/// Rows of the network's four inputs: from 0 to 1, from 0 to 10, a constant, and again from 0 to 1.
+/// Rows of the network's four inputs: from 0 to 1, from 0 to 10, a constant, and from 0 to 1 again.
 fn rows(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut draw = move || {
@@ -43,7 +43,7 @@ async fn metrics(server: &Server) -> String {
     String::from_utf8(reply.body).unwrap()
 }
 
-/// A figure of a model, of one feature where there are several.
+/// A metric of a model, and of one feature if there are several.
 fn figure(metrics: &str, name: &str, model: &str, feature: &str) -> Option<f64> {
     let (model, feature) = (format!("model=\"{model}\""), format!("feature=\"{feature}\""));
     let line = metrics.lines().find(|line| {
@@ -87,12 +87,12 @@ async fn inputs_that_move_away_from_the_training_show_in_the_metrics() {
         assert!(of(&text, "outside_ratio", feature).unwrap() < 0.02, "{feature}: {text}");
     }
     assert!(of(&text, "mean_shift", "input[1]").unwrap().abs() < 0.2, "{text}");
-    // A constant has no deviation to count in.
+    // A constant has no standard deviation.
     assert_eq!(of(&text, "mean_shift", "input[2]"), None);
     let about_others = |line: &&str| line.contains("millrace_serving_drift_") && line.contains("\"plain\"");
     assert_eq!(text.lines().filter(about_others).count(), 0);
 
-    // The second input moves, and the constant is none any more.
+    // The second input moves, and the constant becomes NaN.
     let mut moved = rows(5_000, 3);
     moved.chunks_exact_mut(FEATURES).for_each(|row| (row[1], row[2]) = (row[1] + 6.0, f32::NAN));
     ask(&server, "watched", moved).await;

@@ -1,4 +1,4 @@
-//! Ensembles: what comes out of one is what its models give one after the other, and clients see it as a model.
+//! Tests of ensembles: the outputs equal those of the models in sequence, and clients see an ordinary model.
 
 use std::path::Path;
 
@@ -15,8 +15,8 @@ use crate::shared_memory::grpc;
 use crate::support::*;
 use crate::triton_layout::put;
 
-/// Sums of rows, rows the other way round, both added, and the small network on that: a diamond whose two
-/// sides take the same tensor. The steps are in no order.
+/// A diamond whose two sides take the same tensor: cumulative sums of rows, rows in reverse order, their sum,
+/// and the small network on it. The steps are in no order.
 pub(crate) const DIAMOND: &str = r#"
 name: "diamond"
 platform: "ensemble"
@@ -52,13 +52,13 @@ ensemble_scheduling {
 }
 "#;
 
-/// Writes an ensemble: a configuration, and a version that is an empty folder.
+/// Writes an ensemble: a configuration, and an empty folder as its version.
 pub(crate) fn put_ensemble(dir: &Path, name: &str, config: impl AsRef<[u8]>) {
     put(dir, &format!("{name}/config.pbtxt"), config);
     std::fs::create_dir_all(dir.join(name).join("1")).unwrap();
 }
 
-/// The models of the diamond, and the diamond.
+/// Writes the diamond and its models.
 pub(crate) async fn put_diamond(dir: &Path) {
     publish(dir, "mlp", 1, mlp()).await;
     publish(dir, "sum", 2, sum()).await;
@@ -78,7 +78,7 @@ pub(crate) fn assert_close(found: &Tensor, expected: &Tensor) {
     assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-4), "{found:?} {expected:?}");
 }
 
-/// `total` and `logits` as a client gets them who asks the models himself.
+/// `total` and `logits` from direct requests to the models.
 pub(crate) async fn one_by_one(server: &Server, count: usize) -> (Tensor, Tensor) {
     let mut client = server.client().await;
     let mut ask = async |model: &str, inputs: Vec<Tensor>| {
@@ -139,7 +139,7 @@ async fn an_ensemble_gives_what_its_models_give_one_by_one() {
             assert_close(&found.outputs[1], &total);
         }
     }
-    // Over REST, in streams, and a part of it.
+    // Over REST, in streams, and for a part of the outputs.
     let (total, logits) = one_by_one(&server, 2).await;
     let Data::Fp32(values) = rows("x", 2).data else { panic!() };
     let body = json!({
@@ -162,7 +162,7 @@ async fn an_ensemble_gives_what_its_models_give_one_by_one() {
         assert_eq!(response.outputs.len(), outputs);
         assert_eq!(response.raw_output_contents[outputs - 1], total.data.to_raw());
     }
-    // What is wrong with a request is found before a step runs.
+    // Errors in a request are reported before a step runs.
     let error = client.infer("diamond", None, vec![rows("x", 9)], Form::Raw).await.unwrap_err();
     let ClientError::Refused { code, message } = error else { panic!("{error}") };
     assert_eq!(code, Code::InvalidArgument);
@@ -217,8 +217,8 @@ async fn an_ensemble_is_a_model_to_its_clients() {
     let lineage = server.http("GET", "/v2/models/diamond/lineage", &[], b"").await.json();
     assert_eq!((&lineage["name"], &lineage["files"]), (&json!("diamond"), &json!([])));
 
-    // One request to the ensemble is one to each of its models, unless nothing that it makes is wanted. The rows of
-    // "steps" depend on each other, so its requests count as one each.
+    // One request to the ensemble is one to each of its models, unless none of its outputs is wanted. The
+    // rows of "steps" depend on each other, so each of its requests counts as one inference.
     client.infer("diamond", None, vec![rows("x", 3)], Form::Raw).await.unwrap();
     client.infer_message(asking(&["total"])).await.unwrap();
     client.infer("diamond", None, Vec::new(), Form::Raw).await.unwrap_err();

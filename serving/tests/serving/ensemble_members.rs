@@ -1,4 +1,4 @@
-//! Ensembles while their models come and go, are replaced, wait and refuse.
+//! Tests of ensembles while their models come, go, are replaced, wait and refuse.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,7 @@ use crate::scheduling::{Line, ROWS_MAX, holding, message, until};
 use crate::support::*;
 use crate::triton_layout::put;
 
-/// Clients that ask at once.
+/// Concurrent clients.
 const CLIENTS: usize = 3;
 
 async fn ask(client: &mut Client, model: &str, input: Tensor) -> Result<Vec<Tensor>, (Code, String)> {
@@ -29,15 +29,15 @@ async fn ask(client: &mut Client, model: &str, input: Tensor) -> Result<Vec<Tens
     }
 }
 
-/// Clients that ask the diamond again and again until they are told to stop; each gives how often it was
-/// answered and how often refused.
+/// Clients that send requests to the diamond until they are stopped. Each returns its numbers of answers and
+/// refusals.
 struct Load {
     stop: Arc<AtomicBool>,
     clients: Vec<JoinHandle<(u64, u64)>>,
 }
 
 impl Load {
-    /// Every answer has to be right, every refusal the one that is expected.
+    /// Every answer must be right, and every refusal the expected one.
     async fn start(server: &Server, refusal: &'static str) -> Load {
         let stop = Arc::new(AtomicBool::new(false));
         let mut clients = Vec::new();
@@ -65,7 +65,7 @@ impl Load {
         Load { stop, clients }
     }
 
-    /// How often they were answered and refused.
+    /// The numbers of answers and refusals.
     async fn end(self) -> (u64, u64) {
         self.stop.store(true, Ordering::Relaxed);
         let mut sums = (0, 0);
@@ -77,7 +77,7 @@ impl Load {
     }
 }
 
-/// Requests that a version has answered.
+/// Requests answered by a version.
 async fn answered(server: &Server, model: &str, version: u64) -> u64 {
     let request = pb::ModelStatisticsRequest { name: model.into(), version: version.to_string() };
     let told = server.triton().await.model_statistics(request).await.unwrap().into_inner().model_stats;
@@ -109,7 +109,7 @@ async fn models_are_replaced_while_an_ensemble_runs_on_them() {
     let outputs = ask(&mut server.client().await, "diamond", rows("x", 2)).await.unwrap();
     assert_eq!(outputs.len(), 1);
     assert_close(&outputs[0], &logits);
-    // One that is wrong leaves it as it was, and is named.
+    // An invalid configuration leaves it unchanged and is reported.
     put_ensemble(server.dir.path(), "diamond", "platform: \"ensemble\"");
     server.serving.repository().refresh().await.unwrap();
     assert_eq!(ask(&mut server.client().await, "diamond", rows("x", 2)).await.unwrap().len(), 1);
@@ -136,7 +136,7 @@ async fn unload(client: &mut Triton, model: &str, dependents: bool) {
     client.repository_model_unload(request).await.unwrap();
 }
 
-/// What the index says is ready.
+/// The models that the index reports as ready.
 async fn ready(client: &mut Triton) -> Vec<String> {
     let request = pb::RepositoryIndexRequest { ready: true, ..Default::default() };
     let models = client.repository_index(request).await.unwrap().into_inner().models;
@@ -174,7 +174,7 @@ async fn an_ensemble_is_loaded_and_unloaded_with_its_models() {
     let turned = ask(&mut server.client().await, "two", input.clone()).await.unwrap();
     assert_eq!(turned[0].shape, [3, 4]);
 
-    // What a call names stays, and so does what another ensemble runs on.
+    // Models that a call names stay, and so do models of another ensemble.
     load(&mut client, "sum").await.unwrap();
     unload(&mut client, "diamond", true).await;
     assert_eq!(ready(&mut client).await, ["mlp", "reversed", "sum", "two"]);
@@ -184,7 +184,7 @@ async fn an_ensemble_is_loaded_and_unloaded_with_its_models() {
     unload(&mut client, "two", true).await;
     assert_eq!(ready(&mut client).await, ["mlp", "sum"]);
 
-    // What only the steps ran on that an ensemble no longer has goes when it is loaded again.
+    // Models of former steps are unloaded when the ensemble is loaded again.
     load(&mut client, "two").await.unwrap();
     assert_eq!(ready(&mut client).await, ["mlp", "reversed", "sum", "two"]);
     put_ensemble(server.dir.path(), "two", two.replace("\"reversed\"", "\"nosuch\""));
@@ -197,7 +197,7 @@ async fn an_ensemble_is_loaded_and_unloaded_with_its_models() {
     unload(&mut client, "two", true).await;
     assert_eq!(ready(&mut client).await, ["mlp", "sum"]);
 
-    // One that cannot run is answered with its reason, as the index has it.
+    // The call returns the reason why it cannot run, as the index does.
     let refused = load(&mut client, "bad").await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable);
     let reason = "step 1 (model \"nosuch\"): there is no model \"nosuch\"";
@@ -242,7 +242,7 @@ async fn a_model_is_unloaded_while_an_ensemble_runs_on_it() {
 async fn an_ensemble_is_ready_when_all_versions_fit_that_its_steps_are_split_between() {
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
-    // Fits no more, while the ones before and after it do.
+    // This one no longer fits; the versions before and after it do.
     publish(dir.path(), "mlp", 2, fixed()).await;
     publish(dir.path(), "mlp", 3, mlp()).await;
     let options = ModelOptions { versions: Some(VersionPolicy::All), ..Default::default() };
@@ -263,10 +263,10 @@ async fn an_ensemble_is_ready_when_all_versions_fit_that_its_steps_are_split_bet
 async fn a_step_that_refuses_is_named() {
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
-    // More than the models take, which shows when a request runs.
+    // Larger than the models accept, which only a request shows.
     let loose = DIAMOND.replace("\"diamond\"", "\"loose\"").replace("dims: [ 4 ]", "dims: [ -1 ]");
     put_ensemble(dir.path(), "loose", loose);
-    // Less than the model gives.
+    // Smaller than the model's output.
     let tight = r#"
         input { name: "x" data_type: TYPE_FP32 dims: [ -1, 4 ] }
         output { name: "y" data_type: TYPE_FP32 dims: [ 2, 4 ] }
@@ -288,7 +288,7 @@ async fn a_step_that_refuses_is_named() {
              the model takes [-1, 4] (-1: any extent)"
         )
     };
-    // Both get it, and whichever is first says so.
+    // Both steps get it; the first one to fail reports it.
     assert!([step(3, "steps"), step(4, "reversed")].contains(&message), "{message}");
     ask(&mut client, "loose", rows("x", 2)).await.unwrap();
     ask(&mut client, "tight", rows("x", 2)).await.unwrap();
@@ -347,8 +347,8 @@ async fn a_step_waits_in_the_line_of_its_model_and_no_longer_than_the_request() 
     };
     let (runs, holder) = line.hold().await;
 
-    // The time of the request is over while it waits for its second step, unless the machine is so slow that it
-    // is over before the first.
+    // The request's time ends while it waits for its second step, unless the machine is so slow that it ends
+    // before the first.
     let mut micros = 50_000;
     let message = loop {
         let refused = send("pair", &[("timeout", micros)]).await.unwrap().unwrap_err();
@@ -364,14 +364,14 @@ async fn a_step_waits_in_the_line_of_its_model_and_no_longer_than_the_request() 
     assert!(message.starts_with(place), "{message}");
     line.waiting(0).await;
 
-    // Who goes takes the step that waits along.
+    // A disconnecting client cancels its waiting step.
     let gone = send("pair", &[]);
     line.waiting(1).await;
     gone.abort();
     line.waiting(0).await;
     until("it is counted", async || line.outcome("cancelled").await == 1).await;
 
-    // Steps that need nothing of each other wait at the same time, and run together with requests of others.
+    // Independent steps wait at the same time, and are batched with those of other requests.
     let twins = send("twin", &[]);
     line.waiting(2).await;
     let filler = line.send(&client, ROWS_MAX - 3, &[]);

@@ -1,4 +1,4 @@
-//! Ensembles that cannot run: each is named with its reason, and takes nothing else down.
+//! Tests of ensembles that cannot run: each reports its reason and takes no other model down.
 
 use millrace_serving::client::ClientError;
 use millrace_serving::repository::State;
@@ -34,7 +34,7 @@ async fn ensembles_that_cannot_run_are_named_and_the_others_served() {
     };
     let steps_of = |model: &str| changed("model_name: \"steps\"", &format!("model_name: \"{model}\""));
     let cases = [
-        // What the configuration alone tells, with its line.
+        // Errors in the configuration alone, with their line.
         (
             "cycle",
             changed("key: \"a\" value: \"sums\"", "key: \"a\" value: \"total\""),
@@ -76,7 +76,7 @@ async fn ensembles_that_cannot_run_are_named_and_the_others_served() {
             "stepless/config.pbtxt: line 1: platform: \"ensemble\" without ensemble_scheduling, which says what its \
              steps are",
         ),
-        // What its models tell.
+        // Errors found in its models.
         ("missing", steps_of("nosuch"), "step 3 (model \"nosuch\"): there is no model \"nosuch\""),
         (
             "version",
@@ -166,7 +166,7 @@ async fn ensembles_that_cannot_run_are_named_and_the_others_served() {
         assert_eq!(reply.status, 503, "{name}");
         let error = client.infer(name, None, vec![rows("x", 1)], Form::Raw).await.unwrap_err();
         let ClientError::Refused { code, message } = error else { panic!("{name}: {error}") };
-        // Those that know their inputs compare the request with them first.
+        // Models with known inputs check the request against them first.
         if !["shape", "rank"].contains(name) {
             assert_eq!(code, Code::Unavailable, "{name}: {message}");
             assert!(message.ends_with(expected), "{name}: {message}");

@@ -1,4 +1,4 @@
-//! What the steps of an ensemble hand on: every datatype, whoever else looks at it.
+//! Tests of the tensors between the steps of an ensemble: every datatype, also with several consumers.
 
 use std::fmt::Write as _;
 
@@ -35,7 +35,7 @@ fn pair(datatype: Datatype) -> Data {
     }
 }
 
-/// An ensemble of two echoes, whose client gets what the first one gives, too.
+/// An ensemble of two echo steps that also returns the output of the first.
 fn twice() -> String {
     let (mut sides, mut first, mut second) = (String::new(), String::new(), String::new());
     for datatype in Datatype::ALL {
@@ -133,7 +133,7 @@ async fn clients_at_once_get_their_own_tensors() {
     server.stop().await;
 }
 
-/// The first element, so many times.
+/// The first element, repeated.
 fn repeated(data: Data, times: usize) -> Data {
     macro_rules! arms {
         ($($variant:ident),*) => {

@@ -1,5 +1,5 @@
-//! Repositories with entries that cannot be read, versions that are replaced in place, links that are swapped, and when
-//! a server is ready.
+//! Tests of repositories with unreadable entries, versions that are replaced in place, swapped links, and of
+//! server readiness.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -31,7 +31,7 @@ fn versions(server: &Server, model: &str) -> Vec<u64> {
     server.serving.repository().versions(model).unwrap_or_default()
 }
 
-/// Entries that no store of objects can name, and links that lead to themselves.
+/// Entries that no object store can name, and links that lead to themselves.
 fn spoil(folder: &Path) {
     symlink("loop", folder.join("loop")).unwrap();
     std::fs::create_dir(folder.join(OsStr::from_bytes(b"bad\xff"))).unwrap();
@@ -151,9 +151,9 @@ async fn links_that_are_swapped_are_followed() {
         symlink(target, path("next")).unwrap();
         std::fs::rename(path("next"), path(link)).unwrap();
     };
-    // As git-sync does it: the folder itself is a link.
+    // As git-sync does: the folder itself is a link.
     swap("a", "current");
-    // As a mounted ConfigMap does it: a link behind the links of the folder.
+    // As a mounted ConfigMap does: links in the folder lead through another link.
     std::fs::create_dir(path("map")).unwrap();
     swap("../a", "map/..data");
     symlink("..data/mlp", path("map/mlp")).unwrap();
@@ -198,7 +198,7 @@ async fn server_is_ready_once_each_configured_model_is_and_stays_so() {
     publish(server.dir.path(), "later", 1, mlp()).await;
     assert_eq!(load("later").await, 200);
     assert!(told().await);
-    // What comes later does not change it: a bad version, a bad entry, an unload.
+    // Later changes do not reset it: a bad version, a bad entry, an unload.
     publish(server.dir.path(), "mlp", 2, mlp()).await;
     std::fs::write(server.dir.path().join("mlp/2/model.onnx"), "bad").unwrap();
     assert_eq!(load("mlp").await, 503);

@@ -1,6 +1,6 @@
-//! Random changes of valid requests, and of the bytes on the ports: whatever comes, no answer blames the
-//! server, and it goes on answering. The cases are the same in every run; `MILLRACE_FUZZ_REQUESTS=10000000`
-//! asks for more of them than the few thousand of `make test`.
+//! Fuzz tests: random changes of valid requests, and of the bytes on the ports. No answer may blame the
+//! server, and the server must keep answering. The cases are the same in every run;
+//! `MILLRACE_FUZZ_REQUESTS=10000000` runs more than the few thousand of `make test`.
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -19,7 +19,7 @@ use crate::malformed::*;
 use crate::support::*;
 
 const REQUESTS: usize = 4000;
-/// Statuses that say that it was the server's fault.
+/// gRPC statuses that blame the server.
 const UNKNOWN: i32 = 2;
 const INTERNAL: i32 = 13;
 
@@ -43,7 +43,7 @@ enum Change {
 
 fn changes() -> impl Strategy<Value = Vec<Change>> {
     let place = any::<usize>;
-    // Bytes that mean something: lengths, ends, signs of JSON.
+    // Bytes with a meaning: lengths, ends, JSON syntax.
     let telling = prop_oneof![
         any::<u8>(),
         proptest::sample::select(b"\x00\x01\x7f\x80\xff[]{}\",:0-e.\\ \n".to_vec()),
@@ -145,7 +145,7 @@ async fn fuzz_grpc(server: &Server, requests: usize) {
     for case in 0..requests {
         let (seed, form, changes) = cases.next();
         let (encoding, body) = match form {
-            // The prefix and what is around it.
+            // The prefix and the bytes around it.
             0 => (None, changed(frame(0, &valid[seed]), &changes)),
             1 => (Some("gzip"), changed(frame(1, &packed("gzip", &valid[seed])), &changes)),
             2 => (Some("deflate"), frame(1, &packed("deflate", &changed(valid[seed].clone(), &changes)))),
@@ -175,7 +175,7 @@ async fn fuzz_rest(server: &Server, requests: usize) {
         };
         let mut request = http::Request::post(format!("http://{address}{}", ask.path));
         for (name, value) in &ask.headers {
-            // Mostly as it should be, so that what is behind the first check is met too.
+            // Mostly valid, so that cases also get beyond the first check.
             let shifted =
                 if form == 7 { (value.parse::<i64>().unwrap() + shift).to_string() } else { value.clone() };
             request = request.header(*name, shifted);
@@ -207,7 +207,8 @@ async fn fuzz_ports(server: &Server, requests: usize) {
         ask.body.len()
     );
     let http1 = [head.as_bytes(), &ask.body].concat();
-    // The preface, empty settings, and the headers and the data of a request without compression of names.
+    // The preface, empty settings, and the headers and the data of a request, without HPACK compression of
+    // names.
     let mut http2 =
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0\0\0\x03\x01\x05\0\0\0\x01\x82\x86\x84"
             .to_vec();
@@ -219,7 +220,7 @@ async fn fuzz_ports(server: &Server, requests: usize) {
         let address = [addresses.grpc, addresses.http, addresses.metrics][usize::from(port)];
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
         let bytes = changed(seeds[seed].clone(), &changes);
-        // The server may refuse before it was sent everything.
+        // The server may refuse before it has received everything.
         let _ = stream.write_all(&bytes).await;
         let _ = stream.shutdown().await;
         let mut said = Vec::new();
@@ -234,7 +235,7 @@ async fn no_bytes_are_the_servers_fault() {
     let requests = requests();
     fuzz_grpc(&server, requests / 2).await;
     fuzz_rest(&server, requests / 2).await;
-    // Each of these takes a connection of its own, whose port rests for a minute afterwards.
+    // Each of these uses a new connection, whose port then stays in TIME_WAIT for a minute.
     fuzz_ports(&server, requests / 20).await;
     server.client().await.infer_message(good()).await.unwrap();
     assert_eq!(ask(&server, &as_rest(&good())).await.status, 200);

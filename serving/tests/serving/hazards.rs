@@ -1,5 +1,5 @@
-//! Models and requests that would end the process, or run as another model than the file says: they are refused, and the
-//! others are served.
+//! Tests of models and requests that would end the process, or run as another model than the file describes.
+//! They are refused, and the others are served.
 
 use millrace_bundle::onnx::*;
 use millrace_serving::client::ClientError;
@@ -35,7 +35,7 @@ fn whole(name: &str, dims: &[i64], value: i64) -> TensorProto {
     }
 }
 
-/// Divides integers: `a` INT64 [batch] by `b`, or by what is 1 or more of it.
+/// Divides integers: `a` INT64 [batch] by `b`, or by the maximum of `b` and 1.
 fn quotient(bounded: bool) -> Vec<u8> {
     let nodes = if bounded {
         vec![node("Max", &["b", "one"], "most"), node("Div", &["a", "most"], "output")]
@@ -147,7 +147,7 @@ async fn a_warm_up_without_elements_is_refused_where_the_graph_cannot_take_it() 
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_file_that_begins_like_another_format_runs_as_the_graph_that_it_is() {
-    // A name of its producer puts the mark of ONNX Runtime's own format where that is looked for.
+    // The name of its producer puts the magic of ONNX Runtime's own format at its expected offset.
     let mark = ModelProto { producer_name: Some("abORTM".into()), ..Default::default() }.encode_to_vec();
     let onnx = [mark, mlp()].concat();
     assert_eq!(&onnx[4..8], b"ORTM");
@@ -161,7 +161,8 @@ async fn a_file_that_begins_like_another_format_runs_as_the_graph_that_it_is() {
     server.stop().await;
 }
 
-/// Gives each row, in as many pieces as the graph takes its rows for: `input` FP32 [batch, 4] to `output`.
+/// Copies each row in as many pieces as the graph believes its rows to have: `input` FP32 [batch, 4] to
+/// `output`.
 fn measured(declared: i64) -> Vec<u8> {
     let graph = GraphProto {
         name: Some("measured".into()),

@@ -1,5 +1,5 @@
-//! Models whose rows depend on each other run one request at a time, whatever made them, unless their configuration asks
-//! for more.
+//! Tests of models whose rows depend on each other: they run one request at a time, in every layout, unless
+//! their configuration enables batching.
 
 use millrace_bundle::onnx::*;
 use millrace_serving::client::Client;
@@ -58,7 +58,7 @@ fn largest(output: &str) -> NodeProto {
     with(node("ReduceMax", &["input"], output), "keepdims", 0)
 }
 
-/// Models each row of which depends on those beside it: the largest of them, their range, or how many there are.
+/// Models whose rows depend on the others: on their maximum, their range or their number.
 fn dependent() -> Vec<(&'static str, Vec<u8>)> {
     let whole = |name: &str, value: i64| {
         tensor(name, tensor_proto::DataType::Int64, &[], value.to_le_bytes().to_vec())
@@ -103,7 +103,7 @@ fn dependent() -> Vec<(&'static str, Vec<u8>)> {
     ]
 }
 
-/// Rows of very different magnitudes from client to client, and from request to request.
+/// Rows of very different magnitudes between clients and between requests.
 fn rows(client: usize, request: usize) -> Tensor {
     let count = 1 + request % 2;
     let magnitude = [0.01f32, 1.0, 300.0][(client + request) % 3];
@@ -126,7 +126,7 @@ async fn described(server: &Server, model: &str) -> pb::ModelConfig {
 async fn answers_under_load_are_those_of_single_requests() {
     let dir = TempDir::new().unwrap();
     let models = dependent();
-    // Bundles, and graphs as Triton has them.
+    // Bundles, and graphs in Triton's layout.
     for (place, (name, onnx)) in models.iter().enumerate() {
         if place % 2 == 0 {
             publish(dir.path(), name, 1, onnx.clone()).await;

@@ -1,4 +1,4 @@
-//! Starting, reloading and stopping: bad bundles, taken ports, missing libraries, draining.
+//! Tests of starting, reloading and stopping: bad bundles, ports in use, missing libraries, draining.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ async fn bad_versions_are_named_and_the_others_served() {
     let dir = tempfile::tempdir().unwrap();
     let model = |path: &str| dir.path().join(path);
     publish(dir.path(), "mlp", 1, mlp()).await;
-    // Version 2 is damaged, version 3 half written, version 4 a graph that ONNX Runtime refuses.
+    // Version 2 is damaged, version 3 incomplete, version 4 a graph that ONNX Runtime refuses.
     publish(dir.path(), "mlp", 2, mlp()).await;
     let mut bytes = std::fs::read(model("mlp/2/model.onnx")).unwrap();
     bytes[60] ^= 0x55;
@@ -135,7 +135,7 @@ async fn a_device_that_is_not_there_is_refused() {
     assert!(error.to_string().contains("cuda:99"), "{error}");
 }
 
-/// Started as a process of its own by the test below.
+/// Runs in a child process that the test below starts.
 #[test]
 #[ignore = "the child process that the test of a missing library starts by itself"]
 fn child_loads_the_runtime() {
@@ -143,16 +143,16 @@ fn child_loads_the_runtime() {
         Ok(runtime) => println!("child: loaded {}", runtime.library().display()),
         Err(error) => println!("child: {error}"),
     }
-    // A second try after a failure must answer as well.
+    // A second attempt after a failure must work as well.
     println!("again: {}", Runtime::load().is_ok());
 }
 
-/// What a process says that loads the library, without a variable that names one.
+/// Output of a process that loads the library without a variable that names one.
 fn loads(program: &std::path::Path, working: &std::path::Path) -> String {
     let output = Command::new(program)
         .args(["--exact", "lifecycle::child_loads_the_runtime", "--ignored", "--nocapture"])
         .env_remove("ORT_DYLIB_PATH")
-        // An empty entry means the working directory to the loader.
+        // The loader treats an empty entry as the working directory.
         .env("LD_LIBRARY_PATH", ":.")
         .current_dir(working)
         .output()
@@ -171,7 +171,7 @@ fn the_library_is_found_beside_the_program_and_never_in_the_working_directory() 
     std::fs::create_dir(&bin).unwrap();
     let program = bin.join("program");
     std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-    // Above the program, in the working directory, and above that.
+    // In parents of the program, in the working directory, and above it.
     let planted = [".", "a", "a/b"].iter().flat_map(|at| [format!("{at}/.local/onnxruntime"), (*at).into()]);
     for folder in planted {
         let folder = dir.path().join(folder);
@@ -189,7 +189,7 @@ fn the_library_is_found_beside_the_program_and_never_in_the_working_directory() 
     assert!(line.contains(library.to_str().unwrap()) && line.contains("does not load"), "{line}");
 }
 
-/// One that other users can write, or could replace, is refused before any of its code runs.
+/// A library that other users can write or replace is refused before any of its code runs.
 #[test]
 fn a_library_that_others_can_write_is_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Loads on servers over real sockets: every request is accounted for, by the client as by the server.
+//! Tests of the load generator over real sockets: the client and the server account for every request.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -26,7 +26,7 @@ fn poisson(rate: f64) -> Open {
     Open { rate, connections: 3, deadline: None, warm_up: WARM_UP, duration: DURATION, seed: 9 }
 }
 
-/// How many requests an open loop sends, and how many of them it counts.
+/// Number of requests that an open loop sends, and number of those that it counts.
 fn scheduled(load: &Open) -> (u64, u64) {
     let times: Vec<_> =
         Poisson::new(load.rate, load.seed).take_while(|at| *at < WARM_UP + DURATION).collect();
@@ -72,7 +72,7 @@ async fn clients_of_a_closed_loop_wait_for_their_answers() {
     let load = Closed { clients: 4, warm_up: Duration::ZERO, duration: DURATION };
     let measured = closed(&address, &requests, &load).await.unwrap();
     assert!(measured.failed.is_empty() && measured.unsent == 0, "{measured:?}");
-    // Each client has at most one request under way when the time is over.
+    // Each client has at most one request in flight when the time ends.
     let answered = answered(&server, "mlp").await;
     let counted = measured.latency.count();
     assert!((counted..=counted + 4).contains(&answered), "{counted} counted, {answered} answered");
@@ -96,13 +96,13 @@ async fn failures_are_counted_by_their_status() {
     server.stop().await;
 }
 
-/// How the requests of a closed loop fail, all of which do.
+/// The errors of a closed loop whose requests all fail.
 async fn failed(address: &str, requests: &Requests) -> Vec<&'static str> {
     let load = Closed { clients: 2, warm_up: Duration::ZERO, duration: DURATION };
     loop {
         let measured = closed(address, requests, &load).await.unwrap();
         assert_eq!((measured.latency.count(), measured.in_time), (0, 0));
-        // A machine that is busy elsewhere may have answered none.
+        // A busy machine may have answered none.
         if !measured.failed.is_empty() {
             return measured.failed.into_keys().collect();
         }
@@ -114,7 +114,7 @@ async fn answers_after_the_deadline_do_not_count_as_in_time() {
     let server = Server::start(config(), &[("slow", 1, slow(100))]).await;
     let address = server.serving.addresses().grpc.to_string();
     let requests = requests(&server, "slow").await;
-    // Less than one run takes, on any machine that this runs on.
+    // Less than one run takes on any machine.
     let load = Open { deadline: Some(Duration::from_micros(500)), ..poisson(40.0) };
     let measured = open(&address, &requests, &load).await.unwrap();
     let (_, counted) = scheduled(&load);
@@ -180,7 +180,7 @@ async fn loads_show_what_the_server_asks_for() {
     loop {
         let measured = closed_with(&address, &known, &requests, &load).await.unwrap();
         assert!(measured.failed.is_empty(), "{measured:?}");
-        // A machine that is busy elsewhere may have answered none.
+        // A busy machine may have answered none.
         if measured.latency.count() > 0 {
             break;
         }

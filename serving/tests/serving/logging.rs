@@ -1,4 +1,4 @@
-//! The log of the process as clients switch it, over gRPC and REST, and the extensions that say so.
+//! Tests of the log settings over gRPC and REST, and of the extension list that announces them.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,7 +11,7 @@ use tonic::Code;
 
 use crate::support::*;
 
-/// A log that notes what it was switched to.
+/// A log that records its settings.
 #[derive(Debug)]
 struct Log(Mutex<LogSettings>);
 
@@ -80,7 +80,7 @@ async fn the_log_is_switched_by_calls() {
     assert_eq!(reply.json(), shown);
     assert_eq!(server.http("GET", "/v2/logging", &[], b"").await.json(), shown);
 
-    // A call with one bad setting changes none.
+    // A call with one invalid setting changes none.
     for (body, part) in [
         (r#"{"log_error": false, "log_file": "/etc/passwd"}"#, "log_file"),
         (r#"{"log_error": false, "log_format": "ISO8601"}"#, "ISO8601"),

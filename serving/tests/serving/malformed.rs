@@ -1,5 +1,5 @@
-//! Malformed and edge requests, each with its exact status over gRPC and over REST: one table, whose
-//! rows are in `malformed_both.rs`, `malformed_grpc.rs` and `malformed_rest.rs`.
+//! Table of malformed and edge requests, each with its exact status over gRPC and REST. The rows are in
+//! `malformed_both.rs`, `malformed_grpc.rs` and `malformed_rest.rs`.
 
 use bytes::Bytes;
 use millrace_bundle::Datatype;
@@ -17,7 +17,7 @@ use crate::support::*;
 
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 10;
 
-/// A server with small models of several datatypes, a corrupt one, and a low limit on messages.
+/// A server with small models of several datatypes, a corrupt one, and a low message limit.
 pub(crate) async fn server() -> Server {
     let mut config = config();
     config.limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
@@ -39,15 +39,15 @@ pub(crate) async fn server() -> Server {
 pub(crate) struct Case {
     pub(crate) what: &'static str,
     pub(crate) asked: Asked,
-    /// A part of the answer, the reason or, where the status is that of success, the reply.
+    /// A part of the answer: of the reason or, for a success status, of the response.
     pub(crate) says: &'static str,
 }
 
-/// A request, and the status it gets.
+/// A request and its expected status.
 pub(crate) enum Asked {
     Grpc(ModelInferRequest, Code),
     Rest(Ask, u16),
-    /// The same over both.
+    /// The same request over both.
     Both(ModelInferRequest, Code, u16),
 }
 
@@ -137,7 +137,7 @@ fn parameters(parameters: &std::collections::HashMap<String, InferParameter>) ->
     parameters.iter().map(|(name, parameter)| (name.clone(), value(parameter))).collect()
 }
 
-/// A request of gRPC as REST has it: raw contents as binary data, typed ones as JSON.
+/// The REST form of a gRPC request: raw contents as binary data, typed ones as JSON.
 pub(crate) fn as_rest(request: &ModelInferRequest) -> Ask {
     let mut path = format!("/v2/models/{}", escaped(&request.model_name));
     if !request.model_version.is_empty() {
@@ -181,7 +181,7 @@ pub(crate) async fn ask(server: &Server, ask: &Ask) -> Reply {
     server.http(ask.method, &ask.path, &headers, &ask.body).await
 }
 
-/// What holds for every reason: it is one line of a bounded length.
+/// Checks every reason: it is one line of bounded length.
 fn check_reason(says: &str, reason: &str) -> Result<(), String> {
     if !reason.contains(says) {
         return Err(format!("{says:?} is not in {reason:?}"));

@@ -1,4 +1,4 @@
-//! Rows of the table of malformed requests that gRPC and REST have in common.
+//! Rows of the malformed-request table for both gRPC and REST.
 
 use bytes::Bytes;
 use millrace_serving::wire::inference::infer_parameter::ParameterChoice;
@@ -36,7 +36,7 @@ fn fp32(values: &[f32]) -> ModelInferRequest {
     typed(InferTensorContents { fp32_contents: values.to_vec(), ..Default::default() })
 }
 
-/// INT8 and FP32 of these shapes, with as many bytes as two elements of each take.
+/// INT8 and FP32 of these shapes, with the bytes of two elements each.
 fn pair(names: &[(&str, &str, i64)]) -> ModelInferRequest {
     ModelInferRequest {
         model_name: "echo_pair".into(),
@@ -78,7 +78,7 @@ fn of_output(name: &str, choice: ParameterChoice) -> ModelInferRequest {
 pub(crate) fn cases() -> Vec<Case> {
     let text = |value: &str| ParameterChoice::StringParam(value.into());
     vec![
-        // Nothing wrong, though it looks odd.
+        // Valid, though unusual.
         both("nothing wrong", good(), Ok, 200, "logits"),
         both("the version by its number", version("1"), Ok, 200, "logits"),
         both("an output by its name", outputs(&["logits"]), Ok, 200, "logits"),

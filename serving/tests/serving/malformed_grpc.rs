@@ -1,4 +1,4 @@
-//! Rows of the table of malformed requests that only gRPC can be sent.
+//! Rows of the malformed-request table that only gRPC can send.
 
 use bytes::Bytes;
 use millrace_serving::wire::inference::infer_parameter::ParameterChoice;

@@ -1,5 +1,4 @@
-//! Rows of the table of malformed requests that only REST can be sent: paths, JSON, headers,
-//! compression.
+//! Rows of the malformed-request table that only REST can send: paths, JSON, headers, compression.
 
 use std::io::Write;
 
@@ -31,17 +30,17 @@ fn with_method(method: &'static str, path: &str) -> Ask {
     Ask { method, ..post(path, "") }
 }
 
-/// The good request on another path.
+/// The valid request on another path.
 fn at(path: &str) -> Ask {
     post(path, json_good().to_string())
 }
 
-/// A text as body.
+/// A string as the body.
 fn body(text: &str) -> Ask {
     post(MLP, text)
 }
 
-/// The good request with a value of its input replaced, or taken away with `null`.
+/// The valid request with a value of its input replaced, or removed for `null`.
 fn input(key: &str, value: Value) -> Ask {
     let mut body = json_good();
     match value {
@@ -51,13 +50,13 @@ fn input(key: &str, value: Value) -> Ask {
     post(MLP, body.to_string())
 }
 
-/// The good request with its `data` written as `text`.
+/// The valid request with its `data` written as `text`.
 fn data(text: &str) -> Ask {
     let body = json_good().to_string().replace("[1,2,3,4]", text);
     post(MLP, body)
 }
 
-/// The good request with null for everything that may be absent.
+/// The valid request with null for everything that may be absent.
 fn nulls() -> Ask {
     let mut body = json_good();
     for key in ["id", "parameters", "outputs"] {
@@ -67,14 +66,14 @@ fn nulls() -> Ask {
     post(MLP, body.to_string())
 }
 
-/// One element for one of the echoing models, written as `text`.
+/// One element, written as `text`, for one of the echo models.
 fn element(datatype: &str, text: &str) -> Ask {
     let path = format!("/v2/models/echo_{datatype}/infer");
     let input = format!(r#"{{"name":"in_{datatype}","shape":[1],"datatype":"{datatype}","data":[{text}]}}"#);
     post(&path, format!(r#"{{"inputs":[{input}]}}"#))
 }
 
-/// The good request with another top-level value.
+/// The valid request with another top-level value.
 fn top(key: &str, value: Value) -> Ask {
     let mut body = json_good();
     body[key] = value;
@@ -86,7 +85,7 @@ fn headers(headers: &[(&'static str, &str)], ask: Ask) -> Ask {
     Ask { headers, ..ask }
 }
 
-/// A binary request whose JSON says `size`, with `raw` after it and `length` in the header.
+/// A binary request whose JSON has `size`, followed by `raw`, with `length` in the header.
 fn binary(size: Value, raw: &[u8], length: Option<&str>) -> Ask {
     let mut body = json_good();
     body["inputs"][0].as_object_mut().unwrap().remove("data");
@@ -97,7 +96,7 @@ fn binary(size: Value, raw: &[u8], length: Option<&str>) -> Ask {
     headers(&[(HEADER_LENGTH, length.unwrap_or(&exact))], ask)
 }
 
-/// NaN as bytes in, and out as JSON or as bytes.
+/// NaN as input bytes, returned as JSON or as bytes.
 fn nan(binary: bool) -> Ask {
     let json = json!({
         "inputs": [{ "name": "in_FP32", "shape": [1], "datatype": "FP32", "parameters": { "binary_data_size": 4 } }],
@@ -304,7 +303,7 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 impl Ask {
-    /// With a part of its body written otherwise than `serde_json` writes it.
+    /// Replaces a part of the body by text that `serde_json` would not write.
     fn replaced(self, from: &str, to: &str) -> Ask {
         let body = String::from_utf8(self.body).unwrap().replacen(from, to, 1).into_bytes();
         Ask { body, ..self }

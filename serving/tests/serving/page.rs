@@ -1,5 +1,5 @@
-//! The page for people, as far as it is HTTP, and the lineage that it shows. What a browser makes of it is
-//! tested in `tests/conformance/browser.rs`.
+//! Tests of the web page over HTTP, and of the lineage that it shows. `tests/conformance/browser.rs` tests it
+//! in a browser.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ async fn the_page_is_one_document_that_loads_nothing_else() {
     for rule in ["default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'", "base-uri 'none'"] {
         assert!(policy.contains(rule), "{policy}");
     }
-    // Its own script and style by their digests, and no other.
+    // Its own script and style by their digests only.
     for kind in ["script-src", "style-src"] {
         let rule = policy.split("; ").find(|rule| rule.starts_with(kind)).unwrap();
         let sources: Vec<&str> = rule.split(' ').skip(1).collect();
@@ -33,7 +33,7 @@ async fn the_page_is_one_document_that_loads_nothing_else() {
     {
         assert!(!html.contains(outside), "{outside} in the page");
     }
-    // The one address in it names the language of a picture, and nothing is loaded from there.
+    // The only URL in it is the SVG namespace, from which nothing is loaded.
     let addresses = html.match_indices("http").map(|(at, _)| html[at..].chars().take(26).collect::<String>());
     for address in addresses {
         assert!(address == "http://www.w3.org/2000/svg", "{address}");

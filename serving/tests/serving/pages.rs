@@ -1,4 +1,4 @@
-//! Calls that web pages make a visitor's browser send.
+//! Tests of calls that web pages make a visitor's browser send.
 
 use http_body_util::{BodyExt, Full};
 use millrace_serving::wire::inference as pb;
@@ -38,7 +38,7 @@ async fn pages_of_listed_origins_may_call() {
         assert_eq!((reply.status, reply.header("access-control-allow-origin")), (status, expected));
         let exposed = allowed.then_some("inference-header-content-length");
         assert_eq!(reply.header("access-control-expose-headers"), exposed);
-        // Also errors are readable for a page.
+        // A page can read errors, too.
         let missing = server.http("GET", "/v2/nosuch", &headers[..1], b"").await;
         let status = if allowed { 404 } else { 403 };
         assert_eq!((missing.status, missing.header("access-control-allow-origin")), (status, expected));
@@ -61,7 +61,7 @@ async fn without_origins_no_page_may_call() {
     assert!(refused.contains("cors_origins has \"example.org\""), "{refused}");
 }
 
-/// A server whose model `mlp` a call may unload, and the call.
+/// A server whose model `mlp` a call may unload.
 async fn unloadable(edit: impl FnOnce(&mut millrace_serving::Config)) -> Server {
     let mut config = config();
     config.control = Control::Explicit;
@@ -100,7 +100,7 @@ async fn foreign_pages_cannot_drive_a_loopback_server() {
             assert!(reply.json()["error"].is_string());
         }
     }
-    // Nothing but the page itself is shown to a name that was made to resolve to loopback.
+    // A name that was made to resolve to loopback gets nothing, not even the page.
     for path in ["/v2/models/stats", "/v2/repository/index", "/"] {
         assert_eq!(server.http_of("evil.example", "GET", path, &[], b"").await.status, 421, "{path}");
     }
@@ -145,7 +145,7 @@ async fn own_page_and_programs_call_a_loopback_server() {
     ] {
         assert_eq!(server.http_of(host, "GET", "/v2", &[], b"").await.status, 200, "{host}");
     }
-    // A link on another page leads to the page for people.
+    // A link on another page may lead to the page at `/`.
     assert_eq!(server.http("GET", "/", &[("sec-fetch-site", "cross-site")], b"").await.status, 200);
     assert_eq!(server.http("POST", UNLOAD, &[json], b"").await.status, 200);
     server.stop().await;

@@ -1,4 +1,5 @@
-//! Topic to topic over the embedded broker: every record is predicted or dead-lettered, progress is kept.
+//! Tests of topic-to-topic inference over the embedded broker: every record is predicted or dead-lettered,
+//! and progress is kept.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -174,7 +175,7 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
     assert_eq!(kept.value.as_deref(), Some(&b"not json"[..]));
     assert_eq!(kept.headers["trace"], "t1");
 
-    // Running again goes on where the last run stopped.
+    // A second run resumes where the first one stopped.
     assert_eq!(catch_up(&world).await.records, 0);
     producer.send_all((100..110).map(record)).await.unwrap();
     assert_eq!(catch_up(&world).await.predicted, 10);
@@ -195,7 +196,7 @@ async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
         let deps = world.deps.clone();
         let cancel = CancellationToken::new();
         let running = tokio::spawn(async move { run(&pipe(), deps, Until::Forever, cancel).await });
-        // Cut off after more and more answers, some before the commit that belongs to them.
+        // Cancelled after more and more answers, some before their commit.
         let goal = (round * 37) % 50;
         let before = ids(&world.kafka).await.len() as u64;
         let reached =
@@ -211,7 +212,7 @@ async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
     world.broker.stop().await.unwrap();
 }
 
-/// The state that a kill leaves between the answers and their commit: all answers there, progress old.
+/// The state after a kill between the answers and their commit: all answers are written, the progress is old.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_that_were_not_committed_are_not_given_again() {
     let world = world().await;
@@ -257,13 +258,13 @@ async fn a_second_pipe_to_the_same_output_answers_every_record_too() {
     world.broker.stop().await.unwrap();
 }
 
-/// Positions by name and input and answers without the pipe's identity, as an earlier release left them.
+/// Positions by name and input, and answers without the pipe's identity, as an earlier release left them.
 async fn earlier_release(world: &World, model: &str) {
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     topic::create_topic(&world.kafka, "out", 2).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
     producer.send_all((0..60).map(record)).await.unwrap();
-    // Offsets 10 and 11 were answered and not committed.
+    // Offsets 10 and 11 were answered but not committed.
     let answer = |offset: usize| {
         OutRecord::new("out", json!({ "id": 2 * offset }).to_string())
             .header("millrace-source", format!("in/0/{offset}"))
@@ -295,7 +296,7 @@ async fn positions_that_belong_to_another_model_are_not_taken_over() {
     world.broker.stop().await.unwrap();
 }
 
-/// As a kill before the first commit leaves it: an id without positions.
+/// The state after a kill before the first commit: an id without positions.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_pipe_that_has_begun_takes_no_positions_over() {
     let world = world().await;
@@ -310,7 +311,7 @@ async fn a_pipe_that_has_begun_takes_no_positions_over() {
     world.broker.stop().await.unwrap();
 }
 
-/// Waits until the pipe's progress on partition 0 is as wanted.
+/// Waits until the pipe's progress on partition 0 matches.
 async fn committed(view: &View, wanted: impl Fn(Option<&[u8]>) -> bool) {
     let reached = async {
         loop {
@@ -324,7 +325,7 @@ async fn committed(view: &View, wanted: impl Fn(Option<&[u8]>) -> bool) {
     tokio::time::timeout(Duration::from_secs(20), reached).await.unwrap();
 }
 
-/// Ids of all predictions, doubles once.
+/// Ids of all predictions, without duplicates.
 async fn ids(kafka: &KafkaConfig) -> std::collections::BTreeSet<u64> {
     let id = |seen: &Seen| {
         let value: Value = serde_json::from_slice(seen.value.as_deref().unwrap()).unwrap();
@@ -358,7 +359,7 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
     let outcome = tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap();
     assert!(matches!(outcome, Err(Error::PipeFenced { partition: 0, .. })), "{outcome:?}");
 
-    // The next run starts at what the volume says and finds both records answered.
+    // The next run starts at the offset in the volume and finds both records answered.
     let running = start(&cancel);
     committed(&view, |next| next == Some(b"2")).await;
     assert_eq!(read(&world.kafka, "out").await.len(), 2);
@@ -411,8 +412,8 @@ async fn records_of_a_model_that_sums_up_rows_are_predicted_one_by_one() {
     world.broker.stop().await.unwrap();
 }
 
-/// Carried numbers that are longer in the answer than in the record, a text for which a dead letter has no room, and
-/// records that fit.
+/// Carried numbers that are longer in the answer than in the record, a string too large for a dead letter,
+/// and records that fit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_that_are_too_large_become_dead_letters_and_the_rest_goes_on() {
     let world = world().await;
@@ -459,7 +460,7 @@ async fn a_pipe_tells_that_it_waits_for_its_model() {
     producer.send(OutRecord::new("in", json!({ "id": 1, "x": row_of(1) }).to_string())).await.unwrap();
     let (told, mut waits) = tokio::sync::mpsc::unbounded_channel();
     let waiting = Waiting::new(move |waits| {
-        // At the end the test listens no more.
+        // At its end the test no longer receives.
         let _ = told.send(waits);
     });
     let deps = Deps { waiting, ..world.deps.clone() };
@@ -493,7 +494,7 @@ async fn a_pipe_whose_answers_no_broker_takes_ends_when_cancelled() {
     drop(producer);
     let (told, mut waits) = tokio::sync::mpsc::unbounded_channel();
     let waiting = Waiting::new(move |waits| {
-        // At the end the test listens no more.
+        // At its end the test no longer receives.
         let _ = told.send(waits);
     });
     let (progress, inference) = (deps.progress.clone(), deps.inference.clone());
@@ -509,7 +510,7 @@ async fn a_pipe_whose_answers_no_broker_takes_ends_when_cancelled() {
         let until = async { while waits.recv().await.unwrap() != wanted {} };
         tokio::time::timeout(Duration::from_secs(30), until).await.unwrap();
     };
-    // It has read its record. Nothing can be written any more.
+    // The pipe has read its record, and now nothing can be written.
     told(true).await;
     broker.stop().await.unwrap();
     let bundle = Bundle::new("late", 1, mlp(), Lineage::default(), Default::default()).unwrap();

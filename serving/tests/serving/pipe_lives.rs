@@ -1,4 +1,4 @@
-//! Topics and volumes that were deleted and created again under the same names, seen by a pipe.
+//! Tests of pipes whose topics or volumes are deleted and created again under the same names.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pipe::{World, catch_up, catch_up_as, pipe, read, row_of, world};
 
-/// Longest that a run may take.
+/// Longest duration of a run.
 const HANGING: Duration = Duration::from_secs(60);
 
-/// Records of one life of the input, which begins at a time.
+/// Produces records of one incarnation of the input, with timestamps from `began_ms` on.
 async fn produce(world: &World, records: std::ops::Range<usize>, began_ms: i64) {
     topic::create_topic(&world.kafka, "in", 1).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
@@ -66,7 +66,7 @@ async fn an_input_that_was_created_again_is_refused_and_another_name_begins_anew
     world.broker.stop().await.unwrap();
 }
 
-/// As a kill before the first commit leaves it: answers, and no position that could be compared.
+/// The state after a kill before the first commit: answers, and no position to compare.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uncommitted_answers_of_an_earlier_input_are_found_out() {
     let world = world().await;
@@ -88,7 +88,7 @@ async fn a_position_beyond_the_end_is_refused_and_one_before_answers_is_not() {
     produce(&world, 0..20, 1_000_000).await;
     assert_eq!(catch_up(&world).await.predicted, 20);
     set_position(&world, Some(7)).await;
-    // The same input again: what was answered is passed over.
+    // The same input again: answered records are skipped.
     assert_eq!(catch_up(&world).await.predicted, 0);
     set_position(&world, Some(21)).await;
     assert!(refused(&world).await.contains("has read up to offset 21, and the partition ends at 20"));
@@ -118,7 +118,7 @@ async fn answers_of_a_volume_that_was_created_again_are_not_this_pipes() {
     world.broker.stop().await.unwrap();
 }
 
-/// Answers that name the pipe and neither its id nor the time of their record.
+/// Answers with the pipe's identity but without its id and the record's timestamp.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_of_a_release_without_ids_count_where_its_positions_are() {
     for positions in [true, false] {

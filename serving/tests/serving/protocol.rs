@@ -1,4 +1,4 @@
-//! Every call of the protocol over gRPC and REST, with raw and typed tensors.
+//! Tests of every call of the protocol over gRPC and REST, with raw and typed tensors.
 
 use bytes::Bytes;
 use half::{bf16, f16};

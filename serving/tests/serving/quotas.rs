@@ -1,4 +1,4 @@
-//! Quotas of clients: answers that are not taken, bodies that come slowly or all at once, and cancelled calls.
+//! Tests of client quotas: unread answers, slow and concurrent bodies, and cancelled calls.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,9 +15,9 @@ use crate::compressed::{bare_call, frame, packed};
 use crate::malformed::{as_rest, good, typed};
 use crate::support::*;
 
-/// What hangs is a failure; nothing here measures.
+/// Timeout: a hang is a failure; no test measures time.
 const HANGING: Duration = Duration::from_secs(300);
-/// Longer than any test: its clients may be as slow as they are.
+/// Longer than any test, so that its clients are never too slow.
 const PATIENT_MS: u64 = 3_600_000;
 const INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
 const STREAM: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
@@ -29,7 +29,7 @@ fn impatient() -> Config {
     config
 }
 
-/// A request for that many bytes of zeros from the model `echo`, as gRPC sends it.
+/// A gRPC request for that many bytes of zeros from the model `echo`.
 fn zeros(bytes: usize) -> Vec<u8> {
     let input = pb::model_infer_request::InferInputTensor {
         name: "in_UINT8".into(),
@@ -46,8 +46,8 @@ fn zeros(bytes: usize) -> Vec<u8> {
     frame(0, &request.encode_to_vec())
 }
 
-/// Sends requests to a server that may send no byte of any answer, on one connection that answers pings. Gives the
-/// status of each call that ended, once the server has ended the connection.
+/// Sends requests on one connection that answers pings but whose flow control lets the server send no byte of
+/// an answer. Returns the status of each call that ended, once the server has ended the connection.
 async fn never_reading(address: SocketAddr, path: &str, bodies: Vec<Vec<u8>>) -> Vec<Option<i32>> {
     let socket = TcpStream::connect(address).await.unwrap();
     let handshake = h2::client::Builder::new().initial_window_size(0).handshake::<_, bytes::Bytes>(socket);
@@ -77,7 +77,7 @@ async fn never_reading(address: SocketAddr, path: &str, bodies: Vec<Vec<u8>>) ->
     statuses
 }
 
-/// A connection whose client has called for that many bytes, and does not take any of them.
+/// A connection whose client requested an answer and reads none of it.
 struct Untaken {
     _sender: h2::client::SendRequest<bytes::Bytes>,
     _answer: http::Response<h2::RecvStream>,
@@ -128,9 +128,9 @@ async fn client_that_takes_no_answers_is_bounded_and_cut() {
     let statuses = never_reading(address, INFER, vec![zeros(1 << 20); 12]).await;
     let refused = statuses.iter().filter(|status| **status == Some(8)).count();
     let cut = statuses.iter().filter(|status| status.is_none()).count();
-    // An answer has some bytes more than its tensor, so the fourth does not fit any more.
+    // An answer is some bytes larger than its tensor, so the fourth no longer fits.
     assert_eq!((cut, refused), (3, 9), "{statuses:?}");
-    // The answers of a stream count before the client may take any of them.
+    // The answers of a stream count even before the client may read any of them.
     let stream: Vec<u8> = std::iter::repeat_with(|| zeros(1 << 20)).take(8).flatten().collect();
     assert_eq!(never_reading(address, STREAM, vec![stream]).await, [None]);
     assert!(metric(&server, r#"millrace_serving_cut_connections_total{service="gRPC"}"#).await >= Some(2.0));
@@ -151,7 +151,7 @@ async fn answers_of_all_connections_have_a_common_bound() {
     }
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", addresses.grpc)).unwrap();
     let mut channel = channel.connect().await.unwrap();
-    // Each of the answers has some bytes more than its tensor, so a fourth does not fit.
+    // Each answer is some bytes larger than its tensor, so a fourth does not fit.
     let refused = async {
         loop {
             let (status, message) = bare_call(&mut channel, "ModelInfer", None, zeros(1 << 20)).await;
@@ -172,7 +172,7 @@ async fn answers_of_all_connections_have_a_common_bound() {
     let reply = server.http("POST", "/v2/models/echo/infer", &headers, &body).await;
     let said = String::from_utf8_lossy(&reply.body);
     assert!(reply.status == 503 && said.contains("limits.answer_bytes_max"), "{}: {said}", reply.status);
-    // Small answers go on, of health checks among them.
+    // Small answers still succeed, including health checks.
     server.client().await.infer_message(good()).await.unwrap();
     assert_eq!(server.http("GET", "/v2/health/live", &[], b"").await.status, 200);
     drop(untaken);
@@ -188,7 +188,7 @@ async fn answer_that_does_not_go_on_is_reset_while_others_are_taken() {
     config.limits.stalled_ms_max = 2_000;
     let server = Server::start(config, &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
     let socket = TcpStream::connect(server.serving.addresses().grpc).await.unwrap();
-    // Each stream has the usual window, of less than 64 KiB.
+    // Each stream has the default window, less than 64 KiB.
     let handshake = h2::client::Builder::new().initial_connection_window_size(16 << 20).handshake(socket);
     let (mut sender, connection) = handshake.await.unwrap();
     let connection = tokio::spawn(async move { drop(connection.await) });
@@ -196,7 +196,7 @@ async fn answer_that_does_not_go_on_is_reset_while_others_are_taken() {
     let untaken = tokio::spawn(async move {
         let mut body = response.await.unwrap().into_body();
         let mut bytes = 0;
-        // No byte is released, so the window stays as it is.
+        // No byte is released, so the window stays exhausted.
         loop {
             match body.data().await {
                 Some(Ok(part)) => bytes += part.len(),
@@ -287,7 +287,7 @@ async fn control_calls_wait_for_their_body_no_longer_than_for_any() {
         stream.write_all(head.as_bytes()).await.unwrap();
         clients.spawn(async move {
             let (mut reader, mut writer) = stream.into_split();
-            // Every other one sends a byte now and then.
+            // Every second client sends a byte from time to time.
             let drip = async {
                 while index % 2 == 0 && writer.write_all(b" ").await.is_ok() {
                     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -328,7 +328,7 @@ async fn bodies_that_are_being_received_have_a_common_bound() {
         .unwrap();
     let half = zeros(512 << 10);
     assert_eq!(bare_call(&mut channel, "ModelInfer", None, half.clone()).await.0, 0, "alone it fits");
-    // Most of a body that does not go on.
+    // Most of a body that never continues.
     let mut held = TcpStream::connect(addresses.http).await.unwrap();
     let head = "POST /v2/models/mlp/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n";
     held.write_all(head.as_bytes()).await.unwrap();
@@ -360,13 +360,13 @@ async fn bodies_that_are_being_received_have_a_common_bound() {
     server.stop().await;
 }
 
-/// A frame of HTTP/2.
+/// An HTTP/2 frame.
 fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = (payload.len() as u32).to_be_bytes();
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// The head of a call, written with the static table of HPACK alone.
+/// The headers of a call, with HPACK's static table only.
 fn call_head(path: &str) -> Vec<u8> {
     let text = |text: &str| [&[text.len() as u8], text.as_bytes()].concat();
     // POST, http, :path, :authority, content-type.
@@ -381,14 +381,14 @@ fn call_head(path: &str) -> Vec<u8> {
     .concat()
 }
 
-/// Calls that their client cancels at once, from a number of a stream on.
+/// Calls that the client cancels immediately, beginning at a stream id.
 fn cancelled(count: u32, first: u32) -> Vec<u8> {
     let head = call_head(INFER);
     let call = |stream| [http2_frame(1, 4, stream, &head), http2_frame(3, 0, stream, &[0, 0, 0, 8])].concat();
     (0..count).flat_map(|index| call(first + 2 * index)).collect()
 }
 
-/// Reads frames until one is of a kind, on a stream; panics at GOAWAY.
+/// Reads frames until one has this kind and stream; panics at GOAWAY.
 async fn until(stream: &mut TcpStream, kind: u8, id: u32) -> Vec<u8> {
     loop {
         let mut head = [0; 9];
@@ -407,7 +407,7 @@ async fn calls_that_run_out_of_time_do_not_end_the_others() {
     let server = Server::start(config(), &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
     let mut stream = TcpStream::connect(server.serving.addresses().grpc).await.unwrap();
     stream.write_all(&[PREFACE, &http2_frame(4, 0, 0, &[])].concat()).await.unwrap();
-    // The first call has begun and goes on while 2,000 others time out before the server comes to them.
+    // The first call has begun and continues while 2,000 others time out before the server accepts them.
     let body = zeros(10);
     stream.write_all(&http2_frame(1, 4, 1, &call_head(INFER))).await.unwrap();
     stream.write_all(&cancelled(2_000, 3)).await.unwrap();

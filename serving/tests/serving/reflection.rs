@@ -1,4 +1,4 @@
-//! Reflection: what a client learns of the services without their `.proto` files.
+//! Tests of reflection: clients discover the services without their `.proto` files.
 
 use crate::support::*;
 

@@ -1,4 +1,4 @@
-//! Answers that are given again: which requests they answer, in which form, and for how long.
+//! Tests of the response cache: which requests it answers, in which form, and until when.
 
 use bytes::Bytes;
 use millrace_bundle::Datatype;
@@ -11,14 +11,14 @@ use serde_json::json;
 use crate::shared_memory::{Object, grpc, input, output, parameters, place, register};
 use crate::support::*;
 
-/// A configuration in which the answers of models are kept.
+/// A configuration with the response cache enabled for `models`.
 pub(crate) fn caching(models: &[&str], response_cache_bytes_max: usize) -> Config {
     let options = ModelOptions { response_cache: Some(true), ..ModelOptions::default() };
     let models = models.iter().map(|name| ((*name).to_owned(), options.clone())).collect();
     Config { models, response_cache_bytes_max, ..config() }
 }
 
-/// What a version has counted.
+/// Counters of a version.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub(crate) answered: u64,
@@ -46,7 +46,7 @@ fn raw(values: &[f32]) -> Bytes {
     Data::Fp32(values.to_vec()).to_raw()
 }
 
-/// A request for a model with one input of rows.
+/// A request to a model with one input of rows.
 pub(crate) fn request(model: &str, values: &[f32]) -> pb::ModelInferRequest {
     let rows = (values.len() / FEATURES) as i64;
     pb::ModelInferRequest {
@@ -77,7 +77,8 @@ async fn equal_requests_are_answered_alike_and_run_once() {
     assert!(logits.iter().zip(mlp_logits(&ROW)).all(|(a, b)| (a - b).abs() < 1e-5), "{logits:?}");
     assert_eq!(ask(&server, &request("mlp", &ROW)).await, first);
 
-    // What does not change the answer does not matter: the id, a priority, outputs that are named, the form.
+    // Fields that do not change the answer do not change the key: the id, a priority, named outputs, the
+    // encoding.
     let other = pb::ModelInferRequest {
         id: "7".into(),
         parameters: parameters(vec![("priority", Int64Param(1))]),
@@ -191,7 +192,7 @@ async fn a_version_never_answers_with_what_another_content_said() {
         assert_eq!(ask(&server, &asked).await.raw_output_contents, [raw(&[second, first].concat())]);
     }
     assert_eq!(counts(&server, "m", "").await, Counts { answered: 2, runs: 1, rows: 1, hits: 1, misses: 1 });
-    // The same content again answers as it did.
+    // Equal content after a reload hits the old entries.
     replace(steps()).await;
     assert_eq!(ask(&server, &asked).await.raw_output_contents, [raw(&[first, &summed].concat())]);
     assert_eq!(counts(&server, "m", "").await, Counts { answered: 1, runs: 0, rows: 0, hits: 1, misses: 0 });
@@ -200,7 +201,7 @@ async fn a_version_never_answers_with_what_another_content_said() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_answer_that_was_not_asked_for_longest_makes_room() {
-    // Room for two answers of one row, not for three, nor for one of a hundred.
+    // Capacity for two answers of one row, but not for three, nor for one answer of a hundred rows.
     let server = Server::start(caching(&["mlp"], 800), &[]).await;
     let row = |value: f32| request("mlp", &[value; FEATURES]);
     let (a, b, c) = (row(1.0), row(2.0), row(3.0));
@@ -215,7 +216,7 @@ async fn the_answer_that_was_not_asked_for_longest_makes_room() {
     assert_eq!(ask(&server, &many).await, ask(&server, &many).await);
     let after = counts(&server, "mlp", "").await;
     assert_eq!((after.hits, after.misses), (4, 7));
-    // It pushed nothing out.
+    // It evicted nothing.
     ask(&server, &c).await;
     assert_eq!(counts(&server, "mlp", "").await.hits, 5);
     server.stop().await;
@@ -267,7 +268,7 @@ async fn kept_answers_go_where_and_in_the_form_that_each_request_wants() {
         ..plain.clone()
     };
     assert_eq!(ask(&server, &from_region).await.raw_output_contents, std::slice::from_ref(&logits));
-    // And as before, whatever was made of it meanwhile.
+    // The cached answer is unchanged by its other uses.
     assert_eq!(ask(&server, &plain).await.raw_output_contents, [logits]);
     let expected = Counts { answered: 6, runs: 1, rows: 2, hits: 5, misses: 1 };
     assert_eq!(counts(&server, "mlp", "").await, expected);

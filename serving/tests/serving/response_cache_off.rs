@@ -1,5 +1,5 @@
-//! Who says whether answers are kept: nobody at first, the server's configuration, a model's own; and what a
-//! trace tells of an answer that was not computed.
+//! Tests of the response cache's settings: off by default, enabled by the server or by the model's own
+//! configuration; and of the trace of a cached answer.
 
 use millrace_serving::{Config, ModelOptions, Source, serve};
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ const ENABLED: &str = "response_cache { enable: true }";
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_kept_unless_server_and_model_say_so() {
     let option = |response_cache| ModelOptions { response_cache, ..ModelOptions::default() };
-    // Bytes of the server, what millrace.toml says of the model, what its own configuration says, outcome.
+    // Cache bytes of the server, the model's setting in millrace.toml, its config.pbtxt, and the outcome.
     for (bytes, said, pbtxt, kept) in [
         (0, None, "", false),
         (0, None, ENABLED, false),

@@ -1,4 +1,4 @@
-//! Which versions are served, and which of them answers whom: policies, labels that move, split requests.
+//! Tests of version policies and routing: labels that move, and split requests.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -32,7 +32,7 @@ async fn with_versions(options: ModelOptions, versions: &[u64]) -> Server {
     Server::over(with_options(options), dir).await
 }
 
-/// A request of one row for a version, which may be a label, with an id.
+/// A request of one row with an id, for a version or a label.
 fn request(version: &str, id: &str) -> pb::ModelInferRequest {
     pb::ModelInferRequest {
         model_name: "mlp".into(),
@@ -49,7 +49,7 @@ fn request(version: &str, id: &str) -> pb::ModelInferRequest {
     }
 }
 
-/// The version that answers, or the refusal.
+/// The version that answers, or the error.
 pub(crate) async fn answers(client: &mut Triton, version: &str, id: &str) -> Result<String, tonic::Status> {
     Ok(client.model_infer(request(version, id)).await?.into_inner().model_version)
 }
@@ -93,7 +93,7 @@ async fn a_policy_says_which_versions_are_served() {
         }
         server.stop().await;
     }
-    // What is not there is named.
+    // Missing versions are named.
     let options = ModelOptions { versions: specific(&[1, 4]), ..ModelOptions::default() };
     let server = with_versions(options, &[1]).await;
     let error = answers(&mut server.triton().await, "4", "").await.unwrap_err();
@@ -139,7 +139,7 @@ async fn labels_name_versions_and_move_while_the_server_runs() {
         ..ModelOptions::default()
     };
     let server = with_versions(options, &[1, 2, 3]).await;
-    // A version with a label is served whatever the policy says.
+    // A version with a label is served whatever the policy is.
     assert_eq!(versions(&server).await, [1, 3]);
     let mut client = server.triton().await;
     assert_eq!(answers(&mut client, "stable", "").await.unwrap(), "1");
@@ -150,7 +150,7 @@ async fn labels_name_versions_and_move_while_the_server_runs() {
     assert_eq!(answers(&mut client, "stable", "").await.unwrap(), "2");
     assert_eq!(answers(&mut client, "canary", "").await.unwrap(), "3");
 
-    // Every call takes a label for a version.
+    // Every call accepts a label as the version.
     let body =
         br#"{"inputs": [{"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}"#;
     let reply = server.http("POST", "/v2/models/mlp/versions/stable/infer", &[], body).await;
@@ -186,7 +186,7 @@ async fn labels_name_versions_and_move_while_the_server_runs() {
         assert_eq!(answers(&mut client, "stable", "").await.unwrap(), "2", "{text}");
         assert_eq!(answers(&mut client, "canary", "").await.unwrap(), "2", "{text}");
     }
-    // One that never was in force says why.
+    // A label that was never in force reports why.
     rollout(r#"{"labels": {"next": 8}}"#);
     versions(&server).await;
     let error = answers(&mut client, "next", "").await.unwrap_err();
@@ -246,10 +246,10 @@ async fn requests_that_name_no_version_are_split() {
         *counts.entry(answers(&mut client, "", "").await.unwrap()).or_default() += 1;
     }
     assert!(counts["2"].abs_diff(25) <= 3 && counts.len() == 2, "{counts:?}");
-    // A version that is named is the one that answers.
+    // A request that names a version gets that version.
     assert_eq!(answers(&mut client, "3", "").await.unwrap(), "3");
 
-    // An id goes to one version, by either protocol.
+    // An id goes to one version, over either protocol.
     let mut seen: BTreeMap<String, usize> = BTreeMap::new();
     for n in 0..40 {
         let id = format!("request-{n}");
@@ -265,18 +265,18 @@ async fn requests_that_name_no_version_are_split() {
         *seen.entry(version).or_default() += 1;
     }
     assert_eq!(seen.len(), 2, "{seen:?}");
-    // What is wrong with a request is told as ever.
+    // Errors of a request are reported as usual.
     let reply = server.http("POST", "/v2/models/mlp/infer", &[], b"[").await;
     assert_eq!(reply.status, 400);
 
-    // The share of a version that is gone goes to the others.
+    // The other versions take the share of a deleted version.
     std::fs::remove_dir_all(server.dir.path().join("mlp/2")).unwrap();
     versions(&server).await;
     assert!(problems(&server).contains("split: 2 is not served"), "{}", problems(&server));
     for n in 0..20 {
         assert_eq!(answers(&mut client, "", &format!("request-{n}")).await.unwrap(), "1");
     }
-    // And the whole is moved at run time, to one version as well.
+    // The whole traffic moves at run time, also to a single version.
     put(server.dir.path(), "mlp/rollout.json", r#"{"split": {"3": 1}}"#);
     versions(&server).await;
     for n in 0..20 {

@@ -1,5 +1,5 @@
-//! Scheduling of more requests than can run: deadlines, callers who go, priorities, clients that share a queue, long
-//! requests, and several models at once.
+//! Tests of scheduling under overload: deadlines, disconnecting clients, priorities, clients that share a
+//! queue, long requests, and several models at once.
 
 use std::time::{Duration, Instant};
 
@@ -27,8 +27,8 @@ const BUSY_ROWS: usize = 128;
 /// The metric of requests that wait for a session.
 const PENDING: &str = "nv_inference_pending_request_count";
 
-/// One session, for which a request that had to wait goes on waiting until eight rows run together: for longer than a
-/// test may take.
+/// One session with a batching delay longer than a test: a request that had to wait runs only once eight rows
+/// are queued.
 pub(crate) fn holding() -> Config {
     let mut config = config();
     config.sessions_max = 1;
@@ -69,7 +69,7 @@ fn code(answer: &Result<pb::ModelInferResponse, ClientError>) -> Code {
     }
 }
 
-/// Waits until something is so, which takes no longer than a test may.
+/// Waits until a condition holds, for at most the time of a test.
 pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     let begin = Instant::now();
     while !is_so().await {
@@ -78,7 +78,7 @@ pub(crate) async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     }
 }
 
-/// A server with one model of a name that no other test has, as metrics are those of the process.
+/// A server with one model whose name no other test uses, as metrics are per process.
 pub(crate) struct Line {
     pub(crate) server: Server,
     model: &'static str,
@@ -91,7 +91,7 @@ impl Line {
         Line { server: Server::start(config, &[(model, 1, slow(60))]).await, model }
     }
 
-    /// A metric of the model; 0 when it is not there.
+    /// A metric of the model; 0 if missing.
     async fn metric(&self, name: &str) -> u64 {
         let address = self.server.serving.addresses().metrics;
         let text = String::from_utf8(http(address, "GET", "/metrics", &[], b"").await.body).unwrap();
@@ -105,7 +105,7 @@ impl Line {
         self.metric(&name).await
     }
 
-    /// Waits until so many requests wait besides the one of [`Line::hold`].
+    /// Waits until `count` requests wait besides the one of [`Line::hold`].
     pub(crate) async fn waiting(&self, count: u64) {
         let what = format!("{count} requests wait");
         until(&what, async || self.metric(PENDING).await == count + 1).await;
@@ -122,8 +122,8 @@ impl Line {
         client.model_statistics(request).await.unwrap().into_inner().model_stats.remove(0)
     }
 
-    /// Queues a request of one row that waits for a full batch, and everything after it with it; tells how many runs
-    /// there were so far, and its answer.
+    /// Queues a request of one row that waits for a full batch, so that all later ones wait with it. Returns
+    /// the number of runs so far, and the future answer.
     pub(crate) async fn hold(&self) -> (u64, Answer) {
         // Two clients: behind the rows of its own client, still queued, the holder would run after those of others.
         let (client, other) = (self.server.client().await, self.server.client().await);
@@ -139,11 +139,11 @@ impl Line {
             .await;
             busy.await.unwrap().unwrap();
             let runs = self.statistics().await.execution_count;
-            // Unless it found the session idle, and has run alone.
+            // Retries if it found the session idle and ran alone.
             if !holder.is_finished() && runs == before + 1 {
                 return (runs, holder);
             }
-            // This many rows end any wait, and run by themselves.
+            // These rows end any wait, and run alone.
             self.send(&client, ROWS_MAX, &[]).await.unwrap().unwrap();
             holder.await.unwrap().unwrap();
         }
@@ -154,7 +154,7 @@ impl Line {
 async fn caller_that_goes_while_it_waits_leaves_the_queue() {
     let line = Line::start(holding(), "line-of-leavers").await;
     let (runs, holder) = line.hold().await;
-    // Calls of a connection that stays, and connections that close.
+    // Calls of a connection that stays open, and connections that close.
     let client = line.server.client().await;
     let calls: Vec<Answer> = (0..3).map(|_| line.send(&client, 1, &[])).collect();
     let body = json!({
@@ -180,7 +180,7 @@ async fn caller_that_goes_while_it_waits_leaves_the_queue() {
     line.waiting(0).await;
     until("all of them are counted", async || line.outcome("cancelled").await == 6).await;
 
-    // The rest of a run of eight ends the hold; nobody else was run.
+    // The rest of a run of eight ends the hold; no other request ran.
     let filler = line.send(&client, ROWS_MAX - 1, &[]);
     filler.await.unwrap().unwrap();
     holder.await.unwrap().unwrap();
@@ -197,7 +197,7 @@ async fn request_that_cannot_run_in_time_is_refused_and_not_run() {
     let line = Line::start(holding(), "line-of-the-late").await;
     let (runs, holder) = line.hold().await;
     let client = line.server.client().await;
-    // All of these come back while the queue is held.
+    // All of these are answered while the queue is held.
     let refused = line.send(&client, 1, &[("timeout", 1_000)]).await.unwrap();
     assert_eq!(code(&refused), Code::DeadlineExceeded);
     assert!(refused.unwrap_err().to_string().contains("timeout"));
@@ -225,7 +225,7 @@ async fn request_that_cannot_run_in_time_is_refused_and_not_run() {
     }
     assert_eq!(line.outcome("deadline_exceeded").await, 4);
 
-    // A client of tonic looks at its clock itself, and may be the first to do so.
+    // A tonic client checks the deadline itself, and may notice it first.
     let mut triton = line.server.triton().await;
     let mut request = tonic::Request::new(message(line.model, 1, &[]));
     request.set_timeout(Duration::from_millis(20));
@@ -238,7 +238,7 @@ async fn request_that_cannot_run_in_time_is_refused_and_not_run() {
     assert_eq!(refused.code(), Code::InvalidArgument);
     assert!(refused.message().contains("grpc-timeout is \"soon\""), "{refused}");
 
-    // One that has the time is served, and so is one that says that it has no bound.
+    // A request with enough time is served, and so is one without a bound.
     let patient = line.send(&client, 2, &[("timeout", 600_000_000)]);
     let unbounded = line.send(&client, ROWS_MAX - 3, &[("timeout", 0)]);
     patient.await.unwrap().unwrap();
@@ -264,11 +264,11 @@ async fn the_server_bounds_how_long_requests_wait() {
     let policy = batching.default_queue_policy.unwrap();
     assert_eq!((policy.default_timeout_microseconds, policy.allow_timeout_override), (1, true));
     let client = line.server.client().await;
-    // A microsecond may well pass before a free session was looked at, so anybody may be refused.
+    // A microsecond may pass before the scheduler finds a free session, so any request may be refused.
     let mut late = 0;
     for _ in 0..1_000 {
         let busy = line.send(&client, BUSY_ROWS, &[]);
-        // None may wait for longer than the server allows.
+        // No request may wait longer than the server allows.
         let next = line.send(&client, 1, &[("timeout", u64::MAX)]);
         for answer in [busy.await.unwrap(), next.await.unwrap()] {
             match code(&answer) {
@@ -288,7 +288,7 @@ async fn the_server_bounds_how_long_requests_wait() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn queue_is_ordered_by_priority_and_shared_among_clients() {
     let mut config = holding();
-    // One is that of the holder.
+    // One is the holder.
     config.limits.requests_waiting_max = 4;
     config.batching.priority_levels = 2;
     config.batching.priority_default = 2;
@@ -307,13 +307,13 @@ async fn queue_is_ordered_by_priority_and_shared_among_clients() {
         assert!(text.contains("limits.requests_waiting_max"), "{text}");
     };
     refused(line.send(&flood, 1, &[])).await;
-    // Another client has a right to a place: the last of the first one's.
+    // Another client is entitled to a place: the first client's last one.
     let others = line.send(&other, 1, &[]);
     refused(flooding.pop().unwrap()).await;
-    // A higher level comes before all of a lower one.
+    // A higher level precedes all of a lower one.
     let urgent = line.send(&flood, 1, &[("priority", 1)]);
     refused(flooding.pop().unwrap()).await;
-    // A level that there is not is the default.
+    // An unknown level means the default.
     refused(line.send(&flood, 1, &[("priority", 99)])).await;
     let filler = line.send(&other, ROWS_MAX - 3, &[("priority", 1)]);
     refused(others).await;
@@ -395,7 +395,8 @@ fn cubic() -> Vec<u8> {
     })
 }
 
-/// Counts: `input` INT64 [batch] to `output`, that and as many as the largest element, which are turns of a `Loop`.
+/// Counts: `input` INT64 [batch] to `output`, which adds the largest element; a `Loop` of as many iterations
+/// computes it.
 fn counting() -> Vec<u8> {
     let single = |name: &str, data_type: tensor_proto::DataType, raw: Vec<u8>| TensorProto {
         name: Some(name.into()),
@@ -438,7 +439,8 @@ fn counting() -> Vec<u8> {
     })
 }
 
-/// A request whose run would take days is given up by its client, and at its deadline: the session is free each time.
+/// A request whose run would take days is ended by its client's disconnect, and by its deadline: the session
+/// is free each time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn runs_whose_callers_have_gone_are_ended() {
     const ENDLESS: i64 = 1 << 40;
@@ -478,7 +480,7 @@ async fn runs_whose_callers_have_gone_are_ended() {
     line.server.stop().await;
 }
 
-/// One I/O thread: were the long run on it, nothing would be answered meanwhile.
+/// One I/O thread: if the long run used it, nothing else would be answered.
 #[tokio::test]
 async fn long_request_of_a_model_with_short_runs_does_not_stall_the_others() {
     let mut config = config();
@@ -506,7 +508,7 @@ async fn long_request_of_a_model_with_short_runs_does_not_stall_the_others() {
     long.await.unwrap().unwrap();
     let request = pb::ModelStatisticsRequest { name: "cubic".into(), version: String::new() };
     let statistics = server.triton().await.model_statistics(request).await.unwrap().into_inner();
-    // Nearly all of it is that of the long run.
+    // Nearly all of it belongs to the long run.
     let spent = statistics.model_stats[0].inference_stats.as_ref().unwrap().compute_infer.unwrap();
     let run = Duration::from_nanos(spent.ns);
     assert!(longest < run / 2, "four requests took {longest:?} beside a run of {run:?}");

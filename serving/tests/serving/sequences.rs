@@ -1,5 +1,5 @@
-//! Sequences of requests, whose states the server keeps: several clients at once against a plain model of
-//! them, streams, and versions that change meanwhile.
+//! Tests of sequences with server-side state: concurrent clients against a reference model, streams, and
+//! version changes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -24,7 +24,7 @@ const WAIT: Duration = Duration::from_secs(120);
 /// Inputs of [`accumulator`].
 const WIDTH: usize = 2;
 
-/// Adds up `x` FP32 [batch, 2] in `sum`, and gives back what it is told of the sequence.
+/// Accumulates `x` FP32 [batch, 2] in `sum`, and returns its sequence controls.
 pub(crate) fn accumulator() -> Vec<u8> {
     use DataType::{Bool, Float, Int32, Uint64};
     let wide = [-1, WIDTH as i64];
@@ -78,7 +78,7 @@ pub(crate) fn accumulating(more: &str) -> String {
     )
 }
 
-/// For as long as a test takes no sequence is idle.
+/// No sequence becomes idle during a test.
 pub(crate) const PATIENT: &str = "max_sequence_idle_microseconds: 3600000000";
 
 pub(crate) fn publish_accumulator(dir: &Path, name: &str, version: u64, more: &str) {
@@ -86,7 +86,7 @@ pub(crate) fn publish_accumulator(dir: &Path, name: &str, version: u64, more: &s
     put(dir, &format!("{name}/{version}/model.onnx"), accumulator());
 }
 
-/// A request as Triton's clients send those of sequences.
+/// A sequence request as Triton's clients send it.
 pub(crate) fn request(model: &str, id: u64, start: bool, end: bool, x: &[f32]) -> pb::ModelInferRequest {
     let parameter = |choice| pb::InferParameter { parameter_choice: Some(choice) };
     let flags = [("sequence_start", start), ("sequence_end", end)];
@@ -117,7 +117,7 @@ pub(crate) fn first(response: &pb::ModelInferResponse, name: &str) -> f32 {
     f32::from_le_bytes(*raw(response, name).first_chunk().unwrap())
 }
 
-/// One request; the version that answered and the sum, or the refusal.
+/// One request; returns the version that answered and the sum, or the error.
 pub(crate) async fn step(
     client: &mut Triton,
     model: &str,
@@ -134,7 +134,7 @@ pub(crate) const START: (bool, bool) = (true, false);
 pub(crate) const NEXT: (bool, bool) = (false, false);
 pub(crate) const END: (bool, bool) = (false, true);
 
-/// The same request over REST: the sum, or the status and the reason.
+/// The same request over REST; returns the sum, or the status and the reason.
 async fn rest(
     address: std::net::SocketAddr,
     id: u64,
@@ -158,7 +158,7 @@ async fn rest(
     }
 }
 
-/// One client that goes through sequences of its own at random, and knows what has to come.
+/// A client that runs random sequences of its own and checks each answer.
 async fn wander(address: millrace_serving::Addresses, seed: u64) {
     let mut random = StdRng::seed_from_u64(seed);
     let mut client = Triton::connect(format!("http://{}", address.grpc)).await.unwrap();
@@ -169,7 +169,7 @@ async fn wander(address: millrace_serving::Addresses, seed: u64) {
         let start = random.random_bool(if live { 0.1 } else { 0.7 });
         let end = random.random_bool(0.15);
         let x = random.random_range(1..1000) as f32;
-        // Some are refused because they have the wrong form.
+        // Some are malformed and refused.
         let wrong = random.random_bool(0.1);
         let inputs = vec![x; if wrong { WIDTH + 1 } else { WIDTH }];
         let before = if start { Some(0.0) } else { sums.get(&id).copied() };
@@ -222,7 +222,7 @@ async fn requests_of_a_stream_run_in_their_order() {
     let dir = TempDir::new().unwrap();
     publish_accumulator(dir.path(), "acc", 1, PATIENT);
     let server = Server::over(config(), dir).await;
-    // All are sent before the first is answered; what follows a start waits for it.
+    // All are sent before the first answer; requests after a start wait for it.
     let (mut requests, mut expected) = (Vec::new(), Vec::new());
     let mut random = StdRng::seed_from_u64(5);
     let mut sums: BTreeMap<u64, f32> = BTreeMap::new();
@@ -269,7 +269,7 @@ async fn a_sequence_stays_with_the_version_that_began_it() {
     refresh().await;
     assert_eq!(ask(1, NEXT).await.unwrap(), by("1", 2.0));
     assert_eq!(ask(3, START).await.unwrap(), by("2", 1.0));
-    // One that begins anew does so with the newest, and is nowhere else any more.
+    // A sequence that restarts moves to the newest version and ends in all others.
     assert_eq!(ask(1, START).await.unwrap(), by("2", 1.0));
     assert_eq!(ask(1, NEXT).await.unwrap(), by("2", 2.0));
     assert_eq!(ask(2, NEXT).await.unwrap(), by("1", 2.0));

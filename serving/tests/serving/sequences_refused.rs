@@ -1,5 +1,5 @@
-//! Sequences that are not: requests that say none, ids that nobody began, bounds, what is idle, and what
-//! clients see of a model that keeps states.
+//! Tests of refused sequence requests: missing and unknown ids, bounds, idle sequences, and the configuration
+//! that clients see of a model with states.
 
 use millrace_serving::Config;
 use millrace_serving::wire::inference as pb;
@@ -92,7 +92,7 @@ async fn what_belongs_to_no_live_sequence_is_refused_with_the_way_out() {
     let reply = server.http("POST", "/v2/models/acc/infer", &[], body.to_string().as_bytes()).await;
     assert_eq!(reply.status, 400);
     assert!(reply.json()["error"].as_str().unwrap().contains("give the parameter sequence_id"));
-    // None of all that began one. One that ends is none any more, and a start begins anew.
+    // None of these began a sequence. A sequence that ends is gone, and a start begins a new one.
     assert_eq!(live(&server).await, 0);
     let mut ask = async |id, flags| step(&mut client, "acc", id, flags, 1.0).await;
     for (id, flags, sum) in [(1, START, 1.0), (1, NEXT, 2.0), (1, START, 1.0), (2, START, 1.0), (1, END, 2.0)]
@@ -103,7 +103,7 @@ async fn what_belongs_to_no_live_sequence_is_refused_with_the_way_out() {
     assert_eq!(ask(3, (true, true)).await.unwrap().1, 1.0);
     assert_eq!(ask(3, NEXT).await.unwrap_err().code(), Code::InvalidArgument);
     assert_eq!(live(&server).await, 1);
-    // A model without sequences does not heed them.
+    // A model without sequences ignores the sequence parameters.
     let mut mlp = request("mlp", 9, false, true, &[0.0; FEATURES]);
     mlp.inputs[0].name = "input".into();
     client.model_infer(mlp).await.unwrap();
@@ -168,7 +168,7 @@ async fn no_more_sequences_live_than_may() {
         let status = ask(3, START).await.unwrap_err();
         assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
         assert!(status.message().contains(limit), "{status}");
-        // The others go on, also from their beginning, and make room at their end.
+        // The others continue, also with a new start, and free capacity at their end.
         assert_eq!(ask(1, NEXT).await.unwrap(), 2.0);
         assert_eq!(ask(2, START).await.unwrap(), 1.0);
         assert_eq!(ask(1, END).await.unwrap(), 3.0);
@@ -180,7 +180,7 @@ async fn no_more_sequences_live_than_may() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn idle_sequences_make_room() {
-    // A request comes later than this after the one before it, whatever the machine.
+    // On any machine the next request comes later than this.
     let idle = "max_sequence_idle_microseconds: 1 oldest { max_candidate_sequences: 1 }";
     let server = serve(config(), idle).await;
     let mut client = server.triton().await;
@@ -207,7 +207,7 @@ async fn models_whose_states_do_not_fit_are_named() {
             good.replace("int32_false_true: [ 0, 1 ]", "bool_false_true: [ false, true ]"),
             "\"start\" is BOOL",
         ),
-        // Without rows, `dims` are those of the whole tensor.
+        // Without rows, `dims` covers the whole tensor.
         ("rows", good.replace("max_batch_size: 8", ""), "state \"past\" is FP32 [2]"),
         (
             "left",

@@ -1,5 +1,5 @@
-//! Requests of sequences that wait: they run together with those of others, and who goes or is late changes
-//! nothing.
+//! Tests of waiting sequence requests: they are batched with those of other sequences, and cancelled or late
+//! requests change no state.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::triton_layout::put;
 
 const WAIT: Duration = Duration::from_secs(120);
 
-/// Waits until something is so, which takes no longer than a test may.
+/// Waits until a condition holds, for at most the time of a test.
 async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     let begin = Instant::now();
     while !is_so().await {
@@ -24,7 +24,7 @@ async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     }
 }
 
-/// Counts the requests of a sequence in `next`, which takes some milliseconds: `x` FP32 [batch, 512] of ones.
+/// Counts the requests of a sequence in `next`, each taking some milliseconds: `x` FP32 [batch, 512] of ones.
 fn counter(layers: usize) -> Vec<u8> {
     let wide = [-1, 512];
     let mut graph = GraphProto {
@@ -46,7 +46,7 @@ fn counter(layers: usize) -> Vec<u8> {
     model(graph)
 }
 
-/// One session; clients see the state, as it is listed among the outputs.
+/// One session; clients see the state, because the outputs list it.
 const COUNTING: &str = r#"
     max_batch_size: 64
     instance_group { count: 1 }
@@ -102,7 +102,7 @@ async fn who_goes_or_is_late_leaves_the_state_as_it_was() {
         let spent = statistics(&server, "leavers").await.inference_stats.unwrap();
         (spent.success.unwrap().count, spent.fail.unwrap().count)
     };
-    // Callers go until one has that was not answered.
+    // Clients disconnect until one does before its answer.
     let begin = Instant::now();
     while figures().await.1 == 0 {
         assert!(begin.elapsed() < WAIT, "nobody went in time");
@@ -123,7 +123,7 @@ async fn who_goes_or_is_late_leaves_the_state_as_it_was() {
         }
         until("all are gone", async || inference.in_flight() == 0).await;
     }
-    // Those who have no time left.
+    // Requests without time left.
     let mut late = request("leavers", 7, false, false, &[1.0; 512]);
     let micro = pb::InferParameter { parameter_choice: Some(ParameterChoice::Uint64Param(1)) };
     late.parameters.insert("timeout".into(), micro);
@@ -136,7 +136,7 @@ async fn who_goes_or_is_late_leaves_the_state_as_it_was() {
             }
         }
     }
-    // What was answered is what was counted, and nothing else.
+    // Only answered requests were counted.
     let (answered, failed) = figures().await;
     assert!(failed >= 2, "{failed}");
     assert_eq!(count(&mut client, "leavers", 7, NEXT).await.unwrap(), (answered + 1) as f32);

@@ -1,4 +1,4 @@
-//! Shadow traffic: copies of requests run on another version, and the replies are compared.
+//! Tests of shadow traffic: copies of requests run on another version, and the outputs are compared.
 
 use millrace_serving::ModelOptions;
 use millrace_serving::repository::ShadowTarget;
@@ -8,7 +8,7 @@ use crate::rollout::{answers, problems, split, versions, with_options};
 use crate::support::*;
 use crate::triton_layout::put;
 
-/// A figure of the shadow version, summed up.
+/// The sum of a metric of the shadow version.
 async fn figure(server: &Server, name: &str, labels: &[&str]) -> f64 {
     let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
     let text = String::from_utf8(reply.body).unwrap();
@@ -19,7 +19,7 @@ async fn figure(server: &Server, name: &str, labels: &[&str]) -> f64 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shadow_runs_copies_and_compares_them() {
-    // Versions 71 and 72 are the same, version 73 gives its rows the other way round, under another name.
+    // Versions 71 and 72 are equal; version 73 returns its rows in reverse order, under another output name.
     let dir = TempDir::new().unwrap();
     for version in [71, 72] {
         publish(dir.path(), "mlp", version, mlp()).await;
@@ -59,7 +59,7 @@ async fn a_shadow_runs_copies_and_compares_them() {
     assert_eq!(rows, compared);
     assert_eq!(figure(&server, "millrace_serving_shadow_rows_total{", &[of_72[1], "other"]).await, 0.0);
 
-    // A shadow of another form disturbs nobody, and one that is not there is named.
+    // A shadow with other outputs affects no request, and a missing one is reported.
     put(server.dir.path(), "mlp/rollout.json", r#"{"shadow": {"version": "73", "share": 1}}"#);
     versions(&server).await;
     assert_eq!(answers(&mut client, "", "").await.unwrap(), "71");

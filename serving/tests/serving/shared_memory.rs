@@ -1,4 +1,4 @@
-//! Tensors in system shared memory over gRPC and REST, beside ordinary ones.
+//! Tests of tensors in system shared memory over gRPC and REST, besides ordinary ones.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::support::*;
 
-/// An object of shared memory, removed with the value.
+/// A shared memory object, removed when dropped.
 pub(crate) struct Object(pub(crate) String);
 
 impl Object {
@@ -109,7 +109,7 @@ async fn grpc_takes_inputs_from_regions_and_leaves_outputs_there() {
     register(&mut client, "in", &given.0, 8, 32).await.unwrap();
     register(&mut client, "out", taken.0.trim_start_matches('/'), 4, 60).await.unwrap();
 
-    // All in shared memory; the object of the output is left alone beside it.
+    // All in shared memory; the rest of the output's object is unchanged.
     let request = pb::ModelInferRequest {
         model_name: "mlp".into(),
         inputs: vec![input("input", "FP32", &[2, 4], place("in", 0, 32))],
@@ -127,14 +127,15 @@ async fn grpc_takes_inputs_from_regions_and_leaves_outputs_there() {
     assert_eq!((&object[..12], &object[36..]), (&[7; 12][..], &[7; 28][..]));
     close(&object[12..36], &[logits.as_slice(), &logits].concat());
 
-    // The second row only, and the answer in the message.
+    // Only the second row, with the answer in the message.
     let mut request = request;
     request.inputs[0] = input("input", "FP32", &[1, 4], place("in", 16, 16));
     request.outputs.clear();
     let reply = client.model_infer(request).await.unwrap().into_inner();
     close(&reply.raw_output_contents[0], &logits);
 
-    // Three inputs, the middle one sent; three outputs, the middle one in shared memory.
+    // Three inputs, of which the middle one is sent; three outputs, of which the middle one is in shared
+    // memory.
     let strings = Data::Bytes(vec!["ab".into(), "".into()]);
     let mut request = pb::ModelInferRequest {
         model_name: "both".into(),
@@ -157,7 +158,7 @@ async fn grpc_takes_inputs_from_regions_and_leaves_outputs_there() {
     assert_eq!(reply.outputs[1].parameters["shared_memory_byte_size"].parameter_choice, Some(Int64Param(10)));
     assert!(!reply.outputs[1].parameters.contains_key("shared_memory_offset"));
 
-    // The sent one typed: so are the replies, but for FP16, which has no typed form.
+    // With a typed input the outputs are typed as well, except FP16, which has no typed form.
     request.raw_input_contents.clear();
     let contents =
         pb::InferTensorContents { bytes_contents: vec!["x".into(), "y".into()], ..Default::default() };
@@ -239,7 +240,7 @@ async fn rest_takes_inputs_from_regions_and_leaves_outputs_there() {
     );
     assert_eq!(object.read()[16..20], [7, 5, 0u8.wrapping_sub(6), 7]);
 
-    // An answer that JSON cannot carry is refused, and shared memory is left as it was.
+    // An answer that JSON cannot represent is refused, and shared memory is unchanged.
     std::fs::write(object.path(), [raw(&[f32::NAN; 4]).as_slice(), &[7; 48]].concat()).unwrap();
     let mut refused = body.clone();
     refused["outputs"][1]["parameters"] = json!({ "binary_data": false });

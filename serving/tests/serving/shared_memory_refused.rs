@@ -1,4 +1,4 @@
-//! What is refused of system shared memory: keys, bounds, objects that change, and where it is off.
+//! Tests of refused shared memory: keys, bounds, objects that change, and servers without it.
 
 use std::os::unix::fs::symlink;
 use std::process::Command;
@@ -179,7 +179,7 @@ async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
             assert!(object.read() == [7; 8192], "{what}");
         }
     }
-    // Cut behind the inputs: the first output would fit, and is not written.
+    // Truncated after the inputs: the first output would fit, and is not written.
     let file = std::fs::OpenOptions::new().write(true).open(object.path()).unwrap();
     file.set_len(4110).unwrap();
     let status = client.model_infer(good.clone()).await.unwrap_err();

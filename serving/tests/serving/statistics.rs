@@ -1,4 +1,4 @@
-//! What the server tells of its models: configurations and statistics, over gRPC and REST.
+//! Tests of model configurations and statistics, over gRPC and REST.
 
 use millrace_bundle::Datatype;
 use millrace_serving::tensor::{Data, Tensor};
@@ -131,7 +131,7 @@ async fn statistics_count_what_was_asked() {
     let by_size: u64 = mlp.batch_stats.iter().map(|size| size.compute_infer.unwrap().ns).sum();
     assert_eq!(by_size, inference.compute_infer.unwrap().ns);
 
-    // A first extent that is no batch makes one inference of a request.
+    // A first extent that is not a batch makes the request one inference.
     assert_eq!(statistics(&mut triton, "fixed", "").await[0].inference_count, 1);
     let named = |found: Vec<pb::ModelStatistics>| -> Vec<String> {
         found.into_iter().map(|of| format!("{}/{}", of.name, of.version)).collect()
@@ -222,7 +222,7 @@ async fn dashboards_for_triton_find_their_names() {
         let kind = if name.ends_with("pending_request_count") { "gauge" } else { "counter" };
         assert!(text.contains(&format!("# TYPE {name} {kind}")), "{name}: {text}");
     }
-    // Nothing is told of a version that is gone.
+    // Deleted versions have no metrics.
     std::fs::remove_dir_all(server.dir.path().join("idle")).unwrap();
     server.serving.repository().refresh().await.unwrap();
     let after = metrics().await;

@@ -1,4 +1,4 @@
-//! Requests in one stream: order, refusals in between, many at once, draining, and clients that go away.
+//! Tests of streams: order, refusals in between, concurrency, draining, and disconnecting clients.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ fn id(answer: &pb::ModelStreamInferResponse) -> &str {
     &answer.infer_response.as_ref().unwrap().id
 }
 
-/// Waits until so many requests are being answered.
+/// Waits until `count` requests are in flight.
 async fn in_flight(server: &Server, count: usize) {
     let wait = async {
         while server.serving.inference().in_flight() != count {
@@ -118,7 +118,7 @@ async fn a_stream_is_a_conversation() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_of_one_stream_run_at_once() {
-    // One runs and one may wait: were they run one after the other, none would be refused.
+    // One runs and one may wait: if they ran one after another, none would be refused.
     let mut config = config();
     config.sessions_max = 1;
     config.limits.requests_waiting_max = 1;
@@ -147,7 +147,7 @@ async fn a_client_that_reads_late_gets_every_answer() {
         sender.unbounded_send(quick(index)).unwrap();
     }
     drop(sender);
-    // Another client is not held up by it.
+    // It does not block another client.
     let mut other = grpc(&server).await;
     for index in 0..10 {
         assert_eq!(other.model_infer(quick(index)).await.unwrap().into_inner().id, index.to_string());
@@ -171,7 +171,7 @@ async fn draining_finishes_what_runs_and_ends_the_stream() {
     sender.unbounded_send(quick("late")).unwrap();
     let answer = next(&mut answers).await;
     assert_eq!((id(&answer), answer.error_message.as_str()), ("running", ""));
-    // The late one is refused by an answer or by the end of the stream, whichever it met.
+    // The late request is refused by an answer or by the end of the stream, whichever comes first.
     let mut status = None;
     while status.is_none() {
         match tokio::time::timeout(WAIT, answers.message()).await.unwrap() {
@@ -216,7 +216,7 @@ async fn a_stream_ends_with_a_status_when_it_must_or_is_asked_to() {
     let mut config = config();
     config.limits.message_bytes_max = 4096;
     let server = Server::start(config, &[]).await;
-    // A message that is too large: what came before it is answered.
+    // A message that is too large: the requests before it are answered.
     let requests = futures::stream::iter([quick(0), quick(1), request("mlp", 2, 1000, FEATURES), quick(3)]);
     let mut answers = grpc(&server).await.model_stream_infer(requests).await.unwrap().into_inner();
     for index in 0..2 {

@@ -1,4 +1,4 @@
-//! Models built for the tests, servers on free ports, and a bare HTTP client.
+//! Test support: small models, servers on free ports, and a bare HTTP client.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_util::sync::CancellationToken;
 
-/// A client of the whole service.
+/// A client with all calls of the service.
 pub(crate) type Triton =
     millrace_serving::wire::inference::grpc_inference_service_client::GrpcInferenceServiceClient<
         tonic::transport::Channel,
@@ -102,7 +102,7 @@ pub(crate) fn mlp() -> Vec<u8> {
     })
 }
 
-/// What [`mlp`] gives for one row, computed here.
+/// The result of [`mlp`] for one row, computed here.
 pub(crate) fn mlp_logits(row: &[f32]) -> Vec<f32> {
     let w = |name: &str, index: usize| weight(index + name.len());
     let hidden: Vec<f32> = (0..HIDDEN)
@@ -118,7 +118,7 @@ pub(crate) fn mlp_logits(row: &[f32]) -> Vec<f32> {
         .collect()
 }
 
-/// Gives every input back: `in_<datatype>` [batch] to `out_<datatype>` [batch].
+/// Returns every input: `in_<datatype>` [batch] to `out_<datatype>` [batch].
 pub(crate) fn echo(datatypes: &[Datatype]) -> Vec<u8> {
     use tensor_proto::DataType as T;
     let elem = |datatype: &Datatype| match datatype {
@@ -147,7 +147,7 @@ pub(crate) fn echo(datatypes: &[Datatype]) -> Vec<u8> {
     model(graph)
 }
 
-/// Gives its input back: `input` INT32 [2, 3], no batch, to `output`.
+/// Returns its input: `input` INT32 [2, 3], no batch, to `output`.
 pub(crate) fn fixed() -> Vec<u8> {
     use tensor_proto::DataType::Int32;
     model(GraphProto {
@@ -193,7 +193,7 @@ pub(crate) fn slow(layers: usize) -> Vec<u8> {
     model(graph)
 }
 
-/// Sums up its rows: `input` FP32 [batch, 4] to `output`, each row of which has all before it.
+/// Cumulative sums of its rows: `input` FP32 [batch, 4] to `output`, each row of which adds all before it.
 pub(crate) fn steps() -> Vec<u8> {
     let axis = TensorProto {
         name: Some("axis".into()),
@@ -204,7 +204,7 @@ pub(crate) fn steps() -> Vec<u8> {
     of_rows("steps", node("CumSum", &["input", "axis"], "output"), vec![axis])
 }
 
-/// Gives its rows the other way round: `input` FP32 [batch, 4] to `output`.
+/// Returns its rows in reverse order: `input` FP32 [batch, 4] to `output`.
 pub(crate) fn reversed() -> Vec<u8> {
     let whole = |name: &str, value: i64| TensorProto {
         name: Some(name.into()),
@@ -251,7 +251,7 @@ pub(crate) async fn publish(dir: &Path, name: &str, version: u64, onnx: Vec<u8>)
     bundle
 }
 
-/// A configuration with free ports that looks through the repository only when told.
+/// A configuration with free ports that scans the repository only on request.
 pub(crate) fn config() -> Config {
     let free = "127.0.0.1:0".parse().unwrap();
     Config { grpc: free, http: free, metrics: free, poll_ms: 0, ..Config::default() }
@@ -265,7 +265,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts a server with `mlp` version 1 and what `more` adds.
+    /// Starts a server with `mlp` version 1 and the models in `more`.
     pub(crate) async fn start(config: Config, more: &[(&str, u64, Vec<u8>)]) -> Server {
         let dir = tempfile::tempdir().unwrap();
         publish(dir.path(), "mlp", 1, mlp()).await;
@@ -275,7 +275,7 @@ impl Server {
         Server::over(config, dir).await
     }
 
-    /// Starts a server over models that are there.
+    /// Starts a server over existing models.
     pub(crate) async fn over(config: Config, dir: TempDir) -> Server {
         let cancel = CancellationToken::new();
         let source = Source::directory(dir.path()).unwrap();
@@ -283,7 +283,7 @@ impl Server {
         Server { dir, serving, cancel }
     }
 
-    /// A client of the generated code, for calls that [`Client`] does not have.
+    /// A client from generated code, for calls that [`Client`] lacks.
     pub(crate) async fn triton(&self) -> Triton {
         Triton::connect(format!("http://{}", self.serving.addresses().grpc)).await.unwrap()
     }
@@ -302,7 +302,7 @@ impl Server {
         http(self.serving.addresses().http, method, path, headers, body).await
     }
 
-    /// The same as [`Server::http`] with another host header.
+    /// Like [`Server::http`] with another host header.
     pub(crate) async fn http_of(
         &self,
         host: &str,
@@ -320,7 +320,7 @@ impl Server {
     }
 }
 
-/// An HTTP reply.
+/// An HTTP response.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) status: u16,
@@ -343,7 +343,7 @@ impl Reply {
     }
 }
 
-/// One request over a connection of its own.
+/// One request over a new connection.
 pub(crate) async fn http(
     address: std::net::SocketAddr,
     method: &str,
@@ -354,7 +354,7 @@ pub(crate) async fn http(
     http_of(address, &address.to_string(), method, path, headers, body).await
 }
 
-/// One request for a host over a connection of its own.
+/// One request for a host over a new connection.
 pub(crate) async fn http_of(
     address: std::net::SocketAddr,
     host: &str,
@@ -373,7 +373,7 @@ pub(crate) async fn http_of(
     }
     head.push_str("\r\n");
     stream.write_all(head.as_bytes()).await.unwrap();
-    // A server that refuses by the headers alone may close before it has read the body.
+    // A server that refuses because of the headers may close before it has read the body.
     let _ = stream.write_all(body).await;
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer).await;

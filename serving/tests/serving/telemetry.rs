@@ -1,4 +1,4 @@
-//! Spans of requests, as a collector of OpenTelemetry receives them, and as it does not.
+//! Tests of request spans with a working and a failing OpenTelemetry collector.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -32,7 +32,7 @@ use crate::support::*;
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
 
-/// A collector that keeps what it receives, and says that it takes all but so many of the spans.
+/// A collector that stores what it receives, and reports `rejected_spans` as rejected.
 #[derive(Clone, Default)]
 struct Collector {
     received: Arc<Mutex<Vec<Request<ExportTraceServiceRequest>>>>,
@@ -55,7 +55,7 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// Waits until so many spans have come, which are sent by themselves.
+    /// Waits until the exporter has sent this many spans.
     async fn until(&self, count: usize) {
         let come = async {
             while self.spans().len() < count {
@@ -115,7 +115,7 @@ fn message(model: &str) -> millrace_serving::wire::inference::ModelInferRequest 
     crate::response_cache::request(model, &[0.5; FEATURES])
 }
 
-/// Spans of the process by what became of them; tests at the same time add to them.
+/// Spans of the process by outcome; concurrent tests add to them.
 async fn counted(server: &Server, outcome: &str) -> u64 {
     let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
     let text = String::from_utf8(reply.body).unwrap();
@@ -135,7 +135,7 @@ async fn a_request_is_a_span_with_its_parent_and_its_steps() {
     unknown.metadata_mut().insert("traceparent", parent.parse().unwrap());
     let error = grpc(&server).await.model_infer(unknown).await.unwrap_err();
     assert_eq!(error.code(), Code::NotFound);
-    // Neither is sampled: one says so, the others ask for no inference.
+    // None of these is sampled: the first says so, the others do not ask for inference.
     assert_eq!(rest(&server, &[("traceparent", &format!("00-{TRACE}-{PARENT}-00"))]).await, 200);
     assert_eq!(server.http("GET", "/v2/health/ready", &headers, b"").await.status, 200);
     assert!(server.client().await.server_live().await.unwrap());
@@ -198,7 +198,7 @@ async fn a_request_is_a_span_with_its_parent_and_its_steps() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_of_a_stream_are_spans_below_it() {
     let collector = Collector::default();
-    // Nothing is sampled but what says so itself.
+    // Only requests whose parent is sampled are sampled.
     let server = Server::start(config_with(collector.listen().await, 0.0), &[]).await;
     assert_eq!(rest(&server, &[]).await, 200);
     let requests = vec![message("mlp"), message("nosuch"), message("mlp")];
@@ -269,7 +269,7 @@ async fn parents_that_are_none_begin_no_trace_but_the_servers_own() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_that_is_away_holds_up_nobody() {
-    // Nobody listens at the one; the other takes connections and never says a word.
+    // No process listens at one address; the other accepts connections and never answers.
     let away = tokio::net::TcpSocket::new_v4().unwrap();
     away.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -306,7 +306,7 @@ async fn spans_that_the_collector_does_not_take_are_counted() {
     watching.stop().await;
 }
 
-/// Puts TLS before a collector, with a certificate whose issuer is in the folder's `ca.pem`.
+/// Puts TLS in front of a collector, with a certificate whose issuer is in the folder's `ca.pem`.
 async fn secured(folder: &Path, plain: SocketAddr) -> SocketAddr {
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
     std::fs::write(folder.join("ca.pem"), made.cert.pem()).unwrap();
@@ -326,7 +326,7 @@ async fn secured(folder: &Path, plain: SocketAddr) -> SocketAddr {
             let (stream, _) = listener.accept().await.unwrap();
             let acceptor = acceptor.clone();
             tokio::spawn(async move {
-                // A client that does not trust it goes away.
+                // A client that does not trust the certificate disconnects.
                 let Ok(mut outer) = acceptor.accept(stream).await else { return };
                 let mut inner = TcpStream::connect(plain).await.unwrap();
                 let _ = tokio::io::copy_bidirectional(&mut outer, &mut inner).await;

@@ -1,5 +1,5 @@
-//! TLS on both services: who is trusted, clients with certificates, files that change while the server
-//! runs, and files that cannot be used.
+//! Tests of TLS on both services: trust, client certificates, files that change while the server runs, and
+//! unusable files.
 
 use std::io;
 use std::net::SocketAddr;
@@ -22,10 +22,10 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto};
 use crate::malformed::good;
 use crate::support::*;
 
-/// What hangs is a failure; nothing here measures.
+/// Timeout: a hang is a failure; no test measures time.
 const HANGING: Duration = Duration::from_secs(60);
 
-/// Somebody who issues certificates.
+/// A certificate authority.
 struct Authority {
     params: CertificateParams,
     key: KeyPair,
@@ -52,7 +52,7 @@ impl Authority {
     }
 }
 
-/// A folder with what a server and a client need.
+/// A folder with the files of a server and a client.
 pub(crate) struct Files {
     dir: TempDir,
     authority: Authority,
@@ -71,7 +71,7 @@ impl Files {
         self.dir.path().join(name)
     }
 
-    /// Puts a file where it is read, whole at once.
+    /// Replaces a file atomically.
     pub(crate) fn write(&self, name: &str, content: &str) {
         let next = self.path(".next");
         std::fs::write(&next, content).unwrap();
@@ -96,7 +96,7 @@ impl Files {
     }
 }
 
-/// A connection with TLS by a client of rustls.
+/// A TLS connection by a rustls client.
 async fn connect(
     address: SocketAddr,
     files: &Files,
@@ -124,7 +124,7 @@ async fn connect(
     tokio::time::timeout(HANGING, connecting).await.expect("the handshake hangs")
 }
 
-/// Asks whether the server lives; the whole answer, and an error where there is none.
+/// Asks whether the server is live; returns the whole answer, or the error.
 async fn ask(stream: &mut TlsStream<TcpStream>, keep: bool) -> io::Result<String> {
     let connection = if keep { "keep-alive" } else { "close" };
     let request =
@@ -140,7 +140,7 @@ async fn ask(stream: &mut TlsStream<TcpStream>, keep: bool) -> io::Result<String
     Ok(String::from_utf8(answer).unwrap())
 }
 
-/// Waits until there is a place for a client, which has its answer then.
+/// Waits until the server has a free connection slot and answers.
 async fn until_served(address: SocketAddr, files: &Files) {
     let served = async {
         loop {
@@ -153,7 +153,7 @@ async fn until_served(address: SocketAddr, files: &Files) {
     tokio::time::timeout(HANGING, served).await.unwrap();
 }
 
-/// The certificate that the server shows.
+/// The server's certificate.
 fn shown(stream: &TlsStream<TcpStream>) -> CertificateDer<'static> {
     stream.get_ref().1.peer_certificates().unwrap()[0].clone()
 }
@@ -181,7 +181,7 @@ async fn both_services_take_connections_with_tls_alone() {
             assert!(ask(&mut stream, false).await.unwrap().starts_with("HTTP/1.1 200"));
         }
     }
-    // A service of HTTP/2 alone does not agree on anything else.
+    // A service with HTTP/2 only accepts no other protocol.
     connect(addresses.grpc, &files, None, &["http/1.1"]).await.unwrap_err();
 
     let stranger = Files::new();
@@ -194,7 +194,7 @@ async fn both_services_take_connections_with_tls_alone() {
         };
         asked.unwrap_err();
     }
-    // Without TLS there is no answer, and the metrics stay without.
+    // A client without TLS gets no answer; the metrics port stays without TLS.
     for address in [addresses.grpc, addresses.http] {
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream.write_all(b"GET /v2 HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
@@ -225,7 +225,7 @@ async fn clients_without_a_trusted_certificate_are_refused_where_one_is_asked_fo
             Err(_) => false,
         };
         assert_eq!(answered, trusted, "gRPC, {identity:?}");
-        // A client of TLS 1.3 learns that it was refused from what it reads first.
+        // With TLS 1.3 a client learns of the refusal from its first read.
         let answered = match connect(addresses.http, &files, identity, &[]).await {
             Ok(mut stream) => ask(&mut stream, false).await.is_ok(),
             Err(_) => false,
@@ -235,7 +235,7 @@ async fn clients_without_a_trusted_certificate_are_refused_where_one_is_asked_fo
     server.stop().await;
 }
 
-/// Times that certificates could not be read again, in this process.
+/// Failed reloads of certificates in this process.
 async fn failed_reloads(server: &Server) -> u64 {
     let reply = http(server.serving.addresses().metrics, "GET", "/metrics", &[], b"").await;
     let text = String::from_utf8(reply.body).unwrap();
@@ -254,8 +254,8 @@ async fn certificates_that_change_are_shown_to_those_who_come_next() {
     let mut client =
         Client::connect_with(&addresses.grpc.to_string(), &files.credentials(None)).await.unwrap();
 
-    // A key and a certificate that do not belong together, as between two steps of who renews them, or
-    // that are nothing at all, leave the old ones in force.
+    // A key and a certificate that do not match, as between two steps of a renewal, or that are invalid,
+    // leave the old ones in force.
     for (name, content) in [("server.key", files.authority.issue("other").1), ("server.pem", "none".into())] {
         let failed = failed_reloads(&server).await;
         files.write(name, &content);
@@ -271,7 +271,7 @@ async fn certificates_that_change_are_shown_to_those_who_come_next() {
             async { while shown(&connect(address, &files, None, &["h2"]).await.unwrap()) != second {} };
         tokio::time::timeout(HANGING, wait).await.unwrap();
     }
-    // Who was there before goes on.
+    // Existing connections continue.
     assert!(ask(&mut old, false).await.unwrap().starts_with("HTTP/1.1 200"));
     client.infer_message(good()).await.unwrap();
     server.stop().await;
@@ -347,7 +347,7 @@ async fn a_handshake_that_stalls_holds_up_nobody_and_ends() {
     let server = Server::start(config, &[]).await;
     let addresses = server.serving.addresses();
     let mut silent = Vec::new();
-    // A record that begins and does not end.
+    // An incomplete TLS record.
     for beginning in [&b""[..], &[0x16], &[0x16, 3, 1, 2, 0, 1, 0]] {
         for address in [addresses.http, addresses.grpc] {
             let mut stream = TcpStream::connect(address).await.unwrap();
@@ -443,7 +443,7 @@ async fn files_that_cannot_be_used_are_named() {
     with_token("none").unwrap_err();
 }
 
-/// Each side with and without TLS, and certificates that do not fit.
+/// Each side with and without TLS, and certificates that do not match.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_name_what_does_not_fit_about_tls_and_the_flag() {
     let (files, other) = (Files::new(), Files::new());

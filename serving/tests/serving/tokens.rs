@@ -1,4 +1,4 @@
-//! Bearer tokens: what each caller may do over gRPC, streams and REST, and tokens that are withdrawn.
+//! Tests of bearer tokens: each caller's permissions over gRPC, streams and REST, and withdrawn tokens.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use crate::compressed::{bare_call, frame};
 use crate::malformed::{as_rest, edited, good};
 use crate::support::*;
 
-/// What hangs is a failure; nothing here measures.
+/// Timeout: a hang is a failure; no test measures time.
 const HANGING: Duration = Duration::from_secs(60);
 
-/// Callers and their tokens, in a file.
+/// Callers with their tokens, in a file.
 struct Callers {
     dir: TempDir,
     lines: Vec<String>,
@@ -76,7 +76,7 @@ async fn a_token_may_what_its_line_says_over_grpc() {
     let callers = Callers::new();
     let server = callers.start().await;
     let mut client = server.triton().await;
-    // The outcome of each call by its code, OK for one that was answered.
+    // The code of each call; OK for an answer.
     macro_rules! code {
         ($token:expr, $call:ident, $message:expr) => {
             client.$call(with($token, $message)).await.map_or_else(|status| status.code(), |_| Code::Ok)
@@ -110,7 +110,7 @@ async fn a_token_may_what_its_line_says_over_grpc() {
     for (token, model, code) in [
         (reader, "mlp", Code::Ok),
         (reader, "fixed", Code::PermissionDenied),
-        // Nobody learns which models there are.
+        // A caller cannot find out which models exist.
         (reader, "nosuch", Code::PermissionDenied),
         (keeper, "mlp", Code::PermissionDenied),
         (root, "mlp", Code::Ok),
@@ -142,7 +142,7 @@ async fn a_token_may_what_its_line_says_over_grpc() {
     }
     let memory = || pb::SystemSharedMemoryStatusRequest::default();
     assert_eq!(code!(keeper, system_shared_memory_status, memory()), Code::PermissionDenied);
-    // Off, as whoever may use it could read what others send.
+    // Off: with it a caller could read other callers' data.
     assert_eq!(code!(root, system_shared_memory_status, memory()), Code::Unimplemented);
 
     for (token, seen) in [(reader, &["mlp"][..]), (keeper, &["fixed"]), (root, &["fixed", "mlp"])] {
@@ -199,7 +199,7 @@ async fn a_token_may_the_same_over_rest() {
         ("GET", "/v2/models/mlp/lineage", [401, 200, 403, 200]),
         ("GET", "/v2/models/mlp/versions/1/lineage", [401, 200, 403, 200]),
         ("GET", "/v2/models/nosuch", [401, 403, 403, 404]),
-        // The name is what counts, not how a path spells it.
+        // The decoded name counts, not its spelling in the path.
         ("GET", "/v2/models/%6dlp", [401, 200, 403, 200]),
         ("GET", "/v2/models/mlp/trace/setting", [401, 200, 403, 200]),
         ("POST", "/v2/repository/models/fixed/load", [401, 403, 200, 200]),
@@ -213,7 +213,7 @@ async fn a_token_may_the_same_over_rest() {
             [("", of_none), ("nosuch", of_none), (reader, of_reader), (keeper, of_keeper), (root, of_root)]
         {
             let reply = ask(method, path, token).await;
-            // A request that was let in may still be a bad one.
+            // An admitted request may still be malformed.
             let met = if status == 501 { [501, 400].contains(&reply.status) } else { reply.status == status };
             assert!(met, "{method} {path}: {} instead of {status}", reply.status);
             let challenge = match status {
@@ -232,7 +232,7 @@ async fn a_token_may_the_same_over_rest() {
     assert_eq!((index.as_array().unwrap().len(), &index[0]["name"]), (1, &"mlp".into()));
     let told = ask("GET", "/v2/models/stats", keeper).await.json();
     assert_eq!(told["model_stats"].as_array().unwrap().len(), 1);
-    // Browsers ask without a token whether they may send one.
+    // Browsers send a preflight without a token.
     let asked = [("origin", "https://example.org"), ("access-control-request-method", "POST")];
     assert_eq!(server.http("OPTIONS", &infer.path, &asked, b"").await.status, 204);
     server.stop().await;
@@ -258,7 +258,7 @@ async fn a_token_that_is_withdrawn_ends_what_it_began() {
     assert!(next(of("fixed")).await.contains("\"reader\" may not use model \"fixed\""));
     assert_eq!(next(good()).await, "");
 
-    // A line with a mistake is left out, and the others count.
+    // A malformed line is left out; the other lines count.
     let mut broken = callers.lines.clone();
     broken.push("and some words".into());
     callers.write(&broken);

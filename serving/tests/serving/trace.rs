@@ -1,4 +1,4 @@
-//! Traces of requests, as clients switch them on and tools read them.
+//! Tests of request traces, as clients enable them and tools read them.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -78,7 +78,7 @@ async fn requests_are_traced_as_clients_set_it() {
         assert!(steps.is_sorted_by_key(|step| step["ns"].as_u64().unwrap()), "{trace}");
     }
 
-    // A model of its own: every request, two of them, one in each file.
+    // Settings of one model: every request, two in total, one per file.
     let body = json!({
         "trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": 2, "log_frequency": "1",
         "trace_file": "own.json",
@@ -99,7 +99,7 @@ async fn requests_are_traced_as_clients_set_it() {
     let reply = server.http("POST", path, &[], cleared.to_string().as_bytes()).await;
     assert_eq!((&reply.json()["trace_level"], &reply.json()["trace_rate"]), (&json!(["OFF"]), &json!("2")));
 
-    // What is being written when the server stops is complete.
+    // The file that is open when the server stops is complete.
     let last: &[(&str, &[&str])] =
         &[("trace_level", &["TIMESTAMPS"]), ("trace_rate", &["1"]), ("trace_file", &["last.json"])];
     set(&mut client, "", last).await;

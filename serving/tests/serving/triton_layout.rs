@@ -1,4 +1,5 @@
-//! Repositories as Triton has them: a `config.pbtxt` beside the versions, graphs without a manifest.
+//! Tests of repositories in Triton's layout: a `config.pbtxt` next to the versions, and graphs without a
+//! manifest.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -17,7 +18,7 @@ use crate::support::*;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Writes a file that is whole, as far as its time tells.
+/// Writes a file whose modification time counts as settled.
 pub(crate) fn put(dir: &Path, path: &str, content: impl AsRef<[u8]>) {
     put_at(dir, path, content, SystemTime::now() - Duration::from_secs(60));
 }
@@ -73,7 +74,7 @@ async fn a_repository_of_triton_is_served_as_it_is() {
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());
-    // An empty configuration leaves everything to the graph, another has its graph in another file.
+    // An empty configuration leaves everything to the graph; another one names the file of the graph.
     put(dir.path(), "auto/config.pbtxt", "");
     put(dir.path(), "auto/3/model.onnx", mlp());
     put(dir.path(), "fixed/config.pbtxt", "default_model_filename: \"net.onnx\"\nbackend: \"onnxruntime\"");
@@ -121,14 +122,14 @@ async fn a_version_that_is_still_being_written_is_never_served() {
     put(dir.path(), "mlp/1/model.onnx", mlp());
     let server = Server::over(config(), dir).await;
     let model = mlp();
-    // Whatever part of the graph is there, and however long ago it was written.
+    // Whichever part of the graph exists, and however old it is.
     for part in [0, 1, model.len() / 2, model.len() - 1] {
         put(server.dir.path(), "mlp/2/model.onnx", &model[..part]);
         refresh(&server).await;
         assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()), "{part}");
         assert_eq!(answers(&server, "mlp", Some(2)).await.unwrap_err().0, Code::Unavailable, "{part}");
     }
-    // Whole, but of a time that tells nothing: only staying as it is does.
+    // Complete, but with a time in the future: only staying unchanged shows that it is complete.
     let later = SystemTime::now() + Duration::from_secs(3600);
     put_at(server.dir.path(), "mlp/2/model.onnx", &model, later);
     refresh(&server).await;
@@ -142,7 +143,8 @@ async fn a_version_that_is_still_being_written_is_never_served() {
     };
     tokio::time::timeout(PATIENCE, served).await.unwrap();
     assert_eq!(answers(&server, "mlp", None).await, Ok("2".into()));
-    // A version without its graph is none. One that was ready stays while its folder is replaced, and goes with it.
+    // A version without its graph does not exist. A ready version stays while its folder is replaced, and is
+    // dropped with it.
     put(server.dir.path(), "mlp/3/model.onnx.part", &model);
     std::fs::remove_file(server.dir.path().join("mlp/2/model.onnx")).unwrap();
     put(server.dir.path(), "mlp/2/notes.txt", "x");
@@ -215,14 +217,14 @@ async fn what_breaks_while_it_is_served_stays_as_it_was() {
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());
     let server = Server::over(config(), dir).await;
-    // A configuration that cannot be read any more: what is served stays, what is new must wait.
+    // The configuration becomes invalid: ready versions stay, new ones wait.
     put(server.dir.path(), "mlp/config.pbtxt", "max_batch_size: many");
     put(server.dir.path(), "mlp/2/model.onnx", mlp());
     refresh(&server).await;
     assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()));
     assert!(why(&server, "mlp", None).contains("mlp/config.pbtxt: line 1"), "{}", why(&server, "mlp", None));
     assert!(answers(&server, "mlp", Some(2)).await.unwrap_err().1.contains("line 1: expected an integer"));
-    // A graph that is replaced in place by a bad one.
+    // A bad graph replaces a good one in place.
     put(server.dir.path(), "mlp/config.pbtxt", MLP.replace(": 8", ": 16"));
     put(server.dir.path(), "mlp/1/model.onnx", "not a graph");
     refresh(&server).await;
@@ -231,7 +233,7 @@ async fn what_breaks_while_it_is_served_stays_as_it_was() {
     let reply = server.http("POST", "/v2/repository/index", &[], b"").await.json();
     assert_eq!((&reply[0]["version"], &reply[0]["state"]), (&json!("1"), &json!("READY")));
     assert!(reply[0]["reason"].as_str().unwrap().contains("ModelProto"), "{reply}");
-    // Version 2 came with the new configuration, version 1 is still as it was.
+    // Version 2 was loaded with the new configuration; version 1 is unchanged.
     let of = async |version: u64| {
         let path = format!("/v2/models/mlp/versions/{version}/config");
         server.http("GET", &path, &[], b"").await.json()["max_batch_size"].clone()
@@ -260,7 +262,7 @@ async fn a_call_loads_what_was_written_just_now() {
     );
     client.repository_model_load(load("new")).await.unwrap();
     assert_eq!(answers(&server, "new", None).await, Ok("1".into()));
-    // A bad configuration is answered with its reason.
+    // The call returns the reason for a bad configuration.
     put(server.dir.path(), "bad/config.pbtxt", "backend: \"pytorch\"");
     put(server.dir.path(), "bad/1/model.onnx", mlp());
     let error = client.repository_model_load(load("bad")).await.unwrap_err();
@@ -274,7 +276,7 @@ async fn graphs_without_a_configuration_are_served_unless_bundles_are_written_th
     let dir = TempDir::new().unwrap();
     put(dir.path(), "plain/1/model.onnx", mlp());
     put(dir.path(), "plain/2/model.onnx", mlp());
-    // A bundle whose manifest is still to come, and one beside complete ones.
+    // A bundle whose manifest is not yet written, and one next to complete bundles.
     put(dir.path(), "half/1/model.onnx", mlp());
     put(dir.path(), "half/1/bundle.json.writing", "");
     publish(dir.path(), "mlp", 1, mlp()).await;
@@ -288,7 +290,7 @@ async fn graphs_without_a_configuration_are_served_unless_bundles_are_written_th
     assert!(why(&server, "half", Some(1)).contains("no bundle.json"), "{}", why(&server, "half", Some(1)));
     assert_eq!(answers(&server, "mlp", None).await, Ok("1".into()));
     assert!(why(&server, "mlp", Some(2)).contains("no bundle.json"), "{}", why(&server, "mlp", Some(2)));
-    // Nothing of the writing stays beside a complete bundle.
+    // The writing mark does not stay next to a complete bundle.
     assert!(!server.dir.path().join("mlp/1/bundle.json.writing").exists());
     server.stop().await;
 }
@@ -349,7 +351,7 @@ async fn queue_policies_and_warm_ups_are_honoured_or_refused() {
         ("lacking", warmup(&fp32("a", "1, 4")), sum(), "input \"b\" is missing"),
         ("foreign", warmup(&fp32("other", "1, 4")), mlp(), "no input \"other\""),
         ("shape", warmup(&fp32("input", "1, 5")), mlp(), "is FP32 [1, 5], the model takes FP32 [-1, 4]"),
-        // It fits the model, which cannot run on it.
+        // It fits the signature, but the model cannot run on it.
         ("run", warmup(&format!("{} {}", fp32("a", "2, 4"), fp32("b", "3, 4"))), sum(), "model_warmup: "),
     ];
     let all = good.iter().map(|(name, config, onnx)| (*name, config, onnx));

@@ -1,4 +1,4 @@
-//! Values at the edges of what tensors may hold: no elements, and bytes that are no text.
+//! Tests of edge values in tensors: no elements, and bytes that are not text.
 
 use bytes::Bytes;
 use millrace_bundle::Datatype;
@@ -46,7 +46,7 @@ async fn inputs_may_have_an_extent_of_0() {
         let answer = client.infer("sum", None, inputs, form).await.unwrap();
         assert_eq!(answer.outputs[0].shape, [0, 4]);
     }
-    // Others that come at the same time are answered as ever.
+    // Concurrent requests are answered as usual.
     let mut requests = tokio::task::JoinSet::new();
     for index in 0..48 {
         let mut client = server.client().await;

@@ -1,4 +1,4 @@
-//! Weights beside a graph: they are files of its own version, and no others.
+//! Tests of weights in external files: only files of the same version are accepted.
 
 use millrace_bundle::onnx::*;
 use millrace_bundle::{Bundle, Lineage};
@@ -15,11 +15,11 @@ async fn answer(client: &mut Client, model: &str, input: Tensor) -> Data {
     client.infer(model, None, vec![input], Form::Raw).await.unwrap().outputs.remove(0).data
 }
 
-/// [`mlp`] whose first weights lie in a file, and that file.
+/// [`mlp`] whose first weights are in a file, and that file.
 fn mlp_beside(location: &str) -> (Vec<u8>, Vec<u8>) {
     let mut model = ModelProto::decode(mlp().as_slice()).unwrap();
     let weights = &mut model.graph.as_mut().unwrap().initializer[0];
-    // Behind something else, as tools align what they write.
+    // After other bytes, as tools align what they write.
     let file = [vec![0u8; 64], weights.raw_data.take().unwrap()].concat();
     let entry =
         |key: &str, value: &str| StringStringEntryProto { key: Some(key.into()), value: Some(value.into()) };
@@ -50,7 +50,7 @@ async fn weights_beside_the_graph_are_used() {
         let Data::Fp32(found) = answer(&mut server.client().await, name, mlp_rows()).await else { panic!() };
         assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{name}: {found:?}");
     }
-    // Other weights are another version of the model.
+    // Other weights make another version of the model.
     put(server.dir.path(), "triton/1/mlp.onnx.data", vec![0u8; weights.len()]);
     server.serving.repository().refresh().await.unwrap();
     let Data::Fp32(found) = answer(&mut server.client().await, "triton", mlp_rows()).await else { panic!() };

@@ -1,4 +1,4 @@
-//! Weights in other files: every place where a graph can name one, and what it can say wrong.
+//! Tests of external tensor data: every place where a graph can name a file, and invalid references.
 #![allow(clippy::unwrap_used)]
 
 use bytes::Bytes;
@@ -32,7 +32,7 @@ fn outside(entries: &[(&str, &str)]) -> TensorProto {
     }
 }
 
-/// Models that have a tensor, each in another place.
+/// Models with a tensor, each in another place.
 fn everywhere(tensor: &TensorProto) -> Vec<(&'static str, ModelProto)> {
     let attribute = |attribute: AttributeProto| {
         vec![NodeProto { attribute: vec![attribute], op_type: Some("Constant".into()), ..Default::default() }]
@@ -160,7 +160,7 @@ fn what_a_tensor_says_of_its_elements_has_to_fit_them() {
         TensorProto { data_type: Some(DataType::String as i32), ..with(&[]) },
         "its type cannot lie there",
     );
-    // One that says where its elements are, and not that they are there.
+    // An external location without the data_location field that announces it.
     refused(
         TensorProto { data_location: None, ..outside(&[("location", "../w")]) },
         "not a plain relative path",
@@ -169,7 +169,7 @@ fn what_a_tensor_says_of_its_elements_has_to_fit_them() {
     check(&mut fits, |_| Some(1000)).unwrap();
 }
 
-/// A layer whose weights, eight floats, lie in a file.
+/// A layer whose weights, eight floats, are in a file.
 fn outside_of_linear(location: &str) -> Vec<u8> {
     let mut model = linear(4, 2);
     let weight = &mut model.graph.as_mut().unwrap().initializer[0];
@@ -201,7 +201,7 @@ async fn a_bundle_has_its_weights_among_the_files_of_its_manifest() {
     assert_eq!((&onnx, files.len(), files[0].0), (bundle.model_onnx(), 1, "w.bin"));
     let (onnx, _) = loaded.runnable_with_shapes().unwrap();
     assert_eq!(&onnx, bundle.model_onnx());
-    // The graph of another, with a manifest that lists no such file.
+    // The graph of another model, with a manifest that does not list such a file.
     let hostile = outside_of_linear("../../../etc/passwd");
     let manifest = String::from_utf8(bundle.files().pop().unwrap().1.to_vec()).unwrap();
     let digest = crate::bundle::sha256_hex(&hostile);
@@ -237,7 +237,7 @@ async fn in_tritons_layout_weights_are_files_of_the_folder_and_no_links_out_of_i
         "{error}"
     );
     std::fs::remove_file(version.join("w.bin")).unwrap();
-    // As a mounted ConfigMap has its files.
+    // The files of a mounted ConfigMap.
     std::fs::create_dir(version.join("..data")).unwrap();
     std::fs::write(version.join("..data/w.bin"), [1u8; 32]).unwrap();
     std::os::unix::fs::symlink("..data/w.bin", version.join("w.bin")).unwrap();

@@ -1,4 +1,4 @@
-//! Features of any values, and files that are none.
+//! Tests of features from arbitrary values, and of invalid files.
 #![allow(clippy::unwrap_used)]
 
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ fn feature(values: &[f64]) -> Feature {
     Feature::new("x", 3, &moments, values.to_vec()).unwrap()
 }
 
-/// Numbers that look random, the same for the same seed.
+/// Pseudorandom numbers, determined by the seed.
 fn numbers(count: usize, seed: u64) -> Vec<f64> {
     let mut state = seed;
     (0..count)
@@ -26,7 +26,7 @@ fn numbers(count: usize, seed: u64) -> Vec<f64> {
 fn each_value_is_in_the_part_that_counts_it() {
     for seed in 0..200 {
         let count = 1 + (seed as usize * 7) % 300;
-        // Few different values in every other, so that edges fall together.
+        // Few distinct values in every second one, so that edges coincide.
         let coarse = if seed % 2 == 0 { 1e9 } else { 5.0 };
         let values: Vec<f64> = numbers(count, seed).iter().map(|v| (v * coarse).floor() - 2.0).collect();
         let feature = feature(&values);
@@ -102,7 +102,7 @@ fn files_that_are_none_are_refused_with_a_reason() {
     refused(&of("element", json!(-1)), "usize");
     assert!(Statistics::read(b"{").is_err());
     assert!(Statistics::read(&vec![b' '; (1 << 20) + 1]).unwrap_err().contains("the limit"));
-    // What a later program adds does no harm.
+    // Keys that a later program adds are ignored.
     let mut more = good.clone();
     more["features"][0]["skew"] = json!(1);
     read(&more).unwrap();

@@ -1,4 +1,4 @@
-//! Manifests and files that are not what they should be.
+//! Tests of invalid manifests and files.
 
 use bytes::Bytes;
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! Models for the tests: a small linear layer, and one that sets every field of the schema.
+//! Test models: a small linear layer, and a model that sets every field of the schema.
 
 use crate::onnx::*;
 
@@ -24,7 +24,7 @@ pub(crate) fn linear(inputs: i64, outputs: i64) -> ModelProto {
         output: vec![value("logits", outputs)],
         ..Default::default()
     };
-    // Old writers list initializers among the inputs as well.
+    // Old exporters list initializers among the inputs as well.
     graph.input.push(value("weight", outputs));
     ModelProto {
         ir_version: Some(8),
@@ -47,8 +47,8 @@ fn value(name: &str, extent: i64) -> ValueInfoProto {
     }
 }
 
-/// Presence of zero and empty values, every kind of attribute and type, functions, training and
-/// device information.
+/// Zero and empty values that are present, every kind of attribute and type, functions, training and device
+/// information.
 pub(super) fn every_message() -> ModelProto {
     let text = |text: &str| Some(text.to_string());
     let pair = || StringStringEntryProto { key: text("k"), value: text("") };

@@ -1,4 +1,4 @@
-//! Answers in pieces, as hyper takes them.
+//! Tests of answers in pieces, read as hyper reads them.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,10 +45,10 @@ async fn an_answer_counts_until_its_pieces_are_gone() {
     assert_eq!(quota.unsent(), both(0));
 }
 
-/// As hyper sends an answer: it has one piece in hand, and asks for the next one when that can go.
+/// A sender like hyper's: holds one piece, and asks for the next when the current one can be sent.
 struct Sending {
     body: Answer<Full<Bytes>>,
-    /// None after the last one.
+    /// `None` after the last piece.
     piece: Option<Bytes>,
     can_go: Arc<AtomicBool>,
 }
@@ -84,7 +84,7 @@ impl Wake for Woken {
     }
 }
 
-/// A call whose answer has begun and waits for its client, and what lets one piece go.
+/// A call whose answer has begun and waits for its client, and the flag that lets one piece be sent.
 fn call(bytes: usize, quota: &Quota) -> (Pin<Box<Endable<impl Future<Output = ()>>>>, Arc<AtomicBool>) {
     let can_go = Arc::new(AtomicBool::new(false));
     let (quota, content, goes) = (quota.clone(), content(bytes), can_go.clone());

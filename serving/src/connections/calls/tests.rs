@@ -1,4 +1,4 @@
-//! Connections that a test makes up: each turn does what the test says.
+//! Tests with scripted connections.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -10,10 +10,10 @@ use tokio::sync::oneshot;
 
 use super::*;
 
-/// The work of a connection in one turn.
+/// The work of a connection in one poll.
 type Turn = Box<dyn FnMut(&Calls, &mut Context<'_>) + Send>;
 
-/// A connection that goes through turns and never ends.
+/// A connection that runs the scripted polls and never ends.
 fn connection(turns: Vec<Turn>) -> WithCalls<BoxFuture<'static, ()>> {
     let (calls, mut turns) = (Calls::default(), VecDeque::from(turns));
     let own = calls.clone();
@@ -39,7 +39,7 @@ impl Ran {
     }
 }
 
-/// A turn in which so many calls arrive.
+/// A poll in which `calls` calls arrive.
 fn arrive(calls: usize, ran: &Arc<Ran>) -> Turn {
     let ran = Arc::clone(ran);
     Box::new(move |own, _| {
@@ -63,7 +63,7 @@ impl ArcWake for Woken {
     }
 }
 
-/// Polls a connection as its runtime would; how often its task was woken meanwhile.
+/// Polls a connection as its runtime would. Returns how often its task was woken meanwhile.
 fn poll(connection: &mut WithCalls<BoxFuture<'static, ()>>) -> usize {
     let woken = Arc::new(Woken::default());
     let polled = Pin::new(connection).poll(&mut Context::from_waker(&waker(Arc::clone(&woken))));
@@ -112,7 +112,7 @@ async fn call_that_waits_goes_on_in_the_connection_when_it_is_woken() {
     let waits: Turn = Box::new(move |own, _| own.execute(call.take().unwrap()));
     let mut connection = connection(vec![waits, arrive(1, &ran), arrive(1, &ran)]);
     read(&mut connection);
-    // Another call does not wait for it.
+    // The second call does not wait for the first.
     read(&mut connection);
     while ran.counts().1 == 0 {
         tokio::task::yield_now().await;

@@ -1,4 +1,4 @@
-//! Counting, without connections and without a clock.
+//! Tests of the counters, without connections and without a clock.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -27,7 +27,7 @@ fn cancelled_calls_are_bounded_by_a_rate() {
 #[tokio::test]
 async fn flood_of_cancelled_calls_ends_the_connection() {
     let (quota, mut watch) = Quota::new(PLENTY, &Answers::new(PLENTY));
-    // However slow this is, the bucket is empty at some time: each of these takes far less than 100 us.
+    // On any machine the bucket runs empty: each of these cancellations takes far less than 100 µs.
     for _ in 0..100 * CANCELLED_PER_SECOND_MAX {
         quota.cancelled();
     }

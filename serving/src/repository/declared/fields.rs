@@ -1,4 +1,4 @@
-//! Fields of a `config.pbtxt`, one by one, checked.
+//! The fields of a `config.pbtxt`, each read and checked.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -10,10 +10,10 @@ use crate::config::{Devices, Engine};
 use crate::error::quote;
 use crate::wire::inference as pb;
 
-/// Most sessions that instance groups ask for.
+/// Most sessions that instance groups may ask for.
 const INSTANCES_MAX: i32 = 256;
 
-/// Which versions are served.
+/// The version policy.
 pub(super) fn policy(config: &pb::ModelConfig) -> Result<Option<VersionPolicy>, String> {
     use pb::model_version_policy::PolicyChoice;
     let choice = config.version_policy.as_ref().and_then(|policy| policy.policy_choice.as_ref());
@@ -32,7 +32,7 @@ pub(super) fn policy(config: &pb::ModelConfig) -> Result<Option<VersionPolicy>, 
     }))
 }
 
-/// The inputs, with the rows.
+/// The inputs, with the row dimension.
 pub(super) fn inputs(config: &pb::ModelConfig) -> Result<Vec<TensorSpec>, String> {
     let specs = config.input.iter().map(|input| {
         let unsupported = [
@@ -48,7 +48,7 @@ pub(super) fn inputs(config: &pb::ModelConfig) -> Result<Vec<TensorSpec>, String
     unique(specs.collect::<Result<_, _>>()?)
 }
 
-/// The outputs, with the rows.
+/// The outputs, with the row dimension.
 pub(super) fn outputs(config: &pb::ModelConfig) -> Result<Vec<TensorSpec>, String> {
     let specs = config.output.iter().map(|output| {
         let unsupported = [
@@ -72,7 +72,7 @@ fn check_unsupported(name: &str, fields: &[(&str, bool)]) -> Result<(), String> 
     }
 }
 
-/// A tensor with its rows, which the configuration leaves out where there are some.
+/// A tensor with its row dimension, which `dims` leaves out when `max_batch_size` is positive.
 fn spec(
     name: &str,
     data_type: pb::DataType,
@@ -103,7 +103,7 @@ fn unique(specs: Vec<TensorSpec>) -> Result<Vec<TensorSpec>, String> {
     }
 }
 
-/// The file of the graph.
+/// File name of the graph.
 pub(super) fn file(config: &pb::ModelConfig) -> Result<String, String> {
     let file = config.default_model_filename.as_str();
     let plain = file.len() <= 255
@@ -141,11 +141,11 @@ pub(super) fn batching(config: &pb::ModelConfig) -> Result<Option<(Vec<usize>, u
     Ok(Some((preferred.collect::<Result<_, _>>()?, delay_us)))
 }
 
-/// Sessions of each device, and the devices.
+/// Sessions for each device, and the devices.
 pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devices>), String> {
     use pb::model_instance_group::Kind;
     let mut all = 0;
-    // By the ordinals of GPUs; the processor and what is not said have none.
+    // Instances by GPU ordinal; groups on the processor or without a kind add none.
     let mut of_gpus = BTreeMap::<u8, i32>::new();
     let mut kinds = Vec::new();
     for group in &config.instance_group {
@@ -165,7 +165,7 @@ pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devic
                 ));
             }
         };
-        // Triton takes one where none is said.
+        // Triton's default is one instance.
         let count = group.count.max(1);
         let on = i32::try_from(gpus.len().max(1)).unwrap_or(i32::MAX);
         all = count.saturating_mul(on).saturating_add(all);
@@ -196,13 +196,13 @@ pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devic
     Ok((usize::try_from(sessions).unwrap_or(0), devices))
 }
 
-/// What the graph's nodes are to run by on a GPU, in place of CUDA.
+/// Execution accelerators requested for the GPU.
 fn accelerators(config: &pb::ModelConfig) -> impl Iterator<Item = &str> {
     let accelerators = config.optimization.iter().filter_map(|it| it.execution_accelerators.as_ref());
     accelerators.flat_map(|it| &it.gpu_execution_accelerator).map(|it| it.name.as_str())
 }
 
-/// Whether something of `optimization` changes nothing: all but TensorRT for a model on GPUs.
+/// Whether a part of `optimization` has no effect: all but TensorRT for a model on GPUs.
 fn ignores_optimization(config: &pb::ModelConfig) -> bool {
     let Some(optimization) = &config.optimization else { return false };
     let is_tensorrt = instances(config)
@@ -218,7 +218,7 @@ fn ignores_optimization(config: &pb::ModelConfig) -> bool {
     !is_tensorrt || rest != pb::ModelOptimizationPolicy::default()
 }
 
-/// Fields that are set and change nothing here.
+/// Fields that are set but have no effect here.
 pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<String> {
     let mut fields = vec![
         ("runtime", !config.runtime.is_empty()),

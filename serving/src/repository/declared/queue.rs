@@ -1,11 +1,12 @@
-//! Priorities and queue policy of `dynamic_batching` in a `config.pbtxt`: honoured, or refused with the way out.
+//! Priorities and queue policy of `dynamic_batching` in a `config.pbtxt`. Unsupported settings are refused
+//! with a way to fix them.
 
 use crate::config::{Config, PRIORITY_LEVELS_MAX};
 use crate::wire::inference as pb;
 use crate::wire::inference::model_config::SchedulingChoice;
 use pb::model_queue_policy::TimeoutAction;
 
-/// How requests wait; 0 is what the server's own configuration says.
+/// Queue policy; 0 means the server's own setting.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Queue {
     timeout_us: u64,
@@ -48,7 +49,7 @@ impl Queue {
         })
     }
 
-    /// Puts it in force; of two bounds the lower one holds.
+    /// Applies the policy to `config`; of two bounds the lower one holds.
     pub(super) fn apply(&self, config: &mut Config) {
         let batching = &mut config.batching;
         if self.timeout_us > 0 {

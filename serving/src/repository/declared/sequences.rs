@@ -1,4 +1,4 @@
-//! `sequence_batching` of a `config.pbtxt`, checked as far as that goes without the graph.
+//! `sequence_batching` of a `config.pbtxt`, read and checked as far as possible without the graph.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::wire::inference::model_sequence_batching as batching;
 use batching::control::Kind;
 use batching::initial_state::StateData;
 
-/// How long a sequence may be without a request where nothing is said, in microseconds; Triton's default.
+/// Default idle time of a sequence in microseconds; Triton's default.
 const IDLE_US: u64 = 1_000_000;
 
 fn declared(config: &pb::ModelConfig) -> Option<&pb::ModelSequenceBatching> {
@@ -25,7 +25,7 @@ fn declared(config: &pb::ModelConfig) -> Option<&pb::ModelSequenceBatching> {
     }
 }
 
-/// What is kept between requests.
+/// The controls and states of the sequences.
 pub(super) fn read(config: &pb::ModelConfig) -> Result<Option<Declaration>, String> {
     let Some(batching) = declared(config) else { return Ok(None) };
     if batching.iterative_sequence {
@@ -55,7 +55,7 @@ pub(super) fn read(config: &pb::ModelConfig) -> Result<Option<Declaration>, Stri
     }
 }
 
-/// Fields that are set and change nothing here.
+/// Fields that are set but have no effect here.
 pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<(&'static str, bool)> {
     let Some(batching) = declared(config) else { return Vec::new() };
     let (direct, oldest) = match &batching.strategy_choice {
@@ -80,7 +80,7 @@ pub(super) fn ignored(config: &pb::ModelConfig) -> Vec<(&'static str, bool)> {
     ]
 }
 
-/// Most sequences that are live.
+/// Most live sequences.
 fn sequences_max(batching: &pb::ModelSequenceBatching) -> Result<Option<usize>, String> {
     match &batching.strategy_choice {
         Some(batching::StrategyChoice::Oldest(oldest)) => {
@@ -123,7 +123,7 @@ fn control(input: &batching::ControlInput) -> Result<Control, String> {
     Ok(Control { input: input.name.clone(), signal: signal? })
 }
 
-/// The elements for no and for yes.
+/// The elements for false and true.
 fn flag(name: &str, control: &batching::Control) -> Result<(Data, Data), String> {
     let batching::Control { int32_false_true, fp32_false_true, bool_false_true, .. } = control;
     match (int32_false_true.as_slice(), fp32_false_true.as_slice(), bool_false_true.as_slice()) {
@@ -172,7 +172,7 @@ fn state(state: &batching::State, has_rows: bool) -> Result<State, String> {
         return Err(format!("state {name}: dims has {dim}, which is neither -1 nor positive"));
     }
     let initial: Vec<i64> = match state.initial_state.as_slice() {
-        // As Triton has it.
+        // Triton's default.
         [] => state.dims.iter().map(|dim| if *dim == -1 { 1 } else { *dim }).collect(),
         [initial] => zeros(&name, state, initial)?,
         more => {
@@ -195,7 +195,7 @@ fn state(state: &batching::State, has_rows: bool) -> Result<State, String> {
     })
 }
 
-/// The shape of the zeros that a sequence begins with.
+/// The shape of the zeros with which a sequence begins.
 fn zeros(name: &str, state: &batching::State, initial: &batching::InitialState) -> Result<Vec<i64>, String> {
     match &initial.state_data {
         Some(StateData::ZeroData(_)) => {}
@@ -214,7 +214,7 @@ fn zeros(name: &str, state: &batching::State, initial: &batching::InitialState) 
             initial.data_type().as_str_name()
         ));
     }
-    // Nothing may be the past that a sequence begins with, where its extent is open.
+    // A dimension of -1 may begin with extent 0: a sequence may begin with an empty past.
     let fits = initial.dims.len() == state.dims.len()
         && state.dims.iter().zip(&initial.dims).all(|(dim, found)| match dim {
             -1 => *found >= 0,

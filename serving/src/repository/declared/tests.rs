@@ -1,4 +1,4 @@
-//! Configurations that are honoured, and those that are refused, each with its reason.
+//! Tests of configurations that are honored, and of refused ones with their reasons.
 #![allow(clippy::unwrap_used)]
 
 use millrace_bundle::Datatype;
@@ -95,7 +95,8 @@ fn what_is_declared_is_honoured() {
             "{kind} {optimization}"
         );
     }
-    // In the graph's order, with the rows, as narrow as declared, and without the output that is left out.
+    // In the graph's order, with the row dimension, as narrow as declared, and without the output that the
+    // configuration omits.
     let signature = loading.signature(&graph()).unwrap();
     let inputs = [spec("x", Datatype::Fp32, &[-1, 4]), spec("n", Datatype::Int64, &[-1, 7])];
     assert_eq!(signature.inputs, inputs);

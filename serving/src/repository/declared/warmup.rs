@@ -1,4 +1,4 @@
-//! `model_warmup` of a `config.pbtxt`: inputs that each session runs on before its version is ready.
+//! `model_warmup` of a `config.pbtxt`: inputs on which each session runs before its version is ready.
 
 use millrace_bundle::{Datatype, Signature};
 use rand::Rng;
@@ -9,12 +9,12 @@ use crate::tensor::{Data, Tensor, element_count, shown};
 use crate::wire::inference as pb;
 use pb::model_warmup::input::InputDataType;
 
-/// Most runs that a warm-up asks for.
+/// Most runs of one warm-up.
 const COUNT_MAX: u32 = 1000;
 /// Most elements of an input.
 const ELEMENTS_MAX: usize = 1 << 24;
 
-/// Inputs to run on.
+/// One warm-up: its inputs and the number of runs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Warmup {
     name: String,
@@ -26,7 +26,7 @@ pub(crate) struct Warmup {
 struct Input {
     name: String,
     datatype: Datatype,
-    /// With the rows.
+    /// Includes the row dimension.
     shape: Vec<i64>,
     is_random: bool,
 }
@@ -74,7 +74,7 @@ impl Warmup {
     /// Its inputs in the order of a signature.
     ///
     /// # Errors
-    /// What does not fit.
+    /// Where the inputs and the signature disagree.
     pub(crate) fn tensors(&self, signature: &Signature) -> Result<Vec<Tensor>, String> {
         let at = |reason: String| format!("model_warmup {}: {reason}", quote(&self.name));
         let foreign =
@@ -105,8 +105,8 @@ impl Warmup {
     }
 }
 
-/// Draws floats from 0 to 1, and integers and truths that are 0 or 1, so that what indexes stays within bounds. Texts
-/// stay empty.
+/// Fills floats from 0 to 1, and integers and booleans with 0 or 1, so that indices stay within bounds.
+/// Strings stay empty.
 fn fill(data: &mut Data) {
     let mut random = rand::rng();
     macro_rules! draw {

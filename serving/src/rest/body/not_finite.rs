@@ -1,4 +1,4 @@
-//! Diagnosis of requests with NaN or infinities, which JSON does not have and Python writes all the same.
+//! Diagnosis of requests with NaN or infinities: JSON does not allow them, but Python writes them.
 
 use std::fmt;
 
@@ -9,7 +9,8 @@ use crate::error::{InferError, quote};
 
 const WORDS: [&[u8]; 3] = [b"NaN", b"-Infinity", b"Infinity"];
 
-/// Why a text is no JSON, where it has such a number outside of its strings.
+/// The error for a text that is not JSON because it has a NaN or infinity outside its strings; `None` for
+/// other causes.
 pub(super) fn refusal(json: &[u8]) -> Option<InferError> {
     let (word, finite) = without(json)?;
     let input = serde_json::from_slice::<Request>(&finite).ok().and_then(|request| {
@@ -21,7 +22,7 @@ pub(super) fn refusal(json: &[u8]) -> Option<InferError> {
     )))
 }
 
-/// The first of the words, and the text with null for each of them.
+/// The first of [`WORDS`] in the text, and the text with each of them replaced by null.
 fn without(json: &[u8]) -> Option<(&'static str, Vec<u8>)> {
     let (mut first, mut finite) = (None, Vec::new());
     let (mut at, mut in_string) = (0, false);
@@ -33,7 +34,7 @@ fn without(json: &[u8]) -> Option<(&'static str, Vec<u8>)> {
             at += word.len();
             continue;
         }
-        // An escaped byte ends no string.
+        // An escaped quote does not end a string.
         let bytes = if in_string && *byte == b'\\' { 2 } else { 1 };
         in_string ^= *byte == b'"';
         finite.extend_from_slice(json.get(at..at + bytes).unwrap_or(&json[at..]));
@@ -53,7 +54,7 @@ struct Input {
     data: Option<Data>,
 }
 
-/// Whether lists of elements have a null somewhere.
+/// Whether nested lists of elements contain a null.
 #[derive(Clone, Copy)]
 struct Data(bool);
 

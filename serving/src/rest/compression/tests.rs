@@ -1,4 +1,4 @@
-//! What `Accept-Encoding` and `Content-Encoding` ask for.
+//! Tests of the parsers for `Accept-Encoding` and `Content-Encoding`.
 #![allow(clippy::unwrap_used)]
 
 use axum::http::{HeaderMap, HeaderValue, header};

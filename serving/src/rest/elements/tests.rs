@@ -1,4 +1,4 @@
-//! JSON data: nesting, exact numbers, refusals.
+//! Tests of JSON data: nesting, exact numbers, refusals.
 #![allow(clippy::unwrap_used)]
 
 use millrace_bundle::Datatype;

@@ -1,4 +1,4 @@
-//! Origins of the configuration.
+//! Tests of the configured origins.
 #![allow(clippy::unwrap_used)]
 
 use super::Pages;

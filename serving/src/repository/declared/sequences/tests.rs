@@ -1,4 +1,4 @@
-//! What is read of `sequence_batching`, and what is refused there.
+//! Tests of `sequence_batching`: fields that are read and fields that are refused.
 #![allow(clippy::unwrap_used)]
 
 use super::super::Declared;
@@ -51,7 +51,7 @@ fn what_is_declared_is_read() {
     );
     assert_eq!((of.states[1].dims.as_slice(), of.states[1].initial.as_slice()), (&[-1, -1][..], &[1, 1][..]));
 
-    // Without rows; the strategy changes nothing but the bounds.
+    // Without rows; the strategy affects only the bounds.
     let declared = read("sequence_batching { direct { } max_sequence_idle_microseconds: 5 }").unwrap();
     assert_eq!(declared.loading.max_batch_size, Some(0));
     let of = declared.loading.sequences.unwrap();
