@@ -136,7 +136,6 @@ impl fmt::Display for VolumeSpec {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

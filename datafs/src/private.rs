@@ -24,7 +24,6 @@ pub fn options() -> OpenOptions {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

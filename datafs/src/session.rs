@@ -271,7 +271,6 @@ fn try_lock(file: File, path: &Path) -> Result<Option<Flock<File>>> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

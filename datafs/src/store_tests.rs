@@ -1,6 +1,4 @@
 //! Tests of whole volumes: in a bucket, compressed, encrypted.
-#![allow(clippy::unwrap_used)]
-
 use std::fs;
 use std::path::Path;
 

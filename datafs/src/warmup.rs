@@ -155,8 +155,6 @@ fn take(reported: &Receiver<Report>, state: &mut Warmup, wait: bool) -> Result<b
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use std::os::unix::ffi::OsStrExt as _;
 
     use super::*;

@@ -131,8 +131,6 @@ impl Patience {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     fn refused(grown: Result<(), InferError>) -> bool {

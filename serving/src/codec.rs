@@ -194,8 +194,6 @@ pub(crate) fn framed(message: &impl Message) -> Result<Bytes, Status> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use super::*;
     use crate::wire::inference::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 

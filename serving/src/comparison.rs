@@ -222,7 +222,6 @@ pub fn median_times(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn floats(shape: &[i64], values: &[f32]) -> Tensor {

@@ -125,7 +125,6 @@ pub(crate) fn named(settings: LogSettings) -> [(&'static str, Value); 6] {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

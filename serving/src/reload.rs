@@ -193,7 +193,6 @@ pub(crate) fn wrong(setting: &str, path: &Path, reason: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn of_text(path: &Path) -> Reloaded<String> {

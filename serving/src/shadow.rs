@@ -226,7 +226,6 @@ pub(crate) fn numbers(data: &Data) -> Option<Vec<f64>> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn tensor(shape: &[i64], values: &[f32]) -> Tensor {

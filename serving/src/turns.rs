@@ -76,8 +76,6 @@ impl Drop for Counted {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
 

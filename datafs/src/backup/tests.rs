@@ -1,5 +1,4 @@
 //! Test of a restore whose hold on garbage collection was lost.
-#![allow(clippy::unwrap_used)]
 use super::*;
 use crate::Publish;
 

@@ -1,7 +1,5 @@
 //! Tests of compaction: compacted files read as before and take less space; snapshots and writers are
 //! unharmed.
-#![allow(clippy::unwrap_used)]
-
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rand::rngs::StdRng;

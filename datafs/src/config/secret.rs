@@ -173,7 +173,6 @@ impl fmt::Debug for Secret {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::Config;
 

@@ -26,7 +26,6 @@ pub(super) fn leave_out(directory: &Path) {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, clippy::print_stderr)]
     use super::*;
 
     fn leaves_out(path: &Path) -> io::Result<bool> {

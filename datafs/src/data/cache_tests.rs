@@ -1,7 +1,5 @@
 //! Tests of reading from a bucket through the cache while it is filled, shared, damaged, full or gone: reads
 //! always succeed.
-#![allow(clippy::unwrap_used)]
-
 use std::fs;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;

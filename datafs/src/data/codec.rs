@@ -204,7 +204,6 @@ pub(super) fn prove(key: &LessSafeKey, index: &[u8]) -> Option<[u8; TAG_BYTES]> 
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

@@ -1,7 +1,5 @@
 //! Tests of encoded objects: data reads back as written, any change is detected, and a reader without the key
 //! gets an error.
-#![allow(clippy::unwrap_used)]
-
 use std::fs;
 use std::path::Path;
 

@@ -1,7 +1,5 @@
 //! Tests of the object pool over Google's interface, against an in-memory server that supports what objects
 //! need (put, get, ranges, lists, deletes, multipart uploads).
-#![allow(clippy::unwrap_used)]
-
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};

@@ -83,7 +83,6 @@ fn open_directly(file: &File) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::data::remote::room;
 

@@ -236,7 +236,6 @@ impl KeepsOpen for OpenPacks {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::data::codec::Codec;
     use crate::data::keyring::ExpectedKeys;

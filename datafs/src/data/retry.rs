@@ -78,7 +78,6 @@ fn random_fraction() -> f64 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn generic(message: &str) -> object_store::Error {

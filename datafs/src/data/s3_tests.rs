@@ -1,7 +1,5 @@
 //! Tests of the object pool over a real S3 server: a bucket behaves like a directory, and requests to a
 //! failing server are retried within bounds.
-#![allow(clippy::unwrap_used)]
-
 use std::time::{Duration, Instant};
 
 use super::s3_server::{Fault, S3Server};

@@ -1,7 +1,5 @@
 //! Benchmark of object transfers to and from a bucket, compared with a loop over the bare client. Ignored by
 //! default: `cargo test --release -p millrace-datafs --lib data::speed -- --ignored --nocapture`.
-#![allow(clippy::unwrap_used, clippy::print_stdout)]
-
 use std::sync::Arc;
 use std::time::Instant;
 

@@ -150,7 +150,6 @@ fn handles<S: ObjectStore + MultipartStore>(store: S) -> (Arc<dyn ObjectStore>, 
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn open(url: &str, options: &[(&str, &str)]) -> Result<Store> {

@@ -1,7 +1,5 @@
 //! Tests of the object pool: objects read back as written, errors name the damage, and unfinished objects are
 //! not visible.
-#![allow(clippy::unwrap_used)]
-
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;

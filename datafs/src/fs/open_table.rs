@@ -310,7 +310,6 @@ impl Drop for LastNames<'_> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use std::sync::mpsc::channel;
 
     use super::*;

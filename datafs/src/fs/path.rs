@@ -83,7 +83,6 @@ impl View {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::fs::tests::{owner, setup};
 

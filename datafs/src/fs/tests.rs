@@ -1,6 +1,4 @@
 //! Tests of the file-system semantics through the library.
-#![allow(clippy::unwrap_used)]
-
 mod buckets;
 mod edges;
 mod extended;

@@ -154,7 +154,6 @@ fn read_row(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::{Config, Datafs};
 

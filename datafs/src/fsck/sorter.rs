@@ -165,7 +165,6 @@ fn read_record(file: &mut BufReader<File>) -> io::Result<Option<Vec<u8>>> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

@@ -1,7 +1,5 @@
 //! Tests of fsck: a sound home has no problems; each kind of damage is found, named, and repaired as far as
 //! possible.
-#![allow(clippy::unwrap_used)]
-
 use std::ffi::OsStr;
 
 use tempfile::TempDir;

@@ -1,5 +1,4 @@
 //! Tests of the garbage collector: remains of killed writers, full disks, and the end of the last handle.
-#![allow(clippy::unwrap_used)]
 use std::path::Path;
 
 use super::*;

@@ -1,6 +1,4 @@
 //! Tests of the identity check of stores and encryption keys.
-#![allow(clippy::unwrap_used)]
-
 use std::path::Path;
 
 use super::*;

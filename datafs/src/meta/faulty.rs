@@ -5,8 +5,6 @@
 //! must tolerate bodies that run again. Group commit gets faults between itself and the file. The PostgreSQL
 //! engine gets them on its connections, below its error handling. An engine takes the faults of the thread
 //! that opens it, see [`with`].
-#![allow(clippy::unwrap_used)]
-
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -152,7 +152,6 @@ fn allocate(file: &File, start: u64, end: u64) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn space(path: &Path) -> FileSpace {

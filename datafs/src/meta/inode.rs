@@ -290,7 +290,6 @@ pub(crate) fn decode_extent(file_offset: u64, value: &[u8]) -> Result<Extent> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

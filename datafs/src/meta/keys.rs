@@ -448,7 +448,6 @@ pub(crate) fn live_record(key: &[u8]) -> Option<(u64, Vec<u8>)> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

@@ -134,7 +134,6 @@ impl KnownNames {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn child(ino: u64, name: &str) -> Vec<u8> {

@@ -133,7 +133,6 @@ impl Layer {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn value(byte: u8) -> Value {

@@ -47,7 +47,6 @@ pub(super) fn merge(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use std::collections::BTreeMap;
 
     use super::*;

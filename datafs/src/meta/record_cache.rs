@@ -120,7 +120,6 @@ fn entry_bytes(key: &[u8], value: &Value) -> usize {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::meta::key_hash::key_hash;
 

@@ -1,8 +1,6 @@
 //! Conformance suite for metadata engines: the behavior that every engine must have.
 //!
 //! A case gets an [`Opener`], which opens the same map each time as another process would.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,6 +1,4 @@
 //! Tests of the SQLite engine and of versioned records.
-#![allow(clippy::unwrap_used)]
-
 mod faults;
 pub(crate) mod group;
 mod space;

@@ -1,6 +1,4 @@
 //! Tests of the object store over a view.
-#![allow(clippy::unwrap_used)]
-
 use futures::TryStreamExt as _;
 use futures::executor::block_on;
 use object_store::{GetRange, ObjectStoreExt as _};

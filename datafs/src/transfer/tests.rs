@@ -1,6 +1,4 @@
 //! Tests of copies: trees copied between folders, volumes and buckets keep their content and attributes.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};

@@ -1,6 +1,4 @@
 //! Tests of round trips, limits and every way in which a bundle can be broken.
-#![allow(clippy::unwrap_used)]
-
 mod broken;
 mod model;
 

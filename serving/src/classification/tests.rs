@@ -1,6 +1,4 @@
 //! Tests of the ranking against a plain sort, and of edge cases.
-#![allow(clippy::unwrap_used)]
-
 use half::{bf16, f16};
 use proptest::prelude::*;
 

@@ -1,6 +1,4 @@
 //! Tests of round trips, bounds, and truncated, corrupt or mislabeled streams.
-#![allow(clippy::unwrap_used)]
-
 use proptest::prelude::*;
 
 use super::Encoding;

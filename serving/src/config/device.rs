@@ -201,7 +201,6 @@ impl<'de> Deserialize<'de> for Devices {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

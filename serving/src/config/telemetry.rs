@@ -138,7 +138,6 @@ fn is_secure(endpoint: &str) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn at(endpoint: &str) -> Telemetry {

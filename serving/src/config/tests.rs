@@ -1,6 +1,4 @@
 //! Tests of the table as users write it.
-#![allow(clippy::unwrap_used)]
-
 use super::{Config, Device, Devices};
 
 #[test]

@@ -103,8 +103,6 @@ impl Listener {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use std::io::ErrorKind;
 
     use axum::Router;

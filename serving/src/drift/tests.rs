@@ -1,6 +1,4 @@
 //! Tests of the figures for equal and different distributions, and of the bounds on the work.
-#![allow(clippy::unwrap_used)]
-
 use std::time::Duration;
 
 use millrace_bundle::{Moments, TensorSpec};

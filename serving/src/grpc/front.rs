@@ -61,8 +61,6 @@ where
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use std::future::{Ready, ready};
 
     use super::*;

@@ -211,8 +211,6 @@ impl Answer {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use futures::stream;
     use http_body_util::{BodyExt, StreamBody};
     use prost::Message as _;

@@ -1,6 +1,4 @@
 //! Tests of the hazard checks: refused graphs, each next to similar accepted ones.
-#![allow(clippy::unwrap_used)]
-
 use millrace_bundle::Lineage;
 use millrace_bundle::onnx::tensor_proto::DataLocation;
 use millrace_bundle::onnx::tensor_proto::DataType::{self, Float, Int32, Int64, Uint8, Uint64};

@@ -1,6 +1,4 @@
 //! Open-loop tests on a virtual clock, which advances when all tasks wait: measurements are exact on any machine.
-#![allow(clippy::unwrap_used)]
-
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::Arc;

@@ -1,6 +1,4 @@
 //! Tests of parameter types, from both transports.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};

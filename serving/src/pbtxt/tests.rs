@@ -1,6 +1,4 @@
 //! Tests with valid configurations and with many invalid texts.
-#![allow(clippy::unwrap_used)]
-
 use proptest::prelude::*;
 
 use super::*;

@@ -276,8 +276,6 @@ fn place(source: &[u8], input: &str) -> Option<(i32, i64)> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use millrace_streams::broker::{self, Broker};
     use millrace_streams::topic::{OutRecord, Producer};
     use tokio_util::sync::CancellationToken;

@@ -1,6 +1,4 @@
 //! Tests of the conversion from records to batches and back.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 
 use millrace_bundle::{Datatype, Signature, TensorSpec};

@@ -295,7 +295,6 @@ impl Repository {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use std::sync::Arc;
 
     use super::super::{Inner, Source};

@@ -97,7 +97,6 @@ impl<'de> Deserialize<'de> for VersionPolicy {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

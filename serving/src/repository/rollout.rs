@@ -191,7 +191,6 @@ impl<'de> Deserialize<'de> for Target {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]

@@ -68,7 +68,6 @@ fn hash(id: &str) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn shares(split: &Split, ids: impl Iterator<Item = String>) -> BTreeMap<u64, usize> {

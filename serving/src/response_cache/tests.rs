@@ -1,6 +1,4 @@
 //! Tests of keys, eviction order and memory use.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::HashSet;
 use std::time::Instant;
 

@@ -1,6 +1,4 @@
 //! Tests of the row rules: accepted and refused graphs for each, and random graphs that are run by ONNX Runtime.
-#![allow(clippy::unwrap_used)]
-
 mod forms;
 mod idioms;
 mod operators;

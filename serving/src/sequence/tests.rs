@@ -1,6 +1,4 @@
 //! Tests of sequences: random steps compared with a simple model, and the checks of declarations.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;

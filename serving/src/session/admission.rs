@@ -93,8 +93,6 @@ impl AdmissionControl {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use super::super::queue::{Job, QueueLimits};
     use super::super::work::tests::work;
     use super::*;

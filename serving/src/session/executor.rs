@@ -260,7 +260,6 @@ impl Executor {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use std::sync::mpsc;
 
     use super::*;

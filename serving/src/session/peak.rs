@@ -117,8 +117,6 @@ pub(super) async fn shrink(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use std::time::Instant;
 
     use millrace_bundle::onnx::{

@@ -288,8 +288,6 @@ fn zeros(signature: &Signature, rows: i64, open: i64) -> Option<Vec<Tensor>> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-
     use millrace_bundle::{Datatype, TensorSpec};
 
     use super::*;

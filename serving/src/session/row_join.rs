@@ -68,7 +68,6 @@ fn slice(data: &Data, begin: usize, end: usize) -> Data {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use bytes::Bytes;
 
     use super::*;

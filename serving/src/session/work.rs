@@ -103,7 +103,6 @@ pub(super) fn late(queued: Instant, now: Instant) -> InferError {
 
 #[cfg(test)]
 pub(super) mod tests {
-    #![allow(clippy::unwrap_used)]
     use std::sync::LazyLock;
 
     use super::*;

@@ -1,6 +1,4 @@
 //! Tests of regions without a server: keys, bounds, and objects that change.
-#![allow(clippy::unwrap_used)]
-
 use std::path::PathBuf;
 
 use serde_json::{Map, Value, json};

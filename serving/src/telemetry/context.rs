@@ -59,7 +59,6 @@ fn only<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a HeaderValue> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use proptest::prelude::*;
 
     use super::*;

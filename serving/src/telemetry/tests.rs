@@ -1,6 +1,4 @@
 //! Tests of sampling, of the content of spans, and of collectors that accept none.
-#![allow(clippy::unwrap_used)]
-
 use std::time::Duration;
 
 use axum::http::Request;

@@ -177,7 +177,6 @@ impl<'a> View<'a> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn tensor(values: &[f32]) -> Tensor {

@@ -1,6 +1,4 @@
 //! Tests of the raw form: round trips for every datatype, and refusal of all bytes that do not fit exactly.
-#![allow(clippy::unwrap_used)]
-
 use bytes::Bytes;
 use half::{bf16, f16};
 use millrace_bundle::Datatype;

@@ -72,7 +72,6 @@ fn days_since_1970(year: i64, month: i64, day: i64) -> i64 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use rcgen::{CertificateParams, KeyPair, date_time_ymd};
 
     use super::*;

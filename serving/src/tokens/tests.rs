@@ -1,6 +1,4 @@
 //! Tests of valid and invalid lines, of patterns against a reference, and of each caller's permissions.
-#![allow(clippy::unwrap_used)]
-
 use proptest::prelude::*;
 
 use super::*;

@@ -115,7 +115,6 @@ fn create(path: &Path) -> std::io::Result<File> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn ids(path: &Path) -> Vec<u64> {

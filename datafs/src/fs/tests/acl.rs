@@ -1,6 +1,4 @@
 //! Tests of access control lists against what ext4 does with the same calls.
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::{Config, Datafs, Node, OpenFlags, Owner, SetAttr, SetXattr, View};
 

@@ -1,6 +1,4 @@
 //! Tests of file locks between owners, sessions and dead processes; byte ranges against a model.
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::config::LOCK_WAIT_MS_MAX;
 use crate::{Config, Datafs, OpenFlags, Owner, session};

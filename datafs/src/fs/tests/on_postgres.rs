@@ -1,6 +1,4 @@
 //! The tests of the file-system semantics once more, with the metadata on PostgreSQL.
-#![allow(clippy::unwrap_used)]
-
 use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;

@@ -1,6 +1,4 @@
 //! Tests of files that lose their name in one session while another has them open.
-#![allow(clippy::unwrap_used)]
-
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -1,7 +1,5 @@
 //! Tests of objects that were replaced in the store of an encrypted volume. The record of the volume decides
 //! how an object must be protected, never the object.
-#![allow(clippy::unwrap_used)]
-
 use std::path::Path;
 
 use super::config;

@@ -1,6 +1,4 @@
 //! Tests of files that are created without a name.
-#![allow(clippy::unwrap_used)]
-
 use std::path::Path;
 
 use super::*;

@@ -267,7 +267,6 @@ fn match_line(line: &str, wanted: [&str; 4]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     const URL: &str = "postgres://me:s3cret@db.example:6000/meta";

@@ -1,6 +1,4 @@
 //! Tests of the PostgreSQL engine against a real server.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,6 +1,4 @@
 //! Tests of external tensor data: every place where a graph can name a file, and invalid references.
-#![allow(clippy::unwrap_used)]
-
 use bytes::Bytes;
 use object_store::memory::InMemory;
 use object_store::path::Path;

@@ -1,6 +1,4 @@
 //! Tests of features from arbitrary values, and of invalid files.
-#![allow(clippy::unwrap_used)]
-
 use serde_json::{Value, json};
 
 use super::*;

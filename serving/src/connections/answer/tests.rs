@@ -1,6 +1,4 @@
 //! Tests of answers in pieces, read as hyper reads them.
-#![allow(clippy::unwrap_used)]
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Wake, Waker};
 

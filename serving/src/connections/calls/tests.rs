@@ -1,6 +1,4 @@
 //! Tests with scripted connections.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::VecDeque;
 use std::future::{pending, poll_fn};
 use std::sync::atomic::AtomicUsize;

@@ -1,6 +1,4 @@
 //! Tests of the counters, without connections and without a clock.
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 
 const PLENTY: usize = usize::MAX;

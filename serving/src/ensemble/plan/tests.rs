@@ -1,6 +1,4 @@
 //! Tests of ensemble plans: accepted plans, and refused ones with their reasons.
-#![allow(clippy::unwrap_used)]
-
 use millrace_bundle::Datatype;
 use proptest::prelude::*;
 

@@ -1,6 +1,4 @@
 //! Tests of the load client: all kinds of responses, from a server that speaks plain HTTP/2.
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 

@@ -1,6 +1,4 @@
 //! Tests of the chart: it contains all points inside its axes, for any measurements.
-#![allow(clippy::unwrap_used)]
-
 use proptest::prelude::*;
 
 use super::*;

@@ -1,6 +1,4 @@
 //! Tests of generated requests: they fit the model for any signature, or are refused with a reason.
-#![allow(clippy::unwrap_used)]
-
 use proptest::prelude::*;
 use prost::Message as _;
 

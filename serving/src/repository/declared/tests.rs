@@ -1,6 +1,4 @@
 //! Tests of configurations that are honored, and of refused ones with their reasons.
-#![allow(clippy::unwrap_used)]
-
 use millrace_bundle::Datatype;
 
 use super::*;

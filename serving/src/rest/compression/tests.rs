@@ -1,6 +1,4 @@
 //! Tests of the parsers for `Accept-Encoding` and `Content-Encoding`.
-#![allow(clippy::unwrap_used)]
-
 use axum::http::{HeaderMap, HeaderValue, header};
 
 use super::{Accepted, content_encoding};

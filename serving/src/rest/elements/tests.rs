@@ -1,6 +1,4 @@
 //! Tests of JSON data: nesting, exact numbers, refusals.
-#![allow(clippy::unwrap_used)]
-
 use millrace_bundle::Datatype;
 use proptest::prelude::*;
 

@@ -1,6 +1,4 @@
 //! Tests of the configured origins.
-#![allow(clippy::unwrap_used)]
-
 use super::Pages;
 
 #[test]

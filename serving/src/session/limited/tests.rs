@@ -1,6 +1,4 @@
 //! Time limit tests: a graph that loops forever, alone and beside a graph that does not.
-#![allow(clippy::unwrap_used)]
-
 use millrace_bundle::onnx::*;
 use millrace_bundle::{Bundle, Lineage};
 use prost::Message;

@@ -1,6 +1,4 @@
 //! Tests of the request queue: order of service, batches, limits.
-#![allow(clippy::unwrap_used)]
-
 use std::time::Duration;
 
 use proptest::prelude::*;

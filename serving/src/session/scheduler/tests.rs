@@ -1,6 +1,4 @@
 //! Scheduler tests with a simulated runner, clock and executor: one thread plays all roles, in a fixed order.
-#![allow(clippy::unwrap_used)]
-
 use std::cell::{Cell, RefCell};
 use std::pin::Pin;
 use std::rc::Rc;

@@ -1,6 +1,4 @@
 //! Tests of single runs: the memory in which outputs stay, and its lifetime.
-#![allow(clippy::unwrap_used, clippy::print_stderr)]
-
 use millrace_bundle::Datatype;
 use millrace_bundle::onnx::*;
 use prost::Message as _;

@@ -1,6 +1,4 @@
 //! Tests of shared weights: comparison with sessions that do not share, and invalid graphs.
-#![allow(clippy::unwrap_used, clippy::print_stderr)]
-
 use millrace_bundle::onnx::*;
 use ort::value::TensorRef;
 

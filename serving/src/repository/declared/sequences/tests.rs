@@ -1,6 +1,4 @@
 //! Tests of `sequence_batching`: fields that are read and fields that are refused.
-#![allow(clippy::unwrap_used)]
-
 use super::super::Declared;
 use super::*;
 use crate::config::Config;
