@@ -2,6 +2,7 @@
 //!
 //! Every command that uses the embedded broker holds a shared lock on `topics.lock`. The first one
 //! starts the broker process, which ends once no command holds that lock: no command waits for another.
+#![allow(unsafe_code)]
 
 use std::fs::{File, TryLockError};
 use std::net::SocketAddr;

@@ -1,4 +1,5 @@
 //! A small model at a moderate load, alone and while a large one of the same server has all it can do.
+#![allow(unsafe_code)]
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,5 +1,6 @@
 //! Loader for ONNX Runtime: finds the shared library, checks that other users cannot change it, and loads it once per
 //! process. Errors say in one line why it cannot be used.
+#![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt as _;

@@ -3,6 +3,7 @@
 //! The only part of the metadata code with `unsafe` (besides tests). The page holds only atomics, so a
 //! process that dies at any point leaves whole numbers. The file must not be truncated while a process has it
 //! open; no process truncates it.
+#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io;

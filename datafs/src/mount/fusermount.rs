@@ -1,5 +1,6 @@
 //! Mounting without privilege: `fusermount3` (setuid root) mounts and sends the descriptor of
 //! `/dev/fuse` back over a socket, as libfuse's `mount.fuse3` does.
+#![allow(unsafe_code)]
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind};

@@ -2,6 +2,7 @@
 //!
 //! Without it `flock` and `fcntl` could not be told apart when they cover a whole file, and a program
 //! that takes both, which Linux keeps apart, would wait for itself.
+#![allow(unsafe_code)]
 
 use fuser::Request;
 

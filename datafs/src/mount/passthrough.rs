@@ -1,5 +1,6 @@
 //! Whether the kernel takes files from this process to read them itself. It may agree to that with
 //! everybody when a mount begins, and takes them from the privileged only.
+#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io;

@@ -1,5 +1,6 @@
 //! Uses of a file in which the kernel does not ask the mount: it bounds copies, mappings and seeks by the size that
 //! it knows, and takes a name for what it led to.
+#![allow(unsafe_code)]
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};

@@ -1,4 +1,5 @@
 //! What a program can do with files and directories, and what says that it cannot.
+#![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File, OpenOptions};

@@ -1,4 +1,5 @@
 //! Pages and modes that the kernel caches, after changes that bypass its pages.
+#![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs::{self, File, OpenOptions, Permissions};

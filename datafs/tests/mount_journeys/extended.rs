@@ -1,4 +1,5 @@
 //! What programs use besides reading and writing: attributes, holes, copies, locks, exchanged names.
+#![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::{CStr, CString};

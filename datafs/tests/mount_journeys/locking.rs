@@ -1,4 +1,5 @@
 //! Locks between mounts: they exclude, they wait, they show what the last holder wrote.
+#![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::fs::{self, File, OpenOptions};

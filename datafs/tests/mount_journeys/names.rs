@@ -1,4 +1,5 @@
 //! Names that another mount has given to something else a moment ago, and changes through a mount that does not know.
+#![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::{CStr, CString};

@@ -1,5 +1,6 @@
 //! Semantics that programs rely on: the same program runs on a folder of the local file system and on a
 //! mount, and has to see the same.
+#![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::ffi::{CStr, CString};

@@ -1,4 +1,5 @@
 //! Several mounts that write the same files: appends, mappings; and a store that is full for a while.
+#![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs::{self, File, OpenOptions};

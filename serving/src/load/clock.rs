@@ -1,5 +1,6 @@
 //! Clock of an open loop, based on a kernel timer. Timers of the Tokio runtime have a resolution of one millisecond,
 //! which is more than a small model takes.
+#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io::{self, Read as _};

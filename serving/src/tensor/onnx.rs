@@ -1,5 +1,6 @@
 //! Conversion of tensors to and from ONNX Runtime. Strings use its C interface, which passes lengths: strings of the
 //! Rust interface are UTF-8 without NUL, but BYTES elements may contain any bytes.
+#![allow(unsafe_code)]
 
 use std::ffi::c_char;
 use std::ptr;

@@ -3,6 +3,7 @@
 //! Kafka has names of headers as bytes. The binding's own reader panics on one that is not UTF-8, which
 //! would end the consumer at this record for ever. What is not UTF-8 becomes U+FFFD here, as in the Java
 //! clients.
+#![allow(unsafe_code)]
 
 use std::borrow::Cow;
 use std::ffi::{CStr, c_void};

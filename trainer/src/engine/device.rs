@@ -1,4 +1,5 @@
 //! Devices: names, and opening one for a graph.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
 //! Tests of the metadata file on a full disk, or with a full quota.
+#![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
