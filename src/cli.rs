@@ -102,7 +102,7 @@ pub(crate) enum Command {
     },
     /// Replace all volumes of this home by those of a backup
     #[command(
-        after_help = "Brings objects that are missing or damaged (in a bucket: of another length) back into the store, then replaces all metadata in one step:\nkilled anywhere, it leaves the volumes of before or those of the backup. End all mounts and services of\nthe home first. The metadata engine and the store may be others than those of the backup. Objects that\nare newer than the backup stay in the store until `millrace fsck --repair` and `millrace gc`.\n\nExample:\n  millrace restore /backups/volumes --yes"
+        after_help = "Brings objects that are missing or damaged (in a bucket: of another length) back into the store, then\nreplaces all metadata in one step: killed anywhere, it leaves the volumes of before or those of the backup.\nEnd all mounts and services of the home first. The metadata engine and the store may be others than those\nof the backup. Objects that are newer than the backup stay in the store until `millrace fsck --repair` and\n`millrace gc`.\n\nExample:\n  millrace restore /backups/volumes --yes"
     )]
     Restore(RestoreArgs),
     /// Check volumes: names, inodes, reference counts, objects, snapshots

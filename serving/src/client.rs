@@ -232,7 +232,8 @@ impl Client {
         &mut self,
     ) -> Result<Vec<pb::repository_index_response::ModelIndex>, ClientError> {
         let request = pb::RepositoryIndexRequest { repository_name: String::new(), ready: false };
-        Ok(self.inner.repository_index(self.call(request)).await?.into_inner().models)
+        let request = self.call(request);
+        Ok(self.remote.answer(self.inner.repository_index(request)).await?.models)
     }
 
     /// Statistics of all ready versions, each since it was loaded; a Triton extension of the protocol.

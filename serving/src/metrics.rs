@@ -124,7 +124,7 @@ pub static CALLERS_REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec("millrace_serving_refused_callers_total", "Calls refused for their token", &["reason"])
 });
 
-/// Reloads of changed files, by content (`certificates` or `tokens`) and outcome.
+/// Reloads of changed files, by content (`certificates` or `tokens`) and outcome (`ok`, `failed`, `expired`).
 pub static RELOADS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter_vec(
         "millrace_serving_reloads_total",

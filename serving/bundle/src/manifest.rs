@@ -214,6 +214,11 @@ pub(crate) fn check_file_path(path: &str) -> std::result::Result<(), String> {
     if path == MANIFEST_FILE {
         return Err(format!("{MANIFEST_FILE} lists itself"));
     }
+    if path == WRITING_FILE {
+        return Err(format!(
+            "{WRITING_FILE} marks a version that is being written and goes when it is complete"
+        ));
+    }
     let plain = path.split('/').all(|segment| {
         !segment.is_empty()
             && segment != "."

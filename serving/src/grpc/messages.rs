@@ -370,7 +370,10 @@ impl<B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin> http_body:
                     self.chunk = data;
                 }
                 Some(Ok(Err(other))) => return Poll::Ready(Some(Ok(other))),
-                Some(Err(error)) => return Poll::Ready(Some(Err(Status::from_error(error.into())))),
+                Some(Err(error)) => {
+                    self.ended = true;
+                    return Poll::Ready(Some(Err(Status::from_error(error.into()))));
+                }
                 None => {
                     self.ended = true;
                     return match self.check_end() {

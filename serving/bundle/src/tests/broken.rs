@@ -48,6 +48,7 @@ async fn broken_manifests_are_refused_with_a_reason() {
         ("not a plain relative path", with_file(&manifest, "a\\..\\b")),
         ("not a plain relative path", with_file(&manifest, "a%2F..%2Fb")),
         ("lists itself", with_file(&manifest, "bundle.json")),
+        ("marks a version that is being written", with_file(&manifest, "bundle.json.writing")),
         ("file path of 0 bytes", with_file(&manifest, "")),
         ("file path of 300 bytes", with_file(&manifest, &"x".repeat(300))),
         (
