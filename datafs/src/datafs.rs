@@ -12,7 +12,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::compact::Compaction;
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
 use crate::data::{
-    ExpectedKeys, Finished, Gathered, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, StoredObject,
+    ExpectedKeys, Finished, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, RemotePack, StoredObject,
     Unsynced,
 };
 use crate::error::{Error, Result};
@@ -252,7 +252,7 @@ impl Pack {
     pub(crate) fn prerequisite(&self) -> Arc<dyn Prerequisite> {
         match self {
             Self::Local(pack) => Arc::clone(pack) as Arc<dyn Prerequisite>,
-            Self::Gathered(pack) => Arc::clone(pack) as Arc<dyn Prerequisite>,
+            Self::RemotePack(pack) => Arc::clone(pack) as Arc<dyn Prerequisite>,
         }
     }
 }
@@ -263,13 +263,13 @@ impl Prerequisite for LocalPack {
     }
 }
 
-impl Prerequisite for Gathered {
+impl Prerequisite for RemotePack {
     fn make_durable(&self) -> Result<()> {
         Ok(self.sync()?)
     }
 
     fn linger(&self) -> Duration {
-        Gathered::linger(self)
+        RemotePack::linger(self)
     }
 }
 

@@ -30,8 +30,8 @@ pub(crate) mod reserve;
 mod shared_page;
 pub(crate) mod snapshot;
 pub(crate) mod sqlite;
-mod turn;
 pub(crate) mod versioned;
+mod writer_lock;
 
 #[cfg(test)]
 pub(crate) mod faulty;

@@ -20,7 +20,6 @@
 //! does not know it; [`View::create_unnamed`] does).
 
 mod adapter;
-mod ahead;
 mod answer;
 mod caller;
 mod coherence;
@@ -29,18 +28,19 @@ mod convert;
 mod extended;
 mod fusermount;
 mod handles;
+mod inode_table;
 mod instrumented;
-mod known;
 mod lock_request;
 mod locks;
+mod lookup_prefetch;
 mod names;
 mod opening;
 mod outcome;
 mod passthrough;
 mod point;
 mod removed;
-mod retry;
 mod session;
+mod stale_retry;
 mod stateless;
 mod stats;
 mod trace;

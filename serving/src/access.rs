@@ -16,7 +16,7 @@ use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
 use crate::error::quote;
-use crate::peer::{OfPeer, Peer, peer};
+use crate::peer::{Peer, PeerService, peer};
 use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
 /// Header with the client's id of a request, for log searches.
@@ -56,39 +56,39 @@ pub(crate) fn sign(extensions: &mut http::Extensions, name: &str) {
 
 /// A service whose calls are logged.
 #[derive(Debug, Clone)]
-pub(crate) struct Logged<S> {
+pub(crate) struct AccessLogLayer<S> {
     service: S,
     telemetry: Option<Arc<Telemetry>>,
     /// The client's address, if requests do not carry it.
     peer: Option<SocketAddr>,
 }
 
-impl<S> Logged<S> {
-    pub(crate) fn new(service: S) -> Logged<S> {
-        Logged { service, telemetry: None, peer: None }
+impl<S> AccessLogLayer<S> {
+    pub(crate) fn new(service: S) -> AccessLogLayer<S> {
+        AccessLogLayer { service, telemetry: None, peer: None }
     }
 
     /// Spans requests if there is a collector.
-    pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> Logged<S> {
-        Logged { telemetry, ..self }
+    pub(crate) fn traced(self, telemetry: Option<Arc<Telemetry>>) -> AccessLogLayer<S> {
+        AccessLogLayer { telemetry, ..self }
     }
 }
 
-impl<S: OfPeer> OfPeer for Logged<S> {
-    fn of_peer(&self, peer: &Peer) -> Logged<S> {
-        Logged {
-            service: self.service.of_peer(peer),
+impl<S: PeerService> PeerService for AccessLogLayer<S> {
+    fn for_peer(&self, peer: &Peer) -> AccessLogLayer<S> {
+        AccessLogLayer {
+            service: self.service.for_peer(peer),
             telemetry: self.telemetry.clone(),
             peer: Some(peer.address),
         }
     }
 }
 
-impl<S: NamedService> NamedService for Logged<S> {
+impl<S: NamedService> NamedService for AccessLogLayer<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S, B, R> Service<http::Request<B>> for Logged<S>
+impl<S, B, R> Service<http::Request<B>> for AccessLogLayer<S>
 where
     S: Service<http::Request<B>, Response = http::Response<R>, Error = Infallible>,
     S::Future: Send + 'static,

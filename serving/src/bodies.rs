@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::body_read_limit::BodyReadLimit;
 use crate::error::InferError;
-use crate::turns::Turns;
 
 /// Bytes of a body, unless less is left, that a client must send in each patience period.
 pub(crate) const PROGRESS_BYTES: usize = 64 << 10;
@@ -22,13 +22,13 @@ struct Shared {
     large: AtomicUsize,
     /// Bound on each of `small` and `large`.
     bytes_max: usize,
-    turns: Turns,
+    turns: BodyReadLimit,
 }
 
 impl Bodies {
     pub(crate) fn new(bytes_max: usize) -> Bodies {
         let (small, large) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Bodies(Arc::new(Shared { small, large, bytes_max, turns: Turns::new() }))
+        Bodies(Arc::new(Shared { small, large, bytes_max, turns: BodyReadLimit::new() }))
     }
 
     /// A body of which no byte has arrived.
@@ -37,7 +37,7 @@ impl Bodies {
     }
 
     /// The turns in which large bodies are decoded.
-    pub(crate) fn turns(&self) -> &Turns {
+    pub(crate) fn turns(&self) -> &BodyReadLimit {
         &self.0.turns
     }
 }
@@ -82,7 +82,7 @@ impl InBody {
     }
 
     /// The turns in which large bodies are decoded.
-    pub(crate) fn turns(&self) -> &Turns {
+    pub(crate) fn turns(&self) -> &BodyReadLimit {
         self.bodies.turns()
     }
 

@@ -13,9 +13,9 @@ use tonic::codec::{Codec, DecodeBuf, Decoder};
 use tonic_prost::ProstCodec;
 
 use crate::blocking::in_place;
+use crate::body_read_limit::READ_BYTES;
 use crate::error::InferError;
 use crate::infer::TENSORS_MAX;
-use crate::turns::READ_BYTES;
 use crate::wire::inference::ModelInferRequest;
 
 /// Bytes of the flag and the length before each gRPC message.

@@ -9,8 +9,8 @@ use flate2::write::{GzEncoder, ZlibEncoder};
 use flate2::{Compression, Decompress, FlushDecompress, Status};
 
 use crate::blocking::in_place;
+use crate::body_read_limit::{BodyReadLimit, READ_BYTES};
 use crate::error::InferError;
-use crate::turns::{READ_BYTES, Turns};
 
 /// Size from which compression takes 1 ms or more, so that the thread hands its other tasks over.
 const LONG_BYTES: usize = 128 << 10;
@@ -60,7 +60,7 @@ impl Encoding {
     /// As [`Encoding::decompress`], and [`InferError::Unavailable`] when the process is stopping.
     pub(crate) async fn decompress_in_turn(
         self,
-        turns: Turns,
+        turns: BodyReadLimit,
         body: Bytes,
         bytes_max: usize,
     ) -> Result<Vec<u8>, InferError> {

@@ -7,7 +7,7 @@ use crate::error::{InferError, quote};
 use crate::grpc::EXTENSIONS;
 use crate::infer::Inference;
 use crate::logging::{Change, LogSettings, Logging, Value};
-use crate::repository::{Asked, Entry, VersionPolicy};
+use crate::repository::{Entry, VersionPolicy, VersionSelector};
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
 use crate::{model_config, statistics, trace};
@@ -53,7 +53,7 @@ impl Controls {
     ) -> Result<pb::ModelConfig, InferError> {
         caller.may_use(model)?;
         let repository = self.inference.repository();
-        let model = repository.find(model, Asked::parse(version)?)?;
+        let model = repository.find(model, VersionSelector::parse(version)?)?;
         let policy = repository.policy(model.name()).unwrap_or(VersionPolicy::All);
         Ok(model_config::describe(&model, &policy))
     }
@@ -73,16 +73,18 @@ impl Controls {
             caller.may_use(model)?;
         }
         let repository = self.inference.repository();
-        let models = match (model, Asked::parse(version)?) {
-            ("", Asked::Any) => repository.ready(None),
+        let models = match (model, VersionSelector::parse(version)?) {
+            ("", VersionSelector::Any) => repository.ready(None),
             ("", _) => {
                 return Err(InferError::invalid(format!(
                     "version {} of no model: name the model",
                     quote(version)
                 )));
             }
-            (model, asked @ (Asked::Version(_) | Asked::Label(_))) => vec![repository.find(model, asked)?],
-            (model, Asked::Any) => {
+            (model, asked @ (VersionSelector::Version(_) | VersionSelector::Label(_))) => {
+                vec![repository.find(model, asked)?]
+            }
+            (model, VersionSelector::Any) => {
                 // Reports why no version is ready.
                 repository.get(model, None)?;
                 repository.ready(Some(model))

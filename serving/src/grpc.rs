@@ -11,8 +11,8 @@ mod stream;
 mod unary;
 
 pub(crate) use front::Front;
-pub(crate) use guard::Guarded;
-pub(crate) use messages::Messages;
+pub(crate) use guard::AuthLayer;
+pub(crate) use messages::DecodeLayer;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,21 +22,21 @@ use bytes::Bytes;
 use tonic::codec::CompressionEncoding::{Deflate, Gzip};
 use tonic::{Code, Request, Response, Status, Streaming};
 
-use crate::access::{self, Logged};
+use crate::access::{self, AccessLogLayer};
 use crate::blocking::in_place;
 use crate::bodies::Bodies;
+use crate::body_read_limit::{COPIED_BYTES, READ_BYTES};
 use crate::config::Limits;
 use crate::control::Controls;
-use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::InferError;
 use crate::infer::{self, Entered, Inference, TENSORS_MAX};
+use crate::output_target::{OutputTarget, deliver, read_output_targets, write_regions};
 use crate::parameters::{Of, Parameters, Schedule, check_request};
 use crate::peer::peer;
-use crate::repository::{Asked, Model};
+use crate::repository::{Model, VersionSelector};
 use crate::sequence::{self, Place};
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
 use crate::tokens::{Caller, Guard};
-use crate::turns::{COPIED_BYTES, READ_BYTES};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::{
     GrpcInferenceService, GrpcInferenceServiceServer,
@@ -96,7 +96,7 @@ pub(crate) fn service(
     guard: Guard,
     limits: &Limits,
     bodies: Bodies,
-) -> Logged<Guarded<Messages<unary::Unary>>> {
+) -> AccessLogLayer<AuthLayer<DecodeLayer<unary::Unary>>> {
     let service =
         Arc::new(Service { inference, controls, memory, guard: guard.clone(), bodies: bodies.clone() });
     let others = GrpcInferenceServiceServer::from_arc(Arc::clone(&service))
@@ -106,7 +106,10 @@ pub(crate) fn service(
         .accept_compressed(Deflate)
         .send_compressed(Gzip)
         .send_compressed(Deflate);
-    Logged::new(Guarded::new(Messages::new(unary::Unary::new(service, others), *limits, bodies), guard))
+    AccessLogLayer::new(AuthLayer::new(
+        DecodeLayer::new(unary::Unary::new(service, others), *limits, bodies),
+        guard,
+    ))
 }
 
 /// The handlers of the calls. Cheap to clone; all clones share one state.
@@ -125,7 +128,7 @@ impl Service {
     }
 
     fn find(&self, name: &str, version: &str) -> Result<Arc<Model>, InferError> {
-        self.inference.find_asked(name, Asked::parse(version)?)
+        self.inference.find_selected(name, VersionSelector::parse(version)?)
     }
 
     /// Admits a request of a call or a stream, and finds the version that answers it. Requests of a sequence
@@ -133,7 +136,7 @@ impl Service {
     fn admit(&self, caller: &Caller, request: &pb::ModelInferRequest) -> Result<Admitted, InferError> {
         let entered = self.inference.enter()?;
         caller.may_use(&request.model_name)?;
-        let asked = Asked::parse(&request.model_version)?;
+        let asked = VersionSelector::parse(&request.model_version)?;
         let step = sequence::peek(&request.parameters);
         let (model, place) = self.inference.admit(&request.model_name, asked, &request.id, step)?;
         Ok(Admitted { model, place, entered })
@@ -219,7 +222,7 @@ impl GrpcInferenceService for Service {
         let caller = self.caller(&request);
         let request = request.into_inner();
         caller.may_use(&request.name)?;
-        let asked = Asked::parse(&request.version)?;
+        let asked = VersionSelector::parse(&request.version)?;
         let repository = self.inference.repository();
         let found =
             repository.find(&request.name, asked).and_then(|model| repository.check_steps(&model)).is_ok();
@@ -407,7 +410,7 @@ struct Origin {
 /// The part of a request that its response needs, besides the outputs.
 struct Reply {
     form: Form,
-    deliveries: Vec<Delivery>,
+    deliveries: Vec<OutputTarget>,
 }
 
 /// Amounts of work to decode the tensors of a request.
@@ -467,7 +470,7 @@ fn decode(
         )));
     }
     let wanted = request.outputs.iter().map(|output| (output.name.as_str(), &output.parameters));
-    let deliveries = read_deliveries(wanted, memory)?;
+    let deliveries = read_output_targets(wanted, memory)?;
     let (inputs, form) = read_inputs(&mut request, Inputs::of(memory))?;
     let outputs = request.outputs.into_iter().map(|output| output.name).collect();
     let client = origin.client;

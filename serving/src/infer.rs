@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::blocking::in_place;
 use crate::error::{InferError, quote};
 use crate::metrics::{IN_FLIGHT, REQUESTS};
-use crate::repository::{Asked, Model, Repository};
+use crate::repository::{Model, Repository, VersionSelector};
 use crate::sequence::Place;
 use crate::session::Work;
 use crate::shadow::Copied;
@@ -236,16 +236,24 @@ impl Inference {
     ///
     /// # Errors
     /// As [`Repository::find`].
-    pub(crate) fn find_asked(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
+    pub(crate) fn find_selected(
+        &self,
+        model: &str,
+        asked: VersionSelector<'_>,
+    ) -> Result<Arc<Model>, InferError> {
         self.repository.find(model, asked).inspect_err(count_unknown)
     }
 
-    /// Like [`Inference::find_asked`]; also returns whether the id of the request selects the version after all, see
+    /// Like [`Inference::find_selected`]; also returns whether the id of the request selects the version after all, see
     /// [`Inference::route`].
     ///
     /// # Errors
     /// As [`Repository::find`].
-    pub(crate) fn find_split(&self, model: &str, asked: Asked<'_>) -> Result<(Arc<Model>, bool), InferError> {
+    pub(crate) fn find_split(
+        &self,
+        model: &str,
+        asked: VersionSelector<'_>,
+    ) -> Result<(Arc<Model>, bool), InferError> {
         self.repository.find_split(model, asked).inspect_err(count_unknown)
     }
 
@@ -253,7 +261,12 @@ impl Inference {
     ///
     /// # Errors
     /// As [`Repository::find`].
-    pub(crate) fn route(&self, model: &str, asked: Asked<'_>, id: &str) -> Result<Arc<Model>, InferError> {
+    pub(crate) fn route(
+        &self,
+        model: &str,
+        asked: VersionSelector<'_>,
+        id: &str,
+    ) -> Result<Arc<Model>, InferError> {
         self.repository.route(model, asked, id).inspect_err(count_unknown)
     }
 }

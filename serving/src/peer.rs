@@ -30,32 +30,32 @@ pub(crate) fn peer(extensions: &http::Extensions) -> Option<SocketAddr> {
 }
 
 /// A service that is instantiated for each connection with its peer.
-pub(crate) trait OfPeer: Clone {
+pub(crate) trait PeerService: Clone {
     /// The instance for a connection.
-    fn of_peer(&self, peer: &Peer) -> Self;
+    fn for_peer(&self, peer: &Peer) -> Self;
 }
 
 /// A service that gets the peer from the extensions of requests. That allocates memory for each request, so
-/// services on the fast path implement [`OfPeer`] themselves.
+/// services on the fast path implement [`PeerService`] themselves.
 #[derive(Debug, Clone)]
-pub(crate) struct Noted<S> {
+pub(crate) struct PeerAddrLayer<S> {
     service: S,
     peer: Option<Peer>,
 }
 
-impl<S> Noted<S> {
-    pub(crate) fn new(service: S) -> Noted<S> {
-        Noted { service, peer: None }
+impl<S> PeerAddrLayer<S> {
+    pub(crate) fn new(service: S) -> PeerAddrLayer<S> {
+        PeerAddrLayer { service, peer: None }
     }
 }
 
-impl<S: Clone> OfPeer for Noted<S> {
-    fn of_peer(&self, peer: &Peer) -> Noted<S> {
-        Noted { service: self.service.clone(), peer: Some(peer.clone()) }
+impl<S: Clone> PeerService for PeerAddrLayer<S> {
+    fn for_peer(&self, peer: &Peer) -> PeerAddrLayer<S> {
+        PeerAddrLayer { service: self.service.clone(), peer: Some(peer.clone()) }
     }
 }
 
-impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for Noted<S> {
+impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for PeerAddrLayer<S> {
     type Response = S::Response;
     type Error = S::Error;
     type Future = S::Future;
@@ -81,9 +81,9 @@ pub(crate) struct Peered<S> {
     is_grpc: bool,
 }
 
-impl<S: OfPeer> Peered<S> {
+impl<S: PeerService> Peered<S> {
     pub(crate) fn new(service: &S, peer: &Peer, is_grpc: bool) -> Peered<S> {
-        Peered { service: RefCell::new(service.of_peer(peer)), quota: peer.quota.clone(), is_grpc }
+        Peered { service: RefCell::new(service.for_peer(peer)), quota: peer.quota.clone(), is_grpc }
     }
 }
 

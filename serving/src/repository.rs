@@ -44,7 +44,7 @@ pub(crate) use ensemble::WeakRepository;
 pub use policy::{UnknownPolicy, VersionPolicy};
 pub use rollout::{Rollout, ShadowTarget, Target, check_label};
 pub use source::Source;
-pub(crate) use versions::Asked;
+pub(crate) use versions::VersionSelector;
 use versions::{Origin, Versions};
 
 /// One model version that is ready. Requests hold it, so it outlives its removal from the repository.
@@ -286,14 +286,14 @@ impl Repository {
     /// # Errors
     /// [`InferError::NotFound`]; [`InferError::Unavailable`] when the version exists and failed to load.
     pub fn get(&self, model: &str, version: Option<u64>) -> Result<Arc<Model>, InferError> {
-        self.find(model, version.map_or(Asked::Any, Asked::Version))
+        self.find(model, version.map_or(VersionSelector::Any, VersionSelector::Version))
     }
 
     /// A ready version; the latest ready one when the request names none.
     ///
     /// # Errors
     /// As [`Repository::get`]; [`InferError::Invalid`] for a name that is not a label of the model.
-    pub(crate) fn find(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
+    pub(crate) fn find(&self, model: &str, asked: VersionSelector<'_>) -> Result<Arc<Model>, InferError> {
         let models = self.inner.models.read();
         match models.models.get(model) {
             Some(versions) => versions.find(model, asked),
@@ -303,23 +303,32 @@ impl Repository {
 
     /// Like [`Repository::find`]; also whether [`Repository::route`] must choose the version for each
     /// request: inference that names no version is split, or the model has sequences.
-    pub(crate) fn find_split(&self, model: &str, asked: Asked<'_>) -> Result<(Arc<Model>, bool), InferError> {
+    pub(crate) fn find_split(
+        &self,
+        model: &str,
+        asked: VersionSelector<'_>,
+    ) -> Result<(Arc<Model>, bool), InferError> {
         let models = self.inner.models.read().clone();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
         let by_request =
             versions.split.is_some() || versions.ready.values().any(|version| version.sequences.is_some());
-        Ok((versions.find(model, asked)?, asked == Asked::Any && by_request))
+        Ok((versions.find(model, asked)?, asked == VersionSelector::Any && by_request))
     }
 
     /// The version that answers a request with this id, which may be empty.
     ///
     /// # Errors
     /// As [`Repository::find`].
-    pub(crate) fn route(&self, model: &str, asked: Asked<'_>, id: &str) -> Result<Arc<Model>, InferError> {
+    pub(crate) fn route(
+        &self,
+        model: &str,
+        asked: VersionSelector<'_>,
+        id: &str,
+    ) -> Result<Arc<Model>, InferError> {
         let models = self.inner.models.read();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
         match asked {
-            Asked::Any => versions.turn(id).map_or_else(|| versions.find(model, asked), Ok),
+            VersionSelector::Any => versions.turn(id).map_or_else(|| versions.find(model, asked), Ok),
             asked => versions.find(model, asked),
         }
     }

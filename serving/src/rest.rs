@@ -31,16 +31,16 @@ use serde_json::json;
 use crate::access;
 use crate::blocking::in_place;
 use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
+use crate::body_read_limit::{COPIED_BYTES, READ_BYTES};
 use crate::config::{Config, Limits};
 use crate::control::Controls;
 use crate::error::{InferError, Result, quote};
 use crate::grpc::{SERVER_NAME, extensions};
 use crate::infer::{self, Inference};
 use crate::peer::Peer;
-use crate::repository::Asked;
+use crate::repository::VersionSelector;
 use crate::shared_memory::SharedMemory;
 use crate::tokens::Guard;
-use crate::turns::{COPIED_BYTES, READ_BYTES};
 
 /// Header with the length of the JSON part of a body with binary tensors.
 pub(crate) const HEADER_LENGTH: &str = "inference-header-content-length";
@@ -171,12 +171,12 @@ impl FromRequestParts<App> for Target {
 }
 
 impl Target {
-    fn asked(&self) -> Result<Asked<'_>, InferError> {
+    fn asked(&self) -> Result<VersionSelector<'_>, InferError> {
         match &self.version {
             // An empty version is a malformed path, not the latest version.
             Some(version) if version.is_empty() => Err(InferError::invalid("the version is empty")),
-            Some(version) => Asked::parse(version),
-            None => Ok(Asked::Any),
+            Some(version) => VersionSelector::parse(version),
+            None => Ok(VersionSelector::Any),
         }
     }
 }
@@ -230,7 +230,7 @@ async fn model_ready(State(app): State<App>, target: Target) -> Result<Response,
 }
 
 async fn model_metadata(State(app): State<App>, target: Target) -> Result<Response, Failure> {
-    let model = app.inference.find_asked(&target.model, target.asked()?)?;
+    let model = app.inference.find_selected(&target.model, target.asked()?)?;
     let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     // Serde writes the specs with the protocol's keys: name, datatype, shape.

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use crate::error::{InferError, quote};
 use crate::infer::{Inference, count_unknown};
 use crate::parameters::{Parameter, Parameters, wrong};
-use crate::repository::{Asked, Model};
+use crate::repository::{Model, VersionSelector};
 
 pub(crate) use live::Sequences;
 pub(crate) use place::Place;
@@ -106,7 +106,7 @@ impl Inference {
     pub(crate) fn admit(
         &self,
         model: &str,
-        asked: Asked<'_>,
+        asked: VersionSelector<'_>,
         id: &str,
         step: Option<Step>,
     ) -> Result<(Arc<Model>, Option<Box<Place>>), InferError> {

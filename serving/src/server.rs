@@ -16,17 +16,17 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic_health::ServingStatus;
 
-use crate::access::Logged;
+use crate::access::AccessLogLayer;
 use crate::blocking::blocking;
 use crate::bodies::Bodies;
 use crate::config::{Config, Limits};
 use crate::connections::{Answers, Listener};
 use crate::control::Controls;
 use crate::error::{Error, Result};
-use crate::grpc::{Front, Guarded, Messages};
+use crate::grpc::{AuthLayer, DecodeLayer, Front};
 use crate::infer::Inference;
 use crate::logging::Logging;
-use crate::peer::Noted;
+use crate::peer::PeerAddrLayer;
 use crate::reload::Reloaded;
 use crate::repository::{Repository, Source};
 use crate::rest::pages::{self, Pages};
@@ -132,7 +132,7 @@ pub async fn serve_with(
         let reason = format!("trace_directory {} is not a folder", directory.display());
         return Err(Error::Config { reason });
     }
-    let entrance = Entrance::open(config).await?;
+    let entrance = Security::open(config).await?;
     let grpc = bind(config.grpc, "gRPC", "grpc").await?;
     let http = bind(config.http, "REST", "http").await?;
     let scrape = bind(config.metrics, "metrics", "metrics").await?;
@@ -141,15 +141,15 @@ pub async fn serve_with(
 }
 
 /// The security of the server: certificates, tokens, and the collector of spans.
-struct Entrance {
+struct Security {
     certificates: Option<Arc<Reloaded<Certificates>>>,
     tokens: Option<Arc<Tokens>>,
     /// The collector for spans of admitted requests.
     telemetry: Option<telemetry::Opened>,
 }
 
-impl Entrance {
-    async fn open(config: &Config) -> Result<Entrance> {
+impl Security {
+    async fn open(config: &Config) -> Result<Security> {
         let (tls, tokens, spans) = (config.tls.clone(), config.tokens.clone(), config.telemetry.clone());
         if tokens.is_some() && tls.is_none() && !config.is_local() {
             tracing::warn!(
@@ -157,7 +157,7 @@ impl Entrance {
             );
         }
         let open = move || {
-            Ok(Entrance {
+            Ok(Security {
                 certificates: tls.as_ref().map(Certificates::open).transpose()?,
                 tokens: tokens.as_deref().map(tokens::open).transpose()?,
                 telemetry: spans.as_ref().map(telemetry::Opened::open).transpose()?,
@@ -178,8 +178,13 @@ impl Entrance {
 }
 
 /// A service other than inference, behind the token check and the access log.
-fn guarded<S>(service: S, guard: &Guard, limits: &Limits, bodies: &Bodies) -> Logged<Guarded<Messages<S>>> {
-    Logged::new(Guarded::new(Messages::new(service, *limits, bodies.clone()), guard.clone()))
+fn guarded<S>(
+    service: S,
+    guard: &Guard,
+    limits: &Limits,
+    bodies: &Bodies,
+) -> AccessLogLayer<AuthLayer<DecodeLayer<S>>> {
+    AccessLogLayer::new(AuthLayer::new(DecodeLayer::new(service, *limits, bodies.clone()), guard.clone()))
 }
 
 async fn bind(address: SocketAddr, service: &'static str, flag: &'static str) -> Result<TcpListener> {
@@ -198,7 +203,7 @@ fn serve_on(
     config: &Config,
     inference: Inference,
     deps: Deps,
-    mut entrance: Entrance,
+    mut entrance: Security,
     [grpc, http, scrape]: [TcpListener; 3],
     cancel: CancellationToken,
 ) -> Result<Serving> {
@@ -240,10 +245,11 @@ fn serve_on(
     let inference_calls =
         grpc::service(inference.clone(), controls, memory, guard.clone(), limits, bodies.clone())
             .traced(telemetry.clone());
-    let other_calls = Routes::new(Logged::new(Messages::new(health_service, *limits, bodies.clone())))
-        .add_service(guarded(reflection::v1()?, &guard, limits, &bodies))
-        .add_service(guarded(reflection::v1alpha()?, &guard, limits, &bodies))
-        .prepare();
+    let other_calls =
+        Routes::new(AccessLogLayer::new(DecodeLayer::new(health_service, *limits, bodies.clone())))
+            .add_service(guarded(reflection::v1()?, &guard, limits, &bodies))
+            .add_service(guarded(reflection::v1alpha()?, &guard, limits, &bodies))
+            .prepare();
     let calls = Front::new(inference_calls, other_calls);
     let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
     // The metrics listener does not share this quota, so scraping works under load.
@@ -251,11 +257,13 @@ fn serve_on(
     let grpc = Listener::grpc(grpc, "gRPC", limits).counted(&answers);
     transports.spawn(grpc.secured(securing(Securing::grpc)).answer(calls, closing.clone()));
     let http = Listener::http(http, "REST", limits).counted(&answers).secured(securing(Securing::http));
-    transports.spawn(http.answer(Logged::new(Noted::new(routes)).traced(telemetry), closing.clone()));
+    transports.spawn(
+        http.answer(AccessLogLayer::new(PeerAddrLayer::new(routes)).traced(telemetry), closing.clone()),
+    );
     let mut scraping = JoinSet::new();
     let scrape = Listener::http(scrape, "metrics", limits);
     let models = Some(inference.repository().clone());
-    scraping.spawn(scrape.answer(Logged::new(scrape_routes(models, pages)), ending.clone()));
+    scraping.spawn(scrape.answer(AccessLogLayer::new(scrape_routes(models, pages)), ending.clone()));
 
     entrance.watch(config.reload_ms, &ending);
     let polling = tokio::spawn({
@@ -326,9 +334,9 @@ fn is_loopback(address: SocketAddr) -> bool {
 }
 
 /// The metrics of the process and, on a model server, those of its models.
-fn scrape_routes(models: Option<Repository>, pages: Arc<Pages>) -> Noted<Router> {
+fn scrape_routes(models: Option<Repository>, pages: Arc<Pages>) -> PeerAddrLayer<Router> {
     let routes = Router::new().route("/metrics", get(scrape_metrics)).with_state(models);
-    Noted::new(routes.layer(from_fn_with_state(pages, pages::answer)))
+    PeerAddrLayer::new(routes.layer(from_fn_with_state(pages, pages::answer)))
 }
 
 /// The metrics of the process over HTTP, at `/metrics`, without a model server.
@@ -350,7 +358,7 @@ impl MetricsServer {
             .map_err(|error| Error::Service { service: "metrics", reason: error.to_string() })?;
         let listener = Listener::http(listener, "metrics", &Limits::default());
         let pages = Pages::new(&[], is_loopback(address))?;
-        let task = tokio::spawn(listener.answer(Logged::new(scrape_routes(None, pages)), cancel));
+        let task = tokio::spawn(listener.answer(AccessLogLayer::new(scrape_routes(None, pages)), cancel));
         Ok(MetricsServer { address, task })
     }
 

@@ -58,12 +58,12 @@ impl Times {
 
 /// A count of events and their total time.
 #[derive(Debug, Default, Clone, Copy)]
-struct Spent {
+struct DurationTotal {
     count: u64,
     nanos: u64,
 }
 
-impl Spent {
+impl DurationTotal {
     fn add(&mut self, time: Duration) {
         self.count += 1;
         self.nanos = self.nanos.saturating_add(nanos(time));
@@ -88,14 +88,14 @@ struct Figures {
     last_answered: Option<Instant>,
     rows: u64,
     runs: u64,
-    success: Spent,
-    fail: Spent,
-    queue: Spent,
-    input: Spent,
-    infer: Spent,
-    output: Spent,
-    cache_hit: Spent,
-    cache_miss: Spent,
+    success: DurationTotal,
+    fail: DurationTotal,
+    queue: DurationTotal,
+    input: DurationTotal,
+    infer: DurationTotal,
+    output: DurationTotal,
+    cache_hit: DurationTotal,
+    cache_miss: DurationTotal,
     /// By number of rows.
     sizes: BTreeMap<u64, Size>,
     metrics: ModelMetrics,
@@ -165,14 +165,14 @@ impl Statistics {
             last_answered: None,
             rows: 0,
             runs: 0,
-            success: Spent::default(),
-            fail: Spent::default(),
-            queue: Spent::default(),
-            input: Spent::default(),
-            infer: Spent::default(),
-            output: Spent::default(),
-            cache_hit: Spent::default(),
-            cache_miss: Spent::default(),
+            success: DurationTotal::default(),
+            fail: DurationTotal::default(),
+            queue: DurationTotal::default(),
+            input: DurationTotal::default(),
+            infer: DurationTotal::default(),
+            output: DurationTotal::default(),
+            cache_hit: DurationTotal::default(),
+            cache_miss: DurationTotal::default(),
             sizes: BTreeMap::new(),
             metrics: ModelMetrics::new(model, version),
         }));

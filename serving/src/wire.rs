@@ -6,9 +6,9 @@ use std::collections::HashMap;
 use bytes::Bytes;
 use millrace_bundle::Datatype;
 
-use crate::delivery::Output;
 use crate::error::{InferError, quote};
 use crate::infer::TENSORS_MAX;
+use crate::output_target::Output;
 use crate::shared_memory::{Inputs, Span};
 use crate::tensor::{Data, Tensor, element_count, wrong_count};
 

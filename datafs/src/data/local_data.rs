@@ -65,7 +65,7 @@ impl LocalData {
                 let sums_bytes = size_of_file(&sums_file, &sums_path)?;
                 (Index::Plain(read_sums(&sums_file, &sums_path, sums_bytes, id)?), file_bytes)
             }
-            Layout::Encoded | Layout::Gathered => {
+            Layout::Encoded | Layout::RemotePack => {
                 let index = Index::Encoded(Box::new(read_encoded(&file, &path, file_bytes, id, keys)?));
                 let data_bytes = index.data_bytes();
                 (index, data_bytes)

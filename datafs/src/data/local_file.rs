@@ -81,7 +81,7 @@ impl LocalFile {
         let mut files = Vec::with_capacity(2);
         match self.id.layout() {
             Layout::Plain => files.push(self.put_sums(root, trailer)?),
-            Layout::Framed | Layout::Pack | Layout::Encoded | Layout::Gathered => {
+            Layout::Framed | Layout::Pack | Layout::Encoded | Layout::RemotePack => {
                 let written = self.file.write_all_at(trailer, self.len);
                 written.map_err(|e| ObjectError::io("write object file", &self.path, e))?;
             }

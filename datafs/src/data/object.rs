@@ -10,7 +10,7 @@
 //!    process that writes the pack appends to it in place;
 //!  - *encoded*: compressed or encrypted frames, their table and a footer in one object (see `encoded.rs`);
 //!  - *gathered*: a pack for a store that takes only whole objects: the content of a pack as the data of an
-//!    encoded object, written in one request (see `gather.rs`).
+//!    encoded object, written in one request (see `remote_pack.rs`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -30,7 +30,7 @@ pub(crate) enum Layout {
     /// Behind the frames, which are compressed or encrypted.
     Encoded,
     /// As in an encoded object; the data is the pieces of a pack.
-    Gathered,
+    RemotePack,
 }
 
 /// The bits of an id that hold the layout.
@@ -48,7 +48,7 @@ impl ObjectId {
             Layout::Plain => 1,
             Layout::Pack => 2,
             Layout::Encoded => 3,
-            Layout::Gathered => 4,
+            Layout::RemotePack => 4,
         };
         ObjectId(u128::from(session) << 64 | u128::from(random & !LAYOUT_BITS | bits))
     }
@@ -74,7 +74,7 @@ impl ObjectId {
             1 => Layout::Plain,
             2 => Layout::Pack,
             3 => Layout::Encoded,
-            4 => Layout::Gathered,
+            4 => Layout::RemotePack,
             _ => Layout::Framed,
         }
     }
@@ -91,12 +91,12 @@ impl ObjectId {
 
     /// Whether it holds the bytes of many small files.
     pub(crate) fn is_pack(self) -> bool {
-        matches!(self.layout(), Layout::Pack | Layout::Gathered)
+        matches!(self.layout(), Layout::Pack | Layout::RemotePack)
     }
 
     /// Whether readers decode it frame by frame, as an encoded object.
     pub(crate) fn is_encoded(self) -> bool {
-        matches!(self.layout(), Layout::Encoded | Layout::Gathered)
+        matches!(self.layout(), Layout::Encoded | Layout::RemotePack)
     }
 
     /// First byte of the random half: the directory in a local store, `0..=255`.
@@ -112,7 +112,7 @@ impl ObjectId {
     /// Name of the file that holds the checksums, relative to the store.
     pub(crate) fn sums_name(self) -> String {
         match self.layout() {
-            Layout::Framed | Layout::Pack | Layout::Encoded | Layout::Gathered => self.data_name(),
+            Layout::Framed | Layout::Pack | Layout::Encoded | Layout::RemotePack => self.data_name(),
             Layout::Plain => self.data_name() + SUMS_SUFFIX,
         }
     }

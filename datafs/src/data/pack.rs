@@ -7,7 +7,7 @@
 //! that the piece was written for; the metadata says which files point at it now.
 //!
 //! `pack_writer.rs` writes packs, `pack_reader.rs` reads them. Any bytes may follow the last committed piece
-//! (a torn tail). For a bucket, `gather.rs` collects a pack in memory and stores it in one request.
+//! (a torn tail). For a bucket, `remote_pack.rs` collects a pack in memory and stores it in one request.
 
 use super::checksum::FRAME_BYTES;
 use super::extent::Extent;

@@ -1,7 +1,7 @@
 //! The writer of packs: pieces are collected in memory, then written and synced together before a commit
 //! points at them.
 //!
-//! This is for local stores; `gather.rs` does the same for buckets. An append does no I/O until 4 MiB are in
+//! This is for local stores; `remote_pack.rs` does the same for buckets. An append does no I/O until 4 MiB are in
 //! memory: a write that extends a file waits for the file system's journal whenever another thread syncs, and
 //! other files are synced all the time. Appended bytes can be read at once: a reader in this process first
 //! has a piece written to the file. They survive a power failure after [`LocalPack::sync`], which every
@@ -19,10 +19,10 @@ use super::codec::Codec;
 use super::deleted::{self, KeepsOpen, is_deleted};
 use super::error::{ObjectError, Result};
 use super::extent::Extent;
-use super::gather::{Gathered, Gathering};
 use super::object::{Layout, ObjectId};
 use super::pack::{PACK_BYTES, append_pieces};
 use super::pool::ObjectPool;
+use super::remote_pack::{RemotePack, RemotePackWriters};
 use crate::failpoint;
 use crate::metrics;
 
@@ -32,7 +32,7 @@ pub(crate) enum Pack {
     /// A file that grows.
     Local(Arc<LocalPack>),
     /// A pack in memory that is sent to a bucket.
-    Gathered(Arc<Gathered>),
+    RemotePack(Arc<RemotePack>),
 }
 
 impl Pack {
@@ -40,7 +40,7 @@ impl Pack {
     pub(crate) fn id(&self) -> ObjectId {
         match self {
             Self::Local(pack) => pack.id(),
-            Self::Gathered(pack) => pack.id(),
+            Self::RemotePack(pack) => pack.id(),
         }
     }
 
@@ -48,7 +48,7 @@ impl Pack {
     pub(crate) fn refer(&self) -> bool {
         match self {
             Self::Local(pack) => pack.refer(),
-            Self::Gathered(pack) => pack.refer(),
+            Self::RemotePack(pack) => pack.refer(),
         }
     }
 
@@ -56,7 +56,7 @@ impl Pack {
     pub(crate) fn send(&self) -> Result<()> {
         match self {
             Self::Local(_) => Ok(()),
-            Self::Gathered(pack) => pack.sync(),
+            Self::RemotePack(pack) => pack.sync(),
         }
     }
 
@@ -65,7 +65,7 @@ impl Pack {
     pub(super) fn sync(&self) -> Result<()> {
         match self {
             Self::Local(pack) => pack.sync(),
-            Self::Gathered(pack) => pack.sync(),
+            Self::RemotePack(pack) => pack.sync(),
         }
     }
 }
@@ -251,7 +251,7 @@ pub(crate) struct Packs {
     current: Arc<Current>,
     ahead: Arc<Ahead>,
     /// Packs for a bucket.
-    gathering: Gathering,
+    gathering: RemotePackWriters,
 }
 
 /// The local pack that is appended to.
@@ -288,7 +288,7 @@ impl Packs {
         if pool.is_local() {
             deleted::look_after(pool.runtime(), &current);
         }
-        Packs { pool, current, ahead: Arc::default(), gathering: Gathering::default() }
+        Packs { pool, current, ahead: Arc::default(), gathering: RemotePackWriters::default() }
     }
 
     /// Whether small files of volumes with this codec share packs.
@@ -363,7 +363,7 @@ impl Packs {
                     *current = None;
                 }
             }
-            Pack::Gathered(pack) => self.gathering.give_up(pack),
+            Pack::RemotePack(pack) => self.gathering.give_up(pack),
         }
     }
 

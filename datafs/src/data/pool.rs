@@ -17,7 +17,6 @@ use super::cache::Cache;
 use super::codec::Codec;
 use super::deleted;
 use super::error::{ObjectError, Result, threads_gone};
-use super::gather::PendingPacks;
 use super::keyring::{ExpectedKeys, Keyring};
 #[cfg(test)]
 use super::local::LocalStore;
@@ -28,6 +27,7 @@ use super::pack::{HEADER_BYTES, Piece};
 use super::pack_reader::OpenPacks;
 use super::reader::{OpenObject, OpenObjects};
 use super::remote::RemoteStore;
+use super::remote_pack::PendingPacks;
 use super::runtime::{Io, IoRuntime};
 use super::segment::Buffers;
 use super::store::{Store, StoreSpace};
@@ -206,7 +206,7 @@ impl ObjectPool {
     ) -> Result<()> {
         match id.layout() {
             Layout::Pack => return self.shared.packs.read_into(id, start, offset, buffer),
-            Layout::Gathered if self.shared.pending.read_into(id, offset, buffer)? => return Ok(()),
+            Layout::RemotePack if self.shared.pending.read_into(id, offset, buffer)? => return Ok(()),
             _ => {}
         }
         let mut read = |object: &OpenObject| {

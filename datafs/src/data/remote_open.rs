@@ -31,7 +31,7 @@ impl ObjectPool {
     pub(super) fn open_remote(&self, store: &Arc<RemoteStore>, id: ObjectId) -> Result<(Data, Arc<Index>)> {
         match id.layout() {
             Layout::Framed | Layout::Pack => self.open_small(store, id),
-            Layout::Plain | Layout::Encoded | Layout::Gathered => self.open_large(store, id),
+            Layout::Plain | Layout::Encoded | Layout::RemotePack => self.open_large(store, id),
         }
     }
 
@@ -103,7 +103,7 @@ impl ObjectPool {
             }
         }
         let trailer = match id.layout() {
-            Layout::Encoded | Layout::Gathered => self.encoded_trailer(store, id)?,
+            Layout::Encoded | Layout::RemotePack => self.encoded_trailer(store, id)?,
             _ => {
                 let sums = self.get_small(store, store.sums_path(id), id, SUMS_BYTES_MAX);
                 sums.map(|bytes| (bytes, None)).map_err(|error| match error.is_not_found() {

@@ -86,7 +86,7 @@ fn is_due(state: &State) -> bool {
     let current = &state.current;
     let Some(opened) = current.opened else { return false };
     current.awaited
-        || current.careful
+        || current.synchronous
         || current.full
         || state.flush
         || state.yielding
@@ -163,7 +163,9 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
             }
             // Readers, and idle snapshots of other processes, keep the log from being emptied.
             Err(Error::NoSpace { .. })
-                if (frozen.makes_room || is_blocked) && frozen.careful && begin.elapsed() < READERS_WAIT =>
+                if (frozen.makes_room || is_blocked)
+                    && frozen.synchronous
+                    && begin.elapsed() < READERS_WAIT =>
             {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(RETRY_PAUSE_MAX);
@@ -175,7 +177,8 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
         let mut state = shared.state.lock();
         match &error {
             cause
-                if frozen.careful && (cause.is_store_trouble() || matches!(cause, Error::NoSpace { .. })) =>
+                if frozen.synchronous
+                    && (cause.is_store_trouble() || matches!(cause, Error::NoSpace { .. })) =>
             {
                 shared.reserve.take_back();
                 state.take_back(shared, error);
@@ -236,8 +239,8 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     }
     let mut state = shared.state.lock();
     let outdated = state.thaw(shared);
-    if frozen.careful {
-        state.careful = Some(Ok(()));
+    if frozen.synchronous {
+        state.synchronous = Some(Ok(()));
     }
     drop(state);
     shared.progress.notify_all();

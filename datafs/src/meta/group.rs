@@ -1,13 +1,13 @@
 //! Group commit for SQLite: transactions are acknowledged from memory and committed together.
 //!
-//! The process with the writer lock (see `turn.rs`) collects transactions in a batch. A thread commits the
+//! The process with the writer lock (see `writer_lock.rs`) collects transactions in a batch. A thread commits the
 //! batch after [`ANSWERED_MAX`], or after the longer delay that its prerequisites allow. It commits earlier
 //! when the batch is large, when a caller waits for durability, or when another process asks. The next batch
 //! fills meanwhile. A caller that wants durability then syncs the log, once for all waiting callers. Reads go
 //! through the two batches and a record cache to a snapshot of the engine. All are of one moment, so readers
 //! and writers do not wait for each other.
 //!
-//! On a nearly full disk each transaction is a *synchronous* batch (`careful`), acknowledged after its
+//! On a nearly full disk each transaction is a *synchronous* batch, acknowledged after its
 //! commit. Transactions acknowledged before the disk or a quota was full stay in memory, and their commit is
 //! retried until there is space. Meanwhile reads work and changes are refused. Transactions that free space
 //! take the reserved space (`reserve.rs`).
@@ -40,7 +40,7 @@ use super::prerequisites::Prerequisites;
 use super::record_cache::RecordCache;
 use super::reserve::Reserve;
 use super::sqlite::{Snapshot, Sqlite};
-use super::turn::Turn;
+use super::writer_lock::WriterLock;
 use crate::error::{Error, Result, in_full};
 use crate::failpoint;
 use crate::metrics;
@@ -53,7 +53,7 @@ const BATCH_RECORDS_MAX: usize = 16_384;
 const BATCH_BYTES_MAX: usize = 4 << 20;
 /// With less free space on the disk each transaction is acknowledged after its commit, so that its caller
 /// learns of missing space. A batch takes less.
-const CAREFUL_BELOW_BYTES: u64 = 128 << 20;
+const SYNCHRONOUS_BELOW_BYTES: u64 = 128 << 20;
 /// Memory for cached records, in bytes.
 const CACHE_BYTES_MAX: usize = 16 << 20;
 /// Error when another process wrote without the writer lock.
@@ -71,7 +71,7 @@ pub(crate) struct Group {
 /// State that the threads share.
 pub(super) struct Shared {
     pub(super) engine: Arc<Sqlite>,
-    pub(super) turn: Turn,
+    pub(super) turn: WriterLock,
     /// Identifies this open metadata in the change log.
     pub(super) writer: u64,
     pub(super) lock_wait: Duration,
@@ -123,7 +123,7 @@ pub(super) struct State {
     pub(super) asleep: bool,
     pub(super) stopping: bool,
     /// Result of the synchronous transaction.
-    pub(super) careful: Option<Result<()>>,
+    pub(super) synchronous: Option<Result<()>>,
     /// The full place, and whether a quota is full, while a commit is retried.
     pub(super) full: Option<(String, bool)>,
     /// The unreachable cloud store that a commit waits for.
@@ -143,7 +143,7 @@ pub(super) struct Batch {
     pub(super) awaited: bool,
     pub(super) full: bool,
     /// It is synchronous: its only transaction is acknowledged after the commit.
-    pub(super) careful: bool,
+    pub(super) synchronous: bool,
     /// Its commit may take the reserved space.
     pub(super) makes_room: bool,
     /// Delay of the commit that its prerequisites allow.
@@ -189,7 +189,7 @@ pub(super) struct Frozen {
     pub(super) number: u64,
     pub(super) layer: Arc<RwLock<Layer>>,
     pub(super) prerequisites: Arc<Prerequisites>,
-    pub(super) careful: bool,
+    pub(super) synchronous: bool,
     pub(super) makes_room: bool,
 }
 
@@ -217,7 +217,7 @@ impl Group {
     pub(crate) fn new(engine: Arc<Sqlite>) -> Result<Group> {
         let lock_wait = engine.lock_wait();
         engine.checkpoint_elsewhere()?;
-        let turn = Turn::open(engine.path(), lock_wait, &mut || Ok(Snapshot::take(&engine)?.batch()))?;
+        let turn = WriterLock::open(engine.path(), lock_wait, &mut || Ok(Snapshot::take(&engine)?.batch()))?;
         let cursor = turn.log().end(turn.words());
         let base = Snapshot::take(&engine)?.batch();
         let reserve = Reserve::of(engine.path());
@@ -249,7 +249,7 @@ impl Group {
                 flush: false,
                 asleep: false,
                 stopping: false,
-                careful: None,
+                synchronous: None,
                 full: None,
                 away: None,
                 failed: None,
@@ -514,9 +514,9 @@ impl State {
             number: self.next_batch(),
             layer: batch.layer,
             prerequisites: Arc::new(batch.prerequisites),
-            careful: batch.careful,
+            synchronous: batch.synchronous,
             // Acknowledged data is not given up for want of the reserve.
-            makes_room: batch.makes_room || !batch.careful,
+            makes_room: batch.makes_room || !batch.synchronous,
         };
         self.frozen = Some(frozen.clone());
         self.flush = false;
@@ -530,7 +530,7 @@ impl State {
         self.frozen = None;
         shared.turn.start(self.base);
         shared.turn.finish(self.base);
-        self.careful = Some(Err(error));
+        self.synchronous = Some(Err(error));
     }
 
     /// Removes the committed batch, whose records are in the cache. Returns outdated snapshots to drop.
@@ -767,15 +767,15 @@ impl Shared {
         let number = state.next_batch();
         let opens = state.current.opened.is_none();
         if opens {
-            let careful = self.engine.free_bytes().is_some_and(|free| free < CAREFUL_BELOW_BYTES);
-            if careful && !makes_room && !self.reserve.restore() {
+            let synchronous = self.engine.free_bytes().is_some_and(|free| free < SYNCHRONOUS_BELOW_BYTES);
+            if synchronous && !makes_room && !self.reserve.restore() {
                 return Err(self.reserve.refusal());
             }
             failpoint::hit("group-start");
             self.turn.start(number);
             state.current.opened = Some(Instant::now());
-            state.current.careful = careful;
-            state.careful = None;
+            state.current.synchronous = synchronous;
+            state.synchronous = None;
         }
         state.current.makes_room |= makes_room;
         state.version += 1;
@@ -794,11 +794,11 @@ impl Shared {
         if opens || awaited || state.current.full {
             self.work.notify_one();
         }
-        if !state.current.careful {
+        if !state.current.synchronous {
             return Ok(number);
         }
         loop {
-            if let Some(result) = guard.careful.take() {
+            if let Some(result) = guard.synchronous.take() {
                 return result.map(|()| number);
             }
             guard.check(self)?;

@@ -23,7 +23,7 @@ use super::lock_request::is_flock;
 use super::locks::Wish;
 use super::outcome;
 use super::passthrough::stack_depth;
-use super::retry::{Created, Creation, Refused};
+use super::stale_retry::{Created, Creation, Refused};
 use crate::error::Error;
 use crate::fs::acl::is_acl;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};

@@ -42,9 +42,9 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::answer::FOREVER;
 use super::convert::Inodes;
-use super::known::{EVERY_THREAD, KnownNodes, name_stamp, stamp};
+use super::inode_table::{EVERY_THREAD, InodeTable, name_stamp, stamp};
 use super::removed::Removed;
-use super::retry::Retries;
+use super::stale_retry::StaleRetries;
 use crate::error::Result;
 use crate::fs::{Attr, FileKind, Node};
 use crate::meta::changes::Changed;
@@ -79,11 +79,11 @@ pub(super) struct Coherence {
     volume: u64,
     writer: u64,
     /// Nodes of the live tree that the kernel knows.
-    known: Mutex<KnownNodes>,
+    known: Mutex<InodeTable>,
     /// A notification has arrived there.
     notified: Condvar,
     /// Who walks a path a second time.
-    pub(super) retries: Retries,
+    pub(super) retries: StaleRetries,
     /// Whether the kernel can expire names.
     expires: AtomicBool,
     /// Whether what is answered now may be kept.
@@ -140,7 +140,7 @@ impl Coherence {
             writer: view.writer(),
             known: Mutex::default(),
             notified: Condvar::new(),
-            retries: Retries::default(),
+            retries: StaleRetries::default(),
             expires: AtomicBool::new(false),
             trusted: AtomicBool::new(false),
             changes: AtomicU64::new(0),
@@ -520,7 +520,7 @@ impl<'n> Telling<'n> {
 /// Answers that are being noted; meanwhile nothing else is.
 pub(super) struct Answering<'a> {
     coherence: &'a Coherence,
-    known: MutexGuard<'a, KnownNodes>,
+    known: MutexGuard<'a, InodeTable>,
     moment: u64,
     answered_ms: u32,
 }

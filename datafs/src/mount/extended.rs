@@ -9,9 +9,9 @@ use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, Reply
 use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, Listing, NOT_AT_ALL, lifetime_of};
 use super::caller::is_in_group;
 use super::coherence::{Kept, Telling, name_lifetime};
-use super::known::{NO_LIST, list_stamp};
+use super::inode_table::{NO_LIST, list_stamp};
 use super::outcome;
-use super::retry::Arrival;
+use super::stale_retry::Arrival;
 use crate::error::{Error, Result};
 use crate::fs::acl::{self, is_acl};
 use crate::fs::{Allocate, Attr, Node, OpenFile, OpenFlags, SetAttr, SetXattr};

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use fuser::BackingId;
 use parking_lot::{Mutex, RwLock};
 
-use super::ahead::Ahead;
+use super::lookup_prefetch::LookupPrefetch;
 use super::stateless::Stateless;
 use crate::error::{Error, Result};
 use crate::fs::{Attr, Node, OpenFile};
@@ -55,7 +55,7 @@ pub(super) struct Handles {
     /// Files that are read without being opened here.
     stateless: Stateless,
     /// What such files are, before the kernel asks.
-    ahead: Ahead,
+    ahead: LookupPrefetch,
     /// Whether the kernel takes files from us.
     passthrough: AtomicBool,
 }
@@ -80,7 +80,7 @@ impl Handles {
             nodes: Mutex::default(),
             ends: Mutex::default(),
             stateless: Stateless::default(),
-            ahead: Ahead::default(),
+            ahead: LookupPrefetch::default(),
             passthrough: AtomicBool::new(false),
         }
     }

@@ -18,9 +18,9 @@ use fuser::{Errno, RenameFlags, ReplyEmpty, Request};
 
 use super::answer::Adapter;
 use super::caller::{CAP_FOWNER, has_capability};
-use super::known::{Asker, Told};
+use super::inode_table::{Asker, Told};
 use super::outcome;
-use super::retry::Refused;
+use super::stale_retry::Refused;
 use crate::error::{Error, Result};
 use crate::fs::{NameChecks, NameTarget, Node};
 

@@ -15,7 +15,7 @@ use super::quota::{CANCELLED_PER_SECOND_MAX, Quota};
 use super::taking::Endings;
 use super::{HEAD_BYTES_MAX, Listener};
 use crate::metrics::CONNECTIONS_CUT;
-use crate::peer::{OfPeer, Peer, Peered};
+use crate::peer::{Peer, PeerService, Peered};
 
 impl Listener {
     /// Answers until `closed` fires and every connection has finished its requests. Dropping the future cuts
@@ -23,7 +23,7 @@ impl Listener {
     pub(crate) async fn answer<S, B>(self, service: S, closed: CancellationToken)
     where
         S: Service<http::Request<Incoming>, Response = http::Response<B>, Error = Infallible>,
-        S: OfPeer + Send + 'static,
+        S: PeerService + Send + 'static,
         S::Future: Send,
         B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
         B::Error: Into<StdError>,
@@ -112,7 +112,7 @@ mod tests {
 
     use super::*;
     use crate::config::Limits;
-    use crate::peer::Noted;
+    use crate::peer::PeerAddrLayer;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn clients_that_are_told_to_leave_find_the_port_closed() {
@@ -123,7 +123,7 @@ mod tests {
             let closed = CancellationToken::new();
             let routes = Router::new().route("/", get(async || "answer"));
             let listener = Listener::http(socket, "REST", &Limits::default());
-            let answering = tokio::spawn(listener.answer(Noted::new(routes), closed.clone()));
+            let answering = tokio::spawn(listener.answer(PeerAddrLayer::new(routes), closed.clone()));
             let mut client = TcpStream::connect(address).await.unwrap();
             client.write_all(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n").await.unwrap();
             let mut answer = Vec::new();

@@ -11,24 +11,24 @@ use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
-use crate::peer::{Noted, OfPeer, Peer};
+use crate::peer::{Peer, PeerAddrLayer, PeerService};
 
 /// The inference service, and the router for all other calls.
 #[derive(Debug, Clone)]
 pub(crate) struct Front<S, R> {
     service: S,
-    routes: Noted<R>,
+    routes: PeerAddrLayer<R>,
 }
 
 impl<S, R> Front<S, R> {
     pub(crate) fn new(service: S, routes: R) -> Front<S, R> {
-        Front { service, routes: Noted::new(routes) }
+        Front { service, routes: PeerAddrLayer::new(routes) }
     }
 }
 
-impl<S: OfPeer, R: Clone> OfPeer for Front<S, R> {
-    fn of_peer(&self, peer: &Peer) -> Front<S, R> {
-        Front { service: self.service.of_peer(peer), routes: self.routes.of_peer(peer) }
+impl<S: PeerService, R: Clone> PeerService for Front<S, R> {
+    fn for_peer(&self, peer: &Peer) -> Front<S, R> {
+        Front { service: self.service.for_peer(peer), routes: self.routes.for_peer(peer) }
     }
 }
 

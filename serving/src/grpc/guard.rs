@@ -10,7 +10,7 @@ use tonic::Status;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
-use crate::peer::{OfPeer, Peer};
+use crate::peer::{Peer, PeerService};
 use crate::tokens::Guard;
 
 /// Calls that need no token: health checks.
@@ -30,28 +30,28 @@ pub(super) fn is_open(path: &str) -> bool {
 
 /// A service behind these checks.
 #[derive(Debug, Clone)]
-pub(crate) struct Guarded<S> {
+pub(crate) struct AuthLayer<S> {
     service: S,
     guard: Guard,
 }
 
-impl<S> Guarded<S> {
-    pub(crate) fn new(service: S, guard: Guard) -> Guarded<S> {
-        Guarded { service, guard }
+impl<S> AuthLayer<S> {
+    pub(crate) fn new(service: S, guard: Guard) -> AuthLayer<S> {
+        AuthLayer { service, guard }
     }
 }
 
-impl<S: OfPeer> OfPeer for Guarded<S> {
-    fn of_peer(&self, peer: &Peer) -> Guarded<S> {
-        Guarded { service: self.service.of_peer(peer), guard: self.guard.clone() }
+impl<S: PeerService> PeerService for AuthLayer<S> {
+    fn for_peer(&self, peer: &Peer) -> AuthLayer<S> {
+        AuthLayer { service: self.service.for_peer(peer), guard: self.guard.clone() }
     }
 }
 
-impl<S: NamedService> NamedService for Guarded<S> {
+impl<S: NamedService> NamedService for AuthLayer<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S, B, R: Default> Service<http::Request<B>> for Guarded<S>
+impl<S, B, R: Default> Service<http::Request<B>> for AuthLayer<S>
 where
     S: Service<http::Request<B>, Response = http::Response<R>, Error = Infallible>,
 {

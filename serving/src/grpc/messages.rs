@@ -21,7 +21,7 @@ use crate::codec::PREFIX_BYTES;
 use crate::compression::Encoding;
 use crate::config::Limits;
 use crate::error::InferError;
-use crate::peer::{OfPeer, Peer};
+use crate::peer::{Peer, PeerService};
 
 /// Header with the compression of the request's messages.
 pub(super) static ENCODING: http::HeaderName = http::HeaderName::from_static("grpc-encoding");
@@ -34,29 +34,29 @@ const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 
 /// A service whose requests are checked message by message.
 #[derive(Debug, Clone)]
-pub(crate) struct Messages<S> {
+pub(crate) struct DecodeLayer<S> {
     service: S,
     limits: Limits,
     bodies: Bodies,
 }
 
-impl<S> Messages<S> {
-    pub(crate) fn new(service: S, limits: Limits, bodies: Bodies) -> Messages<S> {
-        Messages { service, limits, bodies }
+impl<S> DecodeLayer<S> {
+    pub(crate) fn new(service: S, limits: Limits, bodies: Bodies) -> DecodeLayer<S> {
+        DecodeLayer { service, limits, bodies }
     }
 }
 
-impl<S: OfPeer> OfPeer for Messages<S> {
-    fn of_peer(&self, peer: &Peer) -> Messages<S> {
-        Messages { service: self.service.of_peer(peer), limits: self.limits, bodies: self.bodies.clone() }
+impl<S: PeerService> PeerService for DecodeLayer<S> {
+    fn for_peer(&self, peer: &Peer) -> DecodeLayer<S> {
+        DecodeLayer { service: self.service.for_peer(peer), limits: self.limits, bodies: self.bodies.clone() }
     }
 }
 
-impl<S: NamedService> NamedService for Messages<S> {
+impl<S: NamedService> NamedService for DecodeLayer<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S, B> Service<http::Request<B>> for Messages<S>
+impl<S, B> Service<http::Request<B>> for DecodeLayer<S>
 where
     S: Service<http::Request<Frames<B>>, Error = Infallible>,
     B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin,

@@ -22,9 +22,9 @@ use tonic::{Request, Status};
 use super::Service as Calls;
 use super::messages::{ACCEPTED, ENCODING, Frames};
 use crate::blocking::in_place;
+use crate::body_read_limit::COPIED_BYTES;
 use crate::codec::{PREFIX_BYTES, check_tensors, decode, framed, is_long};
-use crate::peer::{self, OfPeer, Peer};
-use crate::turns::COPIED_BYTES;
+use crate::peer::{self, Peer, PeerService};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
 
@@ -41,8 +41,8 @@ pub(crate) struct Unary {
     peer: Option<Peer>,
 }
 
-impl OfPeer for Unary {
-    fn of_peer(&self, peer: &Peer) -> Unary {
+impl PeerService for Unary {
+    fn for_peer(&self, peer: &Peer) -> Unary {
         Unary { peer: Some(peer.clone()), ..self.clone() }
     }
 }

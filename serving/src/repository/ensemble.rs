@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use millrace_bundle::Manifest;
 use tokio_util::sync::CancellationToken;
 
-use super::versions::{Asked, Origin, Versions};
+use super::versions::{Origin, VersionSelector, Versions};
 use super::{Inner, Model, Models, Repository, unknown};
 use crate::ensemble::{self, Ensemble};
 use crate::error::{InferError, Result, chain};
@@ -82,8 +82,8 @@ impl Repository {
             let versions = models.models.get(model).ok_or_else(|| unknown(model))?;
             match version {
                 // A traffic split of the member applies to steps, too.
-                None => versions.turn("").map_or_else(|| versions.find(model, Asked::Any), Ok),
-                Some(version) => versions.find(model, Asked::Version(version)),
+                None => versions.turn("").map_or_else(|| versions.find(model, VersionSelector::Any), Ok),
+                Some(version) => versions.find(model, VersionSelector::Version(version)),
             }
         }
     }
@@ -157,7 +157,7 @@ impl Models {
             let find = |name: &str, version: Option<u64>| {
                 let versions = self.models.get(name).ok_or_else(|| unknown(name))?;
                 let turn = turn.filter(|(of, _)| *of == name).map(|(_, version)| version);
-                versions.find(name, version.or(turn).map_or(Asked::Any, Asked::Version))
+                versions.find(name, version.or(turn).map_or(VersionSelector::Any, VersionSelector::Version))
             };
             ensemble.check(model, &find).err()
         };

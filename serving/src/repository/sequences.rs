@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::versions::{Asked, Versions};
+use super::versions::{VersionSelector, Versions};
 use super::{Model, Repository, unknown};
 use crate::error::InferError;
 use crate::sequence::{Sequences, Step};
@@ -18,7 +18,7 @@ impl Repository {
     pub(crate) fn route_step(
         &self,
         model: &str,
-        asked: Asked<'_>,
+        asked: VersionSelector<'_>,
         id: &str,
         step: &Step,
     ) -> Result<(Arc<Model>, Vec<Arc<Sequences>>), InferError> {
@@ -28,7 +28,7 @@ impl Repository {
         if versions.ready.values().all(|model| model.sequences.is_none()) {
             return Ok((self.route(model, asked, id)?, Vec::new()));
         }
-        if asked != Asked::Any {
+        if asked != VersionSelector::Any {
             return Ok((versions.find(model, asked)?, Vec::new()));
         }
         let holding = if step.start { None } else { versions.holding(step) };

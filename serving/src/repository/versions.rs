@@ -87,7 +87,7 @@ impl Default for Versions {
 
 /// The version that a request asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Asked<'a> {
+pub(crate) enum VersionSelector<'a> {
     /// None: the newest, or for inference the one that the split selects.
     Any,
     /// A number.
@@ -96,19 +96,19 @@ pub(crate) enum Asked<'a> {
     Label(&'a str),
 }
 
-impl<'a> Asked<'a> {
+impl<'a> VersionSelector<'a> {
     /// Parses a version as the protocols write it.
     ///
     /// # Errors
     /// [`InferError::Invalid`] for what is neither empty, a positive integer, nor a label.
-    pub(crate) fn parse(text: &'a str) -> Result<Asked<'a>, InferError> {
+    pub(crate) fn parse(text: &'a str) -> Result<VersionSelector<'a>, InferError> {
         if text.is_empty() {
-            return Ok(Asked::Any);
+            return Ok(VersionSelector::Any);
         }
         if is_label(text) {
-            return Ok(Asked::Label(text));
+            return Ok(VersionSelector::Label(text));
         }
-        Ok(parse_version(text)?.map_or(Asked::Any, Asked::Version))
+        Ok(parse_version(text)?.map_or(VersionSelector::Any, VersionSelector::Version))
     }
 }
 
@@ -118,11 +118,11 @@ impl Versions {
     /// # Errors
     /// [`InferError::NotFound`]; [`InferError::Unavailable`] when the version exists and is not served;
     /// [`InferError::Invalid`] for a name that is not a label of the model.
-    pub(super) fn find(&self, model: &str, asked: Asked<'_>) -> Result<Arc<Model>, InferError> {
+    pub(super) fn find(&self, model: &str, asked: VersionSelector<'_>) -> Result<Arc<Model>, InferError> {
         let version = match asked {
-            Asked::Any => None,
-            Asked::Version(version) => Some(version),
-            Asked::Label(label) => Some(self.labelled(model, label)?),
+            VersionSelector::Any => None,
+            VersionSelector::Version(version) => Some(version),
+            VersionSelector::Label(label) => Some(self.labelled(model, label)?),
         };
         let found = match version {
             Some(version) => self.ready.get(&version),

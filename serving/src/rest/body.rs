@@ -10,9 +10,9 @@ use serde_json::{Map, Value};
 
 use super::elements::Elements;
 use super::output::{JsonData, check_representable};
-use crate::delivery::{Delivery, deliver, read_deliveries, write_regions};
 use crate::error::{InferError, quote};
 use crate::infer::{Request, Response, TENSORS_MAX};
+use crate::output_target::{OutputTarget, deliver, read_output_targets, write_regions};
 use crate::parameters::{Schedule, check_request};
 use crate::sequence::{self, Step};
 use crate::shared_memory::{Inputs, SharedMemory};
@@ -72,7 +72,7 @@ pub(super) struct Reply {
     binary: bool,
     /// Outputs with a form of their own.
     chosen: Vec<(String, bool)>,
-    deliveries: Vec<Delivery>,
+    deliveries: Vec<OutputTarget>,
 }
 
 /// Decodes a body. `header_length` is the length of its JSON part when raw bytes follow.
@@ -109,7 +109,7 @@ pub(super) fn decode(
         }
     }
     let wanted = request.outputs.iter().map(|output| (output.name.as_str(), &output.parameters));
-    let deliveries = read_deliveries(wanted, memory)?;
+    let deliveries = read_output_targets(wanted, memory)?;
     let mut rest = body.slice(json_length..);
     let mut regions = Inputs::of(memory);
     let read = |input| read_input(input, &mut rest, &mut regions);

@@ -11,9 +11,9 @@ use nix::fcntl::OFlag;
 
 use super::Registration;
 use crate::blocking::in_place;
+use crate::body_read_limit::COPIED_BYTES;
 use crate::error::{InferError, quote};
 use crate::parameters::Of;
-use crate::turns::COPIED_BYTES;
 
 /// Linux's directory of POSIX shared memory objects.
 const OBJECTS: &str = "/dev/shm";

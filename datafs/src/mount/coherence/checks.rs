@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use super::{Coherence, Kept, NOTIFIED_MAX, News, QUEUE_MAX};
 use crate::fs::{Attr, Moved, NameTarget, Node};
-use crate::mount::known::{Asker, Told, access_of, name_stamp, stamp};
-use crate::mount::retry::{Arrival, Refused};
+use crate::mount::inode_table::{Asker, Told, access_of, name_stamp, stamp};
+use crate::mount::stale_retry::{Arrival, Refused};
 
 impl Coherence {
     /// What the kernel has of a file that is opened now by a thread, with these attributes and the access control list
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
     use crate::mount::coherence::Telling;
     use crate::mount::convert::Inodes;
-    use crate::mount::known::{NO_LIST, list_stamp};
+    use crate::mount::inode_table::{NO_LIST, list_stamp};
     use crate::{Config, Datafs};
 
     /// The memory of a mount that is not mounted, and a file that its kernel was told by a name in the root.

@@ -25,7 +25,7 @@ const RATIO_MAX: u64 = 4;
 
 /// What was found in directories of one snapshot and not yet asked for.
 #[derive(Debug, Default)]
-pub(super) struct Ahead {
+pub(super) struct LookupPrefetch {
     state: Mutex<State>,
 }
 
@@ -49,7 +49,7 @@ enum Next {
     Read,
 }
 
-impl Ahead {
+impl LookupPrefetch {
     /// What is known of an entry, if it was found ahead.
     pub(super) fn take(&self, view: &View, parent: Node, name: &OsStr) -> Option<Found> {
         let next = self.state.lock().next(parent, name);

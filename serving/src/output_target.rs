@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 
 /// The delivery that a request asks for, for one output.
 #[derive(Debug, Clone, Default)]
-pub(crate) enum Delivery {
+pub(crate) enum OutputTarget {
     /// The tensor, in the response.
     #[default]
     Message,
@@ -33,10 +33,10 @@ pub(crate) struct Output {
 ///
 /// # Errors
 /// [`InferError::Invalid`], [`InferError::NotFound`], [`InferError::Unsupported`].
-pub(crate) fn read_deliveries<'a, P: Parameters + 'a>(
+pub(crate) fn read_output_targets<'a, P: Parameters + 'a>(
     outputs: impl Iterator<Item = (&'a str, &'a P)>,
     memory: &SharedMemory,
-) -> Result<Vec<Delivery>, InferError> {
+) -> Result<Vec<OutputTarget>, InferError> {
     let mut deliveries = Vec::new();
     let mut spans = Vec::new();
     for (name, parameters) in outputs {
@@ -51,11 +51,11 @@ pub(crate) fn read_deliveries<'a, P: Parameters + 'a>(
         };
         let span = memory.span(of, parameters)?;
         deliveries.push(match (classes, span) {
-            (None, None) => Delivery::Message,
-            (Some(count), None) => Delivery::Classes(count),
+            (None, None) => OutputTarget::Message,
+            (Some(count), None) => OutputTarget::Classes(count),
             (None, Some(span)) => {
                 spans.push((span.place(), name));
-                Delivery::Region(span)
+                OutputTarget::Region(span)
             }
             (Some(_), Some(_)) => {
                 return Err(InferError::invalid(format!(
@@ -88,17 +88,17 @@ pub(crate) fn read_deliveries<'a, P: Parameters + 'a>(
 pub(crate) fn deliver(
     signature: &Signature,
     outputs: Vec<Tensor>,
-    deliveries: Vec<Delivery>,
+    deliveries: Vec<OutputTarget>,
 ) -> Result<Vec<Output>, InferError> {
     let mut deliveries = deliveries.into_iter();
     outputs
         .into_iter()
         .map(|tensor| match deliveries.next().unwrap_or_default() {
-            Delivery::Message => Ok(Output { tensor, span: None }),
-            Delivery::Classes(count) => {
+            OutputTarget::Message => Ok(Output { tensor, span: None }),
+            OutputTarget::Classes(count) => {
                 Ok(Output { tensor: classify(&tensor, count, signature.has_rows())?, span: None })
             }
-            Delivery::Region(span) => {
+            OutputTarget::Region(span) => {
                 let bytes = tensor.data.raw_len();
                 if bytes as u64 > span.byte_size() {
                     return Err(InferError::invalid(format!(

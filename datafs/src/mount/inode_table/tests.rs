@@ -8,7 +8,7 @@ use crate::meta::inode::Inode;
 /// The stamp of a name, and the thread that is told it.
 const NAMED: (u32, u32) = (1, EVERY_THREAD);
 
-fn asker(known: &KnownNodes, thread: u32) -> Asker {
+fn asker(known: &InodeTable, thread: u32) -> Asker {
     Asker { thread, arrived: known.clock(), arrived_ms: 1, again: false, unlinks: false }
 }
 
@@ -18,7 +18,7 @@ fn attr(ino: u64) -> Attr {
 
 #[test]
 fn nodes_are_known_until_they_are_forgotten_and_never_too_many() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     let many = (TABLES * TABLE_MAX) as u64;
     for ino in 0..many {
         assert!(known.note(&attr(ino), Some(NAMED), 7));
@@ -40,7 +40,7 @@ fn nodes_are_known_until_they_are_forgotten_and_never_too_many() {
 /// The kernel forgets some and hears of others for as long as it likes.
 #[test]
 fn tables_never_outgrow_their_bound() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     // All of one table, which is where it is decided.
     let ino = |number: usize| (number * TABLES) as u64;
     for room in [TABLE_FULL / 2 - 1, TABLE_FULL / 2, TABLE_FULL / 2 + 1, TABLE_MAX] {
@@ -54,14 +54,14 @@ fn tables_never_outgrow_their_bound() {
             assert!(known.tables[0].capacity() <= TABLE_FULL, "{room}: {number}");
         }
         assert_eq!(known.tables[0].len(), room);
-        known = KnownNodes::default();
+        known = InodeTable::default();
     }
     assert!(!known.was_crowded());
 }
 
 #[test]
 fn removed_nodes_are_kept_until_the_kernel_forgets_them() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     let removed = |ino| Removed { attr: attr(ino), target: None };
     known.note(&attr(7), Some(NAMED), 1);
     known.note(&attr(8), None, 1);
@@ -73,13 +73,13 @@ fn removed_nodes_are_kept_until_the_kernel_forgets_them() {
 
 #[test]
 fn a_name_is_told_until_the_node_loses_a_name() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     let stamp = |name: &str, version| name_stamp(1, OsStr::new(name), version);
     let file = |names_version| Attr { names_version, ..attr(7) };
     let note =
-        |known: &mut KnownNodes, version, stamp, thread| known.note(&file(version), Some((stamp, thread)), 1);
-    let lost = |known: &mut KnownNodes, version| known.has_lost_name(&file(version), 1 << 20);
-    let told = |known: &KnownNodes, stamp, again| {
+        |known: &mut InodeTable, version, stamp, thread| known.note(&file(version), Some((stamp, thread)), 1);
+    let lost = |known: &mut InodeTable, version| known.has_lost_name(&file(version), 1 << 20);
+    let told = |known: &InodeTable, stamp, again| {
         let asker = Asker { arrived_ms: 2, again, ..asker(known, 5) };
         known.is_told(7, stamp, &asker) != Told::No
     };
@@ -107,10 +107,10 @@ fn a_name_is_told_until_the_node_loses_a_name() {
 
 #[test]
 fn a_name_that_another_thread_was_told_a_moment_ago_is_not_sure() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     let in_flight_ms = IN_FLIGHT.as_millis() as u32;
     known.note(&attr(7), Some((9, 5)), 1_000);
-    let asked = |known: &KnownNodes, thread, after_ms| {
+    let asked = |known: &InodeTable, thread, after_ms| {
         known.is_told(7, 9, &Asker { arrived_ms: 1_000 + after_ms, ..asker(known, thread) })
     };
     assert_eq!(asked(&known, 5, 0), Told::Surely, "it was told itself");
@@ -125,7 +125,7 @@ fn a_name_that_another_thread_was_told_a_moment_ago_is_not_sure() {
     assert_eq!(known.is_told(7, 9, &again), Told::Likely);
     // The kernel may have moved something else.
     known.moves(7, 1, 10, Told::Likely);
-    let moved = |known: &KnownNodes| known.is_told(7, 10, &Asker { arrived_ms: 1_000, ..asker(known, 5) });
+    let moved = |known: &InodeTable| known.is_told(7, 10, &Asker { arrived_ms: 1_000, ..asker(known, 5) });
     assert_eq!(moved(&known), Told::No);
     let moved_attr = Attr { names_version: 1, ..attr(7) };
     known.note(&moved_attr, Some((10, 5)), 1_000);
@@ -137,7 +137,7 @@ fn a_name_that_another_thread_was_told_a_moment_ago_is_not_sure() {
 
 #[test]
 fn beyond_the_table_a_thread_of_another_namespace_may_change_names() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     assert_eq!(known.is_told(7, 9, &asker(&known, 0)), Told::No);
     known.was_crowded = true;
     assert_eq!(known.is_told(7, 9, &asker(&known, 0)), Told::Likely);
@@ -147,7 +147,7 @@ fn beyond_the_table_a_thread_of_another_namespace_may_change_names() {
 
 #[test]
 fn a_look_up_under_a_new_name_leaves_the_old_one_in_doubt_for_its_lifetime() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     let moved = Attr { names_version: 1, ..attr(7) };
     known.note(&attr(7), Some((8, 5)), 1_000);
     assert!(!known.has_lost_name(&attr(7), 1_000));
@@ -165,13 +165,13 @@ fn a_look_up_under_a_new_name_leaves_the_old_one_in_doubt_for_its_lifetime() {
 
 #[test]
 fn a_thread_of_another_namespace_is_expected_with_the_access_that_it_was_refused() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     known.note(&attr(7), Some(NAMED), 1);
     let [one, other] = [b"one", b"two"].map(|value| list_stamp(value));
     known.tells_list(7, NO_LIST);
     let changed = Attr { mode: attr(7).mode ^ 0o044, names_version: 1, ..attr(7) };
     let access = access_of(&changed);
-    let expects = |known: &KnownNodes, list| known.get(7).unwrap().expects_access(access, list);
+    let expects = |known: &InodeTable, list| known.get(7).unwrap().expects_access(access, list);
     assert!(!expects(&known, one));
     known.get_mut(7).unwrap().expects(&changed, one);
     // What the second walk tells the kernel.
@@ -188,10 +188,10 @@ fn a_thread_of_another_namespace_is_expected_with_the_access_that_it_was_refused
 
 #[test]
 fn an_access_control_list_counts_once_it_was_told() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     known.note(&attr(7), Some(NAMED), 1);
     let [one, other] = [b"one", b"two"].map(|value| list_stamp(value));
-    let differs = |known: &KnownNodes, list| known.get(7).unwrap().has_other_list(list);
+    let differs = |known: &InodeTable, list| known.get(7).unwrap().has_other_list(list);
     assert!(!differs(&known, one) && !differs(&known, NO_LIST));
     known.tells_list(7, one);
     assert!(!differs(&known, one) && differs(&known, other) && differs(&known, NO_LIST));
@@ -205,7 +205,7 @@ fn an_access_control_list_counts_once_it_was_told() {
 
 #[test]
 fn a_size_is_not_sure_while_an_answer_with_another_one_may_be_under_way() {
-    let mut known = KnownNodes::default();
+    let mut known = InodeTable::default();
     let changed = Attr { data_version: 9, ..attr(7) };
     known.note(&attr(7), Some(NAMED), 1);
     assert!(known.get(7).unwrap().has_size(&attr(7)));

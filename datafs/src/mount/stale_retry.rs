@@ -109,7 +109,7 @@ pub(super) enum Creation {
 }
 
 #[derive(Debug)]
-struct Retry {
+struct StaleRetry {
     refused: Refused,
     node: Node,
     found: Option<Arc<Found>>,
@@ -121,13 +121,13 @@ struct Retry {
 
 /// The threads that were refused something a short time ago.
 #[derive(Debug, Default)]
-pub(super) struct Retries {
+pub(super) struct StaleRetries {
     /// How many: asked at each look-up.
     count: AtomicUsize,
-    threads: Mutex<HashMap<u32, Retry>>,
+    threads: Mutex<HashMap<u32, StaleRetry>>,
 }
 
-impl Retries {
+impl StaleRetries {
     /// Notes that a thread is refused something. False when it was refused the same just before and has
     /// found nothing else, or cannot be told from others: it has no other way.
     pub(super) fn refuse(&self, thread: u32, refused: Refused, node: Node) -> bool {
@@ -152,9 +152,9 @@ impl Retries {
         refused: Refused,
         node: Node,
         existing: Option<(OsString, Arc<Found>)>,
-    ) -> Option<Retry> {
+    ) -> Option<StaleRetry> {
         let since = Instant::now();
-        let retry = Retry { refused, node, found: None, existing, since, until: since + EXPECTED };
+        let retry = StaleRetry { refused, node, found: None, existing, since, until: since + EXPECTED };
         let mut threads = self.threads.lock();
         let before = threads.insert(thread, retry);
         self.count.store(threads.len(), Ordering::Release);
@@ -201,7 +201,7 @@ impl Retries {
         Some(found).filter(|found| found.attr.node == node)
     }
 
-    /// [`Retries::found`] by a thread that has arrived with it.
+    /// [`StaleRetries::found`] by a thread that has arrived with it.
     pub(super) fn take(&self, thread: u32, node: Node) -> Option<Arc<Found>> {
         let found = self.found(thread, node)?;
         let mut threads = self.threads.lock();
@@ -244,7 +244,7 @@ impl Retries {
     /// Whether a thread walks a path to bring the size of a node.
     pub(super) fn walks(&self, node: Node) -> bool {
         // One may have come to another file, and be served there.
-        let walks = |retry: &Retry| {
+        let walks = |retry: &StaleRetry| {
             (retry.refused, retry.node) == (Refused::Size, node) && retry.since.elapsed() < EXPECTED
         };
         self.count.load(Ordering::Acquire) > 0 && self.threads.lock().values().any(walks)
@@ -255,7 +255,7 @@ impl Retries {
         if self.count.load(Ordering::Acquire) == 0 {
             return false;
         }
-        let is_change = |retry: &Retry| {
+        let is_change = |retry: &StaleRetry| {
             matches!(retry.refused, Refused::Change | Refused::Removal) && retry.node == parent
         };
         let again = self.threads.lock().get(&thread).is_some_and(is_change);
@@ -267,7 +267,7 @@ impl Retries {
 
     /// A name on the second way of a thread has gone. The kernel answers a removal so, and the thread does not come back.
     fn misses(&self, thread: u32) {
-        let is_removal = |retry: &Retry| retry.refused == Refused::Removal;
+        let is_removal = |retry: &StaleRetry| retry.refused == Refused::Removal;
         if self.threads.lock().get(&thread).is_some_and(is_removal) {
             self.forget(thread);
         }

@@ -19,17 +19,17 @@ pub(crate) const COPIED_BYTES: usize = 1 << 20;
 
 /// The turns of a server. Clones share them.
 #[derive(Debug, Clone)]
-pub(crate) struct Turns(Arc<Semaphore>);
+pub(crate) struct BodyReadLimit(Arc<Semaphore>);
 
-impl Turns {
+impl BodyReadLimit {
     /// As many concurrent turns as half of the processors, at least one.
-    pub(crate) fn new() -> Turns {
+    pub(crate) fn new() -> BodyReadLimit {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        Turns::of((processors / 2).max(1))
+        BodyReadLimit::of((processors / 2).max(1))
     }
 
-    fn of(at_a_time: usize) -> Turns {
-        Turns(Arc::new(Semaphore::new(at_a_time)))
+    fn of(at_a_time: usize) -> BodyReadLimit {
+        BodyReadLimit(Arc::new(Semaphore::new(at_a_time)))
     }
 
     /// Runs the work, on this thread unless it takes long. A panic of the work continues in the caller. When the call
@@ -84,7 +84,7 @@ mod tests {
     #[tokio::test]
     async fn short_calls_are_answered_while_large_bodies_are_read_in_turns() {
         // The test runs on one thread. Work that stayed on it would block it forever.
-        let turns = Turns::of(2);
+        let turns = BodyReadLimit::of(2);
         let (begun, begins) = mpsc::channel();
         let reading = Arc::new(AtomicUsize::new(0));
         let mut ends = Vec::new();
@@ -127,7 +127,7 @@ mod tests {
 
     #[tokio::test]
     async fn turn_of_a_dropped_call_goes_to_the_next() {
-        let turns = Turns::of(1);
+        let turns = BodyReadLimit::of(1);
         let (end, ended) = mpsc::channel::<()>();
         let first = tokio::spawn({
             let turns = turns.clone();
@@ -147,6 +147,6 @@ mod tests {
     #[should_panic(expected = "the work's own")]
     async fn panic_of_long_work_goes_on_in_its_call() {
         // The call panics before it returns a result.
-        let _ = Turns::of(1).run::<()>(true, || panic!("the work's own")).await;
+        let _ = BodyReadLimit::of(1).run::<()>(true, || panic!("the work's own")).await;
     }
 }

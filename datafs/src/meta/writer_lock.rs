@@ -31,7 +31,7 @@ const LEAVE_TO_OTHERS: Duration = Duration::from_millis(2);
 
 /// This process's handle of the lock.
 #[derive(Debug)]
-pub(crate) struct Turn {
+pub(crate) struct WriterLock {
     path: PathBuf,
     file: File,
     page: SharedPage,
@@ -44,14 +44,14 @@ pub(crate) struct Turn {
     generation: u64,
 }
 
-impl Turn {
+impl WriterLock {
     /// Opens the file beside the metadata file, and creates it if it is missing. `committed` returns the
     /// number of the newest batch in the metadata.
     pub(crate) fn open(
         metadata: &Path,
         lock_wait: Duration,
         committed: &mut dyn FnMut() -> Result<u64>,
-    ) -> Result<Turn> {
+    ) -> Result<WriterLock> {
         let mut path = metadata.to_owned().into_os_string();
         path.push("-turn");
         let path = PathBuf::from(path);
@@ -67,7 +67,7 @@ impl Turn {
         allocate(&file, PAGE_BYTES).map_err(fail)?;
         let page = SharedPage::map(&file).map_err(|e| Error::io("map", &path, e))?;
         let log = ChangeLog::new(file.try_clone().map_err(fail)?);
-        let mut turn = Turn {
+        let mut turn = WriterLock {
             path,
             file,
             page,

@@ -5,7 +5,7 @@
 //! `encoded.rs`). So it is compressed and encrypted as its volumes are, and readers treat it like any other
 //! object. The pack is closed and sent when it is full, or when a commit that points at it needs it durable.
 //! Until the store has it, reads come from memory. A pack that could not be sent stays in memory, and the
-//! next [`Gathered::sync`] sends it again; that memory is bounded.
+//! next [`RemotePack::sync`] sends it again; that memory is bounded.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -34,7 +34,7 @@ use crate::metrics;
 pub(crate) const GATHER_BYTES: usize = 4 << 20;
 
 /// A pack that is being collected or sent. Dropping one that no transaction has referred to deletes it.
-pub(crate) struct Gathered {
+pub(crate) struct RemotePack {
     pool: ObjectPool,
     id: ObjectId,
     codec: Codec,
@@ -61,18 +61,18 @@ impl Stage {
     }
 }
 
-impl fmt::Debug for Gathered {
+impl fmt::Debug for RemotePack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gathered").field("id", &self.id).finish_non_exhaustive()
+        f.debug_struct("RemotePack").field("id", &self.id).finish_non_exhaustive()
     }
 }
 
-impl Gathered {
+impl RemotePack {
     /// A new empty pack.
-    fn begin(pool: &ObjectPool, codec: &Codec) -> Gathered {
-        let id = pool.new_id(Layout::Gathered);
+    fn begin(pool: &ObjectPool, codec: &Codec) -> RemotePack {
+        let id = pool.new_id(Layout::RemotePack);
         failpoint::hit("pack-begun");
-        Gathered {
+        RemotePack {
             pool: pool.clone(),
             id,
             codec: codec.clone(),
@@ -196,7 +196,7 @@ impl Gathered {
 
 /// A request in progress. Its drop settles the stage even after a panic, so that no caller waits forever.
 struct Attempt<'p> {
-    pack: &'p Gathered,
+    pack: &'p RemotePack,
     bytes: Bytes,
     outcome: Option<Result<()>>,
 }
@@ -225,7 +225,7 @@ impl Drop for Attempt<'_> {
     }
 }
 
-impl Drop for Gathered {
+impl Drop for RemotePack {
     fn drop(&mut self) {
         let stage = mem::replace(self.stage.get_mut(), Stage::Stored);
         let sent = !matches!(stage, Stage::Open(_));
@@ -249,9 +249,9 @@ impl Drop for Gathered {
 
 /// The packs that are appended to, one for each codec.
 #[derive(Debug, Default)]
-pub(super) struct Gathering(Mutex<Vec<Arc<Gathered>>>);
+pub(super) struct RemotePackWriters(Mutex<Vec<Arc<RemotePack>>>);
 
-impl Gathering {
+impl RemotePackWriters {
     /// See [`Packs::append`](super::pack_writer::Packs::append).
     pub(super) fn append<'a>(
         &self,
@@ -265,7 +265,7 @@ impl Gathering {
         let mut packs = self.0.lock();
         loop {
             let at = packs.iter().position(|pack| pack.codec == *codec).unwrap_or_else(|| {
-                let pack = Arc::new(Gathered::begin(pool, codec));
+                let pack = Arc::new(RemotePack::begin(pool, codec));
                 pool.pending().add(&pack);
                 packs.push(pack);
                 packs.len() - 1
@@ -279,11 +279,11 @@ impl Gathering {
             if full {
                 pack.start();
             }
-            return Ok(Packed { pack: Pack::Gathered(pack), extents });
+            return Ok(Packed { pack: Pack::RemotePack(pack), extents });
         }
     }
 
-    pub(super) fn give_up(&self, pack: &Arc<Gathered>) {
+    pub(super) fn give_up(&self, pack: &Arc<RemotePack>) {
         self.0.lock().retain(|current| !Arc::ptr_eq(current, pack));
     }
 
@@ -306,7 +306,7 @@ pub(crate) struct PendingPacks {
 
 #[derive(Debug, Default)]
 struct Held {
-    packs: HashMap<ObjectId, Weak<Gathered>>,
+    packs: HashMap<ObjectId, Weak<RemotePack>>,
     bytes: usize,
     /// The error of the last request, if it failed.
     failed: Option<ObjectError>,
@@ -346,7 +346,7 @@ impl PendingPacks {
     }
 
     /// Registers a pack, so that readers find it.
-    pub(super) fn add(&self, pack: &Arc<Gathered>) {
+    pub(super) fn add(&self, pack: &Arc<RemotePack>) {
         self.held.lock().packs.insert(pack.id, Arc::downgrade(pack));
     }
 

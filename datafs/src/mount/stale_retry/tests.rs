@@ -16,7 +16,7 @@ fn found(node: Node) -> Option<Arc<Found>> {
 
 #[test]
 fn an_existing_file_is_held_for_the_thread_that_was_to_create_it() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     let existing = |node| Found { attr: found(node).unwrap().attr, target: None, _file: None };
     let name = OsStr::new("name");
     retries.refuse_creation(7, NODE, name, existing(OTHER));
@@ -34,7 +34,7 @@ fn an_existing_file_is_held_for_the_thread_that_was_to_create_it() {
 
 #[test]
 fn what_a_thread_has_found_last_is_its_own() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     assert!(!retries.serves(7));
     retries.keep(7, found(OTHER));
     assert!(retries.take(7, OTHER).is_none(), "it was refused nothing");
@@ -51,7 +51,7 @@ fn what_a_thread_has_found_last_is_its_own() {
 
 #[test]
 fn who_comes_back_with_the_same_has_no_other_way() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     assert!(retries.refuse(7, Refused::Name, NODE));
     assert!(retries.refuse(8, Refused::Name, NODE));
     assert!(!retries.refuse(7, Refused::Name, NODE));
@@ -63,7 +63,7 @@ fn who_comes_back_with_the_same_has_no_other_way() {
 
 #[test]
 fn every_thread_that_is_sent_for_a_size_comes_back_for_itself() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     assert!(retries.refuse(7, Refused::Size, NODE) && retries.refuse(8, Refused::Size, NODE));
     assert!(retries.walks(NODE) && !retries.walks(OTHER));
     retries.keep(7, found(NODE));
@@ -80,7 +80,7 @@ fn every_thread_that_is_sent_for_a_size_comes_back_for_itself() {
 
 #[test]
 fn a_change_of_names_comes_back_once_and_to_the_same_folder() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     retries.refuse(7, Refused::Change, NODE);
     assert!(!retries.changes_again(7, OTHER) && !retries.changes_again(8, NODE));
     retries.keep(7, found(OTHER));
@@ -92,7 +92,7 @@ fn a_change_of_names_comes_back_once_and_to_the_same_folder() {
 
 #[test]
 fn a_removal_of_a_name_that_is_gone_on_the_second_way_does_not_come_back() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     retries.refuse(7, Refused::Removal, NODE);
     assert!(retries.changes_again(7, NODE));
     retries.refuse(7, Refused::Removal, NODE);
@@ -110,7 +110,7 @@ fn a_removal_of_a_name_that_is_gone_on_the_second_way_does_not_come_back() {
 
 #[test]
 fn nothing_is_kept_for_long() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     assert!(retries.due().is_none());
     retries.refuse(NO_THREAD, Refused::Node, NODE);
     retries.keep(NO_THREAD, found(OTHER));
@@ -127,7 +127,7 @@ fn a_thread_that_has_had_no_processor_since_is_waited_for() {
     let home = tempfile::tempdir().unwrap();
     let pipe = home.path().join("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     let (send, thread) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let (pipe, retries) = (&pipe, &retries);
@@ -151,7 +151,7 @@ fn a_thread_that_has_had_no_processor_since_is_waited_for() {
 
 #[test]
 fn a_thread_is_expected_for_a_while_and_served_for_as_long_as_that_takes() {
-    let retries = Retries::default();
+    let retries = StaleRetries::default();
     retries.refuse(NO_THREAD, Refused::Node, NODE);
     retries.give_up(Instant::now() + EXPECTED / 2);
     assert!(retries.serves(NO_THREAD), "on a machine that has much to do");

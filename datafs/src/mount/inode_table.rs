@@ -51,7 +51,7 @@ pub(super) const EVERY_THREAD: u32 = u32::MAX;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asker {
     pub(super) thread: u32,
-    /// The [`KnownNodes::clock`] when it arrived.
+    /// The [`InodeTable::clock`] when it arrived.
     pub(super) arrived: u32,
     /// The same in milliseconds since the mount.
     pub(super) arrived_ms: u32,
@@ -79,7 +79,7 @@ pub(super) struct Known {
     names_version: u32,
     /// The name that it was told last, see [`name_stamp`].
     named: u32,
-    /// The [`KnownNodes::clock`] when it was told that for the first time.
+    /// The [`InodeTable::clock`] when it was told that for the first time.
     named_at: u32,
     /// The thread that was told so, or [`EVERY_THREAD`].
     named_to: u32,
@@ -186,7 +186,7 @@ impl Known {
 
 /// Nodes of the live tree that the kernel knows, by inode number.
 #[derive(Debug)]
-pub(super) struct KnownNodes {
+pub(super) struct InodeTable {
     tables: [HashMap<u64, Known>; TABLES],
     removed: HashMap<u64, Removed>,
     /// Nodes that were found under a new name, and until when an older one may be kept, in milliseconds since the mount.
@@ -196,9 +196,9 @@ pub(super) struct KnownNodes {
     clock: u32,
 }
 
-impl Default for KnownNodes {
-    fn default() -> KnownNodes {
-        KnownNodes {
+impl Default for InodeTable {
+    fn default() -> InodeTable {
+        InodeTable {
             tables: std::array::from_fn(|_| HashMap::new()),
             removed: HashMap::new(),
             doubted: HashMap::new(),
@@ -208,7 +208,7 @@ impl Default for KnownNodes {
     }
 }
 
-impl KnownNodes {
+impl InodeTable {
     /// Notes attributes that are going to be answered, with the stamp of a name also that the kernel knows the node
     /// by this name, and the thread that is told so. Returns false where there is no room: then it must not keep them.
     pub(super) fn note(&mut self, attr: &Attr, named: Option<(u32, u32)>, answered_ms: u32) -> bool {
