@@ -1,4 +1,4 @@
-//! A topic into a volume into two trainers: the embedded broker, ingest, a snapshot and the feed as a library.
+//! Feed example: the embedded broker, ingest, a snapshot and a feed for two trainers, used as a library.
 //!
 //! Run it: `cargo run --example feed -- /tmp/millrace-feed`. The folder becomes the home.
 #![allow(clippy::print_stdout)]
@@ -35,7 +35,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let producer = Producer::connect(&kafka).await?;
     producer.send_all((0..RECORDS).map(|id| OutRecord::new("clicks", format!("{{\"id\":{id}}}")))).await?;
 
-    // Files and offsets commit together: a restart goes on where the volume says.
+    // Files and offsets commit together: after a restart, ingest continues from the volume's offsets.
     let job = JobConfig::new("clicks", "clicks", "clicks", "train");
     let report =
         millrace_ingest::run(&job, &datafs, &kafka, CancellationToken::new(), Until::CaughtUp).await?;

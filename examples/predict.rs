@@ -1,7 +1,7 @@
-//! A model server inside a program: serves the models of a folder on free ports and asks one of them.
+//! Model server example: serves the models of a folder on free ports and sends a request to one of them.
 //!
-//! Run it: `cargo run --example predict -- MODELS MODEL`, where MODELS holds `MODEL/VERSION/model.onnx`, as
-//! `millrace model import` makes it.
+//! Run it: `cargo run --example predict -- MODELS MODEL`, where MODELS holds `MODEL/VERSION/model.onnx`.
+//! `millrace model import` creates this layout.
 #![allow(clippy::print_stdout)]
 
 use std::error::Error;
@@ -30,7 +30,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let signature = client.signature(&model, "").await?;
     let mut inputs = Vec::new();
     for input in signature.inputs {
-        // One row of zeros; an extent of -1 is the caller's to choose.
+        // One row of zeros; a dimension of -1 is the caller's choice.
         let shape: Vec<i64> = input.shape.iter().map(|extent| (*extent).max(1)).collect();
         let elements = usize::try_from(shape.iter().product::<i64>())?;
         let bytes = input.datatype.element_bytes().ok_or("this example knows no strings")? * elements;

@@ -1,4 +1,4 @@
-//! A volume as a library: files and keys that become visible together, and a snapshot that stays what it is.
+//! Volume example: files and keys that become visible together, and a snapshot that never changes.
 //!
 //! Run it: `cargo run --example volume -- /tmp/millrace-volume`. The folder becomes the home.
 #![allow(clippy::print_stdout)]
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     staged.append(b"21.5\n21.7\n")?;
     live.publish(Publish::new().file("room/monday.csv", staged.finish()?).put_key("next", "2"))?;
 
-    // A snapshot costs the same for any size of the volume. Later writes do not change it.
+    // A snapshot takes constant time for any volume size. Later writes do not change it.
     datafs.snapshot_create(&"readings".parse()?, &"monday".parse()?)?;
     live.write_file("room/monday.csv", b"corrected\n")?;
 

@@ -1,4 +1,4 @@
-//! The command line: every command, flag and example, as clap reads them. No behaviour lives here.
+//! The command line: all commands, flags and examples, declared for clap. No behavior lives here.
 
 mod access;
 mod images;
@@ -45,10 +45,10 @@ pub(crate) struct Cli {
     /// Print one JSON object (or one per line) instead of tables
     #[arg(long, global = true)]
     pub(crate) json: bool,
-    /// What to log to standard error, as in `info` or `millrace_ingest=debug`
+    /// Log filter for standard error, as in `info` or `millrace_ingest=debug`
     #[arg(long, global = true, env = "MILLRACE_LOG", default_value = "warn", value_name = "FILTER")]
     pub(crate) log: String,
-    /// What to do
+    /// The command to run
     #[command(subcommand)]
     pub(crate) command: Command,
 }
@@ -96,11 +96,11 @@ pub(crate) enum Command {
         after_help = "Copies the metadata, as of one moment, and every object that it points at. Runs beside live mounts; while\nit runs, no process deletes objects. A folder with an earlier backup of the same store is brought up\nto date: only what is new is copied. Killed anywhere, it leaves the earlier backup or the new one.\nTopics, the configuration and encryption keys are not part of it.\n\nExamples:\n  millrace backup /backups/volumes\n  millrace backup /backups/volumes --json"
     )]
     Backup {
-        /// The folder: missing, empty, or one with a backup
+        /// The folder of the backup: missing, empty, or one with an earlier backup
         #[arg(value_name = "DIR")]
         to: PathBuf,
     },
-    /// Replace all volumes of this home by those of a backup
+    /// Replace all volumes of this home with those of a backup
     #[command(
         after_help = "Brings objects that are missing or damaged (in a bucket: of another length) back into the store, then\nreplaces all metadata in one step: killed anywhere, it leaves the volumes of before or those of the backup.\nEnd all mounts and services of the home first. The metadata engine and the store may be others than those\nof the backup. Objects that are newer than the backup stay in the store until `millrace fsck --repair` and\n`millrace gc`.\n\nExample:\n  millrace restore /backups/volumes --yes"
     )]
@@ -110,7 +110,7 @@ pub(crate) enum Command {
         after_help = "Runs beside live mounts; reads metadata and lists the store. --scrub also reads all file data\nagainst its checksums. --repair mends what can be mended without losing what was written: files\nwithout a name appear in lost+found, wrong counts are counted anew, objects that nothing points at\nare left to the next collection. Data that is gone is named with the inode that it belonged to\n(find MOUNT -inum INODE shows the path); restore it from a snapshot or a copy.\n\nExit codes: 0 sound, 8 all damage repaired, 6 damage is left.\n\nExamples:\n  millrace fsck\n  millrace fsck --scrub --json\n  millrace fsck --repair"
     )]
     Fsck(FsckArgs),
-    /// Rewrite files in many small pieces, and objects of which little is in use
+    /// Rewrite files that consist of many small extents, and objects that are mostly unused
     #[command(
         after_help = "Random overwrites scatter a file over many extents, and deletions leave objects mostly empty.\nMounts compact in the background; this does all of it at once, beside whoever works. The space comes\nfree with the next `millrace gc` after datafs.garbage_grace_ms. Snapshots keep what they hold.\n\nExamples:\n  millrace compact\n  millrace compact digits"
     )]
@@ -118,7 +118,7 @@ pub(crate) enum Command {
         /// The volume [default: all]
         volume: Option<Name>,
     },
-    /// Fetch files of a store in the cloud into this machine's cache before they are needed
+    /// Prefetch files of a remote object store into this machine's cache
     #[command(
         after_help = "Fetches what the file, or all files below the folder, consist of, so far as the cache has room\n(datafs.cache_bytes_max). All processes of the machine share the cache. With a store in a local folder\nthere is nothing to fetch.\n\nExamples:\n  millrace warmup digits@monday\n  millrace warmup digits:/train"
     )]
@@ -126,17 +126,17 @@ pub(crate) enum Command {
         /// VOLUME or VOLUME@SNAPSHOT, with :/PATH for a part of it
         what: String,
     },
-    /// Show what mounts do: rates, latencies, caches, commits
+    /// Show statistics of mounts: rates, latencies, caches, commits
     #[command(
         after_help = "A line for each kind of request since the line above: how often, how long (mean, median, 99 of\n100), bytes, failures. Times are those of the daemon: what the kernel serves from its own pages does\nnot show. Shares of caches and commits are those of the whole process. With --json, one object per\ninterval.\n\nExamples:\n  millrace stats\n  millrace stats /mnt/digits --interval 5\n  millrace stats digits --once --json"
     )]
     Stats(StatsArgs),
-    /// Write down each request that a mount answers, while it runs
+    /// Trace the requests of a running mount to a file
     #[command(
         after_help = "One line for each request: when, what, whose thread, inode and name, offset and size, result,\nmicroseconds. The file is bounded: full, it becomes FILE.1 in the place of the one before. Lines that\ncome faster than the disk takes them are counted as lost (lost=N). Without FILE or --off, says\nwhether the mount is traced. Mounts can begin traced: millrace mount --trace FILE.\n\nExamples:\n  millrace trace digits /tmp/digits.trace\n  millrace trace /mnt/digits\n  millrace trace digits --off"
     )]
     Trace(TraceArgs),
-    /// Delete what nothing points at any more, now instead of in the background
+    /// Delete unreferenced objects now instead of in the background
     #[command(
         after_help = "Every process that has volumes open collects garbage in the background; this does it at once and\nsays what went: objects of deleted and overwritten files (once datafs.garbage_grace_ms has passed),\nsnapshots and volumes in deletion, what killed processes left behind. Runs beside live mounts and\nmay be stopped anywhere.\n\nExample:\n  millrace gc"
     )]
@@ -150,12 +150,12 @@ pub(crate) enum Command {
         after_help = "Examples:\n  millrace topic list\n  millrace topic delete digits --yes"
     )]
     Topic(TopicCommand),
-    /// Land a topic in a volume as Parquet, exactly once
+    /// Write a topic to a volume as Parquet, exactly once
     #[command(
         after_help = "Examples:\n  millrace ingest --topic digits --volume digits --path /train\n  millrace ingest --job digits --follow"
     )]
     Ingest(IngestArgs),
-    /// Read a dataset in training order: print batches, or with --dry the rate
+    /// Read a dataset in training order: print batches, or measure the rate with --dry
     #[command(
         after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry"
     )]
@@ -166,7 +166,7 @@ pub(crate) enum Command {
         after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128 --classes 10 digits.onnx"
     )]
     Model(ModelCommand),
-    /// Train what a job file describes and publish the result as a bundle
+    /// Train the model of a job file and publish the result as a bundle
     #[command(after_help = "Example:\n  millrace train train.toml --workers 2")]
     Train(TrainArgs),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
@@ -174,7 +174,7 @@ pub(crate) enum Command {
         after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits\n  millrace serve top\n  millrace serve token ci --models digits >> tokens.txt"
     )]
     Serve(ServeArgs),
-    /// Send records to a model server and show what it predicts
+    /// Send records to a model server and show its predictions
     #[command(
         after_help = "Values become what the model says that it takes: numbers must fit, lists must have the shape of the\ninput without its first extent, or be flat. A record that does not fit is named with its file and place,\nand no file is written. People see the first records; --json gives all as one object, --output writes\nthem in the model's own types, in the order of the records.\n\nA cell of a CSV file is one element, a JSON list of them, or one of the columns FIRST..LAST that --input\nnames. It is read as the type of the input: true, false, 1, 0 for BOOL; nan and inf are floats, too.\n\nImages (PNG, JPEG, folders of them) are for models with one input. They become grey or RGB as its channels\nsay, and are scaled to its height and width; values stay from 0 to 255 unless --scaling, or --mean and\n--std say otherwise. Answers name the files.\n\nExamples:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label\n  millrace predict digits rows.parquet --input input=pixels --output predictions.parquet\n  echo '{\"pixels\": [[…]]}' | millrace predict digits --format json --input pixels --output -\n  millrace predict iris iris.csv --input features=sepal_length..petal_width --label species\n  millrace predict resnet photos/ cat.jpg --scaling imagenet --output classes.jsonl\n  millrace predict digits rows.jsonl --grpc models.example.org:8001 --in-flight 16"
     )]
@@ -194,13 +194,13 @@ pub(crate) enum Command {
         #[arg(long, hide = true, conflicts_with = "listen")]
         temporary: bool,
     },
-    /// Print the configuration in force
+    /// Print the effective configuration
     #[command(after_help = "Example:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config")]
     Config,
     /// Print a completion script for a shell
     #[command(after_help = "Example:\n  millrace completions bash > /etc/bash_completion.d/millrace")]
     Completions {
-        /// Which shell
+        /// The shell
         shell: clap_complete::Shell,
     },
     /// A training worker: started by `train`, never by hand
@@ -217,16 +217,16 @@ pub(crate) struct QuickstartArgs {
     /// Seed of the weights and of the shuffle
     #[arg(long, default_value_t = 7)]
     pub(crate) seed: u64,
-    /// Where to train and serve
+    /// The device to train and serve on
     #[arg(long, value_enum, default_value_t = DeviceArg::Cpu)]
     pub(crate) device: DeviceArg,
-    /// Leave everything running and say what to try
+    /// Keep everything running and print commands to try
     #[arg(long)]
     pub(crate) keep: bool,
-    /// Delete the volume and the topics of earlier quickstart runs in this home and start anew
+    /// Delete the volume and the topics of earlier quickstart runs in this home and start over
     #[arg(long)]
     pub(crate) clean: bool,
-    /// Listen on free ports instead of the usual ones of Kafka (9092) and Triton (8000 to 8002)
+    /// Listen on free ports instead of the standard ones of Kafka (9092) and Triton (8000 to 8002)
     #[arg(long)]
     pub(crate) free_ports: bool,
 }

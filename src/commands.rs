@@ -1,4 +1,4 @@
-//! One file per command: arguments in, library calls, a table or JSON out.
+//! The commands, one file each: arguments in, library calls, a table or JSON out.
 
 pub(crate) mod backup;
 pub(crate) mod broker;

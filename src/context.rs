@@ -1,5 +1,4 @@
-//! What every command starts from: how to talk, the home, the configuration, and the engines that
-//! these name.
+//! The context of every command: the output, the home, the configuration, and access to volumes and topics.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -21,21 +20,21 @@ use crate::output::Output;
 use crate::settings::Loaded;
 use crate::shared_broker::{self, Share};
 
-/// How often a session looks whether the broker of its home is still there.
+/// Interval at which a session checks that its home's broker still runs.
 const LOST_POLL: Duration = Duration::from_secs(1);
 
-/// What a command runs with.
+/// The context of a command.
 #[derive(Clone)]
 pub(crate) struct Context {
-    /// How to talk to the caller.
+    /// The output to the caller.
     pub(crate) out: Output,
     /// The home folder.
     pub(crate) home: Home,
     /// The configuration.
     pub(crate) loaded: Loaded,
-    /// What is logged, for processes that are started with the same wish.
+    /// The log filter, passed on to child processes.
     pub(crate) log: String,
-    /// What switches this process's log while it runs.
+    /// The switch that changes this process's log filter while it runs.
     pub(crate) switch: Arc<Switch>,
     /// Cancelled by the first Ctrl-C or SIGTERM.
     pub(crate) stop: CancellationToken,
@@ -48,13 +47,13 @@ impl Context {
         Ok(Datafs::open(self.home.root(), &self.loaded.settings.datafs)?)
     }
 
-    /// The same where other work goes on. A signal ends the waiting for a server that does not answer.
+    /// [`Context::datafs`] for async callers. A signal ends the wait for a server that does not answer.
     pub(crate) async fn volumes(&self) -> Result<Datafs> {
         let own = self.clone();
         self.apart(move || own.datafs()).await
     }
 
-    /// Tells who runs something that programs talk to many times a second, where idle cores halt at once.
+    /// Warns the operator of a request-serving process if idle cores halt immediately.
     pub(crate) fn advise_on_cores(&self) {
         if let Some(setting) = halting(Path::new("/sys")) {
             self.out.note(&format!(
@@ -65,7 +64,7 @@ impl Context {
         }
     }
 
-    /// An error where a signal ended work before its end, so that no script takes it for done.
+    /// Fails if a signal interrupted the work, so that no script takes it for done.
     pub(crate) fn interrupted(&self, what: &str) -> Result<()> {
         if self.stop.is_cancelled() {
             return fail(Exit::Failed, format!("{what} was interrupted; run it again to go on"));
@@ -73,8 +72,8 @@ impl Context {
         Ok(())
     }
 
-    /// Runs work on a thread of its own that may be left behind: reading a terminal or a pipe, or waiting for a server,
-    /// may take for ever, so a signal ends the waiting.
+    /// Runs blocking work on a separate thread. Reading a terminal or a pipe, or waiting for a server, may
+    /// block forever, so a signal abandons the thread.
     pub(crate) async fn apart<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -82,7 +81,7 @@ impl Context {
         self.apart_for(Duration::ZERO, work).await
     }
 
-    /// The same for work that looks at the signal itself, and has so long to end in order.
+    /// [`Context::apart`] for work that observes the signal itself and gets `grace` to finish.
     pub(crate) async fn apart_for<T: Send + 'static>(
         &self,
         grace: Duration,
@@ -110,8 +109,8 @@ impl Context {
         tokio::task::spawn_blocking(work).await?
     }
 
-    /// Reaches the topics: a Kafka cluster, the broker that already holds this home, or else a
-    /// temporary one, which ends with the last session that uses it.
+    /// Connects to the topics: a Kafka cluster, the running broker of this home, or else a temporary one,
+    /// which ends with its last session.
     pub(crate) async fn topics(&self) -> Result<TopicSession> {
         let config = &self.loaded.settings.streams;
         let root = self.home.root();
@@ -130,15 +129,15 @@ impl Context {
         TopicSession { kafka, joined: Some(joined) }
     }
 
-    /// Puts a session with the broker's successor in the place of a lost one, which may wait as long as no service of
-    /// this home is there. False when a signal ended the wait.
+    /// Replaces a lost session by one with the broker's successor. If a service ran the lost broker, this
+    /// waits until a service runs again. False when a signal ended the wait.
     pub(crate) async fn rejoin(&self, session: &mut TopicSession) -> Result<bool> {
         let Some(lost) = session.joined.take() else {
             *session = self.topics().await?;
             return Ok(true);
         };
         let of_service = lost.of_service.load(Ordering::Relaxed);
-        // With its share a temporary broker would never end, and keep a service from starting.
+        // While a session holds its share, a temporary broker never ends and a service cannot start.
         drop(lost);
         match shared_broker::rejoin(self, of_service).await? {
             Some(found) => {
@@ -150,15 +149,15 @@ impl Context {
     }
 }
 
-/// Topics within reach, for as long as this lives.
+/// A session with the topics; a temporary broker lives as long as one of its sessions.
 pub(crate) struct TopicSession {
-    /// How clients reach them.
+    /// The client configuration.
     pub(crate) kafka: KafkaConfig,
-    /// The broker of this home; a cluster has none.
+    /// The broker of this home; none for a cluster.
     joined: Option<Joined>,
 }
 
-/// The broker of a home, as a session found it.
+/// The broker of a home that a session uses.
 struct Joined {
     home: Home,
     address: SocketAddr,
@@ -168,7 +167,8 @@ struct Joined {
 }
 
 impl Joined {
-    /// Notes whether a service runs the broker; whether one waits for the end of a temporary one.
+    /// Records whether a service runs the broker. Returns whether a service waits for this temporary one to
+    /// end.
     fn look(&self) -> bool {
         let Some(service) = self.home.service() else { return false };
         let runs = broker::running_pid(&broker::dir(self.home.root())) == Some(service);
@@ -180,15 +180,15 @@ impl Joined {
 }
 
 impl TopicSession {
-    /// Whether the broker of this home has ended, another one has taken its place at another address, or a service of
-    /// this home waits for the end of this temporary one. The session is then to be given up: [`Context::rejoin`]
-    /// makes a new one. Never so for a cluster, whose clients look for its brokers themselves.
+    /// Whether the broker of this home has ended, has a successor at another address, or is a temporary one
+    /// whose end a service awaits. The caller should then drop the session: [`Context::rejoin`] makes a new
+    /// one. Always false for a cluster, whose clients find its brokers themselves.
     pub(crate) fn is_lost(&self) -> bool {
         let Some(joined) = &self.joined else { return false };
         joined.look() || !shared_broker::is_at(joined.home.root(), joined.address)
     }
 
-    /// Waits until [`TopicSession::is_lost`].
+    /// Waits until the session is lost ([`TopicSession::is_lost`]).
     pub(crate) async fn lost(&self) {
         loop {
             tokio::time::sleep(LOST_POLL).await;
@@ -207,7 +207,7 @@ pub(crate) fn ensure_volume(datafs: &Datafs, name: &Name) -> Result<()> {
     }
 }
 
-/// The live volume of that name.
+/// The live volume of a name.
 pub(crate) fn live(volume: &Name) -> VolumeSpec {
     VolumeSpec { volume: volume.clone(), snapshot: None }
 }

@@ -1,14 +1,14 @@
-//! What this process, as a client of a model server, shows it: a certificate, a token.
+//! Client credentials for a model server: authorities, a client certificate, a bearer token.
 
 use millrace_serving::client::{ClientError, Credentials};
 
 use crate::cli::ServerArgs;
 
-/// What the flags name; the token is read here.
+/// The credentials that the flags name; reads the token file.
 pub(crate) fn credentials(args: &ServerArgs) -> Result<Credentials, ClientError> {
     let credentials = Credentials {
         ca: args.ca.clone(),
-        // Clap asks for both or none.
+        // Clap requires both or neither.
         identity: args.cert.clone().zip(args.key.clone()),
         token: None,
     };

@@ -1,4 +1,4 @@
-//! The translation of every crate's errors into an exit code, once and in one place.
+//! Exit codes of errors: the translation of every crate's errors, in one place.
 
 use std::error::Error as StdError;
 use std::io;
@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use crate::failure::{Exit, Failure};
 
-/// The code for an error: the first of its causes that says more than "failed".
+/// The exit code of an error: of the first cause with a more specific code than `Failed`.
 pub(crate) fn code(error: &anyhow::Error) -> Exit {
     of(error.as_ref())
 }
 
-/// [`code`] of an error of one crate.
+/// [`code`] of a crate's error.
 pub(crate) fn of(error: &(dyn StdError + 'static)) -> Exit {
     let mut next = Some(error);
     while let Some(cause) = next {
@@ -39,7 +39,7 @@ fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
         .unwrap_or(Exit::Failed)
 }
 
-/// An error of that type, or one in a box or shared: large and cloned sources are kept so.
+/// The error as type `E`, also if it is in a `Box` or `Arc`.
 fn as_type<'a, E: StdError + 'static>(cause: &'a (dyn StdError + 'static)) -> Option<&'a E> {
     cause
         .downcast_ref::<E>()

@@ -1,18 +1,18 @@
-//! Exit codes: the one place where errors of every crate become a number for scripts.
+//! Exit codes for scripts, and errors that carry one.
 
 use std::fmt;
 
-/// What the process ends with; the numbers are documented in `millrace --help`.
+/// The exit code of the process; `millrace --help` documents the numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Exit {
-    /// Something failed that no other code names.
+    /// An error without a more specific code.
     Failed = 1,
     /// Wrong flags or configuration.
     Usage = 2,
     /// A volume, snapshot, topic, model or file does not exist.
     NotFound = 3,
-    /// Held by somebody else, in use, of a newer format, or already there.
+    /// Held by another process, in use, of a newer format, or already existing.
     Conflict = 4,
     /// A prerequisite is missing: a library, a permission, a server.
     Unavailable = 5,
@@ -20,9 +20,9 @@ pub(crate) enum Exit {
     Corrupt = 6,
     /// No space left.
     NoSpace = 7,
-    /// Damage was found, and all of it repaired.
+    /// Damage was found, and all of it was repaired.
     Repaired = 8,
-    /// What came out is past a limit that was set, so nothing was written.
+    /// A result exceeds a limit of the command, so nothing was written.
     BeyondLimit = 9,
 }
 
@@ -43,7 +43,7 @@ impl Exit {
     }
 }
 
-/// An error that already knows its exit code.
+/// An error with its exit code.
 #[derive(Debug)]
 pub(crate) struct Failure {
     exit: Exit,
@@ -65,7 +65,7 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// The end of work that a signal cut short: no fault of what was running.
+/// A signal ended the work early; the work itself did not fail.
 #[derive(Debug)]
 pub(crate) struct Interrupted;
 
@@ -77,12 +77,12 @@ impl fmt::Display for Interrupted {
 
 impl std::error::Error for Interrupted {}
 
-/// An error with its exit code.
+/// Makes an error with an exit code.
 pub(crate) fn failure(exit: Exit, message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(Failure { exit, message: message.into() })
 }
 
-/// Ends a function with an error of that exit code.
+/// Returns an error with an exit code.
 pub(crate) fn fail<T>(exit: Exit, message: impl Into<String>) -> anyhow::Result<T> {
     Err(failure(exit, message))
 }

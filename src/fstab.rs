@@ -1,5 +1,5 @@
-//! The command line of `mount.millrace`, under which name `mount -t millrace` and /etc/fstab start the
-//! program, turned into that of `millrace mount --detach`.
+//! The `mount.millrace` helper: `mount -t millrace` and /etc/fstab run the program under this name. Its
+//! arguments become those of `millrace mount --detach`.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -8,7 +8,8 @@ use crate::failure::{Exit, fail};
 
 /// The name that mount(8) looks for in /sbin.
 const NAME: &str = "mount.millrace";
-/// Options for mount(8) and systemd alone, and those of access times, which reading a volume never changes.
+/// Ignored options: those for mount(8) and systemd, and those for access times, which reads of a volume never
+/// change.
 const NOT_OURS: [&str; 18] = [
     "auto",
     "noauto",
@@ -30,7 +31,7 @@ const NOT_OURS: [&str; 18] = [
     "silent",
 ];
 
-/// The options that become flags of `millrace mount`; of two that contradict each other the later one holds.
+/// The options that become flags of `millrace mount`; a later option overrides an earlier one.
 #[derive(Debug, Default)]
 struct Flags {
     read_only: bool,
@@ -41,7 +42,7 @@ struct Flags {
 }
 
 impl Flags {
-    /// Takes note of an option. Returns false for one that is none of these.
+    /// Applies an option. Returns false if it is not one of these.
     fn note(&mut self, option: &str) -> bool {
         match option {
             "ro" => self.read_only = true,
@@ -53,7 +54,7 @@ impl Flags {
             "nodev" => self.dev = false,
             "noexec" => self.noexec = true,
             "exec" => self.noexec = false,
-            // As mount(8) has it for mounts that users may make.
+            // As mount(8) does for mounts by users.
             "user" | "users" | "owner" | "group" => {
                 (self.noexec, self.suid, self.dev) = (true, false, false);
             }
@@ -75,7 +76,7 @@ impl Flags {
     }
 }
 
-/// The arguments as clap reads them, `mount.millrace`'s translated.
+/// The arguments for clap; those of `mount.millrace` are translated.
 pub(crate) fn arguments(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsString>> {
     let given: Vec<OsString> = given.collect();
     let name = given.first().map(Path::new).and_then(Path::file_name);
@@ -92,7 +93,7 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
         match argument.to_str() {
             Some("-o") => options.extend(given.next()),
             Some("-t" | "-N") => drop(given.next()),
-            // Sloppy, fake, no mtab, verbose: as mount(8) hands them on.
+            // mount(8) passes these on: sloppy, fake, no mtab, verbose.
             Some(flag) if flag.starts_with('-') && flag.len() > 1 => {
                 if flag.contains('f') {
                     return fail(Exit::Usage, "mount -f is not supported");

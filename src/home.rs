@@ -1,5 +1,5 @@
-//! The home folder: where all embedded state of one Millrace lives, who holds it, and at which
-//! addresses the holder answers.
+//! The home folder: holds all embedded state of one Millrace, the lock of its service and the addresses of
+//! that service.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{Read, Seek, Write};
@@ -15,14 +15,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::{Exit, fail};
 
-/// Version of the folder's layout. A newer one is refused, an older one would be migrated here.
+/// Version of the folder's layout. A newer one is rejected, an older one would be migrated here.
 const FORMAT: u32 = 1;
 
-/// Commands that run the broker of the home that they hold.
+/// Commands that run the broker of the home whose lock they hold.
 const BROKER_COMMANDS: [&str; 3] = ["up", "broker", "quickstart"];
 
-/// How long to try for the lock of a home: a command that asks who holds it has it for microseconds, and must not keep
-/// a service from starting by that.
+/// How long to retry the lock of a home. A command that looks up the holder takes the lock for microseconds,
+/// which must not keep a service from starting.
 const LOOKED_AT_MAX: Duration = Duration::from_millis(500);
 const RETRY: Duration = Duration::from_millis(2);
 
@@ -30,18 +30,18 @@ const RETRY: Duration = Duration::from_millis(2);
 #[derive(Debug, Clone)]
 pub(crate) struct Home {
     root: PathBuf,
-    /// Absent when the folder cannot be written.
+    /// None if the folder is read-only, and in the process of a temporary broker.
     in_use: Option<Arc<File>>,
 }
 
-/// The only use of a home: no mount, service or other command has it open. The use is shared again
-/// when this is dropped.
+/// Exclusive use of a home: no mount, service or other command has it open. Dropping it returns to shared
+/// use.
 #[derive(Debug)]
 pub(crate) struct Alone(Arc<File>);
 
 impl Drop for Alone {
     fn drop(&mut self) {
-        // Nothing waits for the exclusive lock, so the change to a shared one does not block.
+        // No process waits for the exclusive lock, so the change to a shared one does not block.
         self.0.lock_shared().ok();
     }
 }
@@ -51,10 +51,10 @@ struct FormatFile {
     format: u32,
 }
 
-/// Where the process that holds a home answers, as other commands find it.
+/// The addresses of the process that holds a home, for other commands.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub(crate) struct Addresses {
-    /// The embedded broker, or the bootstrap servers of a real one.
+    /// The embedded broker, or the bootstrap servers of a cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) kafka: Option<String>,
     /// Open Inference Protocol over gRPC.
@@ -71,7 +71,7 @@ pub(crate) struct Addresses {
     pub(crate) mount: Option<PathBuf>,
 }
 
-/// What the lock file says of its holder.
+/// The content of the lock file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Holder {
     pid: u32,
@@ -80,7 +80,7 @@ struct Holder {
     addresses: Addresses,
 }
 
-/// The right to run services on a home. Given back when dropped, or when the process dies.
+/// The lock that permits running services on a home. Released when dropped, or when the process dies.
 #[derive(Debug)]
 pub(crate) struct HomeLock {
     file: File,
@@ -88,7 +88,7 @@ pub(crate) struct HomeLock {
 }
 
 impl Home {
-    /// The folder that a flag, the environment or the XDG rules name. Touches no disk.
+    /// The folder from the flag, the environment or the XDG rules. Touches no disk.
     pub(crate) fn locate(flag: Option<&Path>) -> Result<PathBuf> {
         if let Some(path) = flag {
             return std::path::absolute(path).context("cannot resolve --home");
@@ -105,8 +105,8 @@ impl Home {
         Ok(data.join("millrace"))
     }
 
-    /// Opens the folder, creating it when it is missing; refuses one of a newer format and one
-    /// that cannot be written. What other users could read of it is closed to them, with a note.
+    /// Opens the folder, creating it when it is missing. Rejects one of a newer format, one of another user,
+    /// and a new one that cannot be written. Removes access rights of other users, with a note.
     pub(crate) fn open(root: PathBuf, shares: bool, note: impl Fn(&str)) -> Result<Home> {
         let way_out = "choose another with --home DIR or MILLRACE_HOME";
         if let Err(error) = private::create_dir_all(&root) {
@@ -177,8 +177,8 @@ impl Home {
         Ok(Home { root, in_use })
     }
 
-    /// The only use of this home, for work that removes what others may be reading. Fails while
-    /// another process has the home open.
+    /// Gets exclusive use of this home, for work that removes data in use. Fails while another process has
+    /// the home open.
     pub(crate) fn alone(&self, purpose: &str) -> Result<Alone> {
         let root = self.root.display();
         let Some(in_use) = &self.in_use else {
@@ -202,8 +202,8 @@ impl Home {
         }
     }
 
-    /// Refuses a local store or metadata file that another user made: what this one adds there its owner could not
-    /// open, nor this one what is there.
+    /// Rejects a local store or metadata file that another user created. That user could not open files that
+    /// this process adds, nor this process the existing ones.
     pub(crate) fn check_store(&self, config: &millrace_datafs::Config) -> Result<()> {
         let way_out = "set [datafs] store_dir and meta_file to places of this user";
         if config.store_url.is_none() {
@@ -227,7 +227,7 @@ impl Home {
         self.root.join("holder.lock")
     }
 
-    /// Takes the home for `command`; an error names the process that has it.
+    /// Locks the home for `command`; an error names the process that holds it.
     pub(crate) fn lock(&self, command: &str) -> Result<HomeLock> {
         let path = self.lock_path();
         let mut file = private::options()
@@ -283,12 +283,13 @@ impl Home {
         Ok(lock)
     }
 
-    /// The addresses of the process that holds this home, or None when none does.
+    /// The addresses of the process that holds this home; None without one.
     pub(crate) fn running(&self) -> Option<Addresses> {
         self.holder().map(|holder| holder.addresses)
     }
 
-    /// The number of the process that runs the broker of this home as a service, or is about to; None when none does.
+    /// The process id of the service that runs, or is about to run, the broker of this home; None without
+    /// one.
     pub(crate) fn service(&self) -> Option<u32> {
         let holder = self.holder()?;
         BROKER_COMMANDS.contains(&holder.command.as_str()).then_some(holder.pid)
@@ -297,7 +298,7 @@ impl Home {
     fn holder(&self) -> Option<Holder> {
         let mut file = File::open(self.lock_path()).ok()?;
         match file.try_lock_shared() {
-            // Nobody holds it: what the file says is of a process that is gone.
+            // Not locked: the file describes a process that has ended.
             Ok(()) | Err(TryLockError::Error(_)) => None,
             Err(TryLockError::WouldBlock) => {
                 let mut text = String::new();
@@ -309,7 +310,7 @@ impl Home {
 }
 
 impl HomeLock {
-    /// Tells other commands where this process answers.
+    /// Announces the addresses of this process to other commands.
     pub(crate) fn announce(&mut self, addresses: Addresses) -> Result<()> {
         self.holder.addresses = addresses;
         self.write()
@@ -317,8 +318,8 @@ impl HomeLock {
 
     fn write(&mut self) -> Result<()> {
         let text = serde_json::to_vec(&self.holder)?;
-        // In place, since the lock belongs to this file; a reader that meets a torn text sees a
-        // holder without addresses and says so. Cut last, so that a full disk has room for the text.
+        // In place, since the lock belongs to this file. A reader that sees a torn text finds no holder. The
+        // file is cut last, so that a full disk has room for the text.
         self.file.rewind()?;
         self.file.write_all(&text)?;
         self.file.set_len(text.len() as u64)?;
@@ -326,8 +327,8 @@ impl HomeLock {
     }
 }
 
-/// Takes the shared lock of all processes that have the home open. None where the folder is
-/// read-only: such a process has nothing in it to lose.
+/// Takes the shared lock of all processes that have the home open. None if the folder is read-only: such a
+/// process has nothing in it to lose.
 fn share(root: &Path) -> Result<Option<Arc<File>>> {
     let path = root.join("in-use.lock");
     let file = match private::options().append(true).create(true).open(&path) {
@@ -354,7 +355,7 @@ fn share(root: &Path) -> Result<Option<Arc<File>>> {
     }
 }
 
-/// What Millrace itself writes in a home.
+/// The files that Millrace itself writes to a home.
 const OWN: [&str; 11] = [
     "datafs",
     "broker",
@@ -369,16 +370,16 @@ const OWN: [&str; 11] = [
     "mount.log",
 ];
 
-/// The file that Millrace writes first into a local store.
+/// The first file that Millrace writes to a local store.
 const STORE_MARKER: &str = "store.json";
 
-/// Refuses what another user has made, as `made` shows, the file of Millrace in `folder`; one that is missing shows
-/// nothing. The folder itself may have any owner, as the mount point of a disk has.
+/// Fails if another user created Millrace's file `made` in `folder`; a missing file passes. The folder itself
+/// may have any owner, like the mount point of a disk.
 fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, way_out: &str) -> Result<()> {
     let own = nix::unistd::geteuid().as_raw();
     let owner = match fs::symlink_metadata(made) {
         Ok(metadata) => metadata.uid(),
-        // Opening it says why.
+        // Opening the file reports the error.
         Err(_) => return Ok(()),
     };
     if owner == own || !is_foreign(owner, owner_of_new(folder)) {
@@ -396,7 +397,7 @@ fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, way_out: 
     )
 }
 
-/// A user's number, with the name where it has one.
+/// A user's id, with the name if it has one.
 fn user(id: u32) -> String {
     match nix::unistd::User::from_uid(id.into()) {
         Ok(Some(user)) => format!("{id} ({})", user.name),
@@ -404,22 +405,23 @@ fn user(id: u32) -> String {
     }
 }
 
-/// The owner that the file system gives to a new file of this user in a folder: another one on NFS with root_squash,
-/// and on file systems without owners (vfat, CIFS with `uid=`, sshfs).
+/// The owner that the file system gives to a new file in a folder. It is not this user on NFS with
+/// root_squash and on file systems without owners (vfat, CIFS with `uid=`, sshfs).
 fn owner_of_new(folder: &Path) -> std::io::Result<u32> {
     Ok(tempfile::tempfile_in(folder)?.metadata()?.uid())
 }
 
-/// Whether a file with that owner is another user's, by the owner of a new file beside it.
+/// Whether a file's owner is another user, given the owner of a new file beside it.
 fn is_foreign(owner: u32, new: std::io::Result<u32>) -> bool {
     match new {
         Ok(new) => new != owner,
-        // Nothing can be added that the owner could not open.
+        // On a read-only file system, this process can add no file that the owner could not open.
         Err(error) => error.kind() != std::io::ErrorKind::ReadOnlyFilesystem,
     }
 }
 
-/// The owner of a home, where that is another user. A folder that users share by design, such as /tmp, has none.
+/// The owner of a home, if it is another user. A folder that users share by design, such as /tmp, counts as
+/// having none.
 fn foreign_owner(root: &Path) -> Option<u32> {
     let metadata = fs::metadata(root).ok()?;
     let (owner, own) = (metadata.uid(), nix::unistd::geteuid().as_raw());
@@ -427,8 +429,8 @@ fn foreign_owner(root: &Path) -> Option<u32> {
     (!is_own && is_foreign(owner, owner_of_new(root))).then_some(owner)
 }
 
-/// Takes the rights of other users away from a home of an earlier version; what it was, for a note, when that was
-/// needed. A folder that users share by design, such as /tmp, keeps its own mode.
+/// Removes other users' rights from a home of an earlier version; returns the former mode if that was
+/// necessary. A folder that users share by design, such as /tmp, keeps its mode.
 fn close_to_others(root: &Path) -> std::io::Result<Option<u32>> {
     let metadata = fs::metadata(root)?;
     let mode = metadata.mode() & 0o7777;
@@ -440,7 +442,8 @@ fn close_to_others(root: &Path) -> std::io::Result<Option<u32>> {
     Ok(closed.then_some(mode))
 }
 
-/// The same for a file, or a folder and, where that was open, for what is below it on the same file system.
+/// Removes other users' rights from a file or folder. If a folder was open to them, continues below it on the
+/// same file system.
 fn close_tree(path: &Path, device: u64) -> std::io::Result<bool> {
     let metadata = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
@@ -457,8 +460,8 @@ fn close_tree(path: &Path, device: u64) -> std::io::Result<bool> {
     Ok(true)
 }
 
-/// The same for one file or folder of this user. By its name: a file that this process opened and closed would lose
-/// the locks of SQLite.
+/// Removes other users' rights from one file or folder of this user. By name: opening and closing a file
+/// would drop this process's SQLite locks on it.
 fn close(path: &Path, metadata: &fs::Metadata) -> std::io::Result<bool> {
     let mode = metadata.mode() & 0o7777;
     if mode & 0o077 == 0 || metadata.uid() != nix::unistd::geteuid().as_raw() {
@@ -470,13 +473,13 @@ fn close(path: &Path, metadata: &fs::Metadata) -> std::io::Result<bool> {
     }
 }
 
-/// Replaces a file as a whole: after a crash it holds the old bytes or the new ones. As for any new file, the
-/// user's umask decides who may read it.
+/// Replaces a file atomically: after a crash it holds the old bytes or the new ones. The umask applies, as
+/// for any new file.
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     replace(path, bytes, 0o666)
 }
 
-/// The same for a file of the home, which its owner alone may read.
+/// [`write_atomically`] for a file of the home that only its owner may read.
 pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     replace(path, bytes, 0o600)
 }

@@ -1,13 +1,14 @@
-//! Whether the idle cores of a virtual machine wait a moment for work before they halt. Part of the program and of
-//! the benchmarks.
+//! Detection of idle cores of a virtual machine that halt immediately, without polling for work first. Part
+//! of the program and of the benchmarks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// How long they wait where nobody says otherwise, in nanoseconds.
+/// Linux's default polling time before a halt, in nanoseconds.
 pub(crate) const DEFAULT_NANOSECONDS: &str = "200000";
 
-/// The setting by which they halt at once, if they do; `sys` is where sysfs is mounted.
+/// The path of the setting that makes idle cores halt immediately, if it does; `sys` is the mount point of
+/// sysfs.
 pub(crate) fn halting(sys: &Path) -> Option<PathBuf> {
     let read = |path: &Path| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
     let governor = read(&sys.join("devices/system/cpu/cpuidle/current_governor"))?;
@@ -18,7 +19,7 @@ pub(crate) fn halting(sys: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    // Benchmarks, which have no tests, would import these in vain further out.
+    // Imports are inside the test, because benchmarks include this file without tests and would not use them.
     #[test]
     fn they_halt_where_the_governor_in_use_does_not_wait() {
         use super::{Path, fs, halting};

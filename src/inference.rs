@@ -1,4 +1,4 @@
-//! Records in, predictions out: what `predict` and `quickstart` share as clients of a model server.
+//! Prediction client: converts records to requests and collects answers, for `predict` and `quickstart`.
 
 use std::collections::BTreeMap;
 use std::pin::pin;
@@ -18,11 +18,10 @@ use serde_json::{Map, Value};
 use crate::context::Context;
 use crate::failure::{Exit, fail};
 
-/// Most bytes of a request's inputs, as far as their size is known: what servers usually take.
+/// Most bytes of a request's inputs, as far as their size is known: a usual limit of servers.
 const REQUEST_BYTES_MAX: usize = 16 << 20;
 
-/// The address of the model server that a command means: the one it names, that of this home, or the
-/// configured one.
+/// The model server's address: named by the command, of this home's server, or from the configuration.
 pub(crate) fn server(context: &Context, named: Option<&str>) -> String {
     let running = || context.home.running().and_then(|running| running.grpc);
     match named {
@@ -31,26 +30,26 @@ pub(crate) fn server(context: &Context, named: Option<&str>) -> String {
     }
 }
 
-/// What is known of a record beside its inputs.
+/// A record's properties besides its inputs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Known {
     /// The true class.
     pub(crate) label: Option<i64>,
-    /// The file, where a record is one of its own.
+    /// The file, if the record is a whole file.
     pub(crate) file: Option<String>,
 }
 
-/// Records that go into one request, or wait to.
+/// Records of one request, or records that wait for one.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Batch {
-    /// Number of the first record among all, from 1.
+    /// Number of the batch's first record among all records, from 1.
     first: u64,
     rows: Vec<Row>,
     known: Vec<Known>,
 }
 
 impl Batch {
-    /// No records yet, of all that will come.
+    /// An empty batch that begins with the first record.
     pub(crate) fn new() -> Batch {
         Batch { first: 1, rows: Vec::new(), known: Vec::new() }
     }
@@ -61,12 +60,12 @@ impl Batch {
         self.known.push(known);
     }
 
-    /// How many records there are.
+    /// The number of records.
     pub(crate) fn records(&self) -> u64 {
         self.rows.len() as u64
     }
 
-    /// Takes the first `count` records out.
+    /// Removes and returns the first `count` records.
     fn take(&mut self, count: usize) -> Batch {
         let rest = Batch {
             first: self.first + count as u64,
@@ -77,23 +76,23 @@ impl Batch {
     }
 }
 
-/// What the model says of a batch.
+/// The model's answer to a batch.
 #[derive(Debug)]
 pub(crate) struct Answer {
-    /// What is known of each record.
+    /// The properties of each record.
     pub(crate) known: Vec<Known>,
     /// The version that answered, and its outputs.
     pub(crate) prediction: Prediction,
 }
 
 impl Answer {
-    /// The class that the model gives a record: the largest element of its first output of scores.
+    /// A record's predicted class: the largest element of its first output of scores.
     pub(crate) fn class(&self, argmax: &BTreeMap<String, usize>) -> Option<usize> {
         self.prediction.outputs.iter().find_map(|output| argmax.get(&output.name)).copied()
     }
 }
 
-/// How records become what a model takes: which field feeds which input, and how many go into one run.
+/// The conversion of records to model inputs: the field of each input, and the rows per run.
 #[derive(Debug, Clone)]
 pub(crate) struct Intake {
     mapping: Mapping,
@@ -101,14 +100,14 @@ pub(crate) struct Intake {
 }
 
 impl Intake {
-    /// Of a signature. `fields` says `INPUT=FIELD`, or `FIELD` for a model with one input; an input that is not
-    /// named takes the field of its own name.
+    /// An intake for a signature. `fields` holds `INPUT=FIELD`, or `FIELD` for a model with one input. An
+    /// input that is not named takes the field of its name.
     pub(crate) fn new(signature: &Signature, fields: &[String], rows_max: usize) -> Result<Intake> {
         let mapping = Mapping::new(signature, &columns(signature, fields)?)?;
         Ok(Intake { mapping, rows_max: rows_within(signature, rows_max) })
     }
 
-    /// What the model takes, each input with the field of a record that feeds it.
+    /// The model's inputs, each with the field that feeds it.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
         self.mapping.inputs()
     }
@@ -118,17 +117,17 @@ impl Intake {
         self.mapping.row(record)
     }
 
-    /// The same of inputs that were read elsewhere: shape without the batch dimension, and elements.
+    /// Converts inputs that were read elsewhere: shape without the batch dimension, and elements.
     pub(crate) fn row_of(&self, inputs: Vec<(Vec<i64>, Data)>) -> Result<Row, InferError> {
         self.mapping.row_of(inputs)
     }
 
-    /// Takes the batches out that are complete: of rows of one shape, no larger than may be. With `all` what
-    /// is left over goes as well.
+    /// Removes and returns the complete batches: rows of one shape, within the size limit. With `all`, also
+    /// the incomplete rest.
     pub(crate) fn batches(&self, pending: &mut Batch, all: bool) -> Vec<Batch> {
         let mut batches = Vec::new();
         while let Some(first) = pending.rows.first() {
-            // The signature may leave open how large a row is; those of one shape are as large as the first.
+            // The signature may leave the row size open; rows of one shape are as large as the first.
             let rows_max = self.rows_max.min(REQUEST_BYTES_MAX / first.bytes().max(1)).max(1);
             if !all && pending.rows.len() < rows_max {
                 break;
@@ -144,7 +143,7 @@ impl Intake {
     }
 }
 
-/// A model of a server, with which field of a record feeds which of its inputs.
+/// A model of a server, with the conversion of records to its inputs.
 #[derive(Debug, Clone)]
 pub(crate) struct Predictor {
     client: Client,
@@ -154,8 +153,8 @@ pub(crate) struct Predictor {
 }
 
 impl Predictor {
-    /// Asks the server what the model takes. `fields` says `INPUT=FIELD`, or `FIELD` for a model with one
-    /// input; an input that is not named takes the field of its own name.
+    /// Requests the model's signature from the server. `fields` holds `INPUT=FIELD`, or `FIELD` for a model
+    /// with one input. An input that is not named takes the field of its name.
     pub(crate) async fn new(
         mut client: Client,
         model: &str,
@@ -166,10 +165,10 @@ impl Predictor {
         let asked = version.map(|version| version.to_string()).unwrap_or_default();
         let signature = client.signature(model, &asked).await?;
         let batch_max = match client.model_config(model, &asked).await {
-            // Rows that depend on each other have to go one by one, however many a request may have.
+            // Rows that depend on each other are sent one by one, whatever the batch limit.
             Ok(config) if depend(&config) => 1,
             Ok(config) => usize::try_from(config.max_batch_size).unwrap_or(0).max(1),
-            // Not every server that speaks the protocol has Triton's calls.
+            // Not every server of the protocol has Triton's calls.
             Err(ClientError::Refused { code: tonic::Code::Unimplemented, .. }) => usize::MAX,
             Err(error) => return Err(error.into()),
         };
@@ -177,12 +176,12 @@ impl Predictor {
         Ok(Predictor { client, model: model.to_owned(), version, intake })
     }
 
-    /// How records become what the model takes.
+    /// The conversion of records to the model's inputs.
     pub(crate) fn intake(&self) -> &Intake {
         &self.intake
     }
 
-    /// Sends batches, `in_flight` at a time, and gives the answers in their order.
+    /// Sends batches, `in_flight` at a time, and returns the answers in order.
     pub(crate) fn answers(
         self,
         batches: impl Stream<Item = Result<Batch>>,
@@ -191,7 +190,7 @@ impl Predictor {
         batches.map(move |batch| self.clone().answer(batch)).buffered(in_flight.max(1))
     }
 
-    /// The classes that the model gives records whose true ones are known.
+    /// Predicts the classes of records whose true classes are known.
     pub(crate) async fn classify<'a>(
         self,
         records: impl Iterator<Item = (&'a Map<String, Value>, i64)>,
@@ -228,13 +227,13 @@ impl Predictor {
     }
 }
 
-/// Whether a server says that the rows of a request depend on each other. Others say nothing of it.
+/// Whether a server says that the rows of a request depend on each other. Other servers do not state it.
 fn depend(config: &ModelConfig) -> bool {
     let said = config.parameters.get(rows::PARAMETER);
     said.is_some_and(|parameter| parameter.string_value.starts_with(rows::DEPENDENT))
 }
 
-/// Which field each named input takes.
+/// The field of each named input.
 fn columns(signature: &Signature, fields: &[String]) -> Result<BTreeMap<String, String>> {
     let mut columns = BTreeMap::new();
     for text in fields {
@@ -255,30 +254,31 @@ fn columns(signature: &Signature, fields: &[String]) -> Result<BTreeMap<String, 
     Ok(columns)
 }
 
-/// Rows of a request or a run: so many, or as many as it may have bytes for, as far as their size is known.
+/// Rows of a request or a run: `rows_max`, or fewer to stay within the byte limit, as far as the row size is
+/// known.
 pub(crate) fn rows_within(signature: &Signature, rows_max: usize) -> usize {
     let bytes: usize = signature.inputs.iter().map(row_bytes).fold(0, usize::saturating_add);
     rows_max.min(REQUEST_BYTES_MAX / bytes.max(1)).max(1)
 }
 
-/// Bytes of one row of an input, as far as its shape tells: what varies counts as one.
+/// Bytes of one row of an input; open dimensions count as 1.
 fn row_bytes(spec: &TensorSpec) -> usize {
     let extents = spec.shape.iter().skip(1).map(|extent| usize::try_from(*extent).unwrap_or(1));
     extents.fold(spec.datatype.element_bytes().unwrap_or(1), usize::saturating_mul)
 }
 
-/// The classes of records, in their order.
+/// The predicted classes of records, in their order.
 #[derive(Debug, Default)]
 pub(crate) struct Classes {
     /// The version that answered.
     pub(crate) version: String,
-    /// The class of each record; None where the model gives none.
+    /// The class of each record; None if the model gives none.
     pub(crate) classes: Vec<Option<usize>>,
-    /// How many are the true ones.
+    /// The share of correct classes.
     pub(crate) accuracy: Accuracy,
 }
 
-/// Part of the labelled records that were predicted right.
+/// Share of the labeled records that were predicted correctly.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Accuracy {
     labelled: u64,
@@ -286,7 +286,7 @@ pub(crate) struct Accuracy {
 }
 
 impl Accuracy {
-    /// Counts a record; one without a label does not count.
+    /// Counts a record, unless it has no label.
     pub(crate) fn count(&mut self, class: Option<usize>, label: Option<i64>) {
         let Some(label) = label else { return };
         self.labelled += 1;

@@ -1,7 +1,7 @@
-//! Rows of Arrow batches as JSON objects, one on a line.
+//! JSON output of Arrow batches: one object per row and line.
 //!
-//! Floats that JSON has no number for become the texts `NaN`, `Infinity` and `-Infinity`. Timestamps of
-//! named zones are written in UTC, which needs no time zone database. Keys of maps become texts.
+//! Floats without a JSON number become the texts `NaN`, `Infinity` and `-Infinity`. Timestamps with time zone
+//! names are written in UTC, which needs no time zone database. Keys of maps become texts.
 
 use std::sync::{Arc, LazyLock};
 
@@ -17,7 +17,7 @@ use arrow::json::writer::{
 };
 use millrace_serving::record::float_name;
 
-/// The rows of a batch. With `nulls`, what is null is written as null; else it is left out.
+/// The rows of a batch. With `nulls`, null values are written as null; otherwise they are omitted.
 pub(crate) fn lines(batch: &RecordBatch, nulls: bool) -> Result<Vec<u8>> {
     let mut writer = WriterBuilder::new()
         .with_explicit_nulls(nulls)
@@ -28,7 +28,7 @@ pub(crate) fn lines(batch: &RecordBatch, nulls: bool) -> Result<Vec<u8>> {
     Ok(writer.into_inner())
 }
 
-/// The batch with the types that the writer knows.
+/// The batch, cast to types that the writer supports.
 fn writable(batch: &RecordBatch) -> Result<RecordBatch> {
     let mut fields = Vec::with_capacity(batch.num_columns());
     let mut columns: Vec<ArrayRef> = Vec::with_capacity(batch.num_columns());
@@ -68,11 +68,11 @@ fn writable_type(kind: &DataType) -> DataType {
     }
 }
 
-/// Encodes arrays that hold floats which are not finite.
+/// Encodes arrays with floats that are not finite.
 #[derive(Debug)]
 struct Floats;
 
-/// The writer's own choices.
+/// The writer's default options.
 static PLAIN: LazyLock<EncoderOptions> = LazyLock::new(EncoderOptions::default);
 
 impl EncoderFactory for Floats {

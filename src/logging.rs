@@ -1,5 +1,5 @@
-//! What this process logs to standard error: the filter of `--log`, and a switch by which a client of
-//! the model server changes it while the process runs.
+//! Log output to standard error: the filter of `--log`, and a switch with which a client of the model server
+//! changes it while the process runs.
 
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
 use crate::failure::{Exit, failure};
 
-/// Begins to log what `filter` lets through.
+/// Starts the log with a filter.
 pub(crate) fn start(filter: &str) -> Result<Arc<Switch>> {
     let base = EnvFilter::try_new(filter)
         .map_err(|error| failure(Exit::Usage, format!("--log {filter:?}: {error}")))?;
@@ -28,7 +28,7 @@ pub(crate) fn start(filter: &str) -> Result<Arc<Switch>> {
     Ok(Arc::new(Switch { handle, settings: std::sync::Mutex::new(settings) }))
 }
 
-/// The settings that say the same as the finest thing that a filter lets through.
+/// The settings that correspond to the finest level that a filter passes.
 fn settings_of(level: Option<LevelFilter>) -> LogSettings {
     let level = level.unwrap_or(LevelFilter::TRACE);
     LogSettings {
@@ -39,7 +39,7 @@ fn settings_of(level: Option<LevelFilter>) -> LogSettings {
     }
 }
 
-/// Changes what the process logs.
+/// Changes this process's log settings.
 pub(crate) struct Switch {
     handle: reload::Handle<Gate, Registry>,
     settings: std::sync::Mutex<LogSettings>,
@@ -68,15 +68,15 @@ impl Logging for Switch {
     }
 }
 
-/// The filter of `--log` until a client switches levels; from then on what this program logs follows the
-/// levels that are on, and what its libraries log passes both.
+/// The filter of `--log` until a client switches levels. Then the switched levels decide for this program's
+/// events; events of libraries must pass both.
 struct Gate {
     base: EnvFilter,
     switched: Option<LogSettings>,
 }
 
 impl Gate {
-    /// Whether the switch decides, and what; `None` where the filter of `--log` does.
+    /// The switch's decision; `None` if the filter of `--log` decides.
     fn decided(&self, metadata: &Metadata<'_>) -> Option<bool> {
         if is_expected(metadata) {
             return Some(false);
@@ -87,8 +87,8 @@ impl Gate {
     }
 }
 
-/// What the FUSE library logs when the kernel takes no answer: mostly to a system call that was interrupted, of which
-/// the kernel knows no more. That is no error.
+/// The FUSE library's error when the kernel rejects an answer, mostly to an interrupted system call that the
+/// kernel has forgotten. It is harmless.
 fn is_expected(metadata: &Metadata<'_>) -> bool {
     metadata.target() == "fuser::reply" && *metadata.level() == Level::ERROR
 }
@@ -109,7 +109,7 @@ impl<S: Subscriber> Filter<S> for Gate {
     }
 
     fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
-        // The filter of --log notes call sites that its directives for spans name, so it sees them all.
+        // The filter of --log records call sites for its span directives, so it must see all of them.
         let base = Filter::<S>::callsite_enabled(&self.base, metadata);
         match self.decided(metadata) {
             Some(true) => Interest::always(),
@@ -123,7 +123,7 @@ impl<S: Subscriber> Filter<S> for Gate {
         let Some(settings) = self.switched else { return base };
         let levels = [Level::ERROR, Level::WARN, Level::INFO, Level::DEBUG, Level::TRACE];
         let finest = levels.into_iter().rfind(|level| is_on(&settings, level));
-        // What is not on passes neither way, so the finest level that is on bounds both.
+        // Events of disabled levels never pass, so the finest enabled level bounds both filters.
         Some(finest.map_or(LevelFilter::OFF, LevelFilter::from_level))
     }
 
@@ -169,7 +169,7 @@ mod tests {
     }
 
     impl Lines {
-        /// The words that were logged since the last call.
+        /// Takes the words logged since the last call.
         fn take(&self) -> Vec<String> {
             let bytes = std::mem::take(&mut *self.0.lock().unwrap());
             let text = String::from_utf8(bytes).unwrap();

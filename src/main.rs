@@ -28,7 +28,7 @@ use anyhow::Result;
 use clap::{CommandFactory, Parser};
 use tokio_util::sync::CancellationToken;
 
-// The allocator of the whole program, also of the libraries that it loads.
+// The allocator of the whole program, including the libraries that it loads.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 use tikv_jemalloc_sys as _;
 
@@ -37,7 +37,7 @@ use context::Context;
 use output::Output;
 
 fn main() -> ExitCode {
-    // A process that was started from /proc/self/exe would be called "exe" in lists of processes.
+    // A process started from /proc/self/exe would appear as "exe" in process lists.
     nix::sys::prctl::set_name(c"millrace").ok();
     let started =
         fstab::arguments(std::env::args_os()).and_then(|arguments| start(Cli::parse_from(arguments)));
@@ -50,14 +50,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// How long what cannot be interrupted may hold up the end of the process.
+/// How long uninterruptible work may delay the end of the process.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(5);
 
 fn start(cli: Cli) -> Result<()> {
     let switch = logging::start(&cli.log)?;
     raise_descriptor_limit();
     if let Command::Worker = cli.command {
-        // Has a small runtime of its own.
+        // The worker has its own small runtime.
         return commands::train::worker();
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -70,7 +70,7 @@ fn start(cli: Cli) -> Result<()> {
     result
 }
 
-/// Lets the process open as many files and connections as the system allows it.
+/// Raises the limit of open files and connections to the system's maximum.
 fn raise_descriptor_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
@@ -119,12 +119,13 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         let shown = loaded.settings.without_secrets();
         return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
     }
-    // The commands that use a temporary broker hold the shared lock; one of them may hold it alone.
+    // Commands that use a temporary broker hold the shared lock. The broker itself must not, so that a
+    // command can get exclusive use.
     let shares = !matches!(cli.command, Command::Broker { temporary: true, .. });
     let home = home::Home::open(root, shares, |text| out.note(text))?;
     let context = Context { out, home, loaded, log: cli.log, switch, stop: stop_signal()? };
     match cli.command {
-        // These stop in order by themselves.
+        // These commands handle the stop signal themselves.
         Command::Quickstart(args) => quickstart::run(&context, args).await,
         Command::Up => service::up(&context).await,
         Command::Copy(args) => {
@@ -161,8 +162,8 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
     }
 }
 
-/// Commands that come to an end of their own and may be left at any moment, as by a kill: what they change, they
-/// change in transactions.
+/// Runs commands that end on their own and may be abandoned at any moment, as by a kill: they change data in
+/// transactions only.
 async fn until_done(context: &Context, command: Command) -> Result<()> {
     let own = context.clone();
     match command {
@@ -178,13 +179,13 @@ async fn until_done(context: &Context, command: Command) -> Result<()> {
         Command::Gc => context.apart(move || commands::fsck::gc(&own)).await,
         Command::Model(command) => commands::model::run(context, command).await,
         Command::Predict(args) => commands::predict::run(context, args).await,
-        // The others are handled before.
+        // Handled by the caller.
         _ => Ok(()),
     }
 }
 
-/// The first signal asks for an orderly stop, the second ends the process at once. A terminal that hangs up asks as
-/// often as it likes, and not at all where `nohup` says so.
+/// The first signal asks for an orderly stop; a SIGINT or SIGTERM after it ends the process at once. Further
+/// SIGHUPs change nothing. SIGHUP is ignored if the process was started to ignore it (`nohup`).
 fn stop_signal() -> Result<CancellationToken> {
     use tokio::signal::unix::{SignalKind, signal};
     let token = CancellationToken::new();

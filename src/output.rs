@@ -1,5 +1,5 @@
-//! What people and programs see: tables or JSON on standard output, progress and notes on
-//! standard error. The one file that prints.
+//! Output for people and programs: tables or JSON on standard output, progress and notes on standard error.
+//! No other file prints.
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use serde::Serialize;
 
-/// How this run talks.
+/// The output mode of this run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Output {
     json: bool,
@@ -20,12 +20,12 @@ impl Output {
         Output { json }
     }
 
-    /// Whether a program reads along.
+    /// Whether the output is JSON for a program.
     pub(crate) fn is_json(self) -> bool {
         self.json
     }
 
-    /// One result: `value` for programs, `rows` under `headers` for people.
+    /// Prints one result: `value` for programs, `rows` under `headers` for people.
     pub(crate) fn table<T: Serialize>(
         self,
         value: &T,
@@ -38,28 +38,28 @@ impl Output {
         line(&table(headers, rows))
     }
 
-    /// One JSON object on a line of its own, whoever reads.
+    /// Prints one JSON object on a line, in either mode.
     pub(crate) fn object<T: Serialize>(self, value: &T) -> anyhow::Result<()> {
         line(&serde_json::to_string(value)?)
     }
 
-    /// Free text for people; programs get nothing.
+    /// Prints free text for people; nothing for programs.
     pub(crate) fn text(self, text: &str) -> anyhow::Result<()> {
         if self.json { Ok(()) } else { line(text) }
     }
 
-    /// Text that is the command's whole result (a script, a configuration).
+    /// Prints text that is the command's whole result (a script, a configuration).
     pub(crate) fn raw(self, text: &str) -> anyhow::Result<()> {
         line(text.trim_end_matches('\n'))
     }
 
-    /// A piece of a long result; false once the reader went away, so that nobody works for nothing.
+    /// Prints a piece of a long result; false once the reader has closed standard output.
     pub(crate) fn piece(self, text: &str) -> anyhow::Result<bool> {
         write_line(text.trim_end_matches('\n'))
     }
 
-    /// What a command that watches saw: an object with the time for programs; for people a text, in the place
-    /// of the one before when there are several. False once the reader went away.
+    /// Prints a measurement of a watching command: for programs an object with the time, for people a text
+    /// that replaces the previous one if there are several. False once the reader has closed standard output.
     pub(crate) fn look(
         self,
         mut value: serde_json::Value,
@@ -74,25 +74,24 @@ impl Output {
         if again { self.screen(&text()) } else { self.piece(&text()) }
     }
 
-    /// Text that takes the place of what was there before, on a terminal; elsewhere it follows it. False
-    /// once the reader went away.
+    /// On a terminal, replaces the previous text; otherwise appends. False once the reader has closed
+    /// standard output.
     fn screen(self, text: &str) -> anyhow::Result<bool> {
         if std::io::stdout().is_terminal() {
-            // Home, the text with the rest of each line cleared, then all that is below.
+            // Cursor home, the text with the rest of each line cleared, then everything below cleared.
             let lines: String = text.lines().map(|line| format!("{line}\x1b[K\n")).collect();
             return write_line(&format!("\x1b[H{lines}\x1b[J"));
         }
         write_line(&format!("{text}\n"))
     }
 
-    /// A remark on standard error, in either mode.
+    /// Prints a note on standard error, in either mode.
     pub(crate) fn note(self, text: &str) {
         error_output(text);
     }
 
-    /// A progress bar on standard error, shown only to people and only once work takes over a
-    /// second. `total` of None draws a spinner, an
-    /// empty `unit` one that counts nothing.
+    /// A progress bar on standard error, for people only, shown once work takes over a second. Without
+    /// `total` it is a spinner; an empty `unit` means that it counts nothing.
     pub(crate) fn progress(self, what: &str, unit: &str, total: Option<u64>) -> ProgressBar {
         if self.json || !std::io::stderr().is_terminal() {
             return ProgressBar::hidden();
@@ -109,7 +108,7 @@ impl Output {
             format!("{{msg:<12}} {{spinner}} {{human_pos}} {unit}  {{rate}}  {{elapsed}}")
         };
         if let Ok(style) = ProgressStyle::with_template(&template) {
-            // Whole numbers: the library's own rate has four decimals.
+            // Whole numbers: the library's default rate has four decimals.
             bar.set_style(style.with_key("rate", |state: &ProgressState, to: &mut dyn std::fmt::Write| {
                 write!(to, "{}/s", count(state.per_sec() as u64)).ok();
             }));
@@ -117,7 +116,7 @@ impl Output {
         bar.set_message(what.to_owned());
         let shown = bar.downgrade();
         std::thread::spawn(move || {
-            // The bar appears after the first second, so that quick work stays quiet.
+            // Shows the bar after the first second, so that quick work stays quiet.
             std::thread::sleep(Duration::from_secs(1));
             if let Some(bar) = shown.upgrade()
                 && !bar.is_finished()
@@ -130,7 +129,7 @@ impl Output {
     }
 }
 
-/// A table without lines, as wide as the terminal at most.
+/// A table without lines, at most as wide as the terminal.
 pub(crate) fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
@@ -143,12 +142,12 @@ pub(crate) fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<String>
     table.to_string()
 }
 
-/// Writes a line to standard output; a reader that went away (`| head`) is not an error.
+/// Writes a line to standard output; a closed reader (`| head`) is not an error.
 fn line(text: &str) -> anyhow::Result<()> {
     write_line(text).map(drop)
 }
 
-/// The same; false when the reader went away.
+/// [`line`], but returns false when the reader has closed standard output.
 fn write_line(text: &str) -> anyhow::Result<bool> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
@@ -157,8 +156,8 @@ fn write_line(text: &str) -> anyhow::Result<bool> {
     }
 }
 
-/// A line on standard error. One that cannot be written is dropped: a log on a full disk, or a terminal that is gone,
-/// must not end the work (`eprintln!` would).
+/// Writes a line to standard error and ignores failures: a log on a full disk or a closed terminal must not
+/// end the work (`eprintln!` would).
 fn error_output(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
@@ -184,7 +183,7 @@ pub(crate) fn one_line(error: &anyhow::Error) -> String {
     text.replace('\n', " ")
 }
 
-/// Bytes as people read them, binary units.
+/// Formats bytes in binary units.
 pub(crate) fn bytes(n: u64) -> String {
     indicatif::HumanBytes(n).to_string()
 }
@@ -195,12 +194,12 @@ pub(crate) fn printable(name: &str) -> String {
     name.chars().map(escape).collect()
 }
 
-/// Counts with thousands separators.
+/// Formats a count with thousands separators.
 pub(crate) fn count(n: u64) -> String {
     indicatif::HumanCount(n).to_string()
 }
 
-/// A duration as people read it, three digits.
+/// Formats a duration with three digits.
 pub(crate) fn duration(time: Duration) -> String {
     let nanos = time.as_nanos() as f64;
     let (value, unit) = match nanos {
@@ -213,12 +212,12 @@ pub(crate) fn duration(time: Duration) -> String {
     format!("{value:.digits$} {unit}")
 }
 
-/// A time as people read it, UTC.
+/// Formats a time in UTC.
 pub(crate) fn time(at: std::time::SystemTime) -> String {
     chrono::DateTime::<chrono::Utc>::from(at).format("%Y-%m-%d %H:%M:%S").to_string()
 }
 
-/// Text as a shell reads it, for commands that people are to copy.
+/// Quotes text for a shell, for commands that people copy.
 pub(crate) fn quoted(text: &str) -> String {
     if !text.is_empty() && text.chars().all(|c| c.is_alphanumeric() || "/._-+:@".contains(c)) {
         return text.to_owned();

@@ -1,5 +1,5 @@
-//! `millrace quickstart`: handwritten digits go the whole way, from a topic to predictions in
-//! another, with a count at every step and an error when two counts differ.
+//! `millrace quickstart`: the whole pipeline on handwritten digits, from a topic to predictions in another.
+//! Counts records at every step and fails when two counts differ.
 
 mod memory;
 mod report;
@@ -23,7 +23,7 @@ use steps::Steps;
 pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
     let started = Instant::now();
     let memory = PeakMemory::start().context("cannot start the memory sampler")?;
-    // Before anything is said or written: another run's files are its own.
+    // Locks the home before any output or write: the files may belong to another run.
     let lock = context.home.lock("quickstart")?;
     let mut start = scaffold::start(&context.home)?;
     let alone = match args.clean {
@@ -31,7 +31,7 @@ pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
         false => None,
     };
     let scaffold = scaffold::write(&context.home, &args)?;
-    // The scaffold alone decides, so that a millrace.toml in the current folder changes nothing.
+    // Only the scaffold's configuration applies, so a millrace.toml in the current folder changes nothing.
     let context =
         Context { loaded: settings::load(Some(&scaffold.config), context.home.root())?, ..context.clone() };
     context.loaded.settings.ingest.validate()?;
@@ -73,7 +73,7 @@ pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
     finished.and(stopped)
 }
 
-/// Starts the service; where a usual port is taken, on a free one instead, and says so.
+/// Starts the service; replaces a taken default port by a free one, with a note.
 async fn start_service(context: &Context) -> Result<Service> {
     let mut context = context.clone();
     loop {

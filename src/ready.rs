@@ -1,4 +1,4 @@
-//! Tells systemd that a service is ready (`Type=notify`), see sd_notify(3).
+//! Readiness notification to systemd (`Type=notify`), see sd_notify(3).
 
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::ffi::OsStrExt as _;
@@ -7,7 +7,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 /// The variable that names the socket.
 pub(crate) const SOCKET: &str = "NOTIFY_SOCKET";
 
-/// Tells that this process serves from now on, if somebody has asked for that.
+/// Notifies systemd that this process serves, if systemd set the socket.
 pub(crate) fn tell() {
     let Some(name) = std::env::var_os(SOCKET) else { return };
     let address = match name.as_bytes() {

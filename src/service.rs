@@ -1,5 +1,5 @@
-//! `millrace up`: everything that the configuration declares, in one process, started in the order
-//! of the data and stopped against it.
+//! `millrace up`: all configured parts in one process, started in the order of the data flow and stopped in
+//! reverse.
 
 mod stage;
 
@@ -25,27 +25,27 @@ use crate::shared_broker;
 use crate::snapshots::Schedule;
 use stage::{Stage, WaitGauge};
 
-/// How often a training of `[up]` looks whether its snapshot is there.
+/// Interval at which a training of `[up]` checks whether its snapshot exists.
 const SNAPSHOT_POLL: Duration = Duration::from_secs(1);
 
-/// How often the service looks whether its mounts are there.
+/// Interval at which the service checks its mounts.
 const MOUNT_POLL: Duration = Duration::from_secs(1);
 
-/// A running service. Stop it with [`Service::stop`]; a dropped one only aborts.
+/// A running service. Stop it with [`Service::stop`]; dropping it aborts it.
 pub(crate) struct Service {
     /// The volumes.
     pub(crate) datafs: Datafs,
     /// The topics.
     pub(crate) kafka: KafkaConfig,
-    /// Where everything answers.
+    /// The addresses of all parts.
     pub(crate) addresses: Addresses,
     broker: Option<Broker>,
     serving: Option<Serving>,
-    /// Serving and pipes stop first, so that nobody waits for answers that will not come.
+    /// Serving and pipes stop first, so that no client waits for answers of stopped parts.
     front: Stage,
     /// Then trainings, with a checkpoint, and snapshot schedules.
     middle: Stage,
-    /// Then ingest, which commits what it has read.
+    /// Then ingest, which commits the records that it has read.
     back: Stage,
     mounts: Vec<Mount>,
     metrics: Option<MetricsServer>,
@@ -88,7 +88,7 @@ pub(crate) async fn up(context: &Context) -> Result<()> {
     }
 }
 
-/// Names and addresses as people read them.
+/// Names and addresses for people.
 pub(crate) fn rows(addresses: &Addresses) -> Vec<(&'static str, String)> {
     let mut rows = Vec::new();
     if let Some(kafka) = &addresses.kafka {
@@ -110,7 +110,7 @@ pub(crate) fn rows(addresses: &Addresses) -> Vec<(&'static str, String)> {
 }
 
 impl Service {
-    /// Starts all that the configuration declares. After an error nothing runs on.
+    /// Starts all configured parts. After an error no part keeps running.
     pub(crate) async fn start(context: &Context, command: &str) -> Result<Service> {
         let settings = &context.loaded.settings;
         settings.ingest.validate()?;
@@ -158,7 +158,7 @@ impl Service {
         for job in &settings.ingest.jobs {
             let (job, datafs, kafka, stop) =
                 (job.clone(), self.datafs.clone(), self.kafka.clone(), self.back.stop.child_token());
-            // The volume knows where it stands, so a new run goes on from there.
+            // The volume holds the offsets, so a new attempt continues from there.
             self.back.keep(format!("ingest {}", job.name), move || {
                 let (job, datafs, kafka, stop) = (job.clone(), datafs.clone(), kafka.clone(), stop.clone());
                 async move {
@@ -178,7 +178,7 @@ impl Service {
         }
         for job in &settings.up.train {
             let path = context.loaded.resolve(job);
-            // Read now, so that a mistake shows at the start and not when the snapshot is there.
+            // Loaded now, so that an error shows at the start and not when the snapshot exists.
             millrace_trainer::job::JobFile::load(&path)?;
             let (context, stop) = (context.clone(), self.middle.stop.child_token());
             let part = format!("train {}", job.display());
@@ -280,7 +280,7 @@ impl Service {
         Ok(path)
     }
 
-    /// The model server, where the configuration has one.
+    /// The model server, if one is configured.
     pub(crate) fn serving(&self) -> Option<&Serving> {
         self.serving.as_ref()
     }
@@ -295,8 +295,8 @@ impl Service {
         }
     }
 
-    /// Stops everything in order: answers end, trainings write a checkpoint, ingest commits, mounts
-    /// flush, the broker closes its segments. Goes on after an error and returns the first.
+    /// Stops all parts in order: requests finish, trainings write a checkpoint, ingest commits, mounts flush,
+    /// the broker closes its segments. Continues after an error and returns the first one.
     pub(crate) async fn stop(self) -> Result<()> {
         let Service { mut front, mut middle, mut back, serving, mounts, metrics, broker, lock, .. } = self;
         front.stop.cancel();
@@ -318,7 +318,7 @@ impl Service {
     }
 }
 
-/// The error of the first mount that was taken away; pending while all are there.
+/// The error of the first mount that was unmounted; pending while all are mounted.
 async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
     loop {
         if let Some(gone) = mounts.iter().find(|mount| !mount.is_serving()) {

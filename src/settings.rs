@@ -1,5 +1,5 @@
-//! Configuration: built-in defaults, then millrace.toml, then `MILLRACE_…` variables, then flags.
-//! Each crate owns its table; this file only puts them together.
+//! Configuration: built-in defaults, then millrace.toml, then `MILLRACE_…` variables, then flags. Each crate
+//! defines its table; this file combines them.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::{Exit, fail};
 
-/// Everything that millrace.toml can say.
+/// All tables of millrace.toml.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Settings {
@@ -19,18 +19,18 @@ pub(crate) struct Settings {
     pub(crate) datafs: millrace_datafs::Config,
     /// Topics and the embedded broker.
     pub(crate) streams: millrace_streams::Config,
-    /// Topics landed in volumes.
+    /// Ingest of topics into volumes.
     pub(crate) ingest: millrace_ingest::Config,
     /// Training defaults.
     pub(crate) trainer: millrace_trainer::Config,
     /// The model server and its pipes.
     pub(crate) serving: millrace_serving::Config,
-    /// What `millrace up` runs beyond what the other tables declare.
+    /// The parts that `millrace up` runs in addition to those of the other tables.
     pub(crate) up: UpConfig,
 }
 
 impl Settings {
-    /// The same without the values of secrets: what may be shown.
+    /// The settings without the values of secrets, for display.
     pub(crate) fn without_secrets(self) -> Settings {
         Settings {
             datafs: self.datafs.without_secrets(),
@@ -49,12 +49,12 @@ pub(crate) struct UpConfig {
     pub(crate) volumes: Vec<Name>,
     /// Volumes and snapshots mounted as folders.
     pub(crate) mounts: Vec<MountConfig>,
-    /// Where metrics are served, at `/metrics`, when no model server does.
+    /// Address for metrics, at `/metrics`, if no model server serves them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) metrics: Option<SocketAddr>,
     /// Snapshots taken on a schedule.
     pub(crate) snapshots: Vec<SnapshotSchedule>,
-    /// Job files that are trained once their snapshot exists, relative to this file's folder.
+    /// Job files to train once their snapshot exists, relative to this file's folder.
     pub(crate) train: Vec<PathBuf>,
 }
 
@@ -74,19 +74,19 @@ pub(crate) struct MountConfig {
 pub(crate) struct SnapshotSchedule {
     /// The volume.
     pub(crate) volume: Name,
-    /// Its own among the schedules of the volume, and part of its snapshots' names; `every-Ns` without one.
+    /// The schedule's name, unique for the volume and part of its snapshots' names; `every-Ns` by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) name: Option<Name>,
-    /// Seconds from one snapshot to the next, at least 1; counted from 1970-01-01 (UTC), so that 3600 is each hour.
+    /// Seconds between snapshots, at least 1; counted from 1970-01-01 (UTC), so that 3600 is each hour.
     pub(crate) every_s: u64,
-    /// How many of this schedule's snapshots are kept, at least 1; older ones are deleted.
+    /// Number of this schedule's snapshots to keep, at least 1; older ones are deleted.
     pub(crate) keep: usize,
 }
 
-/// Settings and the folder that relative paths in them start from.
+/// The effective settings, with the folder that relative paths start from.
 #[derive(Debug, Clone)]
 pub(crate) struct Loaded {
-    /// What is in force.
+    /// The effective settings.
     pub(crate) settings: Settings,
     /// The file that was read, if any.
     pub(crate) file: Option<PathBuf>,
@@ -102,10 +102,10 @@ impl Loaded {
     }
 }
 
-/// Variables that the command line or the tests read themselves and that are no configuration keys.
+/// Variables that the command line or the tests read; they are not configuration keys.
 const RESERVED: [&str; 5] =
     ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG", "MILLRACE_REQUIRE", "MILLRACE_SKIPPED"];
-/// What a training coordinator tells its workers; no configuration keys either.
+/// Variables from a training coordinator to its workers; they are not configuration keys either.
 const WORKER: [&str; 4] = [launch::ENV_COORDINATOR, launch::ENV_TOKEN, launch::ENV_SLOT, launch::ENV_LAUNCH];
 
 /// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
@@ -137,13 +137,13 @@ pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
     Ok(Loaded { settings, file })
 }
 
-/// Settings in which relative paths of `{ file = … }` start at a folder.
+/// The settings with relative paths of `{ file = … }` resolved against a folder.
 fn from_folder(settings: Settings, folder: &Path) -> Result<Settings> {
     let mut value = toml::Value::try_from(&settings)?;
     if anchor(&mut value, folder) { Ok(Settings::deserialize(value)?) } else { Ok(settings) }
 }
 
-/// Says whether it has changed something.
+/// Resolves the paths in a value; returns whether it changed any.
 fn anchor(value: &mut toml::Value, folder: &Path) -> bool {
     match value {
         toml::Value::Table(table) => {
@@ -166,11 +166,11 @@ fn anchor(value: &mut toml::Value, folder: &Path) -> bool {
     }
 }
 
-/// The variables that may be keys of the configuration.
+/// The variables that may set configuration keys.
 fn variables() -> Result<Vec<(String, String)>> {
     let mut variables = Vec::new();
     for (name, value) in std::env::vars_os() {
-        // Other variables may be any bytes.
+        // Other variables may hold any bytes.
         let Some(name) = name.to_str().filter(|name| is_key(name)) else { continue };
         let Ok(value) = value.into_string() else {
             return fail(Exit::Usage, format!("environment variable {name} is no text (UTF-8)"));
@@ -183,13 +183,14 @@ fn variables() -> Result<Vec<(String, String)>> {
     Ok(variables)
 }
 
-/// Whether a variable names a key, as far as its name tells.
+/// Whether a variable's name can be that of a key.
 fn is_key(variable: &str) -> bool {
     variable.starts_with("MILLRACE_") && !RESERVED.contains(&variable) && !WORKER.contains(&variable)
 }
 
-/// Whether Kubernetes has set a variable, which it does in each container for each service of the namespace:
-/// `NAME_SERVICE_HOST`, `NAME_SERVICE_PORT[_PORTNAME]`, `NAME_PORT=tcp://…`, `NAME_PORT_8000_TCP[_PROTO|_PORT|_ADDR]`.
+/// Whether Kubernetes set a variable. It sets these in each container for each service of the namespace:
+/// `NAME_SERVICE_HOST`, `NAME_SERVICE_PORT[_PORTNAME]`, `NAME_PORT=tcp://…`,
+/// `NAME_PORT_8000_TCP[_PROTO|_PORT|_ADDR]`.
 fn is_service_link(variable: &str, value: &str) -> bool {
     let protocols = ["TCP", "UDP", "SCTP"];
     let of_port = |rest: &str| {
@@ -209,9 +210,9 @@ fn is_service_link(variable: &str, value: &str) -> bool {
         || variable.match_indices("_PORT_").any(|(at, found)| of_port(&variable[at + found.len()..]))
 }
 
-/// Parses a file's text and lays environment variables over it.
+/// Parses a file's text and applies environment variables to it.
 fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, String)>) -> Result<Settings> {
-    // Once for the file alone, since only then an error can show line and column.
+    // Parsed without variables first, since only then an error can show line and column.
     if let Err(error) = toml::from_str::<Settings>(text) {
         return fail(Exit::Usage, format!("{shown}: {}", one_line(&error, text)));
     }
@@ -230,7 +231,7 @@ fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, Strin
     }
 }
 
-/// `MILLRACE_SERVING__GRPC=…` sets `serving.grpc`: two underscores part tables from keys.
+/// `MILLRACE_SERVING__GRPC=…` sets `serving.grpc`: two underscores separate tables from keys.
 fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
     let path = variable.trim_start_matches("MILLRACE_");
     let mut keys: Vec<&str> = path.split("__").collect();
@@ -251,7 +252,7 @@ fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
             _ => return fail(Exit::Usage, format!("environment variable {variable}: {key} is not a table")),
         };
     }
-    // Numbers, booleans and arrays as TOML writes them; anything else is text.
+    // Numbers, booleans and arrays in TOML syntax; other values are text.
     let parsed = toml::from_str::<toml::Table>(&format!("v = {value}"))
         .ok()
         .and_then(|mut parsed| parsed.remove("v"))
@@ -260,8 +261,8 @@ fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
     Ok(())
 }
 
-/// The key that a part of a variable's name means: with lower-case letters as it is; else the one that is
-/// there in another case, or in lower case.
+/// The key for a part of a variable's name. A part with lower-case letters stays unchanged. Otherwise an
+/// existing key that differs only in case, or the part in lower case.
 fn key_in(table: &toml::Table, part: &str) -> String {
     if part.contains(char::is_lowercase) {
         return part.to_owned();
@@ -272,7 +273,7 @@ fn key_in(table: &toml::Table, part: &str) -> String {
     }
 }
 
-/// The message of a type error without the value that it repeats, which may be a secret at the wrong place.
+/// The message of a type error without the value that it repeats, which may be a misplaced secret.
 fn without_value(message: &str) -> String {
     let message = message.trim().replace('\n', " ");
     for kind in ["invalid type: ", "invalid value: "] {
@@ -285,7 +286,7 @@ fn without_value(message: &str) -> String {
     message
 }
 
-/// A TOML error as `line L, column C: message`, without the value that is wrong.
+/// A TOML error as `line L, column C: message`, without the wrong value.
 pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
     let message = without_value(error.message());
     match error.span() {

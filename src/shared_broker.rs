@@ -1,7 +1,7 @@
-//! The temporary broker of a home: a process of its own that commands share while no service runs.
+//! The temporary broker of a home: a separate process that commands share while no service runs.
 //!
-//! Every command that uses the embedded broker holds a shared lock on `topics.lock`. The first one
-//! starts the broker process, which ends once no command holds that lock: no command waits for another.
+//! Every command that uses the embedded broker holds a shared lock on `topics.lock`. The first one starts the
+//! broker process, which ends once no command holds that lock. No command waits for another.
 #![allow(unsafe_code)]
 
 use std::fs::{File, TryLockError};
@@ -20,39 +20,39 @@ use tokio_util::sync::CancellationToken;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
 
-/// How often a command looks whether a broker answers or has ended.
+/// Interval at which a command checks whether a broker answers or has ended.
 const POLL: Duration = Duration::from_millis(50);
-/// How often it looks before it tries to start a broker again.
+/// Checks before a command tries again to start a broker.
 const POLLS: u32 = 20;
-/// How long a command waits for a broker to begin or to end: both may read or flush large logs.
+/// Deadline for a broker to start or to end: both may read or flush large logs.
 const WAIT_MAX: Duration = Duration::from_secs(60);
-/// How often a command looks for the successor of a broker.
+/// Interval at which a command checks for the successor of a broker.
 const REJOIN_POLL: Duration = Duration::from_millis(200);
-/// After this long a command says what it waits for.
+/// After this time, a command reports what it waits for.
 const SILENT_MAX: Duration = Duration::from_secs(2);
-/// The log of temporary brokers is begun anew beyond this size.
+/// Size at which the log of temporary brokers is truncated.
 const LOG_BYTES_MAX: u64 = 1 << 20;
 
-/// The file that says where a temporary broker logs to.
+/// The log file of temporary brokers.
 fn log_path(home: &Path) -> std::path::PathBuf {
     home.join("broker.log")
 }
 
-/// A command's share in the broker of its home; given back when dropped, or when the process dies.
+/// A command's share in the broker of its home; released when dropped, or when the process dies.
 #[derive(Debug)]
 pub(crate) struct Share {
     _lock: File,
 }
 
-/// What a broker process says on its standard output.
+/// The message of a broker process on its standard output.
 enum Said {
     Ready,
-    /// Another process was faster.
+    /// Another process holds the broker's lock.
     Held,
     Failed(Exit, String),
 }
 
-/// A bounded wait that says after a while what it is for.
+/// A wait with a deadline that reports its purpose after a while.
 struct Wait<'a> {
     context: &'a Context,
     what: &'a str,
@@ -65,7 +65,7 @@ impl<'a> Wait<'a> {
         Self { context, what, started: Instant::now(), told: false }
     }
 
-    /// One step of the wait; an error after [`WAIT_MAX`] or a signal.
+    /// Waits for one interval; fails after [`WAIT_MAX`] or a signal.
     async fn step(&mut self) -> Result<()> {
         let waited = self.started.elapsed();
         if waited >= WAIT_MAX {
@@ -88,7 +88,7 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// Joins the broker of the home, starting one when there is none.
+/// Joins the broker of the home, and starts one if none runs.
 pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, Share)> {
     let home = context.home.root();
     let share = share(context, &home.join("topics.lock")).await?;
@@ -106,22 +106,22 @@ pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, Share)> {
         }
         match start(context).await? {
             Said::Ready => {}
-            // The other process may be about to say where it listens.
+            // The other process may be about to publish its address.
             Said::Held => wait.step().await?,
             Said::Failed(exit, message) => return fail(exit, message),
         }
     }
 }
 
-/// Joins the successor of a broker that was lost. After one `of_service` this waits for another, as long as it takes:
-/// a temporary one would keep the service from coming back. None when a signal ended the wait.
+/// Joins the successor of a lost broker. After a broker `of_service`, waits for another service as long as
+/// necessary, since a temporary broker would keep it from starting. None when a signal ended the wait.
 pub(crate) async fn rejoin(context: &Context, of_service: bool) -> Result<Option<(SocketAddr, Share)>> {
     let dir = broker::dir(context.home.root());
     let mut told = false;
     loop {
         let is_running = broker::running_address(&dir).is_some();
         let is_there = match context.home.service() {
-            // Not the temporary one for whose end that service waits.
+            // A service exists: wait for its broker, not for the temporary one whose end it awaits.
             Some(service) => is_running && broker::running_pid(&dir) == Some(service),
             None => is_running || !of_service,
         };
@@ -144,7 +144,7 @@ pub(crate) fn is_at(home: &Path, address: SocketAddr) -> bool {
     broker::running_address(&broker::dir(home)) == Some(address)
 }
 
-/// A shared lock on the file. A broker that ends holds it alone until it has ended.
+/// Takes a shared lock on the file. A broker that is ending holds it exclusively until it has ended.
 async fn share(context: &Context, path: &Path) -> Result<Share> {
     let file = open(path)?;
     let mut wait = Wait::new(context, "the temporary broker of this home to end");
@@ -168,10 +168,10 @@ fn open(path: &Path) -> Result<File> {
         .with_context(|| format!("cannot open {}", path.display()))
 }
 
-/// Starts a broker process and waits for its one line.
+/// Starts a broker process and waits for its one line of output.
 async fn start(context: &Context) -> Result<Said> {
     let home = context.home.root();
-    // The program that runs, also when another one has taken its place.
+    // The running program, also after an upgrade has replaced its file.
     let mut command = std::process::Command::new("/proc/self/exe");
     command.arg("--home").arg(home).args(["--log", &context.log]);
     if let Some(file) = &context.loaded.file {
@@ -179,7 +179,7 @@ async fn start(context: &Context) -> Result<Said> {
     }
     command
         .args(["broker", "--temporary"])
-        // Signals of a terminal are for the command, not for the broker that others may use.
+        // Terminal signals are for the command, not for the broker that other commands may use.
         .process_group(0)
         .current_dir(home)
         .stdin(Stdio::null())
@@ -188,8 +188,8 @@ async fn start(context: &Context) -> Result<Said> {
     // SAFETY: close_range is a plain system call that touches no memory.
     unsafe {
         command.pre_exec(|| {
-            // The broker outlives this command: a lock or a pipe of the caller's must not live on in it. Kernels
-            // before 5.11 refuse this, and descriptors that are inherited stay open.
+            // The broker outlives this command, so it must not inherit locks or pipes of the caller. Kernels
+            // before 5.11 reject this call; inherited descriptors then stay open.
             nix::libc::syscall(nix::libc::SYS_close_range, 3u32, u32::MAX, nix::libc::CLOSE_RANGE_CLOEXEC);
             Ok(())
         });
@@ -220,7 +220,7 @@ async fn start(context: &Context) -> Result<Said> {
     }
 }
 
-/// Where the broker process logs to; nowhere when the disk is full.
+/// Opens the log file of the broker process; None when the disk is full.
 fn log(home: &Path) -> Option<File> {
     let path = log_path(home);
     let begin_anew = path.metadata().is_ok_and(|found| found.len() > LOG_BYTES_MAX);
@@ -231,7 +231,7 @@ fn log(home: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Runs the broker process until the last command has gone.
+/// Runs the broker process until no command uses it.
 pub(crate) async fn serve(context: &Context) -> Result<()> {
     let home = context.home.root();
     let users = open(&home.join("topics.lock"))?;
@@ -242,27 +242,28 @@ pub(crate) async fn serve(context: &Context) -> Result<()> {
         Err(millrace_streams::Error::HeldByAnother { .. }) => return context.out.raw("held\n"),
         Err(error) => {
             let error = anyhow::Error::from(error);
-            // The command that started this process says it; it may have gone.
+            // The command that started this process reports the error, unless it has ended.
             context.out.raw(&format!("{}\n", format!("{error:#}").replace('\n', " "))).ok();
             return Err(error);
         }
     };
-    // The command that started this process may have gone; others may be there.
+    // The command that started this process may have ended; others may use the broker.
     context.out.raw("ready\n").ok();
-    // Taken when no command holds it, and kept until the broker has stopped.
+    // Locked when no command holds it, until the broker has stopped.
     let (sender, alone) = tokio::sync::oneshot::channel();
     std::thread::Builder::new().name("users".into()).spawn(move || {
         let locked = users.lock();
         sender.send((users, locked)).ok();
     })?;
-    // A signal does not end it while commands use it, a second one does: its sender cannot know who they are.
+    // A signal does not end the broker while commands use it; a second one does. The sender cannot know the
+    // users.
     let alone = alone.await;
     broker.stop().await?;
     drop(alone);
     Ok(())
 }
 
-/// Starts the broker of a service once the commands that use a temporary one are done.
+/// Starts the broker of a service once no command uses the temporary one.
 pub(crate) async fn start_for_service(context: &Context, config: broker::Config) -> Result<Broker> {
     let dir = broker::dir(context.home.root());
     let mut wait = Wait::new(context, "commands of this home that use its temporary broker");

@@ -1,9 +1,9 @@
-//! Snapshot schedules of `millrace up`.
+//! Snapshot schedules of `millrace up`: take periodic snapshots and delete old ones.
 //!
-//! Wall-clock time is divided into slots of `every_s` seconds since 1970-01-01 (UTC). A schedule owns the snapshots
-//! `scheduled-NAME-SLOT`, one for each slot. The slot of the present is due as long as it has no snapshot, so a
-//! service that was down when the slot began catches up when it starts. Slots that have passed are not made up for:
-//! their state is gone. Errors are logged, and the slot is tried again.
+//! Wall-clock time is divided into slots of `every_s` seconds since 1970-01-01 (UTC). A schedule owns the
+//! snapshots `scheduled-NAME-SLOT`, one for each slot. The current slot is due as long as it has no snapshot.
+//! A service that was down when the slot began therefore catches up when it starts. Missed slots are skipped:
+//! their state is gone. Errors are logged, and the slot is retried.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -16,15 +16,15 @@ use tokio_util::sync::CancellationToken;
 use crate::failure::{Exit, fail};
 use crate::settings::SnapshotSchedule;
 
-/// What the names of all scheduled snapshots begin with.
+/// Prefix of all scheduled snapshots' names.
 const PREFIX: &str = "scheduled-";
-/// The time of a slot in the name of its snapshot.
+/// Format of a slot's time in the name of its snapshot.
 const SLOT: &str = "%Y%m%dT%H%M%SZ";
-/// The time of a snapshot from before schedules had names.
+/// Format of the time in snapshots of earlier versions, which had no schedule names.
 const UNNAMED: &str = "%Y%m%dT%H%M%S%3fZ";
-/// Longest name of a schedule: it is part of the name of a snapshot.
+/// Longest name of a schedule, since it is part of a snapshot's name.
 const NAME_BYTES_MAX: usize = 100;
-/// Longest sleep before the clock, which may be set, is looked at again.
+/// Longest sleep before the clock is read again, since it may be set.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
 /// First and longest pause after an error.
 const RETRY: Duration = Duration::from_secs(1);
@@ -37,12 +37,12 @@ pub(crate) struct Schedule {
     pub(crate) name: String,
     every_s: u64,
     keep: usize,
-    /// The volume has no other schedule, so scheduled snapshots without a schedule's name belong to this one.
+    /// True if the volume has no other schedule: it then owns scheduled snapshots without a schedule's name.
     only: bool,
 }
 
 impl Schedule {
-    /// The schedules of a configuration. Fails on periods and names that cannot be.
+    /// The schedules of a configuration. Fails on invalid periods and names.
     pub(crate) fn all(declared: &[SnapshotSchedule]) -> Result<Vec<Schedule>> {
         let (mut schedules, mut names) = (Vec::new(), BTreeSet::new());
         for one in declared {
@@ -72,7 +72,7 @@ impl Schedule {
         Ok(schedules)
     }
 
-    /// Takes snapshots until it is stopped. Tells `waiting` whether one could not be taken and is tried again.
+    /// Takes snapshots until `stop` fires. Tells `waiting` whether a snapshot failed and is retried.
     pub(crate) async fn run(self, datafs: Datafs, stop: CancellationToken, waiting: impl Fn(bool)) {
         let mut retry = RETRY;
         while !stop.is_cancelled() {
@@ -100,7 +100,8 @@ impl Schedule {
         }
     }
 
-    /// Takes the snapshot of the present slot unless it is there, and deletes this schedule's oldest beyond `keep`.
+    /// Takes the snapshot of the current slot unless it exists, and deletes this schedule's oldest beyond
+    /// `keep`.
     fn take_due(&self, datafs: &Datafs, now: DateTime<Utc>) -> Result<()> {
         let due = self.due(now);
         let listed = datafs.snapshot_list(&self.volume)?;
@@ -109,7 +110,7 @@ impl Schedule {
         if !own.iter().any(|name| name.as_str() == due) {
             let due: Name = due.parse()?;
             match datafs.snapshot_create(&self.volume, &due) {
-                // Another service with the same schedule was faster.
+                // Another service with the same schedule has created it.
                 Ok(_) | Err(Error::Exists { .. }) => own.push(due),
                 Err(error) => return Err(error.into()),
             }
@@ -129,7 +130,7 @@ impl Schedule {
         seconds - seconds % self.every_s
     }
 
-    /// The name of the snapshot of the present slot.
+    /// The name of the current slot's snapshot.
     fn due(&self, now: DateTime<Utc>) -> String {
         let slot = i64::try_from(self.slot(now)).ok().and_then(|slot| DateTime::from_timestamp(slot, 0));
         format!("{PREFIX}{}-{}", self.name, slot.unwrap_or(now).format(SLOT))

@@ -1,4 +1,4 @@
-//! Runs the `millrace` program as its users do: processes, homes of their own, what they print.
+//! Test support: runs the `millrace` program like a user, with temporary homes, and reads its output.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -22,10 +22,10 @@ use millrace_bundle::onnx::{
 use prost::Message;
 use serde_json::Value;
 
-/// Longest that any condition may take; generous since two cores run many tests at once.
+/// Deadline for any condition; generous since two cores run many tests at once.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The project's folder.
+/// The project's root folder.
 pub fn project() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
@@ -44,14 +44,14 @@ impl Home {
         self.dir.path().join("home")
     }
 
-    /// A file beside the home.
+    /// Writes a file beside the home; returns its path.
     pub fn file(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
         let path = self.dir.path().join(name);
         std::fs::write(&path, text).unwrap();
         path
     }
 
-    /// The program on this home, ready for arguments. Runs in the folder beside the home.
+    /// The program with this home, ready for arguments. Runs in the folder beside the home.
     pub fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_millrace"));
         command
@@ -69,7 +69,7 @@ impl Home {
         self.command().args(args).output().unwrap()
     }
 
-    /// Runs to success and gives standard output.
+    /// Runs the program, which must succeed; returns standard output.
     pub fn ok<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> String {
         let args: Vec<_> = args.into_iter().map(|a| a.as_ref().to_owned()).collect();
         let output = self.run(&args);
@@ -83,20 +83,21 @@ impl Home {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs to success with `--json` and gives the object.
+    /// Runs the program with `--json`, which must succeed; returns the object.
     pub fn json<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Value {
         let args = args.into_iter().map(|a| a.as_ref().to_owned()).chain([OsStr::new("--json").to_owned()]);
         let text = self.ok(args);
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// Runs to failure: the exit code, and the one line that it printed.
+    /// Runs the program, which must fail; returns the exit code and its one error line.
     pub fn fails<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> (i32, String) {
         let args: Vec<_> = args.into_iter().map(|a| a.as_ref().to_owned()).collect();
         failure(&self.run(&args), &format!("{args:?}"))
     }
 
-    /// Starts a server of models on free ports, with more arguments; what it says of itself once it answers.
+    /// Starts a model server on free ports with more arguments; returns it, once it answers, with its first
+    /// JSON object.
     pub fn serve<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> (Service, Value) {
         let ports = ["--grpc", "--http", "--metrics"].into_iter().flat_map(|flag| [flag, "127.0.0.1:0"]);
         let mut service = Service::spawn(self.command().args(["serve", "--json"]).args(ports).args(args));
@@ -104,14 +105,14 @@ impl Home {
         (service, said)
     }
 
-    /// Starts a service and reads what it prints until `ready` is there.
+    /// Starts the program in the background.
     pub fn start<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Service {
         Service::spawn(self.command().args(args))
     }
 }
 
 impl Drop for Home {
-    /// What a killed process left mounted would keep the folder from being deleted.
+    /// Unmounts what a killed process left mounted, so that the folder can be deleted.
     fn drop(&mut self) {
         for name in ["home/mount", "mnt", "m"] {
             millrace_datafs::mount::umount(&self.dir.path().join(name)).ok();
@@ -119,7 +120,7 @@ impl Drop for Home {
     }
 }
 
-/// Checks that a finished command failed in one clear line.
+/// Checks that a finished command failed with one clear line.
 pub fn failure(output: &Output, what: &str) -> (i32, String) {
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     let code = output.status.code().unwrap_or_else(|| panic!("{what} was killed: {stderr}"));
@@ -153,7 +154,7 @@ impl Service {
         Service { child, lines, seen: Vec::new() }
     }
 
-    /// The first JSON object that it prints.
+    /// Waits for the next JSON object that it prints.
     pub fn object(&mut self) -> Value {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -177,7 +178,7 @@ impl Service {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
-    /// Asks it to stop and waits; gives the exit code.
+    /// Sends SIGTERM and waits; returns the exit code.
     pub fn stop(mut self) -> i32 {
         self.signal(nix::sys::signal::Signal::SIGTERM);
         self.wait().expect("it stops when asked to")
@@ -200,7 +201,7 @@ impl Drop for Service {
     }
 }
 
-/// Polls a condition; a condition that never comes is a failure that names it.
+/// Polls a condition until [`PATIENCE`]; the failure names it.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !condition() {
@@ -209,7 +210,7 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// The metrics at an address; `None` while nobody answers there.
+/// The metrics at an address; `None` if no server answers.
 pub fn try_scrape(address: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").ok()?;
@@ -219,12 +220,12 @@ pub fn try_scrape(address: &str) -> Option<String> {
     Some(text)
 }
 
-/// The metrics at an address where somebody answers.
+/// The metrics at an address; a server must answer.
 pub fn scrape(address: &str) -> String {
     try_scrape(address).unwrap_or_else(|| panic!("nobody answers at {address}"))
 }
 
-/// What a mount has done of one kind of operation, in metrics; 0 when it is not told.
+/// A mount's count of one kind of operation, from metrics; 0 if it is absent.
 pub fn operations(metrics: &str, mount: &Path, op: &str) -> u64 {
     let (mount, op) = (format!("mount=\"{}\"", mount.display()), format!("op=\"{op}\""));
     let line = metrics.lines().find(|line| {
@@ -233,7 +234,7 @@ pub fn operations(metrics: &str, mount: &Path, op: &str) -> u64 {
     line.map_or(0, |line| line.rsplit_once(' ').unwrap().1.parse().unwrap())
 }
 
-/// Whether the kernel lets us mount; the reason goes to the log once.
+/// Whether the kernel permits mounting; the reason is logged once.
 pub fn fuse_permitted() -> bool {
     match millrace_datafs::mount::can_mount() {
         Ok(()) => true,
@@ -244,7 +245,7 @@ pub fn fuse_permitted() -> bool {
     }
 }
 
-/// A small file system, gone when dropped.
+/// A small file system, unmounted when dropped.
 pub struct Tmpfs<'a>(&'a Path);
 
 impl<'a> Tmpfs<'a> {
@@ -263,7 +264,7 @@ impl Drop for Tmpfs<'_> {
     }
 }
 
-/// Runs a program to success and gives what it printed.
+/// Runs a program, which must succeed; returns its standard output.
 pub fn program(command: &mut Command) -> String {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -276,14 +277,14 @@ pub fn program(command: &mut Command) -> String {
     text
 }
 
-/// Reads all of a reader.
+/// Reads a reader to its end.
 pub fn text_of(mut reader: impl Read) -> String {
     let mut text = String::new();
     reader.read_to_string(&mut text).unwrap();
     text
 }
 
-/// Files below a folder with that extension.
+/// Files below a folder with an extension.
 pub fn files_below(folder: &Path, extension: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![folder.to_owned()];
@@ -300,7 +301,7 @@ pub fn files_below(folder: &Path, extension: &str) -> Vec<PathBuf> {
     found
 }
 
-/// A model that gives each of its inputs back as `NAME_out`. Extents of -1 are the caller's to choose.
+/// A model that returns each of its inputs as `NAME_out`. Dimensions of -1 are the caller's choice.
 pub fn echo(values: &[(&str, DataType, &[i64])]) -> Vec<u8> {
     let value = |name: &str, elem_type: DataType, shape: &[i64]| {
         use tensor_shape_proto::dimension::Value as Extent;

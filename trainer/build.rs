@@ -1,4 +1,4 @@
-//! Compiles the coordinator's protocol without `protoc`.
+//! Build script of the trainer: compiles `proto/coordinator.proto` to Rust without `protoc`.
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -2,28 +2,28 @@
 
 use clap::{Args, ValueEnum};
 
-/// How images become what a model takes
+/// Conversion of images to a model input
 #[derive(Debug, Args)]
 pub(crate) struct ImageArgs {
-    /// What becomes of values from 0 to 255 where the model takes floats [default: none]
+    /// Scaling of values from 0 to 255 for models that take floats [default: none]
     #[arg(long, value_enum, help_heading = "Images")]
     pub(crate) scaling: Option<Scaling>,
-    /// Means to take off values from 0 to 1, one for all channels or one each
+    /// Mean to subtract from values from 0 to 1, one for all channels or one for each
     #[arg(long, value_name = "MEAN,…", value_delimiter = ',', value_parser = finite, allow_hyphen_values = true, conflicts_with = "scaling", help_heading = "Images")]
     pub(crate) mean: Vec<f32>,
-    /// What to divide by then, one for all channels or one each
+    /// Divisor to apply next, one for all channels or one for each
     #[arg(long, value_name = "STD,…", value_delimiter = ',', value_parser = divisor, conflicts_with = "scaling", help_heading = "Images")]
     pub(crate) std: Vec<f32>,
-    /// Where the input has its channels [default: as its shape says]
+    /// Position of the input's channels [default: as its shape says]
     #[arg(long, value_enum, help_heading = "Images")]
     pub(crate) layout: Option<Layout>,
-    /// Size that images become where the model leaves it open [default: each keeps its own]
+    /// Size to scale images to if the model leaves it open [default: the size of each image]
     #[arg(long, value_name = "HEIGHTxWIDTH", value_parser = size, help_heading = "Images")]
     pub(crate) size: Option<(u32, u32)>,
 }
 
 impl ImageArgs {
-    /// A flag that was given.
+    /// The first of these flags that was given.
     pub(crate) fn given(&self) -> Option<&'static str> {
         [
             ("--scaling", self.scaling.is_some()),
@@ -37,22 +37,22 @@ impl ImageArgs {
     }
 }
 
-/// What becomes of values from 0 to 255.
+/// Scaling of values from 0 to 255.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Scaling {
-    /// Nothing: 0 to 255
+    /// Unchanged: 0 to 255
     None,
     /// Divided by 255: 0 to 1
     Unit,
-    /// Divided by 127.5, less 1: -1 to 1
+    /// Divided by 127.5, minus 1: -1 to 1
     Inception,
-    /// Less 123, 117 and 104; less 128 in one channel
+    /// Minus 123, 117 and 104; minus 128 for one channel
     Vgg,
-    /// Divided by 255, less 0.485, 0.456 and 0.406, divided by 0.229, 0.224 and 0.225: as torchvision has it
+    /// Divided by 255, minus 0.485, 0.456 and 0.406, divided by 0.229, 0.224 and 0.225, as torchvision does
     Imagenet,
 }
 
-/// Where an input has its channels.
+/// Position of the channels in an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Layout {
     /// Channels, height, width

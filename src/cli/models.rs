@@ -1,4 +1,4 @@
-//! Flags of models, from their graphs to their answers: model, train, serve, predict, pipe.
+//! Flags of the model commands: model, train, serve, predict, pipe.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -12,17 +12,17 @@ use super::load::BenchArgs;
 use super::mounts::seconds;
 use super::rollout::RolloutCommand;
 
-/// Where a model runs.
+/// The device that a model runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceArg {
-    /// The processor
+    /// The CPU
     Cpu,
-    /// The first NVIDIA GPU; never the processor in silence
+    /// The first NVIDIA GPU; fails without one
     Cuda,
 }
 
 impl DeviceArg {
-    /// The word that configuration files use.
+    /// The name in configuration files.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             DeviceArg::Cpu => "cpu",
@@ -43,17 +43,17 @@ pub(crate) enum ModelCommand {
         #[command(subcommand)]
         kind: ModelInit,
     },
-    /// Put an ONNX file of another program into a volume or a folder, as the next version of a model
+    /// Import an ONNX file into a volume or a folder, as the next version of a model
     #[command(
         after_help = "The file holds its weights itself; its inputs and outputs are read off its graph. The version is one\nabove the highest that is there, and is seen once it is complete.\n\nExamples:\n  millrace model import resnet18.onnx --name resnet18 --volume models\n  millrace model import resnet18.onnx --name resnet18 --models ./models"
     )]
     Import(ImportArgs),
-    /// Make a version of a model that computes its matrix products with 8-bit integers
+    /// Create a version of a model that computes its matrix products with 8-bit integers
     #[command(
         after_help = "Dynamic quantization of MatMul and Gemm with constant weights, as ONNX Runtime's own tool does it: a\nquarter of the bytes, and faster where the products are large. Convolutions and all else stay as they\nare. Both versions run on a sample; where an output differs by more than --limit on the mean, in parts\nof its range, nothing is written and the exit code is 9. The new version says in its lineage what it\nwas made from. The rows of a run share the range of its inputs, so servers run each request alone. For\nthe processor: GPUs have no such operators.\n\nExamples:\n  millrace model quantize digits --volume digits --sample examples/digits/digits-test.jsonl --input pixels\n  millrace model quantize resnet18 --models ./models --limit 0.02 --json"
     )]
     Quantize(QuantizeArgs),
-    /// Which versions answer whom
+    /// Version routing: labels, splits and shadows
     #[command(flatten)]
     Rollout(RolloutCommand),
     /// Show a model's inputs, outputs, operators and parameters, or a bundle's lineage
@@ -66,7 +66,7 @@ pub(crate) enum ModelCommand {
         /// Volume that holds the bundle
         #[arg(long)]
         volume: Option<VolumeSpec>,
-        /// Which version [default: the newest]
+        /// The version [default: the newest]
         #[arg(long, requires = "volume")]
         version: Option<u64>,
     },
@@ -80,10 +80,10 @@ pub(crate) struct ImportArgs {
     /// Name of the model
     #[arg(long)]
     pub(crate) name: String,
-    /// Volume to put it into, below models/
+    /// Volume to import into, below models/
     #[arg(long, conflicts_with = "models", required_unless_present = "models")]
     pub(crate) volume: Option<Name>,
-    /// Folder to put it into
+    /// Folder to import into
     #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
 }
@@ -105,26 +105,25 @@ pub(crate) struct QuantizeArgs {
     /// Folder that holds the model
     #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
-    /// Records on which both versions are compared, as `predict` reads them, but no images; may be repeated [default:
-    /// random inputs, which say little]
+    /// Records on which both versions are compared, in the formats of `predict` except images; may be
+    /// repeated [default: random inputs, which say little]
     #[arg(long, value_name = "FILE")]
     pub(crate) sample: Vec<PathBuf>,
-    /// How the sample holds its records [default: by its name: .json, .csv, .parquet, else
-    /// JSON lines]
+    /// Format of the sample [default: by the file name: .json, .csv, .parquet, else JSON lines]
     #[arg(long, value_enum, requires = "sample")]
     pub(crate) format: Option<RecordFormat>,
-    /// The field or column that feeds an input; just FIELD for a model with one input [default: the
-    /// input's own name]
+    /// The field or column that feeds an input; just FIELD for a model with one input [default: the input's
+    /// name]
     #[arg(long, value_name = "INPUT=FIELD", requires = "sample")]
     pub(crate) input: Vec<String>,
-    /// Records that are compared; a run that they begin is filled up
+    /// Number of records to compare, rounded up to whole runs
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) records: u32,
-    /// Records of a run
+    /// Records per run
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) batch_rows: u32,
-    /// The mean difference of an output, in parts of its range, past which nothing is written. Of outputs
-    /// that are no floats it is the part of the elements that change
+    /// Largest mean difference of an output, relative to its range, at which the version is written. For
+    /// outputs that are not floats, the share of changed elements
     #[arg(long, default_value_t = 0.05, value_parser = limit)]
     pub(crate) limit: f64,
     /// Seed of random inputs
@@ -145,7 +144,7 @@ pub(crate) enum ModelInit {
         after_help = "Example:\n  millrace model init mlp --inputs 64 --hidden 128,64 --classes 10 mlp.onnx"
     )]
     Mlp {
-        /// Where to write the graph
+        /// The file to write
         file: PathBuf,
         /// Width of the input
         #[arg(long)]
@@ -153,7 +152,7 @@ pub(crate) enum ModelInit {
         /// Widths of the hidden layers
         #[arg(long, value_delimiter = ',', default_value = "128")]
         hidden: Vec<usize>,
-        /// What all architectures have
+        /// Flags of all architectures
         #[command(flatten)]
         weights: WeightArgs,
     },
@@ -162,7 +161,7 @@ pub(crate) enum ModelInit {
         after_help = "Example:\n  millrace model init cnn --height 8 --width 8 --filters 8,16 --classes 10 cnn.onnx"
     )]
     Cnn {
-        /// Where to write the graph
+        /// The file to write
         file: PathBuf,
         /// Image height
         #[arg(long)]
@@ -173,13 +172,13 @@ pub(crate) enum ModelInit {
         /// Filters of the convolutions
         #[arg(long, value_delimiter = ',', default_value = "8,16")]
         filters: Vec<usize>,
-        /// What all architectures have
+        /// Flags of all architectures
         #[command(flatten)]
         weights: WeightArgs,
     },
 }
 
-/// What all architectures of `millrace model init` have.
+/// Flags of all architectures of `millrace model init`.
 #[derive(Debug, Args)]
 pub(crate) struct WeightArgs {
     /// Number of classes
@@ -188,7 +187,7 @@ pub(crate) struct WeightArgs {
     /// Seed of the weights
     #[arg(long, default_value_t = 7)]
     pub(crate) seed: u64,
-    /// Factor on the inputs, part of the graph: 1 over their usual size helps training
+    /// Factor on the inputs, part of the graph: 1 / (usual input size) helps training
     #[arg(long, default_value_t = 1.0)]
     pub(crate) scale: f32,
 }
@@ -198,13 +197,13 @@ pub(crate) struct WeightArgs {
 pub(crate) struct TrainArgs {
     /// The job file
     pub(crate) job: PathBuf,
-    /// Worker processes [default: as the job file says]
+    /// Worker processes [default: from the job file]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
-    /// Seed of the weights and the order [default: as the job file says]
+    /// Seed of the weights and the order [default: from the job file]
     #[arg(long)]
     pub(crate) seed: Option<u64>,
-    /// Where to train [default: as the job file says]
+    /// The device to train on [default: from the job file]
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceArg>,
 }
@@ -213,7 +212,7 @@ pub(crate) struct TrainArgs {
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct ServeArgs {
-    /// What to do beside a server that runs
+    /// A command for a running server
     #[command(subcommand)]
     pub(crate) command: Option<ServeCommand>,
     /// Volume that holds bundles under models/
@@ -231,10 +230,10 @@ pub(crate) struct ServeArgs {
     /// Metrics address [default: serving.metrics]
     #[arg(long)]
     pub(crate) metrics: Option<SocketAddr>,
-    /// Where to run the models: cpu, cuda, cuda:1, or cuda:0,1 for sessions on both [default: serving.device]
+    /// Devices for the models: cpu, cuda, cuda:1, or cuda:0,1 for sessions on both [default: serving.device]
     #[arg(long)]
     pub(crate) device: Option<millrace_serving::Devices>,
-    /// Who decides what is served [default: serving.control]
+    /// What decides which models are served [default: serving.control]
     #[arg(long, value_enum)]
     pub(crate) control: Option<ControlArg>,
     /// A model to load at the start under `--control explicit`; may be repeated [default: serving.load]
@@ -245,17 +244,18 @@ pub(crate) struct ServeArgs {
 /// `millrace serve …`
 #[derive(Debug, Subcommand)]
 pub(crate) enum ServeCommand {
-    /// Put load on a model server and show how long its answers take
+    /// Put load on a model server and report its latencies
     #[command(
         after_help = "Closed loops show what a server can do: so many clients, each sending its next request when it has\nits answer, over a connection of its own. Open loops show what users get: requests at the times of a\nPoisson process, and a request's time counts from when it was to be sent, so that a server that stalls\nis not spared. Any server of the Open Inference Protocol will do. Where this client was the bottleneck,\nit says so; it shares the machine with the server unless it runs on another one.\n\nExamples:\n  millrace serve bench digits\n  millrace serve bench digits --rate 500,1000,2000,4000 --deadline-ms 50 --picture digits.svg\n  millrace serve bench resnet --grpc gpu1:8001 --shape image:3,224,224 --concurrency 16 --rows 8\n  millrace serve bench digits --grpc models.example.org:8001 --ca ca.pem --token-file token"
     )]
     Bench(Box<BenchArgs>),
-    /// Show what a running model server does: rates, queues, batch sizes, latencies
+    /// Show the activity of a running model server: rates, queues, batch sizes, latencies
     #[command(
         after_help = "A line for each version, of what was done since the line above: requests, rows and refused or failed\nrequests a second, requests that wait now, rows that ran together, the mean time of a request and how\nmuch of it was waiting, and percentiles (within the buckets of the server's histogram). States are\nasked for every 10 seconds. With --json, one object per interval. Of a server with tokens it shows the\nmodels that the one in --token-file may use; the metrics have neither tokens nor TLS.\n\nExamples:\n  millrace serve top\n  millrace serve top digits --interval 5\n  millrace serve top --grpc models.example.org:8001 --count 1 --json\n  millrace serve top --grpc models.example.org:8001 --ca ca.pem --cert me.pem --key me.key --token-file token"
     )]
     Top(TopArgs),
-    /// Make a bearer token: its line for the file that serving.tokens names, and on standard error the token
+    /// Create a bearer token: prints its line for the serving.tokens file, and the token itself on standard
+    /// error
     #[command(
         after_help = "Examples:\n  millrace serve token ci --models digits,fraud-* >> tokens.txt\n  millrace serve token release --control >> tokens.txt"
     )]
@@ -267,27 +267,27 @@ pub(crate) enum ServeCommand {
 pub(crate) struct TopArgs {
     /// Only this model
     pub(crate) model: Option<String>,
-    /// Its metrics, HOST:PORT [default: those of this home, else serving.metrics; with --grpc, that host
+    /// The server's metrics, HOST:PORT [default: of this home, else serving.metrics; with --grpc, that host
     /// and the port of serving.metrics]
     #[arg(long, value_name = "ADDR")]
     pub(crate) metrics: Option<String>,
-    /// Seconds from one look to the next
+    /// Seconds between updates
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = seconds)]
     pub(crate) interval: f64,
-    /// End after so many intervals
+    /// Stop after this many intervals
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
-    /// Who is asked
+    /// The model server
     #[command(flatten)]
     pub(crate) server: ServerArgs,
 }
 
-/// Who decides which models are served.
+/// What decides which models are served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ControlArg {
-    /// The repository: every version that is found in it
+    /// The repository: every version found in it
     Poll,
-    /// Callers: models that --load names or a client loads
+    /// Clients: models that --load names or a client loads
     Explicit,
 }
 
@@ -300,7 +300,7 @@ impl From<ControlArg> for millrace_serving::Control {
     }
 }
 
-/// How a file holds its records.
+/// Format of the records in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RecordFormat {
     /// One JSON object per line
@@ -309,9 +309,9 @@ pub(crate) enum RecordFormat {
     Json,
     /// A header that names the columns, then a record per row
     Csv,
-    /// A row is a record
+    /// One record per row
     Parquet,
-    /// A PNG or JPEG file is a record
+    /// One PNG or JPEG file per record
     Image,
 }
 
@@ -322,33 +322,33 @@ pub(crate) struct PredictArgs {
     pub(crate) model: String,
     /// Files of records, images, or folders of images [default: standard input]
     pub(crate) files: Vec<PathBuf>,
-    /// How the files hold their records [default: by their names: .json, .csv, .parquet, .png, .jpg,
-    /// .jpeg, else JSON lines]
+    /// Format of the records [default: by the file names: .json, .csv, .parquet, .png, .jpg, .jpeg, else JSON
+    /// lines]
     #[arg(long, value_enum)]
     pub(crate) format: Option<RecordFormat>,
-    /// The field or column that feeds an input; just FIELD for a model with one input; of CSV also the
-    /// columns FIRST..LAST, one element each [default: the input's own name]
+    /// The field or column that feeds an input; just FIELD for a model with one input; for CSV also the
+    /// columns FIRST..LAST, one element each [default: the input's name]
     #[arg(long, value_name = "INPUT=FIELD")]
     pub(crate) input: Vec<String>,
     /// The field that holds the true class, to report accuracy
     #[arg(long, value_name = "FIELD")]
     pub(crate) label: Option<String>,
-    /// Where all predictions go: FILE.parquet, FILE.jsonl, or - for JSON lines on standard output
+    /// Destination of all predictions: FILE.parquet, FILE.jsonl, or - for JSON lines on standard output
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
-    /// Which version [default: the newest]
+    /// The version [default: the newest]
     #[arg(long)]
     pub(crate) version: Option<u64>,
-    /// Most records of a request; fewer where the model takes fewer
+    /// Most records per request; fewer if the model takes fewer
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) batch_rows: u32,
-    /// Requests that are on their way at the same time
+    /// Concurrent requests
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) in_flight: u32,
-    /// Who is asked
+    /// The model server
     #[command(flatten)]
     pub(crate) server: ServerArgs,
-    /// What images become
+    /// Image conversion
     #[command(flatten)]
     pub(crate) images: ImageArgs,
 }
@@ -368,7 +368,7 @@ pub(crate) struct PipeArgs {
     /// The model
     #[arg(long, required_unless_present = "pipe")]
     pub(crate) model: Option<String>,
-    /// Name of the pipe: under another one it begins at the first record [default: FROM-to-TO]
+    /// Name of the pipe; a pipe with a new name begins at the first record [default: FROM-to-TO]
     #[arg(long)]
     pub(crate) name: Option<String>,
     /// Volume that holds the bundle and the pipe's progress
@@ -377,7 +377,7 @@ pub(crate) struct PipeArgs {
     /// The record's field that holds the input
     #[arg(long, default_value = "input", value_name = "FIELD")]
     pub(crate) input: String,
-    /// Go on for ever instead of stopping where the topic ends now
+    /// Run until stopped, not just to the current end of the topic
     #[arg(long)]
     pub(crate) follow: bool,
 }

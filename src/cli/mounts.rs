@@ -14,45 +14,45 @@ pub(crate) struct MountArgs {
     pub(crate) spec: VolumeSpec,
     /// An empty folder, created when it is missing
     pub(crate) path: PathBuf,
-    /// Return once it is mounted; a background process serves it
+    /// Return once it is mounted; a background process serves the mount
     #[arg(long)]
     pub(crate) detach: bool,
-    /// Start the process that serves the mount again whenever it dies
+    /// Restart the process that serves the mount whenever it dies
     #[arg(long)]
     pub(crate) supervise: bool,
-    /// End when standard input ends, which the supervisor holds open
+    /// Stop when standard input ends; the supervisor holds it open
     #[arg(long, hide = true)]
     pub(crate) supervised: bool,
-    /// Tell an error on standard output as well, for the process that waits for the mount
+    /// Report an error on standard output as well, for the process that waits for the mount
     #[arg(long, hide = true)]
     pub(crate) tell_errors: bool,
-    /// auto: by the mean size of a snapshot's files; passthrough: large files of snapshots are handed to
-    /// the kernel; pages: everything goes through the kernel's pages, and a snapshot's files are opened
-    /// without a message
+    /// How files are opened. auto: by the mean size of a snapshot's files; passthrough: the kernel reads
+    /// large files of snapshots directly; pages: all reads use the kernel's page cache, and files of a
+    /// snapshot are opened without a request
     #[arg(long, value_name = "auto|passthrough|pages", default_value_t)]
     pub(crate) open: Open,
-    /// Refuse changes, also of a live volume
+    /// Reject changes, also of a live volume
     #[arg(long)]
     pub(crate) read_only: bool,
-    /// Let other users in, subject to owners and modes [default: where root mounts]
+    /// Let other users access the mount, subject to owners and modes [default: if root mounts]
     #[arg(long)]
     pub(crate) allow_other: bool,
-    /// Honour set-user-ID and set-group-ID bits and capabilities of programs (root only)
+    /// Honor set-user-ID and set-group-ID bits and capabilities of programs (root only)
     #[arg(long)]
     pub(crate) suid: bool,
-    /// Honour device nodes (root only)
+    /// Honor device nodes (root only)
     #[arg(long)]
     pub(crate) dev: bool,
-    /// Refuse to run programs
+    /// Do not allow running programs
     #[arg(long)]
     pub(crate) noexec: bool,
-    /// Serve Prometheus metrics here, at /metrics
+    /// Serve Prometheus metrics at this address, under /metrics
     #[arg(long, value_name = "ADDR")]
     pub(crate) metrics: Option<SocketAddr>,
-    /// Write each request to this file (see millrace trace)
+    /// Trace each request to this file (see millrace trace)
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
-    /// Size at which a trace file is put aside as FILE.1
+    /// Size in MiB at which a trace file is renamed to FILE.1
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
     pub(crate) trace_file_mib: u64,
 }
@@ -62,15 +62,15 @@ pub(crate) struct MountArgs {
 pub(crate) struct StatsArgs {
     /// A mount point, or the name of a volume [default: all mounts of this home]
     pub(crate) mount: Option<String>,
-    /// Show once what was done since the volume was mounted
+    /// Show totals since the volume was mounted, once
     #[arg(long)]
     pub(crate) once: bool,
-    /// Seconds from one look to the next
+    /// Seconds between updates
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = seconds)]
     pub(crate) interval: f64,
 }
 
-/// From a tenth of a second to a day.
+/// Parses a number of seconds, from a tenth of a second to a day.
 pub(super) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(seconds),
@@ -83,12 +83,12 @@ pub(super) fn seconds(text: &str) -> Result<f64, String> {
 pub(crate) struct TraceArgs {
     /// A mount point, or the name of a volume
     pub(crate) mount: String,
-    /// Where to write; lines are added to a file that is there. Not on the mount itself
+    /// The trace file; new lines are appended. Must not be on the mount itself
     pub(crate) file: Option<PathBuf>,
-    /// End the trace
+    /// Stop tracing
     #[arg(long, conflicts_with = "file")]
     pub(crate) off: bool,
-    /// Size at which the file is put aside as FILE.1
+    /// Size in MiB at which the file is renamed to FILE.1
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
     pub(crate) file_mib: u64,
 }

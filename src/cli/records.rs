@@ -1,4 +1,4 @@
-//! Flags of what moves records: produce, ingest, feed.
+//! Flags of the record commands: produce, topic, ingest, feed.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ pub(crate) struct ProduceArgs {
 /// `millrace topic`
 #[derive(Debug, Subcommand)]
 pub(crate) enum TopicCommand {
-    /// List the topics with their partitions and the offsets that they hold
+    /// List the topics with their partitions and offsets
     #[command(after_help = "Examples:\n  millrace topic list\n  millrace topic list --json")]
     List,
     /// Delete a topic with all of its records
@@ -34,7 +34,7 @@ pub(crate) enum TopicCommand {
     Delete {
         /// The topic
         name: String,
-        /// Really delete it: its records are lost
+        /// Confirm: its records are lost
         #[arg(long)]
         yes: bool,
     },
@@ -46,16 +46,16 @@ pub(crate) struct IngestArgs {
     /// A job of the configuration file, by name
     #[arg(long, conflicts_with_all = ["topic", "volume", "path"])]
     pub(crate) job: Option<String>,
-    /// The topic to land
+    /// The topic to ingest
     #[arg(long, required_unless_present = "job")]
     pub(crate) topic: Option<String>,
-    /// The volume to land it in; created when it does not exist
+    /// The volume to write to; created when it does not exist
     #[arg(long, required_unless_present = "job")]
     pub(crate) volume: Option<Name>,
     /// Folder in the volume [default: the topic's name]
     #[arg(long)]
     pub(crate) path: Option<String>,
-    /// Go on for ever instead of stopping where the topic ends now
+    /// Run until stopped, not just to the current end of the topic
     #[arg(long)]
     pub(crate) follow: bool,
 }
@@ -63,7 +63,7 @@ pub(crate) struct IngestArgs {
 /// `millrace feed`
 #[derive(Debug, Args)]
 pub(crate) struct FeedArgs {
-    /// What to read: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
+    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
     pub(crate) dataset: DatasetSpec,
     /// Rows of a global batch
     #[arg(long, default_value_t = 128)]
@@ -74,13 +74,13 @@ pub(crate) struct FeedArgs {
     /// This reader's number
     #[arg(long, default_value_t = 0)]
     pub(crate) rank: u32,
-    /// How many readers share the dataset
+    /// Number of readers that share the dataset
     #[arg(long, default_value_t = 1)]
     pub(crate) world: u32,
     /// First global batch
     #[arg(long, default_value_t = 0)]
     pub(crate) step: u64,
-    /// How many batches [default: 1, or one epoch with --dry]
+    /// Number of batches [default: 1, or one epoch with --dry]
     #[arg(long)]
     pub(crate) batches: Option<u64>,
     /// Read without printing and show the rate

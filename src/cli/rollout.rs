@@ -1,4 +1,4 @@
-//! Flags of what says which versions of a model answer whom: model label, split, shadow.
+//! Flags of version routing: model label, split, shadow.
 
 use std::path::PathBuf;
 
@@ -9,17 +9,17 @@ use millrace_serving::repository::Target;
 /// `millrace model label|split|shadow`
 #[derive(Debug, Subcommand)]
 pub(crate) enum RolloutCommand {
-    /// Give a version of a model a name that clients may use instead of its number
+    /// Give a version of a model a name that clients can use instead of its number
     #[command(
         after_help = "The label is written to rollout.json beside the versions; servers move it with their next look through the\nrepository, once the version is ready, without losing a request.\n\nExamples:\n  millrace model label digits stable 4 --volume models\n  millrace model label digits canary --remove --models ./models"
     )]
     Label(LabelArgs),
-    /// Split the requests that name no version between versions, by weights
+    /// Split requests that name no version between versions, by weight
     #[command(
         after_help = "Weights are shares of their sum, so 95 and 5 say the same as 0.95 and 0.05. A split takes the place of the\none before as a whole, of one in millrace.toml, too. A request with an id always goes to the same version;\nthose without take turns. The share of a version that is not ready goes to the others. Without weights the\nsplit that is there is shown. Written to rollout.json beside the versions, as labels are: servers that run\nfollow with their next look through the repository, between two requests.\n\nExamples:\n  millrace model split digits stable=95 canary=5 --volume models\n  millrace model split digits 4=1 --models ./models\n  millrace model split digits --volume models --json\n  millrace model split digits --remove --volume models"
     )]
     Split(SplitArgs),
-    /// Let a version run copies of requests that others answer, and compare
+    /// Let a version run copies of requests that other versions answer, and compare the answers
     #[command(
         after_help = "A copy runs once its request was answered, so nobody waits for it, and its answer goes nowhere: the metrics\nmillrace_serving_shadow_… tell how far it is from the one that was given. A share of 0 copies nothing,\nalso where millrace.toml has a shadow. Without a version the shadow that is there is shown. Written to\nrollout.json beside the versions, as labels are: servers that run follow with their next look.\n\nExamples:\n  millrace model shadow digits 5 0.1 --volume models\n  millrace model shadow digits canary 1 --models ./models\n  millrace model shadow digits --volume models --json\n  millrace model shadow digits --remove --volume models"
     )]
@@ -27,7 +27,7 @@ pub(crate) enum RolloutCommand {
 }
 
 impl RolloutCommand {
-    /// Name of the model that it is about.
+    /// Name of the command's model.
     pub(crate) fn model(&self) -> &str {
         match self {
             RolloutCommand::Label(args) => &args.model,
@@ -36,7 +36,7 @@ impl RolloutCommand {
         }
     }
 
-    /// Where the model is.
+    /// The location of the model.
     pub(crate) fn place(&self) -> &PlaceArgs {
         match self {
             RolloutCommand::Label(args) => &args.place,
@@ -46,7 +46,7 @@ impl RolloutCommand {
     }
 }
 
-/// Where a model is
+/// The location of a model
 #[derive(Debug, Args)]
 pub(crate) struct PlaceArgs {
     /// Volume that holds the model, below models/
@@ -64,13 +64,13 @@ pub(crate) struct LabelArgs {
     pub(crate) model: String,
     /// The label: a letter, then letters, digits, '.', '_', '-'
     pub(crate) label: String,
-    /// The version, which is there and complete
+    /// The version, which must be complete
     #[arg(required_unless_present = "remove", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) version: Option<u64>,
-    /// Take the label away
+    /// Remove the label
     #[arg(long, conflicts_with = "version")]
     pub(crate) remove: bool,
-    /// Where it is
+    /// The location of the model
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
 }
@@ -80,13 +80,13 @@ pub(crate) struct LabelArgs {
 pub(crate) struct SplitArgs {
     /// Name of the model
     pub(crate) model: String,
-    /// Versions or labels with their weights, as in stable=95 4=5 [default: show what is there]
+    /// Versions or labels with their weights, as in stable=95 4=5 [default: show the current split]
     #[arg(value_name = "TARGET=WEIGHT", value_parser = weight)]
     pub(crate) weights: Vec<(Target, f64)>,
-    /// Take the split away: what millrace.toml says holds again, or the newest version answers
+    /// Remove the split: millrace.toml's split applies again, or the newest version answers
     #[arg(long, conflicts_with = "weights")]
     pub(crate) remove: bool,
-    /// Where it is
+    /// The location of the model
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
 }
@@ -96,15 +96,15 @@ pub(crate) struct SplitArgs {
 pub(crate) struct ShadowArgs {
     /// Name of the model
     pub(crate) model: String,
-    /// The version that runs copies, or its label [default: show what is there]
+    /// The version that runs copies, or its label [default: show the current shadow]
     #[arg(requires = "share")]
     pub(crate) target: Option<Target>,
-    /// Part of the requests to other versions that is copied, from 0 to 1
+    /// Share of the requests to other versions to copy, from 0 to 1
     pub(crate) share: Option<f64>,
-    /// Take the shadow away: what millrace.toml says holds again
+    /// Remove the shadow: millrace.toml's shadow applies again
     #[arg(long, conflicts_with = "target")]
     pub(crate) remove: bool,
-    /// Where it is
+    /// The location of the model
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
 }

@@ -1,4 +1,4 @@
-//! Flags of what works on volumes themselves: volume, snapshot, cp, fsck.
+//! Flags of the volume commands: volume, snapshot, cp, restore, fsck.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ pub(crate) enum VolumeCommand {
     Create {
         /// Letters, digits, '.', '_' and '-', at most 128
         name: Name,
-        /// How file data is compressed: none, lz4, zstd or zstd:LEVEL (1 to 19)
+        /// Compression of file data: none, lz4, zstd or zstd:LEVEL (1 to 19)
         #[arg(long, value_name = "HOW", default_value_t)]
         compression: Compression,
         /// Encrypt file data with this key of [datafs.encryption_keys]; names and sizes stay readable
@@ -31,7 +31,7 @@ pub(crate) enum VolumeCommand {
         /// The volume
         name: Name,
     },
-    /// Encrypt what is written to an encrypted volume from now on with another key
+    /// Use another key for new data of an encrypted volume
     #[command(
         name = "set-key",
         after_help = "KEY is the name of a key in [datafs.encryption_keys]. What is there already keeps the key that it was\nwritten with, so that one must stay in the configuration for as long as any of it is wanted. Mounts\nand services that have the volume open go on with the old key: start them anew.\n\nExample:\n  millrace volume set-key logs main-2027"
@@ -42,12 +42,12 @@ pub(crate) enum VolumeCommand {
         /// Name of the key
         key: String,
     },
-    /// Delete a volume, its snapshots and its files for good
+    /// Delete a volume, its snapshots and its files permanently
     #[command(after_help = "Example:\n  millrace volume delete digits --yes")]
     Delete {
         /// The volume
         name: Name,
-        /// Really delete: there is no way back
+        /// Confirm: this cannot be undone
         #[arg(long)]
         yes: bool,
     },
@@ -56,7 +56,7 @@ pub(crate) enum VolumeCommand {
 /// `millrace snapshot …`
 #[derive(Debug, Subcommand)]
 pub(crate) enum SnapshotCommand {
-    /// Freeze a volume under a name; takes the same time whatever its size
+    /// Freeze a volume under a name, in constant time
     #[command(after_help = "Example:\n  millrace snapshot create digits@monday")]
     Create {
         /// VOLUME@NAME
@@ -68,7 +68,7 @@ pub(crate) enum SnapshotCommand {
         /// The volume
         volume: Name,
     },
-    /// Delete a snapshot and free what only it held
+    /// Delete a snapshot and free the data that only it held
     #[command(after_help = "Example:\n  millrace snapshot delete digits@monday")]
     Delete {
         /// VOLUME@NAME
@@ -89,16 +89,16 @@ pub(crate) struct ListArgs {
 /// `millrace cp`
 #[derive(Debug, Args)]
 pub(crate) struct CopyArgs {
-    /// What to copy
+    /// The source
     #[arg(value_name = "SRC")]
     pub(crate) from: String,
-    /// What it becomes
+    /// The destination
     #[arg(value_name = "DST")]
     pub(crate) to: String,
     /// Copy folders with everything in them
     #[arg(short, long)]
     pub(crate) recursive: bool,
-    /// Files copied at the same time
+    /// Number of files to copy concurrently
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) parallel: u16,
 }
@@ -109,10 +109,10 @@ pub(crate) struct RestoreArgs {
     /// The folder of the backup
     #[arg(value_name = "DIR")]
     pub(crate) from: PathBuf,
-    /// Really replace all volumes: what was written since the backup is lost
+    /// Confirm replacing all volumes: changes since the backup are lost
     #[arg(long)]
     pub(crate) yes: bool,
-    /// The home that used this object store is gone for good: refuse it from now on
+    /// Take over the object store from a home that no longer exists; that home is rejected from now on
     #[arg(long)]
     pub(crate) take_store: bool,
 }
@@ -123,7 +123,7 @@ pub(crate) struct FsckArgs {
     /// Also read all file data against its checksums
     #[arg(long)]
     pub(crate) scrub: bool,
-    /// Mend what can be mended
+    /// Repair what can be repaired
     #[arg(long)]
     pub(crate) repair: bool,
 }

@@ -1,4 +1,4 @@
-//! `millrace backup` and `millrace restore`.
+//! `millrace backup` and `millrace restore`: copies of all volumes in a folder, and back.
 
 use std::path::{Path, absolute};
 

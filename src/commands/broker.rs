@@ -1,4 +1,4 @@
-//! `millrace broker`: the embedded broker alone, until it is told to stop.
+//! `millrace broker`: the embedded broker alone, until a signal stops it.
 
 use std::net::SocketAddr;
 

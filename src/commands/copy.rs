@@ -1,4 +1,4 @@
-//! `millrace cp`.
+//! `millrace cp`: copies files and folders between this machine, volumes and buckets.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
     Ok(())
 }
 
-/// `s3://BUCKET/PATH` and the like, `VOLUME[@SNAPSHOT]:/PATH`, else a path of this machine.
+/// Parses `s3://BUCKET/PATH` and other store URLs, `VOLUME[@SNAPSHOT]:/PATH`, or a local path.
 fn endpoint(datafs: &Datafs, text: &str) -> Result<Endpoint> {
     if text.contains("://") {
         let url: reqwest::Url = text.parse().map_err(|error| usage(format!("{text}: {error}")))?;
@@ -55,7 +55,7 @@ fn endpoint(datafs: &Datafs, text: &str) -> Result<Endpoint> {
             let path = url.to_file_path();
             return path.map(Endpoint::Local).map_err(|()| usage(format!("{text}: write file:///PATH")));
         }
-        // Credentials and endpoints come from the environment, as for other tools of these stores.
+        // Credentials and endpoints come from the environment, as in other tools of these stores.
         let known = ["AWS_", "GOOGLE_", "AZURE_"];
         let variables = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));

@@ -65,8 +65,8 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
     )
 }
 
-/// One batch: a line that says which, then a JSON object per row (for programs, the objects only).
-/// False once nobody reads any more.
+/// Prints one batch: a line that identifies it, then a JSON object per row (with `--json`, the objects only).
+/// Returns false once the reader has closed standard output.
 fn print(context: &Context, batch: &FeedBatch) -> Result<bool> {
     let lines = json_rows::lines(&batch.batch, false)?;
     context.out.text(&format!(

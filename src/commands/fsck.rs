@@ -1,4 +1,5 @@
-//! `millrace fsck`, `millrace gc` and `millrace compact`.
+//! `millrace fsck`, `millrace gc` and `millrace compact`: checks, garbage collection and compaction of
+//! volumes.
 
 use anyhow::Result;
 use millrace_datafs::{Compact, Config, Datafs, FsckOptions, FsckReport, Name, Remedy};
@@ -10,7 +11,7 @@ use crate::output::{bytes, count};
 
 /// Runs `millrace fsck`.
 pub(crate) fn run(context: &Context, args: &FsckArgs) -> Result<()> {
-    // Nothing is collected beside the check: what it finds is what was there.
+    // No garbage collection during the check, so that it sees a stable state.
     let config = Config { gc_interval_ms: 0, ..context.loaded.settings.datafs.clone() };
     context.home.check_store(&config)?;
     let datafs = Datafs::open(context.home.root(), &config)?;

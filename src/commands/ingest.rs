@@ -1,4 +1,4 @@
-//! `millrace ingest`: one topic into a volume, exactly once.
+//! `millrace ingest`: writes one topic to a volume, exactly once.
 
 use anyhow::Result;
 use millrace_datafs::{Datafs, Name};
@@ -58,7 +58,7 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
     if args.follow { Ok(()) } else { context.interrupted("ingest") }
 }
 
-/// Lands with one session: what came of it, and whether the session was lost meanwhile.
+/// Runs the ingest with one session; returns its outcome and whether the session was lost.
 async fn land(
     context: &Context,
     job: &JobConfig,
@@ -92,7 +92,7 @@ async fn land(
     ));
     let ended = tokio::select! {
         ended = &mut landing => (ended, false),
-        // Without --follow it ends by itself when no broker answers.
+        // Without --follow, the ingest ends when no broker answers.
         () = session.lost(), if follow => {
             stop.cancel();
             (landing.await, true)

@@ -1,4 +1,5 @@
-//! `millrace model init|import|quantize|label|split|shadow|show`.
+//! `millrace model init|import|quantize|label|split|shadow|show`: creates, imports, routes and inspects
+//! models.
 
 mod import;
 mod label;
@@ -27,7 +28,7 @@ use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
 use crate::output::{Output, bytes, count};
 
-/// Largest ONNX file that is read: protobuf itself ends at 2 GiB.
+/// Largest ONNX file; protobuf itself is limited to 2 GiB.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
 
 /// Runs the command.
@@ -87,11 +88,11 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
         ModelCommand::Init { kind } => init(out, kind),
         ModelCommand::Show { model, .. } => show_file(out, Path::new(&model)),
         ModelCommand::Import(ImportArgs { file, name, models, .. }) => {
-            // Clap requires it where there is no volume.
+            // Clap requires a folder if no volume is given.
             let Some(models) = models else { return Ok(()) };
             show_bundle(out, &import::into_folder(&file, &name, &models)?)
         }
-        // They wait for a store, so they have calls of their own.
+        // The caller runs these elsewhere, since they wait for a store.
         ModelCommand::Rollout(_) | ModelCommand::Quantize(_) => Ok(()),
     }
 }
@@ -146,7 +147,7 @@ fn read(file: &Path) -> Result<(Vec<u8>, ModelProto)> {
         return fail(Exit::Usage, format!("{} is not a file", file.display()));
     }
     let mut raw = Vec::new();
-    // One byte more than may be there shows that the file is too large, also one that grows meanwhile.
+    // Reads one byte more than the limit to detect a file that is too large or grows meanwhile.
     std::fs::File::open(file)
         .and_then(|file| file.take(MODEL_BYTES_MAX + 1).read_to_end(&mut raw))
         .with_context(|| format!("cannot read {}", file.display()))?;
@@ -208,7 +209,7 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
     )
 }
 
-/// What to show of a model that servers refuse.
+/// Shows why servers reject a model.
 fn refusal(checked: Result<(), Hazard>, json: &mut serde_json::Value) -> Option<Vec<String>> {
     let hazard = checked.err()?.to_string();
     json["refused"] = hazard.clone().into();
@@ -240,7 +241,7 @@ fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
     out.table(&json, &["model", &format!("{} version {}", manifest.name, manifest.version)], rows)
 }
 
-/// Whether requests to a model run together, and why not.
+/// Whether requests to a model are batched, and why not.
 fn rows_json(rows: &Rows) -> serde_json::Value {
     match rows {
         Rows::Independent => serde_json::json!({ "independent": true }),
@@ -250,7 +251,7 @@ fn rows_json(rows: &Rows) -> serde_json::Value {
     }
 }
 
-/// Where a model came from: a training, or another program.
+/// The origin of a model: a training run or another program.
 fn origin(lineage: &Lineage) -> Vec<Vec<String>> {
     if let Some(imported) = &lineage.imported {
         return vec![

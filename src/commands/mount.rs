@@ -1,4 +1,4 @@
-//! `millrace mount` and `millrace umount`.
+//! `millrace mount` and `millrace umount`: a volume or snapshot as a folder, in the foreground or detached.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -77,7 +77,7 @@ async fn run_until_unmounted(context: &Context, args: MountArgs) -> Result<()> {
     let at = mounted.path().to_owned();
     let watch = tokio::spawn(async move {
         stop.cancelled().await;
-        // Ends the serving threads, so that `join` below comes back with what they have to say.
+        // Ends the serving threads, so that `join` below returns their result.
         tokio::task::spawn_blocking(move || mount::umount(&at)).await
     });
     let ended = context.blocking(move || Ok(mounted.join()?)).await;
@@ -85,15 +85,15 @@ async fn run_until_unmounted(context: &Context, args: MountArgs) -> Result<()> {
     ended
 }
 
-/// Tells the process that started this one and waits for the mount what is wrong, in the place of [`announce`]. Standard
-/// error is a file that may be on the disk that is full.
+/// Reports an error, instead of [`announce`], to the process that waits for the mount. Standard error may be
+/// a file on a full disk.
 pub(super) fn tell_error(out: Output, error: &str) {
     if let Err(error) = out.object(&serde_json::json!({ "error": error })) {
         tracing::debug!(%error, "telling an error to the process that waits for the mount");
     }
 }
 
-/// What is wrong, where a process has told that.
+/// The error that another process reported, if any.
 pub(super) fn error_of(told: &serde_json::Value) -> Option<&str> {
     told["error"].as_str()
 }
@@ -122,13 +122,14 @@ pub(super) fn announce(
     )
 }
 
-/// The same command, for a program to read along, neither detached nor supervised, with metrics at an address.
+/// Builds this command for a child process: with JSON output, not detached, not supervised, with the given
+/// metrics address.
 pub(super) fn same_command(
     context: &Context,
     args: &MountArgs,
     metrics: Option<SocketAddr>,
 ) -> Result<std::process::Command> {
-    // This program, also when an upgrade has put another in its place.
+    // The running program, also after an upgrade has replaced its file.
     let mut command = std::process::Command::new("/proc/self/exe");
     command
         .arg0("millrace")
@@ -160,8 +161,7 @@ pub(super) fn same_command(
     Ok(command)
 }
 
-/// Asks for the end of this process when its standard input ends, as it does when the supervisor that holds the other
-/// end is gone.
+/// Stops this process when its standard input ends, which means that the supervisor is gone.
 fn end_with_input(context: &Context) -> Result<()> {
     let stop = context.stop.clone();
     let wait = move || {
@@ -172,19 +172,19 @@ fn end_with_input(context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// Starts the same command in a session of its own and waits until it has mounted.
+/// Starts the same command in its own process group and waits until it has mounted.
 async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     let mut command = same_command(context, args, args.metrics)?;
     command.arg("--tell-errors");
     if args.supervise {
         command.arg("--supervise");
     }
-    // A pipe would break when this process ends, and the other with it as soon as it has something to say.
+    // A pipe would break when this process ends, and then kill the daemon at its next log line.
     let log = context.home.root().join("mount.log");
     let file = private::options().append(true).create(true).open(&log);
     let file = file.with_context(|| format!("cannot write {}", log.display()))?;
     let said_before = file.metadata()?.len();
-    // A process group of its own: a Ctrl-C in this terminal does not reach it.
+    // An own process group: a Ctrl-C in this terminal does not reach it.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
     let mut child = tokio::process::Command::from(command)
         .spawn()
@@ -226,7 +226,7 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     announce(context.out, &args.spec.to_string(), &path, child.id().unwrap_or_default(), metrics_of(&told))
 }
 
-/// Where the daemon of a mount serves metrics, as it has announced.
+/// The metrics address that a mount's daemon announced.
 pub(super) fn metrics_of(told: &serde_json::Value) -> Option<SocketAddr> {
     told["metrics"].as_str().and_then(|address| address.parse().ok())
 }

@@ -17,13 +17,13 @@ use crate::output::count;
 pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     let mut config = config(context, &args)?;
     let mut serving = context.loaded.settings.serving.clone();
-    // No client can tell this process what to load.
+    // No client can tell this process which models to load.
     serving.control = Control::Poll;
     serving.load.clear();
     let datafs = context.volumes().await?;
     let spec = live(&args.volume);
     let view = context.blocking(move || Ok(datafs.view(&spec)?)).await?;
-    // Loading a model and waiting for a broker take long; a signal ends both.
+    // Loading a model and waiting for a broker can take long; a signal ends both.
     let opening = async {
         let repository = Repository::open(Source::volume(&view), &serving).await?;
         Ok::<_, anyhow::Error>((repository, context.topics().await?))
@@ -33,8 +33,8 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     };
     let (repository, session) = opened?;
     let inference = Inference::new(repository.clone());
-    // Whatever the model calls its one input, --input feeds it. A model that a following pipe still
-    // waits for keeps the usual name.
+    // `--input` feeds the model's only input, whatever its name. A following pipe that still waits for its
+    // model keeps the default name.
     if args.pipe.is_none()
         && let Ok(model) = repository.get(&config.model, None)
         && let [input] = &model.signature().inputs[..]
@@ -69,7 +69,7 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
     if args.follow { Ok(()) } else { context.interrupted("pipe") }
 }
 
-/// Runs the pipe; one that follows goes on with the successor of a broker that it has lost.
+/// Runs the pipe. With `follow`, continues with the successor of a lost broker.
 async fn predict(
     context: &Context,
     config: &PipeConfig,
@@ -90,7 +90,7 @@ async fn predict(
         let mut running = std::pin::pin!(pipe::run(config, deps, until, stop.clone()));
         let (ended, lost) = tokio::select! {
             ended = &mut running => (ended, false),
-            // Without --follow it ends by itself when no broker answers.
+            // Without --follow, the pipe ends when no broker answers.
             () = session.lost(), if follow => {
                 stop.cancel();
                 (running.await, true)

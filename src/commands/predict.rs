@@ -1,4 +1,4 @@
-//! `millrace predict`: records of a file to a model server, what it predicts to the caller.
+//! `millrace predict`: sends records of files to a model server and shows or writes its predictions.
 
 mod columns;
 mod csv;
@@ -58,8 +58,8 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     predictions.finish(context, &args.model, started.elapsed().as_secs_f64())
 }
 
-/// Hands over the first `records_max` records of files, and a few more where these fill a batch, as what a
-/// model takes.
+/// Reads the first `records_max` records of files as model inputs, and passes them to `take` in batches. The
+/// last batch may exceed `records_max`.
 pub(crate) fn sample(
     paths: &[PathBuf],
     format: Option<RecordFormat>,
@@ -77,7 +77,7 @@ pub(crate) fn sample(
     taken
 }
 
-/// How images become the model's only input.
+/// The conversion of images to the model's only input.
 fn form(intake: &Intake, args: &PredictArgs) -> Result<Form> {
     let inputs: Vec<_> = intake.inputs().map(|(spec, _)| spec).collect();
     let [spec] = inputs[..] else {
@@ -88,8 +88,8 @@ fn form(intake: &Intake, args: &PredictArgs) -> Result<Form> {
     Form::new(spec, &args.images).map_err(|reason| failure(Exit::Usage, reason))
 }
 
-/// Reads on a thread of its own, as a terminal or a pipe may take for ever, and not much further than the
-/// server has come.
+/// Reads on a separate thread, since a terminal or a pipe may block forever, and at most `ahead` batches
+/// ahead of the server.
 fn reading(
     sources: Vec<Source>,
     wanted: Wanted,

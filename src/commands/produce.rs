@@ -13,13 +13,13 @@ use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::output::count;
 
-/// Longest line that becomes a record; what is longer is refused rather than cut.
+/// Longest line of a record; longer lines are rejected, not truncated.
 const LINE_BYTES_MAX: u64 = 16 << 20;
-/// What some programs write at the start of a text in UTF-8.
+/// The UTF-8 byte order mark that some programs write at the start of a text.
 pub(crate) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
-/// Lines that are on their way to the broker at the same time.
+/// Lines sent to the broker at the same time.
 const CHUNK: usize = 10_000;
-/// What is read at once.
+/// Bytes per read.
 const READ_BYTES: usize = 2 << 20;
 
 type Source = BufReader<Box<dyn Read + Send>>;
@@ -75,18 +75,18 @@ pub(crate) async fn run(context: &Context, args: ProduceArgs) -> Result<()> {
     )
 }
 
-/// Which lines are in the topic, so that an error can say where to go on.
+/// The acknowledged lines, so that an error can name the line to continue with.
 #[derive(Debug, Default)]
 struct Acknowledged {
     records: u64,
-    /// Up to this line everything is in the topic.
+    /// All lines up to this one are in the topic.
     through: u64,
-    /// Records of later lines that are in the topic as well.
+    /// Records of later lines that are also in the topic.
     beyond: u64,
 }
 
 impl Acknowledged {
-    /// Notes what became of the records of `lines`; returns how many were acknowledged.
+    /// Records the deliveries of `lines`; returns how many the broker acknowledged.
     fn note(&mut self, lines: &[u64], sent: &Sent) -> u64 {
         let delivered = || sent.deliveries.iter().map(Option::is_some);
         let first = delivered().take_while(|delivered| *delivered).count();
@@ -126,14 +126,14 @@ fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
     }
 }
 
-/// Records and the numbers of their lines.
+/// Records with their line numbers.
 #[derive(Debug, Default)]
 struct Chunk {
     lines: Vec<u64>,
     records: Vec<OutRecord>,
 }
 
-/// Cuts the source into records.
+/// Splits the source into records.
 struct Reader {
     source: Source,
     shown: String,
@@ -143,8 +143,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Reads on a thread of its own: standard input may be silent for ever, and a signal must not
-    /// wait for it.
+    /// Reads on a separate thread: standard input may be silent forever, and a signal must not wait for it.
     fn start(mut self) -> Result<mpsc::Receiver<Result<Chunk>>> {
         let (sender, receiver) = mpsc::channel(1);
         std::thread::Builder::new().name("reader".into()).spawn(move || {
@@ -162,7 +161,7 @@ impl Reader {
         Ok(receiver)
     }
 
-    /// The records that can be had without waiting, at least one; none at the end.
+    /// The records available without waiting, at least one; none at the end.
     fn chunk(&mut self) -> Result<Chunk> {
         let mut chunk = Chunk::default();
         while chunk.records.len() < CHUNK && (chunk.records.is_empty() || !self.source.buffer().is_empty()) {

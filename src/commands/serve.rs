@@ -1,4 +1,4 @@
-//! `millrace serve`: the model server alone, until it is told to stop, and what watches one.
+//! `millrace serve`: the model server alone, until a signal stops it, and the commands for a running server.
 
 mod bench;
 mod scrape;
@@ -50,7 +50,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         // Clap requires one of them.
         (None, None) => return Ok(()),
     };
-    // Two servers on one home are fine; the first one tells others its addresses.
+    // Several servers may share a home; the first one announces its addresses to other commands.
     let mut lock = context.home.lock("serve").ok();
     config.resolve_files(|path| context.loaded.resolve(path));
     let deps = Deps { logging: Some(context.switch.clone()) };
@@ -82,7 +82,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     Ok(())
 }
 
-/// What the server holds, a line per version.
+/// The loaded models, one line per version.
 fn models(serving: &Serving) -> Vec<String> {
     let statuses = serving.repository().status();
     let line = |status: &VersionStatus| {

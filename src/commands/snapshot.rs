@@ -1,4 +1,4 @@
-//! `millrace snapshot create|list|delete`.
+//! `millrace snapshot create|list|delete`: snapshots of volumes.
 
 use anyhow::Result;
 use millrace_datafs::{Name, SnapshotInfo, VolumeSpec};

@@ -1,4 +1,4 @@
-//! `millrace stats` and `millrace trace`: what mounts do, now.
+//! `millrace stats` and `millrace trace`: statistics and request traces of running mounts.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -20,7 +20,7 @@ pub(crate) async fn run(context: &Context, args: StatsArgs) -> Result<()> {
     let interval = Duration::from_secs_f64(args.interval);
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // The first look only counts, unless it is the only one.
+    // The first measurement is a baseline, unless it is the only one.
     for look in 0_u64.. {
         tokio::select! {
             _ = ticks.tick() => {}
@@ -47,7 +47,7 @@ pub(crate) async fn run(context: &Context, args: StatsArgs) -> Result<()> {
     Ok(())
 }
 
-/// The mounts that are wanted, with what they have done; none are an error unless some were there.
+/// The requested mounts with their statistics. Finding none is an error unless some existed before.
 fn find(context: &Context, wanted: Option<&str>, were_there: bool) -> Result<Vec<(Served, MountStats)>> {
     let home = context.home.root();
     let mut found = Vec::new();
@@ -56,7 +56,7 @@ fn find(context: &Context, wanted: Option<&str>, were_there: bool) -> Result<Vec
         match served.stats() {
             Ok(Some(stats)) => found.push((served, stats)),
             Ok(None) => {}
-            // Of another user, or its process hangs: the others are shown all the same.
+            // Another user's mount, or its process hangs: the other mounts are shown.
             Err(error) => refused = Some(error),
         }
     }
@@ -92,14 +92,14 @@ fn is_called(stats: &MountStats, name: &str, path: &Path) -> bool {
         || stats.volume.split_once('@').is_some_and(|(volume, _)| volume == name)
 }
 
-/// A mount as it is shown: of an interval, or of its whole life.
+/// The displayed data of a mount, for an interval or since it was mounted.
 #[derive(Debug, Serialize)]
 struct Shown<'a> {
     volume: &'a str,
     mount: &'a Path,
     pid: u32,
     opening: &'a str,
-    /// What the numbers are of.
+    /// Seconds that the numbers cover.
     seconds: f64,
     operations_per_s: f64,
     read_bytes_per_s: f64,
@@ -109,14 +109,14 @@ struct Shown<'a> {
     kernel_served_opens: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     waiting_requests: Option<u64>,
-    /// Shares of 1 that were found in memory or in the cache; none where nothing was looked for.
+    /// Share of lookups that memory or the cache answered; none without lookups.
     record_cache_hit_ratio: Option<f64>,
     object_cache_hit_ratio: Option<f64>,
     commits_per_s: f64,
     transactions_per_commit: Option<f64>,
     commit_mean_us: Option<f64>,
     operations: Vec<Operation<'a>>,
-    /// Counters of its process, by the names that they have as metrics.
+    /// Counters of the mount's process, by metric name.
     process: &'a std::collections::BTreeMap<String, u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     trace: Option<&'a TraceStats>,
@@ -259,7 +259,7 @@ impl<'a> Shown<'a> {
     }
 }
 
-/// False once the reader has gone away.
+/// Prints the mounts; false once the reader has closed standard output.
 fn show(context: &Context, shown: &[Shown<'_>], again: bool) -> Result<bool> {
     let text = || match shown {
         [] => "what was mounted has ended, or was mounted just now".to_owned(),

@@ -1,7 +1,7 @@
-//! `millrace mount --supervise`: a process that starts the daemon of a mount again whenever it dies.
+//! `millrace mount --supervise`: a supervisor process that restarts the daemon of a mount whenever it dies.
 //!
-//! It holds nothing of the volume itself. The mount point stays: until the new daemon has taken the
-//! dead mount off, programs get ENOTCONN.
+//! The supervisor holds no state of the volume. The mount point stays: until the new daemon has removed the
+//! dead mount, programs get ENOTCONN.
 
 use std::io;
 use std::net::SocketAddr;
@@ -22,19 +22,19 @@ use crate::context::Context;
 use crate::failure::{Exit, fail};
 use crate::ready;
 
-/// How long to wait before the first new start; doubled for each that follows.
+/// First pause before a restart; doubled for each that follows.
 const PAUSE_MIN: Duration = Duration::from_millis(100);
-/// And at most.
+/// Longest pause before a restart.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// A daemon that has served for so long was well: what follows is a new failure.
+/// After this uptime, a daemon's end counts as the first failure again.
 const WELL_AFTER: Duration = Duration::from_secs(60);
-/// Failures in a row before it gives up, after about a minute and a half of pauses.
+/// Failures in a row before the supervisor gives up, after about a minute and a half of pauses.
 const FAILURES_MAX: u32 = 10;
 
-/// What became of one daemon.
+/// The outcome of one daemon.
 struct Served {
     status: ExitStatus,
-    /// It had mounted.
+    /// Whether it had mounted.
     was_ready: bool,
 }
 
@@ -53,7 +53,7 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
                 }
                 return Ok(());
             }
-            // Where it was announced, also when the system has chosen the port.
+            // Keep the announced address, also if the system chose the port.
             metrics = metrics_of(told);
             if !std::mem::replace(&mut announced, true) {
                 let at = Path::new(told["mount"].as_str().unwrap_or_default());
@@ -71,11 +71,11 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
             take_off(&at);
         }
         if stops || !announced || (was_ready && !mount::is_mounted(&at)?) {
-            // It has said why, as the last thing.
+            // The daemon has already reported its error.
             std::process::exit(status.code().unwrap_or(Exit::Failed as i32));
         }
         if !was_ready {
-            // The port that the system had chosen may be another's now.
+            // Another process may use the port that the system had chosen.
             metrics = args.metrics;
         }
         let elapsed = started.elapsed();
@@ -103,14 +103,14 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
             }
         }
         if was_ready && !mount::is_mounted(&at)? {
-            // By `millrace umount`, meanwhile.
+            // Unmounted by `millrace umount` meanwhile.
             return Ok(());
         }
     }
 }
 
-/// The command without supervision, in a process group of its own: a Ctrl-C in this terminal reaches
-/// this process, which passes it on once. The daemon ends when this process does, however that ends.
+/// Starts the unsupervised command in its own process group: a Ctrl-C in this terminal reaches this process,
+/// which forwards it once. The daemon ends whenever this process ends.
 fn start(context: &Context, args: &MountArgs, metrics: Option<SocketAddr>) -> Result<Child> {
     use std::os::unix::process::CommandExt;
     let mut command = same_command(context, args, metrics)?;
@@ -122,14 +122,14 @@ fn start(context: &Context, args: &MountArgs, metrics: Option<SocketAddr>) -> Re
     tokio::process::Command::from(command).spawn().context("cannot start the process that serves the mount")
 }
 
-/// Waits for the end of a daemon, and passes on what it says first: that it serves, or why it cannot. Asks it to end
-/// when this process is asked to, or cannot pass that on.
+/// Waits for the end of a daemon, and passes its first message to `hear`: that it serves, or why it cannot.
+/// Terminates the daemon on a stop signal, or if `hear` fails.
 async fn serve(
     context: &Context,
     daemon: &mut Child,
     hear: impl FnOnce(&serde_json::Value) -> Result<()>,
 ) -> Result<Served> {
-    // Waiting for a child closes its input, which this one takes for the end of its supervisor.
+    // Waiting for a child closes its input, which the daemon takes for the end of its supervisor.
     let _alive = daemon.stdin.take();
     let stdout = daemon.stdout.take().ok_or_else(|| io::Error::other("the daemon has no output"))?;
     let mut said = BufReader::new(stdout).lines();
@@ -154,14 +154,14 @@ async fn serve(
         }
     }
     if let Some(pid) = daemon.id() {
-        // It may have ended by itself just now.
+        // The daemon may have just ended.
         let _ = kill(Pid::from_raw(pid as i32), Signal::SIGTERM);
     }
     let status = daemon.wait().await?;
     announced.map(|()| Served { status, was_ready })
 }
 
-/// Takes a dead mount off its path.
+/// Unmounts a dead mount.
 fn take_off(at: &Path) {
     if mount::is_mounted(at).is_ok_and(|mounted| mounted)
         && let Err(error) = mount::umount(at)

@@ -1,4 +1,4 @@
-//! `millrace topic list|delete`.
+//! `millrace topic list|delete`: the topics of the broker.
 
 use anyhow::Result;
 use millrace_streams::KafkaConfig;
@@ -43,7 +43,7 @@ async fn delete(context: &Context, kafka: &KafkaConfig, name: &str, yes: bool) -
         marks => marks?,
     };
     let records: i64 = marks.values().map(|(low, high)| high - low).sum();
-    // Also where none can be read: a damaged partition may hold more.
+    // Also if no record can be read: a damaged partition may hold more.
     if !yes {
         let records = count(records.max(0) as u64);
         return fail(

@@ -85,7 +85,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
 }
 
-/// Trains a job of this home with worker processes of this program.
+/// Trains a job of this home, with worker processes of this program.
 pub(crate) async fn train(
     context: &Context,
     job: &JobFile,

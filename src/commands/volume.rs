@@ -1,4 +1,4 @@
-//! `millrace volume create|list|show|set-key|delete`.
+//! `millrace volume create|list|show|set-key|delete`: the volumes of a home.
 
 use anyhow::Result;
 use millrace_datafs::{Usage, VolumeInfo, VolumeList, VolumeOptions};
@@ -52,7 +52,7 @@ pub(crate) fn run(context: &Context, command: VolumeCommand) -> Result<()> {
     }
 }
 
-/// Shows what can be read, then fails if that is not all.
+/// Shows the readable volumes, then fails if some are damaged.
 fn list(context: &Context, list: &VolumeList) -> Result<()> {
     show(context, &list.volumes)?;
     if list.damaged.is_empty() {

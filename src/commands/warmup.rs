@@ -1,4 +1,4 @@
-//! `millrace warmup`.
+//! `millrace warmup`: prefetches files of a volume into this machine's cache.
 
 use anyhow::Result;
 use millrace_datafs::VolumeSpec;

@@ -1,4 +1,4 @@
-//! Peak memory of this process and all that it started, sampled while the pipeline runs.
+//! Peak memory of this process and its descendants, sampled while the pipeline runs.
 
 use std::collections::HashMap;
 use std::fs;
@@ -7,11 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How often resident memory is read. A worker lives for seconds, so its peak is not missed.
+/// Sampling interval. A worker lives for seconds, so its peak is not missed.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// A running sampler; its figure is the sum of resident sizes, so pages that processes share
-/// count once for each of them.
+/// A running sampler. It adds up resident sizes, so shared pages count once per process.
 pub(crate) struct PeakMemory {
     peak_kib: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -50,7 +49,7 @@ impl Drop for PeakMemory {
     }
 }
 
-/// Resident KiB of this process and its descendants. Processes that end while this reads count 0.
+/// Resident KiB of this process and its descendants. Processes that end during the scan count 0.
 fn family_rss_kib() -> u64 {
     let mut parents: HashMap<u32, u32> = HashMap::new();
     let Ok(entries) = fs::read_dir("/proc") else { return 0 };
@@ -61,7 +60,7 @@ fn family_rss_kib() -> u64 {
     }
     let root = std::process::id();
     let of_family = |mut pid: u32| {
-        // Bounded by the number of processes, so a reused pid cannot make it run in circles.
+        // Bounded by the number of processes, so a reused pid cannot cause an endless loop.
         for _ in 0..=parents.len() {
             if pid == root {
                 return true;
@@ -78,7 +77,7 @@ fn family_rss_kib() -> u64 {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in brackets, may hold anything; the state and the parent follow its last bracket.
+    // The name, in brackets, may contain any text; the state and the parent follow its last bracket.
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 

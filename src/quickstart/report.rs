@@ -1,4 +1,4 @@
-//! What quickstart says at the end: counts that must agree, for people or as one JSON object.
+//! The final report of quickstart: counts that must agree, for people or as one JSON object.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,64 +10,64 @@ use crate::failure::{Exit, fail};
 use crate::home::Addresses;
 use crate::output::{Output, count, quoted};
 
-/// How a run began.
+/// The start of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Start {
-    /// With nothing.
+    /// On an empty home.
     Clean,
-    /// With what an earlier run left.
+    /// On the data of an earlier run.
     Continued,
 }
 
-/// Counted by the steps.
+/// The counts of the steps.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct Figures {
     /// Records in both topics.
     pub(crate) produced: u64,
-    /// Of them, records to train on.
+    /// Records for training among them.
     pub(crate) produced_train: u64,
-    /// Of them, held-out records.
+    /// Held-out records among them.
     pub(crate) produced_test: u64,
-    /// Rows in the snapshot, both parts, each counted by its topic, partition and offset.
+    /// Rows in the snapshot, both parts, counted by topic, partition and offset.
     pub(crate) landed: u64,
     /// Records that did not decode.
     pub(crate) dead_letters: u64,
-    /// Rows that training saw in each of its epochs.
+    /// Rows that training read in each of its epochs.
     pub(crate) rows_per_epoch: u64,
-    /// Epochs until it had converged.
+    /// Epochs until training converged.
     pub(crate) epochs: u64,
     /// Steps of all epochs.
     pub(crate) steps: u64,
     /// Training workers.
     pub(crate) workers: u64,
-    /// Workers that died on the way and were replaced.
+    /// Workers that died and were replaced.
     pub(crate) workers_lost: u64,
     /// Mean training loss of the last epoch.
     pub(crate) loss: f64,
-    /// Samples that training went through per second; 0 when the model was there already.
+    /// Training samples per second; 0 when the model existed already.
     pub(crate) samples_per_second: f64,
-    /// Where it was trained and served.
+    /// The device for training and serving.
     pub(crate) device: String,
     /// Version of the published model.
     pub(crate) version: u64,
-    /// Digest of its graph.
+    /// SHA-256 of its graph.
     pub(crate) model_sha256: String,
     /// Held-out records predicted over gRPC.
     pub(crate) predicted_grpc: u64,
-    /// Held-out records predicted through the topic, each counted by its source.
+    /// Held-out records predicted through the topic, counted by their source.
     pub(crate) predicted_topic: u64,
     /// Predictions in the topic beyond one per held-out record.
     pub(crate) repeated_topic: u64,
-    /// Part of the held-out records that was predicted right.
+    /// Share of the held-out records that were predicted correctly.
     pub(crate) accuracy: f64,
-    /// Whether both ways predicted the same classes.
+    /// Whether gRPC and the topic gave the same classes.
     pub(crate) ways_agree: bool,
     /// The file that was read through the mount, with its size; or why there is no mount.
     pub(crate) mount_note: String,
 }
 
-/// The whole result.
+/// The complete result.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Report {
     start: Start,
@@ -79,7 +79,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Puts a run's result together.
+    /// Builds the report of a run.
     pub(crate) fn new(
         start: Start,
         figures: Figures,
@@ -151,7 +151,7 @@ impl Report {
         Ok(())
     }
 
-    /// Whether all counts agree.
+    /// Fails unless all counts agree.
     pub(crate) fn verdict(&self) -> Result<()> {
         let f = &self.figures;
         let checks = [
@@ -172,14 +172,14 @@ impl Report {
         Ok(())
     }
 
-    /// What to do with a service that was kept.
+    /// Prints commands to try on a service that was kept.
     pub(crate) fn things_to_try(&self, out: Output, home: &Path) -> Result<()> {
         if out.is_json() {
             return Ok(());
         }
         let a = &self.addresses;
         let home = quoted(&home.display().to_string());
-        // As it was called: a fresh build is not on the path.
+        // The name as it was invoked: a fresh build is not on the path.
         let program = std::env::args_os().next().unwrap_or_else(|| "millrace".into());
         let program = quoted(&program.to_string_lossy());
         let kafka = a.kafka.clone().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! The files that quickstart writes into its home: the data, millrace.toml and train.toml, such as
-//! a user would write them by hand.
+//! The files that quickstart writes to its home: the data, millrace.toml and train.toml, as a user would
+//! write them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ const DATA: [(&str, &str); 2] = [("data/digits.jsonl", TRAIN), ("data/digits-tes
 /// First line of a configuration that quickstart may overwrite.
 const MARK: &str = "# Written by `millrace quickstart`; a later run writes it again.";
 
-/// What was written.
+/// The paths of the written files.
 pub(crate) struct Scaffold {
     /// The configuration that `millrace up` would read.
     pub(crate) config: PathBuf,
@@ -31,14 +31,14 @@ pub(crate) struct Scaffold {
     pub(crate) job: PathBuf,
 }
 
-/// How a run on this home starts. Refuses a home that quickstart did not make, and changes nothing.
+/// How a run on this home starts. Rejects, without changes, a home that quickstart did not create.
 pub(crate) fn start(home: &Home) -> Result<Start> {
     let (config, job) = paths(home);
     let (config_is_ours, _) = (is_marked(&config)?, is_marked(&job)?);
     if config_is_ours {
         return Ok(Start::Continued);
     }
-    // A run writes its configuration before it makes any of these.
+    // A run writes its configuration before it creates any of these.
     for name in ["datafs", "broker"] {
         let path = home.root().join(name);
         if path.symlink_metadata().is_ok() {
@@ -58,7 +58,7 @@ fn paths(home: &Home) -> (PathBuf, PathBuf) {
     (home.root().join("millrace.toml"), home.root().join("train.toml"))
 }
 
-/// False when there is no such file; an error when quickstart did not write it.
+/// False if the file is missing; an error if quickstart did not write it.
 fn is_marked(path: &Path) -> Result<bool> {
     match fs::read(path) {
         Ok(text) if text.starts_with(MARK.as_bytes()) => Ok(true),
@@ -83,7 +83,7 @@ pub(crate) fn write(home: &Home, args: &QuickstartArgs) -> Result<Scaffold> {
     let put = |path: &PathBuf, text: &str| {
         write_private(path, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
     };
-    // First: it marks the home as quickstart's.
+    // First, since it marks the home as quickstart's.
     put(&config, &config_text(args))?;
     put(&job, &job_text(args))?;
     for (name, text) in DATA {

@@ -1,4 +1,4 @@
-//! The steps of quickstart, each of which finds what an earlier run already did and does the rest.
+//! The steps of quickstart; each finds the work of an earlier run and does the rest.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -30,9 +30,9 @@ const SNAPSHOT: &str = "quickstart";
 const TRAIN_TOPIC: &str = "digits";
 const TEST_TOPIC: &str = "digits-test";
 const PREDICTIONS_TOPIC: &str = "digits-predictions";
-/// How often a step looks whether the service has got somewhere.
+/// Interval at which a step checks the progress of the service.
 const LOOK: Duration = Duration::from_millis(25);
-/// A part of the service that makes no progress for this long has failed.
+/// A part of the service without progress for this long has failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A prediction's place in the source topic: partition and offset.
@@ -45,11 +45,11 @@ struct HeldOut {
     label: i64,
 }
 
-/// Deletes what earlier runs have stored in this home: their volume, which holds landed files, checkpoints and
-/// models, and their topics. Everything else of the home stays.
+/// Deletes the data of earlier runs in this home: their volume, which holds ingested files, checkpoints and
+/// models, and their topics. Everything else in the home stays.
 pub(crate) async fn clear(context: &Context) -> Result<()> {
     let work = context.clone();
-    // The volume first: without it, a run lands what the topics hold once more.
+    // The volume first: without its offsets, a run ingests the topics' records again.
     let deleted = context.blocking(move || match work.datafs()?.volume_delete(&VOLUME.parse()?) {
         Ok(()) | Err(millrace_datafs::Error::NotFound { .. }) => Ok(()),
         Err(error) => Err(error.into()),
@@ -73,17 +73,17 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
-    /// Steps over a service that was started from the scaffold.
+    /// Steps on a service that was started from the scaffold.
     pub(crate) fn new(context: Context, service: Service, seed: u64) -> Steps {
         Steps { context, service, seed }
     }
 
-    /// Where the service answers.
+    /// The addresses of the service.
     pub(crate) fn addresses(&self) -> Addresses {
         self.service.addresses.clone()
     }
 
-    /// Gives the service back, to be stopped.
+    /// Returns the service, so that the caller can stop it.
     pub(crate) fn into_service(self) -> Service {
         self.service
     }
@@ -93,7 +93,7 @@ impl Steps {
         self.service.failed().await
     }
 
-    /// All steps in the order of the data.
+    /// Runs all steps in the order of the data.
     pub(crate) async fn run(&mut self, job: &Path) -> Result<Figures> {
         let mut figures = Figures::default();
         figures.produced_train = self.produce(TRAIN_TOPIC, scaffold::TRAIN).await?;
@@ -122,9 +122,9 @@ impl Steps {
         }
     }
 
-    /// Writes the records of `text` that the topic does not hold yet; returns how many it holds.
-    /// Line i goes to partition i modulo their number, so the ends of the partitions tell how far an
-    /// earlier run came.
+    /// Writes the records of `text` that the topic does not hold yet; returns how many it holds. Line i goes
+    /// to partition i modulo the number of partitions, so the partition ends show the progress of an earlier
+    /// run.
     async fn produce(&mut self, name: &str, text: &str) -> Result<u64> {
         let ends = topic::watermarks(&self.service.kafka, name).await?;
         let partitions = i32::try_from(ends.len())?;
@@ -157,7 +157,7 @@ impl Steps {
         Ok(ends.values().map(|(low, high)| u64::try_from(high - low).unwrap_or(0)).sum())
     }
 
-    /// Waits until the offsets that the volume holds are the ends of both topics.
+    /// Waits until the volume's offsets reach the ends of both topics.
     async fn wait_for_ingest(&mut self) -> Result<()> {
         let view = self.view(None).await?;
         let kafka = self.service.kafka.clone();
@@ -199,7 +199,7 @@ impl Steps {
         done
     }
 
-    /// Takes the snapshot, or finds the one that an earlier run took once all had landed.
+    /// Takes the snapshot, or finds the one that an earlier run took after all records had landed.
     async fn snapshot(&self) -> Result<View> {
         let datafs = self.service.datafs.clone();
         self.context
@@ -220,7 +220,7 @@ impl Steps {
         self.context.blocking(move || Ok(datafs.view(&spec)?)).await
     }
 
-    /// Every row below `path`, once, read through the feed as a trainer would.
+    /// Reads every row below `path` once through the feed, as a trainer would.
     async fn rows(&self, view: &View, path: &str, columns: &[&str]) -> Result<Vec<RecordBatch>> {
         let dataset = DatasetSpec { source: view.spec().clone(), path: path.to_owned() };
         let dataset = dataset.open(&self.service.datafs).await?;
@@ -234,7 +234,7 @@ impl Steps {
         let mut rows = Vec::new();
         for step in 0..steps {
             let batch = feed.batch(step, 0..batch_rows).await?;
-            // The last batch reaches into the next epoch.
+            // The last batch extends into the next epoch.
             let first: arrow::array::BooleanArray =
                 batch.epochs.iter().map(|epoch| Some(*epoch == 0)).collect();
             rows.push(arrow::compute::filter_record_batch(&batch.batch, &first)?);
@@ -283,7 +283,7 @@ impl Steps {
         Ok(count)
     }
 
-    /// Mounts the volume where the machine lets us and reads a landed file through the path.
+    /// Mounts the volume if the machine permits it, and reads an ingested file through the mount.
     async fn mount(&mut self) -> Result<String> {
         if let Err(reason) = millrace_datafs::mount::can_mount() {
             return Ok(format!("none, went on in-process: {reason}"));
@@ -409,7 +409,7 @@ impl Steps {
         let wanted: BTreeSet<Place> = held_out.iter().map(|record| record.place).collect();
         figures.predicted_topic = seen.keys().filter(|place| wanted.contains(place)).count() as u64;
         figures.repeated_topic = total - seen.len() as u64;
-        // An earlier version may have answered in the topic; only answers of the same one compare.
+        // An earlier version may have answered in the topic; only answers of the same version are compared.
         figures.ways_agree = held_out.iter().zip(&grpc.classes).all(|(record, over_grpc)| {
             seen.get(&record.place)
                 .is_none_or(|(version, class)| *version != grpc.version || Some(*class) == *over_grpc)
@@ -435,7 +435,7 @@ fn prediction(value: &[u8]) -> Result<(Place, (String, usize))> {
     }
 }
 
-/// Distinct places of rows; a row that is there twice is an error.
+/// The distinct places of rows; fails on a duplicate.
 fn places(batches: &[RecordBatch]) -> Result<BTreeSet<Place>> {
     let mut places = BTreeSet::new();
     for batch in batches {

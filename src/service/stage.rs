@@ -1,4 +1,4 @@
-//! The parts of a service that stop together, and the restarts of those that fail.
+//! Stages of a service: parts that stop together, and the restarts of failed ones.
 
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -11,14 +11,14 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::failure::Interrupted;
 
-/// Pause before the first new start of a part; doubled for each that follows.
+/// First pause before a restart of a part; doubled for each that follows.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
-/// And at most.
+/// Longest pause before a restart.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
-/// A part that has run for so long was well: what follows is a new failure.
+/// After this uptime, a part's end counts as the first failure again.
 const WELL_AFTER: Duration = Duration::from_secs(120);
 
-/// Failures of a part in a row; 0 while it runs well.
+/// Consecutive failures of a part; 0 while it runs well.
 static FAILURES: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     let options = Opts::new(
         "millrace_up_part_failures",
@@ -29,7 +29,7 @@ static FAILURES: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     gauge
 });
 
-/// New starts of a part after it failed.
+/// Restarts of a part after a failure.
 static RESTARTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     let options =
         Opts::new("millrace_up_part_restarts_total", "New starts of a part of the service after it failed");
@@ -38,7 +38,7 @@ static RESTARTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     counter
 });
 
-/// Whether a part waits: for a snapshot, a model or brokers, or before it is started again.
+/// Whether a part waits: for a snapshot, a model, brokers, or its restart.
 static WAITING: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     let options = Opts::new(
         "millrace_up_part_waiting",
@@ -49,17 +49,17 @@ static WAITING: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     gauge
 });
 
-/// Tells in the metrics whether a part waits; for its attempts, which say themselves what they wait for.
+/// The metric that shows whether a part waits; set by the part's attempts.
 #[derive(Clone)]
 pub(super) struct WaitGauge(IntGauge);
 
 impl WaitGauge {
-    /// The one of a part.
+    /// The gauge of a part.
     pub(super) fn of(part: &str) -> WaitGauge {
         WaitGauge(WAITING.with_label_values(&[part]))
     }
 
-    /// Whether the part waits from now on.
+    /// Sets whether the part waits.
     pub(super) fn set(&self, waits: bool) {
         self.0.set(waits.into());
     }
@@ -84,7 +84,7 @@ impl Stage {
         self.tasks.spawn(async move { task.await.with_context(|| what) });
     }
 
-    /// Runs a task that is started again when it fails or panics, after a pause that grows; the others go on.
+    /// Runs a task that is restarted with growing pauses when it fails or panics; other tasks continue.
     pub(super) fn keep<F>(&mut self, what: String, attempt: impl Fn() -> F + Send + 'static)
     where
         F: Future<Output = Result<()>> + Send + 'static,
@@ -105,16 +105,16 @@ impl Stage {
                         running.await
                     }
                 };
-                // An attempt that ended while it waited has not said so.
+                // An attempt that ended while waiting has not reset the gauge.
                 waiting.set(false);
                 let error = match ended.map_err(anyhow::Error::from).and_then(|result| result) {
                     Ok(()) => {
                         failing.set(0);
                         return Ok(());
                     }
-                    // The service stops, in order: what the attempt has committed stays.
+                    // The service stops in order: the commits of the attempt stay.
                     Err(error) if error.chain().any(|cause| cause.is::<Interrupted>()) => return Ok(()),
-                    // A part that failed before would not have ended well either.
+                    // A part that had failed before would not have ended well either.
                     Err(error) if stop.is_cancelled() && failures > 0 => {
                         tracing::error!(
                             part = what,
@@ -147,7 +147,7 @@ impl Stage {
         });
     }
 
-    /// Waits for all tasks; the first error counts, the others are logged.
+    /// Waits for all tasks; returns the first error and logs the others.
     pub(super) async fn finish(&mut self) -> Result<()> {
         self.stop.cancel();
         let mut first = Ok(());
@@ -239,7 +239,7 @@ mod tests {
         assert_eq!(gauge.0.get(), 1, "the attempt waits");
         end.send(()).unwrap();
         begun.recv().await.unwrap();
-        // The pause of an hour begins as soon as the failure is seen.
+        // The pause of an hour begins as soon as the failure is counted.
         while gauge.0.get() == 0 {
             tokio::task::yield_now().await;
         }
@@ -256,7 +256,7 @@ mod tests {
             async { Err(anyhow::anyhow!("no such topic")) }
         });
         begins.recv().await.unwrap();
-        // It is in its attempt, or in the pause after it: both end at once.
+        // In its attempt, or in the pause after it: both end at once.
         let ended = tokio::time::timeout(Duration::from_secs(60), stage.finish()).await.unwrap();
         if let Err(error) = ended {
             assert_eq!(format!("{error:#}"), "second: no such topic");

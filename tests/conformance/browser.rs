@@ -1,4 +1,4 @@
-//! The model server's page in Chromium.
+//! Tests of the model server's web page in Chromium.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use object_store::local::LocalFileSystem;
 use crate::clients::python;
 use crate::support::{Home, echo, program};
 
-/// Text that would do harm as HTML.
+/// Text that would be harmful if the page inserted it as HTML.
 const HOSTILE: &str = "<img src=x onerror=\"document.title='taken'\"><b>&amp;</b>";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,4 +1,5 @@
-//! kcat, confluent-kafka, tritonclient, perf_analyzer, KServe's client, PyTorch, pyarrow and duckdb, all unmodified.
+//! Tests with unmodified clients: kcat, confluent-kafka, tritonclient, perf_analyzer, KServe's client,
+//! PyTorch, pyarrow and duckdb.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -119,7 +120,7 @@ fn python_clients_use_a_running_pipeline() {
         );
         assert!(said.contains(says), "{said}");
     }
-    // A second server over the same volume, which serves only what it is told to.
+    // A second server over the same volume, which serves only models that a client loads.
     let traces = home.dir.path().join("traces");
     std::fs::create_dir(&traces).unwrap();
     let mut explicit = Service::spawn(
@@ -140,15 +141,15 @@ fn python_clients_use_a_running_pipeline() {
     assert_eq!(service.stop(), 0);
 }
 
-/// Models that PyTorch exported come into a volume as any user brings them, are served together, and answer as
-/// PyTorch does.
+/// Models that PyTorch exported are imported into a volume as a user would, served together, and give
+/// PyTorch's answers.
 #[test]
 #[ignore = "needs PyTorch, tritonclient and perf_analyzer: run make conformance"]
 fn models_of_pytorch_answer_as_in_pytorch() {
     let home = Home::new();
     let exported = home.dir.path().join("exported");
     std::fs::create_dir(&exported).unwrap();
-    // Debian's PyTorch belongs to Debian's Python.
+    // Debian's PyTorch package needs Debian's Python.
     let mut export = Command::new("/usr/bin/python3");
     export.arg(project().join("tests/conformance/clients/torch_export.py")).arg(&exported);
     let said = program(&mut export);
@@ -168,7 +169,7 @@ fn models_of_pytorch_answer_as_in_pytorch() {
     let mut service = Service::spawn(
         home.command()
             .args(["serve", "--volume", "models", "--json", "--grpc", any, "--http", any, "--metrics", any])
-            // One session, so that clients have to wait for each other however many processors there are.
+            // One session, so that requests wait for each other on any number of processors.
             .env("MILLRACE_SERVING__SESSIONS_MAX", "1"),
     );
     let served = service.object();
@@ -183,8 +184,8 @@ fn models_of_pytorch_answer_as_in_pytorch() {
     assert_eq!(service.stop(), 0);
 }
 
-/// Models of PyTorch, scikit-learn and quantization tools, most of them with rows that depend on each other: 24 clients
-/// get the answers of single requests, and only models with independent rows run them together.
+/// Models of PyTorch, scikit-learn and quantization tools, most of them with rows that depend on each other.
+/// 24 clients get the answers of single requests, and only models with independent rows are batched.
 #[test]
 #[ignore = "needs PyTorch, scikit-learn, onnxruntime and tritonclient: run make conformance"]
 fn rows_that_depend_on_each_other_are_never_batched() {

@@ -1,4 +1,4 @@
-//! The same commands on Apache Kafka instead of the embedded broker.
+//! Tests of the topic commands on Apache Kafka instead of the embedded broker.
 
 use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use crate::clients::python;
 use crate::support::{Home, program, project, until};
 
-/// A single-node Apache Kafka in a folder of its own; killed when dropped.
+/// A single-node Apache Kafka in a temporary folder; killed when dropped.
 struct Kafka {
     child: Child,
     bootstrap: String,
@@ -18,15 +18,15 @@ struct Kafka {
     tls: String,
     /// The listener with TLS and SCRAM.
     scram: String,
-    /// The certificate that signed the broker's.
+    /// The certificate of the authority that signed the broker's certificate.
     authority: PathBuf,
 }
 
-/// What a SCRAM listener needs to know of its users: they are in Kafka's metadata.
+/// The login module of a SCRAM listener; its users are in Kafka's metadata.
 const LOGIN: &str = "org.apache.kafka.common.security.scram.ScramLoginModule required;";
 const PASSWORD: &str = "grist-and-flour";
 
-/// An authority, and what Kafka reads as its key and certificate.
+/// Writes an authority's certificate, and a server key and certificate for Kafka.
 fn write_certificates(authority: &Path, server: &Path) {
     let mut params = CertificateParams::new(Vec::<String>::new()).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -44,7 +44,7 @@ fn write_certificates(authority: &Path, server: &Path) {
 
 impl Kafka {
     fn start(dir: &Path) -> Kafka {
-        // All ports are held until all are known.
+        // Holds all ports until all are known.
         let held: Vec<_> = (0..4).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         let ports: Vec<u16> = held.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
         drop(held);
@@ -139,7 +139,7 @@ fn the_commands_work_on_apache_kafka() {
     assert_eq!(on_kafka(&ingest)["report"]["landed"], 1437);
     assert_eq!(on_kafka(&["feed", "digits:/train", "--dry"])["rows"], 2 * 1437);
 
-    // Records of a transaction that was aborted never happened; its marker leaves a gap.
+    // Records of an aborted transaction do not count; its marker leaves a gap.
     program(python("transactions.py").arg(&kafka.bootstrap).arg("transactional"));
     let report = on_kafka(&["ingest", "--topic", "transactional", "--volume", "digits"]);
     assert_eq!(report["report"]["landed"], 100, "{report}");
@@ -147,8 +147,8 @@ fn the_commands_work_on_apache_kafka() {
     assert_eq!(on_kafka(&["feed", "digits:/transactional", "--dry"])["rows"], 100);
 }
 
-/// Retention may remove all records of a transaction together with its marker: what was landed stays known as
-/// landed.
+/// Retention may remove all records of a transaction together with its marker. The ingest then still counts
+/// them as landed.
 #[test]
 #[ignore = "needs Apache Kafka: run make conformance"]
 fn transactions_land_through_retention() {
@@ -170,7 +170,7 @@ fn transactions_land_through_retention() {
         let report = run(&ingest);
         assert_eq!(report["report"]["landed"], 100, "round {round}: {report}");
         landed += 100;
-        // 200 records and two markers: the offset lies behind the last marker.
+        // 200 records and two markers: the offset is after the last marker.
         assert_eq!(report["report"]["offsets"]["0"], 202 * (round + 1), "round {round}: {report}");
         let said = program(python("delete_records.py").arg(&kafka.bootstrap).arg("transactional"));
         assert!(said.contains("deleted all"), "{said}");
@@ -225,7 +225,7 @@ fn tls_scram_and_zstd_work_on_apache_kafka() {
     let (_, line) = home.fails(["ingest", "--topic", "by-scram-256", "--volume", "digits"]);
     assert!(line.contains("uthentication"), "{line}");
     assert!(!line.contains("not-the-password"), "{line}");
-    // Without the authority the broker's certificate is not trusted.
+    // Without the authority, the client does not trust the broker's certificate.
     settings(&kafka.tls, &[("security.protocol", "ssl")]);
     let (_, line) = home.fails(["ingest", "--topic", "by-tls", "--volume", "digits"]);
     assert!(line.contains("certificate"), "{line}");

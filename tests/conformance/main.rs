@@ -1,4 +1,5 @@
-//! Real clients against real sockets and mounts; run by `make conformance`, which installs them.
+//! Conformance tests: real clients against real sockets and mounts. `make conformance` installs the clients
+//! and runs them.
 #![allow(clippy::unwrap_used, clippy::print_stderr, missing_docs)]
 
 #[path = "../support.rs"]

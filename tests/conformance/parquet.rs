@@ -1,4 +1,4 @@
-//! Parquet files of the programs that usually write them, fed from a volume.
+//! Tests of Parquet files from common writers, read from a volume through the feed.
 
 use std::collections::BTreeSet;
 

@@ -1,11 +1,11 @@
-//! What a local disk does, a mount does: pjdfstest, fsx and everyday programs on live mounts.
+//! POSIX tests of mounts: pjdfstest, fsx and common programs must behave as on a local disk.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use crate::support::{Home, Service, fuse_permitted, program, project};
 
-/// A home with a volume, mounted by processes of their own.
+/// A home with a volume and several mounts, each served by its own process.
 struct Mounted {
     services: Vec<Service>,
     places: Vec<PathBuf>,
@@ -13,7 +13,7 @@ struct Mounted {
 }
 
 impl Mounted {
-    /// `None`, and the reason on standard error, where mounting is not permitted.
+    /// `None`, with the reason on standard error, if mounting is not permitted.
     fn new(mounts: &[&str]) -> Option<Mounted> {
         if !fuse_permitted() {
             return None;
@@ -34,7 +34,7 @@ impl Mounted {
         &self.places[0]
     }
 
-    /// Unmounts, and checks that what is left is sound.
+    /// Unmounts, and checks that the volume is sound.
     fn end(self) {
         for service in self.services {
             assert_eq!(service.stop(), 0);
@@ -56,7 +56,7 @@ fn is_root() -> bool {
     root
 }
 
-/// Runs a shell script in a folder to success.
+/// Runs a shell script in a folder; it must succeed.
 fn shell(at: &Path, script: &str) -> String {
     program(Command::new("bash").args(["-euo", "pipefail", "-c", script]).current_dir(at))
 }
@@ -68,7 +68,7 @@ fn pjdfstest_passes() {
         return;
     }
     let Some(mounted) = Mounted::new(&["mnt"]) else { return };
-    // Two users with groups of their own, as every Debian has them.
+    // Two users with their own groups, which every Debian has.
     let config = mounted.home.file(
         "pjdfstest.toml",
         "[features]\nposix_fallocate = {}\nutime_now = {}\nutimensat = {}\n\
@@ -164,7 +164,7 @@ fn a_database_lives_on_a_mount() {
     let at = mounted.at();
     for mode in ["delete", "truncate"] {
         shell(at, &format!("sqlite3 {mode}.db 'pragma journal_mode={mode}; create table t(x)' > /dev/null"));
-        // Four processes take turns under the locks of the file.
+        // Four processes write in turns under the locks of the file.
         let insert = format!(
             "for i in $(seq 1 50); do echo \"insert into t values($i);\"; done | \
              sqlite3 -cmd '.timeout 60000' {mode}.db"
@@ -204,7 +204,7 @@ fn a_database_is_written_from_two_mounts() {
     mounted.end();
 }
 
-/// What one of two mounts has done goes on through the other, each step through the other one than the last.
+/// Two mounts continue each other's work: each step runs on the mount that did not run the previous step.
 #[test]
 #[ignore = "needs git, sqlite3, make, a compiler, tar, Python and npm: run make conformance"]
 fn two_mounts_take_turns_under_everyday_programs() {
@@ -234,7 +234,7 @@ fn two_mounts_take_turns_under_everyday_programs() {
         );
         let said = turn(step, &format!("sqlite3 db 'insert into t values({step}); select count(*) from t'"));
         assert_eq!(said, format!("{step}\n"));
-        // Of what is built already nothing is built again.
+        // Files that are already built are not built again.
         let built = turn(step, &format!("cd made && echo 'int x{step};' > {step}.c && make"));
         assert_eq!(built.lines().filter(|line| line.contains(" -o ")).count(), 1, "{built}");
         turn(step + 1, "cd made && make -q");
@@ -290,7 +290,7 @@ fn two_mounts_take_turns_under_everyday_programs() {
     mounted.end();
 }
 
-/// Runs a shell script in a folder as a user without privileges, to success.
+/// Runs a shell script in a folder as a user without privileges; it must succeed.
 fn shell_as(user: u32, at: &Path, script: &str) -> String {
     let user = user.to_string();
     program(
@@ -318,7 +318,7 @@ fn another_user_works_beside_root_on_a_shared_mount() {
          mkdir -m 1777 sticky && echo ours > sticky/root && install -d -o 1001 -g 1001 theirs\n\
          install -d -m 2770 -o 0 -g 1001 group && echo root > group/root && chmod 660 group/root",
     );
-    // A day's work of the user, through both mounts, seen and continued by root.
+    // The user works through both mounts, then root sees and continues the work.
     shell_as(
         user,
         &two.join("theirs"),
@@ -343,7 +343,7 @@ fn another_user_works_beside_root_on_a_shared_mount() {
         &two.join("theirs/repo"),
         "grep -q root f1.c && git checkout -q f1.c && ! grep -q root f1.c",
     );
-    // What is closed to the user stays closed, whichever way.
+    // Files closed to the user stay closed on both mounts.
     let no = "no() { if \"$@\" 2> /dev/null; then echo \"allowed: $*\" >&2; exit 1; fi; }";
     for at in [one, two] {
         shell_as(

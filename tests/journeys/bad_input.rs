@@ -1,4 +1,4 @@
-//! What goes wrong for users: one clear line, the right exit code or status, nothing half-written.
+//! Tests of user errors: one clear line, the right exit code or status, no partial output.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -146,7 +146,7 @@ fn no_permission_to_mount_is_explained() {
     }
     let home = Home::new();
     home.ok(["volume", "create", "v"]);
-    // A user of no rights, with a home of its own in a world that it can read.
+    // Gives the home to a user without privileges.
     let program = home.dir.path().join("millrace");
     std::fs::copy(env!("CARGO_BIN_EXE_millrace"), &program).unwrap();
     let open = |path: &Path| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
@@ -212,7 +212,7 @@ fn a_missing_or_foreign_onnx_library_is_one_line() {
     }
 }
 
-/// This program is built without the CUDA feature, so the device can only be refused.
+/// This program is built without the CUDA feature, so it must reject the device.
 #[test]
 fn cuda_is_refused_in_one_line_rather_than_replaced() {
     let home = Home::new();
@@ -242,7 +242,7 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
         "2",
         bad.to_str().unwrap(),
     ]);
-    // Same length, so that the graph stays readable with an operator nobody knows.
+    // Same length, so that the graph stays readable, with an unknown operator.
     let bytes = std::fs::read(&bad).unwrap();
     let at = bytes.windows(4).position(|window| window == b"Relu").unwrap();
     let mut changed = bytes.clone();
@@ -268,7 +268,7 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
     if !crate::support::fuse_permitted() {
         return;
     }
-    // Cut a landed file short through the mount, as a broken copy would.
+    // Truncates an ingested file through the mount, as an interrupted copy would.
     let at = home.dir.path().join("m");
     std::fs::create_dir(&at).unwrap();
     let mut mount = home.start(["mount", "v", at.to_str().unwrap(), "--json"]);
@@ -280,7 +280,7 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
     let (code, line) = home.fails(["feed", "v:/t"]);
     assert_eq!(code, 6, "{line}");
     assert!(line.contains(file.file_name().unwrap().to_str().unwrap()), "{line}");
-    // The snapshot still has it whole.
+    // The snapshot still has the complete file.
     assert_eq!(home.json(["feed", "v@s:/t", "--dry", "--batch-rows", "2"])["rows"], 2);
 }
 
@@ -293,7 +293,7 @@ fn a_full_disk_lands_nothing_half() {
     let disk = home.dir.path().join("disk");
     let _disk = Tmpfs::mount(&disk, "3m");
     let small = disk.join("home");
-    // The topic lives elsewhere; only the volume's disk is small.
+    // The topic is elsewhere; only the volume's disk is small.
     let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
     let kafka = broker.object()["kafka"].as_str().unwrap().to_owned();
     let file = home.dir.path().join("big.jsonl");
@@ -322,7 +322,7 @@ fn a_full_disk_lands_nothing_half() {
     let (code, line) = failure(&output, "landing on a full disk");
     assert_eq!(code, 7, "{line}");
     assert!(line.contains("space"), "{line}");
-    // What is visible is whole: nothing, or complete files.
+    // The volume holds no file or complete files.
     let rows = on_disk(&["feed", "v:/big", "--dry", "--json"]);
     if rows.status.success() {
         let rows: serde_json::Value = serde_json::from_slice(&rows.stdout).unwrap();
@@ -330,7 +330,7 @@ fn a_full_disk_lands_nothing_half() {
     } else {
         assert_eq!(rows.status.code(), Some(3), "{}", String::from_utf8_lossy(&rows.stderr));
     }
-    // With room again, the same command lands every record once.
+    // With space again, the same command ingests every record once.
     crate::support::program(Command::new("mount").args(["-o", "remount,size=64m"]).arg(&disk));
     assert!(on_disk(&["ingest", "--topic", "big", "--volume", "v"]).status.success());
     let rows = on_disk(&["feed", "v:/big", "--dry", "--json"]);
@@ -352,7 +352,7 @@ fn garbage_on_the_brokers_port_harms_nobody() {
         socket.write_all(garbage).unwrap();
         socket.shutdown(std::net::Shutdown::Write).unwrap();
         let mut answer = Vec::new();
-        // Either an orderly end or a reset: what matters is that the connection ends.
+        // An orderly close or a reset: the connection must end.
         match socket.read_to_end(&mut answer) {
             Ok(_) => {}
             Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "{error}"),
@@ -364,7 +364,7 @@ fn garbage_on_the_brokers_port_harms_nobody() {
     assert_eq!(broker.stop(), 0);
 }
 
-/// A server over a bundle directory, for the requests below.
+/// Starts a server over a bundle directory, after `break_it` has changed the directory.
 pub(crate) fn serve(home: &Home, break_it: impl FnOnce(&Path)) -> (Service, String, Vec<String>) {
     let onnx = home.dir.path().join("m.onnx");
     home.ok([

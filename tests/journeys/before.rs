@@ -1,5 +1,5 @@
-//! A home that an earlier program wrote (`tests/fixtures/make-home` says how): opened, checked, read, written and
-//! trained on from where it was.
+//! Tests of a home that an earlier version wrote (`tests/fixtures/make-home` documents how). The program
+//! opens, checks, reads, writes and continues training on it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -31,7 +31,7 @@ fn json(home: &Home, args: &[&str]) -> Value {
     serde_json::from_slice(&run(home, args).stdout).unwrap()
 }
 
-/// Names and contents of a copied folder.
+/// Copies a folder out of a volume and returns its file names and contents.
 fn copied(home: &Home, from: &str) -> BTreeMap<String, Vec<u8>> {
     let to = home.dir.path().join("copy");
     std::fs::remove_dir_all(&to).ok();
@@ -45,7 +45,7 @@ fn copied(home: &Home, from: &str) -> BTreeMap<String, Vec<u8>> {
 fn volumes_of_an_earlier_program_are_read_and_written() {
     let home = unpacked();
     let first = run(&home, &["volume", "list"]);
-    // It was made when homes were open to everybody.
+    // The fixture's home was open to other users.
     let notes = String::from_utf8_lossy(&first.stderr).into_owned();
     assert!(notes.contains("was open to other users"), "{notes}");
     run(&home, &["fsck", "--scrub"]);
@@ -57,7 +57,7 @@ fn volumes_of_an_earlier_program_are_read_and_written() {
         let changed: &[u8] = if from == "v@first:/files" { b"small 2\n" } else { b"changed since\n" };
         assert_eq!(files["small-2"], changed, "{from}");
     }
-    // Written, snapshotted and collected beside what was there.
+    // Writes, snapshots and collects garbage beside the earlier data.
     for volume in ["v", "sealed"] {
         let file = home.file("new", "new text");
         run(&home, &["cp", file.to_str().unwrap(), &format!("{volume}:/files/small-1")]);
@@ -81,7 +81,7 @@ fn topics_of_an_earlier_program_are_read_and_ingest_goes_on_where_it_stood() {
     assert_eq!(json(&home, &["ingest", "--topic", "trips", "--volume", "v"])["report"]["landed"], 1);
     assert_eq!(json(&home, &["feed", "v:/trips", "--dry", "--batch-rows", "1"])["rows"], 201);
     assert_eq!(json(&home, &["feed", "v@first:/trips", "--dry", "--batch-rows", "1"])["rows"], 200);
-    // A topic that nothing has read yet.
+    // A topic that was never ingested.
     assert_eq!(json(&home, &["ingest", "--topic", "notes", "--volume", "v"])["report"]["landed"], 200);
     run(&home, &["fsck"]);
 }
@@ -93,7 +93,7 @@ fn a_training_of_an_earlier_program_goes_on_from_its_checkpoint_and_its_model_is
     let report = json(&home, &["train", job.to_str().unwrap()]);
     assert!(report["resumed_from_step"].as_u64().is_some_and(|step| step > 0), "{report}");
     assert_eq!((&report["end"], &report["steps"]), (&"epochs_done".into(), &25_000.into()), "{report}");
-    // The finished training of two epochs: it is known as published, and goes on when it may run longer.
+    // The finished training of two epochs counts as published, and continues with a larger budget.
     let done = |epochs: u64| {
         let text = std::fs::read_to_string(&job).unwrap();
         let text = text.replace("epochs_max = 500", &format!("epochs_max = {epochs}"));

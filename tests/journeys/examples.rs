@@ -1,11 +1,11 @@
-//! The programs in `examples/` run to success.
+//! Tests that the programs in `examples/` run successfully.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::support::{Home, program};
 
-/// A program that `cargo test` builds beside `millrace`.
+/// The path of a program that `cargo test` builds beside `millrace`.
 fn example(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_BIN_EXE_millrace")).with_file_name("examples").join(name);
     assert!(path.exists(), "{} is missing: cargo build --workspace --examples", path.display());

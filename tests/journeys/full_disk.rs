@@ -1,11 +1,11 @@
-//! A home on a disk without a free byte.
+//! Tests of a home on a disk without a free byte.
 
 use std::io::Write;
 use std::path::Path;
 
 use crate::support::{Home, Tmpfs, fuse_permitted, until};
 
-/// Takes every byte that is free.
+/// Fills the disk completely.
 fn fill(disk: &Path) {
     for (name, piece) in [("ballast", 4_096), ("last-ballast", 1)] {
         let mut file = std::fs::File::create(disk.join(name)).unwrap();
@@ -31,8 +31,8 @@ fn a_detached_mount_on_a_full_disk_serves_or_says_why_it_cannot() {
     }
     let at = home.dir.path().join("mnt");
     let detach = |volume: &'static str| ["--log", "debug", "mount", "--detach", volume, at.to_str().unwrap()];
-    // Of the process behind a mount, which ends after it. It may stay in the table of processes where nothing collects
-    // orphans.
+    // Ends a mount and waits for its process. Without a parent that reaps orphans, the process may stay in
+    // the process table as a zombie.
     let end = |mount: &serde_json::Value| {
         home.ok(["umount", at.to_str().unwrap()]);
         let stat = format!("/proc/{}/stat", mount["pid"]);
@@ -43,7 +43,7 @@ fn a_detached_mount_on_a_full_disk_serves_or_says_why_it_cannot() {
     };
     for supervise in [None, Some("--supervise")] {
         fill(&root);
-        // Nothing can be written to the log.
+        // The log file cannot grow.
         let (code, line) = home.fails(detach("missing").into_iter().chain(supervise));
         assert_eq!(code, 3, "{line}");
         assert!(line.contains("missing"), "{line}");
@@ -52,7 +52,7 @@ fn a_detached_mount_on_a_full_disk_serves_or_says_why_it_cannot() {
         std::fs::remove_file(at.join(supervise.unwrap_or("removed"))).unwrap();
         end(&mount);
     }
-    // Without what is set aside for it, a process that opens the volumes has no room.
+    // Without the reserve file, a process that opens the volumes has no space.
     std::fs::remove_file(root.join("datafs/meta.sqlite-reserve")).unwrap();
     fill(&root);
     for supervise in [None, Some("--supervise")] {

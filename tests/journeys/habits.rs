@@ -1,4 +1,4 @@
-//! What users do beside the straight way: pipes to `head`, Ctrl-C, two commands at once, odd places.
+//! Tests of everyday use: pipes to `head`, Ctrl-C, two commands at once, unusual paths.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -30,7 +30,7 @@ fn a_reader_that_goes_away_ends_a_feed() {
     let file = home.file("r.jsonl", "{\"id\":1}\n{\"id\":2}\n");
     home.ok(["produce", "t", file.to_str().unwrap()]);
     home.ok(["ingest", "--topic", "t", "--volume", "v"]);
-    // More batches than could be read in years.
+    // More batches than a reader could read in years.
     let mut feed = spawn(&home, &["feed", "v:/t", "--batch-rows", "2", "--batches", "1000000000000"]);
     let mut line = String::new();
     BufReader::new(feed.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -47,7 +47,7 @@ fn lines_are_produced_as_they_come_and_an_interrupt_says_how_many() {
     let mut produce = spawn(&home, &["produce", "t"]);
     let mut stdin = produce.stdin.take().unwrap();
     stdin.write_all(b"{\"id\":1}\n").unwrap();
-    // Standard input stays open: the record must not wait for its end.
+    // Standard input stays open: the record must arrive before its end.
     until("the record is in the topic", || {
         let output = home.run(["ingest", "--topic", "t", "--volume", "v"]);
         output.status.success() && {
@@ -71,7 +71,7 @@ fn commands_at_the_same_time_share_the_broker_that_one_of_them_started() {
     for (child, text) in [(&mut first, "1\n"), (&mut second, "2\n")] {
         child.stdin.as_mut().unwrap().write_all(text.as_bytes()).unwrap();
     }
-    // Whichever started the broker ends its input first or last; both must get their records in.
+    // The command that started the broker may end first or last; the records of both must arrive.
     drop(first.stdin.take());
     std::thread::park_timeout(Duration::from_millis(300));
     second.stdin.as_mut().unwrap().write_all(b"3\n").unwrap();
@@ -111,7 +111,7 @@ fn model_files_need_no_home_and_are_files_like_any_other() {
     assert_eq!(home.fails(["model", "show", readme.to_str().unwrap()]).0, 6);
 }
 
-/// The process behind a detached mount outlives the one that started it, whatever it has to log.
+/// The process of a detached mount outlives the command that started it, however much it logs.
 #[test]
 fn a_detached_mount_lives_on_and_logs_to_its_file() {
     if !fuse_permitted() {
@@ -135,7 +135,7 @@ fn a_detached_mount_lives_on_and_logs_to_its_file() {
     });
 }
 
-/// `mount -t millrace` and /etc/fstab: the options that people write there, through the supervisor and the daemon.
+/// `mount -t millrace` and /etc/fstab: their options reach the daemon through the supervisor.
 #[test]
 fn options_of_fstab_reach_the_mount() {
     if !fuse_permitted() {

@@ -1,4 +1,4 @@
-//! Users ask what a model makes of their images: files, folders, pipes, and files that are no images.
+//! Tests of predictions for images: files, folders, pipes, and files that are not images.
 
 use std::fs::File;
 use std::io::{Cursor, Write};
@@ -19,7 +19,7 @@ fn encoded(image: impl Into<DynamicImage>, format: ImageFormat) -> Vec<u8> {
     content.into_inner()
 }
 
-/// Two by two pixels of which each value is another one.
+/// Two by two pixels with distinct values.
 fn picture() -> RgbImage {
     RgbImage::from_raw(2, 2, vec![0, 1, 2, 10, 11, 12, 20, 21, 22, 255, 254, 253]).unwrap()
 }
@@ -58,7 +58,7 @@ fn images_become_what_the_model_takes() {
     let larger = values(&ask(&["open", "a.png", "--layout", "nchw", "--size", "4x6"]), 0);
     assert_eq!(larger.as_array().unwrap().len(), 3 * 4 * 6);
 
-    // All images of a folder, by name, whatever they are inside; other files are none of them.
+    // All images of a folder in the order of their names, of any pixel format; other files are skipped.
     let folder = home.dir.path().join("photos");
     std::fs::create_dir(&folder).unwrap();
     let grey: ImageBuffer<Luma<u16>, _> = ImageBuffer::from_raw(2, 2, vec![257 * 7; 4]).unwrap();
@@ -96,7 +96,7 @@ fn images_become_what_the_model_takes() {
     }
     assert_eq!(values(&ask(&["grey", "photos/2-deep-grey.PNG"]), 0), json!([7, 7, 7, 7]));
 
-    // People see which file it was, tables have it, and a pipe does as well.
+    // Tables, Parquet files and pipes name the file of each image.
     let shown = home.ok(["predict", "interleaved", "photos", "a.png", "--grpc", &grpc]);
     assert!(shown.contains("photos/4-large.png") && shown.contains("7 predicted by interleaved"), "{shown}");
     let written = home.dir.path().join("said.parquet");

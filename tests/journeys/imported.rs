@@ -1,4 +1,4 @@
-//! Models of other programs: an ONNX file becomes a version that is served, or one clear line.
+//! Tests of imported models: an ONNX file becomes a served version, or fails with one clear line.
 
 use std::path::{Path, PathBuf};
 
@@ -58,7 +58,7 @@ fn files_become_the_next_versions_in_a_folder_and_are_served() {
         "{said}"
     );
     assert_eq!(std::fs::read(folder.join("m/2/model.onnx")).unwrap(), std::fs::read(&file).unwrap());
-    // No home is needed for it.
+    // A folder needs no home.
     program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(import));
     let (service, served) = home.serve(["--models", text(&folder)]);
     for version in 1..=3 {
@@ -142,7 +142,7 @@ fn what_cannot_be_imported_is_one_line_and_leaves_nothing() {
         }
     }
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
-    // Extents whose product is no number are shown, as far as they can be.
+    // Dimensions whose product overflows are shown as far as possible.
     let weights = &mut model.graph.as_mut().unwrap().initializer[0];
     weights.dims = vec![i64::MAX, i64::MAX];
     let huge = home.file("huge.onnx", model.encode_to_vec());
@@ -158,7 +158,7 @@ fn what_cannot_be_imported_is_one_line_and_leaves_nothing() {
         assert_eq!(code, exit, "{line}");
         assert!(line.contains(says), "{line}");
     }
-    // Neither place, or both: Clap says how it is used.
+    // Neither destination, or both: clap shows the usage.
     for into in [&[][..], &["--models", text(&folder), "--volume", "v"]] {
         assert_eq!(home.run([&import[..], into].concat()).status.code(), Some(2));
     }
@@ -204,7 +204,7 @@ fn weights_beside_a_graph_are_imported_with_it() {
         assert_eq!(answers[0], answers[1]);
     });
     assert_eq!(service.stop(), 0);
-    // Nothing from elsewhere becomes a part of a model.
+    // No file outside the folder may become part of a model.
     for location in ["../outside.onnx.data", "/etc/passwd", "link"] {
         let file = outside(location);
         let link = home.dir.path().join("link");
@@ -251,7 +251,7 @@ fn graphs_that_servers_refuse_are_refused_or_named_at_the_import() {
     assert!(exit == 2 && line.contains("ai.onnx.ml.LinearRegressor") && line.contains("PROBIT"), "{line}");
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
     assert!(home.json(["model", "show", text(&scores)])["refused"].as_str().unwrap().contains("PROBIT"));
-    // The configuration of a server may vouch for divisors.
+    // A server's configuration may vouch for divisors.
     let whole = AttributeProto { i: Some(7), ..attribute("to", AttributeType::Int) };
     let quotient = with(
         vec![

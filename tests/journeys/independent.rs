@@ -1,4 +1,4 @@
-//! The verdict on the rows of a model: told when the model is made, and kept by the commands that send records.
+//! Tests of row independence: reported when a model is created, and respected by commands that send records.
 
 use std::path::{Path, PathBuf};
 
@@ -25,7 +25,7 @@ fn value(name: &str) -> ValueInfoProto {
     }
 }
 
-/// One node that makes `y` of `x`, FP32 [batch, 1] both, and a constant.
+/// A graph with one node that computes `y` from `x`, both FP32 [batch, 1], and a constant.
 fn one_node(operator: &str, name: &str, constant: TensorProto) -> ModelProto {
     ModelProto {
         ir_version: Some(8),
@@ -48,7 +48,7 @@ fn one_node(operator: &str, name: &str, constant: TensorProto) -> ModelProto {
     }
 }
 
-/// Adds up its rows.
+/// A model that sums over its rows, so that they depend on each other.
 fn summed(home: &Home) -> PathBuf {
     let axis = TensorProto {
         name: Some("axis".into()),

@@ -1,4 +1,4 @@
-//! Several instances on one machine.
+//! Tests of several instances on one machine.
 
 use crate::support::{Home, failure};
 
@@ -28,7 +28,7 @@ fn a_second_up_on_one_home_says_who_holds_it() {
     assert!(line.contains(&format!("process {}", up.pid())), "{line}");
     assert!(line.contains("millrace up"), "{line}");
     assert_eq!(up.stop(), 0);
-    // The name of a holder that is gone keeps nobody out.
+    // The lock file of a dead process blocks no other process.
     let mut again = home.start(["--config", config, "up", "--json"]);
     again.object();
     assert_eq!(again.stop(), 0);

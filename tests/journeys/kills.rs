@@ -1,4 +1,4 @@
-//! `kill -9` of everything at seeded moments, then again: nothing lost, nothing doubled.
+//! Tests of `kill -9` at seeded moments: the next run loses no record and duplicates none.
 
 use std::time::{Duration, Instant};
 
@@ -6,10 +6,10 @@ use nix::sys::signal::Signal;
 
 use crate::support::{Home, Service, until};
 
-/// Moments, as parts of an undisturbed run's time, that cover produce, ingest, train and serve.
+/// Kill times as fractions of an undisturbed run; they cover produce, ingest, train and serve.
 const MOMENTS: [f64; 10] = [0.04, 0.10, 0.17, 0.26, 0.35, 0.47, 0.58, 0.71, 0.83, 0.94];
 
-/// What a disturbed run must end with, exactly as an undisturbed one does.
+/// Fields that must be equal after a disturbed and an undisturbed run.
 const FIELDS: [&str; 10] = [
     "produced",
     "landed",
@@ -33,7 +33,7 @@ fn a_pipeline_killed_at_ten_moments_ends_whole() {
     let mut killed = 0;
     for moment in MOMENTS {
         let home = Home::new();
-        // Once on an empty home, once on what the first kill left.
+        // Once on an empty home, once on the data that the first kill left.
         for part in [moment, moment / 2.0] {
             let mut run = Service::spawn(home.command().args(["quickstart", "--free-ports", "--json"]));
             let at = Instant::now() + whole.mul_f64(part);
@@ -45,7 +45,7 @@ fn a_pipeline_killed_at_ten_moments_ends_whole() {
                 killed += 1;
             }
             run.wait();
-            // Workers end by themselves when their coordinator is gone.
+            // Workers exit when their coordinator is gone.
             until("the workers are gone", || processes_of(&home) == 0);
         }
         let report = home.json(["quickstart", "--free-ports"]);
@@ -56,7 +56,7 @@ fn a_pipeline_killed_at_ten_moments_ends_whole() {
     assert!(killed >= MOMENTS.len(), "only {killed} runs were alive at their moment");
 }
 
-/// Processes whose environment names this home.
+/// Counts processes whose environment names this home.
 fn processes_of(home: &Home) -> usize {
     let marker = format!("MILLRACE_HOME={}", home.path().display());
     std::fs::read_dir("/proc")

@@ -1,4 +1,4 @@
-//! Blue and green: a label moves from one version to the next while a server answers.
+//! Tests of labels: a label moves between versions while a server answers.
 
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::support::{Home, program};
 
-/// A repository as Triton has it, with a model of two versions.
+/// A repository in Triton's layout, with a model of two versions.
 pub(crate) fn repository(home: &Home) -> String {
     let folder = home.dir.path().join("models");
     let onnx = home.dir.path().join("mlp.onnx");
@@ -25,7 +25,7 @@ pub(crate) fn repository(home: &Home) -> String {
     folder.to_str().unwrap().to_owned()
 }
 
-/// The version that answers a request for that one.
+/// Sends a request for a version or label; returns the version that answered.
 pub(crate) async fn answers(client: &mut Client, version: &str) -> Result<String, ClientError> {
     let request = pb::ModelInferRequest {
         model_name: "m".into(),
@@ -42,7 +42,7 @@ pub(crate) async fn answers(client: &mut Client, version: &str) -> Result<String
     Ok(client.infer_message(request).await?.model_version)
 }
 
-/// Commands that change a model at the same time keep what the others change, in a folder and in a volume.
+/// Concurrent commands on a model keep each other's changes, in a folder and in a volume.
 #[test]
 fn commands_at_the_same_time_keep_one_another() {
     let home = Home::new();
@@ -113,7 +113,7 @@ fn a_label_without_its_version_is_one_clear_line() {
     std::fs::write(&file, "{").unwrap();
     fails(&[&["m", "stable", "1"][..], &at].concat(), 6, "rollout.json cannot be read");
     std::fs::remove_file(&file).unwrap();
-    // No home is needed for a folder.
+    // A folder needs no home.
     let stable = ["model", "label", "m", "stable", "1", "--models", models];
     program(home.command().env("MILLRACE_HOME", "/proc/millrace").args(stable));
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "{\n  \"labels\": {\n    \"stable\": 1\n  }\n}\n");

@@ -1,5 +1,4 @@
-//! Operators measure a model server: loads of both kinds, their figures and their picture, and what is wrong
-//! with a load.
+//! Tests of `millrace serve bench`: both kinds of load, their figures and their plot, and invalid loads.
 
 use serde_json::{Value, json};
 
@@ -40,7 +39,7 @@ fn loads_of_both_kinds_have_figures_and_a_picture() {
         let ascending = ["p50", "p90", "p99", "p99.9", "max"].map(|name| times[name].as_f64().unwrap());
         assert!(ascending[0] > 0.0 && ascending.is_sorted(), "{times}");
     }
-    // The file of a picture is not taken for one that is drawn.
+    // The file must hold plotted points, not just exist.
     let points = svg.matches("<circle ").count();
     assert!(points >= 8, "{points}: of both open loops at least");
     assert_eq!(service.stop(), 0);
@@ -78,7 +77,7 @@ fn a_load_that_cannot_be_says_why() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
     let folder = home.dir.path().to_str().unwrap().to_owned();
-    // What the command line alone is wrong in.
+    // Errors in the command line alone.
     let flags: [(&[&str], &str); 12] = [
         (&["--rate", "0"], "above 0"),
         (&["--rate", "nan"], "above 0"),
@@ -97,7 +96,7 @@ fn a_load_that_cannot_be_says_why() {
         let line = usage(&home, &[&["serve", "bench", "m", "--grpc", &grpc][..], args].concat());
         assert!(line.contains(says), "{args:?}: {line}");
     }
-    // What serving takes and what measuring takes are not mixed, and serving still needs models.
+    // Flags of serving and of benchmarking are not mixed, and serving needs models.
     usage(&home, &["serve", "--models", &folder, "bench", "m"]);
     let line = usage(&home, &["serve"]);
     assert!(line.contains("--models"), "{line}");
@@ -120,7 +119,7 @@ fn a_load_that_cannot_be_says_why() {
     assert!(line.contains(&grpc), "{line}");
 }
 
-/// What the command line is refused with.
+/// Runs a command that clap must reject; returns the message.
 fn usage(home: &Home, args: &[&str]) -> String {
     let output = home.run(args);
     let stderr = String::from_utf8(output.stderr).unwrap();

@@ -1,4 +1,4 @@
-//! What users do, through the built program alone.
+//! Journey tests: tasks of users, run through the built program alone.
 #![allow(clippy::unwrap_used, clippy::print_stderr, missing_docs)]
 
 #[path = "../support.rs"]

@@ -1,4 +1,5 @@
-//! `millrace pipe`: topic to topic without a server, under several names, from topics that were created again.
+//! Tests of `millrace pipe`: topic to topic without a server, with several pipe names and with recreated
+//! topics.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;

@@ -1,5 +1,5 @@
-//! Users ask a model server for predictions: records in every form, answers in every form, and what is wrong
-//! with a record.
+//! Tests of `millrace predict` and `serve top`: records in every format, outputs in every format, and invalid
+//! records.
 
 use std::fs::File;
 use std::io::Write;
@@ -78,7 +78,7 @@ fn records_and_answers_of_every_form_are_alike() {
     assert_eq!(predictions.len(), RECORDS);
     let right = predictions.iter().filter(|one| one["argmax"]["logits"] == one["label"]).count();
     assert_eq!(whole["accuracy"], right as f64 / RECORDS as f64);
-    // In order, however many requests they become and however many of these are on their way.
+    // In order, for any number of requests and of concurrent requests.
     let marked_file = home.file("marked.jsonl", format!("\u{feff}{lines}"));
     let marked_list = home.file("marked.json", format!("\u{feff}{}", json!(rows)));
     let more: [(&Path, &[&str]); 7] = [
@@ -97,7 +97,7 @@ fn records_and_answers_of_every_form_are_alike() {
         assert!(others.iter().zip(predictions).all(|(a, b)| close(a, b) && a["label"] == b["label"]));
     }
 
-    // Everything into a file, in the model's own types.
+    // All predictions into a file, in the model's types.
     let written = home.dir.path().join("said.parquet");
     let said = ask(&parquet_file, &["--label", "y", "--output", written.to_str().unwrap()]);
     assert!(said.contains("100 predicted by m version 2") && said.contains("said.parquet"), "{said}");
@@ -122,7 +122,7 @@ fn records_and_answers_of_every_form_are_alike() {
     assert_eq!(printed.lines().count(), RECORDS);
     assert!(close(&serde_json::from_str(printed.lines().nth(57).unwrap()).unwrap(), &predictions[57]));
 
-    // People see the first ones; a pipe works as a file does.
+    // Tables show the first predictions; a pipe works like a file.
     let mut command = home.command();
     command.args(["predict", "m", "--grpc", &grpc, "--input", "input=x", "--label", "y"]);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -193,7 +193,7 @@ fn predict_says_what_is_wrong_with_a_record() {
         let (code, line) = ask(name, text.as_bytes(), &output);
         assert_eq!(code, 2, "{line}");
         assert!(line.contains(says), "{says} is missing in {line}");
-        // What was there stays, and nothing is left beside it.
+        // The old file stays, and no temporary file is left beside it.
         assert_eq!(std::fs::read(&kept).unwrap(), b"from before");
         let left = std::fs::read_dir(home.dir.path()).unwrap();
         assert!(!left.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with(".predict")));
@@ -218,7 +218,7 @@ fn predict_says_what_is_wrong_with_a_record() {
         assert_eq!(found, code, "{line}");
         assert!(line.contains(says), "{says} is missing in {line}");
     }
-    // Two columns of one name, of which either could be meant.
+    // Two columns with the same name are ambiguous.
     let column: ArrayRef = table().column_by_name("x").unwrap().clone();
     let field = Field::new("x", column.data_type().clone(), false);
     let twice = Arc::new(Schema::new(vec![field.clone(), field]));
@@ -248,15 +248,15 @@ fn a_running_server_is_watched() {
         serve(&home, |version| std::fs::write(version.join("model.onnx"), "no model").unwrap());
     let record = home.file("r.jsonl", "{\"input\":[1,2]}\n".repeat(20));
     let record = record.to_str().unwrap().to_owned();
-    // Named by the home: the addresses of the metrics, too.
+    // The home also names the address of the metrics.
     let mut top = home.start(["serve", "top", "--interval", "0.1", "--json"]);
     let mut interval = || {
         home.ok(["predict", "m", &record, "--grpc", &grpc, "--batch-rows", "5"]);
         top.object()
     };
     let mut seen = interval();
-    // Five rows to a request, each of which is a run as there is nobody else. A request that ends while the
-    // figures are read may be in some of them only.
+    // Five rows per request; each request is a run, since there is no other client. A request that ends while
+    // the figures are read may be counted in some of them only.
     until("an interval shows what was done in it", || {
         let first = &seen["models"][0];
         let number = |name: &str| first[name].as_f64().unwrap_or(0.0);
@@ -289,7 +289,7 @@ fn a_running_server_is_watched() {
     for text in ["requests/s", "p99", "unavailable: "] {
         assert!(shown.contains(text), "{text} is missing in\n{shown}");
     }
-    // Without metrics there are no percentiles, and it says why.
+    // Without metrics there are no percentiles, and the command reports why.
     let one = ["serve", "top", "--interval", "0.1", "--count", "1", "--metrics", "127.0.0.1:1"];
     let told = home.json(one);
     assert!(told["metrics_error"].as_str().unwrap().contains("127.0.0.1:1"), "{told}");
@@ -299,7 +299,7 @@ fn a_running_server_is_watched() {
     assert_eq!(service.stop(), 0);
     let (code, line) = home.fails(["serve", "top", "--grpc", &grpc, "--count", "1"]);
     assert!(code == 5 && line.contains(&grpc), "{line}");
-    // Flags of the server are none of the command beside it.
+    // Flags of the server are not flags of its subcommands.
     assert_eq!(home.run(["serve", "--load", "m", "top"]).status.code(), Some(2));
     assert_eq!(home.run(["serve"]).status.code(), Some(2));
 }

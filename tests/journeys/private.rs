@@ -1,4 +1,5 @@
-//! A home is its owner's alone, also one that an earlier version made; mounts of it are shared all the same.
+//! Tests of access rights: a home is private to its owner, also one of an earlier version; its mounts can be
+//! shared.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -7,7 +8,7 @@ use std::process::Command;
 
 use crate::support::{Home, fuse_permitted, until};
 
-/// What other users have rights to, of a folder and all that is below it.
+/// The files and folders below `root`, and itself, to which other users have rights.
 fn open_to_others(root: &Path) -> Vec<(PathBuf, u32)> {
     let mut found = Vec::new();
     let mut pending = vec![root.to_owned()];
@@ -23,7 +24,7 @@ fn open_to_others(root: &Path) -> Vec<(PathBuf, u32)> {
     found
 }
 
-/// A home in which most of what Millrace writes is there.
+/// A home with most kinds of files that Millrace writes.
 fn used() -> Home {
     let home = Home::new();
     let records = home.file("r.jsonl", "{\"id\":1}\n{\"id\":2}\n");
@@ -61,7 +62,7 @@ fn what_is_written_in_a_home_is_its_owners_alone() {
             .chain([home.dir.path().join("quick").to_str().unwrap().to_owned()]),
     );
     let mut open = open_to_others(&home.dir.path().join("quick"));
-    // The mount point itself is the user's to share.
+    // The user may share the mount point itself.
     open.retain(|(path, _)| !path.ends_with("mount"));
     assert_eq!(open, []);
 }
@@ -69,7 +70,7 @@ fn what_is_written_in_a_home_is_its_owners_alone() {
 #[test]
 fn a_home_of_an_earlier_version_is_closed_once_and_with_a_note() {
     let home = used();
-    // As earlier versions made it, with the user's own files in it.
+    // A home in the state of earlier versions, with a file of the user.
     fs::write(home.path().join("mine.txt"), "of the user").unwrap();
     let opened = Command::new("chmod").args(["-R", "a+rX"]).arg(home.path()).status().unwrap();
     assert!(opened.success() && open_to_others(&home.path()).len() > 10);
@@ -77,7 +78,7 @@ fn a_home_of_an_earlier_version_is_closed_once_and_with_a_note() {
     let notes = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{notes}");
     assert!(notes.contains("was open to other users (mode 755)"), "{notes}");
-    // The folder keeps others from the user's files; their modes are the user's.
+    // The folder protects the user's file, whose mode does not change.
     assert_eq!(open_to_others(&home.path()), [(home.path().join("mine.txt"), 0o644)]);
     let output = home.run(["volume", "list"]);
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");
@@ -85,7 +86,7 @@ fn a_home_of_an_earlier_version_is_closed_once_and_with_a_note() {
     assert_eq!(home.json(["feed", "v:/t", "--dry", "--batch-rows", "2"])["rows"], 2);
 }
 
-/// A folder that users share by design keeps its mode; what Millrace puts there does not show.
+/// A folder that users share by design keeps its mode; Millrace's files in it are private.
 #[test]
 fn a_shared_folder_keeps_its_mode() {
     let home = Home::new();
@@ -117,7 +118,7 @@ fn another_user_reads_through_a_mount_what_the_home_keeps_from_him() {
         command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups", "cat"]).arg(path);
         command.output().unwrap()
     };
-    // By the daemon, and of the snapshot from the file behind it.
+    // Read through the daemon, and for the snapshot from the backing file.
     for path in ["shared", ".snapshots/s/shared"] {
         let output = reads(&at.join(path));
         assert!(output.status.success() && output.stdout == vec![7; 3 << 20], "{path}: {:?}", output.status);
@@ -160,7 +161,7 @@ fn a_home_or_a_store_of_another_user_is_refused_with_its_owner_and_the_way_out()
         }
         give(&file, 0);
     }
-    // A disk's mount point is any user's; what Millrace made in it counts.
+    // The owner of a disk's mount point does not matter; the owner of Millrace's files does.
     give(&home.path(), 65_534);
     home.ok(listing);
     give(&home.path(), 0);

@@ -1,5 +1,5 @@
-//! Models that compute with 8-bit integers: made from a version, compared with it, served beside it; or one
-//! clear line, and nothing written.
+//! Tests of quantized models: created from a version, compared with it, served beside it; or rejected with
+//! one clear line, without output.
 
 use std::path::{Path, PathBuf};
 
@@ -83,7 +83,7 @@ fn a_version_is_quantized_compared_and_served() {
     assert_eq!(manifest["signature"], source["signature"]);
     assert_eq!(manifest["metrics"]["quantization_mean_difference"].as_f64(), Some(mean));
 
-    // People read it, random inputs are named as such, and a version may be named.
+    // The table names random inputs as such, and a version may be given.
     let said = program(home.command().env("MILLRACE_HOME", "/proc/millrace").args([
         "model",
         "quantize",
@@ -106,7 +106,7 @@ fn a_version_is_quantized_compared_and_served() {
     }
     assert_eq!(versions(&folder), ["1", "2", "9"]);
 
-    // All are served, and answer alike.
+    // The server serves all versions, which answer alike.
     let (service, served) = home.serve(["--models", text(&folder)]);
     let grpc = served["grpc"].as_str().unwrap();
     let ask = |version: &str| {
@@ -155,7 +155,7 @@ fn samples_of_every_form_are_compared_in_a_volume() {
     assert_eq!((&shown["version"], &shown["lineage"]["quantized"]["version"]), (&json!(3), &json!(1)));
     let said = home.ok(["model", "show", "m", "--volume", "v"]);
     assert!(said.contains("quantized from") && said.contains("rows.jsonl (40 records)"), "{said}");
-    // Only as many records as are wanted.
+    // Only the requested number of records.
     let few = ["model", "quantize", "m", "--from", "1", "--version", "7", "--volume", "v"];
     let few = home.json(few.into_iter().chain([
         "--sample",
@@ -170,7 +170,7 @@ fn samples_of_every_form_are_compared_in_a_volume() {
     assert_eq!((&few["version"], &few["records"], &few["run_rows"]), (&json!(7), &json!(8), &json!(4)));
     let again = home.fails(["model", "quantize", "m", "--from", "1", "--version", "7", "--volume", "v"]);
     assert!(again.0 == 4 && again.1.contains("version 7 already"), "{again:?}");
-    // The next one is above all of them.
+    // The next version is above all existing ones.
     let next = home.json(["model", "quantize", "m", "--from", "1", "--volume", "v"]);
     assert_eq!(next["version"], 8);
 }
@@ -188,7 +188,7 @@ fn past_the_limit_nothing_is_written() {
         let (code, line) = failure(&output, "quantize");
         assert_eq!(code, 9, "{line}");
         assert!(line.contains("nothing was written") && line.contains("--limit"), "{line}");
-        // The figures are told all the same.
+        // The report is printed even so.
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!((&report["version"], &report["limit"]), (&Value::Null, &json!(0.0)));
         assert!(report["outputs"][0]["mean"].as_f64().unwrap() > 0.0, "{report}");
@@ -269,7 +269,7 @@ fn what_cannot_be_quantized_is_one_line_and_leaves_nothing() {
     for model in ["old", "unknown", "echo", "cut"] {
         assert_eq!(std::fs::read_dir(folder.join(model)).unwrap().count(), 1, "{model}");
     }
-    // Flags that Clap refuses.
+    // Flags that clap rejects.
     for flags in [
         &["--limit", "-1"][..],
         &["--limit", "nan"],

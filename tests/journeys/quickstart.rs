@@ -1,4 +1,4 @@
-//! `millrace quickstart`: the whole way, once, again, and kept running.
+//! Tests of `millrace quickstart`: a complete run, a repeated run, and a run that keeps the service.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -75,7 +75,7 @@ fn keep_leaves_everything_running_for_other_commands() {
         home.json(["predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--label", "label"]);
     assert_eq!(predicted["predicted"], 360, "{predicted}");
     assert!(predicted["accuracy"].as_f64().unwrap() >= 0.95);
-    // The bundle knows what its inputs were like in training, so the server tells how far these are from it.
+    // The bundle holds input statistics of the training, so the server measures drift from them.
     let metrics = report["addresses"]["metrics"].as_str().unwrap();
     crate::support::until("enough rows were looked at", || {
         home.ok(["predict", "digits", test.to_str().unwrap(), "--input", "pixels"]);
@@ -87,14 +87,14 @@ fn keep_leaves_everything_running_for_other_commands() {
         assert!(mount.join(".snapshots/quickstart/train").is_dir());
         assert!(mount.join("models/digits/1/bundle.json").is_file());
     }
-    // A second run keeps its hands off, of the files as well.
+    // A second run changes no file.
     let job = home.path().join("train.toml");
     let before = std::fs::read(&job).unwrap();
     let (code, line) = home.fails(["quickstart", "--seed", "99"]);
     assert_eq!(code, 4, "{line}");
     assert!(line.contains(&format!("process {}", service.pid())), "{line}");
     assert_eq!(std::fs::read(&job).unwrap(), before);
-    // Records that arrive now go the whole way by themselves.
+    // New records pass through the pipeline automatically.
     let line = std::fs::read_to_string(&test).unwrap().lines().next().unwrap().to_owned();
     let file = home.file("more.jsonl", line + "\n");
     home.ok(["produce", "digits-test", file.to_str().unwrap()]);
@@ -105,7 +105,7 @@ fn keep_leaves_everything_running_for_other_commands() {
     assert_eq!(service.stop(), 0);
 }
 
-/// Everything below a folder with the bytes of its files, but for what each command writes anew.
+/// Everything below a folder with the files' bytes, except files that every command rewrites.
 fn contents(root: &Path) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
     let mut found = BTreeMap::new();
     let mut folders = vec![root.to_owned()];
@@ -129,7 +129,7 @@ fn clean_refuses_a_home_that_quickstart_did_not_make_and_changes_nothing() {
     home.ok(["volume", "create", "mine"]);
     let records = home.file("r.jsonl", "{\"id\":1}\n");
     home.ok(["produce", "orders", records.to_str().unwrap()]);
-    // Without a configuration, then with one that a person wrote.
+    // Without a configuration, then with a configuration of the user.
     for config in [None, Some("[up]\nvolumes = [\"mine\"]\n")] {
         if let Some(config) = config {
             std::fs::write(home.path().join("millrace.toml"), config).unwrap();

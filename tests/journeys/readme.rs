@@ -1,4 +1,4 @@
-//! The examples of README.md run as they stand.
+//! Tests that the examples of README.md run unchanged.
 
 use std::process::Command;
 

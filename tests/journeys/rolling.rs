@@ -1,5 +1,6 @@
-//! Servers that stop, start and change versions while clients ask: no request is lost, none is answered by two
-//! versions. `ROLLING_ROUNDS=100` asks for more rounds, and what was measured is printed.
+//! Tests of rolling updates: servers stop, start and change versions while clients send requests. No request
+//! is lost, and no request is answered by two versions. `ROLLING_ROUNDS=100` runs more rounds; measurements
+//! are printed.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,9 +19,9 @@ use tokio::task::JoinSet;
 use crate::support::{Home, Service, echo, until};
 
 const CLIENTS: usize = 8;
-/// Answers before and between what happens to servers.
+/// Answers to wait for before and between changes of servers.
 const ANSWERS: usize = 200;
-/// How often a client asks again, of two replicas in turn, before it gives up.
+/// Attempts of a client, on two replicas in turn, before it gives up.
 const TRIES: usize = 4;
 
 fn rounds() -> u64 {
@@ -43,7 +44,7 @@ fn adds(version: u64) -> Vec<u8> {
     model.encode_to_vec()
 }
 
-/// Models in a folder, as Triton has them, of which the newest version is served.
+/// Models in a folder in Triton's layout; the server serves the newest version.
 struct Models {
     home: Home,
 }
@@ -63,7 +64,7 @@ impl Models {
         self.home.dir.path().join("models")
     }
 
-    /// Puts a version there in one step, as old as one that nobody writes any more.
+    /// Adds a version atomically, with an old modification time, so that it counts as completely written.
     fn place(&self, version: u64) {
         let staged = self.home.dir.path().join("staged");
         std::fs::create_dir(&staged).unwrap();
@@ -78,7 +79,7 @@ impl Models {
         std::fs::remove_dir_all(self.folder().join("m").join(version.to_string())).unwrap();
     }
 
-    /// A server that is ready, and its address.
+    /// Starts a server; returns it once it is ready, with its address.
     fn serve(&self) -> (Service, String) {
         let (config, models) = (self.home.dir.path().join("millrace.toml"), self.folder());
         let (service, said) =
@@ -88,7 +89,7 @@ impl Models {
     }
 }
 
-/// Asks once; the version that answered. The answer is right for it.
+/// Sends one request and checks the answer; returns the version that answered.
 async fn ask(client: &mut Client, number: u64) -> Result<u64, ClientError> {
     let values: Vec<f32> = (0..4).map(|place| (number % 1000 + place) as f32).collect();
     let input = Tensor::fp32("x", vec![1, 4], values.clone()).unwrap();
@@ -106,7 +107,7 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-/// Of so many answers.
+/// Waits for [`ANSWERS`] answers.
 async fn some(answered: &mut mpsc::Receiver<()>) {
     for _ in 0..ANSWERS {
         answered.recv().await.expect("clients ask");
@@ -131,11 +132,11 @@ fn a_server_that_is_asked_to_stop_answers_what_it_has_taken_in() {
                     for number in 0.. {
                         match ask(&mut client, number).await {
                             Ok(version) => assert_eq!(version, 1),
-                            // One that was lost would end with another code, as its connection broke.
+                            // A lost request would fail with another code, because its connection breaks.
                             Err(error) if error.is_retryable() => return,
                             Err(error) => panic!("request {number}: {error}"),
                         }
-                        // Nobody counts any more after the signal.
+                        // After the signal the answers are not counted.
                         let _ = answer.try_send(());
                     }
                 });
@@ -159,7 +160,7 @@ fn a_server_that_is_asked_to_stop_answers_what_it_has_taken_in() {
     );
 }
 
-/// A client of two replicas that asks the other one when one refuses.
+/// A client of two replicas that tries the other one when one rejects a request.
 struct Either {
     addresses: watch::Receiver<[String; 2]>,
     clients: [Option<(String, Client)>; 2],
@@ -218,7 +219,8 @@ fn clients_that_ask_again_do_not_notice_that_two_replicas_are_replaced_in_turn()
             for replica in 0..2 {
                 some(&mut answered).await;
                 let (service, _) = std::mem::replace(&mut replicas[replica], models.serve());
-                // The other one answers meanwhile, and this one's successor does not before it has gone.
+                // The other replica answers meanwhile; clients get the successor's address only after this
+                // one has exited.
                 assert_eq!(tokio::task::spawn_blocking(|| service.stop()).await.unwrap(), 0, "round {round}");
                 publish.send_modify(|addresses| addresses[replica] = replicas[replica].1.clone());
             }
@@ -273,7 +275,7 @@ fn versions_change_under_load_without_an_error() {
         });
     };
     all_see(1);
-    // As long without as with, about.
+    // About as long without swaps as with them.
     std::thread::park_timeout(Duration::from_millis(100 * rounds()));
     swaps.store(true, Ordering::Relaxed);
     for version in 2..2 + rounds() {

@@ -1,11 +1,11 @@
-//! The table of rooms: who may depend on whom.
+//! Tests of the dependencies between crates, and of seams inside them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
 
 use crate::support::{program, project};
 
-/// Direct dependencies of each room on other rooms, as ARCHITECTURE.md states them.
+/// Allowed direct dependencies of each crate on other crates, as in ARCHITECTURE.md.
 const ALLOWED: [(&str, &[&str]); 7] = [
     ("testing", &[]),
     ("datafs", &[]),
@@ -59,7 +59,7 @@ fn rooms_depend_on_each_other_only_as_allowed() {
     }
 }
 
-/// Inference knows nothing of topics, and volumes nothing of Parquet.
+/// Serving must not depend on Kafka except in its pipe, and volumes must not depend on Parquet.
 #[test]
 fn seams_hold_inside_the_rooms() {
     let forbidden = [("serving/src", "rdkafka", &["pipe"][..]), ("datafs/src", "parquet::", &[])];

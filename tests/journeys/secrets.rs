@@ -1,8 +1,8 @@
-//! Secrets of the configuration show in no output, no error and no log.
+//! Tests that secrets of the configuration appear in no output, no error and no log.
 
 use crate::support::{Home, failure};
 
-/// Passwords, keys and headers, each of which is planted in one place.
+/// Passwords, keys and headers, each planted in one place.
 const SECRETS: [&str; 9] = [
     "planted-sasl-password",
     "planted-key-password",
@@ -43,7 +43,7 @@ endpoint = "http://127.0.0.1:1"
 headers = { authorization = "planted-header-value", other = { file = "secret" } }
 "#;
 
-/// Everything that a command says, with the most that is ever logged.
+/// All output of a command, with the most verbose log.
 fn said(home: &Home, args: &[&str]) -> (i32, String) {
     let mut command = home.command();
     command.args(["--log", "trace"]).args(args).env("TEST_USER_OF_MILLRACE", "planted-in-a-variable");
@@ -66,7 +66,7 @@ fn nothing_that_is_printed_or_logged_shows_a_secret() {
     for args in [&["config"][..], &["config", "--json"]] {
         let (code, text) = said(&home, args);
         assert_eq!(code, 0, "{text}");
-        // The keys show, and where a value is to be found.
+        // The output shows keys and the sources of values.
         for shown in ["sasl.password", "secret_access_key", "authorization", "TEST_USER_OF_MILLRACE", "(set)"]
         {
             assert!(text.contains(shown), "{shown} is missing in\n{text}");
@@ -162,7 +162,7 @@ fn errors_about_settings_show_no_secret() {
     shows_none(&line, "a variable");
 }
 
-/// The tokens of samples would work for whoever copies them.
+/// A server that uses a copied sample would accept its token, which is public.
 #[test]
 fn no_document_holds_the_digest_of_a_token() {
     let docs = crate::support::project().join("docs");

@@ -1,13 +1,13 @@
-//! A model server that is reached with TLS, a certificate and a token alone, and the commands that are its
-//! clients.
+//! Tests of a model server that requires TLS, a client certificate and a token, and of the commands that are
+//! its clients.
 
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 
 use crate::bad_input::serve;
 use crate::support::Home;
 
-/// Writes `ca.pem`, and with it `server` and `client` as `.pem` and `.key`; with another name in front,
-/// those of a stranger.
+/// Writes `ca.pem` and the certificates `server` and `client` that it signed, as `.pem` and `.key`. A prefix
+/// `whose` makes a second, untrusted set.
 fn certificates(home: &Home, whose: &str) {
     let mut authority = CertificateParams::new(Vec::<String>::new()).unwrap();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -41,7 +41,7 @@ fn clients_show_the_certificate_and_the_token_that_the_server_asks_for() {
     home.file("r.jsonl", "{\"input\": [1, 2]}\n");
     let (service, grpc, _) = serve(&home, |_| {});
 
-    // The server is that of the home, so its metrics are known, too; they have no TLS.
+    // The server belongs to the home, so its metrics address is known, too; metrics have no TLS.
     let predict = ["predict", "m", "r.jsonl"];
     let top = ["serve", "top", "m", "--interval", "0.1", "--count", "1"];
     let bench = ["serve", "bench", "m", "--concurrency", "1", "--duration", "0.2", "--warm-up", "0.05"];
@@ -54,7 +54,7 @@ fn clients_show_the_certificate_and_the_token_that_the_server_asks_for() {
     assert!(seen["models"][0]["state"] == "READY" && seen["metrics_error"].is_null(), "{seen}");
     let measured = home.json([&bench[..], &all].concat());
     assert_eq!(measured["loads"][0]["failed"], serde_json::json!({}), "{measured}");
-    // By its name as well, and then the scheme says TLS.
+    // By its name as well; then the scheme enables TLS.
     let port = grpc.rsplit_once(':').unwrap().1;
     let named = format!("https://localhost:{port}");
     let elsewhere = home.json([&top[..], &all, &["--grpc", &named]].concat());
@@ -70,7 +70,7 @@ fn clients_show_the_certificate_and_the_token_that_the_server_asks_for() {
         assert!(line.contains("Unauthenticated"), "{line}");
         let (_, line) = fails(&[&certificate, &["--token-file", "wrong"]]);
         assert!(line.contains("Unauthenticated"), "{line}");
-        // Neither without a certificate, nor with one that the server does not trust, nor without TLS.
+        // Without a certificate, with an untrusted one, and without TLS.
         fails(&[&["--ca", "ca.pem"], &token]);
         fails(&[&["--ca", "ca.pem", "--cert", "other-client.pem", "--key", "other-client.key"], &token]);
         fails(&[&token]);

@@ -1,4 +1,4 @@
-//! Canaries: requests are split between versions and copied to one, by commands, while a server answers.
+//! Tests of splits and shadows: commands change them while a server answers.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ fn splits_and_shadows_move_while_the_server_answers() {
     let metrics = served["metrics"].as_str().unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let mut client = runtime.block_on(Client::connect(served["grpc"].as_str().unwrap())).unwrap();
-    // The versions that some requests get which name none.
+    // The versions that answer requests without a version.
     let mut seen = || {
         let mut seen: Vec<String> =
             (0..8).map(|_| runtime.block_on(answers(&mut client, "")).unwrap()).collect();
@@ -116,7 +116,7 @@ fn shares_that_cannot_be_are_one_clear_line() {
     let nowhere = home.run(["model", "split", "m", "1=1"]);
     assert_eq!(nowhere.status.code(), Some(2));
 
-    // A label stays while a share is said by it.
+    // A label cannot be removed while a split uses it.
     let model = |args: &[&str]| home.json([&["model"][..], args, &["--models", models]].concat());
     model(&["label", "m", "stable", "1"]);
     model(&["split", "m", "stable=1"]);

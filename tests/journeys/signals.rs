@@ -1,4 +1,5 @@
-//! Signals and the environment: a signal ends every command, services in order, also one that hangs up a terminal.
+//! Tests of signals and the environment: a signal ends every command, and services in order, also the hangup
+//! of a terminal.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::ffi::OsStrExt as _;
@@ -8,7 +9,7 @@ use nix::sys::signal::Signal;
 
 use crate::support::{Home, Service, failure, until};
 
-/// A server that takes connections and never says anything. The first connection goes to the caller.
+/// A server that accepts connections and never answers. Sends its first connection to the caller.
 fn silent() -> (u16, std::sync::mpsc::Receiver<TcpStream>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -23,11 +24,11 @@ fn silent() -> (u16, std::sync::mpsc::Receiver<TcpStream>) {
     (port, taken)
 }
 
-/// Sends a signal to a command once it waits for the silent server; the line that it ends with.
+/// Sends a signal to a command that waits for the silent server, and checks its last line.
 fn interrupted(home: &Home, args: &[&str], taken: &std::sync::mpsc::Receiver<TcpStream>, signal: Signal) {
     let mut command = home.command();
     let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Held open: the server is silent, not gone.
+    // The connection stays open: the server is silent, not gone.
     let _connection = taken.recv_timeout(crate::support::PATIENCE).unwrap();
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(child.id() as i32), signal).unwrap();
     until(&format!("{signal} ends {args:?}"), || child.try_wait().unwrap().is_some());
@@ -86,12 +87,12 @@ fn a_terminal_that_hangs_up_ends_a_service_in_order_unless_it_is_ignored() {
     let broker = ["broker", "--listen", "127.0.0.1:0", "--json"];
     let mut service = home.start(broker);
     service.object();
-    // The kernel and the shell may both say so.
+    // The kernel and the shell may both send SIGHUP.
     service.signal(Signal::SIGHUP);
     service.signal(Signal::SIGHUP);
     assert_eq!(service.wait(), Some(0));
 
-    // As nohup starts it.
+    // Started as by nohup.
     let program = home.command().get_program().to_owned();
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(program).args(broker);
@@ -126,7 +127,7 @@ fn variables_that_are_no_text_are_left_alone_or_named() {
     let (code, line) = failure(&output.unwrap(), "a setting that is no text");
     assert_eq!(code, 2, "{line}");
     assert!(line.contains("MILLRACE_SERVING__GRPC"), "{line}");
-    // A home by such a name is a home like any.
+    // A home path that is not UTF-8 works.
     let odd = home.dir.path().join(bytes);
     let output = home.command().env("MILLRACE_HOME", &odd).args(["volume", "create", "v"]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

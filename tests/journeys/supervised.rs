@@ -1,4 +1,4 @@
-//! A mount that outlives its daemon.
+//! Tests of supervised mounts, which outlive their daemon.
 
 use std::io::Write as _;
 
@@ -50,7 +50,7 @@ fn a_supervised_mount_comes_back_when_its_daemon_is_killed() {
     home.ok(["umount", at.to_str().unwrap()]);
     assert_eq!(supervisor.wait(), Some(0));
     assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0);
-    // Asked to end, it takes the mount with it; so does one without a supervisor.
+    // A supervisor that is stopped unmounts; so does a mount without a supervisor.
     for mount in [&["--json", "mount", "--supervise"][..], &["--json", "mount"]] {
         let mut service = home.start(mount.iter().copied().chain(["v", at.to_str().unwrap()]));
         service.object();
@@ -60,7 +60,7 @@ fn a_supervised_mount_comes_back_when_its_daemon_is_killed() {
     }
 }
 
-/// As `mv` of a new program over it does while the old one runs.
+/// Like `mv` of a new program over the running one.
 #[test]
 fn a_supervised_mount_comes_back_after_the_program_was_replaced() {
     if !fuse_permitted() {
@@ -102,7 +102,7 @@ fn the_daemon_of_a_supervisor_that_was_killed_ends() {
     let daemon = daemon_of(&supervisor).unwrap();
     supervisor.signal(Signal::SIGKILL);
     supervisor.wait();
-    // It may stay as an entry of the table of processes where nothing collects orphans.
+    // Without a parent that reaps orphans, the process may stay as a zombie.
     let state = || std::fs::read_to_string(format!("/proc/{daemon}/stat")).unwrap_or_default();
     until("the daemon has ended", || state().rsplit_once(") ").is_none_or(|(_, of)| of.starts_with('Z')));
     assert!(!millrace_datafs::mount::is_mounted(&at).unwrap());
@@ -129,7 +129,7 @@ fn a_supervised_mount_is_measured_at_one_address_whichever_daemon_serves_it() {
             made += 1;
         }
         std::fs::File::open(&at).unwrap().sync_all().unwrap();
-        // Each daemon counts its own.
+        // Each daemon has its own counters.
         until("all is counted", || operations(&scrape(&address), &at, "create") == files);
         let daemon = daemon_of(&supervisor).unwrap();
         kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();

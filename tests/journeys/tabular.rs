@@ -1,4 +1,4 @@
-//! Users ask for predictions about the rows of CSV files, as spreadsheets and data frames write them.
+//! Tests of predictions for CSV files, as spreadsheets and data frames write them.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::support::{Home, Service, echo};
 /// Inputs of a model: name, type, shape.
 pub(crate) type Inputs<'a> = &'a [(&'a str, DataType, &'a [i64])];
 
-/// A server of models that each give back their inputs, and its address.
+/// Starts a server of models that return their inputs; returns it with its address.
 pub(crate) fn serve_echoes(home: &Home, echoes: &[(&str, Inputs<'_>)]) -> (Service, String) {
     let models = home.dir.path().join("models");
     std::fs::create_dir(&models).unwrap();
@@ -44,8 +44,7 @@ fn rows_of_a_table_become_what_the_model_takes() {
         ("tokens", DataType::Int32, &[-1, -1]),
     ];
     let (service, grpc) = serve_echoes(&home, &[("echo", &inputs)]);
-    // A mark of the byte order, lines of another system, quotes, cells over lines, an empty line, a column
-    // that nobody wants.
+    // A byte order mark, CRLF line ends, quotes, cells over several lines, an empty line, an unused column.
     let text = "\u{feff}x0,x1,x2,name,unused,price,how many,tokens,class\r\n\
          1,2.5,-3e2,\"Smith, \"\"J\"\"\",,0.1,7,\"[1, 2]\",1\r\n\
          \r\n\
@@ -76,7 +75,7 @@ fn rows_of_a_table_become_what_the_model_takes() {
         assert_eq!(outputs(&said, "tokens_out"), [json!([1, 2]), json!([3]), json!([4, 5])]);
     }
     assert_eq!(ask(&file, &["--label", "class"])["predictions"][2]["label"], 2);
-    // By another name, and from a pipe.
+    // With another file name, and from a pipe.
     let text_file = home.file("rows.txt", text);
     assert_eq!(ask(&text_file, &["--format", "csv"])["predicted"], 3);
     assert_eq!(service.stop(), 0);

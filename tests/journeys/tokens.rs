@@ -1,4 +1,4 @@
-//! A model server that knows its callers by tokens, and those who call it.
+//! Tests of a model server that authenticates its clients by tokens, and of its clients.
 
 use millrace_bundle::{Bundle, Lineage};
 use object_store::local::LocalFileSystem;

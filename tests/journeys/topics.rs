@@ -1,4 +1,4 @@
-//! Topics through the program: the temporary broker that commands share, damage, full disks, limits.
+//! Tests of topics: the temporary broker that commands share, damage, full disks, limits.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use crate::support::{Home, Service, Tmpfs, until};
 
-/// A `produce` that reads what the test writes, line by line.
+/// A `produce` that reads the lines that the test writes.
 struct Typing(Child);
 
 impl Typing {
@@ -28,7 +28,7 @@ impl Typing {
         stdin.write_all(b"\n").unwrap();
     }
 
-    /// Ends its input and waits.
+    /// Closes its input and waits for its exit code.
     fn end(&mut self) -> Option<i32> {
         drop(self.0.stdin.take());
         until("produce ends", || self.0.try_wait().unwrap().is_some());
@@ -43,7 +43,7 @@ impl Drop for Typing {
     }
 }
 
-/// Records in a topic, by its offsets; 0 while it does not exist.
+/// Number of records in a topic, by its offsets; 0 while it does not exist.
 fn records(home: &Home, topic: &str) -> i64 {
     let list = home.json(["topic", "list"]);
     let of_topic = list["partitions"].as_array().unwrap().iter().filter(|found| found["topic"] == topic);
@@ -63,7 +63,7 @@ fn commands_share_a_temporary_broker_and_do_not_wait_for_each_other() {
     assert_eq!(first.end(), Some(0));
     second.line("3");
     until("the third record is there", || records(&home, "t") == 3);
-    // A service waits for it, and says so by starting.
+    // A service waits for the temporary broker to end, then starts.
     let config = home.file("m.toml", "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nvolumes = [\"v\"]\n");
     let mut up = home.start(["--config", config.to_str().unwrap(), "up", "--json"]);
     assert_eq!(second.end(), Some(0));
@@ -86,7 +86,7 @@ fn a_killed_command_leaves_the_temporary_broker_to_the_others() {
     second.line("3");
     assert_eq!(second.end(), Some(0));
     assert_eq!(records(&home, "t"), 3);
-    // The last command ends the broker, so that a copy of the home is whole.
+    // The broker ends with the last command, so a copy of the home is complete.
     until("the broker ends", || !millrace_streams::broker::is_held(&home.path().join("broker")));
 }
 
@@ -109,7 +109,7 @@ fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
     assert_eq!(follower.service.stop(), 0);
 }
 
-/// An ingest that follows topic `t` into volume `v`, and the volume.
+/// A following ingest of topic `t` into volume `v`, and the volume.
 struct Follower {
     service: Service,
     view: View,
@@ -132,7 +132,7 @@ impl Follower {
     }
 }
 
-/// A service whose broker listens where that of the one before has.
+/// Starts a service whose broker listens at the given address.
 fn service_at(home: &Home, address: SocketAddr) -> Service {
     let text = format!("[streams.broker]\nlisten = \"{address}\"\n");
     let config = home.file("up.toml", text);
@@ -141,7 +141,7 @@ fn service_at(home: &Home, address: SocketAddr) -> Service {
     up
 }
 
-/// A port that was free a moment ago.
+/// An address that was free a moment ago.
 fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
@@ -177,7 +177,7 @@ fn a_service_starts_while_an_ingest_follows_on_a_temporary_broker() {
     home.ok(["produce", "t", record.to_str().unwrap()]);
     until("the second record has landed", || follower.has_landed(2));
     assert_eq!(up.stop(), 0);
-    // It waits for the service, and a signal ends that.
+    // The ingest waits for the service, and a signal ends the wait.
     assert_eq!(follower.service.stop(), 0);
 }
 
@@ -200,11 +200,11 @@ fn a_damaged_partition_is_read_up_to_the_damage_with_exit_code_6() {
     assert!(line.contains("topic t partition 0 is damaged at offset 2"), "{line}");
     let log = std::fs::read_to_string(home.path().join("broker.log")).unwrap();
     assert!(log.contains(segment.to_str().unwrap()) && log.contains("truncate -s 0"), "{log}");
-    // What is before it has landed, and other topics serve.
+    // The records before the damage have landed, and other topics work.
     assert_eq!(home.json(["volume", "show", "v"])["volume"]["name"], "v");
     let report = home.json(["ingest", "--topic", "other", "--volume", "v"]);
     assert_eq!(report["report"]["landed"], 1);
-    // The list of topics: damaged, and of a newer format.
+    // The list of topics: damaged, then of a newer format.
     let meta = home.path().join("broker/meta.json");
     let kept = std::fs::read_to_string(&meta).unwrap();
     std::fs::write(&meta, "{").unwrap();
@@ -245,13 +245,13 @@ fn produce_on_a_full_disk_says_why_and_where_to_go_on() {
     let held = records(&home, "t");
     assert!(held > 0 && held < 60_000, "{held}");
     assert!(line.contains(&format!("go on with line {}", held + 1)), "{held} records: {line}");
-    // A full disk is no dead end.
+    // A topic can be deleted on a full disk, and then records fit again.
     home.ok(["topic", "delete", "t", "--yes"]);
     home.ok(["produce", "t", home.file("one", "1\n").to_str().unwrap()]);
     assert_eq!(records(&home, "t"), 1);
 }
 
-/// A broker under limits of open files, soft and hard.
+/// A broker with soft and hard limits of open files.
 fn broker_under(home: &Home, soft: u32, hard: u32) -> (Service, SocketAddr) {
     let program = home.command();
     let mut command = Command::new("sh");
@@ -265,7 +265,7 @@ fn broker_under(home: &Home, soft: u32, hard: u32) -> (Service, SocketAddr) {
     (service, address)
 }
 
-/// Whether the broker answers on a connection: it names the versions that it speaks.
+/// Whether the broker answers on a connection to a request for its versions.
 fn answers(mut stream: &TcpStream) -> bool {
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     // ApiVersions, version 0, correlation id 7, no client id.
@@ -295,7 +295,7 @@ fn a_connection_beyond_the_limit_of_open_files_is_refused_and_the_port_goes_on()
     let first = TcpStream::connect(address).unwrap();
     assert!(answers(&first));
     let mut streams: Vec<_> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
-    // Refused is closed: nothing waits for the read's limit.
+    // A rejected connection is closed at once; the test does not wait for the read timeout.
     let refused = streams.iter().filter(|stream| {
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         !answers(stream) && {

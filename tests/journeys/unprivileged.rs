@@ -1,5 +1,5 @@
-//! A user without privileges mounts a volume: the kernel takes no files from him, so the daemon reads,
-//! and he is told so once.
+//! Tests of a mount by a user without privileges: the kernel rejects file handover from that user, so the
+//! daemon serves reads, and prints one note about it.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -7,10 +7,11 @@ use std::process::Command;
 
 use crate::support::{Home, fuse_permitted};
 
-/// The user.
+/// The id of the unprivileged user.
 const NOBODY: u32 = 65_534;
 
-/// In a mount namespace of its own: a device that everybody may open, then the journey as the user.
+/// In a separate mount namespace: creates a fuse device that all users may open, then runs the journey as the
+/// user.
 const AS_USER: &str = r#"
 set -e
 mkdir "$3/dev"
@@ -20,7 +21,7 @@ mount --bind "$3/dev/fuse" /dev/fuse
 exec setpriv --reuid "$1" --regid "$1" --clear-groups --inh-caps=-all sh -c "$2" sh "$3"
 "#;
 
-/// The journey: a file of a snapshot that a privileged mount would hand to the kernel, read twice.
+/// The journey: reads a file of a snapshot twice; a privileged mount would hand it to the kernel.
 const JOURNEY: &str = r#"
 set -e
 cd "$1"
@@ -38,7 +39,7 @@ cmp file mnt/.snapshots/s/file
 wait $daemon
 "#;
 
-/// Why the journey cannot be made here.
+/// The reason why this machine cannot run the journey.
 fn obstacle(program: &Path) -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some("only root can become another user".into());

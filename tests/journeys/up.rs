@@ -1,4 +1,4 @@
-//! `millrace up`: everything that a configuration declares, started together and stopped in order.
+//! Tests of `millrace up`: all configured parts, started together and stopped in order.
 
 use crate::support::{Home, Service, fuse_permitted, operations, project, scrape, try_scrape, until};
 
@@ -62,13 +62,13 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
     let (train, test) = (examples.join("digits.jsonl"), examples.join("digits-test.jsonl"));
     home.json(["--config", config, "produce", "digits", train.to_str().unwrap()]);
     until("all records have landed", || {
-        // Until the first file is there, a feed has nothing to read and says so.
+        // Until the first file exists, a feed reports that it has nothing to read.
         let output = home.run(["--config", config, "feed", "digits:/train", "--dry", "--json"]);
         output.status.success()
             && serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()["rows"] == 1437
     });
     home.ok(["--config", config, "snapshot", "create", "digits@frozen"]);
-    // Training starts by itself, publishes, and the server takes the model up.
+    // Training starts automatically and publishes, and the server loads the model.
     until("the model answers", || {
         let args =
             ["--config", config, "predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--json"];
@@ -96,7 +96,7 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
         assert!(home.dir.path().join("mnt/.snapshots/frozen/train").is_dir());
     }
     assert_eq!(up.stop(), 0);
-    // Stopped in order: nothing is mounted, and all of it is there without the service.
+    // After an orderly stop nothing is mounted, and all data is readable without the service.
     assert!(!home.dir.path().join("mnt/.snapshots").exists());
     assert_eq!(home.json(["--config", config, "feed", "digits@frozen:/train", "--dry"])["rows"], 1437);
 }
@@ -124,7 +124,7 @@ fn snapshot_schedules_leave_each_other_alone_and_survive_errors() {
             && count(&names, "scheduled-slow-") == 3
             && count(&names, "scheduled-rare-") == 1
     });
-    // The volume that was missing appears while the service runs.
+    // The missing volume appears while the service runs.
     home.ok(["volume", "create", "late"]);
     until("the missing volume is tried again", || count(&names("late"), "scheduled-every-1s-") == 1);
     assert_eq!(up.stop(), 0);

@@ -1,4 +1,4 @@
-//! An operator looks after volumes: checks, repairs, collects, copies.
+//! Tests of volume maintenance: check, repair, garbage collection, copy.
 
 use crate::support::{Home, failure, until};
 
@@ -33,7 +33,7 @@ fn fsck_finds_what_is_lost_and_says_so() {
     assert_eq!(report["found"][0]["kind"], "missing-object", "{report}");
     let (code, line) = failure(&output, "fsck");
     assert_eq!(code, 6, "{line}");
-    // Nothing that a repair could mend is amiss once its volume is gone.
+    // Once the damaged volume is deleted, no damage is left.
     home.ok(["volume", "delete", "v", "--yes"]);
     home.ok(["gc"]);
     assert_eq!(home.json(["fsck"])["problems"], 0);
@@ -173,7 +173,7 @@ fn trees_are_copied_in_and_out_and_again() {
     assert_eq!(home.fails(["cp", "bad name:/x", "y"]).0, 2);
 }
 
-/// Runs `cp` until some files are there, kills it, and runs it again.
+/// Runs `cp` until some files exist, kills it, and runs it again.
 fn killed_and_run_again(home: &Home, from: &str, to: &str, there: &dyn Fn() -> Vec<String>) {
     let mut copy = home.start(["cp", "-r", from, to, "--parallel", "2", "--json"]);
     until("some files are there", || there().len() >= 30 || !copy.is_running());
@@ -186,10 +186,10 @@ fn killed_and_run_again(home: &Home, from: &str, to: &str, there: &dyn Fn() -> V
     let report = home.json(["cp", "-r", from, to]);
     let (files, unchanged) = (report["files"].as_u64().unwrap(), report["unchanged"].as_u64().unwrap());
     assert_eq!(files + unchanged, FILES, "{report}");
-    // Only the rest.
+    // Copies only the rest.
     assert!(unchanged >= whole, "{whole} were there: {report}");
     assert_eq!(report["bytes"], files * FILE_BYTES, "{report}");
-    // What the killed one had begun has become a file, or is gone.
+    // Unfinished files of the killed copy were completed or removed.
     let names = there();
     assert_eq!(names.len() as u64, FILES, "{:?}", names.iter().find(|name| name.starts_with('.')));
 }

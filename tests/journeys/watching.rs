@@ -1,4 +1,4 @@
-//! An operator watches mounts: statistics, metrics, traces.
+//! Tests of monitoring: statistics, metrics and traces of mounts.
 
 use crate::support::{Home, failure, fuse_permitted, project, scrape, until};
 
@@ -34,7 +34,7 @@ fn a_mount_is_watched_from_outside_and_forgotten_when_it_is_killed() {
     assert!(code == 3 && line.contains("no mount") && line.contains(at), "{line}");
     assert_eq!(home.run(["stats", "--interval", "0"]).status.code(), Some(2));
 
-    // One object for each interval, of what is new in it.
+    // One object per interval, with its increases.
     let mut following = home.start(["stats", "--json", "--interval", "0.1"]);
     let first = following.object();
     assert!(first["mounts"][0]["seconds"].as_f64().unwrap() < 30.0, "{first}");
@@ -55,7 +55,7 @@ fn a_mount_is_watched_from_outside_and_forgotten_when_it_is_killed() {
         assert!(documented.contains(&format!("`{name}`")), "{page} does not tell of {name}");
     }
 
-    // Traced from the beginning, then to another file, then no more.
+    // Traced from the start, then to another file, then not at all.
     let first = home.dir.path().join("at-first");
     let lines = |file: &std::path::Path, what: &str| {
         std::fs::read_to_string(file).unwrap().lines().filter(|line| line.contains(what)).count()

@@ -1,17 +1,18 @@
 //! Checkpoints in a volume: files, manifest and pointer become visible in one publish.
 //!
-//! A checkpoint is `checkpoints/<job>/<run>/<step>/state.safetensors` with `manifest.json` beside it;
-//! `<run>` is the first 16 digits of the run's id. The application key `trainer/<job>/checkpoint/<run>`
-//! lists the run's checkpoints and is the only truth: a directory that it does not list is ignored.
-//! The key `trainer/<job>/owner` fences writers: the coordinator takes it when it starts the job, and
-//! a worker that outlived its coordinator can publish nothing any more.
+//! A checkpoint is `checkpoints/<job>/<run>/<step>/state.safetensors` with `manifest.json` beside it; `<run>`
+//! is the first 16 digits of the run's id. The application key `trainer/<job>/checkpoint/<run>` lists the
+//! run's checkpoints; a directory that it does not list is ignored. The key `trainer/<job>/owner` fences
+//! writers: the coordinator sets it to its token when it starts the job, and each checkpoint expects that
+//! value. A worker that outlived its coordinator can therefore publish nothing.
 //!
-//! A run is what a job computes ([`crate::job::JobFile::digest`]), so jobs of different budgets share
-//! its checkpoints. Other runs of the job stay beside it, see [`Checkpoints::begin`].
+//! A run is identified by what a job computes ([`crate::job::JobFile::digest`]), so jobs that differ in their
+//! budget alone share checkpoints. Checkpoints of the job's other runs stay beside it, see
+//! [`Checkpoints::begin`].
 //!
-//! Format 1 kept one run a job, directly below `checkpoints/<job>/` and in the key
-//! `trainer/<job>/checkpoint`. A run of that format is taken over when its job begins: the entries
-//! move to the run's own key, the files stay where they are.
+//! Format 1 kept one run per job, directly below `checkpoints/<job>/` and in the key
+//! `trainer/<job>/checkpoint`. [`Checkpoints::begin`] adopts a run of that format: the entries move to the
+//! run's own key, the files stay in place.
 use millrace_datafs::{Publish, StagedFile, View};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -23,16 +24,16 @@ use crate::state::State;
 #[cfg(test)]
 mod tests;
 
-/// The format of manifests and of the key that lists checkpoints.
+/// Format version of manifests and of the key that lists checkpoints.
 const FORMAT_VERSION: u32 = 2;
-/// The format with one run a job.
+/// The earlier format, with one run per job.
 const FORMER_VERSION: u32 = 1;
-/// How often a publish is tried again when another writer was faster.
+/// Attempts at a publish that conflicts with another writer.
 const ATTEMPTS: usize = 8;
-/// Finished runs of one job whose checkpoints stay beside the current run's. A job that is started for
-/// each new snapshot would fill the volume otherwise.
+/// Finished runs of one job whose checkpoints stay beside those of the current run. Without this limit, a job
+/// that is started for each new snapshot would fill the volume.
 const FINISHED_RUNS_KEPT: usize = 3;
-/// The same of unfinished runs, which a job that is changed back goes on with.
+/// The same limit for unfinished runs. A job continues one of them when its file is changed back.
 const UNFINISHED_RUNS_KEPT: usize = 3;
 const STATE_FILE: &str = "state.safetensors";
 const MANIFEST_FILE: &str = "manifest.json";
@@ -55,11 +56,11 @@ pub enum Finish {
 struct Trail {
     format_version: u32,
     run: String,
-    /// When a job began it last, in seconds since 1970.
+    /// When the run was last begun, in seconds since 1970.
     begun: i64,
-    /// Whether the last checkpoint written ended a job.
+    /// Whether the newest write of a checkpoint ended the job.
     finished: bool,
-    /// The checkpoints, by step.
+    /// The checkpoints, in ascending order of steps.
     kept: Vec<Kept>,
 }
 
@@ -70,11 +71,11 @@ struct Kept {
     step: u64,
     /// Its directory below `checkpoints/<job>/`.
     folder: String,
-    /// Of `state.safetensors`; format 1 told it of the newest checkpoint only.
+    /// SHA-256 of `state.safetensors`. Format 1 recorded it for the newest checkpoint only.
     sha256: Option<String>,
 }
 
-/// The value of the key in format 1.
+/// The value of the format 1 key.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FormerPointer {
@@ -87,7 +88,7 @@ struct FormerPointer {
     kept: Vec<String>,
 }
 
-/// `manifest.json`: what a person or a program needs to know about a checkpoint.
+/// `manifest.json`: a checkpoint's description for people and programs.
 #[derive(Debug, Serialize)]
 struct Manifest<'a> {
     format_version: u32,
@@ -118,17 +119,17 @@ pub(crate) struct Checkpoints {
     pub(crate) job: String,
     pub(crate) run: String,
     pub(crate) plan: String,
-    /// Who may write: the value of the owner key.
+    /// The value of the owner key: only the coordinator that set it, and its workers, may write.
     pub(crate) owner: String,
     pub(crate) keep: usize,
 }
 
-/// Another run of the job: its key, the key's value as it is stored and as it reads.
+/// Another run of the job: its key, the stored value of that key, and the decoded value.
 type OtherRun = (String, Vec<u8>, Trail);
 
 /// Why a checkpoint was not read.
 enum Unread {
-    /// Its bytes are gone or are not those that were written.
+    /// Its files are missing or do not match their checksum.
     Damaged(String),
     Failed(Error),
 }
@@ -149,8 +150,8 @@ impl Trail {
         self.kept.insert(at, kept);
     }
 
-    /// Takes out all but the newest `keep` checkpoints up to `step`, and all but the newest `keep`
-    /// beyond it, which are those of a job with a larger budget.
+    /// Removes checkpoints, up to `step` and beyond it separately, and returns them. The newest `keep` of
+    /// either part stay; those beyond `step` belong to a job with a larger budget.
     fn prune(&mut self, step: u64, keep: usize) -> Vec<Kept> {
         let beyond = self.kept.split_off(self.kept.partition_point(|kept| kept.step <= step));
         let mut dropped = Vec::new();
@@ -164,7 +165,7 @@ impl Trail {
         dropped
     }
 
-    /// Its directories below the job's: its own, and those of checkpoints that it took over, which lie beside it.
+    /// The run's directories, relative to the job's: its own, and those of adopted format 1 checkpoints.
     fn folders(&self) -> impl Iterator<Item = &str> {
         let own = directory(&self.run);
         let beside = self.kept.iter().map(|kept| kept.folder.as_str());
@@ -200,7 +201,7 @@ impl Checkpoints {
         format!("checkpoints/{}", self.job)
     }
 
-    /// Where the run's first model is kept, so that workers do not need the file it came from.
+    /// Path of the run's first model. Workers read it from the volume, not from the file that the job names.
     pub(crate) fn model_path(&self) -> String {
         format!("{}/{}/{MODEL_FILE}", self.folder(), directory(&self.run))
     }
@@ -210,7 +211,7 @@ impl Checkpoints {
         format!("{}:/{path}", self.view.spec())
     }
 
-    /// The same of directories below the job's.
+    /// [`Checkpoints::place`] of several directories of the job, separated by commas.
     fn places<'f>(&self, folders: impl Iterator<Item = &'f str>) -> String {
         let places = folders.map(|folder| self.place(&format!("{}/{folder}", self.folder())));
         places.collect::<Vec<_>>().join(", ")
@@ -244,8 +245,7 @@ impl Checkpoints {
         Ok(trail)
     }
 
-    /// The newest state of the run that can be read and that `wanted` accepts. A damaged checkpoint is
-    /// passed over with a warning.
+    /// The newest readable state of the run that `wanted` accepts. Skips a damaged checkpoint with a warning.
     pub(crate) fn newest(
         &self,
         layout: &ParamLayout,
@@ -276,7 +276,7 @@ impl Checkpoints {
         let bytes = match self.view.read_file(&path) {
             Ok(bytes) => bytes,
             Err(error @ (E::Corrupt { .. } | E::NotFound { .. })) => return damaged(error.to_string()),
-            // Its bytes are missing or cannot be read.
+            // The object is missing or damaged.
             Err(error @ E::Object(_)) if !error.is_store_trouble() => return damaged(error.to_string()),
             Err(error) => {
                 return Err(Unread::Failed(Error::volume(format!("read checkpoint {place}"), error)));
@@ -292,13 +292,13 @@ impl Checkpoints {
             }
             Ok(state) => Ok(state),
             Err(reason) if kept.sha256.is_none() => damaged(reason),
-            // The bytes are those that were written: by a newer program.
+            // The checksum matches, so a newer program wrote a format that this one cannot decode.
             Err(reason) => Err(Unread::Failed(Error::Checkpoint { place, reason })),
         }
     }
 
-    /// Adds `state` to the run's checkpoints, in the place of one of the same step, and removes those
-    /// beyond the number that is kept. Durable when it returns.
+    /// Adds `state` to the run's checkpoints, replaces one of the same step, and removes the oldest beyond
+    /// the number to keep. Durable when it returns.
     pub(crate) fn write(&self, state: &State, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
         let folder = format!("{}/{:012}", directory(&self.run), state.step);
         let path = format!("{}/{folder}", self.folder());
@@ -331,7 +331,7 @@ impl Checkpoints {
             match self.view.publish(publish) {
                 Ok(()) => {
                     self.drop_folders(dropped.iter().map(|kept| kept.folder.as_str()));
-                    // Checkpoints may be written faster than the background collection runs.
+                    // Checkpoints may be written faster than background garbage collection runs.
                     if let Err(error) = self.view.collect_objects() {
                         tracing::warn!(job = self.job, %error, "space of removed checkpoints is not free yet");
                     }
@@ -352,12 +352,11 @@ impl Checkpoints {
         })
     }
 
-    /// Takes over the job for `owner` and stores the run's model and job file.
+    /// Claims the job for `owner` and stores the run's model and job file.
     ///
-    /// A run of format 1 is taken over where `is_same` recognises it by its id and its job file.
-    /// Of the other runs of the job the newest [`UNFINISHED_RUNS_KEPT`] unfinished and the newest
-    /// [`FINISHED_RUNS_KEPT`] finished ones stay. The log names each run that stays unfinished, and each that is
-    /// removed.
+    /// Adopts a run of format 1 if `is_same` recognizes its id and its job file. Of the job's other runs,
+    /// keeps the newest [`UNFINISHED_RUNS_KEPT`] unfinished and the newest [`FINISHED_RUNS_KEPT`] finished
+    /// ones. Logs each run that stays unfinished, and each that it removes.
     pub(crate) fn begin(
         &self,
         model: &[u8],
@@ -370,7 +369,7 @@ impl Checkpoints {
                 None => (None, Trail::new(&self.run)),
             };
             let others = self.others()?;
-            // Behind all others, also where the clock went back since.
+            // Later than all other runs, even after the clock was set back.
             let latest = others.iter().map(|(_, _, other)| other.begun).max().unwrap_or(i64::MIN);
             trail.begun = chrono::Utc::now().timestamp().max(latest.saturating_add(1));
             let folder = directory(&self.run);
@@ -439,7 +438,7 @@ impl Checkpoints {
         Ok(Some((bytes, former)))
     }
 
-    /// Adds the checkpoints of a run of format 1.
+    /// Adds the checkpoints of a format 1 run to `trail`.
     fn take_over(&self, trail: &mut Trail, former: FormerPointer) {
         trail.finished |= former.finish.is_some();
         for folder in former.kept {
@@ -451,7 +450,7 @@ impl Checkpoints {
         }
     }
 
-    /// The other runs of the job, the one that was begun last first.
+    /// The other runs of the job, the most recently begun first.
     fn others(&self) -> Result<Vec<OtherRun>> {
         let prefix = self.key_of("");
         let found = self
@@ -467,8 +466,8 @@ impl Checkpoints {
         Ok(others)
     }
 
-    /// Those of the other runs that are removed now: those without a checkpoint, and those beyond the newest few
-    /// finished and the newest few unfinished ones.
+    /// Selects the other runs to remove: those without a checkpoint, and those beyond the newest few finished
+    /// or unfinished ones.
     fn removable(&self, mut others: Vec<OtherRun>) -> Vec<OtherRun> {
         let (mut finished, mut unfinished) = (0, 0);
         others.retain(|(_, _, trail)| {
@@ -517,14 +516,14 @@ impl Checkpoints {
         if self.view.stat(&path).is_ok() { publish.remove(path) } else { publish }
     }
 
-    /// Adds the removal of a checkpoint's files, as far as they are there.
+    /// Adds the removal of a checkpoint's files to a publish; files that are missing are skipped.
     fn drop_checkpoint(&self, publish: Publish, kept: &Kept) -> Publish {
         [STATE_FILE, MANIFEST_FILE].into_iter().fold(publish, |publish, file| {
             self.drop_file(publish, format!("{}/{}/{file}", self.folder(), kept.folder))
         })
     }
 
-    /// Removes empty directories; one with a file of another origin stays.
+    /// Removes empty directories. A directory that still holds a file stays.
     fn drop_folders<'f>(&self, folders: impl Iterator<Item = &'f str>) {
         for folder in folders {
             let path = format!("{}/{folder}", self.folder());
@@ -534,7 +533,7 @@ impl Checkpoints {
         }
     }
 
-    /// Lets a conflict over the run's key pass, so that the caller tries again.
+    /// Ignores a conflict over the run's key, so that the caller retries; returns any other error.
     fn on_conflict(&self, error: millrace_datafs::Error) -> Result<()> {
         match &error {
             millrace_datafs::Error::Conflict { key } if *key == self.key() => Ok(()),
@@ -568,7 +567,7 @@ impl Checkpoints {
     }
 }
 
-/// Writes bytes as an object that nothing points to yet.
+/// Writes bytes as an object that no file refers to yet.
 pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
     let fail = |e| Error::volume(format!("write {} bytes to {}", bytes.len(), view.spec()), e);
     let mut writer = view.stage().map_err(fail)?;
@@ -576,7 +575,7 @@ pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
     writer.finish().map_err(fail)
 }
 
-/// The directory of a run below the job's.
+/// Name of a run's directory inside the job's directory.
 fn directory(run: &str) -> &str {
     run.get(..16).unwrap_or(run)
 }

@@ -1,10 +1,10 @@
 //! Collective operations between worker processes: a TCP ring that sums `i64` vectors exactly
 //! and hands one member's state to the others.
 //!
-//! A [`Collective`] is bound once per process; a [`Ring`] lives for one membership epoch. Every
-//! frame carries the epoch, the step and the bucket, so that nothing of an older epoch is ever
-//! added to a newer one. A ring that met an error is finished: drop it and form the next one.
-//! When a rank is missing, every other rank is told its number.
+//! A [`Collective`] is bound once per process; a [`Ring`] lives for one membership epoch. Every frame carries
+//! the epoch, the step and the bucket, so data of an older epoch is never added to a newer one. A ring is
+//! unusable after its first error: drop it and form the next one. When a rank is missing, every other rank
+//! learns its number.
 //!
 //! All operations block the calling thread (never call them from async code) and end early when
 //! the cancellation token given to [`Collective::form`] is cancelled.
@@ -32,12 +32,12 @@ pub const WORLD_MAX: usize = 1024;
 /// Timeouts and sizes of a collective.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Known to the members of one job only; a connection that does not prove it is dropped.
+    /// Shared secret of the job's members. A connection that does not prove that it knows it is dropped.
     pub secret: String,
-    /// How long a ring may take to form.
+    /// Deadline for forming a ring.
     pub form_timeout: Duration,
-    /// How long one exchange with a neighbour may take. A neighbour that still computes counts,
-    /// so this must be longer than a step.
+    /// Deadline for one exchange with a neighbor. It includes the neighbor's computation, so it must be
+    /// longer than a step.
     pub exchange_timeout: Duration,
     /// Elements summed per bucket, at least 1; each costs 8 bytes of buffer.
     pub bucket_elements_max: usize,
@@ -55,18 +55,18 @@ impl Options {
     }
 }
 
-/// Who is in the ring of one membership epoch.
+/// The members of a ring, for one membership epoch.
 #[derive(Debug, Clone)]
 pub struct Formation {
     /// The membership epoch, never used twice within a job.
     pub epoch: u64,
     /// This process's rank.
     pub rank: usize,
-    /// Where each rank listens, in rank order; 1 to [`WORLD_MAX`] entries.
+    /// The listening address of each rank, in rank order; 1 to [`WORLD_MAX`] entries.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// A process's end of the job's rings: one listener and one single-threaded runtime, so that an
+/// A process's endpoint for the job's rings: one listener and one single-threaded runtime, so that an
 /// exchange costs no thread hop.
 #[derive(Debug)]
 pub struct Collective {
@@ -91,20 +91,20 @@ impl Collective {
         Ok(Collective { runtime, listener, address, options })
     }
 
-    /// Changes the options of rings formed from now on.
+    /// Changes the options of rings that are formed later.
     pub fn set_options(&mut self, options: Options) {
         self.options = options;
     }
 
-    /// Where this process listens.
+    /// The address at which this process listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
     /// Connects to the next rank and waits for the previous one.
     ///
-    /// Blocks up to `form_timeout`. Connections that do not speak the protocol, belong to
-    /// another epoch or do not know the secret are dropped and do not disturb the formation.
+    /// Blocks up to `form_timeout`. Drops connections that do not speak the protocol, belong to another epoch
+    /// or do not know the secret; they do not disturb the formation.
     pub fn form(&self, formation: &Formation, abort: CancellationToken) -> Result<Ring<'_>, Error> {
         form::check(formation)?;
         let links = match formation.addresses.len() {

@@ -10,32 +10,31 @@ use serde::{Deserialize, Serialize};
 pub struct Config {
     /// Where the coordinator and the rings of local workers listen (ports are ephemeral).
     pub listen: IpAddr,
-    /// Workers of a job whose file does not say, 1 to 1024.
+    /// Workers of a job whose file sets none, 1 to 1024.
     pub workers: usize,
-    /// Checkpoints kept per job, at least 1.
+    /// Checkpoints kept per run, at least 1.
     pub checkpoints_keep: usize,
-    /// How many times a job starts a worker again before it goes on with fewer. Every 30 s of training
-    /// give one time back.
+    /// Respawns of workers before a job continues with fewer. Every 30 s of training with progress restores
+    /// one.
     pub respawns_max: u32,
-    /// Pause before a worker is started again; doubles with each failure of the same slot, up to
-    /// 64 times.
+    /// Pause before a worker is restarted; doubles with each failure of the same slot, up to 64 times.
     pub respawn_backoff_ms: u64,
-    /// How often a worker says that it lives.
+    /// Interval between a worker's heartbeats.
     pub heartbeat_ms: u64,
-    /// A worker that was silent for this long is killed and replaced; several heartbeats.
+    /// A worker that is silent for this long is killed and replaced; several heartbeats.
     pub heartbeat_lost_ms: u64,
-    /// How long a started worker may take until it stands at the barrier.
+    /// How long a started worker may take to reach the barrier.
     pub start_timeout_ms: u64,
-    /// How long the members of a broken ring may take to come to the barrier; longer than a step.
+    /// How long the members of a broken ring may take to reach the barrier; longer than a step.
     pub rendezvous_timeout_ms: u64,
-    /// How long a rank waits for its neighbour within a step; longer than a step. A worker that trains
-    /// alone is replaced when a step takes longer.
+    /// How long a rank waits for its neighbor within a step; longer than a step. A worker that trains alone
+    /// is replaced when a step takes ten times as long.
     pub exchange_timeout_ms: u64,
     /// How long a stopping job may take for its last checkpoint before its workers are killed.
     pub stop_timeout_ms: u64,
     /// Shortest time between two progress reports.
     pub progress_ms: u64,
-    /// Decoded rows a worker may keep in memory.
+    /// Decoded rows that a worker may keep in memory, in bytes.
     pub feed_cache_bytes: u64,
 }
 
@@ -60,7 +59,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Says what makes the settings unusable, if anything does.
+    /// Checks the settings; the error names the unusable one.
     pub fn check(&self) -> Result<(), String> {
         if self.workers == 0 || self.workers > crate::collective::WORLD_MAX {
             return Err(format!("[trainer] workers = {}: allowed are 1 to 1024", self.workers));

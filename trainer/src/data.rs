@@ -1,4 +1,4 @@
-//! From batches of the feed to the virtual shards of a step.
+//! Conversion of feed batches to the virtual shards of a step: column checks, decoding and slicing.
 use std::ops::Range;
 
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 #[cfg(test)]
 mod tests;
 
-/// Which columns a job reads, and what it expects in them.
+/// The columns that a job reads, with their expected types and widths.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Columns {
     /// The dataset, for messages.
@@ -24,7 +24,7 @@ pub(crate) struct Columns {
     pub(crate) loss: Loss,
 }
 
-/// Decoded rows: inputs row-major, one truth per row.
+/// Decoded rows: inputs in row-major order, one label per row.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Rows {
     input_width: usize,
@@ -62,14 +62,14 @@ pub(crate) fn shard_slots(shard: usize, shards: usize, batch_rows: usize) -> Ran
     cut(shard)..cut(shard + 1)
 }
 
-/// The virtual shards of rank `rank` of `world`: contiguous, together all of them.
+/// The virtual shards of rank `rank` of `world`: contiguous, and together all of them.
 pub(crate) fn rank_shards(rank: usize, world: usize, shards: usize) -> Range<usize> {
     let cut = |at: usize| at * shards / world;
     cut(rank)..cut(rank + 1)
 }
 
 impl Columns {
-    /// Refuses a dataset whose column types cannot be right, before any row is read.
+    /// Rejects a dataset with unsuitable column types before any row is read.
     pub(crate) fn check_schema(&self, schema: &arrow::datatypes::Schema) -> Result<()> {
         let features = self.field(schema, &self.features)?;
         let (kind, width) = element(features);
@@ -96,7 +96,7 @@ impl Columns {
         }
     }
 
-    /// Decodes a batch; `row_name` says which row of the dataset a row of the batch is.
+    /// Decodes a batch; `row_name` names a row of the batch in errors.
     pub(crate) fn decode(&self, batch: &RecordBatch, row_name: &dyn Fn(usize) -> String) -> Result<Rows> {
         let inputs = self.numbers(batch, &self.features, self.input_width, row_name)?;
         let labels = match self.loss {
@@ -139,7 +139,7 @@ impl Columns {
         let numbers = self.cast(column, &self.label, &DataType::Int64)?;
         let numbers = numbers.as_primitive::<Int64Type>();
         let most = self.output_width as i64;
-        // A number that the type cannot hold has become a null.
+        // The cast makes a number that the type cannot hold null.
         match numbers.iter().position(|class| !class.is_some_and(|class| (0..most).contains(&class))) {
             Some(row) => Err(self.bad(format!(
                 "{} has label {}; the model's classes are 0 to {}",
@@ -193,7 +193,7 @@ impl Columns {
         let numbers = numbers.as_primitive::<Float32Type>();
         let mut flat = Vec::with_capacity(rows * width);
         for (row, range) in ranges.into_iter().enumerate() {
-            // A number that the type cannot hold has become a null, too.
+            // The cast makes a number that the type cannot hold null, too.
             if numbers.null_count() > 0
                 && let Some(at) = range.clone().find(|at| numbers.is_null(*at))
             {
@@ -230,7 +230,7 @@ impl Columns {
     }
 }
 
-/// The element type of a column and, where the type fixes it, how many a row has.
+/// The element type of a column and, if the type fixes it, the number of elements per row.
 fn element(column: &DataType) -> (&DataType, Option<usize>) {
     match column {
         DataType::FixedSizeList(field, size) => (field.data_type(), usize::try_from(*size).ok()),

@@ -1,6 +1,6 @@
-//! Elastic membership: a coordinator that keeps a job's workers together, and the worker's end.
+//! Elastic membership: the coordinator that keeps a job's workers together, and the worker's session with it.
 //!
-//! * [`membership`] decides (pure state machine), [`coordinator`] acts on the decisions (processes,
+//! * [`membership`] decides (a pure state machine), [`coordinator`] acts on the decisions (processes,
 //!   streams), [`session`] is the worker's end of its stream.
 //! * Membership epochs are numbered; the ring of an epoch never carries data of another one.
 

@@ -5,10 +5,10 @@
 //! parameters live in ONE flat f32 vector, described by [`ParamLayout`], so that optimizers,
 //! all-reduces and checkpoints never see a tensor.
 //!
-//! [`Engine::gradients`] is a pure function of the weights and the shard: the same bits for any
-//! number of threads on one kind of processor (matrix kernels are chosen by the vector instructions
-//! it has, so mixed machines need the same kind, or the same device, for equal bits). It sums over the rows of the shard and never mixes rows, hence shards can be
-//! computed anywhere and summed by [`crate::fixed`].
+//! [`Engine::gradients`] is a pure function of the weights and the shard: the same bits for any number of
+//! threads on one kind of processor. The backend chooses matrix kernels by vector instructions, so machines
+//! need the same kind of processor, or the same device, for equal bits. It sums over the rows of the shard
+//! and never mixes rows, hence shards can be computed on any worker and summed by [`crate::fixed`].
 
 mod backward;
 mod device;
@@ -37,23 +37,23 @@ const ELEMENTS_MAX: usize = 1 << 30;
 /// Why a model cannot be loaded or a batch cannot be computed.
 #[derive(Debug, Error)]
 pub enum EngineError {
-    /// The model is refused; nothing was computed.
+    /// The model is rejected; nothing was computed.
     #[error(transparent)]
     Graph(#[from] GraphError),
-    /// The device cannot be used on this machine or by this build.
+    /// This machine or this build cannot use the device.
     #[error("device {device} cannot be used: {reason}")]
     Device {
-        /// The device asked for.
+        /// The requested device.
         device: Device,
-        /// Why, and the way out.
+        /// The reason and the remedy.
         reason: String,
     },
     /// The graph does not fit the loss.
     #[error("the model does not fit loss {loss}: {reason}")]
     Loss {
-        /// The loss asked for.
+        /// The requested loss.
         loss: Loss,
-        /// What is wrong with the output.
+        /// The problem with the output.
         reason: String,
     },
     /// The weights do not fit the model.
@@ -67,7 +67,7 @@ pub enum EngineError {
     /// The batch does not fit the model.
     #[error("the batch does not fit the model: {reason}")]
     Batch {
-        /// What differs.
+        /// The mismatch.
         reason: String,
     },
     /// A label is not a class of the model.
@@ -80,7 +80,7 @@ pub enum EngineError {
         /// Classes of the model.
         classes: usize,
     },
-    /// The model's output is not a number.
+    /// The loss of a row is not finite.
     #[error(
         "the loss of row {row} of the batch is {value}: training diverged or the inputs are not finite (lower the learning rate, scale the inputs, or check the data)"
     )]
@@ -95,12 +95,12 @@ pub enum EngineError {
     Execution {
         /// The device.
         device: Device,
-        /// What it reported.
+        /// The backend's message.
         reason: String,
     },
 }
 
-/// What training minimises: the mean over the rows.
+/// The training objective: the mean over the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Loss {
@@ -111,7 +111,7 @@ pub enum Loss {
 }
 
 impl Loss {
-    /// Whether an output is right or wrong, so that there is an accuracy.
+    /// Whether an output is right or wrong, so that an accuracy exists.
     pub(crate) fn counts_classes(self) -> bool {
         match self {
             Loss::CrossEntropy => true,
@@ -129,7 +129,7 @@ impl std::fmt::Display for Loss {
     }
 }
 
-/// The truth for each row of a batch.
+/// The labels of a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Labels {
     /// One class per row, 0 to classes − 1; for [`Loss::CrossEntropy`].
@@ -145,16 +145,16 @@ pub struct ShardBatch {
     pub rows: usize,
     /// `rows · input_width` values, row-major.
     pub inputs: Vec<f32>,
-    /// One truth per row.
+    /// One label per row.
     pub labels: Labels,
 }
 
-/// What one virtual shard contributes to a step.
+/// A virtual shard's contribution to a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ShardGradients {
     /// Sum of the rows' losses at the current weights.
     pub loss_sum: f64,
-    /// Rows whose largest logit is the label's (first one wins); 0 for [`Loss::Mse`].
+    /// Rows whose largest logit is the label's (the first one on ties); 0 for [`Loss::Mse`].
     pub correct: u64,
     /// Rows of the shard.
     pub rows: usize,
@@ -169,11 +169,11 @@ pub struct Param {
     pub name: String,
     /// Its dimensions.
     pub shape: Vec<usize>,
-    /// Where it lies in the flat vector, row-major.
+    /// Its place in the flat vector, row-major.
     pub range: Range<usize>,
 }
 
-/// Where each parameter lies in the flat vector, in the order of the model's initializers.
+/// The place of each parameter in the flat vector, in the order of the model's initializers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamLayout {
     /// The parameters; ranges are contiguous and start at 0.
@@ -228,10 +228,10 @@ impl std::fmt::Debug for Engine {
 }
 
 impl Engine {
-    /// Checks the model and puts it on the device.
+    /// Checks the model and loads it onto the device.
     ///
-    /// Everything that can be refused is refused here: unsupported operators, shapes that do not fit,
-    /// an output that does not fit the loss, a device that is not there.
+    /// Rejects unsupported operators, shapes that do not match, an output that does not suit the loss, and a
+    /// device that is missing.
     pub fn load(model: &ModelProto, loss: Loss, device: Device) -> Result<Engine, EngineError> {
         let graph = Graph::read(model)?;
         loss::check_output(loss, &graph)?;
@@ -242,7 +242,7 @@ impl Engine {
         Ok(Engine { model: model.clone(), graph, layout, loss, device, weights, compute })
     }
 
-    /// Where each parameter lies in the flat vector.
+    /// The place of each parameter in the flat vector.
     pub fn layout(&self) -> &ParamLayout {
         &self.layout
     }
@@ -290,8 +290,8 @@ impl Engine {
 
     /// Changes the weights in place (an optimizer step), then hands them to the device.
     ///
-    /// When `change` fails, whatever it already wrote stays in [`Engine::weights`] and the device
-    /// keeps the previous weights: give up, or set weights again.
+    /// If `change` fails, its partial changes stay in [`Engine::weights`] and the device keeps the previous
+    /// weights: give up, or set weights again.
     pub fn update<E: From<EngineError>>(
         &mut self,
         change: impl FnOnce(&mut [f32]) -> Result<(), E>,

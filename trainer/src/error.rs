@@ -1,4 +1,4 @@
-//! The crate's one error type: variants say what the caller does next.
+//! The crate's error type: a variant tells the caller what to do next.
 use std::path::PathBuf;
 
 /// The source of an error that came from another crate.
@@ -7,30 +7,30 @@ pub(crate) type Source = Box<dyn std::error::Error + Send + Sync + 'static>;
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong between a job file and a published bundle.
+/// An error between a job file and a published bundle.
 ///
-/// `Display` is one line that names the thing, the place and the way out; causes are in
+/// `Display` is one line that names the item, its location and the remedy; causes are in
 /// [`std::error::Error::source`] and are not repeated.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The job file cannot be used as it is: fix the named key.
+    /// The job file is invalid: fix the named key.
     #[error("job file {path}: {reason}", path = path.display())]
     JobFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with the key and the way out.
+        /// The problem, with the key and the remedy.
         reason: String,
     },
-    /// The job is well-formed but does not fit its data, its model or its volumes.
+    /// The job is well-formed but does not match its data, its model or its volumes.
     #[error("job {job}: {reason}")]
     Job {
         /// The job's name.
         job: String,
-        /// What does not fit, and the way out.
+        /// The mismatch and the remedy.
         reason: String,
     },
-    /// The model cannot be loaded or does not fit its loss or its batch; see the engine's error.
+    /// The model cannot be loaded or does not match its loss or its batch; see the engine's error.
     #[error(transparent)]
     Engine(#[from] crate::engine::EngineError),
     /// The optimizer's settings or its state cannot be used.
@@ -44,15 +44,15 @@ pub enum Error {
     Data {
         /// The dataset, `volume@snapshot:/path`.
         dataset: String,
-        /// What is wrong, naming the column and the row where it can.
+        /// The problem, with the column and, if known, the row.
         reason: String,
     },
-    /// Training went numerically wrong: lower the learning rate or check the data.
+    /// Training diverged: lower the learning rate or check the data.
     #[error("step {step}: {reason}")]
     Diverged {
         /// The step, counted from 0.
         step: u64,
-        /// What is not finite or out of range, and the way out.
+        /// The value that is not finite or out of range, and the remedy.
         reason: String,
     },
     /// A collective operation did not complete; the ring must be formed again.
@@ -61,12 +61,12 @@ pub enum Error {
     /// The worker lost its coordinator and must exit.
     #[error("coordinator {address}: {reason}")]
     CoordinatorLost {
-        /// Where it was.
+        /// The coordinator's address.
         address: String,
-        /// What happened.
+        /// The cause.
         reason: String,
     },
-    /// Every worker is gone and the respawn budget is spent.
+    /// All workers are gone and the respawn limit is reached.
     #[error("job {job}: no worker left after {respawns} respawns; the last one {reason}")]
     WorkersLost {
         /// The job's name.
@@ -75,15 +75,15 @@ pub enum Error {
         respawns: u32,
         /// How the last worker ended.
         reason: String,
-        /// The exit code of the error that it told, 1 without one.
+        /// The exit code that it reported; 1 if it reported none.
         exit_code: u8,
     },
-    /// A worker met an error that every other worker would meet too.
+    /// A worker met an error that every other worker would meet, too.
     #[error("{message}")]
     Worker {
         /// The worker's own one-line message.
         message: String,
-        /// The exit code of its error, from the function that [`crate::worker::run`] was given.
+        /// The exit code that the function passed to [`crate::worker::run`] gives for its error.
         exit_code: u8,
     },
     /// A worker process could not be started.
@@ -91,15 +91,15 @@ pub enum Error {
     Launch {
         /// The program.
         program: String,
-        /// Why not.
+        /// The cause.
         reason: String,
     },
-    /// Somebody else runs the same job.
+    /// Another process runs the same job, or publishes versions of the same model.
     #[error("job {job}: {reason}")]
     Busy {
         /// The job's name.
         job: String,
-        /// Who holds it, when known.
+        /// The holder, if known, and the remedy.
         reason: String,
     },
     /// A checkpoint cannot be read: delete it to start over.
@@ -107,7 +107,7 @@ pub enum Error {
     Checkpoint {
         /// `volume:/path` of the checkpoint.
         place: String,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
     /// Rows were lost or delivered twice: a defect, reported instead of a wrong count.
@@ -123,7 +123,7 @@ pub enum Error {
     /// A volume operation failed.
     #[error("{what}")]
     Volume {
-        /// The operation and the place.
+        /// The operation and the location.
         what: String,
         /// The cause.
         #[source]
@@ -132,7 +132,7 @@ pub enum Error {
     /// The feed failed.
     #[error("{what}")]
     Feed {
-        /// The operation and the place.
+        /// The operation and the location.
         what: String,
         /// The cause.
         #[source]
@@ -147,10 +147,10 @@ pub enum Error {
         #[source]
         source: Source,
     },
-    /// The operating system refused something.
+    /// An operating system call failed.
     #[error("{what}")]
     Io {
-        /// The operation and the place.
+        /// The operation and the location.
         what: String,
         /// The cause.
         #[source]
@@ -159,8 +159,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether forming the ring again (or starting the job again) can succeed without a change
-    /// of the job, its data or its model.
+    /// Whether a retry (a new ring, or the job started again) can succeed without a change of the job, its
+    /// data or its model.
     pub fn is_retryable(&self) -> bool {
         match self {
             Error::Collective(error) => error.is_retryable(),
@@ -172,9 +172,9 @@ impl Error {
         }
     }
 
-    /// Whether another process in the place of this one may do better: the operating system, the device
-    /// or this process's use of a volume failed. What the data, the job or a full disk brings about,
-    /// every other worker meets, too.
+    /// Whether another process may succeed in place of this one: the operating system, the device or this
+    /// process's access to a volume failed. Errors caused by the data, the job or a full disk would hit every
+    /// other worker, too.
     pub(crate) fn is_local(&self) -> bool {
         use millrace_datafs::Error as E;
         let source = match self {
@@ -194,7 +194,7 @@ impl Error {
                     | E::Failed { .. }
                     | E::Busy { .. }
                     | E::Stale { .. } => true,
-                    // An object that is missing or damaged is so for every worker.
+                    // A missing or damaged object affects every worker.
                     E::Object(source) => error.is_store_trouble() || has_io(source.as_ref()),
                     _ => false,
                 };
@@ -235,7 +235,7 @@ impl Error {
     }
 }
 
-/// Whether the operating system is behind an error.
+/// Whether an operating system error is among the causes.
 fn has_io(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(inner) = cause {

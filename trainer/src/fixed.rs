@@ -1,43 +1,41 @@
-//! Exact sums: gradients as fixed-point integers whose sum has no order.
+//! Exact sums: gradients as fixed-point integers whose sum does not depend on order.
 //!
-//! Float addition is not associative, so a float all-reduce gives a different model for every
-//! number of workers. Here every virtual shard's contribution is rounded once, by itself, to a
-//! multiple of `2^-fraction_bits`; integers are then added in any order and grouping with one
-//! result.
+//! Float addition is not associative, so a float all-reduce gives a different model for every number of
+//! workers. Here the contribution of each virtual shard is rounded once, on its own, to a multiple of
+//! `2^-fraction_bits`. Integers are then added in any order and grouping with one result.
 //!
-//! **Scale.** All workers hold the same scale before a step, as a part of the run's state, and learn
-//! the largest element of each shard with the sum itself. Where that does not suit the scale
-//! ([`Scale::suits`]) no worker applies the step: all compute it again with the scale made for that
-//! element ([`Scale::for_largest`]), which then holds for later steps. So each step is summed with a
-//! scale that depends on the run alone, gradients of any magnitude that float32 holds are summed, and
-//! a step needs one exchange except where magnitudes change by orders.
+//! **Scale.** Before a step all workers hold the same scale, which is part of the run's state. The sum itself
+//! tells them the largest element of each shard. If that does not suit the scale ([`Scale::suits`]), no
+//! worker applies the step: all repeat it with a scale for that element ([`Scale::for_largest`]), which then
+//! holds for later steps. So the scale of each step depends on the run alone, and gradients of any float32
+//! magnitude can be summed. A step needs a second exchange only where magnitudes change by orders.
 //!
-//! The first step begins with 40 fraction bits, which suit largest elements of 1e-3 to 5e5 (with 12
-//! shards). The largest element of a step uses 30 bits or more, six more than a float32 has.
+//! The first step begins with 40 fraction bits, which suit largest elements of 1e-3 to 5e5 (with 12 shards).
+//! The largest element of a step uses 30 bits or more, six more than a float32 has.
 //!
-//! **Range.** A sum takes at most `contributions` values (one per virtual shard). Each value is
-//! limited to `(2^63 - 1) / contributions`, so no sum, partial or whole, can overflow, and wrapping
-//! addition on the wire is exact.
+//! **Range.** A sum has at most `contributions` values, one per virtual shard. Each is limited to
+//! `(2^63 - 1) / contributions`. No partial or complete sum can therefore overflow, and wrapping addition on
+//! the wire is exact.
 
 #[cfg(test)]
 mod tests;
 
 use thiserror::Error;
 
-/// Fraction bits with which a run begins.
+/// Fraction bits at the start of a run.
 pub const FRACTION_BITS_DEFAULT: i32 = 40;
-/// Fraction bits that the elements of float32 can ask for.
+/// Range of fraction bits that float32 elements can need.
 const FRACTION_BITS: std::ops::RangeInclusive<i32> = -100..=200;
 
 /// Most contributions one sum may take.
 pub const CONTRIBUTIONS_MAX: u32 = 1 << 12;
 
-/// Bits of the largest element when a scale is made for it: at most 2^44, below [`NEAR`] by far.
+/// Bits of the largest element after [`Scale::for_largest`]: at most 2^44, far below [`NEAR`].
 const LARGEST_BITS: i32 = 44;
-/// The largest element is at least this in units of the scale, else the scale is too coarse.
+/// Smallest allowed value of the largest element, in units of the scale; below it the scale is too coarse.
 const LARGEST_MIN: f64 = (1u64 << 30) as f64;
 
-/// Values handled at once: small enough for the first cache level.
+/// Values per block: small enough for the first-level cache.
 const BLOCK: usize = 1024;
 
 /// The sign of an f32.
@@ -66,14 +64,14 @@ pub enum FixedError {
         /// Elements of the contribution.
         found: usize,
     },
-    /// The scale itself is not usable.
+    /// The scale is out of bounds.
     #[error(
         "a fixed-point sum needs -100 to 200 fraction bits and 1 to {CONTRIBUTIONS_MAX} contributions, not {fraction_bits} and {contributions}"
     )]
     Scale {
-        /// Fraction bits asked for.
+        /// The requested fraction bits.
         fraction_bits: i32,
-        /// Contributions asked for.
+        /// The requested contributions.
         contributions: u32,
     },
 }
@@ -138,8 +136,8 @@ impl Scale {
         ((limit >> spare) << spare) as f64
     }
 
-    /// Adds the fixed-point form of `values` to `sum`, element by element. Returns the largest magnitude:
-    /// where it does not suit the scale, `sum` must be thrown away.
+    /// Adds the fixed-point form of `values` to `sum`, element by element. Returns the largest magnitude; if
+    /// that does not suit the scale, the caller must discard `sum`.
     ///
     /// Rounds to nearest, ties to even. On an error `sum` holds part of the contribution.
     pub fn add(&self, values: &[f32], sum: &mut [i64]) -> Result<f32, FixedError> {
@@ -149,8 +147,8 @@ impl Scale {
         let factor = self.factor();
         let mut largest = 0.0f32;
         for (block, (slots, values)) in sum.chunks_mut(BLOCK).zip(values.chunks(BLOCK)).enumerate() {
-            // The bits of magnitudes are in their order, with infinity and NaN above all. No early exit,
-            // so that this loop vectorises, too.
+            // The bits of magnitudes sort like their values, with infinity and NaN last. No early exit, so
+            // that this loop vectorizes, too.
             let bits = values.iter().fold(0, |most: i32, value| most.max((value.to_bits() & !SIGN) as i32));
             let most = f32::from_bits(bits as u32);
             if !most.is_finite() {
@@ -201,8 +199,8 @@ fn offender(block: &[f32], start: usize) -> FixedError {
     FixedError::NonFinite { index: start + at, value: block[at] }
 }
 
-/// The nearest whole number, ties to even, of a value of at most 2^51: adding 1.5 · 2^52 leaves it in
-/// the low bits of the mantissa. Unlike a cast, this vectorises on every processor.
+/// The nearest whole number, ties to even, of a value of at most 2^51: adding 1.5 · 2^52 leaves it in the low
+/// bits of the mantissa. Unlike a cast, this vectorizes on every processor.
 fn round_near(value: f64) -> i64 {
     const MAGIC: f64 = 6_755_399_441_055_744.0;
     ((value + MAGIC).to_bits() as i64).wrapping_sub(MAGIC.to_bits() as i64)

@@ -1,12 +1,12 @@
-//! The graph: an ONNX model read into a small checked form that the engine can differentiate.
+//! The checked graph: an ONNX model in a small form that the engine can differentiate.
 //!
-//! Reading resolves names, orders nodes, infers every shape with a dynamic number of rows, folds
-//! shape constants and refuses, before any training, whatever the engine cannot differentiate
-//! exactly. What is accepted has one float input `[rows, …]`, one float output `[rows, …]`, and never
-//! mixes rows, so that gradients of row subsets add up to the gradient of the batch.
+//! Reading resolves names, orders nodes, infers every shape with a dynamic number of rows and folds shape
+//! constants. It rejects, before any training, everything that the engine cannot differentiate exactly. An
+//! accepted graph has one float input `[rows, …]`, one float output `[rows, …]`, and never mixes rows.
+//! Gradients of row subsets therefore add up to the gradient of the batch.
 //!
-//! **What is trained**: every float32 initializer of rank 1 or more that the output depends on.
-//! Rank-0 initializers and `Constant` nodes stay as they are.
+//! **Trained parameters**: every float32 initializer of rank 1 or more that the output depends on. Rank-0
+//! initializers and `Constant` nodes are not changed.
 
 mod arithmetic;
 mod builder;
@@ -48,7 +48,7 @@ pub enum Binary {
 pub enum Unary {
     /// max(x, 0)
     Relu,
-    /// x, or the slope times x below 0.
+    /// x, or the slope times x if x is below 0.
     LeakyRelu(f32),
     /// 1 / (1 + e^−x)
     Sigmoid,
@@ -74,7 +74,7 @@ pub enum Unary {
     Shift(f32),
 }
 
-/// A convolution over `[rows, channels, height, width]`.
+/// Parameters of a convolution over `[rows, channels, height, width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvSpec {
     /// Step between windows.
@@ -87,7 +87,7 @@ pub struct ConvSpec {
     pub groups: usize,
 }
 
-/// A pooling window over `[rows, channels, height, width]`.
+/// Parameters of a pooling window over `[rows, channels, height, width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSpec {
     /// Window size.
@@ -102,7 +102,7 @@ pub struct PoolSpec {
     pub count_include_pad: bool,
 }
 
-/// What a node computes. Output shapes are those of the node's output value.
+/// A node's operation. Output shapes are those of the node's output value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Op {
     /// Matrix product of equal rank with broadcasting leading dimensions.
@@ -117,7 +117,7 @@ pub enum Op {
     LogSoftmax(usize),
     /// Input, weight and, optionally, bias.
     Conv(ConvSpec),
-    /// Largest of a window.
+    /// Maximum of a window.
     MaxPool(PoolSpec),
     /// Mean of a window.
     AveragePool(PoolSpec),
@@ -138,15 +138,15 @@ pub enum Op {
 /// One operation of the graph.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// What it computes.
+    /// Its operation.
     pub op: Op,
     /// Values it reads.
     pub inputs: Vec<ValueId>,
-    /// The value it makes.
+    /// The value that it produces.
     pub output: ValueId,
 }
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Source {
     /// The batch.
@@ -164,7 +164,7 @@ pub enum Source {
 pub struct Value {
     /// Its shape.
     pub dims: Vec<Dim>,
-    /// Where it comes from.
+    /// Its origin.
     pub source: Source,
     /// Whether it depends on a parameter.
     pub trained: bool,
@@ -186,7 +186,7 @@ impl ParamSpec {
     }
 }
 
-/// A checked graph: nodes in an order in which every value is made before it is read.
+/// A checked graph; its nodes are in topological order.
 #[derive(Debug, Clone)]
 pub struct Graph {
     values: Vec<Value>,
@@ -202,7 +202,7 @@ pub struct Graph {
 impl Graph {
     /// Reads and checks a model.
     ///
-    /// Never panics, whatever the bytes held. Every refusal names the node or tensor.
+    /// Never panics, whatever the bytes contain. Every error names the node or tensor.
     pub fn read(model: &ModelProto) -> Result<Graph, GraphError> {
         read::read(model)
     }
@@ -242,7 +242,7 @@ impl Graph {
         &self.output_name
     }
 
-    /// Whether the output is made by Softmax, which cross-entropy would apply a second time.
+    /// Whether Softmax produces the output; cross-entropy would apply it a second time.
     pub fn ends_in_softmax(&self) -> bool {
         self.ends_in_softmax
     }

@@ -1,9 +1,8 @@
 //! New models: ONNX graphs of common shape with seeded random weights.
 //!
-//! Every model takes `input` `[batch, inputs]` and gives `logits` `[batch, classes]`, whatever it does
-//! inside, so that one feed serves all. Hidden layers start with Kaiming's uniform distribution for
-//! ReLU, the last layer with unit gain, biases with zero. The weights depend on the specification
-//! and the seed only (ChaCha8), not on the machine.
+//! Every model takes `input` `[batch, inputs]` and gives `logits` `[batch, classes]`, so that one feed serves
+//! all. Hidden layers start with Kaiming's uniform distribution for ReLU, the last layer with unit gain,
+//! biases with zero. The weights depend on the specification and the seed only (ChaCha8), not on the machine.
 
 mod proto;
 #[cfg(test)]
@@ -21,7 +20,7 @@ const WEIGHTS_MAX: usize = 1 << 30;
 /// Most layers a new model may have.
 const LAYERS_MAX: usize = 256;
 
-/// Why a model cannot be made.
+/// An error of building a new model.
 #[derive(Debug, Error, Clone, PartialEq)]
 pub enum InitError {
     /// A setting is outside its bounds.
@@ -31,15 +30,15 @@ pub enum InitError {
         setting: &'static str,
         /// The value given.
         value: String,
-        /// What is allowed.
+        /// The allowed values.
         expected: &'static str,
     },
-    /// The model would be too large.
+    /// The model would exceed the limit on weights.
     #[error("the model would have more than {WEIGHTS_MAX} weights")]
     TooLarge,
 }
 
-/// A model to make: the `[model]` table of a job file, told apart by `kind = "mlp" | "cnn"`.
+/// A model to build: the `[model]` table of a job file, selected by `kind = "mlp" | "cnn"`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum ModelSpec {
@@ -108,7 +107,7 @@ fn two_convolutions() -> Vec<usize> {
 }
 
 impl ModelSpec {
-    /// Makes the model.
+    /// Builds the model.
     pub fn build(&self) -> Result<ModelProto, InitError> {
         match self {
             ModelSpec::Mlp(spec) => spec.build(),
@@ -179,7 +178,7 @@ fn finite(scale: f32) -> Result<(), InitError> {
 }
 
 impl MlpSpec {
-    /// Makes the model.
+    /// Builds the model.
     pub fn build(&self) -> Result<ModelProto, InitError> {
         positive("inputs", &[self.inputs])?;
         positive("hidden", &self.hidden)?;
@@ -193,7 +192,7 @@ impl MlpSpec {
     }
 }
 
-/// Hidden layers with ReLU, then the layer that makes the logits.
+/// Hidden layers with ReLU, then the layer that produces the logits.
 fn dense(
     sketch: &mut Sketch,
     mut value: String,
@@ -211,7 +210,7 @@ fn dense(
 }
 
 impl CnnSpec {
-    /// Makes the model.
+    /// Builds the model.
     pub fn build(&self) -> Result<ModelProto, InitError> {
         let image = [self.channels, self.height, self.width];
         positive("channels, height and width", &image)?;

@@ -1,4 +1,4 @@
-//! The job file: what to train, on what, until when, and where the bundle goes.
+//! The job file: dataset, model, optimizer, stopping rule and output of a training job.
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ mod tests;
 
 /// Largest job file.
 const JOB_BYTES_MAX: u64 = 1 << 20;
-/// Most virtual shards a batch may be cut into.
+/// Most virtual shards of a batch.
 pub const VIRTUAL_SHARDS_MAX: usize = 4096;
 /// Most rows of a global batch.
 pub const BATCH_ROWS_MAX: usize = 1 << 22;
@@ -28,8 +28,8 @@ pub const EPOCHS_MAX: u64 = 100_000;
 
 /// A `train.toml`.
 ///
-/// Unknown keys are refused. Three groups of keys are told apart: what the job computes
-/// ([`JobFile::digest`]), its budget (`epochs_max`, `loss_target`), and how it runs.
+/// Unknown keys are rejected. Keys belong to one of three groups: the computation ([`JobFile::digest`]), its
+/// budget (`epochs_max`, `loss_target`), and how it runs.
 ///
 /// ```
 /// let job = millrace_trainer::job::JobFile::parse(r#"
@@ -49,52 +49,52 @@ pub const EPOCHS_MAX: u64 = 100_000;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JobFile {
-    /// Names the job, its checkpoints and (unless `output.name` says otherwise) its model.
+    /// Name of the job, of its checkpoints and (unless `output.name` sets another) of its model.
     pub name: Name,
     /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable.
     pub dataset: DatasetSpec,
     /// The column with the inputs: a list of numbers, or one number.
     pub features: String,
-    /// The column with the truth: a class number, or (for `mse`) a number or list of numbers.
+    /// The column with the labels: a class number, or (for `mse`) a number or list of numbers.
     pub label: String,
-    /// An ONNX file (relative to the job file) with the weights that it keeps in files beside it, or a table that
-    /// describes a built-in model.
+    /// An ONNX file (relative to the job file), which may keep its weights in files beside it, or a table
+    /// that describes a built-in model.
     pub model: ModelSource,
-    /// What is minimised.
+    /// The loss to minimize.
     #[serde(default = "default_loss")]
     pub loss: Loss,
-    /// How weights move.
+    /// The optimizer and its settings.
     #[serde(default)]
     pub optimizer: OptimizerConfig,
-    /// Rows of a global batch, 1 to [`BATCH_ROWS_MAX`], however many workers share it.
+    /// Rows of a global batch, 1 to [`BATCH_ROWS_MAX`], independent of the number of workers.
     #[serde(default = "default_batch_rows")]
     pub batch_rows: usize,
-    /// How many fixed parts a batch is cut into, 1 to [`VIRTUAL_SHARDS_MAX`] and at most
-    /// `batch_rows`. A job never uses more workers than this.
+    /// Number of fixed parts of a batch, 1 to [`VIRTUAL_SHARDS_MAX`] and at most `batch_rows`. A job never
+    /// uses more workers than this.
     #[serde(default = "default_virtual_shards")]
     pub virtual_shards: usize,
     /// The job ends after this many epochs, 1 to [`EPOCHS_MAX`].
     #[serde(default = "default_epochs_max")]
     pub epochs_max: u64,
-    /// The job ends, converged, when an epoch's mean training loss is not above this.
+    /// The job ends as converged when an epoch's mean training loss is at most this.
     #[serde(default)]
     pub loss_target: Option<f64>,
-    /// Decides the order of rows and the first weights of a built-in model.
+    /// Seed of the row order and of a built-in model's first weights.
     #[serde(default)]
     pub seed: u64,
-    /// Where workers compute.
+    /// The device on which workers compute.
     #[serde(default)]
     pub device: Device,
-    /// Worker processes; the `[trainer]` table decides when absent.
+    /// Worker processes; `trainer.workers` when absent.
     #[serde(default)]
     pub workers: Option<usize>,
-    /// Steps between checkpoints, at least 1; there is always one at the end.
+    /// Steps between checkpoints, at least 1; the job always writes one at its end.
     #[serde(default = "default_checkpoint_every_steps")]
     pub checkpoint_every_steps: u64,
     /// How the dataset is shuffled.
     #[serde(default)]
     pub shuffle: Shuffle,
-    /// Where the bundle goes.
+    /// The destination of the bundle.
     #[serde(default)]
     pub output: Output,
 }
@@ -103,12 +103,12 @@ pub struct JobFile {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Shuffle {
-    /// Stretches of the dataset a batch takes rows from, at most.
+    /// Largest number of places in the dataset from which a batch takes rows.
     pub lanes: u32,
     /// Rows shuffled together within a lane.
     pub window_rows: u64,
-    /// Bound for the decoded row groups that all lanes together need at a time, in bytes; 512 MiB where
-    /// it is not set. More gives a better shuffle of datasets with large row groups.
+    /// Bound for the decoded row groups that all lanes need at a time, in bytes; 512 MiB when absent. More
+    /// gives a better shuffle of datasets with large row groups.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub working_set_bytes_max: Option<u64>,
 }
@@ -123,11 +123,11 @@ impl Default for Shuffle {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Output {
-    /// The volume for checkpoints and bundles; the dataset's when absent.
+    /// The volume for checkpoints and bundles; the dataset's volume when absent.
     pub volume: Option<Name>,
-    /// The directory of models in it.
+    /// The directory of models in that volume.
     pub path: String,
-    /// The model's name; the job's when absent.
+    /// The model's name; the job's name when absent.
     pub name: Option<Name>,
 }
 
@@ -137,17 +137,17 @@ impl Default for Output {
     }
 }
 
-/// Where the graph comes from.
+/// The source of the graph.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum ModelSource {
     /// An ONNX file.
     File(PathBuf),
-    /// A built-in model; its `seed` 0, the default, stands for the job's.
+    /// A built-in model. A `seed` of 0, the default, means the job's seed.
     Init(ModelSpec),
 }
 
-// Written by hand because an untagged enum would hide which key is wrong.
+// Written by hand because an untagged enum would not report which key is wrong.
 impl<'de> Deserialize<'de> for ModelSource {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<ModelSource, D::Error> {
         struct Source;
@@ -191,7 +191,7 @@ fn default_checkpoint_every_steps() -> u64 {
 }
 
 impl JobFile {
-    /// Reads and checks a job file; a relative model path is taken from the file's folder.
+    /// Reads and checks a job file; a relative model path starts at the file's folder.
     pub fn load(path: &Path) -> Result<JobFile> {
         let fail = |reason: String| Error::JobFile { path: path.to_owned(), reason };
         let bytes = std::fs::metadata(path).map_err(|e| fail(format!("cannot be read ({e})")))?.len();
@@ -211,7 +211,7 @@ impl JobFile {
         parse(text).map_err(|reason| Error::JobFile { path: PathBuf::from("(text)"), reason })
     }
 
-    /// Says what is out of bounds, if anything is.
+    /// Checks all bounds; the error names the key that violates one.
     pub fn check(&self) -> Result<(), String> {
         let within = |key: &str, value: u64, most: u64| match value {
             0 => Err(format!("{key} = 0: allowed are 1 to {most}")),
@@ -269,8 +269,8 @@ impl JobFile {
         self.output.name.as_ref().unwrap_or(&self.name)
     }
 
-    /// SHA-256, in hex, of what the job computes: `Computation`, the first model's digest
-    /// `model_sha256`, and the identity of the rows and their order, `data`.
+    /// SHA-256, in hex, of what the job computes: `Computation`, the first model's digest `model_sha256`, and
+    /// `data`, which identifies the rows and their order.
     ///
     /// The budget (`epochs_max`, `loss_target`), the workers, the checkpoints, the job's name and its
     /// output are not part of it.
@@ -279,14 +279,14 @@ impl JobFile {
         digest_of(&["millrace computation 2", &text, model_sha256, data])
     }
 
-    // Exhaustive, so that the compiler asks of each new key whether it is part of the computation.
+    // Exhaustive, so that the compiler rejects a new key until it is classified here.
     fn computation(&self) -> Computation<'_> {
         let JobFile {
             name: _,
             dataset,
             features,
             label,
-            // The digest of the first model stands for it.
+            // Represented by the digest of the first model.
             model: _,
             loss,
             optimizer,
@@ -346,9 +346,9 @@ impl JobFile {
 
 /// The canonical form of what a job computes, version 2; its JSON is hashed.
 ///
-/// Fields of version 2 are always written, in this order. A later option must not change the digests
-/// of existing jobs: omit it (`skip_serializing_if`) at the value that computes what programs without
-/// the option compute. The same holds for the tables inside.
+/// Fields of version 2 are always written, in this order. A later option must not change the digests of
+/// existing jobs. Omit it (`skip_serializing_if`) at the value that means the former behavior. The same holds
+/// for the tables inside.
 #[derive(Serialize)]
 struct Computation<'a> {
     dataset: &'a DatasetSpec,
@@ -363,7 +363,7 @@ struct Computation<'a> {
     shuffle: &'a Shuffle,
 }
 
-/// The form that format 1 hashed. It never changes.
+/// The form that format 1 hashed. It must never change.
 #[derive(Serialize)]
 struct FormerJob<'a> {
     name: &'a Name,
@@ -392,7 +392,7 @@ enum FormerModel<'a> {
     Init(&'a ModelSpec),
 }
 
-/// SHA-256, in hex, of texts with their lengths.
+/// SHA-256, in hex, of texts, each with its length.
 pub(crate) fn digest_of(parts: &[&str]) -> String {
     let mut digest = Sha256::new();
     for part in parts {

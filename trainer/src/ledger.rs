@@ -1,10 +1,9 @@
-//! The books of a run: rows, losses and correct answers of applied steps, equal on every worker.
+//! The run's ledger: rows, losses and correct answers of applied steps, equal on every worker.
 //!
-//! What a step adds is summed over the workers in the same exact sum as the gradients, so the books
-//! are part of the replicated state: a step that was not applied was not counted. Rows are counted
-//! by the epoch label that the feed gives each row, together with a sum of row hashes: at the end of
-//! an epoch both must be those of the whole dataset, which holds only if every row came exactly once
-//! (up to hash collisions).
+//! The exact sum of the gradients also carries what a step adds to the ledger. The ledger is therefore part
+//! of the replicated state: a step that was not applied is not counted. Rows are counted by the epoch label
+//! that the feed gives each row, together with a sum of row hashes. At the end of an epoch both must match
+//! the whole dataset, which holds only if every row came exactly once (up to hash collisions).
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -12,7 +11,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(test)]
 mod tests;
 
-/// Fixed lanes in front of the others.
+/// Fixed lanes, before the others.
 const LANES_FIXED: usize = 4;
 /// Lanes of each epoch that a step touches.
 const LANES_PER_EPOCH: usize = 2;
@@ -26,11 +25,11 @@ pub struct EpochRecord {
     pub rows: u64,
     /// Mean training loss over the steps of the epoch, at the weights of each step.
     pub loss: f64,
-    /// Share of the same rows that were classified correctly; 0 for regression.
+    /// Share of these rows that were classified correctly; 0 for regression.
     pub accuracy: f64,
 }
 
-/// Rows of an epoch that is not complete.
+/// Rows counted for an incomplete epoch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Count {
@@ -44,19 +43,19 @@ pub(crate) struct Count {
 pub(crate) struct Ledger {
     pub(crate) epochs: Vec<EpochRecord>,
     open: BTreeMap<u64, Count>,
-    /// Since the last complete epoch.
+    /// Rows since the last complete epoch.
     rows: u64,
     correct: u64,
     /// Sum of the steps' losses, in step order.
     loss: f64,
 }
 
-/// What one worker, or all together, contribute to a step besides gradients.
+/// A step's contribution to the ledger, of one worker or of all.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Tally {
     pub(crate) rows: u64,
     pub(crate) correct: u64,
-    /// Members that want to leave after this step so that somebody can join.
+    /// Members that want to leave after this step, so that another worker can join.
     pub(crate) leave: u64,
     /// Members that were told to stop.
     pub(crate) stop: u64,
@@ -65,8 +64,8 @@ pub(crate) struct Tally {
     shards: Vec<Shard>,
 }
 
-/// What a virtual shard tells about its part of a step. One worker computes it, so the sum over the
-/// workers is its bits: nothing is rounded.
+/// A virtual shard's figures of a step. Only one worker computes a shard, so the sum over the workers has
+/// exactly its bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Shard {
     loss: f64,
@@ -89,12 +88,12 @@ impl Tally {
         }
     }
 
-    /// How many integers [`Tally::encode`] gives.
+    /// The number of integers that [`Tally::encode`] appends.
     pub(crate) fn lanes(&self) -> usize {
         LANES_FIXED + LANES_PER_EPOCH * self.counts.len() + LANES_PER_SHARD * self.shards.len()
     }
 
-    /// Notes the loss of a virtual shard and the largest magnitude of its gradient.
+    /// Records the loss of a virtual shard and the largest magnitude of its gradient.
     pub(crate) fn shard(&mut self, shard: usize, loss: f64, largest: f32) {
         if let Some(noted) = self.shards.get_mut(shard) {
             *noted = Shard { loss, largest };
@@ -111,7 +110,7 @@ impl Tally {
         self.shards.iter().map(|shard| shard.loss).sum()
     }
 
-    /// Counts one row; false when its epoch does not belong to the step.
+    /// Counts one row; false if its epoch does not belong to the step.
     #[must_use]
     pub(crate) fn count(&mut self, epoch: u64, row: u64) -> bool {
         let index = epoch.checked_sub(self.first_epoch).and_then(|at| usize::try_from(at).ok());
@@ -122,7 +121,7 @@ impl Tally {
         true
     }
 
-    /// The tally as integers whose sums are the tally of all.
+    /// Encodes the tally as integers; the sums over all workers encode the total tally.
     pub(crate) fn encode(&self, into: &mut Vec<i64>) {
         into.extend([self.rows as i64, self.correct as i64, self.leave as i64, self.stop as i64]);
         for count in &self.counts {
@@ -133,7 +132,7 @@ impl Tally {
         }
     }
 
-    /// Reads back a sum of tallies with this one's epochs.
+    /// Decodes a sum of tallies that have the epochs of this one.
     pub(crate) fn decode(&self, lanes: &[i64]) -> Option<Tally> {
         if lanes.len() != self.lanes() {
             return None;
@@ -179,8 +178,8 @@ impl Ledger {
         }
     }
 
-    /// Closes the next epoch; every row of a dataset of `rows` rows with the digest `digest` must
-    /// have been counted once.
+    /// Closes the next epoch. Fails unless every row of a dataset of `rows` rows with the digest `digest` was
+    /// counted once.
     pub(crate) fn close_epoch(&mut self, rows: u64, digest: u64) -> Result<EpochRecord, String> {
         let epoch = self.epochs.len() as u64;
         let count = self.open.remove(&epoch).unwrap_or_default();
@@ -190,7 +189,7 @@ impl Ledger {
         if count.digest != digest {
             return Err(format!("{rows} rows were delivered, but some twice and some never"));
         }
-        // Several epochs may end with one step; the later ones share its figures.
+        // Several epochs may end with one step; the later ones share the figures of the first.
         let record = match (self.rows, self.epochs.last()) {
             (0, Some(last)) => EpochRecord { rows: count.rows, ..*last },
             _ => EpochRecord {
@@ -210,7 +209,7 @@ pub(crate) fn epoch_digest(rows: u64) -> u64 {
     (0..rows).fold(0u64, |sum, row| sum.wrapping_add(row_digest(row)))
 }
 
-/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection that scatters its input.
+/// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a bijection that scatters its input.
 fn row_digest(row: u64) -> u64 {
     let mut z = row.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,23 +1,23 @@
 //! Elastic, deterministic training: ONNX in, ONNX out.
 //!
-//! A *job* ([`job::JobFile`]) names a dataset at a snapshot, a model and a stopping rule. [`train()`]
-//! runs it: a coordinator in the calling process, worker processes around it that sum their
-//! gradients over a TCP ring, checkpoints in a volume, and in the end a model bundle.
+//! A *job* ([`job::JobFile`]) names a dataset at a snapshot, a model and a stopping rule. [`train()`] runs it
+//! with a coordinator in the calling process and worker processes that sum their gradients over a TCP ring.
+//! It writes checkpoints to a volume and, at the end, publishes a model bundle.
 //!
-//! What is here:
+//! Contents:
 //! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
 //! - [`quantize`]: graphs that compute with 8-bit integers;
-//! - [`fixed`], [`collective`]: sums that do not depend on who adds up what;
+//! - [`fixed`], [`collective`]: sums that do not depend on the order or the grouping of workers;
 //! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them.
 //!
-//! What is not here: reading topics (train on a snapshot of what `ingest` landed), serving, and any
-//! data format but Arrow columns and ONNX.
+//! Out of scope: reading topics (train on a snapshot that `ingest` filled), serving, and any data format
+//! except Arrow columns and ONNX.
 //!
 //! Invariants:
-//! - The published `model.onnx` depends on the job file, the rows and the first weights alone: not on
-//!   the number of workers, on who died or joined when, on restarts or on the clock.
-//! - Every row is part of exactly one applied step per epoch; the counts are part of the state that
-//!   is checkpointed and handed over.
+//! - The published `model.onnx` depends on the job file, the rows and the first weights alone. The number of
+//!   workers, their joins and deaths, restarts and the clock do not change it.
+//! - Every row is part of exactly one applied step per epoch; the counts are part of the state in checkpoints
+//!   and state transfers.
 //! - Survivors of a dead worker never restart.
 //! - A checkpoint or a bundle is visible whole or not at all; a run is published once.
 //!

@@ -1,4 +1,4 @@
-//! One coordinator per job and home: a locked file that names its holder.
+//! Job lock: a locked file that admits one coordinator per job and home, and names its process.
 use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
@@ -6,14 +6,14 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use millrace_datafs::private;
 
-/// Held while a job runs; the operating system frees it when the process ends, however it ends.
+/// The lock of a running job; the operating system releases it whenever the process ends.
 #[derive(Debug)]
 pub(crate) struct JobLock {
     file: File,
 }
 
 impl JobLock {
-    /// Locks `<home>/trainer/<job>.lock`, or says who holds it.
+    /// Locks `<home>/trainer/<job>.lock`; the error names the process that holds it.
     pub(crate) fn take(home: &Path, job: &str) -> Result<JobLock> {
         let folder = home.join("trainer");
         let path = folder.join(format!("{job}.lock"));
@@ -25,7 +25,7 @@ impl JobLock {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
-                // The holder's number is a courtesy.
+                // Best effort: the error message works without the process number.
                 let _ = file.read_to_string(&mut holder);
                 return Err(Error::Busy {
                     job: job.to_owned(),

@@ -16,8 +16,8 @@ pub const ROWS_TOTAL: &str = "millrace_trainer_rows_total";
 /// Model versions published, over all jobs of this process.
 pub const MODELS_PUBLISHED_TOTAL: &str = "millrace_trainer_models_published_total";
 
-// A metric that cannot be registered (a second one of the same name) is counted unregistered
-// rather than ending the job.
+// A metric that cannot be registered (a second one of the same name) counts unregistered. It does not end the
+// job.
 fn counter(name: &'static str, help: &'static str) -> Option<IntCounter> {
     register_int_counter!(name, help).or_else(|_| IntCounter::new(name, help)).ok()
 }

@@ -1,4 +1,5 @@
-//! The first model of a run: read from its file, with the weights that it keeps beside it, or made.
+//! The first model of a run: read from an ONNX file, with weights in files beside it, or built from the job
+//! file.
 use std::path::{Path, PathBuf};
 
 use millrace_bundle::Bundle;
@@ -9,10 +10,10 @@ use crate::error::{Error, Result};
 use crate::init::{CnnSpec, MlpSpec, ModelSpec};
 use crate::job::{JobFile, ModelSource};
 
-/// Largest ONNX file, and largest model with the weights beside it: the exported model is one file.
+/// Largest ONNX file, and largest model including external weights: the exported model is one file.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
 
-/// The run's first model, whole: it refers to no other file.
+/// The run's first model, complete: it refers to no other file.
 pub(crate) fn load(job: &JobFile) -> Result<ModelProto> {
     let bad = |reason: String| Error::Job { job: job.name.to_string(), reason };
     match &job.model {
@@ -31,13 +32,13 @@ pub(crate) fn load(job: &JobFile) -> Result<ModelProto> {
     }
 }
 
-/// Reads an ONNX file and puts the weights that it keeps in other files into the model.
+/// Reads an ONNX file and embeds the weights that it keeps in other files.
 fn read(path: &Path) -> Result<ModelProto, String> {
     let mut left = MODEL_BYTES_MAX;
     let bytes = read_bounded(path, &mut left)?;
     let mut model =
         ModelProto::decode(bytes.as_slice()).map_err(|e| format!("is not an ONNX model ({e})"))?;
-    // It holds the weights once more.
+    // The bytes hold the weights a second time.
     drop(bytes);
     let weights = |file: &str| {
         let place = beside(path, file)?;
@@ -56,8 +57,8 @@ fn read_bounded(path: &Path, left: &mut u64) -> Result<Vec<u8>, String> {
     std::fs::read(path).map_err(unreadable)
 }
 
-/// Where a file of weights lies: in the folder of the graph or below it. Where the graph is a link, as in caches of
-/// downloads, the file may be one, too, to beside the graph.
+/// The path of a weight file: in the folder of the graph or below it. If the graph is a symbolic link, as in
+/// download caches, the weight file may be a link into the graph's real folder.
 fn beside(graph: &Path, file: &str) -> Result<PathBuf, String> {
     let folder = graph.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let place = folder.join(file);

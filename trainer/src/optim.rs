@@ -1,8 +1,8 @@
 //! Optimizers over one flat vector of weights: SGD and AdamW, schedules and clipping.
 //!
-//! A step is one fused pass over flat slices, single-threaded and in index order, so that every
-//! worker which applies the same mean gradient to the same weights gets the same bits. All
-//! parameters decay alike, as in PyTorch's optimizers without parameter groups.
+//! A step is one fused pass over flat slices, single-threaded and in index order. Every worker that applies
+//! the same mean gradient to the same weights therefore gets the same bits. All parameters decay alike, as in
+//! PyTorch's optimizers without parameter groups.
 
 mod config;
 #[cfg(test)]
@@ -13,7 +13,7 @@ use thiserror::Error;
 use config::validate;
 pub use config::{AdamWConfig, OptimizerConfig, Schedule, SgdConfig};
 
-/// Why an optimizer cannot be built, restored or applied.
+/// An error of building, restoring or applying an optimizer.
 #[derive(Debug, Error, Clone, PartialEq)]
 pub enum OptimError {
     /// A setting is outside its bounds.
@@ -23,13 +23,13 @@ pub enum OptimError {
         setting: &'static str,
         /// The value given.
         value: f64,
-        /// What is allowed.
+        /// The allowed values.
         expected: &'static str,
     },
     /// Weights, gradients or state of the wrong length.
     #[error("the optimizer holds {expected} parameters but {what} has {found}")]
     Length {
-        /// Which vector is wrong.
+        /// The wrong vector.
         what: String,
         /// Parameters of the model.
         expected: usize,
@@ -128,7 +128,7 @@ impl Optimizer {
         }
     }
 
-    /// Takes over a state made by [`Optimizer::state`] of an optimizer with the same settings.
+    /// Restores a state that [`Optimizer::state`] of an optimizer with the same settings returned.
     ///
     /// Fails, changing nothing, when slots are missing, unknown or of the wrong length.
     pub fn load_state(&mut self, state: OptimizerState) -> Result<(), OptimError> {
@@ -153,7 +153,8 @@ impl Optimizer {
 }
 
 impl Optimizer {
-    /// The first element whose memory is infinite or NaN: steps then change nothing, or everything.
+    /// The first parameter whose optimizer state is infinite or NaN. With such a state, steps change the
+    /// weight not at all or to a useless value.
     pub(crate) fn not_finite(&self) -> Option<usize> {
         let is_finite = |slot: &[f32]| slot.iter().fold(true, |finite, value| finite & value.is_finite());
         let of_slot = |slot: &Vec<f32>| slot.iter().position(|value| !value.is_finite());
@@ -169,7 +170,7 @@ fn slot_names(config: &OptimizerConfig) -> &'static [&'static str] {
     }
 }
 
-/// The factor that brings the gradient to `clip_norm`, summed in f64 and in index order.
+/// The factor that scales the gradient down to `clip_norm`; the norm is summed in f64 and in index order.
 fn clip_factor(grad: &[f32], clip_norm: Option<f64>) -> f32 {
     let Some(limit) = clip_norm else { return 1.0 };
     let norm = grad.iter().map(|g| f64::from(*g) * f64::from(*g)).sum::<f64>().sqrt();

@@ -56,7 +56,7 @@ pub(crate) fn text(name: &str, value: &str) -> AttributeProto {
     }
 }
 
-/// A graph under construction; every method returns the name of the tensor it made.
+/// A graph under construction; every method returns the name of the tensor that it added.
 pub(crate) struct Probe {
     pub(crate) graph: GraphProto,
     opset: i64,

@@ -1,9 +1,9 @@
-//! Publishing a finished run as a model bundle: once, whatever crashes in between.
+//! Publication of a finished run as a model bundle: exactly once, despite crashes.
 //!
-//! What is published is the state of a run after a step, under a model name: that is the identity in
-//! the key `trainer/<job>/published/<identity>`. The bundle's files and the key appear in one publish,
-//! which expects the key as it was read: one identity never becomes two versions. Only where the
-//! version that the key names is gone, the state is published again as a new version.
+//! The identity of a publication is the run, its step and the model name; the key is
+//! `trainer/<job>/published/<identity>`. One transaction adds the bundle's files and the key, and expects the
+//! key as it was read. One identity therefore never becomes two versions. Only if the version that the key
+//! names was deleted, the state is published again as a new version.
 //!
 //! Programs of checkpoint format 1 used the run's former id as the identity; such keys are read, too.
 use std::collections::BTreeMap;
@@ -23,9 +23,9 @@ use crate::metrics;
 use crate::replica::check_weights;
 use crate::state::State;
 
-/// How often a publish is tried again when another model of the same name was faster.
+/// Attempts at a publish that conflicts with another version of the same model.
 const ATTEMPTS: usize = 16;
-/// Application keys of landed offsets: `ingest/<job>/<topic>/<partition>`.
+/// Application keys of ingested offsets: `ingest/<job>/<topic>/<partition>`.
 const OFFSETS_PREFIX: &str = "ingest/";
 
 /// A published model version.
@@ -35,7 +35,7 @@ pub(crate) struct Published {
     pub(crate) model_sha256: String,
 }
 
-/// What the bundle of a run says besides its model.
+/// The provenance in a run's bundle.
 #[derive(Debug, Clone)]
 pub(crate) struct Origin {
     pub(crate) run: String,
@@ -44,7 +44,7 @@ pub(crate) struct Origin {
     pub(crate) offsets: BTreeMap<String, BTreeMap<i32, i64>>,
 }
 
-/// The next offset of every partition that was landed in a volume at a snapshot.
+/// The next offset of every partition that was ingested into a volume at a snapshot.
 pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i64>>> {
     let keys = dataset
         .key_scan(OFFSETS_PREFIX)
@@ -58,7 +58,7 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
         let partition: Option<i32> = partition.parse().ok();
         let offset: Option<i64> = std::str::from_utf8(&value).ok().and_then(|v| v.parse().ok());
         if let (Some(partition), Some(offset)) = (partition, offset) {
-            // Two ingests of one topic: what both have landed.
+            // Two ingest jobs of one topic: the lower offset, up to which both have landed records.
             let known = offsets.entry(topic.to_owned()).or_default().entry(partition);
             known.and_modify(|next| *next = offset.min(*next)).or_insert(offset);
         }
@@ -78,7 +78,7 @@ fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
     Ok(Some((value, published)))
 }
 
-/// Whether the bundle of a published version is still there.
+/// Whether the bundle of a published version still exists.
 fn stands(
     store: &dyn ObjectStore,
     root: &str,
@@ -96,10 +96,10 @@ fn stands(
     }))
 }
 
-/// Publishes the finished run `state` as the next version, or finds the version it already has; says whether it
-/// had one. Asks for the statistics of its inputs where it has none.
+/// Publishes the finished run `state` as the next version, or finds the version that it has already. The flag
+/// says whether it had one. Calls `statistics` only for a new version.
 ///
-/// Blocks; `runtime` must not be the caller's own thread's.
+/// Blocks on `runtime`, so it must not be called from async code.
 pub(crate) fn publish(
     checkpoints: &Checkpoints,
     job: &JobFile,

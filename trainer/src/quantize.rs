@@ -1,20 +1,19 @@
-//! Dynamic quantization: the matrix products of an ONNX graph, computed with 8-bit integers.
+//! Dynamic quantization: rewrites the matrix products of an ONNX graph to compute with 8-bit integers.
 //!
-//! A `MatMul` or `Gemm` with constant float32 weights of rank 2 that nothing else reads becomes
+//! A `MatMul` or `Gemm` with constant float32 weights of rank 2 that no other node reads becomes
 //!
 //! ```text
 //! x ── DynamicQuantizeLinear ── MatMulInteger ── Cast ── Mul ── [Add] ── y
 //! ```
 //!
-//! which is what ONNX Runtime's own tool makes: weights symmetric, inputs with the range that each run has
-//! (8 bits, unsigned). All of it is in operator set 11, so every library that reads ONNX runs it. Everything
-//! else of the graph stays as it is, convolutions too, and so do the names of its inputs and outputs.
+//! as ONNX Runtime's own tool does: symmetric weights, and inputs with the range of each run (8 bits,
+//! unsigned). All these operators are in operator set 11, so every library that reads ONNX runs them. The
+//! rest of the graph, including convolutions and the names of its inputs and outputs, stays unchanged.
 //!
-//! Weights have a scale for each output, and use 7 of their 8 bits: processors without instructions for
-//! products of bytes add two of them up in 16 bits, which 8 bits would overflow. So every processor gives the
-//! same sums.
+//! Weights have one scale per output and use 7 of their 8 bits. Processors without byte dot products add two
+//! products in 16 bits, which 8-bit weights would overflow. So every processor computes the same sums.
 //!
-//! The range of an input is that of all rows of a run: rows that run together change each other's last digits.
+//! The range of an input covers all rows of a run, so rows that run together change each other's last digits.
 
 mod error;
 mod names;
@@ -32,16 +31,16 @@ pub use error::QuantizeError;
 use rewrite::Rewrite;
 use weights::Weights;
 
-/// Oldest operator set: it brought `DynamicQuantizeLinear`.
+/// Oldest operator set: it introduced `DynamicQuantizeLinear`.
 const OPSET_MIN: i64 = 11;
-/// Newest operator set whose definitions of the operators here were compared.
+/// Newest operator set whose definitions of these operators were compared.
 const OPSET_MAX: i64 = 25;
-/// From this version of the file format on, weights are no inputs.
+/// From this version of the file format on, weights need not be inputs.
 const IR_MIN: i64 = 4;
-/// Characters of a name from a model that are told.
+/// Longest part of a model's name that is shown, in characters.
 const SHOWN_MAX: usize = 160;
 
-/// Operators that only a quantized graph has.
+/// Operators that occur in quantized graphs only.
 const QUANTIZED: [&str; 12] = [
     "ConvInteger",
     "DequantizeLinear",
@@ -56,48 +55,49 @@ const QUANTIZED: [&str; 12] = [
     "QLinearMatMul",
     "QuantizeLinear",
 ];
-/// Operators that have weights, too, and stay as they are.
+/// Other operators with weights, which are not quantized.
 const OTHERS: [&str; 5] = ["Conv", "ConvTranspose", "GRU", "LSTM", "RNN"];
 
-/// A matrix product that is computed with integers.
+/// A matrix product that computes with integers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Layer {
     /// Name of the node, or of its output when it has none.
     pub node: String,
-    /// What it was: `MatMul` or `Gemm`.
+    /// Its former operator: `MatMul` or `Gemm`.
     pub operator: String,
-    /// Rows of its weights: what it sums up.
+    /// Rows of its weights: elements per sum.
     pub inputs: usize,
-    /// Columns of its weights: what it gives.
+    /// Columns of its weights: elements of its output.
     pub outputs: usize,
 }
 
-/// A node with weights that stays as it was.
+/// A node with weights that was not changed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Kept {
     /// Name of the node, or of its output when it has none.
     pub node: String,
     /// Its operator.
     pub operator: String,
-    /// Why it stays.
+    /// Why it was not quantized.
     pub reason: String,
 }
 
-/// A quantized model, and what became of its nodes.
+/// A quantized model, with a report on its nodes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Quantized {
     /// The model.
     pub model: ModelProto,
-    /// What is computed with integers, in the graph's order; at least one.
+    /// The quantized products, in the graph's order; at least one.
     pub layers: Vec<Layer>,
-    /// Nodes with weights that stayed as they were.
+    /// Nodes with weights that were not changed.
     pub kept: Vec<Kept>,
 }
 
-/// Quantizes a model. Never panics, whatever the bytes held that it was decoded from.
+/// Quantizes a model. Never panics, whatever bytes the model was decoded from.
 ///
 /// # Errors
-/// What keeps the model as a whole from it, and [`QuantizeError::Nothing`] when no node could be quantized.
+/// A property that prevents the quantization of the whole model, or [`QuantizeError::Nothing`] when no node
+/// could be quantized.
 pub fn quantize(mut model: ModelProto) -> Result<Quantized, QuantizeError> {
     check(&model)?;
     let Some(graph) = model.graph.as_mut() else { return Err(QuantizeError::NoGraph) };
@@ -148,7 +148,7 @@ pub fn quantize(mut model: ModelProto) -> Result<Quantized, QuantizeError> {
     Ok(Quantized { model, layers, kept })
 }
 
-/// Refuses what could not be quantized as a whole.
+/// Rejects a model that cannot be quantized as a whole.
 fn check(model: &ModelProto) -> Result<(), QuantizeError> {
     let graph = model.graph.as_ref().ok_or(QuantizeError::NoGraph)?;
     let opset = model.opset_import.iter().find(|set| matches!(set.domain(), "" | "ai.onnx"));
@@ -174,14 +174,14 @@ fn check(model: &ModelProto) -> Result<(), QuantizeError> {
     }
 }
 
-/// A node that only quantized graphs have.
+/// Finds a node that occurs in quantized graphs only.
 fn quantized(graph: &GraphProto) -> Option<&NodeProto> {
     graph.node.iter().find_map(|node| {
         if QUANTIZED.contains(&node.op_type()) { Some(node) } else { subgraphs(node).find_map(quantized) }
     })
 }
 
-/// The place and the integers of a node's weights, or why it has none.
+/// The index of a node's weights among the initializers and their integers, or why the node has none.
 fn weights_of(
     node: &NodeProto,
     graph: &GraphProto,
@@ -205,7 +205,7 @@ fn weights_of(
     Ok((place, Weights::of(tensor, transposed)?))
 }
 
-/// Whether the weights lie transposed; the reason when the node computes anything but `x · w [+ c]`.
+/// Whether the weights are transposed; an error when the node computes anything but `x · w [+ c]`.
 fn form(node: &NodeProto) -> Result<bool, String> {
     let mut transposed = false;
     for attribute in &node.attribute {
@@ -222,17 +222,17 @@ fn form(node: &NodeProto) -> Result<bool, String> {
     Ok(transposed)
 }
 
-/// The operator of a node that is one of ONNX's own.
+/// The operator of a node of ONNX's own domain.
 fn onnx_operator(node: &NodeProto) -> Option<&str> {
     matches!(node.domain(), "" | "ai.onnx").then(|| node.op_type())
 }
 
-/// Graphs inside a node of control flow. Decoding bounds how deep they are.
+/// Graphs inside a control-flow node. Decoding bounds the depth.
 fn subgraphs(node: &NodeProto) -> impl Iterator<Item = &GraphProto> {
     node.attribute.iter().flat_map(|attribute| attribute.g.iter().chain(&attribute.graphs))
 }
 
-/// How often each value is read: by nodes, also those inside of others, and as an output.
+/// Counts how often each value is read: by nodes, including those of inner graphs, and as an output.
 fn count_readers(graph: &GraphProto, readers: &mut HashMap<String, usize>) {
     for node in &graph.node {
         for name in &node.input {
@@ -247,7 +247,7 @@ fn count_readers(graph: &GraphProto, readers: &mut HashMap<String, usize>) {
     }
 }
 
-/// Tells which nodes with weights are inside of others.
+/// Records nodes with weights inside control-flow nodes as unchanged.
 fn keep_inner(graph: &GraphProto, kept: &mut Vec<Kept>) {
     for node in &graph.node {
         let has_weights =

@@ -1,4 +1,4 @@
-//! One worker's copy of the run: model, optimizer and books, and how a step changes them.
+//! A worker's replica of the run: model, optimizer and ledger, and the steps that change them.
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -23,15 +23,15 @@ use crate::source;
 use crate::state::State;
 use crate::worker::Assignment;
 
-/// How often a read that may succeed later is tried, with pauses of 100 ms times the attempt.
+/// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
 const READ_ATTEMPTS: u64 = 5;
 
-/// What a step said.
+/// The outcome of a step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Done {
     /// Mean loss of the global batch before the update.
     pub(crate) loss: f64,
-    /// At least one member wants to let somebody join.
+    /// At least one member wants to leave so that another worker can join.
     pub(crate) leave: bool,
     /// At least one member was told to stop.
     pub(crate) stop: bool,
@@ -53,7 +53,7 @@ pub(crate) struct Replica {
     step: u64,
     sums: Vec<i64>,
     mean: Vec<f32>,
-    /// The batch after the one that was asked for last.
+    /// The prefetched next batch: its step, its slots and the read in progress.
     ahead: Option<(u64, Range<usize>, Reading)>,
     dataset_digest: Option<u64>,
     checkpoints: Checkpoints,
@@ -61,7 +61,7 @@ pub(crate) struct Replica {
 }
 
 impl Replica {
-    /// Opens the data, loads the run's model and its newest checkpoint.
+    /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, runtime: Handle) -> Result<Replica> {
         let Assignment { job, home, datafs, config, run, owner, plan } = assignment;
         let datafs =
@@ -123,22 +123,22 @@ impl Replica {
         self.step.saturating_mul(self.plan.batch_rows() as u64)
     }
 
-    /// Whether the run has nothing left to do: the same answer on every worker after a step.
+    /// Whether the run is finished: the same answer on every worker after a step.
     pub(crate) fn finish(&self) -> Option<Finish> {
         finish(&self.job, &self.ledger)
     }
 
-    /// The largest state [`Replica::import`] takes.
+    /// The largest state that [`Replica::import`] accepts.
     pub(crate) fn state_bytes_max(&self) -> u64 {
         State::bytes_max(self.engine.layout())
     }
 
-    /// The state for workers that are behind.
+    /// Encodes the state for workers that are behind.
     pub(crate) fn export(&self) -> Result<Vec<u8>> {
         self.state().encode(self.engine.layout()).map_err(|reason| self.bad_state(reason))
     }
 
-    /// Takes over the state of a worker that is ahead.
+    /// Replaces the state by that of a worker that is ahead.
     pub(crate) fn import(&mut self, state: &[u8]) -> Result<()> {
         let state = State::decode(self.engine.layout(), state).map_err(|reason| self.bad_state(reason))?;
         self.restore(state)
@@ -170,7 +170,7 @@ impl Replica {
         Ok(())
     }
 
-    /// Fails when what the optimizer remembers of gradients has overflowed.
+    /// Fails when the optimizer state has overflowed.
     fn check_optimizer(&self, step: u64) -> Result<()> {
         let Some(index) = self.optimizer.not_finite() else { return Ok(()) };
         let parameter = self.engine.layout().name_of(index).unwrap_or_default();
@@ -202,8 +202,8 @@ impl Replica {
                 return Err(self.miscounted(*epoch, format!("step {} delivered its row {row}", self.step)));
             }
         }
-        // Kept in the state once the step is applied: a step that a broken ring interrupts begins again
-        // with the scale that every worker holds.
+        // Stored only once the step is applied: a step that a broken ring interrupted begins again with the
+        // scale that every worker holds.
         let mut scale = self.scale;
         let mut total = self.sum(ring, scale, &rows, own.clone(), tally.clone())?;
         if !scale.suits(total.largest()) {
@@ -240,8 +240,8 @@ impl Replica {
         Ok(Done { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
     }
 
-    /// Computes the gradients of the shards `own` and sums them over the ring, into `self.sums`. Returns
-    /// the tally of all.
+    /// Computes the gradients of the shards `own` and sums them over the ring, into `self.sums`. Returns the
+    /// total tally.
     fn sum(
         &mut self,
         ring: &mut Ring<'_>,
@@ -275,7 +275,7 @@ impl Replica {
         })
     }
 
-    /// The batch of this step, read ahead when it was foreseen; starts reading the next one.
+    /// The batch of this step, prefetched if its slots were predicted; starts prefetching the next one.
     fn read(&mut self, slots: Range<usize>) -> Result<FeedBatch> {
         let foreseen = self.ahead.take().and_then(|(step, ahead, reading)| {
             if step == self.step && ahead == slots {
@@ -313,7 +313,7 @@ impl Replica {
         Ok(batch)
     }
 
-    /// Writes a checkpoint in the background when the job wants one at this step.
+    /// Writes a checkpoint in the background if one is due at this step.
     pub(crate) fn checkpoint_when_due(&mut self) -> Result<()> {
         if !self.step.is_multiple_of(self.job.checkpoint_every_steps) || self.finish().is_some() {
             return Ok(());
@@ -365,9 +365,9 @@ impl Replica {
     }
 }
 
-/// Refuses weights that are not finite, which `step` has made.
+/// Rejects weights that are not finite after `step`.
 pub(crate) fn check_weights(layout: &ParamLayout, weights: &[f32], step: u64) -> Result<()> {
-    // No early exit, so that the loop vectorises.
+    // No early exit, so that the loop vectorizes.
     if weights.iter().fold(true, |finite, weight| finite & weight.is_finite()) {
         return Ok(());
     }
@@ -385,7 +385,7 @@ fn contributions(job: &JobFile) -> u32 {
     u32::try_from(job.virtual_shards).unwrap_or(u32::MAX)
 }
 
-/// Whether a run with these books has nothing left to do.
+/// Whether a run with this ledger has nothing left to do.
 pub(crate) fn finish(job: &JobFile, ledger: &Ledger) -> Option<Finish> {
     let reached = |target| ledger.epochs.iter().any(|epoch| epoch.loss <= target);
     if job.loss_target.is_some_and(reached) {
@@ -397,7 +397,7 @@ pub(crate) fn finish(job: &JobFile, ledger: &Ledger) -> Option<Finish> {
     }
 }
 
-/// The newest checkpoint of a run from which a job can go on, or that ends it: later ones belong to a
+/// The newest checkpoint of a run that the job can continue from, or that finishes it. Later ones belong to a
 /// job with a larger budget.
 pub(crate) fn newest(
     checkpoints: &Checkpoints,

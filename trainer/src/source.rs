@@ -1,4 +1,4 @@
-//! The dataset of a job: its plan, its feed and its columns.
+//! The dataset of a job: its plan, its feed and its columns, as the coordinator and the workers open them.
 use std::sync::Arc;
 
 use millrace_datafs::Datafs;
@@ -10,7 +10,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::job::JobFile;
 
-/// Rows decoded before any worker starts, to find what a schema does not tell.
+/// Rows decoded before any worker starts, to check what a schema does not state.
 const PROBE_ROWS: usize = 16;
 
 /// Opens the snapshot a job reads.
@@ -33,7 +33,7 @@ pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
     }
 }
 
-/// The snapshot's number: one that was deleted and made again under its name is another one.
+/// The snapshot's number. A snapshot that was deleted and created again under its name has another one.
 pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile) -> Result<u64> {
     let source = &job.dataset.source;
     let snapshots = datafs
@@ -65,7 +65,7 @@ pub(crate) fn open_feed(
     })
 }
 
-/// What the job's columns must be for its model.
+/// The column requirements of the job's model.
 pub(crate) fn columns(job: &JobFile, engine: &Engine) -> Columns {
     Columns {
         dataset: job.dataset.to_string(),
@@ -88,7 +88,7 @@ pub(crate) async fn probe(feed: &Feed, columns: &Columns) -> Result<()> {
     decode(feed.plan(), columns, &batch.batch, &batch.rows).map(drop)
 }
 
-/// Decodes rows of a batch, naming files in errors.
+/// Decodes the rows of a batch; errors name the files.
 pub(crate) fn decode(
     plan: &Plan,
     columns: &Columns,

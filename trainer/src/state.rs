@@ -1,8 +1,8 @@
-//! The replicated state of a run: everything a worker must know to apply the next step.
+//! The replicated state of a run: everything that a worker needs to apply the next step.
 //!
-//! One encoding serves checkpoints and hand-overs to joining workers: safetensors with every
-//! parameter under its own name (`model.NAME`, `optimizer.SLOT.NAME`), and the counters as JSON in
-//! the file's metadata. Nothing in it depends on the number of workers.
+//! One encoding serves checkpoints and state transfers to joining workers: safetensors with every parameter
+//! under its own name (`model.NAME`, `optimizer.SLOT.NAME`), and the counters as JSON in the file's metadata.
+//! Nothing in it depends on the number of workers.
 use std::collections::HashMap;
 
 use safetensors::tensor::{Dtype, TensorView};
@@ -18,7 +18,7 @@ mod tests;
 
 /// The metadata entry with the counters.
 const COUNTERS: &str = "millrace";
-/// Room for names, shapes and counters in a state, beyond its numbers: epochs take 64 bytes each.
+/// Bytes reserved for names, shapes and counters in a state; epochs take 64 bytes each.
 const OVERHEAD_BYTES_MAX: u64 = 128 << 20;
 /// Vectors an optimizer may keep.
 const SLOTS_MAX: u64 = 8;
@@ -52,7 +52,7 @@ impl State {
         vector.saturating_mul(1 + SLOTS_MAX).saturating_add(OVERHEAD_BYTES_MAX)
     }
 
-    /// Equal states have equal bytes.
+    /// Encodes the state; equal states have equal bytes.
     pub(crate) fn encode(&self, layout: &ParamLayout) -> Result<Vec<u8>, String> {
         let counters = Counters {
             step: self.step,
@@ -90,7 +90,7 @@ impl State {
         serialize(views, Some(metadata)).map_err(|e| e.to_string())
     }
 
-    /// Reads a state; every parameter of the layout must be there with its shape.
+    /// Decodes a state; every parameter of the layout must be present with its shape.
     pub(crate) fn decode(layout: &ParamLayout, bytes: &[u8]) -> Result<State, String> {
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
         let counters = metadata

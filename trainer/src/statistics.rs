@@ -1,7 +1,7 @@
-//! Statistics of the inputs that a run was trained on, for servers that watch what its model is asked.
+//! Input statistics of a run's dataset, published with the model: servers compare live inputs with them.
 //!
-//! They come from one more look at the rows of the first epoch, in its order, so that they depend on the run
-//! alone, as the model does: not on its workers, nor on where it was interrupted, but for this look itself.
+//! They come from a second read of the rows of the first epoch, in its order. They depend on the run alone,
+//! not on its workers or on interruptions of the training. Only an interruption of this read shortens them.
 
 use millrace_bundle::{FEATURES_MAX, Feature, Moments, Statistics};
 use millrace_streams::feed::Feed;
@@ -14,15 +14,15 @@ use crate::data::Columns;
 use crate::error::{Error, Result};
 use crate::source;
 
-/// Rows that are looked at, at most. The order of an epoch is shuffled, so those are rows of all of it.
+/// Most rows that are read. The order of an epoch is shuffled, so these rows represent all of it.
 const ROWS_MAX: u64 = 1 << 20;
-/// Rows whose values tell how they are spread.
+/// Rows sampled for the distribution of values.
 const SAMPLE_ROWS: usize = 4096;
-/// Seed of the choice of these rows.
+/// Seed of the sample.
 const SEED: u64 = 7;
 
-/// Reads the statistics of a job's features, which feed the model's input of that name. When `stop` fires
-/// they are those of the rows that were read by then; `None` where there are none. Blocks.
+/// Collects statistics of the job's features, which feed the model input `input`. If `stop` fires, they cover
+/// the rows read by then; `None` if there are none. Blocks.
 pub(crate) fn collect(
     feed: &Feed,
     columns: &Columns,
@@ -37,11 +37,11 @@ pub(crate) fn collect(
             .block_on(feed.batch(step, 0..plan.batch_rows()))
             .map_err(|e| Error::feed(format!("read dataset {} for its statistics", columns.dataset), e))?;
         let rows = source::decode(plan, columns, &batch.batch, &batch.rows)?;
-        // The last batch of an epoch may end with rows of the next.
+        // The last batch of an epoch may end with rows of the next one.
         for (row, _) in rows.inputs().zip(&batch.epochs).filter(|(_, epoch)| **epoch == 0) {
             collector.add(row);
         }
-        // The rows come in the order of the training, so the first ones speak for all.
+        // Rows come in the shuffled order of the training, so the first ones represent all.
         if collector.rows >= ROWS_MAX || stop.is_cancelled() {
             break;
         }
@@ -49,19 +49,20 @@ pub(crate) fn collect(
     Ok((collector.rows > 0).then(|| collector.finish(input, &columns.features)))
 }
 
-/// Takes rows in one by one; memory does not grow with them.
+/// Accumulates rows one by one; memory does not grow with their number.
 struct Collector {
-    /// Places of a row that are looked at.
+    /// Indexes of the tracked elements of a row.
     elements: Vec<usize>,
     moments: Vec<Moments>,
     rows: u64,
-    /// Rows of `elements`, chosen evenly of all (Vitter's algorithm R).
+    /// A uniform sample of the rows' tracked elements (Vitter's algorithm R).
     sample: Vec<f32>,
     random: ChaCha8Rng,
 }
 
 impl Collector {
-    /// For rows of so many numbers. Of more than [`FEATURES_MAX`] as many are looked at, evenly apart.
+    /// A collector for rows of `width` numbers. Of more than [`FEATURES_MAX`], it tracks that many, evenly
+    /// spaced.
     fn new(width: usize) -> Collector {
         let count = width.min(FEATURES_MAX);
         let place = |feature: usize| (feature as u128 * width as u128 / count as u128) as usize;
@@ -74,7 +75,7 @@ impl Collector {
         }
     }
 
-    /// Takes a row of finite numbers in.
+    /// Adds a row of finite numbers.
     fn add(&mut self, row: &[f32]) {
         let values = self.elements.iter().map(|element| row[*element]);
         for (moments, value) in self.moments.iter_mut().zip(values.clone()) {

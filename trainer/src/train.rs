@@ -1,4 +1,4 @@
-//! One training job from its job file to its published bundle.
+//! Training of one job, from its job file to its published bundle: [`train`] and its report.
 use std::io::Read;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,18 +30,18 @@ use crate::state::State;
 use crate::statistics;
 use crate::worker::Assignment;
 
-/// Where a job runs: its volumes, its settings and its worker program.
+/// The environment of a job: its volumes, its settings and its worker program.
 #[derive(Debug, Clone)]
 pub struct Setup {
     /// The open volumes.
     pub datafs: Datafs,
-    /// The folder they were opened from; workers open it again.
+    /// The home folder of the volumes; workers open it, too.
     pub home: PathBuf,
-    /// The settings they were opened with.
+    /// The settings of the volumes.
     pub datafs_config: millrace_datafs::Config,
     /// How workers are launched and watched.
     pub config: Config,
-    /// What becomes a worker.
+    /// The command that starts a worker process.
     pub worker: WorkerCommand,
 }
 
@@ -62,7 +62,7 @@ pub struct Progress {
     pub samples_per_second: f64,
     /// Process ids of the workers in the current membership epoch, in rank order.
     pub worker_pids: Vec<u32>,
-    /// The membership epoch; it grows whenever workers come or go.
+    /// The membership epoch; it grows whenever workers join or leave.
     pub membership_epoch: u64,
 }
 
@@ -74,11 +74,11 @@ pub enum End {
     Converged,
     /// All epochs are done.
     EpochsDone,
-    /// It was cancelled; the same call goes on from the last checkpoint.
+    /// The job was cancelled; another call continues from the last checkpoint.
     Stopped,
 }
 
-/// What a job did.
+/// The result of a job.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainReport {
     /// The job.
@@ -97,7 +97,7 @@ pub struct TrainReport {
     pub loss_per_epoch: Vec<f64>,
     /// Mean training loss of the last complete epoch.
     pub loss: Option<f64>,
-    /// Training accuracy of the last complete epoch; none for losses of numbers, which have no right answer.
+    /// Training accuracy of the last complete epoch; none for regression losses.
     pub accuracy: Option<f64>,
     /// The model's name in the output volume.
     pub model: String,
@@ -105,11 +105,11 @@ pub struct TrainReport {
     pub version: Option<u64>,
     /// SHA-256 of the published `model.onnx`, in hex.
     pub model_sha256: Option<String>,
-    /// Whether the run had been published before this call.
+    /// Whether an earlier call had published the run.
     pub already_published: bool,
-    /// The step of the checkpoint this call went on from.
+    /// The step of the checkpoint from which this call continued.
     pub resumed_from_step: Option<u64>,
-    /// Workers asked for.
+    /// Requested workers, at most the number of virtual shards.
     pub workers: usize,
     /// Workers that died or fell silent during this call.
     pub workers_lost: u32,
@@ -123,14 +123,14 @@ pub struct TrainReport {
 
 /// Trains `job` and publishes its bundle.
 ///
-/// The coordinator runs in the calling task, the workers are processes. Everything that can be found
-/// wrong with the job, its data or its model is found before the first worker starts.
+/// The coordinator runs in the calling task, the workers are processes. All checks of the job, its data and
+/// its model happen before the first worker starts.
 ///
-/// A run (what the job computes, see [`JobFile::digest`], the same rows, the same first weights) goes
-/// on from its newest checkpoint within the budget, also when `epochs_max` or `loss_target` changed.
-/// Its state after a step is published once a model name: calling again after a crash at any moment,
-/// or after the end, gives the same version and the same `model_sha256`, whatever the number of workers
-/// and their deaths. A version that was deleted since is published again, under a new number.
+/// A run is identified by the job's computation ([`JobFile::digest`]), the rows and the first weights. It
+/// continues from its newest checkpoint within the budget, also when `epochs_max` or `loss_target` changed.
+/// Its state after a step is published once per model name. Another call after a crash at any moment, or
+/// after the end, gives the same version and the same `model_sha256`, independent of the workers. A version
+/// that was deleted is published again, under a new number.
 ///
 /// `cancel` ends the job after the current step with a checkpoint ([`End::Stopped`]). Dropping the
 /// future kills the workers; what the last checkpoint holds is kept. `on_progress` is called at most
@@ -191,7 +191,7 @@ struct Prepared {
     plan: Arc<Plan>,
     checkpoints: Checkpoints,
     origin: Origin,
-    /// The step of the checkpoint from which the job goes on, and whether that ends it.
+    /// The step of the checkpoint from which the job continues, and whether that checkpoint ends the job.
     resumed_from_step: Option<u64>,
     finished: bool,
     runtime: Handle,
@@ -214,7 +214,7 @@ impl Prepared {
         let dataset = runtime.block_on(source::open_dataset(&setup.datafs, &job))?;
         let output = open_output(&setup.datafs, &job)?;
         let model = model::load(&job)?;
-        // The graph is checked on the processor; workers put it on the job's device.
+        // The graph is checked on the CPU; workers load it onto the job's device.
         let engine = Engine::load(&model, job.loss, Device::Cpu)?;
         Optimizer::new(&job.optimizer, engine.layout().elements())?;
 
@@ -223,7 +223,8 @@ impl Prepared {
             .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
         let plan = Arc::new(plan);
         let columns = source::columns(&job, &engine);
-        // First: the schema lacks columns that files have twice, or of several types, and the feed names these.
+        // First: the schema omits columns that files have twice or with several types, and the feed names
+        // these.
         let feed = {
             let _context = runtime.enter();
             source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
@@ -245,7 +246,7 @@ impl Prepared {
             keep: setup.config.checkpoints_keep,
         };
         let text = serde_json::to_vec_pretty(&job).unwrap_or_default();
-        // The id of a run of format 1 held its budget, which its job file tells.
+        // The id of a format 1 run includes its budget, which is in its job file.
         checkpoints.begin(&model, &text, |id, former_job| {
             let former_job = former_job.and_then(|text| serde_json::from_slice::<JobFile>(text).ok());
             id == former_run
@@ -329,8 +330,8 @@ impl Prepared {
         .await
     }
 
-    /// Publishes a finished run and fills in the report. `trained` says how workers ended, if any ran;
-    /// `stop` shortens the look at the run's inputs.
+    /// Publishes a finished run and fills in the report. `trained` says how the workers ended, if any ran;
+    /// `stop` shortens the collection of input statistics.
     fn conclude(
         mut self,
         mut report: TrainReport,
@@ -369,7 +370,7 @@ impl Prepared {
                 };
                 statistics::collect(&feed, &columns, &input, &self.runtime, stop)
             };
-            // The model is trained, whether its inputs can be read once more or not.
+            // The model is published even if its inputs cannot be read a second time.
             let statistics = || {
                 statistics().unwrap_or_else(|error| {
                     tracing::warn!(%error, "the model is published without statistics of its inputs");
@@ -403,7 +404,7 @@ fn fill(report: &mut TrainReport, state: &State, loss: Loss) {
     report.accuracy = epochs.last().filter(|_| loss.counts_classes()).map(|epoch| epoch.accuracy);
 }
 
-/// 256 bits of the kernel's randomness, in hex.
+/// 256 random bits from the kernel, in hex.
 fn random_token() -> Result<String> {
     let mut bytes = [0u8; 32];
     std::fs::File::open("/dev/urandom")

@@ -1,8 +1,8 @@
 //! The worker process: a replica of the model that computes its share of every step.
 //!
-//! Between barriers every worker does the same: gradients of its own virtual shards, one exact sum
-//! over the ring, one identical update. What a worker holds after step `s` is therefore what every
-//! other one holds after step `s`, and whoever is behind takes the state of whoever is ahead.
+//! Between barriers every worker does the same: gradients of its virtual shards, one exact sum over the ring,
+//! one identical update. After step `s` all workers hold the same state, so a worker that is behind takes the
+//! state of one that is ahead.
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::job::JobFile;
 use crate::launch::Place;
 use crate::replica::Replica;
 
-/// What every worker of a run is told; travels as JSON.
+/// The parameters of a run's workers, sent as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Assignment {
     pub(crate) job: JobFile,
@@ -27,16 +27,16 @@ pub(crate) struct Assignment {
     pub(crate) config: Config,
     /// The run's id.
     pub(crate) run: String,
-    /// May write checkpoints; see [`crate::checkpoint`].
+    /// The token that permits writing checkpoints; see [`crate::checkpoint`].
     pub(crate) owner: String,
     pub(crate) plan: millrace_streams::feed::Plan,
 }
 
-/// Why a membership epoch ended well.
+/// Why a membership epoch ended without an error.
 enum End {
-    /// Everybody agreed to let somebody join.
+    /// All members agreed to let another worker join.
     Left,
-    /// Somebody was lost after the last step.
+    /// A member was lost after the last step.
     Broken,
     /// The job is over.
     Done,
@@ -45,11 +45,11 @@ enum End {
 /// Runs this process as a worker of the coordinator that its environment names
 /// ([`crate::launch`]), until the job is over.
 ///
-/// Blocks; must be called from a plain thread, usually the main one. An error is told to the
-/// coordinator, which ends the job with it, or starts another worker where the error may be this
-/// worker's own. It is not an error here: only losing the coordinator, or never reaching it, is.
-/// `exit_code` gives the exit code of such an error, with which the job may end. The process should
-/// exit afterwards; it is ended from within when the coordinator vanishes during a long computation.
+/// Blocks; must be called from a plain thread, usually the main one. The worker reports an error to the
+/// coordinator, which ends the job with it. If the error may be local to this worker, the coordinator starts
+/// a replacement instead. `exit_code` gives the exit code of such an error, with which the job may end. This
+/// function fails only if the coordinator was lost or never reached. The process should exit afterwards; it
+/// exits by itself if the coordinator vanishes during a long computation.
 pub fn run(exit_code: impl Fn(&Error) -> u8) -> Result<()> {
     let place = Place::from_env()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -90,7 +90,7 @@ fn serve(place: &Place, runtime: &Runtime, exit_code: &impl Fn(&Error) -> u8) ->
     }
 }
 
-/// From barrier to barrier until the job is over.
+/// Runs membership epochs, from barrier to barrier, until the job is over.
 fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<()> {
     let (mut reason, mut suspect) = (Reason::Fresh, None);
     loop {
@@ -113,7 +113,7 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
     }
 }
 
-/// One membership epoch: form the ring, catch up, train until something ends it.
+/// One membership epoch: form the ring, catch up, train until an event ends it.
 fn epoch(
     replica: &mut Replica,
     session: &mut Session,

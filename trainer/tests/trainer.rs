@@ -1,7 +1,7 @@
-//! Whole jobs: datasets in volumes, worker processes, kills, restarts, bad input.
+//! Tests of whole jobs: datasets in volumes, worker processes, kills, restarts, bad input.
 //!
-//! Worker processes are this very test binary: `worker_entry` and `job_entry` do nothing unless they
-//! were launched by a test.
+//! Worker processes are this test binary: `worker_entry` and `job_entry` do nothing unless a test launched
+//! the process.
 #![allow(clippy::unwrap_used)]
 
 #[path = "trainer/data.rs"]
@@ -26,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 const ROWS: usize = 301;
 const WIDTH: usize = 16;
 const CLASSES: i64 = 3;
-/// What [`worker_entry`] gives as the exit code of any error.
+/// The exit code that [`worker_entry`] gives to any error.
 const WORKER_EXIT: u8 = 42;
 const ENV_HOME: &str = "MILLRACE_TEST_HOME";
 
@@ -168,7 +168,7 @@ fn signal(name: &str, pid: u32) {
     assert!(Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap().success());
 }
 
-/// Whether a process still runs; one that only waits to be reaped does not.
+/// Whether a process runs; a zombie does not.
 fn runs(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')))
@@ -194,7 +194,7 @@ fn versions(home: &Path) -> usize {
     runtime().block_on(millrace_bundle::list(store.as_ref(), "models")).unwrap().len()
 }
 
-/// They are of every row of the snapshot, once.
+/// Checks that the statistics cover every row of the snapshot once.
 fn check_statistics(statistics: &millrace_bundle::Statistics) {
     let all = rows(0..ROWS);
     let pixels = all.column(0).as_fixed_size_list().values().as_primitive::<Float32Type>().values().to_vec();
@@ -260,7 +260,7 @@ fn killed_and_frozen_workers_change_nothing() {
 
     let mut plan = vec![(150, "KILL", 1), (500, "KILL", 0), (900, "STOP", 2), (1200, "KILL", 0)];
     plan.reverse();
-    // What must still be there: everybody but the victim of the last blow.
+    // The processes that must still run: all except the victim of the last kill.
     let mut survivors: Vec<u32> = Vec::new();
     let mut epoch_of_blow = 0;
     let (mut seen_alone, mut seen_back) = (false, false);
@@ -289,7 +289,7 @@ fn killed_and_frozen_workers_change_nothing() {
     assert_eq!(report.loss_per_epoch, plain.loss_per_epoch);
     assert_eq!(report.model_sha256, plain.model_sha256);
 
-    // Old checkpoints are gone, folders included.
+    // Old checkpoints are deleted, folders included.
     let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
     let folder = format!("checkpoints/battered/{}", &report.run[..16]);
     let kept = volume(&datafs, "models").list(&folder).unwrap();
@@ -334,7 +334,7 @@ fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
     assert_eq!(report["rows_per_epoch"], serde_json::json!(plain.rows_per_epoch));
     assert_eq!((report["version"].as_u64(), versions(home.path())), (Some(1), 2));
 
-    // Again after the end: nothing is trained, nothing is published twice.
+    // A call after the end trains nothing and publishes nothing.
     let job = JobFile::load(&home.path().join("train.toml")).unwrap();
     let again = run(setup(home.path()), job, |_| {}).unwrap();
     assert!(again.already_published);
@@ -347,8 +347,8 @@ fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
     assert_eq!((changed.version, changed.resumed_from_step), (Some(2), None));
 }
 
-/// Regression with large labels: the sums find their scale, the same for every number of workers and
-/// for a run that was continued from a checkpoint.
+/// Regression with large labels: the sums find their scale, the same for every number of workers and for a
+/// run that continued from a checkpoint.
 #[test]
 fn large_labels_are_trained_on_alike_by_any_number_of_workers() {
     let home = home();
@@ -420,7 +420,7 @@ fn a_coordinator_that_was_stopped_keeps_its_workers() {
     wait_until("the first steps", || step() > 50);
     let before = read().unwrap();
     signal("STOP", coordinator.id());
-    // Twice as long as a worker may be silent.
+    // Twice the time that a worker may be silent.
     std::thread::sleep(Duration::from_secs(3));
     signal("CONT", coordinator.id());
     let stopped_at = step();
@@ -445,7 +445,7 @@ fn an_operating_system_error_of_one_worker_does_not_end_the_job() {
     let report = run(setup(home.path()), job("limited", &format!("workers = 2\n{more}")), |seen| {
         if seen.step > 100 && !limited {
             limited = true;
-            // Rank 0 writes the checkpoints. It opens no file any more.
+            // Rank 0 writes the checkpoints. From now on it can open no file.
             let pid = seen.worker_pids[0].to_string();
             let set = Command::new("prlimit").args(["--pid", &pid, "--nofile=3:3"]).status();
             assert!(set.unwrap().success());
@@ -474,7 +474,7 @@ fn a_stopped_job_keeps_its_place_and_only_one_runs() {
         let (begun, mut running) = tokio::sync::mpsc::channel(1);
         let first = train(job("stopped", more), setup(home.path()), cancel.clone(), |seen| {
             last = seen.step;
-            // Full means that the other side knows already.
+            // If the channel is full, the other task knows already.
             let _ = begun.try_send(());
         });
         let other = async {
@@ -515,7 +515,7 @@ fn a_job_with_another_budget_goes_on_from_the_checkpoints_that_lie_in_it() {
     let raised = train("budget", "epochs_max = 40");
     assert_eq!((raised.resumed_from_step, raised.steps), (Some(steps(20)), steps(40)));
     assert_eq!((raised.version, &raised.model_sha256), (Some(2), &plain[2].model_sha256));
-    // The end of a smaller budget lies before all checkpoints. Those stay.
+    // The end of the smaller budget lies before all checkpoints, which stay.
     let lowered = train("budget", "epochs_max = 10");
     assert_eq!((lowered.resumed_from_step, lowered.steps), (None, steps(10)));
     assert_eq!((lowered.version, &lowered.model_sha256), (Some(3), &plain[0].model_sha256));
@@ -525,7 +525,7 @@ fn a_job_with_another_budget_goes_on_from_the_checkpoints_that_lie_in_it() {
         assert_eq!((again.version, again.resumed_from_step), (Some(version), Some(step)));
         assert_eq!(again.membership_epochs, 0);
     }
-    // A loss that an epoch before had reached already ends the job there, not at the last checkpoint.
+    // A loss that an earlier epoch had reached ends the job there, not at the last checkpoint.
     let target = raised.loss_per_epoch[24];
     let converged = train("budget", &format!("epochs_max = 40\nloss_target = {target}"));
     assert_eq!((converged.end, converged.resumed_from_step), (End::Converged, Some(steps(20))));
@@ -573,7 +573,7 @@ fn a_changed_job_leaves_the_checkpoints_of_before_and_uses_them_when_changed_bac
     assert_eq!((back.version, back.resumed_from_step), (Some(2), Some(stopped.steps)));
 }
 
-/// An ONNX file with one node of an operator that cannot be trained.
+/// An ONNX file with one node of an unsupported operator.
 fn unsupported_model(path: &Path) {
     use millrace_bundle::onnx;
     use prost::Message;
@@ -628,7 +628,7 @@ fn bad_jobs_are_refused_before_any_worker_starts() {
         (replace("output", "output = { volume = \"nowhere\" }"), vec!["nowhere", "not exist"]),
     ];
     for (text, words) in cases {
-        // No worker can start: an error about starting one would be another error.
+        // No worker can start, so an error from starting one would be a different error.
         let mut setup = setup(home.path());
         setup.worker.program = PathBuf::from("/does/not/exist");
         let error = JobFile::parse(&text).and_then(|job| run(setup, job, |_| {})).unwrap_err();

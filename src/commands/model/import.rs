@@ -15,7 +15,7 @@ use super::{graph, publish, read};
 use crate::context::{Context, live};
 use crate::failure::{Exit, fail};
 
-/// Longest text that is taken over from a file, in characters.
+/// Longest text copied from a file, in characters.
 const PRODUCER_CHARS_MAX: usize = 160;
 
 /// Publishes the file as the next version of a model in a volume.
@@ -34,7 +34,7 @@ pub(super) async fn into_volume(
     context.apart(make).await
 }
 
-/// Writes the file as the next version of a model in a folder; after a failure nothing is left of it.
+/// Writes the file as the next version of a model in a folder. A failure leaves nothing behind.
 pub(super) fn into_folder(file: &Path, name: &str, folder: &Path) -> Result<Bundle> {
     publish::into_folder(folder, name, None, |version| bundle(file, name, version))
 }
@@ -42,13 +42,13 @@ pub(super) fn into_folder(file: &Path, name: &str, folder: &Path) -> Result<Bund
 fn bundle(file: &Path, name: &str, version: u64) -> Result<Bundle> {
     let (bytes, model) = read(file)?;
     graph(&model, file)?;
-    // What depends on divisors is for the server to refuse, whose configuration may vouch for them.
+    // The server checks divisors, since its configuration may vouch for them.
     if let Err(hazard) = hazards::check(&model, Divisors::Trusted) {
         return fail(Exit::Usage, format!("cannot import {}: {hazard}", file.display()));
     }
     let file_name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let imported = Imported { file: file_name, producer: producer(&model) };
-    // It holds the weights once more.
+    // The decoded model holds the weights a second time.
     drop(model);
     let context = || format!("cannot import {}", file.display());
     let weights = Bundle::weight_files(&bytes).with_context(context)?;
@@ -61,8 +61,8 @@ fn bundle(file: &Path, name: &str, version: u64) -> Result<Bundle> {
     Bundle::with_weights(name, version, bytes, weights, lineage, BTreeMap::new()).with_context(context)
 }
 
-/// A file in which a graph keeps weights. It lies in the folder of the graph; where the graph is a link, as in caches of
-/// downloads, the file may be one, too, to beside the graph.
+/// Reads a file of external weights. It must be in the folder of the graph or below it. If the graph is a
+/// symbolic link, as in download caches, the file may be a link into the graph's real folder.
 fn weights_of(graph: &Path, path: &str) -> Result<Bytes> {
     let folder = graph.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let place = folder.join(path);

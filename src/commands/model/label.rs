@@ -1,4 +1,4 @@
-//! `millrace model label`: which version of a model a label names.
+//! `millrace model label`: sets, removes and shows labels of a model's versions.
 
 use anyhow::Result;
 use millrace_serving::repository::{Target, check_label};
@@ -8,7 +8,7 @@ use crate::cli::LabelArgs;
 use crate::failure::{Exit, fail, failure};
 use crate::output::Output;
 
-/// Moves the label, or takes it away.
+/// Sets or removes the label.
 pub(super) fn change(versions: &mut Versions, args: &LabelArgs) -> Result<bool> {
     let label = &args.label;
     check_label(label).map_err(|reason| failure(Exit::Usage, reason))?;
@@ -36,7 +36,7 @@ pub(super) fn change(versions: &mut Versions, args: &LabelArgs) -> Result<bool> 
     Ok(true)
 }
 
-/// What says a share by the label.
+/// The routing rule that uses the label, if any.
 fn user(versions: &Versions, label: &str) -> Option<&'static str> {
     let named = |target: &Target| matches!(target, Target::Label(name) if name == label);
     if versions.rollout.split.keys().any(named) {

@@ -1,4 +1,4 @@
-//! How a bundle that is no training's becomes a version of a model, in a volume or in a folder.
+//! Publication of imported and quantized bundles as versions of a model, in a volume or in a folder.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,11 +14,11 @@ use tokio::runtime::Handle;
 use crate::failure::{Exit, fail};
 use crate::home::write_atomically;
 
-/// How often another version is tried because somebody else was faster.
+/// Attempts with another version after a conflict with another process.
 const ATTEMPTS: usize = 16;
 
-/// Publishes what `make` gives for a version, the next one unless it is `wanted`: in one publish, which fails
-/// where another one of the model came first, as trainers do it.
+/// Publishes the bundle that `make` builds for a version: `wanted`, or the next one. One transaction
+/// publishes it and retries if another version of the model was published meanwhile, as the trainer does.
 pub(super) fn into_volume(
     view: &View,
     runtime: &Handle,
@@ -36,18 +36,26 @@ pub(super) fn into_volume(
             .and_then(|bytes| std::str::from_utf8(bytes).ok())
             .and_then(|text| text.parse().ok())
             .unwrap_or_default();
+        let mut publish = Publish::new();
         let version = match wanted {
-            Some(version) if runtime.block_on(is_taken(store.as_ref(), name, version))? => {
-                return taken(name, version);
+            Some(version) => {
+                // A version below the newest leaves `latest` as it is. Two publishers of it conflict over this key.
+                let claim_key = format!("{VOLUME_ROOT}/{name}/{version}/claim");
+                let claim = view.key_get(&claim_key)?;
+                if runtime.block_on(is_taken(store.as_ref(), name, version))? {
+                    return taken(name, version);
+                }
+                let own = format!("{:016x}", rand::random::<u64>());
+                publish = publish.expect_key(claim_key.clone(), claim).put_key(claim_key, own);
+                version
             }
-            Some(version) => version,
             None => {
                 let free = runtime.block_on(next_version(store.as_ref(), VOLUME_ROOT, name))?;
                 free.max(last.saturating_add(1))
             }
         };
         let bundle = make(version)?;
-        let mut publish = Publish::new()
+        publish = publish
             .expect_key(latest_key.clone(), latest)
             .put_key(latest_key.clone(), version.max(last).to_string());
         for (path, bytes) in bundle.files() {
@@ -66,7 +74,7 @@ pub(super) fn into_volume(
     busy(name)
 }
 
-/// Whether there is anything at the place of a version.
+/// Whether a version's place holds any object.
 async fn is_taken(store: &dyn ObjectStore, name: &str, version: u64) -> Result<bool> {
     let place = object_store::path::Path::from(format!("{VOLUME_ROOT}/{name}/{version}"));
     match store.list_with_delimiter(Some(&place)).await {
@@ -76,8 +84,8 @@ async fn is_taken(store: &dyn ObjectStore, name: &str, version: u64) -> Result<b
     }
 }
 
-/// Writes what `make` gives for a version, the next one unless it is `wanted`; after a failure nothing is left
-/// of it.
+/// Writes the bundle that `make` builds for a version: `wanted`, or the next one. A failure leaves nothing
+/// behind.
 pub(super) fn into_folder(
     folder: &Path,
     name: &str,
@@ -100,7 +108,7 @@ pub(super) fn into_folder(
         File::create(&writing).with_context(|| format!("cannot write {}", writing.display()))?;
         for (path, bytes) in bundle.files() {
             let path = place.join(path);
-            // Files of a bundle may lie in folders of their own.
+            // Files of a bundle may be in subfolders.
             path.parent()
                 .map_or(Ok(()), fs::create_dir_all)
                 .and_then(|()| write_atomically(&path, &bytes))
@@ -114,14 +122,14 @@ pub(super) fn into_folder(
     });
     if written.is_err() {
         fs::remove_dir_all(&place).ok();
-        // Stays while there are other versions.
+        // Fails, and keeps the folder, if other versions exist.
         fs::remove_dir(&model).ok();
     }
     written
 }
 
-/// Makes the folder of a version, the next one unless it is `wanted`, which only one process can. None when
-/// others took all that were tried.
+/// Creates the folder of a version: `wanted`, or the next one. Only one process can create it. None if other
+/// processes took all attempted versions.
 fn claim(model: &Path, wanted: Option<u64>) -> io::Result<Option<(u64, PathBuf)>> {
     fs::create_dir_all(model)?;
     let first = match wanted {

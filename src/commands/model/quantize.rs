@@ -1,5 +1,5 @@
-//! `millrace model quantize`: a version of a model that computes with 8-bit integers, where that costs no more
-//! accuracy than is allowed.
+//! `millrace model quantize`: creates a version that computes with 8-bit integers, if it stays within the
+//! allowed loss of accuracy.
 
 mod report;
 
@@ -29,7 +29,7 @@ use crate::inference::{Intake, rows_within};
 use crate::output::Output;
 use report::Report;
 
-/// What became of weights and inputs, for the lineage.
+/// The method, for the lineage: the formats of weights and inputs.
 const METHOD: &str =
     "weights int8, symmetric, 7 bits, a scale per output; inputs uint8, with the range of each run";
 
@@ -45,7 +45,7 @@ pub(super) async fn in_volume(context: &Context, args: QuantizeArgs, volume: &Na
     let (spec, runtime) = (live(volume), Handle::current());
     let stop = context.stop.clone();
     let work = quantize(context.out, args, source, move |name, version, make| {
-        // The thread goes on when the call is dropped.
+        // The thread continues after the call is dropped.
         if stop.is_cancelled() {
             return fail(Exit::Failed, INTERRUPTED);
         }
@@ -59,7 +59,7 @@ pub(super) async fn in_volume(context: &Context, args: QuantizeArgs, volume: &Na
 
 /// Quantizes a model of a folder.
 pub(crate) async fn in_folder(out: Output, args: QuantizeArgs) -> Result<()> {
-    // Clap requires one where there is no volume.
+    // Clap requires a folder if no volume is given.
     let folder = args.models.clone().unwrap_or_else(|| Path::new(".").to_owned());
     if !folder.is_dir() {
         return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
@@ -70,7 +70,7 @@ pub(crate) async fn in_folder(out: Output, args: QuantizeArgs) -> Result<()> {
         .await
 }
 
-/// The version that is quantized, every byte of it verified.
+/// The version to quantize, with every byte verified.
 async fn source(store: &dyn ObjectStore, root: &str, args: &QuantizeArgs) -> Result<Bundle> {
     let name = args.model.as_str();
     let version = match args.from {
@@ -93,7 +93,7 @@ async fn source(store: &dyn ObjectStore, root: &str, args: &QuantizeArgs) -> Res
     Ok(load(store, root, name, version).await?)
 }
 
-/// Quantizes, compares, and publishes what is good enough.
+/// Quantizes a version, compares both, and publishes the new one if it is within the limit.
 async fn quantize(
     out: Output,
     args: QuantizeArgs,
@@ -126,7 +126,7 @@ async fn quantize(
     }
 }
 
-/// A quantized version, and how it fares beside the one it was made from. Blocks.
+/// Quantizes a version and compares it with its source. Blocks.
 fn attempt(args: &QuantizeArgs, source: &Bundle) -> Result<(Bundle, Report)> {
     let manifest = source.manifest();
     let (name, from) = (manifest.name.as_str(), manifest.version);
@@ -144,7 +144,7 @@ fn attempt(args: &QuantizeArgs, source: &Bundle) -> Result<(Bundle, Report)> {
     let quantized = millrace_trainer::quantize::quantize(model)
         .map_err(|error| failure(Exit::Usage, format!("{place}: {error}")))?;
     let onnx = quantized.model.encode_to_vec();
-    // It holds the weights once more.
+    // The decoded model holds the weights a second time.
     drop(quantized.model);
     let made = Bundle::new(name, from, onnx, Lineage::default(), BTreeMap::new())?
         .with_signature(manifest.signature.clone())?;
@@ -182,7 +182,8 @@ fn attempt(args: &QuantizeArgs, source: &Bundle) -> Result<(Bundle, Report)> {
     Ok((made, report))
 }
 
-/// Hands over the inputs of each run: of the records of the sample, else random ones. Says what they are.
+/// Passes the inputs of each run to `take`: the sample's records, else random ones. Returns a description of
+/// them.
 fn each_run(
     args: &QuantizeArgs,
     source: &Bundle,
@@ -208,7 +209,7 @@ fn each_run(
     Ok(files.join(", "))
 }
 
-/// Inputs that the model does not take.
+/// An error for inputs that the model rejects.
 fn unsuited(args: &QuantizeArgs, place: &str, error: &InferError) -> anyhow::Error {
     let hint = if args.sample.is_empty() {
         " (random inputs may not suit it: --sample gives it records)"
@@ -218,13 +219,13 @@ fn unsuited(args: &QuantizeArgs, place: &str, error: &InferError) -> anyhow::Err
     failure(Exit::Usage, format!("{place}: {error}{hint}"))
 }
 
-/// Rows of a run; one where nothing has rows.
+/// Rows of a run; 1 if no input has rows.
 fn rows(inputs: &[Tensor]) -> u64 {
     let extent = inputs.first().and_then(|input| input.shape.first());
     extent.map_or(1, |extent| u64::try_from(*extent).unwrap_or(0))
 }
 
-/// The version that is published: the graph that was tried, with all else that the source has.
+/// The bundle to publish: the quantized graph with the other properties of the source.
 fn bundle(source: &Bundle, made: &Bundle, report: &Report, version: u64) -> Result<Bundle> {
     let manifest = source.manifest();
     let quantized = Quantized {

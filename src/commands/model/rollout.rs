@@ -1,5 +1,5 @@
-//! `millrace model label`, `split` and `shadow`: which versions of a model answer whom, also in servers that
-//! run. All of it is in one file beside the versions, which is read, changed and written as a whole.
+//! `millrace model label`, `split` and `shadow`: version routing of a model, also in running servers. All
+//! rules are in one file beside the versions, which a command reads, changes and writes as a whole.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -18,18 +18,18 @@ use crate::context::{Context, live};
 use crate::failure::{Exit, fail, failure};
 use crate::output::Output;
 
-/// Largest file that is read.
+/// Largest rollout file.
 const BYTES_MAX: u64 = 64 << 10;
-/// How often a change begins again because somebody else was faster.
+/// Attempts at a change that conflicts with another process.
 const TRIES_MAX: usize = 100;
 
-/// What says which versions of a model answer, and which there are.
+/// A model's complete versions and its routing rules.
 pub(super) struct Versions {
     pub(super) model: String,
-    /// Complete ones.
+    /// The complete versions.
     there: BTreeSet<u64>,
     pub(super) rollout: Rollout,
-    /// The file that says so, if there is one.
+    /// The rollout file, if it exists.
     file: Option<FileBeside>,
 }
 
@@ -43,16 +43,16 @@ pub(super) async fn in_volume(context: &Context, command: &RolloutCommand, volum
     show(context.out, command, &versions)
 }
 
-/// Runs the command on a model in a folder, for which no home is needed.
+/// Runs the command on a model in a folder, without a home.
 pub(crate) async fn in_folder(out: Output, command: &RolloutCommand) -> Result<()> {
-    // Clap requires one where there is no volume.
+    // Clap requires a folder if no volume is given.
     let folder = command.place().models.as_deref().unwrap_or(Path::new("."));
     if !folder.is_dir() {
         return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
     }
     let store = LocalFileSystem::new_with_prefix(folder)?;
-    // A folder cannot tell whether a file has changed, so one command at a time changes it. What has no locks,
-    // as some network file systems, does without.
+    // A folder cannot detect that a file has changed, so a lock admits one command at a time. A file system
+    // without locks, as some network file systems, works without it.
     let alone = std::fs::File::open(folder).and_then(|folder| folder.lock().map(|()| folder));
     if let Err(error) = &alone {
         tracing::warn!(%error, folder = %folder.display(), "the folder cannot be locked against other commands");
@@ -62,8 +62,8 @@ pub(crate) async fn in_folder(out: Output, command: &RolloutCommand) -> Result<(
     show(out, command, &versions)
 }
 
-/// Writes what is to be, of the versions that are there, unless the command only asks. What others write
-/// meanwhile is kept.
+/// Applies the command's change to the rollout file, unless the command only shows it. Retries on a conflict,
+/// so concurrent changes are kept.
 async fn change(store: &dyn ObjectStore, root: &str, command: &RolloutCommand) -> Result<Versions> {
     for _ in 0..TRIES_MAX {
         let mut versions = Versions::read(store, root, command.model()).await?;
@@ -121,7 +121,7 @@ impl Versions {
         Ok(Versions { model: model.to_owned(), there, rollout, file })
     }
 
-    /// Refuses a version that is not there, or not complete.
+    /// Fails unless the version is complete.
     pub(super) fn check(&self, version: u64) -> Result<()> {
         if self.there.contains(&version) {
             return Ok(());
@@ -130,7 +130,7 @@ impl Versions {
         fail(Exit::NotFound, format!("model {model:?} has no complete version {version}, it has {there:?}"))
     }
 
-    /// Refuses what is neither a complete version nor a label of one.
+    /// Fails unless the target is a complete version or a label of one.
     pub(super) fn check_target(&self, target: &Target) -> Result<()> {
         let model = &self.model;
         match target {
@@ -148,7 +148,7 @@ impl Versions {
         }
     }
 
-    /// A target for people: a label with the version that it names.
+    /// Formats a target for people: a label with the version that it names.
     pub(super) fn shown(&self, target: &Target) -> String {
         let version = match target {
             Target::Version(_) => None,
@@ -157,7 +157,7 @@ impl Versions {
         version.map_or_else(|| target.to_string(), |version| format!("{target} (version {version})"))
     }
 
-    /// That there is nothing to take away.
+    /// The error for a missing rule.
     pub(super) fn missing<T>(&self, what: &str) -> Result<T> {
         fail(Exit::NotFound, format!("model {:?} has no {what} in {ROLLOUT_FILE}", self.model))
     }

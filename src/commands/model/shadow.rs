@@ -1,4 +1,5 @@
-//! `millrace model shadow`: which version of a model runs copies of requests that others answer.
+//! `millrace model shadow`: sets, removes and shows the version that runs copies of requests to other
+//! versions.
 
 use anyhow::Result;
 use millrace_serving::repository::ShadowTarget;
@@ -7,7 +8,7 @@ use super::rollout::Versions;
 use crate::cli::ShadowArgs;
 use crate::output::Output;
 
-/// Sets the shadow, or takes it away; false when it is only asked for.
+/// Sets or removes the shadow; false when the command only shows it.
 pub(super) fn change(versions: &mut Versions, args: &ShadowArgs) -> Result<bool> {
     if args.remove {
         if versions.rollout.shadow.take().is_none() {
@@ -15,14 +16,14 @@ pub(super) fn change(versions: &mut Versions, args: &ShadowArgs) -> Result<bool>
         }
         return Ok(true);
     }
-    // Clap asks for both or none.
+    // Clap requires both or neither.
     let Some((target, share)) = args.target.as_ref().zip(args.share) else { return Ok(false) };
     versions.check_target(target)?;
     versions.rollout.shadow = Some(ShadowTarget { version: target.clone(), share });
     Ok(true)
 }
 
-/// The shadow, where there is one.
+/// Shows the shadow, if there is one.
 pub(super) fn show(out: Output, versions: &Versions) -> Result<()> {
     let model = &versions.model;
     let value = serde_json::json!({ "model": model, "shadow": versions.rollout.shadow });

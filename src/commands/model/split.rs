@@ -1,4 +1,4 @@
-//! `millrace model split`: how requests that name no version are split between versions.
+//! `millrace model split`: sets, removes and shows the split of requests that name no version.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::cli::SplitArgs;
 use crate::failure::{Exit, fail};
 use crate::output::Output;
 
-/// Sets the split, or takes it away; false when it is only asked for.
+/// Sets or removes the split; false when the command only shows it.
 pub(super) fn change(versions: &mut Versions, args: &SplitArgs) -> Result<bool> {
     if args.remove {
         if versions.rollout.split.is_empty() {
@@ -32,7 +32,7 @@ pub(super) fn change(versions: &mut Versions, args: &SplitArgs) -> Result<bool> 
     Ok(true)
 }
 
-/// The weights, and the shares that they are.
+/// Shows the weights and the resulting shares.
 pub(super) fn show(out: Output, versions: &Versions) -> Result<()> {
     let split = &versions.rollout.split;
     let model = &versions.model;

@@ -1,4 +1,4 @@
-//! Predictions as the columns of a Parquet file, of the types that the model says.
+//! Parquet output of `millrace predict`: predictions as columns of the model's types.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use parquet::file::properties::WriterProperties;
 use crate::failure::{Exit, fail};
 use crate::inference::Answer;
 
-/// A Parquet file: a column for each output, `label` where the true classes are known, `file` where each
-/// record is a file. An output with one element per record is a column of such elements, any other one a
-/// column of lists, row major.
+/// A Parquet file with a column for each output, `label` if the true classes are known, and `file` if each
+/// record is a file. An output with one element per record becomes a plain column, any other one a column of
+/// lists in row-major order.
 pub(super) struct Columns {
     labelled: bool,
     file: Option<File>,
@@ -28,7 +28,7 @@ pub(super) struct Columns {
 }
 
 impl Columns {
-    /// The columns follow from the first answer.
+    /// The first answer determines the columns.
     pub(super) fn new(file: File, labelled: bool) -> Columns {
         Columns { labelled, file: Some(file), writer: None }
     }
@@ -93,7 +93,7 @@ fn column(output: &Tensor, rows: usize) -> Result<ArrayRef> {
     Ok(Arc::new(ListArray::try_new(item, offsets, elements, None)?))
 }
 
-/// The elements in the type that they have; BF16, which tables lack, as 32-bit floats.
+/// The elements as an Arrow array; BF16, which Arrow lacks, as 32-bit floats.
 fn elements(data: &Data) -> ArrayRef {
     macro_rules! numbers {
         ($kind:ident, $values:expr) => {
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(second.as_primitive::<types::Float64Type>().values(), &[3.0, 4.0]);
         let texts = Tensor::new("c", vec![1], Data::Bytes(vec![vec![0xff, 0].into()])).unwrap();
         assert_eq!(column(&texts, 1).unwrap().as_binary::<i32>().value(0), [0xff, 0]);
-        // A model without rows: all it gives belongs to the one record.
+        // A model without rows: the whole output belongs to the one record.
         let whole = Tensor::new("d", vec![3], Data::Bool(vec![true, false, true])).unwrap();
         assert_eq!(column(&whole, 1).unwrap().as_list::<i32>().value(0).len(), 3);
         assert!(column(&whole, 2).unwrap_err().to_string().contains("one row for each of 2 records"));

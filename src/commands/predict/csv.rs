@@ -1,5 +1,5 @@
-//! Rows of a CSV file as inputs of a model, row by row. What a cell holds is read as the type that the input
-//! has; errors name the line and the column.
+//! CSV input of `millrace predict`: reads rows one by one and parses each cell as the type of its input.
+//! Errors name the line and the column.
 
 use std::fmt::Display;
 use std::io::{self, BufRead, Read};
@@ -19,14 +19,14 @@ use super::source::Source;
 use crate::failure::{Exit, fail};
 use crate::inference::{Batch, Known};
 
-/// Longest row, in bytes: a quote that is not closed makes one row of all that follows.
+/// Longest row, in bytes: an unclosed quote turns the rest of the file into one row.
 const ROW_BYTES_MAX: usize = 16 << 20;
-/// Columns that an error lists, and characters of each.
+/// Columns listed in an error, and characters shown of each.
 const COLUMNS_SHOWN: usize = 20;
 const NAME_SHOWN: usize = 40;
 
 impl Source {
-    /// The rows below a header, each of which is a record.
+    /// Reads the rows below the header; each is a record.
     pub(super) fn csv<S: FnMut(Batch) -> bool>(mut self, records: &mut Records<'_, S>) -> Result<()> {
         let mut rows = Rows::new(self.reader()?);
         let name = self.name;
@@ -68,7 +68,7 @@ impl Source {
 struct Header(Vec<String>);
 
 impl Header {
-    /// Where a column is.
+    /// The index of a column.
     fn column(&self, field: &str) -> Result<usize, String> {
         let mut found = self.0.iter().enumerate().filter(|(_, name)| *name == field);
         match (found.next(), found.next()) {
@@ -82,7 +82,7 @@ impl Header {
         }
     }
 
-    /// Where the columns are that feed an input: one, or `FIRST..LAST`.
+    /// The indexes of the columns that feed an input: one column, or `FIRST..LAST`.
     fn range(&self, field: &str) -> Result<Range<usize>, String> {
         let ends = field.split_once("..").filter(|_| !self.0.iter().any(|name| name == field));
         let Some((first, last)) = ends else {
@@ -101,7 +101,7 @@ impl Header {
         Cell { column: name, content: row.get(column).unwrap_or_default() }
     }
 
-    /// What a row has for an input: shape without the batch dimension, and elements.
+    /// A row's values for an input: shape without the batch dimension, and elements.
     fn elements(
         &self,
         spec: &TensorSpec,
@@ -114,7 +114,7 @@ impl Header {
         if let [cell] = &cells[..]
             && (fits.is_none() || declared.contains(&-1))
             && let Some(list) = match cell.list() {
-                // A text may begin as a list does.
+                // A text may begin with a bracket.
                 Err(_) if spec.datatype == Datatype::Bytes && fits.is_some() => None,
                 list => list?,
             }
@@ -137,7 +137,7 @@ impl Header {
     }
 }
 
-/// The shape of so many elements where the model declares one, of which an extent may be open.
+/// A shape of `count` elements that matches the declared one, of which one dimension may be open.
 fn shape(declared: &[i64], count: usize) -> Option<Vec<i64>> {
     let count = i64::try_from(count).ok()?;
     let mut known = declared.iter().filter(|extent| **extent >= 0);
@@ -150,7 +150,7 @@ fn shape(declared: &[i64], count: usize) -> Option<Vec<i64>> {
     Some(declared.iter().map(|extent| if *extent < 0 { open } else { *extent }).collect())
 }
 
-/// Elements of a type, one of each cell.
+/// Parses elements of a type, one per cell.
 fn data(datatype: Datatype, cells: &[Cell<'_>]) -> Result<Data, String> {
     macro_rules! read {
         ($kind:ident, $one:ident) => {
@@ -188,7 +188,7 @@ impl<'a> Cell<'a> {
         format!("column {:?}: {reason}", self.column)
     }
 
-    /// The text, without space around it; empty ones are refused.
+    /// The text without surrounding spaces; an error if it is empty.
     fn text(&self, expected: &dyn Display) -> Result<&'a str, String> {
         match std::str::from_utf8(self.content).map(str::trim) {
             Ok("") => Err(self.wrong(&format_args!("it is empty, {expected} is expected"))),
@@ -207,10 +207,10 @@ impl<'a> Cell<'a> {
         text.parse().map_err(|_| self.refused(text, &datatype))
     }
 
-    /// A float; numbers that are too large for its type are refused.
+    /// Parses a float; rejects numbers that are too large for its type.
     fn float<T: FromStr>(&self, datatype: Datatype) -> Result<T, String> {
         let text = self.text(&format_args!("{datatype} (nan where a value is missing)"))?;
-        // From here on a value is rounded to infinity.
+        // From here on, a value is rounded to infinity.
         let beyond = match datatype {
             Datatype::Fp16 => 65_520.0,
             Datatype::Bf16 => 2f64.powi(128) - 2f64.powi(119),
@@ -218,7 +218,7 @@ impl<'a> Cell<'a> {
             _ => f64::INFINITY,
         };
         let value: f64 = text.parse().map_err(|_| self.refused(text, &datatype))?;
-        // A name of infinity has no digits.
+        // Text without digits names infinity.
         if value.abs() >= beyond && text.contains(|c: char| c.is_ascii_digit()) {
             return Err(self.wrong(&format_args!("{value:e} is too large for {datatype}")));
         }
@@ -242,7 +242,7 @@ impl<'a> Cell<'a> {
         text.parse().map_err(|_| self.refused(text, &"class number (--label names the column)"))
     }
 
-    /// A JSON list, where the cell looks like one.
+    /// Parses a JSON list, if the cell looks like one.
     fn list(&self) -> Result<Option<Value>, String> {
         if !self.content.trim_ascii_start().starts_with(b"[") {
             return Ok(None);
@@ -264,7 +264,7 @@ impl Rows {
         Rows { reader: ReaderBuilder::new().trim(Trim::Headers).from_reader(input) }
     }
 
-    /// The first row, which names the columns.
+    /// Reads the first row, which names the columns.
     fn header(&mut self, name: &str) -> Result<Header> {
         let names: Result<Vec<String>, _> = match self.reader.byte_headers() {
             Ok(header) => header.iter().map(|name| String::from_utf8(name.to_vec())).collect(),
@@ -300,8 +300,8 @@ impl Rows {
         fail(Exit::Usage, format!("{name} {reason}"))
     }
 
-    /// The line in which the row begins that was read last. The library's own count is of where it began to
-    /// look for it, which may be lines before.
+    /// The line in which the last read row begins. The library reports where it began to search for the row,
+    /// which may be lines before.
     fn line(&self, row: &ByteRecord) -> u64 {
         let input = self.reader.get_ref();
         let ahead = input.given.saturating_sub(self.reader.position().byte());
@@ -316,15 +316,15 @@ fn lines(bytes: &[u8]) -> u64 {
     bytes.iter().filter(|byte| **byte == b'\n').count() as u64
 }
 
-/// A file that gives a row only so much at a time, and knows in which line it is.
+/// A file that limits the bytes per row and counts lines.
 struct Input {
     source: Box<dyn BufRead>,
-    /// What may still be read for the row.
+    /// Bytes that may still be read for the row.
     left: usize,
-    /// Bytes and ends of lines so far.
+    /// Bytes and line ends returned so far.
     given: u64,
     lines: u64,
-    /// What was given last, of which some may not have been looked at.
+    /// The last returned bytes, which the parser may not have consumed yet.
     last: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! Files of images as inputs of a model: found, read and decoded within bounds.
+//! Image input of `millrace predict`: finds, reads and decodes image files within bounds.
 
 use std::io::{self, Cursor, Read};
 use std::path::{Path, PathBuf};
@@ -13,20 +13,20 @@ use crate::failure::{Exit, fail, failure};
 use crate::inference::{Batch, Known};
 use crate::output::bytes;
 
-/// Largest file that is read.
+/// Largest image file.
 const FILE_BYTES_MAX: u64 = 64 << 20;
 /// Longest side of an image, in pixels.
 const SIDE_MAX: u32 = 16_384;
-/// Most bytes of an image once it is decoded: a small file may say that it is of any size.
+/// Most bytes of a decoded image: a small file may claim any size.
 const DECODED_BYTES_MAX: u64 = 256 << 20;
 
-/// Whether the name of a file is that of an image.
+/// Whether a file name is that of an image.
 pub(super) fn is_image(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     ["png", "jpg", "jpeg"].iter().any(|image| extension.eq_ignore_ascii_case(image))
 }
 
-/// The images of a folder, by name.
+/// The images of a folder, sorted by name.
 pub(super) fn of_folder(folder: &Path) -> Result<Vec<PathBuf>> {
     let shown = folder.display();
     let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {shown}"))?;
@@ -41,7 +41,7 @@ pub(super) fn of_folder(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 impl Source {
-    /// One image, which is a record.
+    /// Reads one image as a record.
     pub(super) fn image<S: FnMut(Batch) -> bool>(mut self, records: &mut Records<'_, S>) -> Result<()> {
         let mut content = Vec::new();
         let read = self.reader()?.take(FILE_BYTES_MAX + 1).read_to_end(&mut content);
@@ -50,7 +50,7 @@ impl Source {
             return fail(Exit::Usage, format!("{name} is larger than {}", bytes(FILE_BYTES_MAX)));
         }
         let wanted = records.wanted;
-        // There is one where there are images.
+        // Set whenever the sources are images.
         let Some(form) = &wanted.images else { return Ok(()) };
         let image = decode(&content).map_err(|(exit, reason)| failure(exit, format!("{name} {reason}")))?;
         let row = form
@@ -64,7 +64,7 @@ impl Source {
     }
 }
 
-/// The picture, upright.
+/// Decodes an image and applies its orientation.
 fn decode(content: &[u8]) -> Result<DynamicImage, (Exit, String)> {
     let broken = |reason: &dyn std::fmt::Display| (Exit::Corrupt, format!("cannot be decoded: {reason}"));
     let mut reader =
@@ -97,16 +97,16 @@ fn decode(content: &[u8]) -> Result<DynamicImage, (Exit, String)> {
     if decoder.total_bytes() > DECODED_BYTES_MAX {
         return Err(too_large());
     }
-    // What cannot be read of it says nothing.
+    // Unreadable metadata means no rotation.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     let mut image = DynamicImage::from_decoder(decoder).map_err(refused)?;
     image.apply_orientation(orientation);
     Ok(image)
 }
 
-/// Whether a JPEG file has no end of its picture: the decoder would fill up with grey what is missing.
+/// Whether a JPEG file is truncated: the decoder would fill the missing part with gray.
 fn breaks_off(content: &[u8]) -> bool {
-    // Behind the mark of the beginning come segments with their lengths, up to the first scan.
+    // After the start marker come segments with their lengths, up to the first scan.
     let mut at = 2_usize;
     loop {
         match content.get(at..at.saturating_add(4)) {
@@ -118,7 +118,7 @@ fn breaks_off(content: &[u8]) -> bool {
                     break;
                 }
             }
-            // The decoder says what it is.
+            // The decoder reports the error.
             Some(_) => return false,
             None => return true,
         }

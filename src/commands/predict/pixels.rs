@@ -1,4 +1,4 @@
-//! Pictures as elements of a tensor: which extents are the channels, how large, in what range.
+//! Image conversion: pixels as elements of a tensor, with its channel order, size and value range.
 
 use image::DynamicImage;
 use image::imageops::{FilterType, resize};
@@ -7,36 +7,36 @@ use millrace_serving::tensor::Data;
 
 use crate::cli::{ImageArgs, Layout, Scaling};
 
-/// Most bytes of one picture in a request: what a message of a server's default limit holds.
+/// Most bytes of one image in a request: the default message limit of servers.
 const INPUT_BYTES_MAX: u64 = 64 << 20;
-/// Most pixels that are in between when one is scaled, as its columns are before its rows: of 16 bytes each.
+/// Most intermediate pixels when an image is scaled (columns first, then rows); each takes 16 bytes.
 const SCALED_PIXELS_MAX: u64 = 64 << 20;
 
-/// How pictures become what an input takes.
+/// The conversion of images to an input.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Form {
-    /// `None` where the input has no extent for channels, so one of them.
+    /// `None` if the input has no channel dimension, hence one channel.
     layout: Option<Layout>,
     channels: usize,
-    /// `None` where each picture keeps its own.
+    /// `None` if each image keeps its size.
     height: Option<u32>,
     width: Option<u32>,
     elements: Elements,
 }
 
-/// What values from 0 to 255 become.
+/// The element type and the conversion of values from 0 to 255.
 #[derive(Debug, Clone, PartialEq)]
 enum Elements {
     Bytes,
-    /// By channel and value.
+    /// The converted value, by channel and value.
     Floats(Vec<Vec<f32>>),
 }
 
 impl Form {
-    /// As the shape and the type of the input say, and the flags what these leave open.
+    /// Derives the conversion from the input's shape and type, and from the flags for what these leave open.
     ///
     /// # Errors
-    /// What does not fit, or is not said.
+    /// A mismatch, or a property that neither the input nor a flag determines.
     pub(super) fn new(spec: &TensorSpec, args: &ImageArgs) -> Result<Form, String> {
         let name = &spec.name;
         let declared = spec.shape.get(1..).unwrap_or_default();
@@ -94,10 +94,10 @@ impl Form {
         Ok(Form { layout, channels, height, width, elements })
     }
 
-    /// The shape of a picture without the batch dimension, and its elements.
+    /// The shape of an image without the batch dimension, and its elements.
     ///
     /// # Errors
-    /// The picture would take too much of a request.
+    /// The image would take too many bytes of a request.
     pub(super) fn elements(&self, image: DynamicImage) -> Result<(Vec<i64>, Data), String> {
         let (height, width) = (self.height.unwrap_or(image.height()), self.width.unwrap_or(image.width()));
         let each = if self.elements == Elements::Bytes { 1 } else { 4 };
@@ -117,7 +117,8 @@ impl Form {
                 image.height()
             ));
         }
-        // A new pixel is made of all that it covers, weighted by a triangle, as image libraries of Python do.
+        // A new pixel averages all pixels that it covers with triangle weights, as Python's image libraries
+        // do.
         let samples = match (self.channels, as_it_is) {
             (1, true) => image.into_luma8().into_raw(),
             (1, false) => resize(&image.into_luma8(), width, height, FilterType::Triangle).into_raw(),
@@ -139,7 +140,7 @@ impl Form {
         Ok((shape, data))
     }
 
-    /// Samples, pixel by pixel, in the order of the input.
+    /// Orders samples, which come pixel by pixel, as the input requires.
     fn ordered<T>(&self, samples: &[u8], element: impl Fn(usize, u8) -> T) -> Vec<T> {
         let channels = self.channels;
         if self.layout != Some(Layout::Nchw) {
@@ -154,12 +155,12 @@ impl Form {
     }
 }
 
-/// Whether values stay as they are.
+/// Whether values stay unchanged.
 fn is_plain(args: &ImageArgs) -> bool {
     matches!(args.scaling, None | Some(Scaling::None)) && args.mean.is_empty() && args.std.is_empty()
 }
 
-/// What each value becomes in each channel: divided, less a mean, divided by a deviation.
+/// The value table of each channel: divided, minus a mean, divided by a deviation.
 fn tables(args: &ImageArgs, channels: usize) -> Result<Vec<Vec<f32>>, String> {
     let each = |values: &[f32], flag: &str, absent: f32| match values {
         [] => Ok(vec![absent; channels]),

@@ -1,5 +1,5 @@
-//! Where `millrace predict` takes its records from: JSON lines, JSON documents, CSV, Parquet, images. Every
-//! error names the file and the place in it.
+//! Record input of `millrace predict`: JSON lines, JSON documents, CSV, Parquet, images. Every error names
+//! the file and the position in it.
 
 use std::io::{BufRead, Read};
 
@@ -23,21 +23,21 @@ use crate::json_rows;
 const LINE_BYTES_MAX: u64 = 16 << 20;
 /// Largest JSON document, in bytes: it is held in memory.
 const DOCUMENT_BYTES_MAX: u64 = 1 << 30;
-/// Rows of a Parquet file that are decoded at a time.
+/// Rows of a Parquet file decoded at a time.
 const PARQUET_ROWS: usize = 1024;
 
-/// What records become.
+/// The conversion of records.
 pub(super) struct Wanted {
-    /// The inputs of this model.
+    /// The model's inputs.
     pub(super) intake: Intake,
-    /// With the class of this field.
+    /// The field with the true class, if any.
     pub(super) label: Option<String>,
-    /// How images become the input, where the records are images.
+    /// The conversion of images, if the records are images.
     pub(super) images: Option<Form>,
 }
 
-/// Reads all records as what the model takes. `send` gets them in batches, and says whether there is still
-/// somebody who wants more.
+/// Reads all records as model inputs. `send` gets them in batches and returns false when the receiver wants
+/// no more.
 pub(super) fn all(sources: Vec<Source>, wanted: &Wanted, send: impl FnMut(Batch) -> bool) -> Result<()> {
     let mut records = Records { wanted, send, pending: Batch::new(), read: 0, gone: false };
     for source in sources {
@@ -165,18 +165,18 @@ impl Source {
     }
 }
 
-/// The records that were read, on their way to the model.
+/// Collects records into batches and sends them.
 pub(super) struct Records<'a, S> {
     pub(super) wanted: &'a Wanted,
     send: S,
     pending: Batch,
     read: u64,
-    /// Nobody wants more.
+    /// The receiver wants no more records.
     pub(super) gone: bool,
 }
 
 impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
-    /// The fields that are needed.
+    /// The required fields.
     fn fields(&self) -> Vec<&'a str> {
         let mut fields: Vec<&str> =
             self.wanted.intake.inputs().map(|(_, field)| field).chain(self.wanted.label.as_deref()).collect();
@@ -204,7 +204,7 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
         Ok(())
     }
 
-    /// Takes what a record became.
+    /// Adds a converted record.
     pub(super) fn push(&mut self, row: Row, known: Known) {
         self.pending.push(row, known);
         self.read += 1;
@@ -218,7 +218,7 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
     }
 }
 
-/// Columns as records: each column a list with one entry for each of them.
+/// Turns columns into records: each column is a list with one entry per record.
 fn rows_of(name: &str, mut columns: Map<String, Value>, fields: &[&str]) -> Result<Vec<Map<String, Value>>> {
     let mut rows: Vec<Map<String, Value>> = Vec::new();
     let mut first: Option<(&str, usize)> = None;
@@ -252,7 +252,7 @@ fn rows_of(name: &str, mut columns: Map<String, Value>, fields: &[&str]) -> Resu
     Ok(rows)
 }
 
-/// Whether values of a column mean the same as JSON.
+/// Whether JSON represents the column's values without change.
 fn is_readable(column: &DataType) -> bool {
     match column {
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
@@ -269,7 +269,7 @@ fn without_mark(text: &[u8], at_start: bool) -> &[u8] {
     if at_start { text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text) } else { text }
 }
 
-/// Rows as JSON objects; what is null stays there as null.
+/// Rows as JSON objects; null values stay as null.
 fn json(batch: &RecordBatch) -> Result<Vec<Map<String, Value>>> {
     let text = json_rows::lines(batch, true)?;
     let rows = serde_json::Deserializer::from_slice(&text).into_iter();

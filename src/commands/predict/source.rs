@@ -1,4 +1,4 @@
-//! The files that `millrace predict` reads: found at the start, each in the format that it has.
+//! Input files of `millrace predict`: found at the start, with the format of each.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -11,8 +11,8 @@ use super::images;
 use crate::cli::{PredictArgs, RecordFormat};
 use crate::failure::{Exit, fail};
 
-/// Finds files, standard input when there are none; the format of each follows from its name unless it is
-/// given. A folder stands for the images in it.
+/// Finds the files, or standard input without files. The file name determines the format unless the flag sets
+/// it. A folder stands for the images in it.
 pub(super) fn open(args: &PredictArgs) -> Result<Vec<Source>> {
     let mut sources = Vec::new();
     for path in &args.files {
@@ -41,7 +41,7 @@ pub(super) fn open(args: &PredictArgs) -> Result<Vec<Source>> {
     Ok(sources)
 }
 
-/// Finds files of records; the format of each follows from its name unless it is given.
+/// Finds files of records; the file name determines the format unless `format` is set.
 pub(super) fn of_records(paths: &[PathBuf], format: Option<RecordFormat>) -> Result<Vec<Source>> {
     if let Some(folder) = paths.iter().find(|path| path.is_dir()) {
         let folder = folder.display();
@@ -54,33 +54,33 @@ pub(super) fn of_records(paths: &[PathBuf], format: Option<RecordFormat>) -> Res
     }
 }
 
-/// Whether the records are images: all of them are, or none.
+/// Whether the records are images: either all of them are, or none.
 pub(super) fn are_images(sources: &[Source]) -> bool {
     sources.iter().all(|source| source.format == RecordFormat::Image)
 }
 
-/// Number of records, where the files say it beforehand.
+/// Number of records, if the files state it in advance.
 pub(super) fn records(sources: &[Source]) -> Option<u64> {
     sources.iter().map(Source::records).sum()
 }
 
-/// A file, or standard input, that was found.
+/// An input file, or standard input.
 pub(super) struct Source {
     pub(super) name: String,
     pub(super) format: RecordFormat,
     pub(super) content: Content,
 }
 
-/// Where its bytes are.
+/// The source of a file's bytes.
 pub(super) enum Content {
     Standard,
     Open(File),
-    /// Opened when its turn comes: there may be more images than a process may have open files.
+    /// Opened when its turn comes: the images may outnumber the limit of open files.
     Named(PathBuf),
 }
 
 impl Source {
-    /// Opens a file; the format follows from its name unless it is given.
+    /// Opens a file; its name determines the format unless `format` is set.
     fn open(path: Option<&Path>, format: Option<RecordFormat>) -> Result<Source> {
         let extension = path.and_then(Path::extension).and_then(|extension| extension.to_str());
         let format = format.unwrap_or(match extension {
@@ -95,7 +95,7 @@ impl Source {
         };
         let name = path.display().to_string();
         let content = match format {
-            // That it is there is seen now, too.
+            // Checks now that the file exists.
             RecordFormat::Image => std::fs::metadata(path).map(|_| Content::Named(path.to_owned())),
             _ => File::open(path).map(Content::Open),
         };
@@ -114,7 +114,7 @@ impl Source {
         u64::try_from(reader.metadata().file_metadata().num_rows()).ok()
     }
 
-    /// Its bytes, once.
+    /// The file's bytes; works once.
     pub(super) fn reader(&mut self) -> Result<Box<dyn BufRead>> {
         Ok(match std::mem::replace(&mut self.content, Content::Standard) {
             Content::Standard => Box::new(BufReader::new(std::io::stdin())),

@@ -1,4 +1,4 @@
-//! Where `millrace predict` puts what a model says: a table for people, one JSON object, JSON lines, Parquet.
+//! Output of `millrace predict`: a table for people, one JSON object, JSON lines, or Parquet.
 
 use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
@@ -21,10 +21,10 @@ use crate::output::count;
 const SHOWN: usize = 10;
 /// Elements of an output that are shown to people.
 const ELEMENTS_SHOWN: usize = 4;
-/// Most predictions of one JSON object: it is made whole before it is printed.
+/// Most predictions of one JSON object: it is built in memory before it is printed.
 const OBJECT_MAX: usize = 1_000_000;
 
-/// What was predicted, so far.
+/// The predictions so far.
 pub(super) struct Predictions {
     out: Out,
     accuracy: Accuracy,
@@ -40,19 +40,20 @@ enum Out {
     Object(Vec<Value>),
     /// One JSON object per line, to standard output.
     Lines,
-    /// The same, to a file.
+    /// One JSON object per line, to a file.
     LinesFile(BufWriter<File>, Whole),
     Parquet(Box<Columns>, Whole),
 }
 
-/// A file that gets its name once it is complete.
+/// A temporary file that gets its name once it is complete.
 struct Whole {
     written: TempPath,
     name: PathBuf,
 }
 
 impl Predictions {
-    /// To a file, `-` for standard output, or without one as the caller talks. A file's name says its format.
+    /// Writes to a file, to standard output for `-`, or without a name as tables or JSON. The file name
+    /// determines the format.
     pub(super) fn new(context: &Context, output: Option<&Path>, labelled: bool) -> Result<Predictions> {
         let extension = output.and_then(Path::extension).and_then(|extension| extension.to_str());
         let out = match (output, extension) {
@@ -79,7 +80,7 @@ impl Predictions {
         Ok(Predictions { out, accuracy, labelled, predicted: 0, version })
     }
 
-    /// Takes the next answer; false once the reader of standard output has gone away.
+    /// Adds an answer; false once the reader of standard output has closed it.
     pub(super) fn add(&mut self, context: &Context, answer: &Answer) -> Result<bool> {
         let outputs = &answer.prediction.outputs;
         let rows = answer.known.len();
@@ -121,7 +122,7 @@ impl Predictions {
         Ok(true)
     }
 
-    /// Completes the file, or shows what was kept.
+    /// Completes the file, or shows the kept predictions.
     pub(super) fn finish(self, context: &Context, model: &str, seconds: f64) -> Result<()> {
         let mut summary = json!({
             "model": model, "version": self.version, "predicted": self.predicted,
@@ -152,7 +153,7 @@ impl Predictions {
                 context.out.table(&(), headers, lines)?;
                 context.out.text(&said(&more))
             }
-            // Standard output is the predictions' own.
+            // Standard output holds only the predictions.
             Out::Lines => Ok(()),
             Out::LinesFile(mut file, whole) => {
                 file.flush().with_context(|| whole.unwritable())?;
@@ -170,12 +171,12 @@ impl Predictions {
 }
 
 impl Whole {
-    /// A file beside the one of that name, which it becomes with [`Whole::keep`], and else never.
+    /// Creates a temporary file beside `name`. [`Whole::keep`] renames it; otherwise it is deleted.
     fn create(name: &Path) -> Result<(File, Whole)> {
         let folder = name.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let made = tempfile::Builder::new()
             .prefix(".predict-")
-            // As any other new file; files of this kind are their owner's alone otherwise.
+            // The usual mode of a new file; temporary files are private by default.
             .permissions(Permissions::from_mode(0o666))
             .tempfile_in(folder)
             .with_context(|| format!("cannot write {}", name.display()))?;
@@ -187,7 +188,7 @@ impl Whole {
         format!("cannot write {}", self.name.display())
     }
 
-    /// Gives the file its name; says which.
+    /// Renames the file to its final name, which it returns.
     fn keep(self) -> Result<String> {
         let unwritable = self.unwritable();
         self.written.persist(&self.name).with_context(|| unwritable)?;
@@ -195,7 +196,7 @@ impl Whole {
     }
 }
 
-/// A prediction for programs.
+/// A prediction as JSON.
 fn object(one: RowOutputs, known: &Known) -> Value {
     let mut object = Map::from_iter([
         ("outputs".to_owned(), Value::Object(one.outputs)),
@@ -210,8 +211,8 @@ fn object(one: RowOutputs, known: &Known) -> Value {
     Value::Object(object)
 }
 
-/// A prediction for people: the number of the record or its file, each output with its first elements, and
-/// where its largest one is.
+/// A prediction as a table row: the record's number or file, and each output with its first elements and the
+/// index of its largest.
 fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &Known) -> Vec<String> {
     let elements = |values: &[Value]| {
         let first: Vec<String> = values.iter().take(ELEMENTS_SHOWN).map(element).collect();
@@ -236,7 +237,7 @@ fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &Known) -> Vec
     cells
 }
 
-/// Texts in their quotes and cut short, floats with four digits after the point.
+/// Formats an element: text in quotes and shortened, floats with four digits after the point.
 fn element(value: &Value) -> String {
     match value {
         Value::Number(number) if number.is_f64() => {

@@ -1,4 +1,4 @@
-//! `millrace serve bench`: load on a model server, and how long its answers take.
+//! `millrace serve bench`: puts load on a model server and reports its latencies.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,11 +21,11 @@ use crate::failure::{Exit, fail, failure};
 use crate::inference::server;
 use crate::output::{count, duration};
 
-/// Clients of the loads when none are asked for.
+/// Default numbers of clients.
 const CLIENTS: [u32; 3] = [1, 8, 64];
-/// Most records of a file that are sent, in turn.
+/// Most records of a file that are sent, in rotation.
 const RECORDS_MAX: usize = 65_536;
-/// Most bytes of a file of records that are read.
+/// Largest file of records, in bytes.
 const DATA_BYTES_MAX: u64 = 256 << 20;
 
 /// One load.
@@ -35,7 +35,7 @@ enum Load {
     Open(Open),
 }
 
-/// What one load has measured, for programs. Times are in microseconds.
+/// The measurements of one load, for programs. Times are in microseconds.
 #[derive(Debug, Serialize)]
 struct Shown {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,7 +63,7 @@ pub(crate) async fn run(context: &Context, args: BenchArgs) -> Result<()> {
 
 async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
     if let Some(path) = &args.picture {
-        // Minutes of work should not end in a wrong path.
+        // Checks the path before minutes of measurements.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         if path.is_dir() || folder.is_some_and(|folder| !folder.is_dir()) {
             let reason =
@@ -100,7 +100,7 @@ async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
     Ok(())
 }
 
-/// The requests, the first of which the server has answered.
+/// The requests of the load; the server has answered the first one.
 async fn requests(context: &Context, args: &BenchArgs, mut client: Client) -> Result<Requests> {
     let asked = args.version.map(|version| version.to_string()).unwrap_or_default();
     let signature = client.signature(&args.model, &asked).await?;
@@ -156,7 +156,7 @@ fn read(path: &Path, mapping: &Mapping) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The loads that are asked for, in their order.
+/// The requested loads, in order.
 fn loads(args: &BenchArgs) -> Vec<Load> {
     let clients = match (&args.concurrency[..], &args.rate[..]) {
         ([], []) => &CLIENTS[..],
@@ -176,7 +176,7 @@ fn loads(args: &BenchArgs) -> Vec<Load> {
 }
 
 impl Load {
-    /// In the picture an open loop is where it was asked to be, a closed one where it got to.
+    /// The rate in the plot: requested for an open loop, measured for a closed one.
     fn point(&self, measured: &Measured) -> Option<Point> {
         let rate = match self {
             Load::Closed(_) => measured.rate(),

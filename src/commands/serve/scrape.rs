@@ -1,21 +1,21 @@
-//! The metrics of a model server, as far as `millrace serve top` shows them: latencies and waiting requests
-//! by version, out of the Prometheus text format.
+//! Metrics scraper of `millrace serve top`: latencies and waiting requests by version, from the Prometheus
+//! text format.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::Result;
 
-/// Longest wait for the metrics.
+/// Deadline for the metrics request.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Largest text that is read.
+/// Largest response, in bytes.
 const BYTES_MAX: usize = 64 << 20;
-/// Seconds of requests; the buckets of the histogram.
+/// The histogram of request latencies, in seconds.
 const LATENCY: &str = "millrace_serving_request_seconds_bucket";
-/// Requests that wait for a session, by Triton's name.
+/// Requests that wait for a session, under Triton's name.
 const WAITING: &str = "nv_inference_pending_request_count";
 
-/// Asks for metrics.
+/// Requests metrics from an address.
 pub(super) struct Scraper {
     client: reqwest::Client,
     address: String,
@@ -27,11 +27,11 @@ impl Scraper {
         Ok(Scraper { client, address: address.to_owned() })
     }
 
-    /// The metrics as they are now; why not, when there are none.
+    /// The current metrics, or why they are unavailable.
     pub(super) async fn scrape(&self) -> Result<Scrape, String> {
         let url = format!("http://{}/metrics", self.address);
         let failed = |error: reqwest::Error| {
-            // The last cause says it: those above speak of the library's own steps.
+            // The last cause is the informative one: the others describe the library's internal steps.
             let causes = std::iter::successors(Some(&error as &(dyn std::error::Error + 'static)), |error| {
                 error.source()
             });
@@ -60,7 +60,7 @@ pub(super) struct Scrape {
     waiting: HashMap<(String, String), u64>,
 }
 
-/// How many requests took at most so many seconds, by rising bounds; the last one has no bound.
+/// Cumulative request counts by latency bound in seconds, ascending; the last bound is infinite.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Latencies(Vec<(f64, u64)>);
 
@@ -99,7 +99,7 @@ impl Scrape {
 }
 
 impl Latencies {
-    /// What was added; all of it when there was nothing, or more than there is.
+    /// The increase since `old`; everything if there is no `old` or the counters restarted.
     pub(super) fn since(&self, old: Option<&Latencies>) -> Latencies {
         let same = old.filter(|old| {
             old.0.len() == self.0.len()
@@ -111,8 +111,8 @@ impl Latencies {
         )
     }
 
-    /// Seconds that a share of the requests took at most, as if those of a bucket lay evenly in it; the
-    /// lower bound of the last bucket, which has no upper one. None without requests.
+    /// The latency quantile in seconds, interpolated within a bucket. For the last bucket, which has no upper
+    /// bound, its lower bound. None without requests.
     pub(super) fn quantile(&self, share: f64) -> Option<f64> {
         let total = self.0.last()?.1;
         let rank = share * total as f64;
@@ -131,10 +131,10 @@ impl Latencies {
     }
 }
 
-/// Name, labels and value.
+/// Name, labels and value of a sample.
 type Sample<'a> = (&'a str, Vec<(String, String)>, f64);
 
-/// Name, labels and value of a line; `None` for one that is malformed.
+/// Parses a line; `None` if it is malformed.
 fn sample(line: &str) -> Option<Sample<'_>> {
     let (name, mut rest) = line.split_once('{')?;
     let mut labels = Vec::new();
@@ -198,9 +198,9 @@ mod tests {
         };
         let all = latencies([4, 8, 8]);
         assert_eq!([0.0, 0.25, 0.5, 0.75, 1.0].map(|q| all.quantile(q).unwrap()), [0.0, 0.5, 1.0, 1.5, 2.0]);
-        // Beyond the last bound it is at least that.
+        // In the last bucket, the result is its lower bound.
         assert_eq!(latencies([4, 8, 10]).quantile(0.99), Some(2.0));
-        // Only what came since counts, unless the counts began anew.
+        // Only the increase counts, unless the counters restarted.
         assert_eq!(latencies([4, 9, 9]).since(Some(&all)).quantile(0.5), Some(1.5));
         assert_eq!(latencies([1, 1, 1]).since(Some(&all)), latencies([1, 1, 1]));
         assert_eq!(all.since(None), all);

@@ -1,4 +1,5 @@
-//! `millrace serve token`: a new bearer token, which is shown this once, and its line for the server's file.
+//! `millrace serve token`: creates a bearer token, which is shown only once, and its line for the server's
+//! file.
 
 use anyhow::Result;
 use millrace_serving::new_token;
@@ -12,7 +13,7 @@ pub(crate) fn run(context: &Context, args: &TokenArgs) -> Result<()> {
     if context.out.is_json() {
         return context.out.object(&serde_json::json!({ "token": token, "line": line }));
     }
-    // Apart from the line, so that >> may put that where it belongs.
+    // On standard error, so that >> redirects the line alone.
     context.out.note(&format!("the token of {}, which is not shown again: {token}", args.name));
     context.out.raw(&line)
 }

@@ -1,4 +1,4 @@
-//! `millrace serve top`: what a model server does, now, as its public calls and its metrics tell it.
+//! `millrace serve top`: the current activity of a model server, from its public calls and its metrics.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::failure::{Exit, fail};
 use crate::inference::server;
 use crate::output::{count, duration, table};
 
-/// How often the server is asked which versions there are: it lists its store for that.
+/// Interval between requests for the list of versions, for which the server lists its store.
 const INDEX_EVERY: Duration = Duration::from_secs(10);
 
 /// Model and version.
@@ -47,7 +47,7 @@ pub(crate) async fn run(context: &Context, args: TopArgs) -> Result<()> {
             look = look => look?,
             () = context.stop.cancelled() => return Ok(()),
         };
-        // The first look only counts.
+        // The first measurement is only a baseline.
         if let Some(before) = &before {
             let shown_now = Shown::new(&watched, before, &look);
             shown += 1;
@@ -61,7 +61,7 @@ pub(crate) async fn run(context: &Context, args: TopArgs) -> Result<()> {
     }
 }
 
-/// Where the metrics are: as the caller says, beside the server of this home, or as configured.
+/// The metrics address: from the flag, of this home's server, or from the configuration.
 fn metrics(context: &Context, args: &TopArgs) -> String {
     match (&args.metrics, &args.server.grpc) {
         (Some(address), _) => address.clone(),
@@ -69,7 +69,7 @@ fn metrics(context: &Context, args: &TopArgs) -> String {
             let running = context.home.running().and_then(|running| running.metrics);
             running.unwrap_or(context.loaded.settings.serving.metrics).to_string()
         }
-        // Another machine's server has them at the usual port.
+        // A server on another host has them at the configured port.
         (None, Some(grpc)) => {
             let host = grpc.split_once("://").map_or(grpc.as_str(), |(_, host)| host).trim_end_matches('/');
             let host = host.rsplit_once(':').map_or(host, |(host, _)| host);
@@ -78,7 +78,7 @@ fn metrics(context: &Context, args: &TopArgs) -> String {
     }
 }
 
-/// A server that is watched.
+/// The observed server.
 struct Watched {
     client: Client,
     scraper: Scraper,
@@ -88,7 +88,7 @@ struct Watched {
     indexed: Option<Instant>,
 }
 
-/// What it had done at a moment.
+/// Its counters at a moment.
 struct Look {
     at: Instant,
     ready: bool,
@@ -101,7 +101,7 @@ impl Watched {
         if self.indexed.is_none_or(|at| at.elapsed() >= INDEX_EVERY) {
             self.index = match self.client.repository_index().await {
                 Ok(index) => index,
-                // Without it those show that have figures.
+                // Without the index, only versions with statistics are shown.
                 Err(ClientError::Refused { code: tonic::Code::Unimplemented, .. }) => Vec::new(),
                 Err(error) => return Err(error.into()),
             };
@@ -123,7 +123,7 @@ impl Watched {
     }
 }
 
-/// An interval as it is shown.
+/// The displayed data of an interval.
 #[derive(Debug, Serialize)]
 struct Shown<'a> {
     server: &'a str,
@@ -131,12 +131,12 @@ struct Shown<'a> {
     seconds: f64,
     requests_per_s: f64,
     models: Vec<Model>,
-    /// Why there are no percentiles and no waiting requests.
+    /// Why percentiles and waiting requests are missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     metrics_error: Option<&'a str>,
 }
 
-/// A version in an interval. What nothing was measured of is not there.
+/// A version in an interval. Figures without measurements are absent.
 #[derive(Debug, Serialize)]
 struct Model {
     model: String,
@@ -286,7 +286,7 @@ impl Model {
     }
 }
 
-/// Counts of a version since it was loaded.
+/// Counters of a version since it was loaded.
 #[derive(Debug, Clone, Copy, Default)]
 struct Counts {
     requests: u64,
@@ -311,7 +311,7 @@ impl Counts {
         }
     }
 
-    /// What was added. Fewer requests than before mean that the version was loaded anew.
+    /// The increase. Fewer requests than before mean that the version was reloaded.
     fn since(self, old: Counts) -> Counts {
         let old = if self.requests < old.requests { Counts::default() } else { old };
         Counts {

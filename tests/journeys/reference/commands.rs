@@ -1,9 +1,9 @@
-//! Pages of the commands, from what `--help` prints.
+//! Generator of the command pages, from the output of `--help`.
 
 use super::{Page, page, program};
 use crate::support::Home;
 
-/// Pages with their titles and the commands on them; a command of more words goes where the longest beginning is.
+/// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
 const PAGES: [(&str, &str, &[&str]); 11] = [
     (
         "cli/service.md",
@@ -26,7 +26,7 @@ const PAGES: [(&str, &str, &[&str]); 11] = [
     ("cli/predict.md", "Commands: predicting", &["predict", "pipe"]),
 ];
 
-/// Flags of every command, which are documented once, at the program itself.
+/// Flags of every command, documented once for the program.
 const GLOBAL: [&str; 5] = ["--home", "--config", "--json", "--log", "--help"];
 
 pub(super) fn pages(home: &Home) -> Vec<Page> {
@@ -37,7 +37,7 @@ pub(super) fn pages(home: &Home) -> Vec<Page> {
         let mut below: Vec<_> =
             subcommands(&help).into_iter().map(|name| [&command[..], &[name]].concat()).collect();
         bodies[place(&command.join(" "))] += &section(&command, &help);
-        // The first is the next to be taken.
+        // Reversed, since commands are taken from the end.
         below.reverse();
         pending.extend(below);
     }
@@ -46,7 +46,7 @@ pub(super) fn pages(home: &Home) -> Vec<Page> {
     all.map(|((path, title, _), body)| page(path, title, &format!("{note}{body}"))).collect()
 }
 
-/// What `--help` prints, at a width that does not depend on the terminal.
+/// The output of `--help`, at a width that does not depend on the terminal.
 fn help(home: &Home, command: &[String]) -> String {
     let mut program = program(home);
     program.env_remove("MILLRACE_HOME").env("COLUMNS", "110").args(command).arg("--help");
@@ -63,7 +63,7 @@ fn subcommands(help: &str) -> Vec<String> {
     names.filter(|name| *name != "help").map(str::to_owned).collect()
 }
 
-/// The page of a command.
+/// The index of a command's page.
 fn place(command: &str) -> usize {
     let fits =
         |known: &str| known == command || (!known.is_empty() && command.starts_with(&format!("{known} ")));
@@ -84,7 +84,7 @@ fn section(command: &[String], help: &str) -> String {
     format!("## `{name}`\n\n{about}{stop}\n\n```text\nUsage: {}\n```\n\n", usage.join("\n").trim_end())
 }
 
-/// The help without the flags of every command, and without headings and blank lines that nothing follows then.
+/// The help without global flags, and without headings and blank lines that then have no content.
 fn without_globals(help: &str) -> String {
     let mut kept: Vec<&str> = Vec::new();
     let mut skipped = false;
@@ -104,7 +104,7 @@ fn without_globals(help: &str) -> String {
         }
     }
     let text = kept.join("\n");
-    // Paragraphs of a heading alone.
+    // Paragraphs that consist of a heading alone.
     let empty = |paragraph: &&str| paragraph.trim() != "Options:";
     text.split("\n\n").filter(empty).collect::<Vec<_>>().join("\n\n")
 }

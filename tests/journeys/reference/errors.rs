@@ -1,12 +1,12 @@
-//! Pages of the exit codes and of the messages that lead to them.
+//! Generator of the pages of exit codes and of the messages that lead to them.
 
 use std::collections::BTreeMap;
 
 use super::rust::{Token, close, members};
 use super::{Page, cell, page, source};
 
-/// A page with its title and, for each table, its heading, the file and name of the error, and its function in
-/// `src/exit.rs`.
+/// A page with its title and its tables. A table has a heading, the file and name of the error, and its
+/// function in `src/exit.rs`.
 type Errors =
     (&'static str, &'static str, &'static [(&'static str, &'static str, &'static str, &'static str)]);
 
@@ -64,7 +64,7 @@ pub(super) fn pages() -> Vec<Page> {
     let mut body = CODES_BEFORE.to_owned();
     let mut codes = BTreeMap::new();
     for exit in members(&failure, "enum", "Exit") {
-        // What is left of `Failed = 1` behind the name.
+        // The number in `Failed = 1`, after the name.
         let code = exit.rest.iter().find_map(Token::word).unwrap_or_default().to_owned();
         body += &format!("| {code} | `{}` | {} |\n", exit.name, cell(&exit.doc));
         codes.insert(exit.name, code);
@@ -101,7 +101,7 @@ fn tables_of(
     body
 }
 
-/// The message of `error("…")`, in which `…` stands for what is filled in; none where that is all of it.
+/// The message of `error("…")`, with `…` for inserted values; none if it consists of one alone.
 fn message(attribute: &[Token]) -> Option<String> {
     let [Token::Word(name), Token::Mark('('), Token::Text(text), ..] = attribute else { return None };
     if name != "error" {
@@ -118,7 +118,7 @@ fn message(attribute: &[Token]) -> Option<String> {
     shown.contains(char::is_alphabetic).then_some(shown)
 }
 
-/// The code of each variant, by the arms of a function's `match`.
+/// The exit code of each variant, from the arms of a function's `match`.
 fn exits_in(tokens: &[Token], function: &str, codes: &BTreeMap<String, String>) -> BTreeMap<String, String> {
     let named = |pair: &[Token]| pair[0].word() == Some("fn") && pair[1].word() == Some(function);
     let at = tokens.windows(2).position(named).unwrap_or_else(|| panic!("src/exit.rs has no fn {function}"));
@@ -133,7 +133,7 @@ fn exits_in(tokens: &[Token], function: &str, codes: &BTreeMap<String, String>) 
         };
         match token.word() {
             Some("E") => {
-                // What a variant holds decides, too: `Infer(InferError::Invalid { .. })`.
+                // The inner variant also decides: `Infer(InferError::Invalid { .. })`.
                 let nested = matches!(rest, [Token::Mark('('), Token::Word(_), ..]);
                 variants.push((second.clone(), nested));
             }
@@ -152,7 +152,7 @@ fn exits_in(tokens: &[Token], function: &str, codes: &BTreeMap<String, String>) 
     found
 }
 
-/// A doc comment without links of rustdoc.
+/// A doc comment without rustdoc links.
 fn plain(doc: &str) -> String {
     doc.replace("[`", "`").replace("`]", "`")
 }

@@ -1,4 +1,5 @@
-//! Pages of the configuration keys: names, types and meanings from the source, defaults from the program.
+//! Generator of the configuration key pages: names, types and meanings from the source, defaults from the
+//! program.
 
 use millrace_trainer::job::JobFile;
 use serde_json::Value;
@@ -9,12 +10,12 @@ use crate::support::Home;
 
 /// A table of keys.
 struct Table {
-    /// How it is written in a file.
+    /// Its heading in a file.
     heading: &'static str,
     file: &'static str,
     /// The struct, or `ENUM::VARIANT`.
     name: &'static str,
-    /// The place of an example among the values: of the configuration, or of a job file.
+    /// JSON pointer to an example among the values of the configuration or of a job file.
     at: &'static str,
 }
 
@@ -106,7 +107,7 @@ const PAGES: [(&str, &str, &[Table]); 9] = [
     ),
 ];
 
-/// One of each table that is not there by default, with the keys that have to be given.
+/// An example of each table that is absent by default, with its required keys.
 const SAMPLE: &str = r#"
 [streams]
 topics = [{ name = "example" }]
@@ -131,7 +132,7 @@ mounts = [{ volume = "example", path = "mnt" }]
 snapshots = [{ volume = "example", every_s = 3600, keep = 48 }]
 "#;
 
-/// Job files with the keys that have to be given.
+/// Job files with their required keys.
 const JOBS: [(&str, &str); 2] = [
     (
         "mlp",
@@ -157,7 +158,7 @@ optimizer = { kind = "sgd" }
     ),
 ];
 
-/// Types as people read them.
+/// Readable names of types.
 const TYPES: [(&str, &str); 42] = [
     ("bool", "true or false"),
     ("usize", "integer"),
@@ -203,7 +204,7 @@ const TYPES: [(&str, &str); 42] = [
     ("Loss", "word"),
 ];
 
-/// Types with a few values, and where they are declared.
+/// Types with a few values, and the files that declare them.
 const CHOICES: [(&str, &str); 7] = [
     ("Flush", "streams/src/broker/config.rs"),
     ("Control", SERVING),
@@ -237,7 +238,7 @@ pub(super) fn pages(home: &Home) -> Vec<Page> {
     PAGES.iter().map(one).collect()
 }
 
-/// What `millrace config` prints.
+/// The output of `millrace config`.
 fn configuration(home: &Home, flags: &[&str]) -> Value {
     let output = program(home).args(flags).args(["config", "--json"]).output().unwrap();
     assert!(output.status.success(), "millrace config: {output:?}");
@@ -245,9 +246,9 @@ fn configuration(home: &Home, flags: &[&str]) -> Value {
 }
 
 struct Values {
-    /// Of no configuration at all.
+    /// The values without any configuration.
     plain: Value,
-    /// Of the samples.
+    /// The values with the samples.
     filled: Value,
     /// The samples themselves.
     given: Value,
@@ -283,7 +284,7 @@ impl Values {
         if choices.is_empty() { text } else { text + "\n" }
     }
 
-    /// What a key is without being set.
+    /// The default of a key.
     fn default(&self, table: &Table, key: &str) -> String {
         let value = match self.plain.pointer(table.at) {
             Some(present) => &present[key],
@@ -311,7 +312,7 @@ fn is_table(value: &Value) -> bool {
     value.is_object() || value.as_array().is_some_and(|list| list.iter().any(Value::is_object))
 }
 
-/// Bytes in the largest unit that fits.
+/// Formats bytes in the largest unit that divides them.
 fn size(key: &str, value: u64) -> String {
     let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
     let unit = units.into_iter().find(|(_, shift)| value > 0 && value.is_multiple_of(1 << shift));
@@ -321,7 +322,7 @@ fn size(key: &str, value: u64) -> String {
     }
 }
 
-/// A type in words, and its values where it has a few.
+/// A readable type, and its values if it has a few.
 fn kind(written: &str) -> (String, Vec<Member>) {
     let inside = |outer: &str| written.strip_prefix(outer)?.strip_prefix('<')?.strip_suffix('>');
     if let Some(inner) = inside("Option") {
@@ -352,7 +353,7 @@ fn plural(words: &str) -> String {
     }
 }
 
-/// A value of an enum as TOML has it.
+/// A value of an enum in TOML.
 fn choice(value: &Member) -> String {
     let mut name = String::new();
     for c in value.name.chars() {
@@ -365,7 +366,7 @@ fn choice(value: &Member) -> String {
     if has_content { format!("`{{ {name} = \"…\" }}`") } else { format!("`\"{name}\"`") }
 }
 
-/// A doc comment without links of rustdoc; constants of the file become their values.
+/// A doc comment without rustdoc links, in which constants of the file are replaced by their values.
 fn plain(doc: &str, tokens: &[Token]) -> String {
     let mut text = String::new();
     let mut rest = doc;

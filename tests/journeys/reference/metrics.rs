@@ -1,4 +1,4 @@
-//! Pages of the metrics, from where they are declared.
+//! Generator of the metrics pages, from the declarations in the source.
 
 use super::rust::{Token, close};
 use super::{Page, cell, page, source};
@@ -66,7 +66,7 @@ fn is_name(text: &str) -> bool {
     plain && ["millrace_", "nv_"].iter().any(|start| text.starts_with(start)) && text.matches('_').count() > 1
 }
 
-/// The metrics of a file. A name is followed by its help text, or is a constant that is followed by it elsewhere.
+/// The metrics of a file. Their help text follows the name, or follows a use of the name's constant.
 fn metrics(tokens: &[Token]) -> Vec<Metric> {
     let mut found = Vec::new();
     for (at, token) in tokens.iter().enumerate() {
@@ -99,7 +99,7 @@ fn constant_named(tokens: &[Token], at: usize) -> Option<&str> {
     if is_constant { before[1].word() } else { None }
 }
 
-/// The help text that follows a name, with its place.
+/// The help text after a name, with its position.
 fn help(tokens: &[Token], name: usize) -> Option<(usize, &str)> {
     let at = name + 1 + usize::from(tokens.get(name + 1)?.is(','));
     Some((at, tokens.get(at)?.text().filter(|text| !is_name(text))?))
@@ -116,7 +116,7 @@ fn kind_of(token: &Token) -> Option<&'static str> {
     kinds.into_iter().find(|(part, _)| word.contains(part)).map(|(_, kind)| kind)
 }
 
-/// The kind of a metric: from what it is handed to, else from what follows.
+/// The kind of a metric: from the call that it is an argument of, else from the tokens that follow.
 fn kind(tokens: &[Token], name: usize, help: usize) -> Option<&'static str> {
     let before = tokens[..name]
         .iter()
@@ -128,15 +128,16 @@ fn kind(tokens: &[Token], name: usize, help: usize) -> Option<&'static str> {
     before.filter_map(kind_of).next().or_else(|| after.filter_map(kind_of).next())
 }
 
-/// The labels of a metric: an array behind its help text, in the call or in the statement that follows; else that of
-/// the closure it is handed to; else what the file does with all of its metrics.
+/// The labels of a metric. They are an array after its help text, in the call or in the next statement.
+/// Otherwise they come from the closure that the metric is passed to, or from the labels that the file adds
+/// to all of its metrics.
 fn labels(tokens: &[Token], name: usize, help: usize) -> Vec<String> {
     let callee =
         tokens[..name].iter().rev().find(|token| !token.is('(') && !token.is('!')).and_then(Token::word);
     if let Some(closure) = callee.and_then(|callee| closure(tokens, callee)) {
         return array_in(tokens, closure).unwrap_or_default();
     }
-    // To the end of the call, and for options that are handed on, of the statement behind it.
+    // To the end of the call; for options that are passed on, to the end of the next statement.
     let statements = if callee == Some("new") { 2 } else { 1 };
     let ends = tokens.iter().enumerate().skip(help).filter(|(_, token)| token.is(';')).map(|(at, _)| at);
     let end = ends.take(statements).last().unwrap_or(tokens.len());
@@ -150,7 +151,7 @@ fn labels(tokens: &[Token], name: usize, help: usize) -> Vec<String> {
     if of_file {
         return array(tokens, "LABELS").unwrap_or_default();
     }
-    // Labels that are put on each sample by hand: `label("mount", …)`, and `op` where a sample has one.
+    // Labels that the code adds to each sample: `label("mount", …)`, and `op` for samples that have one.
     let by_hand = |triple: &[Token]| match triple {
         [Token::Word(word), Token::Mark('('), Token::Text(text)] if word == "label" && text != "op" => {
             Some(text.clone())
@@ -178,7 +179,7 @@ fn closure<'t>(tokens: &'t [Token], name: &str) -> Option<&'t [Token]> {
     Some(&tokens[at..at + end])
 }
 
-/// The first array of texts in `part`: `&["a", "b"]`, or the name of a constant one.
+/// The first array of texts in `part`: `&["a", "b"]`, or the name of a constant array.
 fn array_in(tokens: &[Token], part: &[Token]) -> Option<Vec<String>> {
     part.iter().enumerate().filter(|(_, token)| token.is('&')).find_map(|(at, _)| match part.get(at + 1)? {
         Token::Mark('[') => Some(texts(&part[at + 1..=close(part, at + 1)])),

@@ -1,4 +1,4 @@
-//! A reader of Rust source, as far as declarations need it: tokens, fields of structs, variants of enums.
+//! A minimal reader of Rust source for declarations: tokens, fields of structs, variants of enums.
 
 /// A piece of source text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(super) struct Member {
     pub(super) attributes: Vec<Vec<Token>>,
 }
 
-/// The tokens of a file, up to its tests.
+/// The tokens of a file, except its tests.
 pub(super) fn tokens(source: &str) -> Vec<Token> {
     let source = source.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let chars: Vec<char> = source.chars().collect();
@@ -66,7 +66,7 @@ pub(super) fn tokens(source: &str) -> Vec<Token> {
             tokens.push(Token::Text(text));
             at = end;
         } else if c == '\'' && (next == '\\' || chars.get(at + 2) == Some(&'\'')) {
-            // A character; otherwise it is a lifetime, whose name follows as a word.
+            // A character literal; otherwise a lifetime, whose name follows as a word.
             let body = at + if next == '\\' { 3 } else { 2 };
             at = (body..chars.len()).find(|i| chars[*i] == '\'').map_or(chars.len(), |end| end + 1);
         } else if c.is_alphanumeric() || c == '_' {
@@ -92,7 +92,7 @@ pub(super) fn tokens(source: &str) -> Vec<Token> {
     tokens
 }
 
-/// The value of a literal that begins at `at`, and the place behind its closing quote.
+/// The value of a literal that begins at `at`, and the position after its closing quote.
 fn string(chars: &[char], mut at: usize) -> (String, usize) {
     let mut text = String::new();
     while at < chars.len() && chars[at] != '"' {
@@ -126,7 +126,7 @@ fn raw_string(chars: &[char], start: usize, hashes: usize) -> (String, usize) {
     (chars[start..end].iter().collect(), end + 1 + hashes)
 }
 
-/// The place of the mark that closes what opens at `open`.
+/// The position of the mark that closes the one at `open`.
 pub(super) fn close(tokens: &[Token], open: usize) -> usize {
     let mut depth = 0usize;
     for (at, token) in tokens.iter().enumerate().skip(open) {
@@ -142,7 +142,7 @@ pub(super) fn close(tokens: &[Token], open: usize) -> usize {
     panic!("no end of what opens at token {open}: {:?}", &tokens[open..tokens.len().min(open + 8)]);
 }
 
-/// The place of the first of `marks` at `from` or behind it, not inside brackets; the end without one.
+/// The position of the first of `marks` from `from` on, outside brackets; the end if there is none.
 fn outside(tokens: &[Token], from: usize, marks: &[char]) -> usize {
     let (mut at, mut angles) = (from, 0i32);
     while at < tokens.len() {
@@ -167,7 +167,7 @@ pub(super) fn members(tokens: &[Token], kind: &str, name: &str) -> Vec<Member> {
     members_between(&tokens[open + 1..close(tokens, open)])
 }
 
-/// The fields of a variant that has them in braces.
+/// The fields of a variant with braces.
 pub(super) fn fields(variant: &Member) -> Vec<Member> {
     members_between(&variant.rest[1..variant.rest.len() - 1])
 }
@@ -203,7 +203,7 @@ fn members_between(tokens: &[Token]) -> Vec<Member> {
     found
 }
 
-/// Tokens as source text without spaces, but for one behind each comma.
+/// Tokens as source text without spaces, except one after each comma.
 pub(super) fn shown(tokens: &[Token]) -> String {
     let one = |token: &Token| match token {
         Token::Word(word) => word.clone(),

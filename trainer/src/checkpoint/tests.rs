@@ -1,4 +1,4 @@
-//! Tests of checkpoints in a volume: which are kept, and whose.
+//! Tests of checkpoints in a volume: retention, adoption of format 1, and fencing of writers.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -13,7 +13,7 @@ use crate::optim::OptimizerState;
 use crate::state::State;
 
 fn layout() -> ParamLayout {
-    // Longer than what the metadata keeps inline.
+    // Larger than what the metadata stores inline.
     ParamLayout { params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }] }
 }
 
@@ -26,7 +26,7 @@ fn state(step: u64) -> State {
 fn datafs(home: &Path) -> Datafs {
     let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
     let datafs = Datafs::open(home, &config).unwrap();
-    // There already in the second of two processes.
+    // In the test's second process the volume exists already.
     let _ = datafs.volume_create(&"models".parse().unwrap());
     datafs
 }
@@ -110,7 +110,7 @@ fn a_damaged_checkpoint_is_passed_over() {
     assert_eq!(newest(&run, 99), Some(10));
     first.iter().for_each(|path| flip(path));
     assert_eq!(newest(&checkpoints(&datafs(home.path()), "r"), 99), None);
-    // The steps are computed and written again.
+    // The steps are trained again and their checkpoints rewritten.
     run.write(&state(10), &layout(), None).unwrap();
     run.write(&state(20), &layout(), None).unwrap();
     assert_eq!(newest(&run, 99), Some(20));
@@ -128,7 +128,7 @@ fn removed_checkpoints_free_their_space_without_the_background_collection() {
     }
 }
 
-/// A run with a checkpoint, begun at a time.
+/// Begins a run with one checkpoint at the given time.
 fn begin(datafs: &Datafs, run: &str, finish: Option<Finish>, begun: i64) -> Checkpoints {
     let run = checkpoints(datafs, run);
     run.begin(b"model", b"{}", |_, _| false).unwrap();
@@ -176,7 +176,7 @@ fn of_unfinished_runs_of_a_job_the_newest_few_stay() {
     assert_eq!(kept, [false, false, true, true, true]);
     assert_eq!(newest(&finished, 9), Some(5));
     assert_eq!(folders(&last).len(), UNFINISHED_RUNS_KEPT + 2);
-    // A run that is begun again is a new one.
+    // A run that is begun again counts as the newest.
     unfinished[2].begin(b"model", b"{}", |_, _| false).unwrap();
     assert_eq!(newest(&unfinished[2], 9), Some(5));
     assert!(unfinished[3..].iter().all(|run| newest(run, 9).is_some()));
@@ -202,7 +202,7 @@ fn runs_keep_their_order_when_the_clock_goes_back() {
     assert_eq!(kept, [false, true, true, true]);
 }
 
-/// Deleting the named directories ends the run and nothing else.
+/// Deleting the named directories removes the run and nothing else.
 #[test]
 fn the_directories_of_a_run_are_its_own_and_those_that_it_took_over() {
     let home = tempfile::tempdir().unwrap();

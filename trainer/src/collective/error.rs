@@ -1,8 +1,8 @@
-//! What can go wrong in a collective operation, with the rank that is to blame.
+//! Errors of a collective operation, with the rank that caused them.
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// A collective operation that did not complete. The ring is finished after any of these.
+/// A collective operation that did not complete. The ring is unusable after any of these.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -11,71 +11,71 @@ pub enum Error {
     PeerLost {
         /// The missing rank.
         rank: usize,
-        /// Where it listened.
+        /// Its listening address.
         address: SocketAddr,
         /// The membership epoch.
         epoch: u64,
         /// The step, 0 while the ring formed.
         step: u64,
-        /// How it showed.
+        /// The symptom.
         reason: String,
     },
-    /// A rank did not take part in time.
+    /// A rank did not answer before the deadline.
     #[error(
         "rank {rank} ({address}) of membership epoch {epoch} did not answer at step {step} within {waited:?}"
     )]
     Timeout {
         /// The missing rank.
         rank: usize,
-        /// Where it listens.
+        /// Its listening address.
         address: SocketAddr,
         /// The membership epoch.
         epoch: u64,
         /// The step, 0 while the ring formed.
         step: u64,
-        /// How long it was waited for.
+        /// How long this rank waited for it.
         waited: Duration,
     },
-    /// A rank sent something that does not belong here.
+    /// A rank sent a frame that violates the protocol.
     #[error(
         "rank {rank} ({address}) of membership epoch {epoch} broke the protocol at step {step}: {reason}"
     )]
     Protocol {
         /// The offending rank.
         rank: usize,
-        /// Where it listens.
+        /// Its listening address.
         address: SocketAddr,
         /// The membership epoch.
         epoch: u64,
         /// The step.
         step: u64,
-        /// What it sent.
+        /// The violation.
         reason: String,
     },
-    /// The membership epoch is over; somebody else found out first.
+    /// The membership epoch is over: it was cancelled, or the ring failed earlier.
     #[error("membership epoch {epoch} is over")]
     Aborted {
-        /// The epoch.
+        /// The membership epoch.
         epoch: u64,
     },
-    /// A state is larger than the receiver allows.
+    /// A state exceeds the receiver's limit.
     #[error("state of {bytes} bytes is over the limit of {limit}")]
     TooLarge {
-        /// Its size.
+        /// Its size in bytes.
         bytes: u64,
-        /// The limit.
+        /// The limit in bytes.
         limit: u64,
     },
-    /// The call itself makes no sense.
+    /// The arguments of the call are invalid.
     #[error("{reason}")]
     Invalid {
-        /// Why.
+        /// The invalid argument.
         reason: String,
     },
-    /// The operating system refused something.
+    /// An operating system call failed.
     #[error("{what}")]
     Io {
-        /// What.
+        /// The operation.
         what: String,
         /// The cause.
         #[source]
@@ -84,7 +84,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The rank that is to blame, when it is known.
+    /// The rank that caused the error, if it is known.
     pub fn suspect(&self) -> Option<usize> {
         match self {
             Error::PeerLost { rank, .. } | Error::Timeout { rank, .. } | Error::Protocol { rank, .. } => {
@@ -94,7 +94,7 @@ impl Error {
         }
     }
 
-    /// Whether a new ring can do better.
+    /// Whether forming a new ring can succeed.
     pub fn is_retryable(&self) -> bool {
         matches!(
             self,

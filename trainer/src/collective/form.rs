@@ -1,4 +1,4 @@
-//! Forming a ring: connect to the next rank, accept the previous one, refuse everybody else.
+//! Ring formation: connects to the next rank, accepts the previous one and rejects all other connections.
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::{Error, Formation, Options, WORLD_MAX};
 
 /// Connections that may be in their handshake at once; more wait in the listen queue.
 const HANDSHAKES_MAX: usize = 64;
-/// A stranger that says nothing is dropped after this.
+/// Deadline for a handshake. A connection that sends nothing is dropped after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 const PROOF_BYTES: usize = 32;
 
@@ -72,8 +72,8 @@ pub(crate) async fn form(
     }
 }
 
-/// Proves knowledge of the secret for one edge of one epoch, so that a proof seen on the wire is
-/// worth nothing for another.
+/// Proves knowledge of the secret for one edge of one epoch. A proof that an attacker observes is useless for
+/// any other edge or epoch.
 pub(super) fn proof(secret: &str, epoch: u64, from: usize, to: usize) -> [u8; PROOF_BYTES] {
     let mut digest = Sha256::new();
     digest.update(b"millrace ring\0");
@@ -85,7 +85,7 @@ pub(super) fn proof(secret: &str, epoch: u64, from: usize, to: usize) -> [u8; PR
     digest.finalize().into()
 }
 
-/// Tries until it is welcomed; the caller bounds the time.
+/// Retries until the next rank accepts the connection; the caller sets the deadline.
 async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStream {
     let address = formation.addresses[to];
     let header = Header {
@@ -119,8 +119,8 @@ async fn greet(address: SocketAddr, header: &Header, payload: &[u8]) -> Result<T
     let mut hello = header.encode(payload).to_vec();
     hello.extend_from_slice(payload);
     stream.write_all(&hello).await.map_err(|e| e.to_string())?;
-    // No timeout of its own: the neighbour answers as soon as it forms the same epoch, and the
-    // connection breaks if it never will.
+    // No timeout here: the neighbor answers once it forms the same epoch. If it never does, the connection
+    // breaks.
     let answer = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
     let wanted = Header { kind: Kind::Welcome, rank: header.bucket as u16, ..*header };
     if answer.header != wanted || answer.bytes != 0 {
@@ -129,7 +129,7 @@ async fn greet(address: SocketAddr, header: &Header, payload: &[u8]) -> Result<T
     Ok(stream)
 }
 
-/// Accepts until the right rank has come.
+/// Accepts connections until the expected rank has connected.
 async fn accept(
     listener: &TcpListener,
     formation: &Formation,
@@ -151,7 +151,7 @@ async fn accept(
                         Err(_) => None,
                     }
                 }),
-                // Out of descriptors, most likely: others may give theirs back.
+                // Most likely out of file descriptors: retry, since others may be closed meanwhile.
                 Err(error) => {
                     tracing::warn!(epoch = formation.epoch, %error, "ring accept failed");
                     sleep(Duration::from_millis(50)).await;
@@ -187,7 +187,7 @@ async fn receive(
     }
     let mut payload = Vec::new();
     read_payload(&mut stream, &hello, &mut payload).await.map_err(|fault| format!("{fault:?}"))?;
-    // Equality of digests needs no constant time: a proof is for one edge of one epoch.
+    // Digests need no constant-time comparison: a proof is valid for one edge of one epoch only.
     if payload != proof(&options.secret, formation.epoch, from, formation.rank) {
         return Err("wrong secret".to_owned());
     }

@@ -1,4 +1,4 @@
-//! The frame of the ring protocol: a fixed header of 44 bytes, then the payload.
+//! Frames of the ring protocol: a fixed header of 44 bytes, then the payload.
 //!
 //! Little-endian: magic `MRR1`, kind u8, version u8, sender rank u16, epoch u64, step u64,
 //! bucket u32, phase u32, payload bytes u32, payload crc32c u32, crc32c u32 of the 40 bytes
@@ -8,9 +8,9 @@ use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 pub(crate) const HEADER_BYTES: usize = 44;
-/// A payload is never longer; longer data is cut.
+/// Largest payload; senders split longer data.
 pub(crate) const PAYLOAD_BYTES_MAX: usize = 64 << 20;
-/// The rank in an abort frame when nobody is to blame.
+/// The rank in an abort frame when the failing rank is unknown.
 pub(crate) const NOBODY: u32 = u32::MAX;
 
 const MAGIC: [u8; 4] = *b"MRR1";
@@ -19,17 +19,17 @@ const VERSION: u8 = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// The first frame of a connection; the bucket is the rank it is meant for.
+    /// The first frame of a connection; the bucket field is the intended receiver's rank.
     Hello = 1,
-    /// The answer to it.
+    /// The response to `Hello`.
     Welcome = 2,
     /// A partial sum.
     Reduce = 3,
     /// A complete sum.
     Gather = 4,
-    /// A piece of a state.
+    /// A piece of a replica's state.
     State = 5,
-    /// The ring is broken; the bucket is the missing rank or [`NOBODY`].
+    /// The ring is broken; the bucket field is the missing rank or [`NOBODY`].
     Abort = 6,
 }
 
@@ -57,7 +57,7 @@ pub(crate) struct Header {
     pub(crate) phase: u32,
 }
 
-/// A header as it came from the wire.
+/// A header as received.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Received {
     pub(crate) header: Header,
@@ -87,7 +87,7 @@ impl Header {
         put(&self.step.to_le_bytes());
         put(&self.bucket.to_le_bytes());
         put(&self.phase.to_le_bytes());
-        // Senders cut at PAYLOAD_BYTES_MAX, far below u32::MAX.
+        // Senders split data at PAYLOAD_BYTES_MAX, far below u32::MAX.
         put(&(payload.len() as u32).to_le_bytes());
         put(&crc32c::crc32c(payload).to_le_bytes());
         let checksum = crc32c::crc32c(&out[..HEADER_BYTES - 4]);

@@ -1,4 +1,4 @@
-//! The ring of one membership epoch: exact sums and state hand-over.
+//! The ring of one membership epoch: exact sums and state transfer.
 use std::ops::Range;
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use super::form::Links;
 use super::frame::{Fault, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, read_header, read_payload};
 use super::{Error, Formation, Options};
 
-/// A state travels in pieces of this size, so that every rank forwards while it receives.
+/// Size of the pieces of a state, so that every rank forwards while it receives.
 const STATE_PIECE_BYTES: usize = 1 << 20;
 
-/// The connections to the two neighbours, and the operations over them.
+/// The connections to the two neighbors, and the operations over them.
 ///
-/// Operations must be called by every rank with the same arguments (lengths, steps, source). A
-/// ring is used up by its first error; dropping it closes the connections.
+/// Every rank must call the same operations with the same arguments (lengths, steps, source). A ring is
+/// unusable after its first error; dropping it closes the connections.
 #[derive(Debug)]
 pub struct Ring<'a> {
     runtime: &'a Runtime,
@@ -90,10 +90,10 @@ impl<'a> Ring<'a> {
         self.close_on_error(result)
     }
 
-    /// Hands the source's bytes to every other rank: `Some(state)` at the rank `source`, `None`
-    /// elsewhere, where the state is returned. At the source `None` is returned.
+    /// Sends the source's bytes to every other rank. The rank `source` passes `Some(state)` and gets `None`;
+    /// the others pass `None` and get the state.
     ///
-    /// A state over `bytes_max` is refused before anything is allocated for it.
+    /// Rejects a state over `bytes_max` before allocating memory for it.
     pub fn broadcast(
         &mut self,
         step: u64,
@@ -134,7 +134,7 @@ impl<'a> Ring<'a> {
     }
 }
 
-/// What an exchange needs to know besides the connections.
+/// The parameters of an exchange besides the connections.
 #[derive(Debug)]
 struct Edge {
     formation: Formation,
@@ -143,7 +143,7 @@ struct Edge {
     abort: CancellationToken,
 }
 
-/// Why an exchange failed, seen from this rank.
+/// The cause of a failed exchange, as this rank sees it.
 enum Cause {
     Aborted,
     PrevLost(String),
@@ -151,7 +151,7 @@ enum Cause {
     PrevSilent,
     NextLost(String),
     NextStuck,
-    /// Somebody upstream named the missing rank.
+    /// An upstream rank named the missing rank.
     Told(u32),
 }
 
@@ -201,7 +201,7 @@ impl Edge {
                 for (value, bytes) in values[take].iter_mut().zip(incoming.chunks_exact(8)) {
                     let mut word = [0u8; 8];
                     word.copy_from_slice(bytes);
-                    // A complete sum replaces what is here.
+                    // A complete sum replaces the local value.
                     *value = (*value & keep).wrapping_add(i64::from_le_bytes(word));
                 }
             }
@@ -256,7 +256,7 @@ impl Edge {
         Ok(state)
     }
 
-    /// Sends one frame and receives one frame at the same time (either may be absent).
+    /// Sends one frame and receives one frame concurrently; either may be absent.
     async fn exchange(
         &self,
         links: &mut Links,
@@ -287,8 +287,8 @@ impl Edge {
                     },
                     result = &mut send, if !sent => match result {
                         Ok(()) => sent = true,
-                        // The next rank may have closed because somebody else is missing, and
-                        // that news comes from the other side.
+                        // The next rank may have closed because another rank is missing. The previous rank
+                        // reports that.
                         Err(reason) => {
                             next_lost = true;
                             break match received {
@@ -306,7 +306,7 @@ impl Edge {
                     },
                 }
             };
-            // The news about the missing rank can follow a whole frame only.
+            // An abort frame can only follow a complete frame.
             let upstream = !matches!(cause, Cause::Aborted | Cause::NextStuck);
             if !sent && upstream && !next_lost {
                 sent = matches!(timeout(self.grace, &mut send).await, Ok(Ok(())));
@@ -316,7 +316,7 @@ impl Edge {
         Err(self.settle(links, step, cause, sent).await)
     }
 
-    /// Tells the next rank who is missing and turns the cause into an error.
+    /// Tells the next rank which rank is missing and turns the cause into an error.
     async fn settle(&self, links: &mut Links, step: u64, cause: Cause, at_boundary: bool) -> Error {
         let mut culprit = match cause {
             Cause::Aborted => NOBODY,
@@ -324,13 +324,13 @@ impl Edge {
             Cause::NextLost(_) | Cause::NextStuck => self.next_rank() as u32,
             Cause::Told(rank) => rank,
         };
-        // A frame cut in the middle cannot be followed by another one.
+        // After a partial frame, no other frame can be sent.
         if at_boundary {
             self.warn_next(&mut links.next, step, culprit).await;
         }
-        // Everybody waits for the same missing rank, so all time out together: the previous rank
-        // may be waiting itself, or have blamed one that was, and then says so. It closes the
-        // connection when it has no more to say, so this waits no longer than needed.
+        // All ranks wait for the same missing rank, so all time out together. The previous rank may itself be
+        // waiting, or have blamed a rank that was; then it sends an abort frame with the right rank. It
+        // closes the connection after its last frame, so this loop waits no longer than needed.
         if matches!(cause, Cause::PrevSilent | Cause::Told(_)) {
             let until = Instant::now() + self.grace;
             while let Ok(Ok(received)) = timeout_at(until, read_header(&mut links.prev)).await {
@@ -366,7 +366,7 @@ impl Edge {
 
     async fn warn_next(&self, next: &mut TcpStream, step: u64, culprit: u32) {
         let header = self.header(Kind::Abort, self.formation.rank, step, culprit, 0);
-        // The receiver learns of the break anyway when the connection closes.
+        // The receiver also notices the failure when the connection closes.
         let _ = timeout(Duration::from_millis(100), next.write_all(&header.encode(&[]))).await;
     }
 }
@@ -381,7 +381,7 @@ async fn send_frame(next: &mut TcpStream, out: Option<(&Header, &[u8])>) -> Resu
     let Some((header, payload)) = out else { return Ok(()) };
     let head = header.encode(payload);
     let send = async {
-        // Small frames go out in one segment.
+        // Sends a small frame in one segment.
         if payload.len() <= 16 << 10 {
             let mut frame = Vec::with_capacity(head.len() + payload.len());
             frame.extend_from_slice(&head);

@@ -1,4 +1,4 @@
-//! Sums, hand-overs, missing ranks, strangers.
+//! Tests of the ring: sums, state transfer, missing ranks, unauthorized connections.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{Read, Write};
@@ -126,7 +126,7 @@ fn a_dead_rank_is_named_by_everybody() {
             if rank == victim {
                 return Err(None);
             }
-            // However far the others get before they notice: nobody completes this one.
+            // However far the other ranks get before they notice, no rank completes this sum.
             let error = ring.all_reduce(1, &mut values).unwrap_err();
             assert!(error.is_retryable(), "{error}");
             assert!(matches!(ring.all_reduce(2, &mut values), Err(Error::Aborted { .. })));
@@ -158,7 +158,7 @@ fn a_silent_rank_is_named_by_everybody() {
 fn a_rank_that_does_not_come_is_named() {
     let options = Options { form_timeout: Duration::from_millis(600), ..options() };
     let (bound, mut addresses) = bind(2, &options);
-    // A port that nobody listens on.
+    // A port without a listener.
     addresses.push(std::net::TcpListener::bind((LOCAL, 0)).unwrap().local_addr().unwrap());
     thread::scope(|scope| {
         for (rank, collective) in bound.into_iter().enumerate() {
@@ -195,7 +195,7 @@ fn an_aborted_epoch_ends_waiting_at_once() {
         let error = waiter.join().unwrap();
         assert!(matches!(error, Error::Aborted { epoch: 1 }), "{error}");
         assert!(began.elapsed() < Duration::from_secs(5));
-        // And a ring that has not formed does not wait either.
+        // Forming a ring ends at once, too.
         let formation = Formation { epoch: 2, rank: 1, addresses: addresses.clone() };
         let error = silent.form(&formation, abort.clone()).unwrap_err();
         assert!(matches!(error, Error::Aborted { epoch: 2 }), "{error}");
@@ -241,14 +241,14 @@ fn strangers_do_not_disturb_the_formation() {
     for stranger in &mut strangers {
         stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut answer = Vec::new();
-        // Closed without a word, or reset because the greeting was left unread.
+        // Closed without data, or reset because the greeting was unread.
         if stranger.read_to_end(&mut answer).is_ok() {
             assert_eq!(answer, b"");
         }
     }
 }
 
-/// Lets a peer that speaks the protocol up to its greeting send `frame`; returns what rank 0 says.
+/// Runs a peer that greets as the protocol says and then sends `frame`; returns rank 0's error.
 fn answer_to(frame: &[u8]) -> Error {
     let mine = Collective::bind(LOCAL, options()).unwrap();
     let listener = std::net::TcpListener::bind((LOCAL, 0)).unwrap();

@@ -1,4 +1,4 @@
-//! Tests of columns and shards.
+//! Tests of column checks, decoding and shards.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;

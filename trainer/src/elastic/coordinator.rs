@@ -21,18 +21,18 @@ use crate::error::{Error, Result};
 use crate::launch::{Place, WorkerCommand, describe_exit};
 use crate::metrics;
 
-/// A worker alone has so many times `exchange_timeout_ms` for a step: it computes all of it by itself.
+/// A worker alone may take this many times `exchange_timeout_ms` per step, since it computes all of it.
 const STEP_EXCHANGES: u32 = 10;
-/// How often time-outs are looked at.
+/// Interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(25);
-/// How long a connection may take to introduce itself.
+/// Deadline for the first message of a connection.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long workers may take to exit after the job's end.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Messages waiting for one worker; a worker that lets more pile up is lost.
+/// Messages queued for one worker. A worker that lets more accumulate counts as lost.
 const OUTBOX_MAX: usize = 256;
 
-/// What rank 0 reported last, and who computes.
+/// The latest report of rank 0, with the process ids of the current members.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Report {
     pub(crate) step: u64,
@@ -53,14 +53,14 @@ pub(crate) struct Outcome {
     pub(crate) trained: Duration,
 }
 
-/// What a job's coordinator is given.
+/// Parameters of a job's coordinator.
 pub(crate) struct Crew<'a> {
     pub(crate) job: &'a str,
     pub(crate) workers: usize,
     pub(crate) config: &'a Config,
     pub(crate) command: &'a WorkerCommand,
     pub(crate) token: String,
-    /// Handed to every worker that introduces itself.
+    /// The assignment as JSON, sent to every worker that says hello.
     pub(crate) assignment: String,
 }
 
@@ -87,7 +87,7 @@ enum Event {
 
 /// Runs the workers of a job until it is finished, stopped by `cancel` or lost.
 ///
-/// When the future is dropped, the worker processes are killed.
+/// Dropping the future kills the worker processes.
 pub(crate) async fn run(
     crew: Crew<'_>,
     cancel: CancellationToken,
@@ -151,7 +151,7 @@ pub(crate) async fn run(
     };
     let ended = Instant::now();
     metrics::workers_alive(0);
-    // Workers leave on Done; whoever does not is killed when its task is cancelled.
+    // Workers exit on `Done`. One that does not is killed when its task is cancelled.
     tasks.close();
     if tokio::time::timeout(EXIT_TIMEOUT, tasks.wait()).await.is_err() {
         tracing::warn!(job = crew.job, "workers did not exit in time and are killed");
@@ -204,7 +204,7 @@ impl Actor<'_> {
         match event {
             Event::Joined { hello, outbox, reply } => {
                 let joined = self.join(&hello, outbox, now);
-                // A connection that is gone already is noticed by its stream's end.
+                // If the connection is gone, the end of its stream reports that.
                 let _ = reply.send(joined);
             }
             Event::Said { member, message } => self.on_message(member, message, now, on_report),
@@ -303,7 +303,7 @@ impl Actor<'_> {
         }
     }
 
-    /// Carries out what was decided; returns the verdict when the job is over.
+    /// Carries out the decided actions; returns the verdict when the job is over.
     fn act(&mut self) -> Option<Verdict> {
         let mut verdict = None;
         loop {
@@ -363,12 +363,12 @@ impl Actor<'_> {
             let status = tokio::select! {
                 status = child.wait() => status,
                 () = kill.cancelled() => {
-                    // Already gone is as good as killed.
+                    // An error means that the process has exited already.
                     let _ = child.start_kill();
                     child.wait().await
                 }
             };
-            // A death must not be lost to a full inbox; once the job is over nobody empties it.
+            // A full inbox must not lose an exit; once the job is over, the inbox is not read any more.
             let exited = Event::Exited { slot, launch, reason: describe_exit(status) };
             if let Err(mpsc::error::TrySendError::Full(exited)) = events.try_send(exited) {
                 over.run_until_cancelled(events.send(exited)).await;
@@ -402,7 +402,7 @@ fn encode(message: Message) -> to_worker::Message {
     }
 }
 
-/// Lets in those who know the token.
+/// The gRPC service that admits workers with the right token.
 struct Door {
     token: String,
     events: mpsc::Sender<Event>,
@@ -447,7 +447,7 @@ impl Service for Door {
                     None => break "closed its connection".to_owned(),
                 }
             };
-            // Nobody listens any more once the job is over.
+            // Once the job is over, the inbox is closed.
             let _ = events.send(Event::Disconnected { member, reason }).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))

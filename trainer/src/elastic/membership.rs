@@ -1,10 +1,10 @@
-//! Who is in the job: the coordinator's decisions as a pure state machine over events and time.
+//! Job membership: the coordinator's decisions as a pure state machine over events and time.
 //!
-//! A worker *place* (slot) is waiting, starting, live, ending or given up. A live member computes
-//! in the current membership epoch or stands at the barrier. When an epoch is over (a member is
-//! lost, a ring broke, or all agreed to leave because somebody wants to join), the next one forms
-//! as soon as every living member of the old one stands at the barrier; whoever else stands there
-//! joins. Survivors never restart and never wait for a replacement.
+//! A worker *slot* is waiting, starting, live, ending or given up. A live member computes in the current
+//! membership epoch or waits at the barrier. An epoch ends when a member is lost, a ring breaks, or all
+//! members agree to leave for a new one to join. The next epoch forms as soon as every surviving member of
+//! the old one waits at the barrier; all other workers at the barrier join it. Survivors never restart and
+//! never wait for a replacement.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -14,13 +14,13 @@ use crate::collective::Formation;
 
 pub(crate) type MemberId = u64;
 
-/// A gap between two ticks from which on the coordinator itself did not run: it was stopped (SIGSTOP,
-/// Ctrl-Z), or its machine was. Ticks are 25 ms apart.
+/// A gap of this length between two ticks means that the coordinator itself did not run: it was stopped
+/// (SIGSTOP, Ctrl-Z), or its machine was suspended. Ticks are 25 ms apart.
 const PAUSE_MIN: Duration = Duration::from_millis(500);
-/// Training time after which one respawn is given back.
+/// Training time that restores one respawn.
 const RESPAWN_REFILL: Duration = Duration::from_secs(30);
 
-/// Bounds of the state machine; see [`crate::config::Config`].
+/// Limits and deadlines of the state machine; see [`crate::config::Config`].
 #[derive(Debug, Clone)]
 pub(crate) struct Rules {
     pub(crate) workers: usize,
@@ -33,7 +33,7 @@ pub(crate) struct Rules {
     pub(crate) step_timeout: Duration,
 }
 
-/// What the coordinator must do next, in order.
+/// The coordinator's next actions, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
     Spawn { slot: usize, launch: u64 },
@@ -42,7 +42,7 @@ pub(crate) enum Action {
     End(Verdict),
 }
 
-/// What a member is told.
+/// A message to a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
     Formed { epoch: u64, rank: usize, peers: Vec<Peer> },
@@ -52,7 +52,7 @@ pub(crate) enum Message {
     Done,
 }
 
-/// A member of a formed epoch, in rank order.
+/// A member of a formed epoch. [`Message::Formed`] lists them in rank order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Peer {
     pub(crate) address: SocketAddr,
@@ -68,7 +68,7 @@ pub(crate) enum Verdict {
     WorkersLost { reason: String, exit_code: u8 },
 }
 
-/// Why a member stands at the barrier.
+/// A member's reason to be at the barrier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reason {
     Fresh,
@@ -105,7 +105,7 @@ pub(crate) struct Membership {
     members: BTreeMap<MemberId, Member>,
     epoch: u64,
     in_epoch: BTreeSet<MemberId>,
-    /// Since when the current epoch is over and the next one has not formed.
+    /// Since when the current epoch is over; none once the next one has formed.
     closing: Option<Instant>,
     reform_told: bool,
     stopping: Option<Instant>,
@@ -117,14 +117,14 @@ pub(crate) struct Membership {
     respawns: u32,
     /// Respawns that count against the limit.
     respawns_spent: u32,
-    /// Training time since a respawn was given back.
+    /// Training time since a respawn was last restored.
     trained: Duration,
-    /// The furthest step that a member told of, and that step when a respawn was given back last.
+    /// The furthest step that a member reported, and its value when a respawn was last restored.
     furthest: u64,
     refilled_at: u64,
     lost: u32,
     last_loss: String,
-    /// The exit code of the error that the last lost member told.
+    /// The exit code that the last lost member reported; 1 if it reported none.
     last_exit_code: u8,
     actions: Vec<Action>,
 }
@@ -158,17 +158,17 @@ impl Membership {
         }
     }
 
-    /// The actions decided since the last call.
+    /// Takes the actions decided since the last call.
     pub(crate) fn take_actions(&mut self) -> Vec<Action> {
         std::mem::take(&mut self.actions)
     }
 
-    /// Members computing in the current epoch: their process ids, in rank order.
+    /// Process ids of the members of the current epoch, in rank order.
     pub(crate) fn pids(&self) -> Vec<u32> {
         self.ranked().map(|(_, member)| member.pid).collect()
     }
 
-    /// Whether the job was asked to stop.
+    /// Whether the job is stopping.
     pub(crate) fn stopping(&self) -> bool {
         self.stopping.is_some()
     }
@@ -186,7 +186,7 @@ impl Membership {
         self.respawns
     }
 
-    /// A started process has introduced itself.
+    /// A started process has said hello.
     pub(crate) fn joined(
         &mut self,
         slot: usize,
@@ -219,10 +219,10 @@ impl Membership {
         }
     }
 
-    /// A member has computed its current step for `computing`.
+    /// A member has computed its current step for `computing` so far.
     ///
-    /// The neighbours of a ring wait for the member and name it when it is late. A member alone has no
-    /// neighbours.
+    /// In a ring, the neighbors wait for a late member and report it. A member that trains alone has no
+    /// neighbors, so its step has a deadline here.
     pub(crate) fn computing(&mut self, id: MemberId, computing: Duration, now: Instant) {
         self.heard(id, now);
         let alone = self.in_epoch.len() == 1 && self.in_epoch.contains(&id);
@@ -231,12 +231,12 @@ impl Membership {
         }
     }
 
-    /// The job has come to a step.
+    /// The job has reached a step.
     pub(crate) fn progressed(&mut self, step: u64) {
         self.furthest = self.furthest.max(step);
     }
 
-    /// A member stands at the barrier with the state after `step` steps.
+    /// A member waits at the barrier with the state after `step` steps.
     pub(crate) fn arrived(&mut self, id: MemberId, step: u64, reason: Reason, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.heard = now;
@@ -260,16 +260,16 @@ impl Membership {
         self.settle(now);
     }
 
-    /// A member met an error that every other one would meet too.
+    /// A member met an error that every other member would meet, too.
     pub(crate) fn failed(&mut self, id: MemberId, message: String, exit_code: u8) {
         if self.members.contains_key(&id) {
             self.end(Verdict::Failed { message, exit_code });
         }
     }
 
-    /// A member met an error that may be its own: another process takes its place.
+    /// A member met an error that may be local to it: the coordinator replaces the process.
     pub(crate) fn failed_alone(&mut self, id: MemberId, message: &str, exit_code: u8, now: Instant) {
-        // While the job stops, no other process takes the place of the last one: its error is the job's.
+        // A stopping job replaces no process, so the error of its last member is the job's error.
         if self.stopping.is_some() && self.members.len() == 1 {
             return self.failed(id, message.to_owned(), exit_code);
         }
@@ -279,7 +279,7 @@ impl Membership {
         }
     }
 
-    /// A member's stream broke or it must not go on.
+    /// A member is lost: its stream broke, or the coordinator has to kill it.
     pub(crate) fn lost(&mut self, id: MemberId, reason: &str, now: Instant) {
         if self.ended {
             return;
@@ -298,7 +298,7 @@ impl Membership {
         self.settle(now);
     }
 
-    /// A process is gone.
+    /// A worker process has exited.
     pub(crate) fn exited(&mut self, slot: usize, launch: u64, reason: &str, now: Instant) {
         if self.ended {
             return;
@@ -312,7 +312,7 @@ impl Membership {
                 self.last_loss = reason.to_owned();
                 self.last_exit_code = 1;
             }
-            // Killed: the reason was noted before.
+            // Killed by the coordinator, which has recorded the reason.
             Some(Slot::Ending { launch: started }) if *started == launch => {}
             _ => return,
         }
@@ -321,7 +321,7 @@ impl Membership {
         self.settle(now);
     }
 
-    /// Has a place filled again after a pause, within the limit of respawns.
+    /// Schedules a restart of a slot after a pause, within the limit of respawns.
     fn respawn(&mut self, slot: usize, now: Instant) {
         if self.respawns_spent >= self.rules.respawns_max || self.stopping.is_some() {
             return;
@@ -333,7 +333,7 @@ impl Membership {
         self.slots[slot] = Slot::Waiting { at: now + self.rules.respawn_backoff * factor };
     }
 
-    /// Ends the job after the step that runs.
+    /// Stops the job after the current step.
     pub(crate) fn stop(&mut self, now: Instant) {
         if self.stopping.is_some() || self.ended {
             return;
@@ -346,7 +346,7 @@ impl Membership {
         self.settle(now);
     }
 
-    /// Starts what is due and gives up on what is overdue.
+    /// Starts processes that are due and gives up on members that are overdue.
     pub(crate) fn tick(&mut self, now: Instant) {
         if self.ended {
             return;
@@ -399,8 +399,8 @@ impl Membership {
         self.settle(now);
     }
 
-    /// Counts the time since the last tick. Time in which the coordinator did not run moves all deadlines:
-    /// what the workers said meanwhile was not heard.
+    /// Accounts for the time since the last tick. If the coordinator itself did not run, this moves all
+    /// deadlines, because no message of the workers was read meanwhile.
     fn pass_time(&mut self, now: Instant) {
         let passed = now.saturating_duration_since(self.ticked);
         self.ticked = now;
@@ -424,7 +424,7 @@ impl Membership {
             return;
         }
         self.trained += passed;
-        // Time alone gives nothing back: a job that repeats the same steps has to end.
+        // Time without progress restores nothing: a job that repeats the same steps has to end.
         if self.trained < RESPAWN_REFILL || self.furthest <= self.refilled_at {
             return;
         }
@@ -442,7 +442,7 @@ impl Membership {
         ranked.into_iter()
     }
 
-    /// Tells the members of the epoch that still compute that it is over.
+    /// Tells the members that still compute in the epoch that it is over.
     fn tell_broken(&mut self) {
         let epoch = self.epoch;
         let busy: Vec<MemberId> =
@@ -452,7 +452,7 @@ impl Membership {
         }
     }
 
-    /// Ends the job, forms an epoch or asks for one, whatever the state calls for.
+    /// Ends the job, forms an epoch or asks members to leave the current one, as the state requires.
     fn settle(&mut self, now: Instant) {
         if self.ended {
             return;
@@ -488,7 +488,7 @@ impl Membership {
             self.end(verdict);
             return;
         }
-        // Nothing computes: what is durable is all there is to keep.
+        // No member computes, so the last durable checkpoint is all there is to keep.
         if self.stopping.is_some() && self.in_epoch.is_empty() {
             self.end(Verdict::Finished { stopped: true });
             return;
@@ -502,7 +502,7 @@ impl Membership {
         if absent || ready == 0 {
             return;
         }
-        // The first epoch waits for the whole crew; later ones for nobody.
+        // The first epoch waits for all workers; later ones wait only for the survivors.
         let everyone = self.slots.iter().all(|slot| match slot {
             Slot::Live { member, .. } => {
                 self.members.get(member).is_some_and(|member| member.arrived.is_some())
@@ -559,8 +559,8 @@ pub(crate) fn formation(epoch: u64, rank: usize, peers: &[Peer]) -> Formation {
     Formation { epoch, rank, addresses: peers.iter().map(|peer| peer.address).collect() }
 }
 
-/// The rank whose state is handed to those behind, if anybody is behind: the most advanced one,
-/// the lowest of several.
+/// The rank that sends its state to ranks that are behind: the most advanced one, the lowest of several. None
+/// if all ranks are at the same step.
 pub(crate) fn source(peers: &[Peer]) -> Option<usize> {
     let ahead = peers.iter().map(|peer| peer.step).max()?;
     if peers.iter().all(|peer| peer.step == ahead) {

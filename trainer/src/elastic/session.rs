@@ -1,8 +1,8 @@
-//! The worker's end of its stream to the coordinator.
+//! A worker's session: its end of the stream to the coordinator.
 //!
-//! A task on the worker's runtime reads and writes the stream, so that heartbeats go out while the
-//! training thread computes; the training thread blocks here at barriers only. When the stream
-//! breaks, the task ends the process: a worker never outlives its coordinator.
+//! A task on the worker's runtime reads and writes the stream, so that heartbeats continue while the training
+//! thread computes. The training thread blocks here at barriers only. When the stream breaks, the task ends
+//! the process: a worker never outlives its coordinator.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,15 +20,15 @@ use super::proto::{self, from_worker, to_worker};
 use crate::error::{Error, Result};
 use crate::launch::Place;
 
-/// How long the coordinator may take to answer the greeting. It may be stopped for a while (Ctrl-Z); when
-/// it is gone, the connection breaks at once.
+/// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
+/// while (Ctrl-Z); if it is gone, the connection breaks at once.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long the training thread may take to notice that the coordinator is gone.
 const VANISH_GRACE: Duration = Duration::from_secs(2);
-/// Largest message taken from the coordinator, which launched this process: a plan names every file and
+/// Largest message accepted from the coordinator, which launched this process. A plan names every file and
 /// row group of its dataset.
 const MESSAGE_BYTES_MAX: usize = 2 << 30;
-/// The exit code of a worker without a coordinator.
+/// Exit code of a worker that lost its coordinator.
 const EXIT_COORDINATOR_LOST: i32 = 3;
 
 /// A formed membership epoch, as this worker sees it.
@@ -41,23 +41,23 @@ pub(crate) struct Formed {
     pub(crate) abort: CancellationToken,
 }
 
-/// What comes after the barrier.
+/// The outcome of waiting at the barrier.
 #[derive(Debug)]
 pub(crate) enum Barrier {
     Formed(Formed),
     Done,
 }
 
-/// What comes after the last step.
+/// The outcome of waiting after the last step.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
     /// The job is over.
     Done,
-    /// Somebody was lost before the end was durable: stand at the barrier again.
+    /// A member was lost before the end was durable: go back to the barrier.
     Broken,
 }
 
-/// What rank 0 reports, coalesced.
+/// A progress report of rank 0. Only the newest is sent.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Report {
     pub(crate) step: u64,
@@ -77,11 +77,11 @@ enum Notice {
 struct Flags {
     leave: AtomicBool,
     stop: AtomicBool,
-    /// Grows when a step begins and when it ends: odd while the training thread computes one.
+    /// Incremented when a step begins and when it ends: odd while the training thread computes one.
     steps: AtomicU64,
 }
 
-/// The time that a step has taken, as the heartbeat sees it.
+/// Measures for the heartbeat how long the current step has taken.
 #[derive(Default)]
 struct StepClock {
     seen: u64,
@@ -89,8 +89,8 @@ struct StepClock {
 }
 
 impl StepClock {
-    /// The time that the step has taken which `steps` counts, `passed` after the last call. Of a longer
-    /// gap than twice `every` the rest does not count: this process was stopped.
+    /// The time spent on the step that `steps` counts; `passed` is the time since the last call. Of a gap
+    /// longer than twice `every`, the rest does not count, because this process was stopped.
     fn tick(&mut self, steps: u64, passed: Duration, every: Duration) -> Duration {
         self.computing = match steps % 2 == 1 && steps == self.seen {
             true => self.computing + passed.min(2 * every),
@@ -119,9 +119,9 @@ pub(crate) struct Timing {
 }
 
 impl Session {
-    /// Greets the coordinator; returns the session and the assignment as JSON.
+    /// Connects to the coordinator and says hello; returns the session and the assignment as JSON.
     ///
-    /// Heartbeats begin with [`Greeted::start`], once the assignment has said how often.
+    /// [`Greeted::start`] begins the heartbeats, since the assignment sets their interval.
     pub(crate) fn connect(runtime: &Handle, place: &Place, ring: SocketAddr) -> Result<(Greeted, String)> {
         let lost = |reason: String| Error::CoordinatorLost { address: place.coordinator.clone(), reason };
         let (outgoing, messages) = mpsc::channel(64);
@@ -161,7 +161,7 @@ impl Session {
         Ok((greeted, assignment))
     }
 
-    /// Stands at the barrier with the state after `step` steps until an epoch is formed.
+    /// Waits at the barrier, with the state after `step` steps, until an epoch forms.
     pub(crate) fn arrive(&mut self, step: u64, reason: Reason, suspect: Option<usize>) -> Result<Barrier> {
         let mut arrive = proto::Arrive {
             step,
@@ -187,7 +187,7 @@ impl Session {
         }
     }
 
-    /// Says that nothing is left to compute and waits for the others.
+    /// Reports that nothing is left to compute, and waits for the other members.
     pub(crate) fn finish(&mut self, step: u64, stopped: bool) -> Result<Ending> {
         self.send(from_worker::Message::Finished(proto::Finished { step, stopped }))?;
         loop {
@@ -199,8 +199,8 @@ impl Session {
         }
     }
 
-    /// Says that this worker cannot go on, or `alone` false, that the job cannot. The process should exit
-    /// afterwards.
+    /// Reports that this worker (`alone`) or the whole job (not `alone`) cannot continue. The process should
+    /// exit afterwards.
     pub(crate) fn fail(&mut self, message: String, exit_code: u8, alone: bool) -> Result<()> {
         let failed = proto::Failed { message, exit_code: u32::from(exit_code), alone };
         self.send(from_worker::Message::Failed(failed))?;
@@ -212,17 +212,17 @@ impl Session {
         }
     }
 
-    /// Whether somebody waits to join this epoch.
+    /// Whether another worker waits to join.
     pub(crate) fn leave_wanted(&self) -> bool {
         self.flags.leave.load(Ordering::Relaxed)
     }
 
-    /// Whether the job was asked to stop.
+    /// Whether the job is stopping.
     pub(crate) fn stop_wanted(&self) -> bool {
         self.flags.stop.load(Ordering::Relaxed)
     }
 
-    /// Runs the computation of a step, so that heartbeats say how long it takes.
+    /// Runs the computation of a step, so that heartbeats report how long it takes.
     pub(crate) fn step<T>(&self, compute: impl FnOnce() -> T) -> T {
         self.flags.steps.fetch_add(1, Ordering::Relaxed);
         let result = compute();
@@ -230,7 +230,7 @@ impl Session {
         result
     }
 
-    /// Reports progress; never blocks, only the newest report is sent.
+    /// Reports progress. Never blocks; only the newest report is sent.
     pub(crate) fn report(&self, report: Report) {
         self.reports.send_replace(Some(report));
     }
@@ -254,7 +254,7 @@ impl Session {
     }
 }
 
-/// A session that has been welcomed but does not yet say that it lives.
+/// A session that the coordinator has accepted but that sends no heartbeats yet.
 pub(crate) struct Greeted {
     address: String,
     outgoing: mpsc::Sender<proto::FromWorker>,
@@ -262,7 +262,7 @@ pub(crate) struct Greeted {
 }
 
 impl Greeted {
-    /// Starts heartbeats and listening on `runtime`.
+    /// Starts the tasks for heartbeats and incoming messages on `runtime`.
     pub(crate) fn start(self, runtime: &Handle, timing: Timing) -> Session {
         let (notify, notices) = mpsc::unbounded_channel();
         let (reports, latest) = watch::channel(None);
@@ -323,7 +323,7 @@ async fn listen(
             Ok(None) => break "closed the stream".to_owned(),
             Err(status) => break status.message().to_owned(),
         };
-        // A training thread that is gone needs no notices.
+        // If the training thread has ended, it needs no notices.
         match message {
             to_worker::Message::Formed(formed) => match decode(formed) {
                 Ok(formed) => {
@@ -356,8 +356,7 @@ async fn listen(
     abort.cancel();
     tracing::info!(reason, "coordinator lost; this worker exits");
     let _ = notify.send(Notice::Lost(reason));
-    // The training thread leaves by itself at its next exchange or barrier; a long computation is
-    // cut off.
+    // The training thread exits at its next exchange or barrier; a long computation is aborted.
     tokio::time::sleep(VANISH_GRACE).await;
     std::process::exit(EXIT_COORDINATOR_LOST);
 }
@@ -400,7 +399,7 @@ mod tests {
         assert_eq!([tick(3, 500), tick(4, 500), tick(4, 500)], [0, 0, 0]);
     }
 
-    /// A coordinator that welcomes a worker with an assignment of that many bytes.
+    /// A coordinator that accepts a worker with an assignment of that many bytes.
     struct Welcoming(usize);
 
     #[tonic::async_trait]

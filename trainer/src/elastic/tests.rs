@@ -1,4 +1,4 @@
-//! Tests of the membership decisions; no process, no clock.
+//! Tests of the membership state machine, without processes and without a real clock.
 #![allow(clippy::unwrap_used)]
 
 use std::net::SocketAddr;
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::membership::{Action, MemberId, Membership, Message, Peer, Reason, Rules, Verdict, source};
 
-/// A membership with a clock of its own and a memory of what it was told to do.
+/// A membership with a simulated clock.
 struct Job {
     membership: Membership,
     now: Instant,
@@ -31,7 +31,7 @@ impl Job {
         Job { membership: Membership::new(rules(workers), now), now }
     }
 
-    /// Lets time pass in steps during which every living member says so.
+    /// Advances time in steps during which every member of `living` sends heartbeats.
     fn pass(&mut self, time: Duration, living: &[MemberId]) -> Vec<Action> {
         let until = self.now + time;
         while self.now < until {
@@ -69,7 +69,7 @@ impl Job {
     }
 }
 
-/// Who was told that an epoch formed: member, epoch, rank, world.
+/// The members that were told that an epoch formed: member, epoch, rank, world.
 fn formed(actions: &[Action]) -> Vec<(MemberId, u64, usize, usize)> {
     actions
         .iter()
@@ -139,7 +139,7 @@ fn survivors_go_on_alone_and_take_the_replacement_in() {
     let replacement = job.join(1, 4);
     let actions = job.arrive(replacement, 5, Reason::Fresh);
     assert_eq!(sent(&actions, &Message::Reform { epoch: 2 }), [members[0], members[2]]);
-    // Asked once, not with every event.
+    // Members are asked once, not at every event.
     assert!(job.pass(Duration::from_millis(200), &[members[0], members[2], replacement]).is_empty());
 
     assert!(job.arrive(members[0], 20, Reason::Left).is_empty());
@@ -210,7 +210,7 @@ fn training_time_gives_respawns_back() {
         assert!(!formed(&job.arrive(members[0], step + 1, Reason::Left)).is_empty());
         job.pass(Duration::from_secs(60), &[members[0], member]);
     }
-    // Four deaths at once: the place is given up, and filled again after some training that comes further.
+    // Four deaths at once: the slot is given up, and filled again after training that makes progress.
     for _ in 0..4 {
         job.membership.exited(1, launch, "was killed by signal 9", job.now);
         job.arrive(members[0], 18, Reason::Broken);
@@ -228,17 +228,17 @@ fn training_time_gives_respawns_back() {
 fn a_stopped_coordinator_keeps_its_workers() {
     let (mut job, members) = Job::running(2);
     job.pass(Duration::from_secs(2), &members);
-    // Nothing is heard and nothing is decided for ten minutes.
+    // For ten minutes no message arrives and no decision is made.
     job.now += Duration::from_secs(600);
     job.membership.tick(job.now);
     assert!(job.membership.take_actions().is_empty());
     job.pass(Duration::from_secs(4), &[]);
     assert_eq!(job.membership.lost_total(), 0);
-    // The silence after that counts.
+    // Silence after the pause counts.
     let actions = job.pass(Duration::from_secs(2), &members[..1]);
     assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }), "{actions:?}");
 
-    // So do the other deadlines: a worker that starts, a barrier, a stop.
+    // The other deadlines move, too: a starting worker, a barrier, a stop.
     let mut starting = Job::new(1);
     starting.pass(Duration::from_millis(50), &[]);
     starting.now += Duration::from_secs(600);
@@ -262,7 +262,7 @@ fn a_member_alone_that_hangs_in_a_step_is_replaced() {
     assert_eq!(job.membership.take_actions(), [Action::Kill { slot: 0, launch: 1 }]);
     job.membership.exited(0, 1, "was killed by signal 9", job.now);
     assert_eq!(spawned(&job.pass(Duration::from_millis(200), &[])), [(0, 2)]);
-    // In a ring, the one that waits computes as long as the one that hangs: the ring finds out which.
+    // In a ring, the rank that waits computes as long as the one that hangs; the ring finds out which it is.
     let (mut job, members) = Job::running(2);
     job.membership.computing(members[0], Duration::from_secs(61), job.now);
     assert!(job.membership.take_actions().is_empty());
@@ -278,7 +278,7 @@ fn an_error_of_one_worker_alone_takes_a_respawn_and_not_the_job() {
     assert!(!actions.iter().any(|action| matches!(action, Action::End(_))));
     job.membership.exited(1, 2, "was killed by signal 9", job.now);
     assert_eq!(formed(&job.arrive(members[0], 3, Reason::Broken)), [(members[0], 2, 0, 1)]);
-    // Where every worker meets it, the job ends with the message and the exit code.
+    // If every worker meets the error, the job ends with its message and exit code.
     let (mut job, members) = Job::running(1);
     let (mut member, mut launch) = (members[0], 1);
     let verdict = loop {

@@ -1,4 +1,4 @@
-//! The derivative of each operation: from the gradient of its output to those of its inputs.
+//! Derivatives of each operation: from the gradient of its output to those of its inputs.
 
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, Slice, get_device_settings};
@@ -7,14 +7,14 @@ use super::forward::{GELU_CUBIC, GELU_SCALE, gelu_tanh, inside, options};
 use super::tensor::{dims, expand, lift, reduce_to, reshape};
 use crate::graph::{Binary, ConvSpec, Op, Unary};
 
-/// What a derivative may look at.
+/// The inputs of a derivative.
 pub(super) struct Step<'a, B: Backend> {
     pub(super) op: &'a Op,
     pub(super) inputs: &'a [FloatTensor<B>],
     pub(super) output: &'a FloatTensor<B>,
-    /// Positions that max pooling picked.
+    /// Positions of the maxima that max pooling chose.
     pub(super) picked: Option<&'a IntTensor<B>>,
-    /// Which inputs depend on a parameter; the others get no gradient.
+    /// For each input, whether it depends on a parameter; the others get no gradient.
     pub(super) wanted: &'a [bool],
 }
 
@@ -145,7 +145,7 @@ fn conv<B: Backend>(
     ];
     if step.inputs.len() > 2 {
         grads.push(step.wanted[2].then(|| {
-            // Along the contiguous axis first: the backend's own rule copies everything once more.
+            // Sums along the contiguous axis first: the backend's own rule makes one more copy.
             let shape = dims::<B>(&grad);
             let planes = reshape::<B>(grad, &[shape[0], shape[1], shape[2] * shape[3]]);
             let sums = B::float_sum_dim(B::float_sum_dim(planes, 2), 0);

@@ -1,4 +1,4 @@
-//! Devices: names, and opening one for a graph.
+//! Compute devices: their names, and loading a graph onto one.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::EngineError;
 use super::run::{Compute, Interpreter};
 use crate::graph::Graph;
 
-/// Where a model is computed: `cpu`, `cuda` (the first GPU) or `cuda:N`.
+/// A compute device: `cpu`, `cuda` (the first GPU) or `cuda:N`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Device {
@@ -66,7 +66,7 @@ impl From<Device> for String {
     }
 }
 
-/// Puts a graph on a device; weights follow.
+/// Loads a graph onto a device; the caller sets the weights afterwards.
 pub(super) fn open(device: Device, graph: &Graph) -> Result<Box<dyn Compute>, EngineError> {
     let graph = Arc::new(graph.clone());
     match device {
@@ -111,7 +111,7 @@ mod cuda {
                 "the NVIDIA driver (libcuda.so.1) is not installed here (use device = \"cpu\")".to_owned(),
             ));
         }
-        // The backend panics where the driver refuses; the first transfer finds out.
+        // The backend panics if the driver fails; the first transfer reveals that.
         let opened = catch_unwind(AssertUnwindSafe(|| {
             let card = CudaDevice::new(ordinal);
             let probe = upload::<Cuda, f32>(vec![1.0], &[1], &card);
@@ -135,7 +135,7 @@ mod cuda {
 
     fn driver_present() -> bool {
         // SAFETY: the name is a NUL-terminated literal; loading the driver library runs only its own
-        // initialisers, and the backend loads the same library right after. The handle is never
+        // initializers, and the backend loads the same library right after. The handle is never
         // closed, so nothing that was loaded can go away.
         unsafe { !libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY).is_null() }
     }

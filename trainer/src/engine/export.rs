@@ -1,4 +1,4 @@
-//! The loaded model with new weights in its initializers; everything else stays as it was.
+//! Export of the loaded model with new weights in its initializers; everything else stays unchanged.
 
 use millrace_bundle::onnx::ModelProto;
 

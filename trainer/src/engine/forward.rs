@@ -1,4 +1,4 @@
-//! What each operation computes, in backend primitives.
+//! Forward computation of each operation, in backend primitives.
 
 use burn_backend::ops::ConvOptions;
 use burn_backend::tensor::{FloatTensor, IntTensor};
@@ -12,7 +12,7 @@ pub(super) const GELU_SCALE: f64 = 0.797_884_560_802_865_4;
 /// The cubic coefficient of the tanh approximation of Gelu.
 pub(super) const GELU_CUBIC: f64 = 0.044_715;
 
-/// The output of an operation, and the positions that max pooling picked.
+/// The output of an operation, and for max pooling the positions of the maxima.
 pub(super) type Forward<B> = (FloatTensor<B>, Option<IntTensor<B>>);
 
 /// Computes one operation; `shape` is the shape of its output.
@@ -72,7 +72,7 @@ pub(super) fn options(spec: &ConvSpec) -> ConvOptions<2> {
     ConvOptions::new(spec.strides, spec.padding, spec.dilations, spec.groups)
 }
 
-/// Where a value lies inside its zero padding.
+/// The region of a value inside its zero padding.
 pub(super) fn inside(shape: &[usize], before: [usize; 2]) -> Vec<Slice> {
     let offsets = [0, 0, before[0], before[1]];
     shape.iter().zip(offsets).map(|(size, offset)| Slice::from(offset..offset + size)).collect()

@@ -1,12 +1,12 @@
-//! Losses: from the model's output and the labels to a sum and its slope.
+//! Loss functions: from the model's output and the labels to a sum and its gradient.
 //!
-//! Computed on the host in f64, row by row in order: outputs are small, and the sum must have the
-//! same bits everywhere.
+//! Computed on the host in f64, row by row in order: outputs are small, and the sum must have the same bits
+//! on every machine.
 
 use super::{EngineError, Labels, Loss};
 use crate::graph::Graph;
 
-/// What a loss says about an output.
+/// The loss of an output.
 pub(super) struct Judged {
     pub(super) loss_sum: f64,
     pub(super) correct: u64,
@@ -14,7 +14,7 @@ pub(super) struct Judged {
     pub(super) slope: Vec<f32>,
 }
 
-/// Refuses outputs that the loss cannot judge.
+/// Rejects outputs that do not suit the loss.
 pub(super) fn check_output(loss: Loss, graph: &Graph) -> Result<(), EngineError> {
     let refuse = |reason: String| Err(EngineError::Loss { loss, reason });
     let rank = graph.values()[graph.output()].dims.len();
@@ -36,7 +36,7 @@ pub(super) fn check_output(loss: Loss, graph: &Graph) -> Result<(), EngineError>
     Ok(())
 }
 
-/// Refuses labels that do not fit the rows or the classes.
+/// Rejects labels that do not match the rows or the classes.
 pub(super) fn check_labels(
     loss: Loss,
     labels: &Labels,
@@ -75,7 +75,7 @@ pub(super) fn check_labels(
     }
 }
 
-/// Judges an output whose labels were checked; fails on the first row with a loss that is not finite.
+/// Computes the loss of an output with checked labels; fails on the first row with a loss that is not finite.
 pub(super) fn judge(loss: Loss, logits: &[f32], labels: &Labels, rows: usize) -> Result<Judged, EngineError> {
     let width = logits.len() / rows.max(1);
     let mut judged = Judged { loss_sum: 0.0, correct: 0, slope: Vec::with_capacity(logits.len()) };

@@ -12,9 +12,9 @@ use super::tensor::{download, upload};
 use super::{Device, EngineError, shape_of};
 use crate::graph::{Graph, Source};
 
-/// A loaded graph on some device, whatever the backend.
+/// A loaded graph on a device, independent of the backend.
 pub(super) trait Compute: Send + Sync {
-    /// Puts the flat weights on the device; the length was checked.
+    /// Copies the flat weights to the device; the caller has checked the length.
     fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError>;
     /// The output for checked, non-empty inputs.
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError>;
@@ -27,7 +27,7 @@ pub(super) trait Compute: Send + Sync {
     ) -> Result<Vec<f32>, EngineError>;
 }
 
-/// From the output to the gradient of the loss by the output.
+/// Turns the output into the gradient of the loss with respect to the output.
 pub(super) type Judge<'a, E> = dyn FnMut(&[E]) -> Result<Vec<E>, EngineError> + 'a;
 
 /// A graph with its constants and parameters as tensors with elements `E`.
@@ -145,7 +145,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
             if !values[node.output].trained {
                 continue;
             }
-            // Every reader of the output comes later in the order, hence its gradient is complete.
+            // The nodes that read this output come later in the order, hence its gradient is complete.
             let Some(grad) = grads[node.output].take() else {
                 continue;
             };

@@ -1,4 +1,4 @@
-//! Moving elements between vectors and a backend's tensors, and fitting shapes.
+//! Tensor helpers: transfers between vectors and a backend, and shape adjustments.
 
 use burn_backend::tensor::{Device, FloatTensor};
 use burn_backend::{Backend, Element, Shape, TensorData, TensorMetadata, try_read_sync};
@@ -35,14 +35,14 @@ pub(super) fn reshape<B: Backend>(tensor: FloatTensor<B>, shape: &[usize]) -> Fl
     B::float_reshape(tensor, Shape::from(shape.to_vec()))
 }
 
-/// The shape with leading ones up to `rank`.
+/// The shape with leading ones, up to `rank`.
 pub(super) fn lifted(shape: &[usize], rank: usize) -> Vec<usize> {
     let mut lifted = vec![1; rank.saturating_sub(shape.len())];
     lifted.extend(shape);
     lifted
 }
 
-/// Gives a tensor leading ones, since primitives broadcast equal ranks only.
+/// Adds leading ones to a tensor, since primitives broadcast equal ranks only.
 pub(super) fn lift<B: Backend>(tensor: FloatTensor<B>, rank: usize) -> FloatTensor<B> {
     let shape = lifted(&dims::<B>(&tensor), rank);
     reshape::<B>(tensor, &shape)

@@ -1,4 +1,5 @@
-//! Derivatives against finite differences, outputs against ONNX Runtime, bits against threads.
+//! Tests of the engine: derivatives against finite differences, outputs against ONNX Runtime, equal bits for
+//! any number of threads.
 #![allow(clippy::unwrap_used)]
 
 mod hostile;
@@ -19,7 +20,7 @@ use crate::probe::{Probe, every_operator, int, numbers, run_reference, runtime};
 
 const ROWS: usize = 3;
 
-/// An interpreter in f64, where finite differences are sharp.
+/// An interpreter in f64, for precise finite differences.
 fn exact(model: &ModelProto) -> (Interpreter<Flex, f64>, Graph, Vec<f64>) {
     let graph = Graph::read(model).unwrap();
     let weights: Vec<f64> = graph.initial_weights(model).unwrap().into_iter().map(f64::from).collect();
@@ -234,7 +235,7 @@ fn outputs_that_do_not_fit_the_loss_are_refused() {
     let output = probe.node("Softmax", &[&product], vec![]);
     let error = Engine::load(&probe.finish(&output), Loss::CrossEntropy, Device::Cpu).unwrap_err();
     assert!(error.to_string().contains("made by Softmax"), "{error}");
-    // Also behind nodes that compute nothing.
+    // Also behind nodes that only move elements.
     type Behind = fn(&mut Probe, &str) -> String;
     let behind: [Behind; 5] = [
         |p, softmax| p.node("Identity", &[softmax], vec![]),
@@ -260,7 +261,7 @@ fn outputs_that_do_not_fit_the_loss_are_refused() {
         let error = Engine::load(&probe.finish(&output), Loss::CrossEntropy, Device::Cpu).unwrap_err();
         assert!(error.to_string().contains("made by Softmax"), "{error}");
     }
-    // One between layers is another matter.
+    // A Softmax between layers is allowed.
     let mut probe = Probe::new(17, &[4]);
     let (w, v) = (probe.param(&[4, 3]), probe.param(&[3, 3]));
     let product = probe.node("MatMul", &["x", &w], vec![]);

@@ -1,4 +1,4 @@
-//! Properties of exact sums: no order, no grouping, no silent loss of range.
+//! Property tests of exact sums: independent of order and grouping, no silent loss of range.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -63,7 +63,7 @@ fn small_gradients_keep_four_digits() {
 fn the_extremes_of_the_range_sum_without_overflow() {
     for contributions in [1, 12, CONTRIBUTIONS_MAX] {
         let scale = Scale::new(40, contributions).unwrap();
-        // The largest f32 that suits, found from below.
+        // The largest f32 that suits the scale, searched from below.
         let mut largest = 1.0f32;
         let mut step = 1.0f32;
         while step > 0.0 && largest + step > largest {

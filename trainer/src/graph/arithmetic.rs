@@ -1,4 +1,4 @@
-//! Element-wise operators, softmax, reductions and layer normalisation.
+//! Element-wise operators, softmax, reductions and layer normalization.
 
 use super::builder::{Builder, Call};
 use super::{Binary, Dim, GraphError, Op, Source, Unary, ValueId, shape};

@@ -1,4 +1,4 @@
-//! The graph under construction: names to values, and where an error happened.
+//! Graph builder: maps tensor names to values while a model is read, and locates errors.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use super::{Dim, GraphError, Node, Op, ParamSpec, Source, Value, ValueId, shape}
 /// Most values a graph may have.
 pub(super) const VALUES_MAX: usize = 100_000;
 
-/// The node an error is about.
+/// The node that an error refers to.
 #[derive(Debug, Clone)]
 pub(super) struct Site {
     pub(super) op: String,
@@ -46,7 +46,7 @@ impl Site {
     }
 }
 
-/// What a tensor name stands for.
+/// The meaning of a tensor name.
 #[derive(Debug, Clone)]
 pub(super) enum Named {
     /// A float value of the graph.
@@ -58,7 +58,7 @@ pub(super) enum Named {
 /// An integer of a shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Size {
-    /// Known.
+    /// A known integer.
     Plain(i64),
     /// This many times the rows of the batch.
     Rows(usize),
@@ -119,7 +119,7 @@ impl Builder {
         Ok(output)
     }
 
-    /// Appends a reshape unless the shape is already the wanted one.
+    /// Appends a reshape unless the value has that shape already.
     pub(super) fn reshape(
         &mut self,
         value: ValueId,
@@ -133,7 +133,8 @@ impl Builder {
     }
 }
 
-/// A node being read: its inputs by position and its attributes, each of which must be asked for.
+/// A node while it is read: its inputs by position, and its attributes, each of which an operator must
+/// request.
 pub(super) struct Call<'a> {
     pub(super) site: Site,
     node: &'a NodeProto,
@@ -268,7 +269,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Refuses attributes nobody asked for and inputs or outputs nobody reads.
+    /// Rejects attributes that the operator did not request, and inputs or outputs that it does not use.
     pub(super) fn finish(&self, inputs_max: usize) -> Result<(), GraphError> {
         for attribute in &self.node.attribute {
             if !self.asked.iter().any(|name| *name == attribute.name()) {

@@ -1,4 +1,4 @@
-//! Why a model is refused: every variant names the node or tensor and the way out.
+//! Errors of reading a model: every variant names the node or tensor and the remedy.
 
 use thiserror::Error;
 
@@ -22,17 +22,17 @@ pub enum GraphError {
         op: String,
         /// Name of the node, or of its output when it has none.
         node: String,
-        /// What is not supported, and the way out.
+        /// The unsupported form and the remedy.
         reason: String,
     },
-    /// Shapes do not fit each other.
+    /// Two shapes do not match.
     #[error("node {node:?} ({op}): {reason}")]
     Shape {
         /// Operator.
         op: String,
         /// Name of the node, or of its output when it has none.
         node: String,
-        /// What does not fit.
+        /// The mismatch.
         reason: String,
     },
     /// An operation combines rows of the batch, so that gradients of shards would not add up.
@@ -44,10 +44,10 @@ pub enum GraphError {
         op: String,
         /// Name of the node, or of its output when it has none.
         node: String,
-        /// How.
+        /// The operation's effect.
         reason: String,
     },
-    /// A node reads a tensor that nothing makes.
+    /// A node reads a tensor that does not exist.
     #[error(
         "node {node:?} reads {input:?}, which is neither an input, nor an initializer, nor made by a node"
     )]
@@ -57,10 +57,10 @@ pub enum GraphError {
         /// Name of the tensor.
         input: String,
     },
-    /// Nodes depend on each other in a circle.
+    /// Nodes form a cycle.
     #[error("node {node:?} depends on its own output")]
     Cycle {
-        /// A node of the circle.
+        /// A node of the cycle.
         node: String,
     },
     /// An initializer's data does not match its dimensions or type.
@@ -68,23 +68,23 @@ pub enum GraphError {
     Tensor {
         /// Name of the tensor.
         name: String,
-        /// What is wrong, and the way out.
+        /// The problem and the remedy.
         reason: String,
     },
     /// The model as a whole does not have the form the trainer needs.
     #[error("the model cannot be trained: {reason}")]
     Malformed {
-        /// What is wrong, and the way out.
+        /// The problem and the remedy.
         reason: String,
     },
-    /// The model is beyond a limit of the trainer.
+    /// The model exceeds a limit of the trainer.
     #[error("the model has {found} {what}, the limit is {limit}")]
     Limit {
-        /// What is counted.
+        /// The counted item.
         what: &'static str,
-        /// How many there are.
+        /// The count.
         found: usize,
-        /// How many are allowed.
+        /// The allowed maximum.
         limit: usize,
     },
 }

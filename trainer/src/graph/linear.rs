@@ -26,7 +26,7 @@ fn product(b: &mut Builder, call: &Call<'_>, left: ValueId, right: ValueId) -> R
         return Err(call.site.mixes_rows("it sums over the batch"));
     }
     let (m, n) = (l[l.len() - 2], r[r.len() - 1]);
-    // One large product instead of many small ones, where the right side is shared.
+    // If all leading dimensions share the right side, one large product replaces many small ones.
     if l.len() > 2 && r.len() == 2 {
         let open = [None, Some(inner)];
         if let Ok(flat) = shape::reshape(&l, &open, &call.site) {
@@ -120,7 +120,7 @@ pub(super) fn flatten(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
     let given = call.int("axis", 1)?;
     call.finish(1)?;
     let from = b.dims(input).to_vec();
-    // Flatten may cut behind the last axis.
+    // Flatten may split behind the last axis.
     let axis =
         if given == from.len() as i64 { from.len() } else { shape::axis(given, from.len(), &call.site)? };
     let (outer, inner) = from.split_at(axis);

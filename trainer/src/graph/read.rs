@@ -1,4 +1,4 @@
-//! From a model to a graph: names, order, operators.
+//! Model reader: turns an ONNX model into a checked graph; resolves names, order and operators.
 
 use std::collections::HashSet;
 
@@ -11,8 +11,8 @@ use super::{
     wiring::{input, makers, order, output},
 };
 
-/// Operators whose derivatives are checked by finite differences and whose results are compared with
-/// ONNX Runtime. Shape and Gather only where they compute the shape of another tensor.
+/// Operators whose derivatives tests check by finite differences and whose results they compare with ONNX
+/// Runtime. Shape and Gather are supported only where they compute the shape of another tensor.
 pub const SUPPORTED_OPERATORS: &[&str] = &[
     "Add",
     "AveragePool",
@@ -122,7 +122,7 @@ fn finish(
         ));
     }
     let ends_in_softmax = ends_in_softmax(&b, output_id);
-    // Parameters were numbered as they were found, which is the order of the initializers.
+    // Parameters are numbered in the order of the initializers.
     Ok(Graph {
         values: std::mem::take(&mut b.values),
         nodes: b.nodes,
@@ -135,7 +135,7 @@ fn finish(
     })
 }
 
-/// Whether the output is a Softmax over its classes, also behind nodes that only move elements.
+/// Whether a Softmax over the classes produces the output, also through nodes that only move elements.
 fn ends_in_softmax(b: &Builder, output: ValueId) -> bool {
     let classes = Dim::Fixed(shape::elements_at(b.dims(output), 1));
     let mut value = output;

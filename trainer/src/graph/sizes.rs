@@ -1,7 +1,7 @@
-//! Integers that a graph computes to shape its tensors, followed while the model is read.
+//! Shape integers: values that a graph computes to shape its tensors, evaluated while the model is read.
 //!
-//! Exporters write `x.view(x.size(0), -1)` as Shape → Gather → Unsqueeze → Concat → Reshape. All of it
-//! is known here but for the number of rows, which stays a symbol.
+//! Exporters write `x.view(x.size(0), -1)` as Shape → Gather → Unsqueeze → Concat → Reshape. All of it is
+//! known here except the number of rows, which stays symbolic.
 
 use super::builder::{Builder, Call, Named, Size};
 use super::{Dim, GraphError, shape};
@@ -15,7 +15,7 @@ pub(super) fn shape_of(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphEr
     call.only("start", 0)?;
     call.finish(1)?;
     let sizes = b.dims(input).iter().map(|dim| match dim {
-        // Bounded by the limits on a value.
+        // The limits on a value bound it.
         Dim::Fixed(size) => Size::Plain(*size as i64),
         Dim::Rows(factor) => Size::Rows(*factor),
     });
@@ -56,7 +56,7 @@ pub(super) fn concat(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphErro
     Ok(Named::Ints(joined))
 }
 
-/// A list stays what it is when it gains or loses a dimension of 1.
+/// Adding or removing a dimension of 1 does not change a list.
 pub(super) fn same(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphError> {
     let Some(sizes) = call.sizes_input(b, 0)? else {
         return Err(call.site.form("input 0 is missing"));

@@ -1,7 +1,7 @@
 //! Convolution and pooling over one or two spatial dimensions.
 //!
-//! One-dimensional forms become two-dimensional ones with a width of 1; unequal padding of a
-//! convolution becomes a padding of its own.
+//! One-dimensional forms become two-dimensional ones with a width of 1. Unequal padding of a convolution
+//! becomes a separate padding operation.
 
 use super::builder::{Builder, Call, Site};
 use super::{ConvSpec, Dim, GraphError, Op, PoolSpec, ValueId, shape};
@@ -18,7 +18,7 @@ struct Window {
     out: [usize; 2],
 }
 
-/// Rows, channels and the two spatial sizes of a value; whether it had only one.
+/// Rows, channels and the two spatial sizes of a value; whether it had one spatial dimension.
 fn spatial(b: &mut Builder, site: &Site, value: ValueId) -> Result<(ValueId, [Dim; 4], bool), GraphError> {
     let mut dims = b.dims(value).to_vec();
     let line = dims.len() == 3;
@@ -39,7 +39,7 @@ fn spatial(b: &mut Builder, site: &Site, value: ValueId) -> Result<(ValueId, [Di
     Ok((b.reshape(value, dims.to_vec(), site)?, dims, line))
 }
 
-/// Per-axis sizes from an attribute, or 1 (0 for pads), with the width of a line fixed.
+/// Per-axis sizes from an attribute, or 1 (0 for pads). A one-dimensional form gets a fixed width.
 fn sizes(
     site: &Site,
     name: &str,
@@ -117,7 +117,7 @@ fn fixed(dim: Dim) -> usize {
     dim.at(1)
 }
 
-/// Gives the output of a line back its three dimensions.
+/// Restores the three dimensions of a one-dimensional form's output.
 fn restore(b: &mut Builder, site: &Site, value: ValueId, line: bool) -> Result<ValueId, GraphError> {
     let mut dims = b.dims(value).to_vec();
     if line {
@@ -200,7 +200,7 @@ pub(super) fn pool(
     if w.before != w.after {
         return Err(site.form(format!("padding differs between sides ({:?} and {:?})", w.before, w.after)));
     }
-    // A window that lies in the padding alone would have no largest element.
+    // A window inside the padding alone would have no largest element.
     if (0..2).any(|a| w.before[a] * 2 > kernel[a]) {
         return Err(site.form(format!("pads {:?} exceed half of the window {kernel:?}", w.before)));
     }

@@ -1,4 +1,4 @@
-//! Models that must be refused, each with an error that names the place.
+//! Tests of models that the reader must reject, each with an error that names the location.
 #![allow(clippy::unwrap_used)]
 
 use millrace_bundle::onnx::{
@@ -16,7 +16,7 @@ fn refused(model: &ModelProto, expected: &str) -> GraphError {
     error
 }
 
-/// `x · w` with a hook to spoil it.
+/// The model `x · w` after a change by `spoil`.
 fn spoiled(spoil: impl FnOnce(&mut ModelProto)) -> ModelProto {
     let mut probe = Probe::new(17, &[4]);
     let w = probe.param(&[4, 3]);
@@ -241,7 +241,7 @@ fn a_deep_chain_does_not_exhaust_the_stack() {
 }
 
 proptest! {
-    /// Whatever happens to the bytes of a valid model, reading it returns.
+    /// Reading a valid model with changed bytes always returns.
     #[test]
     fn mutated_models_never_panic(which in any::<prop::sample::Index>(), flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
         let cases = crate::probe::every_operator();

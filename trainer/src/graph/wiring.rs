@@ -1,4 +1,4 @@
-//! How the tensors of a model hang together: its input, its output, and the order of its nodes.
+//! Wiring of a model's tensors: its input, its output, and the order of its nodes.
 
 use std::collections::{HashMap, HashSet};
 
@@ -72,7 +72,7 @@ pub(super) fn output(proto: &GraphProto) -> Result<&str, GraphError> {
     }
 }
 
-/// Which node makes which tensor.
+/// The node that produces each tensor.
 pub(super) fn makers<'a>(
     proto: &'a GraphProto,
     input: &str,
@@ -90,7 +90,7 @@ pub(super) fn makers<'a>(
     Ok(makers)
 }
 
-/// The nodes that the output depends on, each after the nodes it reads from.
+/// The nodes that the output depends on, each after the nodes that it reads from.
 pub(super) fn order<'a>(
     proto: &'a GraphProto,
     output: &str,
@@ -109,7 +109,8 @@ pub(super) fn order<'a>(
     };
     let mut marks = vec![Mark::New; proto.node.len()];
     let mut ordered = Vec::new();
-    // Pairs of a node and the input to look at next: no recursion, whatever the depth of the graph.
+    // Pairs of a node and the next input to visit: an explicit stack, so the depth of the graph is not
+    // limited.
     let mut stack = vec![(*last, 0usize)];
     marks[*last] = Mark::Open;
     while let Some((index, position)) = stack.pop() {

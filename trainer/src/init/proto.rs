@@ -1,4 +1,4 @@
-//! Writing an ONNX graph node by node.
+//! ONNX graph writer: appends the nodes, weights and constants of a new model.
 
 use millrace_bundle::onnx::{
     AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
@@ -135,7 +135,7 @@ impl Sketch {
         self.node("Relu", &format!("{layer}.relu"), &[input], vec![])
     }
 
-    /// Gives flat rows the shape of an image.
+    /// Reshapes flat rows to images.
     pub(super) fn image(&mut self, input: &str, sides: [usize; 3]) -> String {
         let mut shape = vec![-1i64];
         shape.extend(sides.map(|side| side as i64));

@@ -1,4 +1,4 @@
-//! New models: shapes, seeds, bounds.
+//! Tests of new models: shapes, seeds, bounds.
 #![allow(clippy::unwrap_used)]
 
 use prost::Message;

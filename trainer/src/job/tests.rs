@@ -1,4 +1,4 @@
-//! Tests of job files.
+//! Tests of job files: keys, bounds and digests.
 #![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;
@@ -92,7 +92,7 @@ fn the_digest_knows_the_computation_and_not_the_budget() {
     assert_ne!(job.digest("modelp", "lan#1"), digest(&job));
 }
 
-/// The ids were computed outside of this program: a change of either form orphans checkpoints.
+/// The expected ids were computed by another program. A change of either form would orphan checkpoints.
 #[test]
 fn digests_of_both_formats_stay() {
     let job = JobFile::parse(MINIMAL).unwrap();

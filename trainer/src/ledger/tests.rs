@@ -1,4 +1,4 @@
-//! Tests of the books.
+//! Tests of the ledger.
 #![allow(clippy::unwrap_used)]
 
 use super::{Ledger, Tally, epoch_digest};
@@ -37,7 +37,7 @@ fn epochs_that_roll_over_inside_a_step_are_counted_apart() {
     second.leave = 1;
     let step = all_reduce(&[first, second]);
     assert_eq!((step.rows, step.correct, step.leave, step.stop), (3, 1, 1, 1));
-    // The bits of each shard, summed in their order.
+    // The bits of each shard's loss, summed in the order of the shards.
     assert_eq!((step.mean_loss(), step.largest()), (0.5, 3e38));
     ledger.add(&step);
     ledger.add(&all_reduce(&[tally(0, 1, &[(0, 2), (1, 2)]), tally(0, 1, &[(0, 1)])]));

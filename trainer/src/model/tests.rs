@@ -1,4 +1,4 @@
-//! Models in files, with weights beside them.
+//! Tests of models in files, with external weights.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use prost::Message;
 
 use super::read;
 
-/// Moves the weights of a model to a file, one behind the other.
+/// Moves the weights of a model to one file, one after the other.
 fn outside(model: &mut ModelProto, file: &str) -> Vec<u8> {
     let mut weights = Vec::new();
     for tensor in &mut model.graph.as_mut().unwrap().initializer {
@@ -30,7 +30,7 @@ fn outside(model: &mut ModelProto, file: &str) -> Vec<u8> {
     weights
 }
 
-/// A model of which each initializer has raw data.
+/// A model whose initializers all use raw data.
 fn raw() -> ModelProto {
     let mut model = crate::init::mlp(5, &[4], 3, 1).unwrap();
     for tensor in &mut model.graph.as_mut().unwrap().initializer {

@@ -1,4 +1,4 @@
-//! Settings of optimizers, as a job file writes them.
+//! Optimizer settings, as a job file states them.
 
 use serde::{Deserialize, Serialize};
 
@@ -104,7 +104,7 @@ impl Default for AdamWConfig {
     }
 }
 
-/// The `[optimizer]` table of a job file, told apart by `kind = "sgd" | "adamw"`.
+/// The `[optimizer]` table of a job file, selected by `kind = "sgd" | "adamw"`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum OptimizerConfig {
@@ -120,7 +120,7 @@ impl Default for OptimizerConfig {
     }
 }
 
-/// Refuses settings outside their bounds.
+/// Rejects settings outside their bounds.
 pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
     let check = |setting, value: f64, expected, ok: bool| {
         if ok && value.is_finite() { Ok(()) } else { Err(OptimError::Setting { setting, value, expected }) }

@@ -1,4 +1,4 @@
-//! Optimizers against steps worked out by hand in f64, and state round trips.
+//! Tests of optimizers against steps computed by hand in f64, and of state round trips.
 #![allow(clippy::unwrap_used)]
 
 use super::*;

@@ -1,4 +1,4 @@
-//! Every supported operator in the forms that exporters write.
+//! Test models: every supported operator in the forms that exporters write.
 
 mod linear;
 mod spatial;

@@ -1,20 +1,20 @@
-//! Why a model is not quantized, and the way out.
+//! Quantization errors, with the remedy.
 
 use thiserror::Error;
 
 use super::Kept;
 
-/// Different reasons that are told together.
+/// Different reasons listed in one message.
 const REASONS_MAX: usize = 3;
 
-/// Why a model is not quantized. Nothing was changed.
+/// Why a model cannot be quantized. Nothing was changed.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QuantizeError {
-    /// There is nothing in the file.
+    /// The file holds no graph.
     #[error("the model holds no graph")]
     NoGraph,
-    /// The operators may be missing there, or mean something else.
+    /// The operators may be missing in this operator set, or mean something else.
     #[error(
         "the model uses ONNX operator set {}, {oldest} to {newest} can be quantized: export it again with one of these",
         found.map_or_else(|| "none".to_owned(), |found| found.to_string())
@@ -22,23 +22,23 @@ pub enum QuantizeError {
     Opset {
         /// The operator set of the model.
         found: Option<i64>,
-        /// The oldest that is supported.
+        /// The oldest supported one.
         oldest: i64,
-        /// The newest that is supported.
+        /// The newest supported one.
         newest: i64,
     },
-    /// Weights of old files are inputs.
+    /// In old file formats weights are inputs.
     #[error("the model has IR version {found}, from {oldest} on models can be quantized: export it again")]
     Format {
         /// The version of the file format.
         found: i64,
-        /// The oldest that is supported.
+        /// The oldest supported one.
         oldest: i64,
     },
-    /// It could not be trained on.
+    /// The model holds training graphs, which quantization would invalidate.
     #[error("the model holds the state of a training: export it for inference")]
     Training,
-    /// The weights are elsewhere.
+    /// The weights are in another file.
     #[error(
         "initializer {tensor:?} keeps its data in another file: save the model as one file (onnx.save without external data)"
     )]
@@ -46,7 +46,7 @@ pub enum QuantizeError {
         /// The initializer.
         tensor: String,
     },
-    /// There are integers already.
+    /// The model is quantized already.
     #[error(
         "the model is quantized already: node {node:?} is {operator}; quantize the version it was made from"
     )]
@@ -59,13 +59,13 @@ pub enum QuantizeError {
     /// No node has weights that can be quantized.
     #[error("there is nothing to quantize: {reason}")]
     Nothing {
-        /// Why the nodes with weights stay.
+        /// Why the nodes with weights were not changed.
         reason: String,
     },
 }
 
 impl QuantizeError {
-    /// No node was quantized.
+    /// The error when no node was quantized.
     pub(super) fn nothing(kept: &[Kept]) -> QuantizeError {
         let mut reasons: Vec<String> = Vec::new();
         for Kept { node, operator, reason } in kept {

@@ -1,4 +1,4 @@
-//! Names for new values and nodes, which nothing in a graph has yet.
+//! Name allocator: unused names for new values and nodes of a graph.
 
 use std::collections::HashSet;
 
@@ -6,14 +6,14 @@ use millrace_bundle::onnx::{GraphProto, NodeProto, ValueInfoProto};
 
 use super::subgraphs;
 
-/// The names of a graph, also of graphs inside of it, as these see the values around them.
+/// The names of a graph and of the graphs inside it, which see the values of the outer graph.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     taken: HashSet<String>,
 }
 
 impl Names {
-    /// The names of a graph whose nodes are apart.
+    /// The names of a graph whose nodes were taken out.
     pub(super) fn of(graph: &GraphProto, nodes: &[NodeProto]) -> Names {
         let mut names = Names::default();
         names.add_values(graph);
@@ -21,10 +21,10 @@ impl Names {
         names
     }
 
-    /// A name that begins so and that nothing has; from now on it is taken.
+    /// Allocates an unused name that begins with `base`.
     pub(super) fn fresh(&mut self, base: String) -> String {
         let mut name = base.clone();
-        // Each name that is taken refuses one of these, so there is an end.
+        // Each used name excludes one candidate, so the loop ends.
         for number in 2_u64.. {
             if !self.taken.contains(&name) {
                 break;

@@ -1,4 +1,4 @@
-//! The new nodes of a graph, in the place of those that they replace.
+//! Graph rewriting: replaces matrix products by nodes that compute with integers.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,23 +10,23 @@ use millrace_bundle::onnx::{
 use super::names::Names;
 use super::weights::Weights;
 
-/// A value in integers: the integers, their scale, their zero.
+/// The names of a quantized value: its integers, scale and zero point.
 type Integers = [String; 3];
 
-/// A graph whose nodes are put back one by one.
+/// A graph whose nodes are added again one by one.
 pub(super) struct Rewrite<'a> {
     graph: &'a mut GraphProto,
     names: Names,
-    /// Values that there are in integers already, as several products may read one.
+    /// Values that are quantized already, since several products may read one.
     integers: HashMap<String, Integers>,
-    /// Weights that nothing reads any more.
+    /// Weights that are not read any more.
     replaced: HashSet<String>,
     nodes: Vec<NodeProto>,
     scales: Vec<TensorProto>,
 }
 
 impl<'a> Rewrite<'a> {
-    /// A graph whose nodes were taken out.
+    /// Starts the rewriting of a graph whose nodes were taken out.
     pub(super) fn new(graph: &'a mut GraphProto, nodes: &[NodeProto]) -> Rewrite<'a> {
         let names = Names::of(graph, nodes);
         Rewrite {
@@ -44,13 +44,13 @@ impl<'a> Rewrite<'a> {
         self.graph
     }
 
-    /// Puts a node back as it was.
+    /// Adds a node unchanged.
     pub(super) fn keep(&mut self, node: NodeProto) {
         self.nodes.push(node);
     }
 
-    /// Puts nodes that compute with integers in the place of a product of two or three inputs and one output,
-    /// whose weights are the initializer at `place`.
+    /// Adds integer nodes in place of a product with two or three inputs and one output, whose weights are
+    /// the initializer at `place`.
     pub(super) fn replace(&mut self, node: NodeProto, place: usize, weights: Weights) {
         let Some(tensor) = self.graph.initializer.get_mut(place) else { return self.nodes.push(node) };
         let (input, output) = (node.input[0].clone(), node.output[0].clone());
@@ -65,7 +65,7 @@ impl<'a> Rewrite<'a> {
                 &levels,
                 &[weights.rows, weights.columns],
                 DataType::Int8,
-                // Two's complement, as `raw_data` has it.
+                // Two's complement, as `raw_data` stores it.
                 weights.values.iter().map(|value| value.cast_unsigned()).collect(),
             )
         };
@@ -91,7 +91,7 @@ impl<'a> Rewrite<'a> {
         if let Some(bias) = bias {
             self.node("Add", &[&product, &bias], &[&output]);
         }
-        // Who looks for the node finds what gives its output.
+        // The last new node takes over the name and the description of the replaced one.
         if let Some(last) = self.nodes.last_mut() {
             let NodeProto { name, doc_string, metadata_props, .. } = node;
             last.name = name.filter(|name| !name.is_empty()).or(last.name.take());
@@ -99,7 +99,7 @@ impl<'a> Rewrite<'a> {
         }
     }
 
-    /// Gives the graph its nodes, and drops what is said of weights that are no more.
+    /// Puts the nodes into the graph, and removes metadata of replaced weights.
     pub(super) fn finish(self) {
         let Rewrite { graph, replaced, nodes, scales, .. } = self;
         graph.node = nodes;

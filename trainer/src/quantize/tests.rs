@@ -1,4 +1,4 @@
-//! Quantized graphs against the graphs they were made from, and what has to stay as it is.
+//! Tests of quantized graphs: outputs against the original graph, and the parts that must not change.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -51,8 +51,8 @@ impl Net {
         probe.finish(&last)
     }
 
-    /// The most that an output may be off: each input by what it was off before and a step of its range,
-    /// each weight by half a step, plus what 32-bit sums in another order make of it.
+    /// The largest possible deviation of an output. Each input deviates by its previous error and a step of
+    /// its range, each weight by half a step. The order of 32-bit sums adds a little.
     fn bound(&self, inputs: &[f32]) -> f64 {
         let mut values: Vec<f64> = inputs.iter().map(|value| f64::from(*value)).collect();
         let mut off = 0.0f64;
@@ -85,7 +85,7 @@ impl Net {
         off
     }
 
-    /// Outputs before and after for `rows` random rows, with the inputs.
+    /// Outputs before and after quantization for `rows` random rows, with the inputs.
     fn answers(&self, rows: usize) -> [Vec<f32>; 3] {
         let environment = runtime();
         let inputs = numbers(rows * self.widths[0], self.seed + 7);
@@ -144,7 +144,7 @@ fn a_network_keeps_its_answers_and_loses_most_of_its_bytes() {
     assert!(mean > 0.0 && mean < 0.02 * range(&before), "{mean} of {}", range(&before));
 }
 
-/// `y = x · w` with a hook to change it.
+/// The model `y = x · w` after a change by `change`.
 fn product(change: impl FnOnce(&mut ModelProto)) -> ModelProto {
     let mut probe = Probe::new(17, &[4]);
     let weights = probe.param(&[4, 3]);
@@ -162,7 +162,7 @@ fn operators(model: &ModelProto) -> Vec<&str> {
     model.graph.as_ref().unwrap().node.iter().map(|node| node.op_type()).collect()
 }
 
-/// Whether every value is made once, before it is read.
+/// Checks that every value is produced once, before it is read.
 fn check_order(model: &ModelProto) {
     let graph = model.graph.as_ref().unwrap();
     let mut made: BTreeSet<&str> =
@@ -251,7 +251,7 @@ fn what_is_not_plain_stays_and_is_told() {
     ];
     assert_eq!(said, expected);
     check_order(&quantized.model);
-    // All that stays is there, and in its order.
+    // Unchanged nodes are all there, in their order.
     let before = &model.graph.as_ref().unwrap().node;
     let after = &quantized.model.graph.as_ref().unwrap().node;
     assert_eq!(before[..before.len() - 1], after[..before.len() - 1]);

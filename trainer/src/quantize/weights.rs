@@ -1,14 +1,14 @@
-//! Weights as integers: symmetric, with a scale for each column.
+//! Quantized weights: symmetric integers with one scale per column.
 
 use millrace_bundle::onnx::{TensorProto, tensor_proto::DataType};
 
-/// The largest integer. 255 · 64 + 255 · 64 fits into 16 bits, as processors need that add products of bytes
-/// up in pairs.
+/// The largest integer. 255 · 64 + 255 · 64 fits into 16 bits, for processors that add byte products in
+/// pairs.
 const LEVEL_MAX: f32 = 64.0;
 /// Most rows: 255 · 64 · this fits into the 32 bits of a sum.
 const ROWS_MAX: usize = 131_072;
 
-/// A matrix `[rows, columns]` of integers, each of which times the scale of its column is about the weight.
+/// A matrix `[rows, columns]` of integers; each times the scale of its column approximates the weight.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Weights {
     pub(super) rows: usize,
@@ -19,8 +19,8 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// The integers of a tensor `[rows, columns]`, or `[columns, rows]` when it lies transposed; the reason
-    /// when it has none.
+    /// Quantizes a tensor `[rows, columns]`, or `[columns, rows]` when `transposed`; the error says why it
+    /// cannot.
     pub(super) fn of(tensor: &TensorProto, transposed: bool) -> Result<Weights, String> {
         let [first, second] = tensor.dims[..] else {
             return Err(format!("its weights have {} dimensions", tensor.dims.len()));
@@ -48,7 +48,8 @@ impl Weights {
             let largest = &mut largest[column(index)];
             *largest = largest.max(value.abs());
         }
-        // The smallest normal number where a column is zero, or so small that its scale would be.
+        // The smallest normal number for a column that is zero, or so small that its scale would be
+        // subnormal.
         let scales: Vec<f32> =
             largest.into_iter().map(|largest| (largest / LEVEL_MAX).max(f32::MIN_POSITIVE)).collect();
         let mut values = vec![0i8; floats.len()];
@@ -62,7 +63,7 @@ impl Weights {
     }
 }
 
-/// The elements, all finite, of which there are `count`.
+/// The elements, all finite, exactly `count` of them.
 fn floats(tensor: &TensorProto, count: Option<usize>) -> Result<Vec<f32>, String> {
     if tensor.segment.is_some() {
         return Err("its weights are split into segments".into());

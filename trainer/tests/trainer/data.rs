@@ -1,4 +1,4 @@
-//! Datasets with which a job cannot go on: wrong columns and labels, objects that are gone.
+//! Tests of datasets that end a job: wrong columns and labels, missing objects.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ fn labelled(label: ArrayRef) -> RecordBatch {
     RecordBatch::try_from_iter_with_nullable([("pixels", pixels, true), ("label", label, true)]).unwrap()
 }
 
-/// Writes each batch as the dataset of its name, in a snapshot of all.
+/// Writes each batch as a dataset of its name, then takes a snapshot of all.
 fn datasets(home: &Path, batches: &[(&str, RecordBatch)]) {
     let datafs = Datafs::open(home, &millrace_datafs::Config::default()).unwrap();
     let live = volume(&datafs, "data");
@@ -116,7 +116,7 @@ fn objects(home: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// A worker that is started again finds the dataset's objects gone. Any other one would, too.
+/// A restarted worker finds the dataset's objects missing, as any other worker would.
 #[test]
 fn a_missing_object_ends_the_job_with_its_name() {
     let home = home();
@@ -131,14 +131,14 @@ fn a_missing_object_ends_the_job_with_its_name() {
         }
     });
     let error = outcome.unwrap_err();
-    // By the first worker that met it, not by the last one that could be started.
+    // Reported by the first worker that met it, not after all respawns.
     assert!(matches!(error, Error::Worker { exit_code: WORKER_EXIT, .. }), "{error:?}");
     let line = error.one_line();
     for words in ["data@v1:/train", ".parquet", "object ", "is missing from the object store"] {
         assert!(line.contains(words), "{line:?} lacks {words:?}");
     }
 
-    // A job that begins then ends before it has workers.
+    // A job that starts later fails before it launches workers.
     let mut broken = setup(home.path());
     broken.worker.program = PathBuf::from("/does/not/exist");
     let line = run(broken, job("later", "workers = 1"), |_| {}).unwrap_err().one_line();

@@ -1,4 +1,4 @@
-//! What `millrace model quantize` tells: sizes, times, differences.
+//! The report of `millrace model quantize`: sizes, times, differences.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use serde::Serialize;
 
 use crate::output::{Output, bytes, count, duration};
 
-/// Reasons that people see; programs get all.
+/// Reasons shown to people; programs get all.
 const REASONS_MAX: usize = 8;
 
-/// How a quantized version fares beside the one that it was made from.
+/// A quantized version compared with its source.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     pub(super) model: String,
-    /// The version that was quantized.
+    /// The source version.
     pub(super) from: u64,
-    /// The version that was written; none past the limit.
+    /// The version that was written; none beyond the limit.
     pub(super) version: Option<u64>,
     pub(super) bytes_before: u64,
     pub(super) bytes_after: u64,
@@ -31,10 +31,10 @@ pub(super) struct Report {
     /// Whether the inputs were random.
     #[serde(skip)]
     pub(super) random: bool,
-    /// What both were compared on.
+    /// A description of the inputs that both versions ran on.
     pub(super) sample: String,
     pub(super) records: u64,
-    /// The largest mean difference of an output with which a version is written.
+    /// Largest mean difference of an output at which the version is written.
     pub(super) limit: f64,
     pub(super) outputs: Vec<OutputDifference>,
     pub(super) layers: Vec<Layer>,
@@ -51,7 +51,7 @@ impl Report {
         self.worst() <= self.limit
     }
 
-    /// The figures of the manifest: the worst of all outputs.
+    /// The metrics of the manifest: the worst of all outputs.
     pub(super) fn metrics(&self) -> BTreeMap<String, f64> {
         let max = self.outputs.iter().map(|output| output.max).fold(0.0, f64::max);
         let agreement = self.outputs.iter().filter_map(|output| output.agreement).reduce(f64::min);
@@ -98,7 +98,7 @@ impl Report {
         Ok(())
     }
 
-    /// Why nodes stay, the most frequent reason first, with how many there are and one of them.
+    /// The reasons for unquantized nodes, the most frequent first, with a count and an example.
     fn reasons(&self) -> Vec<(String, String)> {
         let mut found: BTreeMap<&str, (u64, &Kept)> = BTreeMap::new();
         for kept in &self.kept {
@@ -115,7 +115,7 @@ impl Report {
     }
 }
 
-/// A part of a whole, as people read it.
+/// Formats a share of a whole.
 pub(super) fn part(part: f64) -> String {
     if part.is_infinite() {
         return "beyond all bounds".to_owned();

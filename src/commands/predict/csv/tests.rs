@@ -1,4 +1,4 @@
-//! Rows, their lines and their cells.
+//! Tests of CSV rows, their line numbers and their cells.
 #![allow(clippy::unwrap_used)]
 
 use std::io::Cursor;
@@ -32,7 +32,7 @@ fn rows_know_their_lines() {
     assert_eq!(lines_of("a,b\n1,\"x\ny\n\"\n2,z\n"), [2, 5]);
     assert_eq!(lines_of("\u{feff}a,b\n1,2\n"), [2]);
     assert!(lines_of("a\n").is_empty() && lines_of("").is_empty());
-    // More than is read at once, rows across the border.
+    // More than one read, with rows across its border.
     for end in ["\n", "\r\n"] {
         let text: String = (0..20_000).map(|n| format!("{n}{end}")).collect();
         assert_eq!(lines_of(&text), (2..=20_000).collect::<Vec<_>>());

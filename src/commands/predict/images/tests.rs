@@ -1,4 +1,4 @@
-//! Files that are images, are cut, or say more than they are.
+//! Tests of image files: valid, truncated, and with false sizes.
 #![allow(clippy::unwrap_used)]
 
 use image::{GrayImage, Rgb, RgbImage};
@@ -11,7 +11,7 @@ fn encoded(image: impl Into<DynamicImage>, format: ImageFormat) -> Vec<u8> {
     content.into_inner()
 }
 
-/// What packs badly, so that a part of the file is a part of the picture.
+/// An image that compresses badly, so that a part of the file is a part of the image.
 fn noise() -> RgbImage {
     let mut state = 1_u32;
     RgbImage::from_fn(32, 24, |_, _| {
@@ -26,7 +26,7 @@ fn refused(content: &[u8]) -> String {
     decode(content).map(drop).unwrap_err().1
 }
 
-/// A PNG file whose header says another size.
+/// A PNG file whose header claims another size.
 fn resized(mut png: Vec<u8>, width: u32, height: u32) -> Vec<u8> {
     png[16..20].copy_from_slice(&width.to_be_bytes());
     png[20..24].copy_from_slice(&height.to_be_bytes());
@@ -59,7 +59,7 @@ fn files_are_told_by_what_they_hold() {
 fn files_that_are_cut_are_refused() {
     let png = encoded(noise(), ImageFormat::Png);
     for length in (0..png.len()).step_by(7) {
-        // The last bytes say only that it ends.
+        // The last bytes only mark the end of the file.
         assert!(decode(&png[..length]).is_err() || length > png.len() - 32, "{length} of {}", png.len());
     }
     let jpeg = encoded(noise(), ImageFormat::Jpeg);
@@ -84,7 +84,7 @@ fn sizes_that_a_header_says_are_bounded() {
         let reason = refused(&resized(png.clone(), width, height));
         assert!(reason.contains("scale it down first"), "{reason}");
     }
-    // Within the bounds it is only the picture that is missing.
+    // Within the bounds, only the image data is missing.
     assert!(refused(&resized(png.clone(), 16_000, 16_000)).contains("cannot be decoded"));
     assert!(refused(&resized(png, 0, 0)).contains("cannot be decoded"));
 }
@@ -92,7 +92,7 @@ fn sizes_that_a_header_says_are_bounded() {
 #[test]
 fn pictures_are_turned_upright() {
     let jpeg = encoded(noise(), ImageFormat::Jpeg);
-    // Exif with one entry: orientation 6, which is to be turned clockwise.
+    // Exif with one entry: orientation 6, rotate clockwise.
     let exif = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
     let length = u16::try_from(exif.len() + 2).unwrap().to_be_bytes();
     let turned = [&jpeg[..2], &[0xff, 0xe1], &length, exif, &jpeg[2..]].concat();

@@ -1,4 +1,4 @@
-//! Pictures in each layout, size and range.
+//! Tests of image conversion: layouts, sizes and value ranges.
 #![allow(clippy::unwrap_used)]
 
 use image::{GrayImage, ImageBuffer, Rgb, RgbImage, Rgba};
@@ -78,7 +78,7 @@ fn pixels_lie_as_the_layout_says() {
     };
     assert_eq!(bytes(&[-1, 3, 1, 2], pair()), (vec![3, 1, 2], Data::Uint8(vec![1, 4, 2, 5, 3, 6])));
     assert_eq!(interleaved(&[-1, 1, 2, 3], pair()).1, Data::Uint8(vec![1, 2, 3, 4, 5, 6]));
-    // Grey is three times the same; what shines through is left out; 16 bits become 8.
+    // Gray fills all three channels; alpha is dropped; 16 bits become 8.
     let grey = GrayImage::from_raw(2, 1, vec![7, 9]).unwrap();
     assert_eq!(bytes(&[-1, 3, 1, 2], grey.clone().into()).1, Data::Uint8(vec![7, 9, 7, 9, 7, 9]));
     assert_eq!(bytes(&[-1, 1, 2], grey.into()), (vec![1, 2], Data::Uint8(vec![7, 9])));
@@ -86,7 +86,7 @@ fn pixels_lie_as_the_layout_says() {
     assert_eq!(interleaved(&[-1, 1, 1, 3], clear.into()).1, Data::Uint8(vec![1, 2, 3]));
     let deep: ImageBuffer<Rgb<u16>, _> = ImageBuffer::from_raw(1, 1, vec![257, 65_535, 0]).unwrap();
     assert_eq!(interleaved(&[-1, 1, 1, 3], deep.into()).1, Data::Uint8(vec![1, 255, 0]));
-    // Without sizes a picture keeps its own.
+    // If the input has no fixed size, an image keeps its own.
     assert_eq!(bytes(&[-1, 3, -1, -1], pair()).0, [3, 1, 2]);
 }
 

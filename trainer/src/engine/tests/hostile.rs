@@ -1,4 +1,4 @@
-//! Models damaged at random: whatever is accepted must also run.
+//! Tests of models that are damaged at random: every model that the engine accepts must also run.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Training: against a plain loop, to convergence, and on the handwritten digits.
+//! Tests of training: against a plain loop, to convergence, and on the handwritten digits.
 
 use super::super::*;
 use super::{clusters, specs};

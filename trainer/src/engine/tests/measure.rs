@@ -1,4 +1,4 @@
-//! Measurements, run by name: samples per second and where a step's time goes.
+//! Benchmarks that are run by name: samples per second, and the time of each part of a step.
 #![allow(clippy::print_stderr)]
 
 use super::super::*;

@@ -1,4 +1,4 @@
-//! Products, reductions and operators that move elements.
+//! Test models of products, reductions and operators that move elements.
 
 use super::super::{float, int, ints};
 use super::{Case, after_mul, case};
@@ -125,7 +125,7 @@ pub(super) fn movement() -> Vec<Case> {
     }));
     for (opset, name) in [(11, "flattening by attribute"), (17, "flattening by input")] {
         cases.push(case(name, opset, &[2, 3], |p, x| {
-            // As PyTorch exports x.view(x.size(0), -1).
+            // PyTorch exports `x.view(x.size(0), -1)` in this form.
             let w = p.param(&[3]);
             let v = p.param(&[6, 2]);
             let scaled = p.node("Mul", &[x, &w], vec![]);

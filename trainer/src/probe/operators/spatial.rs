@@ -1,4 +1,4 @@
-//! Convolutions and pools.
+//! Test models of convolutions and pools.
 
 use millrace_bundle::onnx::AttributeProto;
 
@@ -73,7 +73,7 @@ pub(super) fn convolutions() -> Vec<Case> {
         .into_iter()
         .map(|(name, row, weight, biased, attributes)| {
             case(name, 17, row, |p, x| {
-                // A parameter before the convolution asks for the gradient by its input.
+                // A parameter before the convolution requires the gradient with respect to its input.
                 let v = p.param(&row[1..]);
                 let scaled = p.node("Mul", &[x, &v], vec![]);
                 let w = p.param(weight);
