@@ -1,23 +1,22 @@
-//! A view as a directory of this machine, through FUSE.
+//! A FUSE mount: one view of a volume served as a directory of this machine.
 //!
-//! [`mount`] attaches a view to a path and serves the kernel's requests on threads of its own until
-//! the mount ends: by [`Mount::unmount`], by dropping it, by [`umount`] from any process or by the
-//! `umount` command. A live view is mounted read/write, with its snapshots at `.snapshots/NAME`; a
-//! snapshot is mounted read-only.
+//! [`mount`] attaches a view to a path and serves the kernel's requests on its own threads until the mount
+//! ends. It ends by [`Mount::unmount`], by a drop, by [`umount`] from any process or by the `umount` command. A
+//! live view is mounted read/write, with its snapshots at `.snapshots/NAME`; a snapshot is mounted read-only.
 //!
-//! Consistency: close-to-open. What a process wrote and closed (or fsynced) through one mount is
-//! seen by every `open` that follows, through any mount of the volume. The kernel keeps entries and
-//! attributes for as long as it likes; of the live tree it is told soon what others have changed, and what
-//! it has of a file is checked at `open`. `close` makes changes visible, `fsync` makes them durable;
-//! both happen by time to what is written to a file that stays open.
+//! Consistency: close-to-open. Data that a process wrote and closed (or fsynced) through one mount is seen by
+//! every later `open`, through any mount of the volume. The kernel caches attributes until the mount revokes
+//! them, and names of the live tree for up to 60 s. The mount notifies the kernel of changes by other mounts
+//! and checks the kernel's copy of a file at `open`. `close` makes changes visible, `fsync` makes them durable.
+//! A timer does both for files that stay open.
 //!
-//! Locks (`flock`, `fcntl`) hold between all mounts of a volume and end with their holder. Taking one
-//! makes the kernel forget what others have changed since, giving one up commits what was written: whoever
-//! locks sees what the last holder wrote. In a mount of a snapshot locks are the kernel's own. Whoever writes through a mount without the privilege to keep them loses the
-//! set-user-ID and set-group-ID bits of the file.
+//! Locks (`flock`, `fcntl`) hold between all mounts of a volume and end with their holder. Taking a lock makes
+//! the kernel drop data that others have changed since; releasing one commits what was written. So a lock
+//! holder sees what the previous holder wrote. In a mount of a snapshot the kernel handles locks alone. A write
+//! without the privilege to keep them clears the set-user-ID and set-group-ID bits of the file.
 //!
-//! Not here: what the file system *means* (that is the view), `O_TMPFILE` (EOPNOTSUPP: the FUSE library
-//! does not know it; [`View::create_unnamed`] does).
+//! Not here: the semantics of the file system (see [`View`]), and `O_TMPFILE`. The FUSE library does not
+//! support `O_TMPFILE`, so it fails with EOPNOTSUPP; [`View::create_unnamed`] creates unnamed files.
 
 mod adapter;
 mod answer;
@@ -60,26 +59,26 @@ pub use session::Mount;
 pub use stats::{Latency, MountStats, OperationStats, TraceStats};
 pub use trace::TraceOptions;
 
-/// How to mount.
+/// Options of [`mount`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MountOptions {
-    /// Lets users other than the one that mounts in, subject to owners and modes. Unprivileged users
-    /// need `user_allow_other` in `/etc/fuse.conf` for it. Default: on for root only.
+    /// Gives users other than the mounting one access, subject to owners and modes. Unprivileged users need
+    /// `user_allow_other` in `/etc/fuse.conf` for it. Default: on for root only.
     pub allow_other: bool,
-    /// Has the kernel refuse every change, also of a live volume. A snapshot is mounted so in any case.
+    /// Makes the kernel refuse every change, also of a live volume. A snapshot is always mounted read-only.
     pub read_only: bool,
-    /// Has the kernel honour set-user-ID and set-group-ID bits and capabilities of programs. For root only.
+    /// Makes the kernel honor set-user-ID and set-group-ID bits and capabilities of programs. For root only.
     pub suid: bool,
-    /// Has the kernel open device nodes. For root only.
+    /// Makes the kernel open device nodes. For root only.
     pub dev: bool,
-    /// Has the kernel refuse to run programs.
+    /// Makes the kernel refuse to run programs.
     pub noexec: bool,
-    /// Threads that answer the kernel at once, 1 to 64. Default 8: requests that wait (for a commit, the
-    /// disk, the network) do so beside each other.
+    /// Threads that serve the kernel's requests, 1 to 64. Default 8: requests that wait (for a commit, the
+    /// disk, the network) then wait in parallel.
     pub threads: usize,
-    /// How files are opened. Default: [`Open::Auto`].
+    /// How the mount opens files. Default: [`Open::Auto`].
     pub open: Open,
-    /// Where each request is written down. Default: nowhere.
+    /// Trace file for requests. Default: no trace.
     pub trace: Option<TraceOptions>,
 }
 
@@ -99,19 +98,19 @@ impl Default for MountOptions {
     }
 }
 
-/// Mounts a view on a directory, which is created when missing and must be empty. What a process
-/// that died left mounted there is taken off first.
+/// Mounts a view on a directory. Creates the directory if it is missing; it must be empty. Detaches a mount
+/// that a dead process has left there.
 ///
 /// # Errors
 /// [`Error::Exists`] when the path is a mount already, [`Error::NotEmpty`], [`Error::NotADirectory`],
-/// [`Error::Invalid`] for options out of bounds, and [`Error::Io`] when the system refuses; ask
-/// [`can_mount`] first for the reason in words.
+/// [`Error::Invalid`] for options out of bounds, and [`Error::Io`] when the system refuses. [`can_mount`] tells
+/// the reason in words beforehand.
 pub fn mount(view: View, at: &Path, options: MountOptions) -> Result<Mount> {
     session::mount(view, at, &options)
 }
 
-/// Unmounts what any process has mounted at `at`. While files are open below, the path is freed at
-/// once and the files stay usable until they are closed.
+/// Unmounts the volume that any process has mounted at `at`. While files are open below, the path becomes free
+/// at once and the files stay usable until they are closed.
 ///
 /// # Errors
 /// [`Error::NotFound`] when no volume is mounted there.
@@ -123,7 +122,7 @@ pub fn umount(at: &Path) -> Result<()> {
     if point::detach(&at, false).is_ok() {
         return Ok(());
     }
-    // Busy, mostly; or its process, or somebody else, has unmounted it meanwhile.
+    // Mostly the mount is busy. Its process or another one may also have unmounted it meanwhile.
     match point::detach(&at, true) {
         Err(error) if point::find(&at)?.as_ref() == Some(&mounted) => {
             Err(point::refused("unmount", &at, error))
@@ -132,7 +131,7 @@ pub fn umount(at: &Path) -> Result<()> {
     }
 }
 
-/// Whether a volume is mounted at `at`, by whatever process, also one that has died.
+/// Whether a volume is mounted at `at`, by any process, including one that has died.
 ///
 /// # Errors
 /// When the system's table of mounts cannot be read.
@@ -140,7 +139,7 @@ pub fn is_mounted(at: &Path) -> Result<bool> {
     Ok(point::find(&point::absolute(at)?)?.is_some())
 }
 
-/// Whether this process may mount; else the reason and the way out, in one line.
+/// Whether this process may mount. Otherwise the reason and the remedy, in one line.
 ///
 /// # Errors
 /// The reason.
@@ -148,7 +147,7 @@ pub fn can_mount() -> Result<(), String> {
     point::can_mount()
 }
 
-/// What the kernel is told about an error. Exhaustive on purpose: a new variant must choose.
+/// The errno that the kernel receives for an error. Exhaustive on purpose: a new variant must choose one.
 pub(crate) fn errno(error: &Error) -> Errno {
     match error {
         Error::NotFound { .. } => Errno::ENOENT,

@@ -1,4 +1,5 @@
-//! Backups and restoring them, with both engines: under a newer store, beside collections, and killed at each step.
+//! Tests of backup and restore, with both engines: under a newer store, beside collections, and killed at each
+//! step.
 #![allow(clippy::unwrap_used)]
 
 use std::os::unix::process::ExitStatusExt as _;
@@ -13,7 +14,7 @@ use crate::engine::{Engine, inherited};
 use crate::s3_server::S3Server;
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// A file in the metadata, one in a pack, two in objects of their own.
+/// File sizes: one stored in the metadata, one in a pack, two in separate objects.
 const FILES: [(&str, usize); 4] =
     [("d/inline", 10), ("d/small", 9_000), ("framed", 300_000), ("plain", 3_000_000)];
 
@@ -29,7 +30,7 @@ fn spec(text: &str) -> VolumeSpec {
     text.parse().unwrap()
 }
 
-/// Makes all files of a version, and one that only this version has.
+/// Writes all files of a version, and one that only this version has.
 fn write(datafs: &Datafs, version: u64) {
     let view = datafs.view(&spec("v")).unwrap();
     for (path, len) in FILES {
@@ -41,7 +42,7 @@ fn write(datafs: &Datafs, version: u64) {
     }
 }
 
-/// The version that a volume or a snapshot holds, wholly.
+/// The version that a volume or a snapshot holds; checks that it is complete.
 fn version(datafs: &Datafs, at: &str) -> u64 {
     let view = datafs.view(&spec(at)).unwrap();
     let entries = view.list("").unwrap();
@@ -55,7 +56,7 @@ fn version(datafs: &Datafs, at: &str) -> u64 {
     version
 }
 
-/// Version 1 in a snapshot, and version 2.
+/// A home with version 1 in a snapshot, and version 2 live.
 fn make(home: &Path, config: &Config) -> Datafs {
     let datafs = Datafs::open(home, config).unwrap();
     datafs.volume_create(&"v".parse().unwrap()).unwrap();
@@ -65,7 +66,7 @@ fn make(home: &Path, config: &Config) -> Datafs {
     datafs
 }
 
-/// Version 3, alone: nothing of the others is left in the store.
+/// Writes version 3 and removes the others, including their objects in the store.
 fn move_on(datafs: &Datafs) {
     write(datafs, 3);
     datafs.snapshot_delete(&"v".parse().unwrap(), &"first".parse().unwrap()).unwrap();
@@ -79,7 +80,7 @@ fn backup(datafs: &Datafs, to: &Path) -> millrace_datafs::BackupReport {
     report
 }
 
-/// Restores once no process that died, and whose lease has not lapsed, is in the way.
+/// Restores. On a server it waits until the leases of dead processes have expired.
 fn restore(home: &Path, config: &Config, from: &Path) {
     let deadline = Instant::now() + LIMIT;
     loop {
@@ -90,7 +91,7 @@ fn restore(home: &Path, config: &Config, from: &Path) {
     }
 }
 
-/// Nothing is wrong but for objects that nothing points at; without those nothing is.
+/// Checks that fsck finds no problem except unreferenced objects, and none after their collection.
 fn sound(datafs: &Datafs) {
     let check = |repair| datafs.fsck(&FsckOptions { scrub: true, repair }, &mut |_| {}).unwrap();
     let found = check(true).found;
@@ -104,7 +105,7 @@ fn engine(server: bool) -> Option<Engine> {
     if server { Engine::postgres() } else { Some(Engine::sqlite()) }
 }
 
-/// Runs a test with each engine, in a home, and a schema, of its own.
+/// Runs a test with each engine, with a separate home and schema.
 fn for_each_engine(test: impl Fn(&Engine, &Config)) {
     for engine in [false, true].into_iter().filter_map(engine) {
         test(&engine, &settings(engine.config()));
@@ -136,7 +137,7 @@ fn a_backup_is_restored_under_a_newer_store() {
         let datafs = Datafs::open(home, config).unwrap();
         assert_eq!((version(&datafs, "v"), version(&datafs, "v@first")), (2, 1));
         sound(&datafs);
-        // The volumes go on, and the folder follows them.
+        // The restored volumes change, and the backup folder follows.
         move_on(&datafs);
         assert!(backup(&datafs, folder).removed > 4);
         drop(datafs);
@@ -183,7 +184,7 @@ fn what_is_deleted_during_a_backup_is_in_it_and_collected_afterwards() {
     for_each_engine(|_, config| {
         let Place { home, folder, _dir } = &place();
         let datafs = make(home, config);
-        // As another process would.
+        // In the role of another process.
         let other = Datafs::open(home, config).unwrap();
         let deleted = AtomicBool::new(false);
         let report = datafs.backup(folder, &|_| {
@@ -249,7 +250,7 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
     sound(&datafs);
     drop(datafs);
 
-    // Objects that are nowhere, metadata that is cut.
+    // A missing object, and truncated metadata.
     let elsewhere = home.with_file_name("elsewhere");
     std::fs::remove_file(&files(folder.join("objects"))[0]).unwrap();
     let error = Datafs::restore(&elsewhere, &config, &folder, false, &|_| true).unwrap_err();
@@ -343,7 +344,7 @@ fn a_killed_backup_leaves_the_old_or_the_new_and_holds_nothing() {
             write(&datafs, 3);
             drop(datafs);
             killed(engine, &place, 0, &point);
-            // A collection goes on as soon as the process is known to be dead.
+            // Collection continues as soon as the process is known to be dead.
             let datafs = Datafs::open(&place.home, config).unwrap();
             write(&datafs, 4);
             let deadline = Instant::now() + LIMIT;

@@ -1,4 +1,4 @@
-//! Volumes on a bucket: trees through mounts, caches in trouble, processes that are killed.
+//! Tests of volumes on a bucket: trees through mounts, failing caches, and killed processes.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 use std::fs;
@@ -82,7 +82,7 @@ fn trees_go_through_a_bucket_that_goes_away_to_another_mount() {
     copy(&tree, &at.join("before"));
     fs::File::open(at.join("before/d0/0")).unwrap().sync_all().unwrap();
     server.stop();
-    // Small files and names go on; who wants them on the store is told.
+    // Small files and names still work; an fsync, which needs the store, fails.
     fs::create_dir(at.join("during")).unwrap();
     let small: Vec<_> = (1..30).map(|i| tree.join(format!("d{}/{i}", i % 7))).collect();
     for file in &small {
@@ -99,7 +99,7 @@ fn trees_go_through_a_bucket_that_goes_away_to_another_mount() {
     }
     drop(file);
     copy(&tree, &at.join("after"));
-    // With a cache of its own.
+    // A session with a separate cache.
     let other = Datafs::open(&home, &Config { cache_dir: "cache-b".into(), ..config.clone() }).unwrap();
     let second = mount_at(&other, &dir.path().join("second"));
     same(&tree, &second.path().join("before"));
@@ -126,7 +126,7 @@ fn reads_go_on_through_a_mount_whatever_becomes_of_the_cache() {
     copy(&tree, &mount.path().join("tree"));
     mount.unmount().unwrap();
     let on_disk = Config { cache_dir: disk.path().join("cache"), ..config(&server) };
-    // Full, then read-only: what is there is used, nothing is added.
+    // The cache's disk is full, then read-only: reads use cached data and add nothing.
     for flags in [MsFlags::empty(), MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY] {
         if !flags.is_empty() {
             remount(disk.path(), flags);
@@ -136,7 +136,7 @@ fn reads_go_on_through_a_mount_whatever_becomes_of_the_cache() {
         same(&tree, &mount.path().join("tree"));
         mount.unmount().unwrap();
     }
-    // Deleted under a live mount, between files and in the middle of one.
+    // The cache is deleted under a live mount, between files and in the middle of one.
     let datafs = Datafs::open(&home, &Config { cache_dir: "gone".into(), ..config(&server) }).unwrap();
     let mount = mount_at(&datafs, &dir.path().join("third"));
     let at = mount.path().join("tree");
@@ -146,8 +146,8 @@ fn reads_go_on_through_a_mount_whatever_becomes_of_the_cache() {
     mount.unmount().unwrap();
 }
 
-/// Mounts again, with other flags. What is open for writing is closed in a moment: by the datafs that has been
-/// dropped, and by children of other tests when they become another program.
+/// Remounts with other flags. Retries while files are open for writing: the dropped datafs, and children of
+/// other tests until they execute another program, still close them.
 fn remount(path: &Path, flags: MsFlags) {
     let begun = Instant::now();
     while let Err(error) = nix::mount::mount(None::<&str>, path, None::<&str>, flags, None::<&str>) {
@@ -157,7 +157,7 @@ fn remount(path: &Path, flags: MsFlags) {
 }
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
-/// Steps of a child that is not killed.
+/// Steps of a child without a kill.
 const STEPS: u64 = 64;
 
 fn contents(round: u64, i: u64) -> Vec<u8> {
@@ -189,14 +189,14 @@ fn bucket_worker() {
             datafs.gc().unwrap();
         }
         if i % 20 == 19 {
-            // Everything is copied, so that there is something to be copied.
+            // A limit above 100 makes compaction copy every pack.
             datafs.compact(None, &Compact { live_percent_min: 1_000, ..Compact::default() }).unwrap();
             datafs.gc().unwrap();
         }
     }
 }
 
-/// What the parent wrote down for its children.
+/// The configuration that the parent has written for its children.
 fn config_for_children(home: &Path) -> Config {
     let lines = fs::read_to_string(home.join("store")).unwrap();
     let mut lines = lines.lines().map(str::to_owned);

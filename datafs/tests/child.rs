@@ -1,7 +1,7 @@
-//! Child processes of the tests: the test binary itself, started again with a task.
+//! Child processes of the tests: the test binary starts itself again with a task.
 //!
-//! A test that wants a child calls [`spawn`] with the name of a `#[test]` function that does nothing
-//! unless [`task`] gives it something to do.
+//! A test starts a child by [`spawn`] with the name of a `#[test]` function. That function does nothing unless
+//! [`task`] returns a task.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
@@ -10,19 +10,19 @@ use std::process::{Child, Command, Stdio};
 const HOME: &str = "MILLRACE_TEST_HOME";
 const ARGUMENT: &str = "MILLRACE_TEST_ARGUMENT";
 
-/// What this process was started for, if it is a child.
+/// The task of this process: the home and a number, if it is a child.
 pub(crate) fn task() -> Option<(PathBuf, u64)> {
     let home = std::env::var_os(HOME)?;
     let argument = std::env::var(ARGUMENT).ok()?.parse().ok()?;
     Some((home.into(), argument))
 }
 
-/// Starts a child that runs the named test function only.
+/// Starts a child that runs only the named test function.
 pub(crate) fn spawn(function: &str, home: &Path, argument: u64) -> Child {
     command(function, home, argument).spawn().unwrap()
 }
 
-/// What [`spawn`] starts.
+/// The command that [`spawn`] starts.
 pub(crate) fn command(function: &str, home: &Path, argument: u64) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -33,7 +33,7 @@ pub(crate) fn command(function: &str, home: &Path, argument: u64) -> Command {
     command
 }
 
-/// The numbers that a child reports, as `WORD NUMBER` lines among what the test harness prints.
+/// The numbers that a child reports, as `WORD NUMBER` lines among the output of the test harness.
 pub(crate) fn reports(child: &mut Child) -> impl Iterator<Item = (String, u64)> + use<> {
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
     lines.map_while(Result::ok).filter_map(|line| {

@@ -1,8 +1,8 @@
-//! Four processes and one volume: what one has closed, every other one finds when it opens; and how
-//! soon what one has done is seen by those that look all the time.
+//! Tests of close-to-open consistency with four processes on one volume. What one process has closed, every
+//! other one must find at its next open. They also measure how soon a polling process sees a change.
 //!
-//! Through the library, and through a mount for each process. What was closed is noted on a board beside
-//! the volume, which needs no file system to be right.
+//! The processes use the library, or a mount each. They note closed generations on a board beside the volume,
+//! so the check does not depend on the tested file system.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 mod access;
@@ -21,23 +21,23 @@ use self::access::{Access, Rewrite};
 use self::board::Board;
 use crate::child;
 
-/// Processes that work on the volume.
+/// Processes that use the volume.
 const PROCESSES: u64 = 4;
-/// Files that they work on.
+/// Files of the volume.
 const FILES: u64 = 12;
-/// One of so many operations of a process writes; the others open and read.
+/// One in this number of operations writes; the others open and read.
 const WRITES: u32 = 12;
-/// Opens that the tests check.
+/// Opens that a test checks.
 const CHECKED: u64 = 6_000;
 const COUNT: &str = "MILLRACE_OPENS";
 const SEED: &str = "MILLRACE_SEED";
 
-/// A number that a variable of the environment asks for.
+/// A number from an environment variable, or a default.
 pub(crate) fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-/// A home with a volume, and the mounts of it.
+/// A home with a volume, and the servers of its mounts.
 struct Scene {
     dir: tempfile::TempDir,
     servers: Vec<Server>,
@@ -51,7 +51,7 @@ impl Scene {
         Scene { dir, servers: Vec::new() }
     }
 
-    /// With a mount for each process; `None`, and the reason on standard error, where mounting is not
+    /// A scene with a mount for each process; `None`, and the reason on standard error, where mounting is not
     /// permitted.
     fn mounted() -> Option<Scene> {
         if let Err(reason) = mount::can_mount() {
@@ -76,7 +76,7 @@ fn mount_point(dir: &Path, id: u64) -> PathBuf {
     dir.join(format!("mnt-{id}"))
 }
 
-/// The mount of a process if there is one, else the library.
+/// The mount of a process if there is one, otherwise the library.
 fn access(dir: &Path, id: u64) -> Access {
     let at = mount_point(dir, id);
     if at.exists() { Access::mount(&at) } else { Access::library(&dir.join("home")) }
@@ -86,7 +86,7 @@ fn access(dir: &Path, id: u64) -> Access {
 struct Server {
     child: Child,
     at: PathBuf,
-    /// Open for as long as it may print.
+    /// Kept open while the child may print.
     _reports: Box<dyn Iterator<Item = (String, u64)>>,
 }
 
@@ -106,7 +106,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
         let status = self.child.wait();
-        // One that has died leaves its mount.
+        // A child that has died leaves its mount behind.
         let _ = mount::umount(&self.at);
         if !std::thread::panicking() {
             assert!(status.unwrap().success(), "a mount has failed");
@@ -126,7 +126,7 @@ fn server() {
     mount.unmount().unwrap();
 }
 
-/// What is in a file of this generation: of lengths that are stored in different ways.
+/// The content of a generation of a file; the lengths use all forms of storage.
 fn content(generation: u64) -> Vec<u8> {
     let words = [3, 1_024, 40, 9_000][generation as usize % 4];
     generation.to_le_bytes().repeat(words)
@@ -136,12 +136,12 @@ fn name(file: u64) -> String {
     format!("file-{file}")
 }
 
-/// Reads a file after it was noted as closed; panics when that is not what it finds.
+/// Reads a file after a process has noted a closed generation; panics if the content is older.
 fn check_open(access: &Access, board: &Board, file: u64) {
     let closed = board.closed(file);
     let found = access.read(&name(file));
-    // A generation that was begun since may be found, or parts of it, and zeroes where a mount found the
-    // file cut while it was read.
+    // The file may also hold a generation begun since, or parts of it. A mount may read zeroes where the file
+    // was cut during the read.
     let begun = board.begun(file);
     let stale = match &found {
         None => (begun == closed).then(|| "not found".to_owned()),
@@ -185,7 +185,7 @@ fn worker() {
         access.rewrite(&name(file), &content(generation), rewrite, &format!("draft-{id}"));
         board.close(file, generation);
         drop(turn);
-        // What a process has closed itself is no exception.
+        // The rule holds for a process's own closes, too.
         check_open(&access, &board, file);
     }
     println!("checked {checked}");
@@ -201,7 +201,7 @@ fn no_open_is_stale(scene: &Scene) {
     }
     drop(first);
     let mut checked = 0;
-    // All of them, before one that has failed takes the mounts from the others.
+    // Waits for all workers first: a failed one would end the scene, and with it the mounts of the others.
     let workers = scene.spawn("close_to_open::worker");
     let outputs: Vec<_> = workers.into_iter().map(|worker| worker.wait_with_output().unwrap()).collect();
     for output in outputs {
@@ -215,7 +215,7 @@ fn no_open_is_stale(scene: &Scene) {
     assert!(checked >= number(COUNT, CHECKED) / PROCESSES * PROCESSES);
 }
 
-/// `MILLRACE_OPENS` asks for another number of opens.
+/// `MILLRACE_OPENS` sets the number of opens.
 #[test]
 fn no_open_is_stale_through_the_library() {
     no_open_is_stale(&Scene::new());

@@ -1,5 +1,5 @@
-//! Processes that are killed at seeded moments: what they had acknowledged is there, whole, and
-//! nothing of what they had not is half there.
+//! Crash tests with processes killed at seeded moments. Acknowledged data must be complete, and unacknowledged
+//! data complete or absent.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use millrace_datafs::{
 
 use crate::child;
 
-/// Times that both writers are killed; `MILLRACE_KILLS` asks for more.
+/// Kills of both writers; `MILLRACE_KILLS` sets another number.
 const ROUNDS: u64 = 12;
 const WRITERS: u64 = 2;
 
@@ -33,7 +33,7 @@ fn open(home: &Path) -> (Datafs, View) {
     (datafs, view)
 }
 
-/// Content of file `part` of step `i`: inline, a small object, an object of several parts.
+/// Content of file `part` of step `i`: inline, small objects, and an object of several parts.
 fn content(i: u64, part: u64) -> Vec<u8> {
     let len = match (i + part) % 5 {
         0 => 100,
@@ -75,7 +75,7 @@ fn writer() {
         publish = publish
             .expect_key(format!("next/{id}"), old)
             .put_key(format!("next/{id}"), (i + 1).to_be_bytes().to_vec());
-        // Also replace a file each time, so that garbage comes into being.
+        // Also replaces a file each time, to create garbage.
         let mut staged = view.stage().unwrap();
         staged.append(&content(i, 2)).unwrap();
         view.publish(publish.file(format!("current-{id}"), staged.finish().unwrap())).unwrap();
@@ -84,7 +84,7 @@ fn writer() {
         log.write_at(i * record.len() as u64, &record).unwrap();
         log.fsync().unwrap();
         say("logged", i);
-        // Renamed over, never missing.
+        // Renamed over, so the file is never missing.
         let draft = format!("draft-{id}");
         view.write_file(&draft, &content(i, 3)).unwrap();
         view.rename_path(&draft, &format!("state-{id}")).unwrap();
@@ -103,7 +103,7 @@ fn writer() {
     }
 }
 
-/// Everything below `next` of a writer is there, whole; nothing else is.
+/// Checks that every step below `next` of a writer is complete, and that there are no others.
 fn check(view: &View, writer: u64) -> u64 {
     let next = next_of(view, writer);
     let steps: BTreeSet<u64> = match view.list(&format!("out-{writer}")) {
@@ -112,7 +112,7 @@ fn check(view: &View, writer: u64) -> u64 {
         Err(error) => panic!("{error}"),
     };
     assert!(steps.into_iter().eq(0..next), "writer {writer}: steps up to {next}");
-    // The newest whole, of the older ones a few: they were checked before.
+    // Contents of the newest steps only: earlier rounds have checked the older ones.
     for i in (0..next).rev().take(12) {
         let entries = view.list(&format!("out-{writer}/{i}")).unwrap();
         assert_eq!(entries.len(), 2);
@@ -128,7 +128,8 @@ fn check(view: &View, writer: u64) -> u64 {
     next
 }
 
-/// A record whose sync was acknowledged is there; any other is there or was never flushed.
+/// Checks that every record with an acknowledged sync is in the log. Any other is complete, or was never
+/// flushed.
 fn check_log(view: &View, writer: u64, logged: &BTreeSet<u64>) {
     let log = view.read_file(&format!("log-{writer}")).unwrap();
     let record = 16_000;
@@ -156,7 +157,7 @@ fn kills_leave_everything_whole() {
     let mut logged = [const { BTreeSet::new() }; WRITERS as usize];
     for seed in 0..rounds {
         let mut children: Vec<_> = (0..WRITERS).map(|id| child::spawn("crash::writer", home, id)).collect();
-        // The moment: after so many reports of both together, and a while more.
+        // Kills after this number of reports from both writers, and a short pause.
         let moment = 2 + seed * 7 % 23;
         let while_more = Duration::from_micros(seed * 1_733 % 6_000);
         let count = AtomicU64::new(0);
@@ -224,14 +225,14 @@ fn kills_leave_everything_whole() {
         let report = datafs.fsck(&FsckOptions { scrub: true, repair: false }, &mut |_| {}).unwrap();
         assert!(report.is_sound(), "round {seed}: {:#?}", report.found);
     }
-    // Nothing of all that is left once the volume is gone.
+    // No object is left once the volume is deleted.
     datafs.volume_delete(&volume()).unwrap();
     datafs.gc().unwrap();
     let mut left = Vec::new();
     for directory in std::fs::read_dir(home.join("datafs/objects")).unwrap() {
         for file in std::fs::read_dir(directory.unwrap().path()).into_iter().flatten() {
             let name = file.unwrap().file_name().into_string().unwrap();
-            // Half-written files have names of their own and go by age.
+            // Partly written files have separate names, and collection deletes them by age.
             if !name.contains('#') {
                 left.push(name);
             }

@@ -12,7 +12,7 @@ const URL: &str = "MILLRACE_TEST_META_URL";
 const SCHEMA: &str = "MILLRACE_TEST_META_SCHEMA";
 const CONNECTIONS_MAX: usize = 4;
 
-/// SQLite, or a schema of a server.
+/// SQLite, or a schema of a PostgreSQL server.
 pub(crate) struct Engine(Option<(Arc<Server>, String)>);
 
 impl Engine {
@@ -36,7 +36,7 @@ impl Engine {
         config_of(at)
     }
 
-    /// Lets a child find it with [`inherited`].
+    /// Passes the engine to a child, which reads it with [`inherited`].
     pub(crate) fn tell(&self, child: &mut Command) {
         if let Some((server, schema)) = &self.0 {
             child.env(URL, server.url()).env(SCHEMA, schema);
@@ -44,7 +44,7 @@ impl Engine {
     }
 }
 
-/// What the test that has started this process has told it.
+/// The configuration that the parent test has passed to this process.
 pub(crate) fn inherited() -> Config {
     config_of(std::env::var(URL).ok().zip(std::env::var(SCHEMA).ok()))
 }

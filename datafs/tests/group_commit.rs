@@ -1,5 +1,5 @@
-//! Writers that are killed at every step of a group commit: what was synced is there, the rest is
-//! there up to a point and not behind it, and other processes go on at once.
+//! Crash tests of group commit: writers are killed at every step. Synced files are complete, the others exist
+//! up to one point and not beyond, and other processes continue at once.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::collections::BTreeSet;
@@ -11,7 +11,7 @@ use millrace_datafs::{Config, Datafs, Node, OpenFlags, Owner, View};
 use crate::child;
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
-/// The steps, in order.
+/// Failpoints of a group commit, in order.
 const STEPS: [&str; 9] = [
     "group-start",
     "group-frozen",
@@ -23,7 +23,7 @@ const STEPS: [&str; 9] = [
     "group-sync",
     "group-synced",
 ];
-/// Times that a step is passed before the kill: while opening, while working.
+/// The pass of the step at which the process is killed: while opening, and while working.
 const PASSES: [u64; 3] = [1, 5, 20];
 
 fn content(i: u64) -> Vec<u8> {
@@ -36,7 +36,7 @@ fn make(view: &View, parent: Node, i: u64) {
     file.write_at(0, &content(i)).unwrap();
 }
 
-/// The child: makes files, and syncs the folder after every tenth.
+/// The child: creates files, and syncs the folder after every tenth.
 #[test]
 fn killed_writer() {
     let Some((home, round)) = child::task() else { return };
@@ -56,7 +56,7 @@ fn killed_writer() {
 #[test]
 fn writers_killed_at_each_step_lose_only_what_was_not_synced() {
     if !cfg!(debug_assertions) {
-        // Such builds have no failpoints.
+        // Release builds have no failpoints.
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -71,7 +71,7 @@ fn writers_killed_at_each_step_lose_only_what_was_not_synced() {
         let reports: Vec<_> = child::reports(&mut child).collect();
         let status = child.wait().unwrap();
         assert_eq!(status.signal(), Some(9), "{step}:{pass} was not reached");
-        // This process goes on, and sees what the other one has left.
+        // This process continues, and sees the state that the other one has left.
         make(&view, own, round);
         let synced = reports.iter().filter(|(word, _)| word == "synced").map(|(_, i)| *i).max();
         let folder = format!("round-{round}");
@@ -101,7 +101,7 @@ fn writers_killed_at_each_step_lose_only_what_was_not_synced() {
 const PROCESSES: u64 = 3;
 const FILES: u64 = 400;
 
-/// The child: makes its files in the common folder.
+/// The child: creates its files in the common folder.
 #[test]
 fn steady_writer() {
     let Some((home, id)) = child::task() else { return };
@@ -110,7 +110,7 @@ fn steady_writer() {
     let folder = view.stat("common").unwrap().node;
     for i in 0..FILES {
         make(&view, folder, id * FILES + i);
-        // What this process was answered, it sees; and so does everybody.
+        // The process sees every change that was acknowledged to it, like all others.
         assert_eq!(view.read_file(&format!("common/{}", id * FILES + i)).unwrap(), content(id * FILES + i));
     }
 }

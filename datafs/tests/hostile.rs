@@ -1,5 +1,5 @@
-//! Everything at once: compaction, collection, snapshots made and deleted, warmup and copies, beside
-//! threads of two sessions that write, each checking what it has written; seeded.
+//! A stress test of concurrent maintenance: compaction, collection, snapshots, warmup and copies run beside the
+//! writing threads of two sessions. Each writer checks what it has written. A seed determines the operations.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use millrace_datafs::{
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
-/// Operations of each writer; `MILLRACE_STEPS` asks for more, `MILLRACE_SEED` for others.
+/// Operations of each writer; `MILLRACE_STEPS` sets another number, `MILLRACE_SEED` another seed.
 const STEPS: u64 = 250;
 const WRITERS: u64 = 4;
 const FILES: usize = 6;
@@ -43,7 +43,7 @@ fn live(datafs: &Datafs) -> View {
     datafs.view(&VolumeSpec::live(volume())).unwrap()
 }
 
-/// A thread's files: what they hold, and some of them open.
+/// The files of a thread with their expected contents; some of them are open.
 struct Writer {
     view: View,
     folder: String,
@@ -220,7 +220,7 @@ fn upkeep_beside_writers_changes_nothing_that_they_see() {
         for id in 0..WRITERS {
             let view = live(if id % 2 == 0 { one } else { other });
             scope.spawn(move || {
-                // Also when this thread panics, so that the others end.
+                // Also when this thread panics, so that the other threads end.
                 let _done = Done(writing);
                 let folder = format!("w{id}");
                 view.create_dir_all(&folder).unwrap();
@@ -248,7 +248,7 @@ fn upkeep_beside_writers_changes_nothing_that_they_see() {
         scope.spawn(move || {
             while go_on() {
                 match live(one).warmup("", &mut |_| ()) {
-                    // Files go while they are looked at.
+                    // Writers remove files during the warmup.
                     Ok(_) | Err(Error::NotFound { .. } | Error::Stale { .. }) => {}
                     Err(error) => panic!("{error:?}"),
                 }

@@ -1,13 +1,12 @@
-//! One writer that is killed, at a failpoint or at any moment, through the library or with the process
-//! of its mount; then everybody looks at what is left. In half of the rounds another process compacts, packs,
-//! collects and makes snapshots beside it, and is killed too.
+//! Crash tests: a writer is killed at a failpoint or at a random moment, through the library or with the
+//! process of its mount. Then the test checks the volume. In half of the rounds another process compacts,
+//! packs, collects and makes snapshots at the same time, and is killed too.
 //!
-//! The rule: the volume is as it was after one of the commits that the operations consist of, none left
-//! out, none half done, and at least as far as the last `fsync`, snapshot or other durable call that had
-//! returned. So a file holds one generation from its first byte to its last, or is empty where a program
-//! had made or cut it and not yet written; a file that is renamed over is never missing and never empty.
-//! Snapshots hold exactly what they were made of, the collection finds all garbage, and the scrub finds
-//! nothing wrong.
+//! The rule: the volume is in the state after one of the operations' commits, with none left out and none half
+//! done. It includes at least everything before the last durable call (`fsync`, snapshot) that had returned. So
+//! a file holds one generation from its first byte to its last, or is empty where a program had created or cut
+//! it and not yet written. A file that is renamed over is never missing and never empty. Snapshots hold exactly
+//! the state that they were made of, the collection finds all garbage, and the scrub finds no problem.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 pub(crate) mod failpoints;
@@ -30,11 +29,11 @@ use rand::{Rng as _, SeedableRng as _};
 use self::work::{Hand, Op, Place, State, Story, config, ops, read_all, snapshot_name};
 use crate::child;
 
-/// Kills of a test run; `MILLRACE_KILLS` asks for more, `MILLRACE_SEED` for others.
+/// Kills of a test run; `MILLRACE_KILLS` sets another number, `MILLRACE_SEED` another seed.
 const KILLS: u64 = 16;
-/// Operations, if nobody is killed before.
+/// Operations of a round without a kill.
 const OPS: u64 = 120;
-/// A snapshot goes when so many have been made after it: all that there are, are read after each kill.
+/// Snapshots older than this number are deleted: every check reads all that exist.
 const KEPT: u64 = 200;
 
 fn volume() -> Name {
@@ -98,12 +97,12 @@ fn maintainer() {
     }
 }
 
-/// What the names of the snapshots begin with that the maintenance of a round makes.
+/// The prefix of snapshot names that a round's maintenance makes.
 fn maintained(seed: u64) -> String {
     format!("m{seed}-")
 }
 
-/// The maintenance of a round. Its process is killed with it.
+/// The maintenance process of a round. Dropping the value kills it.
 struct Maintenance(Child);
 
 impl Maintenance {
@@ -114,7 +113,7 @@ impl Maintenance {
         Maintenance(command.spawn().unwrap())
     }
 
-    /// Kills it, unless its failpoint has; it must not have ended in another way.
+    /// Kills the process, unless its failpoint has; it must not have ended in another way.
     fn kill(mut self, what: &str) {
         self.0.kill().unwrap();
         let status = self.0.wait().unwrap();
@@ -133,11 +132,11 @@ fn mount_point(home: &Path) -> PathBuf {
     home.join("mnt")
 }
 
-/// When a round ends.
+/// The moment at which a round's process is killed.
 #[derive(Debug, Clone)]
 enum End {
     At(String, u64),
-    /// So long after this many operations.
+    /// A pause after this many operations.
     After(u64, Duration),
 }
 
@@ -159,7 +158,7 @@ impl End {
         }
     }
 
-    /// Kills a process from beside, once so much is done.
+    /// Kills a process from a thread of the test, once this many operations are done.
     fn kill(&self, child: &Child, done: u64) {
         if let End::After(count, pause) = *self
             && done == count
@@ -173,7 +172,7 @@ impl End {
     }
 }
 
-/// How far a writer came, as it knew.
+/// The last operations that a writer has reported.
 #[derive(Debug, Default, Clone, Copy)]
 struct Reached {
     done: Option<u64>,
@@ -220,12 +219,12 @@ fn through_mount(home: &Path, seed: u64, end: &End) -> (Reached, ExitStatus) {
     }
     drop(child.stdin.take());
     let status = child.wait().unwrap();
-    // What a killed process leaves mounted.
+    // A killed process leaves its mount behind.
     let _ = mount::umount(&mount_point(home));
     (reached, status)
 }
 
-/// One after the other: which snapshots there must be, and which there may be.
+/// The snapshots that must exist, and those that may.
 fn snapshots_after(ops: &[Op], reached: Reached) -> (Vec<u64>, Vec<u64>) {
     let (mut must, mut may) = (Vec::new(), Vec::new());
     let count = reached.done.map_or(0, |done| done + 1);
@@ -244,7 +243,7 @@ fn snapshots_after(ops: &[Op], reached: Reached) -> (Vec<u64>, Vec<u64>) {
     (must, may)
 }
 
-/// Looks at everything. Returns what is there.
+/// Checks the files and the snapshots. Returns the state of the volume.
 fn verify(datafs: &Datafs, seed: u64, first: &State, reached: Reached, what: &str) -> State {
     let ops = ops(seed, OPS);
     let story = Story::new(first.clone(), &ops);
@@ -270,7 +269,7 @@ fn verify(datafs: &Datafs, seed: u64, first: &State, reached: Reached, what: &st
         assert!(must.contains(&i) || may.contains(&i), "{what}: snapshot {i} is there");
         let at = datafs.view(&VolumeSpec::at(volume(), name.parse().unwrap())).unwrap();
         let held = read_all(&at);
-        // One that was being made may have been made after the kill, beside the mount.
+        // A snapshot in progress may have been completed after the kill, beside the mount.
         let fits = held == story.states[story.ends[i as usize]] || (may.contains(&i) && held == actual);
         assert!(fits, "{what}: snapshot {i} has changed");
     }
@@ -293,7 +292,7 @@ fn kills_leave_everything_whole(count: u64) {
         let end = End::draw(&mut StdRng::seed_from_u64(seed), &failpoints);
         let mounted = mounts && seed % 2 == 1;
         let what = format!("seed {seed}, {end:?}, {}", if mounted { "mount" } else { "library" });
-        // Somebody else may have the volume open all the time.
+        // In every third round another session keeps the volume open.
         let bystander = (seed % 3 == 0).then(|| Datafs::open(home, &config()).unwrap());
         let beside = (seed % 4 < 2).then(|| Maintenance::start(home, seed, &failpoints));
         let run = if mounted { through_mount } else { through_library };
@@ -336,7 +335,7 @@ fn kills_leave_everything_whole(count: u64) {
     assert_nothing_is_left(home);
 }
 
-/// Nothing of all that is left once the volume is gone.
+/// Checks that no object is left once the volume is deleted.
 fn assert_nothing_is_left(home: &Path) {
     let datafs = Datafs::open(home, &config()).unwrap();
     datafs.volume_delete(&volume()).unwrap();
@@ -347,7 +346,7 @@ fn assert_nothing_is_left(home: &Path) {
             left.push(file.unwrap().file_name().into_string().unwrap());
         }
     }
-    // Half-written files have names of their own and go by age.
+    // Partly written files have separate names, and collection deletes them by age.
     left.retain(|name| !name.contains('#'));
     assert!(left.is_empty(), "{left:?}");
     let sessions = std::fs::read_dir(home.join("datafs/meta.sqlite-sessions")).unwrap().count();

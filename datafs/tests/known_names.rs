@@ -1,5 +1,6 @@
-//! A process that knows all names of a directory finds at once what another one has done to them: names
-//! made, removed, renamed and exchanged in turn, and the directories themselves, against a model.
+//! Tests of the name cache between two processes: a process that caches all names of a directory sees the
+//! other's changes at once. The processes create, remove, rename and exchange names and directories in turn; a
+//! model gives the expected names.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::collections::BTreeMap;
@@ -16,10 +17,10 @@ use crate::close_to_open::number;
 use crate::engine::{self, Engine};
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
-/// Names that are made and looked for in each directory.
+/// Names used in each directory.
 const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
 const DIRECTORIES_MAX: usize = 10;
-/// Changes that one process makes before the other looks.
+/// Most changes of one process before the other checks.
 const CHANGES_MAX: u32 = 3;
 
 fn open(home: &std::path::Path, config: &Config) -> (Datafs, View) {
@@ -56,8 +57,8 @@ impl Display for Change {
     }
 }
 
-/// Makes a change that is written as above, or looks a name up. Returns the number of the node that was made
-/// or found, 1 for what makes none, and 0 for what is refused or not found.
+/// Runs one line: a change in the format of [`Change`], or a lookup. Returns the number of the created or found
+/// node, 1 for other changes, and 0 for a refusal or a missing name.
 fn obey(view: &View, line: &str) -> u64 {
     let words: Vec<&str> = line.split_whitespace().collect();
     let node = |i: usize| Node::from_u64(words[i].parse().unwrap());
@@ -78,7 +79,7 @@ fn obey(view: &View, line: &str) -> u64 {
     done.unwrap_or(0)
 }
 
-/// The child: obeys.
+/// The child: runs the lines from its standard input.
 #[test]
 fn other() {
     let Some((home, _)) = child::task() else { return };
@@ -113,7 +114,7 @@ impl Drop for Other {
     }
 }
 
-/// What is in each directory.
+/// The expected names of each directory.
 struct Model(BTreeMap<u64, BTreeMap<&'static str, u64>>);
 
 impl Model {
@@ -165,7 +166,7 @@ impl Model {
         }
     }
 
-    /// Notes a change that was made; `node` is what it has made.
+    /// Applies a change to the model; `node` is the created node.
     fn apply(&mut self, change: Change, node: u64) {
         match change {
             Change::Create(at) => self.put(at, Some(node)),
@@ -201,7 +202,7 @@ impl Model {
 
     fn random_change(&self, random: &mut StdRng) -> Change {
         let (one, two) = (self.random_place(random), self.random_place(random));
-        // Beside it, as often as elsewhere.
+        // Half of the second places are in the same directory.
         let two = if random.random() { two } else { Place(one.0, two.1) };
         match random.random_range(0..10) {
             0..3 => Change::Create(one),
@@ -254,7 +255,7 @@ fn both_find_what_the_other_has_done(engine: &Engine, rounds: u32) {
                 seen.extend([at.0, node]);
             }
         }
-        // Every name of the directories concerned, by whoever has not done it.
+        // The process that made no changes checks every name of the directories concerned.
         seen.retain(|directory| model.is_directory(*directory));
         let places: Vec<Place> =
             seen.iter().flat_map(|directory| NAMES.map(|name| Place(*directory, name))).collect();

@@ -1,8 +1,8 @@
-//! Three processes want the locks of one file, and one of them is killed while it holds them: the others
-//! get them then and not before, and nobody waits for ever.
+//! Tests of lock release after a crash: three processes contend for the locks of one file, and one is killed
+//! while it holds them. The others get the locks then and not before, and none waits forever.
 //!
-//! Through the library, and through a mount for each of them, on both metadata engines. Who holds a lock
-//! is noted on a board beside the volume.
+//! The processes use the library, or a mount each, on both metadata engines. They note the holder of each lock
+//! on a board beside the volume.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 use std::fs::{self, File};
@@ -21,13 +21,13 @@ use crate::engine::{self, Engine};
 use crate::mount_journeys::locking::{fcntl, flock};
 
 const PLACES: u64 = 3;
-/// Times that each of those who contend takes its lock.
+/// Times that each contender takes its lock.
 const ROUNDS: u64 = 15;
-/// Times that a holder is killed.
+/// Number of killed holders.
 const DEATHS: u64 = 3;
-/// A server hears of a process that lives a third of this apart.
+/// Lease time on a server; a live process renews its lease at a third of it.
 const LEASE: Duration = Duration::from_secs(6);
-/// Longest wait for what has to come, on a busy machine.
+/// Longest wait of a test on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 const FAMILIES: [LockFamily; 2] = [LockFamily::Fcntl, LockFamily::Flock];
 
@@ -35,14 +35,14 @@ fn config() -> Config {
     Config { session_lease_ms: LEASE.as_millis() as u64, ..engine::inherited() }
 }
 
-/// The file whose locks are wanted.
+/// Access to the locked file.
 enum Access {
     Mount(File),
     Library { view: View, node: Node, _open: Datafs },
 }
 
 impl Access {
-    /// The mount of a place if there is one, else the library.
+    /// The mount of a place if there is one, otherwise the library.
     fn open(dir: &Path, place: u64) -> Access {
         let at = mount_point(dir, place);
         if at.exists() {
@@ -90,13 +90,13 @@ fn mount_point(dir: &Path, place: u64) -> PathBuf {
     dir.join(format!("mnt-{place}"))
 }
 
-/// Where a mount notes its process.
+/// The file with the process ID of a mount.
 fn serving(dir: &Path, place: u64) -> PathBuf {
     dir.join(format!("serving-{place}"))
 }
 
-/// Who holds the lock of each family: the numbers of the process and of the one that answers for its
-/// locks, its mount or itself. Both 0 for nobody.
+/// The holder of the lock of each family: its process ID, and that of the process whose end releases the lock,
+/// which is its mount or itself. Both are 0 for a free lock.
 struct Board {
     file: File,
     own: [u32; 2],
@@ -123,7 +123,8 @@ impl Board {
         self.file.write_all_at(bytes.as_flattened(), family as u64 * 8).unwrap();
     }
 
-    /// For who has just got a lock: who held it before has let it go, or is dead or dying.
+    /// Notes a lock that this process has just got. The previous holder must have released it, or be dead or
+    /// dying.
     fn take(&self, family: LockFamily) {
         let before = self.get(family);
         let is_free = before == [0, 0] || before.into_iter().any(is_dying);
@@ -137,7 +138,7 @@ impl Board {
     }
 }
 
-/// Whether a process has begun to end, which it does before it gives up any file.
+/// Whether a process is exiting. It sets that flag before it closes any file.
 fn is_dying(pid: u32) -> bool {
     const PF_EXITING: u64 = 4;
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return true };
@@ -188,7 +189,7 @@ fn contender() {
     println!("done {argument}");
 }
 
-/// A child and what it says.
+/// A child and its reports.
 struct Running {
     what: &'static str,
     child: Child,
@@ -204,7 +205,7 @@ impl Running {
         Running { what, child, said }
     }
 
-    /// Waits until it says a word.
+    /// Waits until the child reports a word.
     fn says(&self, word: &str) {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -230,7 +231,7 @@ impl Drop for Running {
     }
 }
 
-/// A home with a volume, and the mounts of it.
+/// A home with a volume, and the servers of its mounts.
 struct Scene {
     servers: Vec<Option<Running>>,
     dir: tempfile::TempDir,
@@ -262,7 +263,7 @@ impl Scene {
         self.servers[place as usize] = Some(server);
     }
 
-    /// Kills a holder, or first the mount that answers for its locks.
+    /// Kills a holder; with `with_mount` first kills the mount that holds its locks.
     fn kill(&mut self, place: u64, holder: Running, with_mount: bool) {
         let server = self.servers.get_mut(place as usize).filter(|_| with_mount).and_then(Option::take);
         let had_mount = server.is_some();
@@ -274,7 +275,7 @@ impl Scene {
         }
     }
 
-    /// How long a holder lives, so that whoever would take its lock from it has tried to.
+    /// How long a holder lives, so that a faulty takeover of its lock would happen before.
     fn hold_for(&self) -> Duration {
         if self.engine.is_server() { LEASE * 5 / 4 } else { Duration::from_millis(1_200) }
     }
@@ -307,7 +308,7 @@ impl Drop for Scene {
     }
 }
 
-/// The child that makes the volume and the file.
+/// The child that creates the volume and the file.
 #[test]
 fn maker() {
     let Some((dir, _)) = child::task() else { return };

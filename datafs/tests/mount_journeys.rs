@@ -1,6 +1,6 @@
-//! Journeys through the real kernel mount: what programs see of a volume.
+//! Journeys through the real kernel mount: tests of a volume as programs see it.
 //!
-//! Where mounting is not permitted, each journey says why in one line and ends.
+//! Where mounting is not permitted, each journey prints the reason in one line and ends.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 mod closing;
@@ -34,7 +34,7 @@ use millrace_datafs::Datafs;
 use millrace_datafs::mount::{self, Mount, MountOptions};
 use tempfile::TempDir;
 
-/// A home with one volume, `data`, and a place to mount it.
+/// A home with one volume, `data`, and mount points.
 struct Home {
     dir: TempDir,
     datafs: Datafs,

@@ -1,5 +1,5 @@
-//! Volumes whose metadata is on a PostgreSQL server: figures, several processes, a server that goes
-//! away and comes back. Each test starts servers of its own, where PostgreSQL is installed.
+//! Tests of volumes with metadata on a PostgreSQL server: figures, several processes, and a server that stops
+//! and starts again. They start their servers themselves, where PostgreSQL is installed.
 #![allow(clippy::unwrap_used)]
 
 mod coherence;
@@ -11,7 +11,7 @@ mod tls;
 use millrace_datafs::{Config, Datafs};
 use server::Server;
 
-/// Metadata in a schema of the server, file data below the home.
+/// A configuration with metadata in a schema of the server and file data below the home.
 fn config(server: &Server, schema: &str) -> Config {
     Config {
         meta_url: Some(server.url().into()),

@@ -1,4 +1,4 @@
-//! Several processes and threads write one volume.
+//! Tests of several processes and threads that write one volume.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -21,14 +21,14 @@ fn open(home: &Path) -> (Datafs, View) {
     (datafs, view)
 }
 
-/// The value of the counter that processes race for, and the number in it.
+/// The key `counter` that processes race for: its value and the number in it.
 pub(crate) fn counter(view: &View) -> (Option<Vec<u8>>, u64) {
     let value = view.key_get("counter").unwrap();
     let number = value.as_ref().map_or(0, |v| u64::from_be_bytes(v.as_slice().try_into().unwrap()));
     (value, number)
 }
 
-/// Takes the next ticket, which then bears the number of who took it; returns the ticket's.
+/// Takes the next ticket, a file with the ID of the process that took it. Returns the number of the ticket.
 pub(crate) fn take_ticket(view: &View, id: u64) -> u64 {
     loop {
         let (value, number) = counter(view);
@@ -46,7 +46,7 @@ pub(crate) fn take_ticket(view: &View, id: u64) -> u64 {
     }
 }
 
-/// The tickets that each has taken, in order.
+/// The tickets of each process, in order.
 pub(crate) fn tickets(view: &View) -> BTreeMap<u64, Vec<u64>> {
     let mut taken = BTreeMap::<u64, Vec<u64>>::new();
     for ticket in view.list("tickets").unwrap() {

@@ -1,8 +1,8 @@
-//! Many files: folders of many entries, the memory of a mount that has shown all of them and of fsck and
-//! gc, reopening.
+//! Tests with many files: directories with many entries, the memory of a mount that has listed all of them, the
+//! memory of fsck and gc, and reopening.
 //!
-//! Small in every run; as large as is promised on request, where the figures are printed and held
-//! against what is promised.
+//! Every run uses small sizes. The ignored tests use the promised sizes, print the figures and compare them
+//! with the promised limits.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::fs::{self, File};
@@ -17,9 +17,9 @@ use millrace_datafs::{Config, Datafs, FsckOptions, Node, OpenFlags, Owner, Publi
 use super::child;
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
-/// Files that one transaction of the library makes.
+/// Files that one transaction of the library creates.
 const PUBLISHED: u64 = 4_000;
-/// Files that are made through the mount.
+/// Files created through the mount.
 const THROUGH_MOUNT: u64 = 500;
 
 fn open(home: &Path) -> (Datafs, View) {
@@ -32,7 +32,7 @@ fn seconds(from: Instant) -> f64 {
     from.elapsed().as_secs_f64()
 }
 
-/// Makes `folders` folders of `files` empty files.
+/// Creates `folders` directories of `files` empty files.
 fn generate(home: &Path, folders: u64, files: u64) {
     Datafs::open(home, &Config::default()).unwrap().volume_create(&"v".parse().unwrap()).unwrap();
     let (_datafs, view) = open(home);
@@ -49,7 +49,7 @@ fn generate(home: &Path, folders: u64, files: u64) {
     println!("{all} files made in {:.1} s", seconds(begin));
 }
 
-/// Every entry of a folder by the library, each once.
+/// The number of entries of a directory, listed through the library; checks that the cursor advances.
 fn listed(view: &View, folder: Node) -> u64 {
     let (mut cursor, mut count) = (0, 0);
     loop {
@@ -73,7 +73,7 @@ fn server() {
     mounted.unmount().unwrap();
 }
 
-/// The child: checks and collects, and says how much memory that took at most.
+/// The child: runs fsck and gc, and reports their time and peak memory.
 #[test]
 fn keeper() {
     let Some((home, files)) = child::task() else { return };
@@ -94,7 +94,7 @@ fn say(word: &str, number: impl std::fmt::Display) {
     println!("{word} {number}");
 }
 
-/// Has fsck and gc look at everything; tells the memory that they took, in MiB.
+/// Runs fsck and gc in a child; returns their peak memory in MiB.
 fn upkeep_mib(home: &Path, files: u64) -> f64 {
     let mut child = child::spawn("scale::keeper", home, files);
     let said: Vec<(String, u64)> = child::reports(&mut child).collect();
@@ -104,14 +104,14 @@ fn upkeep_mib(home: &Path, files: u64) -> f64 {
     kib.unwrap() as f64 / 1024.0
 }
 
-/// A line of what the system says of a process's memory.
+/// A line of `/proc/PROCESS/status`, in KiB.
 fn memory_kib(process: &str, line: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
     let kib = status.lines().find_map(|text| text.strip_prefix(line)).unwrap();
     kib.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
-/// The child, and what it prints, which must go on being read.
+/// The child, and its output, which the test must go on reading.
 struct Server(Child, Box<dyn Iterator<Item = (String, u64)>>);
 
 impl Server {
@@ -122,7 +122,7 @@ impl Server {
         Server(child, Box::new(reports))
     }
 
-    /// A line of what the system says of the process's memory, in MiB.
+    /// A line of the child's `/proc` status, in MiB.
     fn memory_mib(&self, line: &str) -> f64 {
         memory_kib(&self.0.id().to_string(), line) as f64 / 1024.0
     }
@@ -137,20 +137,20 @@ impl Drop for Server {
     }
 }
 
-/// What was measured.
+/// The measured figures.
 struct Measured {
     reopened: Duration,
-    /// The longest time until a folder showed its first entry.
+    /// The longest time until the mount listed the first entry of a directory.
     first: Duration,
-    /// The longest time until it had shown all.
+    /// The longest time until it had listed all entries.
     folder: Duration,
     memory_mib: f64,
-    /// The most that fsck and gc took.
+    /// Peak memory of fsck and gc.
     upkeep_mib: f64,
 }
 
-/// Makes the files, reopens the volume, and has a mount create some more, list and stat all. `None`
-/// where mounting is not permitted.
+/// Creates the files, reopens the volume, then creates more through a mount, lists and stats all. `None` where
+/// mounting is not permitted.
 fn measure(folders: u64, files: u64) -> Option<Measured> {
     if let Err(reason) = mount::can_mount() {
         millrace_testing::skip(millrace_testing::Need::Fuse, reason);
@@ -227,7 +227,7 @@ fn entries_that_come_and_go_do_not_disturb_those_that_stay() {
     generate(dir.path(), 1, 5_000);
     let (_datafs, view) = open(dir.path());
     let folder = view.stat("folder-0").unwrap().node;
-    // Entries come and go while the folder is read; those that stay are seen once.
+    // Entries are created and removed during the listing; each remaining one is listed once.
     let mut seen = std::collections::HashMap::new();
     let mut cursor = 0;
     let mut made = 0;

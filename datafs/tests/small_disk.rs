@@ -1,4 +1,4 @@
-//! Small file systems, for tests of full disks. Each is gone with its value.
+//! Small file systems, for tests of full disks. Dropping the value unmounts it.
 #![allow(clippy::print_stderr)]
 
 use std::ffi::OsStr;
@@ -16,7 +16,7 @@ pub(crate) struct SmallDisk {
 }
 
 impl SmallDisk {
-    /// In memory; `None`, and the reason on standard error, where mounting is not permitted.
+    /// A tmpfs; `None`, and the reason on standard error, where mounting is not permitted.
     pub(crate) fn new(mib: u32) -> Option<SmallDisk> {
         let dir = tempfile::tempdir().unwrap();
         let (at, options) = (dir.path().to_owned(), format!("size={mib}m"));
@@ -33,7 +33,8 @@ impl SmallDisk {
         }
     }
 
-    /// An ext4 in a file, with blocks of 1 KiB; `None`, and the reason on standard error, where none can be made.
+    /// An ext4 image with blocks of 1 KiB; `None`, and the reason on standard error, where it cannot be
+    /// mounted.
     pub(crate) fn with_small_blocks(mib: u64) -> Option<SmallDisk> {
         let dir = tempfile::tempdir().unwrap();
         let (image, at) = (dir.path().join("image"), dir.path().join("mnt"));
@@ -51,19 +52,19 @@ impl SmallDisk {
         None
     }
 
-    /// Where it is mounted.
+    /// The mount point.
     pub(crate) fn path(&self) -> &Path {
         &self.at
     }
 
-    /// Gives one in memory another size.
+    /// Changes the size of a tmpfs.
     pub(crate) fn grow(&self, mib: u32) {
         let options = format!("size={mib}m");
         nix::mount::mount(None::<&str>, &self.at, None::<&str>, MsFlags::MS_REMOUNT, Some(options.as_str()))
             .unwrap();
     }
 
-    /// Takes every byte that is free, for the files `ballast` and `last-ballast`.
+    /// Fills all free space, with the files `ballast` and `last-ballast`.
     pub(crate) fn fill(&self) {
         for (name, piece) in [("ballast", 4_096), ("last-ballast", 1)] {
             let mut file = File::create(self.at.join(name)).unwrap();
@@ -74,7 +75,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // What stays mounted keeps the folder, which is said.
+        // If the unmount fails the folder stays; the message says so.
         if let Err(error) = nix::mount::umount2(&self.at, MntFlags::MNT_DETACH) {
             eprintln!("{} stays mounted: {error}", self.at.display());
         }

@@ -1,4 +1,4 @@
-//! Homes that cannot be used, and disks that are full.
+//! Tests of unusable homes and full disks.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::io::Write as _;
@@ -16,7 +16,7 @@ use crate::small_disk::SmallDisk;
 
 #[test]
 fn a_home_that_cannot_be_written_says_so() {
-    // Nobody, not even root, makes folders there.
+    // No user, not even root, can create folders in `/sys`.
     let error = Datafs::open(Path::new("/sys/millrace-home"), &Config::default()).unwrap_err();
     assert!(matches!(error, Error::NotWritable { .. }), "{error:?}");
     assert!(error.to_string().contains("/sys/millrace-home"), "{error}");
@@ -56,7 +56,7 @@ fn a_full_disk_loses_nothing_and_recovers() {
     datafs.volume_create(&"v".parse().unwrap()).unwrap();
     let view = datafs.view(&"v".parse().unwrap()).unwrap();
     view.write_file("keep", b"kept").unwrap();
-    // File data: published whole, until one does not fit.
+    // File data: files are published whole, until one does not fit.
     let bytes = vec![7; 1_500_000];
     let mut whole = 0;
     let error = loop {
@@ -69,7 +69,7 @@ fn a_full_disk_loses_nothing_and_recovers() {
     assert!(matches!(error, Error::NoSpace { .. }), "{error:?}");
     assert_eq!(view.list("big").unwrap().len(), whole);
     assert!(view.read_file(&format!("big/{}", whole - 1)).unwrap() == bytes);
-    // An open file keeps what it could not flush, and flushes it when there is room.
+    // An open file keeps data that it could not flush, and flushes it when there is space.
     let owner = Owner { uid: 0, gid: 0 };
     let (_, file) = view.create(view.root(), "open".as_ref(), 0o644, owner, OpenFlags::READ_WRITE).unwrap();
     file.write_at(0, &bytes).unwrap();
@@ -82,7 +82,7 @@ fn a_full_disk_loses_nothing_and_recovers() {
     file.fsync().unwrap();
     drop(file);
     assert!(view.read_file("open").unwrap() == bytes);
-    // Metadata: filled up with small files.
+    // Metadata: small files fill the disk.
     let mut small = 0;
     let error = loop {
         match publish(&view, &format!("small/{small}"), &[1; 4_000]) {
@@ -94,7 +94,7 @@ fn a_full_disk_loses_nothing_and_recovers() {
     assert!(matches!(error, Error::NoSpace { .. }), "{error:?}");
     assert_eq!(view.list("small").map_or(0, |entries| entries.len()), small);
     assert_eq!(view.read_file("keep").unwrap(), b"kept"[..]);
-    // What another process sees is the same, and with room everything goes on.
+    // Another process sees the same, and with free space everything works again.
     std::fs::remove_file(disk.path().join("ballast")).ok();
     let again = Datafs::open(disk.path(), &config);
     drop(again);
@@ -118,7 +118,7 @@ fn garbage_goes_from_a_disk_without_a_free_byte() {
     view.remove_file("old").unwrap();
     let mut ballast = std::fs::File::create(disk.path().join("ballast")).unwrap();
     while ballast.write_all(&[0; 4_096]).is_ok() {}
-    // Metadata alone, which need space as well.
+    // A change of metadata only, which needs space as well.
     view.write_file("small", &[1; 4_000]).unwrap();
     assert_eq!(datafs.gc().unwrap().objects, 0, "it was collected at once");
     publish(&view, "new", &bytes[..2_000_000]).unwrap();
@@ -170,7 +170,7 @@ fn encoded_writes_survive_a_full_disk_and_are_flushed_once_there_is_space() {
         };
         let mut ballast = std::fs::File::create(disk.path().join("ballast")).unwrap();
         ballast.write_all(&vec![1; 12 << 20]).unwrap();
-        // One writes from front to back, one in pieces that leave gaps.
+        // One file is written from front to back, one in pieces that leave gaps.
         let mut random = StdRng::seed_from_u64(1);
         let mut piece = vec![0; 100_000];
         for (name, step) in [("in order", 100_000), ("with gaps", 150_000)] {
@@ -254,7 +254,7 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
         largest = largest.max(stored(disk.path()));
     }
     assert!(largest < 220 << 20, "{largest} bytes");
-    // Anywhere: every object keeps something that is in use.
+    // At random places: every object keeps some bytes in use.
     let mut piece = vec![0; 64 << 10];
     for round in 0..9_000 {
         let at = random.random_range(0..FILE - piece.len());
@@ -266,7 +266,7 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
     }
     assert!(largest < 400 << 20, "{largest} bytes");
     assert!(file.read_at(0, FILE).unwrap() == content);
-    // With a flush after each round the disk is full of garbage that is too young to go.
+    // With a flush after each round the disk fills with garbage that is too young to be collected.
     for round in 0..40 {
         for at in (0..FILE).step_by(1 << 20) {
             write(at, &vec![round; 1 << 20], &mut content);
@@ -279,7 +279,7 @@ fn overwriting_one_file_again_and_again_takes_bounded_space() {
     assert!(report.is_sound(), "{:?}", report.found);
 }
 
-/// A disk without a free byte, which a process finds when it starts.
+/// Checks that a process started on a full disk can read, remove files and recover.
 fn a_full_disk_can_be_emptied(disk: &SmallDisk) {
     const SMALL: u64 = 400;
     let home = disk.path().join("home");
@@ -301,8 +301,8 @@ fn a_full_disk_can_be_emptied(disk: &SmallDisk) {
     }
     drop((view, datafs));
     disk.fill();
-    // Everything can be read, nothing can be added, and files can be removed, one by one, through several
-    // processes that start while the disk is full.
+    // Everything can be read, nothing can be added, and files can be removed one by one. Several processes
+    // start in turn while the disk is full.
     for round in 0..4 {
         let (_datafs, view) = open();
         disk.fill();
@@ -344,7 +344,7 @@ fn a_full_disk_with_small_blocks_can_be_emptied_after_a_restart() {
     a_full_disk_can_be_emptied(&disk);
 }
 
-/// The metadata file keeps its length when everything was removed: what docs/volumes.md says of that.
+/// The metadata file keeps its length after all removals: checks the advice of docs/volumes.md.
 #[test]
 fn metadata_of_which_most_was_removed_is_made_shorter_by_vacuum_and_stays_whole() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
-//! Files that are made without a name, through the public interface: by programs that finish, by programs
-//! that are killed at every step, and beside other processes, on both metadata engines.
+//! Tests of files created without a name, through the public interface: by programs that finish, by programs
+//! killed at every step, and beside other processes, on both metadata engines.
 //!
-//! The rule: a name leads to the whole file or is not there; once the name was synced it is there; what has
-//! no name goes with the process that made it, and nobody else's collection takes it before.
+//! The rule: a name leads to the whole file or does not exist. Once synced, the name exists. A file without a
+//! name goes with the process that created it, and no other process collects it before.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::io::{BufRead as _, Write as _};
@@ -19,14 +19,14 @@ use crate::kills::failpoints;
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
 const RW: OpenFlags = OpenFlags::READ_WRITE;
-/// Bytes of files: in the metadata, in a pack, in an object of their own.
+/// File sizes: stored in the metadata, in a pack, and in a separate object.
 const SIZES: [usize; 3] = [100, 8_192, 600_000];
-/// After so long a server takes a process for dead.
+/// Lease time after which the other processes on a server consider a process dead.
 const LEASE: Duration = Duration::from_secs(6);
-/// Longest wait for what has to come, on a busy machine.
+/// Longest wait of a test on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// Collects when it is told to.
+/// Settings without automatic collection.
 fn config(engine: Config) -> Config {
     Config {
         garbage_grace_ms: 0,
@@ -64,7 +64,7 @@ fn objects(home: &Path) -> usize {
     let folders = std::fs::read_dir(home.join("datafs/objects")).unwrap();
     let objects = folders.flat_map(|folder| std::fs::read_dir(folder.unwrap().path()).into_iter().flatten());
     let names = objects.map(|object| object.unwrap().file_name().into_string().unwrap());
-    // Half-written ones go by age.
+    // Collection deletes partly written objects by age.
     names.filter(|name| !name.ends_with(".sums") && !name.contains('#')).count()
 }
 
@@ -73,8 +73,8 @@ fn assert_sound(datafs: &Datafs, what: &str) {
     assert!(report.is_sound(), "{what}: {:#?}", report.found);
 }
 
-/// The child: makes a file and names it, and says how far it is. It then goes on when it is told to, or
-/// when nobody is there to tell it.
+/// The child: creates a file and names it, and reports each step. It continues on an order, or when its
+/// standard input has ended.
 #[test]
 fn maker() {
     let Some((home, len)) = child::task() else { return };
@@ -105,7 +105,7 @@ struct Maker {
 }
 
 impl Maker {
-    /// One that waits for orders, unless it is to come to a place at which it dies.
+    /// Starts a child that waits for orders; with a failpoint it runs until it dies there.
     fn start(engine: &Engine, home: &Path, len: usize, failpoint: Option<&str>) -> Maker {
         let mut command = child::command("unnamed::maker", home, len as u64);
         engine.tell(&mut command);
@@ -136,7 +136,7 @@ impl Maker {
 }
 
 impl Drop for Maker {
-    /// Of a test that fails.
+    /// Ends the child of a failed test.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -151,7 +151,7 @@ fn home(engine: &Engine) -> (tempfile::TempDir, Config) {
     (home, config)
 }
 
-/// Looks at what a maker has left; `is_there` if it must have named its file, or must not have.
+/// Checks the state that a maker has left; `is_there` says whether its file must have a name or must not.
 fn assert_whole(home: &Path, config: &Config, len: usize, is_there: Option<bool>, what: &str) {
     let (datafs, view) = open(home, config);
     let named = !names(&view).is_empty();
@@ -159,7 +159,7 @@ fn assert_whole(home: &Path, config: &Config, len: usize, is_there: Option<bool>
     if named {
         assert!(view.read_file("f").unwrap() == contents(len), "{what}: it is not whole");
     }
-    // On a server its process is dead once its lease has run out.
+    // On a server the process counts as dead once its lease has expired.
     let until = Instant::now() + PATIENCE;
     while files(&datafs) != u64::from(named) || (objects(home) > 0) != (named && len > 4_096) {
         assert!(Instant::now() < until, "{what}: {} files, {} objects", files(&datafs), objects(home));
@@ -199,7 +199,7 @@ fn one_that_is_killed_leaves_a_whole_file_or_none_on_postgres() {
 #[test]
 fn at_whatever_line_it_is_killed() {
     if !cfg!(debug_assertions) {
-        // Such builds have no failpoints.
+        // Release builds have no failpoints.
         return;
     }
     let engine = Engine::sqlite();
@@ -244,7 +244,7 @@ fn others_collect_and_do_not_take_it(engine: &Engine) {
     let mut maker = Maker::start(engine, home.path(), len, None);
     maker.reach("made");
     assert_eq!((names(&view).len(), files(&datafs)), (0, 1));
-    // Its process is asked about this one, and says that it has nothing of it.
+    // The collector asks the maker's process about this file, and the process answers that it does not use it.
     view.write_file("removed", &contents(10_000)).unwrap();
     view.remove_file("removed").unwrap();
     let until = Instant::now() + PATIENCE;
@@ -258,13 +258,13 @@ fn others_collect_and_do_not_take_it(engine: &Engine) {
     datafs.snapshot_create(&"v".parse().unwrap(), &"before".parse().unwrap()).unwrap();
     maker.go_on();
     maker.reach("named");
-    // Whoever finds the name finds all of it, before any sync.
+    // A process that finds the name finds the whole file, before any sync.
     assert!(view.read_file("f").unwrap() == contents(len));
     maker.go_on();
     maker.reach("synced");
     datafs.gc().unwrap();
     assert!(view.read_file("f").unwrap() == contents(len));
-    // A name that others have removed is one that it had.
+    // A removal by another process makes it an unlinked file, not an unnamed one.
     let node = view.stat("f").unwrap().node;
     view.remove_file("f").unwrap();
     maker.finish();
@@ -321,7 +321,7 @@ fn racers_for_one_name(engine: &Engine) {
         assert_eq!(won.len(), 1, "round {round}");
         assert!(opened[0].1.read_file(&name).unwrap() == vec![won[0] as u8; 5_000]);
     }
-    // Those who lost have left nothing, not even work for a collection.
+    // The losers have left nothing behind, not even garbage for a collection.
     assert_eq!(files(&opened[0].0), 10);
     assert_sound(&opened[0].0, "after the races");
 }

@@ -1,5 +1,4 @@
-//! The write path, with processes that are killed at chosen places and processes that append to one
-//! file.
+//! Tests of the write path, with processes killed at failpoints and processes that append to one file.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::io::Write as _;
@@ -11,7 +10,7 @@ use millrace_datafs::{Compact, Config, Datafs, FsckOptions, Name, OpenFlags, Own
 use crate::child;
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
-/// Where a process is killed, and for the how manieth time that it comes there.
+/// Failpoints that kill the process, and on which pass.
 const PLACES: &[(&str, u64)] = &[
     ("pack-begun", 1),
     ("pack-begun", 2),
@@ -51,8 +50,8 @@ fn content(step: u64, part: usize) -> Vec<u8> {
         .collect()
 }
 
-/// The child: writes and syncs files of every kind, removes those of the step before the last, scatters
-/// one, compacts, collects.
+/// The child: writes and syncs files of every kind, removes those of the step before the last, fragments one,
+/// compacts, and collects.
 #[test]
 fn writer() {
     let Some((home, _)) = child::task() else { return };
@@ -66,7 +65,7 @@ fn writer() {
                 file.write_at(i as u64 * 700_000, piece).unwrap();
             }
             file.fsync().unwrap();
-            // Written over, so that it is scattered and what it was before is garbage.
+            // Overwrites, which fragment the file and turn its older data into garbage.
             for i in 0..if part == 2 { 70 } else { 0 } {
                 let at = (i * 2_801) % 190_000;
                 file.write_at(at as u64, &content(step, part)[at..at + 900]).unwrap();
@@ -90,7 +89,7 @@ fn writer() {
         say("synced", step);
         datafs.compact(None, &Compact::default()).unwrap();
         datafs.gc().unwrap();
-        // A place that is not reached is a test that tests nothing.
+        // A failpoint that is never reached would test nothing.
         assert!(step < 60);
     }
 }
@@ -130,7 +129,7 @@ fn a_kill_at_any_step_loses_nothing_that_was_synced() {
 
 const LINES: u64 = 300;
 
-/// The child: appends numbered lines, each with a flush of its own.
+/// The child: appends numbered lines, each with a flush or fsync.
 #[test]
 fn appender() {
     let Some((home, id)) = child::task() else { return };

@@ -1,4 +1,4 @@
-//! The `[ingest]` table of `millrace.toml`: which topics land where, and how.
+//! The `[ingest]` table of `millrace.toml`: jobs that land topics in volumes.
 
 use millrace_datafs::Name;
 use serde::{Deserialize, Serialize};
@@ -11,12 +11,12 @@ use crate::schema::{DeclaredSchema, Origin, Schema};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Topics to land, each under a name of its own.
+    /// Topics to land, one job for each.
     pub jobs: Vec<JobConfig>,
 }
 
 impl Config {
-    /// Checks every job, and that no two of them share a name or a folder, that of their dead
+    /// Checks every job, and that no two jobs of a volume share a name or nest their folders, those of dead
     /// letters included.
     ///
     /// # Errors
@@ -76,8 +76,8 @@ pub struct JobConfig {
     /// Name under which the volume keeps the job's offsets; 1 to 128 of `A-Za-z0-9._-`. A job
     /// keeps its topic and path for life.
     pub name: String,
-    /// Topic to read, all of its partitions, those added later included (while it runs within
-    /// seconds). Use a new job for a topic that was deleted and created again.
+    /// Topic to read with all its partitions; a running job reads added partitions within seconds. Use a new
+    /// job for a topic that was deleted and created again.
     pub topic: String,
     /// Volume to write; it must exist.
     pub volume: String,
@@ -85,8 +85,8 @@ pub struct JobConfig {
     pub path: String,
     /// Encoding of the record values.
     pub format: Format,
-    /// Columns by name (`"int64"`, or `"int64?"` for nullable). Without it the columns are taken
-    /// from the first records and then fixed in the volume.
+    /// Columns by name (`"int64"`, or `"int64?"` for nullable). Without it the columns are inferred from the
+    /// first records and then fixed in the volume.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub schema: Option<DeclaredSchema>,
     /// Fields without a column. Default: `reject` under a declared schema, `add_column` otherwise.
@@ -104,7 +104,7 @@ pub struct JobConfig {
     pub partition_by_time: bool,
     /// Whether files have the columns `_topic`, `_partition`, `_offset` and `_timestamp`.
     pub lineage: bool,
-    /// Where records go that do not decode.
+    /// Destination of records that do not decode.
     pub dead_letter: DeadLetter,
     /// Compression of the Parquet pages.
     pub compression: Compression,
@@ -112,8 +112,8 @@ pub struct JobConfig {
     pub record_bytes_max: usize,
     /// Deepest nesting of a record that is decoded; at most 128.
     pub depth_max: usize,
-    /// How many records the inferred schema is taken from (or fewer, when 16 MiB of them wait,
-    /// `flush_ms` is over or the topic ends before).
+    /// Number of records from which the schema is inferred. Fewer are used when 16 MiB of them wait,
+    /// `flush_ms` is over or the topic ends before.
     pub infer_rows: usize,
 }
 
@@ -126,15 +126,16 @@ pub enum Format {
     Json,
 }
 
-/// Where dead letters go.
+/// Destination of dead letters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeadLetter {
     /// Parquet files in `<directory>/<job>/` of the same volume, exactly once.
     Directory(String),
-    /// Records of a topic, at least once: each has the key `topic/partition/offset` of the record
-    /// that failed, so that readers (or compaction) tell copies apart. One that would be larger
-    /// than a record may be comes without value and key, with its size in `millrace.value_bytes`.
+    /// Records of a topic, at least once. Each has the key `topic/partition/offset` of the record that
+    /// failed, so that readers (or compaction) recognize copies. A dead letter beyond the size limit of
+    /// records leaves out the value, key and headers of the record; `millrace.value_bytes` has the value's
+    /// size.
     Topic(String),
 }
 
@@ -302,7 +303,7 @@ pub(crate) struct Job {
     pub(crate) volume: Name,
     /// Without slashes at its ends, not empty.
     pub(crate) path: String,
-    /// A directory is the job's own: `<directory>/<job>`.
+    /// A directory ends with the job's name: `<directory>/<job>`.
     pub(crate) dead_letter: DeadLetter,
     pub(crate) declared: Option<Schema>,
     pub(crate) unknown: UnknownFields,
@@ -318,10 +319,10 @@ impl Job {
         &self.config.topic
     }
 
-    /// The schema to start with, given what the volume has; `None`: infer it from records.
+    /// The schema to start with, given the stored one; `None`: infer it from records.
     pub(crate) fn resolve_schema(&self, stored: Option<&Schema>) -> Result<Option<Schema>> {
         let Some(declared) = &self.declared else {
-            // A job that stops declaring goes on with the columns it has, and may add some.
+            // A job that stops declaring continues with the columns it has, and may add some.
             return Ok(
                 stored.map(|stored| Schema { origin: Origin::Inferred, fields: stored.fields.clone() })
             );

@@ -1,8 +1,7 @@
-//! Records into Arrow columns: strict, never panicking, one verdict per record.
+//! Decoder of JSON records into Arrow columns: strict, never panicking, one verdict per record.
 //!
-//! [`Decoder::decode`] appends one record to [`Columns`] or leaves them exactly as they were and
-//! says why. There is no intermediate tree: values go from the record's bytes into column
-//! buffers.
+//! [`Decoder::decode`] appends one record to [`Columns`], or leaves them unchanged and returns the reason.
+//! There is no intermediate tree: values go from the record's bytes into column buffers.
 
 mod columns;
 mod number;
@@ -42,7 +41,7 @@ impl Default for Limits {
     }
 }
 
-/// What happens to a field that has no column.
+/// Handling of a field that has no column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UnknownFields {
@@ -72,7 +71,7 @@ pub struct Decoder {
     index: HashMap<String, usize>,
     unknown: UnknownFields,
     limits: Limits,
-    /// Per column, the record that last set it: no clearing between records.
+    /// Per column, the number of the record that last set it: no clearing between records.
     seen: Vec<u64>,
     record: u64,
     /// Column of the n-th field of the previous record: producers rarely reorder.
@@ -213,7 +212,7 @@ impl Decoder {
                     return Err(Reject::beyond(name, value, &self.limits));
                 }
                 let Some(kind) = shape.into_type() else {
-                    // null says nothing that a missing column does not say.
+                    // `null` tells no more than a missing column.
                     return Ok(None);
                 };
                 check_name(name).map_err(|e| Reject::bad_name(&e))?;

@@ -1,4 +1,4 @@
-//! What can go wrong while landing, named for what the caller does next.
+//! Errors of landing: one variant for each distinct reaction of the caller.
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -20,8 +20,8 @@ impl std::fmt::Display for FolderOwner {
     }
 }
 
-/// Errors of ingest. Whatever the error, the volume holds complete publishes only: a later run
-/// goes on at the committed offsets, without loss and without doubles.
+/// Errors of ingest. After any error the volume holds complete publishes only: a later run continues at the
+/// committed offsets, without loss and without duplicates.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -30,7 +30,7 @@ pub enum Error {
     InvalidJob {
         /// Job name as configured.
         job: String,
-        /// Which setting, and what it should be.
+        /// The setting, and the values that it allows.
         reason: String,
     },
     /// The topic does not exist: create it.
@@ -43,7 +43,7 @@ pub enum Error {
         job: String,
         /// Topic.
         topic: String,
-        /// Where it was looked for.
+        /// The brokers that were asked.
         bootstrap_servers: String,
     },
     /// The volume does not exist: create it.
@@ -68,14 +68,14 @@ pub enum Error {
         /// Volume.
         volume: String,
     },
-    /// The declared columns do not fit the files that are there.
+    /// The declared columns do not fit the existing files.
     #[error("ingest job {job}: the declared schema does not fit volume {volume}: {reason}")]
     SchemaMismatch {
         /// Job.
         job: String,
         /// Volume.
         volume: String,
-        /// Which column, and the way out.
+        /// The column, and the remedy.
         reason: String,
     },
     /// The records have no columns in common: most would be dead letters under an inferred schema.
@@ -92,10 +92,10 @@ pub enum Error {
         records: usize,
         /// Those that do not decode.
         dead: usize,
-        /// Why the first of them does not.
+        /// Reason for the first of them.
         reason: String,
     },
-    /// The job was known to the volume with another topic or folder.
+    /// The volume knows the job with another topic or folder.
     #[error("ingest job {job} of volume {volume} {what}: use another job name, or delete the volume")]
     JobChanged {
         /// Job.
@@ -117,10 +117,10 @@ pub enum Error {
         volume: String,
         /// Folder that the job wants, for files or for dead letters.
         folder: String,
-        /// Who owns a folder in it or around it.
+        /// The owner of a folder in it or around it.
         owner: Box<FolderOwner>,
     },
-    /// The topic is another one of the same name: to go on would skip its first records and mix the two.
+    /// The topic was deleted and created again: continuing would skip its first records and mix the two.
     #[error(
         "ingest job {job}: topic {topic} was deleted and created again: at offset {offset} of partition \
          {partition} it holds another record than the one that landed in volume {volume}; land it under a \
@@ -138,8 +138,8 @@ pub enum Error {
         /// Offset of the last record that landed.
         offset: i64,
     },
-    /// The committed offset is not in the topic any more: records were deleted before they landed,
-    /// or the topic is another one. Nothing can be landed without losing or mixing records.
+    /// The committed offset is not in the topic any more: records were deleted before they landed, or the
+    /// topic was created again. Landing would lose or mix records.
     #[error(
         "ingest job {job}: topic {topic} partition {partition} holds offsets {low} to {high}, but \
          the volume continues at {committed}: {why}; land under a new job name and path"
@@ -157,7 +157,7 @@ pub enum Error {
         low: i64,
         /// Offset after the topic's last.
         high: i64,
-        /// Which of the two it is.
+        /// The cause.
         why: &'static str,
     },
     /// The disk is full; nothing half-written is visible. Free space and run again.
@@ -170,18 +170,18 @@ pub enum Error {
         job: String,
         /// Volume.
         volume: String,
-        /// What the volume said.
+        /// The underlying error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// What the volume holds about the job is not what this crate writes.
+    /// The state of the job in the volume is damaged.
     #[error("volume {volume}: key {key:?} of ingest is damaged: {reason}")]
     CorruptState {
         /// Volume.
         volume: String,
         /// Application key.
         key: String,
-        /// How it shows.
+        /// The damage that was found.
         reason: String,
     },
     /// The volume failed.
@@ -191,7 +191,7 @@ pub enum Error {
         job: String,
         /// Volume.
         volume: String,
-        /// What it said.
+        /// The volume's error.
         #[source]
         source: Box<millrace_datafs::Error>,
     },
@@ -205,7 +205,7 @@ pub enum Error {
         job: String,
         /// Topic.
         topic: String,
-        /// What the client said.
+        /// The client's error.
         #[source]
         source: Box<millrace_streams::Error>,
     },
@@ -216,16 +216,16 @@ pub enum Error {
         job: String,
         /// Volume.
         volume: String,
-        /// What the writer said.
+        /// The writer's error.
         #[source]
         source: Box<parquet::errors::ParquetError>,
     },
-    /// Arrow refused columns that the decoder built.
+    /// Arrow rejected columns that the decoder built.
     #[error("ingest job {job}: build a record batch")]
     Arrow {
         /// Job.
         job: String,
-        /// What Arrow said.
+        /// Arrow's error.
         #[source]
         source: Box<arrow::error::ArrowError>,
     },
@@ -238,7 +238,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the same run may succeed later without anybody changing the configuration.
+    /// Whether the same run may succeed later without a change of the configuration.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
@@ -250,7 +250,7 @@ impl Error {
     }
 }
 
-/// Whether a full disk is somewhere down the chain of causes.
+/// Whether a full disk is in the chain of causes.
 pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {

@@ -1,7 +1,7 @@
 //! The landing thread: record batches in, publishes out.
 //!
-//! One [`Lander`] per run. It decodes, writes staged Parquet files, collects dead letters, and
-//! commits all of it with the new offsets in one transaction when rows, bytes or time say so.
+//! One [`Lander`] per run. It decodes, writes staged Parquet files and collects dead letters. When a limit of
+//! rows, bytes or time is reached, it commits all of it with the new offsets in one transaction.
 
 mod dead;
 mod declared;
@@ -34,17 +34,17 @@ use target::{Layout, Target};
 
 /// Files that are written at the same time; beyond it all are completed (and published later).
 const FILES_OPEN_MAX: usize = 256;
-/// Memory of records that wait for the schema; it is inferred from fewer records beyond it.
+/// Memory limit of the records that wait for the schema; beyond it the schema is inferred from fewer records.
 const HELD_BYTES_MAX: usize = 16 << 20;
-/// A sample of fewer records says too little to refuse a topic.
+/// Smallest sample on which a topic may be refused.
 const SAMPLE_MIN: usize = 10;
-/// Files in one publish.
+/// Completed files at which a publish is due.
 const FILES_PUBLISHED_MAX: usize = 1024;
 
-/// What was read from the topic, in order.
+/// One input from the topic, in order.
 pub(crate) enum Input {
     Records(RecordBatch),
-    /// Positions behind offsets that hold no records, by partition.
+    /// Positions after offsets that hold no records, by partition.
     Passed(BTreeMap<i32, i64>),
     /// A batch that cannot be decoded: its first offset and the one after it.
     Undecodable {
@@ -67,7 +67,7 @@ pub(crate) struct Lander {
     state: State,
     /// Columns and decoder; `None` until the schema is known.
     layout: Option<(Layout, Decoder)>,
-    /// What waits for the schema; it begins with records.
+    /// Inputs that wait for the schema; the first one holds records.
     held: Vec<Input>,
     held_rows: usize,
     held_bytes: usize,
@@ -84,7 +84,7 @@ pub(crate) struct Lander {
 }
 
 impl Lander {
-    /// A lander that goes on at `next`, which [`State`] and the topic agreed on.
+    /// A lander that continues at `next`, the start offsets derived from [`State`] and the topic.
     pub(crate) fn new(
         job: Arc<Job>,
         view: View,
@@ -240,8 +240,8 @@ impl Lander {
         Ok(())
     }
 
-    /// Refuses a schema under which most records of the sample would be dead letters: it is not what the
-    /// topic holds, and it would be fixed for life.
+    /// Refuses a schema under which most records of the sample would be dead letters: it does not describe
+    /// the topic, and it would be fixed for life.
     fn check_sample(&self, schema: &Arc<Schema>) -> Result<()> {
         let mut decoder = Decoder::new(Arc::clone(schema), self.job.unknown, self.job.limits.clone());
         let mut columns = Columns::new(schema);
@@ -364,7 +364,7 @@ impl Lander {
         Ok(())
     }
 
-    /// The target of a record: its partition, and its hour when files go by time.
+    /// The target of a record: its partition, and its hour when files are split by time.
     fn target(&mut self, partition: i32, timestamp_ms: Option<i64>) -> Result<usize> {
         let Some((layout, _)) = &self.layout else {
             return Err(self.stopped());

@@ -1,4 +1,4 @@
-//! Topics into Parquet files of a volume, exactly once.
+//! Ingest: topics into Parquet files of a volume, exactly once.
 //!
 //! What is here: [`run()`] reads a topic from the offsets that a volume holds, decodes records into
 //! Arrow columns ([`decode`], [`schema`]), streams them into staged Parquet files, and publishes
@@ -23,35 +23,35 @@
 //! - A folder of files or dead letters belongs to one job, with all below it; another one is refused as
 //!   [`Error::FolderTaken`], also when both start at the same time.
 //!
-//! A topic that was deleted and created again is refused as [`Error::OffsetLost`] while a partition is shorter
-//! than the committed offset, else as [`Error::TopicReplaced`]: at each start the last record that landed of
-//! each partition is read again and compared. It goes unseen where that record was removed from the topic
-//! meanwhile, and where the topic grows beyond the position within seconds while a run reads it. Land such a
-//! topic under a new job name and path.
+//! A topic that was deleted and created again is refused. While a partition is shorter than the committed
+//! offset, the error is [`Error::OffsetLost`]. Otherwise it is [`Error::TopicReplaced`]: each start reads the
+//! last landed record of each partition again and compares it. The check misses the change where that record
+//! was removed from the topic meanwhile, and where the topic grows beyond the position within seconds while a
+//! run reads it. Land such a topic under a new job name and path.
 //!
 //! # Files
 //!
 //! `<path>/[dt=YYYY-MM-DD/hr=HH/]<partition>-<first offset>-<last offset>.parquet` with row groups
 //! of 4 to 16 MiB (the last one of a file may be smaller), page index, and the columns of the
-//! record followed by `_topic`, `_partition`, `_offset` and `_timestamp`. Dead letters lie in
-//! `<directory>/<job>/` under names of the same form, with the record as it came and `_reason`.
+//! record followed by `_topic`, `_partition`, `_offset` and `_timestamp`. Dead letters are in
+//! `<directory>/<job>/` under names of the same form, with the unchanged record and `_reason`.
 //!
 //! # Records
 //!
-//! A record value is one JSON object (RFC 8259) in UTF-8. Each field must have the type of its
-//! column ([`schema::Type`]) and fit it without loss: numbers out of range, integers that a float
-//! cannot hold, fractions in integers, fixed lists of another length, `null` in a required column
-//! or inside a list, a missing required field, a field that is there twice, a value over
-//! `record_bytes_max` or nested deeper than `depth_max`, a record without a value: each is a dead
-//! letter that says which field and why. So is a field without a column under a declared schema;
-//! an inferred schema gets a new nullable column instead, typed by that first value.
+//! A record value is one JSON object (RFC 8259) in UTF-8. Each field must have the type of its column
+//! ([`schema::Type`]) and fit it without loss. A value that does not fit makes the record a dead letter,
+//! which gives the reason: a number out of range, an integer that a float cannot hold, a fraction in an
+//! integer, a fixed list of another length, or `null` in a required column or inside a list. So does a
+//! missing required field, a field that occurs twice, a value over `record_bytes_max` or nested deeper than
+//! `depth_max`, or no value at all. So does a field without a column under a declared schema. An inferred
+//! schema gets a new nullable column instead, typed by that first value.
 //!
 //! # Memory
 //!
-//! Reading stops while the landing thread is busy: besides the consumer's own queue (32 MiB) there
-//! are at most three batches of 4 MiB. A file under construction holds at most one row group and
-//! two upload parts (about 8 + 8 MiB), and all of them together no more than their share of
-//! `flush_bytes_max` of records, because a publish completes them. What a record takes is counted
+//! Reading stops while the landing thread is busy: besides the consumer's queue (32 MiB) there are at most
+//! three batches of 4 MiB. A file under construction holds at most one row group and two upload parts (about
+//! 8 + 8 MiB). All files together hold no more than their share of `flush_bytes_max` of records, because a
+//! publish completes them. The memory of each record is counted
 //! ([`Records::memory`](millrace_streams::topic::Records::memory)), so that tiny ones are bounded, too.
 //!
 //! ```no_run

@@ -1,4 +1,5 @@
-//! Prometheus metrics of ingest. Counters count what was committed, never what was only read.
+//! Prometheus metrics of ingest. Counters count committed records and files, never records that were only
+//! read.
 
 use std::sync::LazyLock;
 

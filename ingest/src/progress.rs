@@ -1,4 +1,4 @@
-//! What a run has done so far, for whoever watches it.
+//! Progress of a running ingest, and the report of a finished one.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -22,12 +22,12 @@ pub struct Progress {
     pub commits: u64,
     /// Committed position per partition.
     pub offsets: BTreeMap<i32, i64>,
-    /// Offsets after the topic's last per partition, as last heard.
+    /// Offset after the topic's last record per partition, as the brokers last reported it.
     pub high: BTreeMap<i32, i64>,
 }
 
 impl Progress {
-    /// Takes over what a publish has changed.
+    /// Copies the counters and offsets that a publish has changed.
     pub(crate) fn adopt(&mut self, report: &IngestReport) {
         self.landed = report.landed;
         self.dead_letters = report.dead_letters;
@@ -51,7 +51,7 @@ impl Progress {
     }
 }
 
-/// What a run did. `records` is always `landed + dead_letters`.
+/// Report of a run. `records` is always `landed + dead_letters`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct IngestReport {
     /// Records taken from the topic and committed.
@@ -68,7 +68,7 @@ pub struct IngestReport {
     pub bytes: u64,
     /// Next offset per partition, as committed.
     pub offsets: BTreeMap<i32, i64>,
-    /// What looks like a mistake in the configuration, in one line each.
+    /// Likely mistakes in the configuration, one line each.
     pub warnings: Vec<String>,
     /// How long the run took.
     #[serde(rename = "elapsed_ms", serialize_with = "as_millis")]
@@ -76,7 +76,7 @@ pub struct IngestReport {
 }
 
 impl IngestReport {
-    /// Adds what a later run of the same job did.
+    /// Adds the report of a later run of the same job.
     pub fn add(&mut self, later: IngestReport) {
         self.records += later.records;
         self.landed += later.landed;

@@ -1,4 +1,4 @@
-//! A run: from the volume's offsets to the topic's end, or for ever.
+//! A run of a job: it reads the topic from the volume's offsets to the topic's end, or until it is cancelled.
 
 mod recognise;
 #[cfg(test)]
@@ -23,17 +23,17 @@ use crate::metrics;
 use crate::progress::{IngestReport, Progress};
 use crate::state::{State, volume_error};
 
-/// Records and bytes that are read at once; the lander has one such batch in hand, one waits.
+/// Largest batch in rows and bytes; the lander works on one batch while another waits.
 const BATCH_ROWS_MAX: u64 = 16_384;
 const BATCH_BYTES_MAX: u64 = 4 << 20;
-/// Longest wait for records before the loop looks around.
+/// Longest wait for records in one iteration of the read loop.
 const WAIT: Duration = Duration::from_millis(200);
-/// How often the ends of the partitions are asked for while running for ever.
+/// Interval at which an endless run asks for the ends of the partitions.
 const MARKS_EVERY: Duration = Duration::from_secs(5);
-/// After this long without a record the brokers are asked whether the topic is still there.
+/// Time without a record after which the brokers are asked whether the topic still exists.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 
-/// When a run ends by itself.
+/// Condition that ends a run without cancellation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     /// Never: only cancellation ends it.
@@ -46,14 +46,13 @@ pub enum Until {
 /// Low and high offset per partition.
 type Marks = BTreeMap<i32, (i64, i64)>;
 
-/// Lands one topic: reads on from the offsets that the volume holds, and publishes until `until`
-/// or cancellation; then whatever was read is published before it returns.
+/// Lands one topic: reads from the offsets that the volume holds, and publishes until `until` or
+/// cancellation. It publishes all records that were read before it returns.
 ///
-/// Dropping the future stops reading; what was read is still published by the landing thread.
+/// Dropping the future stops reading; the landing thread still publishes the records read so far.
 ///
 /// # Errors
-/// [`Error`]; whichever it is, the volume holds complete publishes only and a later run goes on
-/// from there.
+/// [`Error`]. After any error the volume holds complete publishes only, and a later run continues from there.
 pub async fn run(
     job: &JobConfig,
     datafs: &Datafs,
@@ -65,7 +64,7 @@ pub async fn run(
     run_with_progress(job, datafs, kafka, cancel, until, progress).await
 }
 
-/// As [`run`], telling how far it is after every batch and every publish.
+/// As [`run`], and sends its progress after every batch and every publish.
 ///
 /// # Errors
 /// As [`run`].
@@ -139,7 +138,7 @@ pub async fn run_with_progress(
 
     let mut reader = Reader { job: job.clone(), kafka: kafka.clone(), positions, inputs, progress };
     let read = reader.run(&cancel, until, marks).await;
-    // Closing the channel is what makes the lander publish the rest and end.
+    // Closing the channel makes the lander publish the rest and end.
     drop(reader);
     let landed = landing.await.unwrap_or_else(|_| Err(Error::Stopped { job: job.name().to_owned() }));
     // The lander's error is the cause when both have one.
@@ -214,7 +213,7 @@ async fn dead_letter_producer(job: &Job, kafka: &KafkaConfig) -> Result<Option<P
     Ok(Some(producer))
 }
 
-/// Where each partition goes on: at the volume's offset, else at its first record.
+/// Start offset of each partition: the volume's offset, else its first record.
 fn start(job: &Job, committed: &BTreeMap<i32, i64>, marks: &Marks) -> Result<BTreeMap<i32, i64>> {
     if let Some((partition, committed)) =
         committed.iter().find(|(partition, next)| **next > 0 && !marks.contains_key(partition))
@@ -233,7 +232,7 @@ fn start(job: &Job, committed: &BTreeMap<i32, i64>, marks: &Marks) -> Result<BTr
         .collect()
 }
 
-/// Reads the topic into the lander's channel; a full channel is what slows it down.
+/// Reads the topic into the lander's channel; a full channel slows it down.
 struct Reader {
     job: Arc<Job>,
     kafka: KafkaConfig,
@@ -258,7 +257,7 @@ impl Reader {
             () = cancel.cancelled() => return Ok(()),
             consumer = self.assign() => consumer?,
         };
-        // The last record, or the brokers' last answer.
+        // Time of the last record, or of the brokers' last answer.
         let mut heard = Instant::now();
         loop {
             if until == Until::CaughtUp && self.is_at(&ends) {
@@ -267,7 +266,7 @@ impl Reader {
             let next = tokio::select! {
                 biased;
                 () = cancel.cancelled() => return Ok(()),
-                // The lander ended, which its own result explains.
+                // The lander ended; its result gives the reason.
                 () = self.inputs.closed() => return Ok(()),
                 _ = updated.changed(), if watching.is_some() => {
                     let marks = updated.borrow_and_update().clone();
@@ -316,7 +315,7 @@ impl Reader {
                 if self.inputs.send(input).await.is_err() {
                     return Ok(());
                 }
-                // Behind the send, which may have waited long for the lander.
+                // After the send, which may have waited long for the lander.
                 heard = Instant::now();
             } else if until == Until::CaughtUp && heard.elapsed() >= SILENCE_MAX {
                 // Fails when no broker answers or the topic is gone.
@@ -353,7 +352,7 @@ impl Reader {
         ends.iter().all(|(partition, end)| self.positions.get(partition).is_some_and(|at| at >= end))
     }
 
-    /// Takes in new ends of the partitions; returns the partitions that nobody reads yet.
+    /// Takes in new ends of the partitions; returns the partitions that are not read yet.
     fn adopt(&mut self, marks: &Marks) -> Vec<i32> {
         let mut added = Vec::new();
         for (partition, (low, _)) in marks {
@@ -372,7 +371,7 @@ impl Reader {
         added
     }
 
-    /// Asks for the ends of the partitions from time to time, beside the reading.
+    /// Asks for the ends of the partitions at intervals, in a separate task.
     fn watch_marks(&self, updates: watch::Sender<Marks>) -> AbortOnDropHandle<()> {
         let (job, kafka) = (self.job.clone(), self.kafka.clone());
         AbortOnDropHandle::new(tokio::spawn(async move {

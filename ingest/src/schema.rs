@@ -1,8 +1,8 @@
-//! What a job's rows look like: column types, declared or inferred, and how they may change.
+//! Schema of a job's rows: column types, declared or inferred, and the allowed changes.
 //!
-//! The schema of a job is fixed in the volume together with the first files and only grows: a
-//! later schema may add nullable columns, never change or remove one. [`Schema::evolve`] is the
-//! one place that decides.
+//! The schema of a job is fixed in the volume together with the first files and only grows: a later schema
+//! may add nullable columns, never change or remove one. [`Schema::evolve`] enforces this for declared
+//! schemas; an inferred schema only ever gets new nullable columns.
 
 mod infer;
 #[cfg(test)]
@@ -25,7 +25,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub const COLUMNS_MAX: usize = 1000;
 /// Longest column name, in bytes.
 pub const COLUMN_NAME_BYTES_MAX: usize = 256;
-/// Column names that carry where a record came from; a record's own fields may not use them.
+/// Columns that hold the origin of a record; a record's own fields may not use these names.
 pub const LINEAGE_COLUMNS: [&str; 4] = ["_topic", "_partition", "_offset", "_timestamp"];
 
 /// One column.
@@ -37,11 +37,11 @@ pub struct Field {
     /// Type of every value.
     #[serde(rename = "type")]
     pub kind: Type,
-    /// Whether a record may leave it out or say `null`.
+    /// Whether a record may omit the field or hold `null`.
     pub nullable: bool,
 }
 
-/// Where a schema came from, which decides whether records may extend it.
+/// Origin of a schema, which decides whether records may extend it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Origin {
@@ -61,7 +61,7 @@ pub struct Schema {
     pub fields: Vec<Field>,
 }
 
-/// Why a schema is refused, with the way out.
+/// Reason why a schema is refused, with the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct SchemaError(pub(crate) String);

@@ -1,13 +1,13 @@
-//! What a volume knows about a job: offsets, schema, owner. All of it is application keys that
-//! move in the same transaction as the files.
+//! State of a job in its volume: offsets, schema, owner. It consists of application keys, which change in the
+//! same transaction as the files.
 //!
 //! | key | value |
 //! |---|---|
 //! | `ingest/<job>/job` | [`Identity`] as JSON: topic and folder, fixed for life |
-//! | `ingest/<job>/fence` | `<owner>:<commit number>`: who may commit next |
+//! | `ingest/<job>/fence` | `<owner>:<commit number>`: every commit expects and replaces it |
 //! | `ingest/<job>/schema` | [`Schema`] as JSON |
 //! | `ingest/<job>/<topic>/<partition>` | next offset to land, in decimal |
-//! | `ingest/<job>/last` | [`Last`] by partition as JSON: by it the topic is recognised |
+//! | `ingest/<job>/last` | [`Last`] by partition as JSON: it identifies the topic |
 //! | `ingest/claims` | folders and the jobs that own them, see [`claims`] |
 
 mod claims;
@@ -26,10 +26,10 @@ use crate::error::{Error, Result};
 use crate::schema::Schema;
 
 const PREFIX: &str = "ingest/";
-/// How often a claim is tried again when others claim at the same time: all jobs of a service may.
+/// Attempts at a claim when other jobs claim at the same time, as all jobs of a service may.
 const CLAIMS_MAX: usize = 100;
 
-/// What a job never changes.
+/// The properties that a job never changes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Identity {
@@ -43,11 +43,11 @@ struct Identity {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Last {
     pub(crate) offset: i64,
-    /// As [`millrace_streams::topic::Records::digest`] has it.
+    /// Digest of the record, see [`millrace_streams::topic::Records::digest`].
     pub(crate) digest: String,
 }
 
-/// What a commit moves.
+/// Positions that a commit moves.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Moved {
     /// Next offset by partition.
@@ -65,7 +65,7 @@ pub(crate) struct State {
     commits: u64,
     /// Next offset per partition, as committed.
     pub(crate) offsets: BTreeMap<i32, i64>,
-    /// Last record per partition, as committed; not there for what earlier releases landed.
+    /// Last record per partition, as committed; absent for partitions that earlier releases landed.
     pub(crate) last: BTreeMap<i32, Last>,
     /// Columns of the files, once there are any.
     pub(crate) schema: Option<Schema>,
@@ -80,7 +80,7 @@ fn key(job: &str, what: &str) -> String {
 }
 
 impl State {
-    /// Takes the job over, with its folders: from now on commits of any earlier owner fail as fenced.
+    /// Claims the job and its folders: from now on commits of any earlier owner fail as fenced.
     ///
     /// Durable when it returns. Blocks on metadata.
     pub(crate) fn claim(view: &View, job: &Job) -> Result<Self> {
@@ -103,7 +103,7 @@ impl State {
         Err(fenced(job))
     }
 
-    /// What takes the job over, with the fence's new value and the owner in it.
+    /// The publish that claims the job, with the fence's new value and the owner in it.
     fn prepare(view: &View, job: &Job) -> Result<(Publish, Vec<u8>, u64)> {
         let identity = Identity { format_version: 1, topic: job.topic().to_owned(), path: job.path.clone() };
         let identities = identities(view, job)?;
@@ -176,8 +176,8 @@ impl State {
         Ok(publish)
     }
 
-    /// Learns what became of the commit that set `fence`. An outcome that the metadata engine
-    /// could not tell is resolved by reading the fence back: its value names this very commit.
+    /// Determines the outcome of the commit that set `fence`. When the metadata engine cannot tell the
+    /// outcome, the fence is read back: its value names this very commit.
     fn conclude(
         &mut self,
         view: &View,
@@ -218,7 +218,7 @@ fn fenced(job: &Job) -> Error {
     Error::Fenced { job: job.name().to_owned(), volume: job.config.volume.clone() }
 }
 
-/// An error of the volume, told apart by what the caller does next.
+/// Converts an error of the volume; a full disk becomes [`Error::NoSpace`].
 pub(crate) fn volume_error(job: &Job, source: millrace_datafs::Error) -> Error {
     let (job_name, volume) = (job.name().to_owned(), job.config.volume.clone());
     match source {
@@ -242,7 +242,7 @@ fn identities(view: &View, job: &Job) -> Result<BTreeMap<String, Identity>> {
     Ok(identities)
 }
 
-/// Refuses a job that lands another topic or somewhere else than before.
+/// Refuses a job whose topic or folder differs from the stored one.
 fn check_identity(job: &Job, before: Option<&Identity>, identity: &Identity) -> Result<()> {
     let Some(before) = before else { return Ok(()) };
     let what = if before.topic != identity.topic {
@@ -310,9 +310,9 @@ fn parse_offset(view: &View, key: &str, partition: &str, value: &[u8]) -> Result
 /// Next offset to land, per topic and partition.
 pub type Offsets = BTreeMap<String, BTreeMap<i32, i64>>;
 
-/// The offsets up to which topics have landed in that view, live or at a snapshot: every record
-/// below is in its files (or dead letters), none at or above is. When several jobs land one topic
-/// in the volume, the smaller offset counts.
+/// The offsets up to which topics have landed in that view, live or at a snapshot. Every record below is in
+/// its files (or dead letters), none at or above is. When several jobs land one topic in the volume, the
+/// smaller offset counts.
 ///
 /// Blocks on metadata.
 ///

@@ -1,30 +1,29 @@
 //! A single-node broker that speaks the Kafka protocol, inside this process.
 //!
-//! What it is: topics in segment files, produced to and consumed from by librdkafka (kcat,
-//! confluent-kafka), by the Java clients and by [`crate::topic`], with explicit assignment and
-//! with idempotent producers, and retention by age and size. What it is not: it has no consumer
-//! groups and no transactions, does not advertise them, and has no authentication.
+//! It keeps topics in segment files, with retention by age and size. librdkafka (kcat, confluent-kafka), the
+//! Java clients and [`crate::topic`] can use it with explicit assignment and with idempotent producers. It
+//! has no consumer groups, no transactions and no authentication, and does not advertise them.
 //!
-//! Two things follow for librdkafka clients: set `enable.auto.commit=false` beside an explicit
-//! assignment, else closing such a consumer waits `session.timeout.ms` for a place to commit to;
-//! and `compression.type=lz4` falls back to none, since librdkafka takes the lack of group
-//! coordinators for a broker too old for lz4 (batches of other clients may be compressed with
-//! anything, the broker never opens them).
+//! Two rules for librdkafka clients. Set `enable.auto.commit=false` beside an explicit assignment; otherwise
+//! closing the consumer waits `session.timeout.ms` for a group coordinator. `compression.type=lz4` falls back
+//! to none, because librdkafka takes a broker without group coordinators for one too old for lz4. Other
+//! clients may compress with gzip, Snappy, LZ4 or Zstandard: the broker decompresses a batch only to check or
+//! search its records, and stores its records as sent.
 //!
-//! Durability. A produce request is answered after its batches were written to the operating
-//! system ([`Flush::Os`]): `kill -9` loses nothing that was acknowledged, and of what was not, a
-//! batch is either whole in the log or gone. With [`Flush::Always`] it is answered after a flush
-//! to the disk, so that a loss of power loses nothing either; waiting requests share a flush. A
-//! segment is flushed before the next one begins, everything is flushed when the broker stops. With
-//! [`Flush::Always`] the last segments are flushed at start, too, before anything of them is served.
+//! Durability. The broker answers a produce request after it wrote the batches to the operating system
+//! ([`Flush::Os`]): `kill -9` loses nothing acknowledged. A batch that was not acknowledged is either whole
+//! in the log or absent. With [`Flush::Always`] the broker answers after a flush to the disk, so that a power
+//! loss loses nothing acknowledged either; waiting requests share one flush. The broker flushes a segment
+//! before it begins the next one, and all logs when it stops. With [`Flush::Always`] it also flushes the last
+//! segments at start, before it serves their records.
 //!
-//! Recovery. A broker that stops leaves a checkpoint of each log; at start every batch header behind
-//! it is read, and those checksums that are in the last segment. The other checksums are verified
-//! when their batches are read. A torn end is cut off
-//! and logged. Damage with sound batches behind it is no torn end: it is logged with file, position
-//! and remedy, the partition serves the records before it and takes no more, the others serve.
+//! Recovery. A broker that stops in order writes a checkpoint of each log. At start the broker reads every
+//! batch header after the checkpoint, and verifies their checksums in the last segment. It verifies the other
+//! checksums when it reads the batches. It cuts off a torn end and logs that. Damage followed by sound
+//! batches is not a torn end: the broker logs file, position and remedy. That partition serves the records
+//! before the damage and accepts no more; the other partitions are not affected.
 //!
-//! One process holds the directory, see [`running_address`].
+//! One process at a time holds the directory, see [`running_address`].
 
 mod api;
 mod code;
@@ -59,19 +58,19 @@ use memory::Memory;
 use millrace_datafs::private;
 use store::Store;
 
-/// Cluster ids of this broker begin with this.
+/// Prefix of the cluster ids of this broker, by which consumers recognize it.
 pub(crate) const CLUSTER_ID_PREFIX: &str = "millrace-";
 
 /// Threads that serve connections; log files are read and written on them.
 const THREADS: usize = 2;
 
-/// Pause before a connection is accepted again after an error.
+/// Pause after an error before the broker accepts connections again.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How often records are looked at for their age and size; also done at start.
+/// Interval of the retention pass; one more runs at start.
 const RETENTION_EVERY: Duration = Duration::from_secs(60);
 
-/// Where the broker of a home keeps its files.
+/// The directory in which the broker of `home` keeps its files.
 pub fn dir(home: &Path) -> PathBuf {
     home.join("broker")
 }
@@ -82,17 +81,17 @@ pub fn running_address(dir: &Path) -> Option<SocketAddr> {
     lock::holder_address(dir)
 }
 
-/// Number of the process that holds `dir` now, as that process sees itself; `None` when none does.
+/// Id of the process that holds `dir` now, as that process sees itself; `None` when none does.
 pub fn running_pid(dir: &Path) -> Option<u32> {
     lock::holder_pid(dir)
 }
 
-/// Whether a process holds `dir`, also one that has not begun to listen.
+/// Whether a process holds `dir`, including a broker that does not listen yet.
 pub fn is_held(dir: &Path) -> bool {
     lock::is_held(dir)
 }
 
-/// What all connections share.
+/// State shared by all connections.
 pub(crate) struct Shared {
     config: Config,
     store: Store,
@@ -105,7 +104,7 @@ pub struct Broker {
     address: SocketAddr,
     stopping: CancellationToken,
     stopped: Option<oneshot::Receiver<Result<()>>>,
-    /// Own threads, so that file access never holds up the caller's tasks.
+    /// Separate threads, so that file access never blocks the caller's tasks.
     runtime: Option<Runtime>,
 }
 
@@ -165,19 +164,19 @@ impl Broker {
             }
             drop(shared);
             drop(lock);
-            // Nobody may wait for it.
+            // The receiver may be gone.
             let _ = done.send(flushed);
         });
         Ok(Self { address, stopping, stopped: Some(stopped), runtime: Some(runtime) })
     }
 
-    /// The address it listens on, with the real port.
+    /// The address that the broker listens on, with the actual port.
     pub fn addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Stops accepting, lets started requests finish, flushes everything to the disk and gives
-    /// the directory free.
+    /// Stops accepting, lets started requests finish, flushes all logs to the disk and releases the
+    /// directory.
     ///
     /// # Errors
     /// [`Error::Io`] when a flush failed.
@@ -193,7 +192,7 @@ impl Broker {
         flushed
     }
 
-    /// Waits until it has stopped because its token was cancelled; as [`Broker::stop`] then.
+    /// Waits until the token of [`Broker::start`] is cancelled, then stops as [`Broker::stop`] does.
     ///
     /// # Errors
     /// As [`Broker::stop`].
@@ -207,7 +206,7 @@ impl Drop for Broker {
     fn drop(&mut self) {
         self.stopping.cancel();
         if let Some(runtime) = self.runtime.take() {
-            // A plain drop would wait, which is not allowed on an async thread.
+            // Dropping a runtime waits for its threads, which is not allowed on an async thread.
             runtime.shutdown_background();
         }
     }
@@ -259,7 +258,8 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
                 tracing::warn!(peer = %peer, "turned a connection away: streams.broker.connections_max is reached");
             }
             Err(error) if spare.is_some() && out_of_descriptors(&error) => {
-                // Refused rather than left waiting: the spare descriptor lets it in and out.
+                // The spare descriptor admits the waiting connection, which is then closed instead of left
+                // waiting.
                 drop(spare.take());
                 let refused = tokio::time::timeout(ACCEPT_PAUSE, listener.accept()).await;
                 tracing::warn!(error = %error, "turned a connection away: raise the limit of open files");
@@ -268,7 +268,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
                 spare = spare_descriptor();
             }
             Err(error) => {
-                // Trying at once would spin.
+                // An immediate retry would spin.
                 tracing::error!(error = %error, "cannot accept a connection");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 spare = spare.or_else(spare_descriptor);

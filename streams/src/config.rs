@@ -1,4 +1,5 @@
-//! The `[streams]` table of `millrace.toml`: which brokers to talk to, and the embedded one.
+//! The `[streams]` table of `millrace.toml`: brokers and client properties, the embedded broker, declared
+//! topics.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,14 +20,14 @@ pub struct Config {
     /// `host:port` list of a Kafka cluster separated by commas, or `"embedded"` for the broker of
     /// this home, which `millrace up` and `millrace broker` start.
     pub bootstrap_servers: String,
-    /// librdkafka properties for every producer and consumer, for example `security.protocol`. A password may
-    /// stand elsewhere: `"sasl.password" = { file = "PATH" }` or `{ env = "NAME" }`.
-    /// They win over the defaults of this crate, except for those that its guarantees rest on
-    /// (`enable.idempotence`, `acks`, `enable.auto.commit`, `enable.auto.offset.store`).
+    /// librdkafka properties for every producer and consumer, for example `security.protocol`. They override
+    /// the defaults of this crate, except for the properties that its guarantees need (`enable.idempotence`,
+    /// `acks`, `enable.auto.commit`, `enable.auto.offset.store`). A password can come from a file or the
+    /// environment: `"sasl.password" = { file = "PATH" }` or `{ env = "NAME" }`.
     pub properties: BTreeMap<String, Secret>,
     /// The embedded broker; ignored when `bootstrap_servers` names a cluster.
     pub broker: broker::Config,
-    /// Topics that must exist; what is missing is created at start, nothing is ever shrunk.
+    /// Topics that must exist. Missing ones are created at start; existing ones are never changed.
     pub topics: Vec<TopicConfig>,
 }
 
@@ -42,7 +43,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The same without the values of properties, which may be secrets: what may be shown.
+    /// A copy for display, with the values of properties hidden: they may be secrets.
     #[must_use]
     pub fn without_secrets(&self) -> Config {
         let hide = |(key, value): (&String, &Secret)| (key.clone(), value.hidden());
@@ -54,8 +55,8 @@ impl Config {
         self.bootstrap_servers == EMBEDDED
     }
 
-    /// The brokers to talk to, with `"embedded"` resolved for `home`: the address of the broker
-    /// that holds the home now, else the configured one.
+    /// The brokers to connect to. `"embedded"` becomes the address of the broker that holds `home` now, or
+    /// else the configured address.
     ///
     /// # Errors
     /// [`Error::NotRunning`] when no broker holds the home and its configured port is 0, so that
@@ -96,7 +97,7 @@ fn one() -> i32 {
     1
 }
 
-/// What a client needs to reach its brokers.
+/// Connection settings of a client: the brokers and the librdkafka properties.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KafkaConfig {
     /// `host:port` list separated by commas; never `"embedded"`.

@@ -1,8 +1,8 @@
 //! Datasets: a directory of Parquet or Arrow IPC files, its row groups and its one schema.
 //!
-//! A dataset is found by listing, in a canonical order (byte order of the paths), and described by
-//! the footers alone; no row is read. What the listing says about a snapshot never changes, so it
-//! can be kept in a [`DatasetCache`].
+//! A dataset is found by listing, in a canonical order (byte order of the paths), and described by the
+//! footers alone; no row is read. The description of a snapshot never changes, so a [`DatasetCache`] can keep
+//! it.
 
 mod cache;
 mod folder;
@@ -39,14 +39,13 @@ pub const ROW_GROUPS_MAX: usize = 8_000_000;
 /// Footers read at the same time.
 const FOOTERS_CONCURRENT: usize = 16;
 
-/// How a data file is encoded; told by its suffix.
+/// Encoding of a data file, derived from its suffix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FileFormat {
     /// Apache Parquet: `.parquet`.
     Parquet,
-    /// Arrow IPC file (random access): `.arrow`, `.ipc`, `.feather`. A record batch stands for a
-    /// row group.
+    /// Arrow IPC file (random access): `.arrow`, `.ipc`, `.feather`. Each record batch counts as a row group.
     ArrowIpc,
 }
 
@@ -54,9 +53,9 @@ pub enum FileFormat {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RowGroup {
-    /// Rows in it.
+    /// Number of rows.
     pub rows: u64,
-    /// Estimate of its size once decoded to Arrow, all columns, in bytes.
+    /// Estimated size once decoded to Arrow, all columns, in bytes.
     pub bytes: u64,
 }
 
@@ -68,7 +67,7 @@ pub struct DataFile {
     pub path: String,
     /// Size of the file in bytes.
     pub bytes: u64,
-    /// How it is encoded.
+    /// Encoding of the file.
     pub format: FileFormat,
     /// Its row groups, in file order.
     pub row_groups: Vec<RowGroup>,
@@ -83,7 +82,7 @@ pub struct Dataset {
     files: Vec<DataFile>,
 }
 
-/// What a footer tells about its file.
+/// Content of a file's footer: schema and row groups.
 pub(crate) struct Footer {
     pub(crate) schema: Schema,
     pub(crate) row_groups: Vec<RowGroup>,
@@ -103,10 +102,10 @@ impl Dataset {
         Self::from_listing(store, listing).await
     }
 
-    /// As [`Dataset::read`], but takes the description from `cache` when the listing is still what
-    /// it was (paths, sizes, tags and times), and leaves it there otherwise.
+    /// As [`Dataset::read`], but takes the description from `cache` when the listing is unchanged (paths,
+    /// sizes, tags and times), and stores it there otherwise.
     ///
-    /// A cache that fails costs a warning and the footers, nothing else.
+    /// A cache that fails costs a warning and reading the footers, nothing else.
     pub async fn read_cached(
         store: &Arc<dyn ObjectStore>,
         path: &str,
@@ -175,9 +174,9 @@ impl Dataset {
         &self.path
     }
 
-    /// The columns of all files together, in order of first appearance. A column that some files
-    /// lack is nullable and reads as null there. A column about whose type files disagree is not among
-    /// them.
+    /// The columns of all files together, in order of first appearance. A column that some files lack is
+    /// nullable and reads as null there. A column is left out when its type differs between files, or when a
+    /// file has it twice.
     pub fn schema(&self) -> &SchemaRef {
         &self.schema
     }

@@ -1,4 +1,4 @@
-//! What can go wrong with topics and the embedded broker, named for what the caller does next.
+//! Errors of topics and of the embedded broker: one variant for each distinct reaction of the caller.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -20,12 +20,12 @@ pub enum Error {
     Unreachable {
         /// The servers that were tried.
         bootstrap_servers: String,
-        /// How long was waited, in milliseconds.
+        /// Time waited, in milliseconds.
         waited_ms: u64,
         /// The last connection error, in librdkafka's words.
         reason: String,
     },
-    /// `"embedded"` was asked for but no broker holds the home.
+    /// The configuration says `"embedded"`, but no broker process holds the home.
     #[error(
         "no broker runs in {}; start it with millrace up or millrace broker, \
          or name a cluster in streams.bootstrap_servers", dir.display()
@@ -41,7 +41,7 @@ pub enum Error {
     UnknownTopic {
         /// Topic name.
         topic: String,
-        /// Where it was looked for.
+        /// The brokers that were asked.
         bootstrap_servers: String,
     },
     /// The partition does not exist.
@@ -51,10 +51,10 @@ pub enum Error {
         topic: String,
         /// The partition asked for.
         partition: i32,
-        /// How many there are.
+        /// Number of partitions that the topic has.
         partitions: i32,
     },
-    /// The start offset is not in the log: records were deleted, or the topic is another one.
+    /// The start offset is not in the log: records were deleted, or the topic was deleted and created again.
     #[error(
         "topic {topic} partition {partition}: offset {requested} is outside of {low}..={high}; \
          the records were deleted or the topic was created again (start from the earliest offset to go on)"
@@ -79,13 +79,12 @@ pub enum Error {
         /// The brokers.
         bootstrap_servers: String,
     },
-    /// A record was not acknowledged; whether it is in the log is unknown when the reason is a
-    /// time-out.
+    /// A record was not acknowledged. After a time-out it may or may not be in the log.
     #[error("a record for topic {topic} was not acknowledged: {reason}")]
     NotDelivered {
         /// Topic name.
         topic: String,
-        /// In librdkafka's words.
+        /// librdkafka's message.
         reason: String,
         /// Whether a new attempt can succeed.
         retryable: bool,
@@ -96,19 +95,19 @@ pub enum Error {
          there (millrace topic delete, streams.broker.retention_bytes_max) and try again"
     )]
     BrokerDisk {
-        /// What was tried.
+        /// The attempted operation.
         action: String,
         /// The brokers.
         bootstrap_servers: String,
-        /// In librdkafka's words.
+        /// librdkafka's message.
         reason: String,
     },
-    /// The producer can not go on and must be replaced by a new one.
+    /// The producer met a fatal error: replace it by a new one.
     #[error("the producer for {bootstrap_servers} can not go on: {reason}; connect a new one")]
     ProducerLost {
         /// The brokers.
         bootstrap_servers: String,
-        /// In librdkafka's words.
+        /// librdkafka's message.
         reason: String,
     },
     /// The record is larger than the producer or the broker allows.
@@ -125,7 +124,7 @@ pub enum Error {
     /// A setting is not usable.
     #[error("streams configuration: {reason}")]
     Config {
-        /// Which setting, and what it should be.
+        /// The setting, and the values that it allows.
         reason: String,
     },
     /// The topic name or partition count is not allowed.
@@ -136,10 +135,10 @@ pub enum Error {
         /// The rule it breaks.
         reason: String,
     },
-    /// Any other answer of the client library.
+    /// Any other error of the client library.
     #[error("{action} at {bootstrap_servers}")]
     Client {
-        /// What was tried.
+        /// The attempted operation.
         action: String,
         /// The brokers.
         bootstrap_servers: String,
@@ -150,7 +149,7 @@ pub enum Error {
     /// The handle was already closed.
     #[error("the {what} is closed")]
     Closed {
-        /// Which handle.
+        /// The closed handle, for example `consumer`.
         what: &'static str,
     },
     /// Another process listens on the broker's address.
@@ -167,7 +166,7 @@ pub enum Error {
     HeldByAnother {
         /// The directory.
         dir: PathBuf,
-        /// Who holds it (`unknown` when it could not be read).
+        /// Process id of the holder (`unknown` when it cannot be read).
         pid: String,
     },
     /// The directory was written by a newer release.
@@ -190,11 +189,11 @@ pub enum Error {
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// Where.
+        /// Byte position in the file.
         position: u64,
         /// What is wrong there.
         reason: String,
-        /// How to go on without a copy.
+        /// The remedy when no copy exists.
         advice: String,
     },
     /// A partition is damaged: it can be read up to the damage.
@@ -212,7 +211,7 @@ pub enum Error {
         /// The brokers.
         bootstrap_servers: String,
     },
-    /// A batch cannot be decoded and is passed over: reading goes on behind it.
+    /// A batch cannot be decoded. The consumer skips it and continues after it.
     #[error(
         "topic {topic} partition {partition}: the batch with offsets {first} to {} cannot be decoded \
          ({reason}); look for the producer that wrote it", next - 1
@@ -222,11 +221,11 @@ pub enum Error {
         topic: String,
         /// Partition.
         partition: i32,
-        /// First offset that is passed over.
+        /// First offset that is skipped.
         first: i64,
         /// The offset after the batch.
         next: i64,
-        /// In librdkafka's words.
+        /// librdkafka's message.
         reason: String,
     },
     /// The list of topics cannot be read.
@@ -240,21 +239,22 @@ pub enum Error {
     /// The file system failed.
     #[error("{action} {}", path.display())]
     Io {
-        /// What was tried.
+        /// The attempted operation.
         action: &'static str,
-        /// Where.
+        /// The file, directory or address.
         path: PathBuf,
         /// The operating system's error.
         #[source]
         source: std::io::Error,
     },
-    /// Arrow refused a batch; a bug or exhausted memory.
+    /// A batch cannot be built, or does not have the schema of consumed records.
     #[error("build a record batch")]
     Arrow(#[source] arrow::error::ArrowError),
 }
 
 impl Error {
-    /// Whether the same call may succeed later without anybody changing anything but the servers.
+    /// Whether the same call can succeed later, once the servers have recovered, without a change by the
+    /// caller.
     pub fn is_retryable(&self) -> bool {
         match self {
             Error::Unreachable { .. } | Error::BrokerDisk { .. } => true,
@@ -280,7 +280,7 @@ impl Error {
         matches!(self, Error::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
     }
 
-    /// The error with its cause, for one line.
+    /// The error and its cause on one line.
     pub(crate) fn with_cause(&self) -> String {
         use std::error::Error as _;
         self.source().map_or_else(|| self.to_string(), |source| format!("{self}: {source}"))

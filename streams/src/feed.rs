@@ -1,16 +1,16 @@
-//! The feed: from a dataset at a snapshot to batches in one global order, whoever reads them.
+//! The feed: batches of a dataset snapshot in one global order that does not depend on the readers.
 //!
 //! - [`Plan`]: the dataset's row groups, the seed and the shape of the order under one hash.
 //! - [`Feed`]: random access to any slots of any global batch ([`Feed::batch`]), or a stream of them
 //!   ([`Feed::stream`]).
-//! - [`Shard`]: which slots a reader takes. [`Cursor`]: where to go on.
+//! - [`Shard`]: the slots that one reader takes. [`Cursor`]: the position to resume from.
 //!
-//! What it is not: it does not know what a row means, it keeps no progress of its own, and it does
-//! not filter rows (a filter would have to be part of the plan).
+//! The feed does not interpret rows, stores no progress, and does not filter rows (a filter would have to be
+//! part of the plan).
 //!
 //! Invariants:
-//! - Which row stands in which slot of which batch depends on the plan alone: never on the number
-//!   of readers, on timing, on caches or on where reading began.
+//! - The plan alone decides the row in each slot of each batch. The number of readers, timing, caches and the
+//!   step where reading began have no influence.
 //! - Each epoch delivers each row exactly once; nothing is padded or dropped, batches are always
 //!   full, and epochs roll over inside a batch.
 //! - Resuming replays nothing.

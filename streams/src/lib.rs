@@ -7,8 +7,8 @@
 //! - [`dataset`] and [`feed`]: a dataset at a snapshot as batches in a seeded global order, cut
 //!   into shards for any number of readers, resumable from two numbers.
 //!
-//! What is not here: decoding of record values (that is `ingest`), consumer offsets as a source of
-//! truth (whoever lands records keeps the offsets beside the data), and training.
+//! What is not here: decoding of record values (that is `ingest`), durable consumer offsets (the landing side
+//! keeps them beside the data), and training.
 //!
 //! Invariants:
 //! - A producer is idempotent: a record that it reports as delivered is in the log exactly once.

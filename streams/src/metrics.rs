@@ -43,7 +43,8 @@ pub static BROKER_CONNECTIONS: LazyLock<IntGauge> = LazyLock::new(|| {
     gauge("millrace_streams_broker_connections", "Open client connections of the embedded broker.")
 });
 
-/// Connections that the embedded broker closed because of what came in over them.
+/// Connections that the embedded broker refused at a limit, or closed because of malformed or excessive
+/// input.
 pub static BROKER_REFUSED: LazyLock<IntCounter> = LazyLock::new(|| {
     counter(
         "millrace_streams_broker_refused_total",

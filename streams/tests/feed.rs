@@ -1,4 +1,4 @@
-//! The feed over real Parquet and Arrow IPC files: order, resume, bad input, caching.
+//! Tests of the feed over real Parquet and Arrow IPC files: order, resume, bad input, caching.
 
 mod bounded;
 mod compressed;

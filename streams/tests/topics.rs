@@ -1,7 +1,7 @@
-//! Topics over real sockets: our producer and consumer, the wire protocol itself, kcat, hostile
-//! input and kills, all against the embedded broker.
+//! Tests of topics over real sockets: our producer and consumer, the wire protocol, kcat, hostile input and
+//! kills, all against the embedded broker.
 
-// Tests say on the terminal why they skipped and what they measured.
+// The tests print skips and measurements on the terminal.
 #![allow(clippy::print_stderr, clippy::print_stdout)]
 
 mod clients;
@@ -41,7 +41,7 @@ fn kafka_of(broker: &Broker) -> KafkaConfig {
     quick(KafkaConfig::new(broker.addr().to_string()))
 }
 
-/// Reconnects fast, since tests restart brokers.
+/// Makes clients reconnect fast, since tests restart brokers.
 fn quick(mut kafka: KafkaConfig) -> KafkaConfig {
     for key in ["reconnect.backoff.ms", "reconnect.backoff.max.ms"] {
         kafka.properties.insert(key.to_string(), "20".into());
@@ -49,7 +49,7 @@ fn quick(mut kafka: KafkaConfig) -> KafkaConfig {
     kafka
 }
 
-/// Consumes until `rows` records came.
+/// Consumes until `rows` records have arrived.
 async fn take(consumer: &mut Consumer, rows: usize) -> Vec<RecordBatch> {
     let deadline = Instant::now() + Duration::from_secs(30);
     let (mut batches, mut taken) = (Vec::new(), 0);

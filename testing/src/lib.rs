@@ -1,4 +1,5 @@
-//! Requirements of tests: what a test needs from the machine, and what happens where that is missing.
+//! Requirements of tests: the facilities that a test needs from the machine, and the skip or failure without
+//! them.
 //!
 //! A test that cannot run fails, unless the environment permits the skip. [`skip`] is the only way to leave a test
 //! early. It writes one line to standard error, past the capture of the test harness, so that every run shows what it
@@ -32,7 +33,7 @@ pub enum Need {
     Fuse,
     /// The rights of root: to become another user, to mount with `suid`.
     Root,
-    /// A small file system of the test's own: a tmpfs, or an ext4 image on a loop device.
+    /// A separate small file system: a tmpfs, or an ext4 image on a loop device.
     Disk,
     /// Paths with the property that the test is about: a feature of the file system, folders that other users may enter.
     Filesystem,

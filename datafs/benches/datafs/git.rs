@@ -1,4 +1,4 @@
-//! `git clone` of a local repository with many files.
+//! Benchmark: `git clone` of a local repository with many files, on a mount against the local file system.
 
 use std::fs;
 use std::path::Path;
@@ -57,7 +57,7 @@ fn repository(at: &Path, files: usize) {
         if i % 50 == 0 {
             fs::create_dir_all(&folder).unwrap();
         }
-        // 1 to 7 KiB, as sources are.
+        // 1 to 7 KiB, like source files.
         let lines = 20 + i % 120;
         let text: String =
             (0..lines).map(|line| format!("line {line} of file {i}, not like others\n")).collect();

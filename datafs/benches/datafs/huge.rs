@@ -1,4 +1,5 @@
-//! A folder with a million entries, and what a mount of it takes.
+//! Benchmark: a directory with a million entries. Measures listing time, the memory of the mount, and reopening
+//! the volume.
 
 use std::fs::File;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use crate::figure::{Figure, Kind, median};
 use crate::place::{Place, Times, drop_caches, timed, volume};
 
 const MIB: f64 = (1 << 20) as f64;
-/// Millions of entries that were dropped are freed in the background, by both cores.
+/// Wait after dropping the kernel's caches: it frees millions of entries in the background, on both cores.
 const FREEING: Duration = Duration::from_secs(1);
 
 pub(crate) const FIGURES: &[(&str, &str)] = &[
@@ -54,7 +55,7 @@ pub(crate) fn run(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     let (mut first, mut all) = (Times::default(), Times::default());
     let mut resident_bytes = 0;
     for _ in 0..asked.sized(5, 1) {
-        // One that knows nothing of the folder yet.
+        // A new mount has nothing of the directory in its caches.
         let mounted = place.mount("", &[]);
         drop_caches(2);
         std::thread::sleep(FREEING);
@@ -86,7 +87,7 @@ fn memory(name: &'static str, bytes: u64, limit_mib: f64) -> Figure {
     Figure { name, kind: Kind::Time, unit: "MiB", value, control: limit_mib, against: "the limit" }
 }
 
-/// Time up to the first entry, and to the last.
+/// Times until the first entry and until the last.
 fn list(folder: &std::path::Path, count: usize) -> (Duration, Duration) {
     let (all, (first, entries)) = timed(|| {
         let (first, mut entries) = timed(|| {

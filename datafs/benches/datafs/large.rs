@@ -1,4 +1,4 @@
-//! One large file, read and written in turn with the same file on the local file system.
+//! Benchmark: one large file, read and written alternately with the same file on the local file system.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -36,7 +36,7 @@ pub(crate) fn reads(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     let place = Place::new();
     let bytes = asked.sized(1_u64 << 30, 256 << 20);
     let rounds = asked.sized(5, 2);
-    // A tenth of a second each, so that one disturbance is a large part of one.
+    // A round takes a tenth of a second, so one disturbance spoils it; hence the many rounds.
     let warm_rounds = asked.sized(25, 2);
     let plain = place.plain().join("big");
     write(&plain, bytes, 1);
@@ -103,7 +103,7 @@ pub(crate) fn writes(asked: &Asked, report: &mut dyn FnMut(Figure)) {
         for seed in 0..rounds as u64 {
             std::fs::remove_file(&ours).ok();
             std::fs::remove_file(&plain).ok();
-            // Both sides then get memory that was in use just before, see docs/notes/volume-figures.md.
+            // After this both sides get recently used memory, see docs/notes/volume-figures.md.
             place.collect();
             nix::unistd::sync();
             times.add(write(&ours, bytes, seed), write(&plain, bytes, seed));
@@ -126,7 +126,7 @@ pub(crate) fn writes(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     }
 }
 
-/// Memory that O_DIRECT accepts: whole pages.
+/// A buffer, and its offset of page-aligned memory for O_DIRECT.
 fn aligned(len: usize) -> (Vec<u8>, usize) {
     let buffer = vec![0; len + 4096];
     let skip = buffer.as_ptr().align_offset(4096);
@@ -162,7 +162,7 @@ fn read_random(path: &Path, bytes: u64, count: usize, seed: u64, flags: i32) -> 
     .0
 }
 
-/// A new file with an fsync.
+/// Writes a new file, with an fsync.
 fn write(path: &Path, bytes: u64, seed: u64) -> Duration {
     let mut block = vec![0_u8; BLOCK];
     fill(&mut block, seed);

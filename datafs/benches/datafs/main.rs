@@ -1,6 +1,7 @@
-//! `make bench-datafs`: volumes and mounts against the local file system of the same disk, in one run.
+//! The datafs benchmark (`make bench-datafs`): volumes and mounts against the local file system of the same
+//! disk, in one run.
 //!
-//! Every mount is served by a child process: who uses a mount must not be who serves it.
+//! A child process serves every mount: the process that uses a mount must not be the one that serves it.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr, missing_docs)]
 
 #[path = "../../../benches/figure.rs"]
@@ -26,20 +27,20 @@ mod waiting_cores;
 use std::path::Path;
 
 use figure::Figure;
-// The allocator that the program has.
+// The allocator of the millrace program.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 use tikv_jemalloc_sys as _;
 
-/// What was asked for.
+/// The options of the command line.
 #[derive(Debug, Default)]
 pub(crate) struct Asked {
     names: Vec<String>,
-    /// Fewer and smaller rounds, to see that everything runs and roughly how fast.
+    /// Fewer and smaller rounds, to check that everything runs and roughly how fast.
     pub(crate) quick: bool,
 }
 
 impl Asked {
-    /// Whether a figure is wanted: its name begins with one of those given, or none was given.
+    /// Whether to measure a figure: its name begins with a given one, or none was given.
     pub(crate) fn wants(&self, figure: &str) -> bool {
         self.names.is_empty() || self.names.iter().any(|name| figure.starts_with(name.as_str()))
     }
@@ -48,13 +49,13 @@ impl Asked {
         figures.iter().any(|(name, _)| self.wants(name))
     }
 
-    /// The first where everything is measured, the second under `--quick`.
+    /// `full` for a full run, `quick` under `--quick`.
     pub(crate) fn sized<T>(&self, full: T, quick: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// Figures that are measured together, each with what it is.
+/// Figures that are measured together, each with its description.
 struct Group {
     figures: &'static [(&'static str, &'static str)],
     run: fn(&Asked, &mut dyn FnMut(Figure)),
@@ -72,7 +73,7 @@ const GROUPS: &[Group] = &[
     Group { figures: huge::FIGURES, run: huge::run },
 ];
 
-/// What the generated table is marked with.
+/// The command that marks the generated table.
 const COMMAND: &str = "make bench-datafs";
 
 fn main() {
@@ -94,7 +95,7 @@ fn main() {
         let known = GROUPS.iter().flat_map(|group| group.figures).any(|(figure, _)| figure.starts_with(name));
         assert!(known, "no figure begins with {name}: --help lists them");
     }
-    // Cargo runs this in the folder of the crate; paths are meant from that of the workspace.
+    // Cargo runs this in the folder of the crate; file arguments are relative to the workspace.
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let write = write.map(|file| workspace.join(file));
     if let Some(file) = &write {

@@ -1,4 +1,5 @@
-//! Names alone, in the shape of mdtest: a tree with branching 6 and depth 4, 8 files a folder.
+//! Benchmark: metadata operations, in the shape of mdtest: a tree with branching 6 and depth 4, 8 files in each
+//! directory.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -33,9 +34,9 @@ pub(crate) fn run(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     measure(asked, &Place::new(), 1, asked.sized(4, 3), names, report);
 }
 
-/// The same on a PostgreSQL server with its own defaults, so with its fsync.
+/// The same on a PostgreSQL server with its default settings, so with fsync.
 pub(crate) fn run_pg(asked: &Asked, report: &mut dyn FnMut(Figure)) {
-    // Says why, when there is none.
+    // `start` prints the reason if there is no server.
     let Some(server) = Server::start(&[]) else { return };
     let config = Config { meta_url: Some(server.url().into()), ..Config::default() };
     let names = ["datafs/create_pg", "datafs/stat_pg", "datafs/list_pg", "datafs/remove_pg"];
@@ -70,7 +71,7 @@ fn measure(
     }
 }
 
-/// A tree per thread.
+/// The tree of one thread.
 struct Tree {
     folders: Vec<PathBuf>,
     files: Vec<PathBuf>,

@@ -1,4 +1,4 @@
-//! A folder on the disk under test, with a home for volumes and a folder of plain files beside it.
+//! Benchmark fixture: a folder on the disk under test, with a home for volumes and a folder of plain files.
 
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::figure::{Figure, Kind, median};
 use crate::served::Served;
 
-/// The volume that figures are measured on.
+/// The measured volume.
 pub(crate) const VOLUME: &str = "v";
 
 pub(crate) struct Place {
@@ -20,7 +20,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// With an empty volume.
+    /// A new home with an empty volume.
     pub(crate) fn new() -> Place {
         Place::with(Config::default())
     }
@@ -60,7 +60,7 @@ impl Place {
         self.datafs().snapshot_create(&volume(), &name.parse().unwrap()).unwrap();
     }
 
-    /// Mounts the live volume, or with `@NAME` a snapshot, in a process of its own.
+    /// Mounts the live volume, or with `@NAME` a snapshot, in a child process.
     pub(crate) fn mount(&self, spec: &str, options: &[&str]) -> Served {
         let spec = format!("{VOLUME}{spec}");
         Served::start(&self.home(), &self.config, &spec, &self.path("mnt"), options)
@@ -71,7 +71,7 @@ pub(crate) fn volume() -> Name {
     VOLUME.parse().unwrap()
 }
 
-/// Drops what the kernel keeps: `2` entries and inodes, `3` also pages. False where it is not allowed.
+/// Drops the kernel's caches: `2` entries and inodes, `3` also pages. False without permission.
 pub(crate) fn drop_caches(what: u8) -> bool {
     nix::unistd::sync();
     File::options()
@@ -88,7 +88,7 @@ pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (Duration, T) {
     (started.elapsed(), result)
 }
 
-/// Bytes that no layer can take for a hole or compress.
+/// Fills a block with bytes that no layer can compress or store as a hole.
 pub(crate) fn fill(block: &mut [u8], seed: u64) {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     for chunk in block.chunks_mut(8) {
@@ -99,8 +99,7 @@ pub(crate) fn fill(block: &mut [u8], seed: u64) {
     }
 }
 
-/// A figure per second: `amount` in each of the times, ours and the control's, of which the median
-/// counts.
+/// A rate per second: `amount` divided by the median time, of ours and of the control.
 pub(crate) fn rate(
     name: &'static str,
     unit: &'static str,
@@ -112,7 +111,7 @@ pub(crate) fn rate(
     Figure { name, kind: Kind::Rate, unit, value, control, against }
 }
 
-/// Times of ours and of the control, taken in turn.
+/// Times of ours and of the control, measured alternately.
 #[derive(Debug, Default)]
 pub(crate) struct Times {
     ours: Vec<f64>,

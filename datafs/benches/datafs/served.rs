@@ -1,4 +1,4 @@
-//! A mount served by a child process: this program again, until its standard input ends.
+//! A mount served by a child process: this program starts itself again, until the child's standard input ends.
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
@@ -10,17 +10,17 @@ use millrace_datafs::{Config, Datafs};
 /// The argument that makes this program a server of a mount.
 pub(crate) const SERVE: &str = "--serve";
 
-/// Where the child finds its configuration.
+/// The environment variable with the child's configuration.
 const CONFIG: &str = "MILLRACE_BENCH_CONFIG";
 
-/// A mount; it ends when this is dropped.
+/// A mount in a child process; dropping the value ends it.
 pub(crate) struct Served {
     child: Child,
     at: PathBuf,
 }
 
 impl Served {
-    /// `options` are `daemon` (no passthrough).
+    /// Starts the child. The only option is `daemon` (no passthrough).
     pub(crate) fn start(home: &Path, config: &Config, spec: &str, at: &Path, options: &[&str]) -> Served {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .arg(SERVE)
@@ -41,7 +41,7 @@ impl Served {
         &self.at
     }
 
-    /// Memory that the serving process has in use, in bytes.
+    /// Resident memory of the serving process, in bytes.
     pub(crate) fn resident_bytes(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -59,7 +59,7 @@ impl Drop for Served {
     }
 }
 
-/// The child: mounts, says so, and serves until its standard input ends.
+/// The child: mounts, prints `mounted`, and serves until its standard input ends.
 pub(crate) fn serve(arguments: Vec<String>) {
     let [home, spec, at, options @ ..] = arguments.as_slice() else { panic!("{arguments:?}") };
     let config: Config = serde_json::from_str(&std::env::var(CONFIG).unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Many files of 8 KiB: written, copied in, read back cold and warm.
+//! Benchmark: many files of 8 KiB, written, copied in, and read cold and warm.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -55,7 +55,7 @@ fn write_and_read(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     let mut times = Times::default();
     for round in 0..=rounds {
         let (a, b) = (read(&ours.join("set-0"), &order), read(&plain.join("set-0"), &order));
-        // The first makes it warm.
+        // The first round warms the caches.
         if round > 0 {
             times.add(a, b);
         }
@@ -96,7 +96,7 @@ fn copy_in(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     for round in 0..asked.sized(3, 1) {
         let name = format!("copy-{round}");
         let (ours, plain) = (mounted.at().join(&name), place.plain().join(&name));
-        // A disk that was written to a lot may be slow for a while: each is second in turn.
+        // A disk may be slow for a while after many writes, so ours and the control take turns in going second.
         if round % 2 == 0 {
             let control = copied(plain);
             times.add(copied(ours), control);
@@ -115,7 +115,7 @@ fn file_of(root: &Path, i: usize) -> PathBuf {
     folder_of(root, i).join(format!("f{i}"))
 }
 
-/// Writes the files; closed, not synced.
+/// Writes and closes the files, without a sync.
 fn write(root: &Path, count: usize) -> Duration {
     let mut block = vec![0; BYTES];
     fill(&mut block, 3);

@@ -1,4 +1,4 @@
-//! How long making a snapshot takes, with more and more files in the volume.
+//! Benchmark: the time to make a snapshot, with an increasing number of files in the volume.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -58,7 +58,7 @@ fn p99(times: &mut [Duration]) -> f64 {
     times[times.len() * 99 / 100].as_secs_f64() * 1e3
 }
 
-/// The files so far, a thousand in a folder.
+/// The files made so far, a thousand in each folder.
 struct Made {
     folder: Node,
     files: usize,

@@ -1,5 +1,5 @@
-//! A large file in S3 (a real HTTP server on this machine) against a bare parallel loop over the same
-//! `object_store` client.
+//! Benchmark: a large file in S3 (a real HTTP server on this machine) against a bare parallel loop over the
+//! same `object_store` client.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,11 +14,11 @@ use crate::figure::Figure;
 use crate::place::{Place, Times, fill, rate, timed, volume};
 use crate::s3_server::S3Server;
 
-/// One range that is read.
+/// Bytes of one read range.
 const RANGE: usize = 4 << 20;
-/// One part of an upload; S3 takes none below 5 MiB but the last.
+/// Bytes of one part of an upload; S3 accepts only the last part below 5 MiB.
 const PART: usize = 8 << 20;
-/// Ranges or parts on their way at the same time.
+/// Ranges or parts in flight at the same time.
 const PARALLEL: usize = 8;
 const MIB: f64 = (1 << 20) as f64;
 
@@ -47,7 +47,7 @@ pub(crate) fn run(asked: &Asked, report: &mut dyn FnMut(Figure)) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let (mut writes, mut reads) = (Times::default(), Times::default());
     for round in 0..asked.sized(5, 1) {
-        // A home of its own: nothing is cached.
+        // A new home for each round: nothing is cached.
         let place = Place::with(config.clone());
         let at = Path::from(format!("raw/{round}"));
         let control = timed(|| runtime.block_on(put(&raw, &at, &data))).0;
@@ -60,7 +60,7 @@ pub(crate) fn run(asked: &Asked, report: &mut dyn FnMut(Figure)) {
         });
         writes.add(ours.0, control);
         drop((live, datafs));
-        // What the writes left to the disk would be written during one of the reads.
+        // Otherwise the kernel would write the dirty pages to disk during one of the reads.
         nix::unistd::sync();
         let control = timed(|| runtime.block_on(get(&raw, &at, bytes))).0;
         std::fs::remove_dir_all(place.home().join("datafs/cache")).ok();

@@ -1,4 +1,5 @@
-//! The kernel's requests: each becomes one call of the view.
+//! The FUSE request handlers of a mount: each kernel request becomes one call of the view, whose result becomes
+//! the reply.
 
 use std::ffi::OsStr;
 use std::io;
@@ -29,16 +30,16 @@ use crate::fs::acl::is_acl;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
 
-/// Largest write of the kernel at once.
+/// Largest write request of the kernel.
 const WRITE_BYTES_MAX: u32 = 1024 * 1024;
-/// Requests that the kernel may have under way in the background (read-ahead).
+/// Background requests (read-ahead) that the kernel may have in flight.
 const BACKGROUND_MAX: u16 = 64;
 
 fn owner(request: &Request) -> Owner {
     Owner { uid: request.uid(), gid: request.gid() }
 }
 
-/// The lock that a request is about.
+/// The lock that a request names.
 fn wanted(request: &Request, owner: LockOwner, (start, end): (u64, u64), kind: i32, pid: u32) -> FileLock {
     let family = if is_flock(request, owner.0) { LockFamily::Flock } else { LockFamily::Fcntl };
     let owner = crate::fs::LockOwner { family, id: owner.0 };
@@ -47,29 +48,30 @@ fn wanted(request: &Request, owner: LockOwner, (start, end): (u64, u64), kind: i
 
 impl Filesystem for Adapter {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // Both are within the bounds that are checked here.
+        // Both values are within the bounds that these setters check.
         let _ = config.set_max_write(WRITE_BYTES_MAX);
         let _ = config.set_max_background(BACKGROUND_MAX);
         if let Err(most) = config.set_max_readahead(WRITE_BYTES_MAX) {
             let _ = config.set_max_readahead(most);
         }
-        // Each is an improvement where the kernel has it, none is needed.
+        // Optional optimizations: the kernel may support any of them or none.
         for wish in [
             InitFlags::FUSE_ATOMIC_O_TRUNC,
             InitFlags::FUSE_PARALLEL_DIROPS,
             InitFlags::FUSE_CACHE_SYMLINKS,
-            // Else the kernel asks for an attribute before each write.
+            // Without it the kernel requests an extended attribute before each write.
             InitFlags::FUSE_HANDLE_KILLPRIV_V2,
             InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO,
-            // A directory's access control list stands in for the mask, so the mask is not the kernel's.
+            // A directory's default access control list replaces the umask, so the view applies the umask, not
+            // the kernel.
             InitFlags::FUSE_POSIX_ACL | InitFlags::FUSE_DONT_MASK,
         ] {
             let _ = config.add_capabilities(wish);
         }
         let wish = if self.handles.view.is_snapshot() {
-            // A large direct read comes as several requests at once, for several threads. Not where files are
-            // written: after an asynchronous direct write the kernel keeps the pages that a reader has filled
-            // during it.
+            // The kernel splits a large direct read into several requests, which several threads serve at once.
+            // Not for writable mounts: after an asynchronous direct write the kernel keeps pages that a reader
+            // has filled during the write.
             InitFlags::FUSE_ASYNC_DIO
         } else {
             InitFlags::FUSE_POSIX_LOCKS | InitFlags::FUSE_FLOCK_LOCKS
@@ -293,7 +295,7 @@ impl Filesystem for Adapter {
         let moment = self.coherence.moment();
         match self.handles.view.link(node, parent, new_name) {
             Ok(attr) => self.found_entry(Telling::locked((parent, new_name)), &attr, moment, true, reply),
-            // A local disk, too, gives no name to a file that has lost its last one.
+            // As on a local disk, a file that has lost its last name gets no new one.
             Err(error) if held.is_some() => reply.error(self.failed("link", parent, &error)),
             Err(error) => reply.error(self.failed_for("link", (request.pid(), Refused::Node, node), &error)),
         }
@@ -301,13 +303,14 @@ impl Filesystem for Adapter {
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         if self.without_messages {
-            // Never asked again: the kernel opens, and keeps pages, by itself from now on.
+            // After ENOSYS the kernel sends no more opens: it opens files without a request and keeps their
+            // pages.
             return reply.error(outcome::refusal(Errno::ENOSYS));
         }
         let node = self.node(ino);
         let executes = is_execution(flags.0);
         let flags = open_flags(flags.0);
-        // The kernel finds out by itself only when it opens the file for writing.
+        // The kernel checks this only when it opens the file for writing.
         if flags.truncate && self.handles.is_executed(node) {
             return reply.error(outcome::failure(Errno::ETXTBSY));
         }
@@ -327,7 +330,7 @@ impl Filesystem for Adapter {
         }
         let mut answer = FopenFlags::empty();
         answer.set(FopenFlags::FOPEN_KEEP_CACHE, kept == Kept::Pages);
-        // A file that is only read has nothing to tell when it is closed, but for locks to be given up.
+        // A file opened only for reading needs no flush request at close, unless it has locks to release.
         answer.set(FopenFlags::FOPEN_NOFLUSH, !flags.write && !self.locks.has(node));
         if kept == Kept::Pages {
             outcome::kernel_serves();
@@ -556,7 +559,7 @@ impl Filesystem for Adapter {
     ) {
         let node = self.node(ino);
         match self.check_named("setxattr", request.pid(), node, true) {
-            // What was found is held until then.
+            // `_held` keeps the file that the second walk has found until the attribute is set.
             Ok(_held) => self.set_xattr(request, node, name, value, flags, reply),
             Err(errno) => reply.error(errno),
         }
@@ -666,7 +669,7 @@ impl Filesystem for Adapter {
         self.locks.set(&self.handles, wish, reply);
     }
 
-    // Not offered, and no news: programs ask each file whether it is a terminal.
+    // Unsupported requests. They are not counted as failures: programs test every file for being a terminal.
 
     fn ioctl(
         &self,
@@ -692,7 +695,7 @@ impl Filesystem for Adapter {
         _flags: PollFlags,
         reply: ReplyPoll,
     ) {
-        // The kernel then takes files for always ready.
+        // After ENOSYS the kernel reports files as always ready.
         reply.error(outcome::refusal(Errno::ENOSYS));
     }
 

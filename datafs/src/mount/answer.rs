@@ -1,5 +1,5 @@
-//! What the requests of the kernel have in common: how an answer or an error goes back, how long the
-//! kernel may believe it, which files it is handed.
+//! Shared reply code of the request handlers: replies and errors, lifetimes of entries and attributes in the
+//! kernel, and backing files for passthrough.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -22,35 +22,36 @@ use crate::error::{Error, Result};
 use crate::fs::{Attr, Node, OpenFlags, Page, ReadBuffer};
 use crate::metrics;
 
-/// How long the kernel may believe what it knows of a snapshot: it never changes.
+/// Lifetime of attributes and names of a snapshot, which never changes, and of attributes that the mount can
+/// revoke.
 pub(super) const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
-/// How long it may believe what others may just have changed, or what it cannot be told of.
+/// Lifetime of data that other mounts may just have changed, or that the mount cannot revoke.
 pub(super) const NOT_AT_ALL: Duration = Duration::ZERO;
-/// Entries that one call of the view lists for one request of the kernel.
+/// Entries that one call of the view lists for `readdir`.
 const ENTRIES_MAX: usize = 512;
-/// The same with attributes, which make them larger.
+/// The same for `readdirplus`, whose entries are larger by their attributes.
 pub(super) const ENTRIES_PLUS_MAX: usize = 160;
-/// Files below this size are not handed to the kernel: setting that up costs more than reading them.
+/// Smallest file that is handed to the kernel: for smaller ones the setup costs more than reading them.
 const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 
 thread_local! {
-    /// What a serving thread reads into: at most 1 MiB, the kernel's largest read.
+    /// Read buffer of a serving thread: at most 256 KiB, the kernel's largest read.
     static READ_BUFFER: RefCell<ReadBuffer> = RefCell::default();
 }
 
-/// What the kernel asks for of a directory.
+/// Parameters of one directory listing.
 #[derive(Debug)]
 pub(super) struct Listing {
     pub(super) node: Node,
-    /// The handle that it is open by.
+    /// The handle of the open directory.
     pub(super) number: u64,
-    /// The cursor behind which it begins.
+    /// The listing begins behind this cursor.
     pub(super) offset: u64,
-    /// Entries of a page.
+    /// Most entries of a page.
     pub(super) entries_max: usize,
-    /// With attributes.
+    /// Whether the entries carry attributes.
     pub(super) attrs: bool,
-    /// No page is begun after this.
+    /// The listing reads no further page after this moment.
     pub(super) until: Option<Instant>,
 }
 
@@ -61,11 +62,11 @@ pub(super) struct Adapter {
     pub(super) locks: Arc<Locks>,
     pub(super) coherence: Arc<Coherence>,
     pub(super) inodes: Inodes,
-    /// The kernel shall be asked to take files from us.
+    /// The mount requests passthrough from the kernel.
     pub(super) asks_for_passthrough: bool,
-    /// The kernel opens and closes files and directories by itself; reads carry no handle.
+    /// The kernel opens and closes files and directories without requests; reads carry no handle.
     pub(super) without_messages: bool,
-    /// Files whose pages the kernel does not keep can be mapped nevertheless.
+    /// The kernel can map files that are open with direct I/O.
     pub(super) direct: bool,
 }
 
@@ -86,23 +87,24 @@ impl Adapter {
         self.inodes.node(ino)
     }
 
-    /// How long the kernel may believe attributes that were read since a moment; with a name the kernel gets to know the
-    /// node by that.
+    /// How long the kernel may cache attributes that were read since a moment. With `named`, notes that the
+    /// kernel knows the node by this name.
     pub(super) fn lifetime(&self, attr: &Attr, moment: u64, named: Option<Telling<'_>>) -> Duration {
         if !attr.node.is_live() {
             return FOREVER;
         }
         let kept = self.coherence.answers(attr, moment, named);
-        // Snapshots come and go without a change of the tree.
+        // Snapshots are created and deleted without a change notification for `.snapshots`.
         lifetime_of(kept && !self.handles.view.is_snapshots_dir(attr.node))
     }
 
-    /// Lets reads that follow see what other processes were answered before.
+    /// Makes later reads see every change that another process has reported as committed.
     pub(super) fn catch_up(&self, node: Node) -> Result<()> {
         if node.is_live() { self.handles.view.catch_up() } else { Ok(()) }
     }
 
-    /// The errno of an error, counted; what the user did is not logged, what broke is.
+    /// The errno of an error, counted in the statistics. Failures of the mount (EIO, ENOSPC, EDQUOT) are
+    /// logged; errors caused by the user are not.
     pub(super) fn failed(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
         let errno = errno(error);
         if errno == Errno::ENOENT {
@@ -118,8 +120,8 @@ impl Adapter {
         errno
     }
 
-    /// [`Adapter::failed`] of a request that names a node the kernel has looked up before: when it is
-    /// gone, the kernel looks the path up again and finds what has replaced it.
+    /// [`Adapter::failed`] for a request that names a node from an earlier lookup. When the node is gone,
+    /// ESTALE makes the kernel look the path up again and find its replacement.
     pub(super) fn failed_on(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
         if error.is_not_found() {
             outcome::refusal(Errno::ESTALE)
@@ -145,7 +147,7 @@ impl Adapter {
         }
     }
 
-    /// Answers with what a name is; `believed` tells whether the kernel may keep the name as well.
+    /// Replies with the entry of a name; `believed` tells whether the kernel may cache the name as well.
     pub(super) fn found_entry(
         &self,
         named: Telling<'_>,
@@ -166,7 +168,7 @@ impl Adapter {
         }
     }
 
-    /// The file to hand to the kernel for this open file, if it is a large one of a snapshot.
+    /// The backing file for passthrough of this open file, if it is a large file of a snapshot.
     pub(super) fn backing(
         &self,
         handle: &Handle,
@@ -192,7 +194,7 @@ impl Adapter {
         }
     }
 
-    /// Answers with what a file has there.
+    /// Replies with the bytes of a file in a range.
     pub(super) fn read_bytes(&self, ino: INodeNo, number: u64, offset: u64, size: u32, reply: ReplyData) {
         READ_BUFFER.with_borrow_mut(|buffer| {
             let len = size as usize;
@@ -211,13 +213,13 @@ impl Adapter {
         });
     }
 
-    /// Whether the kernel may hand over what is written to a file that is empty, without keeping it: that
-    /// saves one of the copies of each byte, and the pages.
+    /// Whether the kernel may write through to a file that is empty, without caching pages. That saves one copy
+    /// of each byte, and the memory.
     pub(super) fn streams(&self, flags: OpenFlags) -> bool {
         self.direct && flags.write && !flags.read && !flags.append
     }
 
-    /// Writes, and answers as soon as the writer may go on.
+    /// Writes, and replies as soon as the writer may continue.
     pub(super) fn write_bytes(
         &self,
         (ino, number): (INodeNo, u64),
@@ -274,8 +276,8 @@ impl Adapter {
         })
     }
 
-    /// Shows a directory page by page, each with the cursor that it begins behind and a moment before it was
-    /// read, until `show` returns that no more fits.
+    /// Passes a directory to `show` page by page, until `show` returns that no more fits. Each page comes with
+    /// the cursor before it and a moment before it was read.
     pub(super) fn each_page(
         &self,
         listing: &Listing,
@@ -306,7 +308,7 @@ impl Adapter {
     }
 }
 
-/// How long the kernel may believe what it may keep, or may not.
+/// The lifetime of attributes that the kernel may cache, or may not.
 pub(super) fn lifetime_of(kept: bool) -> Duration {
     if kept { FOREVER } else { NOT_AT_ALL }
 }

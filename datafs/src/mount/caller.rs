@@ -1,5 +1,5 @@
-//! Groups, capabilities, signals and system calls of the calling threads, read from `/proc`. A request has only user
-//! and first group.
+//! Properties of calling threads, read from `/proc`: groups, capabilities, signals and system calls. A FUSE
+//! request carries only the user and the primary group.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -13,26 +13,26 @@ pub(super) const CAP_DAC_READ_SEARCH: u32 = 2;
 /// Bit of CAP_FOWNER in a capability mask.
 pub(super) const CAP_FOWNER: u32 = 3;
 
-/// System calls that have the same numbers on all architectures, and no names in the library on some.
+/// System call numbers that all architectures share; `libc` lacks their names on some.
 const SYS_FCHMODAT2: libc::c_long = 452;
 const SYS_SETXATTRAT: libc::c_long = 463;
 const SYS_REMOVEXATTRAT: libc::c_long = 466;
 
-/// How often a thread's system call is read that has sent its request and does not wait for the answer yet.
+/// Most reads of the system call of a thread that has sent its request and does not wait for the reply yet.
 const CALL_READS_MAX: u32 = 100;
 
-/// How a system call says what it is about.
+/// How a system call names its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CallBy {
-    /// By a path, which the kernel walks again when the answer is that it is stale.
+    /// By a path, which the kernel walks again after ESTALE.
     Path,
-    /// By a descriptor, mostly.
+    /// Mostly by a descriptor.
     Other,
-    /// It cannot be seen from here.
+    /// This process may not read the system call.
     Unknown,
 }
 
-/// How the system call says what it is about in which a thread waits for an answer.
+/// How the system call in which a thread waits for a reply names its file.
 pub(super) fn call_by(thread: u32) -> CallBy {
     if thread == 0 {
         return CallBy::Unknown;
@@ -47,8 +47,8 @@ pub(super) fn call_by(thread: u32) -> CallBy {
     CallBy::Unknown
 }
 
-/// Whether a thread may be on its way along a path: it waits in a call by path, or for a processor, or runs. One that
-/// cannot be seen from here may.
+/// Whether a thread may be walking a path: it waits in a call by path, waits for a processor, or runs. A thread
+/// that this process may not inspect counts as walking.
 pub(super) fn may_walk(thread: u32) -> bool {
     match fs::read_to_string(format!("/proc/{thread}/syscall")) {
         Ok(call) => call.starts_with("running") || call_by_in(&call) != CallBy::Other,
@@ -56,10 +56,10 @@ pub(super) fn may_walk(thread: u32) -> bool {
     }
 }
 
-/// The number of the system call, in decimals, is followed by its arguments as `0x` and hexadecimals. A negative one
-/// stands for a thread in no system call.
+/// The format is the decimal number of the system call, then its arguments in hexadecimal with `0x`. A negative
+/// number means that the thread is in no system call.
 fn call_by_in(call: &str) -> CallBy {
-    // A program of 32 bits has other numbers. Its stack pointer, the last word but one, fits in 32 bits.
+    // A 32-bit program has other numbers. Its stack pointer, the last word but one, fits in 32 bits.
     let stack = call.split_whitespace().rev().nth(1).and_then(|word| word.strip_prefix("0x"));
     if stack.is_none_or(|word| u64::from_str_radix(word, 16).is_ok_and(|stack| u32::try_from(stack).is_ok()))
     {
@@ -94,9 +94,9 @@ fn call_by_in(call: &str) -> CallBy {
         | libc::SYS_lgetxattr
         | libc::SYS_listxattr
         | libc::SYS_llistxattr => true,
-        // Without a path it is about the descriptor.
+        // Without a path it names the descriptor.
         libc::SYS_utimensat => argument(1) != Some(0),
-        // So it is with this flag, and an empty path.
+        // The same with this flag and an empty path.
         SYS_SETXATTRAT | SYS_REMOVEXATTRAT | libc::SYS_statx => {
             argument(2).is_none_or(|flags| flags & libc::AT_EMPTY_PATH as u64 == 0)
         }
@@ -124,22 +124,22 @@ fn call_by_in(call: &str) -> CallBy {
     if by_path { CallBy::Path } else { CallBy::Other }
 }
 
-/// Whether a thread has a signal that it does not block: it waits in the kernel, which would answer its
-/// system call then if the file system did. Threads that cannot be seen from here count as not.
+/// Whether a thread has a pending signal that it neither blocks nor ignores. A local file system would
+/// interrupt its system call then. A thread that this process may not inspect counts as not interrupted.
 pub(super) fn is_interrupted(thread: u32) -> bool {
     let Some(status) = status(thread) else { return false };
     let mask = |name| mask_in(&status, name);
     (mask("SigPnd") | mask("ShdPnd")) & !mask("SigBlk") & !mask("SigIgn") != 0
 }
 
-/// Whether a thread has a capability. Threads that cannot be seen from here count as without.
+/// Whether a thread has a capability. A thread that this process may not inspect counts as without it.
 pub(super) fn has_capability(thread: u32, capability: u32) -> bool {
     is_in_own_user_namespace(thread)
         && status(thread).is_some_and(|status| mask_in(&status, "CapEff") >> capability & 1 == 1)
 }
 
-/// Capabilities hold in their own user namespace, and every user can create one with all of them. A namespace that
-/// cannot be seen from here counts as another.
+/// Whether a thread is in this process's user namespace. Capabilities hold in one user namespace, and every
+/// user can create one with all of them. A namespace that this process may not inspect counts as another.
 fn is_in_own_user_namespace(thread: u32) -> bool {
     let namespace = |task: &str| {
         let found = fs::metadata(format!("/proc/{task}/ns/user")).ok()?;
@@ -148,7 +148,7 @@ fn is_in_own_user_namespace(thread: u32) -> bool {
     namespace("self").is_some_and(|own| namespace(&thread.to_string()) == Some(own))
 }
 
-/// Whether a caller belongs to a group; `None` where that cannot be seen from here.
+/// Whether a caller belongs to a group; `None` where this process may not inspect the caller.
 pub(super) fn is_in_group(request: &Request, group: u32) -> Option<bool> {
     if request.gid() == group {
         return Some(true);
@@ -198,18 +198,18 @@ mod tests {
         assert_eq!(of(libc::SYS_statx, 0x7f00, 0), CallBy::Path);
         assert_eq!(of(libc::SYS_statx, 0x7f00, empty_path), CallBy::Other);
         assert_eq!(of(libc::SYS_readlinkat, 0x7f00, 0x7f00), CallBy::Path);
-        // `chmod` of an x86 program of 32 bits. The number stands for another call in a program of 64 bits.
+        // `chmod` of a 32-bit x86 program. Its number means another call in a 64-bit program.
         let of_32_bits = "15 0x3 0x0 0x0 0x0 0x0 0x0 0xffd068d8 0xf7f78e50\n";
         for unknown in ["-1 0x7ffd9d6068d8 0x7f1a778de503\n", "running\n", "", of_32_bits] {
             assert_eq!(call_by_in(unknown), CallBy::Unknown, "{unknown}");
         }
         assert_eq!(call_by(0), CallBy::Unknown);
-        // Of the thread itself: it reads.
+        // The system call of this thread: it reads.
         let own = nix::unistd::gettid().as_raw().cast_unsigned();
         assert_ne!(call_by(own), CallBy::Path);
     }
 
-    /// A shell that has all capabilities of the namespace that it begins in.
+    /// Runs a shell with all capabilities of its user namespace, and passes its process ID to `look`.
     fn with_shell(program: &str, args: &[&str], look: impl FnOnce(u32)) {
         let mut child = Command::new(program)
             .args(args)

@@ -1,30 +1,33 @@
-//! What the kernel keeps of a live volume, and how it is told to forget.
+//! Cache coherence between the kernel and a live volume: the record of what the kernel caches, and the
+//! notifications that revoke it after changes by other mounts.
 //!
-//! Attributes are given to the kernel for good and names for a while; what others change is taken back from it by
-//! notifications, soon after their commit. Names are expired, which makes the kernel look them up again: it would
-//! take an invalidated directory out of its tree, with what is mounted on it and as the working directory of
-//! processes. A kernel that cannot expire names (before Linux 6.2) keeps nothing.
+//! The kernel may cache attributes without limit and names for a while. When others change something, the mount
+//! revokes it by a notification soon after their commit. Names are expired, which makes the kernel look them up
+//! again. An invalidation would remove a directory from the kernel's tree, with the mounts on it and the
+//! working directories of processes in it. A kernel that cannot expire names (before Linux 6.2) caches nothing.
 //!
-//! A notification may be too late for a program that opens a file, so opening looks for itself: a file that has lost
-//! a name, or has another owner, other permissions or another access control list, since the kernel was told is refused
-//! as stale. The kernel then looks the path up again and checks. Attributes and pages of other versions are dropped
-//! first.
+//! A notification may be too late for a program that opens a file, so an open checks the record. The mount
+//! refuses a file as stale when one of these changed since the kernel was told: a lost name, the owner, the
+//! permissions or the access control list. The kernel then looks the path up again and checks access. The mount
+//! first drops attributes and pages of other versions.
 //!
-//! A file that is found under a new name keeps its doubt: the older name may still lead to it in the kernel. An open
-//! walks its path again until that name's lifetime is over.
+//! A file found under a new name stays in doubt: the kernel may still reach it by the older name. An open walks
+//! its path again until the lifetime of that name is over.
 //!
-//! The same holds for changes. The kernel moves and removes what it takes a name for: where the name leads elsewhere
-//! by now, the change is refused inside its transaction ([`Coherence::is_told`]). A change of attributes by path is
-//! refused where the file has lost a name ([`Coherence::has_lost_name`]).
+//! The same holds for changes of names: the kernel moves and removes the node that it knows under a name. Where
+//! the name leads elsewhere by now, the mount refuses the change inside its transaction
+//! ([`Coherence::is_told`]). It refuses a change of attributes by path where the file has lost a name
+//! ([`Coherence::has_lost_name`]).
 //!
-//! A change that another thread was told the name for a moment ago is refused once as well: the kernel may still go by
-//! what the name was before. Where it may do so nevertheless, the resulting names are expired.
+//! A change of a name that the kernel told another thread a moment ago is refused once as well: the kernel may
+//! have decided it by the previous meaning of the name. Where that remains possible on the retry, the mount
+//! expires the resulting names.
 //!
-//! A notification may overtake the answer that it should take back, which the kernel then keeps. So
-//! whatever was answered shortly before is taken back once more a little later.
+//! A notification may overtake the reply that it revokes, and the kernel then keeps the reply. So the mount
+//! repeats the notification a little later for recent replies.
 //!
-//! Where it is not known what others have changed, all attributes are taken back. Names stay for the rest of their
-//! lifetime, which is short for directories: every path below one depends on it.
+//! When the mount cannot tell what others have changed, it revokes all attributes. Names stay for the rest of
+//! their lifetime. It is short for directories, on which every path below depends.
 
 mod checks;
 
@@ -52,27 +55,27 @@ use crate::meta::keys;
 use crate::view::View;
 use crate::watch::Watch;
 
-/// An answer that is older than this has surely arrived.
+/// A reply older than this has arrived in the kernel.
 pub(super) const IN_FLIGHT: Duration = Duration::from_millis(100);
-/// After something unknown was changed nothing is given to the kernel for good for this long, so that a
-/// stream of such news costs no more than asking each time.
+/// After an unknown change the kernel may cache no attributes for this time. A stream of unknown changes then
+/// costs no more than a request for each access.
 const DISTRUST: Duration = Duration::from_secs(1);
-/// Changes that wait to be passed on; beyond, anything is taken to be changed.
+/// Most queued notifications. With more, the mount treats everything as changed.
 const QUEUE_MAX: usize = 65_536;
-/// How long the kernel keeps the name of a directory without a look-up, which costs about 15 µs.
+/// Lifetime of a directory's name in the kernel. A lookup costs about 15 µs.
 const DIRECTORY_NAME_LIFETIME: Duration = Duration::from_secs(2);
-/// The same of anything else. An open checks whether a file has lost a name.
+/// Lifetime of other names. An open checks whether a file has lost a name.
 const NAME_LIFETIME: Duration = Duration::from_secs(60);
-/// For how long, and how often, a notification is put off while a thread walks a path to bring a size.
+/// Delay, and most delays, of a notification while a thread walks a path to refresh a size.
 const PUT_OFF: Duration = Duration::from_millis(5);
 const PUT_OFF_TIMES: u32 = 40;
-/// Longest wait for a notification under way. One of contents waits for reads under way itself.
+/// Longest wait for a notification in progress. A notification of contents waits for reads in progress.
 const NOTIFIED_MAX: Duration = Duration::from_millis(100);
-/// The notification of a name, and its flag that expires the name instead of invalidating it.
+/// The FUSE notification code of a name, and its flag that expires the name instead of invalidating it.
 const NOTIFY_INVAL_ENTRY: i32 = 3;
 const EXPIRE_ONLY: u32 = 1;
 
-/// What one mount has given to the kernel.
+/// The record of what the kernel of one mount caches, and the thread that revokes it.
 #[derive(Debug)]
 pub(super) struct Coherence {
     inodes: Inodes,
@@ -80,20 +83,20 @@ pub(super) struct Coherence {
     writer: u64,
     /// Nodes of the live tree that the kernel knows.
     known: Mutex<InodeTable>,
-    /// A notification has arrived there.
+    /// Signals that the kernel has processed a notification.
     notified: Condvar,
-    /// Who walks a path a second time.
+    /// Threads that walk a path a second time.
     pub(super) retries: StaleRetries,
     /// Whether the kernel can expire names.
     expires: AtomicBool,
-    /// Whether what is answered now may be kept.
+    /// Whether the kernel may cache replies now.
     trusted: AtomicBool,
-    /// Counts changes by others: an answer that was read before one must not be kept.
+    /// Counts changes by others. The kernel must not cache a reply whose data was read before the last change.
     changes: AtomicU64,
     queue: Mutex<Queue>,
     arrived: Condvar,
     notifier: OnceLock<Notifier>,
-    /// The mount's own device, for the flag of a notification that the library does not know.
+    /// The mount's FUSE device, for a notification flag that the library does not support.
     device: OnceLock<File>,
     start: Instant,
     running: Mutex<Option<(Watch, JoinHandle<()>)>>,
@@ -102,15 +105,15 @@ pub(super) struct Coherence {
 #[derive(Debug, Default)]
 struct Queue {
     news: VecDeque<News>,
-    /// To be said again, oldest first.
+    /// Notifications to repeat, oldest first.
     again: VecDeque<(Instant, News)>,
-    /// Put off so many times, oldest first: see [`Coherence::say_or_put_off`].
+    /// Delayed notifications with the number of their delays, oldest first: see [`Coherence::say_or_put_off`].
     later: VecDeque<(Instant, u32, News)>,
     anything: bool,
     stopped: bool,
 }
 
-/// Something to take back.
+/// A notification: cached data that the kernel must drop.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum News {
     Attributes(u64),
@@ -118,17 +121,18 @@ enum News {
     Name(u64, Vec<u8>),
 }
 
-/// What an open finds out about what the kernel has.
+/// The result of checking the kernel's cached data at an open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kept {
-    /// A path that may lead elsewhere, or an old size, by which it bounds copies, mappings and seeks without asking. A
-    /// look-up brings both.
+    /// The path may lead elsewhere, or the kernel has an old size, by which it bounds copies, mappings and
+    /// seeks without a request. A lookup refreshes both.
     Stale,
     /// The pages are those of the file.
     Pages,
-    /// They are not, or nobody knows.
+    /// The kernel's pages are outdated or of unknown version.
     Nothing,
-    /// It has decided by an owner or a mode that others have changed, and the present ones do not allow the open.
+    /// The kernel has checked access by an owner or a mode that others have changed, and the present ones deny
+    /// the open.
     Denied,
 }
 
@@ -158,8 +162,8 @@ impl Coherence {
         self.expires.store(expires, Ordering::Relaxed);
     }
 
-    /// Starts listening to what others change, and with that trusting the kernel's memory. `woken` is
-    /// called at each change.
+    /// Starts to listen to changes by others, and lets the kernel cache from then on. Calls `woken` at each
+    /// change.
     pub(super) fn start(
         self: &Arc<Self>,
         view: &View,
@@ -167,7 +171,7 @@ impl Coherence {
         device: File,
         woken: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
-        // Set here alone, once.
+        // Set only here, once.
         let _ = self.notifier.set(notifier);
         let _ = self.device.set(device);
         let to = Arc::clone(self);
@@ -189,7 +193,7 @@ impl Coherence {
         self.trusted.store(self.expires.load(Ordering::Relaxed), Ordering::Release);
     }
 
-    /// Ends the thread. The kernel must be gone, or not trusted any more.
+    /// Ends the thread. The kernel must have ended the session, or may cache nothing any more.
     pub(super) fn stop(&self) {
         self.trusted.store(false, Ordering::Release);
         let running = self.running.lock().take();
@@ -203,13 +207,13 @@ impl Coherence {
         self.retries.clear();
     }
 
-    /// Has the thread look when it has something to do next.
+    /// Makes the thread compute its next deadline again.
     pub(super) fn wake(&self) {
         drop(self.queue.lock());
         self.arrived.notify_all();
     }
 
-    /// To be taken before something is read that is going to be answered.
+    /// The count of changes by others. To be taken before reading data for a reply.
     pub(super) fn moment(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
     }
@@ -219,24 +223,24 @@ impl Coherence {
         self.start.elapsed().as_millis() as u32
     }
 
-    /// Notes attributes that are going to be answered, read since `moment`; with a name also that the kernel knows the
-    /// node by that. Returns whether it may keep them.
+    /// Notes attributes of a reply, read since `moment`. With `named`, also notes that the kernel knows the
+    /// node by this name. Returns whether the kernel may cache the attributes.
     pub(super) fn answers(&self, attr: &Attr, moment: u64, named: Option<Telling<'_>>) -> bool {
         self.answering(moment).note(attr, named)
     }
 
-    /// Notes what is going to be answered together, read since `moment`.
+    /// Begins to note the entries of one reply, read since `moment`.
     pub(super) fn answering(&self, moment: u64) -> Answering<'_> {
         let answered_ms = self.now_ms();
         Answering { coherence: self, known: self.known.lock(), moment, answered_ms }
     }
 
-    /// The kernel has dropped looks-up of a node.
+    /// The kernel has dropped lookups of a node.
     pub(super) fn forget(&self, node: Node, lookups: u64) {
         self.known.lock().forget(node.ino, lookups);
     }
 
-    /// The kernel was answered a name that it does not take note of.
+    /// Reverts the note of a name that was in a reply but that the kernel ignores.
     pub(super) fn untell(&self, node: Node) {
         self.known.lock().untell(node.ino);
     }
@@ -246,15 +250,15 @@ impl Coherence {
         self.known.lock().remove(removed);
     }
 
-    /// What a node was that this mount has removed, while the kernel knows it.
+    /// The last state of a node that this mount has removed, while the kernel knows the node.
     pub(super) fn removed(&self, node: Node) -> Option<Removed> {
         self.known.lock().removed(node.ino).filter(|_| node.is_live())
     }
 
-    /// The kernel has changed attributes itself: it does not drop the answer to that.
+    /// The kernel has changed attributes itself, and so keeps the attributes of the reply.
     pub(super) fn changes_attributes(&self, node: Node) {
         let mut known = self.known.lock();
-        // With the mode it has dropped the access control list.
+        // The kernel drops the access control list together with the mode.
         known.drops_list(node.ino);
         if let Some(entry) = known.get_mut(node.ino) {
             let access = entry.access;
@@ -262,14 +266,14 @@ impl Coherence {
         }
     }
 
-    /// A file that was opened with this version of its contents is closed.
+    /// A program has closed a file that it opened with this version of its contents.
     pub(super) fn closes(&self, node: Node, data_version: u64) {
         if let Some(entry) = self.known.lock().get_mut(node.ino) {
             entry.pages_settled |= entry.data_version == data_version;
         }
     }
 
-    /// A file is new: there are no pages of it.
+    /// A file is new, so the kernel has no pages of it.
     pub(super) fn creates(&self, attr: &Attr) {
         if let Some(entry) = self.known.lock().get_mut(attr.node.ino) {
             (entry.data_version, entry.pages_settled) = (attr.data_version, true);
@@ -281,8 +285,8 @@ impl Coherence {
         attr.data_version == since || attr.writer == self.writer && attr.writer_since <= since
     }
 
-    /// Whether the kernel's pages of a file are those that it has with these attributes. Other
-    /// attributes are taken from it.
+    /// Whether the kernel's pages of a file match these attributes. Revokes the kernel's attributes if they
+    /// differ.
     pub(super) fn has_pages(&self, attr: &Attr) -> bool {
         let mut known = self.known.lock();
         let Some(entry) = known.get_mut(attr.node.ino) else { return false };
@@ -299,8 +303,8 @@ impl Coherence {
         true
     }
 
-    /// Takes a file's attributes and pages from the kernel. To be called on a thread that does not serve:
-    /// it waits for reads that are under way.
+    /// Makes the kernel drop a file's attributes and pages. Not for a serving thread: the call waits for reads
+    /// in progress.
     pub(super) fn drops(&self, attr: &Attr) {
         self.say_or_put_off(&News::Contents(attr.node.ino), PUT_OFF_TIMES);
         if let Some(entry) = self.known.lock().get_mut(attr.node.ino) {
@@ -309,10 +313,9 @@ impl Coherence {
         }
     }
 
-    /// Tells the kernel that a file is at least as long as these attributes say: `last` is its last byte.
-    /// Where it was told before to ask for the attributes, it drops the answer when it is told of another
-    /// change meanwhile, and then reads no further than it knew. As [`Coherence::drops`] not for a thread
-    /// that serves.
+    /// Tells the kernel that a file is at least as long as these attributes say; `last` is its last byte. The
+    /// kernel drops an attribute reply when another notification arrives meanwhile, and then reads no further
+    /// than the old size. Like [`Coherence::drops`], not for a serving thread.
     pub(super) fn reaches(&self, attr: &Attr, last: u8) {
         let Some((notifier, end)) = self.notifier.get().zip(attr.size.checked_sub(1)) else { return };
         if let Err(error) = notifier.store(self.inodes.ino(attr.node), end, &[last]) {
@@ -320,17 +323,17 @@ impl Coherence {
         }
     }
 
-    /// A change without privilege may have taken the set-user-ID and set-group-ID bits of a file. The kernel takes
-    /// its size and times for outdated after most of such changes, its mode after none.
+    /// An unprivileged change may have cleared the set-user-ID and set-group-ID bits of a file. After most such
+    /// changes the kernel refreshes size and times, but never the mode.
     pub(super) fn drops_privileges(&self, node: Node) {
         let had = self.known.lock().get_mut(node.ino).is_some_and(|entry| std::mem::take(&mut entry.set_id));
         if had {
-            // Attributes alone: that waits for nobody, so it may be said by a thread that serves.
+            // A notification of attributes alone does not block, so a serving thread may send it.
             self.say(&News::Attributes(node.ino));
         }
     }
 
-    /// A file was written past the kernel's pages, of which a mapping may have got some meanwhile.
+    /// A file was written with direct I/O. A mapping may have filled pages of it meanwhile.
     pub(super) fn outdates(&self, node: Node) {
         if let Some(entry) = self.known.lock().get_mut(node.ino) {
             entry.pages_settled = false;
@@ -343,7 +346,7 @@ impl Coherence {
     }
 
     pub(super) fn heard(&self, changed: &Changed) {
-        // Before anything is looked at: see `answers`.
+        // Before the record is read: see `answers`.
         self.changes.fetch_add(1, Ordering::SeqCst);
         let mut queue = self.queue.lock();
         match changed {
@@ -354,7 +357,7 @@ impl Coherence {
             _ => queue.anything = true,
         }
         if queue.anything {
-            // At once: what is read from now on is not to be kept for a while.
+            // At once: the kernel may not cache data that is read from now on.
             self.trusted.store(false, Ordering::Release);
         }
         self.arrived.notify_all();
@@ -398,7 +401,7 @@ impl Coherence {
             };
             self.retries.give_up(Instant::now());
             if anything {
-                // Nothing was given for good since the last time, unless that is over.
+                // The kernel has cached nothing since the last revocation, unless that period is over.
                 if distrusts_until.is_none() {
                     self.take_everything_back();
                 }
@@ -418,7 +421,7 @@ impl Coherence {
         }
     }
 
-    /// Takes one thing back, and once more later if its answer may still be on the way.
+    /// Sends one notification, and repeats it later if the reply that it revokes may still be in flight.
     fn take_back(&self, news: &News, times: u32) {
         let of = match news {
             News::Attributes(ino) | News::Contents(ino) | News::Name(ino, _) => *ino,
@@ -427,17 +430,17 @@ impl Coherence {
             let known = self.known.lock();
             match known.get(of) {
                 Some(known) => known.answered_ms,
-                // What the kernel was told of it, it was told to believe for no time.
+                // Replies about a node outside the full table had lifetime zero.
                 None if known.was_crowded() => {
                     drop(known);
                     return self.say_or_put_off(news, times);
                 }
-                // The kernel does not know it. What is answered from now on is what was changed.
+                // The kernel does not know the node. Later replies already contain the change.
                 None => return,
             }
         };
         self.say_or_put_off(news, times);
-        // A name is answered without its directory being so.
+        // A reply with a name does not update `answered_ms` of the directory.
         let age = Duration::from_millis(u64::from(self.now_ms().wrapping_sub(answered_ms)));
         if matches!(news, News::Name(..)) || age < IN_FLIGHT {
             let mut queue = self.queue.lock();
@@ -461,8 +464,8 @@ impl Coherence {
         self.say_or_put_off(news, 0);
     }
 
-    /// Tells the kernel. What concerns a file whose size a thread fetches just now, by walking its path again, is put
-    /// off for a moment, unless it was so often before: the kernel would drop the answer.
+    /// Sends a notification. Delays it while a thread walks a path to refresh the size of this file, at most
+    /// [`PUT_OFF_TIMES`] times: the kernel would drop the reply with the size.
     fn say_or_put_off(&self, news: &News, times: u32) {
         let Some((notifier, device)) = self.notifier.get().zip(self.device.get()) else { return };
         let (News::Attributes(of) | News::Contents(of) | News::Name(of, _)) = news;
@@ -470,7 +473,7 @@ impl Coherence {
         let is_name = matches!(news, News::Name(..));
         if !is_name {
             let mut known = self.known.lock();
-            // Under the lock: a thread that is sent to walk then waits for what was begun before.
+            // Under the lock: a thread that is about to walk then waits for notifications that began before.
             if times < PUT_OFF_TIMES && self.retries.walks(Node { snapshot: 0, ino: *of }) {
                 drop(known);
                 let later = (Instant::now() + PUT_OFF, times + 1, news.clone());
@@ -483,7 +486,7 @@ impl Coherence {
         let said = match news {
             News::Attributes(_) => notifier.inval_inode(ino, -1, 0),
             News::Contents(_) => notifier.inval_inode(ino, 0, 0),
-            // It keeps none.
+            // This kernel caches no names.
             News::Name(..) if !self.expires.load(Ordering::Relaxed) => Ok(()),
             News::Name(_, name) => expire(device, ino, name),
         };
@@ -497,7 +500,7 @@ impl Coherence {
     }
 }
 
-/// A name that the kernel is told of a node.
+/// A name of a node in a reply to the kernel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Telling<'n> {
     parent: Node,
@@ -506,18 +509,18 @@ pub(super) struct Telling<'n> {
 }
 
 impl<'n> Telling<'n> {
-    /// The kernel has the directory locked until it takes note of the answer.
+    /// The kernel holds the directory lock until it has processed the reply.
     pub(super) fn locked((parent, name): (Node, &'n OsStr)) -> Telling<'n> {
         Telling { parent, name, thread: EVERY_THREAD }
     }
 
-    /// The answer to a thread that looks the name up. It may do so without the lock of the directory.
+    /// A reply to a lookup by a thread. The kernel may process it without the directory lock.
     pub(super) fn looked_up((parent, name): (Node, &'n OsStr), thread: u32) -> Telling<'n> {
         Telling { parent, name, thread }
     }
 }
 
-/// Answers that are being noted; meanwhile nothing else is.
+/// The entries of one reply while they are noted. Holds the lock of the record.
 pub(super) struct Answering<'a> {
     coherence: &'a Coherence,
     known: MutexGuard<'a, InodeTable>,
@@ -532,7 +535,8 @@ impl Answering<'_> {
         let named =
             named.map(|told| (name_stamp(told.parent.ino, told.name, attr.names_version), told.thread));
         self.known.note(attr, named, self.answered_ms)
-            // After it was noted, so that either this sees a change or the change sees the note.
+            // After the note, so that either this load sees a change or the change's notification sees the
+            // note.
             && coherence.trusted.load(Ordering::Acquire)
             && coherence.changes.load(Ordering::SeqCst) == self.moment
     }
@@ -548,11 +552,12 @@ impl News {
     }
 }
 
-/// Makes the kernel look a name up before it uses it again.
+/// Expires a name: the kernel looks it up before it uses it again.
 fn expire(mut device: &File, parent: INodeNo, name: &[u8]) -> std::io::Result<()> {
     // At most 255 bytes.
     let name_len = name.len() as u32;
-    // The header of an answer (length, code and, since it answers no request, 0), the notification, the name.
+    // The header of a reply (length, code, and request 0, because it answers no request), the notification, the
+    // name.
     let len = 16 + 16 + name_len + 1;
     let mut message = Vec::with_capacity(len as usize);
     message.extend_from_slice(&len.to_ne_bytes());
@@ -570,7 +575,7 @@ fn expire(mut device: &File, parent: INodeNo, name: &[u8]) -> std::io::Result<()
     }
 }
 
-/// How long the kernel may keep the name of something whose attributes it may keep.
+/// Lifetime of the name of a node whose attributes the kernel may cache.
 pub(super) fn name_lifetime(attr: &Attr) -> Duration {
     match attr.kind {
         _ if !attr.node.is_live() => FOREVER,

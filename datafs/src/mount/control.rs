@@ -1,8 +1,8 @@
-//! How other processes ask a mount what it does: a socket for each mount in the folder `run` of the
-//! home, which answers one question for each connection.
+//! Control socket of a mount: other processes request its statistics and start or end its trace. Each mount has
+//! one socket in the folder `run` of the home and answers one request per connection.
 //!
-//! Whoever may write in the folder's owner's name may ask. A socket that a killed process has left
-//! refuses connections; whoever meets one removes it.
+//! Only the owner of the folder, and root, can connect. A socket that a killed process has left refuses
+//! connections; the next process that lists the mounts removes it.
 
 use std::fs;
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -26,16 +26,16 @@ use super::trace::TraceOptions;
 use crate::error::{Error, Result, in_full};
 use crate::private;
 
-/// Below the home.
+/// The folder of the sockets, below the home.
 const FOLDER: &str = "run";
-/// How long either side waits for the other.
+/// Read and write timeout of both sides.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Longest question.
+/// Longest request.
 const QUESTION_BYTES_MAX: u64 = 64 << 10;
-/// Longest answer.
+/// Longest response.
 const ANSWER_BYTES_MAX: u64 = 4 << 20;
 
-/// What is asked, as one line of JSON.
+/// A request, as JSON up to the end of the stream.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Question {
@@ -44,7 +44,7 @@ enum Question {
     EndTrace,
 }
 
-/// What is answered.
+/// A response.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Answer {
@@ -53,17 +53,17 @@ enum Answer {
     Refused(String),
 }
 
-/// Answers questions about a mount until it is dropped.
+/// The control socket of a mount and the thread that serves it, until the value is dropped.
 #[derive(Debug)]
 pub(super) struct Control {
     socket: PathBuf,
-    /// Closed to end the thread.
+    /// The write end of a pipe; closing it ends the thread.
     ending: Option<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Control {
-    /// Listens in a home for as long as the value lives.
+    /// Starts to serve a socket in a home, until the value is dropped.
     pub(super) fn start(home: &Path, watch: &Arc<Watch>) -> io::Result<Control> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = home.join(FOLDER);
@@ -71,7 +71,7 @@ impl Control {
         let name = format!("mount-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let (fresh, socket) = (folder.join(format!(".{name}")), folder.join(format!("{name}.sock")));
         let listener = with_short_path(&fresh, |path| match UnixListener::bind(path) {
-            // Of a process of the same number, which was killed.
+            // Left by a killed process that had the same process ID.
             Err(e) if e.kind() == ErrorKind::AddrInUse => {
                 fs::remove_file(path)?;
                 UnixListener::bind(path)
@@ -79,7 +79,7 @@ impl Control {
             bound => bound,
         })?;
         fs::set_permissions(&fresh, fs::Permissions::from_mode(0o600))?;
-        // Who finds it under its name is never refused while this process lives.
+        // A client that finds the socket under its final name can connect while this process lives.
         fs::rename(&fresh, &socket)?;
         listener.set_nonblocking(true)?;
         let (stop, ending) = nix::unistd::pipe()?;
@@ -105,7 +105,7 @@ impl Drop for Control {
     }
 }
 
-/// Runs `work` with a path of the same place that fits into a socket's address.
+/// Runs `work` with an alias of `path` that is short enough for a socket address.
 fn with_short_path<T>(path: &Path, work: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<T> {
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(ErrorKind::InvalidInput.into());
@@ -124,7 +124,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, watch: &Watch) {
                 tracing::warn!(%error, "a mount tells nothing more of itself");
                 return;
             }
-            // Its other end is closed.
+            // The other end of the pipe is closed.
             Ok(_) if ready[1].revents().is_some_and(|events| !events.is_empty()) => return,
             Ok(_) => {}
         }
@@ -176,8 +176,8 @@ pub struct Served {
     socket: PathBuf,
 }
 
-/// The mounts of a home that are served now, by any process of this machine. What killed processes have
-/// left in the home is removed.
+/// The mounts of a home that processes of this machine serve now. Removes sockets that killed processes have
+/// left.
 ///
 /// # Errors
 /// [`Error::Io`] when the folder cannot be read.
@@ -200,7 +200,7 @@ pub fn served(home: &Path) -> Result<Vec<Served>> {
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::NotFound => {}
-                // Also where it cannot be asked: who asks is told why.
+                // Includes a mount that cannot be asked: a request to it reports the reason.
                 _ => found.push(Served { socket }),
             }
         }
@@ -210,10 +210,10 @@ pub fn served(home: &Path) -> Result<Vec<Served>> {
 }
 
 impl Served {
-    /// What it has done so far; None once it has ended.
+    /// The statistics since the mount began; `None` once it has ended.
     ///
     /// # Errors
-    /// [`Error::Io`] when it does not answer within five seconds, or belongs to another user.
+    /// [`Error::Io`] when the mount does not answer within five seconds or belongs to another user.
     pub fn stats(&self) -> Result<Option<MountStats>> {
         match self.ask(&Question::Stats)? {
             None => Ok(None),
@@ -222,8 +222,8 @@ impl Served {
         }
     }
 
-    /// Begins to write its requests to a file, in the place of a trace that is being written. The file
-    /// is written by the process that serves the mount.
+    /// Starts to trace the mount's requests to a file, in place of a running trace. The process that serves the
+    /// mount writes the file.
     ///
     /// # Errors
     /// [`Error::Io`] when the file cannot be opened, or as [`Served::stats`].
@@ -231,7 +231,7 @@ impl Served {
         self.done(&Question::Trace(options.clone()))
     }
 
-    /// Ends the trace, if there is one; all of it is in the file then.
+    /// Ends the trace, if there is one, after all its lines are written to the file.
     ///
     /// # Errors
     /// As [`Served::stats`].
@@ -262,7 +262,7 @@ impl Served {
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
                 Err(self.failed(io::Error::other("its process does not answer")))
             }
-            // It was killed, or has ended, before it could.
+            // The process was killed or the mount has ended before the response.
             Err(_) if with_short_path(&self.socket, |path| UnixStream::connect(path)).is_err() => Ok(None),
             Err(e) => Err(self.failed(e)),
         }

@@ -1,4 +1,4 @@
-//! The kernel's words for the view's types.
+//! Conversions between the kernel's FUSE types and the view's types.
 
 use std::time::{Duration, SystemTime};
 
@@ -6,11 +6,11 @@ use fuser::{FileAttr, FileType, INodeNo, TimeOrNow};
 
 use crate::fs::{Attr, FileKind, Node, OpenFlags, SetTime};
 
-/// What programs are told to read and write at a time.
+/// The block size that `stat` suggests to programs.
 const IO_BYTES: u32 = 128 * 1024;
 
-/// Translates nodes of one view to inode numbers of its mount and back: the kernel calls the root 1,
-/// whichever tree it is the root of.
+/// Translates nodes of one view to inode numbers of its mount and back. The root of the mounted tree is inode
+/// 1.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Inodes {
     root: Node,
@@ -63,7 +63,7 @@ pub(super) fn file_type(kind: FileKind) -> FileType {
     }
 }
 
-/// The kind in a mode of `mknod`; 0 stands for a regular file there.
+/// The file kind in a mode of `mknod`, where 0 stands for a regular file.
 pub(super) fn kind_of_mode(mode: u32) -> Option<FileKind> {
     Some(match mode & libc::S_IFMT {
         0 | libc::S_IFREG => FileKind::File,
@@ -82,8 +82,8 @@ pub(super) fn set_time(time: TimeOrNow) -> SetTime {
     }
 }
 
-/// A time as the kernel sends it. Before 1970 the FUSE library (0.18) subtracts the fraction of a second,
-/// which has to be added to the whole seconds there, too.
+/// The time that the kernel sent. Before 1970 the FUSE library (0.18) subtracts the fraction of a second, which
+/// must be added to the whole seconds there, too.
 fn as_sent(time: SystemTime) -> SystemTime {
     let Err(before) = time.duration_since(SystemTime::UNIX_EPOCH) else { return time };
     let before = before.duration();
@@ -102,7 +102,7 @@ pub(super) fn open_flags(flags: i32) -> OpenFlags {
     }
 }
 
-/// Whether the kernel opens the file to run it; it says so in a bit that programs cannot set.
+/// Whether the kernel opens the file to run it. It sets a bit that programs cannot set.
 pub(super) fn is_execution(flags: i32) -> bool {
     const FMODE_EXEC: i32 = 0x20;
     flags & FMODE_EXEC != 0

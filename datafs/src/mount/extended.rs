@@ -1,4 +1,5 @@
-//! The kernel's less common requests: extended attributes, allocation, holes, copies, privileges.
+//! Handlers of the less common requests: extended attributes, allocation, holes, copies, privileges, and
+//! directory listings with attributes.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -16,13 +17,13 @@ use crate::error::{Error, Result};
 use crate::fs::acl::{self, is_acl};
 use crate::fs::{Allocate, Attr, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
 
-/// Copies of one request: the kernel's answer has 32 bits for their length.
+/// Most bytes that one request copies: the reply has 32 bits for the length.
 const COPY_BYTES_MAX: u64 = 1 << 30;
-/// The first entries of a directory are answered after this time, however few they are. Of a huge one the
-/// kernel asks for 780 with attributes, each of which is in another page of the database: 14 to 48 ms.
+/// A listing replies with its first entries after this time, however few they are. In a huge directory the
+/// kernel asks for 780 entries with attributes, each in another page of the database: 14 to 48 ms.
 const FIRST_ENTRIES_MAX: Duration = Duration::from_millis(2);
 
-/// Whether whoever asks keeps a program's privileges when he changes it.
+/// Whether the caller may change a file without clearing its set-user-ID and set-group-ID bits.
 pub(super) fn is_privileged(request: &Request) -> bool {
     request.uid() == 0
 }
@@ -38,7 +39,7 @@ impl Adapter {
         reply: ReplyEmpty,
     ) {
         if is_acl(name) {
-            // The groups of a thread that cannot be seen from here count as not its own.
+            // If this process may not inspect the thread, the group counts as not its own.
             let in_group = |group| is_in_group(request, group).unwrap_or(false);
             let keeps_group = is_privileged(request)
                 || self.handles.view.getattr(node).is_ok_and(|attr| in_group(attr.gid));
@@ -61,7 +62,7 @@ impl Adapter {
             && node.is_live()
             && let Some(list) = stamp_of(&found)
         {
-            // The kernel keeps it, and decides by it.
+            // The kernel caches the list and checks access by it.
             self.coherence.tells_list(node, list);
         }
         match found {
@@ -75,7 +76,7 @@ impl Adapter {
         }
     }
 
-    /// Trusted attributes are shown to root only.
+    /// Lists the names of extended attributes; `trusted.` names for root only.
     pub(super) fn list_xattrs(&self, request: &Request, node: Node, size: u32, reply: ReplyXattr) {
         match self.handles.view.xattr_list(node) {
             Ok(names) => {
@@ -156,7 +157,8 @@ impl Adapter {
         }
     }
 
-    /// What the kernel leaves to us when somebody without privilege changes a program.
+    /// Clears set-user-ID and set-group-ID bits after a change by an unprivileged user, where the kernel leaves
+    /// that to the mount.
     fn drop_privileges(&self, request: &Request, node: Node) -> Result<()> {
         if is_privileged(request) || self.handles.view.getattr(node)?.mode & 0o6000 == 0 {
             return Ok(());
@@ -167,8 +169,8 @@ impl Adapter {
         Ok(())
     }
 
-    /// Opens a file, cutting it for whoever may not keep its privileges, unless its path is stale; `arrival`
-    /// tells how the caller came here, `executes` that the file is to be run.
+    /// Opens a file, unless its path is stale. Truncation by an unprivileged user also clears privilege bits.
+    /// `arrival` tells how the thread reached the file, `executes` that the kernel opens it to run it.
     pub(super) fn open_file(
         &self,
         request: &Request,
@@ -209,7 +211,7 @@ impl Adapter {
         }
     }
 
-    /// A directory with the attributes of its entries, which the kernel may then keep.
+    /// Lists a directory with the attributes of its entries, which the kernel may then cache.
     pub(super) fn fill_directory_plus(
         &self,
         node: Node,
@@ -225,7 +227,7 @@ impl Adapter {
             for (entry, attr, offset) in page.with_cursors(cursor) {
                 let Some(attr) = attr else { continue };
                 let ino = self.inodes.ino(entry.node);
-                // The kernel takes no note of these two.
+                // The kernel ignores these two entries.
                 let dots = entry.name == "." || entry.name == "..";
                 let lifetime = match &mut answering {
                     _ if dots || !names_kept => NOT_AT_ALL,
@@ -250,7 +252,7 @@ impl Adapter {
     }
 }
 
-/// The stamp of an access control list that was read; `None` where reading failed.
+/// The stamp of an access control list from a read; `None` if the read failed.
 fn stamp_of(found: &Result<Vec<u8>>) -> Option<u32> {
     match found {
         Ok(value) => Some(list_stamp(value)),
@@ -259,7 +261,7 @@ fn stamp_of(found: &Result<Vec<u8>>) -> Option<u32> {
     }
 }
 
-/// The size, or the bytes where they fit.
+/// Replies with the size of a value, or with the value if it fits.
 fn answer_xattr(bytes: &[u8], size: u32, reply: ReplyXattr) {
     // At most 64 KiB.
     let len = bytes.len() as u32;

@@ -1,5 +1,5 @@
-//! Mounting without privilege: `fusermount3` (setuid root) mounts and sends the descriptor of
-//! `/dev/fuse` back over a socket, as libfuse's `mount.fuse3` does.
+//! The unprivileged mount helper: `fusermount3` (setuid root) mounts and sends the descriptor of `/dev/fuse`
+//! over a socket, as for libfuse's `mount.fuse3`.
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use super::point::{Attach, READ_BYTES_MAX, in_path, run_quietly};
 
-/// How long the helper may take to answer.
+/// Read timeout for the descriptor of the helper.
 const ANSWER_MAX: Duration = Duration::from_secs(20);
 
-/// The installed helper. `FUSERMOUNT_PATH` wins.
+/// Path of the installed helper. The variable `FUSERMOUNT_PATH` takes precedence.
 pub(super) fn program() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("FUSERMOUNT_PATH") {
         return Some(path.into()).filter(|p: &PathBuf| p.is_file());
@@ -52,10 +52,10 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
     }
     let mut command = command()?;
     command.arg("-o").arg(options).arg("--").arg(at);
-    // As its standard input the socket is inherited without touching close-on-exec.
+    // The helper inherits the socket as its standard input, so close-on-exec stays set.
     command.env("_FUSE_COMMFD", "0").stdin(Stdio::from(OwnedFd::from(theirs)));
     run_quietly(&mut command)?;
-    // Its copies of the socket's other end are in `command` and the helper, both of which end here.
+    // The other end of the socket is open only in `command` and the helper, and both end here.
     drop(command);
     receive_descriptor(&ours)
 }

@@ -1,4 +1,5 @@
-//! The open files of one mount, and what the kernel may keep cached of each.
+//! The handle table of one mount: its open files, and the cached pages or the backing file that the kernel may
+//! use for each.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -14,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::fs::{Attr, Node, OpenFile};
 use crate::view::View;
 
-/// What the kernel sends for "no handle".
+/// The handle number of a request without a handle.
 pub(super) const NO_HANDLE: u64 = 0;
 
 /// One open file of the mount.
@@ -23,50 +24,51 @@ pub(super) struct Handle {
     pub(super) file: OpenFile,
     pub(super) node: Node,
     pub(super) writes: bool,
-    /// The kernel runs it as a program.
+    /// The kernel has opened the file to run it as a program.
     pub(super) executes: bool,
-    /// The contents when it was opened.
+    /// The version of the contents at the open.
     pub(super) data_version: u64,
-    /// It is only written, and the file was empty when it was opened: the kernel may hand over what is
-    /// written as it comes, without keeping it. Once registered: whether it does.
+    /// The file was empty at the open, and this handle only writes, so the kernel may write through without
+    /// caching pages. In the table: whether the kernel does so.
     pub(super) streams: bool,
 }
 
-/// How the kernel is to use an open file.
+/// How the kernel uses an open file.
 #[derive(Debug)]
 pub(super) struct Registered {
     pub(super) number: u64,
-    /// It reads from this file by itself.
+    /// The kernel reads from this file without requests.
     pub(super) backing: Option<Arc<BackingId>>,
-    /// It keeps no pages of it.
+    /// The kernel caches no pages of the file.
     pub(super) direct: bool,
 }
 
-/// The open files of one mount. Kept apart from the FUSE session, so that they can be flushed
-/// whatever state the session is in.
+/// The open files of one mount. Separate from the FUSE session, so that the mount can flush them in any state
+/// of the session.
 #[derive(Debug)]
 pub(super) struct Handles {
     pub(super) view: View,
     next: AtomicU64,
     open: RwLock<HashMap<u64, Arc<Handle>>>,
     nodes: Mutex<HashMap<Node, OpenNode>>,
-    /// The cursors behind which open directories, by their handles, had no entries when they were read.
+    /// End cursors of open directories that were read to their end, by handle.
     ends: Mutex<HashMap<u64, u64>>,
-    /// Files that are read without being opened here.
+    /// Files that the kernel reads without an open request.
     stateless: Stateless,
-    /// What such files are, before the kernel asks.
+    /// Prefetched lookups of those files.
     ahead: LookupPrefetch,
-    /// Whether the kernel takes files from us.
+    /// Whether the kernel accepts backing files for passthrough.
     passthrough: AtomicBool,
 }
 
-/// A node with files open. The kernel serves all of a node's open files either from its page cache
-/// or from one backing file, so the first one decides.
+/// A node with files open. The kernel serves all of a node's open files either from its page cache or from one
+/// backing file, so the first open decides.
 #[derive(Debug)]
 struct OpenNode {
     count: usize,
-    /// Those whose writes the kernel does not keep. A page that it reads for somebody else meanwhile might
-    /// be older than the write, so whoever opens the file as long keeps no pages either.
+    /// Handles whose writes the kernel does not cache. A page that it reads for another process during a write
+    /// might be older than that write. So every open of the file uses direct I/O while this count is above
+    /// zero.
     streams: usize,
     backing: Option<Arc<BackingId>>,
 }
@@ -85,14 +87,15 @@ impl Handles {
         }
     }
 
-    /// Registers an open file. `backing` is asked for a backing file when this is the node's only
-    /// open file; otherwise the node's way of being read stays as it is.
+    /// Registers an open file. `insert` calls `backing` when this is the node's only open file. Otherwise the
+    /// kernel goes on reading the node as it did.
     pub(super) fn insert(
         &self,
         mut handle: Handle,
         backing: impl FnOnce(&Handle) -> Option<BackingId>,
     ) -> Registered {
-        // Opening a backing file may take a look at the disk: other files are opened and closed meanwhile.
+        // Opening a backing file may read the disk, so the lock is not held: other files are opened and closed
+        // meanwhile.
         let is_first = !self.nodes.lock().contains_key(&handle.node);
         let mut backing = if is_first { backing(&handle).map(Arc::new) } else { None };
         let (backing, direct) = {
@@ -118,7 +121,7 @@ impl Handles {
         self.nodes.lock().contains_key(&node)
     }
 
-    /// Files that are open.
+    /// Number of open files.
     pub(super) fn count(&self) -> usize {
         self.open.read().len()
     }
@@ -127,8 +130,8 @@ impl Handles {
         self.open.read().get(&number).cloned().ok_or(Error::BadHandle("anything"))
     }
 
-    /// Forgets an open file. What was written through a mapping after the last flush is committed when
-    /// the file is dropped; the kernel has nobody left to tell an error.
+    /// Removes an open file. The drop of the file commits writes through a mapping after the last flush. The
+    /// kernel can no longer report an error to a program then.
     pub(super) fn release(&self, number: u64) {
         let Some(handle) = self.open.write().remove(&number) else { return };
         let mut nodes = self.nodes.lock();
@@ -141,25 +144,25 @@ impl Handles {
         }
     }
 
-    /// A number for a directory that is opened.
+    /// A new handle for an open directory.
     pub(super) fn open_directory(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Notes that an open directory was read up to its end, which is at this cursor.
+    /// Notes that the reader of an open directory has reached its end, at this cursor.
     pub(super) fn ends_at(&self, number: u64, cursor: u64) {
         if number != NO_HANDLE {
             self.ends.lock().insert(number, cursor);
         }
     }
 
-    /// Whether an open directory was read up to its end at this cursor just before. Its reader asks once
-    /// more than there is; who asks again sees what was added since.
+    /// Whether the previous listing of an open directory ended at this cursor. A reader sends one more request
+    /// after the last entry. A further request sees entries added since.
     pub(super) fn is_at_end(&self, number: u64, cursor: u64) -> bool {
         number != NO_HANDLE && self.ends.lock().remove(&number) == Some(cursor)
     }
 
-    /// Forgets an open directory.
+    /// Removes an open directory.
     pub(super) fn release_directory(&self, number: u64) {
         self.ends.lock().remove(&number);
     }
@@ -174,7 +177,7 @@ impl Handles {
         self.open.read().values().filter(|handle| handle.writes).cloned().collect()
     }
 
-    /// Makes what was written through a handle visible.
+    /// Makes the writes through a handle visible.
     pub(super) fn flush(&self, handle: &Handle) -> Result<()> {
         if handle.writes { handle.file.flush() } else { Ok(()) }
     }
@@ -194,7 +197,7 @@ impl Handles {
         result
     }
 
-    /// Forgets everything, after the kernel has.
+    /// Removes everything, once the kernel uses no handle any more.
     pub(super) fn clear(&self) {
         self.open.write().clear();
         self.nodes.lock().clear();
@@ -203,7 +206,7 @@ impl Handles {
         self.ahead.clear();
     }
 
-    /// A file of a snapshot that the kernel reads without having opened it here.
+    /// A file of a snapshot that the kernel reads without an open request.
     pub(super) fn stateless(&self, node: Node) -> Result<Arc<OpenFile>> {
         if node.is_live() {
             return Err(Error::BadHandle("anything"));
@@ -211,7 +214,8 @@ impl Handles {
         self.stateless.get(&self.view, node)
     }
 
-    /// An entry of a directory of a snapshot, with whose file the kernel is going to do the same.
+    /// The entry of a name in a directory of a snapshot. Remembers the layout of a prefetched file, because the
+    /// kernel is going to read it.
     pub(super) fn lookup_stateless(&self, parent: Node, name: &OsStr) -> Result<Attr> {
         let Some(found) = self.ahead.take(&self.view, parent, name) else {
             return self.view.lookup(parent, name);
@@ -226,7 +230,7 @@ impl Handles {
         self.passthrough.store(granted, Ordering::Relaxed);
     }
 
-    /// Whether the kernel takes files from us.
+    /// Whether the kernel accepts backing files for passthrough.
     pub(super) fn has_passthrough(&self) -> bool {
         self.passthrough.load(Ordering::Relaxed)
     }

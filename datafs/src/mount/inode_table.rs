@@ -1,17 +1,18 @@
-//! What the kernel was told of each node, for as long as it knows the node.
+//! The inode table of a live mount: what the kernel was told about each node, for as long as it knows the node.
 //!
-//! The account is bounded: beyond [`TABLE_MAX`] nodes of a table the kernel is told to believe nothing, so that it
-//! asks again instead of being told of changes.
+//! The table is bounded. Beyond [`TABLE_MAX`] nodes in one of its hash tables, replies get lifetime zero: the
+//! kernel then asks again instead of being notified of changes.
 //!
-//! The name that the kernel was told last of a node is kept as a stamp of the directory, the name and the version of
-//! the node's names ([`name_stamp`]). While the stamp is right, the name has led to the node since the kernel was told
-//! so: the version changes whenever the node loses a name.
+//! The last name that the kernel was told for a node is kept as a stamp of the directory, the name and the
+//! version of the node's names ([`name_stamp`]). The version changes whenever the node loses a name. So while
+//! the stamp matches, the name has led to the node since the kernel was told.
 //!
-//! A look-up without the lock of the directory may be answered while another thread goes by what the name was before.
-//! So the thread that was told a name is kept too: a change of names by another one is refused for a while.
+//! A lookup without the directory lock may be answered while another thread uses the previous meaning of the
+//! name. So the table also keeps the thread that was told the name. For a while it refuses a change of names by
+//! another thread.
 //!
-//! A look-up that finds a node under a new name says nothing of its older names. The node counts as one that has lost
-//! a name until the kernel has looked up again every name that it was told before.
+//! A lookup that finds a node under a new name says nothing about its older names. The node counts as one that
+//! has lost a name until the lifetime of its older names is over.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -24,111 +25,112 @@ use super::coherence::{IN_FLIGHT, name_lifetime};
 use super::removed::Removed;
 use crate::fs::Attr;
 
-/// Tables, by the last bits of the inode number: one of them is made anew at a time, which takes little
-/// memory and little time.
+/// Hash tables, chosen by the last bits of the inode number. A rebuild concerns one of them, which bounds its
+/// memory and time.
 const TABLES: usize = 64;
-/// Entries that a table of 2^16 places takes before it would grow; each place is 65 bytes.
+/// Entries that a table of 2^16 slots takes before it would grow; each slot has 65 bytes.
 const TABLE_FULL: usize = (1 << 16) / 8 * 7;
-/// Nodes of a table that are kept account of; all tables then have 3.1 million and 260 MiB. Fewer than it
-/// takes: what is removed leaves marks that take places until the table is made anew, which happens once
-/// in so many as the difference at most.
+/// Most nodes of a table; all tables together hold 3.1 million in 260 MiB. Below [`TABLE_FULL`]: tombstones use
+/// slots until a rebuild. A rebuild happens at most once per as many insertions as the difference.
 const TABLE_MAX: usize = (1 << 16) / 4 * 3;
-/// Nodes that there may be room for in a table without need.
+/// Spare capacity up to which a table is not shrunk.
 const SPARE_MAX: usize = 1 << 8;
 
-/// The access control list of a node that the kernel was told none of, see [`list_stamp`].
+/// Stamp of an access control list that the kernel was not told, see [`list_stamp`].
 const LIST_NOT_TOLD: u32 = 0;
-/// A node without an access control list.
+/// Stamp of a node without an access control list.
 pub(super) const NO_LIST: u32 = 1;
-/// Of a version of a node's names in a stamp. It is odd, so that all versions of a name differ.
+/// Factor of the names version in a stamp. It is odd, so that all versions of a name differ.
 const VERSION_STEP: u32 = 0x9e37_79b1;
 
-/// Stands for every thread: the kernel was told a name while it had the directory locked, as by a creation or a listing.
-/// No change of names in the directory was under way.
+/// Stands for every thread: the kernel held the directory lock when it was told the name, as for a creation or
+/// a listing. No change of names in the directory was in progress.
 pub(super) const EVERY_THREAD: u32 = u32::MAX;
 
-/// A request to change a name.
+/// The thread and the circumstances of a request to change a name.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asker {
     pub(super) thread: u32,
-    /// The [`InodeTable::clock`] when it arrived.
+    /// The [`InodeTable::clock`] when the request arrived.
     pub(super) arrived: u32,
-    /// The same in milliseconds since the mount.
+    /// The arrival time in milliseconds since the mount.
     pub(super) arrived_ms: u32,
-    /// It was refused just before, and the kernel has looked the names up since.
+    /// The request was refused just before, and the kernel has looked the names up since.
     pub(super) again: bool,
-    /// It removes a file, and concerns nothing but the name.
+    /// The request removes a file and concerns only the name.
     pub(super) unlinks: bool,
 }
 
-/// Whether the kernel takes a name for the node that it leads to.
+/// Whether the kernel knows a name as the node that the name leads to now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Told {
     No,
-    /// Unless the answer took longer than answers do.
+    /// Yes, unless the reply took longer than replies do.
     Likely,
     Surely,
 }
 
-/// What the kernel was told of a node.
+/// What the kernel was told about a node.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Known {
-    /// Looks-up that it has not forgotten; as many as can be counted are never forgotten.
+    /// Lookups that the kernel has not forgotten. A saturated count is never decreased.
     lookups: u32,
-    /// The version of the names by which it knows the node.
+    /// The version of the names by which the kernel knows the node.
     names_version: u32,
-    /// The name that it was told last, see [`name_stamp`].
+    /// The last name that the kernel was told, see [`name_stamp`].
     named: u32,
-    /// The [`InodeTable::clock`] when it was told that for the first time.
+    /// The [`InodeTable::clock`] when the kernel was first told that name.
     named_at: u32,
-    /// The thread that was told so, or [`EVERY_THREAD`].
+    /// The thread that was told that name, or [`EVERY_THREAD`].
     named_to: u32,
-    /// When it was told attributes last, in milliseconds since the mount.
+    /// When the kernel was last told attributes, in milliseconds since the mount.
     pub(super) answered_ms: u32,
-    /// Owner and permissions that it was told last, see [`access_of`].
+    /// The last owner and permissions that the kernel was told, see [`access_of`].
     pub(super) access: u32,
-    /// The access control list that it was told last, see [`list_stamp`].
+    /// The last access control list that the kernel was told, see [`list_stamp`].
     list: u32,
-    /// It was told others before. It drops an answer that was under way when it was told of a change, and then goes
-    /// on deciding by the old ones.
+    /// The kernel was told other access data before and may still check by it: a notification makes it drop a
+    /// reply that is in flight.
     pub(super) access_in_doubt: bool,
-    /// A thread that cannot be told from others was refused the present access. When it comes back, the daemon decides.
+    /// A thread without an ID in this namespace was refused the present access. On its retry the daemon
+    /// decides.
     access_expected: bool,
-    /// What its pages are of, at the oldest.
+    /// The oldest version of the contents that the kernel's pages may have.
     pub(super) data_version: u64,
-    /// Version of the contents whose size it was told last; its lower half, which makes one in 2^32 look the same.
+    /// The version of the contents whose size the kernel was last told. Only its lower half: one version in
+    /// 2^32 looks the same.
     pub(super) told_version: u32,
-    /// It was told of a change, or of another size, since its size was surely right.
+    /// The kernel was notified, or told another size, since its size was surely right.
     notified: bool,
-    /// Threads that are telling it of a change.
+    /// Threads that are sending the kernel a notification.
     pub(super) notifying: u8,
-    /// Change time of those attributes, see [`stamp`].
+    /// Change time of the attributes, see [`stamp`].
     pub(super) ctime: u32,
-    /// Whether it was told a mode with the set-user-ID or set-group-ID bit.
+    /// Whether the kernel was told a mode with the set-user-ID or set-group-ID bit.
     pub(super) set_id: bool,
-    /// Whether older pages are surely gone: they go with the answer to an open, which has arrived once
-    /// the file is closed again.
+    /// Whether the kernel has surely dropped older pages. It drops them with the reply to an open, which has
+    /// arrived once the file is closed again.
     pub(super) pages_settled: bool,
 }
 
 impl Known {
-    /// Whether the kernel surely has the size that it was told last: it drops an answer to what it asked before it was
-    /// told of a change, whenever that was asked.
+    /// Whether the kernel surely has the size that it was last told. After a notification it drops replies to
+    /// earlier requests.
     pub(super) fn has_size(&self, attr: &Attr) -> bool {
         self.told_version == attr.data_version as u32 && self.notifying == 0 && !self.notified
     }
 
-    /// The kernel has walked the path of an open again, and was told of nothing meanwhile.
+    /// The kernel has walked the path of an open again, without a notification meanwhile.
     pub(super) fn settle_size(&mut self) {
         self.notified = false;
     }
 
-    /// A thread that cannot be told from others is sent to bring a size. When it comes back it passes.
+    /// A thread without an ID in this namespace is refused in order to refresh a size. It passes on its retry.
     fn expects_size(&mut self, attr: &Attr) {
         (self.told_version, self.notified) = (attr.data_version as u32, false);
     }
 
-    /// A thread that cannot be told from others is sent to walk its path again.
+    /// A thread without an ID in this namespace is refused and walks its path again.
     pub(super) fn expects(&mut self, attr: &Attr, list: u32) {
         self.expects_size(attr);
         self.settle_names(attr);
@@ -140,42 +142,42 @@ impl Known {
         self.access_expected = self.access_in_doubt;
     }
 
-    /// Whether a thread that cannot be told from others was refused this access before.
+    /// Whether a thread without an ID in this namespace was refused this access before.
     pub(super) fn expects_access(&self, access: u32, list: u32) -> bool {
         self.access_expected && self.access == access && !self.has_other_list(list)
     }
 
-    /// The kernel has decided by the present owner and mode, or the daemon has.
+    /// The kernel, or the daemon, has checked access by the present owner and mode.
     pub(super) fn settle_access(&mut self, access: u32) {
         (self.access, self.access_in_doubt, self.access_expected) = (access, false, false);
     }
 
-    /// Whether the kernel may decide by another access control list than this one.
+    /// Whether the kernel may check access by another access control list than this one.
     pub(super) fn has_other_list(&self, list: u32) -> bool {
         self.list != LIST_NOT_TOLD && self.list != list
     }
 
-    /// The kernel has decided with the present access control list, or has none.
+    /// The kernel has checked access by the present access control list, or has none.
     pub(super) fn settle_list(&mut self, list: u32) {
         if self.list != list {
             self.list = LIST_NOT_TOLD;
         }
     }
 
-    /// Whether the node has lost a name since the kernel was told its last one.
+    /// Whether the node has lost a name since the kernel was told its names version.
     fn has_lost_name(&self, attr: &Attr) -> bool {
         is_after(attr.names_version, self.names_version)
     }
 
-    /// The kernel knows the node by names that are right with these attributes.
+    /// The kernel knows the node by the names of these attributes.
     fn settle_names(&mut self, attr: &Attr) {
         if self.has_lost_name(attr) {
             self.names_version = attr.names_version;
         }
     }
 
-    /// This mount has taken a name from the node. Where that is all that was changed to this version of its names, the
-    /// kernel knows it, and the other names that it was told are right.
+    /// This mount has removed a name of the node. If that is the only change to this version of its names, the
+    /// kernel knows it, and its other names are right.
     fn loses_name(&mut self, names_version: u32) {
         if self.names_version.wrapping_add(1) == names_version {
             self.names_version = names_version;
@@ -184,15 +186,16 @@ impl Known {
     }
 }
 
-/// Nodes of the live tree that the kernel knows, by inode number.
+/// The nodes of the live tree that the kernel knows, by inode number.
 #[derive(Debug)]
 pub(super) struct InodeTable {
     tables: [HashMap<u64, Known>; TABLES],
     removed: HashMap<u64, Removed>,
-    /// Nodes that were found under a new name, and until when an older one may be kept, in milliseconds since the mount.
+    /// Nodes that were found under a new name, with the time until which the kernel may keep an older one, in
+    /// milliseconds since the mount.
     doubted: HashMap<u64, u32>,
     was_crowded: bool,
-    /// Counts the names that the kernel was told.
+    /// Number of names that the kernel was told.
     clock: u32,
 }
 
@@ -209,8 +212,9 @@ impl Default for InodeTable {
 }
 
 impl InodeTable {
-    /// Notes attributes that are going to be answered, with the stamp of a name also that the kernel knows the node
-    /// by this name, and the thread that is told so. Returns false where there is no room: then it must not keep them.
+    /// Notes attributes of a reply. `named` is the stamp of a name by which the kernel then knows the node, and
+    /// the thread that receives the reply. Returns false when the table is full: the kernel must not cache the
+    /// attributes then.
     pub(super) fn note(&mut self, attr: &Attr, named: Option<(u32, u32)>, answered_ms: u32) -> bool {
         let ino = attr.node.ino;
         let table = &mut self.tables[place(ino)];
@@ -244,7 +248,7 @@ impl InodeTable {
         };
         if let Some((named, to)) = named {
             entry.lookups = entry.lookups.saturating_add(1);
-            // What was read before this mount has moved the node itself is not what the kernel goes by.
+            // The kernel does not use names read before this mount has moved the node.
             let is_outdated = is_after(entry.names_version, attr.names_version);
             if !is_outdated && entry.named != named {
                 self.clock = self.clock.wrapping_add(1);
@@ -266,12 +270,12 @@ impl InodeTable {
         entry.ctime = stamp(attr.ctime);
         entry.answered_ms = answered_ms;
         let told_version = attr.data_version as u32;
-        // The answer with another size may still be under way when the next thread opens the file.
+        // A reply with another size may still be in flight when the next thread opens the file.
         entry.notified |= std::mem::replace(&mut entry.told_version, told_version) != told_version;
         true
     }
 
-    /// The kernel was told a name that it does not take note of.
+    /// Reverts the note of a name that was in a reply but that the kernel ignores.
     pub(super) fn untell(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {
             entry.named = 0;
@@ -279,13 +283,13 @@ impl InodeTable {
         self.forget(ino, 1);
     }
 
-    /// How many names the kernel was told so far.
+    /// The number of names that the kernel was told so far.
     pub(super) fn clock(&self) -> u32 {
         self.clock
     }
 
-    /// Whether the kernel takes a name, by its stamp, for a node that it leads to. Where another thread was told so for
-    /// the first time a moment ago, the request may still go by what the kernel was told before.
+    /// Whether the kernel knows a name, by its stamp, as a node that it leads to. If another thread was first
+    /// told so a moment ago, the request may still use the previous meaning.
     pub(super) fn is_told(&self, ino: u64, named: u32, asker: &Asker) -> Told {
         let likely = |is_likely| if is_likely { Told::Likely } else { Told::No };
         let is_own = |entry: &Known| asker.thread != 0 && entry.named_to == asker.thread;
@@ -296,18 +300,18 @@ impl InodeTable {
                 let counts = asker.thread == 0 || asker.unlinks;
                 let since_ms = asker.arrived_ms.wrapping_sub(entry.answered_ms).cast_signed();
                 let has_arrived = match counts {
-                    // A second refusal of a thread that cannot be told from others would reach the program.
+                    // A second refusal of a thread without an ID in this namespace would reach the program.
                     true => !is_after(entry.named_at, asker.arrived),
                     false => i64::from(since_ms) >= IN_FLIGHT.as_millis() as i64,
                 };
                 likely(asker.again || has_arrived)
             }
-            // Of nodes that there was no room for it believes nothing longer than a request takes.
+            // For nodes outside the full table the kernel caches nothing longer than one request.
             None => likely(self.was_crowded && (asker.again || asker.thread == 0)),
         }
     }
 
-    /// Whether a name by which the kernel knows a node may be gone.
+    /// Whether the kernel may know the node by a name that is gone.
     pub(super) fn has_lost_name(&mut self, attr: &Attr, now_ms: u32) -> bool {
         let ino = attr.node.ino;
         match self.doubted.get(&ino) {
@@ -320,7 +324,7 @@ impl InodeTable {
         self.get(ino).is_some_and(|entry| entry.has_lost_name(attr))
     }
 
-    /// Names of a node count as right with these attributes.
+    /// Accepts the names of a node as right with these attributes.
     pub(super) fn settle_names(&mut self, attr: &Attr) {
         self.doubted.remove(&attr.node.ino);
         if let Some(entry) = self.get_mut(attr.node.ino) {
@@ -328,15 +332,15 @@ impl InodeTable {
         }
     }
 
-    /// This mount has taken a name from a node, which has the given version of its names since.
+    /// This mount has removed a name of a node, which now has the given names version.
     pub(super) fn loses_name(&mut self, ino: u64, names_version: u32) {
         if let Some(entry) = self.get_mut(ino) {
             entry.loses_name(names_version);
         }
     }
 
-    /// This mount has moved a node, which has the given version of its names since, to a name of this stamp. `told` says
-    /// whether the kernel has moved the same.
+    /// This mount has moved a node to the name of this stamp; the node now has the given names version. `told`
+    /// says whether the kernel has made the same move.
     pub(super) fn moves(&mut self, ino: u64, names_version: u32, named: u32, told: Told) {
         if let Some(entry) = self.get_mut(ino) {
             entry.loses_name(names_version);
@@ -347,11 +351,11 @@ impl InodeTable {
         }
     }
 
-    /// Notes the access control list that the kernel is going to be told.
+    /// Notes the access control list of the next reply.
     pub(super) fn tells_list(&mut self, ino: u64, list: u32) {
         if let Some(entry) = self.get_mut(ino) {
             let before = std::mem::replace(&mut entry.list, list);
-            // Of two answers that are under way it may keep the older one.
+            // Of two replies in flight the kernel may keep the older one.
             if before != LIST_NOT_TOLD && before != list {
                 (entry.access_in_doubt, entry.access_expected) = (true, false);
             }
@@ -365,14 +369,14 @@ impl InodeTable {
         }
     }
 
-    /// Begins to tell the kernel of a change of a node.
+    /// A notification of a node begins.
     pub(super) fn notifies(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {
             entry.notifying = entry.notifying.saturating_add(1);
         }
     }
 
-    /// The kernel was told of it.
+    /// The notification has ended.
     pub(super) fn notified(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {
             // The node may have been forgotten and looked up meanwhile.
@@ -381,7 +385,7 @@ impl InodeTable {
         }
     }
 
-    /// The kernel has dropped looks-up of a node.
+    /// The kernel has dropped lookups of a node.
     pub(super) fn forget(&mut self, ino: u64, lookups: u64) {
         let table = &mut self.tables[place(ino)];
         let Some(entry) = table.get_mut(&ino) else { return };
@@ -400,7 +404,7 @@ impl InodeTable {
         }
     }
 
-    /// Notes a node without names, until the kernel forgets it.
+    /// Keeps the last state of a removed node until the kernel forgets it.
     pub(super) fn remove(&mut self, removed: Removed) {
         let ino = removed.attr.node.ino;
         if self.get(ino).is_some_and(|known| known.lookups > 0) {
@@ -408,7 +412,7 @@ impl InodeTable {
         }
     }
 
-    /// A node that was removed and is still known.
+    /// The last state of a removed node that the kernel still knows.
     pub(super) fn removed(&self, ino: u64) -> Option<Removed> {
         self.removed.get(&ino).cloned()
     }
@@ -425,7 +429,7 @@ impl InodeTable {
         self.tables.iter().flat_map(|table| table.keys().copied())
     }
 
-    /// Whether there was ever a node too many, so that the kernel may know others than these.
+    /// Whether the table was ever full, so that the kernel may know nodes outside it.
     pub(super) fn was_crowded(&self) -> bool {
         self.was_crowded
     }
@@ -435,13 +439,13 @@ fn place(ino: u64) -> usize {
     (ino % TABLES as u64) as usize
 }
 
-/// Whether a count is the later one of two. It wraps.
+/// Whether a wrapping counter is later than another.
 fn is_after(count: u32, other: u32) -> bool {
     count.wrapping_sub(other).cast_signed() > 0
 }
 
-/// Makes a table anew that can take no more. By itself a table that is more than half full grows then to
-/// twice its size, also when marks of what was removed take the places.
+/// Rebuilds a table without free slots. Otherwise a table that is more than half full would double its size,
+/// even if tombstones use the slots.
 fn make_room(table: &mut HashMap<u64, Known>) {
     if table.len() == table.capacity() && table.len() >= TABLE_FULL / 2 {
         let mut fresh = HashMap::with_capacity(TABLE_FULL);
@@ -450,13 +454,13 @@ fn make_room(table: &mut HashMap<u64, Known>) {
     }
 }
 
-/// A digest of owner, group and permissions: of what the kernel decides by who may open the file.
+/// A digest of owner, group and permissions: the data by which the kernel checks an open.
 pub(super) fn access_of(attr: &Attr) -> u32 {
     let ids = attr.uid.wrapping_mul(0x9e37_79b1) ^ attr.gid.wrapping_mul(0x85eb_ca77).rotate_left(16);
     ids.rotate_left(9) ^ (attr.mode & 0o777)
 }
 
-/// A digest of a name in a directory and of the version of the names of what it leads to.
+/// A digest of a name in a directory and of the names version of its node.
 pub(super) fn name_stamp(parent: u64, name: &OsStr, names_version: u32) -> u32 {
     let mut hasher = DefaultHasher::new();
     hasher.write_u64(parent);
@@ -464,14 +468,14 @@ pub(super) fn name_stamp(parent: u64, name: &OsStr, names_version: u32) -> u32 {
     (hasher.finish() as u32).wrapping_add(names_version.wrapping_mul(VERSION_STEP))
 }
 
-/// A digest of an access control list, none of which is [`NO_LIST`].
+/// A digest of an access control list, never [`NO_LIST`].
 pub(super) fn list_stamp(value: &[u8]) -> u32 {
     let mut hasher = DefaultHasher::new();
     hasher.write(value);
     (hasher.finish() as u32).max(NO_LIST + 1)
 }
 
-/// A digest of a time in nanoseconds, to be told from others.
+/// A digest of a time in nanoseconds, to detect changes.
 pub(super) fn stamp(time: SystemTime) -> u32 {
     let nanos = |duration: Duration| duration.as_nanos() as u64;
     let nanos = match time.duration_since(SystemTime::UNIX_EPOCH) {

@@ -1,4 +1,4 @@
-//! The adapter with statistics and a trace around each request.
+//! The instrumented file system: the adapter with statistics and a trace around each request.
 
 use std::ffi::OsStr;
 use std::io;
@@ -21,7 +21,7 @@ use super::stats::{MountStats, Op, Stats};
 use super::trace::{self, Trace};
 use crate::metrics;
 
-/// What can be seen of one mount from outside.
+/// The observable state of one mount: identity, statistics and trace.
 #[derive(Debug)]
 pub(super) struct Watch {
     volume: String,
@@ -38,7 +38,7 @@ pub(super) struct Watch {
 #[derive(Debug)]
 struct Device {
     number: Option<u64>,
-    /// Where the kernel says how many requests wait.
+    /// The file in which the kernel publishes the number of waiting requests.
     waiting: PathBuf,
 }
 
@@ -56,11 +56,10 @@ impl Watch {
         }
     }
 
-    /// Takes note of what is known once the mount is served: how it opens files, and its device as
+    /// Notes facts that are known only once the mount serves: how it opens files, and its device as
     /// `major:minor`.
     ///
-    /// The mount itself is not asked, here or elsewhere: a process that is killed while it waits for its
-    /// own answer never ends.
+    /// Nothing here accesses the mounted path: a process killed while it waits for its own reply never ends.
     pub(super) fn attached(&self, opening: &str, device: &str) {
         let (major, minor) = device.split_once(':').unwrap_or_default();
         let waiting = Path::new("/sys/fs/fuse/connections").join(minor).join("waiting");
@@ -70,7 +69,7 @@ impl Watch {
         self.opening.get_or_init(|| opening.to_owned());
     }
 
-    /// The number of its device, as files on it show.
+    /// The device number that `stat` shows for files of the mount.
     pub(super) fn device(&self) -> Option<u64> {
         self.device.get()?.number
     }
@@ -101,17 +100,17 @@ pub(super) struct InstrumentedFs {
     pub(super) watch: Arc<Watch>,
 }
 
-/// A request of a kind for an inode.
+/// The trace record of a request for an inode.
 fn asked<'a>(op: Op, request: &Request, ino: INodeNo) -> trace::Request<'a> {
     trace::Request { op, pid: request.pid(), ino: ino.0, name: None, to: None, range: None }
 }
 
-/// A request of a kind for a name in a directory.
+/// The trace record of a request for a name in a directory.
 fn named<'a>(op: Op, request: &Request, parent: INodeNo, name: &'a OsStr) -> trace::Request<'a> {
     trace::Request { name: Some(name), ..asked(op, request, parent) }
 }
 
-/// A request of a kind for a part of a file.
+/// The trace record of a request for a range of a file.
 fn ranged<'a>(op: Op, request: &Request, ino: INodeNo, offset: u64, size: u64) -> trace::Request<'a> {
     trace::Request { range: Some((offset, size)), ..asked(op, request, ino) }
 }
@@ -131,7 +130,7 @@ impl InstrumentedFs {
     }
 }
 
-/// Hands a request on, watched: its kind, the method with its arguments, what a line tells of it.
+/// Forwards requests to the adapter, with statistics: the method with its arguments, and the trace record.
 macro_rules! watched {
     ($($method:ident($request:ident, $($arg:ident: $kind:ty),*) $described:expr;)*) => {$(
         fn $method(&self, $request: &Request, $($arg: $kind),*) {
@@ -140,8 +139,8 @@ macro_rules! watched {
     )*};
 }
 
-/// All of them: one that the adapter learns to answer must not be refused here. (`batch_forget` cannot be
-/// named outside of the library, which hands each of its nodes to `forget`.)
+/// Forwards every request kind, so that a kind newly added to the adapter is not refused here. (`batch_forget`
+/// cannot be named outside of the library, which passes each of its nodes to `forget`.)
 impl Filesystem for InstrumentedFs {
     fn init(&mut self, request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         self.adapter.init(request, config)

@@ -1,8 +1,8 @@
-//! Requests for locks: what can be answered at once is, everything that waits does so on a thread of
-//! its own, so that waiting for a lock never keeps the serving threads from serving.
+//! Lock requests of a mount (`flock` and `fcntl`): the serving thread replies at once where it can. A separate
+//! thread handles every request that waits, so that a waiting lock never blocks a serving thread.
 //!
-//! Taking a lock makes the kernel forget what it has of a file that others have changed; giving one up
-//! commits what was written before. So whoever locks sees what the last holder wrote, on any mount.
+//! Taking a lock makes the kernel drop cached data that others have changed; releasing one commits earlier
+//! writes. So a lock holder sees the writes of the previous holder, on any mount.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,22 +20,22 @@ use super::handles::Handles;
 use crate::error::Result;
 use crate::fs::{Attr, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, Node};
 
-/// How soon a lock that others hold is tried again, at first and at last: changes that other processes
-/// make wake the waiting as well, so this only bounds what is missed.
+/// First and last interval between attempts for a contended lock. Changes by other processes also wake the
+/// waiting requests, so this bounds only the delay after a missed change.
 const RETRY_FIRST: Duration = Duration::from_millis(1);
 const RETRY_LAST: Duration = Duration::from_millis(50);
-/// The kernel tells of the end of an open file, which ends its `flock`, after `close` has returned: who
-/// does not want to wait gets this much time for it nevertheless.
+/// The kernel reports the last close of an open file, which ends its `flock`, after `close` has returned. So a
+/// request that does not wait still gets this time.
 const CLOSING_TIME: Duration = Duration::from_millis(10);
 
-/// The locks that were taken through one mount, and who waits for one.
+/// The locks taken through one mount, and the requests that wait for one.
 #[derive(Debug)]
 pub(super) struct Locks {
     held: Mutex<HashMap<(Node, LockOwner), HashSet<u64>>>,
-    /// Entries of `held`, so that most closes need not look.
+    /// Number of entries of `held`, so that most closes take no lock.
     held_count: AtomicUsize,
     coherence: Arc<Coherence>,
-    /// Locks whose files are closed and that could not be given up.
+    /// Locks of closed files whose release failed.
     left: Mutex<Vec<(Node, LockOwner)>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -45,18 +45,18 @@ pub(super) struct Locks {
 #[derive(Debug, Default)]
 struct State {
     queue: Vec<Waiting>,
-    /// Counts what may let somebody in.
+    /// Counts events that may make a waiting request succeed.
     news: u64,
     stopped: bool,
 }
 
-/// A request that is answered later.
+/// A lock request that waits for its reply.
 #[derive(Debug)]
 struct Waiting {
     node: Node,
     wanted: FileLock,
     handle: u64,
-    /// The thread that waits, to see whether it was interrupted: the library does not pass that on.
+    /// The calling thread, to detect signals: the library does not pass on interrupts.
     pid: u32,
     until: Until,
     reply: ReplyEmpty,
@@ -64,20 +64,20 @@ struct Waiting {
 
 #[derive(Debug)]
 enum Until {
-    /// It is held already; the kernel must forget what it has first.
+    /// The lock is held; the kernel must drop its cached data before the reply.
     Forgotten(Attr),
     Held,
-    /// Then it is refused.
+    /// The request fails at this moment.
     Instant(Instant),
 }
 
-/// A request for a lock, as the kernel sends it.
+/// A lock request of the kernel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wish {
     pub(super) node: Node,
     pub(super) handle: u64,
     pub(super) lock: FileLock,
-    /// The range is given up.
+    /// The request releases the range.
     pub(super) gives_up: bool,
     pub(super) waits: bool,
     pub(super) pid: u32,
@@ -96,7 +96,7 @@ impl Locks {
         }
     }
 
-    /// Starts the thread on which requests wait.
+    /// Starts the thread that handles waiting requests.
     pub(super) fn start(self: &Arc<Self>, handles: &Arc<Handles>) -> std::io::Result<()> {
         let (locks, handles) = (Arc::downgrade(self), Arc::downgrade(handles));
         let thread =
@@ -105,7 +105,7 @@ impl Locks {
         Ok(())
     }
 
-    /// Answers everybody who waits with an error, and ends the thread.
+    /// Replies to all waiting requests with EINTR, and ends the thread.
     pub(super) fn stop(&self) {
         {
             let mut state = self.state.lock();
@@ -123,7 +123,7 @@ impl Locks {
         }
     }
 
-    /// Something was committed or let go: those who wait try again.
+    /// A change was committed or a lock released: waiting requests try again.
     pub(super) fn wake(&self) {
         let mut state = self.state.lock();
         state.news += 1;
@@ -132,12 +132,12 @@ impl Locks {
         }
     }
 
-    /// Whether a lock on a node was taken through this mount and not given up.
+    /// Whether this mount holds a lock on a node.
     pub(super) fn has(&self, node: Node) -> bool {
         self.held_count.load(Ordering::Acquire) > 0 && self.held.lock().keys().any(|(held, _)| *held == node)
     }
 
-    /// Answers a request for a lock, now or later.
+    /// Replies to a lock request, now or later.
     pub(super) fn set(&self, handles: &Handles, wish: Wish, reply: ReplyEmpty) {
         match self.try_set(handles, &wish) {
             Ok(Answer::Now(errno)) => answer(reply, errno),
@@ -165,7 +165,7 @@ impl Locks {
             self.give_up(handles, node, lock.owner, (lock.start, lock.end), Some(handle))?;
             return Ok(Answer::Now(None));
         }
-        // From now on the owner has it again.
+        // The owner takes the lock again, so the failed release must not be repeated.
         self.left.lock().retain(|left| *left != (node, lock.owner));
         let blockers = match handles.view.lock(node, lock)? {
             Locking::Held(attr) => {
@@ -184,13 +184,14 @@ impl Locks {
             });
         }
         if lock.owner.family == LockFamily::Flock {
-            // Two that share the lock and both want it alone would wait for each other for ever.
+            // Two holders of a shared lock that both request an exclusive one would wait for each other
+            // forever.
             self.give_up(handles, node, lock.owner, (0, LOCK_END_MAX), None)?;
         }
         Ok(Answer::Later(Until::Held))
     }
 
-    /// Notes a lock that is held now. Returns the contents that the kernel does not know yet.
+    /// Notes a lock that is held now. Returns the attributes if the kernel's cached data is outdated.
     fn took(&self, node: Node, owner: LockOwner, handle: u64, attr: Option<&Attr>) -> Option<Attr> {
         let mut held = self.held.lock();
         held.entry((node, owner)).or_default().insert(handle);
@@ -199,11 +200,11 @@ impl Locks {
         attr.filter(|attr| !self.coherence.has_pages(attr)).copied()
     }
 
-    /// Has the kernel read a file anew, to its end, for whoever has locked it through a handle.
+    /// Makes the kernel read a file again, to its end, for the new lock holder.
     fn refresh(&self, handles: &Handles, handle: u64, attr: &Attr) {
         self.coherence.drops(attr);
         let Some(end) = attr.size.checked_sub(1) else { return };
-        // Who may not read through the handle does not ask how far.
+        // A handle without read permission needs no size.
         if let Ok(handle) = handles.get(handle)
             && let Ok(last) = handle.file.read_at(end, 1)
             && let [last] = *last
@@ -212,7 +213,7 @@ impl Locks {
         }
     }
 
-    /// Commits what was written to a file, then gives up a range of its locks.
+    /// Commits writes to a file, then releases a range of its locks.
     fn give_up(
         &self,
         handles: &Handles,
@@ -242,7 +243,7 @@ impl Locks {
         self.held_count.store(held.len(), Ordering::Release);
     }
 
-    /// A process has closed the file: its `fcntl` locks go.
+    /// A process has closed the file, which releases its `fcntl` locks.
     pub(super) fn flushed(&self, handles: &Handles, node: Node, handle: u64, owner: u64) {
         if self.held_count.load(Ordering::Acquire) == 0 {
             return;
@@ -253,8 +254,8 @@ impl Locks {
         }
     }
 
-    /// An open file is gone: what was locked through it goes, its own `flock` and what was left behind
-    /// by who closed it without the kernel telling.
+    /// An open file has ended: releases its `flock`, and locks taken through it whose close the kernel did not
+    /// report.
     pub(super) fn released(&self, handles: &Handles, node: Node, handle: u64, flock: Option<u64>) {
         if self.held_count.load(Ordering::Acquire) == 0 {
             return;
@@ -285,9 +286,9 @@ impl Locks {
         }
     }
 
-    /// Tries again to give up the locks that are left of closed files. Returns whether none is.
+    /// Retries the failed releases of closed files. Returns whether none is left.
     fn give_up_left(&self, handles: &Handles) -> bool {
-        // Held meanwhile, so that an owner that comes back takes its lock after this.
+        // Locked meanwhile, so that an owner that returns takes its lock after this.
         let mut left = self.left.lock();
         left.retain(|(node, owner)| match handles.view.unlock(*node, *owner, 0, LOCK_END_MAX) {
             Ok(_) => {
@@ -303,7 +304,7 @@ impl Locks {
         left.is_empty()
     }
 
-    /// Answers a question for the lock that would be in the way.
+    /// Replies with the lock that conflicts with a requested one (GETLK).
     pub(super) fn get(&self, handles: &Handles, node: Node, lock: FileLock, reply: ReplyLock) {
         match handles.view.lock_in_the_way(node, lock) {
             Ok(None) => reply.locked(lock.start, lock.end, libc::F_UNLCK, 0),
@@ -315,8 +316,8 @@ impl Locks {
         }
     }
 
-    /// Tries a waiting request once more; gives it back when it has to go on waiting, with whom it waits
-    /// for in this mount.
+    /// Tries a waiting request once more. Returns it if it must wait on, with the owners in this mount that
+    /// block it.
     fn retry(&self, handles: &Handles, waiting: Waiting) -> Option<(Waiting, Vec<LockOwner>)> {
         let Waiting { node, wanted, .. } = waiting;
         if let Until::Forgotten(attr) = waiting.until {
@@ -362,9 +363,9 @@ fn answer(reply: ReplyEmpty, errno: Option<Errno>) {
     }
 }
 
-/// Refuses those that close a circle of requests that wait for each other (EDEADLK, as for `fcntl` on a
-/// local disk). `waiting` is in the order of arrival, and the last to arrive closes a circle. No request in
-/// a circle can give anything up, so what was found one after the other holds at once.
+/// Refuses requests that close a cycle of waiting requests (EDEADLK, as for `fcntl` on a local disk). `waiting`
+/// is in order of arrival, and the last to arrive closes a cycle. No request in a cycle can release a lock, so
+/// blockers that were read one after the other hold at the same time.
 fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
     let fcntl = |waiting: &Waiting| waiting.wanted.owner.family == LockFamily::Fcntl;
     let mut refused = Vec::new();
@@ -375,7 +376,7 @@ fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
         while let Some(one) = open.pop() {
             if one == owner && fcntl(&waiting[i].0) {
                 refused.push(i);
-                // Without it the circle is open.
+                // Without this request the cycle is broken.
                 waiting[i].1.clear();
                 break;
             }
@@ -427,7 +428,7 @@ fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
             continue;
         }
         let mut state = locks.state.lock();
-        // Those who came meanwhile are behind those who waited before.
+        // New requests queue behind the ones that waited before.
         let later = std::mem::replace(&mut state.queue, waiting);
         state.queue.extend(later);
     }

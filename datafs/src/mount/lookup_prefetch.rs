@@ -1,5 +1,6 @@
-//! Looking up before being asked: whoever reads several files of a directory of a snapshot reads the
-//! others soon, mostly. What was found waits here until the kernel asks, which it does once.
+//! Lookup prefetch for snapshots: a program that reads several files of a directory mostly reads the others
+//! soon. After a few lookups the mount reads the whole directory and keeps the entries. Each entry serves one
+//! lookup, because the kernel asks for it once.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{OsStr, OsString};
@@ -9,21 +10,21 @@ use parking_lot::Mutex;
 use crate::fs::{Found, Node};
 use crate::view::View;
 
-/// Entries that wait: about 16 MiB.
+/// Most prefetched entries in memory: about 16 MiB.
 const WAITING_MAX: usize = 32_768;
-/// Entries of one directory. Larger ones are looked up name by name.
+/// Largest directory that is prefetched. The mount looks up larger ones name by name.
 const ENTRIES_MAX: usize = 8_192;
-/// Names of a directory that are looked up one by one before all are.
+/// Lookups in a directory until the mount prefetches it: the last of them triggers the prefetch.
 const MISSES_MAX: u32 = 4;
-/// Names that are not found among what waits of a directory, before that is given up.
+/// Misses in a prefetched directory after which its remaining entries are dropped.
 const STALE_MISSES_MAX: u32 = 64;
-/// Directories whose misses are counted.
+/// Most directories whose misses are counted.
 const COUNTED_MAX: usize = 4_096;
-/// Entries that may be found in vain, beside [`RATIO_MAX`] for each that was asked for.
+/// Unused entries allowed beyond [`RATIO_MAX`] per used one. At this bound the mount stops prefetching.
 const FREE_ENTRIES: u64 = 16_384;
 const RATIO_MAX: u64 = 4;
 
-/// What was found in directories of one snapshot and not yet asked for.
+/// The prefetched entries of one snapshot that the kernel has not asked for yet.
 #[derive(Debug, Default)]
 pub(super) struct LookupPrefetch {
     state: Mutex<State>,
@@ -33,31 +34,31 @@ pub(super) struct LookupPrefetch {
 struct State {
     misses: HashMap<Node, u32>,
     waiting: HashMap<Node, HashMap<OsString, Found>>,
-    /// Oldest first; may name directories that are gone.
+    /// Directories in `waiting`, oldest first.
     order: VecDeque<Node>,
     entries: usize,
     found: u64,
     used: u64,
 }
 
-/// What becomes of a request.
+/// The next step of a lookup.
 #[derive(Debug)]
 enum Next {
     Known(Box<Found>),
     LookUp,
-    /// After all of the directory was read.
+    /// Read the whole directory, then try again.
     Read,
 }
 
 impl LookupPrefetch {
-    /// What is known of an entry, if it was found ahead.
+    /// The prefetched entry of a name. `None` means that the caller must look the name up.
     pub(super) fn take(&self, view: &View, parent: Node, name: &OsStr) -> Option<Found> {
         let next = self.state.lock().next(parent, name);
         match next {
             Next::Known(found) => Some(*found),
             Next::LookUp => None,
             Next::Read => {
-                // An error is told to whoever looks the name up.
+                // The caller's own lookup reports an error.
                 let found = view.whole_directory(parent, ENTRIES_MAX).ok().flatten()?;
                 let mut state = self.state.lock();
                 state.put(parent, found);

@@ -1,15 +1,17 @@
-//! Removals and moves of names.
+//! Removals and moves of names, checked against the names that the kernel knows.
 //!
-//! The kernel moves and removes what it takes a name for, which another mount may have replaced a moment ago. Were the
-//! new one moved in the volume and the old one in the kernel, everything below the new name would reach the old one.
-//! So the transaction compares what the name leads to with what the kernel was told. A difference is refused as stale:
-//! the kernel then looks the names up, and repeats the call once.
+//! The kernel moves and removes the node that it knows under a name, which another mount may have replaced a
+//! moment ago. If the volume moved the new node and the kernel the old one, everything below the new name would
+//! reach the old node. So the transaction compares the node of the name with the one that the kernel was told.
+//! It refuses a difference as stale: the kernel then looks the names up and repeats the call once.
 //!
-//! So is a change of a name that another thread was told a moment ago: the kernel may have decided it by what the name
-//! was before. Where that cannot be excluded on the second walk, the kernel looks the resulting names up again.
+//! A change of a name that another thread was told a moment ago is refused as well: the kernel may have decided
+//! it by the previous meaning of the name. Where that remains possible on the second walk, the mount expires
+//! the resulting names.
 //!
-//! The removal of a file is repeated at most once, and then removes what has the name: it concerns nothing else. Other
-//! changes are refused again where a name was replaced again meanwhile, and the program is told `ESTALE`.
+//! The removal of a file is repeated at most once and then removes the file that has the name, because it
+//! concerns nothing else. Other changes are refused again if a name was replaced again meanwhile, and the
+//! program gets `ESTALE`.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::OsStr;
@@ -73,7 +75,7 @@ impl Adapter {
         self.changed(&change, "rename", renamed, reply);
     }
 
-    /// Answers a change of names.
+    /// Replies to a change of names.
     fn changed(&self, change: &Change<'_>, operation: &'static str, result: Result<()>, reply: ReplyEmpty) {
         if result.is_ok() {
             for ino in change.unsure.take() {
@@ -97,19 +99,20 @@ impl Adapter {
 struct Change<'a> {
     adapter: &'a Adapter,
     asker: Asker,
-    /// As which it is refused.
+    /// The kind that [`StaleRetries`](super::stale_retry::StaleRetries) notes for a refusal.
     kind: Refused,
     parent: Node,
-    /// A name led elsewhere than the kernel was told, so nothing was done.
+    /// A name led elsewhere than the kernel was told, so the change was not made.
     refused: Cell<bool>,
-    /// The kernel may go by what a name was before.
+    /// The kernel may have used the previous meaning of a name.
     likely: Cell<bool>,
-    /// These lost a name, and the kernel may take that for a name of something else.
+    /// Inodes that lost a name, where the kernel may have removed the name from another node.
     unsure: RefCell<Vec<u64>>,
 }
 
 impl<'a> Change<'a> {
-    /// To be called first of all. `unlinks` says that the change removes the name of something that is no directory.
+    /// Begins a change; to be called first. `unlinks` says that the change removes a name of a file that is not
+    /// a directory.
     fn arrives(adapter: &'a Adapter, request: &Request, parent: Node, unlinks: bool) -> Change<'a> {
         let (thread, coherence) = (request.pid(), &adapter.coherence);
         let asker = coherence.asks(thread, false, unlinks);
@@ -118,12 +121,12 @@ impl<'a> Change<'a> {
         Change { adapter, asker, kind: Refused::Change, parent, refused, likely, unsure: RefCell::default() }
     }
 
-    /// Whether the kernel has changed the same.
+    /// Whether the kernel has surely made the same change.
     fn told(&self) -> Told {
         if self.likely.get() { Told::Likely } else { Told::Surely }
     }
 
-    /// Makes the change as the user that asks. A thread with CAP_FOWNER may do so in any directory.
+    /// Makes the change as the calling user. A thread with CAP_FOWNER may make it in any directory.
     fn run<T>(&self, request: &Request, change: impl Fn(NameChecks<'_>) -> Result<T>) -> Result<T> {
         let expects = |target: &NameTarget<'_>| self.expects(target);
         let run = |user| change(NameChecks { user, expects: &expects });
@@ -138,12 +141,12 @@ impl<'a> Change<'a> {
         }
     }
 
-    /// Decides inside the transaction, which may run more than once.
+    /// Decides inside the transaction, which may run more than once, whether the kernel expects this target.
     fn expects(&self, target: &NameTarget<'_>) -> bool {
         let Asker { again, unlinks, .. } = self.asker;
         let is_told = self.adapter.coherence.is_told(target, &self.asker);
         let told = is_told != Told::No;
-        // Of a file with several names only the last one that the kernel was told is known here.
+        // For a file with several names the record has only the last name that the kernel was told.
         let is_linked = !target.inode.is_directory() && target.inode.nlink > 1;
         let passes = told || unlinks && is_linked || again && (unlinks || is_linked);
         self.refused.set(!passes);

@@ -1,8 +1,8 @@
-//! Ways in which a mount opens files, and which one suits a snapshot.
+//! Opening modes of a mount, and the choice of one for a snapshot.
 //!
-//! Measured on two cores, 8 KiB files opened, read and closed per second: ext4 262k to 336k, passthrough
-//! 31k to 39k, without messages 272k to 296k. A 1 GiB file read for the first time: ext4 7.0 GiB/s,
-//! passthrough 6 to 7.3, without messages 2.1 to 2.5. So it is the size of the files that decides.
+//! Measured on two cores, 8 KiB files opened, read and closed per second: ext4 262k to 336k, passthrough 31k to
+//! 39k, without requests 272k to 296k. A 1 GiB file read for the first time: ext4 7.0 GiB/s, passthrough 6 to
+//! 7.3, without requests 2.1 to 2.5. So the size of the files decides.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -12,25 +12,25 @@ use crate::error::{Error, Result};
 use crate::fs::FileKind;
 use crate::view::View;
 
-/// Entries that are looked at to decide how a snapshot is opened.
+/// Entries sampled to choose the mode for a snapshot.
 const SAMPLE_ENTRIES_MAX: usize = 2_000;
-/// Entries of one directory among them, so that one large folder does not speak for all.
+/// Most sampled entries of one directory, so that one large directory does not dominate the sample.
 const SAMPLE_FOLDER_MAX: usize = 256;
-/// Mean size from which handing a file to the kernel gains more than the messages of its open cost.
+/// Mean file size from which passthrough gains more than the open requests cost.
 const PASSTHROUGH_MEAN_BYTES_MIN: u64 = 256 * 1024;
 
-/// How the files of a mount are opened.
+/// How a mount opens its files.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Open {
-    /// By the mean size of its files for a snapshot; [`Open::Passthrough`] for a live volume.
+    /// For a snapshot, chosen by the mean size of its files; [`Open::Passthrough`] for a live volume.
     #[default]
     Auto,
-    /// Large files of snapshots are handed to the kernel, which then reads them at the local disk's own
-    /// speed and without checking the objects' checksums. Only where the kernel (6.9 or newer) and the
-    /// privilege of the process allow it; the rest is read through this process.
+    /// The kernel reads large files of snapshots directly from backing files, at the local disk's speed and
+    /// without checksum verification. Requires Linux 6.9 or newer and privilege of the process. This process
+    /// serves all other reads.
     Passthrough,
-    /// Everything is read through this process into the kernel's pages. In a mount of a snapshot the
-    /// kernel then opens and closes files without telling it.
+    /// This process serves all reads into the kernel's page cache. In a mount of a snapshot the kernel then
+    /// opens and closes files without requests.
     Pages,
 }
 
@@ -62,7 +62,7 @@ impl FromStr for Open {
 pub struct Opening {
     /// [`Open::Passthrough`] or [`Open::Pages`].
     pub way: Open,
-    /// Why that one.
+    /// The reason for this mode.
     pub reason: String,
 }
 
@@ -72,7 +72,7 @@ impl fmt::Display for Opening {
     }
 }
 
-/// Decides for [`Open::Auto`].
+/// Chooses the mode for [`Open::Auto`].
 pub(super) fn decide(view: &View, wanted: Open) -> Result<Opening> {
     let asked = || "asked for".to_owned();
     match wanted {
@@ -90,7 +90,7 @@ pub(super) fn decide(view: &View, wanted: Open) -> Result<Opening> {
     }
 }
 
-/// What the kernel or the system did not grant.
+/// The mode after the kernel has refused passthrough.
 pub(super) fn without_passthrough(opening: Opening) -> Opening {
     let reason = "the kernel hands no files over here (it takes Linux 6.9 and root)".to_owned();
     Opening { way: Open::Pages, reason: format!("{reason}; wanted: {}, {}", opening.way, opening.reason) }
@@ -100,12 +100,12 @@ pub(super) fn without_passthrough(opening: Opening) -> Opening {
 struct Sample {
     files: u64,
     bytes: u64,
-    /// Nothing was left out.
+    /// The sample covers the whole tree.
     is_all: bool,
 }
 
 impl Sample {
-    /// Walks breadth first, so that folders of all kinds are seen.
+    /// Walks breadth first, so that the sample sees directories of all kinds.
     fn take(view: &View) -> Result<Sample> {
         let mut sample = Sample { is_all: true, ..Sample::default() };
         let mut room = SAMPLE_ENTRIES_MAX;

@@ -1,20 +1,20 @@
-//! What became of the request that the current thread answers, for statistics and traces: the library
-//! consumes an answer without telling what it was.
+//! The outcome of the request that the current thread serves, for statistics and traces. The library consumes a
+//! reply without telling its content.
 
 use std::cell::Cell;
 
 use fuser::Errno;
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Outcome {
-    /// The error that the kernel was told, 0 for none.
+    /// The error of the reply, 0 for none.
     pub(super) errno: i32,
-    /// It is one that somebody should know of, not a plain no.
+    /// The error is a failure to count, not an expected one like ENOENT.
     pub(super) failed: bool,
     /// Bytes that were read or written.
     pub(super) bytes: u64,
-    /// The kernel serves an opened file from what it has: its pages, or a file that it was handed.
+    /// The kernel serves an opened file from cached pages or from a backing file.
     pub(super) kernel_serves: bool,
 }
 
@@ -24,23 +24,24 @@ thread_local! {
     };
 }
 
-/// Forgets the request before.
+/// Clears the outcome of the previous request.
 pub(super) fn reset() {
     OUTCOME.set(Outcome::default());
 }
 
-/// Of the current request, so far.
+/// The outcome of the current request, so far.
 pub(super) fn get() -> Outcome {
     OUTCOME.get()
 }
 
-/// Notes an error that the kernel is told, and hands it on.
+/// Notes an error of the reply as a failure, and returns it.
 pub(super) fn failure(errno: Errno) -> Errno {
     OUTCOME.set(Outcome { errno: errno.code(), failed: true, ..OUTCOME.get() });
     errno
 }
 
-/// Notes an answer of no that is not a failure: no such file, no such attribute, not offered.
+/// Notes an expected error that is not a failure (no such file, no such attribute, unsupported), and returns
+/// it.
 pub(super) fn refusal(errno: Errno) -> Errno {
     OUTCOME.set(Outcome { errno: errno.code(), ..OUTCOME.get() });
     errno
@@ -51,7 +52,7 @@ pub(super) fn moved(bytes: usize) {
     OUTCOME.set(Outcome { bytes: bytes as u64, ..OUTCOME.get() });
 }
 
-/// Notes that the kernel serves the opened file by itself.
+/// Notes that the kernel serves the opened file without read requests.
 pub(super) fn kernel_serves() {
     OUTCOME.set(Outcome { kernel_serves: true, ..OUTCOME.get() });
 }

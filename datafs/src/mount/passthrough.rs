@@ -1,5 +1,5 @@
-//! Whether the kernel takes files from this process to read them itself. It may agree to that with
-//! everybody when a mount begins, and takes them from the privileged only.
+//! FUSE passthrough: the check whether the kernel accepts backing files from this process. The kernel may grant
+//! the feature to every process when a mount begins, but accepts files from privileged ones only.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -27,21 +27,21 @@ mod ioctl {
     nix::ioctl_write_ptr!(backing_close, MAGIC, 2, u32);
 }
 
-/// How many file systems a file that the kernel is handed may be on, one above the other, plus one for the
-/// mount. The kernel allows 2; with 1 an overlay above the mount is possible.
+/// Most stacked file systems below a backing file, plus one for the mount. The kernel allows 2; with 1 an
+/// overlay above the mount is possible.
 pub(super) fn stack_depth(view: &View) -> u32 {
-    // The folder of a cache may not be there yet.
+    // The folder of a cache may not exist yet.
     let at = view.shared.pool.image_root().and_then(|root| root.ancestors().find_map(|at| statfs(at).ok()));
     let is_stacked =
         at.is_some_and(|at| [OVERLAYFS_SUPER_MAGIC, ECRYPTFS_SUPER_MAGIC].contains(&at.filesystem_type()));
     if is_stacked { 2 } else { 1 }
 }
 
-/// Whether the kernel takes files over the device of a mount that has begun. Tried with a file that is
-/// always there.
+/// Whether the kernel accepts backing files over the device of a running mount. Tried with a file that always
+/// exists.
 ///
 /// # Errors
-/// Any other refusal than for lack of privilege; it says nothing of other files.
+/// Any refusal other than for lack of privilege; it says nothing of other files.
 pub(super) fn is_permitted(device: &File) -> io::Result<bool> {
     let file = File::open("/proc/self/exe")?;
     let map = Map { file: file.as_raw_fd(), flags: 0, padding: 0 };

@@ -1,8 +1,8 @@
-//! The mount point: what is mounted where, attaching and detaching, with privilege through
-//! `mount(2)` and without through `fusermount3`.
+//! The mount point: lookup in the mount table, attaching and detaching. With privilege it uses `mount(2)`,
+//! without it `fusermount3`.
 //!
-//! The descriptor of `/dev/fuse` is made here and not by the FUSE library, because that unmounts
-//! its path once more when a session ends, whatever is mounted there by then.
+//! This module opens `/dev/fuse` instead of the FUSE library: the library unmounts its path once more when a
+//! session ends, even if another file system is mounted there by then.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
@@ -24,39 +24,39 @@ pub(super) const DEVICE: &str = "/dev/fuse";
 const FS_TYPE: &str = "fuse.millrace";
 /// Bit of CAP_SYS_ADMIN in a capability mask.
 const CAP_SYS_ADMIN: u32 = 21;
-/// Read-ahead of a mount, in KiB: requests of up to 1 MiB instead of the kernel's 128 KiB.
+/// Read-ahead window of a mount, in KiB: 1 MiB instead of the kernel's 128 KiB.
 const READ_AHEAD_KIB: u32 = 1024;
 
-/// Largest read of the kernel at once. A read of 1 MiB then comes as four requests, which two threads
-/// answer at the same time: 3.0 to 4.8 GiB/s with direct I/O on two cores, as one request 2.3.
+/// Largest read request of the kernel. A read of 1 MiB then becomes four requests, which two threads serve at
+/// the same time: 3.0 to 4.8 GiB/s with direct I/O on two cores, against 2.3 as one request.
 pub(super) const READ_BYTES_MAX: u32 = 256 * 1024;
 
 /// A mount of this crate as the kernel lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
-    /// Where it is mounted.
+    /// The mount point.
     pub(super) at: PathBuf,
     /// `major:minor` of its device; the minor is also the number of its FUSE connection.
     pub(super) device: String,
 }
 
-/// How to attach.
+/// Parameters of [`attach`].
 #[derive(Debug, Clone)]
 pub(super) struct Attach<'a> {
-    /// What `mount` and `df` show as the source: the volume.
+    /// The source that `mount` and `df` show: the volume.
     pub(super) source: &'a str,
-    /// Refuse writes in the kernel.
+    /// The kernel refuses writes.
     pub(super) read_only: bool,
-    /// What else was asked for.
+    /// Further options of the mount.
     pub(super) options: &'a MountOptions,
 }
 
-/// A refusal of the system. Not [`Error::io`], whose advice is about the home folder.
+/// An error of the system. Not [`Error::io`], whose advice is about the home folder.
 pub(super) fn refused(operation: &'static str, at: impl Into<PathBuf>, source: io::Error) -> Error {
     Error::Io { operation, path: at.into(), source }
 }
 
-/// Whether this process may mount, else the reason and the way out, in one line.
+/// Whether this process may mount. Otherwise the reason and the remedy, in one line.
 pub(super) fn can_mount() -> Result<(), String> {
     match OpenOptions::new().read(true).write(true).open(DEVICE) {
         Ok(_) => {}
@@ -109,11 +109,11 @@ fn has_mount_privilege(status: &str) -> bool {
         .is_some_and(|mask| mask >> CAP_SYS_ADMIN & 1 == 1)
 }
 
-/// Makes `at` an empty directory that nothing is mounted on: created when missing, and a mount of
-/// this crate whose process has died is taken off. Returns its absolute path.
+/// Makes `at` an empty directory without a mount: creates it if missing, and detaches a mount of this crate
+/// whose process has died. Returns the absolute path.
 pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
     let absolute = absolute(at)?;
-    // What the kernel has kept it answers for a dead process, too; not how much space there is.
+    // For a dead process the kernel still serves cached attributes, but not `statvfs`.
     let alive = nix::sys::statvfs::statvfs(&absolute).map_err(io::Error::from);
     match alive.and_then(|_| fs::metadata(&absolute)) {
         Err(e) if e.raw_os_error() == Some(libc::ENOTCONN) => {
@@ -143,8 +143,8 @@ pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
     Ok(absolute)
 }
 
-/// `at` with symbolic links resolved, as the kernel will list it. The last component is not looked
-/// at: it may be a dead mount.
+/// `at` with symbolic links resolved, as the mount table lists it. The last component may be a dead mount: if
+/// it cannot be resolved, only its parent is.
 pub(super) fn absolute(at: &Path) -> Result<PathBuf> {
     let failed = |e| refused("open mount point", at, e);
     match fs::canonicalize(at) {
@@ -207,7 +207,7 @@ fn unescape(field: &[u8]) -> OsString {
     OsString::from_vec(out)
 }
 
-/// Mounts on a prepared directory and returns the descriptor that the kernel's requests come from.
+/// Mounts on a prepared directory. Returns the descriptor that delivers the kernel's requests.
 pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
     let failed = |e| refused("mount on", at, e);
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -235,8 +235,8 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
     Ok(device.into())
 }
 
-/// Unmounts. Lazily: the path is free at once, what is open stays open until it is closed. Otherwise
-/// fails with EBUSY while something is open.
+/// Unmounts. With `lazy` the path is free at once, and open files stay usable until they are closed. Otherwise
+/// fails with EBUSY while a file is open.
 pub(super) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
     let flags = if lazy { MntFlags::MNT_DETACH } else { MntFlags::empty() };
     match umount2(at, flags | MntFlags::UMOUNT_NOFOLLOW) {
@@ -246,8 +246,7 @@ pub(super) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
     }
 }
 
-/// Lets the kernel read further ahead than its default. Needs privilege; without, reads are only
-/// slower.
+/// Raises the kernel's read-ahead. Needs privilege; without it reads are only slower.
 pub(super) fn raise_read_ahead(device: &str) {
     let setting = format!("/sys/class/bdi/{device}/read_ahead_kb");
     if let Err(error) = fs::write(&setting, READ_AHEAD_KIB.to_string()) {
@@ -255,20 +254,20 @@ pub(super) fn raise_read_ahead(device: &str) {
     }
 }
 
-/// Cuts the connection: every request that waits or comes gets an error. `false` when the system
-/// does not offer it.
+/// Aborts the FUSE connection: every waiting or new request gets an error. `false` when the system does not
+/// support it.
 pub(super) fn abort(device: &str) -> bool {
     let Some((_, minor)) = device.split_once(':') else { return false };
     fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1").is_ok()
 }
 
-/// A program somewhere in `PATH`.
+/// The path of a program in `PATH`.
 pub(super) fn in_path(program: &OsStr) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| p.is_file())
 }
 
-/// Runs a program to its end; its error is the last line that it wrote to its standard error.
+/// Runs a program to its end. The error is the last line of its standard error.
 pub(super) fn run_quietly(command: &mut Command) -> io::Result<()> {
     let output = command.output()?;
     if output.status.success() {

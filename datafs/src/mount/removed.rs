@@ -1,6 +1,6 @@
-//! Nodes that this mount has removed and that programs still hold: as a working directory, or by a descriptor
-//! that is opened with `O_PATH`. The volume has nothing of them any more, but as on a local disk they tell
-//! what they are. A regular file that is open is not among them: its record stays until the last close.
+//! Removed nodes that programs still hold: as a working directory, or by a descriptor opened with `O_PATH`. The
+//! volume has no record of them any more. As on a local disk, `stat` still returns their attributes. An open
+//! regular file is not among them: its record stays until the last close.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
@@ -8,16 +8,17 @@ use std::os::unix::ffi::OsStringExt as _;
 use super::answer::Adapter;
 use crate::fs::{Attr, Node, Unlinked};
 
-/// What a removed node was.
+/// The last state of a removed node.
 #[derive(Debug, Clone)]
 pub(super) struct Removed {
     pub(super) attr: Attr,
-    /// Of a symbolic link.
+    /// The target of a symbolic link.
     pub(super) target: Option<OsString>,
 }
 
 impl Adapter {
-    /// Notes what has lost a name, and keeps what has lost its last one for as long as the kernel knows it.
+    /// Notes that a node has lost a name. If it was the last one, keeps the node's state for as long as the
+    /// kernel knows it.
     pub(super) fn note_removed(&self, unlinked: Unlinked) {
         let Unlinked { ino, inode, target } = unlinked;
         self.coherence.loses_name(ino, inode.names_version);

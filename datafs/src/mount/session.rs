@@ -1,4 +1,4 @@
-//! The life of one mount: attach, serve, detach, flush.
+//! The lifecycle of one mount: attach, serve, detach, flush.
 
 use std::fs::File;
 use std::io;
@@ -26,12 +26,12 @@ use super::write_back::WriteBack;
 use crate::error::{Error, Result};
 use crate::view::View;
 
-/// How long files that are still open may be used after an unmount before they are cut off.
+/// Grace period for open files after an unmount; then the mount aborts the connection.
 const GRACE: Duration = Duration::from_secs(3);
-/// Most threads that one mount may have.
+/// Most serving threads of one mount.
 const THREADS_MAX: usize = 64;
 
-/// A mounted view. Dropping it unmounts as [`Mount::unmount`] does, and logs what went wrong.
+/// A mounted view. Dropping it unmounts like [`Mount::unmount`] and logs errors.
 #[derive(Debug)]
 pub struct Mount {
     at: PathBuf,
@@ -41,7 +41,7 @@ pub struct Mount {
     coherence: Arc<Coherence>,
     write_back: WriteBack,
     watch: Arc<Watch>,
-    /// Others may ask; None where the home does not allow for it.
+    /// The control socket for other processes; `None` if it could not be created.
     control: Option<Control>,
     opening: Opening,
     ended: Arc<Ended>,
@@ -94,7 +94,8 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let source = view.spec().to_string();
     let read_only = options.read_only || view.is_snapshot();
     let attach = Attach { source: &source, read_only, options };
-    // Told apart from other mounts of the volume, and from what this process does beside it.
+    // A writer ID of its own distinguishes its changes from other mounts of the volume and other writes of this
+    // process.
     let handles = Arc::new(Handles::new(view.as_writer()?));
     let device_fd = point::attach(&at, &attach)?;
     let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
@@ -109,7 +110,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         }
     };
     let found = point::find(&at).inspect_err(|_| {
-        // It serves already, which ends when nothing is mounted any more.
+        // The session already runs; it ends when nothing is mounted any more.
         locks.stop();
         take_off(&at);
         ended.wait(GRACE);
@@ -144,20 +145,20 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
         thread: Some(thread),
     };
     if !mount.handles.view.is_snapshot() {
-        // Dropping the mount takes it off.
+        // Dropping the mount detaches it.
         mount
             .write_back
             .start(&mount.handles)
             .map_err(|e| point::refused("serve the mount at", &mount.at, e))?;
     }
     match trace {
-        // Dropping the mount takes it off.
+        // Dropping the mount detaches it.
         Some(Err(error)) => Err(error),
         _ => Ok(mount),
     }
 }
 
-/// Takes a mount that is not going to be used off its path.
+/// Detaches a mount whose start has failed.
 fn take_off(at: &Path) {
     if let Err(error) = point::detach(at, true) {
         tracing::warn!(%error, path = %at.display(), "a failed mount could not be taken off");
@@ -213,41 +214,39 @@ fn serve(
 }
 
 impl Mount {
-    /// Where the view is mounted, absolute.
+    /// The absolute path of the mount point.
     pub fn path(&self) -> &Path {
         &self.at
     }
 
-    /// How it opens files, and why; for people to be told once.
+    /// How the mount opens files, and why, as text for people.
     pub fn opening(&self) -> &Opening {
         &self.opening
     }
 
-    /// What it has done so far. Other processes ask through [`super::served`].
+    /// Statistics since the mount began. Other processes request them through [`super::served`].
     pub fn stats(&self) -> MountStats {
         self.watch.stats()
     }
 
-    /// Unmounts and waits until everything that was written is committed. While files are open the
-    /// path is freed at once; their users have three seconds to close them, then they get errors.
+    /// Unmounts and waits until all writes are committed. While files are open the path is freed at once.
+    /// Programs have three seconds to close them, then they get errors.
     ///
     /// # Errors
-    /// What could not be committed, or the system's refusal to unmount. The mount has ended
-    /// nevertheless.
+    /// Errors of the final commit, or the system's refusal to unmount. The mount has ended nevertheless.
     pub fn unmount(mut self) -> Result<()> {
         self.end()
     }
 
-    /// Waits until the mount ends by somebody else's hand: [`super::umount`] or the `umount` command.
+    /// Waits until another process or thread ends the mount: [`super::umount`] or the `umount` command.
     ///
     /// # Errors
-    /// What could not be committed, or a failure of the serving threads.
+    /// Errors of the final commit, or a failure of the serving threads.
     pub fn join(mut self) -> Result<()> {
         self.collect()
     }
 
-    /// Whether the mount still serves; `false` once somebody has unmounted it and its last file was
-    /// closed.
+    /// Whether the mount still serves; `false` once it is unmounted and its last file is closed.
     pub fn is_serving(&self) -> bool {
         !*self.ended.flag.lock()
     }
@@ -256,7 +255,7 @@ impl Mount {
         if self.thread.is_none() {
             return Ok(());
         }
-        // Whoever waits for a lock would keep the mount busy.
+        // A thread that waits for a lock would keep the mount busy.
         self.locks.stop();
         let mut result = self.detach();
         if !self.ended.wait(GRACE) {
@@ -275,7 +274,7 @@ impl Mount {
         result
     }
 
-    /// Takes the mount off its path, unless somebody has done so (and perhaps mounted something else).
+    /// Detaches the mount from its path, unless it is detached already (and perhaps replaced by another mount).
     fn detach(&self) -> Result<()> {
         if !self.is_attached()? {
             return Ok(());
@@ -283,7 +282,7 @@ impl Mount {
         if point::detach(&self.at, false).is_ok() {
             return Ok(());
         }
-        // Files are open, mostly.
+        // Mostly because files are open.
         let flushed = self.handles.flush_all();
         match point::detach(&self.at, true) {
             Err(error) if self.is_attached()? => Err(point::refused("unmount", &self.at, error)),

@@ -1,21 +1,21 @@
-//! System calls that walk their path a second time, and what they find then.
+//! Stale retries: the threads that the kernel makes walk a path a second time after ESTALE, and the files held
+//! for them.
 //!
-//! A node that has gone, or lost a name, since the kernel has looked it up is refused as stale. The kernel
-//! then walks the path once more, asking for each name. What it finds may go as well before it comes back
-//! with it: a second refusal would reach the program, which a local disk never does. So what a thread finds
-//! on its second way is kept for it. It was there during the system call, and that is all that the call may
-//! ask for.
+//! The mount refuses a node as stale when it has gone, or lost a name, since the kernel's lookup. The kernel
+//! then walks the path once more and looks up each name. The node found on that second walk may also go before
+//! the kernel uses it. A second ESTALE would reach the program, which a local disk never causes. So the mount
+//! holds the node that a thread finds on its second walk. It existed during the system call, which is all that
+//! the call may ask for.
 //!
-//! A file is opened for the thread as soon as it is found, so that nobody takes its bytes away. The kernel
-//! may not believe these names: a later call, which has to see what others have closed meanwhile, asks for
-//! its own.
+//! The mount opens a file for the thread as soon as it is found, so that its data is not freed. The kernel may
+//! not cache the names of a second walk: a later call must see changes that others have closed meanwhile.
 //!
-//! A thread that is refused a change of names is sent on its second way as well. So is one that opens a file of which
-//! the kernel may have an old size: its look-up brings the size. Several threads may do so at once.
+//! A thread that is refused a change of names also walks a second time. So does one that opens a file whose
+//! size in the kernel may be old: its lookup refreshes the size. Several threads may do so at once.
 //!
-//! Creation at a name that exists is refused in the same way, since the kernel checks no permission after it. The
-//! existing file is held for the second walk. It answers that walk's look-up if the name is gone by then, so that
-//! creation and removal by others never make the call fail.
+//! Creation at an existing name is refused in the same way, since the kernel checks no permission after it. The
+//! mount holds the existing file for the second walk. If the name is gone by then, the held file answers the
+//! lookup. So creation and removal by others never make the call fail.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -36,24 +36,23 @@ use crate::error::{Error, Result};
 use crate::fs::acl;
 use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner};
 
-/// How long after a refusal a thread may set out on its second way. It does so at once, unless the machine has
-/// too much to do.
+/// After ESTALE, allow 30 s for the retry. It comes at once unless the machine is overloaded.
 const EXPECTED: Duration = Duration::from_secs(30);
-/// How long it may be served on it: finding something may take as long as a commit of others.
+/// Time limit of a lookup on the second walk, which may take as long as a commit by others.
 const SERVED: Duration = Duration::from_secs(300);
-/// How long what it has found is kept for it, and then again as long as it may still be in the same system call, up to
+/// How long a found node is held. Repeated while the thread may still be in the same system call, up to
 /// [`EXPECTED`] after the refusal.
 const KEPT: Duration = Duration::from_secs(1);
-/// Files at a name that are gone by the time they are opened, one after the other.
+/// Most attempts to open a file at a name, when each one found is gone before the open.
 const ATTEMPTS: u32 = 100;
 
-/// What was refused.
+/// The kind of a refused request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refused {
     Node,
-    /// A file that is opened, of which the look-up on the second way brings the size.
+    /// An open of a file whose size the lookup on the second walk refreshes.
     Size,
-    /// A name in a directory that has gone.
+    /// A lookup or creation in a directory.
     Name,
     /// A change of names, one of them in this directory, that lead elsewhere than the kernel was told.
     Change,
@@ -61,50 +60,50 @@ pub(super) enum Refused {
     Removal,
 }
 
-/// How a thread comes to a file that it opens.
+/// How a thread reached the file that it opens.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Arrival {
-    /// Its path has led here during the same system call.
+    /// The thread has found the file on its second walk.
     pub(super) found: bool,
-    /// It was sent to bring the size, and the kernel has got that with the look-up.
+    /// The thread was refused in order to refresh the size, and its lookup has done so.
     pub(super) sized: bool,
-    /// It was refused the file just before. It has no other way, as by `/proc/self/fd`.
+    /// The thread was refused the file just before. It cannot reach another file, as by `/proc/self/fd`.
     pub(super) again: bool,
 }
 
 impl Arrival {
-    /// The file was found during the system call.
+    /// The file was found on the second walk.
     pub(super) const FOUND: Arrival = Arrival { found: true, sized: false, again: false };
 }
 
-/// What a thread has found on its second way.
+/// A node that a thread has found on its second walk.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) attr: Attr,
-    /// Of a symbolic link.
+    /// The target of a symbolic link.
     pub(super) target: Option<OsString>,
-    /// Keeps a file's bytes.
+    /// Keeps a file's data from being freed.
     _file: Option<OpenFile>,
 }
 
-/// A file that was opened by its creation.
+/// A file that a create request has opened.
 #[derive(Debug)]
 pub(super) struct Created {
     pub(super) attr: Attr,
     pub(super) file: OpenFile,
-    /// It did not exist before.
+    /// The request has created the file.
     pub(super) is_new: bool,
 }
 
-/// Outcome of a creation.
+/// Result of a create request.
 #[derive(Debug)]
 pub(super) enum Creation {
     /// The file is open.
     Opened(Box<Created>),
-    /// The name exists. The kernel has to walk the path again, since it has not checked whether the caller may open what
-    /// is there.
+    /// The name exists. The kernel must walk the path again, since it has not checked whether the caller may
+    /// open the file.
     Exists,
-    /// The name exists on the second walk, and owner and mode deny what the caller wants.
+    /// The name exists on the second walk, and owner and mode deny the open.
     Denied,
 }
 
@@ -113,23 +112,23 @@ struct StaleRetry {
     refused: Refused,
     node: Node,
     found: Option<Arc<Found>>,
-    /// The name in the directory `node` at which the thread was to create a file, and what it led to.
+    /// The name in the directory `node` at which the thread tried to create a file, and the existing node.
     existing: Option<(OsString, Arc<Found>)>,
     since: Instant,
     until: Instant,
 }
 
-/// The threads that were refused something a short time ago.
+/// The threads that were refused a request a short time ago.
 #[derive(Debug, Default)]
 pub(super) struct StaleRetries {
-    /// How many: asked at each look-up.
+    /// Number of threads; read at each lookup.
     count: AtomicUsize,
     threads: Mutex<HashMap<u32, StaleRetry>>,
 }
 
 impl StaleRetries {
-    /// Notes that a thread is refused something. False when it was refused the same just before and has
-    /// found nothing else, or cannot be told from others: it has no other way.
+    /// Notes that a thread is refused a request. False when a retry is useless: the thread was refused the same
+    /// just before and has found nothing else, or it has no ID in this namespace.
     pub(super) fn refuse(&self, thread: u32, refused: Refused, node: Node) -> bool {
         if thread == 0 {
             return false;
@@ -138,7 +137,7 @@ impl StaleRetries {
         before.is_none_or(|before| (before.refused, before.node) != (refused, node) || before.found.is_some())
     }
 
-    /// Notes that a thread is refused creation at a name in a directory, which leads to something.
+    /// Notes that a thread is refused creation at an existing name of a directory.
     fn refuse_creation(&self, thread: u32, parent: Node, name: &OsStr, existing: Found) {
         if thread != 0 {
             let existing = (name.to_owned(), Arc::new(existing));
@@ -161,7 +160,7 @@ impl StaleRetries {
         before
     }
 
-    /// What a name led to when the thread was refused creation there.
+    /// The existing node at a name where the thread was refused creation.
     fn existing(&self, thread: u32, parent: Node, name: &OsStr) -> Option<Arc<Found>> {
         let threads = self.threads.lock();
         let retry = threads.get(&thread).filter(|retry| retry.node == parent)?;
@@ -169,7 +168,7 @@ impl StaleRetries {
         (at == name).then(|| Arc::clone(found))
     }
 
-    /// Whether a thread is on its second way. It is expected no longer, but served.
+    /// Whether a thread is on its second walk. Extends its time limit to [`SERVED`].
     fn serves(&self, thread: u32) -> bool {
         if self.count.load(Ordering::Acquire) == 0 {
             return false;
@@ -179,8 +178,8 @@ impl StaleRetries {
         retry.map(|retry| retry.until = Instant::now() + SERVED).is_some()
     }
 
-    /// Keeps what a thread has found until it finds something else: for a hard link the kernel looks the new name, which
-    /// leads to nothing, up after the file.
+    /// Holds the node that a thread has found until it finds another. For a hard link the kernel looks up the
+    /// new name, which does not exist, after the file.
     fn keep(&self, thread: u32, found: Option<Arc<Found>>) {
         let mut threads = self.threads.lock();
         let before = threads.get_mut(&thread).and_then(|retry| {
@@ -188,11 +187,11 @@ impl StaleRetries {
             found.and_then(|found| retry.found.replace(found))
         });
         drop(threads);
-        // Closing it may take a transaction.
+        // Closing the file may take a transaction.
         drop(before);
     }
 
-    /// What a thread has found when it comes with it.
+    /// The node that a thread has found, if it is this one.
     pub(super) fn found(&self, thread: u32, node: Node) -> Option<Arc<Found>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
@@ -201,7 +200,7 @@ impl StaleRetries {
         Some(found).filter(|found| found.attr.node == node)
     }
 
-    /// [`StaleRetries::found`] by a thread that has arrived with it.
+    /// [`StaleRetries::found`] for a thread that has reached the node; ends its retry.
     pub(super) fn take(&self, thread: u32, node: Node) -> Option<Arc<Found>> {
         let found = self.found(thread, node)?;
         let mut threads = self.threads.lock();
@@ -212,7 +211,7 @@ impl StaleRetries {
         Some(found)
     }
 
-    /// How a thread comes to a file that it opens, and what keeps the file's bytes until it has done so.
+    /// How a thread reached the file that it opens, and the handle that keeps the file's data until the open.
     pub(super) fn arrive(&self, thread: u32, node: Node) -> (Arrival, Option<Arc<Found>>) {
         if self.count.load(Ordering::Acquire) == 0 {
             return (Arrival::default(), None);
@@ -224,14 +223,14 @@ impl StaleRetries {
         {
             sized = retry.refused == Refused::Size;
             again = true;
-            // It walks no longer.
+            // The thread no longer walks the path.
             retry.refused = Refused::Node;
         }
         let found = self.take(thread, node);
         (Arrival { found: found.is_some(), sized: sized && found.is_some(), again }, found)
     }
 
-    /// A thread has no more to come back for.
+    /// Ends the retry of a thread.
     pub(super) fn forget(&self, thread: u32) {
         let mut threads = self.threads.lock();
         let retry = threads.remove(&thread);
@@ -241,16 +240,16 @@ impl StaleRetries {
         drop(retry);
     }
 
-    /// Whether a thread walks a path to bring the size of a node.
+    /// Whether a thread walks a path to refresh the size of a node.
     pub(super) fn walks(&self, node: Node) -> bool {
-        // One may have come to another file, and be served there.
+        // A thread may have reached another file, and its limit been extended there.
         let walks = |retry: &StaleRetry| {
             (retry.refused, retry.node) == (Refused::Size, node) && retry.since.elapsed() < EXPECTED
         };
         self.count.load(Ordering::Acquire) > 0 && self.threads.lock().values().any(walks)
     }
 
-    /// Whether a thread comes back with a change of names that it was refused. It is served no longer.
+    /// Whether a thread retries a refused change of names in this directory. Ends the retry if so.
     pub(super) fn changes_again(&self, thread: u32, parent: Node) -> bool {
         if self.count.load(Ordering::Acquire) == 0 {
             return false;
@@ -265,7 +264,8 @@ impl StaleRetries {
         again
     }
 
-    /// A name on the second way of a thread has gone. The kernel answers a removal so, and the thread does not come back.
+    /// A name is missing on the second walk of a thread. A removal then fails in the kernel, so the thread
+    /// sends no retry.
     fn misses(&self, thread: u32) {
         let is_removal = |retry: &StaleRetry| retry.refused == Refused::Removal;
         if self.threads.lock().get(&thread).is_some_and(is_removal) {
@@ -273,7 +273,7 @@ impl StaleRetries {
         }
     }
 
-    /// When something is to be given up, at the earliest.
+    /// The earliest expiry of a retry.
     pub(super) fn due(&self) -> Option<Instant> {
         if self.count.load(Ordering::Acquire) == 0 {
             return None;
@@ -281,8 +281,8 @@ impl StaleRetries {
         self.threads.lock().values().map(|retry| retry.until).min()
     }
 
-    /// Gives up what no thread has come back for by then. A thread that has found something may not have had a
-    /// processor since, on a machine that has too much to do: it is waited for as long as that may be so.
+    /// Drops retries that have expired by `now`. On an overloaded machine a thread that has found a node may
+    /// not have run since. Its retry stays while that is possible.
     pub(super) fn give_up(&self, now: Instant) {
         let mut threads = self.threads.lock();
         let late: Vec<_> = threads
@@ -300,7 +300,7 @@ impl StaleRetries {
         drop(late);
     }
 
-    /// Gives everything up.
+    /// Drops all retries.
     pub(super) fn clear(&self) {
         let all = std::mem::take(&mut *self.threads.lock());
         self.count.store(0, Ordering::Release);
@@ -309,8 +309,8 @@ impl StaleRetries {
 }
 
 impl Adapter {
-    /// What a name in a live directory is, and whether the kernel may believe it. `None` when it is not
-    /// there, [`Error::NotFound`] when the directory is not.
+    /// Looks a name up in a live directory; also returns whether the kernel may cache the name. `None` when the
+    /// name does not exist, [`Error::NotFound`] when the directory does not.
     pub(super) fn find(&self, thread: u32, parent: Node, name: &OsStr) -> Result<Option<(Attr, bool)>> {
         let retries = &self.coherence.retries;
         if !retries.serves(thread) {
@@ -328,14 +328,14 @@ impl Adapter {
         let holds = held.is_some();
         retries.keep(thread, held);
         if holds {
-            // The thread that gives up has to look again: this goes sooner than what it waits for.
+            // The thread that drops expired retries must compute its deadline again: this one expires sooner.
             self.coherence.wake();
         }
         answer
     }
 
-    /// What a name in a live directory is, and what is to be kept of it. Where a file loses its name before it is open,
-    /// it is kept from being freed; where that comes too late each time, nothing is kept.
+    /// Looks a name up in a live directory and holds the node. A file that loses its name before the open is
+    /// kept as an orphan. If that comes too late each time, nothing is held.
     fn find_and_hold(&self, parent: Node, name: &OsStr) -> Result<Option<(Attr, Option<Found>)>> {
         let view = &self.handles.view;
         let mut last = None;
@@ -357,11 +357,11 @@ impl Adapter {
         Ok(last)
     }
 
-    /// Opens a file that was found a moment ago, so that its bytes stay.
+    /// Opens a file that was found a moment ago, so that its data stays.
     fn hold(&self, node: Node) -> Result<OpenFile> {
         let view = &self.handles.view;
         match view.open(node, OpenFlags::READ) {
-            // Somebody has taken its name, and may do so each time.
+            // Another process has removed its name, and may do so on each attempt.
             Err(error) if error.is_not_found() => view.open_orphan(node),
             opened => opened,
         }
@@ -369,8 +369,8 @@ impl Adapter {
 
     /// Creates a file and opens it, unless the name exists.
     ///
-    /// The kernel walks the path again once per system call. On the second walk the file is created when what is there
-    /// goes again, and opened or refused where owner and mode alone decide.
+    /// The kernel retries once per system call. On the second walk this creates the file if the existing one
+    /// goes again. It opens or refuses the existing file where owner and mode alone decide.
     pub(super) fn create_new(
         &self,
         request: &Request,
@@ -417,19 +417,19 @@ impl Adapter {
             }
         }
         if let Some(existing) = existing {
-            // A second refusal would reach the program.
+            // A second ESTALE would reach the program.
             if attempts > 1 && self.mode_denies(request, &existing.attr, flags) {
                 return Ok(Creation::Denied);
             }
             retries.refuse_creation(thread, parent, name, existing);
-            // It is going to forget this.
+            // The coherence thread drops this when it expires.
             self.coherence.wake();
         }
         Ok(Creation::Exists)
     }
 
-    /// Whether owner and mode of a file allow a caller to open it, and nothing else has a say: no access control list,
-    /// and no sticky directory, in which the kernel may protect the files of others.
+    /// Whether owner and mode of a file alone allow a caller to open it. False with an access control list, and
+    /// in a sticky directory, in which the kernel may protect other users' files.
     fn mode_allows(&self, request: &Request, parent: Node, attr: &Attr, flags: OpenFlags) -> bool {
         let view = &self.handles.view;
         let wanted = u32::from(flags.read) << 2 | u32::from(flags.write || flags.truncate) << 1;
@@ -453,7 +453,7 @@ impl Adapter {
             && is_in_group(request, attr.gid).is_some_and(|member| allows(if member { 3 } else { 0 }))
     }
 
-    /// Whether owner and mode of a file keep a caller from opening it, as far as that can be told: not with an access
+    /// Whether owner and mode of a file deny a caller the open. False where that is unknown, as with an access
     /// control list.
     pub(super) fn mode_denies(&self, request: &Request, attr: &Attr, flags: OpenFlags) -> bool {
         let wanted = u32::from(flags.read) << 2 | u32::from(flags.write || flags.truncate) << 1;
@@ -470,8 +470,8 @@ impl Adapter {
             && is_in_group(request, attr.gid).is_some_and(|member| !allows(if member { 3 } else { 0 }))
     }
 
-    /// The errno of an error of a request that names a node the kernel has looked up before: when it is
-    /// gone, the kernel looks the path up again and finds what has replaced it.
+    /// The errno for a failed request that names a node from an earlier lookup. When the node is gone, ESTALE
+    /// makes the kernel look the path up again and find its replacement.
     pub(super) fn failed_for(
         &self,
         operation: &'static str,
@@ -484,29 +484,31 @@ impl Adapter {
         self.refused((thread, refused, node))
     }
 
-    /// Has the kernel walk a path again that leads to the same or to something else.
+    /// Makes the kernel walk a path again, which may lead to the same node or another.
     pub(super) fn walk_again(&self, thread: u32, refused: Refused, node: Node) -> Errno {
-        // A thread that comes back is served.
+        // The retry of the thread passes.
         self.coherence.retries.refuse(thread, refused, node);
         self.sent_again()
     }
 
-    /// The answer to a thread that is noted as one that walks its path again.
+    /// The ESTALE reply to a thread that is noted as walking its path again.
     pub(super) fn sent_again(&self) -> Errno {
-        // The thread that gives up has to look again.
+        // The thread that drops expired retries must compute its deadline again.
         self.coherence.wake();
         outcome::refusal(Errno::ESTALE)
     }
 
-    /// Whether a change by path may go on: not where the path that the kernel has walked without asking may lead
-    /// elsewhere by now. With `by_descriptor` it may come by that of an open file, too: then no path is walked again,
-    /// and none is wrong.
+    /// Checks whether a change by path may proceed: not where the path that the kernel resolved from its cache
+    /// may lead elsewhere by now. With `by_descriptor` the change may come through an open descriptor: then
+    /// there is no path to walk again.
     ///
-    /// The kernel does not say which it is, but the system call of the thread does. Where that cannot be read, as
-    /// without the right to trace the program, the first change of an open file that has lost a name is refused.
+    /// The kernel does not tell the two apart, but the system call of the thread does. Where that cannot be
+    /// read, as without the right to trace the program, the first change of an open file that has lost a name
+    /// is refused.
     ///
-    /// Returns what the thread has found on its second way, to be held until the change is made: it keeps the file's
-    /// bytes. The change succeeds where that is gone by then, as it would have a moment before.
+    /// Returns the node that the thread has found on its second walk, to be held until the change is made: it
+    /// keeps the file's data. If that node is gone by then, the change succeeds, as it would have a moment
+    /// before.
     pub(super) fn check_named(
         &self,
         operation: &'static str,
@@ -525,7 +527,7 @@ impl Adapter {
         let attr = self.catch_up(node).and_then(|()| self.handles.view.getattr(node)).map_err(failed)?;
         if arrival.again {
             self.coherence.retries.forget(thread);
-            // Else it would be refused every second time.
+            // Otherwise every second request would be refused.
             if by_descriptor && call_by(thread) == CallBy::Unknown {
                 self.coherence.settles_names(&attr);
             }
@@ -538,7 +540,7 @@ impl Adapter {
             && match call_by(thread) {
                 CallBy::Path => false,
                 CallBy::Other => true,
-                // Directories that are open are not counted.
+                // The handle table does not count open directories.
                 CallBy::Unknown if attr.kind == FileKind::Directory => true,
                 CallBy::Unknown => thread == 0 && self.handles.is_open(node),
             };
@@ -546,20 +548,20 @@ impl Adapter {
             return Ok(None);
         }
         if thread == 0 {
-            // It is not known to come back.
+            // Its retry cannot be recognized.
             self.coherence.settles_names(&attr);
         }
         Err(self.walk_again(thread, Refused::Node, node))
     }
 
-    /// Has the kernel walk the path again.
+    /// Makes the kernel walk the path again, or fails with ENOENT if that is useless.
     pub(super) fn refused(&self, (thread, refused, node): (u32, Refused, Node)) -> Errno {
         let has_another_way = self.coherence.retries.refuse(thread, refused, node);
-        // It is going to forget this.
+        // The coherence thread drops this when it expires.
         self.coherence.wake();
-        // A thread that comes back with the same holds it: as a directory that another mount has removed. On a
-        // local disk, too, there is nothing in it. What comes from a thread that cannot be told from others is
-        // not known to come back.
+        // A thread that retries with the same node holds it, as a directory that another mount has removed. On
+        // a local disk, too, such a directory is empty. The retry of a thread without an ID in this namespace
+        // cannot be recognized.
         let none = !has_another_way && (refused == Refused::Name || thread != 0);
         outcome::refusal(if none { Errno::ENOENT } else { Errno::ESTALE })
     }

@@ -1,4 +1,4 @@
-//! Reads of files that the kernel has opened without telling: they name the inode and no handle.
+//! A cache of files that the kernel reads without an open request: such a read names the inode and no handle.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use crate::error::Result;
 use crate::fs::{Node, OpenFile};
 use crate::view::View;
 
-/// Files whose place in the store is remembered: with one extent each, less than 2 MiB.
+/// Most cached files: with one extent each, less than 2 MiB.
 const FILES_MAX: usize = 4_096;
 
-/// The files that were read last. They are of a snapshot, so what is known of them stays right.
+/// The cached files, all of snapshots, so their layout never changes.
 #[derive(Debug, Default)]
 pub(super) struct Stateless {
     files: Mutex<Files>,
@@ -21,8 +21,8 @@ pub(super) struct Stateless {
 #[derive(Debug, Default)]
 struct Files {
     by_node: HashMap<Node, Arc<OpenFile>>,
-    /// Oldest first. A file that is read again does not move: the kernel keeps pages, so that what is
-    /// read again soon is mostly the rest of a large file.
+    /// Oldest first. A read does not move a file: the kernel caches pages, so repeated reads are mostly the
+    /// rest of a large file.
     order: VecDeque<Node>,
 }
 
@@ -36,7 +36,7 @@ impl Stateless {
         Ok(file)
     }
 
-    /// Remembers a file.
+    /// Adds a file, and removes the oldest one from a full cache.
     pub(super) fn put(&self, file: Arc<OpenFile>) {
         let node = file.node();
         let mut files = self.files.lock();

@@ -1,8 +1,7 @@
-//! Statistics of a mount: for each kind of request how many there were, how long they took, what they
-//! moved and how many failed.
+//! Statistics of a mount: for each kind of request the count, the duration, the bytes and the failures.
 //!
-//! Recording takes no lock: threads write to cells of their own, mostly, and whoever looks adds them up.
-//! Measured, processor time on two busy cores: 30 ns a request, and 93 ns for the two looks at the clock.
+//! Recording takes no lock: most threads write to cells of their own, and a reader adds the cells up. Measured
+//! processor time on two busy cores: 30 ns per request, and 93 ns for the two clock reads.
 
 mod exported;
 mod latency;
@@ -21,7 +20,7 @@ use crate::metrics::{STRIPES, stripe};
 
 macro_rules! operations {
     ($($variant:ident $name:literal,)*) => {
-        /// The kinds of requests, by the names that programs know them by.
+        /// The kinds of requests, with the names of their FUSE operations.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) enum Op { $($variant,)* }
 
@@ -46,18 +45,18 @@ operations! {
     CopyFileRange "copy_file_range",
 }
 
-/// What the threads of a mount count.
+/// The counters of a mount, in stripes.
 #[derive(Debug, Default)]
 pub(super) struct Stats {
     stripes: [Stripe; STRIPES],
 }
 
-/// What a few threads count, mostly one.
+/// The counters of a few threads, mostly one.
 #[derive(Debug)]
 struct Stripe {
-    /// Made at the first request of a kind: most mounts see few.
+    /// Allocated at the first request of a kind: most mounts see few kinds.
     cells: [OnceLock<Box<Cells>>; Op::ALL.len()],
-    /// Files opened that the kernel then served by itself.
+    /// Files opened that the kernel then served without read requests.
     kernel_served: AtomicU64,
 }
 
@@ -67,7 +66,7 @@ impl Default for Stripe {
     }
 }
 
-/// The requests of one kind.
+/// The counters of one kind of request.
 #[derive(Debug)]
 struct Cells {
     begun: AtomicU64,
@@ -100,7 +99,7 @@ impl Stats {
         self.cells(op).begun.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a request that has been answered, by the same thread.
+    /// Counts a request that the same thread has answered.
     pub(super) fn end(&self, op: Op, nanos: u64, outcome: Outcome) {
         let cells = self.cells(op);
         cells.buckets[bucket(nanos)].fetch_add(1, Ordering::Relaxed);
@@ -116,7 +115,7 @@ impl Stats {
         }
     }
 
-    /// The kinds of which there were any. Not of one moment: who counts goes on meanwhile.
+    /// The kinds with at least one request. Not a consistent snapshot: threads go on counting meanwhile.
     pub(super) fn operations(&self) -> Vec<OperationStats> {
         Op::ALL.iter().filter_map(|op| self.operation(*op)).collect()
     }
@@ -125,7 +124,7 @@ impl Stats {
         let mut sum = OperationStats { op: op.name().into(), ..OperationStats::default() };
         let mut begun = 0;
         for cells in self.stripes.iter().filter_map(|stripe| stripe.cells[op as usize].get()) {
-            // What has ended first, so that it is never more than what was begun.
+            // Ended requests are read first, so that they never exceed the begun ones.
             for (i, count) in cells.buckets.iter().enumerate() {
                 sum.latency.add(i, count.load(Ordering::Relaxed));
             }
@@ -138,7 +137,7 @@ impl Stats {
         (begun > 0).then_some(sum)
     }
 
-    /// Files opened that the kernel then served by itself.
+    /// Files opened that the kernel then served without read requests.
     pub(super) fn kernel_served_opens(&self) -> u64 {
         self.stripes.iter().map(|stripe| stripe.kernel_served.load(Ordering::Relaxed)).sum()
     }

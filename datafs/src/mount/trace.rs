@@ -1,7 +1,7 @@
-//! A line for each request, for as long as somebody wants it.
+//! The request trace of a mount: one line per request in a bounded file, while a trace is on.
 //!
-//! Serving threads put lines into memory and never wait for the disk: what does not fit is counted as
-//! lost. The file is bounded: when it is full it becomes `FILE.1`, in the place of the one before.
+//! Serving threads put lines into memory and never wait for the disk; lines that do not fit are counted as
+//! lost. When the file is full it is renamed to `FILE.1` and replaces the previous one.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -23,21 +23,21 @@ use super::outcome::Outcome;
 use super::stats::{Op, TraceStats};
 use crate::error::{Error, Result};
 
-/// Bytes of lines that wait for the disk.
+/// Most bytes of lines that wait for the disk.
 const PENDING_BYTES_MAX: usize = 8 << 20;
-/// Least size of a file, so that each holds some thousand lines.
+/// Smallest size limit of a file, so that each holds some thousand lines.
 const FILE_BYTES_MIN: u64 = 1 << 16;
 
-/// Where requests are written down.
+/// The file of a trace and its bound.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TraceOptions {
-    /// The file; lines are added to one that is there. Not on the mount itself.
+    /// The file; the trace appends to an existing one. Not on the traced mount.
     pub file: PathBuf,
-    /// Bytes that it may have, and the one before it (`FILE.1`) as well. At least 64 KiB.
+    /// Most bytes of this file, and of the previous one (`FILE.1`). At least 64 KiB.
     pub file_bytes_max: u64,
 }
 
-/// A request, as a line tells it.
+/// The fields of a request in a trace line.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Request<'a> {
     pub(super) op: Op,
@@ -86,7 +86,7 @@ impl Trace {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// Begins to write, in the place of a trace that is being written. `device` is that of the mount.
+    /// Starts a trace, in place of a running one. `device` is the device number of the mount.
     pub(super) fn start(&self, options: &TraceOptions, device: Option<u64>) -> Result<()> {
         if options.file_bytes_max < FILE_BYTES_MIN {
             let message = format!("a trace file has at least {FILE_BYTES_MIN} bytes");
@@ -114,7 +114,7 @@ impl Trace {
         Ok(())
     }
 
-    /// Ends it; everything that was noted is in the file then.
+    /// Ends the trace, after all its lines are written to the file.
     pub(super) fn stop(&self) {
         self.on.store(false, Ordering::Relaxed);
         let Some(running) = self.running.write().take() else { return };
@@ -136,7 +136,7 @@ impl Trace {
         })
     }
 
-    /// Notes a request that was answered just now.
+    /// Traces a request that was answered just now.
     #[cold]
     pub(super) fn note(&self, request: &Request<'_>, outcome: Outcome, took: Duration) {
         let Some(queue) = self.running.read().as_ref().map(|running| Arc::clone(&running.queue)) else {
@@ -229,13 +229,13 @@ impl Queue {
     }
 }
 
-/// The file that lines go to.
+/// The open trace file.
 #[derive(Debug)]
 struct Output {
     options: TraceOptions,
     file: File,
     len: u64,
-    /// Lost lines that the file tells of.
+    /// Lost lines that the file already reports.
     lost_told: u64,
 }
 
@@ -259,7 +259,7 @@ impl Output {
         while !lines.is_empty() {
             let room = self.options.file_bytes_max.saturating_sub(self.len);
             let fits = &lines[..lines.len().min(usize::try_from(room).unwrap_or(usize::MAX))];
-            // Whole lines; one that is longer than a file is allowed to be has a file of its own.
+            // Whole lines only. A line longer than the bound gets a file of its own.
             let end = match fits.iter().rposition(|byte| *byte == b'\n') {
                 _ if fits.len() == lines.len() => lines.len(),
                 Some(at) => at + 1,
@@ -290,7 +290,7 @@ impl Output {
     }
 }
 
-/// Names of files are nobody else's business.
+/// Mode 0600: only the owner may see the names of files.
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(libc::O_NONBLOCK).open(path)
 }

@@ -1,4 +1,4 @@
-//! Write-back: commits by time what programs have written to files that stay open, and makes it durable.
+//! Write-back: a timer that commits writes to files that stay open, and makes them durable.
 
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -10,14 +10,14 @@ use super::handles::Handles;
 use crate::error::Result;
 use crate::fs::WriteAges;
 
-/// How often open files are looked at.
+/// Interval of the timer.
 const EVERY: Duration = Duration::from_secs(1);
-/// Data of an open file is committed at these ages.
+/// Ages at which writes to an open file are committed.
 const AGES: WriteAges = WriteAges { scattered: Duration::from_secs(5), sequential: Duration::from_secs(60) };
-/// How often everything that was committed is made durable.
+/// Most time between two syncs, which make everything committed durable.
 const SYNC_EVERY: Duration = Duration::from_secs(5);
 
-/// The thread that does so for one mount.
+/// The write-back thread of one mount.
 #[derive(Debug, Default)]
 pub(super) struct WriteBack {
     signal: Arc<Signal>,
@@ -78,8 +78,8 @@ fn run(signal: &Signal, handles: &Weak<Handles>) {
 }
 
 impl Handles {
-    /// Commits what open files hold for longer than `ages`. Returns whether there was anything; the first
-    /// error, after all files were tried.
+    /// Commits writes that open files hold for longer than `ages`. Returns whether there were any. Tries all
+    /// files, then returns the first error.
     fn write_back(&self, ages: WriteAges) -> Result<bool> {
         let mut result = Ok(false);
         for handle in self.writers() {
@@ -135,7 +135,7 @@ mod tests {
         assert!(handles.write_back(ages(now, now)).unwrap());
         assert_eq!(sizes(), [5, 16 << 20]);
         assert!(!handles.write_back(ages(now, now)).unwrap());
-        // Nothing reads what is written to a file without a name.
+        // A file without a name has no readers to commit for.
         small.file.write_at(0, b"more of it").unwrap();
         view.remove_file("small").unwrap();
         assert!(!handles.write_back(ages(now, now)).unwrap());

@@ -1,4 +1,4 @@
-//! The two ways to the files of a volume: the library, and a mount.
+//! Access to the files of a volume through either the library or a mount.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write as _};
@@ -13,16 +13,16 @@ pub(super) enum Access {
     Mount(PathBuf),
 }
 
-/// How a file gets its next content.
+/// The way in which a process gives a file its next content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rewrite {
-    /// Cut to nothing and written again.
+    /// Truncate the file and write it again.
     Create,
-    /// Written over, then cut to its length.
+    /// Write over the old content, then set the length.
     InPlace,
-    /// Written beside it and renamed over it.
+    /// Write a draft and rename it over the file.
     Rename,
-    /// Removed and made again.
+    /// Remove the file and create it again.
     Replace,
 }
 
@@ -41,7 +41,7 @@ impl Access {
         Access::Mount(at.to_owned())
     }
 
-    /// Opens and reads a whole file; `None` when there is none.
+    /// Opens and reads a whole file; `None` if it does not exist.
     pub(super) fn read(&self, name: &str) -> Option<Vec<u8>> {
         match self {
             Access::Mount(at) => match fs::read(at.join(name)) {
@@ -55,7 +55,7 @@ impl Access {
         }
     }
 
-    /// The size of a file, without opening it; 0 when there is none.
+    /// The size of a file, without opening it; 0 if it does not exist.
     pub(super) fn size(&self, name: &str) -> u64 {
         match self {
             Access::Mount(at) => fs::metadata(at.join(name)).map_or(0, |metadata| metadata.len()),
@@ -63,7 +63,7 @@ impl Access {
         }
     }
 
-    /// Appends bytes and closes the file, which is made when it is not there.
+    /// Appends bytes and closes the file; creates it if it does not exist.
     pub(super) fn append(&self, name: &str, bytes: &[u8]) {
         match self {
             Access::Mount(at) => {
@@ -79,7 +79,7 @@ impl Access {
         }
     }
 
-    /// Gives a file its next content. `draft` is a name that this process alone uses.
+    /// Gives a file its next content. Only this process uses the name `draft`.
     pub(super) fn rewrite(&self, name: &str, bytes: &[u8], how: Rewrite, draft: &str) {
         match self {
             Access::Mount(at) => rewrite_mounted(&at.join(name), bytes, how, &at.join(draft)),

@@ -1,6 +1,6 @@
-//! What the processes of a test tell each other beside the volume: a file of numbers on the local file
-//! system, each with its complement so that no half of one is taken for a number, and a lock for each
-//! file of the volume so that one process at a time writes it.
+//! A board that the processes of a test share outside the volume: a file of numbers on the local file system.
+//! Each number is stored with its complement, so that a torn read is detected. A lock for each file of the
+//! volume lets one process at a time write it.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
@@ -15,11 +15,11 @@ pub(super) struct Board {
     numbers: File,
 }
 
-/// The right to write a file.
+/// The exclusive right to write a file.
 pub(super) struct Turn(#[expect(dead_code, reason = "held")] Flock<File>);
 
 impl Board {
-    /// A new one with room for so many files; all numbers are 0.
+    /// A new board for this number of files; all numbers are 0.
     pub(super) fn create(dir: &Path, files: u64) -> Board {
         let numbers = OpenOptions::new()
             .read(true)
@@ -38,7 +38,7 @@ impl Board {
         Board { dir: dir.to_owned(), numbers }
     }
 
-    /// Nobody else writes the file while this is held; `None` while somebody does.
+    /// Takes the right to write a file; `None` while another process holds it.
     pub(super) fn try_turn(&self, file: u64) -> Option<Turn> {
         let path = self.dir.join(format!("turn-{file}"));
         let lock = OpenOptions::new().write(true).create(true).truncate(false).open(path).unwrap();
@@ -50,19 +50,19 @@ impl Board {
         self.get(2 * file)
     }
 
-    /// The newest one that somebody may have begun to write.
+    /// The newest generation that a process may have begun to write.
     pub(super) fn begun(&self, file: u64) -> u64 {
         self.get(2 * file + 1)
     }
 
-    /// The next generation, before the first step of writing it. The caller has the turn.
+    /// Begins the next generation, before the first step of writing it. The caller holds the turn.
     pub(super) fn begin(&self, file: u64) -> u64 {
         let generation = self.begun(file) + 1;
         self.set(2 * file + 1, generation);
         generation
     }
 
-    /// A generation is closed.
+    /// Notes that a generation is closed.
     pub(super) fn close(&self, file: u64, generation: u64) {
         self.set(2 * file, generation);
     }

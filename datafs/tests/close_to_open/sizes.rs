@@ -1,5 +1,5 @@
-//! Uses of a file in which the kernel does not ask the mount: it bounds copies, mappings and seeks by the size that
-//! it knows, and takes a name for what it led to.
+//! Tests of file uses that the kernel handles without a request: it bounds copies, mappings and seeks by the
+//! size that it knows, and resolves a name from its cache.
 #![allow(unsafe_code)]
 
 use std::fs::{self, File, OpenOptions};
@@ -15,12 +15,12 @@ const ROUNDS: usize = 150;
 const SHORT: usize = 1_000;
 const LONG: usize = 100_000;
 
-/// Uses an open file, and tells how much of it there was.
+/// Uses an open file, and returns how many bytes it found.
 type Use<'a> = &'a dyn Fn(&File) -> usize;
-/// Changes what has a path.
+/// Changes the file at a path.
 type Change<'a> = &'a dyn Fn(&Path);
 
-/// The places of two mounts of one volume.
+/// The mount points of two mounts of one volume.
 fn two(scene: &Scene) -> [PathBuf; 2] {
     [0, 1].map(|mount| scene.servers[mount].at.clone())
 }
@@ -43,7 +43,7 @@ fn two_mounts_that_take_turns_append_without_loss() {
     assert!(fs::read(mounts[1].join("turns")).unwrap() == expected);
 }
 
-/// Copies until the kernel says that nothing is left.
+/// Copies until the kernel reports the end.
 fn copied(call: impl Fn(&File, &File) -> isize, from: &File, dir: &Path) -> usize {
     copied_to(call, from, &tempfile::tempfile_in(dir).unwrap())
 }
@@ -60,12 +60,12 @@ fn copied_to(call: impl Fn(&File, &File) -> isize, from: &File, to: &File) -> us
 
 fn by_copy(from: &File, to: &File) -> isize {
     let none = std::ptr::null_mut();
-    // SAFETY: both are open, and without places the call uses those of the files.
+    // SAFETY: both files are open, and null offsets make the call use the files' own.
     unsafe { libc::copy_file_range(from.as_raw_fd(), none, to.as_raw_fd(), none, 1 << 20, 0) }
 }
 
 fn by_sendfile(from: &File, to: &File) -> isize {
-    // SAFETY: both are open, and without a place the call uses that of the file.
+    // SAFETY: both files are open, and a null offset makes the call use the file's own.
     unsafe { libc::sendfile(to.as_raw_fd(), from.as_raw_fd(), std::ptr::null_mut(), 1 << 20) }
 }
 

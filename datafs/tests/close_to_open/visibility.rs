@@ -1,5 +1,5 @@
-//! How soon what one process has closed is seen by those that look all the time, by `stat` and by
-//! opening and reading.
+//! Measurement of visibility: how soon polling processes see a closed change, by `stat` and by opening and
+//! reading.
 
 use std::time::{Duration, SystemTime};
 
@@ -8,16 +8,16 @@ use super::board::Board;
 use super::{PROCESSES, Scene, access, number};
 use crate::child;
 
-/// Changes that are made, each once everybody has seen the last one; `MILLRACE_ROUNDS` asks for more.
+/// Changes, each made once all processes have seen the previous one; `MILLRACE_ROUNDS` sets another number.
 const ROUNDS: u64 = 60;
 const COUNT: &str = "MILLRACE_ROUNDS";
-/// Bytes that the file grows by.
+/// Bytes that each change appends.
 const STEP: u64 = 8;
-/// Time between two looks.
+/// Polling interval.
 const PAUSE: Duration = Duration::from_micros(50);
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Places on the board: when the newest change was made, and what each process has seen.
+/// Places on the board: the time of the newest change, and the last change that each process has seen.
 const CHANGED_AT: u64 = 0;
 const SEEN: u64 = 1;
 const FILE: &str = "grows";
@@ -27,7 +27,7 @@ fn now_us() -> u64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap().as_micros() as u64
 }
 
-/// The child that looks: even ones by `stat`, odd ones by opening.
+/// The polling child: even ones by `stat`, odd ones by opening.
 #[test]
 fn looker() {
     let Some((dir, id)) = child::task() else { return };
@@ -70,9 +70,9 @@ fn measure(way: &str, scene: &Scene) {
                 std::thread::sleep(PAUSE);
             }
         }
-        // Moments that have nothing to do with those of the commits.
+        // Varies the time of the change relative to the commits.
         std::thread::sleep(Duration::from_micros(round * 1_733 % 7_000));
-        // Before the file is closed: what closing takes counts.
+        // Before the close, so that the latency includes it.
         board.set(CHANGED_AT, now_us());
         writer.append(FILE, &[1; STEP as usize]);
     }

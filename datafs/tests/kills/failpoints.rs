@@ -1,9 +1,9 @@
-//! The places at which a debug build can be killed, found in the sources.
+//! The failpoints of a debug build, found in the sources.
 
 use std::fs;
 use std::path::Path;
 
-/// Their names, in order.
+/// The names of all failpoints, sorted.
 pub(crate) fn all() -> Vec<String> {
     let mut found = Vec::new();
     find(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);

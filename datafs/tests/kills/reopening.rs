@@ -1,4 +1,5 @@
-//! How long it takes until a volume with many files can be used again after its writer was killed.
+//! Measurement of reopening: the time until a volume with many files is usable again after its writer was
+//! killed.
 
 use std::time::Instant;
 
@@ -7,12 +8,12 @@ use millrace_datafs::{Datafs, OpenFlags, Owner, VolumeSpec};
 use super::{config, number, say, volume};
 use crate::child;
 
-/// Files that there are at the kill; `MILLRACE_FILES` asks for another number.
+/// Files at the time of the kill; `MILLRACE_FILES` sets another number.
 const COUNT: &str = "MILLRACE_FILES";
 const FILES: u64 = 1_000_000;
 const FILES_IN_A_FOLDER: u64 = 1_000;
 
-/// The child: makes files until it is killed.
+/// The child: creates files until it is killed.
 #[test]
 fn filler() {
     let Some((home, _)) = child::task() else { return };

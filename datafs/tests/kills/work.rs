@@ -1,5 +1,5 @@
-//! What is done until the kill: operations that follow from a seed, and every state that they take the
-//! volume through, one commit after the other.
+//! The work of the crash tests: operations that follow from a seed, and every state of the volume after each of
+//! their commits.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -15,7 +15,7 @@ const OWNER: Owner = Owner { uid: 0, gid: 0 };
 const FILES: u64 = 10;
 const DRAFT: &str = "draft";
 
-/// Everything that compaction may rewrite is rewritten.
+/// Compaction settings that rewrite everything that may be rewritten.
 pub(super) const ALL: Compact = Compact { extents_min: 1, extent_bytes_min: 1 << 20, live_percent_min: 100 };
 
 /// Files and their contents.
@@ -23,12 +23,12 @@ pub(super) type State = BTreeMap<String, Arc<Vec<u8>>>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Op {
-    /// Cut to nothing (or made) and written.
+    /// Truncate (or create) the file and write it.
     Write(u64, u64),
-    /// Written over, at the same length.
+    /// Write over the content, at the same length.
     Over(u64, u64),
     Append(u64, u64),
-    /// Written beside it and renamed over it.
+    /// Write a draft and rename it over the file.
     Replace(u64, u64),
     Unlink(u64),
     Cut(u64),
@@ -44,7 +44,7 @@ pub(super) fn config() -> Config {
     Config { garbage_grace_ms: 0, gc_interval_ms: 20, write_buffer_bytes_max: 40_000, ..Config::default() }
 }
 
-/// The operations of a seed; contents are told apart by it.
+/// The operations of a seed; their contents differ between seeds.
 pub(super) fn ops(seed: u64, count: u64) -> Vec<Op> {
     let mut random = StdRng::seed_from_u64(seed);
     let op = |i| {
@@ -71,7 +71,7 @@ fn name(file: u64) -> String {
     format!("f{file}")
 }
 
-/// Mostly 8 KiB; some in the metadata, some in objects of their own.
+/// Content of a generation: mostly 8 KiB; some sizes are stored in the metadata, some in separate objects.
 fn content(generation: u64) -> Vec<u8> {
     let words = [2, 1_024, 1_024, 1_024, 1_024, 1_024, 12_500, 40_000][generation as usize % 8];
     generation.to_le_bytes().repeat(words)
@@ -81,12 +81,12 @@ fn line(generation: u64) -> Vec<u8> {
     generation.to_le_bytes().repeat(40)
 }
 
-/// What is written over bytes: as many of another generation.
+/// The bytes that replace old ones: the same number, of another generation.
 fn over(old: &[u8], generation: u64) -> Vec<u8> {
     old.iter().enumerate().map(|(i, _)| generation.to_le_bytes()[i % 8]).collect()
 }
 
-/// Every state from the first on, and which of them each operation ends with.
+/// Every state from the first on, and the index of the state after each operation.
 pub(super) struct Story {
     pub(super) states: Vec<State>,
     pub(super) ends: Vec<usize>,
@@ -156,16 +156,16 @@ impl Story {
     }
 }
 
-/// Where the operations are done.
+/// The access path of the operations.
 pub(super) enum Place {
     Library,
     Mount(PathBuf),
 }
 
-/// Who does them.
+/// The executor of the operations.
 pub(super) struct Hand {
     pub(super) place: Place,
-    /// For what no mount does: snapshots, collections, compactions.
+    /// For operations outside a mount: snapshots, collections, compactions.
     pub(super) datafs: Datafs,
     pub(super) view: View,
     pub(super) seed: u64,
@@ -178,7 +178,7 @@ pub(super) fn snapshot_name(seed: u64, op: u64) -> String {
 }
 
 impl Hand {
-    /// Does an operation; true when everything before it is durable now.
+    /// Runs an operation; true when everything before it is durable now.
     pub(super) fn act(&mut self, i: u64, op: Op) -> io::Result<bool> {
         match op {
             Op::Snapshot => {
@@ -208,18 +208,18 @@ impl Hand {
         self.is_served().map(|()| false)
     }
 
-    /// What is done beside a mount succeeds without it, and then says nothing about what was done
-    /// through it before.
+    /// Fails when the mount is dead. An operation outside the mount succeeds without it, and then says nothing
+    /// about earlier operations through it.
     fn is_served(&self) -> io::Result<()> {
         match &self.place {
             Place::Library => Ok(()),
-            // Asks the process that serves it, always.
+            // `statvfs` always sends a request to the serving process.
             Place::Mount(at) => Ok(nix::sys::statvfs::statvfs(at).map(drop)?),
         }
     }
 }
 
-/// Through the library.
+/// Runs an operation on files through the library.
 fn act_in(view: &View, op: Op) -> Result<bool, Error> {
     let root = view.root();
     let create = |name: &str, flags: OpenFlags| -> Result<OpenFile, Error> {
@@ -275,7 +275,7 @@ fn act_in(view: &View, op: Op) -> Result<bool, Error> {
     Ok(false)
 }
 
-/// Through a mount, whose process may be killed: then there are errors.
+/// Runs an operation on files through a mount; errors mean that its process was killed.
 fn act_on(at: &Path, op: Op) -> io::Result<bool> {
     let path = |file: u64| at.join(name(file));
     let some = |opened: io::Result<File>| match opened {

@@ -1,4 +1,4 @@
-//! Objects that another process has deleted: a mount closes their files.
+//! A journey with objects that another process has deleted: a mount closes their files.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -8,10 +8,10 @@ use millrace_datafs::{Config, Datafs, OpenFlags, Owner};
 
 use super::{Home, eventually, on_postgres, pattern};
 
-/// What this process has open below a folder, with or without a name.
+/// The files that this process has open below a folder, named or deleted.
 fn open_below(folder: &Path) -> Vec<PathBuf> {
     let links = fs::read_dir("/proc/self/fd").unwrap();
-    // One that is closed meanwhile is not open.
+    // A descriptor closed meanwhile is skipped.
     let paths = links.filter_map(|link| fs::read_link(link.ok()?.path()).ok());
     paths.filter(|path| path.starts_with(folder)).collect()
 }
@@ -26,7 +26,7 @@ fn objects(store: &Path) -> Vec<PathBuf> {
 #[test]
 fn a_mount_that_has_read_a_removed_file_closes_its_objects() {
     let Some(home) = Home::new() else { return };
-    // As another process: what deletes the objects, and has written the pack that is one of them.
+    // In the role of another process, which writes the objects and deletes them.
     let config = Config { garbage_grace_ms: 0, gc_interval_ms: 0, ..on_postgres::config() };
     let store = home.dir.path().canonicalize().unwrap().join("home").join(&config.store_dir);
     let others = Datafs::open(&home.dir.path().join("home"), &config).unwrap();
@@ -42,19 +42,19 @@ fn a_mount_that_has_read_a_removed_file_closes_its_objects() {
     for (name, bytes) in [("large", 1_000_000), ("small", 20_000)] {
         assert!(fs::read(mount.path().join(name)).unwrap() == pattern(bytes, 1), "{name}");
     }
-    // Two that were read, one that is appended to.
+    // Two objects that were read, one that is appended to.
     let open = open_below(&store);
     assert!(open.len() >= 3, "{open:?}");
     for name in ["large", "small"] {
         view.remove_file(name).unwrap();
     }
-    // Each of the two first says that it does not have them open.
+    // Both sessions must first report that they do not have the files open.
     eventually("the objects are deleted", || {
         others.gc().unwrap();
         objects(&store).is_empty()
     });
     eventually("deleted objects are closed", || open_below(&store).is_empty());
-    // Everything goes on.
+    // The volume still works.
     view.write_file("next", &pattern(20_000, 2)).unwrap();
     assert!(fs::read(mount.path().join("next")).unwrap() == pattern(20_000, 2));
     mount.unmount().unwrap();

@@ -1,4 +1,4 @@
-//! What the kernel keeps of a live volume while others change it.
+//! Journeys with the kernel's cache of a live volume while others change it.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File};
@@ -13,7 +13,7 @@ use millrace_datafs::{OpenFlags, Owner};
 
 use super::{Home, eventually, mount_of, names};
 
-/// Two mounts whose processes could be two: each has the volume open for itself.
+/// Two mounts with separate sessions, as in two processes.
 pub(super) fn two_mounts(test: impl FnOnce(&Path, &Path)) {
     let Some(home) = Home::new() else { return };
     let other = home.again();
@@ -68,7 +68,7 @@ pub(super) fn a_file_that_the_library_names_is_found_whole_where_it_was_missing(
         assert!(File::open(mount.path().join(&name)).is_err());
         file.link(view.root(), name.as_ref()).unwrap();
         assert_eq!(fs::read_to_string(mount.path().join(&name)).unwrap(), name.repeat(10_000));
-        // Open there, it outlives its name for whoever has it open here.
+        // A reader on the mount keeps the file after its name is removed.
         let reader = File::open(mount.path().join(&name)).unwrap();
         view.remove_file(&name).unwrap();
         drop(file);
@@ -111,8 +111,8 @@ pub(super) fn what_others_do_is_soon_seen_without_opening() {
     });
 }
 
-/// The names that another process has made are told to the kernel, which is told once more later: neither takes a
-/// folder out of its tree.
+/// The mount notifies the kernel of names that another process has made, and repeats that later. Neither
+/// removes a folder from the kernel's tree.
 #[test]
 fn a_folder_in_use_keeps_its_path_while_others_change_the_volume() {
     let Some(home) = Home::new() else { return };
@@ -140,7 +140,7 @@ fn a_folder_in_use_keeps_its_path_while_others_change_the_volume() {
     assert_eq!(path(&open[1]), mount.path().join("moved/z"), "it is where the folder is now");
 }
 
-/// A notification may overtake the answer that it takes back, so it is repeated: once.
+/// A notification may overtake the reply that it revokes, so the mount repeats it once.
 #[test]
 fn a_name_that_others_have_made_is_soon_kept_by_the_kernel() {
     let Some(home) = Home::new() else { return };
@@ -214,7 +214,7 @@ fn own_changes_are_seen_at_once_by_every_way() {
     fs::remove_file(&path).unwrap();
     assert_eq!(fs::metadata(&link).unwrap().nlink(), 1);
     fs::rename(&link, &path).unwrap();
-    // Open by a way that looks no path up.
+    // Opens the file without a path lookup.
     let file = File::open(&path).unwrap();
     fs::rename(&path, &link).unwrap();
     let again = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));

@@ -1,4 +1,4 @@
-//! What a program can do with files and directories, and what says that it cannot.
+//! Journeys with basic operations on files and directories, and their errors.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
@@ -151,7 +151,7 @@ fn mapped_memory_is_read_and_written() {
     fs::write(&path, &bytes).unwrap();
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     let len = bytes.len();
-    // SAFETY: a new shared mapping of a file of this length; nobody truncates it meanwhile.
+    // SAFETY: a new shared mapping of a file of this length, which no process truncates meanwhile.
     let map = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -168,9 +168,8 @@ fn mapped_memory_is_read_and_written() {
     assert!(mapped == bytes);
     mapped[123_456] ^= 0xff;
     let changed = mapped[123_456];
-    // Written before it is unmapped: the kernel would write what is left while no thread of this process can
-    // map memory, and those that serve the mount are among them.
-    // SAFETY: the mapping is this test's own and not used afterwards.
+    // Synced before the unmap: during an unmap no thread of this process can map memory. The threads that serve
+    // the mount are in the same process, so a write-out then would block them.
     assert_eq!(unsafe { libc::msync(map, len, libc::MS_SYNC) }, 0);
     // SAFETY: likewise.
     assert_eq!(unsafe { libc::munmap(map, len) }, 0);

@@ -1,4 +1,4 @@
-//! Pages and modes that the kernel caches, after changes that bypass its pages.
+//! Journeys with cached pages and modes in the kernel, after changes that bypass its pages.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
@@ -17,11 +17,11 @@ use super::sharing::Stop;
 
 const BYTES: usize = 64 * 1024;
 
-/// Memory that direct I/O accepts.
+/// A page-aligned buffer for direct I/O.
 #[repr(C, align(4096))]
 struct Pages([u8; BYTES]);
 
-/// A request for an asynchronous write, as the kernel has it.
+/// The kernel's structure of an asynchronous write request.
 #[repr(C)]
 #[derive(Default)]
 struct Iocb {
@@ -54,7 +54,7 @@ impl Aio {
         Aio(context)
     }
 
-    /// Writes to the beginning of a file and waits for the end of that.
+    /// Writes to the beginning of a file and waits for the completion.
     fn write(&self, file: &File, pages: &Pages) {
         let request = Iocb {
             opcode: WRITE,
@@ -118,7 +118,7 @@ fn readers_see_what_asynchronous_direct_writes_have_written() {
     });
 }
 
-/// The permission bits alone: the kernel answers from what it has as long as it takes that for good.
+/// The permission bits alone, which the kernel serves from its cache while they are valid.
 fn mode(path: &Path) -> u32 {
     let path = std::ffi::CString::new(path.as_os_str().as_bytes()).unwrap();
     // SAFETY: all zeroes is a valid value, the path is terminated, and the kernel fills the structure.
@@ -131,7 +131,7 @@ fn mode(path: &Path) -> u32 {
     u32::from(found.stx_mode) & 0o7777
 }
 
-/// What a program does to a file that it has open.
+/// A change that a program makes to an open file.
 type Change<'a> = &'a dyn Fn(&File);
 
 #[test]
@@ -175,7 +175,7 @@ fn a_mode_alone_shows_that_a_change_has_taken_the_privileges_of_a_program() {
         fs::write(&path, vec![1; BYTES]).unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o6777)).unwrap();
         assert_eq!(mode(&path), 0o6777, "{what}");
-        // The kernel asks for the user of the thread, and takes root's privileges from it.
+        // The kernel checks the file-system user of the thread, and drops root's capabilities with it.
         setfsuid(Uid::from_raw(1_001));
         let file = open_direct(&path);
         change(&file);

@@ -1,4 +1,4 @@
-//! What programs use besides reading and writing: attributes, holes, copies, locks, exchanged names.
+//! Journeys with less common operations: attributes, holes, copies, locks, exchanged names.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
@@ -73,7 +73,7 @@ fn files_carry_extended_attributes() {
     let kept = mount.path().join(".snapshots/s/file");
     assert_eq!(get(&kept, c"user.key", 10).unwrap(), b"value");
     assert_eq!(errno(set(&kept, c"user.key", b"", 0)), libc::EROFS);
-    // A pipe is no place for attributes of users.
+    // A pipe accepts no attributes of users.
     let pipe = mount.path().join("pipe");
     // SAFETY: the path is terminated.
     done(unsafe { libc::mkfifo(c(&pipe).as_ptr(), 0o644) }).unwrap();
@@ -99,7 +99,7 @@ fn holes_are_punched_and_found() {
     let path = mount.path().join("file");
     let mut expected = pattern(1_000_000, 2);
     fs::write(&path, &expected).unwrap();
-    // Read first, so that the kernel has pages to drop.
+    // Reads first, so that the kernel has pages to drop.
     assert_eq!(fs::read(&path).unwrap(), expected);
     let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
     let blocks = || file.metadata().unwrap().blocks();
@@ -227,7 +227,7 @@ fn take(file: &File, kind: &str, wait: bool) -> io::Result<()> {
     }
 }
 
-/// Run in a process of its own: takes a lock, says so, and holds it until it is killed.
+/// The child: takes a lock, reports it, and holds it until it is killed.
 #[test]
 fn lock_holder() {
     let Some((path, kind)) = child::task() else { return };
@@ -253,19 +253,19 @@ fn locks_exclude_wait_and_end_with_their_holder() {
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| take(&file, kind, true));
             assert!(!waiting.is_finished());
-            // Killed, it never closes the file itself.
+            // A killed process does not close the file itself.
             holder.kill().unwrap();
             holder.wait().unwrap();
             waiting.join().unwrap().unwrap();
         });
-        // Closing lets go as well.
+        // A close releases the lock as well.
         drop(file);
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         take(&file, kind, false).unwrap();
     }
 }
 
-/// A list as the kernel takes it: tag, permissions and number of each entry.
+/// An access control list in the kernel's format: tag, permissions and ID of each entry.
 pub(super) fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
     let mut value = 2u32.to_le_bytes().to_vec();
     for (tag, perm, id) in entries {
@@ -305,7 +305,7 @@ fn access_control_lists_let_in_and_are_passed_on() {
     assert!(!reads(&path), "chmod takes it from the mask");
     assert_eq!(errno(set(&path, c"system.posix_acl_access", &acl(&list[..2]), 0)), libc::EINVAL);
     assert_eq!(errno(set(&path, c"system.posix_acl_default", &acl(&list), 0)), libc::EACCES);
-    // Of a directory, with a mask of the process that it stands in for.
+    // The default list of a directory, which replaces the umask of the process.
     let dir = mount.path().join("dir");
     fs::create_dir(&dir).unwrap();
     set(&dir, c"system.posix_acl_default", &acl(&list), 0).unwrap();

@@ -1,4 +1,4 @@
-//! A disk that holds all of a home, metadata too, and has not a byte left.
+//! Journeys on a full disk that holds a whole home, including the metadata.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
 
 use std::fs::{self, File};
@@ -14,15 +14,15 @@ use super::{errno, mount_of, names, pattern};
 use crate::child;
 use crate::small_disk::SmallDisk;
 
-/// Small enough to be kept in the metadata.
+/// A file size that is stored in the metadata.
 const SMALL: usize = 3_000;
-/// More of them than fit on the disk.
+/// More files than fit on the disk.
 const FILES_MAX: usize = 10_000;
 
-/// Something that is done again and again, by number.
+/// An operation that the test repeats, by number.
 type Attempt<'a> = &'a dyn Fn(usize) -> io::Result<()>;
 
-/// A home on a disk of its own, with one volume, `data`, and a place elsewhere to mount it.
+/// A home with one volume, `data`, on a small disk, and a mount point elsewhere.
 struct SmallHome {
     place: TempDir,
     disk: SmallDisk,
@@ -69,7 +69,7 @@ fn small(i: usize) -> Vec<u8> {
     pattern(SMALL, i as u64)
 }
 
-/// Writes a small file; `fs::write` would not tell what its close could not commit.
+/// Writes a small file. `fs::write` would hide an error of the close.
 fn write_small(path: &Path, i: usize) -> io::Result<()> {
     let mut file = File::create(path)?;
     file.write_all(&small(i))?;
@@ -103,7 +103,7 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
     };
     assert_eq!(errno::<()>(Err(full)), libc::ENOSPC);
     assert!(made > 0);
-    // What the log had room for.
+    // Fills the space that the log has freed.
     home.disk.fill();
     let attempts: [(&str, Attempt<'_>); 8] = [
         ("mkdir", &|i| fs::create_dir(at.join(format!("folder.{i}")))),
@@ -130,7 +130,7 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
             match attempt(i) {
                 Ok(()) if name == "unlink" => removed += 1,
                 Ok(()) => {}
-                // The one before it was refused.
+                // The previous rename was refused.
                 Err(error) if name == "rename" && error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => {
                     assert_eq!(error.raw_os_error(), Some(libc::ENOSPC), "{name}: {error}");
@@ -150,7 +150,7 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
         let bytes = fs::read(at.join("dir").join(name)).unwrap();
         assert!(name.parse() == Ok(made) || bytes == small(name.parse().unwrap()), "{name}");
     }
-    // Who comes now is told the same, or finds room.
+    // A new session gets the same error, or finds space.
     match home.open() {
         Ok(other) => assert!(view(&other).stat("large").is_ok()),
         Err(error) => assert!(matches!(error, Error::NoSpace { .. }), "{error:?}"),
@@ -174,7 +174,7 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
     assert!(view.read_file("after.199").unwrap() == small(199));
 }
 
-/// The child: makes small files until there is no space, then ends or waits to be killed.
+/// The child: creates small files until there is no space, then ends or waits to be killed.
 #[test]
 fn small_file_writer() {
     let Some((home, is_killed)) = child::task() else { return };
@@ -192,14 +192,14 @@ fn small_file_writer() {
     println!("made {made}");
     io::stdout().flush().unwrap();
     if is_killed != 0 {
-        // Waking up without a reason is allowed.
+        // `park` may return spuriously.
         loop {
             std::thread::park();
         }
     }
 }
 
-/// Fills a disk with files that are in the metadata, in a process that ends or is killed, and empties it.
+/// Fills a disk with files in the metadata, in a process that ends or is killed, then empties the disk.
 fn is_emptied_again(disk: impl FnOnce() -> Option<SmallDisk>, is_killed: bool) {
     let Some(home) = SmallHome::on(disk) else { return };
     let writer = "mount_journeys::full::small_file_writer";
@@ -212,7 +212,7 @@ fn is_emptied_again(disk: impl FnOnce() -> Option<SmallDisk>, is_killed: bool) {
     if is_killed {
         child.kill().unwrap();
     }
-    // It may go on to print.
+    // The child may go on to print.
     reports.for_each(drop);
     assert_eq!(child.wait().unwrap().success(), !is_killed);
 
@@ -223,7 +223,7 @@ fn is_emptied_again(disk: impl FnOnce() -> Option<SmallDisk>, is_killed: bool) {
     assert!(fs::read(at.join(format!("small/{}", made - 1))).unwrap() == small(made - 1));
     fs::remove_dir_all(at.join("small")).unwrap();
     datafs.gc().unwrap();
-    // The half of it has room.
+    // Half of the files fit again.
     fs::create_dir(at.join("again")).unwrap();
     for i in 0..made / 2 {
         write_small(&at.join(format!("again/{i}")), i).unwrap();

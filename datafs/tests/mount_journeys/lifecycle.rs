@@ -1,4 +1,4 @@
-//! How mounts begin and end: refused, replaced, unmounted while in use; and full disks.
+//! Journeys with the start and the end of mounts: refused, replaced, unmounted while in use, and on full disks.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs::{self, File};
@@ -29,8 +29,8 @@ fn a_full_disk_is_said_so_and_loses_nothing_old() {
     assert_eq!(errno(full), libc::ENOSPC);
     assert!(fs::read(mount.path().join("old")).unwrap() == old);
     drop(file);
-    // The kernel tells of the close in its own time, and it is tried once more to save the file then,
-    // which takes what room there is for a moment.
+    // The kernel reports the close later. The mount then tries once more to save the file, which takes the free
+    // space for a moment.
     eventually("the file goes", || fs::remove_file(mount.path().join("new")).is_ok());
     eventually("there is room again", || {
         File::create(mount.path().join("small"))
@@ -92,7 +92,7 @@ fn a_place_that_cannot_be_mounted_on_is_refused() {
     assert!(matches!(refused, Err(Error::Invalid(_))), "{refused:?}");
 }
 
-/// The home that [`mounts_until_killed`] mounts, set only by the test that starts it.
+/// The variable with the home for [`mounts_until_killed`]; only the test that starts it sets it.
 const CHILD_HOME: &str = "MILLRACE_TEST_MOUNT_HOME";
 
 #[test]
@@ -118,7 +118,7 @@ fn a_mount_whose_process_died_is_replaced() {
     assert_eq!(fs::read(mount.path().join("file")).unwrap(), b"before the kill");
 }
 
-/// Not a test of its own: the process that the test above kills.
+/// The child that the test above kills.
 #[test]
 #[allow(clippy::print_stdout)]
 fn mounts_until_killed() {
@@ -126,14 +126,14 @@ fn mounts_until_killed() {
     let datafs = Datafs::open(&dir.join("home"), &Config::default()).unwrap();
     let mount = mount_of(&datafs, "data", &dir.join("mnt-dead"));
     fs::write(mount.path().join("file"), b"before the kill").unwrap();
-    // What is not synced may go with its process.
+    // Data that is not synced may be lost with its process.
     fs::File::open(mount.path().join("file")).unwrap().sync_all().unwrap();
     println!("is mounted");
     io::stdout().flush().unwrap();
     let _ = io::stdin().read_line(&mut String::new());
 }
 
-/// Descriptors beyond those that are open already with which a mount works, whatever it needs.
+/// Spare descriptors that are enough for every step of a mount.
 const DESCRIPTORS_ENOUGH: u64 = 60;
 
 #[test]
@@ -144,8 +144,8 @@ fn a_mount_that_fails_half_way_leaves_nothing_mounted() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Not a test of its own: the process whose limit the test above lowers. Each mount gets one step further
-/// before it has no descriptor left.
+/// The child whose descriptor limit the test above lowers. Each mount gets one step further before it has no
+/// descriptor left.
 #[test]
 fn mounts_with_few_descriptors() {
     let Some((dir, _)) = child::task() else { return };
@@ -158,7 +158,7 @@ fn mounts_with_few_descriptors() {
         let view = datafs.view(&"data".parse().unwrap()).unwrap();
         let open = fs::read_dir("/proc/self/fd").unwrap();
         let highest = open.filter_map(|e| e.ok()?.file_name().to_str()?.parse::<i32>().ok()).max().unwrap();
-        // No number below the limit is free but the spare ones.
+        // Leaves only the spare numbers free below the limit.
         let fill = || File::open("/dev/null").unwrap();
         let _filled: Vec<File> =
             std::iter::repeat_with(fill).take_while(|f| f.as_raw_fd() <= highest).collect();

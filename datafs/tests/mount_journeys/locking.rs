@@ -1,4 +1,5 @@
-//! Locks between mounts: they exclude, they wait, they show what the last holder wrote.
+//! Journeys with locks between mounts: they exclude, they wait, and the next holder sees the previous holder's
+//! writes.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
@@ -41,11 +42,11 @@ fn finish(mut child: Child) {
     assert!(status.success(), "{status}");
 }
 
-/// In a process of its own: adds to a number in a file, under a lock each time.
+/// The child: adds to a number in a file, under a lock each time.
 #[test]
 fn counter() {
     let Some((path, kind)) = child::task() else { return };
-    // Kept open: only the lock makes the kernel look again.
+    // Kept open, so only the lock makes the kernel refresh its data.
     let file = edit(&path);
     for _ in 0..ROUNDS {
         match kind {
@@ -86,7 +87,7 @@ pub(super) fn who_locks_sees_what_the_last_holder_wrote_on_another_mount() {
     }
 }
 
-/// In a process of its own: writes a database that another process writes through another mount.
+/// The child: writes a database that another process writes through another mount.
 #[test]
 fn inserter() {
     let Some((path, id)) = child::task() else { return };
@@ -102,7 +103,7 @@ fn inserter() {
     assert_eq!(sound, "ok");
 }
 
-/// In a process of its own: makes the table, and counts its rows for the others.
+/// The child: creates the table, and checks its number of rows.
 #[test]
 fn keeper() {
     let Some((path, rows)) = child::task() else { return };
@@ -127,7 +128,7 @@ pub(super) fn a_database_is_written_alternately_from_two_mounts() {
     }
 }
 
-/// In a process of its own: takes the lock that its number says, says so, and wants the other's when it is told to.
+/// The child: takes the lock with its number, reports it, and on an order requests the other's lock.
 #[test]
 fn crossing() {
     let Some((path, first)) = child::task() else { return };
@@ -143,7 +144,7 @@ fn crossing() {
     println!("got {error}");
 }
 
-/// Whether a process is inside of a call that waits for a lock.
+/// Whether a process is in a system call that waits for a lock.
 fn waits_for_lock(child: &Child) -> bool {
     let threads = fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
     let calls = threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("syscall")));
@@ -158,7 +159,7 @@ fn who_closes_a_circle_of_waiting_processes_is_told() {
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");
     let local = home.dir.path().join("local");
-    // Requests for locks that the mount has taken note of: those that wait are among them.
+    // Lock requests that the mount has received, including waiting ones.
     let asked = || {
         let stats = mount.stats();
         stats.operations.iter().find(|of| of.op == "setlk").map_or(0, |of| of.latency.count())
@@ -185,7 +186,7 @@ fn who_closes_a_circle_of_waiting_processes_is_told() {
     }
 }
 
-/// In a process of its own: waits for a lock until it is killed.
+/// The child: waits for a lock until it is killed.
 #[test]
 fn waiter() {
     let Some((path, _)) = child::task() else { return };
@@ -207,7 +208,7 @@ fn who_waits_can_be_killed_and_the_rest_go_on() {
     for waiter in &mut waiters {
         assert!(child::reports(waiter).any(|(word, _)| word == "waits"));
     }
-    // More of them than the mount has threads.
+    // With waiting requests the mount still serves others.
     fs::write(mount.path().join("elsewhere"), b"is served").unwrap();
     for mut waiter in waiters {
         waiter.kill().unwrap();
@@ -224,7 +225,7 @@ fn families_are_apart_and_a_close_gives_up_what_the_process_had() {
     let mounts = [home.mount("data"), mount_of(&other, "data", &home.at("other"))];
     let path = |i: usize| -> PathBuf { mounts[i].path().join("file") };
     let file = edit(&path(0));
-    // One process takes both on the whole file, as mail programs do.
+    // One process takes both kinds on the whole file, like mail programs.
     flock(&file, libc::LOCK_EX).unwrap();
     fcntl(&file, libc::F_WRLCK, 0, 0, false).unwrap();
     let there = edit(&path(1));
@@ -235,7 +236,7 @@ fn families_are_apart_and_a_close_gives_up_what_the_process_had() {
     drop(file);
     eventually("the lock goes with the open file", || flock(&there, libc::LOCK_EX | libc::LOCK_NB).is_ok());
     flock(&there, libc::LOCK_UN).unwrap();
-    // A file that is only read tells the mount of its close late.
+    // The kernel reports the close of a read-only file late.
     let reader = File::open(path(0)).unwrap();
     fcntl(&reader, libc::F_RDLCK, 5, 1, false).unwrap();
     assert_eq!(errno(fcntl(&there, libc::F_WRLCK, 0, 0, false)), libc::EAGAIN);

@@ -1,4 +1,5 @@
-//! Names that another mount has given to something else a moment ago, and changes through a mount that does not know.
+//! Journeys with names that another mount has just given to other nodes, and changes through a mount that does
+//! not know it yet.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +17,7 @@ use super::extended::{remove, set};
 use super::{Home, eventually};
 
 const ROUNDS: usize = 40;
-/// How often a file is replaced while others change it.
+/// Number of replacements of a file while others change it.
 const REPLACED: u32 = 5_000;
 const ATTRIBUTE: &CStr = c"user.mark";
 /// A user that is not the one of the tests.
@@ -31,7 +32,7 @@ fn exchange(one: &Path, other: &Path) {
     assert_eq!(returned, 0, "{}", io::Error::last_os_error());
 }
 
-/// Makes a folder with a file of this content.
+/// Creates a folder with a file of this content.
 fn make_folder(at: &Path, content: &str) {
     fs::create_dir(at).unwrap();
     fs::write(at.join("file"), content).unwrap();
@@ -47,12 +48,12 @@ fn a_rename_or_removal_never_concerns_what_another_mount_has_moved_away() {
         for round in 0..ROUNDS {
             let [one, two] = [one, two].map(|mount| mount.join(round.to_string()));
             fs::create_dir(&one).unwrap();
-            // Moves what the first mount calls so away, and gives the name to another folder.
+            // Moves the folder away through the first mount, and gives the name to a new folder.
             let replace = |name: &str, to: &str| {
                 fs::rename(one.join(name), one.join(to)).unwrap();
                 make_folder(&one.join(name), "new");
             };
-            // The kernel of the first mount is told of a removal soon.
+            // The first mount notifies its kernel of a removal soon.
             let gone = |name: &str| eventually(name, || !one.join(name).exists());
 
             make_folder(&one.join("moved"), "kept");
@@ -86,7 +87,7 @@ fn a_rename_or_removal_never_concerns_what_another_mount_has_moved_away() {
             fs::rename(one.join("empty"), one.join("empty.kept")).unwrap();
             fs::create_dir(one.join("empty")).unwrap();
             fs::remove_dir(two.join("empty")).unwrap();
-            // A kernel that has removed a folder creates nothing in it any more.
+            // A kernel that has removed the wrong folder would create nothing in it any more.
             fs::write(two.join("empty.kept/file"), b"x").unwrap();
             gone("empty");
             drop(held);
@@ -100,7 +101,7 @@ fn a_rename_or_removal_never_concerns_what_another_mount_has_moved_away() {
             assert_eq!(fs::read(two.join("file.kept")).unwrap(), b"kept", "round {round}");
             assert_eq!(held.metadata().unwrap().nlink(), 1, "round {round}");
 
-            // What is removed has one more name, which the kernel knows.
+            // The removed file has one more name, which the kernel knows.
             fs::write(one.join("old"), b"old").unwrap();
             fs::write(one.join("new"), b"new").unwrap();
             fs::hard_link(one.join("new"), one.join("linked")).unwrap();
@@ -146,12 +147,12 @@ fn own_renames_are_not_repeated() {
         let now = requests();
         std::array::from_fn::<u64, 5, _>(|of| now[of] - before[of])
     };
-    // A request is counted just after it was answered.
+    // The mount counts a request just after its reply.
     eventually("all are counted", || made().iter().zip(expected).all(|(made, expected)| *made >= expected));
     assert_eq!(made(), expected);
 }
 
-/// What the changes below change.
+/// The state of a file that the changes below modify.
 #[derive(Debug, PartialEq)]
 struct State {
     len: u64,
@@ -267,7 +268,7 @@ fn a_descriptor_of_a_replaced_file_changes_that_file_at_once() {
 fn an_old_name_never_leads_to_a_file_that_was_looked_up_under_its_new_name() {
     two_mounts(|one, two| {
         for round in 0..5 * ROUNDS {
-            // What the first mount renames, and the second one has looked at since.
+            // The first mount renames a file, and the second one then looks it up by the new name.
             let rotate = |what: &str| {
                 let name = format!("{what}-{round}");
                 let kept = format!("{name}.1");

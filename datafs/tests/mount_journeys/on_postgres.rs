@@ -1,4 +1,4 @@
-//! Journeys on two mounts once more, with the metadata on PostgreSQL.
+//! The journeys on two mounts, repeated with the metadata on PostgreSQL.
 #![allow(clippy::unwrap_used)]
 
 use std::cell::RefCell;
@@ -12,11 +12,11 @@ use super::{Home, coherence, eventually, locking, mount_of, sharing};
 use crate::postgres::server::Server;
 
 thread_local! {
-    /// What the homes of this thread's test are opened with.
+    /// The configuration for the homes of this thread's test.
     static CONFIG: RefCell<Option<Config>> = const { RefCell::new(None) };
 }
 
-/// What a home of this thread is opened with.
+/// The configuration for a home of this thread.
 pub(super) fn config() -> Config {
     CONFIG.with_borrow(|config| config.clone().unwrap_or_default())
 }

@@ -1,4 +1,5 @@
-//! The ways of opening files give the same bytes; a snapshot of small files is opened without messages.
+//! Journeys with all opening modes: they give the same bytes, and files of a snapshot of small files are opened
+//! without requests.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File};
@@ -23,7 +24,7 @@ fn snapshots_read_the_same_whichever_way_they_are_opened() {
         let at = home.at(&open.to_string());
         let mount = mount::mount(view, &at, MountOptions { open, ..MountOptions::default() }).unwrap();
         assert_eq!(names(&at.join("dir")), ["0", "1", "2", "3", "4", "5"]);
-        // The second round is served from what the kernel kept.
+        // The kernel serves the second round from its cache.
         for _ in 0..2 {
             for (i, size) in sizes.iter().enumerate() {
                 let path = at.join(format!("dir/{i}"));

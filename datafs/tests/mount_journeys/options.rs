@@ -1,4 +1,4 @@
-//! Mount options and their effect on a volume.
+//! Journeys with mount options and their effect on a volume.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs::{self, File, Permissions};

@@ -1,4 +1,4 @@
-//! Permissions while another mount creates, replaces and removes the same names.
+//! Journeys with permissions while another mount creates, replaces and removes the same names.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::ffi::CStr;
@@ -33,7 +33,8 @@ fn two_mounts(mode: u32, test: impl FnOnce(&Path, &Path)) {
     test(&one.path().join("shared"), &two.path().join("shared"));
 }
 
-/// Does something as a user: the kernel asks for the user of the thread, and takes root's privileges from it.
+/// Runs `body` as a user: the kernel checks the file-system user of the thread, and drops root's capabilities
+/// with it.
 fn by<T>(user: u32, body: impl FnOnce() -> T) -> T {
     setfsuid(Uid::from_raw(user));
     let result = body();
@@ -83,7 +84,7 @@ fn creation_opens_no_file_that_another_user_has_made_meanwhile() {
     });
 }
 
-/// Threads of users on both mounts create one name, and remove it.
+/// Threads of several users on both mounts create and remove one name.
 fn by_many_threads(users: [u32; 4], open: impl Fn(&Path, u32) -> io::Result<File> + Sync) {
     two_mounts(0o777, |one, two| {
         std::thread::scope(|scope| {
@@ -134,7 +135,7 @@ fn names_of_others_in_a_sticky_folder_stay_however_lately_they_were_made() {
                 scope.spawn(|| {
                     by(OTHER, || {
                         together.wait();
-                        // It succeeds before the replacement, and fails after it.
+                        // The change succeeds before the replacement, and fails after it.
                         let _ = match round % 3 {
                             0 => fs::remove_file(&seen),
                             1 => fs::rename(&seen, &moved),
@@ -177,7 +178,7 @@ fn an_access_control_list_changed_through_one_mount_holds_at_the_next_open_throu
     // A group that no user of the test is in.
     const GROUP: u32 = 1_003;
     two_mounts(0o777, |one, two| {
-        // The mode stays the same whatever a user is allowed: its bits for the group are those of the mask.
+        // The mode stays the same whatever a user is allowed: its group bits are those of the mask.
         let allow = |name: &str, (user, perm): (u32, u16), others: u16| {
             let list = [(1, 6, NONE), (2, perm, user), (4, others, NONE), (16, 4, NONE), (32, others, NONE)];
             set(&one.join(name), LIST, &acl(&list), 0).unwrap();

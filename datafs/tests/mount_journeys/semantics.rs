@@ -1,5 +1,5 @@
-//! Semantics that programs rely on: the same program runs on a folder of the local file system and on a
-//! mount, and has to see the same.
+//! Journeys that compare a mount with the local file system: the same program runs on both and must see the
+//! same.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
@@ -28,7 +28,7 @@ const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
 const CAPABILITY_NAME: &CStr = c"security.capability";
 const ACL_NAME: &CStr = c"system.posix_acl_access";
 
-/// A folder of the local file system beside one of a mount.
+/// A folder of the local file system, and a mount.
 struct Both {
     local: PathBuf,
     mount: Mount,
@@ -52,7 +52,7 @@ impl Both {
         Some(Both { local, mount, home })
     }
 
-    /// Runs a program in both folders. Returns what it saw.
+    /// Runs a program in both folders, and compares the results. Returns the result.
     fn same<T: Debug + PartialEq>(&self, program: impl Fn(&Path) -> T) -> T {
         let expected = program(&self.local);
         assert_eq!(program(self.mount.path()), expected);
@@ -64,7 +64,7 @@ fn open_up(path: &Path, mode: u32) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Runs something on a thread that has the file-system identity of a user.
+/// Runs `work` on a thread that has the file-system identity of a user.
 fn by_user<T: Send>(groups: &[u32], work: impl FnOnce() -> T + Send) -> T {
     let become_user = || {
         // SAFETY: system calls that change this thread alone; the list of groups lives during the call.
@@ -107,7 +107,7 @@ fn length(path: &Path, name: &CStr) -> Result<usize, i32> {
     done(len as i64).map_err(|error| error.raw_os_error().unwrap())
 }
 
-/// Whether a file has capabilities, both by its list of attributes and by the attribute.
+/// Whether a file has capabilities, by its list of attributes and by the attribute itself.
 fn is_capable(path: &Path) -> (bool, Result<usize, i32>) {
     let terminated = c(path);
     let mut names = [0u8; 256];
@@ -125,7 +125,8 @@ fn chmod(file: &File, mode: u32) {
     file.set_permissions(fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// An access control list: what its owner, one more group, the mask and all others may do.
+/// An access control list with the permissions of the owner, the group and the mask; another group and all
+/// others may read.
 fn acl(owner: u16, group: u16, mask: u16) -> Vec<u8> {
     let mut value = 2u32.to_le_bytes().to_vec();
     let none = u32::MAX;
@@ -225,7 +226,7 @@ fn modes_that_are_set_after_a_write_stay() {
             seen.push(mode(&path));
             drop(file);
             seen.push(mode(&path));
-            // Where the group may not execute, the set-group-ID bit is no privilege.
+            // If the group may not execute the file, the set-group-ID bit is no privilege.
             let mut file = append(&path);
             chmod(&file, 0o6745);
             file.write_all(b"changed").unwrap();
@@ -234,7 +235,7 @@ fn modes_that_are_set_after_a_write_stay() {
             seen.push(mode(&path));
             seen
         });
-        // The bit goes with the write, whatever the list allows afterwards.
+        // The write clears the bit, whatever the list allows afterwards.
         let mut file = append(&path);
         chmod(&file, 0o2775);
         by_user(&[], || append(&path).write_all(b"changed").unwrap());
@@ -246,7 +247,7 @@ fn modes_that_are_set_after_a_write_stay() {
         seen.push(mode(&path));
         drop(other);
         seen.push(mode(&path));
-        // What a user has written root does not give back by cutting it off.
+        // After a user's write, truncation by root does not restore the bit.
         chmod(&file, 0o4755);
         by_user(&[], || File::options().write(true).open(&path).unwrap().write_all(b"x").unwrap());
         file.set_len(0).unwrap();
@@ -280,7 +281,7 @@ fn a_list_keeps_set_group_id_for_members_of_the_group() {
 
 fn open_path(path: &Path) -> File {
     let path = c(path);
-    // SAFETY: the path is terminated, and the descriptor is nobody else's.
+    // SAFETY: the path is terminated, and nothing else owns the new descriptor.
     unsafe {
         let fd = libc::open(path.as_ptr(), libc::O_PATH | libc::O_NOFOLLOW | libc::O_CLOEXEC);
         assert!(fd >= 0, "{}", io::Error::last_os_error());
@@ -324,7 +325,7 @@ fn what_was_removed_tells_what_it_was_while_it_is_held() {
         let seen: Vec<_> = (held.iter())
             .map(|held| {
                 let told = held.metadata().map_err(|error| error.raw_os_error());
-                // Of folders, sizes differ between file systems.
+                // The sizes of folders differ between file systems.
                 told.map(|told| {
                     (told.mode(), told.nlink(), told.uid(), told.rdev(), told.is_dir() || told.len() < 20)
                 })
@@ -466,7 +467,7 @@ fn times_change_as_on_a_local_disk() {
     });
 }
 
-/// Takes an overlay off.
+/// Unmounts an overlay on drop.
 struct Overlay(PathBuf);
 
 impl Drop for Overlay {
@@ -538,7 +539,7 @@ fn times_at_the_ends_of_their_range_are_taken_and_leave_the_mount_alive() {
             })
         })
     });
-    // More calls than there are threads that serve.
+    // More calls than the mount has serving threads.
     for round in 0..64 {
         fs::write(both.mount.path().join(format!("after-{round}")), b"alive").unwrap();
     }

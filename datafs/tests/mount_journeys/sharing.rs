@@ -1,4 +1,4 @@
-//! What one mount sees of the other writers of its volume, of snapshots and of damage.
+//! Journeys with other writers of a mount's volume, with snapshots and with damage.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File};
@@ -71,7 +71,7 @@ fn snapshots_appear_beside_the_live_tree() {
     ] {
         assert_eq!(denied, libc::EROFS);
     }
-    // Nobody but root gets past the directory's mode.
+    // Only root gets past the directory's mode.
     let denied = errno(fs::create_dir(root.join(".snapshots/v2")));
     assert!([libc::EROFS, libc::EACCES].contains(&denied), "{denied}");
     home.snapshot("v2");
@@ -119,7 +119,7 @@ pub(super) fn two_mounts_of_one_volume_see_each_others_closed_files() {
         assert_eq!(fs::metadata(reader).unwrap().len(), bytes.len() as u64, "round {round}");
         assert!(fs::read(reader).unwrap() == bytes, "round {round}");
     }
-    // Of equal length, so that only the contents can tell.
+    // Equal lengths, so that only the contents differ.
     for round in 0..10u8 {
         fs::write(&a, [round; 5_000]).unwrap();
         assert_eq!(fs::read(&b).unwrap(), [round; 5_000]);
@@ -129,7 +129,7 @@ pub(super) fn two_mounts_of_one_volume_see_each_others_closed_files() {
         assert_eq!(fs::read(&a).unwrap(), [round + 100; 5_000]);
     }
     fs::remove_file(&a).unwrap();
-    // The kernel may know the name until it is told.
+    // The kernel may know the name until the notification.
     eventually("the removal", || !b.exists());
     assert_eq!(names(second.path()), Vec::<String>::new());
 }
@@ -140,7 +140,7 @@ fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
     let mount = home.mount("data");
     fs::write(mount.path().join("file"), pattern(200_000, 1)).unwrap();
     fs::write(mount.path().join("other"), pattern(200_000, 2)).unwrap();
-    // What is closed may be in memory for a moment.
+    // Closed data may be in memory for a moment.
     File::open(mount.path().join("other")).unwrap().sync_all().unwrap();
     let objects = home.dir.path().join("home/datafs/objects");
     let expected = pattern(200_000, 1);
@@ -158,7 +158,7 @@ fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
         }
     }
     assert_eq!(damaged, 1);
-    // The kernel of the mount that wrote them still has them.
+    // The kernel of the writing mount still has the files cached.
     let other = home.again();
     let mount = mount_of(&other, "data", &home.at("other"));
     let file = File::open(mount.path().join("file")).unwrap();
@@ -166,7 +166,7 @@ fn a_damaged_object_is_an_error_and_not_wrong_bytes() {
     assert!(fs::read(mount.path().join("other")).unwrap() == pattern(200_000, 2));
 }
 
-/// What a program does to a file, applied to a path.
+/// Applies a random operation of a program to the file at a path.
 fn apply(path: &std::path::Path, step: u64, random: &mut impl FnMut(u64) -> u64) {
     let options = |append| {
         let mut options = fs::OpenOptions::new();
@@ -256,7 +256,7 @@ fn a_file_that_others_replace_is_never_missing() {
     });
 }
 
-/// Files and links that another mount replaces without a pause are there at any time, whole.
+/// Checks that files and links that another mount replaces without a pause always exist, whole.
 fn replaced_without_a_pause(rounds: usize) {
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");
@@ -300,7 +300,7 @@ fn what_others_replace_without_a_pause_is_always_there_for_long() {
     replaced_without_a_pause(20_000);
 }
 
-/// Tells a thread to end, also when the test fails.
+/// Tells a thread to end on drop, also when the test fails.
 pub(super) struct Stop<'a>(pub(super) &'a AtomicBool);
 
 impl Drop for Stop<'_> {

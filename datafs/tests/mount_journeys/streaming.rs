@@ -1,4 +1,4 @@
-//! A file that one program writes from front to back while others read it.
+//! Journeys with a file that one program writes from front to back while others read it.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ fn who_reads_a_file_that_is_being_written_sees_no_other_bytes() {
     let mount = home.mount("data");
     let path = mount.path().join("log");
     let expected = pattern(PIECES * PIECE_BYTES, 1);
-    // The second time over a file that is there.
+    // The second round overwrites an existing file.
     for _ in 0..2 {
         let mut file = File::create(&path).unwrap();
         let done = AtomicBool::new(false);

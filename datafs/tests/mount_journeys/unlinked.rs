@@ -1,4 +1,4 @@
-//! Files that lose their names on one mount while they are open on another.
+//! Journeys with files that lose their names on one mount while they are open on another.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File, OpenOptions};
@@ -15,7 +15,7 @@ use crate::child;
 
 const LEN: usize = 300_000;
 
-/// Collects at once what may go.
+/// A session that collects garbage without a grace period.
 fn open(home: &Path) -> Datafs {
     let config = Config { garbage_grace_ms: 0, ..Config::default() };
     Datafs::open(&home.join("home"), &config).unwrap()
@@ -49,7 +49,7 @@ fn a_file_unlinked_or_replaced_on_another_mount_stays_open() {
         two.gc().unwrap();
     }
     for mut file in &files {
-        // Not a byte of it was read before.
+        // No byte of the file was read before.
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).unwrap();
         assert!(bytes == pattern(LEN, 1));
@@ -69,7 +69,7 @@ fn a_file_unlinked_or_replaced_on_another_mount_stays_open() {
     });
 }
 
-/// Not a test of its own: serves a mount until it is killed.
+/// The child: serves a mount until it is killed.
 #[test]
 fn mount_daemon() {
     let Some((home, _)) = child::task() else { return };
@@ -91,7 +91,7 @@ fn what_a_killed_mount_had_open_is_reclaimed() {
     assert!(child::reports(&mut daemon).any(|(word, _)| word == "mounted"));
     let file = File::open(home.at("daemon").join("file")).unwrap();
     fs::remove_file(mount.path().join("file")).unwrap();
-    // Until the daemon has said that it has the file open, which it does once a second.
+    // The daemon reports its open files once a second; the file must survive before that, too.
     for _ in 0..3 {
         datafs.gc().unwrap();
         let mut bytes = vec![0; LEN];
@@ -108,7 +108,7 @@ fn what_a_killed_mount_had_open_is_reclaimed() {
     millrace_datafs::mount::umount(&home.at("daemon")).unwrap();
 }
 
-/// Not a test of its own: opens a file, and reads it when it is told to.
+/// The child: opens a file, and reads it on an order.
 #[test]
 fn file_holder() {
     let Some((home, _)) = child::task() else { return };
@@ -141,7 +141,7 @@ fn a_process_keeps_what_it_has_open_until_it_dies() {
     let mut said = BufReader::new(holder.stdout.take().unwrap()).lines().map_while(Result::ok);
     assert!(said.any(|line| line.ends_with("opened 1")));
     view.remove_file("file").unwrap();
-    // In whatever state the question is by then.
+    // The collector's query to the holder may be in any state here.
     datafs.gc().unwrap();
     holder.stdin.as_mut().unwrap().write_all(b"read\n").unwrap();
     assert!(said.any(|line| line.ends_with("read 1")));

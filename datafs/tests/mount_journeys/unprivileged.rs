@@ -1,5 +1,5 @@
-//! A user without privileges mounts a volume: the kernel takes no files from him, so the daemon reads for
-//! it, and the mount says so.
+//! A journey of a user without privileges who mounts a volume: the kernel accepts no backing files from that
+//! process, so the daemon serves the reads, and the mount reports it.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs;
@@ -13,10 +13,11 @@ use millrace_datafs::{Config, Datafs};
 use super::pattern;
 use crate::child;
 
-/// The user.
+/// The unprivileged user.
 const NOBODY: u32 = 65_534;
 
-/// In a mount namespace of its own: a device that everybody may open, then a program as the user.
+/// A script for a new mount namespace: it creates a FUSE device that every user may open, then runs a program
+/// as the user.
 const AS_USER: &str = r#"
 set -e
 mkdir "$2/dev"
@@ -28,7 +29,7 @@ shift 2
 exec setpriv --reuid "$user" --regid "$user" --clear-groups --inh-caps=-all "$@"
 "#;
 
-/// Why the user cannot run a program in a namespace of its own here.
+/// The reason why the user cannot run a program in a new namespace here.
 fn obstacle(program: &Path) -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some("only root can become another user".into());
@@ -45,7 +46,7 @@ fn obstacle(program: &Path) -> Option<String> {
     closed.map(|folder| format!("others may not enter {}", folder.display()))
 }
 
-/// The child: mounts a snapshot whose file a privileged mount hands to the kernel, and reads it twice.
+/// The child: mounts a snapshot with a file that is large enough for passthrough, and reads it twice.
 #[test]
 fn user() {
     let Some((dir, _)) = child::task() else { return };

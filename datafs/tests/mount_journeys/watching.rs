@@ -1,4 +1,4 @@
-//! What a mount tells of itself: statistics, metrics, traces.
+//! Journeys with a mount's observability: statistics, metrics, traces.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -18,7 +18,7 @@ fn a_mount_tells_any_process_what_it_has_done() {
     let root = home.dir.path().join("home");
     assert_eq!(mount::served(&root).unwrap(), []);
     let mount = home.mount("data");
-    // A process that was killed leaves this.
+    // A killed process leaves such a socket.
     let stale = root.join("run/mount-1-0.sock");
     drop(UnixListener::bind(&stale).unwrap());
     let [served] = mount::served(&root).unwrap().try_into().unwrap();
@@ -39,7 +39,7 @@ fn a_mount_tells_any_process_what_it_has_done() {
     fs::create_dir(mount.path().join("folder")).unwrap();
     fs::write(mount.path().join("folder/file"), b"x").unwrap();
     fs::remove_dir(mount.path().join("folder")).unwrap_err();
-    // A thread counts a request after its answer, so the program and other threads may be faster.
+    // A thread counts a request after the reply, so the program and other threads may be faster.
     eventually("all is counted", || {
         let new = mount.stats().since(&before);
         let counted = |op| operation(&new, op).latency.count();
@@ -52,7 +52,7 @@ fn a_mount_tells_any_process_what_it_has_done() {
     assert_eq!((write.latency.count(), write.bytes), (21, 100_001));
     assert!(create.latency.quantile(0.5) > std::time::Duration::ZERO);
     assert!(create.latency.quantile(0.99) >= create.latency.quantile(0.5));
-    // What is not there is no failure, a folder that is not empty is one.
+    // A missing name is no failure, a directory that is not empty is one.
     assert_eq!(operation(&new, "lookup").errors, 0);
     assert_eq!(operation(&new, "rmdir").errors, 1);
     assert!(now.open_files >= 1 && new.uptime_s > 0.0, "{now:?}");
@@ -62,7 +62,7 @@ fn a_mount_tells_any_process_what_it_has_done() {
         stats.process["millrace_datafs_metadata_commits_total"] >= 1
     });
 
-    // Programs that scrape see the same.
+    // The Prometheus metrics show the same.
     let families = prometheus::gather();
     let family = |name: &str| families.iter().find(|family| family.name() == name).unwrap();
     let path = mount.path().display().to_string();
@@ -97,8 +97,7 @@ fn a_trace_is_switched_on_and_off_while_the_mount_is_used() {
     fs::write(mount.path().join("a file"), pattern(3_000, 1)).unwrap();
     fs::metadata(mount.path().join("missing")).unwrap_err();
     assert_eq!(mount.stats().trace.unwrap().file, at_first);
-    // A line is written once the request is answered, so whoever made it may be faster, and lines of
-    // several threads have no order.
+    // A line is written after the reply, so the program may be faster. Lines of several threads have no order.
     let lines = [" op=create ", " op=write ", " name=\"missing\" result=ENOENT us="];
     eventually("all is traced", || {
         let text = fs::read_to_string(&at_first).unwrap();
@@ -116,7 +115,7 @@ fn a_trace_is_switched_on_and_off_while_the_mount_is_used() {
     eventually("it is traced", || fs::read_to_string(&later).unwrap().contains(" op=unlink "));
     let stats = mount.stats().trace.unwrap();
     assert_eq!((stats.file.as_path(), stats.lost), (later.as_path(), 0));
-    // What would write about itself for ever is refused, and the trace goes on.
+    // A trace on the mount that it traces is refused, and the running trace continues.
     let error = served.trace(&trace(&mount.path().join("trace"))).unwrap_err();
     assert!(error.to_string().contains("on the mount that it traces"), "{error}");
     let error = served.trace(&trace(&home.dir.path().join("no/such/folder"))).unwrap_err();

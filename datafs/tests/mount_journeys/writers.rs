@@ -1,4 +1,5 @@
-//! Several mounts that write the same files: appends, mappings; and a store that is full for a while.
+//! Journeys with several mounts that write the same files, by appends and mappings, and with a store that is
+//! full for a while.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
@@ -44,7 +45,7 @@ fn what_two_mounts_append_is_all_there() {
     }
 }
 
-/// A file in memory.
+/// A memory mapping of a file.
 struct Mapping {
     at: *mut libc::c_void,
     len: usize,
@@ -80,7 +81,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: nobody has a reference into the mapping.
+        // SAFETY: no reference into the mapping exists.
         unsafe { libc::munmap(self.at, self.len) };
     }
 }
@@ -110,7 +111,7 @@ fn what_was_written_through_a_mapping_is_mapped_by_who_opens_it_elsewhere() {
         let file = edit(&reader.path().join("file"));
         let mapping = Mapping::of(&file, LEN, libc::MAP_PRIVATE);
         assert!(mapping.bytes() == expected, "round {round}");
-        // A private mapping is its owner's alone.
+        // Writes to a private mapping do not reach the file.
         mapping.write(0, &[99; 50]);
         mapping.sync();
         drop(mapping);
@@ -168,13 +169,13 @@ fn a_file_without_a_name_is_refused_as_unsupported() {
     assert_eq!(errno(made), libc::EOPNOTSUPP);
 }
 
-/// Volumes whose objects are on a small disk, as another process opens them.
+/// A session whose objects are on a small disk, as in another process.
 fn open_on(disk: &SmallDisk, home: &Home) -> Datafs {
     let config = Config { store_dir: disk.path().join("objects"), ..Config::default() };
     Datafs::open(&home.dir.path().join("full"), &config).unwrap()
 }
 
-/// The same with the first volume.
+/// The same, with a new volume.
 fn made_on(disk: &SmallDisk, home: &Home) -> Datafs {
     let datafs = open_on(disk, home);
     datafs.volume_create(&"data".parse().unwrap()).unwrap();
@@ -190,7 +191,7 @@ fn a_store_that_is_full_for_a_while_loses_nothing() {
     let old = pattern(1_000_000, 1);
     fs::write(mount.path().join("old"), &old).unwrap();
     let mut file = File::create(mount.path().join("new")).unwrap();
-    // Something else takes the rest of the disk.
+    // Another file takes the rest of the disk.
     let ballast = disk.path().join("ballast");
     let full = File::create(&ballast).and_then(|mut file| {
         let piece = vec![1; 1 << 16];
@@ -204,7 +205,7 @@ fn a_store_that_is_full_for_a_while_loses_nothing() {
     for _ in 0..2 {
         assert_eq!(errno(file.sync_all()), libc::ENOSPC);
     }
-    // Nothing is half there: others see the file as it was committed, who has it open what he wrote.
+    // No partial state: other sessions see the committed file, and the writer's mount its own writes.
     let others = open_on(&disk, &home);
     let view = others.view(&"data".parse().unwrap()).unwrap();
     assert_eq!(view.read_file("new").unwrap().len(), 0);

@@ -1,4 +1,4 @@
-//! Data of files that stay open, which reaches other mounts by time.
+//! Journeys with files that stay open, whose data the write-back timer commits for other mounts.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, File, OpenOptions};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::{Home, mount_of};
 
-/// Five seconds, and some for a machine that has much to do.
+/// The timer takes five seconds; more for a busy machine.
 const AT_MOST: Duration = Duration::from_secs(60);
 
 #[test]

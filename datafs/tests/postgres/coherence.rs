@@ -1,5 +1,5 @@
-//! Close-to-open between processes on PostgreSQL, checked at each operation, and how soon a change is
-//! seen.
+//! Tests of close-to-open consistency between processes on PostgreSQL, checked at each operation, and a
+//! measurement of visibility.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::fs::File;
@@ -17,7 +17,7 @@ use crate::child;
 
 const PROCESSES: u64 = 4;
 
-/// Numbers that processes share beside the volume: a slot each.
+/// Numbers that processes share outside the volume, one per slot.
 struct Slots(File);
 
 impl Slots {
@@ -37,7 +37,7 @@ impl Slots {
     }
 }
 
-/// Of small and of larger files, each one number over and over.
+/// The content of a version, small or larger: one number repeated.
 fn content(version: u64) -> Vec<u8> {
     version.to_le_bytes().repeat(1 + (version as usize % 3) * 600)
 }
@@ -48,8 +48,8 @@ fn version(bytes: &[u8]) -> u64 {
     version
 }
 
-/// The child: writes a file of its own in several ways, says that it has closed it, and opens those of
-/// the others, which must be what they have said, or newer.
+/// The child: writes its file in several ways and notes each close. It opens the files of the others, which
+/// must hold the noted version or a newer one.
 #[test]
 fn checker() {
     let Some((home, argument)) = child::task() else { return };
@@ -115,12 +115,12 @@ fn now_ns() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64
 }
 
-/// Slots of the one who writes and the one who looks.
+/// Slots of the writer and of the watcher.
 const CLOSED: u64 = 0;
 const CLOSED_AT_NS: u64 = 1;
 const SEEN: u64 = 2;
 
-/// The child: looks for changes, without pause, and says how long after the close it has seen each.
+/// The child: polls for changes without a pause, and reports the delay from each close until it saw the change.
 #[test]
 fn watcher() {
     let Some((home, rounds)) = child::task() else { return };

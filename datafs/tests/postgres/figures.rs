@@ -1,4 +1,5 @@
-//! How fast names are made, looked up, listed and removed, through the library, with eight threads.
+//! Measurement of metadata operations: names created, looked up, listed and removed per second, through the
+//! library, with eight threads.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::time::Instant;

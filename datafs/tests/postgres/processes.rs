@@ -1,5 +1,5 @@
-//! Several processes write one volume on a real server, which is restarted and crashes while they do,
-//! and some of them are killed.
+//! Tests of several processes that write one volume on a real server. The server restarts and crashes
+//! meanwhile, and the tests kill one of the writers.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use super::server::Server;
 use crate::child;
 use crate::processes::{counter, take_ticket, tickets};
 
-/// Where a child finds its server.
+/// The environment variable with the server of a child.
 pub(super) const URL: &str = "MILLRACE_TEST_META_URL";
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
 const WRITERS: u64 = 4;
@@ -45,8 +45,8 @@ fn content(id: u64, round: u64) -> Vec<u8> {
     (id << 32 | round).to_be_bytes().repeat(1 + (round as usize % 5) * 400)
 }
 
-/// The child: files that it syncs, files that it does not, and tickets that it takes with the others.
-/// Nothing but what it asked for ever fails.
+/// The child: writes files with a sync, files without one, and takes tickets in competition with the others. No
+/// call fails, except for conflicts over a ticket.
 #[test]
 fn writer() {
     let Some((home, id)) = child::task() else { return };
@@ -69,7 +69,7 @@ fn writer() {
     say("done", id);
 }
 
-/// What a child has said so far, by a thread that listens.
+/// A writing child, and its reports, which a thread receives.
 struct Writer {
     id: u64,
     child: Child,
@@ -86,7 +86,7 @@ impl Writer {
         Writer { id, child, said, heard: Vec::new() }
     }
 
-    /// Waits until it has taken so many tickets.
+    /// Waits until the child has taken this number of tickets.
     fn reach(&mut self, tickets: usize) {
         while self.heard.iter().filter(|(word, _)| word == "ticket").count() < tickets {
             let next = self.said.recv_timeout(Duration::from_secs(240));
@@ -129,7 +129,7 @@ fn writers_survive_restarts_and_crashes_of_the_server() {
         let taken = tickets.remove(id).unwrap();
         let answered = told("ticket");
         if killed {
-            // It may have died before it could say so.
+            // The process may have died before it reported the ticket.
             assert!(taken.len() - answered.len() <= 1 && taken.starts_with(&answered));
         } else {
             assert_eq!(told("done"), [*id], "writer {id} had an error");
@@ -171,7 +171,7 @@ fn a_server_that_stays_away_is_named_and_everything_goes_on_when_it_is_back() {
         assert!(view.stat("f").is_err());
     }
     server.resume();
-    // The same handles, and what was not committed is.
+    // The same handles work, and uncommitted data is committed.
     file.fsync().unwrap();
     assert_eq!(view.read_file("f").unwrap(), b"during"[..]);
     view.write_file("after", b"after").unwrap();
@@ -194,7 +194,7 @@ fn a_home_with_another_store_is_refused_and_the_others_go_on() {
         datafs.view(&"v".parse().unwrap()).unwrap().write_file(name, &[7; 2 << 20]).unwrap();
     };
     write(&first, "a");
-    // Its objects would be on its own disk, where the others do not find them.
+    // This home's objects would be on its local disk, where the other homes do not find them.
     let alone = Config { store_url: None, ..common.clone() };
     let error = Datafs::open(&home("third"), &alone).unwrap_err().to_string();
     assert!(error.contains("third/datafs/objects") && error.contains("store_url"), "{error}");

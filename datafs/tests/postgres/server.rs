@@ -1,5 +1,5 @@
-//! A PostgreSQL server of the tests' own: in a folder of its own, on a unix socket, as an unprivileged
-//! user, gone with the last test that uses it, or with the process.
+//! A PostgreSQL server for tests: it uses a temporary folder and a unix socket and runs as an unprivileged
+//! user. It ends with the last test that uses it, or with the process.
 #![allow(clippy::unwrap_used, clippy::print_stderr, dead_code)]
 
 use std::io::Read as _;
@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// The user that servers run as when the tests run as root, which `initdb` refuses.
+/// The user of the servers when the tests run as root, which `initdb` refuses.
 const NOBODY: u32 = 65_534;
 /// The port of a server that listens on its unix socket only.
 const PORT: u16 = 5_432;
-/// Ports that are tried when others take them.
+/// Attempts to find a free port.
 const PORTS_TRIED: u32 = 20;
 /// Longest wait for a server to start or stop on a busy machine.
 const WAIT: Duration = Duration::from_secs(120);
@@ -23,7 +23,7 @@ pub(crate) struct Server {
     folder: tempfile::TempDir,
     programs: PathBuf,
     settings: &'static [&'static str],
-    /// Where it listens beside its unix socket.
+    /// TCP address in addition to the unix socket.
     address: &'static str,
     port: u16,
     child: Mutex<Option<Child>>,
@@ -33,8 +33,7 @@ static SHARED: Mutex<Weak<Server>> = Mutex::new(Weak::new());
 static SCHEMAS: AtomicU32 = AtomicU32::new(0);
 
 impl Server {
-    /// The server that tests share, each in a schema of its own; `None` where PostgreSQL is not
-    /// installed.
+    /// The server that tests share, each with a schema of its own; `None` where PostgreSQL is not installed.
     pub(crate) fn shared() -> Option<Arc<Server>> {
         let mut shared = SHARED.lock().unwrap();
         if let Some(server) = shared.upgrade() {
@@ -45,19 +44,19 @@ impl Server {
         Some(server)
     }
 
-    /// A server of the caller's own.
+    /// Starts a server for the caller alone.
     pub(crate) fn start(settings: &'static [&'static str]) -> Option<Server> {
         let server = Server::make(settings)?;
         server.resume();
         Some(server)
     }
 
-    /// A server of the caller's own that can also be reached at `127.0.0.1`.
+    /// Starts a server for the caller alone that also listens on `127.0.0.1`.
     pub(crate) fn start_on_tcp(settings: &'static [&'static str]) -> Option<Server> {
         let mut server = Server::make(settings)?;
         server.address = "127.0.0.1";
         for _ in 0..PORTS_TRIED {
-            // Somebody else may take it before the server does.
+            // Another process may take the port before the server does.
             let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             server.port = free.local_addr().unwrap().port();
             drop(free);
@@ -100,11 +99,11 @@ impl Server {
         assert!(self.begin(), "PostgreSQL does not start: {}", self.log());
     }
 
-    /// Starts the server; `false` when it has ended at once.
+    /// Starts the server; `false` when it ended at once.
     fn begin(&self) -> bool {
         let mut child = self.child.lock().unwrap();
         assert!(child.is_none());
-        // The shell ends the server when its own input ends, which happens however this process ends.
+        // The shell ends the server when its standard input ends, which happens however this process ends.
         let script = "exec 3<&0; \"$@\" </dev/null & server=$!; \
             while read -r how <&3; do kill -s $how $server; done; kill -s INT $server; wait $server";
         let mut command = unprivileged(Path::new("/bin/sh"));
@@ -145,7 +144,7 @@ impl Server {
         ready.success()
     }
 
-    /// Ends the server and its connections, in order.
+    /// Shuts the server down in order, and ends its connections.
     pub(crate) fn stop(&self) {
         self.end("INT");
     }
@@ -179,12 +178,12 @@ impl Server {
         self.port
     }
 
-    /// Where its socket, its log and its data are; the server may read what is put there.
+    /// The folder with its socket, log and data; the server may read files in it.
     pub(crate) fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Gives the server a file of its own.
+    /// Makes the server's user the owner of a file.
     pub(crate) fn give(&self, path: &Path, mode: u32) {
         use std::os::unix::fs::PermissionsExt as _;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
@@ -193,12 +192,12 @@ impl Server {
         }
     }
 
-    /// A name that no other schema of this process has.
+    /// A schema name that is unique in this process.
     pub(crate) fn new_schema(&self) -> String {
         format!("t{}_{}", std::process::id(), SCHEMAS.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Runs SQL through the server's own client.
+    /// Runs SQL through `psql`.
     pub(crate) fn sql(&self, text: &str) -> String {
         let output = Command::new(self.programs.join("psql"))
             .args(["-qAtX", "-U", "millrace", "-p"])

@@ -1,4 +1,4 @@
-//! TLS to the server, with certificates of the test's own, and what is said when it cannot be.
+//! Tests of TLS connections to the server, with generated certificates, and of the errors when TLS fails.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::path::Path;
@@ -18,8 +18,7 @@ fn openssl(folder: &Path, arguments: &str) -> bool {
     true
 }
 
-/// An authority, a server's certificate from it that is for `localhost` alone, and one that nobody
-/// trusts.
+/// Creates an authority, its server certificate for `localhost` alone, and an untrusted certificate.
 fn make_certificates(folder: &Path) -> bool {
     let key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes";
     std::fs::write(folder.join("names"), "subjectAltName=DNS:localhost\n").unwrap();
@@ -84,11 +83,11 @@ fn connections_are_as_safe_as_the_url_says() {
     let refused = |host: &str, password: &str, options: &str, words: &[&str]| {
         let error = open(host, password, options).unwrap_err();
         let said = words.iter().all(|word| error.contains(word)) && !error.contains('\n');
-        // A refusal is told at once, not when a server that is away would be given up.
+        // A refusal is reported at once, not after the timeout for an unreachable server.
         assert!(said && !error.contains(password) && !error.contains("did not answer"), "{error}");
     };
 
-    // No TLS is offered.
+    // The server offers no TLS.
     set_tls("off");
     refused("localhost", "right", "sslmode=require", &["does not support TLS", "localhost"]);
     drop(open("localhost", "right", "sslmode=prefer").unwrap());
@@ -110,7 +109,7 @@ fn connections_are_as_safe_as_the_url_says() {
         drop(datafs);
     }
     drop(open("127.0.0.1", "right", "sslmode=disable").unwrap());
-    // A unix socket beside another host: it has no TLS, and takes none from the other.
+    // A unix socket in a list with another host: it has no TLS and inherits no TLS settings.
     let socket = folder.display().to_string().replace('/', "%2F");
     for (hosts, options, expected) in [
         (format!("%2Fnowhere:{port},localhost"), format!("sslmode=verify-full&{authority}"), true),
@@ -127,7 +126,7 @@ fn connections_are_as_safe_as_the_url_says() {
     }
     let hosts = format!("%2Fnowhere:{port},localhost");
     refused(&hosts, "right", &format!("sslmode=verify-full&{other}"), &["certificate", "UnknownIssuer"]);
-    // Certificates that will not do.
+    // Certificates that must be refused.
     let unknown = ["localhost", "certificate", "UnknownIssuer"];
     refused("localhost", "right", &format!("sslmode=verify-full&{other}"), &unknown);
     refused("localhost", "right", &format!("sslmode=require&{other}"), &unknown);

@@ -1,5 +1,5 @@
-//! A real S3 server over HTTP on a port of this machine, with its data in a folder of its own: it can be
-//! stopped and started again, and made to fail in ways that networks and servers do.
+//! An S3 server for tests, over HTTP on a local port, with its data in a temporary folder. Tests can stop and
+//! restart it, and inject the faults of networks and servers.
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(clippy::unwrap_used)]
 
@@ -25,28 +25,28 @@ const BUCKET: &str = "bucket";
 const KEY: &str = "test";
 const SECRET: &str = "test-secret";
 
-/// What goes wrong with a request.
+/// A fault of one request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fault {
     /// The server answers with this status: 500 or 503.
     Status(u16),
-    /// The body of the answer breaks off after so many bytes.
+    /// The response body breaks off after this number of bytes.
     Cut(usize),
-    /// The body has so many bytes fewer, and says so.
+    /// The body is this number of bytes shorter, with a matching length header.
     Short(usize),
-    /// One byte of the body, at this place, is another.
+    /// The byte of the body at this place is changed.
     Flip(usize),
-    /// The answer comes late.
+    /// The server waits before it handles the request.
     Late(Duration),
-    /// The request is carried out; the answer is an error.
+    /// The server executes the request, but responds with an error.
     Lost,
 }
 
-/// Requests by kind, and what shall happen to them.
+/// Request counts by kind, and the planned faults.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     planned: Mutex<VecDeque<(&'static str, Fault)>>,
-    /// Of each GET, when set.
+    /// The fault of all requests of one kind, if set.
     always: Mutex<Option<(&'static str, Fault)>>,
     counts: [AtomicU64; KINDS.len()],
 }
@@ -54,18 +54,18 @@ pub(crate) struct Faults {
 const KINDS: [&str; 9] = ["get", "put", "head", "delete", "list", "begin", "part", "complete", "abort"];
 
 impl Faults {
-    /// The next `times` requests of a kind fail so.
+    /// Injects a fault into the next `times` requests of a kind.
     pub(crate) fn next(&self, kind: &'static str, times: usize, fault: Fault) {
         assert!(KINDS.contains(&kind));
         self.planned.lock().unwrap().extend((0..times).map(|_| (kind, fault)));
     }
 
-    /// All requests of a kind fail so, until told otherwise.
+    /// Injects a fault into all requests of a kind, until it is reset.
     pub(crate) fn always(&self, fault: Option<(&'static str, Fault)>) {
         *self.always.lock().unwrap() = fault;
     }
 
-    /// How many requests of a kind there were.
+    /// The number of requests of a kind.
     pub(crate) fn count(&self, kind: &'static str) -> u64 {
         self.counts[KINDS.iter().position(|k| *k == kind).unwrap()].load(Ordering::SeqCst)
     }
@@ -79,7 +79,7 @@ impl Faults {
         self.always.lock().unwrap().filter(|(k, _)| *k == kind).map(|(_, fault)| fault)
     }
 
-    /// What happens before the request is carried out; returns what shall happen after.
+    /// Applies faults before the request is executed; returns a fault to apply afterwards.
     async fn before(&self, kind: &'static str) -> S3Result<Option<Fault>> {
         let fault = self.take(kind);
         match fault {
@@ -130,14 +130,14 @@ impl S3Server {
         server
     }
 
-    /// Listens at the address it had before.
+    /// Listens again, at the previous address.
     pub(crate) fn start_again(&mut self) {
         let runtime = self.runtime.as_ref().unwrap();
         let listener = runtime.block_on(tokio::net::TcpListener::bind(self.address)).unwrap();
         self.address = listener.local_addr().unwrap();
         let service = self.service.clone();
         self.serving = Some(runtime.spawn(async move {
-            // Its tasks end with it.
+            // Dropping the set ends the connection tasks.
             let mut connections = JoinSet::new();
             loop {
                 tokio::select! {
@@ -163,7 +163,7 @@ impl S3Server {
         }
     }
 
-    /// The `store_url` of a folder of its own.
+    /// The `store_url` of a prefix in the bucket.
     pub(crate) fn url(&self, prefix: &str) -> String {
         format!("s3://{BUCKET}/{prefix}")
     }
@@ -218,14 +218,14 @@ impl Drop for S3Server {
     }
 }
 
-/// The file system behind the faults.
+/// The S3 service: files, with injected faults.
 #[derive(Debug)]
 struct Faulty {
     files: FileSystem,
     faults: Arc<Faults>,
 }
 
-/// The answer, unless it is to be lost.
+/// The response, or an error for a lost one.
 fn after<T>(fault: Option<Fault>, answer: S3Result<S3Response<T>>) -> S3Result<S3Response<T>> {
     match fault {
         Some(Fault::Lost) => answer.and_then(|_| Err(s3_error!(InternalError))),

@@ -1,4 +1,4 @@
-//! Column buffers that can take back the last row.
+//! Column buffers that can roll back the last row.
 
 use std::sync::Arc;
 
@@ -91,7 +91,7 @@ impl Columns {
         self.rows
     }
 
-    /// Takes all rows as one array per column and starts anew.
+    /// Takes all rows as one array per column and leaves the buffers empty.
     ///
     /// # Errors
     /// None that the decoder can cause; Arrow checks its own invariants.
@@ -134,7 +134,7 @@ impl Columns {
         self.rows += 1;
     }
 
-    /// Drops whatever was appended since the last [`Self::commit_row`].
+    /// Drops everything appended since the last [`Self::commit_row`].
     pub(crate) fn roll_back(&mut self) {
         for column in &mut self.columns {
             column.values.truncate(self.rows);

@@ -31,7 +31,7 @@ const POWERS_F64: [f64; 23] = [
 const POWERS_F32: [f32; 11] = [1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10];
 
 impl<'a> Number<'a> {
-    /// Reads the number at the start of `text`; on failure how far it got and why.
+    /// Reads the number at the start of `text`; on failure the position and the reason.
     pub(crate) fn read(text: &'a str) -> Result<Self, (usize, &'static str)> {
         let bytes = text.as_bytes();
         let mut number = Self {
@@ -94,7 +94,7 @@ impl<'a> Number<'a> {
         let digit = u64::from(digit - b'0');
         if *digits < DIGITS_MAX {
             self.mantissa = self.mantissa * 10 + digit;
-            // Zeros in front are no digits of the mantissa.
+            // Leading zeros are not digits of the mantissa.
             *digits += u32::from(self.mantissa != 0);
             self.exponent = self.exponent.saturating_add(shift);
         } else {

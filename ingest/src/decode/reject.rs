@@ -1,4 +1,4 @@
-//! Why a record does not land: the text of a dead letter and its class for metrics.
+//! Reasons for dead letters: the text, and its class for metrics.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ pub enum RejectClass {
     NotJson,
     /// JSON, but not an object.
     NotAnObject,
-    /// A field is there twice.
+    /// A field occurs twice.
     DuplicateField,
     /// A required field is missing or null.
     MissingField,
@@ -57,7 +57,7 @@ impl RejectClass {
     }
 }
 
-/// Why a record became a dead letter.
+/// Reason why a record became a dead letter.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Reject {
@@ -67,7 +67,7 @@ pub struct Reject {
     pub reason: String,
 }
 
-/// What is wrong with one value, before the column's name is known.
+/// Defect of one value, before the column's name is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// Not JSON at that byte.
@@ -91,7 +91,7 @@ pub(crate) enum Fault {
 }
 
 impl Reject {
-    /// Of a batch with the offsets `first..next`.
+    /// The reject of a batch with the offsets `first..next`.
     pub(crate) fn undecodable((first, next): (i64, i64), reason: &str) -> Self {
         let last = next - 1;
         let reason = format!("the batch with offsets {first} to {last} cannot be decoded: {reason}");
@@ -167,7 +167,7 @@ impl Reject {
         Self::new(RejectClass::MissingField, "an object without any value")
     }
 
-    /// A number without a column that no type of column takes.
+    /// The reject of a number in a field without a column, which no column type can hold.
     pub(crate) fn beyond(name: &str, rest: &str, limits: &Limits) -> Self {
         let (name, value) = (quote(name), shown(rest, limits));
         Self::new(
@@ -176,13 +176,13 @@ impl Reject {
         )
     }
 
-    /// Of a value that its column does not take; `rest` is the record's text from the value on.
+    /// The reject of a value that its column does not take; `rest` is the record's text from the value on.
     pub(crate) fn of_column(field: &Field, fault: Fault, rest: &str, limits: &Limits) -> Self {
         let name = quote(&field.name);
         let kind = &field.kind;
         let told = Self::told(&name, kind, fault);
         match fault {
-            // They say where, and the record may end there.
+            // These reasons are complete without the value, and the record may end there.
             Fault::Syntax { .. } | Fault::Deep { .. } | Fault::Null => told,
             _ => Self::new(told.class, format_args!("{}: {}", told.reason, shown(rest, limits))),
         }

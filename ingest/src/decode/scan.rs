@@ -7,7 +7,7 @@ use super::number::Number;
 use super::reject::{Fault, Reject};
 use super::{Limits, text};
 
-/// What a value is, by its first byte.
+/// Kind of a value, told by its first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Null,
@@ -41,7 +41,7 @@ pub(crate) struct Scanner<'a> {
 }
 
 impl<'a> Scanner<'a> {
-    /// Checks size and encoding and stands before the record's object.
+    /// Checks size and encoding; the scanner starts before the record's object.
     pub(crate) fn of_record(value: &'a [u8], limits: &Limits) -> Result<Self, Reject> {
         if value.len() > limits.record_bytes_max {
             return Err(Reject::too_large(value.len(), limits.record_bytes_max));
@@ -52,7 +52,7 @@ impl<'a> Scanner<'a> {
         Ok(scanner)
     }
 
-    /// What was not read yet.
+    /// The text that was not read yet.
     pub(crate) fn rest(&self) -> &'a str {
         &self.text[self.at..]
     }
@@ -230,7 +230,7 @@ impl<'a> Scanner<'a> {
         self.enter()
     }
 
-    /// Moves to the next field's value and gives its name; `None`: consumed `}`.
+    /// Moves to the next field's value and returns its name; `None`: consumed `}`.
     pub(crate) fn next_field(&mut self, first: &mut bool) -> Result<Option<Cow<'a, str>>, Fault> {
         if !*first {
             self.space();
@@ -261,7 +261,7 @@ impl<'a> Scanner<'a> {
         Ok(Some(name))
     }
 
-    /// Consumes any value and gives its text. Recursion is bounded by the depth limit.
+    /// Consumes any value and returns its text. Recursion is bounded by the depth limit.
     pub(crate) fn skip_value(&mut self) -> Result<&'a str, Fault> {
         let start = self.at;
         match self.kind()? {

@@ -1,4 +1,4 @@
-//! Every value, every fault, and that no bytes can break it.
+//! Tests of the decoder: every type and every fault, and that no input breaks it.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
@@ -202,7 +202,7 @@ fn rejected_records_name_the_reason() {
         let (found, reason) = harness.reject(record);
         assert_eq!(found, class, "{record}: {reason}");
         assert!(reason.contains(what), "{record}: {reason}");
-        // What is landed afterwards is not disturbed.
+        // A reject does not disturb the rows that land afterwards.
         harness.land(r#"{"s":"ok","a":5}"#);
     }
     let rows = harness.columns.rows();
@@ -397,14 +397,14 @@ proptest! {
         }
     }
 
-    /// What is JSON, serde_json decides too.
+    /// serde_json and the scanner agree on the texts that are JSON.
     #[test]
     fn the_grammar_is_that_of_json(text in jsonish()) {
         let mut harness = Harness::with(&[("none", "bool?")], UnknownFields::Ignore);
         let ours = harness.decode(&text);
         let theirs = serde_json::from_str::<serde_json::Value>(&text);
         match ours {
-            // serde_json refuses numbers beyond f64, which are JSON all the same.
+            // serde_json refuses numbers beyond f64, although they are JSON.
             Outcome::Landed => prop_assert!(
                 theirs.as_ref().map_or_else(|e| e.to_string().contains("out of range"), |_| true),
                 "{text}: {theirs:?}"

@@ -1,4 +1,4 @@
-//! Strings: where plain text ends, escapes, base64, timestamps.
+//! JSON strings: end of plain text, escapes, base64, timestamps.
 
 use chrono::{DateTime, Timelike};
 
@@ -9,8 +9,7 @@ const HIGH: u64 = 0x8080_8080_8080_8080;
 
 /// Number of bytes before the first quote, backslash or control character, eight at a time.
 ///
-/// Borrows of the subtraction only disturb bytes above the lowest hit, and only the lowest one is
-/// looked at.
+/// Borrows of the subtraction only disturb bytes above the lowest hit, and only the lowest hit is used.
 pub(crate) fn plain_len(bytes: &[u8]) -> usize {
     let (chunks, tail) = bytes.as_chunks::<8>();
     for (i, chunk) in chunks.iter().enumerate() {
@@ -29,7 +28,7 @@ pub(crate) fn plain_len(bytes: &[u8]) -> usize {
     chunks.len() * 8 + tail.iter().take_while(|b| plain(b)).count()
 }
 
-/// Decodes the escape behind a backslash: the character and how many bytes it took.
+/// Decodes the escape after a backslash: the character and the number of bytes read.
 pub(crate) fn escape(bytes: &[u8]) -> Result<(char, usize), &'static str> {
     let char = match bytes.first() {
         Some(b'"') => '"',
@@ -116,10 +115,10 @@ fn sextet(byte: u8) -> Option<u32> {
 
 /// Microseconds since 1970 of an RFC 3339 string.
 ///
-/// A leap second has no number of its own in this count, and digits behind the microsecond have no place.
+/// Refuses a leap second and nonzero digits after the microsecond, which this count cannot hold.
 pub(crate) fn timestamp_us(text: &str) -> Result<i64, Fault> {
     let time = DateTime::parse_from_rfc3339(text).map_err(|_| Fault::Text("an RFC 3339 time"))?;
-    // The parser drops what lies behind the nanosecond, so the text itself decides.
+    // The parser drops digits after the nanosecond, so the text itself decides.
     let fraction = text.split_once('.').map_or("", |(_, behind)| behind);
     let mut digits = fraction.bytes().take_while(u8::is_ascii_digit).skip(6);
     if time.nanosecond() >= 1_000_000_000 || digits.any(|digit| digit != b'0') {
@@ -133,7 +132,7 @@ pub(crate) fn timestamp_of_ms(ms: i64) -> Result<i64, Fault> {
     checked_us(ms.checked_mul(1000).ok_or(Fault::Range)?)
 }
 
-/// Refuses a time that has no date: readers would fail on it.
+/// Refuses a time outside the range of dates: readers would fail on it.
 fn checked_us(us: i64) -> Result<i64, Fault> {
     DateTime::from_timestamp_micros(us).map(|_| us).ok_or(Fault::Range)
 }

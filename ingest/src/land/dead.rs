@@ -1,6 +1,6 @@
-//! Dead letters: records that did not decode, whole and with the reason, in files of the volume
-//! (published with the offsets, exactly once) or on a topic (delivered before the offsets move,
-//! at least once).
+//! Dead letters: records that did not decode, whole and with the reason. They go to files of the volume
+//! (published with the offsets, exactly once) or to a topic (delivered before the offsets move, at least
+//! once).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};
@@ -20,7 +20,7 @@ use crate::config::{DeadLetter, Job};
 use crate::decode::Reject;
 use crate::error::{Error, Result};
 
-/// Columns of a dead-letter file: those of consumed records, and why.
+/// Columns of a dead-letter file: those of consumed records, and the reason.
 static SCHEMA: LazyLock<SchemaRef> = LazyLock::new(|| {
     let mut fields = topic::schema().fields().to_vec();
     fields.push(Arc::new(Field::new("_reason", DataType::Utf8, false)));
@@ -30,7 +30,7 @@ static SCHEMA: LazyLock<SchemaRef> = LazyLock::new(|| {
 /// Headers that a dead letter on a topic always has, in this order.
 const OWN_HEADERS: [&str; 4] = ["millrace.reason", "millrace.topic", "millrace.partition", "millrace.offset"];
 
-/// Where the dead letters of a run go.
+/// Destination of the dead letters of a run.
 pub(crate) enum DeadLetters {
     Directory {
         folder: String,
@@ -56,7 +56,7 @@ impl DeadLetters {
         }
     }
 
-    /// Takes the rejected rows of a batch; those of a topic are acknowledged when it returns.
+    /// Adds the rejected rows of a batch. Brokers have acknowledged dead letters for a topic when it returns.
     pub(crate) fn add(
         &mut self,
         job: &Job,
@@ -116,8 +116,8 @@ impl DeadLetters {
     }
 }
 
-/// Sends dead letters. A record may be as large as brokers allow and so leave no room for the
-/// reason: its letter then says where the record is instead of holding it.
+/// Sends dead letters. A record may be as large as brokers allow and leave no room for the reason. Its dead
+/// letter then names the record's position instead of holding the record.
 async fn deliver(producer: &Producer, letters: Vec<OutRecord>) -> Result<(), millrace_streams::Error> {
     match producer.send_all(letters.iter().cloned()).await {
         Err(millrace_streams::Error::RecordTooLarge { .. }) => {}
@@ -133,7 +133,7 @@ async fn deliver(producer: &Producer, letters: Vec<OutRecord>) -> Result<(), mil
     Ok(())
 }
 
-/// A dead letter with the reason and the source, without what the record held.
+/// A dead letter with the reason and the source, without the record's content.
 fn without_record(letter: &OutRecord) -> OutRecord {
     let bytes = letter.payload.as_ref().map_or(0, Bytes::len);
     let own = OWN_HEADERS.len();
@@ -143,7 +143,7 @@ fn without_record(letter: &OutRecord) -> OutRecord {
     OutRecord { payload: None, headers, ..letter.clone() }
 }
 
-/// The rejected rows as they came, with the reasons.
+/// The rejected rows unchanged, with the reasons.
 fn letters(batch: &RecordBatch, rejected: &[&(usize, Reject)]) -> Result<RecordBatch, ArrowError> {
     let rows: UInt32Array = rejected.iter().map(|(row, _)| u32::try_from(*row).ok()).collect();
     let reasons = rejected.iter().map(|(_, reject)| reject.reason.as_str());
@@ -153,7 +153,7 @@ fn letters(batch: &RecordBatch, rejected: &[&(usize, Reject)]) -> Result<RecordB
     RecordBatch::try_new(SCHEMA.clone(), columns)
 }
 
-/// A dead letter as a record: value and headers as they were, the source in key and headers.
+/// A dead letter as a record: value and headers unchanged, the source in key and headers.
 fn letter(topic: &str, records: &Records<'_>, row: usize, reject: &Reject) -> OutRecord {
     let source = (records.topic(row), records.partition(row), records.offset(row));
     let mut headers: Vec<(String, Option<Bytes>)> = records

@@ -1,4 +1,5 @@
-//! Mistakes in declared columns that show in the records alone: a name that none of them has.
+//! Check of declared columns against the first records: it warns about names that no record has, and about
+//! mostly dead letters.
 
 use super::SAMPLE_MIN;
 use crate::config::Job;
@@ -9,12 +10,12 @@ use crate::state::State;
 /// Names that a warning lists.
 const NAMES_MAX: usize = 5;
 
-/// A look at the first records of a run, once.
+/// One check of the first records of a run.
 pub(crate) struct DeclaredCheck {
     open: bool,
     /// Whether the job has landed nothing before: later, optional columns may be missing for a while.
     is_first: bool,
-    /// Why the first dead letter is one.
+    /// Reason of the first dead letter.
     reason: Option<String>,
 }
 
@@ -23,14 +24,14 @@ impl DeclaredCheck {
         Self { open: job.declared.is_some(), is_first: state.schema.is_none(), reason: None }
     }
 
-    /// Notes why a record became a dead letter.
+    /// Keeps the reason of the first dead letter.
     pub(crate) fn rejected(&mut self, reject: &Reject) {
         if self.open && self.reason.is_none() {
             self.reason = Some(reject.reason.clone());
         }
     }
 
-    /// Looks at what was published, as soon as it is enough or the run has `ended`.
+    /// Checks the published records, as soon as they are enough or the run has `ended`.
     pub(crate) fn check(&mut self, job: &Job, decoder: &Decoder, report: &mut IngestReport, ended: bool) {
         let records = report.records;
         if !self.open || records == 0 || (!ended && records < SAMPLE_MIN as u64) {

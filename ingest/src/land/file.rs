@@ -15,14 +15,14 @@ use crate::config::{Compression, Job};
 use crate::error::{Error, Result, is_no_space};
 use crate::state::volume_error;
 
-/// A row group is closed at this many encoded bytes, and so has 4 to 16 MiB unless it is the
-/// last of its file: one more gathered batch is all that it can exceed this by.
+/// A row group is closed at this many encoded bytes, and can exceed this by one gathered batch. So it has 4
+/// to 16 MiB unless it is the last of its file.
 const ROW_GROUP_BYTES: usize = 8 << 20;
 /// A row group that compresses extremely well is closed at this many bytes of record values, so
 /// that readers can decode it in bounded memory.
 const ROW_GROUP_VALUE_BYTES: usize = 128 << 20;
 
-/// A file under construction. Dropped without [`ParquetFile::complete`] it never existed.
+/// A file under construction. Dropping it without [`ParquetFile::complete`] discards it.
 pub(crate) struct ParquetFile {
     writer: ArrowWriter<StagedWriter>,
     partition: i32,
@@ -46,8 +46,8 @@ impl ParquetFile {
         Ok(Self { writer, partition, first, last: first, group_bytes: 0 })
     }
 
-    /// Appends rows, of which `last` is the offset of the last and `value_bytes` the size of the
-    /// values that they were decoded from.
+    /// Appends rows. `last` is the offset of the last one, `value_bytes` the size of the values that they
+    /// were decoded from.
     pub(crate) fn write(
         &mut self,
         job: &Job,
@@ -91,7 +91,7 @@ fn properties(job: &Job) -> WriterProperties {
             KeyValue::new("millrace.job".to_owned(), job.name().to_owned()),
             KeyValue::new("millrace.topic".to_owned(), job.topic().to_owned()),
         ]));
-    // Both only grow, a little at a time: a dictionary would be as large as the data.
+    // Both columns only grow, a little at a time: a dictionary would be as large as the data.
     for column in [offset, timestamp] {
         properties = properties
             .set_column_dictionary_enabled(column.clone(), false)

@@ -1,4 +1,5 @@
-//! What was decoded since the last publish, and where it is counted once it is published.
+//! Counts of the records decoded since the last publish, added to the report and the metrics once they are
+//! published.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -21,7 +22,7 @@ pub(crate) struct Pending {
     pub(crate) last: BTreeMap<i32, Last>,
     /// Whether positions moved without a record.
     pub(crate) passed: bool,
-    /// When the oldest of them was taken from the topic.
+    /// Time at which the oldest of them was taken from the topic.
     pub(crate) since: Option<Instant>,
 }
 

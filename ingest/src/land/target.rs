@@ -1,4 +1,4 @@
-//! Rows on their way into one file: of one partition, and of one hour when files go by time.
+//! Rows gathered for one file: those of one partition, and of one hour when files are split by time.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::decode::Columns;
 use crate::error::{Error, Result};
 use crate::schema::{LINEAGE_COLUMNS, Schema};
 
-/// Rows and record bytes that are gathered before they are handed to the Parquet writer.
+/// Rows and record bytes that are gathered before they are passed to the Parquet writer.
 const GATHER_ROWS: usize = 8192;
 const GATHER_BYTES: usize = 1 << 20;
 const HOUR_MS: i64 = 3_600_000;
@@ -31,7 +31,7 @@ struct Shared {
     job: Arc<Job>,
     schema: Arc<Schema>,
     arrow: SchemaRef,
-    /// What a row takes in memory at least: fixed lists have their width even where they are null.
+    /// Least memory of a row in bytes: fixed lists have their width even where they are null.
     row_bytes_min: usize,
 }
 
@@ -125,7 +125,7 @@ impl Target {
         Arc::ptr_eq(self.layout.schema(), schema)
     }
 
-    /// Notes where the row that `columns` just got came from.
+    /// Records the offset, timestamp and size of the row just added to `columns`.
     pub(crate) fn landed(&mut self, offset: i64, timestamp_ms: Option<i64>, bytes: usize) {
         self.offsets.push(offset);
         self.timestamps.push(timestamp_ms);
@@ -136,7 +136,7 @@ impl Target {
         self.offsets.len() >= GATHER_ROWS || self.bytes >= GATHER_BYTES
     }
 
-    /// Hands the gathered rows to the Parquet writer.
+    /// Passes the gathered rows to the Parquet writer.
     pub(crate) fn drain(&mut self, layout: &Layout, view: &View) -> Result<()> {
         let (Some(&first), Some(&last)) = (self.offsets.first(), self.offsets.last()) else {
             return Ok(());

@@ -1,7 +1,7 @@
 //! Recognition of the topic whose records the volume holds.
 //!
 //! A topic that was deleted and created again has the same name, and once it is as long as the old one its
-//! offsets look the same. What a topic holds at an offset never changes, so the last record that landed is
+//! offsets look the same. The record at an offset of a topic never changes, so the last record that landed is
 //! read again and compared.
 
 use std::collections::BTreeMap;
@@ -15,13 +15,13 @@ use crate::config::Job;
 use crate::error::{Error, Result};
 use crate::state::Last;
 
-/// How long the brokers may take to send a record that is waited for.
+/// Longest time for the brokers to send an awaited record.
 const WAIT_MAX: Duration = Duration::from_secs(60);
-/// Partitions whose last records are read at once: of each the brokers send what is behind it, too.
+/// Partitions whose last records are read at once. The brokers also send the records after them.
 const PARTITIONS_AT_ONCE: usize = 8;
 
-/// Compares the last record of each partition with what the topic holds there. Those that retention or
-/// compaction removed meanwhile cannot be compared and are passed over.
+/// Compares the last landed record of each partition with the topic's record at that offset. Records that
+/// retention or compaction removed meanwhile cannot be compared and are skipped.
 ///
 /// # Errors
 /// [`Error::TopicReplaced`]; [`Error::Topic`] when the brokers do not send the records.
@@ -45,13 +45,13 @@ pub(super) async fn check(
     Ok(())
 }
 
-/// The same for a few partitions of `open`; takes out those that are done, at least one.
+/// As [`check`], for a few partitions of `open`; removes those that are done, at least one.
 async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &Last>) -> Result<()> {
     let some: Vec<i32> = open.keys().take(PARTITIONS_AT_ONCE).copied().collect();
     let start: Vec<(String, i32, i64)> =
         some.iter().map(|partition| (job.topic().to_owned(), *partition, open[partition].offset)).collect();
     let mut consumer = match Consumer::assign(kafka, &start).await {
-        // Removed since the ends were asked for.
+        // The record was removed after the watermarks were read.
         Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
             open.remove(&partition);
             return Ok(());
@@ -66,14 +66,14 @@ async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &La
                 compare(job, &records, open)?;
             }
             Ok(None) | Err(millrace_streams::Error::Undecodable { .. }) => {}
-            // The consumer has ended; those that are still open come again.
+            // The consumer has ended; the next call retries the partitions that are still open.
             Err(millrace_streams::Error::OffsetOutOfRange { partition, .. }) => {
                 open.remove(&partition);
                 return Ok(());
             }
             Err(error) => return Err(topic_error(job, kafka, error)),
         }
-        // Behind offsets that hold no record any more.
+        // The position passed an offset that holds no record any more.
         for ((_, partition), next) in consumer.positions() {
             if open.get(partition).is_some_and(|last| last.offset < *next) {
                 open.remove(partition);
@@ -84,7 +84,8 @@ async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &La
         }
         if began.elapsed() >= WAIT_MAX {
             if open.len() < awaited {
-                // A slow link: those that are still open begin anew, without what is behind the others.
+                // A slow link: the next call retries the open partitions, without the records after the
+                // others.
                 return Ok(());
             }
             let error = millrace_streams::Error::Unreachable {
@@ -97,7 +98,7 @@ async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &La
     }
 }
 
-/// Takes out of `open` the partitions whose record is among these.
+/// Removes from `open` the partitions whose record is in `records`.
 fn compare(job: &Job, records: &Records<'_>, open: &mut BTreeMap<i32, &Last>) -> Result<()> {
     for row in 0..records.len() {
         let (partition, offset) = (records.partition(row), records.offset(row));

@@ -1,4 +1,4 @@
-//! Where a run starts, and partitions that appear later.
+//! Tests of the start offsets of a run, and of partitions that appear later.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -17,7 +17,7 @@ fn a_run_starts_at_the_volumes_offsets_else_at_the_first_record() {
     let committed = BTreeMap::from([(0, 7), (2, 3)]);
     let positions = start(&job(), &committed, &marks).unwrap();
     assert_eq!(positions, BTreeMap::from([(0, 7), (1, 5), (2, 3)]));
-    // Everything landed is no offset out of range.
+    // A committed offset at the end of the partition is in range.
     assert_eq!(start(&job(), &BTreeMap::from([(0, 10)]), &marks).unwrap()[&0], 10);
 }
 
@@ -60,7 +60,7 @@ async fn cancellation_does_not_wait_for_brokers() {
     let home = tempfile::tempdir().unwrap();
     let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
     let job = JobConfig::new("job", "events", "records", "data");
-    // A port that nobody listens on.
+    // A port without a listener.
     let kafka = KafkaConfig::new("127.0.0.1:1");
     let cancel = CancellationToken::new();
     cancel.cancel();

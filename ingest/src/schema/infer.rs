@@ -1,4 +1,4 @@
-//! From JSON values to column types: what the first records say a column is.
+//! Schema inference: column types from the JSON values of the first records.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use crate::decode::{Kind, Limits, Reject, Scanner};
 /// Lists nested deeper than this become `json` columns.
 const INFERRED_LIST_DEPTH_MAX: usize = 4;
 
-/// What one value says about its column.
+/// Shape of one value, from which the type of its column is inferred.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shape {
     /// `null`.
@@ -19,8 +19,8 @@ pub(crate) enum Shape {
     Known(Type),
     /// An integer that int64 holds and float64 does not.
     Wide,
-    /// A number that int64 cannot hold and that is no fraction in the range of float64; `exact` where float64 holds
-    /// it all the same. It says nothing about the type of the others.
+    /// A number that int64 cannot hold and that is no fraction in the range of float64. `exact`: float64
+    /// holds it all the same. It does not vote for a type of the column.
     Beyond { exact: bool },
 }
 
@@ -29,7 +29,7 @@ impl Shape {
     pub(crate) fn into_type(self) -> Option<Type> {
         match self {
             Self::Null => None,
-            // Nothing of `[]` may get lost, and its items could still be anything.
+            // `[]` must not get lost, and its items could still have any type.
             Self::EmptyList => Some(Type::Json),
             Self::Known(kind) => Some(kind),
             Self::Wide => Some(Type::Int64),
@@ -45,7 +45,7 @@ impl Shape {
         }
     }
 
-    /// The type that the value speaks for; `json`, which takes everything, is none.
+    /// The type that the value votes for; no value votes for `json`, which takes everything.
     fn voted(&self) -> Option<Type> {
         match self {
             Self::Known(Type::Json) | Self::Null | Self::EmptyList | Self::Beyond { .. } => None,
@@ -64,7 +64,7 @@ impl Shape {
         }
     }
 
-    /// Whether only a column of JSON text takes it for sure.
+    /// Whether only a column of JSON text is sure to take it.
     fn is_open(&self) -> bool {
         matches!(self, Self::EmptyList | Self::Known(Type::Json))
     }
@@ -86,9 +86,9 @@ impl Candidates {
         self.0.iter().filter(|(shape, _)| of(shape)).map(|(_, records)| records).sum()
     }
 
-    /// The type that takes most records, the first one among equals. Records that it does not take become dead
-    /// letters that name the column. Where there are objects or mixed lists and no type takes more than half of
-    /// the records, it is `json`, which takes all.
+    /// The type that takes most records, the first one among equals. Records that it does not take become
+    /// dead letters that name the column. With objects or mixed lists, and no type that takes more than half
+    /// of the records, it is `json`, which takes all.
     fn into_type(self) -> Option<Type> {
         let mut best: Option<(Type, u64)> = None;
         for kind in self.0.iter().filter_map(|(shape, _)| shape.voted()) {
@@ -102,7 +102,7 @@ impl Candidates {
         match best {
             Some((kind, records)) if open == 0 || 2 * records > all => Some(kind),
             _ if open > 0 => Some(Type::Json),
-            // Nothing but numbers that float64 at most takes.
+            // Only numbers that at most float64 takes.
             _ => self.0.into_iter().find_map(|(shape, _)| shape.into_type()),
         }
     }
@@ -127,7 +127,7 @@ fn widen(a: &Type, b: &Type) -> Option<Type> {
     }
 }
 
-/// Reads one value and says what column could hold it.
+/// Reads one value and returns its shape.
 pub(crate) fn infer_value(scanner: &mut Scanner<'_>) -> Result<Shape, crate::decode::Fault> {
     infer_nested(scanner, 0)
 }
@@ -200,8 +200,8 @@ pub(crate) struct Inference {
 }
 
 impl Inference {
-    /// Takes one record into account; a record that is not a JSON object says nothing (the
-    /// decoder turns it into a dead letter later).
+    /// Takes one record into account. A record that is not a JSON object counts nothing; the decoder turns it
+    /// into a dead letter later.
     pub(crate) fn observe(&mut self, value: &[u8], limits: &Limits) {
         if let Ok(fields) = record_shapes(value, limits) {
             for (name, shape) in fields {
@@ -217,8 +217,8 @@ impl Inference {
         }
     }
 
-    /// The schema: every column nullable, columns that were only ever `null` left out (the first
-    /// value brings them).
+    /// The schema. Every column is nullable; columns with nothing but `null` are left out until their first
+    /// value.
     pub(crate) fn finish(mut self) -> Schema {
         let mut fields = Vec::with_capacity(self.order.len());
         for name in self.order {

@@ -1,4 +1,4 @@
-//! Types, declared schemas, inference and evolution.
+//! Tests of types, declared schemas, inference and evolution.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -90,7 +90,7 @@ fn evolution_only_adds_nullable_columns() {
         let error = old.evolve(&declared(entries).unwrap()).unwrap_err();
         assert!(error.to_string().contains(what), "{error}");
     }
-    // Required may become nullable.
+    // A required column may become nullable.
     let relaxed = declared(&[("id", "int64?"), ("note", "utf8?")]).unwrap();
     assert!(old.evolve(&relaxed).unwrap().fields[0].nullable);
 }
@@ -165,9 +165,9 @@ fn one_odd_record_among_many_changes_no_column() {
             assert_eq!(inference.finish().fields[0].kind, Type::Int64, "{odd} at {at}");
         }
     }
-    // As many of both: text takes all of them.
+    // A tie between numbers and objects: JSON text takes all of them.
     assert_eq!(infer(&[r#"{"a":1}"#, r#"{"a":{}}"#]), [("a".to_owned(), "json".to_owned())]);
-    // Integers that a float cannot hold are no floats because of one fraction.
+    // Integers that a float cannot hold do not become floats because of one fraction.
     let (wide, fraction) = (r#"{"a":9007199254740993}"#, r#"{"a":1.5}"#);
     assert_eq!(infer(&[fraction, wide, wide]), [("a".to_owned(), "int64".to_owned())]);
     assert_eq!(infer(&[wide, fraction, fraction]), [("a".to_owned(), "float64".to_owned())]);

@@ -12,7 +12,7 @@ const LIST_DEPTH_MAX: usize = 4;
 /// Widest fixed list.
 const FIXED_LIST_MAX: u32 = 1 << 20;
 
-/// Type of a column, and the JSON that it takes.
+/// Type of a column, and the JSON that it accepts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Type {
     /// `true` or `false`.
@@ -64,7 +64,7 @@ impl Type {
         Arc::new(Field::new("item", self.arrow(), false))
     }
 
-    /// Memory that one value takes at least, in bytes, null or not.
+    /// Least memory of one value in bytes, null or not.
     pub(crate) fn bytes_min(&self) -> usize {
         match self {
             Self::Bool => 1,
@@ -101,7 +101,7 @@ impl fmt::Display for Type {
     }
 }
 
-/// A type name that means nothing.
+/// A type name that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{text:?} is not a type ({why}); types are bool, int32, int64, float32, float64, utf8, \

@@ -1,7 +1,7 @@
 //! Claims of jobs to folders of a volume.
 //!
-//! Files of two jobs in one folder would have the same names and replace each other. All folders stand under
-//! one key, so that of two jobs that claim at the same time the second one fails on the first one's claim.
+//! Files of two jobs in one folder would have the same names and replace each other. All folders are listed
+//! under one key: when two jobs claim at the same time, the second one conflicts with the first one's claim.
 
 use std::collections::BTreeMap;
 
@@ -30,8 +30,8 @@ struct Owner {
     topic: String,
 }
 
-/// Adds to `publish` what gives the folders of a job to it. `identities` are the jobs that the volume knows:
-/// those of earlier releases have no claim, and own the folder of their files all the same.
+/// Adds the claims of a job to its folders to `publish`. `identities` are the jobs that the volume knows:
+/// jobs of earlier releases have no claim, but own the folder of their files.
 ///
 /// # Errors
 /// [`Error::FolderTaken`] when one of the folders lies in that of another job or around it.

@@ -1,4 +1,4 @@
-//! Claims, fences, and commits whose outcome nobody told.
+//! Tests of claims, fences, and commits with an unknown outcome.
 #![allow(clippy::unwrap_used)]
 
 use millrace_datafs::{Config, Datafs};
@@ -36,7 +36,7 @@ impl Volume {
         Some(*offsets(&self.view).unwrap().get("events")?.get(&0)?)
     }
 
-    /// A commit whose outcome the engine could not tell, `made` or not.
+    /// A commit whose outcome the metadata engine could not tell; `made` says whether it took place.
     fn unknown(&self, state: &mut State, next: i64, made: bool) -> Result<()> {
         let fence = fence_value(state.owner, state.commits + 1);
         let publish = state.with_keys(&self.job, Publish::new(), &fence, &to(next), None).unwrap();
@@ -51,7 +51,7 @@ impl Volume {
     }
 }
 
-/// Partition 0 moves there.
+/// A commit that moves partition 0 to `next`.
 fn to(next: i64) -> Moved {
     let last = Last { offset: next - 1, digest: format!("digest of {}", next - 1) };
     Moved { offsets: BTreeMap::from([(0, next)]), last: BTreeMap::from([(0, last)]) }
@@ -77,16 +77,16 @@ fn commits_move_offsets_until_another_owner_claims() {
 fn an_unknown_outcome_is_resolved_by_the_volume() {
     let volume = Volume::new();
     let mut state = volume.claim();
-    // It had taken place: the run goes on.
+    // The commit had taken place: the run continues.
     volume.unknown(&mut state, 5, true).unwrap();
     state.offsets.insert(0, 5);
     volume.commit(&mut state, 8).unwrap();
     assert_eq!(volume.offset(), Some(8));
-    // It had not: the error stands, and a new run goes on at what is committed.
+    // It had not: the error stands, and a new run continues at the committed offset.
     let error = volume.unknown(&mut state, 11, false).unwrap_err();
     assert!(matches!(error, Error::Volume { .. }), "{error:?}");
     assert_eq!(volume.claim().offsets, BTreeMap::from([(0, 8)]));
-    // Somebody else owns the job by now.
+    // Another owner has claimed the job by now.
     let error = volume.unknown(&mut state, 11, false).unwrap_err();
     assert!(matches!(error, Error::Fenced { .. }), "{error:?}");
 }
@@ -98,7 +98,7 @@ fn of_two_jobs_that_claim_one_folder_at_the_same_time_one_is_refused() {
         JobConfig::new(name, topic, "records", path).validate().unwrap()
     };
     let rival = job("rival", "others", "data");
-    // Both have looked before one of them claims.
+    // Both jobs prepare their claims before one of them publishes.
     let (first, ..) = State::prepare(&volume.view, &volume.job).unwrap();
     let (second, ..) = State::prepare(&volume.view, &rival).unwrap();
     volume.view.publish(first).unwrap();

@@ -1,4 +1,4 @@
-//! Kills, restarts and rivals: never a lost or doubled record.
+//! Tests with kills, restarts and rival ingesters: no record is lost or doubled.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -16,12 +16,12 @@ const CHILD_HOME: &str = "MILLRACE_TEST_INGEST_HOME";
 const CHILD_SERVERS: &str = "MILLRACE_TEST_INGEST_SERVERS";
 const ROUNDS: usize = 12;
 
-/// A job that publishes often, so that a kill hits all of its moments.
+/// A job that publishes often, so that kills hit every phase of it.
 fn busy_job() -> JobConfig {
     JobConfig { flush_rows_max: 150, flush_ms: 10, ..job("events") }
 }
 
-/// The process that [`killed_at_any_moment`] kills; on its own it does nothing.
+/// The process that [`killed_at_any_moment`] kills; without its environment variables it does nothing.
 #[test]
 fn child() {
     let (Ok(home), Ok(servers)) = (std::env::var(CHILD_HOME), std::env::var(CHILD_SERVERS)) else {
@@ -67,7 +67,7 @@ async fn killed_at_any_moment() {
         produced += more;
         let before = committed(&site.datafs);
         let mut child = spawn_child(&site);
-        // Every third round the moment may be before the first publish; else it lies behind one.
+        // In every third round the kill may come before the first publish, otherwise after one.
         if round % 3 != 0 {
             poll(|| {
                 assert!(child.try_wait().unwrap().is_none(), "the child ended by itself");
@@ -133,7 +133,7 @@ async fn of_two_ingesters_one_is_fenced() {
             run_with_progress(&job, &datafs, &kafka, cancel, Until::Forever, progress).await
         })
     };
-    // The first has read everything and published nothing yet; the infer sample is not full.
+    // The first run has claimed the job and has published nothing yet.
     wait_for(&mut watched, |p| p.high.len() == 2).await;
     let report = site.land(&job("events")).await.unwrap();
     assert_eq!(report.landed, 500);

@@ -1,4 +1,4 @@
-//! Offsets that bring no record: transaction markers, batches that cannot be decoded, slow brokers.
+//! Tests of offsets without a record: transaction markers, batches that cannot be decoded, slow brokers.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -24,7 +24,7 @@ async fn committed_offsets_pass_transaction_markers() {
     let report = site.land(&job("events")).await.unwrap();
     assert_eq!((report.landed, report.offsets[&0]), (5, 6), "{report:?}");
 
-    // A marker alone moves the offset, too; a run with nothing new publishes nothing.
+    // A marker alone moves the offset, too; a run without new offsets publishes nothing.
     site.append("events", 6, CONTROL, 1, &MARKER).await;
     let report = site.land(&job("events")).await.unwrap();
     assert_eq!((report.records, report.files, report.offsets[&0]), (0, 0, 7), "{report:?}");
@@ -78,11 +78,11 @@ async fn a_record_whose_header_name_is_not_utf8_lands_or_becomes_a_dead_letter()
     site.stop().await;
 }
 
-/// How long the slow broker keeps the first fetch of each connection.
+/// Delay of the first fetch of each connection at the slow broker.
 const FETCH_DELAY: Duration = Duration::from_secs(8);
 
-/// Passes connections on to the broker at `broker`; the first fetch request of each waits. Everything
-/// else is answered at once, as by a broker whose disk is slow.
+/// Proxy to the broker at `broker` that delays the first fetch request of each connection. It answers all
+/// other requests at once, as a broker with a slow disk does.
 fn delay_fetches(listener: TcpListener, broker: SocketAddr) {
     std::thread::spawn(move || {
         for client in listener.incoming() {
@@ -114,7 +114,7 @@ fn delay_fetches(listener: TcpListener, broker: SocketAddr) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_broker_ends_no_run_early() {
-    // Clients are told the address of the proxy: another host, the port of the broker.
+    // The broker advertises the address of the proxy: another host, the broker's port.
     let mut site =
         Site::with(broker::Config { advertised_host: "127.0.0.2".to_owned(), ..Default::default() }).await;
     let broker: SocketAddr = site.kafka.bootstrap_servers.parse().unwrap();

@@ -1,4 +1,4 @@
-//! What lands and how: rows, dead letters, files, schema, offsets.
+//! Tests of landing: rows, dead letters, files, schema, offsets.
 
 use arrow::array::{Array, AsArray};
 use arrow::datatypes::{DataType, Float32Type, Int64Type};
@@ -50,7 +50,7 @@ async fn records_land_and_bad_ones_become_dead_letters() {
     let good: Vec<i64> = (0..3000).filter(|id| id % 100 != 99).collect();
     assert_eq!(ids, good);
 
-    // A dead letter is the whole record and why.
+    // A dead letter is the whole record and the reason.
     let dead = site.rows("dead_letters/job").await;
     let reason = |row| column(row, "_reason").as_string::<i32>().value(0).to_owned();
     let tomb = dead.values().find(|row| column(row, "_value").is_null(0)).unwrap();
@@ -62,7 +62,7 @@ async fn records_land_and_bad_ones_become_dead_letters() {
     let value = column(broken, "_value").as_binary::<i32>().value(0);
     assert!(value.ends_with(b"\"text\": "));
 
-    // Nothing more to do, nothing done.
+    // A second run finds no new records and changes nothing.
     let again = site.land(&job).await.unwrap();
     assert_eq!((again.records, again.commits, again.files), (0, 0, 0));
     site.stop().await;
@@ -106,7 +106,7 @@ async fn the_inferred_schema_is_fixed_and_grows() {
     };
     produce(&[r#"{"id":1}"#, r#"{"id":2,"score":0.5}"#]).await;
     assert_eq!(site.land(&job).await.unwrap().landed, 2);
-    // Another type for a known column is a dead letter; new columns come in the middle.
+    // A value of another type in a known column is a dead letter; new columns may appear later.
     produce(&[
         r#"{"id":3}"#,
         r#"{"id":"four"}"#,
@@ -252,7 +252,7 @@ async fn dead_letters_go_to_a_topic() {
 async fn a_dead_letter_too_large_for_its_topic_names_the_record() {
     let site = Site::start().await;
     site.topic("events", 1).await;
-    // As large as the producers of this library send.
+    // The largest record that this library's producers send.
     let large = "x".repeat(999_900);
     site.produce([
         OutRecord::new("events", large.clone()).key("key"),
@@ -299,7 +299,7 @@ async fn the_schema_is_decided_before_large_records_fill_the_memory() {
     let text = "x".repeat(900_000);
     let value = |id: usize| format!("{{\"id\": {id}, \"text\": \"{text}\"}}");
     site.produce((0..24).map(|id| OutRecord::new("events", value(id)))).await;
-    // Unlike those before it, and behind what may wait for the schema.
+    // Of another type, and behind the records that wait for the schema.
     site.produce([OutRecord::new("events", r#"{"id": 24.5}"#)]).await;
     let job = job("events");
     let report = site.land(&job).await.unwrap();

@@ -1,6 +1,6 @@
-//! Ingest against the embedded broker and a real volume: what lands, what does not, and that
-//! every record lands exactly once whatever is killed on the way.
-// What was skipped, measured or seeded is told to whoever runs the tests.
+//! Tests of ingest against the embedded broker and a real volume: landing, refusals, and that every record
+//! lands exactly once, whatever is killed meanwhile.
+// The tests print what they skip, measure and seed.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 mod exactly_once;

@@ -1,4 +1,4 @@
-//! What is refused: one clear line, nothing half-written.
+//! Tests of refusals: one clear error line, and no partial result.
 
 use std::process::Command;
 
@@ -82,7 +82,7 @@ async fn an_offset_that_the_topic_lacks_is_refused() {
     let site = Site::start().await;
     site.topic("events", 1).await;
     site.produce((0..5).map(|id| record("events", id, 0))).await;
-    // As if the topic had been longer when it was landed.
+    // As if the topic had been longer when it landed.
     let publish = Publish::new().put_key("ingest/job/events/0", b"50".to_vec());
     site.view().publish(publish).unwrap();
     let error = site.land(&job("events")).await.unwrap_err();
@@ -108,13 +108,13 @@ async fn a_topic_that_was_created_again_is_refused_however_long_it_is() {
     };
     site.produce(records("old", 5)).await;
     assert_eq!(site.land(&job("events")).await.unwrap().landed, 5);
-    // The same topic, longer: it goes on.
+    // The same topic, longer: the job continues.
     site.produce(records("more", 2)).await;
     assert_eq!(site.land(&job("events")).await.unwrap().landed, 2);
 
     topic::delete_topic(&site.kafka, "events").await.unwrap();
     site.topic("events", 2).await;
-    // As long as the old one was, and longer.
+    // First as long as the old topic was, then longer.
     for produced in [7, 3] {
         site.produce(records("new", produced)).await;
         let error = site.land(&job("events")).await.unwrap_err();
@@ -151,7 +151,7 @@ async fn a_topic_whose_records_mostly_do_not_decode_is_refused() {
     assert!(matches!(error, Error::MostlyDead { records: 100, dead: 100, .. }), "{error:?}");
     one_line(&error, &["100 of the first 100 records", "topic noise", "declare its columns"]);
     assert!(!offsets(&site.view()).unwrap().contains_key("noise"), "nothing was committed");
-    // Declared columns say that dead letters are meant.
+    // With declared columns, dead letters are accepted.
     let declared = JobConfig { schema: Some(declared(&[("v", "int64")])), ..noise };
     let report = site.land(&declared).await.unwrap();
     assert_eq!(report.dead_letters, 100);
@@ -179,7 +179,7 @@ async fn declared_columns_that_no_record_has_are_warned_of() {
     assert_eq!((report.landed, report.warnings.len()), (20, 1));
     let warning = "none of the first 20 records of topic events has the declared column \"txet\"";
     assert!(report.warnings[0].contains(warning), "{:?}", report.warnings);
-    // Said once, not at every run.
+    // The warning comes once, not at every run.
     site.produce([record("events", 20, 0)]).await;
     assert_eq!(site.land(&ignored).await.unwrap().warnings, [""; 0]);
 
@@ -235,7 +235,7 @@ fn bad_settings_are_named() {
     }
 }
 
-/// A mounted tmpfs, or `None` with a line where mounting is not permitted.
+/// A mounted tmpfs; [`Tmpfs::mount`] returns `None` where mounting is not permitted.
 struct Tmpfs(tempfile::TempDir);
 
 impl Tmpfs {
@@ -262,7 +262,7 @@ impl Tmpfs {
 
 impl Drop for Tmpfs {
     fn drop(&mut self) {
-        // Lazily: the datafs of a failed test may still have files open.
+        // Lazily: the datafs of a failed test may still have open files.
         let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
     }
 }
@@ -286,7 +286,7 @@ async fn a_full_disk_is_one_clear_error_and_the_next_run_goes_on() {
 
     let datafs = open(small.0.path());
     datafs.volume_create(&VOLUME.parse().unwrap()).unwrap();
-    // The 6 MiB that are left hold some publishes but not all: the files have 12 MiB.
+    // The 6 MiB left hold some publishes but not all: the files have 12 MiB.
     let filler = small.0.path().join("filler");
     std::fs::write(&filler, vec![1u8; 42 << 20]).unwrap();
     let mut job = job("events");
@@ -297,7 +297,7 @@ async fn a_full_disk_is_one_clear_error_and_the_next_run_goes_on() {
     assert!(error.is_retryable());
     one_line(&error, &["no space left", "free space and run again"]);
 
-    // What is visible is what is committed, to the record.
+    // The visible rows are exactly the committed records.
     let view = datafs.view(&VOLUME.parse().unwrap()).unwrap();
     let committed = offsets(&view).unwrap();
     let committed = committed.get("events").map_or(0, |p| p[&0]);

@@ -1,4 +1,4 @@
-//! One home with a broker and a volume, and the proof that a topic landed exactly once.
+//! Test site: one home with a broker and a volume, and the proof that a topic landed exactly once.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 pub(crate) const VOLUME: &str = "records";
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A home of its own with a running broker and an empty volume.
+/// A separate home with a running broker and an empty volume.
 pub(crate) struct Site {
     pub(crate) home: tempfile::TempDir,
     pub(crate) datafs: Datafs,
@@ -33,7 +33,7 @@ pub(crate) struct Site {
     config: broker::Config,
 }
 
-/// Where a record was found: `(partition, offset)`.
+/// Source of a record: `(partition, offset)`.
 pub(crate) type Place = (i32, i64);
 
 impl Site {
@@ -109,8 +109,8 @@ impl Site {
         run(job, &self.datafs, &self.kafka, cancel, Until::CaughtUp).await
     }
 
-    /// Rows of the Parquet files below a folder, by the record that they came from; a record that
-    /// is there twice fails the test.
+    /// Rows of the Parquet files below a folder, by the record that they came from. A record that occurs
+    /// twice fails the test.
     pub(crate) async fn rows(&self, folder: &str) -> BTreeMap<Place, RecordBatch> {
         let mut rows = BTreeMap::new();
         for (path, batches) in files(&self.view(), folder).await {
@@ -127,8 +127,8 @@ impl Site {
         rows
     }
 
-    /// Proves that exactly the records below the committed offsets are there, once, each either
-    /// as a row or as a dead letter. Returns how many of both.
+    /// Proves that exactly the records below the committed offsets exist, each once, either as a row or as a
+    /// dead letter. Returns the number of both.
     pub(crate) async fn prove(&self, job: &JobConfig) -> (usize, usize) {
         let landed = self.rows(&job.path).await;
         let dead = self.rows(&format!("dead_letters/{}", job.name)).await;
@@ -184,7 +184,7 @@ pub(crate) async fn contents(store: &Arc<dyn ObjectStore>, folder: &str) -> Vec<
     files
 }
 
-/// Waits until a running ingest has come so far.
+/// Waits until the progress of a running ingest fulfills a condition.
 pub(crate) async fn wait_for(progress: &mut watch::Receiver<Progress>, what: impl FnMut(&Progress) -> bool) {
     tokio::time::timeout(DEADLINE, progress.wait_for(what)).await.expect("in time").expect("still running");
 }
@@ -208,7 +208,7 @@ pub(crate) fn record(topic: &str, id: usize, bad_every: usize) -> OutRecord {
     OutRecord::new(topic, value).key(format!("key-{id}"))
 }
 
-/// A sequence of numbers that a seed decides (SplitMix64).
+/// A sequence of numbers derived from a seed (SplitMix64).
 pub(crate) struct Seeded(pub(crate) u64);
 
 impl Seeded {

@@ -1,4 +1,4 @@
-//! How fast records land, against a drain of the same topic that only counts them:
+//! Rate at which records land, against a drain of the same topic that only counts them:
 //! `cargo test --release -p millrace-ingest --test ingest throughput -- --ignored --nocapture`.
 
 use std::time::{Duration, Instant};

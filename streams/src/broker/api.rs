@@ -1,8 +1,8 @@
-//! The requests that the broker speaks: one file each, and the table of versions that is both
-//! what it advertises and what it accepts.
+//! Request dispatch of the broker: one file for each larger request, and the table of request versions that
+//! the broker advertises and accepts.
 //!
-//! Versions stop before the flexible encodings (and topic ids) where clients do not need them:
-//! every supported client falls back, and the fewer encodings, the fewer ways in for bad input.
+//! Versions stop before the flexible encodings and topic ids where clients do not need them. Every supported
+//! client falls back, and fewer encodings mean less code that parses untrusted input.
 
 mod fetch;
 mod metadata;
@@ -20,7 +20,7 @@ use kafka_protocol::protocol::{Decodable, Encodable};
 use super::memory::Held;
 use super::{Shared, code, shape};
 
-/// Requests and their versions, first to last.
+/// Request kinds, each with its first and last version.
 pub(crate) const SPOKEN: &[(ApiKey, i16, i16)] = &[
     (ApiKey::Produce, 3, 8),
     (ApiKey::Fetch, 4, 11),
@@ -32,17 +32,17 @@ pub(crate) const SPOKEN: &[(ApiKey, i16, i16)] = &[
     (ApiKey::InitProducerId, 0, 1),
 ];
 
-/// What to do after a request.
+/// The connection's action after a request.
 pub(crate) enum Reply {
     /// Send this frame. `held` keeps its memory accounted for until it is sent.
     Frame { frame: Bytes, held: Held },
-    /// Nothing is expected.
+    /// Send nothing: the client expects no response.
     Nothing,
     /// Close the connection; the reason is for the log.
     Close(String),
 }
 
-/// A request on its way to its handler.
+/// Header fields and connection of a request, for its handler.
 pub(crate) struct Context<'a> {
     pub(crate) shared: &'a Shared,
     /// The address through which this client reached the broker.
@@ -65,8 +65,8 @@ impl Context<'_> {
     }
 }
 
-/// Answers one request frame (without its length prefix). `held` accounts for the frame's memory
-/// and is given back as soon as the frame is not needed any more.
+/// Answers one request frame (without its length prefix). `held` accounts for the frame's memory and is
+/// released when the frame is no longer needed.
 pub(crate) async fn answer(
     shared: &Shared,
     local: std::net::SocketAddr,
@@ -85,7 +85,7 @@ pub(crate) async fn answer(
     let spoken = SPOKEN.iter().find(|(spoken, ..)| *spoken as i16 == key);
     let key = match spoken {
         Some((key, low, high)) if (*low..=*high).contains(&version) => *key,
-        // The one request that must be answered in any version: a client learns from it what to use.
+        // ApiVersions must be answered in any version: clients learn the supported versions from it.
         Some((ApiKey::ApiVersions, ..)) => {
             return match encode(ApiKey::ApiVersions, 0, correlation_id, &versions(code::UNSUPPORTED_VERSION))
             {
@@ -164,7 +164,8 @@ fn versions(error_code: i16) -> ApiVersionsResponse {
 fn producer_id(context: &Context<'_>, request: InitProducerIdRequest) -> Reply {
     let response = InitProducerIdResponse::default();
     if request.transactional_id.is_some() {
-        // Clients ask for a transaction coordinator first and stop there, so this is a stray one.
+        // Transactional clients first ask for a coordinator and stop without one, so this request is an
+        // anomaly.
         return context.reply(
             &response
                 .with_error_code(code::INVALID_REQUEST)

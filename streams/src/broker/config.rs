@@ -1,18 +1,18 @@
-//! The `[streams.broker]` table.
+//! The `[streams.broker]` table of `millrace.toml`: settings of the embedded broker.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
 
-/// When a produce request is answered.
+/// The point at which the broker answers a produce request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Flush {
-    /// After its batches were handed to the operating system: a killed process loses nothing, a
-    /// machine that loses power may lose the last seconds. Apache Kafka's default as well.
+    /// After the operating system has its batches: a killed process loses nothing, a power loss may lose the
+    /// last seconds. This is also Apache Kafka's default.
     Os,
-    /// After its batches were forced to the disk; requests that wait together share one flush.
-    /// Consumers see only what would survive a loss of power.
+    /// After its batches were flushed to the disk; requests that wait together share one flush. Consumers see
+    /// only records that survive a power loss.
     Always,
 }
 
@@ -20,38 +20,38 @@ pub enum Flush {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Address to listen on. Port 0 picks a free one, which clients of the same home find by
-    /// themselves. The broker has no authentication: keep it on the loopback interface or a
-    /// trusted network.
+    /// Address to listen on. Port 0 picks a free port; clients of the same home read it from the broker's
+    /// lock file. The broker has no authentication: keep it on the loopback interface or a trusted network.
     pub listen: SocketAddr,
-    /// Host name that clients are told to connect to; empty means the address through which a
-    /// client reached the broker.
+    /// Host name that the broker gives to clients; empty means the address through which a client reached the
+    /// broker.
     pub advertised_host: String,
-    /// When a produce request is answered.
+    /// The point at which the broker answers a produce request.
     pub flush: Flush,
-    /// Whether asking for a topic that does not exist creates it.
+    /// Whether a metadata request for a missing topic creates it.
     pub auto_create_topics: bool,
-    /// Partitions of a topic that is created without saying how many.
+    /// Partitions of a new topic when the client gives no number.
     pub partitions_default: i32,
-    /// Partitions of all topics together; each keeps one file open. Creating more is refused.
+    /// Maximum number of partitions of all topics together; each keeps one or two files open. The broker
+    /// refuses to create more.
     pub partitions_max: usize,
-    /// A segment file is closed and the next one begun at this size, in bytes.
+    /// Size in bytes at which a segment file is closed and the next one begins.
     pub segment_bytes_max: u64,
-    /// Records older than this are removed, in milliseconds, a whole segment at a time; 0 keeps them.
+    /// Age in milliseconds after which records are removed, a whole segment at a time; 0 keeps them.
     pub retention_ms: u64,
-    /// The oldest segments of a partition are removed while the others hold as many bytes; 0 keeps
-    /// all.
+    /// Bytes to keep per partition: the oldest segment is removed while the remaining ones hold at least
+    /// this; 0 keeps all.
     pub retention_bytes_max: u64,
     /// Largest record batch, compressed, in bytes.
     pub message_bytes_max: usize,
     /// Largest request, in bytes; a client that announces more is disconnected.
     pub request_bytes_max: usize,
-    /// Largest answer to a fetch request, in bytes (one batch larger than this still passes).
+    /// Largest fetch response, in bytes (one batch larger than this still passes).
     pub fetch_bytes_max: usize,
-    /// Memory for large requests, as they arrive, and fetch answers of all connections together, in
-    /// bytes; further ones wait. At least twice `request_bytes_max` is sensible.
+    /// Memory in bytes for large requests and fetch responses of all connections together; further ones wait.
+    /// Use at least twice `request_bytes_max`.
     pub memory_bytes_max: usize,
-    /// Connections at the same time; further ones are closed at once.
+    /// Maximum number of open connections; the broker closes further ones at once.
     pub connections_max: usize,
 }
 

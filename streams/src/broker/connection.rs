@@ -1,7 +1,7 @@
 //! One client connection: frames in, answers out, in order, one request at a time.
 //!
-//! Anything that is not a proper request closes the connection with one line in the log. Memory
-//! grows with the bytes that arrived, never with what a length field announces.
+//! The broker closes the connection, with one log line, on any malformed request. Memory grows with the bytes
+//! received, never with an announced length.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,24 +17,24 @@ use super::api::{self, Reply};
 use super::memory::Held;
 use crate::metrics;
 
-/// A connection without a request for so long is closed (Kafka's default).
+/// Idle time after which the broker closes a connection (Kafka's default).
 const IDLE_MAX: Duration = Duration::from_secs(600);
-/// A started frame, in or out, must be through within this.
+/// Time limit for reading or writing one frame.
 const FRAME_TIME_MAX: Duration = Duration::from_secs(60);
-/// The same once the broker stops, so that a client that hangs does not keep it from stopping.
+/// The same limit once the broker stops, so that a stalled client does not delay the stop.
 const STOP_TIME_MAX: Duration = Duration::from_secs(3);
-/// A started request that stands still for so long is given up.
+/// Longest pause between two reads of one request.
 const STALL_MAX: Duration = Duration::from_secs(10);
 /// Frames up to twice this size are not counted against the memory of all connections.
 const SMALL_BYTES: usize = 64 << 10;
-/// Key, version, correlation id: the least that a request has.
+/// Key, version and correlation id: the smallest request.
 const REQUEST_BYTES_MIN: usize = 8;
 
-/// Why a connection ended.
+/// Reasons for the end of a connection.
 enum End {
-    /// The client went, or the broker stops.
+    /// The connection failed, usually because the client disconnected.
     Quiet,
-    /// What came was refused.
+    /// The broker refused the input, for this reason.
     Refused(String),
 }
 
@@ -80,7 +80,7 @@ async fn requests(shared: &Shared, stream: &mut TcpStream, local: SocketAddr) ->
     }
 }
 
-/// What `work` gives, unless it takes longer than a frame may.
+/// Runs `work`; `None` when it exceeds the time limit of a frame.
 async fn in_time<T>(shared: &Shared, work: impl Future<Output = T>) -> Option<T> {
     let stopped = async {
         shared.stopping.cancelled().await;
@@ -94,7 +94,7 @@ async fn in_time<T>(shared: &Shared, work: impl Future<Output = T>) -> Option<T>
     }
 }
 
-/// The next request without its length prefix; `None` at a proper end.
+/// The next request without its length prefix; `None` when the connection ends between requests.
 async fn read_frame(
     shared: &Shared,
     stream: &mut TcpStream,
@@ -138,14 +138,14 @@ async fn read_rest(
     let mut frame = buffer.split_to(4 + bytes).freeze();
     drop(frame.split_to(4));
     if bytes > SMALL_BYTES {
-        // The allocation goes with the frame that it was accounted for; kept, every connection
-        // would hold on to its largest request.
+        // Release the allocation with the frame that it was counted for. Otherwise every connection would
+        // keep a buffer as large as its largest request.
         *buffer = BytesMut::from(&buffer[..]);
     }
     Ok((frame, held))
 }
 
-/// Reads until `buffer` holds at least `bytes`; `held` grows with what arrives.
+/// Reads until `buffer` holds at least `bytes`; `held` grows with the received bytes.
 async fn fill(
     shared: &Shared,
     stream: &mut TcpStream,
@@ -155,7 +155,7 @@ async fn fill(
 ) -> Result<(), End> {
     while buffer.len() < bytes {
         let missing = bytes - buffer.len();
-        // Doubling keeps copies few; the first step is small, whatever was announced.
+        // Doubling keeps copies few. The first step is small, whatever length was announced.
         let step = missing.min(buffer.len().max(SMALL_BYTES));
         if buffer.len() + step > 2 * SMALL_BYTES {
             shared.memory.grow(held, buffer.len() + step).await;

@@ -1,5 +1,5 @@
-//! One process per broker directory: an advisory lock on a file that names its holder and where
-//! it listens. The kernel drops the lock with the process, so nothing is stale after a crash.
+//! Lock of a broker directory: an advisory file lock that admits one process. The file names the holder's
+//! process id and address. The kernel drops the lock with the process, so no lock is stale after a crash.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{Seek, Write};
@@ -12,12 +12,12 @@ use millrace_datafs::private;
 
 const FILE: &str = "lock";
 
-/// How long to try again: [`holder_address`] takes the lock for microseconds to see whether
-/// somebody holds it, and must not keep a broker from starting by that.
+/// Retry limit of [`DirLock::take`]: [`is_held`] takes a shared lock for microseconds, which must not keep a
+/// broker from starting.
 const LOOKED_AT_MAX: Duration = Duration::from_millis(500);
 const RETRY: Duration = Duration::from_millis(2);
 
-/// The lock; dropping it lets go.
+/// The held lock; dropping it releases it.
 #[derive(Debug)]
 pub(crate) struct DirLock {
     file: File,
@@ -61,7 +61,7 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Notes where the holder listens.
+    /// Writes the address on which the holder listens.
     pub(crate) fn set_address(&mut self, address: SocketAddr) -> Result<()> {
         self.write(&format!("{}\n{address}\n", std::process::id()))
     }
@@ -81,12 +81,12 @@ pub(crate) fn is_held(dir: &Path) -> bool {
     matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
 }
 
-/// Where the process that holds `dir` listens; `None` when no process does.
+/// Address on which the process that holds `dir` listens; `None` when no process holds it.
 pub(crate) fn holder_address(dir: &Path) -> Option<SocketAddr> {
     holder_line(dir, 1)?.parse().ok()
 }
 
-/// The number of the process that holds `dir`; `None` when nobody does.
+/// Id of the process that holds `dir`; `None` when no process does.
 pub(crate) fn holder_pid(dir: &Path) -> Option<u32> {
     holder_line(dir, 0)?.parse().ok()
 }

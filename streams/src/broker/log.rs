@@ -1,5 +1,5 @@
-//! What a partition is on disk: segment files of record batches, their recovery, and what the
-//! log knows about idempotent producers.
+//! On-disk log of a partition: segment files of record batches, their recovery, and the table of idempotent
+//! producers.
 
 pub(crate) mod batch;
 mod checkpoint;

@@ -1,22 +1,23 @@
-//! Memory of large requests and answers, accounted for over all connections.
+//! Memory accounting of large requests and fetch responses over all connections.
 //!
-//! A request holds what has arrived of it, never what it announces. Requests that have arrived in part
-//! can fill the pool while each waits for more; one of them at a time grows beyond it instead.
+//! A request counts with the bytes received, never with its announced length. Partly received requests can
+//! fill the pool while each waits for more. One request at a time may then grow beyond the pool, so that it
+//! can finish.
 
 use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// The memory of all connections.
+/// The memory pool of all connections.
 pub(crate) struct Memory {
     /// One permit per KiB.
     pool: Arc<Semaphore>,
     pool_kib: u32,
-    /// The turn of the one request that may grow beyond the pool.
+    /// Permit of the one request that may grow beyond the pool.
     beyond: Arc<Semaphore>,
 }
 
-/// Memory that one request or answer holds until this is dropped.
+/// Memory that one request or response holds until this is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     kib: u32,
@@ -25,7 +26,8 @@ pub(crate) struct Held {
 }
 
 impl Memory {
-    /// `bytes_max` for everything, of which the largest request is set aside.
+    /// A pool of `bytes_max` less the largest request, which may grow beyond it; at least half of
+    /// `bytes_max`.
     pub(crate) fn new(bytes_max: usize, request_bytes_max: usize) -> Self {
         let pool_kib = kib(bytes_max.saturating_sub(request_bytes_max).max(bytes_max / 2));
         Self {
@@ -35,7 +37,7 @@ impl Memory {
         }
     }
 
-    /// Waits for room for an answer of `bytes`; never for more than there is in all.
+    /// Waits for memory for a response of `bytes`, capped at the size of the pool.
     pub(crate) async fn reserve(&self, bytes: usize) -> Held {
         let kib = kib(bytes).min(self.pool_kib);
         // The semaphore is never closed.

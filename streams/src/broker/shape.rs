@@ -1,8 +1,8 @@
-//! Checks a request's array counts before the codec sees it.
+//! Shape checks: bounds on a request's array counts, applied before the codec decodes it.
 //!
-//! The codec reserves memory for as many elements as an array announces, so that 4 bytes could ask
-//! for gigabytes. This walks the request by its shape first: a count may not exceed what the
-//! remaining bytes can hold, nor the budget for a whole request.
+//! The codec reserves memory for as many elements as an array announces, so 4 bytes could ask for gigabytes.
+//! This module walks the request by its shape first. A count must fit both the remaining bytes and the budget
+//! for a whole request.
 
 use kafka_protocol::messages::ApiKey;
 
@@ -11,7 +11,7 @@ const ELEMENTS_MAX: usize = 50_000;
 
 /// One field of a request.
 enum Field {
-    /// So many bytes.
+    /// A fixed number of bytes.
     Fixed(usize),
     /// 16-bit length, -1 for null.
     Str,
@@ -36,7 +36,7 @@ const LIST_OFFSETS_4: &[Field] = &[Fixed(5), Array(&[Str, Array(&[Fixed(16)])])]
 const CREATE_TOPICS: &[Field] =
     &[Array(&[Str, Fixed(6), Array(&[Fixed(4), Array(&[Fixed(4)])]), Array(&[Str, Str])])];
 
-/// The leading fields of a request up to its last array; what follows has no counts.
+/// The leading fields of a request up to its last array; the fields after it have no counts.
 fn shape(key: ApiKey, version: i16) -> &'static [Field] {
     match (key, version) {
         (ApiKey::Produce, _) => PRODUCE,

@@ -1,11 +1,12 @@
-//! Topics of the broker: which exist (one small file, replaced atomically) and their partitions.
+//! Topic store of the broker: the list of topics (one small file, replaced atomically) and their partitions.
 //!
 //! ```text
 //! <dir>/lock                        holder, see lock.rs
 //! <dir>/meta.json                   format version, cluster id, topics, next producer id
 //! <dir>/topics/<topic>/<partition>/ segment files, checkpoint.json
 //! ```
-//! A topic exists when `meta.json` says so. Its folders are made before and removed after.
+//! A topic exists when `meta.json` lists it. The store creates its folders before the entry, and removes them
+//! after the entry (on a full disk before it).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
@@ -34,7 +35,7 @@ const TOPIC_NAME_BYTES_MAX: usize = 249;
 struct Meta {
     format_version: u32,
     cluster_id: String,
-    /// No producer id below this is given out after a restart.
+    /// No producer id below this is assigned after a restart.
     next_producer_id: i64,
     topics: BTreeMap<String, TopicMeta>,
 }
@@ -58,7 +59,7 @@ pub(crate) struct Store {
     dir: PathBuf,
     config: Config,
     cluster_id: String,
-    /// Also the turn of who changes the set of topics.
+    /// The lock also serializes changes to the set of topics.
     written: Mutex<Written>,
     topics: RwLock<Topics>,
 }
@@ -89,7 +90,7 @@ impl Store {
         for (name, topic) in &meta.topics {
             let mut partitions = Vec::new();
             for index in 0..topic.partitions {
-                // The folder was there before the topic was, so creating it here would hide a loss.
+                // The folder was created before the topic was listed, so creating it here would hide a loss.
                 let dir = topics_dir.join(name).join(index.to_string());
                 partitions.push(Arc::new(Partition::open(name, index, &dir, config)));
             }
@@ -122,7 +123,7 @@ impl Store {
         topics.get(topic)?.get(usize::try_from(index).ok()?).cloned()
     }
 
-    /// Whether a topic could be created; `partitions` is the final count.
+    /// Checks whether a topic can be created; `partitions` is the final count.
     pub(crate) fn check_new(&self, name: &str, partitions: i32) -> Result<(), Refused> {
         check_name(name).map_err(|reason| Refused::new(code::INVALID_TOPIC, reason))?;
         if partitions < 1 {
@@ -180,8 +181,8 @@ impl Store {
         Ok(opened.into())
     }
 
-    /// Deletes a topic with its records. Blocks on the disk. On a full disk the records go first, so
-    /// that the list of topics can be written.
+    /// Deletes a topic with its records. Blocks on the disk. On a full disk it removes the records first,
+    /// which frees space for the list of topics.
     pub(crate) fn delete(&self, name: &str) -> Result<(), Refused> {
         let mut written = self.written.lock();
         if self.partition_count(name).is_none() {
@@ -239,7 +240,7 @@ impl Store {
         self.topics.read().values().flat_map(|partitions| partitions.iter().cloned()).collect()
     }
 
-    /// A producer id that was never given out before, not even before a restart.
+    /// A producer id that was never assigned before, not even before a restart.
     pub(crate) fn new_producer_id(&self) -> Result<i64, Refused> {
         let mut written = self.written.lock();
         if written.producer_id >= written.meta.next_producer_id {
@@ -254,10 +255,10 @@ impl Store {
         Ok(id)
     }
 
-    /// Forces every log to the disk, with a checkpoint.
+    /// Flushes every log to the disk and writes its checkpoint.
     ///
     /// # Errors
-    /// [`Error::Io`], after having tried all.
+    /// [`Error::Io`], after all logs were tried.
     pub(crate) fn close(&self) -> Result<()> {
         let mut failed = None;
         for partition in self.partitions() {

@@ -1,4 +1,4 @@
-//! The broker below its socket: hostile requests, topics, durability, locks.
+//! Tests of the broker below its socket: hostile requests, topics, durability, locks.
 #![allow(clippy::unwrap_used)]
 
 use std::net::SocketAddr;
@@ -64,7 +64,7 @@ fn unsupported_api_versions_are_answered_in_version_0() {
         let answer = ApiVersionsResponse::decode(&mut body, 0).unwrap();
         assert_eq!(answer.error_code, code::UNSUPPORTED_VERSION);
         assert_eq!(answer.api_keys.len(), SPOKEN.len());
-        // Nothing else is spoken, and said so by closing.
+        // Other requests are not supported: the broker closes the connection.
         assert!(matches!(ask(&shared, ApiKey::FindCoordinator as i16, 0, &[0, 0]).await, Reply::Close(_)));
         assert!(matches!(ask(&shared, ApiKey::Fetch as i16, 12, &[]).await, Reply::Close(_)));
         assert!(matches!(ask(&shared, 9_999, 0, &[]).await, Reply::Close(_)));
@@ -78,13 +78,13 @@ fn announced_counts_cannot_ask_for_memory() {
     assert!(shape::check(ApiKey::Metadata, 4, &huge).is_err());
     assert!(shape::check(ApiKey::Metadata, 4, &(-2i32).to_be_bytes()).is_err());
     assert!(shape::check(ApiKey::Metadata, 4, &(-1i32).to_be_bytes()).is_ok());
-    // Many elements that are all there are still too many.
+    // Too many elements are refused even when all of them are present.
     let many = [&200_000i32.to_be_bytes()[..], &vec![0; 400_000]].concat();
     assert!(shape::check(ApiKey::Metadata, 4, &many).is_err());
-    // Every spoken request that consists of large numbers only.
+    // Every supported request, filled with large numbers only.
     for (key, low, high) in SPOKEN {
         for version in *low..=*high {
-            // No arrays to lie about there.
+            // These requests have no arrays.
             if !matches!(key, ApiKey::ApiVersions | ApiKey::InitProducerId) {
                 assert!(shape::check(*key, version, &[0x7f; 4_000]).is_err(), "{key:?} {version}");
             }
@@ -95,7 +95,7 @@ fn announced_counts_cannot_ask_for_memory() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Random bodies under every spoken key are answered or refused, never a panic.
+    /// Random bodies under every supported key are answered or refused; none panics.
     #[test]
     fn random_requests_do_no_harm(
         which in 0..SPOKEN.len(),
@@ -137,7 +137,7 @@ async fn topics_survive_and_limits_hold() {
         store.partition("a", 1).unwrap().append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
         store.delete("b").unwrap();
         assert_eq!(store.delete("b").unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
-        // The files of a creation that did not get to its end do not come back as records.
+        // The files of an unfinished creation do not return as records.
         std::fs::create_dir_all(dir.path().join("topics/c/0")).unwrap();
         std::fs::write(dir.path().join("topics/c/0/00000000000000000000.log"), b"old").unwrap();
         store.create("c", 1).unwrap();
@@ -245,7 +245,7 @@ async fn a_newer_format_and_a_damaged_file_are_refused() {
 
 #[test]
 fn a_frame_is_released_before_its_answer_is_reserved() {
-    // With room for one large request only, a fetch must not wait for its own frame's memory.
+    // With memory for one large request only, a fetch must not wait for its frame's memory.
     let dir = TempDir::new().unwrap();
     let shared = shared(&dir, anywhere());
     shared.stopping.cancel();
@@ -274,7 +274,7 @@ async fn a_lost_folder_of_a_partition_is_damage_of_that_partition() {
     {
         let store = Store::open(dir.path(), &anywhere()).unwrap();
         let lost = store.partition("t", 0).unwrap();
-        // Not an empty partition: a reader learns that something is missing.
+        // Not an empty partition: a reader learns that records are missing.
         assert_eq!((lost.start_offset(), lost.high_watermark()), (0, 1));
         let refused = lost.read(0, 1 << 20, true).unwrap_err();
         assert_eq!(refused.code, code::CORRUPT_MESSAGE);
@@ -287,7 +287,7 @@ async fn a_lost_folder_of_a_partition_is_damage_of_that_partition() {
     std::fs::rename(dir.path().join("aside"), &folder).unwrap();
     let store = Store::open(dir.path(), &anywhere()).unwrap();
     assert_eq!(store.partition("t", 0).unwrap().high_watermark(), 1);
-    // A damaged topic can be given up.
+    // A damaged topic can be deleted.
     std::fs::remove_dir_all(&folder).unwrap();
     let store = Store::open(dir.path(), &anywhere()).unwrap();
     store.delete("t").unwrap();
@@ -334,7 +334,7 @@ async fn work_on_a_deleted_topic_leaves_its_successor_alone() {
     };
     let before = folder();
 
-    // Work that had found the partition before its topic was deleted.
+    // Calls that had found the partition before its topic was deleted.
     old.retain(Retention { before_ms: Some(i64::MAX), bytes_max: Some(0) });
     old.sync().unwrap();
     old.close().unwrap();
@@ -372,7 +372,7 @@ async fn requests_that_fill_the_memory_in_part_all_come_to_their_end() {
     let mut arriving = Vec::new();
     for _ in 0..8 {
         let mut held = Held::default();
-        // Two fill the pool, one goes beyond it, the others wait without holding anything.
+        // Two fill the pool, one grows beyond it, the others wait without holding memory.
         let started = memory.grow(&mut held, 1 << 20).now_or_never().is_some();
         arriving.push((held, started));
     }

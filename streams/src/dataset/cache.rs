@@ -1,4 +1,4 @@
-//! Keeping what the footers said, so that a snapshot with a million files is read once.
+//! Cache of dataset descriptions, so that the footers of a snapshot with a million files are read once.
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use super::{Conflict, DataFile, Dataset, decode_schema, encode_schema};
 use crate::feed::FeedError;
 use crate::feed::error::Result;
 
-/// A small key-value place for dataset descriptions.
+/// A small key-value store for dataset descriptions.
 ///
-/// An entry names the state of the listing it belongs to, so a stale one is never used; entries may
-/// vanish at any time.
+/// An entry records the listing that it belongs to, so a stale one is never used. Entries may vanish at any
+/// time.
 pub trait DatasetCache: Send + Sync {
     /// The value under `key`, if there is one.
     ///
@@ -20,14 +20,14 @@ pub trait DatasetCache: Send + Sync {
     /// Any text; it is logged and the footers are read instead.
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String>;
 
-    /// Stores `value` under `key`, replacing what was there.
+    /// Stores `value` under `key`, replacing any older value.
     ///
     /// # Errors
     /// Any text; it is logged and nothing else happens.
     fn put(&self, key: &str, value: &[u8]) -> Result<(), String>;
 }
 
-/// Entries beyond this are not worth a metadata transaction.
+/// Largest entry in bytes; larger descriptions are not cached.
 const ENTRY_BYTES_MAX: usize = 16 << 20;
 
 /// The stored form of a dataset, also part of the stored form of a plan.
@@ -81,7 +81,7 @@ fn key(path: &str) -> String {
     format!("feed/dataset/{}", hex::encode(&Sha256::digest(path.as_bytes())[..16]))
 }
 
-/// Asks the cache on a thread that may block: engines behind it do file or network I/O.
+/// Reads the cache on a thread that may block, because an implementation may do file or network I/O.
 pub(super) async fn lookup(cache: &Arc<dyn DatasetCache>, path: &str, digest: &str) -> Option<Dataset> {
     let (cache, key) = (Arc::clone(cache), key(path));
     let digest = digest.to_string();
@@ -105,7 +105,7 @@ pub(super) async fn lookup(cache: &Arc<dyn DatasetCache>, path: &str, digest: &s
     found.await.ok().flatten()
 }
 
-/// Leaves the description in the cache; returns when it is there (or could not be stored).
+/// Stores the description in the cache; returns once it is stored or the attempt failed.
 pub(super) async fn remember(cache: Arc<dyn DatasetCache>, digest: String, dataset: &Dataset) {
     let key = key(&dataset.path);
     let entry = match DatasetRecord::try_from(dataset) {

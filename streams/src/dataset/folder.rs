@@ -1,4 +1,4 @@
-//! A folder of dataset descriptions in the home, bounded in size: the oldest entries go.
+//! Folder cache of dataset descriptions in the home, bounded in size: the oldest entries are removed first.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::DatasetCache;
 
-/// Bytes of all entries together.
+/// Maximum bytes of all entries together.
 const BYTES_MAX: u64 = 64 << 20;
 
 /// Descriptions of the datasets of one snapshot.
@@ -62,7 +62,7 @@ impl DatasetCache for FolderCache {
 
     fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
         let path = self.path(key);
-        // Each process has a name of its own, so that a reader sees a whole entry or none.
+        // Each process uses a separate temporary name, so that a reader sees a whole entry or none.
         let temporary = path.with_extension(format!("{}.new", std::process::id()));
         private::create_dir_all(&self.dir)
             .and_then(|()| private::options().write(true).create(true).truncate(true).open(&temporary))

@@ -1,4 +1,4 @@
-//! Finding the data files below a path, in the one order every reader agrees on.
+//! Listing of the data files below a path, in the canonical order that all readers share.
 
 use std::sync::Arc;
 
@@ -69,7 +69,7 @@ impl Listing {
         Ok(Self { path: shown, files })
     }
 
-    /// Names this state of the listing: another file, size, tag or time is another digest.
+    /// Digest of this state of the listing: another file, size, tag or time changes it.
     pub(crate) fn digest(&self) -> String {
         let mut hash = Sha256::new();
         let mut text = |t: &str| {
@@ -107,8 +107,8 @@ fn format_of(path: &str) -> Option<FileFormat> {
     }
 }
 
-/// A directory may be called `data.parquet` (Spark does so); local stores answer its head with an
-/// I/O error rather than not found.
+/// A directory may be called `data.parquet` (Spark does so). Local stores answer `head` for it with an I/O
+/// error instead of not found.
 fn is_directory(error: &object_store::Error) -> bool {
     let mut source = std::error::Error::source(error);
     while let Some(e) = source {

@@ -1,7 +1,7 @@
-//! A live store of which each file is read in one state only: the one that was listed first.
+//! Wrapper of a live object store that pins each file to the state that was first listed or read.
 //!
-//! A plan describes files by their footers; row groups of another state of a file must not come in
-//! their place. A file that has changed since is an error ([`object_store::Error::Precondition`]).
+//! A plan describes files by their footers, so row groups of a later state of a file must not be read
+//! instead. Reading a file that has changed is an error ([`object_store::Error::Precondition`]).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,7 +17,7 @@ use object_store::{
 };
 use parking_lot::Mutex;
 
-/// Reads through; refuses other states.
+/// Passes requests through, but refuses to read a changed file.
 #[derive(Debug)]
 pub(crate) struct PinnedStore {
     store: Arc<dyn ObjectStore>,

@@ -1,5 +1,5 @@
-//! One schema for many files: columns are matched by name, files may lack some of them (additive
-//! evolution). Columns about whose type files disagree cannot be read; the others can.
+//! One schema for many files: columns are matched by name, files may lack some of them (additive evolution).
+//! A column whose type differs between files cannot be read; the others can.
 //!
 //! Dictionaries and runs are encodings of a column, not types: the schema has the type of the values.
 
@@ -18,12 +18,12 @@ use serde::{Deserialize, Serialize};
 use crate::feed::FeedError;
 use crate::feed::error::Result;
 
-/// A column that is not readable as one.
+/// A column that cannot be read: its type differs between files, or a file has it twice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Conflict {
     pub(crate) column: String,
-    /// The first file that has the column, and its type there; the file that has it twice, and none.
+    /// The first file that has the column, and its type there. For a duplicate: its file, and `None`.
     first: (String, Option<String>),
     /// The file that disagrees, and its type there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -31,7 +31,7 @@ pub(crate) struct Conflict {
 }
 
 impl Conflict {
-    /// What a reader of the column is told.
+    /// The error for a reader of the column.
     pub(crate) fn error(&self) -> FeedError {
         let column = self.column.clone();
         match (&self.first, &self.other) {
@@ -47,8 +47,8 @@ impl Conflict {
     }
 }
 
-/// The union of the files' columns in order of first appearance, and the columns that are no part of it
-/// because files disagree about their types or have them twice.
+/// The union of the files' columns in order of first appearance, and the columns left out because their types
+/// differ between files or a file has them twice.
 ///
 /// Nullability, field names inside lists, encodings and key-value metadata may differ between files.
 pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (Schema, Vec<Conflict>) {
@@ -101,7 +101,7 @@ pub(crate) fn unify<'a>(files: impl Iterator<Item = (&'a str, &'a Schema)>) -> (
     (Schema::new(fields.collect::<Vec<_>>()), conflicts)
 }
 
-/// The type of the values, without the encodings of them.
+/// The type of the values, without dictionary and run encodings.
 fn plain(kind: &DataType) -> DataType {
     let inner = |field: &FieldRef| -> FieldRef {
         Arc::new(field.as_ref().clone().with_data_type(plain(field.data_type())))
@@ -118,8 +118,8 @@ fn plain(kind: &DataType) -> DataType {
     }
 }
 
-/// Brings a decoded batch of one file into `schema`: order of columns, missing ones as nulls,
-/// inner field names. No copy where nothing differs.
+/// Converts a decoded batch of one file to `schema`: order of columns, missing ones as nulls, inner field
+/// names. No copy where nothing differs.
 pub(crate) fn conform(
     columns: &HashMap<String, ArrayRef>,
     rows: usize,

@@ -1,4 +1,4 @@
-//! The written form of a dataset: `VOLUME[@SNAPSHOT]:/PATH`.
+//! Dataset specification, parsed and printed as `VOLUME[@SNAPSHOT]:/PATH`.
 
 use std::fmt;
 use std::str::FromStr;

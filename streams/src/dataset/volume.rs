@@ -21,8 +21,8 @@ pub struct OpenDataset {
 }
 
 impl DatasetSpec {
-    /// Opens the volume at its snapshot (or live). Reads no file. Of a live volume each file is read
-    /// as it was when it was listed; one that changes after that is [`FeedError::Changed`].
+    /// Opens the volume at its snapshot (or live). Reads no file. Each file of a live volume is read in the
+    /// state that was listed; a later change is [`FeedError::Changed`].
     ///
     /// # Errors
     /// [`FeedError::Volume`], for example when the snapshot does not exist.
@@ -51,18 +51,18 @@ impl DatasetSpec {
 }
 
 impl OpenDataset {
-    /// What was opened.
+    /// The specification that was opened.
     pub fn spec(&self) -> &DatasetSpec {
         &self.spec
     }
 
-    /// The view of the volume as an object store: what [`crate::feed::Feed::open`] reads from.
+    /// The view of the volume as an object store, for [`crate::feed::Feed::open`].
     pub fn store(&self) -> &Arc<dyn ObjectStore> {
         &self.store
     }
 
-    /// What the plan takes as its source: the volume and snapshot with the snapshot's number, for
-    /// example `digits@v1#7`. A snapshot that was deleted and made again under its name has another.
+    /// The source of the plan: the volume and snapshot with the snapshot's number, for example `digits@v1#7`.
+    /// A snapshot that was deleted and created again under its name has another number.
     pub fn identity(&self) -> &str {
         &self.identity
     }
@@ -90,7 +90,7 @@ fn identity(datafs: &Datafs, source: &VolumeSpec) -> millrace_datafs::Result<Str
     };
     let snapshots = datafs.snapshot_list(&source.volume)?;
     let number = snapshots.iter().find(|s| s.name == *name).map(|s| s.id);
-    // Deleted since the view was opened: its reads will say so.
+    // 0 when the snapshot was deleted since the view was opened: reads will fail then.
     Ok(format!("{source}#{}", number.unwrap_or(0)))
 }
 

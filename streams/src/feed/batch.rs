@@ -25,21 +25,22 @@ use crate::feed::{Cursor, FeedStream, Plan, Shard};
 /// Batches beyond this size are gathered on a blocking thread.
 const INLINE_BYTES_MAX: u64 = 4 << 20;
 
-/// How a feed reads. None of it changes which rows are delivered when.
+/// Read options of a feed. They never change which rows are delivered in which batch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct FeedOptions {
-    /// Columns to deliver, in this order; none means all. Others are not read.
+    /// Columns to deliver, in this order; none means all. Other columns are not read.
     pub columns: Option<Vec<String>>,
-    /// Bytes of decoded row groups to keep; 0 takes what the plan says it needs, at least 64 MiB.
-    /// Less than the working set makes the feed decode row groups again and again.
+    /// Cache for decoded row groups in bytes; 0 derives the size from the plan, at least 64 MiB. A cache
+    /// below the working set makes the feed decode row groups repeatedly.
     pub cache_bytes_max: u64,
     /// Row groups decoded at the same time; 0 takes the number of processors, at most 8.
     pub decode_concurrency: usize,
     /// Batches that a stream assembles ahead of its reader, 1 to 1024.
     pub prefetch_batches: usize,
-    /// Largest compressed record batch of an Arrow IPC file, in bytes once it is decompressed, of the columns that
-    /// are delivered and with the file's dictionaries. It can only be decoded as a whole: a larger one is refused.
+    /// Largest compressed record batch of an Arrow IPC file, in bytes once it is decompressed: the delivered
+    /// columns and the file's dictionaries. It can only be decoded as a whole, so the feed refuses a larger
+    /// one.
     pub record_batch_bytes_max: u64,
 }
 
@@ -60,11 +61,11 @@ impl Default for FeedOptions {
 pub struct FeedBatch {
     /// Number of the global batch.
     pub step: u64,
-    /// Its slots that are here; row `i` is slot `slots.start + i`.
+    /// The slots in this batch; row `i` is slot `slots.start + i`.
     pub slots: Range<usize>,
     /// The rows.
     pub batch: RecordBatch,
-    /// Global row index of each row: its place in the dataset in canonical order.
+    /// Global row index of each row: its position in the dataset in canonical order.
     pub rows: Vec<u64>,
     /// Epoch of each row. Within one epoch every global row index comes exactly once.
     pub epochs: Vec<u64>,
@@ -73,11 +74,12 @@ pub struct FeedBatch {
 /// Random access to the global batches of a plan. Cheap to clone; clones share the cache.
 ///
 /// Memory: the cache limit, plus `decode_concurrency` row groups encoded and decoded (compressed record
-/// batches of Arrow IPC files up to `record_batch_bytes_max`), plus the batches handed out or streamed ahead. The default limit comes from the plan, which bounds lanes
-/// and windows by [`crate::feed::PlanOptions::working_set_bytes_max`].
+/// batches of Arrow IPC files up to `record_batch_bytes_max`), plus the batches handed out or streamed ahead.
+/// The default limit comes from the plan, which bounds lanes and windows by
+/// [`crate::feed::PlanOptions::working_set_bytes_max`].
 ///
-/// Everything async needs a tokio runtime. Futures may be dropped at any point: decoding that has
-/// begun goes on for the cache, nothing is lost or counted.
+/// Everything async needs a tokio runtime. Futures may be dropped at any point: decoding that has begun
+/// continues for the cache, and no row is lost or counted as consumed.
 #[derive(Clone)]
 pub struct Feed {
     inner: Arc<Inner>,
@@ -138,7 +140,7 @@ impl Feed {
                 n
             }
         };
-        // Two lanes' worth of windows on their way, and a few batches when windows are tiny.
+        // About two windows ahead over all lanes, and at least the prefetched batches when windows are tiny.
         let ahead = plan.order().per_lane().saturating_mul(options.prefetch_batches as u64 + 1);
         let lookahead = (2 * window).div_ceil(lanes).max(ahead).min(window.max(ahead));
         let bytes: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
@@ -170,9 +172,9 @@ impl Feed {
         &self.inner.schema
     }
 
-    /// The rows in `slots` of global batch `step`, in slot order. Any step and any slots, in any
-    /// order, from any number of tasks. Row groups that the following steps need for the same
-    /// slots begin to be decoded meanwhile.
+    /// The rows in `slots` of global batch `step`, in slot order. Callers may ask for any step and any slots,
+    /// in any order, from any number of tasks. Meanwhile the feed begins to decode the row groups that the
+    /// following steps need for the same slots.
     ///
     /// # Errors
     /// [`FeedError::Invalid`] for slots or a step out of bounds; errors of reading, naming the file.
@@ -244,7 +246,7 @@ impl Inner {
         }
     }
 
-    /// Starts what the windows at and shortly after this batch need, lane by lane.
+    /// Begins to decode the row groups of the windows at and shortly after this batch, lane by lane.
     fn prefetch(&self, step: u64, slots: Range<usize>) {
         let order = self.plan.order();
         let mut prefetched = self.prefetched.lock();

@@ -1,4 +1,4 @@
-//! Decoded row groups under a byte limit; each is decoded once however many batches wait for it.
+//! Cache of decoded row groups under a byte limit. Each is decoded once, however many batches wait for it.
 
 #[cfg(test)]
 mod tests;
@@ -16,23 +16,22 @@ use crate::feed::error::{FeedError, Result};
 use crate::feed::hash::NumberMap;
 use crate::feed::metrics;
 
-/// A decoding under way; every waiter polls the same one.
+/// A decoding in progress, shared by all waiters.
 pub(crate) type Loading = Shared<BoxFuture<'static, Result<Arc<RecordBatch>>>>;
 
-/// What a look-up found.
+/// Result of a lookup.
 pub(crate) enum Lookup {
     Ready(Arc<RecordBatch>),
     Loading(Loading),
 }
 
-/// A row group at a distance of more steps than this from the current one makes room for a
-/// prefetched one; nearer ones do not.
+/// A prefetch evicts row groups whose last step is further than this from its step, and no nearer ones.
 const STEPS_NEAR: u64 = 2;
 
 struct Entry {
     state: State,
     bytes: u64,
-    /// Call in which it was last asked for: the least recent is evicted first.
+    /// Number of the last call that asked for it: the least recent is evicted first.
     used: u64,
     /// Step for which it was last asked for.
     step: u64,
@@ -52,7 +51,7 @@ struct Table {
     calls: u64,
 }
 
-/// Row groups by their number in the plan.
+/// The cache; its keys are the row group numbers of the plan.
 pub(crate) struct GroupCache {
     table: Mutex<Table>,
     bytes_max: u64,
@@ -66,8 +65,8 @@ impl GroupCache {
         Arc::new(Self { table: Mutex::default(), bytes_max, loading_max })
     }
 
-    /// Looks up the row groups that one batch needs, starting what is missing. `nearby` are marked
-    /// as in use without being loaded.
+    /// Looks up the row groups that one batch needs, and begins to decode the missing ones. `nearby` are
+    /// marked as used without being loaded.
     pub(crate) fn demand<F, R>(
         self: &Arc<Self>,
         step: u64,
@@ -105,8 +104,8 @@ impl GroupCache {
             .collect()
     }
 
-    /// Starts decoding row groups that batches near `step` will need, while there is room without
-    /// pushing out what is in use. Returns how many of `groups`, from the front, are on their way.
+    /// Begins to decode row groups that batches near `step` will need, while there is room without evicting
+    /// those in use. Returns how many of `groups`, from the front, are decoded or being decoded.
     pub(crate) fn prefetch<F, R>(self: &Arc<Self>, step: u64, groups: &[u32], mut load: F) -> usize
     where
         F: FnMut(u32) -> (u64, R),
@@ -170,7 +169,7 @@ impl GroupCache {
         let mut table = self.table.lock();
         table.loading = table.loading.saturating_sub(1);
         match result {
-            // A failure is not remembered: who asks next tries again.
+            // A failure is not cached: the next call tries again.
             Err(_) => {
                 if let Some(entry) = table.entries.remove(&group) {
                     table.subtract(entry.bytes);
@@ -187,7 +186,7 @@ impl GroupCache {
                 table.add(bytes);
                 metrics::count(&metrics::GROUPS_DECODED, 1);
                 metrics::count(&metrics::ROWS_DECODED, batch.num_rows() as u64);
-                // What the latest call asked for stays: it is held by that call anyway.
+                // Row groups of the latest call stay: that call holds them anyway.
                 let calls = table.calls;
                 table.evict(self.bytes_max, |e| e.used < calls);
             }
@@ -206,7 +205,8 @@ impl Table {
         metrics::cache_bytes_changed(-i64::try_from(bytes).unwrap_or(0));
     }
 
-    /// Drops the least recently used decoded row groups that may go until `bytes_max` holds.
+    /// Evicts decoded row groups for which `may_go` is true, least recently used first, until `bytes_max`
+    /// holds.
     fn evict(&mut self, bytes_max: u64, may_go: impl Fn(&Entry) -> bool) {
         while self.bytes > bytes_max {
             let oldest = self

@@ -1,10 +1,10 @@
-//! The whole resume state of a feed: which plan, and how many global batches are done.
+//! Resume state of a feed: the plan's id, and the number of consumed global batches.
 
 use serde::{Deserialize, Serialize};
 
 use crate::feed::PlanId;
 
-/// A place in the endless sequence of global batches of one plan.
+/// A position in the endless sequence of global batches of one plan.
 ///
 /// `step` counts the global batches that were *consumed*: batches that were only prefetched do not
 /// move it. Store it with the state it belongs to (a checkpoint), in the same commit.

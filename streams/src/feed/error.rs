@@ -1,4 +1,4 @@
-//! What can go wrong between a dataset and a batch, named for what the caller does next.
+//! Errors of datasets and of the feed: one variant for each distinct reaction of the caller.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub enum FeedError {
         /// Files below the path that are not data (other suffixes, hidden names).
         ignored: usize,
     },
-    /// There are files, but not one row in them.
+    /// The data files hold no rows.
     #[error("dataset {path}: {files} files without a single row; nothing to feed")]
     NoRows {
         /// Path inside the store.
@@ -36,7 +36,7 @@ pub enum FeedError {
     TooLarge {
         /// Path inside the store.
         path: String,
-        /// What there is too much of.
+        /// The quantity that exceeds the limit.
         what: &'static str,
         /// The limit.
         limit: u64,
@@ -72,9 +72,9 @@ pub enum FeedError {
     Corrupt {
         /// Path of the file inside the store.
         file: String,
-        /// Which part of the file.
+        /// The damaged part of the file.
         what: String,
-        /// The decoder's own words.
+        /// The decoder's error.
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
@@ -86,7 +86,7 @@ pub enum FeedError {
     Oversized {
         /// Path of the file inside the store.
         file: String,
-        /// Which part of the file.
+        /// The part of the file that is too large.
         what: String,
         /// Its size once decompressed, as far as the file says.
         bytes: u64,
@@ -98,12 +98,12 @@ pub enum FeedError {
     Unsupported {
         /// Path of the file inside the store.
         file: String,
-        /// Which part of the file.
+        /// The part of the file that uses the feature.
         what: String,
-        /// The decoder's own words.
+        /// The decoder's message.
         reason: String,
     },
-    /// A file is not what it was when the plan was made.
+    /// A file changed after the plan was made.
     #[error("{file} changed since the plan was made ({what}); feed from a snapshot, or make a new plan")]
     Changed {
         /// Path of the file inside the store.
@@ -120,7 +120,7 @@ pub enum FeedError {
         #[source]
         source: Arc<object_store::Error>,
     },
-    /// Decoded columns could not be brought together into a batch.
+    /// Arrow could not assemble decoded columns into a batch.
     #[error("assemble rows of {file}")]
     Assemble {
         /// Path of the file (or files) concerned.
@@ -129,10 +129,10 @@ pub enum FeedError {
         #[source]
         source: Arc<arrow::error::ArrowError>,
     },
-    /// A plan option, slot range or step that makes no sense.
+    /// An option, path, slot range or step that is invalid or out of bounds.
     #[error("{what}")]
     Invalid {
-        /// Names the option, its value and what is allowed.
+        /// The option, its value and the allowed values.
         what: String,
     },
     /// A file with two columns of one name: reading by name would drop one of them.
@@ -154,9 +154,9 @@ pub enum FeedError {
     /// The volume or its snapshot cannot be opened.
     #[error("open dataset {spec}")]
     Volume {
-        /// The dataset as asked for.
+        /// The requested dataset.
         spec: String,
-        /// Why not.
+        /// The volume's error.
         #[source]
         source: Arc<millrace_datafs::Error>,
     },
@@ -185,7 +185,7 @@ pub enum FeedError {
 }
 
 impl FeedError {
-    /// True when the same call may succeed later without anybody changing anything.
+    /// True when a retry of the same call may succeed.
     pub fn is_retryable(&self) -> bool {
         match self {
             FeedError::Store { source, .. } => !matches!(
@@ -226,7 +226,7 @@ impl FeedError {
         FeedError::Assemble { file: file.into(), source: Arc::new(source) }
     }
 
-    /// Tells a failed store apart from a bad file and an unknown feature: all arrive as Parquet errors.
+    /// Separates a failed store from a bad file and an unsupported feature: all arrive as Parquet errors.
     pub(crate) fn from_parquet(
         file: &str,
         what: impl Into<String>,

@@ -1,4 +1,4 @@
-//! Files of an object store and what their ends say: row groups, sizes, schema.
+//! Footers of data files in an object store: row groups, sizes and schema.
 
 use std::any::Any;
 use std::ops::Range;
@@ -24,7 +24,7 @@ use crate::feed::ipc;
 /// First read of a Parquet file, from its end: one request for nearly every footer.
 const FOOTER_GUESS_BYTES: usize = 64 << 10;
 
-/// One file of an object store as the Parquet reader wants it.
+/// One file of an object store, as input of the Parquet reader.
 pub(crate) struct StoreFile {
     pub(crate) store: Arc<dyn ObjectStore>,
     pub(crate) path: Path,
@@ -70,7 +70,7 @@ impl AsyncFileReader for StoreFile {
     }
 }
 
-/// Reads what the end of a file says about it.
+/// Reads the footer of a file.
 pub(crate) async fn read_footer(
     store: &Arc<dyn ObjectStore>,
     path: &str,
@@ -81,7 +81,8 @@ pub(crate) async fn read_footer(
     calm(path, "the footer", describe(file, path, format)).await
 }
 
-/// Some corruptions make the decoders panic instead of failing.
+/// Runs `reading`, and turns a panic into an error: some corruptions make the decoders panic instead of
+/// failing.
 pub(crate) async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>>) -> Result<T> {
     let caught = AssertUnwindSafe(reading).catch_unwind().await;
     caught.unwrap_or_else(|panic| {
@@ -89,7 +90,7 @@ pub(crate) async fn calm<T>(path: &str, what: &str, reading: impl Future<Output 
     })
 }
 
-/// What a panic of a library says.
+/// The message of a library's panic.
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the library panicked")
@@ -114,7 +115,7 @@ async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Foo
     }
 }
 
-/// The footer, with the index of its pages where that is asked for and there.
+/// The Parquet footer; with `pages` also the offset index of the pages, where the file has one.
 pub(crate) async fn parquet_metadata(
     mut file: StoreFile,
     path: &str,
@@ -137,7 +138,7 @@ pub(crate) fn rows_of(group: &RowGroupMetaData, path: &str) -> Result<u64> {
     }
 }
 
-/// What a row group takes once decoded: exact for fixed-width columns, else what its encoder
+/// Decoded size of a row group in bytes: exact for fixed-width columns, else the size that its encoder
 /// reported, else its size before compression.
 fn decoded_bytes(group: &RowGroupMetaData) -> u64 {
     let bytes = |n: i64| u64::try_from(n).unwrap_or(0);

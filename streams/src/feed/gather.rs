@@ -1,4 +1,4 @@
-//! Picking rows out of decoded row groups, a column at a time.
+//! Gathering of a batch's rows from decoded row groups, a column at a time.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! A hasher for small numbers that the feed itself counted out: nobody can choose them to collide,
+//! Hasher for row group and lane numbers. The feed assigns them itself, so no input can make them collide,
 //! and a batch looks up hundreds.
 
 use std::collections::HashMap;

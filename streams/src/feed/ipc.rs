@@ -25,13 +25,13 @@ use crate::feed::footer::StoreFile;
 use crate::feed::reader::columns_of;
 use decoded::{Message, decoded_bytes};
 
-/// Length of the footer plus the closing magic.
+/// Bytes of the footer's length and the closing magic.
 const TRAILER_BYTES: u64 = 10;
 const MAGIC: &[u8] = b"ARROW1";
-/// Most metadata of one message that is believed.
+/// Largest accepted metadata of one message, in bytes.
 const METADATA_BYTES_MAX: u64 = 64 << 20;
 
-/// What is known of an IPC file without its record batches.
+/// An IPC file without its record batches: schema, blocks, row counts and dictionaries.
 pub(crate) struct IpcFile {
     schema: SchemaRef,
     version: MetadataVersion,
@@ -46,7 +46,7 @@ impl IpcFile {
         &self.rows
     }
 
-    /// Memory that it takes, nearly all of it dictionaries.
+    /// Memory of the dictionaries in bytes, which is nearly all that it takes.
     pub(crate) fn bytes(&self) -> u64 {
         self.dictionaries.iter().map(|(_, buffer)| buffer.len() as u64).sum()
     }
@@ -82,7 +82,7 @@ impl IpcFile {
         Ok((Self { schema: Arc::new(schema), version, blocks, rows, dictionaries: Vec::new() }, dictionaries))
     }
 
-    /// Reads all but the record batches, dictionaries of at most `bytes_max` bytes.
+    /// Reads all but the record batches; refuses dictionaries of more than `bytes_max` bytes.
     pub(crate) async fn open(file: StoreFile, path: &str, bytes_max: u64) -> Result<Self> {
         let (mut ipc, blocks) = Self::describe(&file, path).await?;
         let mut left = bytes_max;
@@ -102,7 +102,7 @@ impl IpcFile {
     }
 }
 
-/// Describes the file as a footer of Parquet would.
+/// Describes the file in the form of a Parquet footer.
 pub(crate) async fn read_footer(file: StoreFile, path: &str) -> Result<Footer> {
     let (ipc, _) = IpcFile::describe(&file, path).await?;
     let row_groups = ipc
@@ -122,8 +122,9 @@ pub(crate) async fn read_block(file: StoreFile, ipc: &IpcFile, index: usize, pat
 
 /// Decodes one record batch, only the columns of `schema`.
 ///
-/// A record batch can only be decoded as a whole, and one that compresses well may be a thousand times as large
-/// as in the file. So what its buffers say of their sizes is looked at first: beyond `bytes_max` it is refused.
+/// A record batch can only be decoded as a whole, and one that compresses well may be a thousand times as
+/// large as in the file. Therefore the sizes that its buffers announce are checked first: beyond `bytes_max`
+/// it is refused.
 pub(crate) fn decode_block(
     ipc: &IpcFile,
     index: usize,

@@ -1,4 +1,4 @@
-//! The global order: which row stands in which slot of which global batch.
+//! The global order: the row in each slot of each global batch.
 //!
 //! The stream of a plan is one endless sequence of places `t = 0, 1, 2, …`; epoch `e` is exactly the
 //! places `[e·N, (e+1)·N)` of a dataset of `N` rows, and global batch `b` exactly the places
@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use crate::feed::permutation::{Permutation, derive_key};
 
-/// What a derived key is for; the first word after the seed.
+/// Purpose of a derived key; the first word after the seed.
 const KEY_GROUPS: u64 = 1;
 const KEY_WINDOW: u64 = 2;
 
@@ -49,7 +49,7 @@ pub(crate) struct Window {
     pub(crate) start: u64,
     /// Rows of the window.
     pub(crate) rows: u64,
-    /// Which of its rows, counted in visiting order, is at the position that was asked for.
+    /// Index of the requested position among the window's rows, in visiting order.
     pub(crate) offset: u64,
 }
 
@@ -59,7 +59,7 @@ impl Order {
         self.batch / self.lanes
     }
 
-    /// How many places before `t` belong to lanes before `lane`.
+    /// Number of places before `t` that belong to lanes before `lane`.
     fn places_of_earlier_lanes(&self, t: u64, lane: u64) -> u64 {
         (t / self.lanes) * lane + (t % self.lanes).min(lane)
     }

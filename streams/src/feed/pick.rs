@@ -1,4 +1,4 @@
-//! Finding the rows of a batch: from slots to windows, from windows to row groups.
+//! Row lookup for a batch: from slots to windows, from windows to row groups.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -17,7 +17,7 @@ const LAYOUTS_KEPT: usize = 4;
 /// A window that overlaps more row groups than this marks only those as used that a batch touched.
 const NEARBY_MAX: usize = 16;
 
-/// Which rows of which row groups make up a batch.
+/// The rows of a batch, with their row groups.
 pub(crate) struct Picks {
     /// The row groups, each once.
     pub(crate) groups: Vec<u32>,
@@ -31,7 +31,7 @@ pub(crate) struct Picks {
     pub(crate) epochs: Vec<u64>,
 }
 
-/// Turns slots into rows; remembers where each lane stands.
+/// Turns slots into rows; remembers the last window of each lane.
 pub(crate) struct Picker {
     plan: Arc<Plan>,
     layouts: Mutex<VecDeque<(u64, Arc<EpochLayout>)>>,
@@ -39,7 +39,7 @@ pub(crate) struct Picker {
     windows: Mutex<NumberMap<u64, Arc<LaneWindow>>>,
 }
 
-/// All that finding rows of a window needs.
+/// A window with all that is needed to find its rows.
 struct LaneWindow {
     window: Window,
     /// Positions of the lane that lie in the window.

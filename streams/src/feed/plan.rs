@@ -1,4 +1,4 @@
-//! The plan: everything that decides which row is delivered when, under one hash.
+//! The plan: everything that decides the order of rows, under one hash.
 
 mod address;
 mod record;
@@ -30,28 +30,28 @@ pub const LANES_MAX: u32 = 1 << 16;
 /// Most rows of a window.
 pub const WINDOW_ROWS_MAX: u64 = 1 << 32;
 
-/// What a plan is made of besides the dataset.
+/// Options of a plan. Together with the dataset they decide the order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PlanOptions {
-    /// Where the files come from, for example `digits@v1`. Part of the plan id, so that a cursor is
-    /// never taken to another snapshot.
+    /// Origin of the files, for example `digits@v1`. It is part of the plan id, so that a cursor is never
+    /// used with another snapshot.
     pub source: String,
-    /// Decides the order; any number.
+    /// Seed of the order; any number.
     pub seed: u64,
     /// Rows of a global batch, 1 to [`BATCH_ROWS_MAX`].
     pub batch_rows: usize,
-    /// Most lanes, 1 to [`LANES_MAX`]: contiguous stretches of the dataset that a batch takes its
-    /// rows from. Readers beyond this number share row groups. The plan takes the greatest divisor
-    /// of `batch_rows` that is not above it, and fewer lanes for small datasets and for row groups
-    /// that are large beside `working_set_bytes_max`.
+    /// Maximum number of lanes, 1 to [`LANES_MAX`]: contiguous stretches of the dataset from which a batch
+    /// takes its rows. Readers beyond this number share row groups. The plan takes the greatest divisor of
+    /// `batch_rows` up to this number. It takes fewer lanes for small datasets and for row groups that are
+    /// large beside `working_set_bytes_max`.
     pub lanes: u32,
     /// Most rows of a window, 1 to [`WINDOW_ROWS_MAX`]: rows of a lane are shuffled within a window.
     /// A dataset that fits into one window is shuffled whole.
     pub window_rows: u64,
     /// Bound for the decoded row groups that all lanes together need at a time, in bytes, all
     /// columns. Lanes and window shrink until it holds; where row groups are too large for that, they
-    /// are read in parts. Only large record batches of Arrow IPC files and huge rows break it.
+    /// are read in parts. Only large record batches of Arrow IPC files and huge rows exceed it.
     pub working_set_bytes_max: u64,
 }
 
@@ -104,8 +104,8 @@ struct Group {
 
 /// An immutable order over an immutable dataset.
 ///
-/// Serializes with the description of the dataset, so that workers get it from a coordinator and
-/// read no footer twice. Everything is checked again when it is read back.
+/// Serializes with the description of the dataset, so that workers get it from a coordinator and read no
+/// footer twice. Deserializing checks everything again.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -208,7 +208,7 @@ impl Plan {
         self.id
     }
 
-    /// Where the files come from, as given in the options.
+    /// Origin of the files, as given in the options.
     pub fn source(&self) -> &str {
         &self.source
     }
@@ -249,7 +249,7 @@ impl Plan {
         self.working_set_bytes
     }
 
-    /// The cursor that stands before global batch `step`.
+    /// The cursor whose next global batch is `step`.
     pub fn cursor(&self, step: u64) -> Cursor {
         Cursor { plan_id: self.id, step }
     }
@@ -273,13 +273,13 @@ impl Plan {
         u64::try_from(rows.div_ceil(u128::from(self.order.batch))).unwrap_or(u64::MAX)
     }
 
-    /// How many epochs are delivered whole after `steps` steps.
+    /// Number of whole epochs delivered after `steps` steps.
     pub fn epochs_after(&self, steps: u64) -> u64 {
         let places = u128::from(steps) * u128::from(self.order.batch);
         u64::try_from(places / u128::from(self.order.rows)).unwrap_or(u64::MAX)
     }
 
-    /// How many rows of `epoch` the global batches of `steps` deliver. Summed over all steps it is
+    /// Number of rows of `epoch` that the global batches of `steps` deliver. Summed over all steps it is
     /// [`Plan::rows`].
     pub fn rows_of_epoch(&self, epoch: u64, steps: Range<u64>) -> u64 {
         let (batch, rows) = (u128::from(self.order.batch), u128::from(self.order.rows));

@@ -1,7 +1,7 @@
-//! Reading data files through an object store: footers, and one row group at a time.
+//! Reader of data files in an object store: footers, and one row group at a time.
 //!
-//! I/O happens on the runtime, decoding on its blocking threads, so that a heartbeat beside the
-//! feed is never late because of a large row group.
+//! I/O happens on the runtime, decoding on its blocking threads, so that a large row group never delays a
+//! heartbeat on the same runtime.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -24,7 +24,8 @@ use crate::feed::ipc;
 
 /// Parsed footers kept; a footer is some tens of kilobytes.
 const FOOTERS_KEPT: usize = 512;
-/// Dictionaries of Arrow IPC files that are kept with the footers, in bytes; the newest file's whatever its size.
+/// Bytes of the dictionaries of Arrow IPC files that are kept with the footers; the newest file's are always
+/// kept.
 const DICTIONARIES_BYTES_KEPT: u64 = 256 << 20;
 
 /// Decodes the row groups of one plan, projected and conformed to one schema.

@@ -1,4 +1,4 @@
-//! Which slots of a global batch one of several readers takes.
+//! Shard of the global batches: the slots that one of several readers takes.
 
 use std::ops::Range;
 
@@ -8,8 +8,8 @@ use crate::feed::error::{FeedError, Result};
 
 /// Reader `rank` of `world` readers of the same global batches.
 ///
-/// A shard only says who reads a row; the row's place in the global batch never depends on it.
-/// So readers may join and leave between any two steps.
+/// A shard decides which reader gets a row, never the row's slot in the global batch. Therefore readers may
+/// join and leave between any two steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "ShardRecord", into = "ShardRecord")]
 pub struct Shard {
@@ -38,7 +38,7 @@ impl From<Shard> for ShardRecord {
 }
 
 impl Shard {
-    /// The one reader of everything.
+    /// The only reader, which takes all slots.
     pub const WHOLE: Shard = Shard { rank: 0, world: 1 };
 
     /// Reader `rank` (from 0) of `world`.
@@ -59,14 +59,14 @@ impl Shard {
         self.rank
     }
 
-    /// How many readers there are.
+    /// Number of readers.
     pub fn world(&self) -> u32 {
         self.world
     }
 
-    /// The slots `[rank·B/world, (rank+1)·B/world)` of a global batch of `B` rows: contiguous,
-    /// disjoint, together everything, sizes differing by at most one. Empty for some readers when
-    /// there are more readers than rows in a batch.
+    /// The slots `[rank·B/world, (rank+1)·B/world)` of a global batch of `B` rows. Shards are contiguous and
+    /// disjoint, cover the batch, and differ in size by at most one. Some are empty when there are more
+    /// readers than rows in a batch.
     pub fn slots(&self, batch_rows: usize) -> Range<usize> {
         let cut = |r: u32| (r as u128 * batch_rows as u128 / self.world as u128) as usize;
         cut(self.rank)..cut(self.rank + 1)

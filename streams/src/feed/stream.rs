@@ -1,4 +1,4 @@
-//! A reader's batches in step order, assembled ahead of it.
+//! Stream of one reader's batches in step order, assembled ahead of the reader.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,11 +14,10 @@ use crate::feed::{Feed, FeedBatch, Shard};
 
 /// The batches of one reader, from a cursor on, without end.
 ///
-/// At most `prefetch_batches` batches are ready or being assembled ahead of the reader, in parallel
-/// where there are processors for it; beyond that the feed stands still. After an error the stream
-/// ends; a new one from the last consumed step goes on. Dropping it stops the work. A batch counts
-/// as consumed when the reader says so, by storing `plan.cursor(batch.step + 1)`: what was
-/// prefetched and dropped is delivered again.
+/// At most `prefetch_batches` batches are ready or being assembled ahead of the reader, in parallel where
+/// processors allow; beyond that the feed pauses. After an error the stream ends; a new stream from the last
+/// consumed step continues. Dropping the stream stops the work. A batch counts as consumed when the reader
+/// stores `plan.cursor(batch.step + 1)`: batches that were prefetched and dropped are delivered again.
 pub struct FeedStream {
     feed: Feed,
     slots: Range<usize>,

@@ -1,4 +1,4 @@
-//! Creating, deleting and looking at topics.
+//! Topic administration: create, delete and list topics, and read their watermarks.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ pub struct TopicInfo {
     pub partitions: i32,
 }
 
-/// A client that only asks: librdkafka offers metadata and watermarks on any handle.
+/// A client for metadata and watermarks only, which librdkafka offers on any handle.
 pub(crate) fn inquirer(kafka: &KafkaConfig, context: &Context) -> Result<BaseConsumer<Context>> {
     let config = client_config(
         kafka,
@@ -101,8 +101,8 @@ pub async fn delete_topic(kafka: &KafkaConfig, name: &str) -> Result<bool> {
     }
 }
 
-/// Whether a topic exists. Asked before a change, since an admin client that reaches nobody cannot
-/// say why, and this can.
+/// Whether a topic exists. Called before a change, because an admin client that reaches no broker cannot name
+/// the cause, and this client can.
 async fn exists(kafka: &KafkaConfig, name: &str) -> Result<bool> {
     let (kafka, name) = (kafka.clone(), name.to_string());
     blocking(move || {
@@ -114,7 +114,7 @@ async fn exists(kafka: &KafkaConfig, name: &str) -> Result<bool> {
     .await
 }
 
-/// Creates what is missing of `topics`.
+/// Creates those of `topics` that do not exist.
 ///
 /// # Errors
 /// As [`create_topic`]; earlier topics of the list stay created.
@@ -181,7 +181,7 @@ pub(crate) fn watermarks_of(
     Ok(marks)
 }
 
-/// Puts the cause into an [`Error::Unreachable`] of a client that nobody has polled yet.
+/// Adds the cause to an [`Error::Unreachable`] of a client that was not polled yet.
 fn heard(error: Error, context: &Context, client: &BaseConsumer<Context>) -> Error {
     match error {
         Error::Unreachable { bootstrap_servers, waited_ms, .. } => {

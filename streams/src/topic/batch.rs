@@ -15,10 +15,10 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
 
-/// Memory of a record beside its key, value and headers: its places in the columns, and in those of whoever
-/// decodes it.
+/// Memory of a record in bytes beside its key, value and headers: its entries in these columns and in those
+/// of a decoder.
 const RECORD_OVERHEAD_BYTES: usize = 100;
-/// Memory of a header beside its name and value.
+/// Memory of a header in bytes beside its name and value.
 const HEADER_OVERHEAD_BYTES: usize = 32;
 
 static SCHEMA: LazyLock<SchemaRef> = LazyLock::new(|| {
@@ -41,15 +41,14 @@ fn header_item() -> Arc<Field> {
     Arc::new(Field::new("item", DataType::Struct(header_fields()), false))
 }
 
-/// The schema of consumed records: `_topic` dictionary of Utf8, `_partition` Int32, `_offset`
-/// Int64, `_timestamp` Timestamp(ms, UTC) nullable, `_key` Binary nullable, `_headers`
-/// List<Struct{key Utf8, value Binary nullable}>, `_value` Binary nullable. What is not UTF-8 in the
-/// name of a header is U+FFFD.
+/// The schema of consumed records: `_topic` dictionary of Utf8, `_partition` Int32, `_offset` Int64,
+/// `_timestamp` Timestamp(ms, UTC) nullable, `_key` Binary nullable, `_headers` List<Struct{key Utf8, value
+/// Binary nullable}>, `_value` Binary nullable. Invalid UTF-8 in a header name becomes U+FFFD.
 pub fn schema() -> SchemaRef {
     SCHEMA.clone()
 }
 
-/// A batch of one record without time, key, headers and value: it stands for offsets that could not be
+/// A batch of one record without time, key, headers and value, as a placeholder for offsets that could not be
 /// read.
 ///
 /// # Errors
@@ -74,7 +73,7 @@ pub struct Records<'a> {
 }
 
 impl<'a> Records<'a> {
-    /// Looks at `batch` as consumed records.
+    /// Reads `batch` as consumed records.
     ///
     /// # Errors
     /// [`Error::Arrow`] when the batch does not have [`schema`].
@@ -148,8 +147,8 @@ impl<'a> Records<'a> {
         range.map(|i| (keys.value(i), values.is_valid(i).then(|| values.value(i)))).collect()
     }
 
-    /// Memory that a row takes, in bytes: key, value and headers, and what every record and header costs
-    /// beside them, so that many tiny records are not taken for nothing.
+    /// Memory of a row in bytes: key, value, headers, and a fixed cost for each record and header, so that
+    /// many tiny records count too.
     pub fn memory(&self, row: usize) -> usize {
         self.memory_before(row + 1) - self.memory_before(row)
     }
@@ -179,12 +178,12 @@ impl<'a> Records<'a> {
         of(self.key) + of(self.value)
     }
 
-    /// A digest of time, key, value and headers of a row, in hexadecimal. What a topic holds at an offset
-    /// never changes, so another digest at the same offset is a record of another topic.
+    /// Digest of timestamp, key, value and headers of a row, in hexadecimal. The record at an offset never
+    /// changes, so another digest at the same offset means a record of another topic.
     pub fn digest(&self, row: usize) -> String {
         let mut digest = Sha256::new();
         let mut add = |bytes: Option<&[u8]>| {
-            // No field is as long as what stands for null.
+            // No field is as long as `u64::MAX`, which stands for null.
             digest.update(bytes.map_or(u64::MAX, |bytes| bytes.len() as u64).to_le_bytes());
             digest.update(bytes.unwrap_or_default());
         };
@@ -255,7 +254,7 @@ pub(crate) struct Chunk {
     header_offsets: Vec<i32>,
     header_keys: Vec<String>,
     header_values: Binaries,
-    /// Header names and what each header costs beside its value.
+    /// Bytes of header names, plus the fixed cost of each header.
     header_bytes: usize,
 }
 
@@ -281,7 +280,7 @@ impl Chunk {
         self.offset.len()
     }
 
-    /// Key, value and header bytes so far, with what many small headers cost.
+    /// Key, value and header bytes so far, including the fixed cost of each header.
     pub(crate) fn bytes(&self) -> usize {
         self.key.data.len() + self.value.data.len() + self.header_values.data.len() + self.header_bytes
     }

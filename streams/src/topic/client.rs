@@ -1,5 +1,5 @@
-//! What producers, consumers and admin calls share: librdkafka settings, its log lines, and the
-//! translation of its errors.
+//! Shared client code of producers, consumers and admin calls: librdkafka settings, log capture, and error
+//! translation.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ use crate::error::{Error, Result};
 /// How long a call waits for brokers to answer before it gives up.
 pub(crate) const ANSWER_WAIT: Duration = Duration::from_secs(10);
 
-/// Log lines of the library that name why a broker did not take records or give out an id.
+/// Facilities of librdkafka's log lines that tell why a broker refused records or a producer id.
 const REFUSALS: [&str; 2] = ["BROKERUA", "GETPID"];
-/// The library's words for the protocol's KAFKA_STORAGE_ERROR.
+/// librdkafka's text for the protocol's KAFKA_STORAGE_ERROR.
 const DISK_ERROR: &str = "Disk error when trying to access log file on disk";
 
-/// What librdkafka reported last, for error messages, and where its log goes.
+/// Callback context of a client: it forwards librdkafka's log and keeps the last errors for error messages.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Context {
     last_error: Arc<Mutex<Option<String>>>,
@@ -38,12 +38,12 @@ impl Context {
         self.last_error.lock().clone().unwrap_or_else(|| "no connection".to_string())
     }
 
-    /// That brokers answered with a failure of their disk since the last [`Context::delivered`].
+    /// The disk failure that a broker reported since the last [`Context::delivered`], if any.
     pub(crate) fn disk_error(&self) -> Option<String> {
         self.disk_error.lock().clone()
     }
 
-    /// Notes that brokers take records.
+    /// Clears the disk failure, since a broker accepted a record.
     pub(crate) fn delivered(&self) {
         let mut disk_error = self.disk_error.lock();
         if disk_error.is_some() {
@@ -54,13 +54,12 @@ impl Context {
 
 impl ClientContext for Context {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
-        // Connection trouble is reported once by the call that fails, with the way out; the
-        // library repeats it every few seconds, so its own lines stay at debug.
+        // The failing call reports a connection error once, with the remedy. librdkafka repeats it every few
+        // seconds, so its lines are logged at debug level.
         if facility == "FAIL" {
             *self.last_error.lock() = Some(plain(message));
         }
-        // Records that are tried again tell of nothing but their time-out in the end, so the cause
-        // comes from here.
+        // A record that is retried ends with a time-out that names no cause, so the cause is taken from here.
         if REFUSALS.contains(&facility) && message.contains(DISK_ERROR) {
             *self.disk_error.lock() = Some(DISK_ERROR.to_string());
         }
@@ -94,7 +93,7 @@ pub(crate) fn property(key: &str, value: &Secret) -> Result<String> {
     value.map_err(|error| Error::Config { reason: error.to_string() })
 }
 
-/// Settings in order of strength: `defaults`, the user's properties, `fixed`.
+/// Settings in rising precedence: `defaults`, the user's properties, `fixed`.
 pub(crate) fn client_config(
     kafka: &KafkaConfig,
     defaults: &[(&str, &str)],
@@ -124,7 +123,7 @@ pub(crate) fn client_config(
     Ok(config)
 }
 
-/// The code inside of an error, that of an admin call as well.
+/// The code inside an error, including that of an admin call.
 pub(crate) fn code_of(error: &KafkaError) -> Option<Code> {
     match error {
         KafkaError::AdminOp(code) => Some(*code),
@@ -140,7 +139,7 @@ pub(crate) fn translate(
     waited: Duration,
     source: KafkaError,
 ) -> Error {
-    // The library repeats the values that it refuses.
+    // librdkafka's messages repeat the refused values, which may be secrets.
     let hide = |reason: &str| Secret::hide_in(kafka.properties.values(), reason.to_owned());
     match (&source, code_of(&source)) {
         (KafkaError::ClientConfig(_, reason, key, _), _) => {
@@ -191,10 +190,10 @@ pub(crate) fn partitions<C: ClientContext>(
         .collect())
 }
 
-/// Takes the waiting log lines of a client that nobody polls, so that an error can name the cause.
-/// Only for clients without an assignment: a record would be lost.
+/// Takes the waiting log lines of a client that no other code polls, so that an error can name the cause.
+/// Only for clients without an assignment: with one, a record would be lost.
 pub(crate) fn hear_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
-    // A poll without a wait hides whether it met an event, so this cannot stop at the last one.
+    // A poll without a wait does not tell whether it met an event, so the loop cannot stop at the last one.
     for _ in 0..64 {
         drop(client.poll(Duration::ZERO));
     }

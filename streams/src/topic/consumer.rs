@@ -1,8 +1,8 @@
-//! A consumer that hands out Arrow batches.
+//! Consumer that returns records as Arrow batches.
 //!
-//! librdkafka is polled on a thread of its own, which copies records into columns and passes
-//! chunks over a bounded channel. A caller that is slow fills the channel, the thread waits, and
-//! librdkafka stops fetching at its own queue limits: memory stays bounded without pausing.
+//! A separate thread polls librdkafka, copies records into columns and passes chunks over a bounded channel.
+//! When the caller is slow, the channel fills, the thread waits, and librdkafka stops fetching at its queue
+//! limits. Memory stays bounded without pausing.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -37,25 +37,26 @@ const CHUNK_ROWS: usize = 8_192;
 const CHUNK_BYTES: usize = 1 << 20;
 /// Chunks that may wait between the thread and the caller.
 const CHUNKS_WAITING: usize = 4;
-/// How long brokers may be away before the caller is told; it is told again after as long.
+/// Time without brokers after which the caller gets an error; the error repeats at this interval.
 const AWAY_MAX: Duration = Duration::from_secs(30);
-/// How often the thread looks whether it should stop.
+/// Interval at which the thread checks whether it should stop.
 const POLL: Duration = Duration::from_millis(100);
-/// How long a partition may take to show that it is damaged.
+/// Time limit of one [`Probe`] read at an offset.
 const DAMAGE_WAIT: Duration = Duration::from_secs(5);
 
-/// What the polling thread passes on, in order.
+/// A message from the polling thread to the caller, in order.
 enum Read {
     Chunk(RecordBatch),
-    /// Positions behind offsets that hold no records: transaction markers, aborted transactions.
+    /// Positions after offsets that hold no records: transaction markers, aborted transactions.
     Passed(BTreeMap<(String, i32), i64>),
     Failed(Error),
 }
 
 /// A consumer of assigned partitions or of a consumer group.
 ///
-/// Records of one partition come in offset order, each once, none below the start offset.
-/// Offsets may have gaps; records of aborted transactions do not come. Dropping the consumer ends its thread within about 100 ms.
+/// Records of one partition come in offset order, each once, none below the start offset. Offsets may have
+/// gaps; records of aborted transactions are skipped. Dropping the consumer ends its thread within about 100
+/// ms.
 pub struct Consumer {
     reads: mpsc::Receiver<Read>,
     pending: VecDeque<Read>,
@@ -121,9 +122,9 @@ impl Consumer {
         Self::start(kafka, client, context, ends, positions)
     }
 
-    /// Reads `topics` as a member of a consumer group, from the committed offsets, else from the
-    /// earliest. [`Consumer::commit`] commits what was handed out; records that were not
-    /// committed come again, to this or another member.
+    /// Reads `topics` as a member of a consumer group, from the committed offsets, else from the earliest.
+    /// [`Consumer::commit`] commits what was handed out. Records that were not committed are delivered again,
+    /// to this or another member.
     ///
     /// # Errors
     /// [`Error::GroupsUnsupported`] at the embedded broker, [`Error::UnknownTopic`],
@@ -201,18 +202,18 @@ impl Consumer {
         Ok(Self { reads, pending: VecDeque::new(), positions, client, context, kafka, stop })
     }
 
-    /// The next records: waits up to `wait_max` for the first, then takes what is ready, at most
-    /// `rows_max` rows and `bytes_max` bytes of memory ([`Records::memory`]), but always one row. `None`
-    /// when no record came in time, or as soon as [`Consumer::positions`] moved without one. Never an
-    /// empty batch.
+    /// The next records: waits up to `wait_max` for the first, then adds those that are ready. Returns at
+    /// most `rows_max` rows and `bytes_max` bytes of memory ([`Records::memory`]), but always one row. `None`
+    /// when no record came in time, or as soon as [`Consumer::positions`] moved without one. Never an empty
+    /// batch.
     ///
     /// Cancel safe: no record is lost when the future is dropped.
     ///
     /// # Errors
-    /// [`Error::Unreachable`] every 30 s while no broker answers (calling again goes on waiting);
-    /// [`Error::Undecodable`] for a batch that is passed over (calling again goes on behind it).
-    /// [`Error::OffsetOutOfRange`], [`Error::Damaged`], [`Error::UnknownTopic`] and
-    /// [`Error::Client`] end the consumer, afterwards [`Error::Closed`].
+    /// [`Error::Unreachable`] every 30 s while no broker answers (call again to continue waiting);
+    /// [`Error::Undecodable`] for a batch that is skipped (call again to continue after it).
+    /// [`Error::OffsetOutOfRange`], [`Error::Damaged`], [`Error::UnknownTopic`] and [`Error::Client`] end the
+    /// consumer, afterwards [`Error::Closed`].
     pub async fn next(
         &mut self,
         rows_max: usize,
@@ -290,7 +291,7 @@ impl Consumer {
         }
     }
 
-    /// A read that is there already.
+    /// A message that has already arrived.
     fn ready(&mut self) -> Option<Read> {
         self.pending.pop_front().or_else(|| self.reads.try_recv().ok())
     }
@@ -314,9 +315,9 @@ impl Consumer {
         Ok(())
     }
 
-    /// Per `(topic, partition)` the offset to start from so that nothing handed out by
-    /// [`Consumer::next`] comes again and nothing else is missed. It lies behind transaction markers
-    /// and other offsets without records as soon as they were read.
+    /// The offset to resume from, per `(topic, partition)`: no record returned by [`Consumer::next`] comes
+    /// again, and no other is missed. It passes transaction markers and other offsets without records as soon
+    /// as they were read.
     pub fn positions(&self) -> &BTreeMap<(String, i32), i64> {
         &self.positions
     }
@@ -369,18 +370,17 @@ fn connect(kafka: &KafkaConfig, group: Option<&str>) -> Result<(BaseConsumer<Con
             ("queued.max.messages.kbytes", "32768"),
             ("partition.assignment.strategy", "cooperative-sticky"),
             ("reconnect.backoff.max.ms", "1000"),
-            // The thread waits for its caller as long as that takes.
+            // The thread may wait for a slow caller, up to one day.
             ("max.poll.interval.ms", "86400000"),
         ],
         &[
-            // librdkafka wants a name even where no group is joined.
+            // librdkafka requires a name even without a group.
             ("group.id", group.unwrap_or("millrace")),
             ("enable.auto.commit", "false"),
             ("enable.auto.offset.store", "false"),
             ("enable.partition.eof", "true"),
-            // Group members without a committed offset start here; assigned partitions never
-            // reset in silence, since their start offsets are checked first and an offset that
-            // is out of range later is an error below.
+            // Group members without a committed offset start here. Assigned partitions never reset silently:
+            // their start offsets are checked first, and a later out-of-range offset is an error below.
             ("auto.offset.reset", if group.is_some() { "earliest" } else { "error" }),
         ],
     )?;
@@ -389,10 +389,10 @@ fn connect(kafka: &KafkaConfig, group: Option<&str>) -> Result<(BaseConsumer<Con
     Ok((client, context))
 }
 
-/// The polling thread.
+/// State of the polling thread.
 struct Reader {
     topics: Vec<String>,
-    /// By topic index and partition: the end as it was before reading began.
+    /// By topic index and partition: the end offset before reading began.
     ends: Vec<BTreeMap<i32, i64>>,
     names: Arc<StringArray>,
     /// By topic index and partition: the lowest offset that may still be handed out.
@@ -450,8 +450,8 @@ impl Reader {
 
     /// Positions that moved beyond the records that were handed out.
     ///
-    /// The client's position passes transaction markers. Behind a compacted batch without records
-    /// only the report of the partition's end tells that all was read up to the end of before.
+    /// The client's position passes transaction markers. After a compacted batch without records, only the
+    /// end-of-partition event shows that all was read up to the end as it was at the start.
     fn passed(&mut self, ended: &[i32]) -> BTreeMap<(String, i32), i64> {
         let mut reached = Vec::new();
         if let Ok(positions) = self.client.position() {
@@ -462,7 +462,7 @@ impl Reader {
                 }
             }
         }
-        // The report does not name the topic.
+        // The event does not name the topic.
         if let [ends] = &self.ends[..] {
             let end = |partition: &i32| ends.get(partition).map(|end| (0, *partition, *end));
             reached.extend(ended.iter().filter_map(end));
@@ -506,7 +506,8 @@ impl Reader {
         );
     }
 
-    /// Whether an error is news to the caller.
+    /// The error to report to the caller; `None` for a lost connection, which [`Reader::probe`] reports
+    /// later.
     fn judge(&mut self, error: KafkaError) -> Option<Error> {
         match error.rdkafka_error_code() {
             Some(
@@ -573,15 +574,15 @@ impl Reader {
         translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)
     }
 
-    /// Finds the batch that cannot be decoded and goes on behind it; the library's error names
-    /// neither the partition nor the last offset.
+    /// Finds the batch that cannot be decoded and continues after it. librdkafka's error names neither the
+    /// partition nor the last offset.
     fn undecodable(&mut self, error: KafkaError) -> Error {
         let reason = self.context.reason();
         let since = Instant::now();
         loop {
             match self.pass_over(&reason) {
                 Ok(Some(undecodable)) => return undecodable,
-                // The batch must not be lost in silence when brokers go away meanwhile.
+                // Retry: the batch must not be skipped silently when brokers become unreachable meanwhile.
                 Err(error) if error.is_retryable() && since.elapsed() < AWAY_MAX => {
                     if self.stop.load(Ordering::Acquire) {
                         return error;
@@ -630,7 +631,7 @@ impl Reader {
         self.topics.iter().zip(&self.next).flat_map(of_topic).collect()
     }
 
-    /// After brokers were away for long: asks once, and reports when nobody answers.
+    /// After brokers were unreachable for [`AWAY_MAX`]: asks once, and reports when no broker answers.
     fn probe(&mut self) -> Option<Error> {
         let since = self.away_since.filter(|since| since.elapsed() >= AWAY_MAX)?;
         let topic = self.topics.first().map(String::as_str);
@@ -649,7 +650,7 @@ impl Reader {
     }
 }
 
-/// Whether the consumer goes on after this error.
+/// Whether the consumer continues after this error.
 fn goes_on(error: &Error) -> bool {
     error.is_retryable() || matches!(error, Error::Undecodable { .. })
 }
@@ -659,7 +660,7 @@ fn is_undecodable(code: Code) -> bool {
     matches!(code, Code::BadMessage | Code::BadCompression | Code::NotImplemented)
 }
 
-/// First offset of the batch that an error of the library speaks of: "… at offset 12 (…" or
+/// First offset of the batch that a librdkafka error names: "… at offset 12 (…" or
 /// "… of message at 12 of …".
 fn batch_offset(reason: &str) -> Option<i64> {
     reason.split(" at ").skip(1).find_map(|text| {
@@ -669,7 +670,7 @@ fn batch_offset(reason: &str) -> Option<i64> {
     })
 }
 
-/// What the first read at an offset brings.
+/// Result of the first read at an offset.
 #[derive(Debug, PartialEq, Eq)]
 enum Seen {
     Record,
@@ -681,7 +682,7 @@ enum Seen {
     Damage,
 }
 
-/// A second client that looks at single offsets.
+/// A second client, which reads at single offsets.
 struct Probe {
     kafka: KafkaConfig,
     context: Context,
@@ -720,7 +721,7 @@ impl Probe {
         Ok(Seen::End)
     }
 
-    /// The first offset behind the batch that begins at `base` and holds `within`.
+    /// The first offset after the batch that begins at `base` and holds `within`.
     fn end_of_batch(&self, topic: &str, partition: i32, base: i64, within: i64) -> Result<i64> {
         let fail = |error| self.fail(error);
         let (_, high) = self.client.fetch_watermarks(topic, partition, ANSWER_WAIT).map_err(fail)?;

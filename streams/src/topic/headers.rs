@@ -1,8 +1,8 @@
 //! Headers of a consumed record, read out of librdkafka's memory.
 //!
-//! Kafka has names of headers as bytes. The binding's own reader panics on one that is not UTF-8, which
-//! would end the consumer at this record for ever. What is not UTF-8 becomes U+FFFD here, as in the Java
-//! clients.
+//! Kafka header names are bytes. The reader of the rdkafka crate panics on a name that is not UTF-8, which
+//! would end the consumer at this record forever. This reader replaces invalid UTF-8 by U+FFFD, as the Java
+//! clients do.
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
@@ -40,7 +40,7 @@ pub(crate) fn headers<'m>(
     }))
 }
 
-/// The header at `index`; `None` behind the last one.
+/// The header at `index`; `None` after the last one.
 ///
 /// # Safety
 /// `list` must point to headers that stay as they are for `'m`.
@@ -53,7 +53,7 @@ unsafe fn header_at<'m>(list: *const rd_kafka_headers_t, index: usize) -> Option
     if code != Code::NoError || name.is_null() {
         return None;
     }
-    // SAFETY: librdkafka ends names with a NUL of its own, inside the list's memory.
+    // SAFETY: librdkafka ends each name with a NUL, inside the list's memory.
     let name = unsafe { CStr::from_ptr(name) };
     // SAFETY: a value that is not null has that many bytes, inside the list's memory.
     let value = (!value.is_null()).then(|| unsafe { std::slice::from_raw_parts(value.cast::<u8>(), bytes) });

@@ -22,14 +22,14 @@ use crate::metrics;
 /// How long a record may wait for its acknowledgement unless `message.timeout.ms` says otherwise.
 const DELIVERY_WAIT_MS: u64 = 30_000;
 
-/// The property with the size of the queue of records that are not acknowledged, in KiB.
+/// Property for the size of the queue of unacknowledged records, in KiB.
 const QUEUE_KIB: &str = "queue.buffering.max.kbytes";
-/// Its value, unless records may be larger.
+/// Default of that property, unless records may be larger.
 const QUEUE_KIB_MIN: u64 = 64 << 10;
-/// The property with the size of the largest record, in bytes.
+/// Property for the size of the largest record, in bytes.
 const MESSAGE_BYTES: &str = "message.max.bytes";
 
-/// How long to let a full queue drain.
+/// Pause while a full queue drains.
 const QUEUE_FULL_WAIT: Duration = Duration::from_millis(2);
 
 /// A record to be produced.
@@ -79,7 +79,7 @@ impl OutRecord {
     }
 }
 
-/// Where a record went.
+/// Position of a delivered record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Delivery {
     /// Partition.
@@ -88,26 +88,26 @@ pub struct Delivery {
     pub offset: i64,
 }
 
-/// What became of records that were sent together.
+/// Result of sending several records.
 #[derive(Debug)]
 pub struct Sent {
-    /// Of each record that was sent, in their order; `None` where it was not acknowledged. After an
-    /// error at a record that could not be sent, later ones are missing.
+    /// Deliveries in record order; `None` where a record was not acknowledged. After a record that could not
+    /// be queued, later ones are missing.
     pub deliveries: Vec<Option<Delivery>>,
     /// The first error in record order; without one all records are acknowledged.
     pub error: Option<Error>,
 }
 
-/// What became of one record: its delivery, or the library's error.
+/// Result of one record: its delivery, or librdkafka's error.
 type Outcome = std::result::Result<Delivery, KafkaError>;
 
-/// Who waits for a record.
+/// Receiver of a record's outcome.
 enum Ticket {
     One(oneshot::Sender<Outcome>),
     OfMany { index: usize, many: Arc<Many> },
 }
 
-/// Records that somebody awaits together.
+/// Records that one caller awaits together.
 struct Many {
     outcomes: Mutex<Vec<Option<Outcome>>>,
     open: AtomicUsize,
@@ -173,7 +173,7 @@ impl ProducerContext for Deliveries {
             Err((error, _)) => Err(error.clone()),
         };
         match *ticket {
-            // A dropped receiver only means that nobody waits any more.
+            // A dropped receiver only means that the caller no longer waits.
             Ticket::One(waiting) => drop(waiting.send(outcome)),
             Ticket::OfMany { index, many } => {
                 many.outcomes.lock()[index] = Some(outcome);
@@ -187,17 +187,17 @@ impl ProducerContext for Deliveries {
 
 /// A producer; clones share one connection and one queue.
 ///
-/// Idempotent always: a record that was acknowledged is in the log exactly once, whatever was
-/// retried on the way, and records for one partition keep the order of the calls. Acknowledged
-/// means what `acks=all` means to the brokers. Dropping the last clone gives up what was not
-/// acknowledged yet: await the sends, or [`Producer::flush`], first.
+/// Always idempotent: an acknowledged record is in the log exactly once, whatever was retried, and records
+/// for one partition keep the order of the calls. Acknowledged means what `acks=all` means to the brokers.
+/// Dropping the last clone discards records that are not acknowledged yet: await the sends, or
+/// [`Producer::flush`], first.
 #[derive(Clone)]
 pub struct Producer {
     inner: Arc<ThreadedProducer<Deliveries>>,
     deliveries: Deliveries,
     kafka: KafkaConfig,
     delivery_wait_ms: u64,
-    /// Size of the queue of records that are not acknowledged.
+    /// Size of the queue of unacknowledged records, in bytes.
     queue_bytes: u64,
 }
 
@@ -220,7 +220,7 @@ impl Producer {
     fn connect_blocking(kafka: KafkaConfig) -> Result<Self> {
         let context = Context::default();
         let wait = DELIVERY_WAIT_MS.to_string();
-        // "topic" logs why records are tried again.
+        // "topic" logs why records are retried.
         let debug = match kafka.properties.get("debug") {
             Some(others) => format!("{},topic", property("debug", others)?),
             None => "topic".to_string(),
@@ -252,7 +252,7 @@ impl Producer {
         let inner = ThreadedProducer::from_config_and_context(&config, deliveries.clone())
             .map_err(|error| translate(&kafka, &context, "create a producer", Duration::ZERO, error))?;
         let started = Instant::now();
-        // The id comes with the first metadata answer, so that this asks for no topic.
+        // The cluster id arrives with the first metadata response, so this call asks for no topic.
         if inner.client().fetch_cluster_id(ANSWER_WAIT).is_none() {
             return Err(Error::Unreachable {
                 bootstrap_servers: kafka.bootstrap_servers,
@@ -270,9 +270,9 @@ impl Producer {
     /// Cancel safety: a record whose future is dropped may or may not be produced.
     ///
     /// # Errors
-    /// [`Error::Unreachable`] or [`Error::NotDelivered`] (after either the record may or may not
-    /// be in the log when it had been sent), [`Error::RecordTooLarge`], [`Error::UnknownTopic`],
-    /// [`Error::UnknownPartition`], [`Error::ProducerLost`].
+    /// [`Error::Unreachable`], [`Error::BrokerDisk`] or [`Error::NotDelivered`] (after any of them, a record
+    /// that was sent may or may not be in the log), [`Error::RecordTooLarge`], [`Error::UnknownTopic`],
+    /// [`Error::ProducerLost`]. A partition that does not exist is [`Error::NotDelivered`].
     pub async fn send(&self, record: OutRecord) -> Result<Delivery> {
         let (sender, receiver) = oneshot::channel();
         self.enqueue(&record, Ticket::One(sender)).await?;
@@ -302,7 +302,7 @@ impl Producer {
         }
     }
 
-    /// As [`Producer::send_all`], telling for each record whether it was acknowledged.
+    /// As [`Producer::send_all`], but tells for each record whether it was acknowledged.
     pub async fn send_each<I>(&self, records: I) -> Sent
     where
         I: IntoIterator<Item = OutRecord>,
@@ -347,17 +347,17 @@ impl Producer {
         Sent { deliveries, error }
     }
 
-    /// Sends all records, pipelined, but for those that are too large for the producer or their topic; gives
-    /// the places of these, ascending. All others are acknowledged then.
+    /// Sends all records, pipelined, except those that are too large for the producer or their topic. Returns
+    /// the indices of the exceptions, ascending; all others are acknowledged then.
     ///
-    /// Brokers refuse a batch as a whole, so the records of a refused one are sent again one by one: these
-    /// may come behind later ones of their partition.
+    /// Brokers refuse a whole batch, so the records of a refused batch are sent again one by one. They may
+    /// land after later records of their partition.
     ///
     /// Cancel safety: as [`Producer::send`].
     ///
     /// # Errors
-    /// The first error of [`Producer::send`] in record order but [`Error::RecordTooLarge`]; the other records
-    /// have been delivered or given up by then.
+    /// The first error of [`Producer::send`] in record order, except [`Error::RecordTooLarge`]; the other
+    /// records have been delivered or given up by then.
     pub async fn send_fitting(&self, records: &[OutRecord]) -> Result<Vec<usize>> {
         let many = Many::new();
         let (mut too_large, mut refused) = (Vec::new(), None);
@@ -436,7 +436,7 @@ impl Producer {
             };
             match self.inner.send(out) {
                 Ok(()) => return Ok(()),
-                // The queue counts values alone. Such a one has no place in an empty queue.
+                // The queue counts values only. This value does not fit even into an empty queue.
                 Err((KafkaError::MessageProduction(Code::QueueFull), _))
                     if record.payload.as_ref().is_some_and(|value| value.len() as u64 > self.queue_bytes) =>
                 {
@@ -444,8 +444,8 @@ impl Producer {
                 }
                 Err((KafkaError::MessageProduction(Code::QueueFull), back)) => {
                     ticket = back.delivery_opaque;
-                    // Thousands of places are free by then; waking for the first one would switch
-                    // threads for every record.
+                    // Thousands of slots are free by then; waking for the first one would switch threads for
+                    // every record.
                     tokio::time::sleep(QUEUE_FULL_WAIT).await;
                 }
                 Err((error, _)) => return Err(self.undelivered(&record.topic, record.bytes(), error)),
@@ -502,7 +502,7 @@ impl Producer {
     }
 }
 
-/// The size of the queue, which holds the largest record.
+/// Size of the queue in KiB: large enough for the largest record.
 fn queue_kib(message_bytes_max: Option<&str>) -> u64 {
     let largest: u64 = message_bytes_max.and_then(|text| text.parse().ok()).unwrap_or(0);
     largest.div_ceil(1024).max(QUEUE_KIB_MIN)

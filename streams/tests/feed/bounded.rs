@@ -1,5 +1,5 @@
-//! Memory: with a cache no larger than the plan's working set, row groups are still read about once
-//! per epoch, by one reader and by several.
+//! Memory test: with a cache no larger than the plan's working set, one or several readers still read row
+//! groups about once per epoch.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Compressed record batches of Arrow IPC files: what they take is known before they are decoded.
+//! Compressed record batches of Arrow IPC files: the feed knows their decompressed size before it decodes
+//! them.
 
 use std::sync::Arc;
 
@@ -12,10 +13,10 @@ use super::data::put;
 use super::reading::ipc_with;
 
 const ROWS: usize = 1_000_000;
-/// One column once it is decompressed, without its validity.
+/// Bytes of one column once it is decompressed, without its validity.
 const COLUMN_BYTES: u64 = 8 * ROWS as u64;
 
-/// Two columns of zeros, which compress a thousand times and more.
+/// Two columns of zeros, which compress by a factor of a thousand and more.
 fn zeros() -> RecordBatch {
     let column = || Arc::new(Int64Array::from(vec![0; ROWS])) as ArrayRef;
     RecordBatch::try_from_iter([("a", column()), ("b", column())]).unwrap()
@@ -43,7 +44,7 @@ async fn a_record_batch_that_is_too_large_once_decompressed_is_refused() {
             }
             other => panic!("{codec:?}: {other:?}"),
         }
-        // Only what is delivered counts.
+        // Only the delivered columns count.
         let one = FeedOptions {
             columns: Some(vec!["b".to_string()]),
             record_batch_bytes_max: COLUMN_BYTES * 3 / 2,

@@ -1,4 +1,4 @@
-//! Datasets written for the tests, and stores that count and fail.
+//! Test data: datasets in memory, and stores that count reads and fail.
 
 use std::fmt;
 use std::ops::Range;
@@ -86,12 +86,12 @@ pub(crate) async fn dataset(shape: &[Vec<u64>]) -> Arc<dyn ObjectStore> {
     Arc::new(store)
 }
 
-/// Passes everything on to a store, counts ranged reads and fails some.
+/// A store that passes requests on to another one, counts ranged reads and fails some.
 #[derive(Debug)]
 pub(crate) struct Watched {
     inner: Arc<dyn ObjectStore>,
     pub(crate) reads: AtomicUsize,
-    /// The next so many reads fail.
+    /// Number of following reads that fail.
     pub(crate) failures: AtomicUsize,
 }
 

@@ -1,5 +1,5 @@
-//! The promises about order, on random shapes: each row once per epoch, the same batches for every
-//! number of readers, from every cursor and by random access.
+//! Tests of the order on random shapes: each row once per epoch, and the same batches for every number of
+//! readers, from every cursor and by random access.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ prop_compose! {
         lanes in 1u32..12,
         window_rows in 1u64..70,
         world in 1u32..10,
-        // The smallest makes the feed decode row groups again and again; the order must not care.
+        // The smallest makes the feed decode row groups repeatedly; the order must not change.
         cache_bytes_max in prop::sample::select(vec![0u64, 1, 20_000]),
         resume in 0.0..1.0,
     ) -> Case {
@@ -80,7 +80,7 @@ async fn check(case: Case) {
     let epochs = 2;
     let steps = plan.steps_for_epochs(epochs).max(2);
 
-    // Sequentially, by one reader: every row once per epoch, and what it says it is.
+    // Sequentially, by one reader: every row once per epoch, with the right columns.
     let whole = take(&open(), Shard::WHOLE, 0, steps).await;
     let (batch, rows, labels) = join(&whole);
     check_columns(&batch, &rows);
@@ -92,7 +92,7 @@ async fn check(case: Case) {
     }
     assert!(seen.iter().all(|&n| n == 1));
 
-    // By `world` readers, on feeds of their own: their slices laid side by side are the same.
+    // By `world` readers, each with a separate feed: their slices side by side are the same.
     let mut parts = Vec::new();
     for rank in 0..case.world {
         parts.push(take(&open(), Shard::new(rank, case.world).unwrap(), 0, steps).await);

@@ -1,4 +1,4 @@
-//! Reading: what counts as data, bad input, changing files, failing stores, caching.
+//! Tests of reading: recognition of data files, bad input, changing files, failing stores, caching.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -187,7 +187,7 @@ async fn files_may_lack_columns_but_not_disagree_about_types() {
     for i in 0..8 {
         assert_eq!(notes.is_null(i), ids.value(i) < 4);
     }
-    // Only the column that the old file lacks.
+    // Only the column that the old file does not have.
     let plan = Plan::build(&store, "t", &options()).await.unwrap();
     let only = FeedOptions { columns: Some(vec!["note".into()]), ..FeedOptions::default() };
     let feed = Feed::open(plan, Arc::clone(&store), &only).unwrap();
@@ -414,7 +414,7 @@ async fn each_row_group_is_read_once_per_epoch_and_once_for_many_tasks() {
     .await;
     assert!(read.into_iter().all(|r| r.is_ok()));
     let reads = watched.reads() - before;
-    // Footers may be read by several decoders at once; the column chunks are not.
+    // Several decoders may read a footer at the same time, but not the column chunks.
     assert!((40..40 + 4 * 12 * 8).contains(&reads), "{reads} reads");
 }
 
@@ -460,7 +460,7 @@ async fn footers_are_read_once_per_state_of_the_listing() {
     assert_eq!(second.dataset(), first.dataset());
     let uncached = Plan::build(&store, "train", &options()).await.unwrap();
     assert_eq!(uncached.id(), first.id());
-    // A new file is another state, garbage in the cache is none.
+    // A new file changes the listing; garbage in the cache is ignored.
     put(&*store, "train/009.parquet", parquet(&[rows(60, 5)])).await;
     let (third, reads) = build().await;
     assert!(reads >= 4);
@@ -508,8 +508,8 @@ async fn a_dropped_stream_stops_and_the_feed_goes_on() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// Damage anywhere is an error that names the file, or goes unnoticed (Parquet without page
-    /// checksums cannot tell); it never hangs, panics through or invents rows.
+    /// Damage anywhere is an error that names the file, or stays undetected (Parquet without page checksums
+    /// cannot tell). It never hangs, panics or invents rows.
     #[test]
     fn damaged_files_never_break_the_feed(
         arrow in any::<bool>(),

@@ -1,5 +1,5 @@
-//! The feed's rate beside a bare read of the same files. Run by name: it measures, it checks
-//! nothing but the number of rows.
+//! The feed's rate beside a bare read of the same files. Run it by name: it measures, and checks only the
+//! number of rows.
 #![allow(clippy::print_stdout)]
 
 use std::sync::Arc;

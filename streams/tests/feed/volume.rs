@@ -1,4 +1,4 @@
-//! Datasets in volumes: opened by name, planned once per snapshot.
+//! Tests of datasets in volumes: opened by name, planned once per snapshot.
 
 use millrace_datafs::{Config, Datafs};
 use millrace_streams::dataset::DatasetSpec;

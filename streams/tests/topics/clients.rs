@@ -1,4 +1,4 @@
-//! Our producer and consumer against the embedded broker.
+//! Tests of our producer and consumer against the embedded broker.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -41,13 +41,13 @@ async fn a_hundred_thousand_records_come_back_in_order_and_after_a_restart() {
         (0..3).map(|partition| (("t".to_string(), partition), next[partition as usize])).collect();
     assert_eq!(consumer.positions(), &positions);
 
-    // The same clients go on after the broker was away.
+    // The same clients continue after a restart of the broker.
     broker.stop().await.unwrap();
     let broker = broker_with(dir.path(), broker::Config { listen: address, ..Default::default() }).await;
     assert_eq!(broker.addr(), address);
     producer.send_all((100_000..101_000).map(record)).await.unwrap();
     check(&take(&mut consumer, 1_000).await, &mut next);
-    // So does a new one that starts where the old one was, in the middle of a batch as well.
+    // So does a new consumer that starts inside the log, in the middle of a batch as well.
     let start: Vec<_> =
         (0..3).map(|partition| ("t".to_string(), partition, 33_000 + i64::from(partition))).collect();
     let mut next = [33_000, 33_001, 33_002];
@@ -69,7 +69,7 @@ async fn every_field_of_a_record_survives() {
     full.timestamp_ms = Some(1_700_000_000_123);
     let empty = OutRecord { topic: "fields".to_string(), key: Some(Bytes::new()), ..OutRecord::default() };
     let bare = OutRecord { topic: "fields".to_string(), ..OutRecord::default() };
-    // The topic comes into being by being produced to.
+    // Producing to the topic creates it.
     for (offset, record) in [&full, &empty, &bare].into_iter().enumerate() {
         assert_eq!(producer.send(record.clone()).await.unwrap().offset, offset as i64);
     }
@@ -185,7 +185,7 @@ async fn a_topic_that_was_made_again_ends_its_consumer() {
 async fn compressed_batches_pass_through() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
-    // librdkafka uses lz4 only with brokers that have group coordinators; protocol.rs sends one.
+    // librdkafka uses lz4 only with brokers that have group coordinators; protocol.rs sends an lz4 batch.
     for codec in ["gzip", "snappy", "zstd"] {
         let mut kafka = kafka_of(&broker);
         kafka.properties.insert("compression.type".to_string(), codec.into());
@@ -236,14 +236,14 @@ async fn a_record_that_is_larger_than_the_queue_is_refused_at_once() {
         }
         other => panic!("{other:?}"),
     }
-    // One that fills the queue has to wait for the others.
+    // A record that fills the queue has to wait for the others.
     let records = [record(9 << 10), record(20 << 10), record(16 << 10), record(1)];
     let sent = tokio::time::timeout(Duration::from_secs(30), producer.send_fitting(&records));
     assert_eq!(sent.await.unwrap().unwrap(), [1]);
     broker.stop().await.unwrap();
 }
 
-/// Of the producer's own limit the client library tells at once; the broker refuses whole batches.
+/// The client library refuses records beyond the producer's limit at once; the broker refuses whole batches.
 #[tokio::test(flavor = "multi_thread")]
 async fn records_that_are_too_large_do_not_keep_others_from_their_topic() {
     let dir = TempDir::new().unwrap();
@@ -267,7 +267,7 @@ async fn records_that_are_too_large_do_not_keep_others_from_their_topic() {
         ids.sort_unstable();
         let fitting: Vec<usize> = (0..60).filter(|id| !large.contains(id)).collect();
         assert_eq!(ids, fitting, "message.max.bytes={message_bytes_max}");
-        // The producer goes on.
+        // The producer still works.
         assert!(producer.send_fitting(&records[..3]).await.unwrap().is_empty());
     }
     broker.stop().await.unwrap();

@@ -1,4 +1,5 @@
-//! A damaged partition beside others: they serve, it is read up to the damage and named.
+//! Test of a damaged partition beside others: they serve, and it is read up to the damage, which the error
+//! names.
 
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use super::{broker_with, kafka_of, rows, take};
 #[tokio::test(flavor = "multi_thread")]
 async fn other_partitions_serve_and_the_damaged_one_is_read_up_to_the_damage() {
     let dir = TempDir::new().unwrap();
-    // Each batch has a segment of its own.
+    // Each batch has a separate segment.
     let config = broker::Config { segment_bytes_max: 1 << 10, ..broker::Config::default() };
     let broker = broker_with(dir.path(), config.clone()).await;
     let kafka = kafka_of(&broker);
@@ -66,7 +67,7 @@ async fn a_flipped_byte_in_a_closed_segment_reaches_no_consumer() {
     let config = broker::Config { segment_bytes_max: 1 << 10, ..broker::Config::default() };
     let broker = broker_with(dir.path(), config.clone()).await;
     let mut kafka = kafka_of(&broker);
-    // As other clients do.
+    // As with clients that do not verify checksums.
     kafka.properties.insert("check.crcs".to_string(), "false".into());
     create_topic(&kafka, "t", 1).await.unwrap();
     let producer = Producer::connect(&kafka).await.unwrap();

@@ -1,4 +1,5 @@
-//! A broker whose disk is full refuses, loses nothing, and goes on when there is room again.
+//! Tests of a broker with a full disk: it refuses records, loses none, and continues when there is space
+//! again.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +10,7 @@ use tempfile::TempDir;
 use super::wire::{Wire, single};
 use super::{broker_in, kafka_of, rows, take};
 
-/// A small file system, gone when dropped.
+/// A small file system that is unmounted on drop.
 struct Tmpfs<'a>(&'a Path);
 
 impl<'a> Tmpfs<'a> {
@@ -51,7 +52,7 @@ async fn a_full_disk_refuses_and_recovers() {
     assert!(refused.error_message.unwrap().contains("No space"));
     assert!(appended > 20);
     std::fs::remove_file(&reserve).unwrap();
-    // The very same batch, as a client would retry it.
+    // The same batch again, as a client would retry it.
     let answer = wire.produce("t", single((5, 0, appended), &[appended as u8; 9_000]));
     assert_eq!((answer.error_code, answer.base_offset), (0, i64::from(appended)));
     broker.stop().await.unwrap();
@@ -80,7 +81,7 @@ async fn topics_of_a_full_disk_are_listed_read_and_deleted_after_a_restart() {
     while wire.produce("large", single((6, 0, sequence), &[7; 9_000])).error_code == 0 {
         sequence += 1;
     }
-    // To the last byte.
+    // Fill the disk to the last byte.
     let mut rest = std::fs::File::create(dir.path().join("rest")).unwrap();
     while std::io::Write::write_all(&mut rest, &[1; 512]).is_ok() {}
     broker.stop().await.unwrap();

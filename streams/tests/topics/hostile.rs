@@ -1,4 +1,4 @@
-//! Whatever comes over the port, the broker closes that connection and serves the others.
+//! Tests of hostile input: the broker closes that connection and serves the others.
 
 use std::io::Write;
 use std::net::{Shutdown, SocketAddr};
@@ -76,7 +76,7 @@ async fn requests_that_end_early_are_dropped_at_every_byte() {
         wire.0.write_all(&frame(whole.len() as i32, &whole[..cut])).unwrap();
         wire.0.shutdown(Shutdown::Write).unwrap();
         assert!(wire.is_closed());
-        // The same bytes under their true length: a proper frame with half a request inside.
+        // The same bytes under their true length: a whole frame with a truncated request inside.
         if cut >= 8 {
             let mut wire = Wire::connect(broker.addr());
             wire.0.write_all(&frame(cut as i32, &whole[..cut])).unwrap();
@@ -105,7 +105,7 @@ async fn connections_and_sizes_have_limits() {
     assert!(Wire::connect(broker.addr()).is_closed());
     wires[0].0.write_all(&frame(2_001, &[])).unwrap();
     assert!(wires.remove(0).is_closed());
-    // Its place is free again.
+    // The broker accepts a new connection in its place.
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         let mut wire = Wire::connect(broker.addr());

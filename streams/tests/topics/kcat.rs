@@ -1,4 +1,4 @@
-//! kcat as a client, where it is installed.
+//! Test of kcat as a client, where it is installed.
 
 use std::io::Write;
 use std::process::{Command, Stdio};

@@ -1,5 +1,5 @@
-//! `kill -9` of a broker in a process of its own, again and again while an idempotent producer
-//! writes: every acknowledged record is in the log exactly once, at the offset it was told.
+//! Test of `kill -9`: a broker process is killed repeatedly while an idempotent producer writes. Every
+//! acknowledged record is in the log exactly once, at the acknowledged offset.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,7 +19,7 @@ use super::{quick, rows, take};
 const DIR: &str = "MILLRACE_TEST_BROKER_DIR";
 const LISTEN: &str = "MILLRACE_TEST_BROKER_LISTEN";
 
-/// Not a test by itself: the process that is killed.
+/// Not a test: the process that is killed.
 #[test]
 fn broker_process() {
     let (Ok(dir), Ok(listen)) = (std::env::var(DIR), std::env::var(LISTEN)) else { return };
@@ -36,7 +36,7 @@ fn broker_process() {
     });
 }
 
-/// Kills its process when a test fails.
+/// A child process that is killed when a test fails.
 struct Process(Child);
 
 impl Process {
@@ -70,7 +70,7 @@ async fn kill_nine_loses_and_doubles_nothing() {
     let mut process = Process::start(dir.path(), "127.0.0.1:0");
     let address = running_address(dir.path()).unwrap().to_string();
     let mut kafka = quick(KafkaConfig::new(address.clone()));
-    // Small batches, so that kills find many states.
+    // Small batches, so that kills hit many states.
     kafka.properties.insert("batch.num.messages".to_string(), "50".into());
     kafka.properties.insert("message.timeout.ms".to_string(), "60000".into());
     create_topic(&kafka, "t", 2).await.unwrap();
@@ -92,10 +92,10 @@ async fn kill_nine_loses_and_doubles_nothing() {
             acknowledged
         }
     });
-    // A fixed sequence of moments (a linear congruential generator); the kills fall where they fall.
+    // A fixed sequence of pauses (a linear congruential generator); the state that a kill hits still varies.
     let mut seed = 20_260_117_u64;
     let mut cuts = 0;
-    // On a busy machine more kills fall before enough records are there.
+    // On a busy machine more kills come before enough records are in the log.
     while cuts < 10 || in_the_log.load(Ordering::Acquire) <= 10_000 {
         assert!(cuts < 500, "{} records", in_the_log.load(Ordering::Acquire));
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -1,4 +1,4 @@
-//! What the broker says on the wire.
+//! Tests of the broker's answers on the wire.
 
 use std::time::{Duration, Instant};
 
@@ -126,7 +126,7 @@ async fn what_is_wrong_with_a_batch_is_told() {
         assert!(response.error_message.is_some());
     }
     assert_eq!(wire.produce("absent", good.clone()).error_code, 3);
-    // Without acknowledgement a failure can only be told by closing; success is silent.
+    // Without acknowledgements only a closed connection reports a failure; success is silent.
     wire.send(ApiKey::Produce, 7, &produce_request("t", 0, good.clone()));
     assert_eq!(wire.produce("t", good.clone()).base_offset, 1);
     wire.send(ApiKey::Produce, 7, &produce_request("absent", 0, good));
@@ -149,7 +149,7 @@ async fn fetch_waits_for_what_it_was_asked_for() {
     only(wire.ask(ApiKey::Fetch, 11, &fetch_request("t", 0, 150, 1)));
     assert!(started.elapsed() >= Duration::from_millis(150), "it comes back only after the wait");
 
-    // An append wakes it.
+    // An append wakes the waiting fetch.
     wire.send(ApiKey::Fetch, 11, &fetch_request("t", 0, 20_000, 1));
     let mut producer = Wire::connect(address);
     let started = Instant::now();
@@ -169,7 +169,7 @@ async fn fetch_waits_for_what_it_was_asked_for() {
     assert_eq!(beyond.error_code, 1, "offset out of range is told at once");
     assert_eq!(only(wire.ask(ApiKey::Fetch, 11, &fetch_request("absent", 0, 20_000, 1))).error_code, 3);
 
-    // Sessions are declined; one that was never given is unknown.
+    // The broker declines sessions; an unknown session id is an error.
     let session: FetchResponse =
         wire.ask(ApiKey::Fetch, 11, &fetch_request("t", 0, 0, 1).with_session_epoch(0));
     assert_eq!((session.error_code, session.session_id), (0, 0));

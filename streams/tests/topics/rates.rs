@@ -1,5 +1,5 @@
-//! Rates of the embedded broker with our clients, printed. Run it by name with `--ignored`, in
-//! release mode for figures that mean something.
+//! Rates of the embedded broker with our clients, printed. Run it by name with `--ignored`, in release mode
+//! for meaningful figures.
 
 use std::time::{Duration, Instant};
 

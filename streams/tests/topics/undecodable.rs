@@ -1,4 +1,4 @@
-//! Batches of a log that a consumer cannot decode, odd records, and offsets that hold no records.
+//! Tests of batches that a consumer cannot decode, of odd records, and of offsets without records.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -66,7 +66,7 @@ async fn reading_goes_on_behind_a_batch_that_cannot_be_decoded() {
     assert_eq!(offsets, [0, 1, 2, 3, 4, 305, 309, 310, 311]);
     assert_eq!(passed, [(5, 305), (306, 308), (308, 309)]);
 
-    // A consumer that begins inside a bad batch passes over the rest of it.
+    // A consumer that begins inside a bad batch skips the rest of it.
     let mut consumer = Consumer::assign(&kafka, &[("t".to_string(), 0, 100)]).await.unwrap();
     match consumer.next(100, 1 << 20, Duration::from_secs(10)).await {
         Err(Error::Undecodable { first: 100, next: 305, .. }) => {}

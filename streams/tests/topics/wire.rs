@@ -1,4 +1,4 @@
-//! The Kafka protocol by hand: one blocking connection, requests and batches as a test wants them.
+//! The Kafka protocol by hand: one blocking connection with the requests and batches that a test builds.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -1,4 +1,5 @@
-//! Checks of what the kernel was told, made when a request depends on it, and what this mount's own changes do to that.
+//! Checks of the kernel's cached data when a request depends on it, and updates of the record after this
+//! mount's changes of names.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -10,10 +11,10 @@ use crate::mount::inode_table::{Asker, Told, access_of, name_stamp, stamp};
 use crate::mount::stale_retry::{Arrival, Refused};
 
 impl Coherence {
-    /// What the kernel has of a file that is opened now by a thread, with these attributes and the access control list
-    /// of this stamp; `arrival` tells how it came here. What it may not go on using is taken from it.
-    /// `allows` decides where the kernel may have dropped the owner and mode that it was told in the second walk.
-    /// `sizes` says that the open leaves the size as it is.
+    /// Checks the kernel's cached data of a file at an open by a thread. `attr` and `list` are the present
+    /// attributes and the stamp of the access control list; `arrival` tells how the thread reached the file.
+    /// Outdated attributes are revoked. `allows` decides where the kernel may have dropped the owner and mode
+    /// of the second walk's reply. `sizes` says that the open does not change the size.
     pub(in crate::mount) fn opens(
         &self,
         (attr, list): (&Attr, u32),
@@ -33,7 +34,7 @@ impl Coherence {
             if !comes_back {
                 drop(known);
                 if access_changed {
-                    // The kernel has decided by the old ones.
+                    // The kernel has checked access by the old ones.
                     self.say(&News::Attributes(attr.node.ino));
                 }
                 return self.has_walked_again(thread, (attr, list));
@@ -48,7 +49,7 @@ impl Coherence {
         }
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         let walks = self.retries.walks(attr.node);
-        // An answer to a thread that walks just now may not have arrived there.
+        // A reply to a thread that walks now may not have arrived in the kernel.
         let has_size = self.is_own(entry.data_version, attr) || !walks && entry.has_size(attr);
         if sizes && !has_size && !comes_back {
             drop(known);
@@ -57,7 +58,7 @@ impl Coherence {
         if arrival.sized && !walks {
             entry.settle_size();
         }
-        // Not the names: others may still lead here.
+        // Not the names: older ones may still lead here.
         entry.settle_access(access);
         entry.settle_list(list);
         entry.pages_settled &= self.is_own(entry.data_version, attr);
@@ -73,12 +74,12 @@ impl Coherence {
         kept
     }
 
-    /// Has the kernel walk a path again for a thread. It brings the size with the look-up, unless it is told of a
-    /// change meanwhile: so no notification is under way when it sets out, and none begins.
+    /// Makes the kernel walk a path again for a thread. The lookup refreshes the size, unless a notification
+    /// arrives meanwhile. So this waits for notifications in progress, and new ones are delayed.
     fn has_walked_again(&self, thread: u32, (attr, list): (&Attr, u32)) -> Kept {
         let is_known = self.retries.refuse(thread, Refused::Size, attr.node);
         let mut known = self.known.lock();
-        // A thread that cannot be told from others passes when it comes back.
+        // A thread without an ID in this namespace passes on its retry.
         if !is_known {
             known.settle_names(attr);
             if let Some(entry) = known.get_mut(attr.node.ino) {
@@ -92,40 +93,41 @@ impl Coherence {
         Kept::Stale
     }
 
-    /// Whether something with these attributes has lost a name that the kernel may know it by.
+    /// Whether a node with these attributes has lost a name that the kernel may still know.
     pub(in crate::mount) fn has_lost_name(&self, attr: &Attr) -> bool {
         let now_ms = self.now_ms();
         self.known.lock().has_lost_name(attr, now_ms)
     }
 
-    /// A thread is refused something with these attributes, or comes back with it, and cannot be told from others or
-    /// has no path. It is not refused a second time.
+    /// Accepts the names of a node with these attributes. Used for a thread that retries, or has no ID in this
+    /// namespace, or has no path: the next request is not refused for a lost name.
     pub(in crate::mount) fn settles_names(&self, attr: &Attr) {
         self.known.lock().settle_names(attr);
     }
 
-    /// A request of a thread to change names. To be called first of all: what the kernel is told from then on it has
-    /// not decided by.
+    /// Begins a request of a thread to change names. To be called first: the kernel did not decide the request
+    /// by names that it learns later.
     pub(in crate::mount) fn asks(&self, thread: u32, again: bool, unlinks: bool) -> Asker {
         let arrived_ms = self.now_ms();
         Asker { thread, arrived: self.known.lock().clock(), arrived_ms, again, unlinks }
     }
 
-    /// Whether a request was decided by what a name leads to.
+    /// Whether the kernel decided a request by the node that a name leads to now.
     pub(in crate::mount) fn is_told(&self, target: &NameTarget<'_>, asker: &Asker) -> Told {
         let named = name_stamp(target.parent, target.name, target.inode.names_version);
         self.known.lock().is_told(target.ino, named, asker)
     }
 
-    /// This mount has moved something to a name in a directory. Unless the kernel has surely moved the same, it looks the
-    /// name up again at its next use.
+    /// This mount has moved a node to a name in a directory. Unless the kernel has surely made the same move,
+    /// the name is expired.
     pub(in crate::mount) fn moves(&self, moved: Moved, parent: Node, name: &OsStr, told: Told) {
         let Moved { ino, names_version } = moved;
         self.known.lock().moves(ino, names_version, name_stamp(parent.ino, name, names_version), told);
         if told == Told::Surely {
             return;
         }
-        // On the thread of the notifications: it waits for the directory, which the kernel locks until the answer.
+        // On the notification thread: a notification waits for the directory lock, which the kernel holds until
+        // the reply.
         let mut queue = self.queue.lock();
         if queue.news.len() < QUEUE_MAX {
             queue.news.push_back(News::Name(parent.ino, name.as_bytes().to_vec()));
@@ -133,23 +135,23 @@ impl Coherence {
         }
     }
 
-    /// This mount has taken a name from a node, which has this version of its names since.
+    /// This mount has removed a name of a node, which now has this version of its names.
     pub(in crate::mount) fn loses_name(&self, ino: u64, names_version: u32) {
         self.known.lock().loses_name(ino, names_version);
     }
 
-    /// This mount has taken a name from a node. It is not sure that the kernel knows from which one.
+    /// This mount has removed a name of a node. The kernel may have removed it from another node.
     pub(in crate::mount) fn outdates_attributes(&self, ino: u64) {
         // Attributes alone: the notification does not block, so a serving thread may send it.
         self.say(&News::Attributes(ino));
     }
 
-    /// Notes the access control list that the kernel is going to be told, by its stamp.
+    /// Notes the stamp of the access control list in the next reply.
     pub(in crate::mount) fn tells_list(&self, node: Node, list: u32) {
         self.known.lock().tells_list(node.ino, list);
     }
 
-    /// This mount has changed an access control list, and the kernel drops the one that it has.
+    /// This mount has changed an access control list, and the kernel drops its copy.
     pub(in crate::mount) fn drops_list(&self, node: Node) {
         self.known.lock().drops_list(node.ino);
     }
@@ -164,7 +166,8 @@ mod tests {
     use crate::mount::inode_table::{NO_LIST, list_stamp};
     use crate::{Config, Datafs};
 
-    /// The memory of a mount that is not mounted, and a file that its kernel was told by a name in the root.
+    /// Runs `test` with the record of a mount that is not attached, and a file that its kernel knows by a name
+    /// in the root.
     fn with_file(test: impl FnOnce(&Coherence, &Attr, (Node, &OsStr))) {
         let home = tempfile::tempdir().unwrap();
         let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
@@ -218,7 +221,7 @@ mod tests {
             assert_eq!(opens(coherence, (&changed, list), 0, first, true), Kept::Nothing);
             assert_eq!(opens(coherence, (&changed, list), 0, first, false), Kept::Nothing, "that is settled");
 
-            // A lost name, without a look-up: it has the file by a descriptor.
+            // A lost name, without a lookup: the thread uses a descriptor.
             let moved = Attr { names_version: changed.names_version + 1, ..changed };
             assert_eq!(opens(coherence, (&moved, list), 0, first, true), Kept::Stale);
             assert_eq!(opens(coherence, (&moved, list), 0, first, true), Kept::Nothing);

@@ -1,4 +1,4 @@
-//! Tests of what the kernel was told of each node.
+//! Tests of the inode table.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -37,11 +37,11 @@ fn nodes_are_known_until_they_are_forgotten_and_never_too_many() {
     assert!(known.note(&attr(many), None, 9));
 }
 
-/// The kernel forgets some and hears of others for as long as it likes.
+/// The kernel forgets nodes and looks others up, many times.
 #[test]
 fn tables_never_outgrow_their_bound() {
     let mut known = InodeTable::default();
-    // All of one table, which is where it is decided.
+    // All inodes are in one table, to which the bound applies.
     let ino = |number: usize| (number * TABLES) as u64;
     for room in [TABLE_FULL / 2 - 1, TABLE_FULL / 2, TABLE_FULL / 2 + 1, TABLE_MAX] {
         let before = known.inos().count();
@@ -86,7 +86,7 @@ fn a_name_is_told_until_the_node_loses_a_name() {
     note(&mut known, 0, stamp("a", 0), 5);
     assert!(told(&known, stamp("a", 0), false) && !told(&known, stamp("b", 0), true));
     assert_eq!(known.is_told(8, stamp("a", 0), &asker(&known, 5)), Told::No, "another node");
-    // Others have moved it away and back.
+    // Another mount has moved the file away and back.
     assert!(!told(&known, stamp("a", 2), true) && lost(&mut known, 2));
     note(&mut known, 2, stamp("a", 2), 6);
     assert!(!told(&known, stamp("a", 2), false), "another thread was told a moment ago");
@@ -95,7 +95,7 @@ fn a_name_is_told_until_the_node_loses_a_name() {
     assert!(told(&known, stamp("b", 3), true) && !lost(&mut known, 3));
     note(&mut known, 2, stamp("a", 2), 5);
     assert!(told(&known, stamp("b", 3), true), "that was read before the move");
-    // Another name of it is removed here, and one more elsewhere.
+    // This mount removes another name of the file, and another mount one more.
     known.loses_name(7, 4);
     assert!(told(&known, stamp("b", 4), true) && !lost(&mut known, 4));
     known.loses_name(7, 6);
@@ -174,7 +174,7 @@ fn a_thread_of_another_namespace_is_expected_with_the_access_that_it_was_refused
     let expects = |known: &InodeTable, list| known.get(7).unwrap().expects_access(access, list);
     assert!(!expects(&known, one));
     known.get_mut(7).unwrap().expects(&changed, one);
-    // What the second walk tells the kernel.
+    // The kernel receives these on the second walk.
     known.note(&changed, Some(NAMED), 2);
     known.tells_list(7, one);
     assert!(expects(&known, one) && !expects(&known, other) && !known.has_lost_name(&changed, 2));

@@ -1,4 +1,4 @@
-//! Tests of locks that cannot be given up.
+//! Tests of locks whose release fails.
 #![allow(clippy::unwrap_used)]
 
 use super::super::convert::Inodes;
@@ -7,7 +7,7 @@ use super::*;
 use crate::fs::tests::setup;
 use crate::meta::faulty::{self, Fault, Faults, Place};
 
-/// What [`Handles`] has no open file for.
+/// A handle without an open file in [`Handles`].
 const CLOSED: u64 = NO_HANDLE;
 const OWNER: LockOwner = LockOwner { family: LockFamily::Flock, id: 7 };
 
@@ -38,7 +38,7 @@ fn a_lock_whose_release_failed_at_the_last_close_is_given_up_later() {
         std::thread::yield_now();
     }
 
-    // Whoever has it again meanwhile keeps it.
+    // An owner that has taken the lock again keeps it.
     take();
     faults.set_away(true);
     locks.released(&handles, node, CLOSED, Some(OWNER.id));

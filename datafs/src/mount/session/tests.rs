@@ -1,4 +1,4 @@
-//! Tests of what a mount does with news that come from the metadata.
+//! Tests of a mount's reaction to changes reported by the metadata engine.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! Tests of the notes on threads that walk a path a second time.
+//! Tests of stale retries.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -20,7 +20,7 @@ fn an_existing_file_is_held_for_the_thread_that_was_to_create_it() {
     let existing = |node| Found { attr: found(node).unwrap().attr, target: None, _file: None };
     let name = OsStr::new("name");
     retries.refuse_creation(7, NODE, name, existing(OTHER));
-    // The path above is looked up first.
+    // The kernel looks the parent directories up first.
     retries.keep(7, found(NODE));
     assert_eq!(retries.existing(7, NODE, name).unwrap().attr.node, OTHER);
     assert!(retries.existing(7, NODE, OsStr::new("other")).is_none());

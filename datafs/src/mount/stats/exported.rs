@@ -1,4 +1,4 @@
-//! The statistics of all mounts of this process as Prometheus metrics.
+//! A Prometheus collector for the statistics of all mounts of this process.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -29,7 +29,7 @@ pub(in crate::mount) fn export(watch: &Arc<Watch>) {
 
 type Samples = fn(&MountStats, &mut dyn FnMut(Option<&str>, proto::Metric));
 
-/// One family: name, help, kind, whether it has the label `op`, and its samples of a mount.
+/// One family: name, help, kind, and a function that adds its samples of a mount.
 type Family = (&'static str, &'static str, MetricType, Samples);
 
 const FAMILIES: &[Family] = &[
@@ -152,7 +152,7 @@ fn label(name: &str, value: &str) -> proto::LabelPair {
 
 impl Collector for Exported {
     fn desc(&self) -> Vec<&Desc> {
-        // By the registry used for uniqueness alone; all names begin with this one.
+        // The registry uses it only for uniqueness; all names begin with this one.
         static DESC: OnceLock<Option<Desc>> = OnceLock::new();
         let name = "millrace_mount".to_owned();
         let labels = vec!["volume".to_owned(), "mount".to_owned()];
@@ -168,7 +168,7 @@ impl Collector for Exported {
             for stats in &stats {
                 let path = stats.path.display().to_string();
                 samples(stats, &mut |op, mut metric| {
-                    // In the order of their names, as the format wants it.
+                    // Sorted by name, as the format requires.
                     let mut labels = vec![label("mount", &path), label("volume", &stats.volume)];
                     labels.extend(op.map(|op| label("op", op)));
                     labels.sort_by(|a, b| a.name().cmp(b.name()));

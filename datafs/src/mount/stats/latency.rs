@@ -1,15 +1,15 @@
-//! How long requests took: a histogram with four buckets for each doubling.
+//! A latency histogram of requests, with four buckets for each doubling.
 //!
-//! A quantile is within a quarter of the truth at worst, mostly within a tenth.
+//! A quantile is within a quarter of the true value at worst, mostly within a tenth.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The first bucket holds what takes less than 2 to this power, in nanoseconds: 1.024 µs.
+/// The first bucket holds durations below 2 to this power, in nanoseconds: 1.024 µs.
 const FIRST_LOG2: u32 = 10;
-/// Everything from 2 to this power on is in the last bucket: 68.7 s.
+/// The last bucket holds all durations from 2 to this power on: 68.7 s.
 const LAST_LOG2: u32 = 36;
 /// Buckets of a histogram.
 pub(crate) const BUCKETS: usize = ((LAST_LOG2 - FIRST_LOG2) * 4 + 2) as usize;
@@ -38,28 +38,28 @@ fn lower_bound(bucket: usize) -> u64 {
     }
 }
 
-/// How long requests took.
+/// A histogram of request durations.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Latency {
-    /// Nanoseconds of all of them together.
+    /// Sum of all durations, in nanoseconds.
     pub nanos: u64,
-    /// How many there were in each bucket that has any.
+    /// Number of requests in each bucket that has any.
     pub(crate) buckets: BTreeMap<u16, u64>,
 }
 
 impl Latency {
-    /// Requests that were answered.
+    /// Number of requests.
     pub fn count(&self) -> u64 {
         self.buckets.values().sum()
     }
 
-    /// The mean.
+    /// The mean duration; zero without requests.
     pub fn mean(&self) -> Duration {
         Duration::from_nanos(self.nanos.checked_div(self.count()).unwrap_or(0))
     }
 
-    /// What a share of them, 0 to 1, was not longer than; interpolated within a bucket. Zero where
-    /// there were none.
+    /// The duration that a share of the requests, 0 to 1, did not exceed, interpolated within a bucket. Zero
+    /// without requests.
     pub fn quantile(&self, share: f64) -> Duration {
         let rank = share.clamp(0.0, 1.0) * self.count() as f64;
         let mut below = 0.0;
@@ -74,8 +74,8 @@ impl Latency {
         Duration::ZERO
     }
 
-    /// How many took less than 2 to each of the powers from 10 on, in nanoseconds, as far as the
-    /// histogram reaches: bounds and numbers.
+    /// Cumulative counts for Prometheus: the upper bounds in seconds, powers of two of nanoseconds from 2^10
+    /// on, and the number of requests below each.
     pub(crate) fn cumulative(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
         (FIRST_LOG2..=LAST_LOG2).map(|log2| {
             let end = bucket(1 << log2) as u16;
@@ -91,7 +91,7 @@ impl Latency {
         }
     }
 
-    /// What has come since an earlier look at the same requests.
+    /// The requests since an earlier state of the same histogram.
     #[must_use]
     pub fn since(&self, earlier: &Latency) -> Latency {
         let mut new = Latency { nanos: self.nanos.saturating_sub(earlier.nanos), ..Latency::default() };

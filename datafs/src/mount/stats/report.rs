@@ -1,4 +1,4 @@
-//! What is told of a mount, to programs and across processes.
+//! The report of a mount's statistics, for programs and for other processes.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -8,69 +8,69 @@ use serde::{Deserialize, Serialize};
 
 use super::Latency;
 
-/// What a mount has done since it was made.
+/// Statistics since the mount began.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MountStats {
     /// The process that serves it.
     pub pid: u32,
     /// The volume or snapshot.
     pub volume: String,
-    /// Where it is mounted.
+    /// The mount point.
     pub path: PathBuf,
-    /// How it opens files, in words.
+    /// How the mount opens files, in words.
     pub opening: String,
-    /// When it was mounted.
+    /// Start time of the mount.
     pub since: SystemTime,
-    /// How long it has been mounted, in seconds.
+    /// Time since the mount began, in seconds.
     pub uptime_s: f64,
-    /// The kinds of requests that there were. A request counts from when the mount has read it to when
-    /// it has answered; one for a lock that waits, to when it waits.
+    /// The kinds of requests that occurred. A request counts from when the mount has read it until the reply. A
+    /// waiting lock request counts until it is queued.
     pub operations: Vec<OperationStats>,
-    /// Files opened that the kernel may serve by itself: with pages that it has kept, or from a file that
-    /// it was handed. Where it opens files without telling nobody can count.
+    /// Files opened that the kernel may serve without read requests: from cached pages or from a backing file.
+    /// Opens without a request are not counted.
     pub kernel_served_opens: u64,
-    /// Files that are open.
+    /// Number of open files.
     pub open_files: u64,
-    /// Requests that the kernel has waiting, those included that are being answered. None where the
-    /// system does not tell (it tells root, mostly).
+    /// Requests waiting in the kernel, including those being served. `None` where the system does not tell;
+    /// mostly only root may read it.
     pub waiting: Option<u64>,
-    /// Counters of the whole process, by the names that they have as metrics: caches, commits, objects.
+    /// Counters of the whole process, by their metric names: caches, commits, objects.
     pub process: BTreeMap<String, u64>,
-    /// Where requests are written down.
+    /// The running trace.
     pub trace: Option<TraceStats>,
 }
 
 /// The requests of one kind.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OperationStats {
-    /// The kind.
+    /// The FUSE operation.
     pub op: String,
-    /// Those that failed: answers like "no such file" or "no such attribute" are not failures.
+    /// Failed requests. Errors like "no such file" or "no such attribute" are not failures.
     pub errors: u64,
-    /// Bytes that they read or wrote.
+    /// Bytes read or written.
     pub bytes: u64,
-    /// Requests that are being answered.
+    /// Requests being served.
     pub in_flight: u64,
-    /// How long the others took.
+    /// Durations of the answered requests.
     pub latency: Latency,
 }
 
-/// A trace that is being written.
+/// The state of a running trace.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TraceStats {
-    /// The file; the one before it has the suffix `.1`.
+    /// The trace file; the previous one has the suffix `.1`.
     pub file: PathBuf,
-    /// Bytes that each of the two may have.
+    /// Most bytes of each of the two files.
     pub file_bytes_max: u64,
-    /// Requests that were written.
+    /// Requests written to the file.
     pub written: u64,
-    /// Requests that were not: they came faster than the disk takes them, or it refused.
+    /// Requests not written: they arrived faster than the disk accepts them, or the write failed.
     pub lost: u64,
 }
 
 impl MountStats {
-    /// What has happened since an earlier look at the same mount. What is not counted but is as it is
-    /// (open files and the like) stays.
+    /// The difference to an earlier state of the same mount. Values that are not counters (open files and the
+    /// like) stay as they are.
     #[must_use]
     pub fn since(&self, earlier: &MountStats) -> MountStats {
         let mut new = self.clone();

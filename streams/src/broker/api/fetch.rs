@@ -1,7 +1,7 @@
-//! Fetch: whole batches from an offset on, waiting until there are enough.
+//! Fetch requests: whole batches from an offset on; the broker waits until enough bytes are ready.
 //!
-//! No fetch sessions: a client that asks for one gets session 0, which means "none", and goes on
-//! to name all of its partitions each time.
+//! No fetch sessions: a client that asks for one gets session 0, which means "none", and continues to name
+//! all of its partitions in each request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,7 +44,7 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
             bytes_max: usize::try_from(asked.partition_max_bytes).unwrap_or(0),
             partition: match shared.store.partition(&topic.topic, asked.partition) {
                 None => Err(Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, "no such partition")),
-                // There is one leader epoch, 0, for ever.
+                // The only leader epoch is 0.
                 Some(_) if asked.current_leader_epoch > 0 => {
                     Err(Refused::new(code::UNKNOWN_LEADER_EPOCH, "a later leader epoch"))
                 }
@@ -57,15 +57,15 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
 
     let ready = wait_for(context, &wanted, bytes_min, bytes_max, wait).await;
 
-    // Answers count against the memory of all connections until they are on the wire. Two times,
-    // since the encoded frame is a copy.
+    // Responses count against the memory of all connections until they are sent. They count twice, because
+    // the encoded frame is a copy.
     let held = shared.memory.reserve(ready.min(bytes_max).saturating_mul(2)).await;
     let response = read(&wanted, bytes_max);
     context.reply_holding(&response, held)
 }
 
-/// Waits until `bytes_min` can be read, something is wrong, the time is over, or the broker stops;
-/// returns about how many bytes can be read.
+/// Waits until `bytes_min` can be read, a partition fails, `wait` is over, or the broker stops. Returns about
+/// how many bytes can be read.
 async fn wait_for(
     context: &Context<'_>,
     wanted: &[(TopicName, Vec<Wanted>)],
@@ -75,7 +75,7 @@ async fn wait_for(
 ) -> usize {
     let deadline = Instant::now() + wait;
     let all = || wanted.iter().flat_map(|(_, partitions)| partitions);
-    // Subscribed before the first look, so that nothing is missed in between.
+    // Subscribed before the first check, so that no append in between is missed.
     let mut watches: Vec<watch::Receiver<i64>> = all()
         .filter_map(|wanted| wanted.partition.as_ref().ok())
         .map(|partition| partition.watch())
@@ -121,7 +121,8 @@ fn read(wanted: &[(TopicName, Vec<Wanted>)], bytes_max: usize) -> FetchResponse 
         for wanted in partitions {
             let answer = PartitionData::default().with_partition_index(wanted.index);
             let read = wanted.partition.as_ref().map_err(Refused::clone).and_then(|partition| {
-                // The watermark is taken first: what is read may reach further, never less far.
+                // The watermark is read before the records, so that it is never ahead of the log that they
+                // come from.
                 let high = partition.high_watermark();
                 let records = partition.read(wanted.offset, left.min(wanted.bytes_max), empty)?;
                 Ok((high, partition.start_offset(), records))

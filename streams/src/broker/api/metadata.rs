@@ -1,4 +1,4 @@
-//! Metadata: this broker, and topics with their partitions; may create what is asked for.
+//! Metadata requests: this broker, and topics with their partitions. A request may create a missing topic.
 
 use std::collections::HashSet;
 
@@ -11,7 +11,7 @@ use kafka_protocol::protocol::StrBytes;
 use super::{Context, Reply};
 use crate::broker::code;
 
-/// The only node.
+/// Id of this broker, the only node.
 const NODE: i32 = 0;
 
 pub(super) fn answer(context: &Context<'_>, request: MetadataRequest) -> Reply {
@@ -29,8 +29,7 @@ pub(super) fn answer(context: &Context<'_>, request: MetadataRequest) -> Reply {
         let mut seen = HashSet::new();
         for asked in request.topics.into_iter().flatten() {
             let name = asked.name.unwrap_or_default().0;
-            // Once for each name, however often a request has it: the answer is bounded by what
-            // there is, not by what is asked.
+            // Each distinct name is answered once, so that repeated names do not inflate the response.
             if !seen.insert(name.clone()) {
                 continue;
             }
@@ -40,7 +39,7 @@ pub(super) fn answer(context: &Context<'_>, request: MetadataRequest) -> Reply {
             {
                 let created = tokio::task::block_in_place(|| store.create(&name, config.partitions_default));
                 match created {
-                    // Somebody else may have been faster.
+                    // Another request may have created it meanwhile.
                     Ok(()) => {}
                     Err(refused) if refused.code == code::TOPIC_ALREADY_EXISTS => {}
                     Err(refused) => {

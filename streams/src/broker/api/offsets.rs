@@ -1,4 +1,4 @@
-//! ListOffsets: the first, the next, or the first at a time.
+//! ListOffsets requests: the first offset, the next offset, or the first offset at or after a time.
 
 use kafka_protocol::messages::list_offsets_response::{
     ListOffsetsPartitionResponse, ListOffsetsTopicResponse,
@@ -26,7 +26,7 @@ pub(super) fn answer(context: &Context<'_>, request: ListOffsetsRequest) -> Repl
             };
             let answer = ListOffsetsPartitionResponse::default().with_partition_index(asked.partition_index);
             match found {
-                // An epoch belongs to versions from 4 on; leaving it unset fits all.
+                // The leader epoch exists from version 4 on; leaving it unset is valid in all versions.
                 Ok((offset, timestamp)) => answer.with_offset(offset).with_timestamp(timestamp),
                 Err(refused) => answer.with_error_code(refused.code).with_offset(-1).with_timestamp(-1),
             }

@@ -1,4 +1,4 @@
-//! Produce: appends batches, answers when they are as durable as configured.
+//! Produce requests: the broker appends the batches and answers once they are as durable as configured.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ pub(super) async fn answer(context: &Context<'_>, request: ProduceRequest, held:
     }
     drop(held);
     match (acks, failed) {
-        // Closing is the only way to tell a producer that does not listen.
+        // Without acknowledgements, closing the connection is the only way to report a failure.
         (0, Some(refused)) => {
             Reply::Close(format!("a produce request without acknowledgement failed: {}", refused.reason))
         }

@@ -1,4 +1,4 @@
-//! CreateTopics and DeleteTopics.
+//! CreateTopics and DeleteTopics requests. The broker refuses settings per topic and more than one replica.
 
 use kafka_protocol::messages::create_topics_request::CreatableTopic;
 use kafka_protocol::messages::create_topics_response::CreatableTopicResult;
@@ -33,7 +33,7 @@ pub(super) fn create(context: &Context<'_>, request: CreateTopicsRequest) -> Rep
     context.reply(&CreateTopicsResponse::default().with_topics(topics))
 }
 
-/// How many partitions a new topic gets; refuses what a single node cannot do.
+/// Number of partitions of a new topic; refuses settings that a single node cannot honor.
 fn partitions_of(context: &Context<'_>, topic: &CreatableTopic) -> Result<i32, Refused> {
     if let Some(config) = topic.configs.first() {
         return Err(Refused::new(

@@ -12,20 +12,20 @@ use parking_lot::Mutex;
 
 /// Bytes before the records.
 pub(crate) const HEADER_BYTES: usize = 61;
-/// Bytes before what the length field counts.
+/// Bytes that the length field does not count: those up to its end.
 const LENGTH_END: usize = 12;
 /// First byte under the checksum.
 const CRC_START: usize = 21;
 /// Bytes that the broker rewrites: base offset, length (kept), leader epoch.
 pub(crate) const REWRITTEN_BYTES: usize = 16;
 
-/// Most bytes of a batch once it is decompressed: what librdkafka's `receive.message.max.bytes` lets its
-/// consumers decompress.
+/// Largest decompressed batch in bytes: the limit that librdkafka's `receive.message.max.bytes` sets for its
+/// consumers.
 const DECOMPRESSED_BYTES_MAX: u64 = 100_000_000;
-/// Snappy decompresses a batch as a whole; above this size one at a time.
+/// Snappy decompresses a whole batch into memory; above this size, one batch at a time.
 const LARGE_BYTES: usize = 8 << 20;
 static LARGE: Mutex<()> = Mutex::new(());
-/// What snappy-java writes before its chunks: magic bytes, two version numbers.
+/// Magic bytes of the header that snappy-java writes before its chunks; two version numbers follow.
 const SNAPPY_JAVA: [u8; 8] = [0x82, b'S', b'N', b'A', b'P', b'P', b'Y', 0];
 const SNAPPY_JAVA_HEADER_BYTES: usize = 16;
 
@@ -50,7 +50,7 @@ pub(crate) struct Header {
     pub(crate) count: i32,
 }
 
-/// Why bytes are not a batch.
+/// Reasons to reject bytes as a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Malformed {
     #[error("the batch is cut short")]
@@ -87,7 +87,7 @@ impl Header {
         if bytes.len() < HEADER_BYTES {
             return Err(Malformed::Short);
         }
-        // The magic byte is at the same place in all formats, so a foreign one is named as such.
+        // The magic byte has the same position in all formats, so the error can name a foreign format.
         let magic = bytes[16] as i8;
         if magic != 2 {
             return Err(Malformed::Magic(magic));
@@ -106,7 +106,7 @@ impl Header {
             base_sequence: i32::from_be_bytes(be(bytes, 53)),
             count: i32::from_be_bytes(be(bytes, 57)),
         };
-        // The broker numbers records itself, so that offsets inside a batch are dense.
+        // The broker assigns the offsets, so they are dense inside a batch.
         let dense = header.count >= 1 && header.last_offset_delta == header.count - 1;
         if header.bytes < HEADER_BYTES || !dense || header.base_offset < 0 {
             return Err(Malformed::Header);
@@ -125,10 +125,10 @@ impl Header {
     }
 }
 
-/// Checks what a producer sent for one partition: exactly one whole batch, sound, and not one of
-/// the kinds that only brokers write.
+/// Checks a producer's bytes for one partition: exactly one whole and sound batch, neither transactional nor
+/// a control batch.
 pub(crate) fn check_produced(bytes: &[u8]) -> Result<Header, Malformed> {
-    // Producers number from 0; whatever stands there is replaced, but must not confuse the checks.
+    // Producers number from 0. The broker replaces that base offset, but a negative one is refused here.
     let header = Header::parse(bytes)?;
     match bytes.len().cmp(&header.bytes) {
         std::cmp::Ordering::Less => return Err(Malformed::Short),
@@ -163,10 +163,10 @@ pub(crate) struct RecordPlace {
     pub(crate) timestamp: i64,
 }
 
-/// Hands the records of a batch to `visit`, decompressed, until it returns `false`.
+/// Passes each record of a batch, decompressed, to `visit` until that returns `false`.
 ///
 /// # Errors
-/// [`Malformed`] at the first thing that is no record.
+/// [`Malformed`] at the first invalid record.
 pub(crate) fn walk(
     header: &Header,
     batch: &[u8],
@@ -191,7 +191,7 @@ pub(crate) fn walk(
     }
 }
 
-/// The chunks of a Snappy payload: as snappy-java frames them, or the payload itself.
+/// The chunks of a Snappy payload: those that snappy-java framed, or else the whole payload.
 fn snappy_chunks(bytes: &[u8]) -> impl Iterator<Item = Result<&[u8], Malformed>> {
     let (mut rest, framed) = match bytes.strip_prefix(&SNAPPY_JAVA) {
         Some(_) => (bytes.get(SNAPPY_JAVA_HEADER_BYTES..).unwrap_or_default(), true),
@@ -245,7 +245,7 @@ fn walk_records(
 ) -> Result<(), Malformed> {
     let mut fields = Fields { bytes, left: DECOMPRESSED_BYTES_MAX };
     while !fields.is_at_end()? {
-        // A record is as long as it says, and its fields fill it.
+        // The fields of a record fill exactly its announced length.
         let length = fields.length()?.ok_or(Malformed::Records)?;
         let after = fields.left.checked_sub(length).ok_or(Malformed::Large)?;
         fields.skip(1)?; // attributes
@@ -270,10 +270,10 @@ fn walk_records(
     Ok(())
 }
 
-/// The fields of records, out of memory or out of a decompressor.
+/// The fields of records, read from memory or from a decompressor.
 struct Fields<R> {
     bytes: R,
-    /// How many more there may be.
+    /// Bytes that may still be read under the limit.
     left: u64,
 }
 

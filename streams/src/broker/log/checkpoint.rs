@@ -1,5 +1,5 @@
-//! Checkpoint of a log, written when the broker stops in order. The next start reads only what was
-//! appended since. It holds sizes and offsets of the segments, and the producers.
+//! Checkpoint of a log: sizes and offsets of the segments, and the table of producers. The broker writes it
+//! when it stops in order; the next start reads only the batches appended since.
 
 use std::fs;
 use std::io::{self, Write};
@@ -25,7 +25,7 @@ pub(crate) struct Checkpoint {
     pub(crate) producers: Producers,
 }
 
-/// What is known of one segment.
+/// State of one segment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Known {
@@ -33,7 +33,7 @@ pub(crate) struct Known {
     pub(crate) next_offset: i64,
     pub(crate) bytes: u64,
     pub(crate) max_timestamp: i64,
-    /// Position and checksum of the last batch, by which the file is recognised.
+    /// Position and checksum of the last batch, which identify the file.
     pub(crate) last: Option<(u64, u32)>,
 }
 

@@ -27,11 +27,11 @@ impl Refused {
     }
 }
 
-/// A partition. `visible` is the high watermark: consumers read what is below it.
+/// A partition. `visible` is the high watermark: consumers read records below it.
 ///
-/// It stands for one creation of its topic. A topic that is deleted and created again has the same
-/// folder, so nothing may touch a file after [`Partition::delete`]: all but that goes through
-/// [`Partition::log`], which looks under the lock.
+/// A value belongs to one creation of its topic. A topic that is deleted and created again uses the same
+/// folder, so no call may touch a file after [`Partition::delete`]. All file access therefore goes through
+/// [`Partition::log`], which checks for deletion under the lock.
 #[derive(Debug)]
 pub(crate) struct Partition {
     topic: String,
@@ -42,14 +42,14 @@ pub(crate) struct Partition {
     damage: Option<Damage>,
     visible: watch::Sender<i64>,
     durable: AtomicI64,
-    /// Held by who forces the log to the disk; whoever waits for it is done by the next turn.
+    /// Held by the task that flushes the log; tasks that wait for it are covered by its flush or the next.
     flushing: tokio::sync::Mutex<()>,
     deleted: AtomicBool,
     storage_failed: AtomicBool,
 }
 
 impl Partition {
-    /// Opens the partition in `dir`. A damaged one is logged and serves what is before the damage.
+    /// Opens the partition in `dir`. A damaged one is logged and serves the records before the damage.
     pub(crate) fn open(topic: &str, index: i32, dir: &Path, config: &crate::broker::Config) -> Self {
         let log = Segments::open(dir, config.segment_bytes_max, config.flush == Flush::Always);
         let end = log.end_offset();
@@ -78,8 +78,8 @@ impl Partition {
         }
     }
 
-    /// Appends what a producer sent; returns its first offset, also when the batch was in the log
-    /// already. Answer the producer only after [`Partition::settled`].
+    /// Appends a producer's batch; returns its first offset, also for a duplicate. Answer the producer only
+    /// after [`Partition::settled`].
     pub(crate) fn append(&self, records: &[u8]) -> Result<i64, Refused> {
         if records.len() > self.batch_bytes_max {
             return Err(Refused::new(
@@ -142,7 +142,7 @@ impl Partition {
         Ok(())
     }
 
-    /// Forces the log to the disk. Of a deleted topic there is nothing to keep.
+    /// Flushes the log to the disk; does nothing for a damaged partition or a deleted topic.
     pub(crate) fn sync(&self) -> io::Result<()> {
         if self.damage.is_some() {
             return Ok(());
@@ -166,7 +166,7 @@ impl Partition {
         Ok(())
     }
 
-    /// Forces the log to the disk and notes what is known of it, for a fast start.
+    /// Flushes the log to the disk and writes a checkpoint for a fast start.
     pub(crate) fn close(&self) -> io::Result<()> {
         self.sync()?;
         let Ok(mut log) = self.log() else { return Ok(()) };
@@ -179,7 +179,7 @@ impl Partition {
         Ok(())
     }
 
-    /// Removes what is beyond `retention`; a damaged partition and one of a deleted topic stay as they are.
+    /// Removes records beyond `retention`, except in a damaged partition or a deleted topic.
     pub(crate) fn retain(&self, retention: Retention) {
         if self.damage.is_some() {
             return;
@@ -217,7 +217,7 @@ impl Partition {
         self.visible.subscribe()
     }
 
-    /// Bytes that a read from `offset` could bring, roughly; `enough` ends the count early.
+    /// Approximate bytes that a read from `offset` could return; the count may end at `enough`.
     pub(crate) fn bytes_from(&self, offset: i64, enough: u64) -> Result<u64, Refused> {
         let high = self.check(offset)?;
         if offset == high {
@@ -246,16 +246,16 @@ impl Partition {
         }
     }
 
-    /// Turns every further call away, wakes the waiting ones and closes the files, whose space is free
-    /// once they are removed. When it returns, no call touches a file in the partition's folder any more.
+    /// Refuses every further call, wakes waiting readers and closes the files, so that removing them frees
+    /// their space. After it returns, no call touches a file in the partition's folder.
     pub(crate) fn delete(&self) {
         self.deleted.store(true, Ordering::Release);
-        // Waits for a call that looked before.
+        // Taking the lock waits for a call that checked before.
         self.log.lock().close();
         self.visible.send_modify(|_| {});
     }
 
-    /// The log, unless its topic was deleted: then its files may be those of a successor.
+    /// The log, unless its topic was deleted: the files may then belong to a new topic of that name.
     fn log(&self) -> Result<MutexGuard<'_, Segments>, Refused> {
         let log = self.log.lock();
         if self.deleted.load(Ordering::Acquire) {
@@ -287,8 +287,8 @@ impl Partition {
         Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, format!("topic {} was deleted", self.topic))
     }
 
-    /// The answer to a failure of the file system. Clients retry KAFKA_STORAGE_ERROR until their
-    /// own time is over, so it is for what may pass: a full disk, too few descriptors.
+    /// The protocol error for a failure of the file system. Clients retry KAFKA_STORAGE_ERROR until their
+    /// time-out, so only failures that can pass get it: a full disk, too few descriptors.
     fn storage_failed(&self, error: &io::Error) -> Refused {
         let code = match (error.kind(), error.raw_os_error()) {
             (io::ErrorKind::InvalidData, _) => code::CORRUPT_MESSAGE,

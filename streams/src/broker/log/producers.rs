@@ -1,9 +1,9 @@
-//! Idempotent producers of one partition: which batch comes next, and which were seen already.
+//! Idempotent producers of one partition: a table that detects duplicate and out-of-order batches.
 //!
-//! The rules are those of Apache Kafka: a batch is appended when its epoch is current and its
-//! first sequence number follows the last one; one of the last five batches sent again is
-//! answered with the offset that it already has. The table is part of the log's checkpoint; what was
-//! appended since is added at start.
+//! The rules are those of Apache Kafka. A batch is appended when its epoch is current and its first sequence
+//! number follows the last one. One of the last five batches sent again is answered with the offset that it
+//! already has. The table is part of the log's checkpoint; at start, recovery adds the batches appended
+//! since.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use super::batch::Header;
 use crate::broker::code;
 
-/// Batches per producer that can be recognised; clients keep at most five in flight.
+/// Recent batches kept per producer to detect duplicates; clients have at most five in flight.
 const RECENT: usize = 5;
-/// Producers remembered per partition; beyond this the longest silent ones are forgotten.
+/// Producers remembered per partition; beyond this, the half that was silent longest is dropped.
 const PRODUCERS_MAX: usize = 20_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +30,7 @@ struct Producer {
     recent: VecDeque<Batch>,
 }
 
-/// What to do with a batch.
+/// The decision about a batch.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Append,
@@ -67,7 +67,7 @@ impl Producers {
             return if first == 0 {
                 Verdict::Append
             } else {
-                // The client begins anew with a fresh id when nothing of it is in flight.
+                // On this error a client starts again with a fresh id once none of its batches is in flight.
                 Verdict::Refuse(code::UNKNOWN_PRODUCER_ID, "the log knows nothing of this producer")
             };
         };
@@ -102,7 +102,7 @@ impl Producers {
         }
     }
 
-    /// Notes a batch that is in the log.
+    /// Records a batch that is in the log.
     pub(crate) fn note(&mut self, header: &Header, base_offset: i64) {
         if header.producer_id < 0 {
             return;

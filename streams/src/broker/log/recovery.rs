@@ -1,7 +1,7 @@
-//! Reading segment files back at start: every header of every segment, every checksum of the last
-//! one. Earlier segments were forced to the disk before their successor was created, so that only
-//! the last can end in a torn write, which is cut off. Their checksums are verified when they are
-//! read ([`super::segment::Place`]).
+//! Recovery of segment files at start. It reads every header after the checkpoint, and verifies every
+//! checksum of the last segment there. Earlier segments were flushed before their successor was created, so
+//! only the last can end in a torn write, which recovery cuts off. The checksums of earlier segments are
+//! verified when batches are read ([`super::segment::Place`]).
 
 use std::fs::File;
 use std::io;
@@ -13,10 +13,10 @@ use crate::error::{Error, Result};
 
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Where the sound part of a segment ends, and why.
+/// End of the sound part of a segment, and the reason.
 pub(crate) struct Sound {
     pub(crate) bytes: u64,
-    /// What is wrong with the batch that follows, when one does.
+    /// Defect of the batch that follows, if any.
     pub(crate) broken: Option<String>,
 }
 
@@ -33,7 +33,7 @@ impl<'a> Window<'a> {
         Self { file, bytes, buffer: Vec::new(), start: 0 }
     }
 
-    /// `want` bytes from `position`, or less at the end of the file.
+    /// `want` bytes from `position`, or fewer at the end of the file.
     fn at(&mut self, position: u64, want: usize) -> io::Result<&[u8]> {
         let want = want.min(usize::try_from(self.bytes - position).unwrap_or(usize::MAX));
         let held = self.start..self.start + self.buffer.len() as u64;
@@ -82,8 +82,8 @@ pub(crate) fn walk(
     Ok(Sound { bytes: position, broken: None })
 }
 
-/// Offset after the last sound batch of the same log behind `position`. With one, the damage at
-/// `position` is no torn end, and cutting there would drop records that were acknowledged.
+/// Offset after the last sound batch of the same log after `position`. If there is one, the damage at
+/// `position` is not a torn end: cutting there would drop acknowledged records.
 fn continues_to(file: &File, bytes: u64, position: u64, mut expected: i64) -> io::Result<Option<i64>> {
     let mut window = Window::new(file, bytes);
     let mut at = position + 1;
@@ -105,7 +105,7 @@ fn continues_to(file: &File, bytes: u64, position: u64, mut expected: i64) -> io
     Ok(end)
 }
 
-/// Offset after the last sound batch of a segment, behind damage as well.
+/// Offset after the last sound batch of a segment, including batches after damage.
 pub(crate) fn end_of(path: &Path, base_offset: i64) -> io::Result<i64> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
@@ -114,7 +114,7 @@ pub(crate) fn end_of(path: &Path, base_offset: i64) -> io::Result<i64> {
     Ok(continues_to(&file, bytes, sound.bytes, end)?.unwrap_or(end))
 }
 
-/// Cuts a torn end off the last segment; returns how many bytes went.
+/// Cuts a torn end off the last segment; returns the number of bytes cut.
 ///
 /// # Errors
 /// [`Error::Corrupt`] when sound batches follow the damage.

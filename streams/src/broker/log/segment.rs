@@ -11,7 +11,7 @@ use super::checkpoint::Known;
 use super::recovery;
 use millrace_datafs::private;
 
-/// An index entry is kept for a batch at least this far behind the last indexed one.
+/// Least distance in bytes between two indexed batches.
 const INDEX_BYTES: u64 = 32 << 10;
 
 #[derive(Debug, Clone, Copy)]
@@ -22,7 +22,7 @@ struct IndexEntry {
     max_timestamp_before: i64,
 }
 
-/// A segment; `next_offset` is where the following one begins.
+/// A segment; the next one begins at `next_offset`.
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub(crate) base_offset: i64,
@@ -32,17 +32,16 @@ pub(crate) struct Segment {
     path: PathBuf,
     file: Option<Arc<File>>,
     index: Vec<IndexEntry>,
-    /// Whether `index` covers the whole file. That of a segment from a checkpoint is made when the
-    /// segment is first read.
+    /// Whether `index` covers the whole file. A segment from a checkpoint is indexed when it is first read.
     indexed: bool,
     /// Position and checksum of the last batch.
     last: Option<(u64, u32)>,
-    /// Set when a failed write could not be taken back or a flush failed; only a restart, which
-    /// reads what the disk has, repairs that.
+    /// Set when a failed write could not be undone or a flush failed. Only a restart repairs that: recovery
+    /// reads what the disk has.
     spoilt: bool,
 }
 
-/// Where to read: an open file, a range of it, and the offset to cut at.
+/// A read position: an open file, the byte range to read, and the next segment for error messages.
 #[derive(Debug)]
 pub(crate) struct Place {
     path: PathBuf,
@@ -65,7 +64,7 @@ pub(crate) fn base_offset_of(name: &str) -> Option<i64> {
 }
 
 impl Segment {
-    /// A segment of which nothing is known yet but its name.
+    /// A segment whose file was not read yet.
     pub(crate) fn unread(dir: &Path, base_offset: i64) -> Self {
         Self {
             base_offset,
@@ -81,7 +80,7 @@ impl Segment {
         }
     }
 
-    /// A segment of a checkpoint, when the file in `dir` is still that one; it may have grown.
+    /// The segment of a checkpoint; `None` when the file in `dir` is another one. The file may have grown.
     pub(crate) fn known(dir: &Path, known: &Known) -> io::Result<Option<Self>> {
         let mut segment = Self {
             next_offset: known.next_offset,
@@ -108,7 +107,7 @@ impl Segment {
         Ok((recognised && file.metadata()?.len() >= known.bytes).then_some(segment))
     }
 
-    /// What a checkpoint keeps.
+    /// The entry of this segment in a checkpoint.
     pub(crate) fn to_known(&self) -> Known {
         Known {
             base_offset: self.base_offset,
@@ -143,12 +142,12 @@ impl Segment {
         Ok(file)
     }
 
-    /// Gives the file descriptor back; readers that still use it keep theirs.
+    /// Drops the open file; readers that still use it keep their handle.
     pub(crate) fn close(&mut self) {
         self.file = None;
     }
 
-    /// Notes a batch that is in the file at the end of what is known.
+    /// Records the batch that follows the last known one in the file.
     pub(crate) fn note(&mut self, header: &Header) {
         self.last = Some((self.bytes, header.crc));
         let due = self.index.last().is_none_or(|last| self.bytes - last.position >= INDEX_BYTES);
@@ -178,7 +177,8 @@ impl Segment {
         Ok(())
     }
 
-    /// Appends a batch as `base_offset`. On failure the file is as long as before.
+    /// Appends a batch at `header.base_offset`. On failure the file is cut back to its old length, or else
+    /// the segment refuses further appends.
     pub(crate) fn append(&mut self, batch: &[u8], header: &Header) -> io::Result<()> {
         self.check()?;
         let file = self.file()?;
@@ -194,14 +194,14 @@ impl Segment {
         Ok(())
     }
 
-    /// Makes the index of a segment from a checkpoint.
+    /// Builds the index of a segment from a checkpoint.
     fn complete_index(&mut self) -> io::Result<()> {
         if self.indexed {
             return Ok(());
         }
         let file = self.file()?;
         let mut read = Self::unread(Path::new(""), self.base_offset);
-        // Up to damage, which reads meet by themselves.
+        // The walk ends at damage, which later reads detect.
         recovery::walk(&file, self.bytes, (0, self.base_offset), false, |header| read.note(header))?;
         (self.index, self.indexed) = (read.index, true);
         Ok(())
@@ -243,7 +243,7 @@ fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
 }
 
 impl Place {
-    /// The error for a batch that is not what was written.
+    /// The error for a batch whose bytes are not those that were written.
     pub(crate) fn damaged(&self, position: u64) -> io::Error {
         let error = recovery::corrupt(&self.path, position, "not what was written", self.next);
         io::Error::new(io::ErrorKind::InvalidData, error)
@@ -257,8 +257,8 @@ impl Place {
         if header.crc_matches(batch) { Ok(()) } else { Err(self.damaged(position)) }
     }
 
-    /// Reads whole batches that hold offsets in `from..until`, at most `bytes_max` together, but
-    /// the first one whatever its size when `at_least_one`. Ends before a damaged batch.
+    /// Reads whole batches that hold offsets in `from..until`, at most `bytes_max` together. With
+    /// `at_least_one` the first batch may be larger. Ends before a damaged batch.
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] when the first batch is damaged; the file system's.
@@ -270,13 +270,14 @@ impl Place {
         at_least_one: bool,
     ) -> io::Result<Vec<u8>> {
         let mut start = self.position;
-        // What lies between the index entry and the batch is skipped in memory, so ask for it too.
+        // The bytes between the index entry and the batch are skipped in memory, so the chunk includes them.
         let ahead = INDEX_BYTES as usize + HEADER_BYTES;
         let mut buffer = self.chunk(start, bytes_max.saturating_add(ahead))?;
         let mut skip = 0;
         let first = loop {
             let Ok(header) = Header::parse(&buffer[skip..]) else {
-                // A batch larger than the chunk ended it early; continue behind the last header.
+                // The chunk ends inside this header, or the header is damaged: reading again from here tells
+                // which.
                 if start + (skip as u64) >= self.end {
                     return Ok(Vec::new());
                 }
@@ -329,7 +330,7 @@ impl Place {
         buffer.truncate(end);
         buffer.drain(..skip);
         if buffer.capacity() > 2 * buffer.len() {
-            // An answer may hold many of these at once, each accounted for by its length.
+            // A fetch response may hold many of these at once, each accounted for by its length.
             buffer.shrink_to_fit();
         }
         Ok(buffer)

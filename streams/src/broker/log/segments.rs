@@ -1,6 +1,6 @@
 //! The segments of one partition as one log: append, read, look up by time, remove old records.
 //!
-//! A damaged log opens all the same: [`Segments::damage`] says where, the records before are read.
+//! A damaged log still opens: [`Segments::damage`] names the damage, and the records before it can be read.
 
 use std::fs::{self, File};
 use std::io;
@@ -24,29 +24,29 @@ pub(crate) struct Segments {
     list: Vec<Segment>,
     producers: Producers,
     damage: Option<Damage>,
-    /// Whether the checkpoint on the disk says all of this.
+    /// Whether the checkpoint on the disk matches this state.
     checkpointed: bool,
-    /// Index of the closed segment whose file is open, so that at most two are.
+    /// Index of the older segment whose file is open; with the active one, at most two files are open.
     reading: Option<usize>,
 }
 
-/// What makes a log unusable from some offset on.
+/// Damage that makes a log unreadable from some offset on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Damage {
     /// First offset that cannot be read.
     pub(crate) offset: i64,
-    /// Offset after the last record in the files, so far as that can be told.
+    /// Offset after the last record in the files, as far as recovery can tell.
     pub(crate) end: i64,
     /// The file, what is wrong, and the remedy.
     pub(crate) reason: String,
 }
 
-/// How long records are kept.
+/// Limits on the records that a log keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Retention {
-    /// Segments whose newest record is older go (milliseconds since 1970-01-01 UTC).
+    /// Segments whose newest record is older are removed (milliseconds since 1970-01-01 UTC).
     pub(crate) before_ms: Option<i64>,
-    /// The oldest segments go while the others hold as much.
+    /// The oldest segment is removed while the remaining ones hold at least this many bytes.
     pub(crate) bytes_max: Option<u64>,
 }
 
@@ -55,15 +55,15 @@ pub(crate) struct Retention {
 pub(crate) enum Appended {
     /// The batch is in the log now.
     New { base_offset: i64 },
-    /// It was there before.
+    /// The batch was in the log before.
     Duplicate { base_offset: i64 },
-    /// It may not be appended: protocol error and reason.
+    /// The batch may not be appended: protocol error and reason.
     Refused(i16, &'static str),
 }
 
 impl Segments {
-    /// Opens the log in `dir`. With `durable`, its records are forced to the disk and read back from
-    /// there: a process that was killed before may have left them in memory only.
+    /// Opens the log in `dir`. With `durable`, the last segment is flushed and read back from the disk: a
+    /// process that was killed before may have left its records in memory only.
     pub(crate) fn open(dir: &Path, segment_bytes_max: u64, durable: bool) -> Self {
         let mut log = Self {
             dir: dir.to_path_buf(),
@@ -81,7 +81,7 @@ impl Segments {
                 let path = dir.join(super::segment::file_name(base));
                 recovery::end_of(&path, base).unwrap_or(base)
             });
-            // What is damaged held a record at least.
+            // The damaged part held at least one record.
             let end = held.unwrap_or(0).max(offset + 1);
             log.damage = Some(Damage { offset, end, reason: error.with_cause() });
         }
@@ -134,8 +134,8 @@ impl Segments {
         Ok(())
     }
 
-    /// Takes over what a checkpoint says, unless the files are other ones. Oldest segments may be
-    /// gone, and newer ones may be there.
+    /// Adopts a checkpoint; `false` when it does not match the files. Oldest segments may be missing, and
+    /// newer ones may exist.
     fn adopt(&mut self, known: Checkpoint, bases: &[i64]) -> io::Result<bool> {
         let Some(first) = bases.first() else { return Ok(false) };
         let mut list = Vec::new();
@@ -173,7 +173,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Reads one segment, from where it is known; `next` is the base offset of the segment after it.
+    /// Reads one segment from its last known batch on; `next` is the base offset of the segment after it.
     fn load(&mut self, mut segment: Segment, next: Option<i64>, durable: bool) -> Result<()> {
         let path = segment.path().to_path_buf();
         let file = segment.file().map_err(Error::io("open", &path))?;
@@ -207,7 +207,7 @@ impl Segments {
         self.list.iter_mut().for_each(Segment::close);
     }
 
-    /// What makes the log unusable, when something does.
+    /// The damage of the log, if any.
     pub(crate) fn damage(&self) -> Option<&Damage> {
         self.damage.as_ref()
     }
@@ -225,7 +225,8 @@ impl Segments {
         }
     }
 
-    /// Bytes from the batch at `offset` on, roughly (exact to an index interval).
+    /// Approximate bytes from `offset` on: a proportional share of its segment plus all later segments. The
+    /// count may end at `enough`.
     pub(crate) fn bytes_from(&self, offset: i64, enough: u64) -> u64 {
         let mut total = 0;
         for segment in self.list.iter().rev() {
@@ -292,8 +293,8 @@ impl Segments {
     }
 
     fn add_segment(&mut self, base_offset: i64) -> io::Result<()> {
-        // A file that stays behind although this fails would be a gap at the next start, once more
-        // was appended to the segment before it.
+        // The directory is opened first, and the file is removed on failure. A leftover file would be a gap
+        // at the next start, once more records were appended to the segment before it.
         let dir = File::open(&self.dir)?;
         let segment = Segment::create(&self.dir, base_offset)?;
         if let Err(error) = dir.sync_all() {
@@ -304,16 +305,15 @@ impl Segments {
         Ok(())
     }
 
-    /// After a failed flush: nothing is appended or called durable any more, since the kernel may
-    /// have dropped what it could not write and the next flush would succeed all the same.
+    /// Refuses appends and flushes after a failed flush: the kernel may have dropped the pages that it could
+    /// not write, and the next flush would succeed all the same.
     pub(crate) fn spoil(&mut self) {
         if let Some(active) = self.list.last_mut() {
             active.spoil();
         }
     }
 
-    /// The file to force to the disk, when there is one, and the offset up to which that makes the
-    /// log durable.
+    /// The file to flush, if any, and the offset up to which the flush makes the log durable.
     pub(crate) fn sync_target(&mut self) -> io::Result<(Option<Arc<File>>, i64)> {
         let end = self.end_offset();
         match self.list.last_mut() {
@@ -325,11 +325,11 @@ impl Segments {
         }
     }
 
-    /// Removes the oldest segments that are beyond `retention`; returns how many went. The last one
-    /// goes only when `settled` says that its records are durable.
+    /// Removes the oldest segments that are beyond `retention`; returns their number. The last one is removed
+    /// only when `settled` says that its records are durable.
     ///
     /// # Errors
-    /// The file system's; the log is then consistent, and the next call goes on.
+    /// The file system's; the log is then consistent, and the next call continues.
     pub(crate) fn retain(&mut self, retention: Retention, settled: bool) -> io::Result<usize> {
         let mut removed = 0;
         let mut total: u64 = self.list.iter().map(|segment| segment.bytes).sum();
@@ -349,7 +349,7 @@ impl Segments {
                 self.roll(self.end_offset())?;
             }
             fs::remove_file(self.list[0].path())?;
-            // One after the other, so that a loss of power leaves no gap.
+            // Each removal reaches the disk before the next, so that a power loss leaves no gap.
             File::open(&self.dir)?.sync_all()?;
             self.list.remove(0);
             self.reading = self.reading.and_then(|reading| reading.checked_sub(1));
@@ -360,7 +360,7 @@ impl Segments {
         Ok(removed)
     }
 
-    /// Where to read from `offset`, which must be in the log.
+    /// The read position of `offset`, which must be in the log.
     pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
         let index = self.list.partition_point(|segment| segment.base_offset <= offset).saturating_sub(1);
         self.open_for_reading(index);
@@ -384,7 +384,7 @@ impl Segments {
         }
     }
 
-    /// Offset and timestamp of the first record at or after `timestamp`. It is the first one of its batch
+    /// Offset and timestamp of the first record at or after `timestamp`; those of the batch's first record
     /// where the batch cannot be decompressed.
     ///
     /// # Errors
@@ -419,7 +419,7 @@ impl Segments {
     }
 }
 
-/// Time of the newest record; that of the last write where records have none.
+/// Timestamp of the newest record; the file's modification time where records have none.
 fn newest_ms(segment: &Segment) -> io::Result<i64> {
     if segment.max_timestamp >= 0 {
         return Ok(segment.max_timestamp);
@@ -428,13 +428,13 @@ fn newest_ms(segment: &Segment) -> io::Result<i64> {
     Ok(written.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as i64))
 }
 
-/// Drops what the kernel has cached of a file that was flushed, so that reads show what the disk has.
+/// Drops the kernel's cached pages of a flushed file, so that reads return what the disk has.
 fn forget_pages(file: &File) -> io::Result<()> {
     use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
     Ok(posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
 }
 
-/// Hands whole batches to `stop` until it says so.
+/// Passes whole batches to `stop` until it returns `true`.
 fn scan(place: &Place, mut stop: impl FnMut(&Header, &[u8]) -> bool) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
     let mut position = place.position;

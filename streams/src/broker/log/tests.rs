@@ -1,5 +1,5 @@
-//! Logs on disk: recovery of torn ends at every byte, damage in the middle, reads from every
-//! offset, idempotent producers across a restart.
+//! Tests of logs on disk: recovery of torn ends at every byte, damage in the middle, reads from every offset,
+//! idempotent producers across a restart.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::{self, OpenOptions};
@@ -68,7 +68,7 @@ fn single_without_producer(records: &[Record]) -> Vec<u8> {
     bytes
 }
 
-/// Makes the checksum right again after a change.
+/// Recomputes the checksum after a change.
 pub(crate) fn reseal(batch: &mut [u8]) {
     let crc = crc32c::crc32c(&batch[21..]);
     batch[17..21].copy_from_slice(&crc.to_be_bytes());
@@ -83,7 +83,7 @@ fn open(dir: &Path, segment_bytes_max: u64) -> Segments {
     log
 }
 
-/// What a log with a checkpoint reads of its segments when it is opened again.
+/// Reopens a log after a checkpoint.
 fn reopen(dir: &Path, segment_bytes_max: u64) -> Segments {
     let mut log = open(dir, segment_bytes_max);
     log.checkpoint().unwrap();
@@ -190,7 +190,7 @@ fn damage_in_the_middle_ends_reading_and_names_the_place() {
         assert_eq!(log.place(0).unwrap().read(0, 3, 1 << 20, true).unwrap().len(), size);
         assert_eq!(fs::read(&file).unwrap(), bytes, "opening changes nothing");
     }
-    // The advice works.
+    // The advice of the error works.
     OpenOptions::new().write(true).open(&file).unwrap().set_len(size as u64).unwrap();
     assert_eq!(values(&mut open(dir.path(), 1 << 20), 1 << 20).len(), 1);
 }
@@ -214,7 +214,7 @@ fn damage_in_an_earlier_segment_or_a_missing_one_ends_reading() {
     assert_eq!(damage(dir.path(), 200).1.offset, 1);
     fs::remove_file(&files[1]).unwrap();
     assert_eq!(damage(dir.path(), 200).1.offset, 1);
-    // Both ways of the advice work: to keep what is older, and to keep what is newer.
+    // Both remedies in the advice work: keeping the older records, and keeping the newer ones.
     fs::write(&files[1], b"").unwrap();
     let later = [fs::read(&files[2]).unwrap(), fs::read(&files[3]).unwrap()];
     fs::remove_file(&files[2]).unwrap();
@@ -268,7 +268,7 @@ fn retention_removes_the_oldest_segments_by_age_and_size() {
     let by_size = Retention { before_ms: None, bytes_max: Some(3 * bytes) };
     assert_eq!(log.retain(by_size, true).unwrap(), 3);
     assert_eq!(values(&mut log, 1 << 20).first().unwrap().0, 5);
-    // The last segment goes when its records are durable; offsets go on.
+    // The last segment is removed when its records are durable; its end offset stays.
     assert_eq!(log.retain(by_age(i64::MAX), false).unwrap(), 2);
     assert_eq!(log.retain(by_age(i64::MAX), true).unwrap(), 1);
     drop(log);
@@ -299,7 +299,7 @@ fn reads_start_at_any_offset_and_respect_sizes() {
         assert!(read.len() <= 3_000);
         let first = Header::parse(&read).unwrap();
         assert!(first.base_offset <= from && from < first.next_offset());
-        // The watermark cuts.
+        // A read ends at the watermark.
         let below = log.place(from).unwrap().read(from, first.next_offset(), 1 << 20, true).unwrap();
         assert_eq!(below.len(), first.bytes);
         assert!(log.place(from).unwrap().read(from, first.base_offset, 1 << 20, true).unwrap().is_empty());
@@ -361,7 +361,7 @@ fn compressed(codec: u8, batch: &[u8]) -> Vec<u8> {
     with_records(head, codec, &packed)
 }
 
-/// The batch of a head and a payload that is said to be compressed with `codec`.
+/// The batch of a head and a payload, marked as compressed with `codec`.
 fn with_records(head: &[u8], codec: u8, payload: &[u8]) -> Vec<u8> {
     let mut batch = [head, payload].concat();
     let length = (batch.len() - 12) as i32;
@@ -386,7 +386,7 @@ fn compressed_batches_are_opened_and_checked() {
         let two = batch((1, 0, 0), 1_000, &[b"one", b"two"]);
         let short = compressed(codec, &[head, &two[61..]].concat());
         assert_eq!(check_produced(&short), Err(Malformed::Records), "codec {codec}");
-        // The payload decompresses to what is no record.
+        // The payload decompresses to bytes that are not a record.
         let no_record = compressed(codec, &[head, &[0x14, 0, 0, 0, 0x70]].concat());
         assert_eq!(check_produced(&no_record), Err(Malformed::Records), "codec {codec}");
     }
@@ -502,7 +502,7 @@ fn after_a_failed_flush_nothing_is_called_durable() {
     let mut log = open(dir.path(), 1 << 20);
     append(&mut log, &batch((1, 0, 0), 0, &[b"one"]));
     log.spoil();
-    // A retry of the same batch is a duplicate; what matters is that its flush fails again.
+    // A retry of the same batch is a duplicate; the point is that its flush fails again.
     assert!(log.sync_target().is_err());
     let next = batch((1, 0, 1), 0, &[b"two"]);
     assert!(log.append(&next, &check_produced(&next).unwrap()).is_err());
@@ -518,7 +518,7 @@ fn a_segment_that_could_not_begin_leaves_no_gap() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 300);
     append(&mut log, &batch(NOBODY, 0, &[&[1; 100]]));
-    // The next segment's name is taken by something that is no file.
+    // A directory has the next segment's name.
     let taken = dir.path().join("00000000000000000001.log");
     fs::create_dir(&taken).unwrap();
     let large = batch(NOBODY, 0, &[&[2; 250]]);
@@ -554,7 +554,7 @@ fn damage_met_while_reading_is_an_error_not_an_end() {
     assert!(read(&mut log, 2).is_err(), "a batch longer than the log");
 }
 
-/// A header that only a start without a checkpoint would find.
+/// Damages a header that only a start without a checkpoint reads.
 fn spoil_first_header(dir: &Path) {
     let file = OpenOptions::new().write(true).open(&segment_files(dir)[0]).unwrap();
     file.write_all_at(&[9], 16).unwrap();
@@ -576,7 +576,7 @@ fn a_checkpoint_spares_reading_what_it_covers() {
     append(&mut log, &batch((3, 2, 8), 2_000, &[b"more"]));
     append(&mut log, &batch((3, 2, 9), 2_000, &[&[2; 300]]));
     drop(log);
-    // Nothing that the checkpoint covers is read; what came later is.
+    // The batches that the checkpoint covers are not read; later ones are.
     spoil_first_header(dir.path());
     let mut log = open(dir.path(), 400);
     assert_eq!(log.end_offset(), 10);
@@ -602,7 +602,7 @@ fn a_checkpoint_of_other_files_is_not_believed() {
     let file = segment_files(dir.path()).remove(0);
     let size = fs::metadata(&file).unwrap().len() / 4;
     let checkpoint = fs::read(dir.path().join("checkpoint.json")).unwrap();
-    // Cut, and grown again with other records beyond the size that the checkpoint names.
+    // The file is cut, then grows with other records beyond the size in the checkpoint.
     OpenOptions::new().write(true).open(&file).unwrap().set_len(size).unwrap();
     let mut log = open(dir.path(), 1 << 20);
     assert_eq!(log.end_offset(), 1);
@@ -613,7 +613,7 @@ fn a_checkpoint_of_other_files_is_not_believed() {
     drop(log);
     fs::write(dir.path().join("checkpoint.json"), checkpoint).unwrap();
     assert_eq!(open(dir.path(), 1 << 20).end_offset(), 10);
-    // Nonsense is no checkpoint.
+    // A checkpoint that is not JSON is ignored.
     fs::write(dir.path().join("checkpoint.json"), b"{").unwrap();
     assert_eq!(values(&mut open(dir.path(), 1 << 20), 1_000).len(), 10);
 }
@@ -640,8 +640,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is appended, reopened and torn, a log holds a prefix of what was appended, and
-    /// everything but at most the torn batches.
+    /// After any sequence of appends, reopens and torn ends, a log holds a prefix of the appended records,
+    /// and all of them but at most the torn batches.
     #[test]
     fn logs_keep_what_was_appended(steps in steps(), segment_bytes in 300u64..3_000) {
         let dir = TempDir::new().unwrap();

@@ -42,7 +42,7 @@ async fn many_waiters_share_one_decoding() {
         waiters.extend(found);
     }
     gate.add_permits(1);
-    // A waiter that goes away does not stop the others.
+    // A dropped waiter does not stop the others.
     drop(waiters.pop());
     for waiter in waiters {
         assert_eq!(ready(waiter).await.unwrap().num_rows(), 10);
@@ -99,7 +99,7 @@ async fn prefetching_never_pushes_out_what_is_in_use() {
     }
     assert_eq!(cache.prefetch(10, &[2], immediately), 0);
     assert_eq!(cache.prefetch(11, &[0, 1], immediately), 2);
-    // Far behind, the old ones may go.
+    // Many steps later, the old ones may be evicted.
     assert_eq!(cache.prefetch(20, &[2], immediately), 1);
     assert_eq!(cache.prefetch(20, &[0, 2], immediately), 2);
 }

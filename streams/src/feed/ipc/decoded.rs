@@ -1,8 +1,8 @@
 //! Decompressed size of a message of an Arrow IPC file, read from its headers.
 //!
-//! Each compressed buffer begins with its length before compression, 8 bytes in little endian; -1 says that
-//! it is not compressed (<https://arrow.apache.org/docs/format/Columnar.html#compression>). What is not
-//! compressed is as large as in the file, and counts nothing here.
+//! Each compressed buffer begins with its length before compression, 8 bytes in little endian; -1 marks a
+//! buffer that is not compressed (<https://arrow.apache.org/docs/format/Columnar.html#compression>). A
+//! message without compression is as large as in the file, and counts as 0 here.
 
 use arrow::array::layout;
 use arrow::datatypes::{DataType, Fields};
@@ -64,8 +64,8 @@ impl<'a> Message<'a> {
     }
 }
 
-/// Bytes of the wanted columns once they are decompressed; 0 where nothing is compressed. Without `fields`,
-/// or where the buffers are not those of the fields, all buffers count.
+/// Bytes of the wanted columns once they are decompressed; 0 for a message without compression. Without
+/// `fields`, or where the buffers do not match the fields, all buffers count.
 pub(super) fn decoded_bytes(
     message: &Message<'_>,
     fields: &Fields,
@@ -79,7 +79,7 @@ pub(super) fn decoded_bytes(
     let mut wanted = Vec::with_capacity(buffers.len());
     for (column, field) in fields.iter().enumerate() {
         let of_column = buffers_of(field.data_type(), &mut views);
-        // A head that says nonsense must not ask for memory.
+        // A corrupt header must not cause a large allocation.
         let room = buffers.len() - wanted.len();
         wanted.extend(std::iter::repeat_n(is_wanted(column), of_column.min(room)));
         if of_column > room {
@@ -97,8 +97,8 @@ pub(super) fn decoded_bytes(
     Ok(total)
 }
 
-/// How many buffers a column of that type has in a record batch; `views` are the numbers of data buffers of
-/// its view columns, in order.
+/// Number of buffers that a column of type `kind` has in a record batch. `views` yields the number of data
+/// buffers of each view column, in order.
 fn buffers_of(kind: &DataType, views: &mut impl Iterator<Item = usize>) -> usize {
     let own = layout(kind);
     let mut count = own.buffers.len() + usize::from(own.can_contain_null_mask);

@@ -39,8 +39,8 @@ fn every_small_domain_is_permuted_whole() {
 
 #[test]
 fn tiny_domains_reach_every_arrangement_about_equally() {
-    // 24 arrangements of 4 elements, 24,000 keys: 1000 each expected, chi-square with 23 degrees
-    // of freedom is below 60 in all but one of 30,000 fair draws.
+    // For n = 4: 24 arrangements, 24,000 keys, 1000 each expected. Chi-square with 23 degrees of freedom is
+    // below 60 in all but one of 30,000 fair draws.
     for n in [3u64, 4, 5] {
         let arrangements: usize = (1..=n as usize).product();
         let mut counts = std::collections::BTreeMap::<Vec<u64>, u64>::new();

@@ -1,10 +1,10 @@
-//! Single rows: where the order puts one, and where one is stored.
+//! Addresses of single rows: the slot that the order gives a row, and the file position where it is stored.
 
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::PLACES_MAX;
 use crate::feed::plan::Plan;
 
-/// Where a row is stored.
+/// Storage location of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowAddress {
     /// Path of the file inside the store.
@@ -52,7 +52,7 @@ impl Plan {
         Ok((step, slot as usize))
     }
 
-    /// Where the row with a global index is stored; none beyond the dataset.
+    /// Storage location of the row with a global index; `None` beyond the dataset.
     pub fn address_of(&self, row: u64) -> Option<RowAddress> {
         if row >= self.rows() {
             return None;

@@ -57,8 +57,8 @@ impl<'de> Deserialize<'de> for PlanId {
     }
 }
 
-/// Hashes what decides the order. Numbers are 64-bit little endian, texts carry their length. `parts` are
-/// the rows of the units of reading where those are not the row groups.
+/// Hashes the inputs of the order. Numbers are 64-bit little endian, texts carry their length. `parts` are
+/// the rows of the units of reading, given when row groups are read in parts.
 pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order, parts: Option<&[u32]>) -> PlanId {
     struct Encoder(Sha256);
     impl Encoder {

@@ -1,8 +1,7 @@
-//! How many lanes and how large a window: as asked for, unless the dataset is too small for them to
-//! mean anything or its row groups too large for the memory bound.
+//! Sizing of a plan: lanes and window as requested, reduced where the dataset is too small for them or its
+//! row groups are too large for the memory bound.
 //!
-//! Depends on the dataset and the options alone, never on the machine: the result is part of the
-//! plan.
+//! The result is part of the plan, so it depends on the dataset and the options alone, never on the machine.
 
 use crate::dataset::{Dataset, FileFormat};
 use crate::feed::plan::{Group, GroupAddress, PlanOptions};
@@ -13,8 +12,8 @@ const WINDOW_ROWS_MIN: u64 = 2048;
 /// writes row groups.
 const PARTS: u64 = 32;
 
-/// The size into which row groups are split, in bytes, where whole ones leave no lane and no window within
-/// the memory bound; 0 where they do.
+/// Size in bytes of the parts into which row groups are split; 0 when whole row groups leave a lane and a
+/// window within the memory bound.
 pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
     let whole = Sizes::of(&groups(dataset, 0));
     match within(&whole, options) {
@@ -23,8 +22,8 @@ pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
     }
 }
 
-/// The units of reading: row groups, those larger than `part_bytes` in parts of about equal size (0: none).
-/// Record batches of Arrow IPC files cannot be read in parts.
+/// The units of reading: row groups, with those larger than `part_bytes` split into parts of about equal size
+/// (0: no split). Record batches of Arrow IPC files cannot be read in parts.
 pub(super) fn groups(dataset: &Dataset, part_bytes: u64) -> Vec<Group> {
     let mut all = Vec::new();
     for (f, file) in dataset.files().iter().enumerate() {
@@ -113,7 +112,7 @@ fn within(sizes: &Sizes, options: &PlanOptions) -> Option<(u64, u64)> {
         Some((span / sizes.row_bytes_max).min(window_max)).filter(|&w| w >= window_min)
     };
     let batch = options.batch_rows as u64;
-    // A lane shorter than a window would shuffle less than it may.
+    // A lane shorter than a window would shuffle less than the window allows.
     let lanes_max = u64::from(options.lanes).min(sizes.rows / window_min).min(batch).max(1);
     (1..=lanes_max).rev().filter(|c| batch.is_multiple_of(*c)).find_map(|c| {
         let window = window_for(c)?;

@@ -118,7 +118,7 @@ fn row_groups_that_cannot_fit_are_read_in_parts() {
     assert!(plan.working_set_bytes() <= 512 << 20, "{} bytes", plan.working_set_bytes());
     assert!(plan.lanes() >= 4, "{} lanes", plan.lanes());
     assert!(plan.window_rows() >= 2_000, "{} rows", plan.window_rows());
-    // The first batch is no stretch of neighbours: it comes from many places of the dataset.
+    // The first batch does not consist of neighbors: it comes from many places of the dataset.
     let mut places: Vec<u64> = (0..256).map(|slot| plan.row_at(0, slot).unwrap().0 / 100_000).collect();
     places.sort_unstable();
     places.dedup();
@@ -132,7 +132,7 @@ fn row_groups_that_cannot_fit_are_read_in_parts() {
     let text = serde_json::to_string(&plan).unwrap();
     let back: Plan = serde_json::from_str(&text).unwrap();
     assert_eq!((back.id(), back.row_at(77, 5).unwrap()), (plan.id(), plan.row_at(77, 5).unwrap()));
-    // More memory needs no parts, and is another order.
+    // A larger memory bound needs no parts, and gives another order.
     let wide = PlanOptions { working_set_bytes_max: 4 << 30, ..PlanOptions::default() };
     let wide = Plan::new(data, &wide).unwrap();
     assert!(!wide.has_parts() && wide.id() != plan.id());
