@@ -127,8 +127,9 @@ pub(super) struct Retries {
 }
 
 impl Retries {
-    /// Notes that a thread is refused a request. False when a retry is useless: the thread was refused the same
-    /// just before and has found nothing else, or it has no ID in this namespace.
+    /// Notes that a thread is refused a request. Returns false when a retry is useless: the thread was refused
+    /// the same just before and has found nothing else. Also false for a thread without an ID in this
+    /// namespace.
     pub(super) fn refuse(&self, thread: u32, refused: Refused, node: Node) -> bool {
         if thread == 0 {
             return false;
@@ -502,9 +503,9 @@ impl Adapter {
     /// may lead elsewhere by now. With `by_descriptor` the change may come through an open descriptor: then
     /// there is no path to walk again.
     ///
-    /// The kernel does not tell the two apart, but the system call of the thread does. Where that cannot be
-    /// read, as without the right to trace the program, the first change of an open file that has lost a name
-    /// is refused.
+    /// The kernel does not tell the two apart, but the system call of the thread does. Reading it takes the
+    /// right to trace the program. Without it, the first change of an open file that has lost a name is
+    /// refused.
     ///
     /// Returns the node that the thread has found on its second walk, to be held until the change is made: it
     /// keeps the file's data. If that node is gone by then, the change succeeds, as it would have a moment
