@@ -9,7 +9,7 @@ pub(crate) const SOCKET: &str = "NOTIFY_SOCKET";
 
 /// Notifies systemd that this process serves, if systemd set the socket.
 pub(crate) fn tell() {
-    let Some(name) = std::env::var_os(SOCKET) else { return };
+    let Some(name) = std::env::var_os(SOCKET).filter(|name| !name.is_empty()) else { return };
     let address = match name.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
         _ => SocketAddr::from_pathname(&name),

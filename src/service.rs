@@ -343,7 +343,7 @@ async fn train_when_ready(
     let datafs = context.volumes().await?;
     let declared = job.dataset.source.clone();
     let mut trained = None;
-    while let Some(source) = newer(context, (&datafs, &declared), trained.as_ref(), (&stop, gauge)).await? {
+    while let Some((source, number)) = newer(context, (&datafs, &declared), trained, (&stop, gauge)).await? {
         job.dataset.source = source.clone();
         let report = crate::commands::train::train(context, &job, stop.clone(), |_| {}).await?;
         tracing::info!(
@@ -352,29 +352,30 @@ async fn train_when_ready(
         if source == declared {
             break;
         }
-        trained = Some(source);
+        trained = number;
     }
     Ok(())
 }
 
-/// The snapshot that a training is to read, once it exists and is not the one that was `trained` last; `None` when the
-/// service stops.
+/// The snapshot that a training is to read, and its number, once one exists that is newer than that of the number
+/// `trained`; `None` when the service stops. A snapshot that was deleted does not make an older one newer.
 async fn newer(
     context: &Context,
     (datafs, declared): (&Datafs, &VolumeSpec),
-    trained: Option<&VolumeSpec>,
+    trained: Option<u64>,
     (stop, gauge): (&CancellationToken, &WaitGauge),
-) -> Result<Option<VolumeSpec>> {
+) -> Result<Option<(VolumeSpec, Option<u64>)>> {
     let mut waits = false;
     while !stop.is_cancelled() {
         let (datafs, spec) = (datafs.clone(), declared.clone());
-        match context.blocking(move || Ok(datafs.resolve(&spec))).await? {
-            Ok(source) if Some(&source) != trained => {
-                if waits {
-                    gauge.set(false);
-                    tracing::info!(dataset = %source, "the snapshot exists: the training begins");
-                }
-                return Ok(Some(source));
+        let resolved = context.blocking(move || Ok(datafs.resolve(&spec))).await?;
+        if resolved.is_ok() && std::mem::take(&mut waits) {
+            gauge.set(false);
+            tracing::info!(dataset = %declared, "the snapshot exists");
+        }
+        match resolved {
+            Ok((source, number)) if trained.is_none() || number > trained => {
+                return Ok(Some((source, number)));
             }
             Ok(_) => {}
             Err(error @ millrace_datafs::Error::NotFound { .. }) => {

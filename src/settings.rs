@@ -54,7 +54,8 @@ pub(crate) struct UpConfig {
     pub(crate) metrics: Option<SocketAddr>,
     /// Snapshots taken on a schedule.
     pub(crate) snapshots: Vec<SnapshotSchedule>,
-    /// Job files to train once their snapshot exists, relative to this file's folder.
+    /// Job files to train once their snapshot exists, relative to this file's folder. A job on `VOLUME@latest` trains
+    /// again on each newer snapshot.
     pub(crate) train: Vec<PathBuf>,
 }
 

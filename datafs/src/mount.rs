@@ -1,6 +1,6 @@
 //! A FUSE mount: one view of a volume served as a directory of this machine.
 //!
-//! [`mount`] attaches a view to a path and serves the kernel's requests on its own threads until the mount
+//! [`mount`] attaches a view to a path and starts threads that serve the kernel's requests until the mount
 //! ends. It ends by [`Mount::unmount`], by a drop, by [`umount`] from any process or by the `umount` command. A
 //! live view is mounted read/write, with its snapshots at `.snapshots/NAME`; a snapshot is mounted read-only.
 //!

@@ -225,7 +225,14 @@ impl Datafs {
 
     /// Creates a snapshot of everything committed in the volume; durable when it returns. Unflushed writes
     /// through open files are not part of it. The cost does not depend on the size of the volume.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`] for [`VolumeSpec::LATEST`], [`Error::Exists`], [`Error::NotFound`].
     pub fn snapshot_create(&self, volume: &Name, snapshot: &Name) -> Result<SnapshotInfo> {
+        if snapshot.as_str() == VolumeSpec::LATEST {
+            let reason = "`latest` stands for the newest snapshot of a volume";
+            return Err(Error::InvalidName { name: snapshot.to_string(), reason });
+        }
         self.shared.meta.transact(Durability::Durable, |txn| {
             let id = find(txn.as_read(), volume)?;
             let (number, row) = snapshot::create(txn, id, snapshot.as_str())?;
@@ -267,14 +274,20 @@ impl Datafs {
         Ok(View::new(self, spec, id, at, codec))
     }
 
-    /// The volume and snapshot that a spec stands for at present: itself, unless it asks for the newest snapshot.
+    /// The volume and snapshot that a spec stands for at present: itself, unless it asks for the newest snapshot. With
+    /// it the number of the snapshot, which grows with time and is never used again.
     ///
     /// # Errors
     /// [`Error::NotFound`] for a volume or snapshot that does not exist, also where a volume has no snapshot yet.
-    pub fn resolve(&self, spec: &VolumeSpec) -> Result<VolumeSpec> {
+    pub fn resolve(&self, spec: &VolumeSpec) -> Result<(VolumeSpec, Option<u64>)> {
         self.shared.meta.view(|txn| {
             let id = find(txn, &spec.volume)?;
-            Ok(resolve(txn, id, spec)?.0)
+            let (spec, at) = resolve(txn, id, spec)?;
+            let number = match at {
+                At::Live => None,
+                At::Snapshot(number) => Some(number),
+            };
+            Ok((spec, number))
         })
     }
 

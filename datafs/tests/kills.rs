@@ -4,9 +4,10 @@
 //!
 //! The rule: the volume is in the state after one of the operations' commits, with none left out and none half
 //! done. It includes at least everything before the last durable call (`fsync`, snapshot) that had returned. So
-//! a file holds one generation from its first byte to its last, or is empty where a program had created or cut
-//! it and not yet written. A file that is renamed over is never missing and never empty. Snapshots hold exactly
-//! the state that they were made of, the collection finds all garbage, and the scrub finds no problem.
+//! a file holds one generation from its first byte to its last. It may be empty only where a program had
+//! created or cut it and not yet written. A file that is renamed over is never missing and never empty.
+//! Snapshots hold exactly the state that they were made of, the collection finds all garbage, and the scrub
+//! finds no problem.
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 pub(crate) mod failpoints;
@@ -33,7 +34,7 @@ use crate::child;
 const KILLS: u64 = 16;
 /// Operations of a round without a kill.
 const OPS: u64 = 120;
-/// Snapshots older than this number are deleted: every check reads all that exist.
+/// A snapshot is deleted after this many newer ones: every check reads all that exist.
 const KEPT: u64 = 200;
 
 fn volume() -> Name {

@@ -95,8 +95,8 @@ fn serving(dir: &Path, place: u64) -> PathBuf {
     dir.join(format!("serving-{place}"))
 }
 
-/// The holder of the lock of each family: its process ID, and that of the process whose end releases the lock,
-/// which is its mount or itself. Both are 0 for a free lock.
+/// The holder of the lock of each family, as two process IDs: the holder's, and that of the process whose end
+/// releases the lock. The second is its mount or the holder itself. Both are 0 for a free lock.
 struct Board {
     file: File,
     own: [u32; 2],

@@ -1,5 +1,5 @@
-//! Tests with many files: directories with many entries, the memory of a mount that has listed all of them, the
-//! memory of fsck and gc, and reopening.
+//! Tests with many files: directories with many entries, and reopening. They measure the memory of a mount that
+//! has listed all entries, and of fsck and gc.
 //!
 //! Every run uses small sizes. The ignored tests use the promised sizes, print the figures and compare them
 //! with the promised limits.

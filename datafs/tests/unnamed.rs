@@ -1,5 +1,5 @@
-//! Tests of files created without a name, through the public interface: by programs that finish, by programs
-//! killed at every step, and beside other processes, on both metadata engines.
+//! Tests of files created without a name, through the public interface, on both metadata engines. Programs
+//! finish, are killed at every step, or run beside other processes.
 //!
 //! The rule: a name leads to the whole file or does not exist. Once synced, the name exists. A file without a
 //! name goes with the process that created it, and no other process collects it before.

@@ -255,7 +255,7 @@ pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {
         if let Some(io) = error.downcast_ref::<std::io::Error>() {
-            if io.kind() == std::io::ErrorKind::StorageFull {
+            if matches!(io.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded) {
                 return true;
             }
             // The payload of io::Error::other is not its source().
@@ -263,7 +263,9 @@ pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
                 return true;
             }
         }
-        if let Some(millrace_datafs::Error::NoSpace { .. }) = error.downcast_ref() {
+        if let Some(millrace_datafs::Error::NoSpace { .. } | millrace_datafs::Error::NoSpaceToCommit { .. }) =
+            error.downcast_ref()
+        {
             return true;
         }
         if let Some(parquet::errors::ParquetError::External(inner)) = error.downcast_ref()

@@ -50,12 +50,12 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
     let rate = rows as f64 / seconds.max(1e-9);
     context.out.table(
         &serde_json::json!({
-            "dataset": args.dataset, "plan": id.to_string(), "rows": rows_total,
+            "dataset": dataset.spec(), "plan": id.to_string(), "rows": rows_total,
             "rows_read": rows, "batches": seen, "seconds": seconds, "rows_per_second": rate,
         }),
         &["dataset", "rows", "read", "batches", "seconds", "rows/s"],
         [vec![
-            args.dataset.to_string(),
+            dataset.spec().to_string(),
             count(rows_total),
             count(rows),
             count(seen),

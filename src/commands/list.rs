@@ -1,21 +1,21 @@
 //! `millrace ls`: a listing of a folder, or of one file, in a volume or a snapshot.
 
+use std::ffi::OsStr;
+
 use anyhow::Result;
 use chrono::{DateTime, SecondsFormat, Utc};
-use millrace_datafs::{Attr, FileKind, Node, NodeEntry, View, VolumeSpec};
+use millrace_datafs::{Attr, Error, FileKind, Node, View, VolumeSpec};
 use serde_json::json;
 
 use crate::cli::ListArgs;
 use crate::context::Context;
 use crate::failure::{Exit, failure};
-use crate::output::{self, time};
+use crate::output::{self, Output, time};
 
 /// Entries that are read at a time.
 const PAGE: usize = 1_000;
-/// Entries of one folder that are sorted by name. A larger folder is listed page by page in the volume's order.
+/// Entries of one folder that are sorted by name. A larger folder is sorted in parts of about this many.
 const SORTED_MAX: usize = 100_000;
-/// Deepest folder that `--recursive` enters: the longest path that the kernel takes has fewer.
-const DEPTH_MAX: usize = 4_096;
 
 /// Runs the command.
 pub(crate) fn run(context: &Context, args: &ListArgs) -> Result<()> {
@@ -23,102 +23,111 @@ pub(crate) fn run(context: &Context, args: &ListArgs) -> Result<()> {
     let (spec, path) = what.split_once(':').unwrap_or((what, "/"));
     let spec: VolumeSpec = spec.parse().map_err(|error| failure(Exit::Usage, format!("{what}: {error}")))?;
     let view = context.datafs()?.view(&spec)?;
-    let found = view.resolve(path)?;
-    let mut listing = Listing { context, view: &view, recursive: args.recursive, is_wanted: true };
-    if found.kind != FileKind::Directory {
-        let name = path.trim_end_matches('/');
-        return listing.show(vec![(name.rsplit('/').next().unwrap_or(name).to_owned(), found)]).map(drop);
+    let found = match view.resolve(path) {
+        // A link that leads nowhere in the volume is listed itself.
+        Err(error) => link_at(&view, path).ok_or(error)?,
+        Ok(found) => found,
+    };
+    if found.kind == FileKind::Directory {
+        return list(context.out, &view, found.node, args.recursive);
     }
-    listing.folder(found.node, "", 0)
+    let name = path.trim_end_matches('/').rsplit('/').next().unwrap_or(path);
+    show(context.out, &view, name, &found).map(drop)
 }
 
-/// A listing under way.
-struct Listing<'a> {
-    context: &'a Context,
-    view: &'a View,
-    recursive: bool,
-    /// False once the reader of standard output has gone away.
-    is_wanted: bool,
+/// The symbolic link at a path; `None` where there is none.
+fn link_at(view: &View, path: &str) -> Option<Attr> {
+    let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
+    let parent = view.resolve(parent).ok()?;
+    let found = view.lookup(parent.node, OsStr::new(name)).ok()?;
+    (found.kind == FileKind::Symlink).then_some(found)
 }
 
-impl Listing<'_> {
-    /// Lists a folder. `prefix` is its path below the folder that the user named, empty or with `/` at its end.
-    fn folder(&mut self, folder: Node, prefix: &str, depth: usize) -> Result<()> {
+/// A folder whose entries are being listed.
+struct Level {
+    folder: Node,
+    /// The folder's path below the one that the user named, empty or with `/` at its end.
+    prefix: String,
+    /// Entries that were read and not shown yet.
+    rows: std::vec::IntoIter<(String, Attr)>,
+    cursor: u64,
+    is_read: bool,
+}
+
+impl Level {
+    fn new(folder: Node, prefix: String) -> Level {
+        Level { folder, prefix, rows: Vec::new().into_iter(), cursor: 0, is_read: false }
+    }
+
+    /// Reads further entries, sorted by name.
+    fn read(&mut self, view: &View) -> millrace_datafs::Result<()> {
         let mut rows = Vec::new();
-        let mut cursor = 0;
-        loop {
-            let page = self.view.readdir_attrs(folder, cursor, PAGE)?;
-            let Some((last, _)) = page.last() else { break };
-            cursor = last.cursor;
-            rows.extend(page.into_iter().filter_map(|(entry, attr)| row(prefix, &entry, attr)));
-            if rows.len() > SORTED_MAX {
-                self.page(std::mem::take(&mut rows), depth)?;
-            }
-            if !self.is_wanted {
-                return Ok(());
-            }
+        while rows.len() < SORTED_MAX {
+            let page = view.readdir_attrs(self.folder, self.cursor, PAGE)?;
+            let Some((last, _)) = page.last() else {
+                self.is_read = true;
+                break;
+            };
+            self.cursor = last.cursor;
+            rows.extend(page.into_iter().filter_map(|(entry, attr)| {
+                let name = entry.name.to_string_lossy();
+                (name != "." && name != "..").then(|| (format!("{}{name}", self.prefix), attr))
+            }));
         }
-        self.page(rows, depth)
-    }
-
-    /// Shows entries of one folder, and lists the folders among them.
-    fn page(&mut self, mut rows: Vec<(String, Attr)>, depth: usize) -> Result<()> {
         rows.sort_by(|(one, _), (other, _)| one.cmp(other));
-        if !self.recursive {
-            return self.show(rows);
-        }
-        for row in rows {
-            let (path, attr) = row.clone();
-            self.show(vec![row])?;
-            if !self.is_wanted {
-                return Ok(());
-            }
-            if attr.kind != FileKind::Directory || depth >= DEPTH_MAX {
+        self.rows = rows.into_iter();
+        Ok(())
+    }
+}
+
+/// Lists a folder. Folders below it are kept on a stack of its own: a tree may be deeper than that of a thread.
+fn list(out: Output, view: &View, folder: Node, recursive: bool) -> Result<()> {
+    let mut levels = vec![Level::new(folder, String::new())];
+    while let Some(level) = levels.last_mut() {
+        let Some((path, attr)) = level.rows.next() else {
+            if level.is_read {
+                levels.pop();
                 continue;
             }
-            match self.folder(attr.node, &format!("{path}/"), depth + 1) {
-                // Removed since it was listed.
-                Err(error) if is_gone(&error) => {}
-                listed => listed?,
+            match level.read(view) {
+                Ok(()) => {}
+                // Removed since it was listed, or a snapshot in `.snapshots` that was deleted.
+                Err(Error::NotFound { .. }) if levels.len() > 1 => drop(levels.pop()),
+                Err(Error::Stale { .. }) if levels.len() > 1 && !view.is_snapshot() => drop(levels.pop()),
+                Err(error) => return Err(error.into()),
             }
+            continue;
+        };
+        if !show(out, view, &path, &attr)? {
+            return Ok(());
         }
-        Ok(())
-    }
-
-    fn show(&mut self, rows: Vec<(String, Attr)>) -> Result<()> {
-        if self.context.out.is_json() {
-            for (path, attr) in rows {
-                self.is_wanted = self.context.out.piece(&object(&path, &attr).to_string())?;
-                if !self.is_wanted {
-                    break;
-                }
-            }
-        } else if !rows.is_empty() {
-            let lines = rows.iter().map(|(path, attr)| {
-                let size = attr.size.to_string();
-                let name = output::printable(path);
-                format!("{} {size:>14}  {}  {name}", mode(attr), time(attr.mtime))
-            });
-            let text = lines.collect::<Vec<_>>().join("\n");
-            self.is_wanted = self.context.out.piece(&text)?;
+        if recursive && attr.kind == FileKind::Directory {
+            levels.push(Level::new(attr.node, path + "/"));
         }
-        Ok(())
     }
+    Ok(())
 }
 
-/// The path and attributes of an entry that is listed: not those of `.` and `..`.
-fn row(prefix: &str, entry: &NodeEntry, attr: Attr) -> Option<(String, Attr)> {
-    let name = entry.name.to_string_lossy();
-    (name != "." && name != "..").then(|| (format!("{prefix}{name}"), attr))
-}
-
-fn is_gone(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(millrace_datafs::Error::NotFound { .. }))
+/// Shows an entry; false once the reader of standard output has gone away.
+fn show(out: Output, view: &View, path: &str, attr: &Attr) -> Result<bool> {
+    // Removed since it was listed, it has no target.
+    let target = match attr.kind {
+        FileKind::Symlink => {
+            view.readlink(attr.node).ok().map(|target| target.to_string_lossy().into_owned())
+        }
+        _ => None,
+    };
+    if out.is_json() {
+        return out.piece(&object(path, attr, target).to_string());
+    }
+    let target = target.map_or(String::new(), |target| format!(" -> {}", output::printable(&target)));
+    let name = output::printable(path);
+    out.piece(&format!("{} {:>14}  {}  {name}{target}", mode(attr), attr.size, time(attr.mtime)))
 }
 
 /// An entry for programs. Bytes of the name that are not UTF-8 become U+FFFD.
-fn object(path: &str, attr: &Attr) -> serde_json::Value {
-    json!({
+fn object(path: &str, attr: &Attr, target: Option<String>) -> serde_json::Value {
+    let mut object = json!({
         "path": path,
         "kind": kind(attr.kind).1,
         "mode": format!("{:04o}", attr.mode),
@@ -126,7 +135,11 @@ fn object(path: &str, attr: &Attr) -> serde_json::Value {
         "gid": attr.gid,
         "size": attr.size,
         "modified": DateTime::<Utc>::from(attr.mtime).to_rfc3339_opts(SecondsFormat::Nanos, true),
-    })
+    });
+    if let Some(target) = target {
+        object["target"] = target.into();
+    }
+    object
 }
 
 /// A kind as `ls -l` and as programs name it.

@@ -30,7 +30,12 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
     ended
 }
 
-async fn run_until_unmounted(context: &Context, args: MountArgs) -> Result<()> {
+async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<()> {
+    if args.spec.is_latest() {
+        // Once, so that a daemon that is started again mounts the same.
+        let (datafs, spec) = (context.volumes().await?, args.spec.clone());
+        args.spec = context.blocking(move || Ok(datafs.resolve(&spec)?.0)).await?;
+    }
     if args.detach {
         return detach(context, &args).await;
     }

@@ -51,7 +51,8 @@ pub const EPOCHS_MAX: u64 = 100_000;
 pub struct JobFile {
     /// Name of the job, of its checkpoints and (unless `output.name` sets another) of its model.
     pub name: Name,
-    /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable.
+    /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable. `volume@latest` is the newest
+    /// one when the run begins.
     pub dataset: DatasetSpec,
     /// The column with the inputs: a list of numbers, or one number.
     pub features: String,

@@ -203,10 +203,11 @@ impl Prepared {
         let runtime = Handle::current();
         if job.dataset.source.is_latest() {
             // The newest snapshot may be another one soon. The run is of the one that is the newest now.
-            job.dataset.source = setup
+            let (source, _) = setup
                 .datafs
                 .resolve(&job.dataset.source)
                 .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
+            job.dataset.source = source;
         }
         let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
         job.check().map_err(unfit)?;

@@ -88,7 +88,7 @@ impl BackupFile {
     pub(super) fn fill(&self, txn: &mut dyn ReadTxn) -> Result<()> {
         // A server that was away for a moment has the transaction run again.
         if !self.connection.is_autocommit() {
-            self.run("ROLLBACK")?;
+            self.run("COMMIT")?;
         }
         self.run("BEGIN; DELETE FROM kv")?;
         let mut start = Vec::new();

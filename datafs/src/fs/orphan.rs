@@ -96,6 +96,9 @@ pub(crate) struct Orphans {
     /// There may be orphans to start a round for.
     noted: AtomicBool,
     round: Mutex<Option<Round>>,
+    /// Held while a transaction notes this process as a holder, or gives that up: each depends on what the process has
+    /// open, which is no part of the metadata.
+    holding: Mutex<()>,
 }
 
 /// A round that this process has started.
@@ -146,12 +149,15 @@ impl View {
             open.note_maybe_orphan();
         }
         let mut closing = Closing::default();
+        let holding = shared.orphans.holding.lock();
         shared.meta.transact_making_room(Durability::Relaxed, |txn| {
             closing.undo();
             let found = txn.get(&key)?.map(|value| Orphan::decode(&value)).transpose()?;
             let Some(mut orphan) = found.filter(|orphan| orphan.keeper != NOBODY) else {
                 return Err(Error::not_found(format!("inode {}", node.ino)));
             };
+            // A file that is freed in several transactions loses its attributes first.
+            Writer::run(txn, self.volume, own, |writer| tree::inode(writer, node.ino))?;
             closing.orphan(&shared.open, self.volume, node.ino);
             if !orphan.holders.contains(&own) {
                 orphan.holders.push(own);
@@ -160,6 +166,7 @@ impl View {
             Ok(())
         })?;
         closing.committed(&shared.orphans);
+        drop(holding);
         Ok(file)
     }
 }
@@ -194,6 +201,7 @@ impl Shared {
         let (volume, ino) = (open.volume, open.ino);
         let (key, own) = (keys::orphan(volume, ino), self.session.id());
         let was_named = open.naming() != Naming::Unnamed;
+        let holding = self.orphans.holding.lock();
         let freed = self.meta.transact_making_room(Durability::Relaxed, |txn| {
             let Some(value) = txn.get(&key)? else { return Ok(true) };
             if self.open.get(volume, ino).is_some_and(|open| open.is_maybe_orphan()) {
@@ -221,6 +229,7 @@ impl Shared {
             txn.put(&key, &Orphan::free().encode())?;
             self.free_in(txn, volume, ino, BATCH).map(|left| left > 0)
         })?;
+        drop(holding);
         if freed { Ok(()) } else { self.free(&[(volume, ino)]).map(drop) }
     }
 
@@ -255,6 +264,7 @@ impl Shared {
                 continue;
             }
             let mut closing = Closing::default();
+            let holding = self.orphans.holding.lock();
             let held = self.meta.transact_making_room(Durability::Relaxed, |txn| {
                 closing.undo();
                 for (inode, key) in inodes.iter().zip(&wanted) {
@@ -270,6 +280,7 @@ impl Shared {
             });
             held?;
             closing.committed(&self.orphans);
+            drop(holding);
         }
         Ok(())
     }

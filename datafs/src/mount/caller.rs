@@ -47,15 +47,6 @@ pub(super) fn call_by(thread: u32) -> CallBy {
     CallBy::Unknown
 }
 
-/// Whether a thread may be walking a path: it waits in a call by path, waits for a processor, or runs. A thread
-/// that this process may not inspect counts as walking.
-pub(super) fn may_walk(thread: u32) -> bool {
-    match fs::read_to_string(format!("/proc/{thread}/syscall")) {
-        Ok(call) => call.starts_with("running") || call_by_in(&call) != CallBy::Other,
-        Err(error) => error.kind() == std::io::ErrorKind::PermissionDenied,
-    }
-}
-
 /// The format is the decimal number of the system call, then its arguments in hexadecimal with `0x`. A negative
 /// number means that the thread is in no system call.
 fn call_by_in(call: &str) -> CallBy {
@@ -80,41 +71,19 @@ fn call_by_in(call: &str) -> CallBy {
         | libc::SYS_removexattr
         | libc::SYS_lremovexattr
         | libc::SYS_openat
-        | libc::SYS_openat2
-        | libc::SYS_readlinkat
-        | libc::SYS_faccessat
-        | libc::SYS_faccessat2
-        | libc::SYS_execve
-        | libc::SYS_chdir
-        | libc::SYS_statfs
-        | libc::SYS_renameat2
-        | libc::SYS_linkat
-        | libc::SYS_unlinkat
-        | libc::SYS_getxattr
-        | libc::SYS_lgetxattr
-        | libc::SYS_listxattr
-        | libc::SYS_llistxattr => true,
+        | libc::SYS_openat2 => true,
         // Without a path it names the descriptor.
         libc::SYS_utimensat => argument(1) != Some(0),
         // The same with this flag and an empty path.
-        SYS_SETXATTRAT | SYS_REMOVEXATTRAT | libc::SYS_statx => {
+        SYS_SETXATTRAT | SYS_REMOVEXATTRAT => {
             argument(2).is_none_or(|flags| flags & libc::AT_EMPTY_PATH as u64 == 0)
         }
-        libc::SYS_newfstatat => argument(3).is_none_or(|flags| flags & libc::AT_EMPTY_PATH as u64 == 0),
         #[cfg(target_arch = "x86_64")]
         libc::SYS_chmod
         | libc::SYS_chown
         | libc::SYS_lchown
         | libc::SYS_utime
         | libc::SYS_utimes
-        | libc::SYS_stat
-        | libc::SYS_lstat
-        | libc::SYS_readlink
-        | libc::SYS_access
-        | libc::SYS_rename
-        | libc::SYS_link
-        | libc::SYS_unlink
-        | libc::SYS_rmdir
         | libc::SYS_open
         | libc::SYS_creat => true,
         #[cfg(target_arch = "x86_64")]
@@ -195,9 +164,6 @@ mod tests {
         assert_eq!(of(libc::SYS_utimensat, 0, 0), CallBy::Other);
         assert_eq!(of(SYS_SETXATTRAT, 0x7f00, 0), CallBy::Path);
         assert_eq!(of(SYS_SETXATTRAT, 0x7f00, empty_path), CallBy::Other);
-        assert_eq!(of(libc::SYS_statx, 0x7f00, 0), CallBy::Path);
-        assert_eq!(of(libc::SYS_statx, 0x7f00, empty_path), CallBy::Other);
-        assert_eq!(of(libc::SYS_readlinkat, 0x7f00, 0x7f00), CallBy::Path);
         // `chmod` of a 32-bit x86 program. Its number means another call in a 64-bit program.
         let of_32_bits = "15 0x3 0x0 0x0 0x0 0x0 0x0 0xffd068d8 0xf7f78e50\n";
         for unknown in ["-1 0x7ffd9d6068d8 0x7f1a778de503\n", "running\n", "", of_32_bits] {

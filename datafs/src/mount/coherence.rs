@@ -1,15 +1,15 @@
-//! Cache coherence between the kernel and a live volume: the record of what the kernel caches, and the
-//! notifications that revoke it after changes by other mounts.
+//! Cache coherence between the kernel and a live volume. A record holds what the kernel caches; notifications
+//! revoke it after changes by other mounts.
 //!
 //! The kernel may cache attributes without limit and names for a while. When others change something, the mount
 //! revokes it by a notification soon after their commit. Names are expired, which makes the kernel look them up
 //! again. An invalidation would remove a directory from the kernel's tree, with the mounts on it and the
 //! working directories of processes in it. A kernel that cannot expire names (before Linux 6.2) caches nothing.
 //!
-//! A notification may be too late for a program that opens a file, so an open checks the record. The mount
-//! refuses a file as stale when one of these changed since the kernel was told: a lost name, the owner, the
-//! permissions or the access control list. The kernel then looks the path up again and checks access. The mount
-//! first drops attributes and pages of other versions.
+//! A notification may be too late for a program that opens a file, so an open checks the record. A file is
+//! stale if it has lost a name since the kernel was told. So is one whose owner, permissions or access control
+//! list have changed since. The mount then first drops attributes and pages of other versions and returns
+//! ESTALE. The kernel looks the path up again and checks access.
 //!
 //! A file found under a new name stays in doubt: the kernel may still reach it by the older name. An open walks
 //! its path again until the lifetime of that name is over.
@@ -19,9 +19,9 @@
 //! ([`Coherence::is_told`]). It refuses a change of attributes by path where the file has lost a name
 //! ([`Coherence::has_lost_name`]).
 //!
-//! A change of a name that the kernel told another thread a moment ago is refused once as well: the kernel may
-//! have decided it by the previous meaning of the name. Where that remains possible on the retry, the mount
-//! expires the resulting names.
+//! A name that the kernel told another thread a moment ago is in doubt: the kernel may have decided a change of
+//! it by its previous meaning. The mount refuses such a change once as well. Where the doubt remains on the
+//! retry, the mount expires the resulting names.
 //!
 //! A notification may overtake the reply that it revokes, and the kernel then keeps the reply. So the mount
 //! repeats the notification a little later for recent replies.
@@ -464,8 +464,8 @@ impl Coherence {
         self.say_or_put_off(news, 0);
     }
 
-    /// Sends a notification. Delays it while a thread walks a path to refresh the size of this file, at most
-    /// [`PUT_OFF_TIMES`] times: the kernel would drop the reply with the size.
+    /// Sends a notification. Delays it while a thread walks a path to refresh the size of this file: the kernel
+    /// would drop the reply with the size. The limit is [`PUT_OFF_TIMES`] delays.
     fn say_or_put_off(&self, news: &News, times: u32) {
         let Some((notifier, device)) = self.notifier.get().zip(self.device.get()) else { return };
         let (News::Attributes(of) | News::Contents(of) | News::Name(of, _)) = news;

@@ -92,8 +92,8 @@ fn receive_descriptor(socket: &UnixStream) -> io::Result<OwnedFd> {
     if received == 0 || header.is_null() {
         return Err(io::Error::other("fusermount3 ended without sending a descriptor"));
     }
-    // SAFETY: the header is not null, so it lies inside the control buffer, and so does its data,
-    // which the kernel has cut to whole descriptors; the kernel made the descriptor ours.
+    // SAFETY: the header is not null, so it lies inside the control buffer. So does its data, which the kernel
+    // has cut to whole descriptors. The kernel made the descriptor ours.
     let descriptor = unsafe {
         if (*header).cmsg_level != libc::SOL_SOCKET || (*header).cmsg_type != libc::SCM_RIGHTS {
             return Err(io::Error::other("fusermount3 sent something that is no descriptor"));

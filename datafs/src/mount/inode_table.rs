@@ -3,9 +3,9 @@
 //! The table is bounded. Beyond [`TABLE_MAX`] nodes in one of its hash tables, replies get lifetime zero: the
 //! kernel then asks again instead of being notified of changes.
 //!
-//! The last name that the kernel was told for a node is kept as a stamp of the directory, the name and the
-//! version of the node's names ([`name_stamp`]). The version changes whenever the node loses a name. So while
-//! the stamp matches, the name has led to the node since the kernel was told.
+//! The table keeps the last name that the kernel was told for a node as a stamp ([`name_stamp`]). The stamp
+//! covers the directory, the name and the version of the node's names. The version changes whenever the node
+//! loses a name. So while the stamp matches, the name has led to the node since the kernel was told.
 //!
 //! A lookup without the directory lock may be answered while another thread uses the previous meaning of the
 //! name. So the table also keeps the thread that was told the name. For a while it refuses a change of names by

@@ -139,8 +139,8 @@ macro_rules! watched {
     )*};
 }
 
-/// Forwards every request kind, so that a kind newly added to the adapter is not refused here. (`batch_forget`
-/// cannot be named outside of the library, which passes each of its nodes to `forget`.)
+/// Forwards every request kind, so that a kind newly added to the adapter is not refused here. Only
+/// `batch_forget` is missing: its type is private to the library, which passes each of its nodes to `forget`.
 impl Filesystem for InstrumentedFs {
     fn init(&mut self, request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         self.adapter.init(request, config)

@@ -31,8 +31,8 @@ pub(super) fn is_flock(request: &Request, owner: u64) -> bool {
     if number(0) < REQUEST_BYTES || !OPCODES.contains(&number(4)) {
         return false;
     }
-    // The library parses requests in place: the header begins the buffer with the whole request, and the
-    // library has checked that the buffer holds the length in the header.
+    // SAFETY: the library parses requests in place, so the header begins the buffer with the whole request. The library
+    // has checked that the buffer holds the length in the header.
     let found = u64::from_ne_bytes(unsafe { start.add(OWNER_AT).cast::<[u8; 8]>().read_unaligned() });
     found == owner && number(FLAGS_AT) & FLOCK != 0
 }

@@ -5,9 +5,9 @@
 //! reach the old node. So the transaction compares the node of the name with the one that the kernel was told.
 //! It refuses a difference as stale: the kernel then looks the names up and repeats the call once.
 //!
-//! A change of a name that another thread was told a moment ago is refused as well: the kernel may have decided
-//! it by the previous meaning of the name. Where that remains possible on the second walk, the mount expires
-//! the resulting names.
+//! A name that another thread was told a moment ago is in doubt: the kernel may have decided the change by its
+//! previous meaning. The mount refuses such a change as well. Where the doubt remains on the second walk, the
+//! mount expires the resulting names.
 //!
 //! The removal of a file is repeated at most once and then removes the file that has the name, because it
 //! concerns nothing else. Other changes are refused again if a name was replaced again meanwhile, and the

@@ -94,8 +94,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let source = view.spec().to_string();
     let read_only = options.read_only || view.is_snapshot();
     let attach = Attach { source: &source, read_only, options };
-    // A writer ID of its own distinguishes its changes from other mounts of the volume and other writes of this
-    // process.
+    // A separate writer ID distinguishes the mount's changes from those of other mounts and of this process.
     let handles = Arc::new(Handles::new(view.as_writer()?));
     let device_fd = point::attach(&at, &attach)?;
     let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));

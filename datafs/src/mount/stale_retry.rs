@@ -27,9 +27,7 @@ use fuser::{Errno, Request};
 use parking_lot::Mutex;
 
 use super::answer::Adapter;
-use super::caller::{
-    CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_capability, is_in_group, may_walk,
-};
+use super::caller::{CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_capability, is_in_group};
 use super::coherence::Kept;
 use super::outcome;
 use crate::error::{Error, Result};
@@ -40,9 +38,10 @@ use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner};
 const EXPECTED: Duration = Duration::from_secs(30);
 /// Time limit of a lookup on the second walk, which may take as long as a commit by others.
 const SERVED: Duration = Duration::from_secs(300);
-/// How long a found node is held. Repeated while the thread may still be in the same system call, up to
-/// [`EXPECTED`] after the refusal.
-const KEPT: Duration = Duration::from_secs(1);
+/// How long the mount keeps what a thread has found. On a loaded machine the thread, or the request that it sends next,
+/// may wait for seconds. Not asked of `/proc`: reading a thread's system call waits for its `execve`, which waits for
+/// the mount.
+const KEPT: Duration = Duration::from_secs(5);
 /// Most attempts to open a file at a name, when each one found is gone before the open.
 const ATTEMPTS: u32 = 100;
 
@@ -127,8 +126,9 @@ pub(super) struct StaleRetries {
 }
 
 impl StaleRetries {
-    /// Notes that a thread is refused a request. False when a retry is useless: the thread was refused the same
-    /// just before and has found nothing else, or it has no ID in this namespace.
+    /// Notes that a thread is refused a request. Returns false when a retry is useless: the thread was refused
+    /// the same just before and has found nothing else. Also false for a thread without an ID in this
+    /// namespace.
     pub(super) fn refuse(&self, thread: u32, refused: Refused, node: Node) -> bool {
         if thread == 0 {
             return false;
@@ -281,20 +281,10 @@ impl StaleRetries {
         self.threads.lock().values().map(|retry| retry.until).min()
     }
 
-    /// Drops retries that have expired by `now`. On an overloaded machine a thread that has found a node may
-    /// not have run since. Its retry stays while that is possible.
+    /// Gives up what no thread has come back for by then.
     pub(super) fn give_up(&self, now: Instant) {
         let mut threads = self.threads.lock();
-        let late: Vec<_> = threads
-            .extract_if(|thread, retry| {
-                let is_late = retry.until <= now;
-                if is_late && retry.found.is_some() && now < retry.since + EXPECTED && may_walk(*thread) {
-                    retry.until = now + KEPT;
-                    return false;
-                }
-                is_late
-            })
-            .collect();
+        let late: Vec<_> = threads.extract_if(|_, retry| retry.until <= now).collect();
         self.count.store(threads.len(), Ordering::Release);
         drop(threads);
         drop(late);
@@ -502,9 +492,9 @@ impl Adapter {
     /// may lead elsewhere by now. With `by_descriptor` the change may come through an open descriptor: then
     /// there is no path to walk again.
     ///
-    /// The kernel does not tell the two apart, but the system call of the thread does. Where that cannot be
-    /// read, as without the right to trace the program, the first change of an open file that has lost a name
-    /// is refused.
+    /// The kernel does not tell the two apart, but the system call of the thread does. Reading it takes the
+    /// right to trace the program. Without it, the first change of an open file that has lost a name is
+    /// refused.
     ///
     /// Returns the node that the thread has found on its second walk, to be held until the change is made: it
     /// keeps the file's data. If that node is gone by then, the change succeeds, as it would have a moment

@@ -1,4 +1,4 @@
-//! Tests of file uses that the kernel handles without a request: it bounds copies, mappings and seeks by the
+//! Tests of file uses that the kernel handles without a request. It bounds copies, mappings and seeks by the
 //! size that it knows, and resolves a name from its cache.
 #![allow(unsafe_code)]
 

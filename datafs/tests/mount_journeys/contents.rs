@@ -170,6 +170,7 @@ fn mapped_memory_is_read_and_written() {
     let changed = mapped[123_456];
     // Synced before the unmap: during an unmap no thread of this process can map memory. The threads that serve
     // the mount are in the same process, so a write-out then would block them.
+    // SAFETY: the mapping has `len` bytes.
     assert_eq!(unsafe { libc::msync(map, len, libc::MS_SYNC) }, 0);
     // SAFETY: likewise.
     assert_eq!(unsafe { libc::munmap(map, len) }, 0);

@@ -103,7 +103,7 @@ fn a_full_disk_is_told_as_one_whatever_is_done_and_everything_goes_on_with_space
     };
     assert_eq!(errno::<()>(Err(full)), libc::ENOSPC);
     assert!(made > 0);
-    // Fills the space that the log has freed.
+    // Takes the bytes that are still free.
     home.disk.fill();
     let attempts: [(&str, Attempt<'_>); 8] = [
         ("mkdir", &|i| fs::create_dir(at.join(format!("folder.{i}")))),

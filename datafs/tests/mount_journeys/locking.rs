@@ -208,7 +208,7 @@ fn who_waits_can_be_killed_and_the_rest_go_on() {
     for waiter in &mut waiters {
         assert!(child::reports(waiter).any(|(word, _)| word == "waits"));
     }
-    // With waiting requests the mount still serves others.
+    // The mount serves other requests while these wait.
     fs::write(mount.path().join("elsewhere"), b"is served").unwrap();
     for mut waiter in waiters {
         waiter.kill().unwrap();

@@ -1,5 +1,5 @@
-//! A journey of a user without privileges who mounts a volume: the kernel accepts no backing files from that
-//! process, so the daemon serves the reads, and the mount reports it.
+//! A journey of an unprivileged user with a mount. The kernel accepts no backing files from that process, so
+//! the daemon serves the reads, and the mount reports it.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 use std::fs;

@@ -99,8 +99,8 @@ impl Coherence {
         self.known.lock().has_lost_name(attr, now_ms)
     }
 
-    /// Accepts the names of a node with these attributes. Used for a thread that retries, or has no ID in this
-    /// namespace, or has no path: the next request is not refused for a lost name.
+    /// Accepts the names of a node with these attributes, so that the next request is not refused for a lost
+    /// name. Used for a thread that retries, has no ID in this namespace, or has no path.
     pub(in crate::mount) fn settles_names(&self, attr: &Attr) {
         self.known.lock().settle_names(attr);
     }

@@ -123,33 +123,6 @@ fn nothing_is_kept_for_long() {
 }
 
 #[test]
-fn a_thread_that_has_had_no_processor_since_is_waited_for() {
-    let home = tempfile::tempdir().unwrap();
-    let pipe = home.path().join("pipe");
-    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let retries = StaleRetries::default();
-    let (send, thread) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        let (pipe, retries) = (&pipe, &retries);
-        scope.spawn(move || {
-            send.send(nix::unistd::gettid().as_raw().cast_unsigned()).unwrap();
-            // Waits in a call by path until the other side opens it.
-            drop(std::fs::File::open(pipe).unwrap());
-        });
-        let thread = thread.recv().unwrap();
-        retries.refuse(thread, Refused::Node, NODE);
-        retries.keep(thread, found(OTHER));
-        for _ in 0..3 {
-            retries.give_up(Instant::now() + KEPT);
-            assert!(retries.found(thread, OTHER).is_some());
-        }
-        retries.give_up(Instant::now() + EXPECTED + KEPT);
-        assert!(retries.found(thread, OTHER).is_none(), "not for ever");
-        drop(std::fs::OpenOptions::new().write(true).open(pipe).unwrap());
-    });
-}
-
-#[test]
 fn a_thread_is_expected_for_a_while_and_served_for_as_long_as_that_takes() {
     let retries = StaleRetries::default();
     retries.refuse(NO_THREAD, Refused::Node, NODE);
