@@ -147,7 +147,7 @@ fn line(text: &str) -> anyhow::Result<()> {
     write_line(text).map(drop)
 }
 
-/// [`line`], but returns false when the reader has closed standard output.
+/// [`line()`], but returns false when the reader has closed standard output.
 fn write_line(text: &str) -> anyhow::Result<bool> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
