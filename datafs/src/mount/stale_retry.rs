@@ -39,8 +39,8 @@ const EXPECTED: Duration = Duration::from_secs(30);
 /// Time limit of a lookup on the second walk, which may take as long as a commit by others.
 const SERVED: Duration = Duration::from_secs(300);
 /// How long the mount keeps what a thread has found. On a loaded machine the thread, or the request that it sends next,
-/// may wait for seconds. Not asked of `/proc`: reading a thread's system call waits for its `execve`, which waits for
-/// the mount.
+/// may wait for seconds. The mount must not read `/proc/THREAD/syscall` to find out: that read waits for an `execve` of
+/// the thread, which waits for the mount.
 const KEPT: Duration = Duration::from_secs(5);
 /// Most attempts to open a file at a name, when each one found is gone before the open.
 const ATTEMPTS: u32 = 100;
@@ -351,8 +351,9 @@ impl Adapter {
     fn hold(&self, node: Node) -> Result<OpenFile> {
         let view = &self.handles.view;
         match view.open(node, OpenFlags::READ) {
-            // Another process has removed its name, and may do so on each attempt.
-            Err(error) if error.is_not_found() => view.open_orphan(node),
+            // Another process has removed its name, and may do so on each attempt. A file that cannot be held, as on a
+            // full disk, counts as gone: the caller asked for a lookup, which must not fail for that.
+            Err(error) if error.is_not_found() => view.open_orphan(node).map_err(|_| error),
             opened => opened,
         }
     }
