@@ -9,7 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("inference.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure()
-        .codec_path("crate::codec::MessageCodec")
+        .codec_path("crate::wire::codec::MessageCodec")
         .bytes(".inference.ModelInferRequest.raw_input_contents")
         .bytes(".inference.ModelInferResponse.raw_output_contents")
         .bytes(".inference.InferTensorContents.bytes_contents")

@@ -15,8 +15,8 @@ use pin_project_lite::pin_project;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
+use crate::connections::{Peer, PeerService, peer};
 use crate::error::quote;
-use crate::peer::{Peer, PeerService, peer};
 use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
 
 /// Header with the client's id of a request, for log searches.

@@ -9,13 +9,7 @@ use std::sync::Arc;
 use tokio::sync::Semaphore;
 
 use crate::error::InferError;
-use crate::infer::stopping;
 use crate::metrics::LARGE_BODIES;
-
-/// From this size on, reading single elements takes long: 0.3 ms for JSON. Taking a turn costs 20 to 60 us.
-pub(crate) const READ_BYTES: usize = 64 << 10;
-/// From this size on, copying takes long: 0.3 ms and more.
-pub(crate) const COPIED_BYTES: usize = 1 << 20;
 
 /// The turns of a server. Clones share them.
 #[derive(Debug, Clone)]
@@ -46,14 +40,14 @@ impl BodyReadLimit {
             return Ok(work());
         }
         let counted = Counted::new();
-        let turn = self.0.clone().acquire_owned().await.map_err(|_| stopping())?;
+        let turn = self.0.clone().acquire_owned().await.map_err(|_| InferError::stopping())?;
         let working = tokio::task::spawn_blocking(move || {
             let _held = (turn, counted);
             work()
         });
         working.await.or_else(|error| match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => Err(stopping()),
+            Err(_) => Err(InferError::stopping()),
         })
     }
 }

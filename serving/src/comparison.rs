@@ -7,7 +7,6 @@ use serde::Serialize;
 
 use crate::error::InferError;
 use crate::session::Trial;
-use crate::shadow::numbers;
 use crate::tensor::{Data, Tensor};
 
 /// Timed runs of each version.
@@ -97,7 +96,7 @@ impl Seen {
     fn add(&mut self, before: &Tensor, after: Option<&Tensor>) {
         let elements = before.data.len();
         self.elements += elements as u64;
-        let values = |tensor: &Tensor| if self.is_float() { numbers(&tensor.data) } else { None };
+        let values = |tensor: &Tensor| if self.is_float() { tensor.data.to_floats() } else { None };
         match (values(before), after.map(|after| (after, values(after)))) {
             // The shape differs, so no element is comparable.
             (_, None) => self.max = f64::INFINITY,

@@ -8,8 +8,8 @@ use flate2::bufread::MultiGzDecoder;
 use flate2::write::{GzEncoder, ZlibEncoder};
 use flate2::{Compression, Decompress, FlushDecompress, Status};
 
-use crate::blocking::in_place;
-use crate::body_read_limit::{BodyReadLimit, READ_BYTES};
+use crate::blocking::{READ_BYTES, in_place};
+use crate::body_read_limit::BodyReadLimit;
 use crate::error::InferError;
 
 /// Size from which compression takes 1 ms or more, so that the thread hands its other tasks over.

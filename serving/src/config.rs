@@ -4,7 +4,9 @@
 mod device;
 mod drift;
 mod model;
+mod rollout;
 mod telemetry;
+mod version_policy;
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -18,7 +20,10 @@ pub(crate) use device::{Engine, Memory};
 pub use drift::Drift;
 pub(crate) use drift::ROWS_MIN;
 pub use model::ModelOptions;
+pub(crate) use rollout::{BYTES_MAX as ROLLOUT_BYTES_MAX, is_label};
+pub use rollout::{Rollout, ShadowTarget, Target, check_label};
 pub use telemetry::Telemetry;
+pub use version_policy::{UnknownPolicy, VersionPolicy};
 
 /// Root path of the models inside a volume.
 pub const VOLUME_ROOT: &str = "models";

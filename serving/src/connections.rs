@@ -4,10 +4,12 @@
 mod answer;
 mod answering;
 mod calls;
+pub(crate) mod peer;
 mod quota;
 mod taking;
 
 pub(crate) use answer::{Answer, Call};
+pub(crate) use peer::{Peer, PeerAddrLayer, PeerService, peer};
 pub(crate) use quota::{Answers, Held, Quota};
 
 use std::io;

@@ -3,17 +3,42 @@
 
 use std::sync::Arc;
 
+use crate::config::VersionPolicy;
 use crate::error::{InferError, quote};
-use crate::grpc::EXTENSIONS;
 use crate::infer::Inference;
 use crate::logging::{Change, LogSettings, Logging, Value};
-use crate::repository::{Entry, VersionPolicy, VersionSelector};
+use crate::repository::{Entry, VersionSelector};
+use crate::shared_memory::SharedMemory;
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
-use crate::{model_config, statistics, trace};
+use crate::{model_config, trace};
 
 /// Most parameters or settings of a call; real calls have a few.
 const PARAMETERS_MAX: usize = 64;
+
+/// Name of the server in its metadata.
+pub(crate) const SERVER_NAME: &str = "millrace";
+/// Protocol extensions of every server, in Triton's terms. [`Controls::extensions`] and [`extensions`] add
+/// those that depend on the configuration.
+const EXTENSIONS: &[&str] = &[
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "sequence",
+    "statistics",
+];
+
+/// Protocol extensions of this server.
+pub(crate) fn extensions(controls: &Controls, memory: &SharedMemory) -> Vec<&'static str> {
+    let mut extensions = controls.extensions();
+    if memory.is_on() {
+        extensions.push("system_shared_memory");
+    }
+    extensions
+}
 
 /// State of the control calls. Cheap to clone; all clones share it.
 #[derive(Debug, Clone)]
@@ -91,7 +116,7 @@ impl Controls {
             }
         };
         let seen = models.iter().filter(|model| caller.sees(model.name()));
-        Ok(seen.map(|model| statistics::describe(model)).collect())
+        Ok(seen.map(|model| model.describe()).collect())
     }
 
     /// Every version in the repository that the caller may use, with its state; only ready ones if `ready`.

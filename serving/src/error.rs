@@ -36,7 +36,7 @@ pub enum Error {
     )]
     DeviceUnavailable {
         /// The device.
-        device: crate::config::Device,
+        device: String,
         /// The error from ONNX Runtime.
         reason: String,
     },
@@ -228,6 +228,11 @@ impl InferError {
 
     pub(crate) fn internal(reason: impl Into<String>) -> InferError {
         InferError::Internal { reason: reason.into() }
+    }
+
+    /// The error for requests that arrive while the server drains.
+    pub(crate) fn stopping() -> InferError {
+        InferError::Unavailable { reason: "the server is stopping: send the request to another one".into() }
     }
 
     /// The same error with the named part of the request before its reason.

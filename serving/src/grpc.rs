@@ -20,73 +20,29 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use tonic::codec::CompressionEncoding::{Deflate, Gzip};
-use tonic::{Code, Request, Response, Status, Streaming};
+use tonic::{Request, Response, Status, Streaming};
 
 use crate::access::{self, AccessLogLayer};
-use crate::blocking::in_place;
+use crate::blocking::{COPIED_BYTES, READ_BYTES, in_place};
 use crate::bodies::Bodies;
-use crate::body_read_limit::{COPIED_BYTES, READ_BYTES};
 use crate::config::Limits;
-use crate::control::Controls;
+use crate::connections::peer;
+use crate::control::{Controls, SERVER_NAME, extensions};
 use crate::error::InferError;
-use crate::infer::{self, Entered, Inference, TENSORS_MAX};
-use crate::output_target::{OutputTarget, deliver, read_output_targets, write_regions};
-use crate::parameters::{Of, Parameters, Schedule, check_request};
-use crate::peer::peer;
-use crate::repository::{Model, VersionSelector};
-use crate::sequence::{self, Place};
+use crate::infer::{self, Entered, Inference};
+use crate::model::Model;
+use crate::output_target::{Output, OutputTarget, deliver, read_output_targets, write_regions};
+use crate::parameters::{Of, Parameters, Schedule, check_request, peek_step};
+use crate::repository::VersionSelector;
+use crate::sequence::Place;
 use crate::shared_memory::{Inputs, SharedMemory, cuda_refused};
+use crate::tensor::TENSORS_MAX;
 use crate::tokens::{Caller, Guard};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::{
     GrpcInferenceService, GrpcInferenceServiceServer,
 };
 use crate::wire::{Form, read_inputs, write_response};
-
-/// Name of the server in its metadata.
-pub(crate) const SERVER_NAME: &str = "millrace";
-/// Platform of every model with a graph, in Triton's terms.
-pub(crate) const PLATFORM: &str = "onnxruntime_onnx";
-/// Protocol extensions of every server, in Triton's terms. [`Controls::extensions`] and [`extensions`] add
-/// those that depend on the configuration.
-pub(crate) const EXTENSIONS: &[&str] = &[
-    "binary_tensor_data",
-    "classification",
-    "model_configuration",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "sequence",
-    "statistics",
-];
-
-/// Protocol extensions of this server.
-pub(crate) fn extensions(controls: &Controls, memory: &SharedMemory) -> Vec<&'static str> {
-    let mut extensions = controls.extensions();
-    if memory.is_on() {
-        extensions.push("system_shared_memory");
-    }
-    extensions
-}
-
-impl From<InferError> for Status {
-    fn from(error: InferError) -> Status {
-        let code = match &error {
-            InferError::NotFound { .. } => Code::NotFound,
-            InferError::Exists { .. } => Code::AlreadyExists,
-            InferError::Invalid { .. } | InferError::NotRepresentable { .. } => Code::InvalidArgument,
-            InferError::TooLarge { .. } | InferError::Overloaded { .. } => Code::ResourceExhausted,
-            InferError::Unauthenticated { .. } => Code::Unauthenticated,
-            InferError::Denied { .. } => Code::PermissionDenied,
-            // Triton answers UNAVAILABLE, on which its clients retry although they no longer wait.
-            InferError::DeadlineExceeded { .. } => Code::DeadlineExceeded,
-            InferError::Unavailable { .. } => Code::Unavailable,
-            InferError::Unsupported { .. } => Code::Unimplemented,
-            InferError::Internal { .. } => Code::Internal,
-        };
-        Status::new(code, error.to_string())
-    }
-}
 
 /// The service for a tonic server. A message above the limit is refused while it is read.
 pub(crate) fn service(
@@ -137,7 +93,7 @@ impl Service {
         let entered = self.inference.enter()?;
         caller.may_use(&request.model_name)?;
         let asked = VersionSelector::parse(&request.model_version)?;
-        let step = sequence::peek(&request.parameters);
+        let step = peek_step(&request.parameters);
         let (model, place) = self.inference.admit(&request.model_name, asked, &request.id, step)?;
         Ok(Admitted { model, place, entered })
     }
@@ -172,6 +128,7 @@ impl Service {
             in_place(response.bytes() >= COPIED_BYTES, || {
                 let outputs = deliver(model.signature(), response.outputs, reply.deliveries)?;
                 write_regions(&outputs)?;
+                let outputs = outputs.into_iter().map(Output::into_message).collect();
                 Ok(write_response(response.model, response.version, id, outputs, reply.form))
             })
         };
@@ -471,7 +428,8 @@ fn decode(
     }
     let wanted = request.outputs.iter().map(|output| (output.name.as_str(), &output.parameters));
     let deliveries = read_output_targets(wanted, memory)?;
-    let (inputs, form) = read_inputs(&mut request, Inputs::of(memory))?;
+    let mut regions = Inputs::of(memory);
+    let (inputs, form) = read_inputs(&mut request, |input| regions.read(&input.name, &input.parameters))?;
     let outputs = request.outputs.into_iter().map(|output| output.name).collect();
     let client = origin.client;
     let request =

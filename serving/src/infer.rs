@@ -1,75 +1,23 @@
-//! Inference service, independent of any transport: checks a typed request against the model's signature, runs it,
-//! and returns typed tensors.
+//! Inference service, independent of any transport: finds the model version for a request, runs the request on it,
+//! counts the outcome, and refuses new requests while the server drains.
 
-mod checks;
-mod step;
-
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use crate::blocking::in_place;
-use crate::error::{InferError, quote};
+use crate::error::InferError;
 use crate::metrics::{IN_FLIGHT, REQUESTS};
-use crate::repository::{Model, Repository, VersionSelector};
+use crate::model::{Model, Unfinished, infer_with};
+pub use crate::model::{Request, Response};
+use crate::parameters::Step;
+use crate::repository::{Repository, VersionSelector};
 use crate::sequence::Place;
-use crate::session::Work;
 use crate::shadow::Copied;
-use crate::statistics::Times;
 use crate::telemetry;
-use crate::tensor::{Held, Tensor};
 use crate::trace::Tracer;
-use checks::{ordered, wanted};
-pub(crate) use step::{Checked, step};
-
-/// Maximum number of input or output tensors in a request.
-pub(crate) const TENSORS_MAX: usize = 1024;
-/// Hashing inputs of this size for the response cache takes about 1 ms.
-const LONG_BYTES: usize = 1 << 20;
-
-/// A request as transports pass it on.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Request {
-    /// Model name.
-    pub model: String,
-    /// Version; the latest ready one when absent.
-    pub version: Option<u64>,
-    /// The inputs, in any order, each exactly once.
-    pub inputs: Vec<Tensor>,
-    /// Names of the requested outputs; all when empty.
-    pub outputs: Vec<String>,
-    /// Priority level, 1 the highest; 0 and unknown levels mean the server's default.
-    pub priority: u64,
-    /// Maximum wait for a session, bounded by the server's limit.
-    pub timeout: Option<Duration>,
-    /// Time after which the client does not need the response. A waiting request that could not be answered by then
-    /// does not run.
-    pub deadline: Option<Instant>,
-    /// Address of the client, so that clients take turns. Requests without one count as those of a single client.
-    pub client: Option<SocketAddr>,
-}
-
-/// The answer to a [`Request`].
-#[derive(Debug, Clone, PartialEq)]
-pub struct Response {
-    /// Model name.
-    pub model: String,
-    /// The version that answered.
-    pub version: u64,
-    /// The outputs, in the requested order, or else in the signature's.
-    pub outputs: Vec<Tensor>,
-}
-
-impl Response {
-    /// Bytes of the outputs.
-    pub(crate) fn bytes(&self) -> usize {
-        self.outputs.iter().map(|output| output.data.raw_len()).sum()
-    }
-}
 
 #[derive(Debug, Default)]
 struct Gate {
@@ -153,7 +101,7 @@ impl Inference {
         self.gate.in_flight.fetch_add(1, Ordering::SeqCst);
         IN_FLIGHT.inc();
         let entered = Entered { gate: self.gate.clone() };
-        if self.is_draining() { Err(stopping()) } else { Ok(entered) }
+        if self.is_draining() { Err(InferError::stopping()) } else { Ok(entered) }
     }
 
     /// Answers a request. Cancel safe: dropping the call has no lasting effect.
@@ -186,7 +134,7 @@ impl Inference {
         encode: impl FnOnce(Response, X) -> Result<R, InferError>,
     ) -> Result<R, InferError> {
         let arrived = Instant::now();
-        let abandoned = Abandoned { model, arrived };
+        let unfinished = Unfinished::new(model, arrived);
         let outcome = match decode.await {
             Ok((request, extra)) => {
                 // A copy of a single request of a sequence would run without the requests before it.
@@ -200,8 +148,8 @@ impl Inference {
                         place.commit();
                     }
                     model.statistics.succeeded(rows, arrived, &times);
-                    self.tracer.answered(model, arrived, &times);
-                    telemetry::answered(model, &times);
+                    self.tracer.answered(model.name(), model.version(), arrived, &times);
+                    telemetry::answered(model.name(), model.version(), &times);
                     if let Some(copied) = copied {
                         copied.run();
                     }
@@ -210,12 +158,10 @@ impl Inference {
             }
             Err(error) => Err(error),
         };
-        // The request has an outcome, so it was not abandoned.
-        std::mem::forget(abandoned);
+        unfinished.end();
         outcome.inspect_err(|error| {
-            model.statistics.failed(arrived);
-            telemetry::failed(Some(model), error);
-            count_failure(model, error);
+            model.failed(arrived, error);
+            telemetry::failed(Some((model.name(), model.version())), error);
         })
     }
 
@@ -269,11 +215,28 @@ impl Inference {
     ) -> Result<Arc<Model>, InferError> {
         self.repository.route(model, asked, id).inspect_err(count_unknown)
     }
-}
 
-/// The error for requests that arrive while the server drains.
-pub(crate) fn stopping() -> InferError {
-    InferError::Unavailable { reason: "the server is stopping: send the request to another one".into() }
+    /// The version that answers a request with that id, and the request's place in its sequence, if it has one and
+    /// the model keeps sequences. Requests of a sequence run in the order of these calls.
+    ///
+    /// # Errors
+    /// As [`Inference::route`].
+    pub(crate) fn admit(
+        &self,
+        model: &str,
+        asked: VersionSelector<'_>,
+        id: &str,
+        step: Option<Step>,
+    ) -> Result<(Arc<Model>, Option<Box<Place>>), InferError> {
+        let Some(step) = step else { return Ok((self.route(model, asked, id)?, None)) };
+        let routed = self.repository().route_step(model, asked, id, &step);
+        let (model, others) = routed.inspect_err(count_unknown)?;
+        let mut place = model.sequences.as_ref().map(|sequences| sequences.queue(step));
+        if let Some(place) = &mut place {
+            place.replaces(others);
+        }
+        Ok((model, place))
+    }
 }
 
 /// An admitted request; counts as finished when dropped.
@@ -291,143 +254,6 @@ impl Drop for Entered {
     }
 }
 
-pub(crate) fn count_unknown(error: &InferError) {
+fn count_unknown(error: &InferError) {
     REQUESTS.with_label_values(&["", "", error.label()]).inc();
-}
-
-fn count_failure(model: &Model, error: &InferError) {
-    count_outcome(model, error.label());
-}
-
-fn count_outcome(model: &Model, outcome: &str) {
-    let version = model.version().to_string();
-    REQUESTS.with_label_values(&[model.name(), &version, outcome]).inc();
-}
-
-/// Guard for a request without an outcome yet: counts it as cancelled when its caller drops it.
-struct Abandoned<'a> {
-    model: &'a Model,
-    arrived: Instant,
-}
-
-impl Drop for Abandoned<'_> {
-    fn drop(&mut self) {
-        self.model.statistics.failed(self.arrived);
-        count_outcome(self.model, "cancelled");
-    }
-}
-
-/// Checks a request against one version and runs it, in its place if it belongs to a sequence. Returns the response,
-/// the number of inferences, and the timestamps of the stages.
-pub(crate) async fn infer_with(
-    model: &Model,
-    place: Option<&mut Place>,
-    request: Request,
-) -> Result<(Response, u64, Times), InferError> {
-    let signature = model.signature();
-    let checked = Checked {
-        outputs: wanted(&signature.outputs, &request.outputs)?,
-        inputs: ordered(&signature.inputs, request.inputs)?,
-        stays: Vec::new(),
-        priority: request.priority,
-        timeout: request.timeout,
-        deadline: request.deadline,
-        client: request.client,
-    };
-    let (outputs, inferences, times) = perform(model, place, checked).await?;
-    let outputs = outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?;
-    let response = Response { model: model.name().to_owned(), version: model.version(), outputs };
-    Ok((response, inferences, times))
-}
-
-/// Runs a request on a version's sessions, in its place if it belongs to a sequence, or through the steps of an
-/// ensemble. Returns the requested outputs, the number of inferences, and the timestamps of the stages.
-async fn perform(
-    model: &Model,
-    place: Option<&mut Place>,
-    request: Checked,
-) -> Result<(Vec<Held>, u64, Times), InferError> {
-    let Checked { inputs, outputs, stays, .. } = request;
-    let empty = inputs.iter().position(|input| input.view().elements() == 0);
-    if let Some(place) = empty.filter(|_| !model.pool.takes_nothing()) {
-        let name = model.signature().inputs.get(place).map_or("", |spec| spec.name.as_str());
-        return Err(InferError::invalid(format!(
-            "input {name:?} has no elements; the graph has operators that are not known to take that"
-        )));
-    }
-    let extent = inputs.first().and_then(|input| input.view().shape().first()).copied().unwrap_or(1);
-    let extent = usize::try_from(extent).unwrap_or(0);
-    // A request with empty inputs runs alone: its rows cannot be separated from those of others.
-    let has_rows = |input: &Held| has_rows(input, extent) && input.view().elements() > 0;
-    let rows = if model.max_batch_size() > 0 && inputs.iter().all(has_rows) { extent } else { 0 };
-    if let Some(rows_max) = model.rows_max()
-        && rows > rows_max
-    {
-        return Err(InferError::invalid(format!(
-            "the request has {rows} rows, the model takes at most {rows_max} (max_batch_size of its config.pbtxt)"
-        )));
-    }
-    let queued = Instant::now();
-    if let Some(drift) = &model.drift {
-        drift.observe(&inputs.iter().map(Held::read).collect::<Result<Vec<_>, _>>()?, queued);
-    }
-    let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
-    // A timeout beyond the range of the clock is no limit.
-    let expires = timeout.and_then(|timeout| queued.checked_add(timeout));
-    let answer_by = request.deadline;
-    let deadline = answer_by.into_iter().chain(expires).min();
-    let level = model.pool.level(request.priority);
-    let client = request.client;
-    let work = Work { inputs, outputs, stays, rows, queued, deadline, answer_by, level, client };
-    // A request to a model without batches counts as one inference.
-    let inferences = |rows: usize| rows.max(1) as u64;
-    let mut missed = None;
-    if let Some(answers) = &model.answers {
-        let key = in_place(work.bytes() >= LONG_BYTES, || answers.key(&work))?;
-        if let Some(outputs) = answers.get(&key) {
-            let outputs = outputs.into_iter().map(Held::Alone).collect();
-            let times = Times::found(queued);
-            let took = times.end.saturating_duration_since(queued);
-            model.statistics.hit(took);
-            return Ok((outputs, inferences(rows), times));
-        }
-        missed = Some((answers, key, queued.elapsed()));
-    }
-    let ran = match (place, &model.sequences, model.ensemble()) {
-        (None, None, None) => model.pool.run(work).await?,
-        (None, None, Some(ensemble)) => ensemble.run(model, work).await?,
-        // Boxed, so that the futures of other requests stay small.
-        (Some(place), ..) => Box::pin(place.run(&model.pool, work)).await?,
-        (None, Some(sequences), _) => return Err(sequences.outside()),
-    };
-    if let Some((answers, key, looked)) = missed {
-        let start = Instant::now();
-        answers.put(key, &ran.outputs.iter().map(Held::read).collect::<Result<Vec<_>, _>>()?);
-        model.statistics.missed(looked + start.elapsed());
-    }
-    let times = ran.times;
-    model.statistics.gave(extent as u64, ran.run_rows.map(inferences), &times);
-    Ok((ran.outputs, inferences(rows), times))
-}
-
-fn has_rows(input: &Held, rows: usize) -> bool {
-    input.view().shape().first().is_some_and(|extent| usize::try_from(*extent) == Ok(rows))
-}
-
-/// Parses a version in the protocols' form; empty means the latest.
-///
-/// # Errors
-/// [`InferError::Invalid`] for text that is not a positive integer.
-pub(crate) fn parse_version(text: &str) -> Result<Option<u64>, InferError> {
-    if text.is_empty() {
-        return Ok(None);
-    }
-    // Each version has one spelling, as in the repository: no sign, no leading zeros.
-    text.parse()
-        .ok()
-        .filter(|version: &u64| *version > 0 && version.to_string() == text)
-        .map(Some)
-        .ok_or_else(|| {
-            InferError::invalid(format!("model version {} is not a positive integer", quote(text)))
-        })
 }

@@ -1,17 +1,11 @@
 //! Prometheus metrics of this crate, in the default registry. Labels carry only the names of loaded models:
 //! names from requests never become label values.
 
-mod drift;
-mod triton;
-
 use std::sync::{LazyLock, Weak};
 
 use parking_lot::Mutex;
 use prometheus::local::{LocalHistogram, LocalIntCounter};
-use prometheus::proto::MetricFamily;
 use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts};
-
-use crate::repository::Repository;
 
 /// Registers a collector. A name is never registered twice, as each static is initialized once.
 fn registered<C: prometheus::core::Collector + Clone + 'static>(collector: C) -> C {
@@ -272,17 +266,8 @@ pub(crate) fn keep(kept: Weak<dyn Kept>) {
     all.push(kept);
 }
 
-/// All metrics of the process in the Prometheus text format, with the statistics of a server's models under
-/// Triton's names.
-pub(crate) fn render(repository: Option<&Repository>) -> String {
+/// Flushes the local counts of all loaded versions to the registry.
+pub(crate) fn flush() {
     let kept: Vec<_> = KEPT.lock().iter().filter_map(Weak::upgrade).collect();
     kept.iter().for_each(|kept| kept.hand_over());
-    let mut families: Vec<MetricFamily> = prometheus::gather();
-    families.extend(repository.map(triton::gather).unwrap_or_default());
-    families.extend(repository.map(drift::gather).unwrap_or_default());
-    let encoder = prometheus::TextEncoder::new();
-    encoder.encode_to_string(&families).unwrap_or_else(|error| {
-        tracing::warn!(%error, "the metrics cannot be written");
-        String::new()
-    })
 }

@@ -8,6 +8,7 @@ use crate::error::{InferError, quote};
 use crate::parameters::{Of, Parameters};
 use crate::shared_memory::{SharedMemory, Span};
 use crate::tensor::Tensor;
+use crate::wire;
 
 /// The delivery that a request asks for, for one output.
 #[derive(Debug, Clone, Default)]
@@ -27,6 +28,14 @@ pub(crate) struct Output {
     pub(crate) tensor: Tensor,
     /// The shared memory for its elements, if they do not go into the response.
     pub(crate) span: Option<Span>,
+}
+
+impl Output {
+    /// Its form in a response: with its elements, or with the parameters of its region.
+    pub(crate) fn into_message(self) -> wire::Output {
+        let Output { tensor, span } = self;
+        wire::Output { region: span.map(|span| span.parameters(tensor.data.raw_len())), tensor }
+    }
 }
 
 /// Reads the deliveries of the requested outputs, in their order.

@@ -1,6 +1,8 @@
 //! Request and tensor parameters, read alike from gRPC messages and from JSON. Each parameter of the protocol
 //! has a type; an error about a wrong type names the parameter.
 
+mod sequence;
+
 use std::collections::HashMap;
 use std::fmt::{self, Display};
 use std::time::Duration;
@@ -8,9 +10,9 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::error::{InferError, quote};
-use crate::sequence;
 use crate::wire::inference::InferParameter;
 use crate::wire::inference::infer_parameter::ParameterChoice;
+pub(crate) use sequence::{SequenceId, Step, peek_step, read_step};
 
 /// The only name with the prefix `triton_` that requests may carry.
 const ENABLE_EMPTY_FINAL_RESPONSE: &str = "triton_enable_empty_final_response";
@@ -141,7 +143,7 @@ pub(crate) struct Schedule {
 /// [`InferError::Invalid`].
 pub(crate) fn check_request(parameters: &impl Parameters) -> Result<Schedule, InferError> {
     let of = &"the request";
-    sequence::read(parameters)?;
+    read_step(parameters)?;
     parameters.flag(of, ENABLE_EMPTY_FINAL_RESPONSE)?;
     let reserved = |name: &&str| name.starts_with("triton_") && *name != ENABLE_EMPTY_FINAL_RESPONSE;
     match parameters.names().find(reserved) {

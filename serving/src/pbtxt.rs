@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use miette::Diagnostic;
 use prost_reflect::{DescriptorPool, DynamicMessage, MessageDescriptor};
 
-use crate::reflection::INFERENCE;
+use crate::wire::DESCRIPTORS;
 use crate::wire::inference::ModelConfig;
 
 /// Largest file in bytes. Triton's own examples have a few KiB.
@@ -16,7 +16,7 @@ pub(crate) const BYTES_MAX: u64 = 256 << 10;
 const DEPTH_MAX: usize = 16;
 
 static SCHEMA: LazyLock<Option<MessageDescriptor>> =
-    LazyLock::new(|| DescriptorPool::decode(INFERENCE).ok()?.get_message_by_name("inference.ModelConfig"));
+    LazyLock::new(|| DescriptorPool::decode(DESCRIPTORS).ok()?.get_message_by_name("inference.ModelConfig"));
 
 /// A configuration with the lines of its fields.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
+use crate::elements::Elements;
 use crate::error::{Error, InferError, Result, quote};
-use crate::rest::Elements;
 use crate::tensor::{Data, Tensor, element_count};
 
 /// Mapping of record fields to the inputs of a model, checked against its signature.

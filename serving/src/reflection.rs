@@ -3,13 +3,11 @@
 use tonic_reflection::server::{Builder, v1, v1alpha};
 
 use crate::error::{Error, Result};
-
-/// Descriptors of the inference service and its messages, compiled by the build script.
-pub(crate) const INFERENCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/inference.bin"));
+use crate::wire::DESCRIPTORS;
 
 fn builder() -> Builder<'static> {
     Builder::configure()
-        .register_encoded_file_descriptor_set(INFERENCE)
+        .register_encoded_file_descriptor_set(DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
 }
 

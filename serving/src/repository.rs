@@ -7,9 +7,7 @@ mod declared;
 mod ensemble;
 mod entries;
 mod load;
-mod policy;
 mod refresh;
-mod rollout;
 mod sequences;
 mod source;
 mod split;
@@ -21,116 +19,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use millrace_bundle::{MODEL_FILE, Manifest, Signature};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
-use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::sync::CancellationToken;
 
 use crate::blocking::blocking;
-use crate::config::{Config, Control};
-use crate::drift::Drift;
-use crate::ensemble::Ensemble;
+use crate::config::{Config, Control, VersionPolicy};
 use crate::error::{InferError, Result, chain, quote};
 use crate::metrics::REFRESHES;
-use crate::response_cache::{Answers, ResponseCache};
-use crate::rows::Rows;
-use crate::sequence::Sequences;
-use crate::session::Pool;
+use crate::model::Model;
+use crate::response_cache::ResponseCache;
 use crate::shadow::Shadow;
-use crate::statistics::Statistics;
 
 pub(crate) use control::Entry;
-pub(crate) use ensemble::WeakRepository;
-pub use policy::{UnknownPolicy, VersionPolicy};
-pub use rollout::{Rollout, ShadowTarget, Target, check_label};
 pub use source::Source;
 pub(crate) use versions::VersionSelector;
-use versions::{Origin, Versions};
-
-/// One model version that is ready. Requests hold it, so it outlives its removal from the repository.
-#[derive(Debug)]
-pub struct Model {
-    manifest: Manifest,
-    max_batch_size: i32,
-    /// Unused for an ensemble: [`Model::rows`] derives it from the models of the steps.
-    rows: Rows,
-    /// Most rows of a request, if the model's configuration bounds them.
-    rows_max: Option<usize>,
-    origin: Arc<Origin>,
-    /// True while another version shadows this one; saves other requests the lookup of a shadow.
-    shadowed: AtomicBool,
-    /// The steps of an ensemble, whose pool has no sessions.
-    ensemble: Option<Box<Ensemble>>,
-    pub(crate) pool: Pool,
-    /// The model's part of the response cache, if its answers are cached.
-    pub(crate) answers: Option<Answers>,
-    /// State between requests, for a model with sequences.
-    pub(crate) sequences: Option<Arc<Sequences>>,
-    pub(crate) statistics: Statistics,
-    /// Compares inputs with those of the training, if the bundle has their statistics.
-    pub(crate) drift: Option<Drift>,
-    /// Fires when the last request has released the version.
-    gone: CancellationToken,
-    // Must be the last field: Rust drops the sessions before it fires.
-    _leaving: DropGuard,
-}
-
-impl Model {
-    /// Model name.
-    pub fn name(&self) -> &str {
-        &self.manifest.name
-    }
-
-    /// Version.
-    pub fn version(&self) -> u64 {
-        self.manifest.version
-    }
-
-    /// The manifest: digests, lineage, metrics.
-    pub fn manifest(&self) -> &Manifest {
-        &self.manifest
-    }
-
-    /// Inputs and outputs that clients see.
-    pub fn signature(&self) -> &Signature {
-        &self.manifest.signature
-    }
-
-    /// Most rows of a request; 0 when the model has no row dimension.
-    pub(crate) fn max_batch_size(&self) -> i32 {
-        self.max_batch_size
-    }
-
-    /// Whether its rows are independent. For an ensemble: whether those of all its steps' models are now.
-    pub(crate) fn rows(&self) -> Rows {
-        self.ensemble().map_or_else(|| self.rows.clone(), |ensemble| ensemble.rows(self))
-    }
-
-    /// Most rows of a request, if the model's configuration bounds them.
-    pub(crate) fn rows_max(&self) -> Option<usize> {
-        self.rows_max
-    }
-
-    /// Whether another version runs copies of requests to this one.
-    pub(crate) fn is_shadowed(&self) -> bool {
-        self.shadowed.load(Ordering::Relaxed)
-    }
-
-    /// The steps of an ensemble.
-    pub(crate) fn ensemble(&self) -> Option<&Ensemble> {
-        self.ensemble.as_deref()
-    }
-
-    /// Platform, in Triton's terms.
-    pub(crate) fn platform(&self) -> &'static str {
-        if self.ensemble.is_some() { crate::ensemble::PLATFORM } else { crate::grpc::PLATFORM }
-    }
-
-    /// File name of the graph.
-    pub(crate) fn file(&self) -> &str {
-        self.origin.loading.as_ref().map_or(MODEL_FILE, |loading| &loading.file)
-    }
-}
+use versions::Versions;
 
 /// State of a version.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -366,7 +270,9 @@ impl Repository {
     pub(crate) fn ready(&self, model: Option<&str>) -> Vec<Arc<Model>> {
         let models = self.inner.models.read().clone();
         let named = models.models.iter().filter(|(name, _)| model.is_none_or(|model| model == *name));
-        let mut ready: Vec<_> = named.flat_map(|(_, versions)| versions.ready.values().cloned()).collect();
+        let mut ready: Vec<_> = named
+            .flat_map(|(_, versions)| versions.ready.values().map(|ready| ready.model.clone()))
+            .collect();
         ready.sort_by(|a, b| (a.name(), a.version()).cmp(&(b.name(), b.version())));
         ready
     }

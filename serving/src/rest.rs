@@ -4,15 +4,11 @@
 mod body;
 mod compression;
 mod control;
-mod elements;
 mod guard;
 mod lineage;
-mod output;
 mod page;
 pub(crate) mod pages;
 mod shared_memory;
-
-pub(crate) use elements::Elements;
 
 use std::time::Duration;
 
@@ -29,15 +25,13 @@ use futures::StreamExt;
 use serde_json::json;
 
 use crate::access;
-use crate::blocking::in_place;
+use crate::blocking::{COPIED_BYTES, READ_BYTES, in_place};
 use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
-use crate::body_read_limit::{COPIED_BYTES, READ_BYTES};
 use crate::config::{Config, Limits};
-use crate::control::Controls;
+use crate::connections::Peer;
+use crate::control::{Controls, SERVER_NAME, extensions};
 use crate::error::{InferError, Result, quote};
-use crate::grpc::{SERVER_NAME, extensions};
 use crate::infer::{self, Inference};
-use crate::peer::Peer;
 use crate::repository::VersionSelector;
 use crate::shared_memory::SharedMemory;
 use crate::tokens::Guard;

@@ -20,20 +20,20 @@ use crate::access::AccessLogLayer;
 use crate::blocking::blocking;
 use crate::bodies::Bodies;
 use crate::config::{Config, Limits};
+use crate::connections::PeerAddrLayer;
 use crate::connections::{Answers, Listener};
 use crate::control::Controls;
 use crate::error::{Error, Result};
 use crate::grpc::{AuthLayer, DecodeLayer, Front};
 use crate::infer::Inference;
 use crate::logging::Logging;
-use crate::peer::PeerAddrLayer;
 use crate::reload::Reloaded;
 use crate::repository::{Repository, Source};
 use crate::rest::pages::{self, Pages};
 use crate::shared_memory::SharedMemory;
 use crate::tls::{Certificates, Securing};
 use crate::tokens::{self, Guard, Tokens};
-use crate::{grpc, metrics, reflection, rest, telemetry};
+use crate::{grpc, metrics, reflection, rest, scrape, telemetry};
 
 /// Full name of the inference service, for health checks.
 const SERVICE_NAME: &str = "inference.GRPCInferenceService";
@@ -375,6 +375,6 @@ impl Drop for MetricsServer {
 }
 
 async fn scrape_metrics(State(models): State<Option<Repository>>) -> impl axum::response::IntoResponse {
-    let text = metrics::render(models.as_ref());
+    let text = scrape::render(models.as_ref());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }

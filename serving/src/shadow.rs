@@ -7,10 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use prometheus::{Histogram, IntCounter};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::infer::{Request, infer_with};
 use crate::metrics::{SHADOW_DIFFERENCE, SHADOW_REQUESTS, SHADOW_ROWS};
-use crate::repository::Model;
-use crate::tensor::{Data, Tensor, for_numbers};
+use crate::model::{Model, Request, infer_with};
+use crate::tensor::{Data, Tensor};
 
 /// Most copies per model that wait or run at once.
 const COPIES_MAX: usize = 4;
@@ -152,7 +151,7 @@ fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Option<Found> {
         }
         let rows = a.shape.first().and_then(|rows| usize::try_from(*rows).ok()).unwrap_or(1);
         let width = a.data.len().checked_div(rows).unwrap_or(0);
-        let (same, other) = match (numbers(&a.data), numbers(&b.data)) {
+        let (same, other) = match (a.data.to_floats(), b.data.to_floats()) {
             (Some(a), Some(b)) => {
                 let apart = a.iter().zip(&b).map(|(a, b)| distance(*a, *b));
                 found.difference = apart.fold(found.difference, f64::max);
@@ -194,34 +193,6 @@ fn equal(a: &Data, b: &Data) -> (u64, u64) {
     let (Data::Bytes(a), Data::Bytes(b)) = (a, b) else { return (0, 0) };
     let same = a.iter().zip(b).filter(|(a, b)| a == b).count() as u64;
     (same, a.len() as u64 - same)
-}
-
-/// Elements as floats; `None` for strings.
-pub(crate) fn numbers(data: &Data) -> Option<Vec<f64>> {
-    trait Number: Copy {
-        fn float(self) -> f64;
-    }
-    macro_rules! number {
-        ($($number:ty => |$value:ident| $float:expr),* $(,)?) => {
-            $(impl Number for $number {
-                fn float(self) -> f64 {
-                    let $value = self;
-                    $float
-                }
-            })*
-        };
-    }
-    number! {
-        u8 => |v| f64::from(v), u16 => |v| f64::from(v), u32 => |v| f64::from(v), u64 => |v| v as f64,
-        i8 => |v| f64::from(v), i16 => |v| f64::from(v), i32 => |v| f64::from(v), i64 => |v| v as f64,
-        half::f16 => |v| v.to_f64(), half::bf16 => |v| v.to_f64(), f32 => |v| f64::from(v), f64 => |v| v,
-    }
-    for_numbers!(
-        data,
-        values => Some(values.iter().map(|value| value.float()).collect()),
-        bool => Some(values.iter().map(|value| f64::from(u8::from(*value))).collect()),
-        bytes => { let _ = values; None }
-    )
 }
 
 #[cfg(test)]

@@ -196,19 +196,14 @@ fn unknown(name: &str) -> InferError {
 /// Reads the inputs of one request from regions, within the limit on their sum.
 #[derive(Debug)]
 pub(crate) struct Inputs<'a> {
-    memory: Option<&'a SharedMemory>,
+    memory: &'a SharedMemory,
     bytes: u64,
 }
 
 impl<'a> Inputs<'a> {
     /// For a request to a server.
     pub(crate) fn of(memory: &'a SharedMemory) -> Inputs<'a> {
-        Inputs { memory: Some(memory), bytes: 0 }
-    }
-
-    /// For a message that never names a region.
-    pub(crate) fn none() -> Inputs<'static> {
-        Inputs { memory: None, bytes: 0 }
+        Inputs { memory, bytes: 0 }
     }
 
     /// The raw bytes of an input in a region; `None` if its parameters name no region.
@@ -220,13 +215,12 @@ impl<'a> Inputs<'a> {
         input: &str,
         parameters: &impl Parameters,
     ) -> Result<Option<Bytes>, InferError> {
-        let Some(memory) = self.memory else { return Ok(None) };
-        let Some(span) = memory.span(Of("input", input), parameters)? else {
+        let Some(span) = self.memory.span(Of("input", input), parameters)? else {
             return Ok(None);
         };
         self.bytes = self.bytes.saturating_add(span.byte_size());
-        if self.bytes > memory.read_bytes_max {
-            return Err(InferError::TooLarge { bytes: self.bytes, bytes_max: memory.read_bytes_max });
+        if self.bytes > self.memory.read_bytes_max {
+            return Err(InferError::TooLarge { bytes: self.bytes, bytes_max: self.memory.read_bytes_max });
         }
         span.read().map(Some)
     }

@@ -13,7 +13,6 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::metrics::{self, ModelMetrics};
-use crate::repository::Model;
 use crate::wire::inference as pb;
 
 /// Maximum number of run sizes with separate figures; runs of further sizes count only in the totals.
@@ -234,7 +233,7 @@ impl Statistics {
 
     /// The current figures of a version. There is no entry for memory, which is not measured. There are no statistics
     /// by response, since each request has one response.
-    fn describe(&self, name: &str, version: u64) -> pb::ModelStatistics {
+    pub(crate) fn describe(&self, name: &str, version: u64) -> pb::ModelStatistics {
         let figures = self.figures.lock();
         pb::ModelStatistics {
             name: name.to_owned(),
@@ -261,11 +260,6 @@ impl Statistics {
 
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// The current figures of a version.
-pub(crate) fn describe(model: &Model) -> pb::ModelStatistics {
-    model.statistics.describe(model.name(), model.version())
 }
 
 /// The figures in JSON, as Triton's clients read them.
@@ -407,7 +401,8 @@ mod tests {
         let (name, start) = ("counted-by-itself", Instant::now());
         let statistics = Statistics::new(name, 7);
         let told = |expected: &[&str]| {
-            let text = metrics::render(None);
+            metrics::flush();
+            let text = prometheus::TextEncoder::new().encode_to_string(&prometheus::gather()).unwrap();
             for line in expected {
                 let (metric, value) = line.split_once(' ').unwrap_or_default();
                 let line = format!("{metric}{{model=\"{name}\",version=\"7\"}} {value}");

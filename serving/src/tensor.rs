@@ -14,6 +14,9 @@ use crate::error::{InferError, quote};
 pub(crate) use held::{Held, View};
 pub(crate) use resident::Resident;
 
+/// Maximum number of input or output tensors in a request.
+pub(crate) const TENSORS_MAX: usize = 1024;
+
 /// Elements of a tensor, row major.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs, reason = "the names are the protocol's datatypes")]
@@ -178,6 +181,34 @@ impl Data {
     /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The elements as floats, rounded where they do not fit; `None` for strings.
+    pub(crate) fn to_floats(&self) -> Option<Vec<f64>> {
+        trait Number: Copy {
+            fn float(self) -> f64;
+        }
+        macro_rules! number {
+            ($($number:ty => |$value:ident| $float:expr),* $(,)?) => {
+                $(impl Number for $number {
+                    fn float(self) -> f64 {
+                        let $value = self;
+                        $float
+                    }
+                })*
+            };
+        }
+        number! {
+            u8 => |v| f64::from(v), u16 => |v| f64::from(v), u32 => |v| f64::from(v), u64 => |v| v as f64,
+            i8 => |v| f64::from(v), i16 => |v| f64::from(v), i32 => |v| f64::from(v), i64 => |v| v as f64,
+            f16 => |v| v.to_f64(), bf16 => |v| v.to_f64(), f32 => |v| f64::from(v), f64 => |v| v,
+        }
+        for_numbers!(
+            self,
+            values => Some(values.iter().map(|value| value.float()).collect()),
+            bool => Some(values.iter().map(|value| f64::from(u8::from(*value))).collect()),
+            bytes => { let _ = values; None }
+        )
     }
 
     /// The address range of the elements.

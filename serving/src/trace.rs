@@ -15,7 +15,6 @@ use std::time::{Instant, SystemTime};
 use parking_lot::Mutex;
 
 use crate::error::InferError;
-use crate::repository::Model;
 use crate::statistics::Times;
 use file::Traces;
 pub(crate) use settings::Change;
@@ -132,14 +131,14 @@ impl Tracer {
     }
 
     /// Traces an answered request, if it is selected.
-    pub(crate) fn answered(&self, model: &Model, arrived: Instant, times: &Times) {
+    pub(crate) fn answered(&self, model: &str, version: u64, arrived: Instant, times: &Times) {
         if !self.active.load(Ordering::Relaxed) {
             return;
         }
         let Some(directory) = &self.directory else { return };
         let mut state = self.state.lock();
-        let settings = state.settings(Some(model.name()));
-        if !settings.traces || !state.turn(model.name(), &settings) {
+        let settings = state.settings(Some(model));
+        if !settings.traces || !state.turn(model, &settings) {
             return;
         }
         let steps = [
@@ -156,14 +155,14 @@ impl Tracer {
         let steps = steps.into_iter().filter(|(name, _)| !(times.cached && name.starts_with("COMPUTE")));
         let trace = serde_json::json!({
             "id": self.next_id.fetch_add(1, Ordering::Relaxed),
-            "model_name": model.name(),
-            "model_version": model.version(),
+            "model_name": model,
+            "model_version": version,
             "timestamps": steps.map(step).collect::<Vec<_>>(),
         });
         let traces = state.files.entry(settings.file.clone());
         let traces = traces.or_insert_with(|| Traces::new(directory, &settings.file, settings.log_frequency));
         traces.add(&trace.to_string());
-        if state.settings(Some(model.name())).count == Some(0) {
+        if state.settings(Some(model)).count == Some(0) {
             // The model's count is used up, so this was its last trace.
             if let Some(traces) = state.files.get_mut(&settings.file) {
                 traces.end();

@@ -1,16 +1,16 @@
 //! Messages and services of the Open Inference Protocol, generated from `proto/inference.proto`, and their
 //! conversion from and to tensors.
 
+pub(crate) mod codec;
+mod status;
+
 use std::collections::HashMap;
 
 use bytes::Bytes;
 use millrace_bundle::Datatype;
 
 use crate::error::{InferError, quote};
-use crate::infer::TENSORS_MAX;
-use crate::output_target::Output;
-use crate::shared_memory::{Inputs, Span};
-use crate::tensor::{Data, Tensor, element_count, wrong_count};
+use crate::tensor::{Data, TENSORS_MAX, Tensor, element_count, wrong_count};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub mod inference {
@@ -18,7 +18,9 @@ pub mod inference {
     tonic::include_proto!("inference");
 }
 
-use inference::infer_parameter::ParameterChoice;
+/// Descriptors of the inference service and its messages, compiled by the build script.
+pub(crate) const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/inference.bin"));
+
 use inference::model_infer_request::InferInputTensor;
 use inference::model_infer_response::InferOutputTensor;
 use inference::{InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse};
@@ -32,13 +34,14 @@ pub enum Form {
     Typed,
 }
 
-/// Reads the inputs of a request; `regions` reads those in shared memory.
+/// Reads the inputs of a request; `region` reads the bytes of one whose parameters name a shared memory region, and
+/// is `None` for the others.
 ///
 /// # Errors
-/// [`InferError::Invalid`], and the errors of [`Inputs::read`].
+/// [`InferError::Invalid`], and the errors of `region`.
 pub(crate) fn read_inputs(
     request: &mut ModelInferRequest,
-    mut regions: Inputs<'_>,
+    mut region: impl FnMut(&InferInputTensor) -> Result<Option<Bytes>, InferError>,
 ) -> Result<(Vec<Tensor>, Form), InferError> {
     let inputs = std::mem::take(&mut request.inputs);
     let raw = std::mem::take(&mut request.raw_input_contents);
@@ -61,7 +64,7 @@ pub(crate) fn read_inputs(
     let mut raw = raw.into_iter();
     let mut tensors = Vec::with_capacity(inputs.len());
     for input in inputs {
-        let placed = regions.read(&input.name, &input.parameters)?;
+        let placed = region(&input)?;
         tensors.push(match placed.or_else(|| raw.next()) {
             Some(raw) => read_raw(input, &raw)?,
             None => read_typed(input)?,
@@ -148,6 +151,15 @@ fn read_typed(input: InferInputTensor) -> Result<Tensor, InferError> {
     Ok(Tensor { name, shape, data })
 }
 
+/// An output of a response.
+#[derive(Debug)]
+pub(crate) struct Output {
+    /// Name, shape and elements.
+    pub(crate) tensor: Tensor,
+    /// The parameters that name its shared memory region, if its elements are there and not in the response.
+    pub(crate) region: Option<HashMap<String, InferParameter>>,
+}
+
 /// Builds a response. FP16 and BF16 outputs make a typed response raw, because they have no typed field. An
 /// output in shared memory has an empty raw entry: clients find an output's entry by its index among all
 /// outputs.
@@ -159,22 +171,22 @@ pub(crate) fn write_response(
     form: Form,
 ) -> ModelInferResponse {
     let halves = |output: &Output| {
-        output.span.is_none() && matches!(output.tensor.data, Data::Fp16(_) | Data::Bf16(_))
+        output.region.is_none() && matches!(output.tensor.data, Data::Fp16(_) | Data::Bf16(_))
     };
     let raw = form == Form::Raw || outputs.iter().any(halves);
-    let raw_of = |output: &Output| match output.span {
+    let raw_of = |output: &Output| match output.region {
         Some(_) => Bytes::new(),
         None => output.tensor.data.to_raw(),
     };
     let raw_output_contents = if raw { outputs.iter().map(raw_of).collect() } else { Vec::new() };
     let outputs = outputs
         .into_iter()
-        .map(|Output { tensor, span }| InferOutputTensor {
+        .map(|Output { tensor, region }| InferOutputTensor {
             name: tensor.name,
             datatype: tensor.data.datatype().as_str().to_owned(),
             shape: tensor.shape,
-            parameters: span.as_ref().map(|span| placement(span, tensor.data.raw_len())).unwrap_or_default(),
-            contents: (!raw && span.is_none()).then(|| write_contents(tensor.data)),
+            contents: (!raw && region.is_none()).then(|| write_contents(tensor.data)),
+            parameters: region.unwrap_or_default(),
         })
         .collect();
     ModelInferResponse {
@@ -185,22 +197,6 @@ pub(crate) fn write_response(
         outputs,
         raw_output_contents,
     }
-}
-
-/// The parameters of an output of `bytes` bytes in a shared memory region.
-fn placement(span: &Span, bytes: usize) -> HashMap<String, InferParameter> {
-    // Sizes and offsets lie inside a file, so they fit into 63 bits.
-    let count = |value: u64| ParameterChoice::Int64Param(i64::try_from(value).unwrap_or(i64::MAX));
-    let mut parameters = vec![
-        ("shared_memory_region", ParameterChoice::StringParam(span.region().to_owned())),
-        ("shared_memory_byte_size", count(bytes as u64)),
-    ];
-    if span.offset() > 0 {
-        parameters.push(("shared_memory_offset", count(span.offset())));
-    }
-    let entry =
-        |(name, choice): (&str, _)| (name.to_owned(), InferParameter { parameter_choice: Some(choice) });
-    parameters.into_iter().map(entry).collect()
 }
 
 /// Builds a request, for clients.
@@ -250,7 +246,7 @@ pub(crate) fn read_outputs(response: ModelInferResponse) -> Result<Vec<Tensor>, 
         raw_input_contents: response.raw_output_contents,
         ..Default::default()
     };
-    read_inputs(&mut mirror, Inputs::none()).map(|(tensors, _)| tensors)
+    read_inputs(&mut mirror, |_| Ok(None)).map(|(tensors, _)| tensors)
 }
 
 fn write_contents(data: Data) -> InferTensorContents {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use millrace_datafs::Name;
-use millrace_serving::repository::Target;
+use millrace_serving::config::Target;
 
 /// `millrace model label|split|shadow`
 #[derive(Debug, Subcommand)]

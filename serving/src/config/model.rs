@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Config, Devices};
+use super::{Config, Devices, Rollout, ShadowTarget, Target, VersionPolicy};
 use crate::error::{Error, Result, quote};
-use crate::repository::{Rollout, ShadowTarget, Target, VersionPolicy};
 
 /// Most sessions of a model version: each costs memory, and more than one per processor brings nothing.
 const SESSIONS_MAX: usize = 1024;

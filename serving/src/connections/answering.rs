@@ -11,11 +11,11 @@ use tokio_util::sync::CancellationToken;
 use tonic::codegen::{Service, StdError, http};
 
 use super::calls::{Calls, WithCalls};
+use super::peer::{Peer, PeerService, Peered};
 use super::quota::{CANCELLED_PER_SECOND_MAX, Quota};
 use super::taking::Endings;
 use super::{HEAD_BYTES_MAX, Listener};
 use crate::metrics::CONNECTIONS_CUT;
-use crate::peer::{Peer, PeerService, Peered};
 
 impl Listener {
     /// Answers until `closed` fires and every connection has finished its requests. Dropping the future cuts
@@ -112,7 +112,7 @@ mod tests {
 
     use super::*;
     use crate::config::Limits;
-    use crate::peer::PeerAddrLayer;
+    use crate::connections::PeerAddrLayer;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn clients_that_are_told_to_leave_find_the_port_closed() {

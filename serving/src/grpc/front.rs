@@ -11,7 +11,7 @@ use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
-use crate::peer::{Peer, PeerAddrLayer, PeerService};
+use crate::connections::{Peer, PeerAddrLayer, PeerService};
 
 /// The inference service, and the router for all other calls.
 #[derive(Debug, Clone)]

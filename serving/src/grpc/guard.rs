@@ -10,7 +10,7 @@ use tonic::Status;
 use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
-use crate::peer::{Peer, PeerService};
+use crate::connections::{Peer, PeerService};
 use crate::tokens::Guard;
 
 /// Calls that need no token: health checks.

@@ -17,11 +17,11 @@ use tonic::server::NamedService;
 
 use super::{deadline, guard};
 use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
-use crate::codec::PREFIX_BYTES;
 use crate::compression::Encoding;
 use crate::config::Limits;
+use crate::connections::{Peer, PeerService};
 use crate::error::InferError;
-use crate::peer::{Peer, PeerService};
+use crate::wire::codec::PREFIX_BYTES;
 
 /// Header with the compression of the request's messages.
 pub(super) static ENCODING: http::HeaderName = http::HeaderName::from_static("grpc-encoding");

@@ -16,9 +16,8 @@ use tonic::{Request, Status, Streaming};
 
 use super::{Admitted, Origin, Service};
 use crate::connections::{Held, Quota};
+use crate::connections::{Peer, peer};
 use crate::error::InferError;
-use crate::infer::stopping;
-use crate::peer::{Peer, peer};
 use crate::telemetry::{self, Active};
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
@@ -99,7 +98,7 @@ impl Conversation {
                     // Requests that have arrived are answered first, with a refusal while the server stops.
                     biased;
                     arrival = self.requests.next() => arrival,
-                    () = self.service.inference.draining() => Some(Err(stopping().into())),
+                    () = self.service.inference.draining() => Some(Err(InferError::stopping().into())),
                 };
                 let Some(request) = self.accept(arrival) else { continue };
                 match self.requests.next().now_or_never() {
@@ -124,7 +123,7 @@ impl Conversation {
                         Some(Ok((answer, _held))) => return Some(answer),
                         Some(Err(error)) => match error.try_into_panic() {
                             Ok(panic) => std::panic::resume_unwind(panic),
-                            Err(_) => return Some(Err(stopping().into())),
+                            Err(_) => return Some(Err(InferError::stopping().into())),
                         },
                         None => {}
                     },

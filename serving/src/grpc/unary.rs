@@ -21,10 +21,9 @@ use tonic::{Request, Status};
 
 use super::Service as Calls;
 use super::messages::{ACCEPTED, ENCODING, Frames};
-use crate::blocking::in_place;
-use crate::body_read_limit::COPIED_BYTES;
-use crate::codec::{PREFIX_BYTES, check_tensors, decode, framed, is_long};
-use crate::peer::{self, Peer, PeerService};
+use crate::blocking::{COPIED_BYTES, in_place};
+use crate::connections::{Peer, PeerService};
+use crate::wire::codec::{PREFIX_BYTES, check_tensors, decode, framed, is_long};
 use crate::wire::inference as pb;
 use crate::wire::inference::grpc_inference_service_server::GrpcInferenceServiceServer;
 
@@ -75,7 +74,7 @@ where
             || headers.contains_key(&ENCODING)
             || headers.contains_key(&ACCEPTED)
         {
-            peer::note(request.extensions_mut(), self.peer.as_ref());
+            crate::connections::peer::note(request.extensions_mut(), self.peer.as_ref());
             return Box::pin(self.others.call(request).map_ok(|reply| reply.map(Reply::Other)));
         }
         let (calls, client) = (Arc::clone(&self.calls), self.peer.as_ref().map(|peer| peer.address));

@@ -9,10 +9,10 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
-use crate::codec::framed;
 use crate::error::InferError;
 use crate::record::{Mapping, Row};
 use crate::tensor::{Data, Tensor, element_count, shown};
+use crate::wire::codec::framed;
 use crate::wire::inference::ModelInferRequest;
 use crate::wire::{Form, write_request};
 

@@ -17,8 +17,8 @@ use crate::config::PipeConfig;
 use crate::error::{InferError, Result};
 use crate::infer::{Inference, Request};
 use crate::metrics::PIPE_RECORDS;
+use crate::model::Model;
 use crate::record::{Mapping, Row, RowOutputs, parse, row_outputs};
-use crate::repository::Model;
 
 /// Longest time to write answers after the pipe was cancelled.
 const DRAIN_MAX: Duration = Duration::from_secs(10);

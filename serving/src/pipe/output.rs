@@ -7,8 +7,8 @@ use serde_json::{Map, Value, json};
 
 use crate::config::PipeConfig;
 use crate::error::Result;
+use crate::model::Model;
 use crate::record::RowOutputs;
-use crate::repository::Model;
 
 /// Header with `topic/partition/offset` of the record that was answered.
 pub(super) const SOURCE_HEADER: &str = "millrace-source";

@@ -8,7 +8,7 @@ use millrace_bundle::{CONFIG_FILE, FileStat, ModelFolder, ROLLOUT_FILE};
 
 use super::Repository;
 use super::declared::Declared;
-use super::rollout::{self, Rollout};
+use crate::config::{ROLLOUT_BYTES_MAX, Rollout};
 use crate::error::chain;
 use crate::pbtxt;
 
@@ -62,7 +62,7 @@ impl Repository {
             tracing::warn!(model, fields, "fields of config.pbtxt change nothing here");
         }
         let rollout =
-            self.read(folder, ROLLOUT_FILE, rollout::BYTES_MAX, before.rollout.as_ref(), Rollout::read).await;
+            self.read(folder, ROLLOUT_FILE, ROLLOUT_BYTES_MAX, before.rollout.as_ref(), Rollout::read).await;
         Beside { config, rollout }
     }
 

@@ -11,12 +11,10 @@ use millrace_bundle::{Signature, TensorSpec};
 use queue::Queue;
 use warmup::Warmup;
 
-use super::policy::VersionPolicy;
-use crate::config::{Config, Devices};
-use crate::ensemble::{self, Plan};
+use crate::config::{Config, Devices, VersionPolicy};
 use crate::error::quote;
-use crate::grpc::PLATFORM;
-use crate::model_config::BACKEND;
+use crate::model::ensemble::{self, Plan};
+use crate::model::{BACKEND, PLATFORM};
 use crate::pbtxt::{self, Parsed};
 use crate::sequence::{Declaration, Plan as SequencePlan};
 use crate::wire::inference as pb;

@@ -5,25 +5,33 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
-use millrace_bundle::Manifest;
+use millrace_bundle::{MODEL_FILE, Manifest};
 use tokio_util::sync::CancellationToken;
 
 use super::versions::{Origin, VersionSelector, Versions};
-use super::{Inner, Model, Models, Repository, unknown};
-use crate::ensemble::{self, Ensemble};
+use super::{Inner, Models, Repository, unknown};
 use crate::error::{InferError, Result, chain};
+use crate::model::Model;
+use crate::model::ensemble::{self, Ensemble, Find, StepModels};
 use crate::rows::Rows;
 use crate::session;
 use crate::statistics::Statistics;
 
 /// Weak handle to the repository for its own models, so that they do not keep it alive.
-#[derive(Debug, Clone)]
-pub(crate) struct WeakRepository(Weak<Inner>);
+#[derive(Debug)]
+struct WeakRepository(Weak<Inner>);
 
-impl WeakRepository {
-    /// The repository, unless it is gone.
-    pub(crate) fn upgrade(&self) -> Option<Repository> {
-        self.0.upgrade().map(|inner| Repository { inner })
+impl StepModels for WeakRepository {
+    fn finder(&self) -> Option<Box<Find<'static>>> {
+        let models = self.0.upgrade()?.models.read().clone();
+        Some(Box::new(move |model: &str, version: Option<u64>| {
+            let versions = models.models.get(model).ok_or_else(|| unknown(model))?;
+            match version {
+                // A traffic split of the member applies to steps, too.
+                None => versions.turn("").map_or_else(|| versions.find(model, VersionSelector::Any), Ok),
+                Some(version) => versions.find(model, VersionSelector::Version(version)),
+            }
+        }))
     }
 }
 
@@ -32,12 +40,7 @@ impl Repository {
     ///
     /// # Errors
     /// The error in its configuration.
-    pub(super) fn load_ensemble(
-        &self,
-        name: &str,
-        version: u64,
-        origin: &Arc<Origin>,
-    ) -> Result<Model, String> {
+    pub(super) fn load_ensemble(&self, name: &str, version: u64, origin: &Origin) -> Result<Model, String> {
         let loading = origin.loading.as_ref();
         let (Some(loading), Some(plan)) = (loading, loading.and_then(|loading| loading.ensemble.as_ref()))
         else {
@@ -57,11 +60,11 @@ impl Repository {
             max_batch_size,
             rows: Rows::Independent,
             rows_max: usize::try_from(max_batch_size).ok().filter(|rows| *rows > 0),
-            origin: Arc::clone(origin),
+            file: MODEL_FILE.to_owned(),
             shadowed: AtomicBool::new(false),
             ensemble: Some(Box::new(Ensemble::new(
                 plan.clone(),
-                WeakRepository(Arc::downgrade(&self.inner)),
+                Box::new(WeakRepository(Arc::downgrade(&self.inner))),
             ))),
             pool: session::none(&manifest, &self.inner.config),
             manifest,
@@ -73,19 +76,6 @@ impl Repository {
             _leaving: gone.clone().drop_guard(),
             gone,
         })
-    }
-
-    /// A lookup for the models of steps that uses one snapshot of the repository.
-    pub(crate) fn finder(&self) -> impl Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError> {
-        let models = self.inner.models.read().clone();
-        move |model: &str, version: Option<u64>| {
-            let versions = models.models.get(model).ok_or_else(|| unknown(model))?;
-            match version {
-                // A traffic split of the member applies to steps, too.
-                None => versions.turn("").map_or_else(|| versions.find(model, VersionSelector::Any), Ok),
-                Some(version) => versions.find(model, VersionSelector::Version(version)),
-            }
-        }
     }
 
     /// Whether a version can answer; an ensemble can only while all its steps can run.

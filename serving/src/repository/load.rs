@@ -7,15 +7,15 @@ use std::sync::atomic::AtomicBool;
 use millrace_bundle::{Bundle, MODEL_FILE, Signature};
 use tokio_util::sync::CancellationToken;
 
+use super::Repository;
 use super::declared::Loading;
 use super::versions::{Content, Origin};
-use super::{Model, Repository};
 use crate::blocking::blocking;
 use crate::config::Drift as DriftOptions;
 use crate::drift::Drift;
 use crate::error::{Error, Result, chain};
 use crate::hazards::{self, Divisors};
-use crate::model_config::max_batch_size;
+use crate::model::{Model, max_batch_size};
 use crate::response_cache::{Answers, ResponseCache};
 use crate::rows::Rows;
 use crate::runtime::Runtime;
@@ -29,7 +29,7 @@ impl Repository {
     /// # Errors
     /// [`millrace_bundle::Error::Incomplete`] when its files changed since the scan; otherwise the reason why
     /// it cannot be served.
-    pub(super) async fn load(&self, name: &str, version: u64, origin: &Arc<Origin>) -> Result<Model> {
+    pub(super) async fn load(&self, name: &str, version: u64, origin: &Origin) -> Result<Model> {
         let inner = &self.inner;
         let _loading = self.loading(name, version);
         let limits = millrace_bundle::Limits { model_bytes_max: inner.config.limits.model_bytes_max };
@@ -89,8 +89,8 @@ impl Repository {
             Some(true) => Divisors::Trusted,
             Some(false) | None => Divisors::Shown,
         };
+        let file = loading.as_ref().map_or(MODEL_FILE, |loading| &loading.file).to_owned();
         let declared = loading.and_then(|loading| loading.max_batch_size);
-        let origin = Arc::clone(origin);
         blocking("model loading", move || {
             // Whether a division by 0 is safe depends on the version of the library.
             Runtime::load_from(config.onnxruntime.as_deref())?;
@@ -131,7 +131,7 @@ impl Repository {
                 }),
                 rows,
                 rows_max: declared.and_then(|rows| usize::try_from(rows).ok()).filter(|rows| *rows > 0),
-                origin,
+                file,
                 shadowed: AtomicBool::new(false),
                 ensemble: None,
                 manifest,

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use millrace_bundle::{CONFIG_FILE, Listing, MANIFEST_FILE, MODEL_FILE, Manifest, ModelFolder, PlainVersion};
 
 use super::beside::{SETTLE, is_settled};
-use super::policy::VersionPolicy;
-use super::versions::{Content, Failure, Origin, Versions};
-use super::{Model, Models, Repository};
-use crate::config::Control;
+use super::versions::{Content, Failure, Origin, Ready, Versions};
+use super::{Models, Repository};
+use crate::config::{Control, VersionPolicy};
 use crate::error::{Error, Result, chain};
 use crate::metrics::MODELS;
+use crate::model::Model;
 
 /// A failed version is retried after this time, or at once when it changed.
 pub(super) const RETRY_AFTER: Duration = Duration::from_secs(30);
@@ -248,10 +248,10 @@ impl Repository {
                     Some(failure) if !failure.settling && failure.at.elapsed() < retry_after => {
                         failure.clone()
                     }
-                    same => match self.try_version(model, version, origin, same).await {
+                    same => match self.try_version(model, version, origin.clone(), same).await {
                         Ok(loaded) => {
                             tracing::info!(model, version, "a model version is ready");
-                            versions.ready.insert(version, Arc::new(loaded));
+                            versions.ready.insert(version, Ready { model: Arc::new(loaded), origin });
                             return;
                         }
                         Err(failure) => failure,
@@ -369,8 +369,8 @@ impl Repository {
     }
 }
 
-fn is_bundle(model: &Arc<Model>) -> bool {
-    matches!(model.origin.content, Content::Bundle(_))
+fn is_bundle(ready: &Ready) -> bool {
+    matches!(ready.origin.content, Content::Bundle(_))
 }
 
 /// The default policy.

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use super::versions::{VersionSelector, Versions};
-use super::{Model, Repository, unknown};
+use super::{Repository, unknown};
 use crate::error::InferError;
-use crate::sequence::{Sequences, Step};
+use crate::model::Model;
+use crate::parameters::Step;
+use crate::sequence::Sequences;
 
 impl Repository {
     /// The version that answers a request of a sequence; `id` is the request's own id. A request that names

@@ -3,20 +3,19 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use millrace_bundle::{FileStat, Manifest};
 
-use super::Model;
 use super::beside::Beside;
 use super::declared::Loading;
-use super::policy::VersionPolicy;
-use super::rollout::{Rollout, Target, is_label};
 use super::split::Split;
+use crate::config::{Rollout, Target, VersionPolicy, is_label};
 use crate::error::{InferError, quote};
-use crate::infer::parse_version;
+use crate::model::Model;
 use crate::shadow::Shadow;
 
 /// Origin of a version: while it is unchanged, the version need not be loaded again.
@@ -51,11 +50,26 @@ pub(super) struct Failure {
     pub(super) told: bool,
 }
 
+/// A version that is ready, and its origin.
+#[derive(Debug, Clone)]
+pub(super) struct Ready {
+    pub(super) model: Arc<Model>,
+    pub(super) origin: Arc<Origin>,
+}
+
+impl Deref for Ready {
+    type Target = Arc<Model>;
+
+    fn deref(&self) -> &Arc<Model> {
+        &self.model
+    }
+}
+
 /// The versions of a model.
 #[derive(Debug, Clone)]
 pub(super) struct Versions {
     /// Includes a version whose replacement failed; `failed` then holds the reason.
-    pub(super) ready: BTreeMap<u64, Arc<Model>>,
+    pub(super) ready: BTreeMap<u64, Ready>,
     pub(super) failed: BTreeMap<u64, Failure>,
     pub(super) policy: VersionPolicy,
     /// Labels and shares from the configuration and `rollout.json`.
@@ -112,6 +126,24 @@ impl<'a> VersionSelector<'a> {
     }
 }
 
+/// Parses a version in the protocols' form; empty means the latest.
+///
+/// # Errors
+/// [`InferError::Invalid`] for text that is not a positive integer.
+fn parse_version(text: &str) -> Result<Option<u64>, InferError> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    // Each version has one spelling, as in the repository: no sign, no leading zeros.
+    text.parse()
+        .ok()
+        .filter(|version: &u64| *version > 0 && version.to_string() == text)
+        .map(Some)
+        .ok_or_else(|| {
+            InferError::invalid(format!("model version {} is not a positive integer", quote(text)))
+        })
+}
+
 impl Versions {
     /// The version that the request asks for, if it is ready.
     ///
@@ -128,13 +160,13 @@ impl Versions {
             Some(version) => self.ready.get(&version),
             None => self.ready.values().next_back(),
         };
-        found.cloned().ok_or_else(|| self.missing(model, version))
+        found.map(|ready| ready.model.clone()).ok_or_else(|| self.missing(model, version))
     }
 
     /// The version that the split selects for a request with this id that names no version.
     pub(super) fn turn(&self, id: &str) -> Option<Arc<Model>> {
         let split = self.split.as_ref()?;
-        self.ready.get(&split.version(id)).cloned()
+        Some(self.ready.get(&split.version(id))?.model.clone())
     }
 
     fn labelled(&self, model: &str, label: &str) -> Result<u64, InferError> {
@@ -241,6 +273,6 @@ impl Versions {
             Target::Version(version) => version,
             Target::Label(label) => self.labels.get(label)?,
         };
-        self.ready.get(version)
+        Some(&self.ready.get(version)?.model)
     }
 }

@@ -8,15 +8,14 @@ use millrace_bundle::{Datatype, Signature};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use super::elements::Elements;
-use super::output::{JsonData, check_representable};
+use crate::elements::Elements;
+use crate::elements::output::{JsonData, check_representable};
 use crate::error::{InferError, quote};
-use crate::infer::{Request, Response, TENSORS_MAX};
+use crate::infer::{Request, Response};
 use crate::output_target::{OutputTarget, deliver, read_output_targets, write_regions};
-use crate::parameters::{Schedule, check_request};
-use crate::sequence::{self, Step};
+use crate::parameters::{Schedule, Step, check_request, peek_step};
 use crate::shared_memory::{Inputs, SharedMemory};
-use crate::tensor::Tensor;
+use crate::tensor::{TENSORS_MAX, Tensor};
 
 #[derive(Debug, Deserialize)]
 #[serde(expecting = "an object")]
@@ -141,7 +140,7 @@ pub(super) fn head(body: &Bytes, header_length: Option<usize>) -> (String, Optio
     }
     let json_length = header_length.map_or(body.len(), |length| length.min(body.len()));
     let Head { id, parameters } = serde_json::from_slice(&body[..json_length]).unwrap_or_default();
-    (id, sequence::peek(&parameters))
+    (id, peek_step(&parameters))
 }
 
 /// The parser's message, shortened: it may repeat a long string of the body.

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::{Declaration, Place, Plan, SequenceId, Step};
+use super::{Declaration, Place, Plan};
 use crate::config::Limits;
 use crate::error::InferError;
+use crate::parameters::{SequenceId, Step};
 use crate::tensor::Held;
 use crate::wire::inference as pb;
 

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
+use super::Sequences;
 use super::live::Claim;
-use super::{Sequences, Step};
 use crate::error::InferError;
+use crate::parameters::Step;
 use crate::session::{Output, Pool, Work};
 use crate::tensor::Held;
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use millrace_bundle::{Datatype, Signature, TensorSpec};
 
-use super::{SequenceId, Step};
 use crate::error::{InferError, quote};
+use crate::parameters::{SequenceId, Step};
 use crate::tensor::{Data, Held, Tensor, element_count, shown};
 use crate::wire::inference as pb;
 

@@ -1,7 +1,8 @@
 //! Error messages for requests without a live sequence, and for exceeded limits of sequences.
 
-use super::{SequenceId, Sequences};
+use super::Sequences;
 use crate::error::InferError;
+use crate::parameters::SequenceId;
 
 impl Sequences {
     /// The error for a request without a sequence.

@@ -9,6 +9,8 @@ use rand::{Rng, SeedableRng};
 
 use super::*;
 use crate::config::Limits;
+use crate::error::InferError;
+use crate::parameters::{SequenceId, Step};
 use crate::tensor::{Data, Held, Tensor};
 
 /// Longer than a test runs.

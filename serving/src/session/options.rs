@@ -59,14 +59,17 @@ fn with_gpu(builder: SessionBuilder, device: Device) -> Result<SessionBuilder> {
         Device::Cuda(ordinal) => vec![cuda(ordinal)],
         Device::TensorRt(ordinal) => vec![tensorrt(ordinal), cuda(ordinal)],
     };
-    let unavailable = |error| Error::DeviceUnavailable { device, reason: crate::error::one_line(&error) };
+    let unavailable = |error| Error::DeviceUnavailable {
+        device: device.to_string(),
+        reason: crate::error::one_line(&error),
+    };
     builder.with_execution_providers(providers).map_err(unavailable)
 }
 
 #[cfg(not(feature = "cuda"))]
 fn with_gpu(_builder: SessionBuilder, device: Device) -> Result<SessionBuilder> {
     let reason = "this build has no CUDA support (build with --features cuda)".into();
-    Err(Error::DeviceUnavailable { device, reason })
+    Err(Error::DeviceUnavailable { device: device.to_string(), reason })
 }
 
 /// Fails, before any model is loaded, when a device configured for all models cannot be used.

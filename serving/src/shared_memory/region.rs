@@ -1,5 +1,6 @@
 //! A shared memory region: the open object, with reads and writes that stay within bounds.
 
+use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -10,10 +11,11 @@ use bytes::Bytes;
 use nix::fcntl::OFlag;
 
 use super::Registration;
-use crate::blocking::in_place;
-use crate::body_read_limit::COPIED_BYTES;
+use crate::blocking::{COPIED_BYTES, in_place};
 use crate::error::{InferError, quote};
 use crate::parameters::Of;
+use crate::wire::inference::InferParameter;
+use crate::wire::inference::infer_parameter::ParameterChoice;
 
 /// Linux's directory of POSIX shared memory objects.
 const OBJECTS: &str = "/dev/shm";
@@ -132,6 +134,22 @@ impl Span {
     /// Name of the region.
     pub(crate) fn region(&self) -> &str {
         &self.region.registered.name
+    }
+
+    /// The parameters of an output of `bytes` bytes in the span.
+    pub(crate) fn parameters(&self, bytes: usize) -> HashMap<String, InferParameter> {
+        // Sizes and offsets lie inside a file, so they fit into 63 bits.
+        let count = |value: u64| ParameterChoice::Int64Param(i64::try_from(value).unwrap_or(i64::MAX));
+        let mut parameters = vec![
+            ("shared_memory_region", ParameterChoice::StringParam(self.region().to_owned())),
+            ("shared_memory_byte_size", count(bytes as u64)),
+        ];
+        if self.offset > 0 {
+            parameters.push(("shared_memory_offset", count(self.offset)));
+        }
+        let entry =
+            |(name, choice): (&str, _)| (name.to_owned(), InferParameter { parameter_choice: Some(choice) });
+        parameters.into_iter().map(entry).collect()
     }
 
     /// Offset of the first byte in the region.

@@ -12,7 +12,6 @@ use parking_lot::Mutex;
 use super::Telemetry;
 use super::context::{self, Parent, SpanId, TraceId};
 use crate::error::InferError;
-use crate::repository::Model;
 use crate::statistics::Times;
 
 /// The inference service in gRPC paths.
@@ -208,19 +207,19 @@ fn note(change: impl FnOnce(&mut Outcome)) {
 }
 
 /// Records the version that answered, and the times of its steps.
-pub(crate) fn answered(model: &Model, times: &Times) {
+pub(crate) fn answered(model: &str, version: u64, times: &Times) {
     note(|outcome| {
-        outcome.model = Some((model.name().to_owned(), model.version()));
+        outcome.model = Some((model.to_owned(), version));
         outcome.times = Some(*times);
     });
 }
 
 /// Records the error, and the version that was asked, if known.
-pub(crate) fn failed(model: Option<&Model>, error: &InferError) {
+pub(crate) fn failed(model: Option<(&str, u64)>, error: &InferError) {
     note(|outcome| {
         outcome.error = Some(error.label());
-        if let Some(model) = model {
-            outcome.model = Some((model.name().to_owned(), model.version()));
+        if let Some((model, version)) = model {
+            outcome.model = Some((model.to_owned(), version));
         }
     });
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use millrace_serving::client::{Client, ClientError};
-use millrace_serving::repository::{State, VersionPolicy};
+use millrace_serving::config::VersionPolicy;
+use millrace_serving::repository::State;
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;

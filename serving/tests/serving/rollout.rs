@@ -5,7 +5,8 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use millrace_serving::repository::{State, Target, VersionPolicy};
+use millrace_serving::config::{Target, VersionPolicy};
+use millrace_serving::repository::State;
 use millrace_serving::wire::inference as pb;
 use millrace_serving::{Config, ModelOptions};
 use serde_json::json;

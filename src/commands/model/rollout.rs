@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use millrace_bundle::{FileBeside, ROLLOUT_FILE, scan_model};
 use millrace_datafs::Name;
 use millrace_serving::config::VOLUME_ROOT;
-use millrace_serving::repository::{Rollout, Target};
+use millrace_serving::config::{Rollout, Target};
 use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 

@@ -2,7 +2,7 @@
 //! versions.
 
 use anyhow::Result;
-use millrace_serving::repository::ShadowTarget;
+use millrace_serving::config::ShadowTarget;
 
 use super::rollout::Versions;
 use crate::cli::ShadowArgs;

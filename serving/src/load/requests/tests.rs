@@ -3,9 +3,8 @@ use proptest::prelude::*;
 use prost::Message as _;
 
 use super::*;
-use crate::codec::PREFIX_BYTES;
 use crate::record;
-use crate::shared_memory::Inputs;
+use crate::wire::codec::PREFIX_BYTES;
 use crate::wire::read_inputs;
 
 fn spec(name: &str, datatype: Datatype, shape: &[i64]) -> TensorSpec {
@@ -18,7 +17,7 @@ fn signature(inputs: Vec<TensorSpec>) -> Signature {
 
 fn decoded(requests: &Requests, number: u64) -> (ModelInferRequest, Vec<Tensor>) {
     let mut request = ModelInferRequest::decode(requests.framed(number).slice(PREFIX_BYTES..)).unwrap();
-    let (tensors, form) = read_inputs(&mut request, Inputs::none()).unwrap();
+    let (tensors, form) = read_inputs(&mut request, |_| Ok(None)).unwrap();
     assert_eq!(form, Form::Raw);
     (request, tensors)
 }

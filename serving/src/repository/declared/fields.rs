@@ -5,8 +5,7 @@ use std::num::NonZeroU32;
 
 use millrace_bundle::{Datatype, MODEL_FILE, TensorSpec};
 
-use super::super::policy::VersionPolicy;
-use crate::config::{Devices, Engine};
+use crate::config::{Devices, Engine, VersionPolicy};
 use crate::error::quote;
 use crate::wire::inference as pb;
 

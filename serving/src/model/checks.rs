@@ -2,9 +2,8 @@
 
 use millrace_bundle::TensorSpec;
 
-use super::TENSORS_MAX;
 use crate::error::{InferError, quote};
-use crate::tensor::{Held, Tensor, View};
+use crate::tensor::{Held, TENSORS_MAX, Tensor, View};
 
 /// Checks all inputs and sorts them into the signature's order.
 pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Held>, InferError> {

@@ -3,7 +3,7 @@ use millrace_bundle::Datatype;
 use proptest::prelude::*;
 
 use super::Elements;
-use crate::rest::output::{JsonData, check_representable};
+use crate::elements::output::{JsonData, check_representable};
 use crate::tensor::Data;
 
 fn read(json: &str, datatype: Datatype, shape: &[i64]) -> Result<Data, String> {

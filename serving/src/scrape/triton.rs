@@ -8,7 +8,6 @@ use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
 
 use crate::repository::Repository;
-use crate::statistics;
 use crate::wire::inference as pb;
 
 const LABELS: [&str; 2] = ["model", "version"];
@@ -65,7 +64,7 @@ fn micros(spent: Option<pb::StatisticDuration>) -> u64 {
 /// The current figures of every ready version.
 pub(crate) fn gather(repository: &Repository) -> Vec<MetricFamily> {
     let models = repository.ready(None);
-    let told: Vec<_> = models.iter().map(|model| statistics::describe(model)).collect();
+    let told: Vec<_> = models.iter().map(|model| model.describe()).collect();
     let registry = Registry::new();
     for (name, help, figure) in COUNTERS {
         // Cannot fail: names and labels are constants of this file, and a test requests them all.

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 
 use tonic::codegen::{Service, http};
 
-use crate::connections::{Answer, Call, Quota};
+use super::{Answer, Call, Quota};
 
 /// The client's end of a connection; an extension of a request.
 #[derive(Debug, Clone)]

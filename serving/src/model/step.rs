@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::checks::check;
-use super::{Abandoned, count_failure, perform};
+use super::run::perform;
+use super::{Model, Unfinished};
 use crate::error::InferError;
-use crate::repository::Model;
 use crate::statistics::Times;
 use crate::tensor::Held;
 
@@ -29,26 +29,24 @@ pub(crate) struct Checked {
 /// Runs a step of an ensemble, counted like any request to its model; returns the requested outputs.
 ///
 /// # Errors
-/// As [`super::Inference::infer`].
+/// Those of the run.
 pub(crate) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Held>, Times), InferError> {
     let arrived = Instant::now();
-    let abandoned = Abandoned { model, arrived };
+    let unfinished = Unfinished::new(model, arrived);
     let specs = &model.signature().inputs;
     let outcome =
         match specs.iter().zip(&checked.inputs).try_for_each(|(spec, input)| check(spec, input.view())) {
             Ok(()) => perform(model, None, checked).await,
             Err(error) => Err(error),
         };
-    // The step has an outcome, so it was not abandoned.
-    std::mem::forget(abandoned);
+    unfinished.end();
     match outcome {
         Ok((outputs, inferences, times)) => {
             model.statistics.succeeded(inferences, arrived, &times);
             Ok((outputs, times))
         }
         Err(error) => {
-            model.statistics.failed(arrived);
-            count_failure(model, &error);
+            model.failed(arrived, &error);
             Err(error)
         }
     }

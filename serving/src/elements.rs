@@ -1,6 +1,8 @@
 //! Parser for the `data` of a JSON tensor: reads a flat or nested list of numbers, booleans or strings
 //! straight into vectors, eight bytes per number.
 
+pub(crate) mod output;
+
 use std::fmt;
 
 use bytes::Bytes;

@@ -20,8 +20,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
+use super::Model;
 use crate::error::{InferError, quote};
-use crate::repository::{Model, WeakRepository};
 use crate::rows::{Dependence, Rows};
 use crate::wire::inference as pb;
 use members::Member;
@@ -30,6 +30,12 @@ pub(crate) use plan::Plan;
 /// Looks up the model of a step by name and version.
 pub(crate) type Find<'a> = dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError> + 'a;
 
+/// The models among which an ensemble finds those of its steps.
+pub(crate) trait StepModels: std::fmt::Debug + Send + Sync {
+    /// A lookup in one consistent set of models; `None` if the repository is closed.
+    fn finder(&self) -> Option<Box<Find<'static>>>;
+}
+
 /// Platform name of ensembles, as in Triton.
 pub(crate) const PLATFORM: &str = "ensemble";
 
@@ -37,14 +43,14 @@ pub(crate) const PLATFORM: &str = "ensemble";
 #[derive(Debug)]
 pub(crate) struct Ensemble {
     plan: Plan,
-    /// Weak, because the repository also contains the ensemble.
-    repository: WeakRepository,
+    /// Does not keep the repository alive, which also contains the ensemble.
+    models: Box<dyn StepModels>,
 }
 
 impl Ensemble {
     /// An ensemble of models of a repository.
-    pub(crate) fn new(plan: Plan, repository: WeakRepository) -> Ensemble {
-        Ensemble { plan, repository }
+    pub(crate) fn new(plan: Plan, models: Box<dyn StepModels>) -> Ensemble {
+        Ensemble { plan, models }
     }
 
     /// The models of the steps.
@@ -69,10 +75,9 @@ impl Ensemble {
     fn resolve(&self, ensemble: &Model) -> Result<Vec<Member>, InferError> {
         let unavailable =
             |reason: String| InferError::Unavailable { reason: format!("{}: {reason}", name(ensemble)) };
-        let Some(repository) = self.repository.upgrade() else {
+        let Some(find) = self.models.finder() else {
             return Err(unavailable("its repository is closed".into()));
         };
-        let find = repository.finder();
         self.members(ensemble, &find).map_err(unavailable)
     }
 

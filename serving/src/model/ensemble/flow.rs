@@ -15,8 +15,8 @@ use super::Ensemble;
 use super::members::{Member, fits};
 use super::plan::Plan;
 use crate::error::{InferError, quote};
-use crate::infer::{self, Checked};
-use crate::repository::Model;
+use crate::model::Model;
+use crate::model::step::{Checked, step};
 use crate::session::{Output, Work};
 use crate::statistics::Times;
 use crate::tensor::{Held, shown};
@@ -91,7 +91,7 @@ struct Ended {
 }
 
 async fn run_step(number: usize, model: &Model, checked: Checked, makes: Vec<usize>) -> Ended {
-    Ended { number, makes, outcome: infer::step(model, checked).await }
+    Ended { number, makes, outcome: step(model, checked).await }
 }
 
 /// Progress of a request.

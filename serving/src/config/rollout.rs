@@ -102,7 +102,7 @@ impl Rollout {
     }
 
     /// The settings of `self`, overridden by those that `file` sets.
-    pub(super) fn with(&self, file: &Rollout) -> Rollout {
+    pub(crate) fn with(&self, file: &Rollout) -> Rollout {
         let mut both = self.clone();
         both.labels.extend(file.labels.iter().map(|(label, version)| (label.clone(), *version)));
         if !file.split.is_empty() {
@@ -115,7 +115,7 @@ impl Rollout {
     }
 
     /// The versions that are named by number; they are served whatever the policy is.
-    pub(super) fn versions(&self) -> BTreeSet<u64> {
+    pub(crate) fn versions(&self) -> BTreeSet<u64> {
         let shadow = self.shadow.iter().map(|shadow| &shadow.version);
         let split = self.split.keys().chain(shadow).filter_map(|target| match target {
             Target::Version(version) => Some(*version),

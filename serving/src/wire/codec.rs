@@ -12,10 +12,9 @@ use tonic::Status;
 use tonic::codec::{Codec, DecodeBuf, Decoder};
 use tonic_prost::ProstCodec;
 
-use crate::blocking::in_place;
-use crate::body_read_limit::READ_BYTES;
+use crate::blocking::{READ_BYTES, in_place};
 use crate::error::InferError;
-use crate::infer::TENSORS_MAX;
+use crate::tensor::TENSORS_MAX;
 use crate::wire::inference::ModelInferRequest;
 
 /// Bytes of the flag and the length before each gRPC message.

@@ -8,7 +8,7 @@ use super::plan::{Plan, Step};
 use super::{Ensemble, Find};
 use crate::config::Memory;
 use crate::error::quote;
-use crate::repository::Model;
+use crate::model::Model;
 use crate::tensor::shown;
 
 /// A step, and the model version that it runs on.
