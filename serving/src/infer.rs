@@ -12,11 +12,11 @@ use crate::error::InferError;
 use crate::metrics::{IN_FLIGHT, REQUESTS};
 use crate::model::{Model, Unfinished, infer_with};
 pub use crate::model::{Request, Response};
+use crate::outcome;
 use crate::parameters::Step;
 use crate::repository::{Repository, VersionSelector};
 use crate::sequence::Place;
 use crate::shadow::Copied;
-use crate::telemetry;
 use crate::trace::Tracer;
 
 #[derive(Debug, Default)]
@@ -149,7 +149,7 @@ impl Inference {
                     }
                     model.statistics.succeeded(rows, arrived, &times);
                     self.tracer.answered(model.name(), model.version(), arrived, &times);
-                    telemetry::answered(model.name(), model.version(), &times);
+                    outcome::answered(model.name(), model.version(), &times);
                     if let Some(copied) = copied {
                         copied.run();
                     }
@@ -161,7 +161,7 @@ impl Inference {
         unfinished.end();
         outcome.inspect_err(|error| {
             model.failed(arrived, error);
-            telemetry::failed(Some((model.name(), model.version())), error);
+            outcome::failed(Some((model.name(), model.version())), error);
         })
     }
 

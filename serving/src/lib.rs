@@ -85,6 +85,7 @@ pub mod logging;
 pub mod metrics;
 mod model;
 mod model_config;
+mod outcome;
 mod output_target;
 mod parameters;
 mod pbtxt;

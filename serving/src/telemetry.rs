@@ -24,7 +24,7 @@ pub(crate) use context::{Parent, TRACE_PARENT};
 use export::Exporter;
 pub(crate) use export::Exporting;
 use span::Finished;
-pub(crate) use span::{Active, Open, answered, current, failed, nested};
+pub(crate) use span::{Active, Open, current, nested};
 
 /// Most requests whose spans wait for export; each takes at most about 2 KiB.
 const QUEUE_MAX: usize = 2_048;

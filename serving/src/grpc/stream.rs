@@ -18,6 +18,7 @@ use super::{Admitted, Origin, Service};
 use crate::connections::{Held, Quota};
 use crate::connections::{Peer, peer};
 use crate::error::InferError;
+use crate::outcome;
 use crate::telemetry::{self, Active};
 use crate::tokens::Caller;
 use crate::wire::inference as pb;
@@ -179,7 +180,7 @@ async fn answer(
         Err(error) => (Err(error), None),
     };
     if let Err(error) = &answer {
-        telemetry::failed(None, error);
+        outcome::failed(None, error);
     }
     let (mut response, error_message) = match answer {
         Ok(response) => (response, String::new()),

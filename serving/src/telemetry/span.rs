@@ -1,5 +1,5 @@
-//! Spans of running requests: the kind of call, its parent, and the outcome that the core reports. The core
-//! finds the span through a task-local variable.
+//! Spans of running requests: the kind of call, its parent, and the outcome that the inference service reports.
+//! A task-local variable holds the span.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,12 +7,10 @@ use std::time::{Instant, SystemTime};
 
 use axum::http;
 use futures::future::Either;
-use parking_lot::Mutex;
 
 use super::Telemetry;
 use super::context::{self, Parent, SpanId, TraceId};
-use crate::error::InferError;
-use crate::statistics::Times;
+use crate::outcome::{Outcome, Record};
 
 /// The inference service in gRPC paths.
 pub(super) const SERVICE: &str = "inference.GRPCInferenceService";
@@ -35,16 +33,7 @@ pub(crate) struct Active {
     span: SpanId,
     /// The unchanged `tracestate`.
     state: String,
-    outcome: Mutex<Outcome>,
-}
-
-/// The outcome of a request, as the core reports it.
-#[derive(Debug, Default)]
-pub(super) struct Outcome {
-    pub(super) model: Option<(String, u64)>,
-    pub(super) times: Option<Times>,
-    /// Kind of the error.
-    pub(super) error: Option<&'static str>,
+    outcome: Record,
 }
 
 /// Kind of call.
@@ -162,13 +151,13 @@ impl Open {
             status: None,
             outcome: Outcome::default(),
         };
-        let active = Active { telemetry, trace, span, state, outcome: Mutex::default() };
+        let active = Active { telemetry, trace, span, state, outcome: Record::default() };
         Some(Open { active: Arc::new(active), finished: Some(Box::new(finished)) })
     }
 
     /// Runs a part of the request within the span.
     pub(crate) fn within<T>(&self, part: impl FnOnce() -> T) -> T {
-        CURRENT.sync_scope(self.active.clone(), part)
+        CURRENT.sync_scope(self.active.clone(), || self.active.outcome.within(part))
     }
 
     /// Records the status of the call. For gRPC this is the status in its own header or trailer, which may
@@ -190,7 +179,7 @@ impl Drop for Open {
     fn drop(&mut self) {
         if let Some(mut finished) = self.finished.take() {
             finished.end = Instant::now();
-            finished.outcome = std::mem::take(&mut *self.active.outcome.lock());
+            finished.outcome = self.active.outcome.take();
             self.active.telemetry.take(finished);
         }
     }
@@ -199,29 +188,6 @@ impl Drop for Open {
 /// The span of the current request.
 pub(crate) fn current() -> Option<Arc<Active>> {
     CURRENT.try_with(Arc::clone).ok()
-}
-
-fn note(change: impl FnOnce(&mut Outcome)) {
-    // Most requests have no span.
-    let _ = CURRENT.try_with(|active| change(&mut active.outcome.lock()));
-}
-
-/// Records the version that answered, and the times of its steps.
-pub(crate) fn answered(model: &str, version: u64, times: &Times) {
-    note(|outcome| {
-        outcome.model = Some((model.to_owned(), version));
-        outcome.times = Some(*times);
-    });
-}
-
-/// Records the error, and the version that was asked, if known.
-pub(crate) fn failed(model: Option<(&str, u64)>, error: &InferError) {
-    note(|outcome| {
-        outcome.error = Some(error.label());
-        if let Some((model, version)) = model {
-            outcome.model = Some((model.to_owned(), version));
-        }
-    });
 }
 
 /// Answers a request of a stream in a span of its own, if the stream has one.
@@ -234,7 +200,10 @@ pub(crate) fn nested<F: Future>(
         Open::new(telemetry, Call::InStream, stream.trace, Some(stream.span), state)
     });
     match open {
-        Some(open) => Either::Right(async move { CURRENT.scope(open.active.clone(), answering).await }),
+        Some(open) => Either::Right(async move {
+            let record = open.active.outcome.clone();
+            CURRENT.scope(open.active.clone(), record.scope(answering)).await
+        }),
         None => Either::Left(answering),
     }
 }

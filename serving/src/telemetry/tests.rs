@@ -6,6 +6,7 @@ use opentelemetry_proto::tonic::trace::v1::Span;
 
 use super::span::Call;
 use super::*;
+use crate::outcome::failed;
 use crate::error::InferError;
 use crate::statistics::Times;
 
