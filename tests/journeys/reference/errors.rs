@@ -30,7 +30,7 @@ const PAGES: [Errors; 5] = [
         "errors/serving.md",
         "Errors: models and serving",
         &[
-            ("Model server and pipes", "serving/src/error.rs", "Error", "serving"),
+            ("Model server and pipes", "serving/core/src/error.rs", "Error", "serving"),
             ("Model bundles", "serving/bundle/src/error.rs", "Error", "bundle"),
         ],
     ),

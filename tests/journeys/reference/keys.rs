@@ -23,7 +23,7 @@ const fn table(heading: &'static str, file: &'static str, name: &'static str, at
     Table { heading, file, name, at }
 }
 
-const SERVING: &str = "serving/src/config.rs";
+const SERVING: &str = "serving/core/src/config.rs";
 const OPTIMIZER: &str = "trainer/src/optim/config.rs";
 
 const PAGES: [(&str, &str, &[Table]); 9] = [
@@ -57,11 +57,11 @@ const PAGES: [(&str, &str, &[Table]); 9] = [
             table("[serving.tls]", SERVING, "Tls", "/serving/tls"),
             table(
                 "[serving.telemetry]",
-                "serving/src/config/telemetry.rs",
+                "serving/core/src/config/telemetry.rs",
                 "Telemetry",
                 "/serving/telemetry",
             ),
-            table("[serving.drift]", "serving/src/config/drift.rs", "Drift", "/serving/drift"),
+            table("[serving.drift]", "serving/core/src/config/drift.rs", "Drift", "/serving/drift"),
         ],
     ),
     (
@@ -70,7 +70,7 @@ const PAGES: [(&str, &str, &[Table]); 9] = [
         &[
             table(
                 "[serving.models.NAME]",
-                "serving/src/config/model.rs",
+                "serving/core/src/config/model.rs",
                 "ModelOptions",
                 "/serving/models/example",
             ),
