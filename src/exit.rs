@@ -33,6 +33,7 @@ fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
         .or_else(|| as_type(cause).map(trainer))
         .or_else(|| as_type(cause).map(bundle))
         .or_else(|| as_type(cause).map(serving))
+        .or_else(|| as_type(cause).map(pipe))
         .or_else(|| as_type(cause).map(client))
         .or_else(|| as_type(cause).map(load))
         .or_else(|| as_type(cause).map(os))
@@ -134,15 +135,33 @@ fn bundle(error: &millrace_bundle::Error) -> Exit {
 }
 
 fn serving(error: &millrace_serving::Error) -> Exit {
-    use millrace_serving::{Error as E, InferError};
+    use millrace_serving::Error as E;
     match error {
         E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => {
             Exit::Unavailable
         }
-        E::Bind { .. } | E::PipeFenced { .. } | E::PipeInputChanged { .. } => Exit::Conflict,
+        E::Bind { .. } => Exit::Conflict,
         E::Directory { path, .. } if !path.exists() => Exit::NotFound,
-        E::Config { .. } | E::Infer(InferError::Invalid { .. }) => Exit::Usage,
-        E::Infer(InferError::NotFound { .. }) => Exit::NotFound,
+        E::Config { .. } => Exit::Usage,
+        _ => Exit::Failed,
+    }
+}
+
+fn pipe(error: &millrace_serving::pipe::Error) -> Exit {
+    use millrace_serving::pipe::Error as E;
+    match error {
+        E::Server(error) => serving(error),
+        E::Fenced { .. } | E::InputChanged { .. } => Exit::Conflict,
+        E::Infer(error) => infer(error),
+        _ => Exit::Failed,
+    }
+}
+
+fn infer(error: &millrace_serving::InferError) -> Exit {
+    use millrace_serving::InferError as E;
+    match error {
+        E::Invalid { .. } => Exit::Usage,
+        E::NotFound { .. } => Exit::NotFound,
         _ => Exit::Failed,
     }
 }

@@ -12,11 +12,14 @@ const ALLOWED: [(&str, &[&str]); 13] = [
     ("bundle", &[]),
     ("streams", &["datafs"]),
     ("ingest", &["streams", "datafs"]),
-    ("serving-core", &["bundle", "streams", "datafs"]),
+    ("serving-core", &["bundle", "datafs"]),
     ("serving-runtime", &["serving-core", "bundle"]),
     ("serving-repository", &["serving-runtime", "serving-core", "bundle", "datafs"]),
     ("serving-client", &["serving-core"]),
-    ("serving-transport", &["serving-repository", "serving-client", "serving-runtime", "serving-core", "bundle"]),
+    (
+        "serving-transport",
+        &["serving-repository", "serving-client", "serving-runtime", "serving-core", "bundle"],
+    ),
     ("serving-pipe", &["serving-repository", "serving-core", "streams", "datafs"]),
     (
         "serving",

@@ -13,15 +13,15 @@ pub const COPIED_BYTES: usize = 1 << 20;
 ///
 /// # Errors
 /// The error of the work; [`Error::Service`] when the runtime shuts down before the work has begun.
-pub async fn blocking<T: Send + 'static>(
+pub async fn blocking<T: Send + 'static, E: From<Error> + Send + 'static>(
     what: &'static str,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
+    work: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Result<T, E> {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => Err(Error::Service { service: what, reason: "the process is stopping".into() }),
+            Err(_) => Err(Error::Service { service: what, reason: "the process is stopping".into() }.into()),
         },
     }
 }

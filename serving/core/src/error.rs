@@ -6,7 +6,7 @@ use std::path::PathBuf;
 /// Result of starting or loading something.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Error of starting or running a server, a model or a pipe.
+/// Error of starting or running a server or a model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -81,44 +81,9 @@ pub enum Error {
     /// The model repository cannot be read.
     #[error("the model repository cannot be read")]
     Repository(#[from] millrace_bundle::Error),
-    /// The volume that holds models or progress failed.
+    /// The volume that holds models failed.
     #[error("the volume failed")]
     Datafs(#[from] millrace_datafs::Error),
-    /// The streams crate failed to access topics.
-    #[error("the topics failed")]
-    Streams(#[from] millrace_streams::Error),
-    /// A request of a pipe failed for a reason other than the record.
-    #[error("inference failed")]
-    Infer(#[from] InferError),
-    /// Another process runs the same pipe.
-    #[error(
-        "pipe {name} is run by another process, which committed {topic} partition {partition} in between: give this one another name"
-    )]
-    PipeFenced {
-        /// Name of the pipe.
-        name: String,
-        /// Input topic.
-        topic: String,
-        /// Partition.
-        partition: i32,
-    },
-    /// The input of a pipe is not the topic that the pipe has read before, or lacks records that it has not
-    /// yet read.
-    #[error(
-        "pipe {name}: topic {topic} partition {partition} does not go on where the pipe was: {reason}; if the topic \
-         was deleted and created again, or its records removed on purpose, give the pipe another name (--name of \
-         millrace pipe, name in [[serving.pipes]]), under which it begins at the first record"
-    )]
-    PipeInputChanged {
-        /// Name of the pipe.
-        name: String,
-        /// Input topic.
-        topic: String,
-        /// Partition.
-        partition: i32,
-        /// The difference.
-        reason: String,
-    },
     /// A server task ended with an error.
     #[error("the {service} service failed: {reason}")]
     Service {
@@ -135,8 +100,6 @@ impl Error {
         match self {
             Error::Repository(source) => source.is_retryable(),
             Error::Datafs(source) => source.is_retryable(),
-            Error::Streams(source) => source.is_retryable(),
-            Error::Infer(source) => source.is_retryable(),
             _ => false,
         }
     }

@@ -113,7 +113,7 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
             let files = self.clone();
             let look = blocking(self.what, move || {
                 files.look();
-                Ok(())
+                Ok::<(), Error>(())
             });
             if look.await.is_err() {
                 return;

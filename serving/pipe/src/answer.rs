@@ -13,8 +13,9 @@ use super::answered::Answered;
 use super::output::Writer;
 use super::waiting::Waiting;
 use super::{CHUNK_BYTES_MAX, PipeReport, Until};
+use crate::error::Result;
 use millrace_serving_core::config::PipeConfig;
-use millrace_serving_core::error::{InferError, Result};
+use millrace_serving_core::error::InferError;
 use millrace_serving_core::metrics::PIPE_RECORDS;
 use millrace_serving_core::record::{Mapping, Row, RowOutputs, parse, row_outputs};
 use millrace_serving_repository::infer::{Inference, Request};
@@ -358,7 +359,7 @@ impl Pipe<'_> {
     /// One call, retried while the server is busy; `None` if cancelled meanwhile.
     ///
     /// # Errors
-    /// [`millrace_serving_core::Error::Infer`] if a single row finds the server busy for ten seconds. Several rows may exceed
+    /// [`crate::Error::Infer`] if a single row finds the server busy for ten seconds. Several rows may exceed
     /// the rest of the model's queue, so their error is returned in the `Ok` value and the caller splits
     /// them.
     async fn call(

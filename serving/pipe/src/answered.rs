@@ -14,8 +14,8 @@ use millrace_streams::topic::{self, Consumer, Records};
 use super::output::{ID_HEADER, MODEL_HEADER, PIPE_HEADER, SOURCE_HEADER, TIME_HEADER, Writer, identity};
 use super::progress::{EARLIER, Progress};
 use super::{CHUNK_BYTES_MAX, CHUNK_ROWS_MAX, chunk_rows};
+use crate::error::{Error, Result};
 use millrace_serving_core::config::PipeConfig;
-use millrace_serving_core::error::{Error, Result};
 
 /// Partitions whose last records are read at once: for each partition the brokers also send the records
 /// behind it.
@@ -161,7 +161,7 @@ impl Answered {
     /// by partition.
     ///
     /// # Errors
-    /// [`Error::PipeInputChanged`] if the record at that offset is not the one that was answered;
+    /// [`Error::InputChanged`] if the record at that offset is not the one that was answered;
     /// [`Error::Streams`].
     pub(super) async fn check(&self, kafka: &KafkaConfig, marks: &BTreeMap<i32, (i64, i64)>) -> Result<()> {
         let mut open: BTreeMap<i32, i64> = BTreeMap::new();
@@ -231,7 +231,7 @@ impl Answered {
     /// Whether the record was answered; forgets the answer, so true only once.
     ///
     /// # Errors
-    /// [`Error::PipeInputChanged`] if the answer belongs to another record at that offset.
+    /// [`Error::InputChanged`] if the answer belongs to another record at that offset.
     pub(super) fn take(&mut self, partition: i32, offset: i64, timestamp_ms: Option<i64>) -> Result<bool> {
         if self.places.is_empty() {
             return Ok(false);
@@ -256,7 +256,7 @@ impl Answered {
     }
 
     fn changed(&self, partition: i32, reason: &str) -> Error {
-        Error::PipeInputChanged {
+        Error::InputChanged {
             name: self.name.clone(),
             topic: self.input.clone(),
             partition,

@@ -11,13 +11,14 @@
 //!
 //! A pipe is identified by its name, model, input and output; positions and answers belong to one identity.
 //! Answers carry the timestamp of their record, so a pipe detects that its input topic was deleted and
-//! created again. It then fails with [`Error::PipeInputChanged`], because resuming would skip records.
+//! created again. It then fails with [`Error::InputChanged`], because resuming would skip records.
 //!
 //! An answer that is too large for its topic becomes a dead letter, too. The memory of a pipe is bounded: at
 //! most 8 MiB of records, their inputs, and 8 MiB of answers that are not yet written.
 
 mod answer;
 mod answered;
+mod error;
 mod output;
 mod progress;
 mod waiting;
@@ -32,8 +33,9 @@ use tokio_util::sync::CancellationToken;
 
 use answer::Pipe;
 use answered::{Answered, Tail};
+pub use error::{Error, Result};
 use millrace_serving_core::config::PipeConfig;
-use millrace_serving_core::error::{Error, Result, chain, quote};
+use millrace_serving_core::error::{chain, quote};
 use millrace_serving_repository::infer::Inference;
 use output::Writer;
 use progress::Progress;
@@ -95,8 +97,8 @@ pub struct PipeReport {
 /// after a retryable error.
 ///
 /// # Errors
-/// [`Error::Config`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::PipeFenced`] when another process runs
-/// the same pipe; [`Error::PipeInputChanged`] when the input is not the topic that the pipe has read;
+/// [`Error::Server`]; [`Error::Streams`]; [`Error::Datafs`]; [`Error::Fenced`] when another process runs
+/// the same pipe; [`Error::InputChanged`] when the input is not the topic that the pipe has read;
 /// [`Error::Infer`] under [`Until::CaughtUp`] when the model is not ready or stays busy.
 pub async fn run(
     config: &PipeConfig,
@@ -240,7 +242,7 @@ fn chunk_rows(config: &PipeConfig) -> usize {
 }
 
 fn check(config: &PipeConfig) -> Result<()> {
-    let config_error = |reason: String| Error::Config { reason };
+    let config_error = Error::config;
     let name = &config.name;
     if name.is_empty()
         || name.len() > 128

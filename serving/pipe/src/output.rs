@@ -5,8 +5,8 @@ use millrace_streams::KafkaConfig;
 use millrace_streams::topic::{self, OutRecord, Producer, Records};
 use serde_json::{Map, Value, json};
 
+use crate::error::Result;
 use millrace_serving_core::config::PipeConfig;
-use millrace_serving_core::error::Result;
 use millrace_serving_core::record::RowOutputs;
 use millrace_serving_repository::model::Model;
 

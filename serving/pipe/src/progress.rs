@@ -13,9 +13,9 @@ use std::collections::BTreeMap;
 use millrace_datafs::{Publish, View};
 use rand::Rng as _;
 
+use crate::error::{Error, Result};
 use millrace_serving_core::blocking::blocking;
 use millrace_serving_core::config::PipeConfig;
-use millrace_serving_core::error::{Error, Result};
 
 /// The id of positions from a release without ids.
 pub(super) const EARLIER: &str = "earlier";
@@ -127,11 +127,11 @@ impl Progress {
     /// Compares the positions with the input; `marks` holds the first and the next offset by partition.
     ///
     /// # Errors
-    /// [`Error::PipeInputChanged`] if the pipe cannot resume at one of them.
+    /// [`Error::InputChanged`] if the pipe cannot resume at one of them.
     pub(super) fn check(&self, marks: &BTreeMap<i32, (i64, i64)>) -> Result<()> {
         for (&partition, &next) in &self.committed {
             let Some(reason) = obstacle(next, marks.get(&partition).copied()) else { continue };
-            return Err(Error::PipeInputChanged {
+            return Err(Error::InputChanged {
                 name: self.keys.name.clone(),
                 topic: self.keys.input.clone(),
                 partition,
@@ -161,7 +161,7 @@ impl Progress {
         match outcome {
             Err(Error::Datafs(millrace_datafs::Error::Conflict { key })) => {
                 let partition = key.rsplit('/').next().and_then(|number| number.parse().ok());
-                Err(Error::PipeFenced {
+                Err(Error::Fenced {
                     name: self.keys.name.clone(),
                     topic: self.keys.input.clone(),
                     partition: partition.unwrap_or(-1),
@@ -206,7 +206,7 @@ fn positions(view: &View, prefix: &str) -> Result<BTreeMap<i32, i64>> {
 
 fn offset(view: &View, key: &str, value: &[u8]) -> Result<i64> {
     let next = std::str::from_utf8(value).ok().and_then(|text| text.parse::<i64>().ok());
-    let no_offset = || Error::Config { reason: format!("key {key} of volume {} is no offset", view.spec()) };
+    let no_offset = || Error::config(format!("key {key} of volume {} is no offset", view.spec()));
     next.filter(|next| *next >= 0).ok_or_else(no_offset)
 }
 

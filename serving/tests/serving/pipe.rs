@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use millrace_bundle::{Bundle, Lineage};
 use millrace_datafs::{Datafs, Publish, View, VolumeSpec};
-use millrace_serving::pipe::{Deps, PipeReport, Until, Waiting, run};
+use millrace_serving::pipe::{self, Deps, PipeReport, Until, Waiting, run};
 use millrace_serving::{Error, Inference, PipeConfig, Repository, Source};
 use millrace_streams::KafkaConfig;
 use millrace_streams::broker::{self, Broker};
@@ -357,7 +357,7 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
     .unwrap();
     producer.send(record(2)).await.unwrap();
     let outcome = tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap();
-    assert!(matches!(outcome, Err(Error::PipeFenced { partition: 0, .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(pipe::Error::Fenced { partition: 0, .. })), "{outcome:?}");
 
     // The next run starts at the offset in the volume and finds both records answered.
     let running = start(&cancel);
@@ -384,12 +384,12 @@ async fn settings_that_make_no_sense_are_refused() {
         PipeConfig { dead_letter: "out".into(), ..pipe() },
     ] {
         let error = try_run(config).await;
-        assert!(matches!(error, Error::Config { .. }), "{error}");
+        assert!(matches!(error, pipe::Error::Server(Error::Config { .. })), "{error}");
     }
     let error = try_run(PipeConfig { model: "nosuch".into(), ..pipe() }).await;
-    assert!(matches!(error, Error::Infer(_)), "{error}");
+    assert!(matches!(error, pipe::Error::Infer(_)), "{error}");
     let error = try_run(PipeConfig { input: "nosuch".into(), ..pipe() }).await;
-    assert!(matches!(error, Error::Streams(_)), "{error}");
+    assert!(matches!(error, pipe::Error::Streams(_)), "{error}");
     world.broker.stop().await.unwrap();
 }
 

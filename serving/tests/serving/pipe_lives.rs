@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use millrace_datafs::{Datafs, Name, Publish, VolumeSpec};
-use millrace_serving::pipe::{Deps, Until, run};
-use millrace_serving::{Error, PipeConfig};
+use millrace_serving::PipeConfig;
+use millrace_serving::pipe::{Deps, Error, Until, run};
 use millrace_streams::topic::{self, OutRecord, Producer};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -29,7 +29,7 @@ async fn refused(world: &World) -> String {
     let config = pipe();
     let running = run(&config, world.deps.clone(), Until::CaughtUp, CancellationToken::new());
     match tokio::time::timeout(HANGING, running).await.unwrap() {
-        Err(error @ Error::PipeInputChanged { partition: 0, .. }) => error.to_string(),
+        Err(error @ Error::InputChanged { partition: 0, .. }) => error.to_string(),
         other => panic!("{other:?}"),
     }
 }
