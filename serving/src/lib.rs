@@ -6,7 +6,7 @@
 //! - `millrace-serving-repository`: loads model bundles from a volume or a directory, and runs requests on them;
 //! - `millrace-serving-client`: a client and a load generator ([`load`]);
 //! - `millrace-serving-transport`: gRPC and REST. Open Inference Protocol version 2 for Triton and KServe
-//!   clients, Triton's calls for configurations, statistics, the repository, traces and the log, system shared
+//!   clients, Triton's calls for configurations, statistics, the repository, trace settings and the log, system shared
 //!   memory, streams, classification, health and reflection, with TLS and bearer tokens; Prometheus metrics and
 //!   OpenTelemetry spans;
 //! - `millrace-serving-pipe`: the pipe that reads records from one topic and writes predictions to another.

@@ -76,8 +76,8 @@ pub struct Config {
     /// Interval in milliseconds between scans of the repository for new versions. 0 disables scanning, and so
     /// does `control = "explicit"`.
     pub poll_ms: u64,
-    /// Existing directory for the traces that clients request; without it the server writes none.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Refused: the server writes no trace files any more, `telemetry` sends spans.
+    #[serde(skip_serializing)]
     pub trace_directory: Option<PathBuf>,
     /// Collector for the spans of requests; without it the server sends none.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -188,8 +188,7 @@ impl Config {
         let pem =
             tls.flat_map(|tls| [Some(&mut tls.certificate), Some(&mut tls.key), tls.client_ca.as_mut()]);
         let collector = self.telemetry.iter_mut().filter_map(|telemetry| telemetry.ca.as_mut());
-        let folders = self.trace_directory.iter_mut().chain(&mut self.onnxruntime);
-        for path in pem.flatten().chain(&mut self.tokens).chain(folders).chain(collector) {
+        for path in pem.flatten().chain(&mut self.tokens).chain(&mut self.onnxruntime).chain(collector) {
             *path = resolve(path);
         }
     }

@@ -14,7 +14,6 @@ use crate::outcome;
 use crate::repository::{Repository, VersionSelector};
 use crate::sequence::Place;
 use crate::shadow::Copied;
-use crate::trace::Tracer;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::metrics::{IN_FLIGHT, REQUESTS};
 use millrace_serving_core::parameters::Step;
@@ -33,19 +32,12 @@ struct Gate {
 pub struct Inference {
     repository: Repository,
     gate: Arc<Gate>,
-    tracer: Arc<Tracer>,
 }
 
 impl Inference {
     /// Serves the models of a repository.
     pub fn new(repository: Repository) -> Inference {
-        let tracer = Arc::new(Tracer::new(repository.trace_directory()));
-        Inference { repository, gate: Arc::default(), tracer }
-    }
-
-    /// The tracer of requests.
-    pub fn tracer(&self) -> &Tracer {
-        &self.tracer
+        Inference { repository, gate: Arc::default() }
     }
 
     /// The repository of models.
@@ -148,7 +140,6 @@ impl Inference {
                         place.commit();
                     }
                     model.statistics.succeeded(rows, arrived, &times);
-                    self.tracer.answered(model.name(), model.version(), arrived, &times);
                     outcome::answered(model.name(), model.version(), &times);
                     if let Some(copied) = copied {
                         copied.run();

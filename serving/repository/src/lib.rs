@@ -16,4 +16,3 @@ pub mod repository;
 pub mod response_cache;
 pub mod sequence;
 pub mod shadow;
-pub mod trace;

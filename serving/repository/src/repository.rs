@@ -14,7 +14,6 @@ mod split;
 mod versions;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -270,11 +269,6 @@ impl Repository {
             .collect();
         ready.sort_by(|a, b| (a.name(), a.version()).cmp(&(b.name(), b.version())));
         ready
-    }
-
-    /// The directory for traces of requests.
-    pub fn trace_directory(&self) -> Option<PathBuf> {
-        self.inner.config.trace_directory.clone()
     }
 
     /// Every version that the last refresh found, with its state, by name and version.

@@ -89,7 +89,10 @@ async fn a_token_may_what_its_line_says_over_grpc() {
         model_name: name.into(),
         settings: on
             .then(|| {
-                ("trace_rate".to_owned(), pb::trace_setting_request::SettingValue { value: vec!["7".into()] })
+                (
+                    "trace_rate".to_owned(),
+                    pb::trace_setting_request::SettingValue { value: vec!["1000".into()] },
+                )
             })
             .into_iter()
             .collect(),

@@ -1,18 +1,18 @@
 //! The control calls, independent of the transport: configurations, statistics, the index of the repository,
-//! loading and unloading, traces, the log.
+//! loading and unloading, trace settings, the log.
 
 use std::sync::Arc;
 
 use crate::logging::{Change, LogSettings, Logging, Value};
 use crate::shared_memory::SharedMemory;
 use crate::tokens::Caller;
+use crate::trace;
 use millrace_serving_core::config::VersionPolicy;
 use millrace_serving_core::error::{InferError, quote};
 use millrace_serving_core::wire::inference as pb;
 use millrace_serving_repository::infer::Inference;
 use millrace_serving_repository::model_config;
 use millrace_serving_repository::repository::{Entry, VersionSelector};
-use millrace_serving_repository::trace;
 
 /// Most parameters or settings of a call; real calls have a few.
 const PARAMETERS_MAX: usize = 64;
@@ -58,9 +58,6 @@ impl Controls {
         let mut extensions = EXTENSIONS.to_vec();
         if self.logging.is_some() {
             extensions.push("logging");
-        }
-        if self.inference.tracer().is_possible() {
-            extensions.push("trace");
         }
         extensions
     }
@@ -210,12 +207,11 @@ impl Controls {
         .await
     }
 
-    /// Changes the trace settings, atomically, for one model or, when `model` is empty, for all. Returns the
-    /// settings then in force.
+    /// The trace settings of one model or, when `model` is empty, of all. They are fixed.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for unknown settings, and for traces on a server without a trace directory;
-    /// [`InferError::NotFound`], [`InferError::Unavailable`] for the model.
+    /// [`InferError::Invalid`] for unknown settings and for changes of values; [`InferError::NotFound`],
+    /// [`InferError::Unavailable`] for the model.
     pub(crate) fn trace_settings(
         &self,
         caller: &Caller,
@@ -230,23 +226,14 @@ impl Controls {
             None => caller.may_control_all()?,
         }
         if let Some(model) = model {
-            // The tracer stores settings by name, so the model must be served.
             self.inference.repository().get(model, None)?;
         }
         if changes.len() > PARAMETERS_MAX {
             let reason = format!("{} trace settings, the limit is {PARAMETERS_MAX}", changes.len());
             return Err(InferError::Invalid { reason });
         }
-        let changes: Vec<trace::Change> = changes
-            .iter()
-            .map(|(name, values)| trace::Change::parse(name, values))
-            .collect::<Result<_, _>>()?;
-        let tracer = self.inference.tracer();
-        if !changes.is_empty() {
-            tracer.change(model, &changes)?;
-            tracing::info!(model, ?changes, "a client changed what is traced");
-        }
-        Ok(tracer.settings(model))
+        changes.iter().try_for_each(|(name, values)| trace::check(name, values))?;
+        Ok(trace::settings())
     }
 
     /// Changes the log settings, atomically, and returns those then in force.

@@ -22,3 +22,4 @@ pub mod server;
 mod shared_memory;
 mod telemetry;
 pub mod tokens;
+mod trace;

@@ -129,9 +129,10 @@ pub async fn serve_with(
             "[serving] realtime has no effect any more and will be refused by the next release: remove it"
         );
     }
-    if let Some(directory) = config.trace_directory.as_deref().filter(|path| !path.is_dir()) {
-        let reason = format!("trace_directory {} is not a folder", directory.display());
-        return Err(Error::Config { reason });
+    if config.trace_directory.is_some() {
+        let reason = "[serving] trace_directory is refused: the server writes no trace files any more; remove it, and \
+                      set [serving.telemetry] to send the spans of requests to an OpenTelemetry collector";
+        return Err(Error::Config { reason: reason.to_owned() });
     }
     let entrance = Security::open(config).await?;
     let grpc = bind(config.grpc, "gRPC", "grpc").await?;
@@ -313,7 +314,6 @@ fn serve_on(
         ending.cancel();
         scraping.shutdown().await;
         polling.abort();
-        served.tracer().finish();
         tracing::info!("the server has stopped");
         outcome
     });
