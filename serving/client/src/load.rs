@@ -14,7 +14,6 @@ mod clock;
 mod closed;
 mod histogram;
 mod open;
-mod picture;
 mod requests;
 mod schedule;
 
@@ -24,7 +23,6 @@ use std::time::Duration;
 pub use closed::{Closed, closed, closed_with};
 pub use histogram::Histogram;
 pub use open::{Open, open, open_with};
-pub use picture::{Point, QUANTILES, picture};
 pub use requests::{Requests, drawn_inputs};
 pub use schedule::Poisson;
 

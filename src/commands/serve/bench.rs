@@ -8,9 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use millrace_serving::client::Client;
-use millrace_serving::load::{
-    Closed, Measured, Open, Point, QUANTILES, Requests, closed_with, open_with, picture,
-};
+use millrace_serving::load::{Closed, Measured, Open, Requests, closed_with, open_with};
 use millrace_serving::record::{self, Mapping, Row};
 use serde::Serialize;
 
@@ -27,6 +25,8 @@ const CLIENTS: [u32; 3] = [1, 8, 64];
 const RECORDS_MAX: usize = 65_536;
 /// Largest file of records, in bytes.
 const DATA_BYTES_MAX: u64 = 256 << 20;
+/// The quantiles that are reported, with their names.
+const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
 
 /// One load.
 #[derive(Debug, Clone, Copy)]
@@ -62,14 +62,10 @@ pub(crate) async fn run(context: &Context, args: BenchArgs) -> Result<()> {
 }
 
 async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
-    if let Some(path) = &args.picture {
-        // Checks the path before minutes of measurements.
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        if path.is_dir() || folder.is_some_and(|folder| !folder.is_dir()) {
-            let reason =
-                format!("cannot write {}: it is to be a file in a folder that exists", path.display());
-            return fail(Exit::Usage, reason);
-        }
+    if args.picture.is_some() {
+        let reason =
+            "--picture is refused: bench draws no plots any more; plot the figures that --json prints";
+        return fail(Exit::Usage, reason);
     }
     let address = server(context, args.server.grpc.as_deref());
     let credentials = credentials(&args.server)?;
@@ -88,12 +84,6 @@ async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
     }
     bar.finish_and_clear();
     show(context, &args, &done)?;
-    if let Some(path) = &args.picture {
-        let points: Vec<Point> = done.iter().filter_map(|(load, measured)| load.point(measured)).collect();
-        let title = format!("{} at {address}, {} rows a request", args.model, args.rows);
-        std::fs::write(path, picture(&title, &points))
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
     if done.iter().all(|(_, measured)| measured.latency.count() == 0) {
         return fail(Exit::Failed, "no request succeeded");
     }
@@ -176,15 +166,6 @@ fn loads(args: &BenchArgs) -> Vec<Load> {
 }
 
 impl Load {
-    /// The rate in the plot: requested for an open loop, measured for a closed one.
-    fn point(&self, measured: &Measured) -> Option<Point> {
-        let rate = match self {
-            Load::Closed(_) => measured.rate(),
-            Load::Open(load) => load.rate,
-        };
-        Point::new(rate, measured)
-    }
-
     fn name(&self) -> String {
         match self {
             Load::Closed(load) if load.clients == 1 => "1 client".to_owned(),
