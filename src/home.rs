@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use millrace_datafs::private;
+use millrace_leaf::private;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Exit, fail};

@@ -12,7 +12,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::private;
+use millrace_leaf::private;
 use millrace_streams::broker::{self, Broker};
 use tokio::io::AsyncBufReadExt as _;
 use tokio_util::sync::CancellationToken;

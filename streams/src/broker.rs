@@ -44,6 +44,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use millrace_leaf::private;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
@@ -55,7 +56,6 @@ pub use config::{Config, Flush};
 use crate::error::{Error, Result};
 use lock::DirLock;
 use memory::Memory;
-use millrace_datafs::private;
 use store::Store;
 
 /// Prefix of the cluster ids of this broker, by which consumers recognize it.

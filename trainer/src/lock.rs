@@ -3,8 +3,9 @@ use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
 
+use millrace_leaf::private;
+
 use crate::error::{Error, Result};
-use millrace_datafs::private;
 
 /// The lock of a running job; the operating system releases it whenever the process ends.
 #[derive(Debug)]

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use millrace_leaf::private;
 use nix::fcntl::{OFlag, open};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::Mode;
@@ -24,7 +25,6 @@ use super::instrumented::Watch;
 use super::stats::MountStats;
 use super::trace::TraceOptions;
 use crate::error::{Error, Result, in_full};
-use crate::private;
 
 /// The folder of the sockets, below the home.
 const FOLDER: &str = "run";

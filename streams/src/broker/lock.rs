@@ -7,8 +7,9 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use millrace_leaf::private;
+
 use crate::error::{Error, Result};
-use millrace_datafs::private;
 
 const FILE: &str = "lock";
 

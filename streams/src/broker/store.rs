@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use millrace_leaf::private;
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
@@ -23,7 +24,6 @@ use super::code;
 use super::log::segments::Retention;
 use super::log::{Partition, Refused};
 use crate::error::{Error, Result};
-use millrace_datafs::private;
 
 const FORMAT_VERSION: u32 = 1;
 /// Producer ids handed out per write of `meta.json`; a restart skips the rest of a block.

@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use millrace_datafs::private;
+use millrace_leaf::private;
 use sha2::{Digest, Sha256};
 
 use super::DatasetCache;

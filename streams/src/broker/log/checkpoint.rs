@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use millrace_datafs::private;
+use millrace_leaf::private;
 use serde::{Deserialize, Serialize};
 
 use super::producers::Producers;

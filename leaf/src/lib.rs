@@ -1,0 +1,6 @@
+//! Leaf of the crates: small facilities that at least three callers need, one module for each. Every crate may
+//! depend on this one, and it depends on no other crate of Millrace.
+
+#![deny(unsafe_code)]
+
+pub mod private;
