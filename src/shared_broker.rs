@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
 use crate::failure::{Exit, fail};
+use crate::output;
 
 /// Interval at which a command checks whether a broker answers or has ended.
 const POLL: Duration = Duration::from_millis(50);
@@ -243,7 +244,7 @@ pub(crate) async fn serve(context: &Context) -> Result<()> {
         Err(error) => {
             let error = anyhow::Error::from(error);
             // The command that started this process reports the error, unless it has ended.
-            context.out.raw(&format!("{}\n", format!("{error:#}").replace('\n', " "))).ok();
+            context.out.raw(&format!("{}\n", output::one_line(&error))).ok();
             return Err(error);
         }
     };

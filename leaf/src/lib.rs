@@ -3,4 +3,5 @@
 
 #![deny(unsafe_code)]
 
+pub mod error_chain;
 pub mod private;

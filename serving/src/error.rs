@@ -3,6 +3,8 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+pub(crate) use millrace_leaf::error_chain::one_line as chain;
+
 /// Result of starting or loading something.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -294,18 +296,6 @@ pub(crate) fn one_line(error: &dyn std::fmt::Display) -> String {
     let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if let Some((cut, _)) = line.char_indices().nth(600) {
         line.truncate(cut);
-    }
-    line
-}
-
-/// An error and its causes, in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        line.push_str(": ");
-        line.push_str(&cause.to_string());
-        source = cause.source();
     }
     line
 }

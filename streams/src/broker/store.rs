@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use millrace_leaf::private;
+use millrace_leaf::{error_chain, private};
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
@@ -152,8 +152,8 @@ impl Store {
         self.check_new(name, partitions)?;
         let opened = self.create_files(name, partitions, &mut written.meta);
         let opened = opened.map_err(|error| {
-            tracing::error!(topic = name, error = error.with_cause(), "cannot create a topic");
-            Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause())
+            tracing::error!(topic = name, error = error_chain::one_line(&error), "cannot create a topic");
+            Refused::new(code::KAFKA_STORAGE_ERROR, error_chain::one_line(&error))
         })?;
         self.topics.write().insert(name.to_string(), opened);
         tracing::info!(topic = name, partitions, "created topic");
@@ -209,8 +209,8 @@ impl Store {
             other => other,
         }
         .map_err(|error| {
-            tracing::error!(topic = name, error = error.with_cause(), "cannot delete a topic");
-            Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause())
+            tracing::error!(topic = name, error = error_chain::one_line(&error), "cannot delete a topic");
+            Refused::new(code::KAFKA_STORAGE_ERROR, error_chain::one_line(&error))
         })?;
         written.meta = next;
         close();
@@ -247,7 +247,7 @@ impl Store {
             let mut next = written.meta.clone();
             next.next_producer_id = written.producer_id.saturating_add(PRODUCER_ID_BLOCK);
             write_meta(&self.dir, &next)
-                .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause()))?;
+                .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, error_chain::one_line(&error)))?;
             written.meta = next;
         }
         let id = written.producer_id;
