@@ -5,3 +5,4 @@
 
 pub mod error_chain;
 pub mod private;
+pub mod random;

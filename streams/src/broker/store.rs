@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use millrace_leaf::{error_chain, private};
+use millrace_leaf::{error_chain, private, random};
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
@@ -296,11 +296,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), String> {
 }
 
 fn new_cluster_id() -> Result<String> {
-    let path = Path::new("/dev/urandom");
-    let mut bytes = [0; 8];
-    File::open(path)
-        .and_then(|mut file| std::io::Read::read_exact(&mut file, &mut bytes))
-        .map_err(Error::io("read", path))?;
+    let bytes: [u8; 8] = random::bytes().map_err(Error::io("read", random::SOURCE))?;
     Ok(format!("{}{}", super::CLUSTER_ID_PREFIX, hex::encode(bytes)))
 }
 
