@@ -3,6 +3,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod blocking;
 pub mod error_chain;
 pub mod private;
 pub mod random;

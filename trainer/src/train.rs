@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::Datafs;
-use millrace_leaf::random;
+use millrace_leaf::{
+    blocking::{self, Stopping},
+    random,
+};
 use millrace_streams::dataset::OpenDataset;
 use millrace_streams::feed::Plan;
 use prost::Message;
@@ -412,11 +415,6 @@ fn random_token() -> Result<String> {
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(error) => Err(Error::io("run on a blocking thread", std::io::Error::other(error))),
-        },
-    }
+    let stopped = |error: Stopping| Error::io("run on a blocking thread", std::io::Error::other(error));
+    blocking::run(work).await.map_err(stopped)?
 }
