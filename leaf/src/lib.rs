@@ -6,4 +6,5 @@
 pub mod blocking;
 pub mod error_chain;
 pub mod private;
+pub mod quoting;
 pub mod random;

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 pub(crate) use millrace_leaf::error_chain::one_line as chain;
+pub(crate) use millrace_leaf::quoting::quote;
 
 /// Result of starting or loading something.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -279,15 +280,6 @@ impl InferError {
             InferError::Internal { .. } => "internal",
         }
     }
-}
-
-/// Untrusted text for a message: quoted, at most 120 characters.
-pub(crate) fn quote(text: &str) -> String {
-    let mut short: String = text.chars().take(120).collect();
-    if short.len() < text.len() {
-        short.push('…');
-    }
-    format!("{short:?}")
 }
 
 /// An error of ONNX Runtime in one line of at most 600 characters.

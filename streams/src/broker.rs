@@ -44,10 +44,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use millrace_leaf::{
-    blocking::{self, Stopping},
-    private,
-};
+use millrace_leaf::blocking::{self, Stopping};
+use millrace_leaf::private;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;

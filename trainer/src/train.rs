@@ -4,10 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::Datafs;
-use millrace_leaf::{
-    blocking::{self, Stopping},
-    random,
-};
+use millrace_leaf::blocking::{self, Stopping};
+use millrace_leaf::random;
 use millrace_streams::dataset::OpenDataset;
 use millrace_streams::feed::Plan;
 use prost::Message;
