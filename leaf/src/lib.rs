@@ -5,6 +5,7 @@
 
 pub mod blocking;
 pub mod error_chain;
+pub mod lock_file;
 pub mod private;
 pub mod quoting;
 pub mod random;
