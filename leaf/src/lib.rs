@@ -3,6 +3,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod backoff;
 pub mod blocking;
 pub mod error_chain;
 pub mod lock_file;
