@@ -13,12 +13,12 @@
 mod file;
 
 use std::fs::{self, File};
-use std::io::{self, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use millrace_leaf::private;
+use millrace_leaf::{atomic_file, private};
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -406,14 +406,7 @@ impl Folder {
         private::create_dir_all(&objects).map_err(fail)?;
         let about = serde_json::json!(About { format: FORMAT, store: store.to_string() }).to_string() + "\n";
         let partial = folder.path("backup.json.partial");
-        private::options()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .open(&partial)
-            .and_then(|mut file| file.write_all(about.as_bytes()).and_then(|()| file.sync_all()))
-            .and_then(|()| fs::rename(&partial, folder.path(ABOUT)))
-            .map_err(fail)?;
+        atomic_file::replace(&folder.path(ABOUT), &partial, about.as_bytes()).map_err(fail)?;
         failpoint::hit("backup-begun");
         folder.sync()?;
         Ok(folder)

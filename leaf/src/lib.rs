@@ -3,6 +3,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod atomic_file;
 pub mod backoff;
 pub mod blocking;
 pub mod error_chain;

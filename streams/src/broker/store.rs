@@ -10,12 +10,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use millrace_leaf::{error_chain, private, random};
+use millrace_leaf::{atomic_file, error_chain, private, random};
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
@@ -329,15 +328,7 @@ fn read_meta(dir: &Path) -> Result<Option<Meta>> {
 fn write_meta(dir: &Path, meta: &Meta) -> Result<()> {
     let (path, temporary) = (dir.join("meta.json"), dir.join("meta.json.new"));
     let text = serde_json::to_vec_pretty(meta).map_err(|error| Error::io("encode", &path)(error.into()))?;
-    let mut options = private::options();
-    let mut file = options
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(&temporary)
-        .map_err(Error::io("create", &temporary))?;
-    file.write_all(&text).and_then(|()| file.sync_all()).map_err(Error::io("write", &temporary))?;
-    fs::rename(&temporary, &path).map_err(Error::io("replace", &path))?;
+    atomic_file::replace(&path, &temporary, &text).map_err(Error::io("replace", &path))?;
     sync_dir(dir)
 }
 
