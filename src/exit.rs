@@ -4,6 +4,8 @@ use std::error::Error as StdError;
 use std::io;
 use std::sync::Arc;
 
+use millrace_leaf::error_chain;
+
 use crate::failure::{Exit, Failure};
 
 /// The exit code of an error: of the first cause with a more specific code than `Failed`.
@@ -13,15 +15,7 @@ pub(crate) fn code(error: &anyhow::Error) -> Exit {
 
 /// [`code`] of a crate's error.
 pub(crate) fn of(error: &(dyn StdError + 'static)) -> Exit {
-    let mut next = Some(error);
-    while let Some(cause) = next {
-        let exit = of_cause(cause);
-        if exit != Exit::Failed {
-            return exit;
-        }
-        next = cause.source();
-    }
-    Exit::Failed
+    error_chain::causes(error).map(of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
 }
 
 fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {

@@ -2,15 +2,15 @@
 //! that service.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use millrace_datafs::private;
+use millrace_leaf::lock_file::{self, LockFile, NotTaken};
+use millrace_leaf::private;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Exit, fail};
@@ -20,11 +20,6 @@ const FORMAT: u32 = 1;
 
 /// Commands that run the broker of the home whose lock they hold.
 const BROKER_COMMANDS: [&str; 3] = ["up", "broker", "quickstart"];
-
-/// How long to retry the lock of a home. A command that looks up the holder takes the lock for microseconds,
-/// which must not keep a service from starting.
-const LOOKED_AT_MAX: Duration = Duration::from_millis(500);
-const RETRY: Duration = Duration::from_millis(2);
 
 /// An opened home folder. Each process that has one open holds a shared lock on it.
 #[derive(Debug, Clone)]
@@ -83,7 +78,7 @@ struct Holder {
 /// The lock that permits running services on a home. Released when dropped, or when the process dies.
 #[derive(Debug)]
 pub(crate) struct HomeLock {
-    file: File,
+    file: LockFile,
     holder: Holder,
 }
 
@@ -230,28 +225,10 @@ impl Home {
     /// Locks the home for `command`; an error names the process that holds it.
     pub(crate) fn lock(&self, command: &str) -> Result<HomeLock> {
         let path = self.lock_path();
-        let mut file = private::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .with_context(|| format!("cannot open {}", path.display()))?;
-        let started = Instant::now();
-        let locked = loop {
-            match file.try_lock() {
-                Err(TryLockError::WouldBlock) if started.elapsed() < LOOKED_AT_MAX => {
-                    std::thread::sleep(RETRY)
-                }
-                other => break other,
-            }
-        };
-        match locked {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let mut text = String::new();
-                file.read_to_string(&mut text).ok();
-                let who = match serde_json::from_str::<Holder>(&text) {
+        let file = match LockFile::take(&path) {
+            Ok(file) => file,
+            Err(NotTaken::Held { holder }) => {
+                let who = match serde_json::from_str::<Holder>(&holder) {
                     Ok(holder) => format!(
                         "process {} (millrace {}, since {})",
                         holder.pid, holder.command, holder.since
@@ -266,10 +243,10 @@ impl Home {
                     ),
                 );
             }
-            Err(TryLockError::Error(error)) => {
+            Err(NotTaken::Io(error)) => {
                 return Err(error).with_context(|| format!("cannot lock {}", path.display()));
             }
-        }
+        };
         let mut lock = HomeLock {
             file,
             holder: Holder {
@@ -296,16 +273,7 @@ impl Home {
     }
 
     fn holder(&self) -> Option<Holder> {
-        let mut file = File::open(self.lock_path()).ok()?;
-        match file.try_lock_shared() {
-            // Not locked: the file describes a process that has ended.
-            Ok(()) | Err(TryLockError::Error(_)) => None,
-            Err(TryLockError::WouldBlock) => {
-                let mut text = String::new();
-                file.read_to_string(&mut text).ok()?;
-                serde_json::from_str(&text).ok()
-            }
-        }
+        serde_json::from_str(&lock_file::holder(&self.lock_path())?).ok()
     }
 }
 
@@ -317,12 +285,8 @@ impl HomeLock {
     }
 
     fn write(&mut self) -> Result<()> {
-        let text = serde_json::to_vec(&self.holder)?;
-        // In place, since the lock belongs to this file. A reader that sees a torn text finds no holder. The
-        // file is cut last, so that a full disk has room for the text.
-        self.file.rewind()?;
-        self.file.write_all(&text)?;
-        self.file.set_len(text.len() as u64)?;
+        // A reader that sees a torn text finds no holder.
+        self.file.describe(&serde_json::to_string(&self.holder)?)?;
         Ok(())
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use millrace_leaf::error_chain;
 use serde::Serialize;
 
 /// The output mode of this run.
@@ -169,18 +170,7 @@ pub(crate) fn error_line(error: &anyhow::Error) {
 
 /// An error and its causes in one line.
 pub(crate) fn one_line(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        // Some libraries repeat their source in their own text.
-        if !text.contains(&cause) {
-            if !text.is_empty() {
-                text.push_str(": ");
-            }
-            text.push_str(&cause);
-        }
-    }
-    text.replace('\n', " ")
+    error_chain::one_line(error.as_ref())
 }
 
 /// Formats bytes in binary units.

@@ -12,13 +12,14 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::private;
+use millrace_leaf::private;
 use millrace_streams::broker::{self, Broker};
 use tokio::io::AsyncBufReadExt as _;
 use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
 use crate::failure::{Exit, fail};
+use crate::output;
 
 /// Interval at which a command checks whether a broker answers or has ended.
 const POLL: Duration = Duration::from_millis(50);
@@ -243,7 +244,7 @@ pub(crate) async fn serve(context: &Context) -> Result<()> {
         Err(error) => {
             let error = anyhow::Error::from(error);
             // The command that started this process reports the error, unless it has ended.
-            context.out.raw(&format!("{}\n", format!("{error:#}").replace('\n', " "))).ok();
+            context.out.raw(&format!("{}\n", output::one_line(&error))).ok();
             return Err(error);
         }
     };

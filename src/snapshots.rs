@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::Result;
 use chrono::{DateTime, NaiveDateTime, Utc};
 use millrace_datafs::{Datafs, Error, Name};
+use millrace_leaf::backoff::Backoff;
 use tokio_util::sync::CancellationToken;
 
 use crate::failure::{Exit, fail};
@@ -74,7 +75,7 @@ impl Schedule {
 
     /// Takes snapshots until `stop` fires. Tells `waiting` whether a snapshot failed and is retried.
     pub(crate) async fn run(self, datafs: Datafs, stop: CancellationToken, waiting: impl Fn(bool)) {
-        let mut retry = RETRY;
+        let mut backoff = Backoff::new(RETRY, RETRY_MAX);
         while !stop.is_cancelled() {
             let (schedule, datafs) = (self.clone(), datafs.clone());
             let now = Utc::now();
@@ -83,7 +84,7 @@ impl Schedule {
             waiting(taken.is_err());
             let pause = match taken {
                 Ok(()) => {
-                    retry = RETRY;
+                    backoff.reset();
                     self.until_next_slot(now).min(LOOK_AGAIN)
                 }
                 Err(error) => {
@@ -91,9 +92,7 @@ impl Schedule {
                         volume = %self.volume, schedule = self.name, error = format!("{error:#}"),
                         "taking a scheduled snapshot; it is tried again"
                     );
-                    let pause = retry;
-                    retry = (retry * 2).min(RETRY_MAX);
-                    pause
+                    backoff.pause()
                 }
             };
             stop.run_until_cancelled(tokio::time::sleep(pause)).await;

@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use millrace_leaf::private;
 use parking_lot::{Mutex, RwLock};
 
 use crate::compact::Compaction;
@@ -32,7 +33,6 @@ use crate::meta::reserve::Reserve;
 use crate::meta::sqlite::Sqlite;
 use crate::meta_url::MetaUrl;
 use crate::metrics;
-use crate::private;
 use crate::session::{self, Session};
 use crate::watch::Watchers;
 

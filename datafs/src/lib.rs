@@ -64,7 +64,6 @@ mod meta_url;
 mod metrics;
 pub mod mount;
 mod name;
-pub mod private;
 mod publish;
 mod session;
 #[cfg(test)]

@@ -11,11 +11,12 @@
 //! see `check_session` in `meta/versioned.rs`.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read as _};
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use millrace_leaf::{private, random};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
@@ -27,7 +28,6 @@ use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
-use crate::private;
 
 /// Attempts to find an id whose file no other process holds.
 const ATTEMPTS: u32 = 16;
@@ -226,12 +226,7 @@ pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
 
 /// A random number, not 0. Two processes practically never draw the same.
 pub(crate) fn random_id() -> Result<u64> {
-    let source = "/dev/urandom";
-    let mut bytes = [0; 8];
-    File::open(source)
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(|e| Error::io("read", source, e))?;
-    Ok(u64::from_be_bytes(bytes).max(1))
+    random::id().map_err(|e| Error::io("read", random::SOURCE, e))
 }
 
 /// A number for a session with a lease: it fits a signed integer on the server.

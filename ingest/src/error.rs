@@ -1,5 +1,7 @@
 //! Errors of landing: one variant for each distinct reaction of the caller.
 
+use millrace_leaf::error_chain;
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -252,8 +254,7 @@ impl Error {
 
 /// Whether a full disk is in the chain of causes.
 pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut cause = Some(error);
-    while let Some(error) = cause {
+    for error in error_chain::causes(error) {
         if let Some(io) = error.downcast_ref::<std::io::Error>() {
             if matches!(io.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded) {
                 return true;
@@ -273,7 +274,6 @@ pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
         {
             return true;
         }
-        cause = error.source();
     }
     false
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::{Datafs, VolumeSpec};
+use millrace_leaf::blocking::{self, Stopping};
 use millrace_streams::KafkaConfig;
 use millrace_streams::topic::{self, Consumer, Producer};
 use tokio::runtime::Handle;
@@ -160,9 +161,8 @@ async fn blocking<T: Send + 'static>(
     job: &Job,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|_| Err(Error::Stopped { job: job.name().to_owned() }))
+    let stopped = |Stopping| Err(Error::Stopped { job: job.name().to_owned() });
+    blocking::run(work).await.unwrap_or_else(stopped)
 }
 
 fn topic_error(job: &Job, kafka: &KafkaConfig, source: millrace_streams::Error) -> Error {

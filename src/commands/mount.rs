@@ -9,7 +9,7 @@ use std::process::Stdio;
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount::{self, MountOptions, TraceOptions};
-use millrace_datafs::private;
+use millrace_leaf::private;
 use millrace_serving::MetricsServer;
 use tokio::io::{AsyncBufReadExt, BufReader};
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount;
+use millrace_leaf::backoff::Backoff;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -42,6 +43,7 @@ struct Served {
 pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
     let at = std::path::absolute(&args.path)?;
     let (mut failures, mut announced) = (0, false);
+    let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
     let mut metrics = args.metrics;
     loop {
         let started = Instant::now();
@@ -79,7 +81,11 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
             metrics = args.metrics;
         }
         let elapsed = started.elapsed();
-        failures = if elapsed >= WELL_AFTER { 1 } else { failures + 1 };
+        if elapsed >= WELL_AFTER {
+            failures = 0;
+            backoff.reset();
+        }
+        failures += 1;
         if failures > FAILURES_MAX {
             take_off(&at);
             let message = format!(
@@ -89,7 +95,7 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
             );
             return fail(Exit::Failed, message);
         }
-        let pause = PAUSE_MAX.min(PAUSE_MIN.saturating_mul(1 << (failures - 1)));
+        let pause = backoff.pause();
         tracing::error!(
             volume = %args.spec, path = %at.display(), %status, failures,
             elapsed_ms = elapsed.as_millis() as u64, pause_ms = pause.as_millis() as u64,

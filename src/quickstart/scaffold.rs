@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::private;
+use millrace_leaf::private;
 
 use crate::cli::QuickstartArgs;
 use crate::failure::{Exit, fail};

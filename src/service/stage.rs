@@ -4,6 +4,7 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
+use millrace_leaf::backoff::Backoff;
 use prometheus::{IntCounterVec, IntGauge, IntGaugeVec, Opts};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -94,7 +95,7 @@ impl Stage {
             (FAILURES.with_label_values(&[&what]), RESTARTS.with_label_values(&[&what]));
         let waiting = WaitGauge::of(&what);
         self.tasks.spawn(async move {
-            let mut failures = 0_u32;
+            let (mut failures, mut backoff) = (0_u32, Backoff::new(pause_min, pause_max));
             loop {
                 let began = Instant::now();
                 let mut running = AbortOnDropHandle::new(tokio::spawn(attempt()));
@@ -126,9 +127,13 @@ impl Stage {
                     Err(error) if stop.is_cancelled() => return Err(error.context(what)),
                     Err(error) => error,
                 };
-                failures = if began.elapsed() >= WELL_AFTER { 1 } else { failures.saturating_add(1) };
+                if began.elapsed() >= WELL_AFTER {
+                    failures = 0;
+                    backoff.reset();
+                }
+                failures = failures.saturating_add(1);
                 failing.set(failures.into());
-                let pause = pause_max.min(pause_min.saturating_mul(1 << (failures - 1).min(16)));
+                let pause = backoff.pause();
                 tracing::error!(
                     part = what,
                     error = format!("{error:#}"),

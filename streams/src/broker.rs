@@ -44,6 +44,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use millrace_leaf::blocking::{self, Stopping};
+use millrace_leaf::private;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
@@ -55,7 +57,6 @@ pub use config::{Config, Flush};
 use crate::error::{Error, Result};
 use lock::DirLock;
 use memory::Memory;
-use millrace_datafs::private;
 use store::Store;
 
 /// Prefix of the cluster ids of this broker, by which consumers recognize it.
@@ -124,9 +125,9 @@ impl Broker {
     pub async fn start(config: Config, dir: &Path, cancel: CancellationToken) -> Result<Self> {
         let dir = dir.to_path_buf();
         let stopping = cancel.child_token();
-        tokio::task::spawn_blocking(move || Self::start_blocking(config, &dir, stopping))
+        blocking::run(move || Self::start_blocking(config, &dir, stopping))
             .await
-            .unwrap_or(Err(Error::Closed { what: "runtime" }))
+            .unwrap_or_else(|Stopping| Err(Error::Closed { what: "runtime" }))
     }
 
     fn start_blocking(config: Config, dir: &Path, stopping: CancellationToken) -> Result<Self> {

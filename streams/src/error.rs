@@ -280,12 +280,6 @@ impl Error {
         matches!(self, Error::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
     }
 
-    /// The error and its cause on one line.
-    pub(crate) fn with_cause(&self) -> String {
-        use std::error::Error as _;
-        self.source().map_or_else(|| self.to_string(), |source| format!("{self}: {source}"))
-    }
-
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| Error::Io { action, path, source }

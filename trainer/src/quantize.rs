@@ -25,6 +25,7 @@ mod weights;
 use std::collections::HashMap;
 
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, TensorProto, tensor_proto};
+use millrace_leaf::quoting;
 use serde::Serialize;
 
 pub use error::QuantizeError;
@@ -166,10 +167,13 @@ fn check(model: &ModelProto) -> Result<(), QuantizeError> {
         !tensor.external_data.is_empty() || tensor.data_location() == tensor_proto::DataLocation::External
     };
     if let Some(tensor) = graph.initializer.iter().find(external) {
-        return Err(QuantizeError::External { tensor: shorten(tensor.name()) });
+        return Err(QuantizeError::External { tensor: quoting::shorten(tensor.name(), SHOWN_MAX) });
     }
     match quantized(graph) {
-        Some(node) => Err(QuantizeError::Already { node: shown(node), operator: shorten(node.op_type()) }),
+        Some(node) => Err(QuantizeError::Already {
+            node: shown(node),
+            operator: quoting::shorten(node.op_type(), SHOWN_MAX),
+        }),
         None => Ok(()),
     }
 }
@@ -216,7 +220,7 @@ fn form(node: &NodeProto) -> Result<bool, String> {
             ("Gemm", name @ ("transA" | "alpha" | "beta")) => {
                 return Err(format!("its {name} is not the default"));
             }
-            (_, name) => return Err(format!("it has the attribute {:?}", shorten(name))),
+            (_, name) => return Err(format!("it has the attribute {:?}", quoting::shorten(name, SHOWN_MAX))),
         }
     }
     Ok(transposed)
@@ -265,9 +269,5 @@ fn keep_inner(graph: &GraphProto, kept: &mut Vec<Kept>) {
 /// The name of a node, or of its output when it has none.
 fn shown(node: &NodeProto) -> String {
     let output = node.output.first().map_or("", String::as_str);
-    shorten(if node.name().is_empty() { output } else { node.name() })
-}
-
-fn shorten(text: &str) -> String {
-    text.chars().take(SHOWN_MAX).collect()
+    quoting::shorten(if node.name().is_empty() { output } else { node.name() }, SHOWN_MAX)
 }

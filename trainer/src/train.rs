@@ -1,10 +1,11 @@
 //! Training of one job, from its job file to its published bundle: [`train`] and its report.
-use std::io::Read;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::Datafs;
+use millrace_leaf::blocking::{self, Stopping};
+use millrace_leaf::random;
 use millrace_streams::dataset::OpenDataset;
 use millrace_streams::feed::Plan;
 use prost::Message;
@@ -407,19 +408,11 @@ fn fill(report: &mut TrainReport, state: &State, loss: Loss) {
 
 /// 256 random bits from the kernel, in hex.
 fn random_token() -> Result<String> {
-    let mut bytes = [0u8; 32];
-    std::fs::File::open("/dev/urandom")
-        .and_then(|mut random| random.read_exact(&mut bytes))
-        .map_err(|e| Error::io("read /dev/urandom", e))?;
+    let bytes: [u8; 32] = random::bytes().map_err(|e| Error::io(format!("read {}", random::SOURCE), e))?;
     Ok(hex::encode(bytes))
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(error) => Err(Error::io("run on a blocking thread", std::io::Error::other(error))),
-        },
-    }
+    let stopped = |error: Stopping| Error::io("run on a blocking thread", std::io::Error::other(error));
+    blocking::run(work).await.map_err(stopped)?
 }

@@ -7,12 +7,12 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use millrace_leaf::private;
 use nix::fcntl::{Flock, FlockArg};
 
 use super::cache::MAP_SUFFIX;
 use super::store::StoreSpace;
 use crate::metrics;
-use crate::private;
 
 /// Eviction shrinks the cache to this share of its bound, so that it does not run for each block.
 const LOW_PERCENT: u64 = 90;

@@ -1,13 +1,14 @@
 //! Raw copies of objects: their files are copied unchanged between the store and the directory of a backup,
 //! which has the layout of a local store.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Seek as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use millrace_leaf::private;
 use object_store::PutPayload;
 use object_store::path::Path as StorePath;
 
@@ -221,13 +222,12 @@ struct Staged {
 impl Staged {
     fn create(to: &Path) -> Result<Staged> {
         let directory = to.parent().unwrap_or(to);
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
-        made.map_err(|e| ObjectError::io("create folder", directory, e))?;
+        private::create_dir_all(directory).map_err(|e| ObjectError::io("create folder", directory, e))?;
         // `#` marks unfinished files, as in a local store.
         let mut path = to.as_os_str().to_owned();
         path.push(format!("#{}", std::process::id()));
         let path = PathBuf::from(path);
-        let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path);
+        let file = private::options().write(true).create(true).truncate(true).open(&path);
         let file = file.map_err(|e| ObjectError::io("create", &path, e))?;
         Ok(Staged { file, path, to: to.to_owned(), kept: false })
     }

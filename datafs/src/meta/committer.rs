@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use millrace_leaf::backoff::Backoff;
 use parking_lot::MutexGuard;
 
 use super::change_log::Read;
@@ -143,7 +144,7 @@ fn give_up_turn(shared: &Shared) {
 /// store. After any other failure all calls fail.
 fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let begin = Instant::now();
-    let mut pause = RETRY_PAUSE;
+    let mut backoff = Backoff::new(RETRY_PAUSE, RETRY_PAUSE_MAX);
     let (mut relieved, mut is_blocked) = (false, false);
     let failure = loop {
         let error = match commit(shared, frozen) {
@@ -167,8 +168,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                     && frozen.synchronous
                     && begin.elapsed() < READERS_WAIT =>
             {
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(RETRY_PAUSE_MAX);
+                std::thread::sleep(backoff.pause());
                 is_blocked = !checkpoint::empty(shared);
                 continue;
             }
@@ -205,8 +205,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
         }
         shared.progress.notify_all();
         drop(state);
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(RETRY_PAUSE_MAX);
+        std::thread::sleep(backoff.pause());
     };
     if relieved {
         shared.reserve.take_back();

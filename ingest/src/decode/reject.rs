@@ -2,11 +2,11 @@
 
 use std::fmt;
 
+use millrace_leaf::quoting::{self, quote};
+
 use super::{Limits, Scanner};
 use crate::schema::{Field, SchemaError, Type};
 
-/// Longest piece of a record's own text inside a reason, in characters.
-const QUOTE_CHARS_MAX: usize = 120;
 /// Longest value inside a reason, in characters.
 const VALUE_CHARS_MAX: usize = 60;
 
@@ -99,23 +99,10 @@ impl Reject {
     }
 }
 
-fn quote(text: &str) -> String {
-    let mut quoted: String = text.chars().take(QUOTE_CHARS_MAX).collect();
-    if quoted.len() < text.len() {
-        quoted.push('…');
-    }
-    format!("{quoted:?}")
-}
-
 /// A value as the record has it, on one line and shortened.
 fn shown(rest: &str, limits: &Limits) -> String {
     let value = Scanner::value_of(rest, limits);
-    let on_one_line = |c: char| if c.is_control() { ' ' } else { c };
-    let mut shown: String = value.chars().take(VALUE_CHARS_MAX).map(on_one_line).collect();
-    if shown.len() < value.len() {
-        shown.push('…');
-    }
-    shown
+    quoting::shorten(value, VALUE_CHARS_MAX).replace(char::is_control, " ")
 }
 
 impl Reject {

@@ -5,10 +5,10 @@ mod credentials;
 mod hints;
 mod remote;
 
-use std::error::Error as _;
 use std::sync::Arc;
 
 use millrace_bundle::{Signature, TensorSpec};
+use millrace_leaf::error_chain;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
@@ -95,19 +95,14 @@ impl From<Status> for ClientError {
 /// Whether the connection closed before the request was sent, or behind the last request that the server
 /// accepted; a stopping server does so. tonic reports CANCELLED or INTERNAL, on which clients do not retry.
 fn was_not_taken(status: &Status) -> bool {
-    let mut source = status.source();
-    while let Some(error) = source {
+    error_chain::causes(status).any(|error| {
         let sent = error.downcast_ref::<hyper::Error>().is_none_or(|error| !error.is_canceled());
         let taken = error.downcast_ref::<h2::Error>().is_none_or(|error| {
             // RFC 9113, 6.8: the server did not process streams behind the last one that a GOAWAY names.
             !(error.is_go_away() && error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR))
         });
-        if !(sent && taken) {
-            return true;
-        }
-        source = error.source();
-    }
-    false
+        !(sent && taken)
+    })
 }
 
 /// The outputs of a model, and the version that answered.

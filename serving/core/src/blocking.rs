@@ -1,5 +1,6 @@
 //! Helpers for blocking work (metadata, graph optimization, compression) next to asynchronous tasks.
 
+use millrace_leaf::blocking::{self, Stopping};
 use tokio::runtime::{Handle, RuntimeFlavor};
 
 use crate::error::{Error, Result};
@@ -17,13 +18,9 @@ pub async fn blocking<T: Send + 'static, E: From<Error> + Send + 'static>(
     what: &'static str,
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, E> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => Err(Error::Service { service: what, reason: "the process is stopping".into() }.into()),
-        },
-    }
+    let stopped =
+        |Stopping| Err(Error::Service { service: what, reason: "the process is stopping".into() }.into());
+    blocking::run(work).await.unwrap_or_else(stopped)
 }
 
 /// Runs work on this thread. If it is `long`, a multi-threaded runtime first moves the thread's other tasks to

@@ -3,6 +3,9 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+pub use millrace_leaf::error_chain::one_line as chain;
+pub use millrace_leaf::quoting::quote;
+
 /// Result of starting or loading something.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -249,33 +252,12 @@ impl InferError {
     }
 }
 
-/// Untrusted text for a message: quoted, at most 120 characters.
-pub fn quote(text: &str) -> String {
-    let mut short: String = text.chars().take(120).collect();
-    if short.len() < text.len() {
-        short.push('…');
-    }
-    format!("{short:?}")
-}
-
 /// An error of ONNX Runtime in one line of at most 600 characters.
 pub fn one_line(error: &dyn std::fmt::Display) -> String {
     let text = error.to_string();
     let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if let Some((cut, _)) = line.char_indices().nth(600) {
         line.truncate(cut);
-    }
-    line
-}
-
-/// An error and its causes, in one line.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        line.push_str(": ");
-        line.push_str(&cause.to_string());
-        source = cause.source();
     }
     line
 }

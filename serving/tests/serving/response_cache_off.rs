@@ -2,7 +2,7 @@
 //! configuration.
 
 use millrace_serving::{Config, ModelOptions, Source, serve};
-use serde_json::{Value, json};
+use serde_json::json;
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 

@@ -10,6 +10,7 @@ use anyhow::{Context as _, Result};
 use bytes::Bytes;
 use csv::{ByteRecord, ErrorKind, Reader, ReaderBuilder, Trim};
 use millrace_bundle::{Datatype, TensorSpec};
+use millrace_leaf::quoting;
 use millrace_serving::record::input;
 use millrace_serving::tensor::Data;
 use serde_json::Value;
@@ -76,7 +77,7 @@ impl Header {
             (Some(_), Some(_)) => Err(format!("has two columns {field:?}: it must be clear which is meant")),
             (None, _) => {
                 let names = self.0.iter().take(COLUMNS_SHOWN);
-                let names: Vec<String> = names.map(|name| name.chars().take(NAME_SHOWN).collect()).collect();
+                let names: Vec<String> = names.map(|name| quoting::shorten(name, NAME_SHOWN)).collect();
                 Err(format!("has no column {field:?} (--input names it); it has {}", names.join(", ")))
             }
         }
@@ -198,7 +199,7 @@ impl<'a> Cell<'a> {
     }
 
     fn refused(&self, text: &str, expected: &dyn Display) -> String {
-        let start: String = text.chars().take(NAME_SHOWN).collect();
+        let start = quoting::shorten(text, NAME_SHOWN);
         self.wrong(&format_args!("{start:?} is no {expected}"))
     }
 

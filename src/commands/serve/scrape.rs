@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::Result;
+use millrace_leaf::error_chain;
 
 /// Deadline for the metrics request.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -32,10 +33,8 @@ impl Scraper {
         let url = format!("http://{}/metrics", self.address);
         let failed = |error: reqwest::Error| {
             // The last cause is the informative one: the others describe the library's internal steps.
-            let causes = std::iter::successors(Some(&error as &(dyn std::error::Error + 'static)), |error| {
-                error.source()
-            });
-            let cause = causes.last().map_or(String::new(), |cause| format!(": {cause}"));
+            let cause =
+                error_chain::causes(&error).last().map_or(String::new(), |cause| format!(": {cause}"));
             format!("{url} cannot be read{cause}")
         };
         let mut response = self.client.get(&url).send().await.map_err(failed)?;

@@ -1,11 +1,11 @@
 //! Folder cache of dataset descriptions in the home, bounded in size: the oldest entries are removed first.
 
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use millrace_datafs::private;
+use millrace_leaf::{atomic_file, private};
 use sha2::{Digest, Sha256};
 
 use super::DatasetCache;
@@ -65,9 +65,7 @@ impl DatasetCache for FolderCache {
         // Each process uses a separate temporary name, so that a reader sees a whole entry or none.
         let temporary = path.with_extension(format!("{}.new", std::process::id()));
         private::create_dir_all(&self.dir)
-            .and_then(|()| private::options().write(true).create(true).truncate(true).open(&temporary))
-            .and_then(|mut file| file.write_all(value))
-            .and_then(|()| fs::rename(&temporary, &path))
+            .and_then(|()| atomic_file::replace(&path, &temporary, value))
             .and_then(|()| self.shrink())
             .map_err(|error| {
                 fs::remove_file(&temporary).ok();

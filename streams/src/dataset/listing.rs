@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use futures::TryStreamExt;
+use millrace_leaf::error_chain;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 use sha2::{Digest, Sha256};
@@ -110,12 +111,7 @@ fn format_of(path: &str) -> Option<FileFormat> {
 /// A directory may be called `data.parquet` (Spark does so). Local stores answer `head` for it with an I/O
 /// error instead of not found.
 fn is_directory(error: &object_store::Error) -> bool {
-    let mut source = std::error::Error::source(error);
-    while let Some(e) = source {
-        if let Some(io) = e.downcast_ref::<std::io::Error>() {
-            return io.kind() == std::io::ErrorKind::IsADirectory;
-        }
-        source = e.source();
-    }
-    false
+    error_chain::causes(error)
+        .find_map(|cause| cause.downcast_ref::<std::io::Error>())
+        .is_some_and(|io| io.kind() == std::io::ErrorKind::IsADirectory)
 }

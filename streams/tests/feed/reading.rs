@@ -14,6 +14,7 @@ use arrow::ipc::CompressionType;
 use arrow::ipc::writer::{FileWriter, IpcWriteOptions};
 use futures::StreamExt;
 use futures::future::join_all;
+use millrace_leaf::error_chain::one_line;
 use millrace_streams::dataset::{Dataset, DatasetCache};
 use millrace_streams::feed::{Feed, FeedError, FeedOptions, Plan, PlanOptions, Result, Shard};
 use object_store::local::LocalFileSystem;
@@ -49,16 +50,6 @@ async fn read_epoch(store: &Arc<dyn ObjectStore>, path: &str) -> Result<Vec<Reco
         batches.push(feed.batch(step, 0..8).await?.batch);
     }
     Ok(batches)
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(e) = source {
-        text = format!("{text}: {e}");
-        source = e.source();
-    }
-    text
 }
 
 #[tokio::test]
@@ -266,7 +257,7 @@ async fn every_codec_is_read() {
         let store = store_of(vec![(path, bytes)]).await;
         let read: usize = match read_epoch(&store, "t").await {
             Ok(batches) => batches.iter().map(RecordBatch::num_rows).sum(),
-            Err(error) => panic!("{codec}: {}", chain(&error)),
+            Err(error) => panic!("{codec}: {}", one_line(&error)),
         };
         assert_eq!(read, 200, "{codec}");
     }
@@ -385,7 +376,7 @@ async fn a_failing_store_fails_the_batch_and_the_next_try_succeeds() {
     watched.failures.store(1000, Ordering::SeqCst);
     let error = feed.batch(0, 0..8).await.unwrap_err();
     assert!(error.is_retryable(), "{error:?}");
-    assert!(chain(&error).contains("reset"), "{}", chain(&error));
+    assert!(one_line(&error).contains("reset"), "{}", one_line(&error));
     let mut stream = feed.stream(Shard::WHOLE, feed.plan().cursor(3)).unwrap();
     assert!(stream.next().await.unwrap().is_err());
     assert!(stream.next().await.is_none());

@@ -3,6 +3,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
+use millrace_leaf::backoff::Backoff;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -16,6 +17,9 @@ use super::{Error, Formation, Options, WORLD_MAX};
 const HANDSHAKES_MAX: usize = 64;
 /// Deadline for a handshake. A connection that sends nothing is dropped after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// First and longest pause between attempts to connect to the next rank.
+const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+const CONNECT_PAUSE_MAX: Duration = Duration::from_millis(250);
 const PROOF_BYTES: usize = 32;
 
 /// The two connections of a ring member.
@@ -97,7 +101,7 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
         phase: formation.addresses.len() as u32,
     };
     let payload = proof(&options.secret, formation.epoch, formation.rank, to);
-    let mut pause = Duration::from_millis(10);
+    let mut backoff = Backoff::new(CONNECT_PAUSE, CONNECT_PAUSE_MAX);
     loop {
         match greet(address, &header, &payload).await {
             Ok(stream) => return stream,
@@ -105,8 +109,7 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
                 tracing::debug!(epoch = formation.epoch, rank = to, %address, reason, "ring neighbour not ready");
             }
         }
-        sleep(pause).await;
-        pause = (pause * 2).min(Duration::from_millis(250));
+        sleep(backoff.pause()).await;
     }
 }
 

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::time::Duration;
 
+use millrace_leaf::error_chain;
 use tokio_postgres::error::{Severity, SqlState};
 
 use super::tls;
-use crate::error::{Error, in_full};
+use crate::error::Error;
 
 /// Why a call has no result.
 #[derive(Debug, Clone)]
@@ -44,7 +45,7 @@ pub(super) enum Fault {
 impl Fault {
     pub(super) fn from_postgres(error: &tokio_postgres::Error) -> Fault {
         let Some(db) = error.as_db_error() else {
-            let text = in_full(error);
+            let text = error_chain::one_line(error);
             return if tls::is_refusal(error) { Fault::Refused(text) } else { Fault::Lost(text) };
         };
         let text = format!("{} ({})", db.message(), db.code().code());

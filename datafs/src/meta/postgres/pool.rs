@@ -7,8 +7,9 @@ use std::pin::pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
+use millrace_leaf::backoff::Backoff;
 use parking_lot::{Condvar, Mutex};
 use tokio::runtime::{Builder, Runtime};
 use tokio_postgres::{Client, Row, Statement};
@@ -226,18 +227,19 @@ impl Pool {
 }
 
 /// Growing pauses with random jitter, so that clients do not move in step.
-#[derive(Debug, Default)]
-pub(super) struct Pause {
-    last: Option<Duration>,
+#[derive(Debug)]
+pub(super) struct Pause(Backoff);
+
+impl Default for Pause {
+    fn default() -> Pause {
+        Pause(Backoff::new(PAUSE_MIN, PAUSE_MAX))
+    }
 }
 
 impl Pause {
     /// Pauses. Returns `false`, without a pause, if the deadline would pass meanwhile.
     pub(super) fn before(&mut self, deadline: Instant) -> bool {
-        let pause = self.last.map_or(PAUSE_MIN, |last| (last * 2).min(PAUSE_MAX));
-        self.last = Some(pause);
-        let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.subsec_nanos());
-        let pause = pause.mul_f64(0.5 + f64::from(nanos % 1_000) / 2_000.0);
+        let pause = self.0.jittered();
         if Instant::now() + pause >= deadline {
             return false;
         }

@@ -15,6 +15,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use millrace_leaf::error_chain;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_postgres::config::SslMode;
 use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream};
@@ -254,20 +255,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> TlsConnect<S> for Hands
 
 /// Whether an error means that TLS will always fail, not that the connection was lost.
 pub(super) fn is_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(inner) = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref)
-            && inner.is::<rustls::Error>()
-        {
-            return true;
-        }
-        // This error of the protocol has no type.
-        if error.to_string() == "server does not support TLS" {
-            return true;
-        }
-        next = error.source();
-    }
-    false
+    error_chain::causes(error).any(|cause| {
+        let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        // The error of the protocol has no type.
+        inner.is_some_and(|inner| inner.is::<rustls::Error>())
+            || cause.to_string() == "server does not support TLS"
+    })
 }
 
 /// A connection through TLS.

@@ -2,10 +2,10 @@
 //! when it stops in order; the next start reads only the batches appended since.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 
-use millrace_datafs::private;
+use millrace_leaf::atomic_file;
 use serde::{Deserialize, Serialize};
 
 use super::producers::Producers;
@@ -53,11 +53,7 @@ pub(crate) fn read(dir: &Path) -> Option<Checkpoint> {
 pub(crate) fn write(dir: &Path, segments: Vec<Known>, producers: &Producers) -> io::Result<()> {
     let checkpoint = Checkpoint { version: VERSION, segments, producers: producers.clone() };
     let text = serde_json::to_vec(&checkpoint)?;
-    let (path, temporary) = (dir.join(FILE), dir.join(FILE_NEW));
-    let mut file = private::options().write(true).create(true).truncate(true).open(&temporary)?;
-    file.write_all(&text)?;
-    file.sync_all()?;
-    fs::rename(&temporary, &path)
+    atomic_file::replace(&dir.join(FILE), &dir.join(FILE_NEW), &text)
 }
 
 /// Removes a checkpoint that does not belong to the log, before anything is appended.

@@ -6,10 +6,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use millrace_leaf::private;
+
 use super::batch::{HEADER_BYTES, Header, REWRITTEN_BYTES};
 use super::checkpoint::Known;
 use super::recovery;
-use millrace_datafs::private;
 
 /// Least distance in bytes between two indexed batches.
 const INDEX_BYTES: u64 = 32 << 10;

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
+use millrace_leaf::error_chain;
+
 use super::batch::{HEADER_BYTES, Header, walk};
 use super::checkpoint::{self, Checkpoint};
 use super::producers::{Producers, Verdict};
@@ -83,7 +85,7 @@ impl Segments {
             });
             // The damaged part held at least one record.
             let end = held.unwrap_or(0).max(offset + 1);
-            log.damage = Some(Damage { offset, end, reason: error.with_cause() });
+            log.damage = Some(Damage { offset, end, reason: error_chain::one_line(&error) });
         }
         log
     }

@@ -1,4 +1,4 @@
-//! Creation of private files and folders in the home, accessible to their owner only. They hold the content
+//! Creation of private files and folders, accessible to their owner only. They hold the content
 //! of volume files of any mode, keys of tokens, and locks that another user could keep.
 
 use std::fs::{DirBuilder, OpenOptions};
