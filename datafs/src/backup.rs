@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use self::file::BackupFile;
 use crate::config::Config;
-use crate::data::{Copied, ObjectId, sync_names};
+use crate::data::{Copied, sync_names};
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::failpoint;
@@ -34,6 +34,7 @@ use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Pair};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
+use crate::object::ObjectId;
 use crate::session::{self, DeadSession};
 
 /// Format version of the folder.

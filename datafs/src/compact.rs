@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::data::{Extent, GATHER_BYTES, ObjectError, ObjectId, PACK_BYTES, PIECE_BYTES_MAX};
+use crate::data::{GATHER_BYTES, ObjectError, PACK_BYTES, PIECE_BYTES_MAX};
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::fs::content::{FILE_BYTES_MAX, extents_within};
@@ -30,6 +30,7 @@ use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, Records as _, VolumeRow};
 use crate::name::Name;
+use crate::object::{Extent, ObjectId};
 
 /// Records that one transaction reads.
 const BATCH: usize = 1_000;

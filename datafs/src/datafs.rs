@@ -12,8 +12,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::compact::Compaction;
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
 use crate::data::{
-    ExpectedKeys, Finished, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, RemotePack, StoredObject,
-    Unsynced,
+    ExpectedKeys, Finished, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, RemotePack, Unsynced,
 };
 use crate::error::{Error, Result};
 use crate::fs::lock::HoldersAsked;
@@ -32,6 +31,7 @@ use crate::meta::reserve::Reserve;
 use crate::meta::sqlite::Sqlite;
 use crate::meta_url::MetaUrl;
 use crate::metrics;
+use crate::object::StoredObject;
 use crate::private;
 use crate::session::{self, Session};
 use crate::watch::Watchers;

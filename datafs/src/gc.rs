@@ -15,7 +15,6 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::data::ObjectId;
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::failpoint;
@@ -23,10 +22,10 @@ use crate::fs::lock;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, Pair, WriteTxn};
 use crate::meta::inode::Timestamp;
-use crate::meta::keys;
 use crate::meta::references::forget_version;
-use crate::meta::snapshot;
 use crate::meta::versioned::{VolumeRow, record_of};
+use crate::meta::{keys, snapshot};
+use crate::object::ObjectId;
 use crate::session::{self, DeadSession};
 use crate::view::View;
 

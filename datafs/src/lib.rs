@@ -64,6 +64,7 @@ mod meta_url;
 mod metrics;
 pub mod mount;
 mod name;
+mod object;
 pub mod private;
 mod publish;
 mod session;

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::ops::Range;
 
-use crate::data::{Extent, ObjectWriter};
+use crate::data::ObjectWriter;
 use crate::datafs::FreshObject;
 use crate::error::{Error, Result};
 use crate::fs::content;
@@ -19,6 +19,7 @@ use crate::meta::engine::Durability;
 use crate::meta::inode::{Dentry, Inode};
 use crate::meta::keys;
 use crate::meta::versioned::{Records as _, Writer};
+use crate::object::Extent;
 use crate::view::{View, name_it};
 
 /// Longest application key, in bytes.

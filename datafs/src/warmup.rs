@@ -6,9 +6,9 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use parking_lot::Mutex;
 
-use crate::data::ObjectId;
 use crate::error::{Error, Result};
 use crate::fs::{FileKind, Node, OpenFlags};
+use crate::object::ObjectId;
 use crate::view::View;
 
 /// Objects that are fetched concurrently.

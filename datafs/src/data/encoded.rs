@@ -20,7 +20,7 @@ use super::checksum::{FRAME_BYTES, OBJECT_BYTES_MAX};
 use super::codec::{Codec, Compression, Compressor, TAG_BYTES, decompress, open, prove, seal};
 use super::error::ObjectError;
 use super::keyring::{CHECK_BYTES, KEY_NAME_BYTES_MAX, KeyIdentity, Keyring};
-use super::object::ObjectId;
+use crate::object::ObjectId;
 
 /// Length of the footer.
 pub(super) const FOOTER_BYTES: usize = 136;

@@ -4,7 +4,7 @@ use std::error::Error as StdError;
 use std::io;
 use std::path::PathBuf;
 
-use super::object::ObjectId;
+use crate::object::ObjectId;
 
 /// An error of the object pool.
 #[derive(Debug, thiserror::Error)]

@@ -6,9 +6,9 @@ use std::fmt;
 use ring::aead::{AES_256_GCM, LessSafeKey, UnboundKey};
 use ring::hkdf;
 
-use super::object::ObjectId;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::object::ObjectId;
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;

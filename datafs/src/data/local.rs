@@ -10,8 +10,8 @@ use std::time::{Duration, SystemTime};
 use super::access_time;
 use super::durable;
 use super::error::{ObjectError, Result};
-use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::store::StoreSpace;
+use crate::object::{Layout, ObjectId, SUMS_SUFFIX};
 use crate::private;
 
 /// The store's directory, with 256 fan-out directories below for the objects.

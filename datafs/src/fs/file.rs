@@ -14,7 +14,7 @@ use super::open_table::{Naming, OpenInode, Unflushed};
 use super::tree;
 use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
 use super::xattr::drop_pending;
-use crate::data::{Extent, ObjectError, ObjectId, Packed};
+use crate::data::{ObjectError, Packed};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
@@ -23,6 +23,7 @@ use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{Reader, Writer};
+use crate::object::{Extent, ObjectId};
 use crate::view::View;
 
 /// Attempts of a read whose objects are overwritten and collected meanwhile.

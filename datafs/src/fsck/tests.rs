@@ -7,7 +7,6 @@ use tempfile::TempDir;
 use super::*;
 use crate::compact::Compact;
 use crate::config::Config;
-use crate::data::{Extent, ObjectId};
 use crate::fs::tests::setup_with;
 use crate::fs::types::ROOT_INO;
 use crate::fs::{Node, OpenFlags, Owner};
@@ -16,6 +15,7 @@ use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{VolumeRow, Writer, record_of};
+use crate::object::{Extent, ObjectId};
 use crate::publish::Publish;
 use crate::view::View;
 

@@ -12,8 +12,12 @@
 //!  - *gathered*: a pack for a store that takes only whole objects: the content of a pack as the data of an
 //!    encoded object, written in one request (see `remote_pack.rs`).
 
+mod extent;
+
 use std::fmt;
 use std::str::FromStr;
+
+pub(crate) use extent::Extent;
 
 /// Ending of the sidecar that holds the checksums of a plain object.
 pub(crate) const SUMS_SUFFIX: &str = ".sums";
