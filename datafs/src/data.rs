@@ -61,9 +61,7 @@ mod verified;
 mod writer;
 
 pub(crate) use codec::Codec;
-pub use codec::Compression;
-pub(crate) use error::{ObjectError, no_space};
-pub(crate) use keyring::{ExpectedKeys, KeyIdentity};
+pub(crate) use error::ObjectError;
 pub(crate) use local_file::Unsynced;
 pub(crate) use pack::{PACK_BYTES, PIECE_BYTES_MAX};
 pub(crate) use pack_writer::{LocalPack, Pack, Packed, Packs};

@@ -11,9 +11,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::compact::Compaction;
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
-use crate::data::{
-    ExpectedKeys, Finished, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, RemotePack, Unsynced,
-};
+use crate::data::{Finished, LocalPack, ObjectPool, ObjectWriter, Pack, Packs, RemotePack, Unsynced};
 use crate::error::{Error, Result};
 use crate::fs::lock::HoldersAsked;
 use crate::fs::open_table::OpenTable;
@@ -31,7 +29,7 @@ use crate::meta::reserve::Reserve;
 use crate::meta::sqlite::Sqlite;
 use crate::meta_url::MetaUrl;
 use crate::metrics;
-use crate::object::StoredObject;
+use crate::object::{ExpectedKeys, StoredObject};
 use crate::private;
 use crate::session::{self, Session};
 use crate::watch::Watchers;

@@ -80,7 +80,6 @@ mod watch;
 pub use backup::{BackupReport, RestoreReport};
 pub use compact::{Compact, CompactReport};
 pub use config::{Config, FromEnvironment, FromFile, Secret};
-pub use data::Compression;
 pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{
@@ -92,6 +91,7 @@ pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Reme
 pub use gc::GcReport;
 pub use meta_url::MetaUrl;
 pub use name::{Name, VolumeSpec};
+pub use object::Compression;
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};
 pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use chrono::{DateTime, SecondsFormat, Utc};
 use serde::{Serialize, Serializer};
 
-use crate::data::{Codec, Compression, ExpectedKeys, KeyIdentity, ObjectError};
+use crate::data::{Codec, ObjectError};
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
 use crate::fs::types::{FileKind, ROOT_INO};
@@ -18,7 +18,7 @@ use crate::meta::keys;
 use crate::meta::snapshot::{self, SnapshotRow};
 use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, Writer};
 use crate::name::{Name, VolumeSpec};
-use crate::object::ObjectId;
+use crate::object::{Compression, ExpectedKeys, KeyIdentity, ObjectId};
 use crate::view::View;
 
 /// Records that [`Datafs::volume_show`] reads in one transaction.

@@ -238,10 +238,10 @@ impl KeepsOpen for OpenPacks {
 mod tests {
     use super::*;
     use crate::data::codec::Codec;
-    use crate::data::keyring::ExpectedKeys;
     use crate::data::pack::{PACK_BYTES, PIECE_BYTES_MAX};
     use crate::data::pack_writer::Packs;
     use crate::data::pool::ObjectPool;
+    use crate::object::ExpectedKeys;
 
     fn pattern(len: usize) -> Vec<u8> {
         (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()

@@ -18,8 +18,8 @@ use super::inode::{Inode, Timestamp, stored_bytes};
 use super::keys;
 use super::references::ReferenceChanges;
 use super::snapshot::SnapshotRow;
-use crate::data::{Compression, ExpectedKeys, KeyIdentity};
 use crate::error::{Error, Result};
+use crate::object::{Compression, ExpectedKeys, KeyIdentity};
 
 /// Pairs that a scan reads from the engine at a time.
 const PAGE: usize = 256;

@@ -4,15 +4,15 @@ use std::path::Path;
 
 use super::config;
 use crate::config::{Config, FromFile, Secret};
+use crate::data::Codec;
 use crate::data::codec_tests::encode;
-use crate::data::{Codec, Compression};
 use crate::datafs::Datafs;
 use crate::error::Error;
 use crate::fsck::{FsckOptions, ProblemKind};
 use crate::meta::engine::Durability;
 use crate::meta::keys;
 use crate::meta::versioned::VolumeRow;
-use crate::object::ObjectId;
+use crate::object::{Compression, ObjectId};
 use crate::view::View;
 use crate::volume::VolumeOptions;
 
