@@ -34,6 +34,7 @@ mod unnamed;
 mod whole_directory;
 pub(crate) mod xattr;
 
+pub use crate::node::{Attr, FileKind, Node};
 pub use allocate::Allocate;
 pub(crate) use directory::Page;
 pub use file::OpenFile;
@@ -41,7 +42,7 @@ pub(crate) use file::{ReadBuffer, WriteAges};
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
 pub(crate) use rename::Moved;
 pub(crate) use tree::{NameChecks, NameTarget, Unlinked};
-pub use types::{Attr, FileKind, Node, NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
+pub use types::{NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub(crate) use whole_directory::Found;
 pub use xattr::{SetXattr, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX};
 

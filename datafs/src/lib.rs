@@ -64,9 +64,11 @@ mod meta_url;
 mod metrics;
 pub mod mount;
 mod name;
+mod node;
 mod object;
 pub mod private;
 mod publish;
+mod random;
 mod session;
 #[cfg(test)]
 mod store_tests;
@@ -83,14 +85,15 @@ pub use config::{Config, FromEnvironment, FromFile, Secret};
 pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{
-    Allocate, Attr, Blocker, FileKind, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, Node,
-    NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, XATTR_NAME_BYTES_MAX,
-    XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX,
+    Allocate, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, NodeEntry, OpenFile,
+    OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX,
+    XATTR_VALUE_BYTES_MAX,
 };
 pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
 pub use gc::GcReport;
 pub use meta_url::MetaUrl;
 pub use name::{Name, VolumeSpec};
+pub use node::{Attr, FileKind, Node};
 pub use object::Compression;
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};

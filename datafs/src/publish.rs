@@ -14,11 +14,11 @@ use crate::error::{Error, Result};
 use crate::fs::content;
 use crate::fs::path::components;
 use crate::fs::tree::{self, Closing};
-use crate::fs::types::{Attr, FileKind, Node, ROOT_INO};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Dentry, Inode};
 use crate::meta::keys;
 use crate::meta::versioned::{Records as _, Writer};
+use crate::node::{Attr, FileKind, Node, ROOT_INO};
 use crate::object::Extent;
 use crate::view::{View, name_it};
 

@@ -11,7 +11,7 @@
 //! see `check_session` in `meta/versioned.rs`.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read as _};
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +28,7 @@ use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::private;
+use crate::random::random_id;
 
 /// Attempts to find an id whose file no other process holds.
 const ATTEMPTS: u32 = 16;
@@ -222,16 +223,6 @@ pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
         ids.extend(name.to_str().and_then(|name| u64::from_str_radix(name, 16).ok()));
     }
     Ok(ids)
-}
-
-/// A random number, not 0. Two processes practically never draw the same.
-pub(crate) fn random_id() -> Result<u64> {
-    let source = "/dev/urandom";
-    let mut bytes = [0; 8];
-    File::open(source)
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(|e| Error::io("read", source, e))?;
-    Ok(u64::from_be_bytes(bytes).max(1))
 }
 
 /// A number for a session with a lease: it fits a signed integer on the server.

@@ -12,13 +12,14 @@ use crate::error::{Error, Result};
 use crate::fs::OpenFile;
 use crate::fs::content::INLINE_BYTES_MAX;
 use crate::fs::path::{components, split_last};
-use crate::fs::types::{Attr, Node, OpenFlags, ROOT_INO, SNAPSHOTS_INO};
+use crate::fs::types::OpenFlags;
 use crate::meta::engine::{Durability, Order, ReadTxn};
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer};
 use crate::name::VolumeSpec;
+use crate::node::{Attr, Node, ROOT_INO, SNAPSHOTS_INO};
 use crate::publish::{Publish, check_key};
-use crate::session::random_id;
+use crate::random::random_id;
 
 /// Largest file that [`View::read_file`] reads.
 pub const READ_FILE_BYTES_MAX: u64 = 1 << 30;

@@ -9,7 +9,6 @@ use serde::{Serialize, Serializer};
 use crate::data::{Codec, ObjectError};
 use crate::datafs::{Datafs, Shared};
 use crate::error::{Error, Result};
-use crate::fs::types::{FileKind, ROOT_INO};
 use crate::identity;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, ReadTxn};
@@ -18,6 +17,7 @@ use crate::meta::keys;
 use crate::meta::snapshot::{self, SnapshotRow};
 use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, Writer};
 use crate::name::{Name, VolumeSpec};
+use crate::node::{FileKind, ROOT_INO};
 use crate::object::{Compression, ExpectedKeys, KeyIdentity, ObjectId};
 use crate::view::View;
 

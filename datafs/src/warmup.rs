@@ -7,7 +7,8 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
-use crate::fs::{FileKind, Node, OpenFlags};
+use crate::fs::OpenFlags;
+use crate::node::{FileKind, Node};
 use crate::object::ObjectId;
 use crate::view::View;
 

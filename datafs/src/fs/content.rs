@@ -5,7 +5,6 @@
 //! nothing.
 
 use super::dirty::slice;
-use super::types::FileKind;
 use crate::data::{ObjectError, Pack};
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
@@ -14,6 +13,7 @@ use crate::meta::inode::{Inode, decode_extent, encode_extent};
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{Records, Writer};
+use crate::node::FileKind;
 use crate::object::{Extent, ObjectId};
 
 /// Most bytes of a file that are kept in the metadata.

@@ -12,7 +12,7 @@ use super::content::{self, FILE_BYTES_MAX, INLINE_BYTES_MAX, Layout, Referral};
 use super::dirty::Dirty;
 use super::open_table::{Naming, OpenInode, Unflushed};
 use super::tree;
-use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
+use super::types::{OpenFlags, SetAttr};
 use super::xattr::drop_pending;
 use crate::data::{ObjectError, Packed};
 use crate::datafs::Shared;
@@ -23,6 +23,7 @@ use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{Reader, Writer};
+use crate::node::{Attr, FileKind, Node};
 use crate::object::{Extent, ObjectId};
 use crate::view::View;
 

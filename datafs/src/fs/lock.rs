@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::types::{Attr, Node};
 use crate::error::{Error, Result};
 use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::keys;
+use crate::node::{Attr, Node};
 use crate::view::View;
 
 /// Locks on one node: more are refused, because each change rewrites the record.

@@ -6,12 +6,13 @@ use std::os::unix::ffi::OsStringExt as _;
 use super::acl;
 use super::file::OpenFile;
 use super::tree::{self, Closing, NameChecks, SNAPSHOTS_NAME, Unlinked};
-use super::types::{Attr, FileKind, Node, OpenFlags, Owner, ROOT_INO, SNAPSHOTS_INO};
+use super::types::{OpenFlags, Owner};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::versioned::{Reader, Records as _, Writer};
 use crate::meta::{keys, snapshot};
+use crate::node::{Attr, FileKind, Node, ROOT_INO, SNAPSHOTS_INO};
 use crate::view::View;
 
 /// Attempts of `create` while other processes create and remove the same name.

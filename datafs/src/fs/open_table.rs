@@ -9,9 +9,9 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::dirty::Dirty;
-use super::types::Attr;
 use super::xattr::without_privileges;
 use crate::meta::inode::Timestamp;
+use crate::node::Attr;
 
 /// What this process knows of the names of an open inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

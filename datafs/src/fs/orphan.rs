@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use super::file::{OpenFile, discard};
 use super::open_table::{Naming, OpenInode};
 use super::tree::{self, Closing};
-use super::types::{Node, OpenFlags};
+use super::types::OpenFlags;
 use crate::compact::Compact;
 use crate::datafs::Shared;
 use crate::error::{Error, Result};
@@ -36,6 +36,7 @@ use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::keys;
 use crate::meta::versioned::Writer;
+use crate::node::Node;
 use crate::session;
 use crate::view::View;
 

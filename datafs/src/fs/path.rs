@@ -3,8 +3,8 @@
 use std::ffi::{OsStr, OsString};
 
 use super::tree::{check_name, display};
-use super::types::{Attr, FileKind};
 use crate::error::{Error, Result};
+use crate::node::{Attr, FileKind};
 use crate::view::{View, name_it};
 
 /// Longest path, in bytes.

@@ -5,11 +5,11 @@ use std::ffi::OsStr;
 
 use super::namespace::remove_directory;
 use super::tree::{self, Closing, NameChecks, Unlinked};
-use super::types::{Node, ROOT_INO};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Dentry, Timestamp};
 use crate::meta::versioned::Writer;
+use crate::node::{Node, ROOT_INO};
 use crate::view::View;
 
 /// A name in a directory.

@@ -16,13 +16,14 @@ use super::namespace::vacant;
 use super::open_table::{LastNames, Naming};
 use super::orphan::Orphan;
 use super::tree;
-use super::types::{Attr, FileKind, Node, OpenFlags, Owner};
+use super::types::{OpenFlags, Owner};
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::Writer;
+use crate::node::{Attr, FileKind, Node};
 use crate::view::View;
 
 impl View {

@@ -6,12 +6,12 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
 
 use super::content::Layout;
-use super::types::{Attr, FileKind, Node};
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::{Dentry, Inode};
 use crate::meta::keys::{self, NodeTag};
 use crate::meta::versioned::{Reader, Records as _};
+use crate::node::{Attr, FileKind, Node};
 use crate::view::View;
 
 /// Records read by one scan.

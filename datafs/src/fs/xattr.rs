@@ -7,12 +7,12 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use super::acl;
 use super::open_table::Unflushed;
 use super::tree;
-use super::types::{FileKind, Node};
 use crate::error::{Error, Result};
 use crate::meta::engine::{Durability, Order};
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::{Records, Writer};
+use crate::node::{FileKind, Node};
 use crate::view::View;
 
 /// Longest name of an extended attribute, in bytes, with its namespace (`user.`).

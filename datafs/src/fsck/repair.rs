@@ -13,12 +13,13 @@ use crate::fs::content::{self, FILE_BYTES_MAX};
 use crate::fs::dirty::lay_over;
 use crate::fs::orphan::Orphan;
 use crate::fs::tree;
-use crate::fs::types::{FileKind, Owner, ROOT_INO};
+use crate::fs::types::Owner;
 use crate::meta::codec::Encoder;
 use crate::meta::engine::{Durability, ReadTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
+use crate::node::{FileKind, ROOT_INO};
 use crate::object::ObjectId;
 
 /// The directory for inodes without a name, in the root of their volume.

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::codec::{Decoder, Encoder};
 use super::keys;
 use crate::error::Result;
-use crate::fs::types::{Attr, FileKind, Node};
+use crate::node::{Attr, FileKind, Node};
 use crate::object::{Extent, ObjectId};
 
 /// A time as it is stored: seconds since 1970, which may be negative, and nanoseconds.

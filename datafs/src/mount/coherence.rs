@@ -49,9 +49,9 @@ use super::inode_table::{EVERY_THREAD, InodeTable, name_stamp, stamp};
 use super::removed::Removed;
 use super::stale_retry::StaleRetries;
 use crate::error::Result;
-use crate::fs::{Attr, FileKind, Node};
 use crate::meta::changes::Changed;
 use crate::meta::keys;
+use crate::node::{Attr, FileKind, Node};
 use crate::view::View;
 use crate::watch::Watch;
 

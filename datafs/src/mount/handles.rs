@@ -12,7 +12,8 @@ use parking_lot::{Mutex, RwLock};
 use super::lookup_prefetch::LookupPrefetch;
 use super::stateless::Stateless;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, Node, OpenFile};
+use crate::fs::OpenFile;
+use crate::node::{Attr, Node};
 use crate::view::View;
 
 /// The handle number of a request without a handle.

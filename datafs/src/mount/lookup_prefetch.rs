@@ -7,7 +7,8 @@ use std::ffi::{OsStr, OsString};
 
 use parking_lot::Mutex;
 
-use crate::fs::{Found, Node};
+use crate::fs::Found;
+use crate::node::Node;
 use crate::view::View;
 
 /// Most prefetched entries in memory: about 16 MiB.
@@ -133,7 +134,7 @@ impl State {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::fs::Attr;
+    use crate::node::Attr;
     use crate::{Config, Datafs};
 
     fn attr() -> Attr {

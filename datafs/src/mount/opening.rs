@@ -9,7 +9,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
-use crate::fs::FileKind;
+use crate::node::FileKind;
 use crate::view::View;
 
 /// Entries sampled to choose the mode for a snapshot.

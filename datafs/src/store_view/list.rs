@@ -5,7 +5,7 @@ use object_store::{ObjectMeta, Result as StoreResult};
 
 use super::{meta, refused, store_error};
 use crate::error::Error;
-use crate::fs::{Attr, FileKind, Node};
+use crate::node::{Attr, FileKind, Node};
 use crate::view::View;
 
 /// Directory entries per page.

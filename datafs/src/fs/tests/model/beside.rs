@@ -9,8 +9,8 @@ use std::thread::JoinHandle;
 use super::world::v;
 use crate::compact::Compact;
 use crate::datafs::Datafs;
-use crate::fs::FileKind;
 use crate::name::{Name, VolumeSpec};
+use crate::node::FileKind;
 use crate::view::View;
 
 /// Thresholds that make compaction rewrite everything it may.

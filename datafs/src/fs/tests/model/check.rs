@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 
 use crate::datafs::Datafs;
 use crate::error::Result;
+use crate::fs::OpenFlags;
 use crate::fs::tests::reference::{Body, Fail, Tree, kind_of};
-use crate::fs::{FileKind, Node, OpenFlags};
+use crate::node::{FileKind, Node};
 use crate::view::View;
 
 /// Asserts that both failed in the same way or both succeeded; then returns the value of the real call.
