@@ -49,6 +49,7 @@
 //! ```
 
 mod backup;
+mod collector;
 mod compact;
 mod config;
 mod data;
@@ -57,6 +58,7 @@ mod error;
 mod failpoint;
 pub mod fs;
 mod fsck;
+mod garbage;
 mod gc;
 mod identity;
 mod meta;
@@ -77,7 +79,6 @@ mod transfer;
 mod view;
 mod volume;
 mod warmup;
-mod watch;
 
 pub use backup::{BackupReport, RestoreReport};
 pub use compact::{Compact, CompactReport};
@@ -86,7 +87,7 @@ pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{
     Allocate, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, NodeEntry, OpenFile,
-    OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX,
+    OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, View, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX,
     XATTR_VALUE_BYTES_MAX,
 };
 pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
@@ -97,6 +98,6 @@ pub use node::{Attr, FileKind, Node};
 pub use object::Compression;
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};
-pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};
+pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat};
 pub use volume::{SnapshotInfo, Usage, VolumeInfo, VolumeList, VolumeOptions};
 pub use warmup::Warmup;

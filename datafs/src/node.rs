@@ -95,7 +95,7 @@ pub struct Attr {
     /// Changes with each change of the contents.
     pub data_version: u64,
     /// Id of the last writer of the contents, which alone has changed them since version `writer_since`: see
-    /// `crate::watch`.
+    /// `crate::fs::watch`.
     pub(crate) writer: u64,
     pub(crate) writer_since: u64,
     /// Changes whenever a name of the file is removed or moved.

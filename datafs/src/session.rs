@@ -157,6 +157,26 @@ impl DeadSession {
     }
 }
 
+/// Removes the row of a dead session, durably: if its process was only paused and resumes, none of its commits
+/// can reference a new object any more.
+pub(crate) fn end_dead(meta: &Metadata, id: u64) -> Result<()> {
+    meta.transact_making_room(Durability::Durable, |txn| {
+        // Listed as in cleanup until the rest is gone, so that a crash here loses nothing.
+        txn.put(&keys::session_in_cleanup(id), &[])?;
+        remove_row(txn, id)
+    })
+}
+
+/// Ends the session of another process if that is dead, which frees its locks; a collection cleans up the
+/// rest. Returns whether it was dead.
+pub(crate) fn end_if_dead(meta: &Metadata, directory: &Path, id: u64) -> Result<bool> {
+    let dead = DeadSession::claim(meta, directory, id)?;
+    if dead.is_some() {
+        end_dead(meta, id)?;
+    }
+    Ok(dead.is_some())
+}
+
 /// The row of this process's session.
 pub(crate) fn row() -> Vec<u8> {
     let (seconds, nanos) = Timestamp::now().parts();

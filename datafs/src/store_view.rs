@@ -35,11 +35,10 @@ use object_store::{
 use tokio::runtime::Handle;
 
 use crate::error::Error;
-use crate::fs::OpenFile;
 use crate::fs::path::split_last;
+use crate::fs::{OpenFile, View};
 use crate::node::{Attr, FileKind};
 use crate::publish::{Publish, StagedFile};
-use crate::view::View;
 use list::{Walk, directory_at, read_page};
 use upload::Upload;
 

@@ -7,10 +7,9 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
-use crate::fs::OpenFlags;
+use crate::fs::{OpenFlags, View};
 use crate::node::{FileKind, Node};
 use crate::object::ObjectId;
-use crate::view::View;
 
 /// Objects that are fetched concurrently.
 const FETCHERS: usize = 8;

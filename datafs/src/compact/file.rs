@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use super::{Compact, CompactReport};
 use crate::data::ObjectError;
-use crate::datafs::{FreshObject, Shared};
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::content::{self, Replacement};
+use crate::fs::fresh_object::FreshObject;
+use crate::fs::shared::Shared;
 use crate::meta::engine::Durability;
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;

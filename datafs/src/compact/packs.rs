@@ -5,10 +5,10 @@ use std::collections::HashSet;
 
 use super::CompactReport;
 use crate::data::{ObjectError, Pack, Packed};
-use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::content::{self, Referral, Replacement};
+use crate::fs::shared::Shared;
 use crate::meta::engine::Durability;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, VolumeRow, Writer};

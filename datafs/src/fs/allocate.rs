@@ -1,5 +1,6 @@
 //! Holes in files: `fallocate`, and the search for data and holes.
 
+use super::View;
 use super::content::{self, FILE_BYTES_MAX};
 use super::file::{check_file, flush_inode};
 use super::tree;
@@ -9,7 +10,6 @@ use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::versioned::Reader;
 use crate::node::{Attr, Node};
-use crate::view::View;
 
 /// What [`View::allocate`] does with a range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

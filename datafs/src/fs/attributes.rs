@@ -1,5 +1,6 @@
 //! Attributes: getattr, setattr, statfs.
 
+use super::View;
 use super::acl;
 use super::content;
 use super::file::{discard, flush_inode};
@@ -12,7 +13,6 @@ use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::versioned::Reader;
 use crate::node::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO};
-use crate::view::View;
 
 /// Size of a block in statfs, in bytes.
 const BLOCK_BYTES: u32 = 4096;

@@ -5,8 +5,8 @@
 //! nothing.
 
 use super::dirty::slice;
+use super::shared::Shared;
 use crate::data::{ObjectError, Pack};
-use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::{Inode, decode_extent, encode_extent};

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
 
+use super::View;
 use super::tree;
 use super::types::NodeEntry;
 use crate::error::{Error, Result};
@@ -11,7 +12,6 @@ use crate::meta::inode::Dentry;
 use crate::meta::versioned::{Reader, Records as _};
 use crate::meta::{keys, snapshot};
 use crate::node::{Attr, FileKind, Node, ROOT_INO};
-use crate::view::View;
 
 /// Cursor behind `.`.
 const AFTER_DOT: u64 = 1;

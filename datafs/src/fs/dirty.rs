@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
+use super::fresh_object::FreshObject;
+use super::shared::Shared;
 use crate::data::{Codec, ObjectWriter, PIECE_BYTES_MAX};
-use crate::datafs::{FreshObject, Shared};
 use crate::error::Result;
 use crate::meta::engine::Prerequisite;
 use crate::object::{Extent, ObjectId};

@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use parking_lot::MutexGuard;
 
+use super::View;
 use super::content::{self, FILE_BYTES_MAX, INLINE_BYTES_MAX, Layout, Referral};
 use super::dirty::Dirty;
 use super::open_table::{Naming, OpenInode, Unflushed};
+use super::shared::Shared;
 use super::tree;
 use super::types::{OpenFlags, SetAttr};
 use super::xattr::drop_pending;
 use crate::data::{ObjectError, Packed};
-use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Durability;
@@ -25,7 +26,6 @@ use crate::meta::references::References;
 use crate::meta::versioned::{Reader, Writer};
 use crate::node::{Attr, FileKind, Node};
 use crate::object::{Extent, ObjectId};
-use crate::view::View;
 
 /// Attempts of a read whose objects are overwritten and collected meanwhile.
 const READ_ATTEMPTS: u32 = 5;

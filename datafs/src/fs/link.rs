@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
+use super::View;
 use super::namespace::vacant;
 use super::path::PATH_BYTES_MAX;
 use super::tree;
@@ -13,7 +14,6 @@ use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::versioned::Records as _;
 use crate::node::{Attr, FileKind, Node};
-use crate::view::View;
 
 impl View {
     /// Gives a file, link, pipe, socket or device node another name.

@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt as _;
 
+use super::View;
 use super::acl;
 use super::file::OpenFile;
 use super::tree::{self, Closing, NameChecks, SNAPSHOTS_NAME, Unlinked};
@@ -13,7 +14,6 @@ use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::versioned::{Reader, Records as _, Writer};
 use crate::meta::{keys, snapshot};
 use crate::node::{Attr, FileKind, Node, ROOT_INO, SNAPSHOTS_INO};
-use crate::view::View;
 
 /// Attempts of `create` while other processes create and remove the same name.
 const CREATE_ATTEMPTS: u32 = 8;

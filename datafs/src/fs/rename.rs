@@ -3,6 +3,7 @@
 
 use std::ffi::OsStr;
 
+use super::View;
 use super::namespace::remove_directory;
 use super::tree::{self, Closing, NameChecks, Unlinked};
 use crate::error::{Error, Result};
@@ -10,7 +11,6 @@ use crate::meta::engine::Durability;
 use crate::meta::inode::{Dentry, Timestamp};
 use crate::meta::versioned::Writer;
 use crate::node::{Node, ROOT_INO};
-use crate::view::View;
 
 /// A name in a directory.
 #[derive(Debug, Clone, Copy)]

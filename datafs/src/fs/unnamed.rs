@@ -10,6 +10,7 @@
 
 use std::ffi::OsStr;
 
+use super::View;
 use super::acl;
 use super::file::OpenFile;
 use super::namespace::vacant;
@@ -24,7 +25,6 @@ use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::Writer;
 use crate::node::{Attr, FileKind, Node};
-use crate::view::View;
 
 impl View {
     /// Creates a file without a name and opens it, as `open` does with `O_TMPFILE`. Owner, mode and access

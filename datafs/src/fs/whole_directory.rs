@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
 
+use super::View;
 use super::content::Layout;
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
@@ -12,7 +13,6 @@ use crate::meta::inode::{Dentry, Inode};
 use crate::meta::keys::{self, NodeTag};
 use crate::meta::versioned::{Reader, Records as _};
 use crate::node::{Attr, FileKind, Node};
-use crate::view::View;
 
 /// Records read by one scan.
 const PAGE: usize = 1_024;

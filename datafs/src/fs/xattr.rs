@@ -4,6 +4,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
+use super::View;
 use super::acl;
 use super::open_table::Unflushed;
 use super::tree;
@@ -13,7 +14,6 @@ use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::{Records, Writer};
 use crate::node::{FileKind, Node};
-use crate::view::View;
 
 /// Longest name of an extended attribute, in bytes, with its namespace (`user.`).
 pub const XATTR_NAME_BYTES_MAX: usize = 255;

@@ -8,7 +8,7 @@ use super::*;
 use crate::compact::Compact;
 use crate::config::Config;
 use crate::fs::tests::setup_with;
-use crate::fs::{OpenFlags, Owner};
+use crate::fs::{OpenFlags, Owner, View};
 use crate::meta::engine::{Durability, Order, WriteTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
@@ -17,7 +17,6 @@ use crate::meta::versioned::{VolumeRow, Writer, record_of};
 use crate::node::{Node, ROOT_INO};
 use crate::object::{Extent, ObjectId};
 use crate::publish::Publish;
-use crate::view::View;
 
 struct Home {
     dir: TempDir,

@@ -51,6 +51,14 @@ pub(crate) struct VolumeRow {
     pub(crate) former_keys: Option<Vec<KeyIdentity>>,
 }
 
+/// The number of a volume by its name.
+pub(crate) fn find_volume(txn: &mut dyn ReadTxn, name: &str) -> Result<u64> {
+    match txn.get(&keys::volume_name(name))? {
+        Some(value) => Decoder::new("volume name record", &value).u64(),
+        None => Err(Error::not_found(format!("volume {name}"))),
+    }
+}
+
 impl VolumeRow {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let (seconds, nanos) = self.created.parts();
@@ -259,7 +267,7 @@ pub(crate) struct Writer<'t> {
     references: ReferenceChanges,
     /// Counter changes per inode that its attributes do not contain yet.
     counted: BTreeMap<u64, Counted>,
-    /// The writer that makes the changes: see [`crate::watch`].
+    /// The writer that makes the changes: see [`crate::fs::watch`].
     writer: u64,
     /// Record keys changed so far, if a watcher needs them.
     changed: Option<Vec<Vec<u8>>>,

@@ -7,9 +7,8 @@ use std::ffi::{OsStr, OsString};
 
 use parking_lot::Mutex;
 
-use crate::fs::Found;
+use crate::fs::{Found, View};
 use crate::node::Node;
-use crate::view::View;
 
 /// Most prefetched entries in memory: about 16 MiB.
 const WAITING_MAX: usize = 32_768;

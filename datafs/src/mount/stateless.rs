@@ -6,9 +6,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::error::Result;
-use crate::fs::OpenFile;
+use crate::fs::{OpenFile, View};
 use crate::node::Node;
-use crate::view::View;
 
 /// Most cached files: with one extent each, less than 2 MiB.
 const FILES_MAX: usize = 4_096;

@@ -8,12 +8,12 @@ use crate::data::Codec;
 use crate::data::codec_tests::encode;
 use crate::datafs::Datafs;
 use crate::error::Error;
+use crate::fs::View;
 use crate::fsck::{FsckOptions, ProblemKind};
 use crate::meta::engine::Durability;
 use crate::meta::keys;
 use crate::meta::versioned::VolumeRow;
 use crate::object::{Compression, ObjectId};
-use crate::view::View;
 use crate::volume::VolumeOptions;
 
 /// A home with the keys `a` and `b`.

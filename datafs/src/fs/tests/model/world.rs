@@ -16,12 +16,12 @@ use super::step::SLOTS;
 use crate::config::{Config, FromFile, Secret};
 use crate::datafs::Datafs;
 use crate::error::Result;
+use crate::fs::View;
 use crate::fs::tests::reference::{NAMES, ROOT, Tree};
 use crate::fs::tests::{config, objects, on_postgres, rows};
 use crate::name::{Name, VolumeSpec};
 use crate::node::Node;
 use crate::object::Compression;
-use crate::view::View;
 use crate::volume::VolumeOptions;
 
 pub(super) struct World {
