@@ -25,15 +25,17 @@ use serde::{Deserialize, Serialize};
 
 use self::file::BackupFile;
 use crate::config::Config;
-use crate::data::{Copied, ObjectId, sync_names};
-use crate::datafs::{Datafs, Shared};
+use crate::data::{Copied, sync_names};
+use crate::datafs::{self, Datafs};
 use crate::error::{Error, Result};
 use crate::failpoint;
+use crate::fs::shared::Shared;
 use crate::identity::{StoreId, StoreRow, check_known_keys};
 use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Pair};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
+use crate::object::ObjectId;
 use crate::session::{self, DeadSession};
 
 /// Format version of the folder.
@@ -121,7 +123,7 @@ impl Datafs {
     ) -> Result<RestoreReport> {
         let folder = Folder::open(from)?;
         let file = BackupFile::open(&folder.path(METADATA))?;
-        let shared = Shared::open(home, &Config { gc_interval_ms: 0, ..config.clone() })?;
+        let shared = datafs::open_shared(home, &Config { gc_interval_ms: 0, ..config.clone() })?;
         let prefix = keys::encryption_keys();
         check_known_keys(file.page(&prefix, &keys::after_prefix(&prefix), usize::MAX)?, &shared.pool)?;
         // The hold comes first: a process that opens the volumes after it collects nothing.
@@ -208,7 +210,7 @@ fn restored<'a>(
 /// Fails while another process has the volumes open.
 fn check_alone(shared: &Shared) -> Result<()> {
     let mut others = session::files(&shared.sessions_dir)?;
-    shared.each(&keys::sessions(), |key, _| {
+    shared.meta.each(&keys::sessions(), |key, _| {
         others.push(Decoder::new("session key", &key[1..]).u64()?);
         Ok(())
     })?;

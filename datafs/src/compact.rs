@@ -18,29 +18,28 @@ use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-
-use crate::data::{Extent, GATHER_BYTES, ObjectError, ObjectId, PACK_BYTES, PIECE_BYTES_MAX};
-use crate::datafs::{Datafs, Shared};
+use crate::data::{GATHER_BYTES, ObjectError, PACK_BYTES, PIECE_BYTES_MAX};
 use crate::error::{Error, Result};
 use crate::fs::content::{FILE_BYTES_MAX, extents_within};
+use crate::fs::scattered::EXTENTS_MIN;
+use crate::fs::shared::Shared;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::Order;
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, Records as _, VolumeRow};
-use crate::name::Name;
+use crate::object::{Extent, ObjectId};
 
 /// Records that one transaction reads.
 const BATCH: usize = 1_000;
-/// Most files that are remembered until the next background pass.
-const NOTED_MAX: usize = 4_096;
 /// How often the background pass surveys all objects for packs that are mostly dead.
 const PACKS_INTERVAL: Duration = Duration::from_secs(600);
 /// Most hollow objects, other than packs, that one compaction remembers.
 const HOLLOW_MAX: usize = 100_000;
 
 /// The thresholds above which [`Datafs::compact`] rewrites a file or an object.
+///
+/// [`Datafs::compact`]: crate::Datafs::compact
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Compact {
     /// Files with more extents than this, ...
@@ -53,7 +52,7 @@ pub struct Compact {
 
 impl Default for Compact {
     fn default() -> Compact {
-        Compact { extents_min: 64, extent_bytes_min: 64 * 1024, live_percent_min: 50 }
+        Compact { extents_min: EXTENTS_MIN, extent_bytes_min: 64 * 1024, live_percent_min: 50 }
     }
 }
 
@@ -74,42 +73,35 @@ pub struct CompactReport {
     pub conflicts: u64,
 }
 
-impl Datafs {
-    /// Rewrites scattered files and mostly dead objects, in one volume or in all. The next garbage collection
-    /// ([`Datafs::gc`]) frees the space. May be stopped (or killed) anywhere. Volumes share packs, so packs
-    /// are compacted in any case.
-    pub fn compact(&self, volume: Option<&Name>, what: &Compact) -> Result<CompactReport> {
-        let shared = &self.shared;
-        let mut report = CompactReport::default();
-        let volumes = match volume {
-            Some(name) => vec![self.volume_show(name)?.id],
-            None => shared.live_volumes()?,
-        };
-        let hollow = shared.hollow_objects(what, true)?;
-        for volume in volumes {
-            file::compact_volume(shared, volume, what, &hollow.others, &mut report)?;
-        }
-        for pack in hollow.packs {
-            packs::compact_pack(shared, pack, &mut report)?;
-        }
-        Ok(report)
+/// Rewrites scattered files of one volume or of all, and mostly dead objects of all volumes.
+pub(crate) fn compact(shared: &Arc<Shared>, volume: Option<u64>, what: &Compact) -> Result<CompactReport> {
+    let mut report = CompactReport::default();
+    let volumes = match volume {
+        Some(volume) => vec![volume],
+        None => shared.live_volumes()?,
+    };
+    let hollow = shared.hollow_objects(what, true)?;
+    for volume in volumes {
+        file::compact_volume(shared, volume, what, &hollow.others, &mut report)?;
     }
+    for pack in hollow.packs {
+        packs::compact_pack(shared, pack, &mut report)?;
+    }
+    Ok(report)
 }
 
-/// The state of the background pass of one open datafs.
+/// The time of the last survey of all packs by the background pass.
 #[derive(Debug, Default)]
-pub(crate) struct Compaction {
-    noted: Mutex<HashSet<(u64, u64)>>,
-    packs_at: Mutex<Option<Instant>>,
-}
+pub(crate) struct PackSurvey(Option<Instant>);
 
-impl Compaction {
-    /// Notes a file that may have become scattered.
-    pub(crate) fn note(&self, volume: u64, ino: u64) {
-        let mut noted = self.noted.lock();
-        if noted.len() < NOTED_MAX {
-            noted.insert((volume, ino));
+impl PackSurvey {
+    /// Whether a survey is due, which then counts as made. The first one is due one interval after the start.
+    fn is_due(&mut self) -> bool {
+        let due = self.0.is_some_and(|at| at.elapsed() >= PACKS_INTERVAL);
+        if due || self.0.is_none() {
+            self.0 = Some(Instant::now());
         }
+        due
     }
 }
 
@@ -123,13 +115,12 @@ struct Hollow {
 impl Shared {
     /// The background pass: files that this process has scattered and does not have open any more, and packs
     /// that are mostly dead.
-    pub(crate) fn compact_noted(self: &Arc<Self>) -> Result<()> {
+    pub(crate) fn compact_noted(self: &Arc<Self>, survey: &mut PackSurvey) -> Result<()> {
         let what = Compact::default();
         let mut report = CompactReport::default();
-        let noted = std::mem::take(&mut *self.compaction.noted.lock());
-        for (volume, ino) in noted {
+        for (volume, ino) in self.scattered.take() {
             if self.open.get(volume, ino).is_some() {
-                self.compaction.note(volume, ino);
+                self.scattered.note(volume, ino);
                 continue;
             }
             match file::compact_file(self, volume, ino, &what, &HashSet::new(), &mut report) {
@@ -138,15 +129,7 @@ impl Shared {
                 other => other?,
             }
         }
-        let due = {
-            let mut at = self.compaction.packs_at.lock();
-            let due = at.is_some_and(|at| at.elapsed() >= PACKS_INTERVAL);
-            if due || at.is_none() {
-                *at = Some(Instant::now());
-            }
-            due
-        };
-        if due {
+        if survey.is_due() {
             for pack in self.hollow_objects(&what, false)?.packs {
                 packs::compact_pack(self, pack, &mut report)?;
             }
@@ -159,7 +142,7 @@ impl Shared {
 
     fn live_volumes(&self) -> Result<Vec<u64>> {
         let mut volumes = Vec::new();
-        self.each(&keys::volumes(), |key, value| {
+        self.meta.each(&keys::volumes(), |key, value| {
             // The collector and fsck report a row that cannot be read.
             if VolumeRow::decode(value).is_ok_and(|row| !row.deleting) {
                 volumes.push(Decoder::new("volume key", &key[1..]).u64()?);

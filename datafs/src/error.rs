@@ -3,8 +3,6 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::data::ObjectError;
-
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -287,15 +285,6 @@ impl Error {
         )
     }
 
-    /// Whether a remote store was unreachable or refused the request: a retry loses nothing.
-    pub fn is_store_trouble(&self) -> bool {
-        match self {
-            Self::StoreAway { .. } => true,
-            Self::Object(source) => matches!(source.downcast_ref(), Some(ObjectError::Store { .. })),
-            _ => false,
-        }
-    }
-
     pub(crate) fn not_found(what: impl Into<String>) -> Self {
         Self::NotFound { what: what.into() }
     }
@@ -316,10 +305,10 @@ impl Error {
     /// Converts an operating-system error at a path by its errno.
     pub(crate) fn io(operation: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         let path = path.into();
+        if let Some(quota) = no_space(&source) {
+            return Self::NoSpace { place: path.display().to_string(), quota };
+        }
         match source.raw_os_error() {
-            Some(code @ (libc::ENOSPC | libc::EDQUOT)) => {
-                Self::NoSpace { place: path.display().to_string(), quota: code == libc::EDQUOT }
-            }
             Some(libc::EACCES | libc::EPERM | libc::EROFS) => Self::NotWritable { place: path, source },
             _ => Self::Io { operation, path, source },
         }
@@ -330,22 +319,11 @@ fn no_space_words(quota: bool) -> &'static str {
     if quota { "disk quota exceeded" } else { "no space left on device" }
 }
 
-impl From<ObjectError> for Error {
-    fn from(error: ObjectError) -> Self {
-        match error {
-            ObjectError::NoSpace { place, quota, .. } => Self::NoSpace { place, quota },
-            ObjectError::Corrupt { id, byte, reason } => {
-                Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
-            }
-            ObjectError::Protection { id, found } => Self::Corrupt {
-                what: format!("object {id}"),
-                reason: format!("it is {found}, which the record of its volume rules out: it was replaced"),
-            },
-            ObjectError::Key { id, key, missing } => Self::wrong_key(format!("object {id}"), &key, missing),
-            ObjectError::Away { operation, place, tried_ms, source } => {
-                Self::StoreAway { place, operation, tried_ms, source }
-            }
-            other => Self::Object(Box::new(other)),
-        }
+/// `None` unless the error means "no space"; then whether a quota caused it.
+pub(crate) fn no_space(error: &io::Error) -> Option<bool> {
+    match error.raw_os_error() {
+        Some(libc::ENOSPC) => Some(false),
+        Some(libc::EDQUOT) => Some(true),
+        _ => None,
     }
 }

@@ -8,38 +8,27 @@
 //!  - dead sessions: their objects that no extent references.
 
 use std::collections::BTreeSet;
-use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-
-use crate::data::ObjectId;
-use crate::datafs::{Datafs, Shared};
+use crate::collector::Collector;
+use crate::compact::PackSurvey;
 use crate::error::{Error, Result};
 use crate::failpoint;
-use crate::fs::lock;
+use crate::fs::shared::Shared;
+use crate::fs::{View, lock};
+use crate::garbage::Deleted;
 use crate::meta::codec::Decoder;
-use crate::meta::engine::{Durability, Order, Pair, WriteTxn};
-use crate::meta::inode::Timestamp;
-use crate::meta::keys;
+use crate::meta::engine::{Durability, Order, WriteTxn};
 use crate::meta::references::forget_version;
-use crate::meta::snapshot;
 use crate::meta::versioned::{VolumeRow, record_of};
+use crate::meta::{keys, snapshot};
 use crate::session::{self, DeadSession};
-use crate::view::View;
 
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
-/// Longest wait for a running collection to stop.
-const STOP_MAX: Duration = Duration::from_secs(5);
-/// Shortest time between two full collections that a full disk requests.
-const FULL_EVERY: Duration = Duration::from_secs(1);
 /// How often a process answers the orphan rounds of other sessions, and checks the answers to its rounds.
 const ANSWER_EVERY: Duration = Duration::from_secs(1);
-/// Objects that are deleted at a time: a remote store takes several requests at once.
-const DELETED_TOGETHER: usize = 64;
 /// Age at which unfinished files are removed when their session is neither known to live nor known to be
 /// dead.
 const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
@@ -61,111 +50,41 @@ pub struct GcReport {
     pub sessions: u64,
 }
 
-impl Datafs {
-    /// Collects garbage now; returns when nothing more can be collected at this time. Runs beside all other
-    /// operations; may be stopped (or killed) anywhere.
-    pub fn gc(&self) -> Result<GcReport> {
-        self.shared.collect()
-    }
-}
-
 impl View {
     /// Deletes the objects of removed and replaced files whose grace period is over, in all volumes. This
     /// part of [`Datafs::gc`] frees space soon after a large file was replaced. Returns their number.
+    ///
+    /// [`Datafs::gc`]: crate::Datafs::gc
     pub fn collect_objects(&self) -> Result<u64> {
-        let mut report = GcReport::default();
-        let grace = Duration::from_millis(self.shared.config.garbage_grace_ms);
-        self.shared.collect_objects(grace, &mut report)?;
-        Ok(report.objects)
+        let mut deleted = Deleted::default();
+        self.shared.garbage().delete_older(self.shared.garbage_grace(), &mut deleted)?;
+        Ok(deleted.objects)
     }
 }
 
-/// The background collection of one open datafs.
-#[derive(Debug, Default)]
-pub(crate) struct Collector {
-    signal: Arc<Signal>,
+/// Starts the thread of the background collection, unless the configuration turns it off. It ends with the
+/// datafs.
+pub(crate) fn start(shared: &Arc<Shared>) -> Result<()> {
+    if shared.config.gc_interval_ms == 0 {
+        return Ok(());
+    }
+    let interval = Duration::from_millis(shared.config.gc_interval_ms);
+    let collector = Arc::clone(&shared.collector);
+    let weak = Arc::downgrade(shared);
+    std::thread::Builder::new()
+        .name("datafs-gc".into())
+        .spawn(move || run(&collector, &weak, interval))
+        .map(drop)
+        .map_err(|e| Error::io("start the collection thread of", &shared.sessions_dir, e))
 }
 
-#[derive(Debug, Default)]
-struct Signal {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Debug)]
-struct State {
-    wanted: bool,
-    stopped: bool,
-    /// The thread holds the datafs open at this moment.
-    busy: bool,
-}
-
-impl Default for State {
-    /// The first collection starts at once: it cleans up after processes that died before.
-    fn default() -> State {
-        State { wanted: true, stopped: false, busy: false }
-    }
-}
-
-impl Collector {
-    /// Starts the thread, unless the configuration turns it off. It ends with the datafs.
-    pub(crate) fn start(shared: &Arc<Shared>) -> Result<()> {
-        if shared.config.gc_interval_ms == 0 {
-            return Ok(());
-        }
-        let interval = Duration::from_millis(shared.config.gc_interval_ms);
-        let signal = Arc::clone(&shared.collector.signal);
-        let weak = Arc::downgrade(shared);
-        std::thread::Builder::new()
-            .name("datafs-gc".into())
-            .spawn(move || run(&signal, &weak, interval))
-            .map(drop)
-            .map_err(|e| Error::io("start the collection thread of", &shared.sessions_dir, e))
-    }
-
-    /// Runs a collection soon.
-    pub(crate) fn wake(&self) {
-        self.signal.state.lock().wanted = true;
-        self.signal.changed.notify_all();
-    }
-
-    /// Ends the thread. A running collection stops after its current transaction or deletion.
-    pub(crate) fn stop(&self) {
-        self.signal.state.lock().stopped = true;
-        self.signal.changed.notify_all();
-    }
-
-    /// Waits after [`Collector::stop`], up to [`STOP_MAX`], until the thread does not hold the datafs open.
-    /// Otherwise the process could end first and leave its session behind. That thread must not call this.
-    pub(crate) fn wait_for_stop(&self) {
-        let mut state = self.signal.state.lock();
-        let until = Instant::now() + STOP_MAX;
-        while state.busy && !self.signal.changed.wait_until(&mut state, until).timed_out() {}
-    }
-
-    fn is_stopped(&self) -> bool {
-        self.signal.state.lock().stopped
-    }
-}
-
-fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
+fn run(collector: &Collector, shared: &Weak<Shared>, interval: Duration) {
     let mut collected: Option<Instant> = None;
-    loop {
-        let wanted = {
-            let mut state = signal.state.lock();
-            if !state.wanted && !state.stopped {
-                signal.changed.wait_for(&mut state, interval.min(ANSWER_EVERY));
-            }
-            if state.stopped {
-                return;
-            }
-            state.busy = true;
-            std::mem::take(&mut state.wanted)
-        };
-        let _idle = Idle(signal);
+    let mut survey = PackSurvey::default();
+    while let Some(busy) = collector.next(interval.min(ANSWER_EVERY)) {
         let Some(shared) = shared.upgrade() else { return };
-        if wanted || collected.is_none_or(|before| before.elapsed() >= interval) {
-            collect_and_compact(&shared);
+        if busy.wanted || collected.is_none_or(|before| before.elapsed() >= interval) {
+            collect_and_compact(&shared, &mut survey);
             collected = Some(Instant::now());
             continue;
         }
@@ -179,61 +98,21 @@ fn run(signal: &Signal, shared: &Weak<Shared>, interval: Duration) {
     }
 }
 
-/// Reports on drop that the thread does not hold the datafs open any more. Create it before the reference
-/// that does.
-struct Idle<'a>(&'a Signal);
-
-impl Drop for Idle<'_> {
-    fn drop(&mut self) {
-        self.0.state.lock().busy = false;
-        self.0.changed.notify_all();
-    }
-}
-
-fn collect_and_compact(shared: &Arc<Shared>) {
+fn collect_and_compact(shared: &Arc<Shared>, survey: &mut PackSurvey) {
     match shared.collect() {
         Ok(report) if report != GcReport::default() => tracing::debug!(?report, "collected garbage"),
         Ok(_) => {}
         Err(_) if shared.collector.is_stopped() => return,
         Err(error) => tracing::warn!(%error, "collecting garbage; it is tried again later"),
     }
-    if let Err(error) = shared.compact_noted() {
+    if let Err(error) = shared.compact_noted(survey) {
         tracing::warn!(%error, "compacting; it is tried again later");
     }
 }
 
-/// Garbage collections for operations that found no space.
-#[derive(Debug, Default)]
-pub(crate) struct RoomMaker {
-    /// Locked during such a collection: when a full collection was last requested.
-    running: Mutex<Option<Instant>>,
-    /// Number of such collections that have deleted something.
-    successes: AtomicU64,
-}
-
 impl Shared {
-    /// Deletes garbage for an operation that found no space, without the grace period: readers in other
-    /// processes look up again when an object is missing. Returns whether space was freed since the call.
-    pub(crate) fn make_room(&self) -> bool {
-        let before = self.room_maker.successes.load(Ordering::Acquire);
-        let mut asked = self.room_maker.running.lock();
-        if self.room_maker.successes.load(Ordering::Acquire) > before {
-            return true;
-        }
-        let mut report = GcReport::default();
-        if let Err(error) = self.collect_objects(Duration::ZERO, &mut report) {
-            tracing::warn!(%error, "collecting garbage on a full disk");
-        }
-        // The background collection does what takes longer: snapshots and volumes in deletion, and the
-        // remains of dead processes.
-        if asked.is_none_or(|at| at.elapsed() >= FULL_EVERY) {
-            *asked = Some(Instant::now());
-            self.collector.wake();
-        }
-        if report.objects > 0 {
-            self.room_maker.successes.fetch_add(1, Ordering::AcqRel);
-        }
-        report.objects > 0
+    fn garbage_grace(&self) -> Duration {
+        Duration::from_millis(self.config.garbage_grace_ms)
     }
 
     pub(crate) fn collect(&self) -> Result<GcReport> {
@@ -243,47 +122,16 @@ impl Shared {
         self.collect_sessions(&mut report)?;
         self.collect_deletions(&mut report)?;
         report.inodes += self.tend_orphans()?;
-        self.collect_objects(Duration::from_millis(self.config.garbage_grace_ms), &mut report)?;
+        let mut deleted = Deleted::default();
+        self.garbage().delete_older(self.garbage_grace(), &mut deleted)?;
+        report.objects += deleted.objects;
+        report.held += deleted.held;
         Ok(report)
-    }
-
-    /// Fails once the datafs is being closed: a collection may stop anywhere.
-    fn go_on(&self) -> Result<()> {
-        if !self.collector.is_stopped() {
-            return Ok(());
-        }
-        let source = io::ErrorKind::Interrupted.into();
-        Err(Error::io("collect garbage of", &self.home, source))
-    }
-
-    fn page(&self, prefix: &[u8], after: Option<&[u8]>) -> Result<Vec<Pair>> {
-        let start = after.map_or_else(|| prefix.to_vec(), |key| [key, &[0]].concat());
-        let end = keys::after_prefix(prefix);
-        self.meta.view(|txn| txn.scan(&start, &end, Order::Ascending, BATCH))
-    }
-
-    /// All pairs under a prefix, page by page.
-    pub(crate) fn each(
-        &self,
-        prefix: &[u8],
-        mut visit: impl FnMut(&[u8], &[u8]) -> Result<()>,
-    ) -> Result<()> {
-        let mut last: Option<Vec<u8>> = None;
-        loop {
-            let page = self.page(prefix, last.as_deref())?;
-            for (key, value) in &page {
-                visit(key, value)?;
-            }
-            match page.last() {
-                Some((key, _)) if page.len() == BATCH => last = Some(key.clone()),
-                _ => return Ok(()),
-            }
-        }
     }
 
     fn collect_sessions(&self, report: &mut GcReport) -> Result<()> {
         let mut known = Vec::new();
-        self.each(&keys::sessions(), |key, _| {
+        self.meta.each(&keys::sessions(), |key, _| {
             known.push(Decoder::new("session key", &key[1..]).u64()?);
             Ok(())
         })?;
@@ -324,31 +172,11 @@ impl Shared {
         ended.into_iter().try_for_each(DeadSession::remove)
     }
 
-    /// Removes the remains of a dead session. Deletes its row first, durably: if the process was only paused
-    /// and resumes, none of its commits can reference a new object any more.
+    /// Removes the remains of a dead session, its row first.
     fn clean_up_after(&self, id: u64, report: &mut GcReport) -> Result<()> {
-        self.end_session(id)?;
+        session::end_dead(&self.meta, id)?;
         failpoint::hit("gc-session-claimed");
         self.clean_up_rest(id, report)
-    }
-
-    fn end_session(&self, id: u64) -> Result<()> {
-        self.meta.transact_making_room(Durability::Durable, |txn| {
-            // Listed as in cleanup until the rest is gone, so that a crash here loses nothing.
-            txn.put(&keys::session_in_cleanup(id), &[])?;
-            session::remove_row(txn, id)
-        })
-    }
-
-    /// Ends the session of another process if that is dead, which frees its locks; a collection cleans up the
-    /// rest. Returns whether it was dead.
-    pub(crate) fn end_if_dead(&self, id: u64) -> Result<bool> {
-        let dead = DeadSession::claim(&self.meta, &self.sessions_dir, id)?;
-        if dead.is_some() {
-            self.end_session(id)?;
-            self.collector.wake();
-        }
-        Ok(dead.is_some())
     }
 
     /// Removes the locks and objects of a session whose row is gone.
@@ -362,7 +190,7 @@ impl Shared {
         let mut last: Option<Vec<u8>> = None;
         loop {
             let page = |txn: &mut dyn WriteTxn| lock::forget_session(txn, id, last.as_deref(), BATCH);
-            self.go_on()?;
+            self.collector.go_on(&self.home)?;
             last = self.meta.transact_making_room(Durability::Relaxed, page)?;
             if last.is_none() {
                 return Ok(());
@@ -377,11 +205,11 @@ impl Shared {
                     || txn.get(&keys::garbage(object))?.is_some())
             })?;
             // A restore may be about to reference it. The session stays in cleanup.
-            if !known && self.is_held()? {
+            if !known && self.garbage().is_held()? {
                 return Ok(());
             }
             if !known {
-                self.go_on()?;
+                self.collector.go_on(&self.home)?;
                 self.pool.delete(object)?;
                 failpoint::hit("gc-session-object-deleted");
                 report.objects += 1;
@@ -392,7 +220,7 @@ impl Shared {
 
     fn collect_deletions(&self, report: &mut GcReport) -> Result<()> {
         let mut cleanups = Vec::new();
-        self.each(&keys::sessions_in_cleanup(), |key, _| {
+        self.meta.each(&keys::sessions_in_cleanup(), |key, _| {
             cleanups.push(Decoder::new("session key", &key[1..]).u64()?);
             Ok(())
         })?;
@@ -400,7 +228,7 @@ impl Shared {
             self.clean_up_rest(id, report)?;
         }
         let mut volumes = Vec::new();
-        self.each(&keys::volumes(), |key, value| {
+        self.meta.each(&keys::volumes(), |key, value| {
             let id = Decoder::new("volume key", &key[1..]).u64()?;
             match VolumeRow::decode(value) {
                 Ok(row) => volumes.push((id, row.deleting)),
@@ -423,7 +251,7 @@ impl Shared {
                 };
                 while !free()? {
                     failpoint::hit("gc-snapshot-batch");
-                    self.go_on()?;
+                    self.collector.go_on(&self.home)?;
                 }
                 failpoint::hit("gc-snapshot-freed");
                 report.snapshots += 1;
@@ -459,59 +287,11 @@ impl Shared {
                 })
             };
             while !batch()? {
-                self.go_on()?;
+                self.collector.go_on(&self.home)?;
             }
             failpoint::hit("gc-volume-part");
         }
         self.meta.transact_making_room(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
-    }
-
-    fn collect_objects(&self, grace: Duration, report: &mut GcReport) -> Result<()> {
-        let mut last: Option<Vec<u8>> = None;
-        loop {
-            let page = self.page(&keys::all_garbage(), last.as_deref())?;
-            let mut due = Vec::new();
-            for (key, value) in &page {
-                let mut from = Decoder::new("garbage record", value);
-                let freed = Timestamp::from_parts(from.i64()?, from.u32()?).to_system();
-                if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
-                    due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
-                }
-            }
-            // Checked after the page was read: objects that a hold protects became garbage after the hold.
-            if !due.is_empty() && self.is_held()? {
-                report.held += due.len() as u64;
-            } else if !due.is_empty() {
-                self.delete_objects(&due, report)?;
-            }
-            match page.into_iter().nth(BATCH - 1) {
-                Some((key, _)) => last = Some(key),
-                None => return Ok(()),
-            }
-        }
-    }
-
-    /// Whether a running backup or restore needs every object. The holds of dead processes go with their
-    /// sessions.
-    fn is_held(&self) -> Result<bool> {
-        Ok(!self.page(&keys::holds(), None)?.is_empty())
-    }
-
-    fn delete_objects(&self, due: &[ObjectId], report: &mut GcReport) -> Result<()> {
-        // The commits that released the objects may be relaxed: a power failure must not bring back a
-        // reference to an object that is deleted now.
-        self.meta.sync()?;
-        for few in due.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
-            self.go_on()?;
-            self.pool.delete_all(few)?;
-            failpoint::hit("gc-object-deleted");
-        }
-        self.meta.transact_making_room(Durability::Relaxed, |txn| {
-            due.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
-        })?;
-        failpoint::hit("gc-garbage-forgotten");
-        report.objects += due.len() as u64;
-        Ok(())
     }
 }
 

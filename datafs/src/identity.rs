@@ -17,7 +17,7 @@ use crate::meta::engine::{Durability, Order, Pair, ReadTxn, WriteTxn};
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::versioned::VolumeRow;
-use crate::session::random_id;
+use crate::random::random_id;
 
 /// The check value that distinguishes keys of one name.
 pub(crate) type KeyCheck = [u8; 8];

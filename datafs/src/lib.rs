@@ -49,6 +49,7 @@
 //! ```
 
 mod backup;
+mod collector;
 mod compact;
 mod config;
 mod data;
@@ -57,6 +58,7 @@ mod error;
 mod failpoint;
 pub mod fs;
 mod fsck;
+mod garbage;
 mod gc;
 mod identity;
 mod meta;
@@ -64,7 +66,10 @@ mod meta_url;
 mod metrics;
 pub mod mount;
 mod name;
+mod node;
+mod object;
 mod publish;
+mod random;
 mod session;
 #[cfg(test)]
 mod store_tests;
@@ -73,25 +78,25 @@ mod transfer;
 mod view;
 mod volume;
 mod warmup;
-mod watch;
 
 pub use backup::{BackupReport, RestoreReport};
 pub use compact::{Compact, CompactReport};
 pub use config::{Config, FromEnvironment, FromFile, Secret};
-pub use data::Compression;
 pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{
-    Allocate, Attr, Blocker, FileKind, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, Node,
-    NodeEntry, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, XATTR_NAME_BYTES_MAX,
-    XATTR_NAMES_BYTES_MAX, XATTR_VALUE_BYTES_MAX,
+    Allocate, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, NodeEntry, OpenFile,
+    OpenFlags, Owner, SetAttr, SetTime, SetXattr, StatFs, View, XATTR_NAME_BYTES_MAX, XATTR_NAMES_BYTES_MAX,
+    XATTR_VALUE_BYTES_MAX,
 };
 pub use fsck::{FsckOptions, FsckProgress, FsckReport, Problem, ProblemKind, Remedy};
 pub use gc::GcReport;
 pub use meta_url::MetaUrl;
 pub use name::{Name, VolumeSpec};
+pub use node::{Attr, FileKind, Node};
+pub use object::Compression;
 pub use publish::{KEY_BYTES_MAX, PUBLISH_STEPS_MAX, Publish, StagedFile, StagedWriter, VALUE_BYTES_MAX};
 pub use transfer::{CopyOptions, CopyProgress, CopyReport, Endpoint};
-pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat, View};
+pub use view::{DirEntry, READ_FILE_BYTES_MAX, Stat};
 pub use volume::{SnapshotInfo, Usage, VolumeInfo, VolumeList, VolumeOptions};
 pub use warmup::Warmup;

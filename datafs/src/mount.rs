@@ -51,7 +51,7 @@ use std::path::Path;
 use fuser::Errno;
 
 use crate::error::{Error, Result};
-use crate::view::View;
+use crate::fs::View;
 
 pub use control::{Served, served};
 pub use opening::{Open, Opening};

@@ -8,18 +8,18 @@ use std::ffi::OsStr;
 use std::io;
 use std::ops::Range;
 
-use crate::data::{Extent, ObjectWriter};
-use crate::datafs::FreshObject;
+use crate::data::ObjectWriter;
 use crate::error::{Error, Result};
-use crate::fs::content;
-use crate::fs::path::components;
+use crate::fs::fresh_object::FreshObject;
+use crate::fs::path::{components, name_it};
 use crate::fs::tree::{self, Closing};
-use crate::fs::types::{Attr, FileKind, Node, ROOT_INO};
+use crate::fs::{View, content};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Dentry, Inode};
 use crate::meta::keys;
 use crate::meta::versioned::{Records as _, Writer};
-use crate::view::{View, name_it};
+use crate::node::{Attr, FileKind, Node, ROOT_INO};
+use crate::object::Extent;
 
 /// Longest application key, in bytes.
 pub const KEY_BYTES_MAX: usize = 1024;

@@ -16,7 +16,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use millrace_leaf::{private, random};
+use millrace_leaf::private;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
@@ -28,6 +28,7 @@ use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
+use crate::random::random_id;
 
 /// Attempts to find an id whose file no other process holds.
 const ATTEMPTS: u32 = 16;
@@ -156,6 +157,26 @@ impl DeadSession {
     }
 }
 
+/// Removes the row of a dead session, durably: if its process was only paused and resumes, none of its commits
+/// can reference a new object any more.
+pub(crate) fn end_dead(meta: &Metadata, id: u64) -> Result<()> {
+    meta.transact_making_room(Durability::Durable, |txn| {
+        // Listed as in cleanup until the rest is gone, so that a crash here loses nothing.
+        txn.put(&keys::session_in_cleanup(id), &[])?;
+        remove_row(txn, id)
+    })
+}
+
+/// Ends the session of another process if that is dead, which frees its locks; a collection cleans up the
+/// rest. Returns whether it was dead.
+pub(crate) fn end_if_dead(meta: &Metadata, directory: &Path, id: u64) -> Result<bool> {
+    let dead = DeadSession::claim(meta, directory, id)?;
+    if dead.is_some() {
+        end_dead(meta, id)?;
+    }
+    Ok(dead.is_some())
+}
+
 /// The row of this process's session.
 pub(crate) fn row() -> Vec<u8> {
     let (seconds, nanos) = Timestamp::now().parts();
@@ -222,11 +243,6 @@ pub(crate) fn files(directory: &Path) -> Result<Vec<u64>> {
         ids.extend(name.to_str().and_then(|name| u64::from_str_radix(name, 16).ok()));
     }
     Ok(ids)
-}
-
-/// A random number, not 0. Two processes practically never draw the same.
-pub(crate) fn random_id() -> Result<u64> {
-    random::id().map_err(|e| Error::io("read", random::SOURCE, e))
 }
 
 /// A number for a session with a lease: it fits a signed integer on the server.

@@ -36,9 +36,9 @@ use tokio::runtime::Handle;
 
 use crate::error::Error;
 use crate::fs::path::split_last;
-use crate::fs::{Attr, FileKind, OpenFile};
+use crate::fs::{OpenFile, View};
+use crate::node::{Attr, FileKind};
 use crate::publish::{Publish, StagedFile};
-use crate::view::View;
 use list::{Walk, directory_at, read_page};
 use upload::Upload;
 

@@ -23,7 +23,7 @@ use serde::Serialize;
 
 use crate::datafs::Datafs;
 use crate::error::{Error, Result};
-use crate::view::View;
+use crate::fs::View;
 
 /// One end of a copy.
 #[derive(Debug, Clone)]

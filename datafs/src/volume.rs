@@ -1,24 +1,23 @@
 //! Management of volumes and snapshots: create, list, show, delete, and open as a view.
 
-use std::sync::Arc;
 use std::time::SystemTime;
 
 use chrono::{DateTime, SecondsFormat, Utc};
 use serde::{Serialize, Serializer};
 
-use crate::data::{Codec, Compression, ExpectedKeys, KeyIdentity, ObjectError, ObjectId};
-use crate::datafs::{Datafs, Shared};
+use crate::datafs::Datafs;
 use crate::error::{Error, Result};
-use crate::fs::types::{FileKind, ROOT_INO};
+use crate::fs::View;
 use crate::identity;
 use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, ReadTxn};
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::snapshot::{self, SnapshotRow};
-use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, Writer};
+use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, Writer, find_volume};
 use crate::name::{Name, VolumeSpec};
-use crate::view::View;
+use crate::node::{FileKind, ROOT_INO};
+use crate::object::{Compression, KeyIdentity};
 
 /// Records that [`Datafs::volume_show`] reads in one transaction.
 const USAGE_PAGE: usize = 4_096;
@@ -148,7 +147,7 @@ impl Datafs {
     pub fn volume_set_key(&self, name: &Name, key: &str) -> Result<()> {
         let new = self.key_of(name, key)?;
         self.shared.meta.transact(Durability::Durable, |txn| {
-            let id = find(txn.as_read(), name)?;
+            let id = find_volume(txn.as_read(), name.as_str())?;
             let mut row = VolumeRow::get(txn.as_read(), id)?;
             if row.key.is_none() {
                 // Small files may be in the metadata, which is not encrypted.
@@ -201,7 +200,7 @@ impl Datafs {
     /// One volume with its usage. Counting takes time in proportion to the number of files.
     pub fn volume_show(&self, name: &Name) -> Result<VolumeInfo> {
         let (id, mut volume) = self.shared.meta.view(|txn| {
-            let id = find(txn, name)?;
+            let id = find_volume(txn, name.as_str())?;
             let row = VolumeRow::get(txn, id)?;
             Ok((id, info(txn, id, &row)?))
         })?;
@@ -213,7 +212,7 @@ impl Datafs {
     /// and objects are freed in the background.
     pub fn volume_delete(&self, name: &Name) -> Result<()> {
         self.shared.meta.transact_making_room(Durability::Durable, |txn| {
-            let id = find(txn.as_read(), name)?;
+            let id = find_volume(txn.as_read(), name.as_str())?;
             let mut row = VolumeRow::get(txn.as_read(), id)?;
             row.deleting = true;
             txn.put(&keys::volume(id), &row.encode())?;
@@ -234,7 +233,7 @@ impl Datafs {
             return Err(Error::InvalidName { name: snapshot.to_string(), reason });
         }
         self.shared.meta.transact(Durability::Durable, |txn| {
-            let id = find(txn.as_read(), volume)?;
+            let id = find_volume(txn.as_read(), volume.as_str())?;
             let (number, row) = snapshot::create(txn, id, snapshot.as_str())?;
             snapshot_info(volume, number, &row)
         })
@@ -243,7 +242,7 @@ impl Datafs {
     /// The snapshots of a volume, oldest first.
     pub fn snapshot_list(&self, volume: &Name) -> Result<Vec<SnapshotInfo>> {
         self.shared.meta.view(|txn| {
-            let id = find(txn, volume)?;
+            let id = find_volume(txn, volume.as_str())?;
             let rows = snapshot::list(txn, id)?;
             rows.iter().map(|(number, row)| snapshot_info(volume, *number, row)).collect()
         })
@@ -253,7 +252,7 @@ impl Datafs {
     /// is freed in the background. Its views return [`Error::Stale`] from now on.
     pub fn snapshot_delete(&self, volume: &Name, snapshot: &Name) -> Result<()> {
         self.shared.meta.transact_making_room(Durability::Durable, |txn| {
-            let id = find(txn.as_read(), volume)?;
+            let id = find_volume(txn.as_read(), volume.as_str())?;
             snapshot::begin_delete(txn, id, snapshot.as_str())
         })?;
         self.shared.collector.wake();
@@ -265,13 +264,13 @@ impl Datafs {
     /// key not at hand.
     pub fn view(&self, spec: &VolumeSpec) -> Result<View> {
         let (id, (spec, at), row) = self.shared.meta.view(|txn| {
-            let id = find(txn, &spec.volume)?;
+            let id = find_volume(txn, spec.volume.as_str())?;
             let row = VolumeRow::get(txn, id)?;
             Ok((id, resolve(txn, id, spec)?, row))
         })?;
         let codec = self.shared.codec_of(&row)?;
         self.shared.expect_keys(id, &row);
-        Ok(View::new(self, spec, id, at, codec))
+        Ok(View::new(&self.in_use, &self.shared, spec, id, at, codec))
     }
 
     /// The volume and snapshot that a spec stands for at present: itself, unless it asks for the newest snapshot. With
@@ -281,7 +280,7 @@ impl Datafs {
     /// [`Error::NotFound`] for a volume or snapshot that does not exist, also where a volume has no snapshot yet.
     pub fn resolve(&self, spec: &VolumeSpec) -> Result<(VolumeSpec, Option<u64>)> {
         self.shared.meta.view(|txn| {
-            let id = find(txn, &spec.volume)?;
+            let id = find_volume(txn, spec.volume.as_str())?;
             let (spec, at) = resolve(txn, id, spec)?;
             let number = match at {
                 At::Live => None,
@@ -320,74 +319,6 @@ impl Datafs {
                 _ => return Ok(usage),
             }
         }
-    }
-}
-
-impl Shared {
-    /// The codec for new data of a volume. Fails when this process lacks its key.
-    pub(crate) fn codec_of(&self, row: &VolumeRow) -> Result<Codec> {
-        let key = match &row.key {
-            None => None,
-            Some((name, check)) => {
-                let wrong = |missing| Error::wrong_key(format!("volume {}", row.name), name, missing);
-                let key = self.pool.keys().get(name).ok_or_else(|| wrong(true))?;
-                if key.check() != *check {
-                    return Err(wrong(false));
-                }
-                Some(key.clone())
-            }
-        };
-        Ok(Codec { compression: row.compression, key })
-    }
-
-    /// Caches the keys that the objects of a volume may be encrypted with.
-    fn expect_keys(&self, volume: u64, row: &VolumeRow) -> Arc<ExpectedKeys> {
-        let expected = Arc::new(row.expected_keys());
-        self.expected_keys.write().insert(volume, Arc::clone(&expected));
-        expected
-    }
-
-    /// Reads bytes of an object for a file of a volume, see [`ObjectPool::read_part`]. The volume's record
-    /// says how the object must be protected.
-    ///
-    /// [`ObjectPool::read_part`]: crate::data::ObjectPool::read_part
-    pub(crate) fn read_part(
-        &self,
-        volume: u64,
-        object: ObjectId,
-        start: u64,
-        offset: u64,
-        buffer: &mut [u8],
-    ) -> Result<(), ObjectError> {
-        let look_up = || {
-            let row = self.meta.view(|txn| VolumeRow::get(txn, volume));
-            row.map(|row| self.expect_keys(volume, &row)).map_err(|error| ObjectError::Store {
-                operation: "look up the keys of an object",
-                place: format!("volume number {volume}"),
-                source: error.into(),
-            })
-        };
-        let known = self.expected_keys.read().get(&volume).map(Arc::clone);
-        let expected = known.map_or_else(look_up, Ok)?;
-        match self.pool.read_part(&expected, object, start, offset, buffer) {
-            // The volume's key may have been changed since: read its record again.
-            Err(ObjectError::Protection { .. }) => {
-                self.pool.read_part(&*look_up()?, object, start, offset, buffer)
-            }
-            done => done,
-        }
-    }
-
-    /// [`Shared::codec_of`] for a volume id.
-    pub(crate) fn codec_of_volume(&self, volume: u64) -> Result<Codec> {
-        self.codec_of(&self.meta.view(|txn| VolumeRow::get(txn, volume))?)
-    }
-}
-
-fn find(txn: &mut dyn ReadTxn, name: &Name) -> Result<u64> {
-    match txn.get(&keys::volume_name(name.as_str()))? {
-        Some(value) => Decoder::new("volume name record", &value).u64(),
-        None => Err(Error::not_found(format!("volume {name}"))),
     }
 }
 

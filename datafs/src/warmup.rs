@@ -6,10 +6,10 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use parking_lot::Mutex;
 
-use crate::data::ObjectId;
 use crate::error::{Error, Result};
-use crate::fs::{FileKind, Node, OpenFlags};
-use crate::view::View;
+use crate::fs::{OpenFlags, View};
+use crate::node::{FileKind, Node};
+use crate::object::ObjectId;
 
 /// Objects that are fetched concurrently.
 const FETCHERS: usize = 8;

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use millrace_leaf::private;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
-use crate::data::ObjectId;
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair, ReadTxn};
 use crate::meta::keys;
 use crate::meta::sqlite::FORMAT_VERSION;
+use crate::object::ObjectId;
 
 /// Pairs in memory at a time.
 const PAGE: usize = 4_096;

@@ -17,13 +17,13 @@ fn a_restore_whose_hold_was_lost_changes_nothing() {
     drop(Datafs::open(&other, &config).unwrap());
     // As if another process had declared the restoring one dead.
     let lose = |_| {
-        let shared = Shared::open(&other, &config).unwrap();
+        let shared = datafs::open_shared(&other, &config).unwrap();
         let mut holds = Vec::new();
         let keep = |key: &[u8], _: &[u8]| {
             holds.push(key.to_vec());
             Ok(())
         };
-        shared.each(&keys::holds(), keep).unwrap();
+        shared.meta.each(&keys::holds(), keep).unwrap();
         let forget =
             |txn: &mut dyn crate::meta::engine::WriteTxn| holds.iter().try_for_each(|key| txn.delete(key));
         shared.meta.transact(Durability::Durable, forget).unwrap();

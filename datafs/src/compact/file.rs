@@ -4,15 +4,17 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::{Compact, CompactReport};
-use crate::data::{Extent, ObjectError, ObjectId};
-use crate::datafs::{FreshObject, Shared};
+use crate::data::ObjectError;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::content::{self, Replacement};
+use crate::fs::fresh_object::FreshObject;
+use crate::fs::shared::Shared;
 use crate::meta::engine::Durability;
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer};
+use crate::object::{Extent, ObjectId};
 
 /// Extents that are rewritten in one transaction, into one object.
 const SEGMENT_EXTENTS: usize = 65_536;

@@ -4,14 +4,15 @@
 use std::collections::HashSet;
 
 use super::CompactReport;
-use crate::data::{Extent, ObjectError, ObjectId, Pack, Packed};
-use crate::datafs::Shared;
+use crate::data::{ObjectError, Pack, Packed};
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::content::{self, Referral, Replacement};
+use crate::fs::shared::Shared;
 use crate::meta::engine::Durability;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, VolumeRow, Writer};
+use crate::object::{Extent, ObjectId};
 
 /// Bytes that are copied, and committed, at a time.
 const STEP_BYTES: u64 = 1 << 20;

@@ -7,10 +7,10 @@ use rand::{Rng as _, RngCore as _, SeedableRng as _};
 
 use super::*;
 use crate::config::Config;
+use crate::datafs::Datafs;
 use crate::fs::tests::setup_with;
-use crate::fs::{OpenFlags, Owner};
+use crate::fs::{OpenFlags, Owner, View};
 use crate::fsck::FsckOptions;
-use crate::view::View;
 
 const OWNER: Owner = Owner { uid: 0, gid: 0 };
 
@@ -309,10 +309,11 @@ fn the_background_pass_takes_what_was_closed() {
     let home = Home::new();
     let content = scatter(&home, "f", 6);
     let held = home.view.open(home.view.stat("f").unwrap().node, OpenFlags::READ_WRITE).unwrap();
-    home.datafs.shared.compact_noted().unwrap();
+    let mut survey = PackSurvey::default();
+    home.datafs.shared.compact_noted(&mut survey).unwrap();
     assert!(home.extents("f").len() > 64, "it is open");
     drop(held);
-    home.datafs.shared.compact_noted().unwrap();
+    home.datafs.shared.compact_noted(&mut survey).unwrap();
     assert_eq!(home.extents("f").len(), 1);
     assert!(home.view.read_file("f").unwrap() == content);
     home.check();

@@ -30,8 +30,8 @@ use super::deleted::is_deleted;
 use super::error::{ObjectError, Result};
 use super::evict::Evictor;
 use super::image::Image;
-use super::object::ObjectId;
 use crate::metrics;
+use crate::object::ObjectId;
 
 const MAGIC: &[u8; 8] = b"MRmap\x00v1";
 const HEADER_BYTES: usize = 48;

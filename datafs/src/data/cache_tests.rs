@@ -10,6 +10,7 @@ use super::s3_server::{Fault, S3Server};
 use super::s3_tests::{config, pattern, pool_with};
 use super::*;
 use crate::config::Config;
+use crate::object::ObjectId;
 
 const MIB: usize = 1024 * 1024;
 const SESSION: u64 = 0xfeed_0000_0000_0003;

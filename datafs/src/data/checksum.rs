@@ -5,7 +5,7 @@
 //! the rest of the footer, `u32` frame_bytes, `u64` data_bytes, 16 bytes object id, `u64` reserved
 //! (0), 8 bytes magic.
 
-use super::object::ObjectId;
+use crate::object::ObjectId;
 
 /// Bytes per checksum. A random 4 KiB read checks one frame: 64 KiB cost about 10 µs.
 pub(crate) const FRAME_BYTES: u32 = 64 * 1024;

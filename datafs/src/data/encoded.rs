@@ -17,10 +17,10 @@ use std::ops::Range;
 use ring::aead::LessSafeKey;
 
 use super::checksum::{FRAME_BYTES, OBJECT_BYTES_MAX};
-use super::codec::{Codec, Compression, Compressor, TAG_BYTES, decompress, open, prove, seal};
+use super::codec::{Codec, Compressor, TAG_BYTES, decompress, open, prove, seal};
 use super::error::ObjectError;
-use super::keyring::{CHECK_BYTES, KEY_NAME_BYTES_MAX, KeyIdentity, Keyring};
-use super::object::ObjectId;
+use super::keyring::{KEY_NAME_BYTES_MAX, Keyring};
+use crate::object::{CHECK_BYTES, Compression, KeyIdentity, ObjectId};
 
 /// Length of the footer.
 pub(super) const FOOTER_BYTES: usize = 136;

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use millrace_leaf::error_chain;
 
-use super::object::ObjectId;
+use crate::error::{Error, no_space};
+use crate::object::ObjectId;
 
 /// An error of the object pool.
 #[derive(Debug, thiserror::Error)]
@@ -168,11 +169,33 @@ fn missing_words(missing: bool) -> &'static str {
     }
 }
 
-/// `None` unless the error means "no space"; then whether a quota caused it.
-pub(crate) fn no_space(error: &io::Error) -> Option<bool> {
-    match error.raw_os_error() {
-        Some(libc::ENOSPC) => Some(false),
-        Some(libc::EDQUOT) => Some(true),
-        _ => None,
+impl Error {
+    /// Whether a remote store was unreachable or refused the request: a retry loses nothing.
+    pub fn is_store_trouble(&self) -> bool {
+        match self {
+            Self::StoreAway { .. } => true,
+            Self::Object(source) => matches!(source.downcast_ref(), Some(ObjectError::Store { .. })),
+            _ => false,
+        }
+    }
+}
+
+impl From<ObjectError> for Error {
+    fn from(error: ObjectError) -> Self {
+        match error {
+            ObjectError::NoSpace { place, quota, .. } => Self::NoSpace { place, quota },
+            ObjectError::Corrupt { id, byte, reason } => {
+                Self::Corrupt { what: format!("object {id} at byte {byte}"), reason }
+            }
+            ObjectError::Protection { id, found } => Self::Corrupt {
+                what: format!("object {id}"),
+                reason: format!("it is {found}, which the record of its volume rules out: it was replaced"),
+            },
+            ObjectError::Key { id, key, missing } => Self::wrong_key(format!("object {id}"), &key, missing),
+            ObjectError::Away { operation, place, tried_ms, source } => {
+                Self::StoreAway { place, operation, tried_ms, source }
+            }
+            other => Self::Object(Box::new(other)),
+        }
     }
 }

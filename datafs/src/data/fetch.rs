@@ -15,11 +15,11 @@ use parking_lot::Mutex;
 use super::cache::{Cache, Entry};
 use super::error::{ObjectError, Result};
 use super::index::Index;
-use super::object::ObjectId;
 use super::remote::RemoteStore;
 use super::runtime::Io;
 use super::segment::{Buffers, Segment};
 use crate::metrics;
+use crate::object::ObjectId;
 
 /// Bytes of one request.
 pub(super) const SEGMENT_BYTES: u64 = 4 * 1024 * 1024;

@@ -6,16 +6,14 @@ use std::fmt;
 use ring::aead::{AES_256_GCM, LessSafeKey, UnboundKey};
 use ring::hkdf;
 
-use super::object::ObjectId;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::object::{CHECK_BYTES, KeyIdentity, ObjectId};
 
 /// Bytes of a key.
 const KEY_BYTES: usize = 32;
 /// Longest name of a key in bytes: the footer of an encoded object has a field of this size.
 pub(crate) const KEY_NAME_BYTES_MAX: usize = 64;
-/// Bytes of the check value that detects a wrong key without any data.
-pub(super) const CHECK_BYTES: usize = 8;
 
 /// Derivation contexts; another format needs other ones.
 const FOR_OBJECT: &[u8] = b"millrace datafs object v1";
@@ -37,35 +35,6 @@ pub(crate) struct VolumeKey {
 impl fmt::Debug for VolumeKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("VolumeKey").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
-/// A key's identity in records and objects: its name, and the check value that distinguishes keys of that name.
-pub(crate) type KeyIdentity = (String, [u8; CHECK_BYTES]);
-
-/// The keys that the objects of a volume may be encrypted with, from the record of the volume. Each object's
-/// footer is compared with it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum ExpectedKeys {
-    /// None: the volume is not encrypted.
-    None,
-    /// One of these: the keys that the volume has, and has had.
-    OneOf(Vec<KeyIdentity>),
-    /// Any key: the record predates the list of the volume's former keys.
-    Any,
-    /// Any key or none: the caller does not know the volume.
-    Unknown,
-}
-
-impl ExpectedKeys {
-    /// Whether an object of the volume may be encrypted with this key, or with none.
-    pub(super) fn allow(&self, key: Option<&KeyIdentity>) -> bool {
-        match (self, key) {
-            (Self::None, key) => key.is_none(),
-            (Self::OneOf(keys), Some(key)) => keys.contains(key),
-            (Self::Any, Some(_)) | (Self::Unknown, _) => true,
-            (Self::OneOf(_) | Self::Any, None) => false,
-        }
     }
 }
 

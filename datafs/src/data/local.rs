@@ -12,8 +12,8 @@ use millrace_leaf::private;
 use super::access_time;
 use super::durable;
 use super::error::{ObjectError, Result};
-use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::store::StoreSpace;
+use crate::object::{Layout, ObjectId, SUMS_SUFFIX};
 
 /// The store's directory, with 256 fan-out directories below for the objects.
 #[derive(Debug)]

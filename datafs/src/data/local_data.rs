@@ -14,7 +14,7 @@ use super::encoded::{self, EncodedIndex};
 use super::error::{ObjectError, Result};
 use super::index::Index;
 use super::keyring::Keyring;
-use super::object::{Layout, ObjectId};
+use crate::object::{Layout, ObjectId};
 
 /// Read-ahead distance of a sequential reader, in bytes.
 const AHEAD_BYTES: u64 = 8 * 1024 * 1024;

@@ -13,9 +13,9 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use parking_lot::Mutex;
 
 use super::error::{ObjectError, Result};
-use super::object::{Layout, ObjectId};
 use super::pool::ObjectPool;
 use crate::failpoint;
+use crate::object::{Layout, ObjectId};
 
 /// Writeback is started each time this many bytes were appended.
 const EARLY_BYTES: u64 = 8 << 20;

@@ -9,9 +9,9 @@ use millrace_leaf::atomic_file;
 
 use super::durable;
 use super::error::{ObjectError, Result};
-use super::object::Layout;
 use super::pool::ObjectPool;
 use super::store::Store;
+use crate::object::Layout;
 
 /// Its name at the root of a local store, and below the prefix of a remote one.
 pub(super) const MARKER: &str = "store.json";

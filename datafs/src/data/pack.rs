@@ -10,8 +10,7 @@
 //! (a torn tail). For a bucket, `remote_pack.rs` collects a pack in memory and stores it in one request.
 
 use super::checksum::FRAME_BYTES;
-use super::extent::Extent;
-use super::object::ObjectId;
+use crate::object::{Extent, ObjectId};
 
 /// Most bytes of data in one piece.
 pub(crate) const PIECE_BYTES_MAX: usize = 256 * 1024;

@@ -16,11 +16,11 @@ use parking_lot::Mutex;
 use super::checksum::FRAME_BYTES;
 use super::deleted::{KeepsOpen, is_deleted, is_idle};
 use super::error::{ObjectError, Result};
-use super::object::ObjectId;
 use super::pack::{HEADER_BYTES, Piece};
 use super::pack_ahead::{Budget, Strides};
 use super::pack_writer::LocalPack;
 use crate::metrics;
+use crate::object::ObjectId;
 
 /// Most packs kept open: 2 GiB of small files at 16 MiB each.
 const OPEN_MAX: usize = 128;
@@ -238,10 +238,10 @@ impl KeepsOpen for OpenPacks {
 mod tests {
     use super::*;
     use crate::data::codec::Codec;
-    use crate::data::keyring::ExpectedKeys;
     use crate::data::pack::{PACK_BYTES, PIECE_BYTES_MAX};
     use crate::data::pack_writer::Packs;
     use crate::data::pool::ObjectPool;
+    use crate::object::ExpectedKeys;
 
     fn pattern(len: usize) -> Vec<u8> {
         (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
@@ -322,7 +322,7 @@ mod tests {
         let file = File::options().write(true).open(&path).unwrap();
         let torn = two.extents[0].object_offset + 70_000;
         file.set_len(torn).unwrap();
-        let read = |extent: &crate::data::Extent| {
+        let read = |extent: &crate::object::Extent| {
             let mut into = vec![0; extent.len as usize];
             pool.read_part(
                 &ExpectedKeys::None,

@@ -18,13 +18,12 @@ use parking_lot::Mutex;
 use super::codec::Codec;
 use super::deleted::{self, KeepsOpen, is_deleted};
 use super::error::{ObjectError, Result};
-use super::extent::Extent;
-use super::object::{Layout, ObjectId};
 use super::pack::{PACK_BYTES, append_pieces};
 use super::pool::ObjectPool;
 use super::remote_pack::{RemotePack, RemotePackWriters};
 use crate::failpoint;
 use crate::metrics;
+use crate::object::{Extent, Layout, ObjectId};
 
 /// A pack that this process has begun.
 #[derive(Debug, Clone)]

@@ -17,12 +17,9 @@ use super::cache::Cache;
 use super::codec::Codec;
 use super::deleted;
 use super::error::{ObjectError, Result, threads_gone};
-use super::keyring::{ExpectedKeys, Keyring};
+use super::keyring::Keyring;
 #[cfg(test)]
 use super::local::LocalStore;
-#[cfg(test)]
-use super::object::StoredObject;
-use super::object::{Layout, ObjectId};
 use super::pack::{HEADER_BYTES, Piece};
 use super::pack_reader::OpenPacks;
 use super::reader::{OpenObject, OpenObjects};
@@ -33,6 +30,9 @@ use super::segment::Buffers;
 use super::store::{Store, StoreSpace};
 use super::writer::ObjectWriter;
 use crate::config::Config;
+#[cfg(test)]
+use crate::object::StoredObject;
+use crate::object::{ExpectedKeys, Layout, ObjectId};
 
 /// The objects of one store. A clone is another handle to the same pool; all may be used from any
 /// thread, inside or outside of an async runtime, and block until the store has answered.

@@ -14,10 +14,10 @@ use object_store::path::Path as StorePath;
 
 use super::error::{ObjectError, Result};
 use super::local::LocalStore;
-use super::object::ObjectId;
 use super::pool::ObjectPool;
 use super::remote::RemoteStore;
 use super::store::Store;
+use crate::object::ObjectId;
 
 /// Bytes of one request and of one comparison.
 const STEP: usize = 8 << 20;

@@ -12,13 +12,12 @@ use super::deleted::{KeepsOpen, is_idle};
 use super::error::{ObjectError, Result};
 use super::fetch::RemoteData;
 use super::index::Index;
-use super::keyring::ExpectedKeys;
 use super::local_data::LocalData;
-use super::object::ObjectId;
 use super::pool::ObjectPool;
 use super::store::Store;
 use super::verified::Verified;
 use crate::metrics;
+use crate::object::{ExpectedKeys, ObjectId};
 
 /// Most files kept open: a quarter of the usual limit of 1024 descriptors.
 const OPEN_MAX: usize = 256;

@@ -24,8 +24,8 @@ use tokio::sync::Semaphore;
 use super::error::{ObjectError, Result};
 use super::image;
 use super::marker::{MARKER, MARKER_BYTES_MAX};
-use super::object::{Layout, ObjectId, SUMS_SUFFIX};
 use super::retry::insist;
+use crate::object::{Layout, ObjectId, SUMS_SUFFIX};
 
 /// Parts that this process sends at a time, over all of its uploads; bounds their memory.
 const PARTS_AT_A_TIME: usize = 32;

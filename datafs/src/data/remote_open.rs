@@ -12,11 +12,11 @@ use super::error::{ObjectError, Result};
 use super::fetch::RemoteData;
 use super::index::Index;
 use super::local_data::{LocalData, check_length, torn};
-use super::object::{Layout, ObjectId};
 use super::pool::ObjectPool;
 use super::reader::Data;
 use super::remote::RemoteStore;
 use super::writer::FRAMED_BYTES_MAX;
+use crate::object::{Layout, ObjectId};
 
 /// First request for an encoded object, in bytes: all of a small one, and the length of a large one.
 const FIRST_BYTES: u64 = 64 * 1024;

@@ -21,14 +21,13 @@ use super::checksum::FRAME_BYTES;
 use super::codec::Codec;
 use super::encoded::{self, Encoder};
 use super::error::{ObjectError, Result};
-use super::extent::Extent;
-use super::object::{Layout, ObjectId};
 use super::pack::{HEADER_BYTES, append_pieces};
 use super::pack_writer::{Pack, Packed};
 use super::pool::ObjectPool;
 use crate::config::Config;
 use crate::failpoint;
 use crate::metrics;
+use crate::object::{Extent, Layout, ObjectId};
 
 /// A pack of this size is sent: a reader gets it with one request, and the cost per request is negligible.
 pub(crate) const GATHER_BYTES: usize = 4 << 20;

@@ -9,9 +9,9 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::checksum::{FOOTER_BYTES, FRAME_BYTES};
-use super::object::Layout;
 use super::writer::FRAMED_BYTES_MAX;
 use super::*;
+use crate::object::{Layout, ObjectId};
 
 /// Larger than what a writer keeps in memory.
 const PART_BYTES: usize = 4 * 1024 * 1024;

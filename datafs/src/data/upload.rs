@@ -11,10 +11,10 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::AbortHandle;
 
 use super::error::{ObjectError, Result};
-use super::object::ObjectId;
 use super::pool::ObjectPool;
 use super::remote::{ABORT_LIMIT, RemoteStore};
 use super::runtime::Pending;
+use crate::object::ObjectId;
 
 /// Bytes of the first [`PARTS_EQUAL`] parts; stores want at least 5 MiB.
 pub(super) const PART_BYTES: usize = 8 * 1024 * 1024;

@@ -9,10 +9,10 @@ use super::codec::Codec;
 use super::encoded::Encoder;
 use super::error::{ObjectError, Result};
 use super::local_file::{LocalFile, Unsynced};
-use super::object::{Layout, ObjectId, StoredObject};
 use super::pool::ObjectPool;
 use super::upload::{Upload, part_bytes};
 use crate::metrics;
+use crate::object::{Layout, ObjectId, StoredObject};
 
 /// Objects up to this size keep their checksums behind the data: one file to sync instead of two. They are
 /// too small for passing the file to the kernel to pay.

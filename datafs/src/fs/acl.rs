@@ -7,11 +7,11 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 
 use super::tree;
-use super::types::FileKind;
 use crate::error::{Error, Result};
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::{Records as _, Writer};
+use crate::node::FileKind;
 
 /// Name of the attribute with the list of a node.
 pub(crate) const ACCESS: &str = "system.posix_acl_access";

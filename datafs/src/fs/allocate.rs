@@ -1,15 +1,15 @@
 //! Holes in files: `fallocate`, and the search for data and holes.
 
+use super::View;
 use super::content::{self, FILE_BYTES_MAX};
 use super::file::{check_file, flush_inode};
 use super::tree;
-use super::types::{Attr, Node};
 use super::xattr::drop_capabilities;
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::versioned::Reader;
-use crate::view::View;
+use crate::node::{Attr, Node};
 
 /// What [`View::allocate`] does with a range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

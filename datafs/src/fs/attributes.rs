@@ -1,17 +1,18 @@
 //! Attributes: getattr, setattr, statfs.
 
+use super::View;
 use super::acl;
 use super::content;
 use super::file::{discard, flush_inode};
 use super::open_table::Unflushed;
-use super::types::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO, SetAttr, SetTime, StatFs};
+use super::types::{SetAttr, SetTime, StatFs};
 use super::xattr::{drop_capabilities, drop_pending, without_privileges};
 use super::{content::FILE_BYTES_MAX, tree};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::versioned::Reader;
-use crate::view::View;
+use crate::node::{Attr, FileKind, INO_MAX, Node, SNAPSHOTS_INO};
 
 /// Size of a block in statfs, in bytes.
 const BLOCK_BYTES: u32 = 4096;

@@ -5,15 +5,16 @@
 //! nothing.
 
 use super::dirty::slice;
-use super::types::FileKind;
-use crate::data::{Extent, ObjectError, ObjectId, Pack};
-use crate::datafs::Shared;
+use super::shared::Shared;
+use crate::data::{ObjectError, Pack};
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::{Inode, decode_extent, encode_extent};
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{Records, Writer};
+use crate::node::FileKind;
+use crate::object::{Extent, ObjectId};
 
 /// Most bytes of a file that are kept in the metadata.
 pub(crate) const INLINE_BYTES_MAX: usize = 4096;

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use super::content::{self, INLINE_BYTES_MAX};
 use super::file::{OpenFile, flush_inode};
 use super::tree;
-use super::types::Node;
 use super::xattr::drop_capabilities;
-use crate::data::Extent;
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::Timestamp;
 use crate::meta::versioned::{At, Reader, Records, Writer};
+use crate::node::Node;
+use crate::object::Extent;
 
 /// Shorter copies move bytes: a reference would cost more than it saves.
 const REFERENCE_BYTES_MIN: u64 = 64 * 1024;

@@ -3,15 +3,15 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
 
+use super::View;
 use super::tree;
-use super::types::{Attr, FileKind, Node, NodeEntry, ROOT_INO};
+use super::types::NodeEntry;
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::Dentry;
-use crate::meta::keys;
-use crate::meta::snapshot;
 use crate::meta::versioned::{Reader, Records as _};
-use crate::view::View;
+use crate::meta::{keys, snapshot};
+use crate::node::{Attr, FileKind, Node, ROOT_INO};
 
 /// Cursor behind `.`.
 const AFTER_DOT: u64 = 1;

@@ -5,10 +5,12 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
-use crate::data::{Codec, Extent, ObjectId, ObjectWriter, PIECE_BYTES_MAX};
-use crate::datafs::{FreshObject, Shared};
+use super::fresh_object::FreshObject;
+use super::shared::Shared;
+use crate::data::{Codec, ObjectWriter, PIECE_BYTES_MAX};
 use crate::error::Result;
 use crate::meta::engine::Prerequisite;
+use crate::object::{Extent, ObjectId};
 
 /// Longest run of bytes in memory; bounds what splitting a run copies.
 const RUN_BYTES_MAX: usize = 1 << 20;

@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use parking_lot::MutexGuard;
 
+use super::View;
 use super::content::{self, FILE_BYTES_MAX, INLINE_BYTES_MAX, Layout, Referral};
 use super::dirty::Dirty;
 use super::open_table::{Naming, OpenInode, Unflushed};
+use super::shared::Shared;
 use super::tree;
-use super::types::{Attr, FileKind, Node, OpenFlags, SetAttr};
+use super::types::{OpenFlags, SetAttr};
 use super::xattr::drop_pending;
-use crate::data::{Extent, ObjectError, ObjectId, Packed};
-use crate::datafs::Shared;
+use crate::data::{ObjectError, Packed};
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Durability;
@@ -23,7 +24,8 @@ use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{Reader, Writer};
-use crate::view::View;
+use crate::node::{Attr, FileKind, Node};
+use crate::object::{Extent, ObjectId};
 
 /// Attempts of a read whose objects are overwritten and collected meanwhile.
 const READ_ATTEMPTS: u32 = 5;

@@ -3,16 +3,17 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
+use super::View;
 use super::namespace::vacant;
 use super::path::PATH_BYTES_MAX;
 use super::tree;
-use super::types::{Attr, FileKind, Node, Owner};
+use super::types::Owner;
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::versioned::Records as _;
-use crate::view::View;
+use crate::node::{Attr, FileKind, Node};
 
 impl View {
     /// Gives a file, link, pipe, socket or device node another name.

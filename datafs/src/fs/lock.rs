@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::types::{Attr, Node};
+use super::View;
 use crate::error::{Error, Result};
 use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::keys;
-use crate::view::View;
+use crate::node::{Attr, Node};
+use crate::session;
 
 /// Locks on one node: more are refused, because each change rewrites the record.
 const LOCKS_MAX: usize = 4_096;
@@ -183,7 +184,10 @@ impl View {
         }
         let mut any = false;
         for other in others {
-            any |= self.shared.end_if_dead(other)?;
+            if session::end_if_dead(&self.shared.meta, &self.shared.sessions_dir, other)? {
+                self.shared.collector.wake();
+                any = true;
+            }
         }
         Ok(any)
     }

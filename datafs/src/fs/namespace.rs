@@ -3,16 +3,17 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt as _;
 
+use super::View;
 use super::acl;
 use super::file::OpenFile;
 use super::tree::{self, Closing, NameChecks, SNAPSHOTS_NAME, Unlinked};
-use super::types::{Attr, FileKind, Node, OpenFlags, Owner, ROOT_INO, SNAPSHOTS_INO};
+use super::types::{OpenFlags, Owner};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::versioned::{Reader, Records as _, Writer};
 use crate::meta::{keys, snapshot};
-use crate::view::View;
+use crate::node::{Attr, FileKind, Node, ROOT_INO, SNAPSHOTS_INO};
 
 /// Attempts of `create` while other processes create and remove the same name.
 const CREATE_ATTEMPTS: u32 = 8;

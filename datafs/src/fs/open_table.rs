@@ -9,9 +9,9 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::dirty::Dirty;
-use super::types::Attr;
 use super::xattr::without_privileges;
 use crate::meta::inode::Timestamp;
+use crate::node::Attr;
 
 /// What this process knows of the names of an open inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +52,7 @@ pub(crate) struct Unflushed {
     pub(crate) end: u64,
     /// Bytes that may not have been stored before.
     pub(crate) stored_bytes: u64,
-    /// Id of the writer, 0 when there were several: see [`crate::watch`].
+    /// Id of the writer, 0 when there were several: see [`super::watch`].
     pub(crate) writer: u64,
     /// Time of the oldest unflushed write.
     pub(crate) since: Instant,

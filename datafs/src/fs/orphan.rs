@@ -24,20 +24,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use super::View;
 use super::file::{OpenFile, discard};
 use super::open_table::{Naming, OpenInode};
+use super::scattered;
+use super::shared::Shared;
 use super::tree::{self, Closing};
-use super::types::{Node, OpenFlags};
-use crate::compact::Compact;
-use crate::datafs::Shared;
+use super::types::OpenFlags;
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::keys;
 use crate::meta::versioned::Writer;
+use crate::node::Node;
 use crate::session;
-use crate::view::View;
 
 /// Keeper of an orphan that no session has open: any session may free it.
 const NOBODY: u64 = 0;
@@ -180,8 +181,8 @@ impl Shared {
         }
         discard(self, open, &mut open.dirty.lock());
         if !open.is_maybe_orphan() && open.naming() == Naming::Usual {
-            if open.scatter(0) > Compact::default().extents_min {
-                self.compaction.note(open.volume, open.ino);
+            if open.scatter(0) > scattered::EXTENTS_MIN {
+                self.scattered.note(open.volume, open.ino);
             }
         } else if let Err(error) = self.let_go(open) {
             tracing::warn!(

@@ -2,10 +2,10 @@
 
 use std::ffi::{OsStr, OsString};
 
+use super::View;
 use super::tree::{check_name, display};
-use super::types::{Attr, FileKind};
 use crate::error::{Error, Result};
-use crate::view::{View, name_it};
+use crate::node::{Attr, FileKind};
 
 /// Longest path, in bytes.
 pub(crate) const PATH_BYTES_MAX: usize = 4095;
@@ -78,6 +78,18 @@ impl View {
             }
         }
         stack.pop().ok_or_else(|| Error::not_found(display(path.as_ref())))
+    }
+}
+
+/// Puts the path into an error that only knows a name or number.
+pub(crate) fn name_it(error: Error, path: &str) -> Error {
+    let what = path.to_owned();
+    match error {
+        Error::NotFound { .. } => Error::NotFound { what },
+        Error::IsADirectory { .. } => Error::IsADirectory { what },
+        Error::NotADirectory { .. } => Error::NotADirectory { what },
+        Error::NotEmpty { .. } => Error::NotEmpty { what },
+        other => other,
     }
 }
 

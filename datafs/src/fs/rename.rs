@@ -3,14 +3,14 @@
 
 use std::ffi::OsStr;
 
+use super::View;
 use super::namespace::remove_directory;
 use super::tree::{self, Closing, NameChecks, Unlinked};
-use super::types::{Node, ROOT_INO};
 use crate::error::{Error, Result};
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Dentry, Timestamp};
 use crate::meta::versioned::Writer;
-use crate::view::View;
+use crate::node::{Node, ROOT_INO};
 
 /// A name in a directory.
 #[derive(Debug, Clone, Copy)]

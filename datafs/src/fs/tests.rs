@@ -13,11 +13,11 @@ mod streams;
 
 use std::path::Path;
 
+use super::View;
 use crate::config::Config;
 use crate::datafs::Datafs;
 use crate::fs::Owner;
 use crate::meta::engine::Order;
-use crate::view::View;
 
 /// Small buffers and no background work: everything happens when a test calls for it.
 pub(super) fn config() -> Config {

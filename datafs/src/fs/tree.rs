@@ -6,12 +6,13 @@ use std::os::unix::ffi::OsStrExt as _;
 use super::content;
 use super::open_table::{LastNames, OpenTable};
 use super::orphan::{Orphan, Orphans};
-use super::types::{FileKind, Owner, ROOT_INO};
+use super::types::Owner;
 use crate::error::{Error, Result};
 use crate::meta::engine::Order;
 use crate::meta::inode::{Dentry, Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::{Records, Writer};
+use crate::node::{FileKind, ROOT_INO};
 use crate::session;
 
 /// Longest file name, in bytes.

@@ -10,20 +10,21 @@
 
 use std::ffi::OsStr;
 
+use super::View;
 use super::acl;
 use super::file::OpenFile;
 use super::namespace::vacant;
 use super::open_table::{LastNames, Naming};
 use super::orphan::Orphan;
 use super::tree;
-use super::types::{Attr, FileKind, Node, OpenFlags, Owner};
+use super::types::{OpenFlags, Owner};
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::engine::Durability;
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::Writer;
-use crate::view::View;
+use crate::node::{Attr, FileKind, Node};
 
 impl View {
     /// Creates a file without a name and opens it, as `open` does with `O_TMPFILE`. Owner, mode and access

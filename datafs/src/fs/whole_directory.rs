@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
 
+use super::View;
 use super::content::Layout;
-use super::types::{Attr, FileKind, Node};
 use crate::error::{Error, Result};
 use crate::meta::engine::{Order, Pair};
 use crate::meta::inode::{Dentry, Inode};
 use crate::meta::keys::{self, NodeTag};
 use crate::meta::versioned::{Reader, Records as _};
-use crate::view::View;
+use crate::node::{Attr, FileKind, Node};
 
 /// Records read by one scan.
 const PAGE: usize = 1_024;

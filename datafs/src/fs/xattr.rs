@@ -4,16 +4,16 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 
+use super::View;
 use super::acl;
 use super::open_table::Unflushed;
 use super::tree;
-use super::types::{FileKind, Node};
 use crate::error::{Error, Result};
 use crate::meta::engine::{Durability, Order};
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
 use crate::meta::versioned::{Records, Writer};
-use crate::view::View;
+use crate::node::{FileKind, Node};
 
 /// Longest name of an extended attribute, in bytes, with its namespace (`user.`).
 pub const XATTR_NAME_BYTES_MAX: usize = 255;

@@ -9,8 +9,8 @@ use super::scan::VolumeFacts;
 use super::sorter::Sorted;
 use super::tree::{Fact, Whose, parse};
 use crate::error::Result;
-use crate::fs::types::{INO_MAX, ROOT_INO};
 use crate::meta::keys;
+use crate::node::{INO_MAX, ROOT_INO};
 
 /// Facts between two progress reports.
 const STEP: u64 = 10_000;

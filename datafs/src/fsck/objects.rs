@@ -7,13 +7,13 @@ use super::repair::Fix;
 use super::report::{Findings, ProblemKind};
 use super::scan::object_fact;
 use super::sorter::{Sorted, Sorter};
-use crate::data::{ExpectedKeys, ObjectId};
-use crate::datafs::Shared;
 use crate::error::{Error, Result};
+use crate::fs::shared::Shared;
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{VolumeRow, record_of};
+use crate::object::{ExpectedKeys, ObjectId};
 
 /// Most extents of an object that are kept, to report whose data it holds.
 const WITNESSES_MAX: usize = 16;

@@ -7,19 +7,20 @@ use std::ffi::OsStr;
 use super::objects::known_now;
 use super::report::{Found, Remedy};
 use super::tree::sum_of;
-use crate::data::ObjectId;
-use crate::datafs::Shared;
 use crate::error::{Error, Result};
 use crate::fs::content::{self, FILE_BYTES_MAX};
 use crate::fs::dirty::lay_over;
 use crate::fs::orphan::Orphan;
+use crate::fs::shared::Shared;
 use crate::fs::tree;
-use crate::fs::types::{FileKind, Owner, ROOT_INO};
+use crate::fs::types::Owner;
 use crate::meta::codec::Encoder;
 use crate::meta::engine::{Durability, ReadTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
+use crate::node::{FileKind, ROOT_INO};
+use crate::object::ObjectId;
 
 /// The directory for inodes without a name, in the root of their volume.
 const LOST_AND_FOUND: &str = "lost+found";

@@ -12,14 +12,14 @@ use super::repair::{Fix, version_of};
 use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
 use super::tree::TreeScan;
-use crate::data::ObjectId;
 use crate::error::Result;
-use crate::fs::types::FIRST_INO;
 use crate::meta::engine::{Order, Pair, ReadTxn};
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
 use crate::meta::versioned::{At, Reader, VolumeRow, parts_of, record_of};
+use crate::node::FIRST_INO;
+use crate::object::ObjectId;
 
 /// Records read by one scan.
 const PAGE: usize = 4_096;

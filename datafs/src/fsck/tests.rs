@@ -7,17 +7,16 @@ use tempfile::TempDir;
 use super::*;
 use crate::compact::Compact;
 use crate::config::Config;
-use crate::data::{Extent, ObjectId};
 use crate::fs::tests::setup_with;
-use crate::fs::types::ROOT_INO;
-use crate::fs::{Node, OpenFlags, Owner};
+use crate::fs::{OpenFlags, Owner, View};
 use crate::meta::engine::{Durability, Order, WriteTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{VolumeRow, Writer, record_of};
+use crate::node::{Node, ROOT_INO};
+use crate::object::{Extent, ObjectId};
 use crate::publish::Publish;
-use crate::view::View;
 
 struct Home {
     dir: TempDir,
@@ -162,7 +161,7 @@ fn work_under_way_is_no_damage() {
 fn names_without_inodes_go() {
     let home = Home::new();
     let entry = home.live(&keys::child(home.ino("a"), b"nowhere"));
-    let value = Dentry { ino: 999, kind: crate::fs::FileKind::File }.encode();
+    let value = Dentry { ino: 999, kind: crate::node::FileKind::File }.encode();
     home.change(|txn| txn.put(&entry, &[&9_u64.to_be_bytes()[..], &value].concat()).unwrap());
     home.mends(ProblemKind::DanglingName);
     assert!(home.view.stat("a/nowhere").is_err());

@@ -6,10 +6,10 @@ use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
 use crate::error::Result;
 use crate::fs::content::INLINE_BYTES_MAX;
-use crate::fs::types::FileKind;
 use crate::meta::codec::Decoder;
 use crate::meta::inode::{Dentry, Inode, decode_extent};
 use crate::meta::keys;
+use crate::node::FileKind;
 
 /// A fact about an inode; the order is that in which they are joined.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,6 +3,7 @@ use std::path::Path;
 
 use super::*;
 use crate::config::Config;
+use crate::datafs::Datafs;
 
 fn open(home: &Path, gc_interval_ms: u64) -> Datafs {
     Datafs::open(home, &Config { gc_interval_ms, ..Config::default() }).unwrap()
@@ -41,7 +42,7 @@ fn a_full_disk_asks_for_a_whole_collection_once_a_second() {
     let home = tempfile::tempdir().unwrap();
     let datafs = open(home.path(), 0);
     let shared = &datafs.shared;
-    let asked = || std::mem::take(&mut shared.collector.signal.state.lock().wanted);
+    let asked = || shared.collector.next(Duration::ZERO).is_some_and(|busy| busy.wanted);
     asked();
     shared.make_room();
     assert!(asked());

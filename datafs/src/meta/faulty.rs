@@ -196,7 +196,7 @@ pub(crate) struct Faulty {
 
 impl Faulty {
     pub(crate) fn new(inner: Box<dyn Engine>, faults: Arc<Faults>) -> Faulty {
-        let client = crate::session::random_id().unwrap();
+        let client = crate::random::random_id().unwrap();
         Faulty { inner, faults, client, commits: AtomicU64::new(0), failed: AtomicBool::new(false) }
     }
 

@@ -19,8 +19,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use parking_lot::Mutex;
 
-use crate::data::no_space;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, no_space};
 
 /// Step in which the file grows while the disk has [`AHEAD_ROOM_BYTES`] free, so that few commits allocate.
 const STEP_BYTES: u64 = 1 << 20;

@@ -232,7 +232,7 @@ impl Group {
         let shared = Arc::new(Shared {
             engine,
             turn,
-            writer: crate::session::random_id()?,
+            writer: crate::random::random_id()?,
             lock_wait,
             writing: Mutex::new(()),
             state: Mutex::new(State {

@@ -4,9 +4,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::codec::{Decoder, Encoder};
 use super::keys;
-use crate::data::{Extent, ObjectId};
 use crate::error::Result;
-use crate::fs::types::{Attr, FileKind, Node};
+use crate::node::{Attr, FileKind, Node};
+use crate::object::{Extent, ObjectId};
 
 /// A time as it is stored: seconds since 1970, which may be negative, and nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -7,7 +7,7 @@
 
 use sha2::{Digest as _, Sha256};
 
-use crate::data::ObjectId;
+use crate::object::ObjectId;
 
 /// Format version of the metadata.
 pub(crate) const FORMAT: &[u8] = b"mformat";

@@ -7,10 +7,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::changes::{ChangeListener, Subscription};
-use super::engine::{Durability, Engine, Outcome, Pairs, ReadTxn, WriteTxn};
+use super::engine::{Durability, Engine, Order, Outcome, Pair, Pairs, ReadTxn, WriteTxn};
 use super::group::Group;
+use super::keys;
 use super::sqlite::Sqlite;
 use crate::error::Result;
+
+/// Pairs in a full page of [`Metadata::page`].
+pub(crate) const PAGE: usize = 1_000;
 
 /// The metadata of an open datafs.
 pub(crate) struct Metadata(Kind);
@@ -78,6 +82,32 @@ impl Metadata {
             Kind::Group(group) => group.read_committed(&mut body)?,
         }
         outcome.take()
+    }
+
+    /// A page of the pairs under a prefix, from the start or after a key, in one transaction.
+    pub(crate) fn page(&self, prefix: &[u8], after: Option<&[u8]>) -> Result<Vec<Pair>> {
+        let start = after.map_or_else(|| prefix.to_vec(), |key| [key, &[0]].concat());
+        let end = keys::after_prefix(prefix);
+        self.view(|txn| txn.scan(&start, &end, Order::Ascending, PAGE))
+    }
+
+    /// All pairs under a prefix, page by page.
+    pub(crate) fn each(
+        &self,
+        prefix: &[u8],
+        mut visit: impl FnMut(&[u8], &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let mut last: Option<Vec<u8>> = None;
+        loop {
+            let page = self.page(prefix, last.as_deref())?;
+            for (key, value) in &page {
+                visit(key, value)?;
+            }
+            match page.last() {
+                Some((key, _)) if page.len() == PAGE => last = Some(key.clone()),
+                _ => return Ok(()),
+            }
+        }
     }
 
     /// See [`Engine::replace`].

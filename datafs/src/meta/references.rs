@@ -8,8 +8,8 @@ use super::codec::{Decoder, Encoder};
 use super::engine::{ReadTxn, WriteTxn};
 use super::inode::{Timestamp, decode_extent};
 use super::keys;
-use crate::data::ObjectId;
 use crate::error::{Error, Result};
+use crate::object::ObjectId;
 
 /// The references to one object.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

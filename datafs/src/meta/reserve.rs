@@ -16,8 +16,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use parking_lot::Mutex;
 
 use super::shared_page;
-use crate::data::no_space;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, no_space};
 
 /// The reserve is 1/`PART` of the disk, within these limits in bytes.
 const PART: u64 = 64;

@@ -11,7 +11,7 @@ use super::keys;
 use super::references::forget_version;
 use super::versioned::VolumeRow;
 use crate::error::{Error, Result};
-use crate::fs::types::SNAPSHOT_MAX;
+use crate::node::SNAPSHOT_MAX;
 
 /// Versions that one transaction frees.
 pub(crate) const FREE_BATCH: usize = 1_000;

@@ -124,7 +124,7 @@ proptest! {
         };
         let row = VolumeRow {
             name: "v".into(), created: Timestamp::now(), epoch: 1, last_snapshot: 0, deleting: false,
-            compression: crate::data::Compression::Zstd { level: 7 },
+            compression: crate::object::Compression::Zstd { level: 7 },
             key: Some(("main".into(), [1; 8])), former_keys: Some(vec![("old".into(), [2; 8])]),
         };
         engine.transact(Durability::Relaxed, |txn| txn.put(&keys::volume(VOLUME), &row.encode())).unwrap();

@@ -18,8 +18,8 @@ use super::inode::{Inode, Timestamp, stored_bytes};
 use super::keys;
 use super::references::ReferenceChanges;
 use super::snapshot::SnapshotRow;
-use crate::data::{Compression, ExpectedKeys, KeyIdentity};
 use crate::error::{Error, Result};
+use crate::object::{Compression, ExpectedKeys, KeyIdentity};
 
 /// Pairs that a scan reads from the engine at a time.
 const PAGE: usize = 256;
@@ -49,6 +49,14 @@ pub(crate) struct VolumeRow {
     pub(crate) key: Option<KeyIdentity>,
     /// Earlier encryption keys. `None` if a program version that did not list them wrote the record.
     pub(crate) former_keys: Option<Vec<KeyIdentity>>,
+}
+
+/// The number of a volume by its name.
+pub(crate) fn find_volume(txn: &mut dyn ReadTxn, name: &str) -> Result<u64> {
+    match txn.get(&keys::volume_name(name))? {
+        Some(value) => Decoder::new("volume name record", &value).u64(),
+        None => Err(Error::not_found(format!("volume {name}"))),
+    }
 }
 
 impl VolumeRow {
@@ -259,7 +267,7 @@ pub(crate) struct Writer<'t> {
     references: ReferenceChanges,
     /// Counter changes per inode that its attributes do not contain yet.
     counted: BTreeMap<u64, Counted>,
-    /// The writer that makes the changes: see [`crate::watch`].
+    /// The writer that makes the changes: see [`crate::fs::watch`].
     writer: u64,
     /// Record keys changed so far, if a watcher needs them.
     changed: Option<Vec<Vec<u8>>>,

@@ -19,8 +19,9 @@ use super::locks::Locks;
 use super::opening::Open;
 use super::outcome;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, Node, OpenFlags, Page, ReadBuffer};
+use crate::fs::{OpenFlags, Page, ReadBuffer};
 use crate::metrics;
+use crate::node::{Attr, Node};
 
 /// Lifetime of attributes and names of a snapshot, which never changes, and of attributes that the mount can
 /// revoke.

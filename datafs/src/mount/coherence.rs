@@ -49,11 +49,11 @@ use super::inode_table::{EVERY_THREAD, InodeTable, name_stamp, stamp};
 use super::removed::Removed;
 use super::stale_retry::StaleRetries;
 use crate::error::Result;
-use crate::fs::{Attr, FileKind, Node};
+use crate::fs::View;
+use crate::fs::watch::Watch;
 use crate::meta::changes::Changed;
 use crate::meta::keys;
-use crate::view::View;
-use crate::watch::Watch;
+use crate::node::{Attr, FileKind, Node};
 
 /// A reply older than this has arrived in the kernel.
 pub(super) const IN_FLIGHT: Duration = Duration::from_millis(100);

@@ -4,7 +4,8 @@ use std::time::{Duration, SystemTime};
 
 use fuser::{FileAttr, FileType, INodeNo, TimeOrNow};
 
-use crate::fs::{Attr, FileKind, Node, OpenFlags, SetTime};
+use crate::fs::{OpenFlags, SetTime};
+use crate::node::{Attr, FileKind, Node};
 
 /// The block size that `stat` suggests to programs.
 const IO_BYTES: u32 = 128 * 1024;

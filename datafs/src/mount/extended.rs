@@ -15,7 +15,8 @@ use super::outcome;
 use super::stale_retry::Arrival;
 use crate::error::{Error, Result};
 use crate::fs::acl::{self, is_acl};
-use crate::fs::{Allocate, Attr, Node, OpenFile, OpenFlags, SetAttr, SetXattr};
+use crate::fs::{Allocate, OpenFile, OpenFlags, SetAttr, SetXattr};
+use crate::node::{Attr, Node};
 
 /// Most bytes that one request copies: the reply has 32 bits for the length.
 const COPY_BYTES_MAX: u64 = 1 << 30;

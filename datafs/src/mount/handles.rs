@@ -12,8 +12,8 @@ use parking_lot::{Mutex, RwLock};
 use super::lookup_prefetch::LookupPrefetch;
 use super::stateless::Stateless;
 use crate::error::{Error, Result};
-use crate::fs::{Attr, Node, OpenFile};
-use crate::view::View;
+use crate::fs::{OpenFile, View};
+use crate::node::{Attr, Node};
 
 /// The handle number of a request without a handle.
 pub(super) const NO_HANDLE: u64 = 0;

@@ -23,7 +23,7 @@ use std::time::{Duration, SystemTime};
 
 use super::coherence::{IN_FLIGHT, name_lifetime};
 use super::removed::Removed;
-use crate::fs::Attr;
+use crate::node::Attr;
 
 /// Hash tables, chosen by the last bits of the inode number. A rebuild concerns one of them, which bounds its
 /// memory and time.

@@ -18,7 +18,8 @@ use super::coherence::Coherence;
 use super::errno;
 use super::handles::Handles;
 use crate::error::Result;
-use crate::fs::{Attr, Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking, Node};
+use crate::fs::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
+use crate::node::{Attr, Node};
 
 /// First and last interval between attempts for a contended lock. Changes by other processes also wake the
 /// waiting requests, so this bounds only the delay after a missed change.

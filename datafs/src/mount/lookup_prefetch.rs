@@ -7,8 +7,8 @@ use std::ffi::{OsStr, OsString};
 
 use parking_lot::Mutex;
 
-use crate::fs::{Found, Node};
-use crate::view::View;
+use crate::fs::{Found, View};
+use crate::node::Node;
 
 /// Most prefetched entries in memory: about 16 MiB.
 const WAITING_MAX: usize = 32_768;
@@ -133,7 +133,7 @@ impl State {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::fs::Attr;
+    use crate::node::Attr;
     use crate::{Config, Datafs};
 
     fn attr() -> Attr {

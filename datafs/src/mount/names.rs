@@ -24,7 +24,8 @@ use super::inode_table::{Asker, Told};
 use super::outcome;
 use super::stale_retry::Refused;
 use crate::error::{Error, Result};
-use crate::fs::{NameChecks, NameTarget, Node};
+use crate::fs::{NameChecks, NameTarget};
+use crate::node::Node;
 
 /// A directory and a name in it.
 type Name<'n> = (Node, &'n OsStr);

@@ -9,8 +9,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
-use crate::fs::FileKind;
-use crate::view::View;
+use crate::fs::View;
+use crate::node::FileKind;
 
 /// Entries sampled to choose the mode for a snapshot.
 const SAMPLE_ENTRIES_MAX: usize = 2_000;

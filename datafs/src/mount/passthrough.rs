@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd as _;
 use nix::errno::Errno;
 use nix::sys::statfs::{ECRYPTFS_SUPER_MAGIC, OVERLAYFS_SUPER_MAGIC, statfs};
 
-use crate::view::View;
+use crate::fs::View;
 
 /// `struct fuse_backing_map`.
 #[repr(C)]

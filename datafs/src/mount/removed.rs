@@ -6,7 +6,8 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
 
 use super::answer::Adapter;
-use crate::fs::{Attr, Node, Unlinked};
+use crate::fs::Unlinked;
+use crate::node::{Attr, Node};
 
 /// The last state of a removed node.
 #[derive(Debug, Clone)]

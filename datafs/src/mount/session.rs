@@ -24,7 +24,7 @@ use super::point::{self, Attach};
 use super::stats::{self, MountStats};
 use super::write_back::WriteBack;
 use crate::error::{Error, Result};
-use crate::view::View;
+use crate::fs::View;
 
 /// Grace period for open files after an unmount; then the mount aborts the connection.
 const GRACE: Duration = Duration::from_secs(3);

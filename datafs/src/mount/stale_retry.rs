@@ -31,8 +31,8 @@ use super::caller::{CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_
 use super::coherence::Kept;
 use super::outcome;
 use crate::error::{Error, Result};
-use crate::fs::acl;
-use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner};
+use crate::fs::{OpenFile, OpenFlags, Owner, acl};
+use crate::node::{Attr, FileKind, Node};
 
 /// After ESTALE, allow 30 s for the retry. It comes at once unless the machine is overloaded.
 const EXPECTED: Duration = Duration::from_secs(30);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::error::Result;
-use crate::fs::{Node, OpenFile};
-use crate::view::View;
+use crate::fs::{OpenFile, View};
+use crate::node::Node;
 
 /// Most cached files: with one extent each, less than 2 MiB.
 const FILES_MAX: usize = 4_096;

@@ -5,8 +5,8 @@ use object_store::{ObjectMeta, Result as StoreResult};
 
 use super::{meta, refused, store_error};
 use crate::error::Error;
-use crate::fs::{Attr, FileKind, Node};
-use crate::view::View;
+use crate::fs::View;
+use crate::node::{Attr, FileKind, Node};
 
 /// Directory entries per page.
 const ENTRIES_MAX: usize = 512;

@@ -11,8 +11,8 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use super::{STORE, blocking, put, store_error};
+use crate::fs::View;
 use crate::publish::{Publish, StagedWriter};
-use crate::view::View;
 
 /// An upload in progress. Nothing is visible before `complete`.
 pub(super) struct Upload {

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 
 use crate::error::Result;
-use crate::fs::Node;
+use crate::node::Node;
 
 /// Bytes per read and write.
 pub(super) const CHUNK: usize = 4 << 20;

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 
 use super::tree::{Attributes, CHUNK, Entry, Kind, PAGE, ReadFile, Source, Target, WriteFile, partial_name};
 use crate::error::{Error, Result};
-use crate::fs::{Attr, FileKind, Node, OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr};
-use crate::view::View;
+use crate::fs::{OpenFile, OpenFlags, Owner, SetAttr, SetTime, SetXattr, View};
+use crate::node::{Attr, FileKind, Node};
 
 pub(super) struct VolumeTree {
     view: View,

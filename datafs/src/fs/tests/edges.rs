@@ -9,8 +9,7 @@ use crate::Publish;
 use crate::config::Config;
 use crate::error::Error;
 use crate::fs::content::{self, FILE_BYTES_MAX};
-use crate::fs::tree;
-use crate::fs::{OpenFlags, SetAttr};
+use crate::fs::{OpenFlags, SetAttr, tree};
 use crate::meta::engine::Durability;
 use crate::meta::{keys, snapshot};
 use crate::name::{Name, VolumeSpec};
@@ -296,7 +295,7 @@ fn the_last_handle_leaves_nothing_uncommitted() {
         view.mkdir(view.root(), name.as_ref(), 0o755, owner()).unwrap();
         drop((datafs, view));
         // Reads what is committed, without asking for a commit.
-        let name = keys::child(crate::fs::types::ROOT_INO, name.as_bytes());
+        let name = keys::child(crate::node::ROOT_INO, name.as_bytes());
         let key = keys::live(other_view.volume, &name);
         let committed = other.shared.meta.view_recent(|txn| Ok(txn.get(&key)?.is_some())).unwrap();
         assert!(committed, "round {round}");

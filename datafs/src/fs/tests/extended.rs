@@ -4,8 +4,9 @@ use std::ffi::OsStr;
 
 use super::*;
 use crate::error::{Error, Result};
-use crate::fs::{Allocate, FileKind, Node, OpenFile, OpenFlags, SetAttr, SetXattr, XATTR_VALUE_BYTES_MAX};
+use crate::fs::{Allocate, OpenFile, OpenFlags, SetAttr, SetXattr, XATTR_VALUE_BYTES_MAX};
 use crate::name::VolumeSpec;
+use crate::node::{FileKind, Node};
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;
 

@@ -4,9 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::datafs::Datafs;
-use crate::fs::OpenFlags;
 use crate::fs::tests::{objects, open, rows, volume};
-use crate::view::View;
+use crate::fs::{OpenFlags, View};
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;
 

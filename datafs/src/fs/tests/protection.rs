@@ -4,15 +4,16 @@ use std::path::Path;
 
 use super::config;
 use crate::config::{Config, FromFile, Secret};
+use crate::data::Codec;
 use crate::data::codec_tests::encode;
-use crate::data::{Codec, Compression, ObjectId};
 use crate::datafs::Datafs;
 use crate::error::Error;
+use crate::fs::View;
 use crate::fsck::{FsckOptions, ProblemKind};
 use crate::meta::engine::Durability;
 use crate::meta::keys;
 use crate::meta::versioned::VolumeRow;
-use crate::view::View;
+use crate::object::{Compression, ObjectId};
 use crate::volume::VolumeOptions;
 
 /// A home with the keys `a` and `b`.

@@ -5,7 +5,8 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use super::*;
 use crate::error::Error;
-use crate::fs::{FileKind, Node, OpenFlags, SetAttr, SetTime};
+use crate::fs::{OpenFlags, SetAttr, SetTime};
+use crate::node::{FileKind, Node};
 use crate::publish::Publish;
 
 const RW: OpenFlags = OpenFlags::READ_WRITE;

@@ -4,10 +4,9 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, RngCore as _, SeedableRng as _};
 
 use super::*;
-use crate::data::Extent;
-use crate::fs::content;
-use crate::fs::{OpenFile, OpenFlags};
+use crate::fs::{OpenFile, OpenFlags, content};
 use crate::meta::versioned::{At, Reader};
+use crate::object::Extent;
 
 fn setup() -> (tempfile::TempDir, Datafs, View) {
     let home = tempfile::tempdir().unwrap();

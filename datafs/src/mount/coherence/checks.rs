@@ -6,9 +6,10 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::time::Instant;
 
 use super::{Coherence, Kept, NOTIFIED_MAX, News, QUEUE_MAX};
-use crate::fs::{Attr, Moved, NameTarget, Node};
+use crate::fs::{Moved, NameTarget};
 use crate::mount::inode_table::{Asker, Told, access_of, name_stamp, stamp};
 use crate::mount::stale_retry::{Arrival, Refused};
+use crate::node::{Attr, Node};
 
 impl Coherence {
     /// Checks the kernel's cached data of a file at an open by a thread. `attr` and `list` are the present

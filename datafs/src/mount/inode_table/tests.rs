@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::fs::{FileKind, Node};
 use crate::meta::inode::Inode;
+use crate::node::{FileKind, Node};
 
 /// The stamp of a name, and the thread that is told it.
 const NAMED: (u32, u32) = (1, EVERY_THREAD);

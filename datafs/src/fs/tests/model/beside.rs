@@ -9,9 +9,9 @@ use std::thread::JoinHandle;
 use super::world::v;
 use crate::compact::Compact;
 use crate::datafs::Datafs;
-use crate::fs::FileKind;
+use crate::fs::View;
 use crate::name::{Name, VolumeSpec};
-use crate::view::View;
+use crate::node::FileKind;
 
 /// Thresholds that make compaction rewrite everything it may.
 pub(super) const ALL: Compact = Compact { extents_min: 1, extent_bytes_min: 1 << 20, live_percent_min: 100 };

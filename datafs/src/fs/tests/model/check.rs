@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use crate::datafs::Datafs;
 use crate::error::Result;
 use crate::fs::tests::reference::{Body, Fail, Tree, kind_of};
-use crate::fs::{FileKind, Node, OpenFlags};
-use crate::view::View;
+use crate::fs::{OpenFlags, View};
+use crate::node::{FileKind, Node};
 
 /// Asserts that both failed in the same way or both succeeded; then returns the value of the real call.
 pub(super) fn compare<T>(real: Result<T>, model: Result<(), Fail>) -> Option<T> {

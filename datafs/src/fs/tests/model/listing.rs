@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use super::world::{World, walk};
-use crate::fs::Node;
 use crate::fs::tests::reference::Body;
+use crate::node::Node;
 
 /// A directory that is read a few entries at a time.
 pub(super) struct Listing {

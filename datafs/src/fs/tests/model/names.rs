@@ -10,9 +10,9 @@ use super::world::{World, place, snapshot, snapshot_name, v, walk};
 use crate::error::Result;
 use crate::fs::tests::owner;
 use crate::fs::tests::reference::{Body, Fail, NAMES, ROOT};
-use crate::fs::{FileKind, Node, OpenFlags, SetAttr, SetXattr};
+use crate::fs::{OpenFlags, SetAttr, SetXattr, View};
+use crate::node::{FileKind, Node};
 use crate::publish::Publish;
-use crate::view::View;
 
 impl World {
     pub(super) fn apply(&mut self, Step { actor, op }: &Step) {

@@ -14,14 +14,14 @@ use super::files::{Handle, Past, Pending};
 use super::listing::Listing;
 use super::step::SLOTS;
 use crate::config::{Config, FromFile, Secret};
-use crate::data::Compression;
 use crate::datafs::Datafs;
 use crate::error::Result;
-use crate::fs::Node;
+use crate::fs::View;
 use crate::fs::tests::reference::{NAMES, ROOT, Tree};
 use crate::fs::tests::{config, objects, on_postgres, rows};
 use crate::name::{Name, VolumeSpec};
-use crate::view::View;
+use crate::node::Node;
+use crate::object::Compression;
 use crate::volume::VolumeOptions;
 
 pub(super) struct World {

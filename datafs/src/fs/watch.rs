@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::RwLock;
 
+use super::View;
 use crate::error::Result;
 use crate::meta::changes::{Changed, Subscription};
-use crate::view::View;
 
 /// Callback that gets the changes. It is called often and from any thread, so it must not block.
 pub(crate) type Watcher = Arc<dyn Fn(&Changed) + Send + Sync>;

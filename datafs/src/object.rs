@@ -12,8 +12,16 @@
 //!  - *gathered*: a pack for a store that takes only whole objects: the content of a pack as the data of an
 //!    encoded object, written in one request (see `remote_pack.rs`).
 
+mod compression;
+mod extent;
+mod keys;
+
 use std::fmt;
 use std::str::FromStr;
+
+pub use compression::Compression;
+pub(crate) use extent::Extent;
+pub(crate) use keys::{CHECK_BYTES, ExpectedKeys, KeyIdentity};
 
 /// Ending of the sidecar that holds the checksums of a plain object.
 pub(crate) const SUMS_SUFFIX: &str = ".sums";

@@ -1,6 +1,6 @@
 //! Extents: the mapping of a byte range of a file to a byte range of an object.
 
-use super::object::ObjectId;
+use super::ObjectId;
 
 /// A run of a file's bytes inside one object. Extents of a file are disjoint and sorted by
 /// `file_offset`; a gap between them reads as zeroes.

@@ -1,0 +1,128 @@
+//! The garbage list: objects whose last extent is gone, deleted after a grace period.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use parking_lot::Mutex;
+
+use crate::collector::Collector;
+use crate::data::ObjectPool;
+use crate::error::Result;
+use crate::failpoint;
+use crate::meta::codec::Decoder;
+use crate::meta::engine::Durability;
+use crate::meta::inode::Timestamp;
+use crate::meta::keys;
+use crate::meta::metadata::{Metadata, PAGE};
+use crate::object::ObjectId;
+
+/// Objects that are deleted at a time: a remote store takes several requests at once.
+const DELETED_TOGETHER: usize = 64;
+/// Shortest time between two full collections that a full disk requests.
+const FULL_EVERY: Duration = Duration::from_secs(1);
+
+/// The garbage list of an open datafs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GarbageList<'a> {
+    pub(crate) meta: &'a Metadata,
+    pub(crate) pool: &'a ObjectPool,
+    pub(crate) collector: &'a Collector,
+    pub(crate) home: &'a Path,
+}
+
+/// What a pass over the garbage list has done.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Deleted {
+    /// Objects deleted from the store.
+    pub(crate) objects: u64,
+    /// Objects that stay until a running backup or restore has ended.
+    pub(crate) held: u64,
+}
+
+impl GarbageList<'_> {
+    /// Deletes the objects that became garbage longer than `grace` ago. Adds to `deleted` step by step, so that
+    /// it counts even if the pass fails.
+    pub(crate) fn delete_older(self, grace: Duration, deleted: &mut Deleted) -> Result<()> {
+        let mut last: Option<Vec<u8>> = None;
+        loop {
+            let page = self.meta.page(&keys::all_garbage(), last.as_deref())?;
+            let mut due = Vec::new();
+            for (key, value) in &page {
+                let mut from = Decoder::new("garbage record", value);
+                let freed = Timestamp::from_parts(from.i64()?, from.u32()?).to_system();
+                if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
+                    due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
+                }
+            }
+            // Checked after the page was read: objects that a hold protects became garbage after the hold.
+            if !due.is_empty() && self.is_held()? {
+                deleted.held += due.len() as u64;
+            } else if !due.is_empty() {
+                self.delete(&due)?;
+                deleted.objects += due.len() as u64;
+            }
+            match page.into_iter().nth(PAGE - 1) {
+                Some((key, _)) => last = Some(key),
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Whether a running backup or restore needs every object. The holds of dead processes go with their
+    /// sessions.
+    pub(crate) fn is_held(self) -> Result<bool> {
+        Ok(!self.meta.page(&keys::holds(), None)?.is_empty())
+    }
+
+    fn delete(self, due: &[ObjectId]) -> Result<()> {
+        // The commits that released the objects may be relaxed: a power failure must not bring back a
+        // reference to an object that is deleted now.
+        self.meta.sync()?;
+        for few in due.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
+            self.collector.go_on(self.home)?;
+            self.pool.delete_all(few)?;
+            failpoint::hit("gc-object-deleted");
+        }
+        self.meta.transact_making_room(Durability::Relaxed, |txn| {
+            due.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
+        })?;
+        failpoint::hit("gc-garbage-forgotten");
+        Ok(())
+    }
+}
+
+/// Garbage collections for operations that found no space.
+#[derive(Debug, Default)]
+pub(crate) struct RoomMaker {
+    /// Locked during such a collection: when a full collection was last requested.
+    running: Mutex<Option<Instant>>,
+    /// Number of such collections that have deleted something.
+    successes: AtomicU64,
+}
+
+impl RoomMaker {
+    /// Deletes garbage for an operation that found no space, without the grace period: readers in other
+    /// processes look up again when an object is missing. Returns whether space was freed since the call.
+    pub(crate) fn make_room(&self, garbage: GarbageList<'_>) -> bool {
+        let before = self.successes.load(Ordering::Acquire);
+        let mut asked = self.running.lock();
+        if self.successes.load(Ordering::Acquire) > before {
+            return true;
+        }
+        let mut deleted = Deleted::default();
+        if let Err(error) = garbage.delete_older(Duration::ZERO, &mut deleted) {
+            tracing::warn!(%error, "collecting garbage on a full disk");
+        }
+        // The background collection does what takes longer: snapshots and volumes in deletion, and the
+        // remains of dead processes.
+        if asked.is_none_or(|at| at.elapsed() >= FULL_EVERY) {
+            *asked = Some(Instant::now());
+            garbage.collector.wake();
+        }
+        if deleted.objects > 0 {
+            self.successes.fetch_add(1, Ordering::AcqRel);
+        }
+        deleted.objects > 0
+    }
+}
