@@ -61,7 +61,8 @@ impl Signal {
 impl Follower {
     pub(super) fn start(shared: &Arc<Shared>) -> Result<Follower> {
         let signal = Arc::new(Signal::default());
-        let listening = listen(shared, &signal).map_err(|fault| shared.error(fault))?;
+        let listening =
+            listen(shared, &signal, shared.pool.deadline()).map_err(|fault| shared.error(fault))?;
         let work = Follow {
             lease: shared.lease,
             shared: Arc::downgrade(shared),
@@ -126,32 +127,22 @@ fn tell(signal: &Signal) {
 }
 
 /// Opens a connection that raises the signal for every commit of another client.
-fn listen(shared: &Shared, signal: &Arc<Signal>) -> std::result::Result<Client, Fault> {
-    let target = shared.pool.target().clone();
+fn listen(shared: &Shared, signal: &Arc<Signal>, deadline: Instant) -> std::result::Result<Client, Fault> {
     let own = shared.client.to_string();
     let raised = Arc::clone(signal);
-    let client = shared
-        .pool
-        .threads()
-        .wait(async move {
-            let (client, mut connection) = target.connect().await?;
-            tokio::spawn(async move {
-                loop {
-                    match std::future::poll_fn(|context| connection.poll_message(context)).await {
-                        Some(Ok(AsyncMessage::Notification(note))) if note.payload() != own => {
-                            raised.raise(|wanted| wanted.notified = true);
-                        }
-                        Some(Ok(_)) => {}
-                        _ => return raised.raise(|wanted| wanted.deaf = true),
-                    }
+    let client = shared.pool.open(deadline, |mut connection| async move {
+        loop {
+            match std::future::poll_fn(|context| connection.poll_message(context)).await {
+                Some(Ok(AsyncMessage::Notification(note))) if note.payload() != own => {
+                    raised.raise(|wanted| wanted.notified = true);
                 }
-            });
-            Ok::<Client, tokio_postgres::Error>(client)
-        })
-        .ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))?
-        .map_err(|error| Fault::from_postgres(&error))?;
+                Some(Ok(_)) => {}
+                _ => return raised.raise(|wanted| wanted.deaf = true),
+            }
+        }
+    })?;
     let channel = schema::channel(shared.pool.target().schema());
-    block_on(client.batch_execute(&format!("LISTEN {channel}")), shared.pool.deadline())?;
+    block_on(client.batch_execute(&format!("LISTEN {channel}")), deadline)?;
     Ok(client)
 }
 
@@ -226,12 +217,9 @@ impl Follow {
     }
 
     fn step(&mut self, shared: &Arc<Shared>) -> std::result::Result<(), Fault> {
-        if self.listening.is_none() {
-            self.listening = Some(listen(shared, &self.signal)?);
-        }
         let soon = Instant::now() + shared.pool.wait().min(ASK_EVERY);
-        shared.poll(soon)?;
         let name = shared.pool.target().schema();
+        // The lease comes first: it must not lapse while no connection for notifications can be opened.
         if self.renewed.elapsed() > shared.lease / 3 {
             let text = schema::renew(name, shared.client);
             let rows =
@@ -241,6 +229,12 @@ impl Follow {
             }
             self.renewed = Instant::now();
         }
+        if self.listening.is_none() {
+            let until = Instant::now() + shared.pool.wait().min(shared.lease / 4);
+            self.listening = Some(listen(shared, &self.signal, until)?);
+        }
+        let soon = Instant::now() + shared.pool.wait().min(ASK_EVERY);
+        shared.poll(soon)?;
         if self.flushed.elapsed() > FLUSH_EVERY {
             self.flushed = Instant::now();
             if !shared.state.lock().kept.is_empty() {
