@@ -98,8 +98,18 @@ fn seams_hold_inside_the_rooms() {
 }
 
 #[test]
-fn modules_of_datafs_depend_in_one_direction() {
-    no_module_cycles("datafs/src");
+fn modules_of_each_crate_depend_in_one_direction() {
+    for folder in [
+        "datafs/src",
+        "serving/core/src",
+        "serving/runtime/src",
+        "serving/repository/src",
+        "serving/client/src",
+        "serving/transport/src",
+        "serving/pipe/src",
+    ] {
+        no_module_cycles(folder);
+    }
 }
 
 fn no_module_cycles(folder: &str) {
