@@ -195,8 +195,14 @@ pub(crate) enum Command {
         temporary: bool,
     },
     /// Print the effective configuration
-    #[command(after_help = "Example:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config")]
-    Config,
+    #[command(
+        after_help = "Examples:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config\n  millrace config --all | grep serving.tls\n  millrace config --all --json"
+    )]
+    Config {
+        /// List every key, set or not, with value, default and type; `--json` adds the meanings
+        #[arg(long)]
+        all: bool,
+    },
     /// Print a completion script for a shell
     #[command(after_help = "Example:\n  millrace completions bash > /etc/bash_completion.d/millrace")]
     Completions {

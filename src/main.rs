@@ -115,9 +115,8 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         (flag, _) => home::Home::locate(flag.as_deref())?,
     };
     let loaded = settings::load(cli.config.as_deref(), &root)?;
-    if let Command::Config = cli.command {
-        let shown = loaded.settings.without_secrets();
-        return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
+    if let Command::Config { all } = cli.command {
+        return commands::config::run(out, loaded, all);
     }
     // Commands that use a temporary broker hold the shared lock. The broker itself must not, so that a
     // command can get exclusive use.

@@ -171,10 +171,20 @@ impl Service {
             self.mount(context, &declared.volume, context.loaded.resolve(&declared.path)).await?;
         }
         self.serve(context).await?;
-        if let (Some(address), None) = (settings.up.metrics, &self.serving) {
-            let metrics = MetricsServer::start(address, CancellationToken::new()).await?;
-            self.addresses.metrics = Some(metrics.address());
-            self.metrics = Some(metrics);
+        match (settings.up.metrics, &self.serving) {
+            (Some(address), None) => {
+                let metrics = MetricsServer::start(address, CancellationToken::new()).await?;
+                self.addresses.metrics = Some(metrics.address());
+                self.metrics = Some(metrics);
+            }
+            (Some(address), Some(_)) if address != settings.serving.metrics => {
+                tracing::warn!(
+                    unused = %address,
+                    "[up] metrics is not used: the model server exports all metrics at {}",
+                    settings.serving.metrics
+                );
+            }
+            _ => {}
         }
         for job in &settings.up.train {
             let path = context.loaded.resolve(job);

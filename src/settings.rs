@@ -103,6 +103,15 @@ impl Loaded {
     }
 }
 
+/// What to do about a name that a table of the configuration lacks, given the names that it has.
+pub(crate) fn instead(known: &[&str], table: &str) -> String {
+    if known.is_empty() {
+        format!("declare it under {table}")
+    } else {
+        format!("it has {}", known.join(", "))
+    }
+}
+
 /// Variables that the command line or the tests read; they are not configuration keys.
 const RESERVED: [&str; 5] =
     ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG", "MILLRACE_REQUIRE", "MILLRACE_SKIPPED"];

@@ -219,7 +219,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, conflicts_with = "models")]
     pub(crate) volume: Option<VolumeSpec>,
     /// Folder that holds bundles
-    #[arg(long, value_name = "DIR", required_unless_present = "volume")]
+    #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
     /// gRPC address [default: serving.grpc]
     #[arg(long)]

@@ -9,6 +9,7 @@ use crate::cli::IngestArgs;
 use crate::context::{Context, TopicSession, ensure_volume};
 use crate::failure::{Exit, fail};
 use crate::output::{bytes, count};
+use crate::settings::instead;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
@@ -113,7 +114,10 @@ fn job(context: &Context, args: &IngestArgs) -> Result<JobConfig> {
                 let known: Vec<_> = config.jobs.iter().map(|job| job.name.as_str()).collect();
                 fail(
                     Exit::NotFound,
-                    format!("the configuration has no ingest job {name:?} (it has: {})", known.join(", ")),
+                    format!(
+                        "the configuration has no ingest job {name:?}: {}",
+                        instead(&known, "[[ingest.jobs]]")
+                    ),
                 )
             }
         },

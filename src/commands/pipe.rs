@@ -12,6 +12,7 @@ use crate::cli::PipeArgs;
 use crate::context::{Context, TopicSession, live};
 use crate::failure::{Exit, fail};
 use crate::output::count;
+use crate::settings::instead;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
@@ -130,7 +131,10 @@ fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {
                 let known: Vec<_> = pipes.iter().map(|pipe| pipe.name.as_str()).collect();
                 fail(
                     Exit::NotFound,
-                    format!("the configuration has no pipe {name:?} (it has: {})", known.join(", ")),
+                    format!(
+                        "the configuration has no pipe {name:?}: {}",
+                        instead(&known, "[[serving.pipes]]")
+                    ),
                 )
             }
         };

@@ -11,6 +11,7 @@ use millrace_serving::{Deps, Serving, Source, serve_with};
 
 use crate::cli::{ServeArgs, ServeCommand};
 use crate::context::Context;
+use crate::failure::{Exit, fail};
 use crate::home::Addresses;
 use crate::ready;
 
@@ -47,8 +48,12 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
             Source::volume(&context.blocking(move || Ok(datafs.view(&spec)?)).await?)
         }
         (None, Some(directory)) => Source::directory(directory)?,
-        // Clap requires one of them.
-        (None, None) => return Ok(()),
+        (None, None) => {
+            return fail(
+                Exit::Usage,
+                "no models to serve: name --models DIR or --volume VOLUME; `millrace up` serves what [serving] names",
+            );
+        }
     };
     // Several servers may share a home; the first one announces its addresses to other commands.
     let mut lock = context.home.lock("serve").ok();

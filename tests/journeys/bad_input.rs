@@ -83,6 +83,23 @@ fn configuration_mistakes_are_named_with_their_line() {
 }
 
 #[test]
+fn a_missing_or_unknown_name_is_answered_with_what_to_name() {
+    let home = Home::new();
+    let (code, line) = home.fails(["serve"]);
+    assert!(code == 2 && line.contains("--models DIR or --volume VOLUME"), "{line}");
+    let (code, line) = home.fails(["ingest", "--job", "a"]);
+    assert!(code == 3 && line.contains("declare it under [[ingest.jobs]]"), "{line}");
+    let config =
+        home.file("m.toml", "[[ingest.jobs]]\nname = \"b\"\ntopic = \"t\"\nvolume = \"v\"\npath = \"p\"\n");
+    let (code, line) = home.fails(["--config", config.to_str().unwrap(), "ingest", "--job", "a"]);
+    assert!(code == 3 && line.contains("it has b"), "{line}");
+    let graph = home.file("m.onnx", "");
+    let (code, line) =
+        home.fails(["model", "import", graph.to_str().unwrap(), "--name", "m", "--models", "none"]);
+    assert!(code == 3 && line.contains("mkdir -p none"), "{line}");
+}
+
+#[test]
 fn a_home_that_cannot_be_used_is_refused() {
     let home = Home::new();
     let file = home.file("a-file", "");

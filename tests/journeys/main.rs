@@ -27,6 +27,7 @@ mod rolling;
 mod rooms;
 mod secrets;
 mod secured;
+mod settings;
 mod shares;
 mod signals;
 mod supervised;

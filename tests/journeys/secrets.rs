@@ -63,7 +63,8 @@ fn nothing_that_is_printed_or_logged_shows_a_secret() {
     let home = Home::new();
     home.file("secret", "planted-in-a-file");
     home.file("millrace.toml", CONFIG);
-    for args in [&["config"][..], &["config", "--json"]] {
+    for args in [&["config"][..], &["config", "--json"], &["config", "--all"], &["config", "--all", "--json"]]
+    {
         let (code, text) = said(&home, args);
         assert_eq!(code, 0, "{text}");
         // The output shows keys and the sources of values.

@@ -11,6 +11,7 @@ use millrace_serving::config::VOLUME_ROOT;
 use object_store::ObjectStore;
 use tokio::runtime::Handle;
 
+use super::check_folder;
 use crate::failure::{Exit, fail};
 use crate::home::write_atomically;
 
@@ -93,9 +94,7 @@ pub(super) fn into_folder(
     make: impl Fn(u64) -> Result<Bundle>,
 ) -> Result<Bundle> {
     check_name(name)?;
-    if !folder.is_dir() {
-        return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
-    }
+    check_folder(folder)?;
     let model = folder.join(name);
     let claimed = claim(&model, wanted).with_context(|| format!("cannot write to {}", model.display()))?;
     let (version, place) = match (claimed, wanted) {

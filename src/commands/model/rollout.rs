@@ -12,7 +12,7 @@ use millrace_serving::config::{Rollout, Target};
 use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 
-use super::{label, shadow, split};
+use super::{check_folder, label, shadow, split};
 use crate::cli::RolloutCommand;
 use crate::context::{Context, live};
 use crate::failure::{Exit, fail, failure};
@@ -47,9 +47,7 @@ pub(super) async fn in_volume(context: &Context, command: &RolloutCommand, volum
 pub(crate) async fn in_folder(out: Output, command: &RolloutCommand) -> Result<()> {
     // Clap requires a folder if no volume is given.
     let folder = command.place().models.as_deref().unwrap_or(Path::new("."));
-    if !folder.is_dir() {
-        return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
-    }
+    check_folder(folder)?;
     let store = LocalFileSystem::new_with_prefix(folder)?;
     // A folder cannot detect that a file has changed, so a lock admits one command at a time. A file system
     // without locks, as some network file systems, works without it.
