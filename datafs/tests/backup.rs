@@ -263,6 +263,36 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
 }
 
 #[test]
+fn objects_of_a_bucket_with_other_bytes_of_the_same_length_are_replaced() {
+    let server = S3Server::start();
+    let options = server.options().into_iter().map(|(k, v)| (k.to_owned(), Secret::Text(v))).collect();
+    let config = settings(Config {
+        store_url: Some(server.url("b")),
+        store_options: options,
+        cache_bytes_max: 0,
+        ..Config::default()
+    });
+    let Place { home, folder, _dir } = place();
+    let datafs = make(&home, &config);
+    backup(&datafs, &folder);
+    drop(datafs);
+    let again = || Datafs::restore(&home, &config, &folder, false, &|_| true).unwrap();
+    assert_eq!(again().bytes, 0, "nothing differs");
+    let mut damaged = 0;
+    for name in server.names("b").iter().filter(|name| name.contains('/')) {
+        let path = server.folder().join("b").join(name);
+        let len = std::fs::metadata(&path).unwrap().len();
+        std::fs::write(&path, vec![7; len as usize]).unwrap();
+        damaged += len;
+    }
+    let report = again();
+    assert!(report.bytes > 0 && report.bytes <= damaged, "{report:?} of {damaged}");
+    let datafs = Datafs::open(&home, &config).unwrap();
+    assert_eq!((version(&datafs, "v"), version(&datafs, "v@first")), (2, 1));
+    sound(&datafs);
+}
+
+#[test]
 fn folders_that_are_no_backups_of_this_store_are_left_alone() {
     let (config, Place { home, folder, _dir }) = (settings(Config::default()), place());
     let datafs = make(&home, &config);

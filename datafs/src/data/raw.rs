@@ -52,8 +52,7 @@ impl ObjectPool {
     }
 
     /// Copies an object from a backup directory into the store; the written files are durable when this
-    /// returns. A file that the store already has stays; one that differs (for a remote store: in length) is
-    /// replaced.
+    /// returns. A file that the store already has stays; one that differs is replaced.
     pub(crate) fn import(&self, id: ObjectId, from: &Path) -> Result<Copied> {
         let mut bytes = 0;
         for name in names(id) {
@@ -99,21 +98,18 @@ impl ObjectPool {
         path: StorePath,
         from: &Path,
     ) -> Result<Option<u64>> {
-        let source = open(from)?;
-        let len = source.as_ref().map(|(_, len)| *len);
         let (store, at) = (Arc::clone(remote), path.clone());
         let there = self.answer(self.runtime().wait(async move { store.size(&at).await }))?;
-        let (file, len) = match (source, there) {
-            (_, Some(there)) if len.is_none_or(|len| len == there) => return Ok(Some(0)),
-            (None, _) => return Ok(None),
-            (Some(source), _) => source,
-        };
+        let Some((file, len)) = open(from)? else { return Ok(there.map(|_| 0)) };
         let fail = |e| ObjectError::io("read", from, e);
         let part = |at: u64| -> Result<Bytes> {
             let mut part = vec![0; usize::try_from(len - at).unwrap_or(STEP).min(STEP)];
             file.read_exact_at(&mut part, at).map_err(fail)?;
             Ok(part.into())
         };
+        if there == Some(len) && self.has_bytes(remote, &path, len, part)? {
+            return Ok(Some(0));
+        }
         if len <= STEP as u64 {
             let (store, payload) = (Arc::clone(remote), PutPayload::from(part(0)?));
             self.answer(self.runtime().wait(async move { store.put_over(&path, payload).await }))?;
@@ -133,6 +129,32 @@ impl ObjectPool {
         let complete = async move { store.complete_upload(id, &upload, parts, len).await };
         self.answer(self.runtime().wait(complete))?;
         Ok(Some(len))
+    }
+
+    /// Whether an object of a remote store consists of the `len` bytes that `part` reads.
+    fn has_bytes(
+        &self,
+        remote: &Arc<RemoteStore>,
+        path: &StorePath,
+        len: u64,
+        part: impl Fn(u64) -> Result<Bytes>,
+    ) -> Result<bool> {
+        let mut at = 0;
+        while at < len {
+            let ours = part(at)?;
+            let (store, path) = (Arc::clone(remote), path.clone());
+            let range = at..at + ours.len() as u64;
+            let got = self.runtime().wait(async move { store.get_part(&path, range).await });
+            let theirs = match self.answer(got) {
+                Err(error) if error.is_not_found() => return Ok(false),
+                got => got?.0,
+            };
+            if theirs != ours {
+                return Ok(false);
+            }
+            at += ours.len() as u64;
+        }
+        Ok(true)
     }
 }
 

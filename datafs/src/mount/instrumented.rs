@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, FileHandle, Filesystem, INodeNo, IoctlFlags, KernelConfig,
@@ -16,7 +16,7 @@ use fuser::{
 
 use super::answer::Adapter;
 use super::handles::Handles;
-use super::outcome;
+use super::outcome::{self, Outcome};
 use super::stats::{MountStats, Op, Stats};
 use super::trace::{self, Trace};
 use crate::metrics;
@@ -74,6 +74,14 @@ impl Watch {
         self.device.get()?.number
     }
 
+    /// Counts and traces a request that was answered, or is about to be.
+    pub(super) fn answered(&self, request: &trace::Request<'_>, outcome: Outcome, took: Duration) {
+        self.stats.end(request.op, took.as_nanos() as u64, outcome);
+        if self.trace.is_on() {
+            self.trace.note(request, outcome, took);
+        }
+    }
+
     pub(super) fn stats(&self) -> MountStats {
         let waiting = self.device.get().and_then(|device| std::fs::read_to_string(&device.waiting).ok());
         MountStats {
@@ -121,11 +129,9 @@ impl InstrumentedFs {
         outcome::reset();
         let begun = Instant::now();
         answer(&self.adapter);
-        let took = begun.elapsed();
         let outcome = outcome::get();
-        self.watch.stats.end(request.op, took.as_nanos() as u64, outcome);
-        if self.watch.trace.is_on() {
-            self.watch.trace.note(&request, outcome, took);
+        if !outcome.comes_later {
+            self.watch.answered(&request, outcome, begun.elapsed());
         }
     }
 }

@@ -98,8 +98,8 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     let handles = Arc::new(Handles::new(view.as_writer()?));
     let device_fd = point::attach(&at, &attach)?;
     let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
-    let locks = Arc::new(Locks::new(Arc::clone(&coherence)));
     let watch = Arc::new(Watch::new(&source, &at, &handles));
+    let locks = Arc::new(Locks::new(Arc::clone(&coherence), Arc::clone(&watch)));
     let served = serve(device_fd, &handles, (&locks, &coherence), options, (opening.way, &watch), &at);
     let (thread, ended) = match served {
         Ok(served) => served,
