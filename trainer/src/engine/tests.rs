@@ -228,6 +228,17 @@ fn batches_and_weights_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn weights_do_not_count_for_each_row_of_a_batch() {
+    let side = 1 << 10;
+    let engine =
+        Engine::load(&crate::init::mlp(side, &[side], 2, 0).unwrap(), Loss::CrossEntropy, Device::Cpu)
+            .unwrap();
+    let fits = |rows: usize| engine.graph().elements_max(rows).unwrap();
+    assert_eq!((fits(1), fits(side), fits(2 * side)), (side * side, side * side, 2 * side * side));
+    assert_eq!(engine.graph().elements_max(usize::MAX), None);
+}
+
+#[test]
 fn outputs_that_do_not_fit_the_loss_are_refused() {
     let mut probe = Probe::new(17, &[4]);
     let w = probe.param(&[4, 3]);
