@@ -2,6 +2,8 @@
 //! any number of threads.
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "cuda")]
+mod gpu;
 mod hostile;
 mod learning;
 mod measure;
