@@ -7,7 +7,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test check docs conformance deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs conformance deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -25,6 +25,13 @@ test: setup-test ## Everything that needs no server and no Python
 conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
 	MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --lib --tests -- postgres kcat
+
+# Tests that find no GPU say so; MILLRACE_REQUIRE=gpu turns that into failures.
+gpu: setup-gpu ## Training and serving on an NVIDIA GPU, against the processor (skips without one)
+	cargo build --locked --features cuda
+	cargo test --locked -p millrace-trainer --features cuda --lib -- gpu
+	ORT_DYLIB_PATH=$(CURDIR)/.local/onnxruntime-gpu/libonnxruntime.so \
+		.local/python-gpu/bin/python scripts/gpu --program $(TARGET)/debug/millrace $(ARGS)
 
 check: setup-test docs ## Format, lints, documentation, the CUDA build
 	cargo fmt --all -- --check
@@ -61,11 +68,13 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-docs
-# The two setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
+.PHONY: setup-test setup-conformance setup-gpu setup-docs
+# The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
 setup-conformance:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup conformance
+setup-gpu:
+	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup gpu
 setup-docs:
 	@scripts/setup docs

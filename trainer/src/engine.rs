@@ -357,11 +357,7 @@ impl Engine {
                 ),
             });
         }
-        let fits = self
-            .graph
-            .elements_per_row_max()
-            .checked_mul(rows)
-            .is_some_and(|elements| elements <= ELEMENTS_MAX);
+        let fits = self.graph.elements_max(rows).is_some_and(|elements| elements <= ELEMENTS_MAX);
         if !fits {
             return Err(EngineError::Batch {
                 reason: format!(

@@ -17,6 +17,7 @@ mod row_join;
 mod run_end;
 mod run_time;
 mod scheduler;
+mod steady_rows;
 mod trial;
 mod trial_rows;
 mod values;
@@ -42,6 +43,7 @@ use millrace_serving_core::tensor::{Held, View};
 use peak::Peak;
 use placement::Placement;
 use run_end::RunEnd;
+use steady_rows::SteadyRows;
 use values::Wanted;
 
 pub use options::check_device;
@@ -68,6 +70,10 @@ trait Runner: Debug + Send + 'static {
     /// Index of the session's device among the devices of the version.
     fn device(&self) -> usize;
 
+    /// Rows of the next run, which has to hold `rows` of one request, or of several if `is_joined`; the rest is filled
+    /// with copies of the last row.
+    fn steady_rows(&mut self, rows: usize, is_joined: bool) -> usize;
+
     /// Runs inputs, in the signature's order, for a request queued at `queued`; `end` can end the run early.
     ///
     /// # Errors
@@ -91,17 +97,23 @@ pub(crate) struct Session {
     /// Where its inputs and outputs reside.
     memory: Memory,
     peak: Peak,
+    /// For a graph that ONNX Runtime plans for the number of rows.
+    steady_rows: Option<SteadyRows>,
 }
 
 impl Session {
     fn new(session: ort::session::Session, place: usize, memory: Memory) -> Session {
-        Session { session, place, memory, peak: Peak::default() }
+        Session { session, place, memory, peak: Peak::default(), steady_rows: None }
     }
 }
 
 impl Runner for Session {
     fn device(&self) -> usize {
         self.place
+    }
+
+    fn steady_rows(&mut self, rows: usize, is_joined: bool) -> usize {
+        self.steady_rows.as_mut().map_or(rows, |steady| steady.next(rows, is_joined))
     }
 
     fn run(
@@ -249,7 +261,11 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
         failed(manifest, format!("ONNX Runtime refuses it on {device}: {}", one_line(&error)))
     };
     let memory = device.memory();
-    let session = |_| Ok(Session::new(builder.commit_from_memory(&onnx).map_err(refused)?, place, memory));
+    let is_planned = memory != Memory::Host && steady_rows::has_planned(bundle.graph());
+    let session = |_| {
+        let session = Session::new(builder.commit_from_memory(&onnx).map_err(refused)?, place, memory);
+        Ok(Session { steady_rows: is_planned.then(SteadyRows::default), ..session })
+    };
     (0..count).map(session).collect()
 }
 

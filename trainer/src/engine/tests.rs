@@ -2,6 +2,8 @@
 //! any number of threads.
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "cuda")]
+mod gpu;
 mod hostile;
 mod learning;
 mod measure;
@@ -225,6 +227,17 @@ fn batches_and_weights_that_do_not_fit_are_refused() {
     let error = engine.gradients(&shard).unwrap_err();
     assert!(matches!(error, EngineError::NonFinite { row: 1, .. }), "{error}");
     assert!(engine.logits(&[], 0).unwrap().is_empty());
+}
+
+#[test]
+fn weights_do_not_count_for_each_row_of_a_batch() {
+    let side = 1 << 10;
+    let engine =
+        Engine::load(&crate::init::mlp(side, &[side], 2, 0).unwrap(), Loss::CrossEntropy, Device::Cpu)
+            .unwrap();
+    let fits = |rows: usize| engine.graph().elements_max(rows).unwrap();
+    assert_eq!((fits(1), fits(side), fits(2 * side)), (side * side, side * side, 2 * side * side));
+    assert_eq!(engine.graph().elements_max(usize::MAX), None);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::Runner;
 use super::queue::Job;
-use super::row_join::{join, split};
+use super::row_join::{join, last_row, split};
 use super::run_end::RunEnd;
 use super::scheduler::Scheduler;
 use super::values::Wanted;
@@ -49,6 +49,19 @@ impl<R: Runner> Lease<R> {
     /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
     pub(super) fn run_alone(&mut self, work: &Work, end: Option<&RunEnd>) -> Result<Output, InferError> {
         let inputs: Vec<View<'_>> = work.inputs.iter().map(Held::view).collect();
+        if self.scheduler.has_batches()
+            && work.rows > 0
+            && !work.stays.contains(&true)
+            && inputs.iter().all(|input| matches!(input, View::Here(_)))
+        {
+            let rows = self.session()?.steady_rows(work.rows, false);
+            if rows > work.rows
+                && let Some(mut outputs) = self.run_filled(&[work], rows, end)
+                && let Some(output) = outputs.pop()
+            {
+                return Ok(Output { run_rows: Some(work.rows), ..output });
+            }
+        }
         let (outputs, times) = self.run_inputs(&inputs, work, &work.stays, work.rows, end)?;
         Ok(Output { outputs, times, run_rows: Some(work.rows) })
     }
@@ -77,27 +90,37 @@ impl<R: Runner> Lease<R> {
 
     /// Runs several requests as one; `None` when the run failed.
     fn run_together(&mut self, jobs: &[Job], end: Option<&RunEnd>) -> Option<Vec<Output>> {
-        let first = &jobs.first()?.work;
-        let rows: Vec<usize> = jobs.iter().map(|job| job.work.rows).collect();
-        let ran = joined(jobs).and_then(|joined| {
+        let works: Vec<&Work> = jobs.iter().map(|job| &job.work).collect();
+        let rows = works.iter().map(|work| work.rows).sum();
+        let rows = self.session().ok()?.steady_rows(rows, true);
+        self.run_filled(&works, rows, end)
+    }
+
+    /// Runs requests as one run of `run_rows` rows, filled with copies of the last one; `None` when the run failed.
+    fn run_filled(&mut self, works: &[&Work], run_rows: usize, end: Option<&RunEnd>) -> Option<Vec<Output>> {
+        let first = works.first()?;
+        let mut rows: Vec<usize> = works.iter().map(|work| work.rows).collect();
+        let filler = run_rows.saturating_sub(rows.iter().sum());
+        rows.extend((filler > 0).then_some(filler));
+        let ran = joined(works, filler).and_then(|joined| {
             let inputs: Vec<View<'_>> = joined.iter().map(View::Here).collect();
             // Outputs are split in the processor's memory, so none stays on the device.
-            let (outputs, times) = self.run_inputs(&inputs, first, &[], rows.iter().sum(), end)?;
+            let (outputs, times) = self.run_inputs(&inputs, first, &[], run_rows, end)?;
             Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
         });
         let (outputs, times) = match ran {
             Ok(ran) => ran,
             Err(error) => {
-                tracing::debug!(%error, requests = jobs.len(), "a batch failed");
+                tracing::debug!(%error, requests = works.len(), "a batch failed");
                 return None;
             }
         };
-        let of = |job: &Job| Output {
+        let of = |work: &&Work| Output {
             outputs: Vec::with_capacity(outputs.len()),
-            times: Times { queued: job.work.queued, ..times },
+            times: Times { queued: work.queued, ..times },
             run_rows: None,
         };
-        let mut parts: Vec<Output> = jobs.iter().map(of).collect();
+        let mut parts: Vec<Output> = works.iter().map(of).collect();
         for output in outputs {
             let name = output.name.clone();
             let Some(split) = split(output, &rows) else {
@@ -201,12 +224,14 @@ fn answer<R: Runner>(
     }
 }
 
-/// Concatenates the inputs of compatible requests.
-fn joined(jobs: &[Job]) -> Result<Vec<Tensor>, InferError> {
-    let inputs = jobs.first().map_or(0, |first| first.work.inputs.len());
+/// Concatenates the inputs of compatible requests, and `filler` copies of the last row.
+fn joined(works: &[&Work], filler: usize) -> Result<Vec<Tensor>, InferError> {
+    let inputs = works.first().map_or(0, |first| first.inputs.len());
     let join = |index: usize| {
-        let parts = jobs.iter().map(|job| job.work.inputs[index].read()).collect::<Result<Vec<_>, _>>()?;
-        join(parts.into_iter()).ok_or_else(|| InferError::internal("the inputs of requests are not alike"))
+        let parts = works.iter().map(|work| work.inputs[index].read()).collect::<Result<Vec<_>, _>>()?;
+        let last = parts.last().filter(|_| filler > 0).and_then(|last| last_row(last));
+        join(parts.into_iter().chain(std::iter::repeat_n(last.iter(), filler).flatten()))
+            .ok_or_else(|| InferError::internal("the inputs of requests are not alike"))
     };
     (0..inputs).map(join).collect()
 }

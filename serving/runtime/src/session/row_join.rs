@@ -42,6 +42,15 @@ pub(super) fn split(tensor: Tensor, rows: &[usize]) -> Option<Vec<Tensor>> {
     Some(parts.collect())
 }
 
+/// The last row of a tensor. `None` if the tensor has no rows.
+pub(super) fn last_row(tensor: &Tensor) -> Option<Tensor> {
+    let total = usize::try_from(*tensor.shape.first()?).ok().filter(|total| *total > 0)?;
+    let mut shape = tensor.shape.clone();
+    shape[0] = 1;
+    let end = tensor.data.len();
+    Some(Tensor { name: tensor.name.clone(), shape, data: slice(&tensor.data, end - end / total, end) })
+}
+
 fn append(data: &mut Data, more: &Data) -> Option<()> {
     macro_rules! arms {
         ($($variant:ident),*) => {
@@ -92,6 +101,12 @@ mod tests {
             let rows: Vec<usize> = parts.iter().map(|part| part.shape[0] as usize).collect();
             let joined = join(parts.iter()).unwrap();
             assert_eq!(joined.shape[0] as usize, rows.iter().sum::<usize>());
+            let last = last_row(&joined).unwrap();
+            assert_eq!(
+                join([&joined, &last].into_iter()).map(|filled| filled.shape[0]),
+                Some(joined.shape[0] + 1)
+            );
+            assert_eq!(last_row(&last), Some(last));
             assert_eq!(split(joined, &rows).unwrap(), parts);
         }
     }
@@ -108,6 +123,7 @@ mod tests {
         let scalar = Tensor::fp32("x", vec![], vec![0.0]).unwrap();
         assert_eq!(split(scalar, &[1]), None);
         let nothing = Tensor::fp32("x", vec![0, 2], vec![]).unwrap();
+        assert_eq!(last_row(&nothing), None);
         assert_eq!(split(nothing, &[0]), None);
     }
 }

@@ -63,11 +63,17 @@ struct Echo {
     device: usize,
     /// Whether it returns a single row for any input.
     merges: bool,
+    /// Fewest rows of its runs; the rest is filled.
+    rows_min: usize,
 }
 
 impl Runner for Echo {
     fn device(&self) -> usize {
         self.device
+    }
+
+    fn steady_rows(&mut self, rows: usize, _is_joined: bool) -> usize {
+        rows.max(self.rows_min)
     }
 
     fn run(
@@ -433,6 +439,23 @@ fn requests_of_an_inline_batch_that_fails_run_again_on_an_inference_thread() {
     assert_eq!(value(&mut calls[0]), 1.0);
     assert!(matches!(answer(&mut calls[1]), Err(InferError::Invalid { .. })));
     assert_eq!((value(&mut calls[2]), rest(&scheduler)), (3.0, (1, 0)));
+}
+
+#[test]
+fn filled_runs_answer_with_the_rows_of_their_requests() {
+    let scheduler = scheduler_of(vec![Echo { rows_min: 8, ..Echo::default() }], policy());
+    let mut calls: Vec<Call> =
+        (1..=3).map(|number| pending(&scheduler, rows(number, SHORT, number as f32))).collect();
+    for (number, call) in (1..).zip(&mut calls) {
+        let output = answer(call).unwrap();
+        assert_eq!(output.outputs[0].read().unwrap().shape, [number, SHORT as i64]);
+    }
+    let mut alone = pending(&scheduler, rows(2, SHORT, 5.0));
+    let output = answer(&mut alone).unwrap();
+    assert_eq!((output.outputs[0].read().unwrap().shape[0], output.run_rows), (2, Some(2)));
+    let filled: Vec<usize> = runs().iter().map(|(rows, ..)| *rows).collect();
+    assert_eq!(filled, [8, 8]);
+    assert!(scheduler.has_batches());
 }
 
 #[test]
