@@ -25,6 +25,7 @@ mod error;
 mod evict;
 mod extent;
 mod fetch;
+pub(crate) mod fuzzing;
 #[cfg(test)]
 mod gcs_tests;
 mod image;

@@ -57,6 +57,8 @@ mod error;
 mod failpoint;
 pub mod fs;
 mod fsck;
+#[doc(hidden)]
+pub mod fuzzing;
 mod gc;
 mod identity;
 mod meta;

@@ -78,6 +78,8 @@ mod control;
 mod drift;
 mod ensemble;
 pub mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod grpc;
 pub mod hazards;
 pub mod infer;

@@ -5,6 +5,7 @@ mod body;
 mod compression;
 mod control;
 mod elements;
+pub(crate) mod fuzzing;
 mod guard;
 mod lineage;
 mod output;
