@@ -58,6 +58,8 @@ mod error;
 mod failpoint;
 pub mod fs;
 mod fsck;
+#[doc(hidden)]
+pub mod fuzzing;
 mod garbage;
 mod gc;
 mod identity;

@@ -79,3 +79,12 @@ pub use millrace_serving_runtime::session::{Trial, finish_runs};
 pub use millrace_serving_transport::server::{Addresses, Deps, MetricsServer, Serving, serve, serve_with};
 pub use millrace_serving_transport::tokens::new_token;
 pub use repository::{Repository, Source};
+
+#[doc(hidden)]
+pub mod fuzzing {
+    //! Entry points of the fuzz targets (`fuzz/`). Not part of the interface.
+    pub use millrace_serving_core::fuzzing::{infer_request, infer_requests};
+    pub use millrace_serving_repository::fuzzing::config_pbtxt;
+    pub use millrace_serving_runtime::fuzzing::graph;
+    pub use millrace_serving_transport::fuzzing::body;
+}

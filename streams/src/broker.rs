@@ -29,6 +29,7 @@ mod api;
 mod code;
 mod config;
 mod connection;
+pub(crate) mod fuzzing;
 mod lock;
 mod log;
 mod memory;

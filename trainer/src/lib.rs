@@ -49,6 +49,8 @@ mod elastic;
 pub mod engine;
 mod error;
 pub mod fixed;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod graph;
 pub mod init;
 pub mod job;

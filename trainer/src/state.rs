@@ -122,6 +122,10 @@ impl State {
             }
             Ok::<_, String>(values)
         };
+        let slots = counters.optimizer_slots.len();
+        if slots as u64 > SLOTS_MAX {
+            return Err(format!("it has {slots} optimizer vectors, at most {SLOTS_MAX} are allowed"));
+        }
         let weights = vector("model")?;
         let slots = counters
             .optimizer_slots

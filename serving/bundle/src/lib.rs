@@ -47,6 +47,8 @@ mod bundle;
 mod error;
 mod external;
 mod folder;
+#[doc(hidden)]
+pub mod fuzzing;
 mod manifest;
 mod outline;
 mod repository;

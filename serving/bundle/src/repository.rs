@@ -372,7 +372,7 @@ async fn inspect(
     Ok((manifest, paths))
 }
 
-fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
+pub(crate) fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
     #[derive(serde::Deserialize)]
     struct Format {
         format_version: u64,

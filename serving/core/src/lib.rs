@@ -9,6 +9,8 @@ pub mod blocking;
 pub mod config;
 pub mod elements;
 pub mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod metrics;
 pub mod parameters;
 pub mod record;

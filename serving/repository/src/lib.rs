@@ -7,6 +7,8 @@
 //! What is not here: transports, tokens, shared memory.
 
 pub mod drift;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod infer;
 pub mod model;
 pub mod model_config;

@@ -18,6 +18,11 @@ const DEPTH_MAX: usize = 16;
 static SCHEMA: LazyLock<Option<MessageDescriptor>> =
     LazyLock::new(|| DescriptorPool::decode(DESCRIPTORS).ok()?.get_message_by_name("inference.ModelConfig"));
 
+/// The schema of a configuration.
+pub(crate) fn schema() -> Option<MessageDescriptor> {
+    SCHEMA.clone()
+}
+
 /// A configuration with the lines of its fields.
 #[derive(Debug)]
 pub(crate) struct Parsed {
@@ -42,7 +47,7 @@ pub(crate) fn parse(content: &[u8]) -> Result<Parsed, String> {
     let Outline { lines, lists } = outline(text)?;
     let text = with_colons(text, &lists);
     let text = text.as_str();
-    let schema = SCHEMA.clone().ok_or("this build has no schema of it")?;
+    let schema = schema().ok_or("this build has no schema of it")?;
     let message = DynamicMessage::parse_text_format(schema, text).map_err(|error| {
         let offset = error.labels().and_then(|mut labels| labels.next()).map_or(text.len(), |it| it.offset());
         let before = text.get(..offset).unwrap_or(text);

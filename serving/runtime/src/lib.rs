@@ -6,6 +6,8 @@
 //! What is not here: the store that graphs come from, versions, and clients.
 
 pub mod comparison;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod hazards;
 pub mod rows;
 pub mod runtime;

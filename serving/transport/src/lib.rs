@@ -23,3 +23,6 @@ mod shared_memory;
 mod telemetry;
 pub mod tokens;
 mod trace;
+
+#[doc(hidden)]
+pub use rest::fuzzing;

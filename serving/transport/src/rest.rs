@@ -4,6 +4,7 @@
 mod body;
 mod compression;
 mod control;
+pub mod fuzzing;
 mod guard;
 mod lineage;
 mod page;

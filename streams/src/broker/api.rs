@@ -65,6 +65,52 @@ impl Context<'_> {
     }
 }
 
+/// A request whose header is read and whose shape is checked.
+pub(crate) struct Opened {
+    pub(crate) key: ApiKey,
+    pub(crate) version: i16,
+    correlation_id: i32,
+}
+
+/// Reason why a request is not opened.
+pub(crate) enum Unopened {
+    /// The broker does not speak this version of `ApiVersions`, whose answer lists those that it speaks.
+    Versions { correlation_id: i32 },
+    /// The request is malformed.
+    Malformed(String),
+}
+
+/// Reads the header of a request frame (without its length prefix), and leaves the body in `frame`.
+pub(crate) fn open(frame: &mut Bytes) -> Result<Opened, Unopened> {
+    let malformed = |reason: String| Err(Unopened::Malformed(reason));
+    let (Some(key), Some(version), Some(correlation)) = (
+        frame.first_chunk::<2>(),
+        frame.get(2..).and_then(<[u8]>::first_chunk::<2>),
+        frame.get(4..).and_then(<[u8]>::first_chunk::<4>),
+    ) else {
+        return malformed("a request without a header".to_string());
+    };
+    let (key, version) = (i16::from_be_bytes(*key), i16::from_be_bytes(*version));
+    let correlation_id = i32::from_be_bytes(*correlation);
+    let spoken = SPOKEN.iter().find(|(spoken, ..)| *spoken as i16 == key);
+    let key = match spoken {
+        Some((key, low, high)) if (*low..=*high).contains(&version) => *key,
+        // ApiVersions must be answered in any version: clients learn the supported versions from it.
+        Some((ApiKey::ApiVersions, ..)) => return Err(Unopened::Versions { correlation_id }),
+        Some((key, ..)) => {
+            return malformed(format!("{key:?} in version {version}, which was not advertised"));
+        }
+        None => return malformed(format!("request kind {key}, which was not advertised")),
+    };
+    if let Err(error) = RequestHeader::decode(frame, key.request_header_version(version)) {
+        return malformed(format!("malformed header of {key:?}: {error}"));
+    }
+    if let Err(reason) = shape::check(key, version, frame) {
+        return malformed(format!("malformed {key:?} request: {reason}"));
+    }
+    Ok(Opened { key, version, correlation_id })
+}
+
 /// Answers one request frame (without its length prefix). `held` accounts for the frame's memory and is
 /// released when the frame is no longer needed.
 pub(crate) async fn answer(
@@ -73,37 +119,17 @@ pub(crate) async fn answer(
     mut frame: Bytes,
     held: Held,
 ) -> Reply {
-    let (Some(key), Some(version), Some(correlation)) = (
-        frame.first_chunk::<2>(),
-        frame.get(2..).and_then(<[u8]>::first_chunk::<2>),
-        frame.get(4..).and_then(<[u8]>::first_chunk::<4>),
-    ) else {
-        return Reply::Close("a request without a header".to_string());
-    };
-    let (key, version) = (i16::from_be_bytes(*key), i16::from_be_bytes(*version));
-    let correlation_id = i32::from_be_bytes(*correlation);
-    let spoken = SPOKEN.iter().find(|(spoken, ..)| *spoken as i16 == key);
-    let key = match spoken {
-        Some((key, low, high)) if (*low..=*high).contains(&version) => *key,
-        // ApiVersions must be answered in any version: clients learn the supported versions from it.
-        Some((ApiKey::ApiVersions, ..)) => {
+    let Opened { key, version, correlation_id } = match open(&mut frame) {
+        Ok(opened) => opened,
+        Err(Unopened::Versions { correlation_id }) => {
             return match encode(ApiKey::ApiVersions, 0, correlation_id, &versions(code::UNSUPPORTED_VERSION))
             {
                 Ok(frame) => Reply::Frame { frame, held: Held::default() },
                 Err(reason) => Reply::Close(reason),
             };
         }
-        Some((key, ..)) => {
-            return Reply::Close(format!("{key:?} in version {version}, which was not advertised"));
-        }
-        None => return Reply::Close(format!("request kind {key}, which was not advertised")),
+        Err(Unopened::Malformed(reason)) => return Reply::Close(reason),
     };
-    if let Err(error) = RequestHeader::decode(&mut frame, key.request_header_version(version)) {
-        return Reply::Close(format!("malformed header of {key:?}: {error}"));
-    }
-    if let Err(reason) = shape::check(key, version, &frame) {
-        return Reply::Close(format!("malformed {key:?} request: {reason}"));
-    }
     let context = Context { shared, local, version, correlation_id, key };
     let malformed = |error: String| Reply::Close(format!("malformed {key:?} request: {error}"));
     macro_rules! handle {

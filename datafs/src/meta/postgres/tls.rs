@@ -129,7 +129,8 @@ fn invalid(reason: String) -> Error {
 fn decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((&byte, after)) = rest.split_first() {
-        let digits = after.get(..2).filter(|_| byte == b'%').and_then(|two| std::str::from_utf8(two).ok());
+        let digits = after.get(..2).filter(|two| byte == b'%' && two.iter().all(u8::is_ascii_hexdigit));
+        let digits = digits.and_then(|two| std::str::from_utf8(two).ok());
         match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
             Some(decoded) => {
                 bytes.push(decoded);

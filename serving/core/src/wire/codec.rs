@@ -154,12 +154,18 @@ impl Fields {
 }
 
 /// Refuses too many tensors before they are allocated: an empty one takes two bytes in a message and 300 in
-/// memory. [`decode`] reports a malformed message.
+/// memory. Refuses a message whose tensors it cannot count: [`decode`] skips groups, and would allocate the tensors
+/// beside them.
 ///
 /// # Errors
 /// INVALID_ARGUMENT.
 pub fn check_tensors(request: &[u8]) -> Result<(), Status> {
-    Ok(Fields::of(request, usize::MAX).map_or(Ok(()), |fields| fields.check())?)
+    let unreadable = || {
+        Status::invalid_argument(
+            "the message is not the one of this call: it is cut short, malformed or has a group",
+        )
+    };
+    Ok(Fields::of(request, usize::MAX).ok_or_else(unreadable)?.check()?)
 }
 
 /// Decodes a message from all remaining bytes.
@@ -228,6 +234,14 @@ mod tests {
             assert!(is_long(&message).unwrap(), "it is looked at in a turn");
         }
         check_tensors(&[0x2a, 0].repeat(TENSORS_MAX)).unwrap();
+    }
+
+    #[test]
+    fn tensors_beside_a_group_are_refused_before_they_are_made() {
+        // Field 15 as an empty group, which the decoder skips.
+        let message = [&[0x7b, 0x7c][..], &[0x2a, 0].repeat(1 << 20)].concat();
+        assert_eq!(ModelInferRequest::decode(&message[..4]).unwrap().inputs.len(), 1);
+        assert_eq!(check_tensors(&message).unwrap_err().code(), tonic::Code::InvalidArgument);
     }
 
     #[test]

@@ -218,12 +218,21 @@ fn snappy_chunks(bytes: &[u8]) -> impl Iterator<Item = Result<&[u8], Malformed>>
     })
 }
 
+/// Most bytes that a byte of Snappy yields: three bytes copy 64.
+const SNAPPY_GROWTH_MAX: usize = 22;
+
+/// Size of the decompressed payload. The decompressor reserves what a chunk announces, so that must be possible.
 fn snappy_bytes(bytes: &[u8]) -> Result<usize, Malformed> {
     let mut total = 0;
     for chunk in snappy_chunks(bytes) {
-        total += snap::raw::decompress_len(chunk?).map_err(|_| Malformed::Compressed)?;
+        let chunk = chunk?;
+        let announced = snap::raw::decompress_len(chunk).map_err(|_| Malformed::Compressed)?;
+        total += announced;
         if total as u64 > DECOMPRESSED_BYTES_MAX {
             return Err(Malformed::Large);
+        }
+        if announced / SNAPPY_GROWTH_MAX > chunk.len() {
+            return Err(Malformed::Compressed);
         }
     }
     Ok(total)

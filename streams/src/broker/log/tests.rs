@@ -406,6 +406,15 @@ fn compressed_batches_are_opened_and_checked() {
 }
 
 #[test]
+fn snappy_that_announces_more_than_it_can_hold_is_refused() {
+    let plain = batch((1, 0, 0), 1_000, &[&[0; 100_000]]);
+    assert!(check_produced(&compressed(2, &plain)).is_ok(), "the best compression");
+    // 99,999,999 bytes, for which the decompressor would reserve memory, out of one byte.
+    let announced = with_records(&plain[..61], 2, &[0xff, 0xc1, 0xd7, 0x2f, 0]);
+    assert_eq!(check_produced(&announced), Err(Malformed::Compressed));
+}
+
+#[test]
 fn a_field_that_leaves_its_record_is_refused() {
     let good = batch((1, 0, 0), 0, &[b"abc"]);
     // Length, attributes, time, offset, key -1, value 3 bytes, no headers.

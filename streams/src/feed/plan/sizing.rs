@@ -3,7 +3,8 @@
 //!
 //! The result is part of the plan, so it depends on the dataset and the options alone, never on the machine.
 
-use crate::dataset::{Dataset, FileFormat};
+use crate::dataset::{DataFile, Dataset, FileFormat, ROW_GROUPS_MAX, RowGroup};
+use crate::feed::error::{FeedError, Result};
 use crate::feed::plan::{Group, GroupAddress, PlanOptions};
 
 /// Below this many rows a window is not shrunk to save memory; lanes are given up instead.
@@ -22,18 +23,36 @@ pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
     }
 }
 
+/// Number of parts into which a row group is split. Record batches of Arrow IPC files cannot be read in parts.
+fn parts(format: FileFormat, group: &RowGroup, part_bytes: u64) -> u64 {
+    match format {
+        FileFormat::Parquet if part_bytes > 0 => group.bytes.div_ceil(part_bytes).clamp(1, group.rows.max(1)),
+        _ => 1,
+    }
+}
+
+/// Refuses more units of reading than a dataset may have row groups: they are held in memory.
+pub(super) fn check_count(dataset: &Dataset, part_bytes: u64) -> Result<()> {
+    let of_file = |file: &DataFile| {
+        let parts = file.row_groups.iter().map(|group| parts(file.format, group, part_bytes));
+        parts.fold(0u64, u64::saturating_add)
+    };
+    let count = dataset.files().iter().map(of_file).fold(0u64, u64::saturating_add);
+    let limit = ROW_GROUPS_MAX as u64;
+    if count > limit {
+        let what = "the number of parts of row groups (raise working_set_bytes_max)";
+        return Err(FeedError::TooLarge { path: dataset.path().to_owned(), what, limit });
+    }
+    Ok(())
+}
+
 /// The units of reading: row groups, with those larger than `part_bytes` split into parts of about equal size
-/// (0: no split). Record batches of Arrow IPC files cannot be read in parts.
+/// (0: no split).
 pub(super) fn groups(dataset: &Dataset, part_bytes: u64) -> Vec<Group> {
     let mut all = Vec::new();
     for (f, file) in dataset.files().iter().enumerate() {
         for (g, group) in file.row_groups.iter().enumerate() {
-            let parts = match file.format {
-                FileFormat::Parquet if part_bytes > 0 => {
-                    group.bytes.div_ceil(part_bytes).clamp(1, group.rows.max(1))
-                }
-                _ => 1,
-            };
+            let parts = parts(file.format, group, part_bytes);
             // Products of rows and parts stay within 64 bits: both fit 32.
             let cut = |part: u64| group.rows * part / parts;
             for part in 0..parts {

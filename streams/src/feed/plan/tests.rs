@@ -140,6 +140,18 @@ fn row_groups_that_cannot_fit_are_read_in_parts() {
 }
 
 #[test]
+fn row_groups_in_too_many_parts_are_refused() {
+    let options = PlanOptions { working_set_bytes_max: 1, ..options(1, 60, 6, 64) };
+    let refused = Plan::new(dataset(&[&[1 << 30]]), &options).unwrap_err();
+    assert!(refused.to_string().contains("working_set_bytes_max"), "{refused}");
+    let stored = Plan::new(dataset(&[&[1000]]), &options).unwrap();
+    let mut stored = serde_json::to_value(&stored).unwrap();
+    stored["dataset"]["files"][0]["row_groups"][0] = serde_json::json!({ "rows": 1 << 30, "bytes": 1 << 40 });
+    let refused = serde_json::from_value::<Plan>(stored).unwrap_err();
+    assert!(refused.to_string().contains("parts"), "{refused}");
+}
+
+#[test]
 fn epochs_are_counted_exactly() {
     let plan = Plan::new(dataset(&[&[10, 15], &[12]]), &options(3, 8, 4, 5)).unwrap();
     assert_eq!(plan.rows(), 37);
