@@ -229,12 +229,7 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
     let datafs = make(&home, &config);
     backup(&datafs, &folder);
     drop(datafs);
-    let files = |root: PathBuf| -> Vec<PathBuf> {
-        let below = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-        let folders: Vec<_> = below(&root).filter(|path| path.is_dir()).collect();
-        folders.iter().flat_map(|folder| below(folder)).collect()
-    };
-    for (i, file) in files(home.join("datafs/objects")).into_iter().enumerate() {
+    for (i, file) in files_below(&home.join("datafs/objects")).into_iter().enumerate() {
         match i % 3 {
             0 => std::fs::remove_file(file).unwrap(),
             1 => std::fs::write(file, "damaged").unwrap(),
@@ -252,7 +247,7 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
 
     // A missing object, and truncated metadata.
     let elsewhere = home.with_file_name("elsewhere");
-    std::fs::remove_file(&files(folder.join("objects"))[0]).unwrap();
+    std::fs::remove_file(&files_below(&folder.join("objects"))[0]).unwrap();
     let error = Datafs::restore(&elsewhere, &config, &folder, false, &|_| true).unwrap_err();
     assert!(error.to_string().contains("is missing there and in the object store"), "{error}");
     let metadata = std::fs::read(folder.join("metadata.sqlite")).unwrap();
@@ -290,6 +285,25 @@ fn objects_of_a_bucket_with_other_bytes_of_the_same_length_are_replaced() {
     let datafs = Datafs::open(&home, &config).unwrap();
     assert_eq!((version(&datafs, "v"), version(&datafs, "v@first")), (2, 1));
     sound(&datafs);
+    drop(datafs);
+
+    // A damaged copy in the backup replaces nothing.
+    for file in files_below(&folder.join("objects")) {
+        let mut bytes = std::fs::read(&file).unwrap();
+        bytes[0] ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+    }
+    assert_eq!(again().bytes, 0);
+    let datafs = Datafs::open(&home, &config).unwrap();
+    assert_eq!((version(&datafs, "v"), version(&datafs, "v@first")), (2, 1));
+    sound(&datafs);
+}
+
+/// The files in the folders below `root`.
+fn files_below(root: &Path) -> Vec<PathBuf> {
+    let below = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let folders: Vec<_> = below(root).filter(|path| path.is_dir()).collect();
+    folders.iter().flat_map(|folder| below(folder)).collect()
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! Entry points of the fuzz targets into the formats of objects. Each panics where a property fails.
 
 use super::checksum::{self, Summer, Sums};
-use super::codec::{Codec, Compression};
+use super::codec::Codec;
 use super::encoded::{self, EncodedIndex, Encoder};
 use super::index::Index;
 use super::keyring::Keyring;
-use super::object::{Layout, ObjectId};
 use super::pack::{HEADER_BYTES, Piece, append_pieces};
+use crate::object::{Compression, Layout, ObjectId};
 
 /// Longest frame that is decoded: a footer may announce 16 MiB, which is too slow for fuzzing.
 const FRAME_BYTES_MAX: u64 = 1 << 20;

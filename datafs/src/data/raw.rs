@@ -14,6 +14,7 @@ use object_store::path::Path as StorePath;
 
 use super::error::{ObjectError, Result};
 use super::local::LocalStore;
+use super::local_data::LocalData;
 use super::pool::ObjectPool;
 use super::remote::RemoteStore;
 use super::store::Store;
@@ -58,9 +59,13 @@ impl ObjectPool {
         for name in names(id) {
             let source = from.join(&name);
             let copied = match self.store() {
-                Store::Local(local) => import_file(local, id, &source, &local.root().join(&name))?,
+                Store::Local(local) => {
+                    let to = local.root().join(&name);
+                    import_file(local, id, &source, &to, &mut || self.is_whole(id, from))?
+                }
                 Store::Remote(remote) => {
-                    self.send_file(remote, id, remote_path(remote, id, &name), &source)?
+                    let path = remote_path(remote, id, &name);
+                    self.send_file(remote, id, path, &source, &mut || self.is_whole(id, from))?
                 }
             };
             match copied {
@@ -69,6 +74,29 @@ impl ObjectPool {
             }
         }
         Ok(Copied::Bytes(bytes))
+    }
+
+    /// Whether a backup's copy of an object agrees with its checksums. It may be the damaged one where it differs from
+    /// an object of the store, which then stays.
+    fn is_whole(&self, id: ObjectId, from: &Path) -> bool {
+        let check = || -> Result<()> {
+            let (data, index) = LocalData::open(from, id, self.keys())?;
+            for frame in 0..index.frames() {
+                let range = index.stored(frame..frame + 1);
+                let mut stored = vec![0; usize::try_from(range.end - range.start).unwrap_or(usize::MAX)];
+                data.read(id, range.start, &mut stored)?;
+                if !index.check(frame, &stored) {
+                    let byte = index.data(frame).start;
+                    return Err(ObjectError::Corrupt { id, byte, reason: "checksum mismatch".into() });
+                }
+            }
+            Ok(())
+        };
+        check()
+            .inspect_err(|error| {
+                tracing::warn!(%error, "an object of the backup is damaged; the store keeps its own, which differs");
+            })
+            .is_ok()
     }
 
     fn fetch_file(&self, remote: &Arc<RemoteStore>, path: StorePath, to: &Path) -> Result<Option<u64>> {
@@ -97,6 +125,7 @@ impl ObjectPool {
         id: ObjectId,
         path: StorePath,
         from: &Path,
+        is_whole: &mut dyn FnMut() -> bool,
     ) -> Result<Option<u64>> {
         let (store, at) = (Arc::clone(remote), path.clone());
         let there = self.answer(self.runtime().wait(async move { store.size(&at).await }))?;
@@ -107,7 +136,7 @@ impl ObjectPool {
             file.read_exact_at(&mut part, at).map_err(fail)?;
             Ok(part.into())
         };
-        if there == Some(len) && self.has_bytes(remote, &path, len, part)? {
+        if there == Some(len) && (self.has_bytes(remote, &path, len, part)? || !is_whole()) {
             return Ok(Some(0));
         }
         if len <= STEP as u64 {
@@ -201,14 +230,20 @@ fn export_file(from: &Path, to: &Path) -> Result<Option<u64>> {
     }
 }
 
-fn import_file(local: &LocalStore, id: ObjectId, from: &Path, to: &Path) -> Result<Option<u64>> {
+fn import_file(
+    local: &LocalStore,
+    id: ObjectId,
+    from: &Path,
+    to: &Path,
+    is_whole: &mut dyn FnMut() -> bool,
+) -> Result<Option<u64>> {
     let Some((source, len)) = open(from)? else {
         return Ok(fs::metadata(to).is_ok().then_some(0));
     };
     if let Some((there, there_len)) = open(to)?
         // The pack in the store may have grown since the backup.
         && (there_len == len || id.is_pack() && there_len > len)
-        && are_equal(&source, &there, len).map_err(|e| ObjectError::io("compare", to, e))?
+        && (are_equal(&source, &there, len).map_err(|e| ObjectError::io("compare", to, e))? || !is_whole())
     {
         return Ok(Some(0));
     }

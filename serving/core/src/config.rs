@@ -76,7 +76,7 @@ pub struct Config {
     /// Interval in milliseconds between scans of the repository for new versions. 0 disables scanning, and so
     /// does `control = "explicit"`.
     pub poll_ms: u64,
-    /// Refused: the server writes no trace files any more, `telemetry` sends spans.
+    /// Ignored with a warning; the next release refuses it. `telemetry` sends spans of requests.
     #[serde(skip_serializing)]
     pub trace_directory: Option<PathBuf>,
     /// Collector for the spans of requests; without it the server sends none.

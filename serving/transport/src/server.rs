@@ -130,9 +130,10 @@ pub async fn serve_with(
         );
     }
     if config.trace_directory.is_some() {
-        let reason = "[serving] trace_directory is refused: the server writes no trace files any more; remove it, and \
-                      set [serving.telemetry] to send the spans of requests to an OpenTelemetry collector";
-        return Err(Error::Config { reason: reason.to_owned() });
+        tracing::warn!(
+            "[serving] trace_directory has no effect any more and will be refused by the next release: remove it, and \
+             set [serving.telemetry] to send the spans of requests to an OpenTelemetry collector"
+        );
     }
     let entrance = Security::open(config).await?;
     let grpc = bind(config.grpc, "gRPC", "grpc").await?;

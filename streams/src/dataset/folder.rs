@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use millrace_leaf::{atomic_file, private};
@@ -62,8 +63,10 @@ impl DatasetCache for FolderCache {
 
     fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
         let path = self.path(key);
-        // Each process uses a separate temporary name, so that a reader sees a whole entry or none.
-        let temporary = path.with_extension(format!("{}.new", std::process::id()));
+        static WRITES: AtomicU64 = AtomicU64::new(0);
+        // Each writer uses a separate temporary name, so that a reader sees a whole entry or none.
+        let write = WRITES.fetch_add(1, Ordering::Relaxed);
+        let temporary = path.with_extension(format!("{}-{write}.new", std::process::id()));
         private::create_dir_all(&self.dir)
             .and_then(|()| atomic_file::replace(&path, &temporary, value))
             .and_then(|()| self.shrink())

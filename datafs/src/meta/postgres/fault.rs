@@ -46,7 +46,10 @@ impl Fault {
     pub(super) fn from_postgres(error: &tokio_postgres::Error) -> Fault {
         let Some(db) = error.as_db_error() else {
             let text = error_chain::one_line(error);
-            return if tls::is_refusal(error) { Fault::Refused(text) } else { Fault::Lost(text) };
+            // These errors of the library have no type.
+            let is_final = ["authentication error", "invalid configuration"];
+            let is_refused = tls::is_refusal(error) || is_final.iter().any(|kind| text.starts_with(kind));
+            return if is_refused { Fault::Refused(text) } else { Fault::Lost(text) };
         };
         let text = format!("{} ({})", db.message(), db.code().code());
         let code = db.code();

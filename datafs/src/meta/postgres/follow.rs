@@ -13,7 +13,7 @@ use tokio_postgres::{AsyncMessage, Client};
 
 use super::Shared;
 use super::fault::Fault;
-use super::pool::block_on;
+use super::pool::{GRACE, block_on};
 use super::schema;
 use crate::error::{Error, Result};
 use crate::meta::changes::{ChangeListener, Changed, Subscription};
@@ -46,7 +46,7 @@ struct Signal {
 struct Wanted {
     notified: bool,
     news: Option<Changed>,
-    /// The connection for notifications is gone.
+    /// A connection for notifications has ended.
     deaf: bool,
     stopped: bool,
 }
@@ -61,15 +61,17 @@ impl Signal {
 impl Follower {
     pub(super) fn start(shared: &Arc<Shared>) -> Result<Follower> {
         let signal = Arc::new(Signal::default());
+        // The registration of this process was just before.
+        let renewed = Instant::now();
         let listening =
-            listen(shared, &signal, shared.pool.deadline()).map_err(|fault| shared.error(fault))?;
+            listen(shared, &signal, shared.pool.deadline() + GRACE).map_err(|fault| shared.error(fault))?;
         let work = Follow {
             lease: shared.lease,
             shared: Arc::downgrade(shared),
             signal: Arc::clone(&signal),
             listening: Some(listening),
             horizons: VecDeque::new(),
-            renewed: Instant::now(),
+            renewed,
             flushed: Instant::now(),
             trimmed: Instant::now(),
         };
@@ -127,9 +129,11 @@ fn tell(signal: &Signal) {
 }
 
 /// Opens a connection that raises the signal for every commit of another client.
-fn listen(shared: &Shared, signal: &Arc<Signal>, deadline: Instant) -> std::result::Result<Client, Fault> {
+fn listen(shared: &Shared, signal: &Arc<Signal>, deadline: Instant) -> std::result::Result<Listening, Fault> {
     let own = shared.client.to_string();
     let raised = Arc::clone(signal);
+    let has_ended = Arc::new(AtomicBool::new(false));
+    let ended = Arc::clone(&has_ended);
     let client = shared.pool.open(deadline, |mut connection| async move {
         loop {
             match std::future::poll_fn(|context| connection.poll_message(context)).await {
@@ -137,20 +141,31 @@ fn listen(shared: &Shared, signal: &Arc<Signal>, deadline: Instant) -> std::resu
                     raised.raise(|wanted| wanted.notified = true);
                 }
                 Some(Ok(_)) => {}
-                _ => return raised.raise(|wanted| wanted.deaf = true),
+                _ => {
+                    ended.store(true, Ordering::Release);
+                    return raised.raise(|wanted| wanted.deaf = true);
+                }
             }
         }
     })?;
     let channel = schema::channel(shared.pool.target().schema());
     block_on(client.batch_execute(&format!("LISTEN {channel}")), deadline)?;
-    Ok(client)
+    Ok(Listening { _client: client, has_ended })
+}
+
+/// A connection for notifications.
+struct Listening {
+    /// The connection lasts as long as its client.
+    _client: Client,
+    /// Of this connection: the end of an earlier one may be noticed after this one was opened.
+    has_ended: Arc<AtomicBool>,
 }
 
 struct Follow {
     lease: Duration,
     shared: Weak<Shared>,
     signal: Arc<Signal>,
-    listening: Option<Client>,
+    listening: Option<Listening>,
     /// Horizons of the last minutes, with their times.
     horizons: VecDeque<(Instant, i64)>,
     renewed: Instant,
@@ -172,16 +187,15 @@ impl Follow {
                     return self.leave();
                 }
                 wanted.notified = false;
-                if std::mem::take(&mut wanted.deaf) {
+                wanted.deaf = false;
+                let has_ended = |listening: &Listening| listening.has_ended.load(Ordering::Acquire);
+                if self.listening.as_ref().is_some_and(has_ended) {
                     self.listening = None;
                 }
             }
             let Some(shared) = self.shared.upgrade() else { return };
             match self.step(&shared) {
-                Ok(()) => {
-                    failing = false;
-                    shared.contact.lock().made(Instant::now(), shared.lease);
-                }
+                Ok(()) => failing = false,
                 Err(fault) => {
                     if !failing {
                         tracing::warn!(
@@ -229,9 +243,11 @@ impl Follow {
             }
             self.renewed = Instant::now();
         }
+        // Without notifications, this process still asks for the commits of others.
+        let mut listened = Ok(());
         if self.listening.is_none() {
-            let until = Instant::now() + shared.pool.wait().min(shared.lease / 4);
-            self.listening = Some(listen(shared, &self.signal, until)?);
+            let until = Instant::now() + (shared.pool.wait() + GRACE).min(shared.lease / 4);
+            listened = listen(shared, &self.signal, until).map(|listening| self.listening = Some(listening));
         }
         let soon = Instant::now() + shared.pool.wait().min(ASK_EVERY);
         shared.poll(soon)?;
@@ -254,7 +270,8 @@ impl Follow {
                 shared.pool.repeat(soon, |link, until| block_on(link.client.batch_execute(&text), until))?;
             }
         }
-        Ok(())
+        shared.contact.lock().made(Instant::now(), shared.lease);
+        listened
     }
 
     /// Unregisters this process, within a second.

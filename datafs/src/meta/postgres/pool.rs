@@ -23,7 +23,7 @@ use super::target::{Connection, Target};
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(1_000);
 /// How much later than the server the client gives up.
-const GRACE: Duration = Duration::from_secs(5);
+pub(super) const GRACE: Duration = Duration::from_secs(5);
 
 /// A connection with its prepared statements.
 pub(super) struct Link {
