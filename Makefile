@@ -44,7 +44,7 @@ gpu: setup-gpu ## Training and serving on an NVIDIA GPU, against the processor (
 
 check: setup-test docs ## Format, lints, documentation, the CUDA build
 	cargo fmt --all -- --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --workspace --all-targets --features millrace-fuzz/libfuzzer -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
 	cargo check --locked --features cuda
 

@@ -58,6 +58,13 @@ const fn target(
     Target { name, run, seeds, growth, bytes_max }
 }
 
+/// Prints panics without a backtrace, whose symbols would count as memory of the target. Some panics are no failures:
+/// the code under test catches those of its dependencies.
+#[allow(clippy::print_stderr)]
+pub fn print_panics_briefly() {
+    std::panic::set_hook(Box::new(|panic| eprintln!("{panic}")));
+}
+
 impl Target {
     /// The target of a name.
     pub fn named(name: &str) -> Option<&'static Target> {

@@ -16,13 +16,13 @@ pub(crate) fn metadata(input: &[u8]) {
 /// Records of zeros of each length that one kind has, and lists.
 pub(crate) fn records() -> Vec<Vec<u8>> {
     let mut all: Vec<Vec<u8>> = vec![b"\x0arvolume01\x6einode001ahello".to_vec()];
-    for kind in 0..RECORDS.len() {
+    for (kind, (_, recode)) in (0u8..).zip(&RECORDS) {
         for first in [0, 1, b'f', b'd'] {
             for len in 1..160 {
                 let mut record = vec![0; len];
                 record[0] = first;
-                if RECORDS[kind].1(&record).is_some() {
-                    all.push([&[kind as u8], &record[..]].concat());
+                if recode(&record).is_some() {
+                    all.push([&[kind], &record[..]].concat());
                 }
             }
         }
@@ -111,8 +111,8 @@ pub(crate) fn name(input: &[u8]) {
     if let Some(password) = fuzzing::password(text)
         && let Ok(password) = String::from_utf8(password)
         && password.len() >= 4
+        && !password.contains('*')
         && text.matches(&password).count() == 1
-        && !"postgresql://password=".contains(&password)
     {
         assert!(!shown.contains(&password), "{shown} shows the password");
     }

@@ -8,6 +8,7 @@ use millrace_fuzz::TARGETS;
 #[test]
 fn seeds_and_corpus_keep_the_properties_of_their_targets() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+    millrace_fuzz::print_panics_briefly();
     for target in &TARGETS {
         let seeds = (target.seeds)();
         assert!(!seeds.is_empty(), "{} has seeds", target.name);

@@ -45,6 +45,7 @@ fn main() -> ExitCode {
 fn child(name: &str) -> ExitCode {
     let target = Target::named(name).expect("the parent names a target");
     RUNNING.get_or_init(|| target);
+    millrace_fuzz::print_panics_briefly();
     let arguments = std::env::args().map(|argument| CString::new(argument).expect("an argument without 0"));
     let mut arguments: Vec<*mut c_char> = arguments.map(CString::into_raw).collect();
     let mut count = c_int::try_from(arguments.len()).expect("a few arguments");

@@ -281,6 +281,17 @@ fn limits_are_kept() {
 }
 
 #[test]
+fn a_new_list_that_its_type_cannot_hold_is_a_dead_letter_without_a_column() {
+    let mut add = Harness::with(&[("a", "int64?")], UnknownFields::AddColumn);
+    for list in ["[11.0,60000000000000000000000000000000000000006]", "[1.5,9007199254740993]"] {
+        let (class, reason) = add.reject(&format!("{{\"a\":1,\"new\":{list}}}"));
+        assert_eq!(class, RejectClass::OutOfRange, "{reason}");
+        assert!(reason.contains("\"new\"") && reason.contains("list<float64>"), "{reason}");
+    }
+    assert!(matches!(add.decode("{\"new\":[1.5,2]}"), Outcome::NewColumns(new) if new.len() == 1));
+}
+
+#[test]
 fn unknown_fields_follow_the_policy() {
     let mut ignore = Harness::with(&[("a", "int64?")], UnknownFields::Ignore);
     ignore.land(r#"{"x":{"y":[1,"z"]},"a":1}"#);

@@ -2,10 +2,9 @@
 
 use std::collections::HashMap;
 
+use millrace_serving::Config;
 use millrace_serving::wire::inference as pb;
-use millrace_serving::{Config, Source, serve};
 use serde_json::json;
-use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
 use crate::support::*;

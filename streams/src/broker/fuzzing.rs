@@ -4,8 +4,8 @@ use std::fmt::Debug;
 
 use bytes::{Bytes, BytesMut};
 use kafka_protocol::messages::{
-    ApiKey, ApiVersionsRequest, CreateTopicsRequest, DeleteTopicsRequest, FetchRequest,
-    InitProducerIdRequest, ListOffsetsRequest, MetadataRequest, ProduceRequest,
+    ApiKey, CreateTopicsRequest, DeleteTopicsRequest, FetchRequest, InitProducerIdRequest,
+    ListOffsetsRequest, MetadataRequest, ProduceRequest,
 };
 use kafka_protocol::protocol::{Decodable, Encodable};
 
@@ -22,7 +22,7 @@ pub fn request(frame: &[u8]) {
         ApiKey::Fetch => again::<FetchRequest>(key, version, body),
         ApiKey::ListOffsets => again::<ListOffsetsRequest>(key, version, body),
         ApiKey::Metadata => again::<MetadataRequest>(key, version, body),
-        ApiKey::ApiVersions => again::<ApiVersionsRequest>(key, version, body),
+        // The broker does not decode the body of `ApiVersions`.
         ApiKey::CreateTopics => again::<CreateTopicsRequest>(key, version, body),
         ApiKey::DeleteTopics => again::<DeleteTopicsRequest>(key, version, body),
         ApiKey::InitProducerId => again::<InitProducerIdRequest>(key, version, body),
@@ -69,7 +69,10 @@ pub fn batch(bytes: &[u8]) -> Option<i32> {
 /// The bytes with the length, the message format and the checksum of a batch.
 pub fn sealed(bytes: &[u8]) -> Vec<u8> {
     let mut batch = bytes.to_vec();
-    if let (true, Ok(length)) = (batch.len() >= HEADER_BYTES, i32::try_from(batch.len() - 12)) {
+    let length = batch.len().saturating_sub(12);
+    if batch.len() >= HEADER_BYTES
+        && let Ok(length) = i32::try_from(length)
+    {
         batch[8..12].copy_from_slice(&length.to_be_bytes());
         batch[16] = 2;
         let crc = crc32c::crc32c(&batch[21..]);
