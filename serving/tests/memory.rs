@@ -230,7 +230,7 @@ fn loading_leaves_little(cycles: usize, mib: usize, percent: usize) {
 /// The remains of cycles do not accumulate: a leak of the weights in each cycle would leave 170 MiB besides
 /// the 14 MiB in use.
 #[test]
-fn loading_and_unloading_does_not_add_up() {
+fn repeated_loading_and_unloading_does_not_leak() {
     loading_leaves_little(10, 24, 20);
 }
 

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_wrong_or_gone_changes_nothing_and_is_read_once() {
+    fn invalid_or_missing_file_changes_nothing_and_is_read_once() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, "good").unwrap();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_or_too_large_is_named() {
+    fn path_that_is_no_file_or_too_large_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let large = dir.path().join("large");
         std::fs::write(&large, vec![b'x'; FILE_BYTES_MAX as usize + 1]).unwrap();

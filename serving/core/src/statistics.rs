@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_counts_where_it_belongs() {
+    fn each_step_is_counted_in_its_duration() {
         let (statistics, start) = (statistics(), Instant::now());
         for rows in [1, 8, 8] {
             statistics.succeeded(rows, start, &times(start));
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_answer_is_told_by_the_clock_of_the_machine() {
+    fn time_of_the_last_inference_is_wall_clock_time() {
         let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_millis() as u64;
         let statistics = statistics();
         let last = || described(&statistics).0.last_inference;
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_have_what_was_counted_when_they_are_asked_for_and_keep_what_a_version_leaves() {
+    fn metrics_are_current_when_scraped_and_keep_counts_of_removed_versions() {
         let (name, start) = ("counted-by-itself", Instant::now());
         let statistics = Statistics::new(name, 7);
         let told = |expected: &[&str]| {

@@ -283,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whole_places_of_the_input_count() {
+    fn only_complete_input_positions_are_parsed() {
         assert_eq!(place(b"in/3/41", "in"), Some((3, 41)));
         for other in [&b"out/3/41"[..], b"in/3", b"in/x/41", b"in/3/", b"", b"\xff/1/2"] {
             assert_eq!(place(other, "in"), None);
@@ -292,7 +292,7 @@ mod tests {
 
     /// Retention removes the record after the pipe has asked for the ends of the input.
     #[tokio::test(flavor = "multi_thread")]
-    async fn an_answered_record_that_retention_removes_meanwhile_is_passed_over() {
+    async fn answered_record_removed_by_retention_is_skipped() {
         let dir = tempfile::tempdir().unwrap();
         let config = broker::Config {
             listen: ([127, 0, 0, 1], 0).into(),

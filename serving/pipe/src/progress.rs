@@ -238,7 +238,7 @@ mod tests {
     use super::obstacle;
 
     #[test]
-    fn a_pipe_goes_on_only_where_the_partition_has_its_next_record() {
+    fn pipe_resumes_only_if_the_partition_has_its_next_record() {
         for (next, mark, says) in [
             (7, Some((0, 7)), None),
             (0, Some((0, 0)), None),

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_and_ranges_of_nothing_are_told() {
+    fn nan_and_empty_ranges_are_reported() {
         let same = floats(&[3], &[f32::NAN, f32::INFINITY, 1.0]);
         let found = compared(&same, &same);
         assert_eq!((found.mean, found.max, found.agreement), (0.0, 0.0, None));
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_float_is_equal_or_not() {
+    fn values_other_than_floats_are_equal_or_different() {
         let whole = |values: &[i64]| Tensor::new("c", vec![4], Data::Int64(values.to_vec())).unwrap();
         let found = compared(&whole(&[1, 2, 3, 4]), &whole(&[1, 2, 3, 5]));
         assert_eq!((found.mean, found.max, found.agreement), (0.25, 1.0, Some(0.75)));

@@ -52,7 +52,7 @@ fn large() -> (pb::ModelInferRequest, Vec<u8>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rest_takes_and_gives_what_the_headers_say() {
+async fn rest_bodies_are_compressed_as_the_headers_request() {
     let server = server().await;
     let (message, raw) = large();
     let mut request = as_rest(&message);
@@ -167,7 +167,7 @@ pub(crate) async fn bare_call(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn broken_messages_of_grpc_are_the_senders_fault() {
+async fn broken_grpc_messages_are_a_client_error() {
     let server = server().await;
     let good = good().encode_to_vec();
     let whole = frame(0, &good);

@@ -66,7 +66,7 @@ fn watching(drift: Drift) -> Config {
 const ALL: Drift = Drift { rows_per_second_max: u32::MAX, window_rows: 1_000 };
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn inputs_that_move_away_from_the_training_show_in_the_metrics() {
+async fn drifting_inputs_show_in_the_metrics() {
     let dir = TempDir::new().unwrap();
     publish_with(&dir, "watched", |bundle| bundle.with_statistics(&statistics("input")).unwrap()).await;
     publish_with(&dir, "plain", |bundle| bundle).await;
@@ -107,7 +107,7 @@ async fn inputs_that_move_away_from_the_training_show_in_the_metrics() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_be_watched_is_served_all_the_same() {
+async fn model_with_unusable_statistics_is_served() {
     let dir = TempDir::new().unwrap();
     let file = |content: &'static str| {
         move |bundle: Bundle| bundle.with_file("statistics.json", content.into()).unwrap()
@@ -129,7 +129,7 @@ async fn what_cannot_be_watched_is_served_all_the_same() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn drift_is_switched_off_by_looking_at_no_rows() {
+async fn zero_rows_per_second_switches_drift_off() {
     let dir = TempDir::new().unwrap();
     publish_with(&dir, "watched", |bundle| bundle.with_statistics(&statistics("input")).unwrap()).await;
     let server = Server::over(watching(Drift { rows_per_second_max: 0, ..ALL }), dir).await;

@@ -261,7 +261,7 @@ async fn an_ensemble_is_ready_when_all_versions_fit_that_its_steps_are_split_bet
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_step_that_refuses_is_named() {
+async fn error_of_an_ensemble_step_names_the_step() {
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     // Larger than the models accept, which only a request shows.
@@ -300,7 +300,7 @@ async fn a_step_that_refuses_is_named() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_step_waits_in_the_line_of_its_model_and_no_longer_than_the_request() {
+async fn ensemble_step_waits_in_the_queue_of_its_model_until_the_deadline() {
     let line = Line::start(holding(), "line-of-steps").await;
     let dir = line.server.dir.path();
     publish(dir, "first", 1, slow(1)).await;

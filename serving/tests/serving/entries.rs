@@ -172,7 +172,7 @@ async fn links_that_are_swapped_are_followed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn server_is_ready_once_each_configured_model_is_and_stays_so() {
+async fn server_becomes_ready_with_all_configured_models_and_stays_ready() {
     let load = vec!["mlp".to_owned(), "later".to_owned()];
     let server = Server::start(Config { control: Control::Explicit, load, ..config() }, &[]).await;
     let mut triton = server.triton().await;

@@ -70,7 +70,7 @@ async fn bad_versions_are_named_and_the_others_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn new_versions_appear_and_removed_ones_go() {
+async fn new_versions_are_loaded_and_removed_ones_unloaded() {
     let mut config = config();
     config.poll_ms = 20;
     config.limits.versions_max = 2;
@@ -125,7 +125,7 @@ async fn a_taken_port_is_named_with_its_flag() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_device_that_is_not_there_is_refused() {
+async fn unavailable_device_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let config = millrace_serving::Config { device: Device::Cuda(99).into(), ..config() };

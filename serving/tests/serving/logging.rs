@@ -107,7 +107,7 @@ async fn the_log_is_switched_by_calls() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_that_keeps_its_log_says_so() {
+async fn log_changes_are_refused_where_the_process_fixes_its_log() {
     let server = Server::start(config(), &[]).await;
     let error = server.triton().await.log_settings(pb::LogSettingsRequest::default()).await.unwrap_err();
     assert_eq!(error.code(), Code::Unimplemented);

@@ -104,7 +104,7 @@ async fn a_policy_says_which_versions_are_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_policy_of_triton_counts_unless_the_server_says_otherwise() {
+async fn version_policy_of_triton_applies_unless_the_server_sets_one() {
     for (options, expected) in [
         (ModelOptions::default(), vec![2]),
         (ModelOptions { versions: Some(VersionPolicy::All), ..ModelOptions::default() }, vec![1, 2]),
@@ -118,7 +118,7 @@ async fn a_policy_of_triton_counts_unless_the_server_says_otherwise() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_bad_newest_version_does_not_take_the_one_before_down() {
+async fn previous_version_stays_when_the_newest_is_invalid() {
     let latest = Some(VersionPolicy::Latest(NonZeroU32::MIN));
     let server = with_versions(ModelOptions { versions: latest, ..ModelOptions::default() }, &[1]).await;
     publish(server.dir.path(), "mlp", 2, mlp()).await;
@@ -287,7 +287,7 @@ async fn requests_that_name_no_version_are_split() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn options_that_make_no_sense_are_refused_at_the_start() {
+async fn invalid_options_are_refused_at_start() {
     let labels = |label: &str, version| ModelOptions {
         labels: [(label.to_owned(), version)].into(),
         ..ModelOptions::default()

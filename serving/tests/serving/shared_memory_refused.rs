@@ -15,7 +15,7 @@ use crate::shared_memory::{Choices, Object, grpc, input, output, parameters, pla
 use crate::support::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_no_object_of_shared_memory_is_not_registered() {
+async fn only_shared_memory_objects_are_registered() {
     let server = Server::start(config(), &[]).await;
     let mut client = grpc(&server).await;
     let object = Object::new("plain", &[0; 100]);
@@ -64,7 +64,7 @@ async fn what_is_no_object_of_shared_memory_is_not_registered() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
+async fn tensor_that_does_not_fit_its_region_is_refused_and_nothing_is_written() {
     let mut config = config();
     config.limits = Limits { message_bytes_max: 4096, ..Limits::default() };
     let server = Server::start(config, &[("both", 1, echo(&[Datatype::Fp32, Datatype::Fp64]))]).await;

@@ -72,7 +72,7 @@ fn of(model: &str) -> pb::ModelInferRequest {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_token_may_what_its_line_says_over_grpc() {
+async fn token_has_the_permissions_of_its_line_over_grpc() {
     let callers = Callers::new();
     let server = callers.start().await;
     let mut client = server.triton().await;
@@ -166,7 +166,7 @@ async fn a_token_may_what_its_line_says_over_grpc() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_token_may_the_same_over_rest() {
+async fn token_has_the_permissions_of_its_line_over_rest() {
     let callers = Callers::new();
     let mut config = callers.config();
     config.cors_origins = vec!["*".into()];
@@ -242,7 +242,7 @@ async fn a_token_may_the_same_over_rest() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_token_that_is_withdrawn_ends_what_it_began() {
+async fn withdrawn_token_ends_its_calls() {
     let callers = Callers::new();
     let server = callers.start().await;
     let address = server.serving.addresses().grpc.to_string();

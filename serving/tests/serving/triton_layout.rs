@@ -212,7 +212,7 @@ async fn bad_models_are_named_and_the_others_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_breaks_while_it_is_served_stays_as_it_was() {
+async fn served_version_stays_when_its_folder_becomes_invalid() {
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());

@@ -300,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_can_send_more_at_a_time_than_may_wait() {
+    fn concurrent_streams_exceed_the_requests_that_may_wait() {
         let of = |requests_waiting_max| streams_max(&Limits { requests_waiting_max, ..Limits::default() });
         assert_eq!([0, 1024, 5000, 40_000, usize::MAX].map(of), [1024, 2048, 10_000, 65_536, 65_536]);
     }

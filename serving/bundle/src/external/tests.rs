@@ -138,7 +138,7 @@ fn a_tensor_anywhere_names_a_file_of_its_own_version() {
 }
 
 #[test]
-fn what_a_tensor_says_of_its_elements_has_to_fit_them() {
+fn external_data_of_the_wrong_length_is_refused() {
     let refused = |tensor: TensorProto, words: &str| {
         let (_, mut model) = everywhere(&tensor).remove(0);
         let error = check(&mut model, |_| Some(1000)).unwrap_err();

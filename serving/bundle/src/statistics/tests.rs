@@ -53,7 +53,7 @@ fn many_values_fill_parts_of_equal_size() {
 }
 
 #[test]
-fn a_constant_is_one_part_and_all_else_is_outside() {
+fn constant_feature_has_one_bin_and_all_other_values_are_outside() {
     for values in [vec![2.5], vec![2.5; 100]] {
         let feature = feature(&values);
         assert_eq!((feature.edges.len(), feature.shares.clone(), feature.variance), (0, vec![1.0], 0.0));
@@ -70,7 +70,7 @@ fn a_constant_is_one_part_and_all_else_is_outside() {
 }
 
 #[test]
-fn files_that_are_none_are_refused_with_a_reason() {
+fn invalid_statistics_files_are_refused_with_a_reason() {
     let good = serde_json::to_value(Statistics::new("c", 4, vec![feature(&[1.0, 2.0, 3.0, 4.0])])).unwrap();
     let read = |value: &Value| Statistics::read(value.to_string().as_bytes());
     read(&good).unwrap();

@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_rollout_is_read_back() {
         let text = br#"{"labels": {"stable": 3, "canary": 4}, "split": {"stable": 0.95, "4": 0.05}}"#;
         let rollout = Rollout::read(text).unwrap();
         assert_eq!(rollout.split[&Target::Version(4)], 0.05);
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_changes_what_it_names() {
+    fn rollout_file_overrides_only_its_keys() {
         let toml = Rollout::read(br#"{"labels": {"stable": 1, "old": 1}, "split": {"stable": 1}}"#).unwrap();
         let file = Rollout::read(br#"{"labels": {"stable": 2}}"#).unwrap();
         let both = toml.with(&file);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told() {
+    fn invalid_rollouts_are_refused_with_a_reason() {
         let many = format!(
             "{{\"labels\": {{{}}}}}",
             (0..65).map(|n| format!("\"l{n}\": 1")).collect::<Vec<_>>().join(",")

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_its_name() {
+    fn invalid_values_are_refused_with_their_key() {
         let good = at("http://host:4317");
         for sample_rate in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
             let error = Telemetry { sample_rate, ..good.clone() }.check().unwrap_err().to_string();

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_policy_is_told_what_is_one() {
+    fn invalid_policy_is_refused_with_the_valid_forms() {
         for json in [
             "\"\"",
             "\"latest\"",

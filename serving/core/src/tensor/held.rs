@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_stay_where_they_are_however_many_have_them() {
+    fn shared_elements_are_not_copied() {
         for takers in 0..4 {
             let alone = Held::Alone(tensor(&[1.0, 2.0, 3.0]));
             let at = place(&alone);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_it_out_while_others_have_it_gets_a_copy() {
+    fn taking_a_shared_tensor_copies_it() {
         let held = Held::Alone(tensor(&[1.0])).named("x", 2);
         let other = held.share().unwrap();
         let own = held.into_tensor().unwrap();

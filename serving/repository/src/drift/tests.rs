@@ -69,7 +69,7 @@ fn the_same_values_are_stable_and_others_are_not() {
 }
 
 #[test]
-fn constants_and_what_is_no_number_are_told() {
+fn constant_features_and_nan_are_reported() {
     let constant = [2.5; 50];
     let same = drift_of(&constant, &[2.5; 200]);
     assert!(same.psi.abs() < 1e-6, "{same:?}");
@@ -93,7 +93,7 @@ fn constants_and_what_is_no_number_are_told() {
 
 proptest! {
     #[test]
-    fn figures_of_any_values_are_figures(
+    fn drift_of_any_values_is_finite(
         training in prop::collection::vec(-1e30f32..1e30, 1..50),
         values in prop::collection::vec(any::<f32>(), 1..200),
         fades in 0usize..80,
@@ -171,7 +171,7 @@ fn rows_of_a_large_request_are_taken_from_all_of_it() {
 }
 
 #[test]
-fn nothing_is_watched_that_is_switched_off_or_not_there() {
+fn drift_is_not_observed_if_switched_off_or_without_its_input() {
     assert!(watching(Options { rows_per_second_max: 0, ..ALL }).is_none());
     let statistics = || Statistics::new("c", 1, vec![feature("x", 0, [1.0f32].into_iter())]);
     let signature = |name: &str, datatype| {

@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_version_is_loading_until_its_guard_is_gone() {
+    async fn version_is_loading_until_its_guard_is_dropped() {
         for control in [Control::Poll, Control::Explicit] {
             let repository = empty(control);
             assert!(repository.index().await.unwrap().is_empty());
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_for_a_model_that_is_not_there_changes_nothing() {
+    async fn call_for_a_missing_model_changes_nothing() {
         let repository = empty(Control::Explicit);
         assert!(matches!(repository.load_model("mlp").await, Err(InferError::NotFound { .. })));
         assert!(matches!(repository.unload_model("mlp", true).await, Err(InferError::NotFound { .. })));

@@ -95,7 +95,7 @@ fn run(sequences: &Arc<Sequences>, place: &mut Place, more: f32) -> Result<f32, 
 }
 
 #[test]
-fn sequences_are_as_a_plain_model_has_them() {
+fn concurrent_sequences_agree_with_a_simple_model() {
     const IDS: u64 = 6;
     const LIVE_MAX: usize = 3;
     for seed in 0..100 {
@@ -162,7 +162,7 @@ fn sequences_are_as_a_plain_model_has_them() {
 }
 
 #[test]
-fn idle_sequences_are_gone_when_they_are_asked_for_or_their_room_is_needed() {
+fn idle_sequences_are_removed_when_requested_or_when_capacity_is_needed() {
     let sequences = sequences(Duration::ZERO, 1, usize::MAX);
     for id in 1..=3 {
         let mut place = sequences.queue(step(id, true, false));
@@ -201,7 +201,7 @@ fn a_sequence_that_ends_elsewhere_while_it_runs_leaves_nothing() {
 }
 
 #[test]
-fn inputs_come_from_where_they_belong() {
+fn inputs_come_from_the_client_the_controls_and_the_states() {
     let plan = plan(&declaration(LONG)).unwrap();
     let names = |specs: &[TensorSpec]| specs.iter().map(|spec| spec.name.clone()).collect::<Vec<_>>();
     assert_eq!(names(&plan.client().inputs), ["x", "z"]);

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn operators_that_are_not_known_get_none() {
+    fn unknown_operators_get_no_inputs_without_elements() {
         let mut known = graph("", &["MatMul", "Add", "Relu"]);
         assert!(is_taken_by(&known));
         for unknown in ["LSTM", "GRU", "Unique", "Loop"] {

@@ -115,7 +115,7 @@ mod tests {
     use millrace_serving_core::config::Limits;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn clients_that_are_told_to_leave_find_the_port_closed() {
+    async fn clients_sent_away_at_shutdown_find_the_port_closed() {
         // The wrong order shows only in some rounds.
         for round in 0..100 {
             let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_comes_in_any_parts() {
+    async fn message_is_read_from_parts_of_any_size() {
         let message: Vec<u8> = (0..40).collect();
         let whole = prefixed(&message);
         for first in 0..=whole.len() {
@@ -242,21 +242,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_follows_the_first_message_is_not_part_of_it() {
+    async fn bytes_after_the_first_message_are_ignored() {
         let both = [prefixed(b"first"), prefixed(b"second")].concat();
         assert_eq!(read(body(&[&both])).await.unwrap(), "first");
         assert_eq!(read(body(&[&both[..7], &both[7..]])).await.unwrap(), "first");
     }
 
     #[tokio::test]
-    async fn a_body_that_breaks_is_told_as_it_broke() {
+    async fn error_of_a_broken_body_is_passed_on() {
         let frames = [Ok(Frame::data(Bytes::from(prefixed(b"all")))), Err(Status::aborted("gone"))];
         let broken = Body::new(StreamBody::new(stream::iter(frames)));
         assert_eq!(read(broken).await.unwrap_err().message(), "gone");
     }
 
     #[tokio::test]
-    async fn an_answer_is_a_message_and_that_it_succeeded() {
+    async fn reply_is_a_message_and_a_trailer_with_status_0() {
         for name in ["", "model"] {
             let message = pb::ModelInferResponse { model_name: name.into(), ..Default::default() };
             let answer = Answer { message: framed(&message).unwrap(), ended: false };

@@ -131,7 +131,7 @@ fn a_request_is_a_child_of_its_parent_and_the_parent_of_its_steps() {
 }
 
 #[test]
-fn a_kept_answer_has_one_step() {
+fn cached_response_has_one_step() {
     let mut opened = opened(1.0);
     drop(begin(&opened.telemetry, &request("/v2/models/m/versions/2/infer", "")).unwrap());
     let mut finished = ended(&mut opened);
@@ -151,7 +151,7 @@ fn a_kept_answer_has_one_step() {
 }
 
 #[tokio::test]
-async fn what_the_core_says_is_noted_on_the_span_of_its_request() {
+async fn outcome_of_a_request_is_recorded_on_its_span() {
     let mut opened = opened(1.0);
     assert!(current().is_none());
     failed(None, &InferError::invalid("nobody listens"));
@@ -199,7 +199,7 @@ async fn what_the_core_says_is_noted_on_the_span_of_its_request() {
 }
 
 #[test]
-fn what_is_refused_before_the_core_sees_it_is_named_by_its_status() {
+fn request_refused_by_the_transport_has_its_status_on_the_span() {
     let mut opened = opened(1.0);
     let mut named = |path: &str, http: Option<u16>, grpc: Option<u16>| {
         let mut open = begin(&opened.telemetry, &request(path, "")).unwrap();
@@ -221,7 +221,7 @@ fn what_is_refused_before_the_core_sees_it_is_named_by_its_status() {
 }
 
 #[test]
-fn requests_beyond_the_queue_are_dropped_and_nobody_waits() {
+fn spans_beyond_the_queue_are_dropped_without_waiting() {
     let opened = opened(1.0);
     let asked = request("/v2/models/m/infer", "");
     for _ in 0..QUEUE_MAX + 100 {

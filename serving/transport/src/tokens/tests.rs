@@ -61,7 +61,7 @@ fn a_caller_may_do_what_its_line_says() {
 }
 
 #[test]
-fn a_token_that_is_gone_from_the_file_is_withdrawn_and_the_others_are_not() {
+fn token_removed_from_the_file_is_withdrawn_and_others_stay() {
     let read = |text: &str| file::parse(Path::new("x"), text.as_bytes()).value;
     let (kept, gone) = (format!("a {DIGEST} *"), format!("b {} *", DIGEST.replace('9', "8")));
     let dir = tempfile::tempdir().unwrap();
@@ -125,7 +125,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
 }
 
 #[test]
-fn a_new_token_is_let_in_by_its_line() {
+fn new_token_is_accepted() {
     let (token, line) = new_token("ci", &["digits".into(), "fraud-*".into()], true).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokens");
@@ -172,7 +172,7 @@ fn means(pattern: &[u8], name: &[u8]) -> bool {
 
 proptest! {
     #[test]
-    fn patterns_mean_what_the_slow_way_says(pattern in "[ab*]{0,8}", name in "[ab]{0,10}") {
+    fn patterns_agree_with_a_simple_matcher(pattern in "[ab*]{0,8}", name in "[ab]{0,10}") {
         prop_assert_eq!(matches(&pattern, &name), means(pattern.as_bytes(), name.as_bytes()));
     }
 }

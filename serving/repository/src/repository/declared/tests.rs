@@ -36,7 +36,7 @@ fn an_empty_configuration_leaves_everything_to_graph_and_server() {
 }
 
 #[test]
-fn what_is_declared_is_honoured() {
+fn declared_settings_are_applied() {
     let declared = read(&format!(
         r#"name: "m" backend: "onnxruntime" max_batch_size: 32 default_model_filename: "net.onnx"
         version_policy {{ specific {{ versions: [3, 1] }} }}
@@ -112,7 +112,7 @@ fn a_model_without_rows_runs_its_requests_one_by_one() {
 }
 
 #[test]
-fn what_cannot_be_honoured_is_refused_with_its_place() {
+fn unsupported_settings_are_refused_with_their_line() {
     let cases = [
         ("name: \"other\"", "line 1: name is \"other\", and the folder \"m\""),
         ("\nplatform: \"tensorrt_plan\"", "line 2: platform: \"tensorrt_plan\": only ONNX models"),
@@ -207,7 +207,7 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
 }
 
 #[test]
-fn a_graph_that_is_another_is_told_apart() {
+fn configuration_of_another_graph_is_refused() {
     let cases = [
         (IO.replace("\"z\"", "\"q\""), "the graph has no output \"q\", its outputs are [\"y\", \"z\"]"),
         (IO.replace("\"n\"", "\"q\""), "the graph has no input \"q\""),

@@ -49,7 +49,7 @@ fn shapes_keep_rows_that_stay_one_axis() {
 }
 
 #[test]
-fn an_axis_that_the_rows_were_merged_into_comes_apart_again() {
+fn axis_with_merged_rows_is_split_again() {
     // Merges steps and rows into one axis, as PyTorch's attention does, and splits them again.
     accepted(17, &[5, 4], |g| {
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
@@ -207,7 +207,7 @@ fn rows_choose_from_constants_and_from_themselves() {
 }
 
 #[test]
-fn tensors_are_stretched_to_the_number_of_rows_and_rows_to_nothing() {
+fn expand_to_the_number_of_rows_is_accepted_and_expand_of_rows_is_refused() {
     let shape = |g: &mut Build, rest: &[i64]| {
         let (shape, first) = (g.node("Shape", &["x"], vec![]), g.list(&[0]));
         let (rows, rest) = (g.node("Gather", &[&shape, &first], vec![]), g.list(rest));

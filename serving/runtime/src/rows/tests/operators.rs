@@ -75,7 +75,7 @@ fn reductions_keep_rows_along_other_axes_alone() {
 }
 
 #[test]
-fn a_maximum_over_all_rows_is_named_with_its_node() {
+fn maximum_over_all_rows_is_refused_with_its_node() {
     refused(17, &[4], r#"ReduceMax "n0" that gives "t0_0": it works along the rows"#, |g| {
         let max = g.node("ReduceMax", &["x"], vec![int("keepdims", 0)]);
         let scaled = g.node("Div", &["x", &max], vec![]);
@@ -131,7 +131,7 @@ fn normalisations_keep_rows_unless_they_take_statistics_of_all() {
 }
 
 #[test]
-fn matrix_products_keep_rows_beside_what_they_sum_up() {
+fn matrix_products_keep_rows_beside_the_summed_axis() {
     accepted(17, &[4], |g| {
         let w = g.floats(&[4, 3]);
         g.node("MatMul", &["x", &w], vec![])
@@ -176,7 +176,7 @@ fn matrix_products_keep_rows_beside_what_they_sum_up() {
 }
 
 #[test]
-fn gemm_adds_to_rows_what_is_the_same_for_all() {
+fn gemm_keeps_rows_if_its_addend_is_the_same_for_all_rows() {
     let gemm = |g: &mut Build, added: &[i64]| {
         let (w, c) = (g.floats(&[3, 4]), g.floats(added));
         g.node("Gemm", &["x", &w, &c], vec![int("transB", 1)])

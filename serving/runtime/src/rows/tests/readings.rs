@@ -114,7 +114,7 @@ fn empty_lists_of_axes_mean_all_axes() {
 }
 
 #[test]
-fn a_product_that_reduces_nothing_is_no_product() {
+fn product_over_no_axes_is_the_identity() {
     let shaped = |g: &mut Build, attributes: Vec<AttributeProto>| {
         let rest = g.node("Shape", &["x"], vec![int("start", 1)]);
         let product = g.node("ReduceProd", &[&rest], attributes);
@@ -153,7 +153,7 @@ fn integers_of_32_bits_wrap_around() {
 }
 
 #[test]
-fn truths_are_1_whatever_number_stands_for_them() {
+fn true_bytes_other_than_1_count_as_1() {
     refused(17, &[3, 4], "splits or merges", |g| {
         let (one, two) = (g.bytes(DataType::Bool, &[1], 1), g.bytes(DataType::Bool, &[1], 2));
         let equal = g.node("Equal", &[&one, &two], vec![]);
@@ -164,7 +164,7 @@ fn truths_are_1_whatever_number_stands_for_them() {
 }
 
 #[test]
-fn parts_and_sizes_that_are_not_known_have_no_extents() {
+fn unknown_slices_and_sizes_have_no_extents() {
     let flat = |g: &mut Build, part: &str, width: i64| {
         let shape = g.list(&[-1, width]);
         g.node("Reshape", &[part, &shape], vec![])
@@ -194,7 +194,7 @@ fn parts_and_sizes_that_are_not_known_have_no_extents() {
 }
 
 #[test]
-fn names_that_there_are_twice_are_refused() {
+fn duplicate_names_are_refused() {
     let twice = |g: &mut Build, name: &str| {
         let c = TensorProto {
             name: Some(name.into()),

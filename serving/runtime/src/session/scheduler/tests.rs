@@ -339,7 +339,7 @@ fn models_without_batches_run_each_request_alone() {
 }
 
 #[test]
-fn idle_sessions_share_what_is_queued() {
+fn idle_sessions_share_the_queue() {
     let scheduler = scheduler(2, policy());
     // The cost of a row is the same in runs of any size.
     let mut calls: Vec<Call> = (0..6).map(|_| pending(&scheduler, rows(1, LONG, 1.0))).collect();
@@ -469,7 +469,7 @@ fn session_of_a_run_that_panics_is_returned() {
 }
 
 #[test]
-fn shutdown_answers_what_is_queued() {
+fn shutdown_answers_queued_requests() {
     let scheduler = scheduler(2, policy());
     let mut calls: Vec<Call> =
         (0..20).map(|number| pending(&scheduler, rows(1, LONG + number % 3, number as f32))).collect();
@@ -489,7 +489,7 @@ fn shutdown_answers_what_is_queued() {
 /// Calls arrive, are polled and dropped in random order: every remaining call gets its own value, and no session is
 /// lost.
 #[test]
-fn no_request_is_forgotten_whatever_callers_do() {
+fn no_request_is_lost_under_random_calls() {
     const SESSIONS: usize = 4;
     for seed in 0..200 {
         let mut rng = StdRng::seed_from_u64(seed);

@@ -83,7 +83,7 @@ type Run = fn(
 const RUNS: [Run; 2] = [run, run_bound];
 
 #[test]
-fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
+fn output_left_on_the_device_equals_its_copy_and_feeds_the_next_run() {
     let mut session = twice_and_square();
     let [y, z] = ["y", "z"].map(|name| spec(name, Datatype::Fp32));
     for run in RUNS {
@@ -125,7 +125,7 @@ fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
 }
 
 #[test]
-fn what_stays_outlives_its_session() {
+fn output_left_on_the_device_outlives_its_session() {
     for run in RUNS {
         let mut session = twice_and_square();
         let (y, input) = (spec("y", Datatype::Fp32), row(&[0.5; 1000]));
@@ -137,7 +137,7 @@ fn what_stays_outlives_its_session() {
 }
 
 #[test]
-fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
+fn output_that_aliases_an_input_is_copied() {
     let float = |name| value(name, DataType::Float, &[-1, -1]);
     let shape = value("s", DataType::Int64, &[2]);
     let sessions = [
@@ -166,7 +166,7 @@ fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
 }
 
 #[test]
-fn texts_never_stay() {
+fn texts_are_never_left_on_the_device() {
     let texts = |name| value(name, DataType::String, &[-1, -1]);
     let mut session = session(vec![node("Identity", &["x"], "y")], vec![texts("x")], vec![texts("y")]);
     let y = spec("y", Datatype::Bytes);
@@ -180,7 +180,7 @@ fn texts_never_stay() {
 }
 
 #[test]
-fn what_cannot_run_is_refused_either_way() {
+fn inputs_and_outputs_that_do_not_fit_are_refused_by_both_runs() {
     let float = |name, width| value(name, DataType::Float, &[-1, width]);
     let mut session = session(vec![node("Add", &["x", "x"], "y")], vec![float("x", 2)], vec![float("y", 2)]);
     let [y, wrong] = [spec("y", Datatype::Fp32), spec("y", Datatype::Int32)];
@@ -207,7 +207,7 @@ fn what_cannot_run_is_refused_either_way() {
 }
 
 #[test]
-fn what_is_in_the_memory_of_another_device_is_copied_first() {
+fn value_on_another_device_is_copied_first() {
     let mut session = twice_and_square();
     let (y, input) = (spec("y", Datatype::Fp32), row(&[2.0, 3.0]));
     let wanted = [Wanted { spec: &y, stays: true }];

@@ -23,7 +23,7 @@ async fn answer(content: &Bytes, quota: &Quota) -> http::Response<Answer<Full<By
 }
 
 #[tokio::test]
-async fn an_answer_counts_until_its_pieces_are_gone() {
+async fn answer_counts_until_its_pieces_are_dropped() {
     let (quota, _watch) = Quota::new(100, &Answers::new(usize::MAX));
     let content = content(3 * PIECE_BYTES + 7);
     let mut body = answer(&content, &quota).await.into_body();
@@ -96,7 +96,7 @@ fn call(bytes: usize, quota: &Quota) -> (Pin<Box<Endable<impl Future<Output = ()
 }
 
 #[test]
-fn call_whose_answer_does_not_go_on_ends_while_others_are_taken() {
+fn call_with_a_stalled_answer_ends_while_others_are_read() {
     let quota = unbounded();
     let woken = Arc::new(Woken::default());
     let waker = Waker::from(woken.clone());

@@ -61,7 +61,7 @@ fn small_answers_are_not_refused_because_of_large_ones() {
 }
 
 #[test]
-fn bound_of_a_connection_is_told_as_its_own() {
+fn error_of_the_limit_of_a_connection_names_that_limit() {
     let quota = quota(10, &Answers::new(PLENTY));
     let _first = quota.hold(100).unwrap();
     let (status, reason) = refusal(quota.hold(1));
@@ -69,7 +69,7 @@ fn bound_of_a_connection_is_told_as_its_own() {
 }
 
 #[test]
-fn client_that_takes_nothing_in_a_period_loses_the_connection() {
+fn client_that_reads_nothing_in_a_period_is_disconnected() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
     let looked = quota.end_period(quota.look()).unwrap();
     let held = quota.hold(10).unwrap();
@@ -82,7 +82,7 @@ fn client_that_takes_nothing_in_a_period_loses_the_connection() {
 }
 
 #[test]
-fn slow_client_keeps_the_answers_that_it_takes_in_turn() {
+fn slow_client_keeps_the_answers_that_it_reads_in_turn() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
     let answers: Vec<Arc<Taking>> = std::iter::repeat_with(Arc::default).take(10).collect();
     for answer in &answers {
@@ -104,7 +104,7 @@ fn slow_client_keeps_the_answers_that_it_takes_in_turn() {
 }
 
 #[test]
-fn answers_that_wait_for_others_of_their_stream_cannot_be_taken() {
+fn answers_behind_others_of_their_stream_cannot_be_read() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
     let mut waiting = quota.hold_behind(10).unwrap();
     let mut looked = quota.look();
@@ -120,7 +120,7 @@ fn answers_that_wait_for_others_of_their_stream_cannot_be_taken() {
 }
 
 #[test]
-fn answers_that_have_ended_are_not_followed_for_ever() {
+fn ended_answers_are_not_tracked() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
     let kept: Vec<Arc<Taking>> = std::iter::repeat_with(Arc::default).take(10).collect();
     for answer in &kept {

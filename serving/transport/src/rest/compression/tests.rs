@@ -13,7 +13,7 @@ fn accepted(values: &[&'static str]) -> Accepted {
 }
 
 #[test]
-fn the_heaviest_form_wins() {
+fn encoding_with_the_highest_weight_wins() {
     for (values, expected) in [
         (&[][..], Accepted::Plain),
         (&[""], Accepted::Plain),

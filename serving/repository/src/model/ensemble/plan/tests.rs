@@ -46,7 +46,7 @@ fn a_plan_is_described_as_it_was_read() {
 }
 
 #[test]
-fn steps_are_needed_for_what_is_asked_alone() {
+fn only_steps_for_the_requested_outputs_are_needed() {
     let steps = vec![
         step("a", &[("in", "x")], &[("out", "s")]),
         step("b", &[("in", "s")], &[("out", "y")]),
@@ -60,7 +60,7 @@ fn steps_are_needed_for_what_is_asked_alone() {
 }
 
 #[test]
-fn what_cannot_run_is_refused_with_the_step() {
+fn plan_that_cannot_run_is_refused_with_its_step() {
     let of_x = |model: &str| step(model, &[("in", "x")], &[("out", "y")]);
     let of_version = |version| pb::model_ensembling::Step { model_version: version, ..of_x("a") };
     let spaced = pb::model_ensembling::Step { model_namespace: "n".into(), ..of_x("a") };

@@ -10,7 +10,7 @@ fn read(text: &str) -> Result<Declared, String> {
 const STATE: &str = "input_name: \"past\" output_name: \"next\" data_type: TYPE_FP32 dims: [ -1, 3 ]";
 
 #[test]
-fn what_is_declared_is_read() {
+fn declared_sequences_are_read() {
     let text = format!(
         r#"max_batch_size: 4
         sequence_batching {{
@@ -57,7 +57,7 @@ fn what_is_declared_is_read() {
 }
 
 #[test]
-fn what_cannot_be_honoured_is_refused() {
+fn unsupported_sequence_settings_are_refused() {
     let control = |fields: &str| format!("control_input {{ name: \"c\" control {{ {fields} }} }}");
     let initial = |fields: &str| format!("state {{ {STATE} initial_state {{ {fields} }} }}");
     let cases = [
