@@ -20,9 +20,9 @@ const ENABLE_EMPTY_FINAL_RESPONSE: &str = "triton_enable_empty_final_response";
 
 /// The input or output that has the parameters, for error messages; formatted only on error.
 #[derive(Debug, Clone, Copy)]
-pub struct Of<'a>(pub &'static str, pub &'a str);
+pub struct ParameterOwner<'a>(pub &'static str, pub &'a str);
 
-impl Display for Of<'_> {
+impl Display for ParameterOwner<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.0, quote(self.1))
     }

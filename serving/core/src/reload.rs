@@ -46,14 +46,14 @@ impl Identity {
 
 /// The result of a reader.
 #[derive(Debug)]
-pub struct Read<T> {
+pub struct ReadResult<T> {
     /// The new value in force.
     pub value: T,
     /// Errors; the parts that they concern are not in the value.
     pub wrong: Vec<Error>,
 }
 
-type Reader<T> = dyn Fn(Option<&T>) -> Result<Read<T>> + Send + Sync;
+type Reader<T> = dyn Fn(Option<&T>) -> Result<ReadResult<T>> + Send + Sync;
 
 /// Most errors of one reading that are logged.
 const WRONG_LOGGED_MAX: usize = 20;
@@ -79,7 +79,7 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
     pub fn open(
         what: &'static str,
         paths: Vec<PathBuf>,
-        read: impl Fn(Option<&T>) -> Result<Read<T>> + Send + Sync + 'static,
+        read: impl Fn(Option<&T>) -> Result<ReadResult<T>> + Send + Sync + 'static,
     ) -> Result<Reloaded<T>> {
         // Taken before reading, so that a change in between causes another read.
         let seen = paths.iter().map(|path| Identity::of(path)).collect();
@@ -137,19 +137,19 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
         let is_right = outcome.as_ref().is_ok_and(|read| read.wrong.is_empty());
         RELOADS.with_label_values(&[self.what, if is_right { "ok" } else { "failed" }]).inc();
         match outcome {
-            Ok(Read { value, wrong }) => {
+            Ok(ReadResult { value, wrong }) => {
                 *self.current.write() = Arc::new(value);
-                tracing::info!(what = self.what, "read again, as the files have changed");
+                tracing::info!(what = self.what, "reloaded changed files");
                 for error in wrong.iter().take(WRONG_LOGGED_MAX) {
                     tracing::error!(
                         what = self.what, error = %chain(error), errors = wrong.len(),
-                        "a part of the changed files is wrong and not in force"
+                        "part of the changed files is invalid and has no effect"
                     );
                 }
             }
             Err(error) => tracing::error!(
                 what = self.what, error = %chain(&error),
-                "the files have changed and cannot be used: what was read before stays in force"
+                "cannot use the changed files: the earlier content stays in force"
             ),
         }
     }
@@ -201,7 +201,7 @@ mod tests {
             let value = String::from_utf8(read_file("tokens", &file)?).unwrap();
             match value.starts_with("bad") {
                 true => Err(wrong("tokens", &file, "is bad")),
-                false => Ok(Read { value, wrong: Vec::new() }),
+                false => Ok(ReadResult { value, wrong: Vec::new() }),
             }
         };
         Reloaded::open("tokens", vec![path.to_owned()], read).unwrap()

@@ -75,7 +75,7 @@ impl DurationTotal {
 
 /// Runs of one size, and their total times by stage.
 #[derive(Debug, Default)]
-struct Size {
+struct BatchTotals {
     runs: u64,
     input_nanos: u64,
     infer_nanos: u64,
@@ -83,7 +83,7 @@ struct Size {
 }
 
 #[derive(Debug)]
-struct Figures {
+struct VersionTotals {
     last_answered: Option<Instant>,
     rows: u64,
     runs: u64,
@@ -96,11 +96,11 @@ struct Figures {
     cache_hit: DurationTotal,
     cache_miss: DurationTotal,
     /// By number of rows.
-    sizes: BTreeMap<u64, Size>,
+    sizes: BTreeMap<u64, BatchTotals>,
     metrics: ModelMetrics,
 }
 
-impl Figures {
+impl VersionTotals {
     fn answered(&mut self, at: Instant) {
         self.last_answered = self.last_answered.max(Some(at));
     }
@@ -132,7 +132,7 @@ impl Figures {
     }
 
     fn sizes(&self) -> Vec<pb::InferBatchStatistics> {
-        let told = |(rows, size): (&u64, &Size)| {
+        let told = |(rows, size): (&u64, &BatchTotals)| {
             let spent = |ns| Some(pb::StatisticDuration { count: size.runs, ns });
             pb::InferBatchStatistics {
                 batch_size: *rows,
@@ -145,7 +145,7 @@ impl Figures {
     }
 }
 
-impl metrics::Kept for Mutex<Figures> {
+impl metrics::LocalCounts for Mutex<VersionTotals> {
     fn hand_over(&self) {
         self.lock().metrics.hand_over();
     }
@@ -154,13 +154,13 @@ impl metrics::Kept for Mutex<Figures> {
 /// The statistics of one model version since it was loaded.
 #[derive(Debug)]
 pub struct Statistics {
-    figures: Arc<Mutex<Figures>>,
+    figures: Arc<Mutex<VersionTotals>>,
 }
 
 impl Statistics {
     /// Empty statistics of a version that is being loaded.
     pub fn new(model: &str, version: u64) -> Statistics {
-        let figures = Arc::new(Mutex::new(Figures {
+        let figures = Arc::new(Mutex::new(VersionTotals {
             last_answered: None,
             rows: 0,
             runs: 0,
@@ -175,7 +175,7 @@ impl Statistics {
             sizes: BTreeMap::new(),
             metrics: ModelMetrics::new(model, version),
         }));
-        let kept: Arc<dyn metrics::Kept> = figures.clone();
+        let kept: Arc<dyn metrics::LocalCounts> = figures.clone();
         metrics::keep(Arc::downgrade(&kept));
         Statistics { figures }
     }

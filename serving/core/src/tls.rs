@@ -21,7 +21,7 @@ use tokio_rustls::{Accept, TlsAcceptor};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::metrics::RELOADS;
-use crate::reload::{Read, Reloaded, read_file, wrong};
+use crate::reload::{ReadResult, Reloaded, read_file, wrong};
 pub use stream::Stream;
 
 /// HTTP/2 in ALPN.
@@ -65,7 +65,7 @@ impl Certificates {
 
     /// Reads the certificates. If changed files have errors, the server keeps its former certificate, as it
     /// needs one. For client certificates only the valid authorities in `client_ca` count.
-    fn read(config: &config::Tls, old: Option<&Certificates>) -> Result<Read<Certificates>> {
+    fn read(config: &config::Tls, old: Option<&Certificates>) -> Result<ReadResult<Certificates>> {
         let mut errors = Vec::new();
         let identity = match (read_identity(config), old) {
             (Ok(identity), _) => Arc::new(identity),
@@ -91,7 +91,7 @@ impl Certificates {
                         if errors.is_empty() {
                             errors.push(wrong("tls.client_ca", path, &format!("cannot be used: {error}")));
                         }
-                        builder.with_no_client_auth().with_cert_resolver(Arc::new(Closed))
+                        builder.with_no_client_auth().with_cert_resolver(Arc::new(RefuseAll))
                     }
                 }
             }
@@ -102,7 +102,7 @@ impl Certificates {
         let ends = identity.cert.iter().filter_map(|certificate| validity::not_after(certificate)).min();
         let (grpc, http) = (Arc::new(grpc), Arc::new(http));
         let value = Certificates { identity, grpc, http, ends, end_told: AtomicBool::new(false) };
-        Ok(Read { value, wrong: errors })
+        Ok(ReadResult { value, wrong: errors })
     }
 
     /// Reports once that the server's certificate has expired.
@@ -121,9 +121,9 @@ impl Certificates {
 
 /// Resolver that fails every handshake: without authorities the server cannot verify clients.
 #[derive(Debug)]
-struct Closed;
+struct RefuseAll;
 
-impl ResolvesServerCert for Closed {
+impl ResolvesServerCert for RefuseAll {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         None
     }
@@ -147,20 +147,20 @@ fn read_identity(config: &config::Tls) -> Result<CertifiedKey> {
 
 /// TLS of one service: each connection uses the certificates in force when it begins.
 #[derive(Debug, Clone)]
-pub struct Securing {
+pub struct ServiceTls {
     certificates: Arc<Reloaded<Certificates>>,
     service: fn(&Certificates) -> &Arc<ServerConfig>,
 }
 
-impl Securing {
+impl ServiceTls {
     /// For connections with HTTP/2 only.
-    pub fn grpc(certificates: &Arc<Reloaded<Certificates>>) -> Securing {
-        Securing { certificates: certificates.clone(), service: |certificates| &certificates.grpc }
+    pub fn grpc(certificates: &Arc<Reloaded<Certificates>>) -> ServiceTls {
+        ServiceTls { certificates: certificates.clone(), service: |certificates| &certificates.grpc }
     }
 
     /// For connections with HTTP/2 and HTTP/1.1.
-    pub fn http(certificates: &Arc<Reloaded<Certificates>>) -> Securing {
-        Securing { certificates: certificates.clone(), service: |certificates| &certificates.http }
+    pub fn http(certificates: &Arc<Reloaded<Certificates>>) -> ServiceTls {
+        ServiceTls { certificates: certificates.clone(), service: |certificates| &certificates.http }
     }
 
     /// The handshake of a connection; begins when first polled.
@@ -192,7 +192,8 @@ pub fn read_key(setting: &str, path: &Path) -> Result<PrivateKeyDer<'static>> {
     let content = read_file(setting, path)?;
     let holds = |text: &[u8]| content.windows(text.len()).any(|window| window == text);
     if ENCRYPTED.iter().any(|text| holds(text)) {
-        let reason = "is encrypted, and there is nobody to enter its passphrase: write it without one, as openssl pkey does";
+        let reason =
+            "is encrypted, and the server has no passphrase: decrypt it, for example with openssl pkey";
         return Err(wrong(setting, path, reason));
     }
     PrivateKeyDer::from_pem_slice(&content).map_err(|error| match error {
@@ -241,8 +242,8 @@ fn not_pem(setting: &str, path: &Path, error: &pem::Error) -> crate::Error {
     // Not the library's message: it repeats lines of the file, which may belong to a key.
     let reason = match error {
         pem::Error::MissingSectionEnd { .. } => "breaks off: a -----END line is missing",
-        pem::Error::IllegalSectionStart { .. } => "has a -----BEGIN line that is none of PEM",
-        _ => "is no PEM: what is between -----BEGIN and -----END is not base64",
+        pem::Error::IllegalSectionStart { .. } => "has a -----BEGIN line that is not valid PEM",
+        _ => "is not PEM: the text between -----BEGIN and -----END is not base64",
     };
     wrong(setting, path, reason)
 }

@@ -32,7 +32,7 @@ use millrace_streams::topic::{self, Consumer, EARLIEST, Producer, Records};
 use tokio_util::sync::CancellationToken;
 
 use answer::Pipe;
-use answered::{Answered, Tail};
+use answered::{AnsweredOffsets, Tail};
 pub use error::{Error, Result};
 use millrace_serving_core::config::PipeConfig;
 use millrace_serving_core::error::{chain, quote};
@@ -128,7 +128,7 @@ struct Start<'a> {
     marks: BTreeMap<i32, (i64, i64)>,
     writer: Writer<'a>,
     progress: Progress,
-    answered: Answered,
+    answered: AnsweredOffsets,
     consumer: Consumer,
 }
 
@@ -148,7 +148,7 @@ impl<'a> Start<'a> {
         let adopt = tail.allows_adoption(config);
         let progress = Progress::read(deps.progress.clone(), config, marks.keys(), adopt).await?;
         writer.id.clone_from(&progress.id);
-        let answered = Answered::new(tail, config, &progress);
+        let answered = AnsweredOffsets::new(tail, config, &progress);
         // Read again: another process of this pipe that has just ended may have read beyond the first marks.
         let marks_now = topic::watermarks(&deps.kafka, &config.input).await?;
         progress.check(&marks_now)?;

@@ -37,7 +37,7 @@ use versions::Versions;
 
 /// State of a version.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
+pub enum VersionState {
     /// It answers requests.
     Ready,
     /// It cannot be served, with the reason.
@@ -52,7 +52,7 @@ pub struct VersionStatus {
     /// Version; `None` for a directory that is not a version, and for a problem with the model as a whole.
     pub version: Option<u64>,
     /// Its state.
-    pub state: State,
+    pub state: VersionState,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -276,15 +276,14 @@ impl Repository {
         let models = self.inner.models.read().clone();
         let mut status: Vec<VersionStatus> = Vec::new();
         for (model, versions) in &models.models {
-            let ready = versions
-                .ready
-                .iter()
-                .map(|(version, model)| (*version, models.fault(model).map_or(State::Ready, State::Failed)));
+            let ready = versions.ready.iter().map(|(version, model)| {
+                (*version, models.fault(model).map_or(VersionState::Ready, VersionState::Failed))
+            });
             let failed = versions
                 .failed
                 .iter()
                 .filter(|(version, _)| !versions.ready.contains_key(version))
-                .map(|(version, failure)| (*version, State::Failed(failure.reason.clone())));
+                .map(|(version, failure)| (*version, VersionState::Failed(failure.reason.clone())));
             status.extend(ready.chain(failed).map(|(version, state)| VersionStatus {
                 model: model.clone(),
                 version: Some(version),
@@ -293,13 +292,13 @@ impl Repository {
             status.extend(versions.problems.iter().map(|problem| VersionStatus {
                 model: model.clone(),
                 version: None,
-                state: State::Failed(problem.clone()),
+                state: VersionState::Failed(problem.clone()),
             }));
         }
         status.extend(models.other.iter().map(|(path, reason)| VersionStatus {
             model: path.clone(),
             version: None,
-            state: State::Failed(reason.clone()),
+            state: VersionState::Failed(reason.clone()),
         }));
         status.sort_by(|a, b| (&a.model, a.version).cmp(&(&b.model, b.version)));
         status
@@ -307,5 +306,5 @@ impl Repository {
 }
 
 fn unknown(model: &str) -> InferError {
-    InferError::NotFound { reason: format!("there is no model {}", quote(model)) }
+    InferError::NotFound { reason: format!("the server has no model {}", quote(model)) }
 }

@@ -32,12 +32,12 @@ const SPARE_MIN: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct ResponseCache {
     bytes_max: usize,
-    state: Mutex<State>,
+    state: Mutex<LruEntries>,
 }
 
 /// Entries in order of use, the least recently used first.
 #[derive(Debug, Default)]
-struct State {
+struct LruEntries {
     entries: LinkedHashMap<Key, Entry>,
     bytes: usize,
 }
@@ -115,7 +115,7 @@ impl Answers {
     /// The key of a checked request.
     ///
     /// # Errors
-    /// As [`millrace_serving_core::tensor::Held::read`].
+    /// As [`millrace_serving_core::tensor::TensorHandle::read`].
     pub(crate) fn key(&self, work: &Work) -> Result<Key, InferError> {
         self.head.key(work)
     }

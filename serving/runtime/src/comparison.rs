@@ -43,11 +43,11 @@ pub struct OutputDifference {
 /// Differences of all outputs, accumulated over runs.
 #[derive(Debug, Default)]
 pub struct Comparison {
-    outputs: Vec<Seen>,
+    outputs: Vec<OutputTotals>,
 }
 
 #[derive(Debug)]
-struct Seen {
+struct OutputTotals {
     output: String,
     datatype: Datatype,
     low: f64,
@@ -65,7 +65,7 @@ impl Comparison {
     pub fn add(&mut self, before: &[Tensor], after: &[Tensor]) {
         for (place, tensor) in before.iter().enumerate() {
             if place == self.outputs.len() {
-                self.outputs.push(Seen::new(tensor));
+                self.outputs.push(OutputTotals::new(tensor));
             }
             let other = after.get(place).filter(|after| after.shape == tensor.shape);
             self.outputs[place].add(tensor, other);
@@ -74,13 +74,13 @@ impl Comparison {
 
     /// The differences, in the order of the outputs.
     pub fn outputs(&self) -> Vec<OutputDifference> {
-        self.outputs.iter().map(Seen::difference).collect()
+        self.outputs.iter().map(OutputTotals::difference).collect()
     }
 }
 
-impl Seen {
-    fn new(tensor: &Tensor) -> Seen {
-        Seen {
+impl OutputTotals {
+    fn new(tensor: &Tensor) -> OutputTotals {
+        OutputTotals {
             output: tensor.name.clone(),
             datatype: tensor.data.datatype(),
             low: f64::INFINITY,

@@ -382,7 +382,7 @@ fn check_outputs(call: &Call<'_>) -> Result<(), Hazard> {
     }
     let graphs = node.attribute.iter().flat_map(|attribute| attribute.g.iter().chain(&attribute.graphs));
     if graphs.flat_map(|graph| &graph.output).any(|output| output.name().is_empty()) {
-        return Err(Hazard::of(node, "an output of the graph inside of it has no name: give it one"));
+        return Err(Hazard::of(node, "an output of its subgraph has no name: give it one"));
     }
     Ok(())
 }

@@ -38,11 +38,11 @@ use millrace_serving_core::config::{Config, Device, Devices, Memory};
 use millrace_serving_core::error::{Error, InferError, Result, one_line};
 use millrace_serving_core::statistics::Times;
 use millrace_serving_core::tensor::onnx::datatype;
-use millrace_serving_core::tensor::{Held, View};
+use millrace_serving_core::tensor::{TensorHandle, View};
 use peak::Peak;
 use placement::Placement;
 use run_end::RunEnd;
-use values::Wanted;
+use values::RequestedOutput;
 
 pub use options::check_device;
 pub use pool::Pool;
@@ -76,10 +76,10 @@ trait Runner: Debug + Send + 'static {
     fn run(
         &mut self,
         inputs: &[View<'_>],
-        outputs: &[Wanted<'_>],
+        outputs: &[RequestedOutput<'_>],
         queued: Instant,
         end: Option<&RunEnd>,
-    ) -> std::result::Result<(Vec<Held>, Times), InferError>;
+    ) -> std::result::Result<(Vec<TensorHandle>, Times), InferError>;
 }
 
 /// A session of ONNX Runtime.
@@ -107,10 +107,10 @@ impl Runner for Session {
     fn run(
         &mut self,
         inputs: &[View<'_>],
-        outputs: &[Wanted<'_>],
+        outputs: &[RequestedOutput<'_>],
         queued: Instant,
         end: Option<&RunEnd>,
-    ) -> std::result::Result<(Vec<Held>, Times), InferError> {
+    ) -> std::result::Result<(Vec<TensorHandle>, Times), InferError> {
         let options = end.map(RunEnd::options).transpose()?;
         // Noted before the run: a run that fails may have allocated memory as well.
         self.peak.runs(inputs.iter().map(|input| input.elements()).sum());
@@ -162,7 +162,7 @@ pub fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) -> Result
         Rows::Declared(reason) if rows_max > 1 && may_try => {
             let tried = free.first_mut().map(|session| trial_rows::check(session, &manifest.signature));
             if let Some(Err(found)) = tried {
-                tracing::warn!(model, version, %reason, found, "requests run together as configured, and a trial differs");
+                tracing::warn!(model, version, %reason, found, "requests run together as configured, but a trial run gave different results");
             }
         }
         _ => {}
@@ -242,11 +242,13 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
         let on_processor = |session| Session::new(session, place, Memory::Host);
         match weights::sessions(&plain, &builder, &onnx, count) {
             Ok(sessions) => return Ok(sessions.into_iter().map(on_processor).collect()),
-            Err(reason) => tracing::info!(model, version, reason, "each session has weights of its own"),
+            Err(reason) => {
+                tracing::info!(model, version, reason, "each session has its own copy of the weights")
+            }
         }
     }
     let refused = |error: ort::Error<_>| {
-        failed(manifest, format!("ONNX Runtime refuses it on {device}: {}", one_line(&error)))
+        failed(manifest, format!("ONNX Runtime cannot load the model on {device}: {}", one_line(&error)))
     };
     let memory = device.memory();
     let session = |_| Ok(Session::new(builder.commit_from_memory(&onnx).map_err(refused)?, place, memory));

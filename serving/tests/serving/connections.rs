@@ -306,6 +306,6 @@ async fn limits_of_zero_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let source = millrace_serving::Source::directory(dir.path()).unwrap();
         let refused = millrace_serving::serve(&config, source, Default::default()).await.unwrap_err();
-        assert!(refused.to_string().contains("is 0: at least 1"), "{refused}");
+        assert!(refused.to_string().contains("is 0: set it to 1 or more"), "{refused}");
     }
 }

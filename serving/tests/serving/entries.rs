@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::wire::inference as pb;
 use millrace_serving::{Config, Control, Source, serve};
 use serde_json::json;
@@ -17,8 +17,8 @@ use crate::support::*;
 
 fn problems(server: &Server) -> Vec<(String, String)> {
     let failed = server.serving.repository().status().into_iter().filter_map(|status| match status.state {
-        State::Failed(reason) => Some((status.model, reason)),
-        State::Ready => None,
+        VersionState::Failed(reason) => Some((status.model, reason)),
+        VersionState::Ready => None,
     });
     failed.collect()
 }

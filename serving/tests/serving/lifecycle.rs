@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use millrace_serving::client::ClientError;
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::runtime::Runtime;
 use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
@@ -48,8 +48,8 @@ async fn bad_versions_are_named_and_the_others_served() {
     let why = |version: u64| {
         let found = status.iter().find(|status| status.version == Some(version)).unwrap();
         match &found.state {
-            State::Failed(reason) => reason.clone(),
-            State::Ready => "ready".into(),
+            VersionState::Failed(reason) => reason.clone(),
+            VersionState::Ready => "ready".into(),
         }
     };
     assert_eq!(why(1), "ready");

@@ -87,7 +87,7 @@ async fn the_log_is_switched_by_calls() {
         (r#"{"log_error": false, "log_verbose_level": -1}"#, "log_verbose_level"),
         (r#"{"log_error": false, "log_verbose_level": 1.5}"#, "log_verbose_level"),
         (r#"{"log_colour": true}"#, "log_colour"),
-        ("[1]", "not what this call takes"),
+        ("[1]", "does not fit this call"),
     ] {
         let reply = server.http("POST", "/v2/logging", &[], body.as_bytes()).await;
         assert_eq!(reply.status, 400, "{body}");

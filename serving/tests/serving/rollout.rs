@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use millrace_serving::config::{Target, VersionPolicy};
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::wire::inference as pb;
 use millrace_serving::{Config, ModelOptions};
 use serde_json::json;
@@ -58,8 +58,8 @@ pub(crate) async fn answers(client: &mut Triton, version: &str, id: &str) -> Res
 pub(crate) fn problems(server: &Server) -> String {
     let status = server.serving.repository().status();
     let reasons = status.into_iter().filter(|it| it.version.is_none()).map(|it| match it.state {
-        State::Failed(reason) => reason,
-        State::Ready => String::new(),
+        VersionState::Failed(reason) => reason,
+        VersionState::Ready => String::new(),
     });
     reasons.collect::<Vec<_>>().join("\n")
 }
@@ -298,7 +298,7 @@ async fn invalid_options_are_refused_at_start() {
         ("mlp", labels("stable", 0), "version 0"),
         ("mlp", weights(&[("1", -1.0)]), "weight -1"),
         ("mlp", weights(&[("1", f64::NAN)]), "weight NaN"),
-        ("mlp", weights(&[("1", 0.0)]), "nothing would answer"),
+        ("mlp", weights(&[("1", 0.0)]), "a positive weight"),
         ("../mlp", ModelOptions::default(), "is not a model name"),
     ];
     let dir = TempDir::new().unwrap();

@@ -99,7 +99,7 @@ async fn tensor_that_does_not_fit_its_region_is_refused_and_nothing_is_written()
         ("a stray offset", with_output(vec![("shared_memory_offset", Int64Param(-5))]), Done, ""),
         ("unknown region", with_input(place("nosuch", 0, 8)), NotFound, "\"nosuch\" is not registered"),
         ("unknown region of an output", with_output(place("", 0, 16)), NotFound, "not registered"),
-        ("no size", with_input(vec![region()]), InvalidArgument, "without shared_memory_byte_size"),
+        ("no size", with_input(vec![region()]), InvalidArgument, "needs shared_memory_byte_size"),
         ("a negative size", with_input(place("r", 0, -8)), InvalidArgument, "it is -8"),
         ("a negative offset", with_input(place("r", -1, 8)), InvalidArgument, "it is -1"),
         (

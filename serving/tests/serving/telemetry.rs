@@ -93,7 +93,7 @@ fn config_with(address: SocketAddr, sample_rate: f64) -> Config {
 fn find<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Value> {
     let mut found = attributes.iter().filter(|attribute| attribute.key == key);
     let value = found.next()?.value.as_ref()?.value.as_ref();
-    assert!(found.next().is_none(), "{key} is there twice");
+    assert!(found.next().is_none(), "{key} appears twice");
     value
 }
 

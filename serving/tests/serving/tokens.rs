@@ -294,7 +294,7 @@ async fn files_of_tokens_that_cannot_be_used_are_named() {
         (vec!["reader".to_owned()], "line 1"),
         (
             vec![callers.lines[1].clone(), callers.lines[1].clone()],
-            "line 2: the token \"reader\" is there twice",
+            "line 2: the token \"reader\" appears twice",
         ),
     ] {
         callers.write(&lines);

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use millrace_serving::client::ClientError;
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
@@ -60,7 +60,7 @@ fn why(server: &Server, model: &str, version: Option<u64>) -> String {
     let status = server.serving.repository().status();
     let found = status.iter().find(|it| it.model == model && it.version == version);
     match found.map(|it| &it.state) {
-        Some(State::Failed(reason)) => reason.clone(),
+        Some(VersionState::Failed(reason)) => reason.clone(),
         _ => String::new(),
     }
 }
@@ -172,7 +172,7 @@ async fn bad_models_are_named_and_the_others_served() {
         ("broken", "input {".into(), "broken/config.pbtxt: line 1: expected"),
         ("large", "#".repeat(300 << 10), "the limit is 262144"),
         ("binary", "\u{0}".into(), "binary/config.pbtxt: line 1: invalid token"),
-        ("renamed", "name: \"mlp\"".into(), "name is \"mlp\", and the folder \"renamed\""),
+        ("renamed", "name: \"mlp\"".into(), "name is \"mlp\", but the folder is \"renamed\""),
         (
             "rows",
             MLP.replace("\"mlp\"", "\"rows\"").replace("dims: [ 4 ]", "dims: [ 5 ]"),

@@ -39,7 +39,7 @@ impl BodyReadLimit {
         if !is_long {
             return Ok(work());
         }
-        let counted = Counted::new();
+        let counted = BodyCountGuard::new();
         let turn = self.0.clone().acquire_owned().await.map_err(|_| InferError::stopping())?;
         let working = tokio::task::spawn_blocking(move || {
             let _held = (turn, counted);
@@ -53,16 +53,16 @@ impl BodyReadLimit {
 }
 
 /// Counts a body that has a turn or waits for one.
-struct Counted;
+struct BodyCountGuard;
 
-impl Counted {
-    fn new() -> Counted {
+impl BodyCountGuard {
+    fn new() -> BodyCountGuard {
         LARGE_BODIES.inc();
-        Counted
+        BodyCountGuard
     }
 }
 
-impl Drop for Counted {
+impl Drop for BodyCountGuard {
     fn drop(&mut self) {
         LARGE_BODIES.dec();
     }

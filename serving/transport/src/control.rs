@@ -251,7 +251,7 @@ impl Controls {
         }
         let Some(logging) = &self.logging else {
             return Err(InferError::Unsupported {
-                reason: "this server does not switch the log of the process that it runs in".into(),
+                reason: "the process of this server does not allow changes of its log".into(),
             });
         };
         if changes.len() > PARAMETERS_MAX {
@@ -276,7 +276,7 @@ fn check_repository(name: &str) -> Result<(), InferError> {
         return Ok(());
     }
     Err(InferError::Unsupported {
-        reason: format!("repository {}: there is one repository, leave its name out", quote(name)),
+        reason: format!("repository {}: the server has one repository, leave its name out", quote(name)),
     })
 }
 

@@ -79,10 +79,10 @@ impl Change {
                 ));
             }
             "log_format" if *value == Value::Text(FORMAT.to_owned()) => Change::Nothing,
-            "log_format" => return Err(wrong(name, "\"default\", the one format there is", value)),
+            "log_format" => return Err(wrong(name, "\"default\", the only format", value)),
             _ => {
                 return Err(InferError::invalid(format!(
-                    "{} is not a log setting: there are log_file, log_info, log_warning, log_error, log_verbose_level and log_format",
+                    "{} is not a log setting: the settings are log_file, log_info, log_warning, log_error, log_verbose_level and log_format",
                     quote(name)
                 )));
             }

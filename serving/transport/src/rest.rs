@@ -25,7 +25,7 @@ use futures::StreamExt;
 use serde_json::json;
 
 use crate::access;
-use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
+use crate::bodies::{Bodies, BodyBytesGuard, BodyTimeout, PROGRESS_BYTES};
 use crate::connections::Peer;
 use crate::control::{Controls, SERVER_NAME, extensions};
 use crate::shared_memory::SharedMemory;
@@ -177,7 +177,7 @@ impl Target {
 
 async fn unknown_path(uri: Uri) -> Failure {
     let reason = format!(
-        "there is nothing at {}: paths are /v2, /v2/health/… and /v2/models/MODEL[/versions/VERSION]/…; the page for people is at /",
+        "no resource at {}: paths are /v2, /v2/health/… and /v2/models/MODEL[/versions/VERSION]/…; the page for people is at /",
         quote(uri.path())
     );
     Failure { status: StatusCode::NOT_FOUND, reason }
@@ -185,7 +185,7 @@ async fn unknown_path(uri: Uri) -> Failure {
 
 async fn wrong_method(method: Method, uri: Uri) -> Failure {
     let reason = format!(
-        "{} does not take {}: the allow header of this reply says what it takes",
+        "{} does not take {}: the allow header of this reply lists its methods",
         quote(uri.path()),
         quote(method.as_str())
     );
@@ -290,7 +290,7 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
         return Ok(None);
     };
     if values.next().is_some() {
-        return Err(InferError::invalid("Inference-Header-Content-Length is there twice"));
+        return Err(InferError::invalid("the header Inference-Header-Content-Length appears twice"));
     }
     let text = String::from_utf8_lossy(value.as_bytes());
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -306,7 +306,7 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
 /// A complete body, decompressed.
 struct Received {
     bytes: Bytes,
-    _in_body: InBody,
+    _in_body: BodyBytesGuard,
 }
 
 impl Received {
@@ -339,7 +339,7 @@ async fn read_sent(
     body: Body,
     headers: &HeaderMap,
     bytes_max: usize,
-    in_body: &mut InBody,
+    in_body: &mut BodyBytesGuard,
 ) -> Result<Bytes, Failure> {
     let too_large = |bytes: u64| InferError::TooLarge { bytes, bytes_max: bytes_max as u64 };
     let announced = headers
@@ -350,7 +350,7 @@ async fn read_sent(
         return Err(too_large(announced).into());
     }
     let stalled_ms = app.limits.stalled_ms_max;
-    let mut patience = Patience::new(Duration::from_millis(stalled_ms));
+    let mut patience = BodyTimeout::new(Duration::from_millis(stalled_ms));
     let mut stream = body.into_data_stream();
     let mut content = BytesMut::new();
     loop {
@@ -366,7 +366,7 @@ async fn read_sent(
             }
         };
         let Some(chunk) = next else { return Ok(content.freeze()) };
-        let chunk = chunk.map_err(|error| InferError::invalid(format!("the body broke off: {error}")))?;
+        let chunk = chunk.map_err(|error| InferError::invalid(format!("the body ended early: {error}")))?;
         patience.came(chunk.len());
         let bytes = content.len().saturating_add(chunk.len());
         if bytes > bytes_max {

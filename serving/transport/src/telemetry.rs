@@ -23,8 +23,8 @@ pub(crate) use export::Exporting;
 use millrace_serving_core::config::Telemetry as Settings;
 use millrace_serving_core::error::Result;
 use millrace_serving_core::metrics::TELEMETRY_SPANS;
-use span::Finished;
-pub(crate) use span::{Active, Open, current, nested};
+use span::FinishedSpan;
+pub(crate) use span::{ActiveSpan, OpenSpan, current, nested};
 
 /// Most requests whose spans wait for export; each takes at most about 2 KiB.
 const QUEUE_MAX: usize = 2_048;
@@ -36,7 +36,7 @@ pub(crate) struct Telemetry {
     part: u64,
     count: AtomicU64,
     random: &'static dyn SecureRandom,
-    queue: mpsc::Sender<Box<Finished>>,
+    queue: mpsc::Sender<Box<FinishedSpan>>,
     tally: Arc<Tally>,
 }
 
@@ -77,17 +77,17 @@ impl Tally {
 }
 
 /// A checked configuration of a collector; nothing is sent yet.
-pub(crate) struct Opened {
+pub(crate) struct CheckedCollector {
     telemetry: Arc<Telemetry>,
     exporter: Exporter,
 }
 
-impl Opened {
+impl CheckedCollector {
     /// Reads the certificates, if any; does not connect.
     ///
     /// # Errors
     /// [`millrace_serving_core::Error::Config`] for invalid settings.
-    pub(crate) fn open(settings: &Settings) -> Result<Opened> {
+    pub(crate) fn open(settings: &Settings) -> Result<CheckedCollector> {
         let secure = settings.check()?;
         let (queue, receiver) = mpsc::channel(QUEUE_MAX);
         let tally = Arc::new(Tally::new());
@@ -96,7 +96,7 @@ impl Opened {
         // The conversion from floating point saturates.
         let part = (settings.sample_rate * 2f64.powi(64)) as u64;
         let telemetry = Telemetry { part, count: AtomicU64::new(0), random, queue, tally };
-        Ok(Opened { telemetry: Arc::new(telemetry), exporter })
+        Ok(CheckedCollector { telemetry: Arc::new(telemetry), exporter })
     }
 
     /// Starts the export task.
@@ -118,7 +118,7 @@ impl Telemetry {
     }
 
     /// Queues an ended span; never waits.
-    fn take(&self, finished: Box<Finished>) {
+    fn take(&self, finished: Box<FinishedSpan>) {
         let spans = finished.spans();
         self.tally.waiting.fetch_add(spans, Ordering::Relaxed);
         if self.queue.try_send(finished).is_err() {

@@ -95,8 +95,8 @@ fn invalid_statistics_files_are_refused_with_a_reason() {
     refused(&of("edges", json!([3.0, 2.0, 1.0])), "ascend");
     refused(&of("edges", json!([1.0, 2.0, 4.0])), "ascend");
     refused(&of("edges", json!([0.5, 2.0, 3.0])), "ascend");
-    refused(&of("shares", json!([0.5, 0.5, 0.5, 0.5])), "parts of a whole");
-    refused(&of("shares", json!([1.5, -0.5, 0.0, 0.0])), "parts of a whole");
+    refused(&of("shares", json!([0.5, 0.5, 0.5, 0.5])), "do not sum to 1");
+    refused(&of("shares", json!([1.5, -0.5, 0.0, 0.0])), "do not sum to 1");
     refused(&of("element", json!(-1)), "usize");
     assert!(Statistics::read(b"{").is_err());
     assert!(Statistics::read(&vec![b' '; (1 << 20) + 1]).unwrap_err().contains("the limit"));

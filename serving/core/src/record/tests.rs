@@ -120,9 +120,9 @@ fn floats_that_are_not_finite_are_read_as_they_are_written() {
 #[test]
 fn duplicate_field_is_refused() {
     let error = parse(br#"{"a":1,"b":2,"a":3}"#).unwrap_err().to_string();
-    assert!(error.contains("field \"a\" is there twice"), "{error}");
+    assert!(error.contains("field \"a\" appears twice"), "{error}");
     let error = parse_document(br#"[{"a":1},{"a":1,"a":2}]"#).unwrap_err().to_string();
-    assert!(error.contains("field \"a\" is there twice"), "{error}");
+    assert!(error.contains("field \"a\" appears twice"), "{error}");
     assert!(parse_document(br#"{"a":[1],"a":[2]}"#).is_err());
     assert!(matches!(parse_document(br#" [{"a":1}]"#), Ok(Document::Records(records)) if records.len() == 1));
     assert!(matches!(parse_document(br#"{"a":[1]}"#), Ok(Document::Columns(_))));

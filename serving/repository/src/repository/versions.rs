@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use millrace_bundle::{FileStat, Manifest};
 
-use super::beside::Beside;
-use super::declared::Loading;
+use super::beside::ModelFiles;
+use super::declared::LoadSettings;
 use super::split::Split;
 use crate::model::Model;
 use crate::shadow::Shadow;
@@ -22,7 +22,7 @@ use millrace_serving_core::error::{InferError, quote};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Origin {
     pub(super) content: Content,
-    pub(super) loading: Option<Loading>,
+    pub(super) loading: Option<LoadSettings>,
 }
 
 /// Content of a version.
@@ -78,7 +78,7 @@ pub(super) struct Versions {
     pub(super) labels: BTreeMap<String, u64>,
     pub(super) split: Option<Arc<Split>>,
     pub(super) shadow: Option<Arc<Shadow>>,
-    pub(super) beside: Beside,
+    pub(super) beside: ModelFiles,
     /// Problems of the model as a whole.
     pub(super) problems: Vec<String>,
 }
@@ -93,7 +93,7 @@ impl Default for Versions {
             labels: BTreeMap::new(),
             split: None,
             shadow: None,
-            beside: Beside::default(),
+            beside: ModelFiles::default(),
             problems: Vec::new(),
         }
     }
@@ -249,7 +249,7 @@ impl Versions {
         };
         let shadow = self.target(&wanted.version).map(|model| Shadow::new(model.clone(), wanted.share));
         if shadow.is_none() {
-            self.problems.push(format!("shadow: {} is not served, nothing is copied", wanted.version));
+            self.problems.push(format!("shadow: {} is not served, so no request is copied", wanted.version));
         }
         let same = match (&known.shadow, &shadow) {
             (Some(old), Some(new)) if old.is_like(new) => Some(old.clone()),

@@ -40,7 +40,7 @@ impl Head {
     /// The key of a request whose inputs have the signature's order and datatypes.
     ///
     /// # Errors
-    /// As [`millrace_serving_core::tensor::Held::read`].
+    /// As [`millrace_serving_core::tensor::TensorHandle::read`].
     pub(super) fn key(&self, work: &Work) -> Result<Key, InferError> {
         let mut digest = self.0.clone();
         number(&mut digest, work.outputs.len());

@@ -6,11 +6,11 @@ use millrace_bundle::{Datatype, FileEntry, Lineage, Signature, TensorSpec};
 use proptest::prelude::*;
 
 use super::*;
-use millrace_serving_core::tensor::Held;
+use millrace_serving_core::tensor::TensorHandle;
 
 fn work(inputs: Vec<Tensor>, outputs: Vec<usize>) -> Work {
     Work {
-        inputs: inputs.into_iter().map(Held::Alone).collect(),
+        inputs: inputs.into_iter().map(TensorHandle::Alone).collect(),
         outputs,
         stays: Vec::new(),
         rows: 0,

@@ -11,7 +11,7 @@ use super::*;
 use millrace_serving_core::config::Limits;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::parameters::{SequenceId, Step};
-use millrace_serving_core::tensor::{Data, Held, Tensor};
+use millrace_serving_core::tensor::{Data, Tensor, TensorHandle};
 
 /// Longer than a test runs.
 const LONG: Duration = Duration::from_secs(3600);
@@ -41,7 +41,7 @@ fn graph() -> Signature {
 
 fn declaration(idle: Duration) -> Declaration {
     let flag = Signal::Start(Data::Int32(vec![5]), Data::Int32(vec![7]));
-    let state = State {
+    let state = StateTensor {
         input: "past".into(),
         output: "next".into(),
         datatype: Datatype::Fp32,
@@ -74,7 +74,7 @@ fn step(id: u64, start: bool, end: bool) -> Step {
     Step { id: SequenceId::Number(id), start, end }
 }
 
-fn has_turn(place: &mut Place) -> bool {
+fn has_turn(place: &mut SequencePosition) -> bool {
     if place.turn.as_mut().is_some_and(|turn| turn.try_recv().is_ok()) {
         place.turn = None;
     }
@@ -82,7 +82,7 @@ fn has_turn(place: &mut Place) -> bool {
 }
 
 /// Simulates the run of a request without a session: adds to the state.
-fn run(sequences: &Arc<Sequences>, place: &mut Place, more: f32) -> Result<f32, InferError> {
+fn run(sequences: &Arc<Sequences>, place: &mut SequencePosition, more: f32) -> Result<f32, InferError> {
     let states = sequences.begin(&place.step, &mut place.claim)?;
     let Data::Fp32(values) = &states[0].read()?.data else { panic!("{states:?}") };
     let sum = values[0] + more;
@@ -90,7 +90,7 @@ fn run(sequences: &Arc<Sequences>, place: &mut Place, more: f32) -> Result<f32, 
         sequences.claim(&place.step, STATE_BYTES, &mut place.claim)?;
     }
     let next = Tensor::fp32("past", vec![1, 2], vec![sum; 2]).unwrap();
-    place.left = Some((vec![Held::Alone(next)], STATE_BYTES));
+    place.left = Some((vec![TensorHandle::Alone(next)], STATE_BYTES));
     Ok(sum)
 }
 
@@ -106,7 +106,7 @@ fn concurrent_sequences_agree_with_a_simple_model() {
             true => sequences(LONG, 100, LIVE_MAX * STATE_BYTES),
             false => sequences(LONG, LIVE_MAX, usize::MAX),
         };
-        let mut lines: BTreeMap<u64, Vec<Box<Place>>> = BTreeMap::new();
+        let mut lines: BTreeMap<u64, Vec<Box<SequencePosition>>> = BTreeMap::new();
         let mut sums: BTreeMap<u64, f32> = BTreeMap::new();
         for _ in 0..300 {
             let id = random.random_range(1..=IDS);
@@ -211,7 +211,7 @@ fn inputs_come_from_the_client_the_controls_and_the_states() {
     let x = Tensor::fp32("x", vec![1, 2], vec![1.0, 2.0]).unwrap();
     let z = Tensor::new("z", vec![1], Data::Bool(vec![true])).unwrap();
     let states = plan.initial();
-    let inputs = [x, z].map(Held::Alone).into();
+    let inputs = [x, z].map(TensorHandle::Alone).into();
     let inputs = plan.inputs(inputs, &step((9 << 32) + 4, true, false), &states).unwrap();
     let found: Vec<_> = inputs.into_iter().map(|input| input.into_tensor().unwrap()).collect();
     let found: Vec<_> =
@@ -236,10 +236,10 @@ fn inputs_come_from_the_client_the_controls_and_the_states() {
     assert_eq!(seen.outputs(&[0]), [0, 0]);
 }
 
-fn found_inputs() -> Vec<Held> {
+fn found_inputs() -> Vec<TensorHandle> {
     vec![
-        Held::Alone(Tensor::fp32("x", vec![1, 2], vec![0.0; 2]).unwrap()),
-        Held::Alone(Tensor::new("z", vec![1], Data::Bool(vec![false])).unwrap()),
+        TensorHandle::Alone(Tensor::fp32("x", vec![1, 2], vec![0.0; 2]).unwrap()),
+        TensorHandle::Alone(Tensor::new("z", vec![1], Data::Bool(vec![false])).unwrap()),
     ]
 }
 

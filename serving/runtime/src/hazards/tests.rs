@@ -514,7 +514,7 @@ fn outputs_without_a_name_are_refused_where_they_are_written() {
     refused("has no name", unnamed("Relu", &[""]));
     accepted(unnamed("Dropout", &["a", ""]));
     accepted(unnamed("LSTM", &["", "b"]));
-    refused("graph inside of it has no name", |g| {
+    refused("output of its subgraph has no name", |g| {
         let inside = GraphProto { output: vec![ValueInfoProto::default()], ..Default::default() };
         let graph = AttributeProto { g: Some(inside), ..attribute("then_branch", AttributeType::Graph) };
         g.node("If", &["n"], vec![graph]);

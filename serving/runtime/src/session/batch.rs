@@ -9,11 +9,11 @@ use super::queue::Job;
 use super::row_join::{join, split};
 use super::run_end::RunEnd;
 use super::scheduler::Scheduler;
-use super::values::Wanted;
+use super::values::RequestedOutput;
 use super::work::{Output, Work};
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::{Held, Tensor, View};
+use millrace_serving_core::tensor::{Tensor, TensorHandle, View};
 
 /// A session in use; dropping the lease returns the session to its scheduler, also when a run panics.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ impl<R: Runner> Lease<R> {
     /// # Errors
     /// [`InferError::Internal`] when the session was taken out of the lease.
     pub(super) fn session(&mut self) -> Result<&mut R, InferError> {
-        self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))
+        self.session.as_mut().ok_or_else(|| InferError::internal("the session has been returned"))
     }
 
     /// Runs one request, until `end` ends the run.
@@ -48,7 +48,7 @@ impl<R: Runner> Lease<R> {
     /// # Errors
     /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
     pub(super) fn run_alone(&mut self, work: &Work, end: Option<&RunEnd>) -> Result<Output, InferError> {
-        let inputs: Vec<View<'_>> = work.inputs.iter().map(Held::view).collect();
+        let inputs: Vec<View<'_>> = work.inputs.iter().map(TensorHandle::view).collect();
         let (outputs, times) = self.run_inputs(&inputs, work, &work.stays, work.rows, end)?;
         Ok(Output { outputs, times, run_rows: Some(work.rows) })
     }
@@ -62,12 +62,13 @@ impl<R: Runner> Lease<R> {
         stays: &[bool],
         rows: usize,
         end: Option<&RunEnd>,
-    ) -> Result<(Vec<Held>, Times), InferError> {
+    ) -> Result<(Vec<TensorHandle>, Times), InferError> {
         let scheduler = Arc::clone(&self.scheduler);
         let stays = stays.iter().copied().chain(std::iter::repeat(false));
         let wanted = work.outputs.iter().zip(stays);
-        let outputs: Vec<Wanted<'_>> =
-            wanted.map(|(index, stays)| Wanted { spec: &scheduler.outputs[*index], stays }).collect();
+        let outputs: Vec<RequestedOutput<'_>> = wanted
+            .map(|(index, stays)| RequestedOutput { spec: &scheduler.outputs[*index], stays })
+            .collect();
         let (outputs, times) = self.session()?.run(inputs, &outputs, work.queued, end)?;
         let elements = inputs.iter().map(|input| input.elements()).sum();
         let elapsed = times.end.saturating_duration_since(times.computing);
@@ -83,7 +84,7 @@ impl<R: Runner> Lease<R> {
             let inputs: Vec<View<'_>> = joined.iter().map(View::Here).collect();
             // Outputs are split in the processor's memory, so none stays on the device.
             let (outputs, times) = self.run_inputs(&inputs, first, &[], rows.iter().sum(), end)?;
-            Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
+            Ok((outputs.into_iter().map(TensorHandle::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
         });
         let (outputs, times) = match ran {
             Ok(ran) => ran,
@@ -103,13 +104,13 @@ impl<R: Runner> Lease<R> {
             let Some(split) = split(output, &rows) else {
                 tracing::warn!(
                     output = name,
-                    "an output has other rows than the inputs: requests run one by one from now on"
+                    "the rows of an output and of the inputs differ: requests run one by one from now on"
                 );
                 self.scheduler.keeps_rows.store(false, Ordering::Relaxed);
                 return None;
             };
             for (part, output) in parts.iter_mut().zip(split) {
-                part.outputs.push(Held::Alone(output));
+                part.outputs.push(TensorHandle::Alone(output));
             }
         }
         Some(parts)
@@ -206,7 +207,8 @@ fn joined(jobs: &[Job]) -> Result<Vec<Tensor>, InferError> {
     let inputs = jobs.first().map_or(0, |first| first.work.inputs.len());
     let join = |index: usize| {
         let parts = jobs.iter().map(|job| job.work.inputs[index].read()).collect::<Result<Vec<_>, _>>()?;
-        join(parts.into_iter()).ok_or_else(|| InferError::internal("the inputs of requests are not alike"))
+        join(parts.into_iter())
+            .ok_or_else(|| InferError::internal("the inputs of the requests differ in shape or type"))
     };
     (0..inputs).map(join).collect()
 }

@@ -45,7 +45,7 @@ impl Owner {
 
 /// Limits on the running tasks of a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Share {
+pub(super) struct TaskLimits {
     /// A task may start while fewer tasks than this keep processors busy.
     pub(super) threads_max: usize,
     /// A task may also start while its version runs fewer tasks than this.
@@ -54,7 +54,7 @@ pub(super) struct Share {
     pub(super) is_on_cpu: bool,
 }
 
-impl Share {
+impl TaskLimits {
     /// Whether a task may start when `busy` tasks keep processors busy and `own` tasks of its version run.
     fn allows(&self, busy: usize, own: usize) -> bool {
         busy < self.threads_max || own < self.own
@@ -63,18 +63,18 @@ impl Share {
 
 /// A pool that starts threads on demand, up to a bound.
 pub(super) struct Executor {
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     submitted: Condvar,
     finished: Condvar,
 }
 
 struct Queued {
     owner: Owner,
-    share: Share,
+    share: TaskLimits,
     task: Task,
 }
 
-struct State {
+struct PoolState {
     tasks: VecDeque<Queued>,
     /// Running tasks by version; versions without a running task are left out.
     running: BTreeMap<Owner, usize>,
@@ -89,7 +89,7 @@ struct State {
     closed: bool,
 }
 
-impl State {
+impl PoolState {
     fn running_of(&self, owner: Owner) -> usize {
         self.running.get(&owner).copied().unwrap_or(0)
     }
@@ -130,7 +130,7 @@ impl State {
         Some(queued)
     }
 
-    fn finish(&mut self, owner: Owner, share: Share) {
+    fn finish(&mut self, owner: Owner, share: TaskLimits) {
         let left = self.running_of(owner).saturating_sub(1);
         match left {
             0 => self.running.remove(&owner),
@@ -148,7 +148,7 @@ impl fmt::Debug for Executor {
 
 impl Executor {
     pub(super) const fn new() -> Executor {
-        let state = State {
+        let state = PoolState {
             tasks: VecDeque::new(),
             running: BTreeMap::new(),
             busy: 0,
@@ -167,7 +167,7 @@ impl Executor {
 
     /// Submits a task. A task whose share is zero stays queued for [`Executor::run_next`]. Runs the queue on this
     /// thread when the system refuses even the first thread.
-    pub(super) fn submit(&'static self, owner: Owner, share: Share, task: Task) {
+    pub(super) fn submit(&'static self, owner: Owner, share: TaskLimits, task: Task) {
         let mut state = self.state.lock();
         state.tasks.push_back(Queued { owner, share, task });
         // An inference thread looks for the next task as soon as it has finished its current one.
@@ -178,7 +178,7 @@ impl Executor {
     }
 
     /// Wakes or starts a thread for each task that may start; false when the system refuses a thread.
-    fn wake(&'static self, state: &mut State) -> bool {
+    fn wake(&'static self, state: &mut PoolState) -> bool {
         while state.startable(state.looking + 1) > state.looking {
             if state.idle > 0 {
                 state.idle -= 1;
@@ -267,8 +267,8 @@ mod tests {
     const OWNER: Owner = Owner(u64::MAX);
 
     /// A share with `threads_max` threads for all versions and none reserved for a version.
-    fn share(threads_max: usize) -> Share {
-        Share { threads_max, own: 0, is_on_cpu: true }
+    fn share(threads_max: usize) -> TaskLimits {
+        TaskLimits { threads_max, own: 0, is_on_cpu: true }
     }
 
     fn executor() -> &'static Executor {
@@ -372,7 +372,7 @@ mod tests {
     #[test]
     fn version_that_holds_all_threads_does_not_stop_another() {
         let executor = executor();
-        let share = Share { threads_max: 2, own: 1, is_on_cpu: true };
+        let share = TaskLimits { threads_max: 2, own: 1, is_on_cpu: true };
         let (greedy, other) = (Owner::new(), Owner::new());
         let (tell, told) = mpsc::channel();
         let mut gates = Vec::new();
@@ -400,7 +400,7 @@ mod tests {
     #[test]
     fn tasks_that_wait_for_gpus_take_no_threads_of_the_processor() {
         let executor = executor();
-        let on_gpu = Share { threads_max: 1, own: 2, is_on_cpu: false };
+        let on_gpu = TaskLimits { threads_max: 1, own: 2, is_on_cpu: false };
         let (tell, told) = mpsc::channel();
         let mut gates = Vec::new();
         for owner in [Owner::new(), Owner::new()] {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use millrace_bundle::{Manifest, Signature};
 
 use super::Session;
-use super::executor::{Executor, Share};
+use super::executor::{Executor, TaskLimits};
 use super::limited::{self, Failure};
 use super::peak;
 use super::placement::Placement;
@@ -65,7 +65,7 @@ impl Pool {
             },
             // On a GPU, runs of other models take part of the time.
             is_predictable: has_fixed_cost && placement.on().is_cpu(),
-            share: Share {
+            share: TaskLimits {
                 threads_max: config.threads(),
                 // Runs on GPUs hardly use their thread: it waits for the device.
                 own: if placement.on().is_cpu() { 1 } else { sessions.len() },

@@ -12,8 +12,8 @@ use pin_project_lite::pin_project;
 use tonic::Status;
 use tonic::codegen::http::{self, HeaderValue, header};
 
-use super::quota::{Held, Quota, Refusal};
-use super::taking::{self, Taking};
+use super::quota::{Quota, Refusal, UnsentGuard};
+use super::taking::{self, AnswerProgress};
 use millrace_serving_core::error::InferError;
 
 /// Bytes of an answer given to the connection at a time: one HTTP/2 frame, so that answers alternate. It is
@@ -23,12 +23,12 @@ const PIECE_BYTES: usize = 16 << 10;
 /// A part of an answer, which counts against the quota until the connection has sent and dropped it.
 struct Piece {
     bytes: Bytes,
-    held: Held,
-    taking: Arc<Taking>,
+    held: UnsentGuard,
+    taking: Arc<AnswerProgress>,
 }
 
 impl Piece {
-    fn new(bytes: Bytes, held: Held, taking: &Arc<Taking>) -> Piece {
+    fn new(bytes: Bytes, held: UnsentGuard, taking: &Arc<AnswerProgress>) -> Piece {
         taking.gave(held.quota().period());
         Piece { bytes, held, taking: taking.clone() }
     }
@@ -116,13 +116,13 @@ pub(crate) struct Answer<B> {
     /// Bytes from the body that are not yet in a piece.
     left: Bytes,
     /// Counts `left`, and the known size of the rest of the body.
-    held: Held,
-    taking: Arc<Taking>,
+    held: UnsentGuard,
+    taking: Arc<AnswerProgress>,
     is_grpc: bool,
 }
 
 impl<B> Answer<B> {
-    fn new(body: Option<B>, left: Bytes, held: Held, is_grpc: bool) -> Answer<B> {
+    fn new(body: Option<B>, left: Bytes, held: UnsentGuard, is_grpc: bool) -> Answer<B> {
         let taking = Arc::default();
         held.quota().follow(&taking);
         taking::begin(&taking);

@@ -217,7 +217,7 @@ struct OutputReplyJson<'a> {
     datatype: &'static str,
     shape: &'a [i64],
     #[serde(skip_serializing_if = "Option::is_none")]
-    parameters: Option<Elsewhere<'a>>,
+    parameters: Option<OutputLocation<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     data: Option<JsonData<'a>>,
 }
@@ -225,7 +225,7 @@ struct OutputReplyJson<'a> {
 /// The place of an output's elements that are not in the JSON.
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Elsewhere<'a> {
+enum OutputLocation<'a> {
     Body {
         binary_data_size: usize,
     },
@@ -258,7 +258,7 @@ pub(super) fn encode(
                 name: &tensor.name,
                 datatype: tensor.data.datatype().as_str(),
                 shape: &tensor.shape,
-                parameters: Some(Elsewhere::Region {
+                parameters: Some(OutputLocation::Region {
                     shared_memory_region: span.region(),
                     shared_memory_offset: span.offset(),
                     shared_memory_byte_size: tensor.data.raw_len(),
@@ -277,7 +277,7 @@ pub(super) fn encode(
             let bytes = tensor.data.to_raw();
             let binary_data_size = bytes.len();
             raw.push(bytes);
-            Elsewhere::Body { binary_data_size }
+            OutputLocation::Body { binary_data_size }
         });
         outputs.push(OutputReplyJson {
             name: &tensor.name,

@@ -12,9 +12,9 @@ use millrace_serving_repository::outcome::failed;
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 
-fn opened(sample_rate: f64) -> Opened {
+fn opened(sample_rate: f64) -> CheckedCollector {
     let endpoint = "http://127.0.0.1:4317".to_owned();
-    Opened::open(&Settings { endpoint, sample_rate, ..Settings::default() }).unwrap()
+    CheckedCollector::open(&Settings { endpoint, sample_rate, ..Settings::default() }).unwrap()
 }
 
 fn request(path: &str, parent: &str) -> Request<()> {
@@ -25,7 +25,7 @@ fn request(path: &str, parent: &str) -> Request<()> {
     builder.body(()).unwrap()
 }
 
-fn begin(telemetry: &Arc<Telemetry>, request: &Request<()>) -> Option<Open> {
+fn begin(telemetry: &Arc<Telemetry>, request: &Request<()>) -> Option<OpenSpan> {
     telemetry.begin(request, || Some("[::ffff:10.0.0.7]:5000".parse().unwrap()), None)
 }
 
@@ -33,11 +33,11 @@ fn waiting(telemetry: &Telemetry) -> u64 {
     telemetry.tally.waiting.load(Ordering::Relaxed)
 }
 
-fn ended(opened: &mut Opened) -> Box<Finished> {
+fn ended(opened: &mut CheckedCollector) -> Box<FinishedSpan> {
     opened.exporter.queue.try_recv().unwrap()
 }
 
-fn spans(finished: Box<Finished>) -> Vec<Span> {
+fn spans(finished: Box<FinishedSpan>) -> Vec<Span> {
     let sender = message::resource("s");
     let message = message::export(&sender, &[finished], millrace_serving_core::tls::provider().secure_random);
     message.resource_spans[0].scope_spans[0].spans.clone()

@@ -27,7 +27,7 @@ fn wrong_lines_are_named_without_their_digest() {
         (format!("ci {DIGEST} a,,b"), "has the model \"\""),
         (format!("ci {DIGEST} ../a"), "has the model \"../a\""),
         (format!("ci {DIGEST} {}", vec!["a"; 257].join(",")), "has 257 models"),
-        (format!("ci {DIGEST} *\n\nci {other} *"), "line 3: the token \"ci\" is there twice"),
+        (format!("ci {DIGEST} *\n\nci {other} *"), "line 3: the token \"ci\" appears twice"),
         (format!("ci {DIGEST} *\ncd {DIGEST} *"), "line 2: the token \"cd\" is the same"),
     ] {
         let wrong = file::parse(Path::new("tokens.txt"), text.as_bytes()).wrong;

@@ -67,7 +67,7 @@ fn axis_with_merged_rows_is_split_again() {
         let flat = g.list(&[-1, 4]);
         g.node("Reshape", &[&turned, &flat], vec![])
     });
-    refused(17, &[5, 4], "rows of one input beside rows of another", |g| {
+    refused(17, &[5, 4], "rows of one input with rows of another", |g| {
         let flat = g.list(&[-1, 4]);
         let other = g.node("Reshape", &["x", &flat], vec![]);
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
@@ -97,15 +97,17 @@ fn axes_are_added_and_dropped_beside_the_rows() {
         let axes = g.list(&[0]);
         g.node("Squeeze", &["x", &axes], vec![])
     });
-    refused(17, &[1], "the rows of a single one", |g| g.node("Squeeze", &["x"], vec![]));
+    refused(17, &[1], "the rows of a request with one row", |g| g.node("Squeeze", &["x"], vec![]));
     refused(17, &[4], "not along the first axis", |g| g.node("Transpose", &["x"], vec![]));
 }
 
 #[test]
 fn parts_of_tensors_are_taken_and_joined_along_other_axes() {
     accepted(17, &[4], |g| g.node("Concat", &["x", "x"], vec![int("axis", -1)]));
-    refused(17, &[4], "together along the rows", |g| g.node("Concat", &["x", "x"], vec![int("axis", 0)]));
-    refused(17, &[4], "a constant beside rows", |g| {
+    refused(17, &[4], "concatenates tensors along the rows", |g| {
+        g.node("Concat", &["x", "x"], vec![int("axis", 0)])
+    });
+    refused(17, &[4], "a constant with rows", |g| {
         let c = g.floats(&[1, 4]);
         g.node("Concat", &["x", &c], vec![int("axis", 1)])
     });
@@ -175,7 +177,7 @@ fn rows_choose_from_constants_and_from_themselves() {
         let places = places(g, &[4]);
         g.node("GatherElements", &["x", &places], vec![])
     });
-    refused(17, &[4], "the same rows in the same places", |g| {
+    refused(17, &[4], "the same rows along the same axis", |g| {
         let places = g.integers(&[1, 2], &[0, 1]);
         g.node("GatherElements", &["x", &places], vec![int("axis", 1)])
     });
@@ -203,7 +205,7 @@ fn rows_choose_from_constants_and_from_themselves() {
         g.node("ReverseSequence", &["x", &lengths], vec![int("batch_axis", batch), int("time_axis", time)])
     };
     accepted(17, &[4], |g| reversed(g, 0, 1));
-    refused(17, &[4], "not those of its rows", |g| reversed(g, 1, 0));
+    refused(17, &[4], "not one for each row", |g| reversed(g, 1, 0));
 }
 
 #[test]

@@ -102,7 +102,7 @@ fn a_constant_is_expanded_as_pytorch_writes_it() {
         let shape = g.node("Concat", &[&rows, &rest], vec![int("axis", 0)]);
         token(g, &shape)
     });
-    refused(17, &[6, 4], "constant beside rows", |g| {
+    refused(17, &[6, 4], "constant with rows", |g| {
         let shape = g.list(&[1, -1, -1]);
         token(g, &shape)
     });

@@ -86,11 +86,13 @@ fn attributes_of_another_type_or_twice_are_refused() {
 
 #[test]
 fn empty_lists_of_axes_mean_all_axes() {
-    refused(17, &[1], "the rows of a single one", |g| {
+    refused(17, &[1], "the rows of a request with one row", |g| {
         let axes = g.list(&[]);
         g.node("Squeeze", &["x", &axes], vec![])
     });
-    refused(11, &[1], "the rows of a single one", |g| g.node("Squeeze", &["x"], vec![ints("axes", &[])]));
+    refused(11, &[1], "the rows of a request with one row", |g| {
+        g.node("Squeeze", &["x"], vec![ints("axes", &[])])
+    });
     refused(17, &[4], "along the rows", |g| {
         g.node("MeanVarianceNormalization", &["x"], vec![ints("axes", &[])])
     });
@@ -108,7 +110,7 @@ fn empty_lists_of_axes_mean_all_axes() {
     };
     accepted(18, &[3, 8], |g| resized(g, [1.0, 1.0, 2.0]));
     refused(18, &[3, 8], "changes the number of rows", |g| resized(g, [2.0, 1.0, 1.0]));
-    refused(9, &[4], "are not as many", |g| {
+    refused(9, &[4], "differ in number", |g| {
         g.node("Slice", &["x"], vec![ints("starts", &[1]), ints("ends", &[2]), ints("axes", &[])])
     });
 }
@@ -205,12 +207,12 @@ fn duplicate_names_are_refused() {
         };
         g.graph().initializer.push(c);
     };
-    refused(17, &[3, 4], "two values of this name", |g| {
+    refused(17, &[3, 4], "two values have this name", |g| {
         let shape = g.list(&[4, -1]);
         twice(g, &shape);
         g.node("Reshape", &["x", &shape], vec![])
     });
-    refused(17, &[3, 4], "two values of this name", |g| {
+    refused(17, &[3, 4], "two values have this name", |g| {
         twice(g, "shape");
         let y = g.node("Reshape", &["x", "shape"], vec![]);
         let other = g.list(&[4, -1]);

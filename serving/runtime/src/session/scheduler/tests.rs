@@ -9,11 +9,11 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::super::run_end::RunEnd;
-use super::super::values::Wanted;
+use super::super::values::RequestedOutput;
 use super::super::work::tests::{BEGIN, client, work};
 use super::*;
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::{Data, Held, Tensor, View};
+use millrace_serving_core::tensor::{Data, Tensor, TensorHandle, View};
 
 mod waiting;
 
@@ -73,10 +73,10 @@ impl Runner for Echo {
     fn run(
         &mut self,
         inputs: &[View<'_>],
-        outputs: &[Wanted<'_>],
+        outputs: &[RequestedOutput<'_>],
         queued: Instant,
         end: Option<&RunEnd>,
-    ) -> Result<(Vec<Held>, Times), InferError> {
+    ) -> Result<(Vec<TensorHandle>, Times), InferError> {
         let View::Here(input) = inputs[0] else { panic!("{inputs:?}") };
         let Data::Fp32(values) = &input.data else { panic!("{inputs:?}") };
         let rows = input.shape[0] as usize;
@@ -102,7 +102,7 @@ impl Runner for Echo {
         };
         let end = now();
         let times = Times { queued, computing, input_end: computing, output_start: end, end, cached: false };
-        Ok((vec![Held::Alone(output)], times))
+        Ok((vec![TensorHandle::Alone(output)], times))
     }
 }
 
@@ -114,7 +114,7 @@ fn policy() -> Policy {
         limits: QueueLimits { requests_max: 1000, bytes_max: usize::MAX },
         is_predictable: true,
         // The tests run submitted tasks explicitly.
-        share: Share { threads_max: 0, own: 0, is_on_cpu: true },
+        share: TaskLimits { threads_max: 0, own: 0, is_on_cpu: true },
     }
 }
 
@@ -141,7 +141,7 @@ fn scheduler(sessions: usize, policy: Policy) -> Arc<Scheduler<Echo>> {
 /// A request of `rows` rows of `width` elements that all have the same value.
 fn rows(rows: usize, width: usize, value: f32) -> Work {
     let input = Tensor::fp32("x", vec![rows.max(1) as i64, width as i64], vec![value; rows.max(1) * width]);
-    Work { inputs: vec![Held::Alone(input.unwrap())], ..work(rows, 1, &[0], 0) }
+    Work { inputs: vec![TensorHandle::Alone(input.unwrap())], ..work(rows, 1, &[0], 0) }
 }
 
 type Call = Pin<Box<dyn Future<Output = Result<Output, InferError>>>>;
@@ -538,7 +538,7 @@ fn no_request_is_lost_under_random_calls() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_callers_get_their_own_answers() {
-    let share = Share { threads_max: 2, own: 1, is_on_cpu: true };
+    let share = TaskLimits { threads_max: 2, own: 1, is_on_cpu: true };
     let scheduler = scheduler(2, Policy { share, ..policy() });
     let callers = (0..32).map(|caller| {
         let scheduler = Arc::clone(&scheduler);

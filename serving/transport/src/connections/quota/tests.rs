@@ -7,7 +7,7 @@ fn quota(unsent_max: usize, all: &Answers) -> Quota {
     Quota::new(unsent_max, all).0
 }
 
-fn refusal(held: Result<Held, Refusal>) -> (u16, String) {
+fn refusal(held: Result<UnsentGuard, Refusal>) -> (u16, String) {
     let refusal = held.unwrap_err();
     (refusal.status.as_u16(), refusal.reason)
 }
@@ -76,7 +76,7 @@ fn client_that_reads_nothing_in_a_period_is_disconnected() {
     let looked = quota.end_period(looked).expect("the period has not been whole");
     quota.took();
     let looked = quota.end_period(looked).expect("it took something");
-    assert_eq!(quota.end_period(looked).unwrap_err(), "took none of its answers");
+    assert_eq!(quota.end_period(looked).unwrap_err(), "read none of its answers");
     drop(held);
     quota.end_period(quota.look()).unwrap();
 }
@@ -84,13 +84,13 @@ fn client_that_reads_nothing_in_a_period_is_disconnected() {
 #[test]
 fn slow_client_keeps_the_answers_that_it_reads_in_turn() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
-    let answers: Vec<Arc<Taking>> = std::iter::repeat_with(Arc::default).take(10).collect();
+    let answers: Vec<Arc<AnswerProgress>> = std::iter::repeat_with(Arc::default).take(10).collect();
     for answer in &answers {
         quota.follow(answer);
         answer.gave(quota.period());
     }
     let mut looked = quota.look();
-    let mut take = |answer: &Taking| {
+    let mut take = |answer: &AnswerProgress| {
         answer.took(quota.period());
         quota.took();
         answer.gave(quota.period());
@@ -100,7 +100,7 @@ fn slow_client_keeps_the_answers_that_it_reads_in_turn() {
         assert_eq!(take(answer), None, "one piece in a period");
     }
     let left_out = (0..20).find_map(|_| take(&answers[0]));
-    assert_eq!(left_out, Some("did not take an answer that was sent in part"));
+    assert_eq!(left_out, Some("did not read the rest of an answer"));
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn answers_behind_others_of_their_stream_cannot_be_read() {
     assert_eq!(quota.unsent(), (10, 10), "they count as the others do");
     let part = waiting.split(4);
     let looked = quota.end_period(looked).unwrap();
-    assert_eq!(quota.end_period(looked).unwrap_err(), "took none of its answers", "a part can be taken");
+    assert_eq!(quota.end_period(looked).unwrap_err(), "read none of its answers", "a part can be taken");
     drop((part, waiting));
     assert_eq!((quota.unsent(), quota.look().to_take), ((0, 0), 0));
 }
@@ -122,7 +122,7 @@ fn answers_behind_others_of_their_stream_cannot_be_read() {
 #[test]
 fn ended_answers_are_not_tracked() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
-    let kept: Vec<Arc<Taking>> = std::iter::repeat_with(Arc::default).take(10).collect();
+    let kept: Vec<Arc<AnswerProgress>> = std::iter::repeat_with(Arc::default).take(10).collect();
     for answer in &kept {
         quota.follow(answer);
     }
