@@ -235,8 +235,8 @@ fn repeated_loading_and_unloading_does_not_leak() {
 }
 
 #[test]
-#[ignore = "100 times with the size and the bound that count; takes minutes: cargo test --workspace --test memory -- --ignored --exact loading_and_unloading_100_mb_100_times_leaves_nothing_behind"]
-fn loading_and_unloading_100_mb_100_times_leaves_nothing_behind() {
+#[ignore = "100 times with the size and the bound that count; takes minutes: cargo test --workspace --test memory -- --ignored --exact loading_and_unloading_100_mb_100_times_does_not_leak"]
+fn loading_and_unloading_100_mb_100_times_does_not_leak() {
     loading_leaves_little(100, 100, 2);
 }
 

@@ -75,7 +75,7 @@ async fn a_bundle_survives_the_store_and_names_its_tensors() {
 }
 
 #[tokio::test]
-async fn a_directory_is_a_store_too() {
+async fn directory_works_as_a_store() {
     let dir = tempfile::tempdir().unwrap();
     let store = object_store::local::LocalFileSystem::new_with_prefix(dir.path()).unwrap();
     assert!(list(&store, "").await.unwrap().is_empty());

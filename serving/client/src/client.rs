@@ -84,7 +84,7 @@ impl ClientError {
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
-        if was_not_taken(&status) {
+        if was_not_accepted(&status) {
             let message = "the server closed the connection and did not accept the request".into();
             return ClientError::Refused { code: Code::Unavailable, message };
         }
@@ -94,7 +94,7 @@ impl From<Status> for ClientError {
 
 /// Whether the connection closed before the request was sent, or behind the last request that the server
 /// accepted; a stopping server does so. tonic reports CANCELLED or INTERNAL, on which clients do not retry.
-fn was_not_taken(status: &Status) -> bool {
+fn was_not_accepted(status: &Status) -> bool {
     error_chain::causes(status).any(|error| {
         let sent = error.downcast_ref::<hyper::Error>().is_none_or(|error| !error.is_canceled());
         let taken = error.downcast_ref::<h2::Error>().is_none_or(|error| {

@@ -238,7 +238,7 @@ impl ModelMetrics {
     }
 
     /// Flushes the counts to the registry.
-    pub(crate) fn hand_over(&self) {
+    pub(crate) fn publish(&self) {
         self.ok.flush();
         self.rows.flush();
         for histogram in [&self.request_seconds, &self.compute_seconds, &self.batch_rows] {
@@ -249,27 +249,27 @@ impl ModelMetrics {
 
 impl Drop for ModelMetrics {
     fn drop(&mut self) {
-        self.hand_over();
+        self.publish();
     }
 }
 
 /// Local counts that are not in the registry yet.
 pub trait LocalCounts: Send + Sync {
     /// Flushes them to the registry.
-    fn hand_over(&self);
+    fn publish(&self);
 }
 
-static KEPT: Mutex<Vec<Weak<dyn LocalCounts>>> = Mutex::new(Vec::new());
+static LOCAL_COUNTS: Mutex<Vec<Weak<dyn LocalCounts>>> = Mutex::new(Vec::new());
 
 /// Registers counts to be flushed at each scrape.
-pub fn keep(kept: Weak<dyn LocalCounts>) {
-    let mut all = KEPT.lock();
+pub fn register_counts(kept: Weak<dyn LocalCounts>) {
+    let mut all = LOCAL_COUNTS.lock();
     all.retain(|kept| kept.strong_count() > 0);
     all.push(kept);
 }
 
 /// Flushes the local counts of all loaded versions to the registry.
 pub fn flush() {
-    let kept: Vec<_> = KEPT.lock().iter().filter_map(Weak::upgrade).collect();
-    kept.iter().for_each(|kept| kept.hand_over());
+    let kept: Vec<_> = LOCAL_COUNTS.lock().iter().filter_map(Weak::upgrade).collect();
+    kept.iter().for_each(|kept| kept.publish());
 }

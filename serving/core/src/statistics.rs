@@ -37,7 +37,7 @@ pub struct Times {
 
 impl Times {
     /// Times of a response found in the cache now, by a lookup that began at `queued`.
-    pub fn found(queued: Instant) -> Times {
+    pub fn from_cache(queued: Instant) -> Times {
         let now = Instant::now();
         Times { queued, computing: now, input_end: now, output_start: now, end: now, cached: true }
     }
@@ -68,7 +68,7 @@ impl DurationTotal {
         self.nanos = self.nanos.saturating_add(nanos(time));
     }
 
-    fn told(self) -> pb::StatisticDuration {
+    fn to_message(self) -> pb::StatisticDuration {
         pb::StatisticDuration { count: self.count, ns: self.nanos }
     }
 }
@@ -115,7 +115,7 @@ impl VersionTotals {
     }
 
     /// Counts a run of `rows` rows, with its size unless [`SIZES_MAX`] other sizes have figures.
-    fn ran(&mut self, rows: u64, times: &Times) {
+    fn count_run(&mut self, rows: u64, times: &Times) {
         self.runs += 1;
         if rows == 0 {
             return;
@@ -146,8 +146,8 @@ impl VersionTotals {
 }
 
 impl metrics::LocalCounts for Mutex<VersionTotals> {
-    fn hand_over(&self) {
-        self.lock().metrics.hand_over();
+    fn publish(&self) {
+        self.lock().metrics.publish();
     }
 }
 
@@ -176,7 +176,7 @@ impl Statistics {
             metrics: ModelMetrics::new(model, version),
         }));
         let kept: Arc<dyn metrics::LocalCounts> = figures.clone();
-        metrics::keep(Arc::downgrade(&kept));
+        metrics::register_counts(Arc::downgrade(&kept));
         Statistics { figures }
     }
 
@@ -207,7 +207,7 @@ impl Statistics {
         if let Some(run_rows) = run_rows {
             figures.metrics.compute_seconds.observe(since(times.computing));
             figures.metrics.batch_rows.observe(run_rows as f64);
-            figures.ran(run_rows, times);
+            figures.count_run(run_rows, times);
         }
     }
 
@@ -242,14 +242,14 @@ impl Statistics {
             inference_count: figures.rows,
             execution_count: figures.runs,
             inference_stats: Some(pb::InferStatistics {
-                success: Some(figures.success.told()),
-                fail: Some(figures.fail.told()),
-                queue: Some(figures.queue.told()),
-                compute_input: Some(figures.input.told()),
-                compute_infer: Some(figures.infer.told()),
-                compute_output: Some(figures.output.told()),
-                cache_hit: Some(figures.cache_hit.told()),
-                cache_miss: Some(figures.cache_miss.told()),
+                success: Some(figures.success.to_message()),
+                fail: Some(figures.fail.to_message()),
+                queue: Some(figures.queue.to_message()),
+                compute_input: Some(figures.input.to_message()),
+                compute_infer: Some(figures.infer.to_message()),
+                compute_output: Some(figures.output.to_message()),
+                cache_hit: Some(figures.cache_hit.to_message()),
+                cache_miss: Some(figures.cache_miss.to_message()),
             }),
             batch_stats: figures.sizes(),
             memory_usage: Vec::new(),
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn a_request_that_the_cache_answers_is_a_success_and_no_inference() {
         let (statistics, start) = (statistics(), Instant::now());
-        let found = Times::found(start);
+        let found = Times::from_cache(start);
         statistics.hit(found.end.saturating_duration_since(start));
         statistics.succeeded(8, start, &found);
         statistics.missed(Duration::from_micros(5));

@@ -1,6 +1,6 @@
 //! Typed tensors, used by transports and sessions, and their raw little-endian form.
 
-mod held;
+mod handle;
 pub mod onnx;
 mod resident;
 
@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use millrace_bundle::Datatype;
 
 use crate::error::{InferError, quote};
-pub use held::{TensorHandle, View};
+pub use handle::{TensorHandle, View};
 pub use resident::Resident;
 
 /// Maximum number of input or output tensors in a request.

@@ -9,7 +9,7 @@ use millrace_streams::topic::{self, OutRecord, Records};
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
-use super::answered::AnsweredOffsets;
+use super::answered_offsets::AnsweredOffsets;
 use super::output::Writer;
 use super::waiting::Waiting;
 use super::{CHUNK_BYTES_MAX, PipeReport, Until};
@@ -300,7 +300,7 @@ impl Pipe<'_> {
             match found.and_then(|model| repository.check_steps(&model).map(|()| model)) {
                 Ok(model) => {
                     if told {
-                        self.waiting.tell(false);
+                        self.waiting.set(false);
                         tracing::info!(
                             pipe = self.config.name,
                             model = self.config.model,
@@ -312,7 +312,7 @@ impl Pipe<'_> {
                 Err(error) if self.until == Until::CaughtUp => return Err(error.into()),
                 Err(error) if !told => {
                     told = true;
-                    self.waiting.tell(true);
+                    self.waiting.set(true);
                     tracing::info!(
                         pipe = self.config.name, model = self.config.model, %error, "the pipe waits for its model"
                     );

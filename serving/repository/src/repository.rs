@@ -1,12 +1,12 @@
 //! The model repository: finds model versions in a volume or a directory, loads them, and polls for new
 //! versions. A version that cannot be loaded is reported and left out; it never takes the others down.
 
-mod beside;
 mod control;
 mod declared;
 mod ensemble;
 mod entries;
 mod load;
+mod model_files;
 mod refresh;
 mod sequences;
 mod source;
@@ -124,7 +124,7 @@ impl Repository {
             Control::Poll => {
                 repository.refresh().await?;
                 if repository.is_settling(None) {
-                    tokio::time::sleep(beside::SETTLE).await;
+                    tokio::time::sleep(model_files::SETTLE).await;
                     repository.refresh().await?;
                 }
             }
@@ -226,7 +226,7 @@ impl Repository {
         let models = self.inner.models.read();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
         match asked {
-            VersionSelector::Any => versions.turn(id).map_or_else(|| versions.find(model, asked), Ok),
+            VersionSelector::Any => versions.split_target(id).map_or_else(|| versions.find(model, asked), Ok),
             asked => versions.find(model, asked),
         }
     }

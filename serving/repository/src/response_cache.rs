@@ -15,8 +15,8 @@ use hashlink::LinkedHashMap;
 use millrace_bundle::Manifest;
 use parking_lot::Mutex;
 
-use key::Head;
 pub(crate) use key::Key;
+use key::VersionDigest;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::metrics::{RESPONSE_CACHE_BYTES, RESPONSE_CACHE_EVICTIONS};
 use millrace_serving_core::tensor::{Data, Tensor};
@@ -103,13 +103,13 @@ impl Drop for ResponseCache {
 #[derive(Debug)]
 pub struct Answers {
     cache: Arc<ResponseCache>,
-    head: Head,
+    head: VersionDigest,
 }
 
 impl Answers {
     /// For a version by its manifest, with the signature under which it is served.
     pub(crate) fn new(cache: Arc<ResponseCache>, manifest: &Manifest) -> Answers {
-        Answers { cache, head: Head::new(manifest) }
+        Answers { cache, head: VersionDigest::new(manifest) }
     }
 
     /// The key of a checked request.

@@ -3,11 +3,11 @@
 mod admission;
 mod batch;
 mod batch_sizer;
+mod empty_inputs;
 mod executor;
 mod fixed_cost;
 mod idle_sessions;
 mod limited;
-mod nothing;
 mod options;
 mod peak;
 mod placement;
@@ -171,7 +171,7 @@ pub fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) -> Result
     let placement = Placement::new(manifest, &config.device, devices, of_each);
     let has_fixed_cost = fixed_cost::has_fixed_cost(bundle.graph(), &manifest.signature);
     let pool = Pool::new(free, placement, &manifest.signature, config, rows_max, has_fixed_cost);
-    let pool = pool.taking_nothing(nothing::is_taken_by(bundle.graph()));
+    let pool = pool.accepting_empty_inputs(empty_inputs::are_accepted_by(bundle.graph()));
     Ok((if may_try { pool.warmed_up(manifest)? } else { pool }, rows))
 }
 
@@ -195,7 +195,7 @@ pub fn none(manifest: &Manifest, config: &Config) -> Pool {
     let placement = Placement::new(manifest, &Devices::CPU, Devices::CPU, 0);
     let nothing = Signature { inputs: Vec::new(), outputs: Vec::new() };
     // The models of the steps decide whether they accept empty tensors.
-    Pool::new(Vec::new(), placement, &nothing, &config, 0, false).taking_nothing(true)
+    Pool::new(Vec::new(), placement, &nothing, &config, 0, false).accepting_empty_inputs(true)
 }
 
 /// Sessions of a version, the same number on each device.

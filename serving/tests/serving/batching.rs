@@ -110,7 +110,7 @@ async fn many_clients_of_a_short_run_share_runs() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_has_no_more_rows_than_it_may() {
+async fn batch_rows_are_limited() {
     for (rows_max, largest) in [(4, 4), (0, 1), (1, 1)] {
         let mut config = one_session();
         config.batching.rows_max = rows_max;
@@ -163,7 +163,7 @@ async fn a_model_whose_first_extent_is_no_rows_runs_one_by_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_that_breaks_a_run_breaks_its_own_answer_only() {
+async fn request_that_breaks_a_batch_is_the_only_one_that_fails() {
     let server = Server::start(one_session(), &[("table", 1, table())]).await;
     let mut requests = tokio::task::JoinSet::new();
     for place in 0..64usize {

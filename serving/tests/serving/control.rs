@@ -57,7 +57,7 @@ fn entry(name: &str, state: &str, reason: &str) -> (String, String, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn explicit_control_serves_what_calls_load() {
+async fn explicit_control_serves_only_loaded_models() {
     let mut config = explicit(&["mlp", "missing"]);
     config.poll_ms = 1;
     let server = Server::start(config, &[("other", 4, mlp())]).await;

@@ -46,7 +46,7 @@ async fn answered(server: &Server, model: &str) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_open_loop_sends_what_is_scheduled() {
+async fn open_loop_sends_all_scheduled_requests() {
     let server = Server::start(config(), &[]).await;
     let address = server.serving.addresses().grpc.to_string();
     let load = poisson(300.0);

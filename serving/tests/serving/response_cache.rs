@@ -65,7 +65,7 @@ const ROW: [f32; FEATURES] = [0.5, -1.0, 2.0, 0.25];
 const ROWS: [f32; 2 * FEATURES] = [0.5, -1.0, 2.0, 0.25, 1.0, 0.0, -0.5, 3.0];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn equal_requests_are_answered_alike_and_run_once() {
+async fn equal_requests_run_once_and_get_equal_responses() {
     let server = Server::start(caching(&["mlp"], 1 << 20), &[]).await;
     let first = ask(&server, &request("mlp", &ROW)).await;
     let logits: Vec<f32> = first.raw_output_contents[0]

@@ -69,7 +69,7 @@ pub(crate) fn split(weights: &[(&str, f64)]) -> BTreeMap<Target, f64> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_policy_says_which_versions_are_served() {
+async fn version_policy_selects_the_served_versions() {
     let latest = |count| Some(VersionPolicy::Latest(NonZeroU32::new(count).unwrap()));
     let specific = |versions: &[u64]| Some(VersionPolicy::specific(versions).unwrap());
     let cases = [

@@ -195,7 +195,7 @@ async fn tensor_that_does_not_fit_its_region_is_refused_and_nothing_is_written()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn shared_memory_can_be_off_and_cuda_regions_never_are() {
+async fn shared_memory_can_be_disabled_and_cuda_regions_are_refused() {
     let mut config = config();
     config.shared_memory = Some(false);
     let server = Server::start(config, &[]).await;

@@ -160,7 +160,7 @@ async fn a_client_that_reads_late_gets_every_answer() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn draining_finishes_what_runs_and_ends_the_stream() {
+async fn draining_finishes_running_requests_and_ends_the_stream() {
     let server = Server::start(config(), &[("slow", 1, slow(40))]).await;
     let (_idle, mut nothing) = open(&server).await;
     let (sender, mut answers) = open(&server).await;

@@ -305,7 +305,7 @@ async fn files_of_tokens_that_cannot_be_used_are_named() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_decompressed_for_callers_without_a_token() {
+async fn bodies_of_callers_without_a_token_are_not_decompressed() {
     let callers = Callers::new();
     let server = callers.start().await;
     let headers = [("content-encoding", "gzip")];

@@ -70,7 +70,7 @@ async fn refresh(server: &Server) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_repository_of_triton_is_served_as_it_is() {
+async fn triton_repository_is_served_unchanged() {
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());
@@ -246,7 +246,7 @@ async fn served_version_stays_when_its_folder_becomes_invalid() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_call_loads_what_was_written_just_now() {
+async fn load_call_reads_files_written_just_before() {
     let dir = TempDir::new().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let server = Server::over(Config { control: Control::Explicit, ..config() }, dir).await;

@@ -36,7 +36,7 @@ struct AnsweredModel {
 }
 
 /// Records in a response the model that answered.
-pub(crate) fn note(extensions: &mut http::Extensions, model: &str, version: u64) {
+pub(crate) fn record_model(extensions: &mut http::Extensions, model: &str, version: u64) {
     if enabled() {
         extensions.insert(AnsweredModel { model: model.to_owned(), version });
     }

@@ -37,7 +37,7 @@ impl Bodies {
     }
 
     /// The turns in which large bodies are decoded.
-    pub(crate) fn turns(&self) -> &BodyReadLimit {
+    pub(crate) fn read_limit(&self) -> &BodyReadLimit {
         &self.0.turns
     }
 }
@@ -82,8 +82,8 @@ impl BodyBytesGuard {
     }
 
     /// The turns in which large bodies are decoded.
-    pub(crate) fn turns(&self) -> &BodyReadLimit {
-        self.bodies.turns()
+    pub(crate) fn read_limit(&self) -> &BodyReadLimit {
+        self.bodies.read_limit()
     }
 
     /// Stops counting the body's bytes.
@@ -115,7 +115,7 @@ impl BodyTimeout {
     }
 
     /// Counts received bytes; a new period begins after enough of them.
-    pub(crate) fn came(&mut self, bytes: usize) {
+    pub(crate) fn received(&mut self, bytes: usize) {
         self.bytes = self.bytes.saturating_add(bytes);
         if self.bytes >= PROGRESS_BYTES {
             self.bytes = 0;
@@ -124,7 +124,7 @@ impl BodyTimeout {
     }
 
     /// Completes when the period has elapsed.
-    pub(crate) fn over(&mut self) -> std::pin::Pin<&mut tokio::time::Sleep> {
+    pub(crate) fn elapsed(&mut self) -> std::pin::Pin<&mut tokio::time::Sleep> {
         self.sleep.as_mut()
     }
 }

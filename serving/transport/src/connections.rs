@@ -2,11 +2,11 @@
 //! without sending or reading. HTTP/1.1 and HTTP/2 share one port, with or without TLS.
 
 mod answer;
+mod answer_progress;
 mod answering;
 mod calls;
 pub(crate) mod peer;
 mod quota;
-mod taking;
 
 pub(crate) use answer::{Answer, Call};
 pub(crate) use peer::{Peer, PeerAddrLayer, PeerService, peer};

@@ -113,7 +113,7 @@ impl Controls {
                 repository.ready(Some(model))
             }
         };
-        let seen = models.iter().filter(|model| caller.sees(model.name()));
+        let seen = models.iter().filter(|model| caller.may_see(model.name()));
         Ok(seen.map(|model| model.describe()).collect())
     }
 
@@ -130,7 +130,7 @@ impl Controls {
     ) -> Result<Vec<Entry>, InferError> {
         check_repository(repository)?;
         let mut entries = self.inference.repository().index().await?;
-        entries.retain(|entry| (!ready || entry.is_ready()) && caller.sees(&entry.model));
+        entries.retain(|entry| (!ready || entry.is_ready()) && caller.may_see(&entry.model));
         Ok(entries)
     }
 

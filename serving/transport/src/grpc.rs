@@ -110,7 +110,7 @@ impl Service {
         let admitted = self.admit(&caller, &request)?;
         let (message, model) = self.infer(admitted, origin, request).await?;
         let mut reply = Response::new(message);
-        access::note(reply.extensions_mut(), model.name(), model.version());
+        access::record_model(reply.extensions_mut(), model.name(), model.version());
         Ok(reply)
     }
 
@@ -152,7 +152,7 @@ impl Service {
             let _in_body = in_body;
             decode(request, origin, &memory)
         };
-        self.bodies.turns().run(true, work).await?
+        self.bodies.read_limit().run(true, work).await?
     }
 }
 

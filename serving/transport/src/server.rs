@@ -232,7 +232,7 @@ fn serve_on(
     )?;
     let pages = Pages::new(&config.cors_origins, is_loopback(addresses.metrics))?;
     let exporting = entrance.telemetry.take().map(telemetry::CheckedCollector::start);
-    let telemetry = exporting.as_ref().map(telemetry::Exporting::telemetry);
+    let telemetry = exporting.as_ref().map(telemetry::ExportTask::telemetry);
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
     for name in HEALTH_NAMES {

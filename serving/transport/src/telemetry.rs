@@ -18,8 +18,8 @@ use tokio::sync::mpsc;
 use tokio_rustls::rustls::crypto::SecureRandom;
 
 pub(crate) use context::{Parent, TRACE_PARENT};
+pub(crate) use export::ExportTask;
 use export::Exporter;
-pub(crate) use export::Exporting;
 use millrace_serving_core::config::Telemetry as Settings;
 use millrace_serving_core::error::Result;
 use millrace_serving_core::metrics::TELEMETRY_SPANS;
@@ -37,12 +37,12 @@ pub(crate) struct Telemetry {
     count: AtomicU64,
     random: &'static dyn SecureRandom,
     queue: mpsc::Sender<Box<FinishedSpan>>,
-    tally: Arc<Tally>,
+    tally: Arc<SpanCounters>,
 }
 
 /// Counters of span outcomes.
 #[derive(Debug)]
-struct Tally {
+struct SpanCounters {
     /// In the queue or being sent.
     waiting: AtomicU64,
     sent: IntCounter,
@@ -50,10 +50,10 @@ struct Tally {
     rejected: IntCounter,
 }
 
-impl Tally {
-    fn new() -> Tally {
+impl SpanCounters {
+    fn new() -> SpanCounters {
         let spans = |outcome| TELEMETRY_SPANS.with_label_values(&[outcome]);
-        Tally {
+        SpanCounters {
             waiting: AtomicU64::new(0),
             sent: spans("sent"),
             dropped: spans("dropped"),
@@ -90,7 +90,7 @@ impl CheckedCollector {
     pub(crate) fn open(settings: &Settings) -> Result<CheckedCollector> {
         let secure = settings.check()?;
         let (queue, receiver) = mpsc::channel(QUEUE_MAX);
-        let tally = Arc::new(Tally::new());
+        let tally = Arc::new(SpanCounters::new());
         let random = millrace_serving_core::tls::provider().secure_random;
         let exporter = Exporter::new(settings, secure, receiver, random, tally.clone())?;
         // The conversion from floating point saturates.
@@ -100,14 +100,14 @@ impl CheckedCollector {
     }
 
     /// Starts the export task.
-    pub(crate) fn start(self) -> Exporting {
-        Exporting::new(self.telemetry, self.exporter)
+    pub(crate) fn start(self) -> ExportTask {
+        ExportTask::new(self.telemetry, self.exporter)
     }
 }
 
 impl Telemetry {
     /// Whether to sample the next request without a parent; evenly spread, like shadow traffic.
-    fn turn(&self) -> bool {
+    fn is_sampled(&self) -> bool {
         let place = self.count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         place < self.part || self.part == u64::MAX
     }

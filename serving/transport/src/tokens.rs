@@ -140,7 +140,7 @@ pub(crate) enum Caller {
 
 impl Caller {
     /// Whether the caller may know that a model exists.
-    pub(crate) fn sees(&self, model: &str) -> bool {
+    pub(crate) fn may_see(&self, model: &str) -> bool {
         match self {
             Caller::Anyone => true,
             Caller::Bearer(token) => token.models.iter().any(|pattern| matches(pattern, model)),
@@ -154,7 +154,7 @@ impl Caller {
     /// [`InferError::Denied`], [`InferError::Unauthenticated`].
     pub(crate) fn may_use(&self, model: &str) -> Result<(), InferError> {
         let Some(token) = self.token()? else { return Ok(()) };
-        if self.sees(model) {
+        if self.may_see(model) {
             return Ok(());
         }
         Err(denied(format!("token {:?} may not use model {}", token.name, quote(model))))

@@ -128,7 +128,7 @@ fn scheduled(load: &Open) -> Vec<Duration> {
 const SECOND: Duration = Duration::from_secs(1);
 
 #[test]
-fn a_stall_counts_in_every_request_that_was_to_be_sent_in_it() {
+fn stall_counts_for_each_request_scheduled_during_it() {
     let load = load(200.0, None);
     let (from, to) = (4 * SECOND, 6 * SECOND);
     let measured = measure(load, from, to);

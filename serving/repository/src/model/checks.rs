@@ -67,7 +67,7 @@ pub(super) fn check(spec: &TensorSpec, input: View<'_>) -> Result<(), InferError
 }
 
 /// The indexes of the requested outputs.
-pub(super) fn wanted(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
+pub(super) fn requested_outputs(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
     if names.is_empty() {
         return Ok((0..specs.len()).collect());
     }

@@ -33,7 +33,7 @@ pub(crate) type ModelLookup<'a> = dyn Fn(&str, Option<u64>) -> Result<Arc<Model>
 /// The models among which an ensemble finds those of its steps.
 pub(crate) trait StepModels: std::fmt::Debug + Send + Sync {
     /// A lookup in one consistent set of models; `None` if the repository is closed.
-    fn finder(&self) -> Option<Box<ModelLookup<'static>>>;
+    fn model_lookup(&self) -> Option<Box<ModelLookup<'static>>>;
 }
 
 /// Platform name of ensembles, as in Triton.
@@ -75,7 +75,7 @@ impl Ensemble {
     fn resolve(&self, ensemble: &Model) -> Result<Vec<Member>, InferError> {
         let unavailable =
             |reason: String| InferError::Unavailable { reason: format!("{}: {reason}", name(ensemble)) };
-        let Some(find) = self.models.finder() else {
+        let Some(find) = self.models.model_lookup() else {
             return Err(unavailable("its repository is closed".into()));
         };
         self.members(ensemble, &find).map_err(unavailable)

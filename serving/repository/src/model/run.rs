@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use super::checks::{ordered, wanted};
+use super::checks::{ordered, requested_outputs};
 use super::{CheckedRequest, Model, Request, Response};
 use crate::sequence::SequencePosition;
 use millrace_serving_core::blocking::in_place;
@@ -24,7 +24,7 @@ pub(crate) async fn infer_with(
 ) -> Result<(Response, u64, Times), InferError> {
     let signature = model.signature();
     let checked = CheckedRequest {
-        outputs: wanted(&signature.outputs, &request.outputs)?,
+        outputs: requested_outputs(&signature.outputs, &request.outputs)?,
         inputs: ordered(&signature.inputs, request.inputs)?,
         stays: Vec::new(),
         priority: request.priority,
@@ -47,7 +47,7 @@ pub(super) async fn perform(
 ) -> Result<(Vec<TensorHandle>, u64, Times), InferError> {
     let CheckedRequest { inputs, outputs, stays, .. } = request;
     let empty = inputs.iter().position(|input| input.view().elements() == 0);
-    if let Some(place) = empty.filter(|_| !model.pool.takes_nothing()) {
+    if let Some(place) = empty.filter(|_| !model.pool.accepts_empty_inputs()) {
         let name = model.signature().inputs.get(place).map_or("", |spec| spec.name.as_str());
         return Err(InferError::invalid(format!(
             "input {name:?} has no elements; the graph has operators that are not known to take that"
@@ -84,7 +84,7 @@ pub(super) async fn perform(
         let key = in_place(work.bytes() >= LONG_BYTES, || answers.key(&work))?;
         if let Some(outputs) = answers.get(&key) {
             let outputs = outputs.into_iter().map(TensorHandle::Alone).collect();
-            let times = Times::found(queued);
+            let times = Times::from_cache(queued);
             let took = times.end.saturating_duration_since(queued);
             model.statistics.hit(took);
             return Ok((outputs, inferences(rows), times));

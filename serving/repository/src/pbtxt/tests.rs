@@ -65,7 +65,7 @@ fn syntax_errors_are_reported_with_their_line() {
 }
 
 #[test]
-fn nesting_is_bounded_wherever_it_hides() {
+fn nesting_depth_is_limited_in_every_syntax() {
     for open in ["input {", "[a/inference.ModelConfig] {", "input <"] {
         let reason = refused(&open.repeat(5_000));
         assert!(reason.contains("nested more than 16 deep"), "{reason}");

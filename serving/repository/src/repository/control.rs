@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::beside::SETTLE;
+use super::model_files::SETTLE;
 use super::{Models, Repository};
 use millrace_serving_core::config::{Config, Control};
 use millrace_serving_core::error::{Error, InferError, Result, chain, quote};

@@ -121,8 +121,8 @@ impl LoadSettings {
         let filled = |name: &str| sequences.is_some_and(|sequences| sequences.has_input(name));
         let kept = |name: &str| sequences.is_some_and(|sequences| sequences.has_output(name));
         let signature = Signature {
-            inputs: agreed("input", &self.inputs, &graph.inputs, filled)?,
-            outputs: agreed("output", &self.outputs, &graph.outputs, kept)?,
+            inputs: check_against_graph("input", &self.inputs, &graph.inputs, filled)?,
+            outputs: check_against_graph("output", &self.outputs, &graph.outputs, kept)?,
         };
         if !self.inputs.is_empty()
             && let Some(missing) =
@@ -196,7 +196,7 @@ impl LoadSettings {
 
 /// Tensors of one side that the graph and the configuration share, and those that the server fills or keeps,
 /// in the graph's order. A configuration may name fewer tensors than the graph, and narrower shapes.
-fn agreed(
+fn check_against_graph(
     side: &str,
     declared: &[TensorSpec],
     graph: &[TensorSpec],

@@ -22,13 +22,15 @@ use millrace_serving_runtime::session;
 struct WeakRepository(Weak<Inner>);
 
 impl StepModels for WeakRepository {
-    fn finder(&self) -> Option<Box<ModelLookup<'static>>> {
+    fn model_lookup(&self) -> Option<Box<ModelLookup<'static>>> {
         let models = self.0.upgrade()?.models.read().clone();
         Some(Box::new(move |model: &str, version: Option<u64>| {
             let versions = models.models.get(model).ok_or_else(|| unknown(model))?;
             match version {
                 // A traffic split of the member applies to steps, too.
-                None => versions.turn("").map_or_else(|| versions.find(model, VersionSelector::Any), Ok),
+                None => {
+                    versions.split_target("").map_or_else(|| versions.find(model, VersionSelector::Any), Ok)
+                }
                 Some(version) => versions.find(model, VersionSelector::Version(version)),
             }
         }))
@@ -172,7 +174,7 @@ impl Models {
 
     /// Logs the ensembles that stopped or started being able to answer since `before`. Returns the number
     /// that cannot.
-    pub(super) fn tell_faults(&self, before: &Models) -> i64 {
+    pub(super) fn log_faults(&self, before: &Models) -> i64 {
         let (faults, known) = (self.faults(), before.faults());
         for (key, fault) in &faults {
             let (model, version) = *key;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use millrace_bundle::{CONFIG_FILE, Listing, MANIFEST_FILE, MODEL_FILE, Manifest, ModelFolder, PlainVersion};
 
-use super::beside::{SETTLE, is_settled};
+use super::model_files::{SETTLE, is_settled};
 use super::versions::{Content, Failure, Origin, Ready, Versions};
 use super::{Models, Repository};
 use crate::model::Model;
@@ -159,7 +159,7 @@ impl Repository {
     ) -> Versions {
         let config = &self.inner.config;
         let options = config.models.get(model);
-        let beside = self.read_beside(found.folder.as_ref(), &known.beside).await;
+        let beside = self.read_model_files(found.folder.as_ref(), &known.beside).await;
         let declared = beside.config.as_ref().and_then(|read| read.good.clone());
         let limit = config.limits.versions_max.max(1);
         let policy = options
@@ -333,7 +333,7 @@ impl Repository {
             changed |= versions.ready.keys().any(|version| !same(before, &next, model, version));
         }
         let count = |f: fn(&Versions) -> usize| next.models.values().map(f).sum::<usize>() as i64;
-        let faulty = next.tell_faults(before);
+        let faulty = next.log_faults(before);
         MODELS.with_label_values(&["ready"]).set(count(|versions| versions.ready.len()) - faulty);
         MODELS.with_label_values(&["failed"]).set(count(|versions| versions.failed.len()) + faulty);
         changed |= self.note_ready(&next);

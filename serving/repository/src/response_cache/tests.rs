@@ -62,7 +62,7 @@ fn sizes(cache: &ResponseCache) -> (usize, usize) {
 
 #[test]
 fn different_requests_have_different_keys() {
-    let head = Head::new(&manifest("m", 1, "a"));
+    let head = VersionDigest::new(&manifest("m", 1, "a"));
     let raw = |data| Tensor { name: "x".into(), shape: vec![4], data };
     let works = [
         work(vec![fp32(&[2], &[1.0, 2.0])], vec![0]),
@@ -98,8 +98,8 @@ fn different_requests_have_different_keys() {
 }
 
 #[test]
-fn every_element_counts_also_beyond_a_block() {
-    let head = Head::new(&manifest("m", 1, "a"));
+fn all_elements_count_in_the_key_beyond_one_block() {
+    let head = VersionDigest::new(&manifest("m", 1, "a"));
     let values = |at: usize| {
         let mut values = vec![0_i64; 1_300];
         values[at] = 1;
@@ -129,11 +129,11 @@ fn different_versions_have_different_keys() {
     ];
     let asked = work(vec![fp32(&[2], &[1.0, 2.0])], vec![0]);
     let keys: HashSet<Key> =
-        manifests.iter().map(|manifest| Head::new(manifest).key(&asked).unwrap()).collect();
+        manifests.iter().map(|manifest| VersionDigest::new(manifest).key(&asked).unwrap()).collect();
     assert_eq!(keys.len(), manifests.len());
     // Equal content is the same version, whenever it was created.
     let again = other(|manifest| manifest.created_at = "2026-11-01T00:00:00Z".into());
-    assert!(keys.contains(&Head::new(&again).key(&asked).unwrap()));
+    assert!(keys.contains(&VersionDigest::new(&again).key(&asked).unwrap()));
 }
 
 #[test]

@@ -93,7 +93,7 @@ impl SequencePosition {
                 }
                 Some(deadline) => {
                     if tokio::time::timeout_at(deadline.into(), turn).await.is_err() {
-                        return Err(self.late(work));
+                        return Err(self.deadline_error(work));
                     }
                 }
             }
@@ -102,7 +102,7 @@ impl SequencePosition {
         Ok(())
     }
 
-    fn late(&self, work: &Work) -> InferError {
+    fn deadline_error(&self, work: &Work) -> InferError {
         InferError::DeadlineExceeded {
             reason: format!(
                 "the request waited for {} us for those before it of sequence {} and could not be answered in time: the \

@@ -185,7 +185,7 @@ fn idle_sequences_are_removed_when_requested_or_when_capacity_is_needed() {
 }
 
 #[test]
-fn a_sequence_that_ends_elsewhere_while_it_runs_leaves_nothing() {
+fn sequence_that_ends_during_its_run_leaves_no_state() {
     let sequences = sequences(LONG, 1, usize::MAX);
     let id = SequenceId::Number(1);
     let mut place = sequences.queue(step(1, true, false));

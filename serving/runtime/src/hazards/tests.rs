@@ -261,7 +261,7 @@ fn extents_and_values_computed_from_them_are_safe_divisors() {
 }
 
 #[test]
-fn places_on_maps_of_any_extents_are_divided() {
+fn spatial_extents_of_any_size_are_divided() {
     let kernel = || vec![ints("kernel_shape", &[3]), ints("strides", &[2])];
     for operator in ["Identity", "MaxPool", "Conv", "Resize", "Pad", "Slice"] {
         for windows in [vec![], kernel()] {
@@ -290,7 +290,7 @@ fn places_on_maps_of_any_extents_are_divided() {
 }
 
 #[test]
-fn counts_are_divided_and_divide() {
+fn counts_are_valid_dividends_and_divisors() {
     accepted(|g| {
         let shape = g.node("Shape", &["x"], vec![]);
         let all = g.node("ReduceProd", &[&shape], vec![]);
@@ -498,7 +498,7 @@ fn type_that_cannot_be_inferred_is_unknown() {
 }
 
 #[test]
-fn attributes_that_are_divided_by_are_1_or_more() {
+fn attributes_used_as_divisors_must_be_positive() {
     for zero in [ints("strides", &[1, 0]), int("group", 0), attribute("blocksize", AttributeType::Int)] {
         refused("is below 1", |g| drop(g.node("Conv", &["x", "x"], vec![zero])));
     }

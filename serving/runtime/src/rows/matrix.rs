@@ -97,7 +97,7 @@ pub(super) fn matmul_integer(call: &Call<'_>) -> Outcome {
 /// A product of matrices, each optionally transposed, plus a third one.
 pub(super) fn gemm(call: &Call<'_>) -> Outcome {
     let turned = ["transA", "transB"].map(|name| call.int(name, 0) != 0);
-    let (a, b) = (turn(call.data(0)?, turned[0])?, turn(call.data(1)?, turned[1])?);
+    let (a, b) = (transposed(call.data(0)?, turned[0])?, transposed(call.data(1)?, turned[1])?);
     let product = of(call, &a, &b)?;
     let Some(added) = call.data_if_given(2)? else { return Ok(vec![product]) };
     let sum = super::elementwise::broadcast(call, &[&product, added])?;
@@ -108,7 +108,7 @@ pub(super) fn gemm(call: &Call<'_>) -> Outcome {
 }
 
 /// A matrix, transposed if `turned`.
-fn turn(value: &Value, turned: bool) -> Result<Value, String> {
+fn transposed(value: &Value, turned: bool) -> Result<Value, String> {
     if value.rank()? != 2 {
         return Err("its inputs are not matrices".into());
     }

@@ -72,7 +72,7 @@ impl<R: Runner> Lease<R> {
         let (outputs, times) = self.session()?.run(inputs, &outputs, work.queued, end)?;
         let elements = inputs.iter().map(|input| input.elements()).sum();
         let elapsed = times.end.saturating_duration_since(times.computing);
-        scheduler.run_times.note(rows, elements, elapsed);
+        scheduler.run_times.record(rows, elements, elapsed);
         Ok((outputs, times))
     }
 
@@ -144,7 +144,7 @@ impl<R: Runner> Batch<R> {
         if jobs.len() <= 1 {
             return run_each(lease, jobs, begun, is_inline);
         }
-        let end = (!is_inline).then(|| RunEnd::watching(&mut jobs));
+        let end = (!is_inline).then(|| RunEnd::for_jobs(&mut jobs));
         let end = end.as_deref();
         match lease.run_together(&jobs, end) {
             Some(outputs) => {
@@ -166,7 +166,7 @@ impl<R: Runner> Batch<R> {
 /// Runs requests one by one and sends their results.
 fn run_each<R: Runner>(mut lease: Lease<R>, mut jobs: Vec<Job>, begun: Instant, is_inline: bool) {
     let run = |job: &mut Job| {
-        let end = (!is_inline).then(|| RunEnd::watching(std::slice::from_mut(job)));
+        let end = (!is_inline).then(|| RunEnd::for_jobs(std::slice::from_mut(job)));
         lease.run_alone(&job.work, end.as_deref())
     };
     let results: Vec<_> = jobs.iter_mut().map(run).collect();
@@ -185,7 +185,7 @@ fn answer<R: Runner>(
     if jobs.iter().any(|job| job.waits) && jobs.iter().any(|job| !job.reply.is_closed()) {
         let rows = jobs.iter().map(|job| job.work.rows).sum();
         let elapsed = lease.scheduler.now().saturating_duration_since(begun);
-        lease.scheduler.admission.note(rows, elapsed);
+        lease.scheduler.admission.record(rows, elapsed);
     }
     // The next batch can start while results are sent.
     drop(lease);

@@ -84,7 +84,7 @@ struct PoolState {
     /// Threads that wait for a task.
     idle: usize,
     /// Threads that were started or woken and have not yet looked for a task.
-    looking: usize,
+    searching: usize,
     /// No further task starts.
     closed: bool,
 }
@@ -154,7 +154,7 @@ impl Executor {
             busy: 0,
             threads: 0,
             idle: 0,
-            looking: 0,
+            searching: 0,
             closed: false,
         };
         Executor { state: Mutex::new(state), submitted: Condvar::new(), finished: Condvar::new() }
@@ -179,17 +179,17 @@ impl Executor {
 
     /// Wakes or starts a thread for each task that may start; false when the system refuses a thread.
     fn wake(&'static self, state: &mut PoolState) -> bool {
-        while state.startable(state.looking + 1) > state.looking {
+        while state.startable(state.searching + 1) > state.searching {
             if state.idle > 0 {
                 state.idle -= 1;
-                state.looking += 1;
+                state.searching += 1;
                 self.submitted.notify_one();
                 continue;
             }
             match std::thread::Builder::new().name("inference".into()).spawn(move || self.work()) {
                 Ok(_) => {
                     state.threads += 1;
-                    state.looking += 1;
+                    state.searching += 1;
                 }
                 Err(error) => {
                     tracing::warn!(%error, threads = state.threads, "no further inference thread can be started");
@@ -221,7 +221,7 @@ impl Executor {
     fn work(&'static self) {
         IS_WORKER.set(true);
         let mut state = self.state.lock();
-        state.looking -= 1;
+        state.searching -= 1;
         loop {
             if let Some(queued) = state.start_next() {
                 // Another task may start too. If no thread can be started for it, it waits until a thread is free.
@@ -244,7 +244,7 @@ impl Executor {
                 state.threads -= 1;
                 return;
             }
-            state.looking -= 1;
+            state.searching -= 1;
         }
     }
 
@@ -252,7 +252,7 @@ impl Executor {
     pub(super) fn close(&self, patience: Duration) -> bool {
         let mut state = self.state.lock();
         state.closed = true;
-        state.looking += std::mem::take(&mut state.idle);
+        state.searching += std::mem::take(&mut state.idle);
         self.submitted.notify_all();
         !self.finished.wait_while_for(&mut state, |state| !state.running.is_empty(), patience).timed_out()
     }
@@ -278,92 +278,92 @@ mod tests {
     #[test]
     fn tasks_start_in_order_on_one_thread() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         for number in 0..100 {
-            let tell = tell.clone();
+            let sender = sender.clone();
             executor.submit(
                 OWNER,
                 share(1),
-                Box::new(move || tell.send((number, std::thread::current().id())).unwrap()),
+                Box::new(move || sender.send((number, std::thread::current().id())).unwrap()),
             );
         }
-        let first = told.recv().unwrap();
+        let first = receiver.recv().unwrap();
         assert_eq!(first.0, 0);
         for number in 1..100 {
-            assert_eq!(told.recv().unwrap(), (number, first.1));
+            assert_eq!(receiver.recv().unwrap(), (number, first.1));
         }
     }
 
     #[test]
     fn tasks_run_at_once_on_as_many_threads_as_allowed() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let (go, gate) = mpsc::channel::<()>();
         let blocked = {
-            let tell = tell.clone();
+            let sender = sender.clone();
             move || {
-                tell.send("blocked").unwrap();
+                sender.send("blocked").unwrap();
                 gate.recv().unwrap();
-                tell.send("released").unwrap();
+                sender.send("released").unwrap();
             }
         };
         executor.submit(OWNER, share(2), Box::new(blocked));
-        assert_eq!(told.recv().unwrap(), "blocked");
-        executor.submit(OWNER, share(2), Box::new(move || tell.send("other").unwrap()));
-        assert_eq!(told.recv().unwrap(), "other", "it does not wait for the first");
+        assert_eq!(receiver.recv().unwrap(), "blocked");
+        executor.submit(OWNER, share(2), Box::new(move || sender.send("other").unwrap()));
+        assert_eq!(receiver.recv().unwrap(), "other", "it does not wait for the first");
         go.send(()).unwrap();
-        assert_eq!(told.recv().unwrap(), "released");
+        assert_eq!(receiver.recv().unwrap(), "released");
         assert_eq!(executor.state.lock().threads, 2);
     }
 
     #[test]
     fn task_that_panics_leaves_its_thread_to_the_next() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         executor.submit(OWNER, share(1), Box::new(|| panic!("on purpose")));
-        executor.submit(OWNER, share(1), Box::new(move || tell.send(()).unwrap()));
-        told.recv().unwrap();
+        executor.submit(OWNER, share(1), Box::new(move || sender.send(()).unwrap()));
+        receiver.recv().unwrap();
     }
 
     #[test]
     fn task_submitted_by_a_task_runs_after_it() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
-        let next = tell.clone();
+        let (sender, receiver) = mpsc::channel();
+        let next = sender.clone();
         let task = move || {
             executor.submit(OWNER, share(1), Box::new(move || next.send("second").unwrap()));
-            tell.send("first").unwrap();
+            sender.send("first").unwrap();
         };
         executor.submit(OWNER, share(1), Box::new(task));
-        assert_eq!([told.recv().unwrap(), told.recv().unwrap()], ["first", "second"]);
+        assert_eq!([receiver.recv().unwrap(), receiver.recv().unwrap()], ["first", "second"]);
     }
 
     #[test]
     fn closing_waits_for_the_running_task_and_starts_no_other() {
         let executor = executor();
         let (go, gate) = mpsc::channel::<()>();
-        let (tell, told) = mpsc::channel();
-        let started = tell.clone();
+        let (sender, receiver) = mpsc::channel();
+        let started = sender.clone();
         let run = move || {
             started.send("started").unwrap();
             gate.recv().unwrap();
         };
         executor.submit(OWNER, share(1), Box::new(run));
-        assert_eq!(told.recv().unwrap(), "started");
+        assert_eq!(receiver.recv().unwrap(), "started");
         assert!(!executor.close(Duration::from_millis(1)), "it runs");
-        executor.submit(OWNER, share(1), Box::new(move || tell.send("another").unwrap()));
+        executor.submit(OWNER, share(1), Box::new(move || sender.send("another").unwrap()));
         go.send(()).unwrap();
         assert!(executor.close(Duration::from_secs(60)));
         assert!(!executor.run_next());
-        assert!(told.try_recv().is_err(), "it must not start");
+        assert!(receiver.try_recv().is_err(), "it must not start");
     }
 
     /// A task that sends `name` and blocks, with the sender that unblocks it.
-    fn blocked(tell: &mpsc::Sender<&'static str>, name: &'static str) -> (mpsc::Sender<()>, Task) {
+    fn blocked(sender: &mpsc::Sender<&'static str>, name: &'static str) -> (mpsc::Sender<()>, Task) {
         let (go, gate) = mpsc::channel();
-        let tell = tell.clone();
+        let sender = sender.clone();
         let task = move || {
-            tell.send(name).unwrap();
+            sender.send(name).unwrap();
             gate.recv().unwrap();
         };
         (go, Box::new(task))
@@ -374,25 +374,25 @@ mod tests {
         let executor = executor();
         let share = TaskLimits { threads_max: 2, own: 1, is_on_cpu: true };
         let (greedy, other) = (Owner::new(), Owner::new());
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let mut gates = Vec::new();
         for name in ["first", "second", "third"] {
-            let (go, task) = blocked(&tell, name);
+            let (go, task) = blocked(&sender, name);
             executor.submit(greedy, share, task);
             gates.push(go);
         }
-        let mut started = [told.recv().unwrap(), told.recv().unwrap()];
+        let mut started = [receiver.recv().unwrap(), receiver.recv().unwrap()];
         started.sort_unstable();
         assert_eq!(started, ["first", "second"]);
-        let (go, task) = blocked(&tell, "other");
+        let (go, task) = blocked(&sender, "other");
         executor.submit(other, share, task);
-        assert_eq!(told.recv().unwrap(), "other");
+        assert_eq!(receiver.recv().unwrap(), "other");
         assert_eq!(executor.state.lock().threads, 3);
         assert_eq!(executor.state.lock().tasks.len(), 1);
         // As many tasks as threads are still busy: the third task of the first version waits.
         go.send(()).unwrap();
         gates.remove(0).send(()).unwrap();
-        assert_eq!(told.recv().unwrap(), "third");
+        assert_eq!(receiver.recv().unwrap(), "third");
         gates.into_iter().for_each(|go| go.send(()).unwrap());
         assert!(executor.close(Duration::from_secs(60)));
     }
@@ -401,19 +401,19 @@ mod tests {
     fn tasks_that_wait_for_gpus_take_no_threads_of_the_processor() {
         let executor = executor();
         let on_gpu = TaskLimits { threads_max: 1, own: 2, is_on_cpu: false };
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let mut gates = Vec::new();
         for owner in [Owner::new(), Owner::new()] {
             for _ in 0..2 {
-                let (go, task) = blocked(&tell, "gpu");
+                let (go, task) = blocked(&sender, "gpu");
                 executor.submit(owner, on_gpu, task);
                 gates.push(go);
-                assert_eq!(told.recv().unwrap(), "gpu");
+                assert_eq!(receiver.recv().unwrap(), "gpu");
             }
         }
-        let (go, task) = blocked(&tell, "cpu");
+        let (go, task) = blocked(&sender, "cpu");
         executor.submit(OWNER, share(1), task);
-        assert_eq!(told.recv().unwrap(), "cpu");
+        assert_eq!(receiver.recv().unwrap(), "cpu");
         gates.into_iter().chain([go]).for_each(|go| go.send(()).unwrap());
         assert!(executor.close(Duration::from_secs(60)));
     }

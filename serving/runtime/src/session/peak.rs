@@ -46,7 +46,7 @@ impl Peak {
     }
 
     /// Checks, once in a period, whether a peak is over.
-    fn look(&mut self) {
+    fn measure(&mut self) {
         let lately = std::mem::take(&mut self.lately).max(self.least);
         if self.most / SMALLER > lately {
             self.most = lately;
@@ -90,7 +90,7 @@ pub(super) async fn shrink(
     row: &Arc<[Tensor]>,
 ) -> Option<Result<usize, InferError>> {
     let mut shrunk = 0;
-    scheduler.upgrade()?.state.lock().idle.iter_mut().for_each(|session| session.peak.look());
+    scheduler.upgrade()?.state.lock().idle.iter_mut().for_each(|session| session.peak.measure());
     loop {
         // One session at a time: the other sessions stay available to requests.
         let scheduler = scheduler.upgrade()?;
@@ -138,7 +138,7 @@ mod tests {
     use millrace_serving_core::tensor::TensorHandle;
 
     fn is_over(peak: &mut Peak) -> bool {
-        peak.look();
+        peak.measure();
         peak.ends()
     }
 
@@ -167,8 +167,8 @@ mod tests {
         let mut peak = Peak::default();
         peak.runs(1);
         peak.runs(1000);
-        peak.look();
-        peak.look();
+        peak.measure();
+        peak.measure();
         peak.runs(1000);
         assert!(peak.ends() && !peak.ends());
     }

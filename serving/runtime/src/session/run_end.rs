@@ -31,7 +31,7 @@ struct RunState {
 
 impl RunEnd {
     /// Watches the callers of requests that are about to run together.
-    pub(super) fn watching(jobs: &mut [Job]) -> Arc<RunEnd> {
+    pub(super) fn for_jobs(jobs: &mut [Job]) -> Arc<RunEnd> {
         let state = RunState { callers: jobs.len(), options: None };
         let end = Arc::new(RunEnd { state: Mutex::new(state) });
         let waker = Waker::from(Arc::clone(&end));
@@ -41,7 +41,7 @@ impl RunEnd {
             // any other reason.
             let closed = pin!(unconstrained(poll_fn(|context| job.reply.poll_closed(context))));
             if closed.poll(&mut context).is_ready() {
-                end.leave();
+                end.remove_caller();
             }
         }
         end
@@ -69,7 +69,7 @@ impl RunEnd {
     }
 
     /// Records that a caller has gone; ends the run after the last one.
-    fn leave(&self) {
+    fn remove_caller(&self) {
         let options = {
             let mut state = self.state.lock();
             state.callers = state.callers.saturating_sub(1);
@@ -88,10 +88,10 @@ impl RunEnd {
 
 impl Wake for RunEnd {
     fn wake(self: Arc<Self>) {
-        self.leave();
+        self.remove_caller();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.leave();
+        self.remove_caller();
     }
 }

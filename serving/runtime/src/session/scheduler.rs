@@ -32,7 +32,7 @@ use super::executor::{Executor, Owner, TaskLimits};
 use super::idle_sessions::IdleSessions;
 use super::queue::{Job, Position, QueueLimits, RequestQueue};
 use super::run_time::RunTimeEstimate;
-use super::work::{Output, Work, late};
+use super::work::{Output, Work, deadline_error};
 use super::{Runner, Session};
 use millrace_serving_core::error::InferError;
 
@@ -134,7 +134,7 @@ impl<R: Runner> Scheduler<R> {
     pub(super) async fn run(self: &Arc<Self>, work: Work) -> Result<Output, InferError> {
         let now = self.now();
         if work.is_late(now) {
-            return Err(late(work.queued, now));
+            return Err(deadline_error(work.queued, now));
         }
         let (is_short, is_batched) = (self.is_short(work.rows, work.elements()), self.batches(&work));
         if is_short
@@ -210,14 +210,14 @@ impl<R: Runner> Scheduler<R> {
         let (bytes, before) = (job.bytes(), (state.queue.waiting(), state.queue.bytes()));
         let (position, displaced) = match state.queue.push(job, self.policy.limits) {
             Ok(pushed) => pushed,
-            Err(_) => return Err(self.full(before, bytes, "and none of them runs after it")),
+            Err(_) => return Err(self.queue_full_error(before, bytes, "and none of them runs after it")),
         };
         let leads = may_lead && starts && is_covered && !state.leading;
         state.leading |= leads;
         let dispatches = self.new_dispatches(&mut state, now);
         drop(state);
         for job in displaced {
-            let error = self.full(before, job.bytes(), "and one arrived that runs before it");
+            let error = self.queue_full_error(before, job.bytes(), "and one arrived that runs before it");
             job.refuse(error);
         }
         self.submit_dispatches(dispatches);
@@ -233,7 +233,7 @@ impl<R: Runner> Scheduler<R> {
         Ok((waiting, leads))
     }
 
-    fn full(&self, (requests, bytes): (usize, usize), own: usize, why: &str) -> InferError {
+    fn queue_full_error(&self, (requests, bytes): (usize, usize), own: usize, why: &str) -> InferError {
         InferError::Overloaded {
             reason: format!(
                 "{requests} requests with {bytes} bytes wait for this model and this one has {own}, {why}; the limits \
@@ -384,7 +384,7 @@ impl<R: Runner> Scheduler<R> {
 
     fn refuse_late(&self, expired: Vec<Job>) {
         for job in expired {
-            let error = late(job.work.queued, self.now());
+            let error = deadline_error(job.work.queued, self.now());
             job.refuse(error);
         }
     }
@@ -456,12 +456,12 @@ impl<R: Runner> Waiting<'_, R> {
             None => (&mut self.reply).await,
             Some(deadline) => match timeout_at(deadline.into(), &mut self.reply).await {
                 Ok(reply) => reply,
-                Err(_) if self.leave() => return Err(self.late()),
+                Err(_) if self.leave() => return Err(self.deadline_error()),
                 Err(_) => match self.answer_by {
                     None => (&mut self.reply).await,
                     Some(answer_by) => match timeout_at(answer_by.into(), &mut self.reply).await {
                         Ok(reply) => reply,
-                        Err(_) => return Err(self.late()),
+                        Err(_) => return Err(self.deadline_error()),
                     },
                 },
             },
@@ -477,8 +477,8 @@ impl<R: Runner> Waiting<'_, R> {
         reply.unwrap_or_else(|_| Err(InferError::internal("the run of this request ended without an answer")))
     }
 
-    fn late(&self) -> InferError {
-        late(self.queued, self.scheduler.now())
+    fn deadline_error(&self) -> InferError {
+        deadline_error(self.queued, self.scheduler.now())
     }
 
     /// Leaves the queue; returns whether the request was still queued.

@@ -91,7 +91,7 @@ pub struct Output {
 }
 
 /// The error for a request that waited since `queued` and whose deadline passed before its run.
-pub(super) fn late(queued: Instant, now: Instant) -> InferError {
+pub(super) fn deadline_error(queued: Instant, now: Instant) -> InferError {
     InferError::DeadlineExceeded {
         reason: format!(
             "the request waited for a session for {} us and could not be answered in time: the least of its parameter \

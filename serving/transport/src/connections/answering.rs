@@ -10,10 +10,10 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::{Service, StdError, http};
 
+use super::answer_progress::EndableExecutor;
 use super::calls::{Calls, WithCalls};
 use super::peer::{ConnectionService, Peer, PeerService};
 use super::quota::{CANCELLED_PER_SECOND_MAX, Quota};
-use super::taking::EndableExecutor;
 use super::{HEAD_BYTES_MAX, Listener};
 use millrace_serving_core::metrics::CONNECTIONS_CUT;
 

@@ -18,7 +18,7 @@ pub(crate) struct Peer {
 }
 
 /// Records the peer in a request.
-pub(crate) fn note(extensions: &mut http::Extensions, peer: Option<&Peer>) {
+pub(crate) fn attach(extensions: &mut http::Extensions, peer: Option<&Peer>) {
     if let Some(peer) = peer {
         extensions.insert(peer.clone());
     }
@@ -65,7 +65,7 @@ impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for PeerAddrLaye
     }
 
     fn call(&mut self, mut request: http::Request<B>) -> S::Future {
-        note(request.extensions_mut(), self.peer.as_ref());
+        attach(request.extensions_mut(), self.peer.as_ref());
         self.service.call(request)
     }
 }

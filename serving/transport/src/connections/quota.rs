@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tonic::codegen::http::StatusCode;
 
-use super::taking::{AnswerProgress, WHOLE};
+use super::answer_progress::{AnswerProgress, WHOLE};
 use millrace_serving_core::error::InferError;
 
 /// Calls that a client may cancel per second, which is also the burst size. A client with deadlines reaches

@@ -16,7 +16,7 @@ const DIGITS_MAX: usize = 8;
 struct ArrivalTime(Instant);
 
 /// Records the arrival time of a call that has a timeout, as its message may take long to arrive.
-pub(super) fn note(headers: &HeaderMap, extensions: &mut Extensions) {
+pub(super) fn record_arrival(headers: &HeaderMap, extensions: &mut Extensions) {
     if headers.contains_key(&TIMEOUT) {
         extensions.insert(ArrivalTime(Instant::now()));
     }
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_has_digits_and_a_unit() {
+    fn grpc_timeout_has_digits_and_a_unit() {
         for (text, nanos) in [
             ("1H", 3_600_000_000_000),
             ("2M", 120_000_000_000),

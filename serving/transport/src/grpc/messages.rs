@@ -76,7 +76,7 @@ where
             head.headers.remove(&ENCODING);
         }
         mirror(&mut head.headers, encoding);
-        deadline::note(&head.headers, &mut head.extensions);
+        deadline::record_arrival(&head.headers, &mut head.extensions);
         let streaming = STREAMING.iter().any(|method| head.uri.path().ends_with(method));
         let mut limits = self.limits;
         if guard::is_open(head.uri.path()) {
@@ -268,7 +268,7 @@ impl<B> Frames<B> {
         let packed = std::mem::take(&mut self.packed).freeze();
         // `check_flag` accepts 1 only with an encoding.
         let encoding = self.encoding.ok_or_else(|| InferError::invalid("grpc-encoding is missing"))?;
-        let turns = self.in_body.turns().clone();
+        let turns = self.in_body.read_limit().clone();
         Ok(Unpacking(Box::pin(encoding.decompress_in_turn(turns, packed, self.bytes_max))))
     }
 
@@ -307,7 +307,7 @@ impl<B> Frames<B> {
             self.patience = None;
             return false;
         }
-        self.patience.get_or_insert_with(|| BodyTimeout::new(self.stalled)).over().poll(cx).is_ready()
+        self.patience.get_or_insert_with(|| BodyTimeout::new(self.stalled)).elapsed().poll(cx).is_ready()
     }
 }
 
@@ -361,7 +361,7 @@ impl<B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin> http_body:
             match next.map(|frame| frame.map(Frame::into_data)) {
                 Some(Ok(Ok(data))) => {
                     if let Some(patience) = &mut self.patience {
-                        patience.came(data.len());
+                        patience.received(data.len());
                     }
                     if let Err(error) = self.in_body.grow(data.len()) {
                         self.ended = true;

@@ -44,7 +44,7 @@ pub(super) fn answers(
     request: Request<Streaming<pb::ModelInferRequest>>,
 ) -> Answers {
     let strict = request.metadata().get(STRICT).is_some_and(|value| value == "true");
-    let conversation = Conversation {
+    let conversation = InferStream {
         // The only deadline is the client's disconnect, which drops the stream and its waiting requests.
         origin: CallOrigin { client: peer(request.extensions()), deadline: Ok(None) },
         quota: request.extensions().get().map(|peer: &Peer| peer.quota.clone()),
@@ -63,7 +63,7 @@ pub(super) fn answers(
     .boxed()
 }
 
-struct Conversation {
+struct InferStream {
     origin: CallOrigin,
     service: Service,
     caller: Caller,
@@ -78,7 +78,7 @@ struct Conversation {
     end: Option<Option<Status>>,
 }
 
-impl Conversation {
+impl InferStream {
     async fn next(&mut self) -> Option<Answer> {
         let answer = self.next_answer().await;
         if matches!(answer, Some(Err(_))) {

@@ -74,7 +74,7 @@ where
             || headers.contains_key(&ENCODING)
             || headers.contains_key(&ACCEPTED)
         {
-            crate::connections::peer::note(request.extensions_mut(), self.peer.as_ref());
+            crate::connections::peer::attach(request.extensions_mut(), self.peer.as_ref());
             return Box::pin(self.others.call(request).map_ok(|reply| reply.map(Reply::Other)));
         }
         let (calls, client) = (Arc::clone(&self.calls), self.peer.as_ref().map(|peer| peer.address));
@@ -115,7 +115,7 @@ async fn parse(calls: &Calls, message: Bytes) -> Result<pb::ModelInferRequest, S
         check_tensors(&message)?;
         decode(message)
     };
-    calls.bodies.turns().run(true, work).await?
+    calls.bodies.read_limit().run(true, work).await?
 }
 
 /// The first message of a request, without its prefix, once the whole request has arrived. Like tonic, drops

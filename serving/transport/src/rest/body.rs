@@ -65,7 +65,7 @@ pub(super) fn parameters<'de, D: Deserializer<'de>>(deserializer: D) -> Result<M
 
 /// The part of a request that its response needs, besides the outputs.
 #[derive(Debug)]
-pub(super) struct Reply {
+pub(super) struct ReplyOptions {
     id: String,
     /// Form of outputs without a form of their own.
     binary: bool,
@@ -82,7 +82,7 @@ pub(super) fn decode(
     body: &Bytes,
     header_length: Option<usize>,
     memory: &SharedMemory,
-) -> Result<(Request, Reply), InferError> {
+) -> Result<(Request, ReplyOptions), InferError> {
     let json_length = header_length.unwrap_or(body.len());
     if json_length > body.len() {
         return Err(InferError::invalid(format!(
@@ -125,7 +125,7 @@ pub(super) fn decode(
         }
         outputs.push(output.name);
     }
-    let reply = Reply { id: request.id, binary, chosen, deliveries };
+    let reply = ReplyOptions { id: request.id, binary, chosen, deliveries };
     Ok((Request { inputs, outputs, priority, timeout, ..Default::default() }, reply))
 }
 
@@ -246,7 +246,7 @@ enum OutputLocation<'a> {
 pub(super) fn encode(
     signature: &Signature,
     response: Response,
-    mut reply: Reply,
+    mut reply: ReplyOptions,
 ) -> Result<(Option<usize>, Bytes), InferError> {
     let delivered = deliver(signature, response.outputs, std::mem::take(&mut reply.deliveries))?;
     let mut raw = Vec::new();

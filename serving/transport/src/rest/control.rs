@@ -76,14 +76,14 @@ impl<T: Default + for<'de> Deserialize<'de>> FromRequest<App> for SmallJson<T> {
 }
 
 async fn config(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
-    target.asked()?;
+    target.version_selector()?;
     let version = target.version.as_deref().unwrap_or_default();
     let config = app.controls.model_config(&caller, &target.model, version)?;
     Ok(Json(model_config::to_json(&config)).into_response())
 }
 
 async fn all_statistics(State(app): State<App>, caller: Caller) -> Result<Response, Failure> {
-    tell_statistics(&app, &caller, "", "")
+    statistics_reply(&app, &caller, "", "")
 }
 
 async fn model_statistics(
@@ -91,14 +91,14 @@ async fn model_statistics(
     caller: Caller,
     target: Target,
 ) -> Result<Response, Failure> {
-    target.asked()?;
+    target.version_selector()?;
     if target.model.is_empty() {
         return Err(InferError::invalid("the model's name is empty").into());
     }
-    tell_statistics(&app, &caller, &target.model, target.version.as_deref().unwrap_or_default())
+    statistics_reply(&app, &caller, &target.model, target.version.as_deref().unwrap_or_default())
 }
 
-fn tell_statistics(app: &App, caller: &Caller, model: &str, version: &str) -> Result<Response, Failure> {
+fn statistics_reply(app: &App, caller: &Caller, model: &str, version: &str) -> Result<Response, Failure> {
     let statistics = app.controls.statistics(caller, model, version)?;
     let statistics: Vec<Value> = statistics.iter().map(statistics::to_json).collect();
     Ok(Json(json!({ "model_stats": statistics })).into_response())

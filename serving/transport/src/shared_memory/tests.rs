@@ -38,7 +38,7 @@ fn place(region: &str, offset: u64, byte_size: u64) -> Map<String, Value> {
 }
 
 #[test]
-fn a_region_is_a_window_onto_its_object() {
+fn region_shares_memory_with_its_object() {
     let object = Object::new("window", b"0123456789");
     let memory = SharedMemory::new(true, 1 << 20);
     memory.register("r", &object.0, 2, 6).unwrap();
@@ -56,7 +56,7 @@ fn a_region_is_a_window_onto_its_object() {
 }
 
 #[test]
-fn a_cut_object_is_an_error_and_is_not_made_longer() {
+fn truncated_object_is_an_error_and_is_not_extended() {
     let object = Object::new("cut", &[7; 64]);
     let memory = SharedMemory::new(true, 1 << 20);
     memory.register("r", &object.0, 0, 64).unwrap();

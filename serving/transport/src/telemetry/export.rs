@@ -17,7 +17,7 @@ use tonic::metadata::MetadataMap;
 use tonic::transport::{Channel, Endpoint};
 
 use super::span::FinishedSpan;
-use super::{Tally, Telemetry, message};
+use super::{SpanCounters, Telemetry, message};
 use millrace_serving_client::client::{Connector, Credentials};
 use millrace_serving_core::config::Telemetry as Settings;
 use millrace_serving_core::error::{Error, Result, quote};
@@ -40,7 +40,7 @@ pub(super) struct Exporter {
     resource: Resource,
     random: &'static dyn SecureRandom,
     pub(super) queue: mpsc::Receiver<Box<FinishedSpan>>,
-    tally: Arc<Tally>,
+    tally: Arc<SpanCounters>,
     failing: bool,
 }
 
@@ -50,7 +50,7 @@ impl Exporter {
         secure: bool,
         queue: mpsc::Receiver<Box<FinishedSpan>>,
         random: &'static dyn SecureRandom,
-        tally: Arc<Tally>,
+        tally: Arc<SpanCounters>,
     ) -> Result<Exporter> {
         let wrong = |reason: String| Error::Config { reason: format!("telemetry: {reason}") };
         let endpoint = Endpoint::from_shared(settings.endpoint.clone())
@@ -165,17 +165,17 @@ impl Exporter {
 
 /// The running task.
 #[derive(Debug)]
-pub(crate) struct Exporting {
+pub(crate) struct ExportTask {
     telemetry: Arc<Telemetry>,
     stop: CancellationToken,
     task: JoinHandle<()>,
 }
 
-impl Exporting {
-    pub(super) fn new(telemetry: Arc<Telemetry>, exporter: Exporter) -> Exporting {
+impl ExportTask {
+    pub(super) fn new(telemetry: Arc<Telemetry>, exporter: Exporter) -> ExportTask {
         let stop = CancellationToken::new();
         let task = tokio::spawn(exporter.run(stop.clone()));
-        Exporting { telemetry, stop, task }
+        ExportTask { telemetry, stop, task }
     }
 
     /// The sampler with which requests begin their spans.

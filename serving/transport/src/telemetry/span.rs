@@ -110,7 +110,7 @@ impl Telemetry {
     ) -> Option<OpenSpan> {
         let call = Call::of(request.method(), request.uri().path())?;
         let parent = Parent::of(request.headers());
-        if !parent.map_or_else(|| self.turn(), |parent| parent.sampled) {
+        if !parent.map_or_else(|| self.is_sampled(), |parent| parent.sampled) {
             return None;
         }
         let trace = match parent {

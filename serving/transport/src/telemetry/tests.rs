@@ -135,7 +135,7 @@ fn cached_response_has_one_step() {
     let mut opened = opened(1.0);
     drop(begin(&opened.telemetry, &request("/v2/models/m/versions/2/infer", "")).unwrap());
     let mut finished = ended(&mut opened);
-    finished.outcome.times = Some(Times::found(finished.start.0));
+    finished.outcome.times = Some(Times::from_cache(finished.start.0));
     assert_eq!(finished.spans(), 2);
     let spans = spans(finished);
     assert_eq!(

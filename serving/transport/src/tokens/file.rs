@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use super::Token;
 use millrace_serving_core::error::quote;
-use millrace_serving_core::reload::{ReadResult, wrong};
+use millrace_serving_core::reload::{ReadResult, setting_error};
 
 /// Most tokens: each call is compared with all of them, at about 30 ns each.
 const TOKENS_MAX: usize = 1_000;
@@ -45,12 +45,16 @@ pub(super) fn parse(path: &Path, content: &[u8]) -> ReadResult<Vec<Arc<Token>>> 
         match line_of() {
             Ok(token) => read.value.extend(token.map(Arc::new)),
             Err(reason) => {
-                read.wrong.push(wrong("tokens", path, &format!("line {}: the token {reason}", number + 1)));
+                read.wrong.push(setting_error(
+                    "tokens",
+                    path,
+                    &format!("line {}: the token {reason}", number + 1),
+                ));
             }
         }
     }
     if read.value.is_empty() && read.wrong.is_empty() {
-        read.wrong.push(wrong("tokens", path, "has no token, so every call is refused"));
+        read.wrong.push(setting_error("tokens", path, "has no token, so every call is refused"));
     }
     read
 }

@@ -45,7 +45,7 @@ fn wrong_lines_are_named_without_their_digest() {
 }
 
 #[test]
-fn a_caller_may_do_what_its_line_says() {
+fn caller_has_the_permissions_of_its_line() {
     let some = caller("digits,fraud-*", "");
     assert!(some.may_use("digits").is_ok() && some.may_use("fraud-eu").is_ok());
     assert!(matches!(some.may_use("other"), Err(InferError::Denied { .. })));
@@ -55,9 +55,9 @@ fn a_caller_may_do_what_its_line_says() {
     assert!(keeper.may_control("digits").is_err() && keeper.may_control_all().is_err());
     assert!(caller("*", "control").may_control_all().is_ok());
     assert!(caller("*", "").may_control_all().is_err());
-    assert!(Caller::Anyone.may_control_all().is_ok() && Caller::Anyone.sees("any"));
+    assert!(Caller::Anyone.may_control_all().is_ok() && Caller::Anyone.may_see("any"));
     assert!(matches!(Caller::Nobody.may_use("digits"), Err(InferError::Unauthenticated { .. })));
-    assert!(Caller::Nobody.may_control_all().is_err() && !Caller::Nobody.sees("digits"));
+    assert!(Caller::Nobody.may_control_all().is_err() && !Caller::Nobody.may_see("digits"));
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn token_removed_from_the_file_is_withdrawn_and_others_stay() {
     let before: Vec<Caller> = tokens.get().iter().cloned().map(Caller::Bearer).collect();
     assert!(before.iter().all(|caller| caller.may_use("m").is_ok()));
     std::fs::write(&path, &kept).unwrap();
-    tokens.look();
+    tokens.check_for_changes();
     assert!(before[0].may_use("m").is_ok());
     assert!(matches!(before[1].may_use("m"), Err(InferError::Unauthenticated { .. })));
     assert_eq!(tokens.get().len(), read(&kept).len());
@@ -103,7 +103,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
             Some(text) => std::fs::write(&path, text).unwrap(),
             None => std::fs::remove_file(&path).unwrap(),
         }
-        tokens.look();
+        tokens.check_for_changes();
         assert!(failed() > failures, "{left:?} is reported");
         assert_eq!(before[0].may_use("m").is_ok(), good, "{left:?}");
         assert!(matches!(before[1].may_use("m"), Err(InferError::Unauthenticated { .. })), "{left:?}");
@@ -114,7 +114,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
         std::fs::write(&again, format!("{kept}\n")).unwrap();
         std::fs::remove_file(&path).ok();
         symlink(&again, &path).unwrap();
-        tokens.look();
+        tokens.check_for_changes();
         assert_eq!(tokens.get().len(), 1, "{left:?}");
     }
     // At the start, any error is fatal.

@@ -21,7 +21,7 @@ const NAME_BYTES_MAX: usize = 1024;
 pub(crate) struct Plan {
     pub(super) steps: Vec<Step>,
     /// The inputs of the ensemble in their order, then the tensors that steps produce.
-    pub(super) tensors: Vec<Wire>,
+    pub(super) tensors: Vec<PlanTensor>,
     /// The tensors that are outputs of the ensemble, in their order.
     pub(super) outputs: Vec<usize>,
 }
@@ -40,7 +40,7 @@ pub(super) struct Step {
 
 /// A tensor of an ensemble.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Wire {
+pub(super) struct PlanTensor {
     pub(super) name: String,
     /// The step that produces the tensor; `None` for inputs of the ensemble.
     pub(super) maker: Option<usize>,
@@ -84,7 +84,7 @@ impl Plan {
         let mut places: HashMap<&str, usize> = HashMap::new();
         for spec in inputs {
             places.insert(spec.name.as_str(), plan.tensors.len());
-            plan.tensors.push(Wire { name: spec.name.clone(), maker: None });
+            plan.tensors.push(PlanTensor { name: spec.name.clone(), maker: None });
         }
         for (number, step) in steps.iter().enumerate() {
             let named = StepLabel(number, &step.model_name);
@@ -106,7 +106,7 @@ impl Plan {
                         }
                     });
                 }
-                plan.tensors.push(Wire { name: tensor.to_owned(), maker: Some(number) });
+                plan.tensors.push(PlanTensor { name: tensor.to_owned(), maker: Some(number) });
                 makes.insert(output.to_owned(), place);
             }
             plan.steps.push(Step { model, version, takes: BTreeMap::new(), makes });

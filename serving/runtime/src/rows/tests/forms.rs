@@ -10,7 +10,7 @@ fn reshaped(g: &mut Build, shape: &[i64]) -> String {
 }
 
 #[test]
-fn shapes_keep_rows_that_stay_one_axis() {
+fn reshape_keeps_rows_that_stay_one_axis() {
     for shape in [&[-1, 12][..], &[0, -1], &[0, 4, 3], &[0, 0, -1], &[0, 2, -1, 3], &[-1, 3, 4], &[-1, 1, 12]]
     {
         accepted(17, &[3, 4], |g| reshaped(g, shape));
@@ -102,7 +102,7 @@ fn axes_are_added_and_dropped_beside_the_rows() {
 }
 
 #[test]
-fn parts_of_tensors_are_taken_and_joined_along_other_axes() {
+fn slices_and_concatenations_along_other_axes_keep_rows() {
     accepted(17, &[4], |g| g.node("Concat", &["x", "x"], vec![int("axis", -1)]));
     refused(17, &[4], "concatenates tensors along the rows", |g| {
         g.node("Concat", &["x", "x"], vec![int("axis", 0)])
@@ -145,7 +145,7 @@ fn parts_of_tensors_are_taken_and_joined_along_other_axes() {
 }
 
 #[test]
-fn rows_choose_from_constants_and_from_themselves() {
+fn rows_gather_from_constants_and_from_their_own_values() {
     let places = |g: &mut Build, row: &[i64]| g.input("places", DataType::Int64, row);
     // Word indexes, and their embedding vectors.
     accepted(17, &[4], |g| {

@@ -109,7 +109,7 @@ fn a_constant_is_expanded_as_pytorch_writes_it() {
 }
 
 #[test]
-fn places_of_words_are_counted_along_steps_and_not_along_rows() {
+fn word_positions_are_counted_along_steps_and_not_along_rows() {
     let places = |g: &mut Build, axis: i64| {
         let steps = extent(g, "x", axis, false);
         let (from, step, axes) = (g.number(0), g.number(1), g.list(&[0]));

@@ -74,7 +74,7 @@ fn values_that_are_left_out_are_zero_and_not_the_default() {
 }
 
 #[test]
-fn attributes_of_another_type_or_twice_are_refused() {
+fn mistyped_and_duplicate_attributes_are_refused() {
     refused(13, &[4], "another type", |g| {
         let kind = Some(AttributeType::Float as i32);
         g.node("Softmax", &["x"], vec![AttributeProto { r#type: kind, ..int("axis", 1) }])
@@ -225,7 +225,7 @@ fn duplicate_names_are_refused() {
 }
 
 #[test]
-fn constants_have_one_value_of_the_type_that_their_name_says() {
+fn constants_with_several_or_mistyped_values_are_refused() {
     let shaped = |g: &mut Build, attributes: Vec<AttributeProto>| {
         let shape = g.node("Constant", &[], attributes);
         g.node("Reshape", &["x", &shape], vec![])
@@ -305,7 +305,7 @@ fn functions_hide_no_operators_and_no_graphs() {
 }
 
 #[test]
-fn extents_that_are_squared_again_and_again_stay_small() {
+fn repeatedly_squared_extents_stay_bounded() {
     accepted(17, &[-1, 4], |g| {
         let (shape, place) = (g.node("Shape", &["x"], vec![]), g.list(&[1]));
         let mut steps = g.node("Gather", &[&shape, &place], vec![]);

@@ -129,7 +129,7 @@ fn scheduler_of(sessions: Vec<Echo>, policy: Policy) -> Arc<Scheduler<Echo>> {
     let scheduler = Scheduler::new(sessions, vec![output], policy, executor, now);
     // Run times for short rows are known up to 32 rows.
     for rows in [1, 2, 4, 8, 16, 32] {
-        scheduler.run_times.note(rows, rows * SHORT, MICRO * (rows * SHORT) as u32);
+        scheduler.run_times.record(rows, rows * SHORT, MICRO * (rows * SHORT) as u32);
     }
     Arc::new(scheduler)
 }
@@ -214,7 +214,7 @@ fn requests_of_64_connections_share_one_inline_batch() {
     policy.limits.requests_max = 0;
     let scheduler = scheduler(2, policy);
     // A run of 64 rows is short, too.
-    scheduler.run_times.note(64, 64 * SHORT, 100 * MICRO);
+    scheduler.run_times.record(64, 64 * SHORT, 100 * MICRO);
     let mut calls: Vec<Call> =
         (0..64).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))).collect();
     for (number, call) in calls.iter_mut().enumerate() {
@@ -344,7 +344,7 @@ fn idle_sessions_share_the_queue() {
     // The cost of a row is the same in runs of any size.
     let mut calls: Vec<Call> = (0..6).map(|_| pending(&scheduler, rows(1, LONG, 1.0))).collect();
     for rows in [1, 2, 4, 8] {
-        scheduler.run_times.note(rows, rows * LONG, MICRO * (rows * LONG) as u32);
+        scheduler.run_times.record(rows, rows * LONG, MICRO * (rows * LONG) as u32);
     }
     run_all(&scheduler);
     assert_eq!(runs()[0], (3, LONG, true), "half of them, as another session is idle");
@@ -399,7 +399,7 @@ async fn request_that_cannot_start_in_time_is_refused_at_once() {
     let scheduler = scheduler(1, policy());
     let _first = pending(&scheduler, rows(1, LONG, 1.0));
     let _second = pending(&scheduler, rows(1, LONG, 2.0));
-    scheduler.admission.note(1, HOUR);
+    scheduler.admission.record(1, HOUR);
     let within = |time| Work { deadline: Some(now() + time), ..rows(1, LONG, 3.0) };
     let error = answer(&mut call(&scheduler, within(HOUR))).unwrap_err();
     assert!(matches!(&error, InferError::Overloaded { .. }), "{error}");

@@ -5,8 +5,8 @@ use std::task::{Wake, Waker};
 use http_body_util::{BodyExt, Full};
 use parking_lot::Mutex;
 
+use super::super::answer_progress::EndableCall;
 use super::super::quota::Answers;
-use super::super::taking::EndableCall;
 use super::*;
 
 fn unbounded() -> Quota {

@@ -30,7 +30,7 @@ fn read(steps: Vec<pb::model_ensembling::Step>, outputs: &[&str]) -> Result<Plan
 }
 
 #[test]
-fn a_plan_is_described_as_it_was_read() {
+fn plan_description_matches_its_configuration() {
     let mut steps = vec![
         step("join", &[("a", "s"), ("b", "t")], &[("out", "y")]),
         step("left", &[("in", "x")], &[("out", "s")]),

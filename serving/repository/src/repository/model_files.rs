@@ -48,7 +48,11 @@ impl ModelFiles {
 
 impl Repository {
     /// Reads those files of a model that have changed.
-    pub(super) async fn read_beside(&self, folder: Option<&ModelFolder>, before: &ModelFiles) -> ModelFiles {
+    pub(super) async fn read_model_files(
+        &self,
+        folder: Option<&ModelFolder>,
+        before: &ModelFiles,
+    ) -> ModelFiles {
         let Some(folder) = folder else { return ModelFiles::default() };
         let model = folder.name.as_str();
         let declared = |content: &[u8]| Declared::read(model, content).map(Arc::new);
@@ -88,9 +92,14 @@ impl Repository {
             return Some(before.clone());
         }
         let source = &self.inner.source;
-        let read =
-            millrace_bundle::read_beside(source.store.as_ref(), &source.root, &folder.name, file, bytes_max)
-                .await;
+        let read = millrace_bundle::read_model_file(
+            source.store.as_ref(),
+            &source.root,
+            &folder.name,
+            file,
+            bytes_max,
+        )
+        .await;
         let parsed = match read {
             Ok(found) => parse(&found.content).map_err(|reason| format!("{}/{file}: {reason}", folder.name)),
             Err(error) => Err(chain(&error)),
