@@ -6,7 +6,7 @@ mod token;
 mod top;
 
 use anyhow::Result;
-use millrace_serving::repository::{State, VersionStatus};
+use millrace_serving::repository::{VersionState, VersionStatus};
 use millrace_serving::{Deps, Serving, Source, serve_with};
 
 use crate::cli::{ServeArgs, ServeCommand};
@@ -93,8 +93,8 @@ fn models(serving: &Serving) -> Vec<String> {
     let line = |status: &VersionStatus| {
         let version = status.version.map_or(String::new(), |version| format!(" version {version}"));
         match &status.state {
-            State::Ready => format!("{}{version}", status.model),
-            State::Failed(reason) => format!("{}{version} is not served: {reason}", status.model),
+            VersionState::Ready => format!("{}{version}", status.model),
+            VersionState::Failed(reason) => format!("{}{version} is not served: {reason}", status.model),
         }
     };
     statuses.iter().map(line).collect()

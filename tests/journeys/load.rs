@@ -46,7 +46,7 @@ fn records_of_a_file_are_sent_and_wrong_ones_named() {
     let report = home.json([&bench[..], &SHORT, &["--data", file.to_str().unwrap()]].concat());
     assert_eq!((&report["loads"][0]["failed"], &report["version"]), (&json!({}), &json!(1)));
     for (text, says) in [
-        ("", "there are no records"),
+        ("", "the input has no records"),
         ("{\"input\": [0.5, -1]}\n{\"input\": [0.5]}\n", "line 2"),
         ("[1, 2]\n", "line 1: the record is not a JSON object"),
         ("{\"x\": [1, 2]}\n", "no field \"input\""),

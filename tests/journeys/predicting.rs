@@ -183,7 +183,7 @@ fn predict_says_what_is_wrong_with_a_record() {
         ("r.jsonl", "{\"input\":[1,1e300]}\n", "does not fit FP32"),
         ("r.jsonl", "{\"input\":[1,2,3]}\n", "3 elements, shape [2] takes 2"),
         ("r.json", "[{\"input\":[1,2]},7]", "r.json: not a list of JSON objects"),
-        ("r.jsonl", "{\"input\":[1,2],\"input\":[3,4]}\n", "field \"input\" is there twice"),
+        ("r.jsonl", "{\"input\":[1,2],\"input\":[3,4]}\n", "field \"input\" appears twice"),
         ("r.json", "{\"x\":[[1,2]]}", "r.json has no column \"input\" (--input names it); it has x"),
         ("r.json", "{\"input\":[[1,2],[1]]}", "entry 2 of each column: field \"input\""),
         ("r.json", "\"text\"", "not a list of JSON objects, nor an object of columns"),

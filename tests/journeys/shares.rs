@@ -96,7 +96,7 @@ fn shares_that_cannot_be_are_one_clear_line() {
         (&["split", "m", "1=-1"], 2, "the weight -1"),
         (&["split", "m", "1=nan"], 2, "the weight NaN"),
         (&["split", "m", "1=inf"], 2, "the weight inf"),
-        (&["split", "m", "1=0", "2=0"], 2, "nothing would answer"),
+        (&["split", "m", "1=0", "2=0"], 2, "give at least one version a positive weight"),
         (&["split", "m", "1=1", "1=2"], 2, "1 is there twice"),
         (&["split", "m", "--remove"], 3, "has no split"),
         (&["split", "m", "1=1", "--remove"], 2, "cannot be used"),

@@ -48,7 +48,7 @@ pub enum ClientError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// TLS fails: only one side uses it, or one side does not accept the other's certificate.
-    #[error("cannot speak with the inference server at {address}: {reason}")]
+    #[error("cannot talk to the inference server at {address}: {reason}")]
     Tls {
         /// The address.
         address: String,
@@ -56,7 +56,7 @@ pub enum ClientError {
         reason: String,
     },
     /// The server refused.
-    #[error("the server says {code:?}: {message}")]
+    #[error("the server answered {code:?}: {message}")]
     Refused {
         /// gRPC status code.
         code: Code,
@@ -84,8 +84,8 @@ impl ClientError {
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
-        if was_not_taken(&status) {
-            let message = "the server closed the connection and has not taken the request in".into();
+        if was_not_accepted(&status) {
+            let message = "the server closed the connection and did not accept the request".into();
             return ClientError::Refused { code: Code::Unavailable, message };
         }
         ClientError::Refused { code: status.code(), message: status.message().to_owned() }
@@ -94,7 +94,7 @@ impl From<Status> for ClientError {
 
 /// Whether the connection closed before the request was sent, or behind the last request that the server
 /// accepted; a stopping server does so. tonic reports CANCELLED or INTERNAL, on which clients do not retry.
-fn was_not_taken(status: &Status) -> bool {
+fn was_not_accepted(status: &Status) -> bool {
     error_chain::causes(status).any(|error| {
         let sent = error.downcast_ref::<hyper::Error>().is_none_or(|error| !error.is_canceled());
         let taken = error.downcast_ref::<h2::Error>().is_none_or(|error| {
@@ -216,7 +216,7 @@ impl Client {
         let request = pb::ModelConfigRequest { name: model.to_owned(), version: version.to_owned() };
         let request = self.call(request);
         let config = self.remote.answer(self.inner.model_config(request)).await?.config;
-        config.ok_or_else(|| ClientError::Protocol(InferError::invalid("there is no configuration in it")))
+        config.ok_or_else(|| ClientError::Protocol(InferError::invalid("it has no configuration")))
     }
 
     /// Every version in the repository and its state; a Triton extension of the protocol.

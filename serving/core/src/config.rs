@@ -339,7 +339,7 @@ impl Limits {
             [("connections_max", self.connections_max == 0), ("stalled_ms_max", self.stalled_ms_max == 0)];
         match zero.into_iter().find(|(_, zero)| *zero) {
             Some((name, _)) => Err(crate::error::Error::Config {
-                reason: format!("limits.{name} is 0: at least 1 is needed to answer anything"),
+                reason: format!("limits.{name} is 0: set it to 1 or more"),
             }),
             None => Ok(()),
         }

@@ -135,7 +135,7 @@ pub static MODELS: LazyLock<IntGaugeVec> =
 pub static SESSIONS: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     gauge_vec(
         "millrace_serving_sessions",
-        "Sessions of loaded model versions, by the device they run on and the one that was asked for",
+        "Sessions of loaded model versions, by the device they run on and the requested device",
         &["model", "version", "device", "asked"],
     )
 });
@@ -188,18 +188,14 @@ pub static RESPONSE_CACHE_BYTES: LazyLock<IntGauge> = LazyLock::new(|| {
 pub static RESPONSE_CACHE_EVICTIONS: LazyLock<IntCounter> = LazyLock::new(|| {
     counter(
         "millrace_serving_response_cache_evictions_total",
-        "Answers that were kept and had to make room for others",
+        "Responses that were evicted from the cache to free memory for others",
     )
 });
 
 /// Spans of requests by outcome: `sent`, `rejected` by the collector, or `dropped` because it was unreachable
 /// or too slow.
 pub static TELEMETRY_SPANS: LazyLock<IntCounterVec> = LazyLock::new(|| {
-    counter_vec(
-        "millrace_serving_telemetry_spans_total",
-        "Spans of requests, by what became of them",
-        &["outcome"],
-    )
+    counter_vec("millrace_serving_telemetry_spans_total", "Spans of requests, by outcome", &["outcome"])
 });
 
 /// Records of a pipe, by outcome: `predicted` or `dead_letter`.
@@ -242,7 +238,7 @@ impl ModelMetrics {
     }
 
     /// Flushes the counts to the registry.
-    pub(crate) fn hand_over(&self) {
+    pub(crate) fn publish(&self) {
         self.ok.flush();
         self.rows.flush();
         for histogram in [&self.request_seconds, &self.compute_seconds, &self.batch_rows] {
@@ -253,27 +249,27 @@ impl ModelMetrics {
 
 impl Drop for ModelMetrics {
     fn drop(&mut self) {
-        self.hand_over();
+        self.publish();
     }
 }
 
 /// Local counts that are not in the registry yet.
-pub trait Kept: Send + Sync {
+pub trait LocalCounts: Send + Sync {
     /// Flushes them to the registry.
-    fn hand_over(&self);
+    fn publish(&self);
 }
 
-static KEPT: Mutex<Vec<Weak<dyn Kept>>> = Mutex::new(Vec::new());
+static LOCAL_COUNTS: Mutex<Vec<Weak<dyn LocalCounts>>> = Mutex::new(Vec::new());
 
 /// Registers counts to be flushed at each scrape.
-pub fn keep(kept: Weak<dyn Kept>) {
-    let mut all = KEPT.lock();
+pub fn register_counts(kept: Weak<dyn LocalCounts>) {
+    let mut all = LOCAL_COUNTS.lock();
     all.retain(|kept| kept.strong_count() > 0);
     all.push(kept);
 }
 
 /// Flushes the local counts of all loaded versions to the registry.
 pub fn flush() {
-    let kept: Vec<_> = KEPT.lock().iter().filter_map(Weak::upgrade).collect();
-    kept.iter().for_each(|kept| kept.hand_over());
+    let kept: Vec<_> = LOCAL_COUNTS.lock().iter().filter_map(Weak::upgrade).collect();
+    kept.iter().for_each(|kept| kept.publish());
 }

@@ -20,9 +20,9 @@ const ENABLE_EMPTY_FINAL_RESPONSE: &str = "triton_enable_empty_final_response";
 
 /// The input or output that has the parameters, for error messages; formatted only on error.
 #[derive(Debug, Clone, Copy)]
-pub struct Of<'a>(pub &'static str, pub &'a str);
+pub struct ParameterOwner<'a>(pub &'static str, pub &'a str);
 
-impl Display for Of<'_> {
+impl Display for ParameterOwner<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.0, quote(self.1))
     }
@@ -66,7 +66,7 @@ pub trait Parameters {
         match self.parameter(name) {
             None => Ok(None),
             Some(Parameter::Flag(value)) => Ok(Some(value)),
-            Some(other) => Err(wrong(of, name, "a boolean", other.kind())),
+            Some(other) => Err(parameter_error(of, name, "a boolean", other.kind())),
         }
     }
 
@@ -75,7 +75,7 @@ pub trait Parameters {
         match self.parameter(name) {
             None => Ok(None),
             Some(Parameter::Text(value)) => Ok(Some(value)),
-            Some(other) => Err(wrong(of, name, "a string", other.kind())),
+            Some(other) => Err(parameter_error(of, name, "a string", other.kind())),
         }
     }
 
@@ -85,14 +85,14 @@ pub trait Parameters {
             None => Ok(None),
             Some(Parameter::Integer(value)) => u64::try_from(value)
                 .map(Some)
-                .map_err(|_| wrong(of, name, "an integer from 0 to 2^64 - 1", &value.to_string())),
-            Some(other) => Err(wrong(of, name, "an integer", other.kind())),
+                .map_err(|_| parameter_error(of, name, "an integer from 0 to 2^64 - 1", &value.to_string())),
+            Some(other) => Err(parameter_error(of, name, "an integer", other.kind())),
         }
     }
 }
 
 /// The error for a parameter that is not what the protocol has for its name.
-pub fn wrong(of: &dyn Display, name: &str, expected: &str, found: &str) -> InferError {
+pub fn parameter_error(of: &dyn Display, name: &str, expected: &str, found: &str) -> InferError {
     InferError::invalid(format!("{of}: parameter {} takes {expected}, it is {found}", quote(name)))
 }
 

@@ -122,7 +122,7 @@ impl Mapping {
     /// [`InferError::Invalid`] when there are none or their shapes differ.
     pub fn batch(&self, rows: &[Row]) -> Result<Vec<Tensor>, InferError> {
         let uneven = || InferError::invalid("the rows of a batch differ in shape");
-        let first = rows.first().ok_or_else(|| InferError::invalid("a batch of no rows"))?;
+        let first = rows.first().ok_or_else(|| InferError::invalid("the batch has no rows"))?;
         let mut tensors = Vec::with_capacity(self.inputs.len());
         for (index, (spec, _)) in self.inputs.iter().enumerate() {
             let (row_shape, data) = first.inputs.get(index).ok_or_else(uneven)?;
@@ -278,7 +278,7 @@ impl<'de> Deserialize<'de> for Record {
                 let mut record = Map::new();
                 while let Some(name) = fields.next_key::<String>()? {
                     if record.contains_key(&name) {
-                        return Err(serde::de::Error::custom(format!("field {name:?} is there twice")));
+                        return Err(serde::de::Error::custom(format!("field {name:?} appears twice")));
                     }
                     record.insert(name, fields.next_value()?);
                 }

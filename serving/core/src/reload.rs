@@ -46,14 +46,14 @@ impl Identity {
 
 /// The result of a reader.
 #[derive(Debug)]
-pub struct Read<T> {
+pub struct ReadResult<T> {
     /// The new value in force.
     pub value: T,
     /// Errors; the parts that they concern are not in the value.
     pub wrong: Vec<Error>,
 }
 
-type Reader<T> = dyn Fn(Option<&T>) -> Result<Read<T>> + Send + Sync;
+type Reader<T> = dyn Fn(Option<&T>) -> Result<ReadResult<T>> + Send + Sync;
 
 /// Most errors of one reading that are logged.
 const WRONG_LOGGED_MAX: usize = 20;
@@ -65,7 +65,7 @@ pub struct Reloaded<T> {
     paths: Vec<PathBuf>,
     read: Box<Reader<T>>,
     /// Called with the value in force at each check.
-    looks: fn(&T),
+    check: fn(&T),
     current: RwLock<Arc<T>>,
     /// Identities of the files at the last read, successful or not.
     seen: Mutex<Vec<Option<Identity>>>,
@@ -79,7 +79,7 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
     pub fn open(
         what: &'static str,
         paths: Vec<PathBuf>,
-        read: impl Fn(Option<&T>) -> Result<Read<T>> + Send + Sync + 'static,
+        read: impl Fn(Option<&T>) -> Result<ReadResult<T>> + Send + Sync + 'static,
     ) -> Result<Reloaded<T>> {
         // Taken before reading, so that a change in between causes another read.
         let seen = paths.iter().map(|path| Identity::of(path)).collect();
@@ -89,13 +89,13 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
         }
         let current = RwLock::new(Arc::new(first.value));
         let seen = Mutex::new(seen);
-        Ok(Reloaded { what, paths, read: Box::new(read), looks: |_| {}, current, seen })
+        Ok(Reloaded { what, paths, read: Box::new(read), check: |_| {}, current, seen })
     }
 
-    /// Also runs `looks` on the value in force, now and at each check.
-    pub fn looking(self, looks: fn(&T)) -> Reloaded<T> {
-        looks(&self.get());
-        Reloaded { looks, ..self }
+    /// Also runs `check` on the value in force, now and at each check.
+    pub fn with_check(self, check: fn(&T)) -> Reloaded<T> {
+        check(&self.get());
+        Reloaded { check, ..self }
     }
 
     /// The value in force.
@@ -112,7 +112,7 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
         while cancel.run_until_cancelled(tokio::time::sleep(period)).await.is_some() {
             let files = self.clone();
             let look = blocking(self.what, move || {
-                files.look();
+                files.check_for_changes();
                 Ok::<(), Error>(())
             });
             if look.await.is_err() {
@@ -122,14 +122,14 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
     }
 
     /// Reads the files again if they have changed since the last read, so errors are reported once.
-    pub fn look(&self) {
+    pub fn check_for_changes(&self) {
         let found: Vec<_> = self.paths.iter().map(|path| Identity::of(path)).collect();
         let mut seen = self.seen.lock();
         if *seen != found {
             self.read_again();
             *seen = found;
         }
-        (self.looks)(&self.get());
+        (self.check)(&self.get());
     }
 
     fn read_again(&self) {
@@ -137,19 +137,19 @@ impl<T: Send + Sync + 'static> Reloaded<T> {
         let is_right = outcome.as_ref().is_ok_and(|read| read.wrong.is_empty());
         RELOADS.with_label_values(&[self.what, if is_right { "ok" } else { "failed" }]).inc();
         match outcome {
-            Ok(Read { value, wrong }) => {
+            Ok(ReadResult { value, wrong }) => {
                 *self.current.write() = Arc::new(value);
-                tracing::info!(what = self.what, "read again, as the files have changed");
+                tracing::info!(what = self.what, "reloaded changed files");
                 for error in wrong.iter().take(WRONG_LOGGED_MAX) {
                     tracing::error!(
                         what = self.what, error = %chain(error), errors = wrong.len(),
-                        "a part of the changed files is wrong and not in force"
+                        "part of the changed files is invalid and has no effect"
                     );
                 }
             }
             Err(error) => tracing::error!(
                 what = self.what, error = %chain(&error),
-                "the files have changed and cannot be used: what was read before stays in force"
+                "cannot use the changed files: the earlier content stays in force"
             ),
         }
     }
@@ -170,7 +170,7 @@ impl<T> fmt::Debug for Reloaded<T> {
 /// # Errors
 /// [`Error::Config`] with the setting and the file.
 pub fn read_file(setting: &str, path: &Path) -> Result<Vec<u8>> {
-    let wrong = |reason: String| wrong(setting, path, &reason);
+    let wrong = |reason: String| setting_error(setting, path, &reason);
     let cannot = |error: std::io::Error| wrong(format!("cannot be read: {error}"));
     // Checked before opening: opening a FIFO would wait for a writer.
     if !std::fs::metadata(path).map_err(cannot)?.is_file() {
@@ -187,7 +187,7 @@ pub fn read_file(setting: &str, path: &Path) -> Result<Vec<u8>> {
 }
 
 /// The error for the file of a setting.
-pub fn wrong(setting: &str, path: &Path, reason: &str) -> Error {
+pub fn setting_error(setting: &str, path: &Path, reason: &str) -> Error {
     Error::Config { reason: format!("{setting} {} {reason}", path.display()) }
 }
 
@@ -200,35 +200,35 @@ mod tests {
         let read = move |_: Option<&String>| {
             let value = String::from_utf8(read_file("tokens", &file)?).unwrap();
             match value.starts_with("bad") {
-                true => Err(wrong("tokens", &file, "is bad")),
-                false => Ok(Read { value, wrong: Vec::new() }),
+                true => Err(setting_error("tokens", &file, "is bad")),
+                false => Ok(ReadResult { value, wrong: Vec::new() }),
             }
         };
         Reloaded::open("tokens", vec![path.to_owned()], read).unwrap()
     }
 
     #[test]
-    fn a_file_is_read_again_when_it_is_another_one() {
+    fn changed_file_is_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, "first").unwrap();
         let files = of_text(&path);
-        files.look();
+        files.check_for_changes();
         assert_eq!(*files.get(), "first");
         std::fs::write(&path, "second one").unwrap();
-        files.look();
+        files.check_for_changes();
         assert_eq!(*files.get(), "second one");
         // Replaced by a file with equal size and modification time.
         let (next, time) = (dir.path().join("next"), std::fs::metadata(&path).unwrap().modified().unwrap());
         std::fs::write(&next, "third file").unwrap();
         File::options().write(true).open(&next).unwrap().set_modified(time).unwrap();
         std::fs::rename(&next, &path).unwrap();
-        files.look();
+        files.check_for_changes();
         assert_eq!(*files.get(), "third file");
     }
 
     #[test]
-    fn a_file_that_is_wrong_or_gone_changes_nothing_and_is_read_once() {
+    fn invalid_or_missing_file_changes_nothing_and_is_read_once() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, "good").unwrap();
@@ -236,20 +236,20 @@ mod tests {
         let failed = || RELOADS.with_label_values(&["tokens", "failed"]).get();
         let before = failed();
         std::fs::write(&path, "bad one").unwrap();
-        files.look();
-        files.look();
+        files.check_for_changes();
+        files.check_for_changes();
         assert_eq!((files.get().as_str(), failed()), ("good", before + 1));
         std::fs::remove_file(&path).unwrap();
-        files.look();
-        files.look();
+        files.check_for_changes();
+        files.check_for_changes();
         assert_eq!((files.get().as_str(), failed()), ("good", before + 2));
         std::fs::write(&path, "good again").unwrap();
-        files.look();
+        files.check_for_changes();
         assert_eq!(*files.get(), "good again");
     }
 
     #[test]
-    fn what_is_no_file_or_too_large_is_named() {
+    fn path_that_is_no_file_or_too_large_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let large = dir.path().join("large");
         std::fs::write(&large, vec![b'x'; FILE_BYTES_MAX as usize + 1]).unwrap();

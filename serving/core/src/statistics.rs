@@ -37,7 +37,7 @@ pub struct Times {
 
 impl Times {
     /// Times of a response found in the cache now, by a lookup that began at `queued`.
-    pub fn found(queued: Instant) -> Times {
+    pub fn from_cache(queued: Instant) -> Times {
         let now = Instant::now();
         Times { queued, computing: now, input_end: now, output_start: now, end: now, cached: true }
     }
@@ -68,14 +68,14 @@ impl DurationTotal {
         self.nanos = self.nanos.saturating_add(nanos(time));
     }
 
-    fn told(self) -> pb::StatisticDuration {
+    fn to_message(self) -> pb::StatisticDuration {
         pb::StatisticDuration { count: self.count, ns: self.nanos }
     }
 }
 
 /// Runs of one size, and their total times by stage.
 #[derive(Debug, Default)]
-struct Size {
+struct BatchTotals {
     runs: u64,
     input_nanos: u64,
     infer_nanos: u64,
@@ -83,7 +83,7 @@ struct Size {
 }
 
 #[derive(Debug)]
-struct Figures {
+struct VersionTotals {
     last_answered: Option<Instant>,
     rows: u64,
     runs: u64,
@@ -96,11 +96,11 @@ struct Figures {
     cache_hit: DurationTotal,
     cache_miss: DurationTotal,
     /// By number of rows.
-    sizes: BTreeMap<u64, Size>,
+    sizes: BTreeMap<u64, BatchTotals>,
     metrics: ModelMetrics,
 }
 
-impl Figures {
+impl VersionTotals {
     fn answered(&mut self, at: Instant) {
         self.last_answered = self.last_answered.max(Some(at));
     }
@@ -115,7 +115,7 @@ impl Figures {
     }
 
     /// Counts a run of `rows` rows, with its size unless [`SIZES_MAX`] other sizes have figures.
-    fn ran(&mut self, rows: u64, times: &Times) {
+    fn count_run(&mut self, rows: u64, times: &Times) {
         self.runs += 1;
         if rows == 0 {
             return;
@@ -132,7 +132,7 @@ impl Figures {
     }
 
     fn sizes(&self) -> Vec<pb::InferBatchStatistics> {
-        let told = |(rows, size): (&u64, &Size)| {
+        let told = |(rows, size): (&u64, &BatchTotals)| {
             let spent = |ns| Some(pb::StatisticDuration { count: size.runs, ns });
             pb::InferBatchStatistics {
                 batch_size: *rows,
@@ -145,22 +145,22 @@ impl Figures {
     }
 }
 
-impl metrics::Kept for Mutex<Figures> {
-    fn hand_over(&self) {
-        self.lock().metrics.hand_over();
+impl metrics::LocalCounts for Mutex<VersionTotals> {
+    fn publish(&self) {
+        self.lock().metrics.publish();
     }
 }
 
 /// The statistics of one model version since it was loaded.
 #[derive(Debug)]
 pub struct Statistics {
-    figures: Arc<Mutex<Figures>>,
+    figures: Arc<Mutex<VersionTotals>>,
 }
 
 impl Statistics {
     /// Empty statistics of a version that is being loaded.
     pub fn new(model: &str, version: u64) -> Statistics {
-        let figures = Arc::new(Mutex::new(Figures {
+        let figures = Arc::new(Mutex::new(VersionTotals {
             last_answered: None,
             rows: 0,
             runs: 0,
@@ -175,8 +175,8 @@ impl Statistics {
             sizes: BTreeMap::new(),
             metrics: ModelMetrics::new(model, version),
         }));
-        let kept: Arc<dyn metrics::Kept> = figures.clone();
-        metrics::keep(Arc::downgrade(&kept));
+        let kept: Arc<dyn metrics::LocalCounts> = figures.clone();
+        metrics::register_counts(Arc::downgrade(&kept));
         Statistics { figures }
     }
 
@@ -207,7 +207,7 @@ impl Statistics {
         if let Some(run_rows) = run_rows {
             figures.metrics.compute_seconds.observe(since(times.computing));
             figures.metrics.batch_rows.observe(run_rows as f64);
-            figures.ran(run_rows, times);
+            figures.count_run(run_rows, times);
         }
     }
 
@@ -242,14 +242,14 @@ impl Statistics {
             inference_count: figures.rows,
             execution_count: figures.runs,
             inference_stats: Some(pb::InferStatistics {
-                success: Some(figures.success.told()),
-                fail: Some(figures.fail.told()),
-                queue: Some(figures.queue.told()),
-                compute_input: Some(figures.input.told()),
-                compute_infer: Some(figures.infer.told()),
-                compute_output: Some(figures.output.told()),
-                cache_hit: Some(figures.cache_hit.told()),
-                cache_miss: Some(figures.cache_miss.told()),
+                success: Some(figures.success.to_message()),
+                fail: Some(figures.fail.to_message()),
+                queue: Some(figures.queue.to_message()),
+                compute_input: Some(figures.input.to_message()),
+                compute_infer: Some(figures.infer.to_message()),
+                compute_output: Some(figures.output.to_message()),
+                cache_hit: Some(figures.cache_hit.to_message()),
+                cache_miss: Some(figures.cache_miss.to_message()),
             }),
             batch_stats: figures.sizes(),
             memory_usage: Vec::new(),
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn a_request_that_the_cache_answers_is_a_success_and_no_inference() {
         let (statistics, start) = (statistics(), Instant::now());
-        let found = Times::found(start);
+        let found = Times::from_cache(start);
         statistics.hit(found.end.saturating_duration_since(start));
         statistics.succeeded(8, start, &found);
         statistics.missed(Duration::from_micros(5));
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_counts_where_it_belongs() {
+    fn each_step_is_counted_in_its_duration() {
         let (statistics, start) = (statistics(), Instant::now());
         for rows in [1, 8, 8] {
             statistics.succeeded(rows, start, &times(start));
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_answer_is_told_by_the_clock_of_the_machine() {
+    fn time_of_the_last_inference_is_wall_clock_time() {
         let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_millis() as u64;
         let statistics = statistics();
         let last = || described(&statistics).0.last_inference;
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_have_what_was_counted_when_they_are_asked_for_and_keep_what_a_version_leaves() {
+    fn metrics_are_current_when_scraped_and_keep_counts_of_removed_versions() {
         let (name, start) = ("counted-by-itself", Instant::now());
         let statistics = Statistics::new(name, 7);
         let told = |expected: &[&str]| {

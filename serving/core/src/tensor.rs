@@ -1,6 +1,6 @@
 //! Typed tensors, used by transports and sessions, and their raw little-endian form.
 
-mod held;
+mod handle;
 pub mod onnx;
 mod resident;
 
@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use millrace_bundle::Datatype;
 
 use crate::error::{InferError, quote};
-pub use held::{Held, View};
+pub use handle::{TensorHandle, View};
 pub use resident::Resident;
 
 /// Maximum number of input or output tensors in a request.
@@ -328,7 +328,7 @@ fn split_bytes(name: &str, count: usize, raw: &Bytes) -> Result<Vec<Bytes>, Infe
         }
         let torn = |expected: usize, left: usize, what: &str| {
             InferError::invalid(format!(
-                "input {}: BYTES element {} is cut off: its {what} {expected} bytes, {left} are left",
+                "input {}: BYTES element {} is cut off: its {what} {expected} bytes, but {left} are left",
                 quote(name),
                 elements.len()
             ))

@@ -21,7 +21,7 @@ use tokio_rustls::{Accept, TlsAcceptor};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::metrics::RELOADS;
-use crate::reload::{Read, Reloaded, read_file, wrong};
+use crate::reload::{ReadResult, Reloaded, read_file, setting_error};
 pub use stream::Stream;
 
 /// HTTP/2 in ALPN.
@@ -60,12 +60,12 @@ impl Certificates {
         let paths = paths.into_iter().flatten().cloned().collect();
         let config = config.clone();
         let read = move |old: Option<&Certificates>| Certificates::read(&config, old);
-        Ok(Arc::new(Reloaded::open("certificates", paths, read)?.looking(Certificates::tell_end)))
+        Ok(Arc::new(Reloaded::open("certificates", paths, read)?.with_check(Certificates::report_expiry)))
     }
 
     /// Reads the certificates. If changed files have errors, the server keeps its former certificate, as it
     /// needs one. For client certificates only the valid authorities in `client_ca` count.
-    fn read(config: &config::Tls, old: Option<&Certificates>) -> Result<Read<Certificates>> {
+    fn read(config: &config::Tls, old: Option<&Certificates>) -> Result<ReadResult<Certificates>> {
         let mut errors = Vec::new();
         let identity = match (read_identity(config), old) {
             (Ok(identity), _) => Arc::new(identity),
@@ -78,7 +78,7 @@ impl Certificates {
         let provider = provider();
         let builder = ServerConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
-            .map_err(|error| wrong("tls.certificate", &config.certificate, &error.to_string()))?;
+            .map_err(|error| setting_error("tls.certificate", &config.certificate, &error.to_string()))?;
         let shown: Arc<dyn ResolvesServerCert> = Arc::new(SingleCertAndKey::from(identity.clone()));
         let mut grpc = match &config.client_ca {
             None => builder.with_no_client_auth().with_cert_resolver(shown),
@@ -89,9 +89,13 @@ impl Certificates {
                     Ok(verifier) => builder.with_client_cert_verifier(verifier).with_cert_resolver(shown),
                     Err(error) => {
                         if errors.is_empty() {
-                            errors.push(wrong("tls.client_ca", path, &format!("cannot be used: {error}")));
+                            errors.push(setting_error(
+                                "tls.client_ca",
+                                path,
+                                &format!("cannot be used: {error}"),
+                            ));
                         }
-                        builder.with_no_client_auth().with_cert_resolver(Arc::new(Closed))
+                        builder.with_no_client_auth().with_cert_resolver(Arc::new(RefuseAll))
                     }
                 }
             }
@@ -102,11 +106,11 @@ impl Certificates {
         let ends = identity.cert.iter().filter_map(|certificate| validity::not_after(certificate)).min();
         let (grpc, http) = (Arc::new(grpc), Arc::new(http));
         let value = Certificates { identity, grpc, http, ends, end_told: AtomicBool::new(false) };
-        Ok(Read { value, wrong: errors })
+        Ok(ReadResult { value, wrong: errors })
     }
 
     /// Reports once that the server's certificate has expired.
-    fn tell_end(&self) {
+    fn report_expiry(&self) {
         let Some(ends) = self.ends.filter(|ends| *ends <= SystemTime::now()) else { return };
         if !self.end_told.swap(true, Ordering::Relaxed) {
             RELOADS.with_label_values(&["certificates", "expired"]).inc();
@@ -121,9 +125,9 @@ impl Certificates {
 
 /// Resolver that fails every handshake: without authorities the server cannot verify clients.
 #[derive(Debug)]
-struct Closed;
+struct RefuseAll;
 
-impl ResolvesServerCert for Closed {
+impl ResolvesServerCert for RefuseAll {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         None
     }
@@ -136,31 +140,33 @@ fn read_identity(config: &config::Tls) -> Result<CertifiedKey> {
     CertifiedKey::from_der(chain, key, &provider()).map_err(|error| match error {
         rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch) => {
             let other = format!("is not the key of the certificate in {}", config.certificate.display());
-            wrong("tls.key", &config.key, &other)
+            setting_error("tls.key", &config.key, &other)
         }
-        rustls::Error::InvalidCertificate(error) => {
-            wrong("tls.certificate", &config.certificate, &format!("has a bad certificate: {error:?}"))
-        }
-        error => wrong("tls.key", &config.key, &format!("cannot be used: {error}")),
+        rustls::Error::InvalidCertificate(error) => setting_error(
+            "tls.certificate",
+            &config.certificate,
+            &format!("has a bad certificate: {error:?}"),
+        ),
+        error => setting_error("tls.key", &config.key, &format!("cannot be used: {error}")),
     })
 }
 
 /// TLS of one service: each connection uses the certificates in force when it begins.
 #[derive(Debug, Clone)]
-pub struct Securing {
+pub struct ServiceTls {
     certificates: Arc<Reloaded<Certificates>>,
     service: fn(&Certificates) -> &Arc<ServerConfig>,
 }
 
-impl Securing {
+impl ServiceTls {
     /// For connections with HTTP/2 only.
-    pub fn grpc(certificates: &Arc<Reloaded<Certificates>>) -> Securing {
-        Securing { certificates: certificates.clone(), service: |certificates| &certificates.grpc }
+    pub fn grpc(certificates: &Arc<Reloaded<Certificates>>) -> ServiceTls {
+        ServiceTls { certificates: certificates.clone(), service: |certificates| &certificates.grpc }
     }
 
     /// For connections with HTTP/2 and HTTP/1.1.
-    pub fn http(certificates: &Arc<Reloaded<Certificates>>) -> Securing {
-        Securing { certificates: certificates.clone(), service: |certificates| &certificates.http }
+    pub fn http(certificates: &Arc<Reloaded<Certificates>>) -> ServiceTls {
+        ServiceTls { certificates: certificates.clone(), service: |certificates| &certificates.http }
     }
 
     /// The handshake of a connection; begins when first polled.
@@ -192,13 +198,16 @@ pub fn read_key(setting: &str, path: &Path) -> Result<PrivateKeyDer<'static>> {
     let content = read_file(setting, path)?;
     let holds = |text: &[u8]| content.windows(text.len()).any(|window| window == text);
     if ENCRYPTED.iter().any(|text| holds(text)) {
-        let reason = "is encrypted, and there is nobody to enter its passphrase: write it without one, as openssl pkey does";
-        return Err(wrong(setting, path, reason));
+        let reason =
+            "is encrypted, and the server has no passphrase: decrypt it, for example with openssl pkey";
+        return Err(setting_error(setting, path, reason));
     }
     PrivateKeyDer::from_pem_slice(&content).map_err(|error| match error {
-        pem::Error::NoItemsFound => {
-            wrong(setting, path, "holds no private key: PEM is expected, such as -----BEGIN PRIVATE KEY-----")
-        }
+        pem::Error::NoItemsFound => setting_error(
+            setting,
+            path,
+            "holds no private key: PEM is expected, such as -----BEGIN PRIVATE KEY-----",
+        ),
         error => not_pem(setting, path, &error),
     })
 }
@@ -222,7 +231,7 @@ fn read_good_roots(setting: &str, path: &Path) -> (RootCertStore, Vec<Error>) {
     for certificate in CertificateDer::pem_slice_iter(&content).take(CERTIFICATES_MAX) {
         let added = certificate.map_err(|error| not_pem(setting, path, &error)).and_then(|certificate| {
             let added = roots.add(certificate);
-            added.map_err(|error| wrong(setting, path, &format!("has a bad certificate: {error}")))
+            added.map_err(|error| setting_error(setting, path, &format!("has a bad certificate: {error}")))
         });
         errors.extend(added.err());
     }
@@ -234,15 +243,15 @@ fn read_good_roots(setting: &str, path: &Path) -> (RootCertStore, Vec<Error>) {
 
 fn no_certificate(setting: &str, path: &Path) -> Error {
     let reason = "holds no certificate: PEM is expected, which begins with -----BEGIN CERTIFICATE-----";
-    wrong(setting, path, reason)
+    setting_error(setting, path, reason)
 }
 
 fn not_pem(setting: &str, path: &Path, error: &pem::Error) -> crate::Error {
     // Not the library's message: it repeats lines of the file, which may belong to a key.
     let reason = match error {
         pem::Error::MissingSectionEnd { .. } => "breaks off: a -----END line is missing",
-        pem::Error::IllegalSectionStart { .. } => "has a -----BEGIN line that is none of PEM",
-        _ => "is no PEM: what is between -----BEGIN and -----END is not base64",
+        pem::Error::IllegalSectionStart { .. } => "has a -----BEGIN line that is not valid PEM",
+        _ => "is not PEM: the text between -----BEGIN and -----END is not base64",
     };
-    wrong(setting, path, reason)
+    setting_error(setting, path, reason)
 }

@@ -9,7 +9,7 @@ use millrace_streams::topic::{self, OutRecord, Records};
 use serde_json::{Map, Value};
 use tokio_util::sync::CancellationToken;
 
-use super::answered::Answered;
+use super::answered_offsets::AnsweredOffsets;
 use super::output::Writer;
 use super::waiting::Waiting;
 use super::{CHUNK_BYTES_MAX, PipeReport, Until};
@@ -33,7 +33,7 @@ pub(super) struct Pipe<'a> {
     pub(super) inference: &'a Inference,
     pub(super) waiting: &'a Waiting,
     pub(super) writer: Writer<'a>,
-    pub(super) answered: Answered,
+    pub(super) answered: AnsweredOffsets,
     pub(super) mapping: Option<(Arc<Model>, Mapping)>,
     /// Largest answer of the last call of this model in bytes; `None` before the first call.
     pub(super) answer_bytes: Option<usize>,
@@ -43,7 +43,7 @@ pub(super) struct Pipe<'a> {
 }
 
 /// A record whose inputs were read: its index in the batch and the fields that the answer carries over.
-struct Read {
+struct DecodedRecord {
     index: usize,
     carried: Map<String, Value>,
 }
@@ -105,7 +105,7 @@ impl Pipe<'_> {
         };
         self.mapping = Some((model.clone(), mapping.clone()));
         let mut out = Outbox::default();
-        let mut reads: Vec<Read> = Vec::new();
+        let mut reads: Vec<DecodedRecord> = Vec::new();
         let mut rows: Vec<Row> = Vec::new();
         for index in 0..records.len() {
             let (partition, offset) = (records.partition(index), records.offset(index));
@@ -114,7 +114,7 @@ impl Pipe<'_> {
             }
             match self.read(&mapping, records.value(index)) {
                 Ok((row, carried)) => {
-                    reads.push(Read { index, carried });
+                    reads.push(DecodedRecord { index, carried });
                     rows.push(row);
                 }
                 Err(error) => {
@@ -182,7 +182,7 @@ impl Pipe<'_> {
         tokio::select! {
             written = self.write(records, out) => written.map(|()| true),
             () = given_up => {
-                tracing::warn!(pipe = name, "the pipe ends, and the brokers have not taken its last answers");
+                tracing::warn!(pipe = name, "the pipe ends before the brokers accepted its last answers");
                 Ok(false)
             }
         }
@@ -227,7 +227,7 @@ impl Pipe<'_> {
                             bytes,
                             partition = records.partition(index),
                             offset = records.offset(index),
-                            "a dead letter is too large and goes without its record"
+                            "a dead letter is too large and is written without its record"
                         );
                         next.push(index, Kind::Short, self.writer.shortened(record));
                     }
@@ -300,11 +300,11 @@ impl Pipe<'_> {
             match found.and_then(|model| repository.check_steps(&model).map(|()| model)) {
                 Ok(model) => {
                     if told {
-                        self.waiting.tell(false);
+                        self.waiting.set(false);
                         tracing::info!(
                             pipe = self.config.name,
                             model = self.config.model,
-                            "the model is there"
+                            "the model is available"
                         );
                     }
                     return Ok(Some(model));
@@ -312,7 +312,7 @@ impl Pipe<'_> {
                 Err(error) if self.until == Until::CaughtUp => return Err(error.into()),
                 Err(error) if !told => {
                     told = true;
-                    self.waiting.tell(true);
+                    self.waiting.set(true);
                     tracing::info!(
                         pipe = self.config.name, model = self.config.model, %error, "the pipe waits for its model"
                     );
@@ -341,7 +341,7 @@ impl Pipe<'_> {
             Ok(answers) => return Ok(Some(answers.into_iter().map(Ok).collect())),
             Err(error) if rows.len() == 1 => return Ok(Some(vec![Err(error)])),
             Err(error) => {
-                tracing::debug!(pipe = self.config.name, %error, "a batch failed, rows go alone")
+                tracing::debug!(pipe = self.config.name, %error, "a batch failed, its rows run one by one")
             }
         }
         let mut answers = Vec::with_capacity(rows.len());

@@ -36,8 +36,8 @@ pub enum Error {
     /// The input of a pipe is not the topic that the pipe has read before, or lacks records that it has not
     /// yet read.
     #[error(
-        "pipe {name}: topic {topic} partition {partition} does not go on where the pipe was: {reason}; if the topic \
-         was deleted and created again, or its records removed on purpose, give the pipe another name (--name of \
+        "pipe {name}: topic {topic} partition {partition} does not continue at the position of the pipe: {reason}; \
+         if the topic was deleted and created again, or its records removed on purpose, give the pipe another name (--name of \
          millrace pipe, name in [[serving.pipes]]), under which it begins at the first record"
     )]
     InputChanged {

@@ -17,7 +17,7 @@
 //! most 8 MiB of records, their inputs, and 8 MiB of answers that are not yet written.
 
 mod answer;
-mod answered;
+mod answered_offsets;
 mod error;
 mod output;
 mod progress;
@@ -32,7 +32,7 @@ use millrace_streams::topic::{self, Consumer, EARLIEST, Producer, Records};
 use tokio_util::sync::CancellationToken;
 
 use answer::Pipe;
-use answered::{Answered, Tail};
+use answered_offsets::{AnsweredOffsets, Tail};
 pub use error::{Error, Result};
 use millrace_serving_core::config::PipeConfig;
 use millrace_serving_core::error::{chain, quote};
@@ -112,7 +112,7 @@ pub async fn run(
         match run_once(config, &deps, until, &cancel, &mut report).await {
             Err(error) if until == Until::Forever && error.is_retryable() => {
                 tracing::warn!(pipe = config.name, error = %chain(&error), "the pipe starts over");
-                deps.waiting.tell(true);
+                deps.waiting.set(true);
                 if cancel.run_until_cancelled(tokio::time::sleep(RESTART_AFTER)).await.is_none() {
                     return Ok(report);
                 }
@@ -128,7 +128,7 @@ struct Start<'a> {
     marks: BTreeMap<i32, (i64, i64)>,
     writer: Writer<'a>,
     progress: Progress,
-    answered: Answered,
+    answered: AnsweredOffsets,
     consumer: Consumer,
 }
 
@@ -148,7 +148,7 @@ impl<'a> Start<'a> {
         let adopt = tail.allows_adoption(config);
         let progress = Progress::read(deps.progress.clone(), config, marks.keys(), adopt).await?;
         writer.id.clone_from(&progress.id);
-        let answered = Answered::new(tail, config, &progress);
+        let answered = AnsweredOffsets::new(tail, config, &progress);
         // Read again: another process of this pipe that has just ended may have read beyond the first marks.
         let marks_now = topic::watermarks(&deps.kafka, &config.input).await?;
         progress.check(&marks_now)?;
@@ -189,7 +189,7 @@ async fn run_once(
         cancel,
     };
     tracing::info!(pipe = config.name, input = config.input, output = config.output, "the pipe runs");
-    deps.waiting.tell(false);
+    deps.waiting.set(false);
     let mut away: Option<Instant> = None;
     let mut at = consumer.positions().clone();
     loop {
@@ -201,7 +201,7 @@ async fn run_once(
         }
         if away.is_some_and(|since| since.elapsed() >= BACK_AFTER) {
             away = None;
-            deps.waiting.tell(false);
+            deps.waiting.set(false);
         }
         let next = consumer.next(chunk_rows(config), CHUNK_BYTES_MAX, POLL);
         let batch = match cancel.run_until_cancelled(next).await {
@@ -209,7 +209,7 @@ async fn run_once(
             Some(Err(error)) if error.is_retryable() && until == Until::Forever => {
                 tracing::warn!(pipe = config.name, %error, "the pipe waits for the brokers");
                 away = Some(Instant::now());
-                deps.waiting.tell(true);
+                deps.waiting.set(true);
                 continue;
             }
             Some(Err(millrace_streams::Error::Undecodable { partition, first, next, reason, .. })) => {
@@ -222,7 +222,7 @@ async fn run_once(
         };
         if let Some(batch) = batch {
             if away.take().is_some() {
-                deps.waiting.tell(false);
+                deps.waiting.set(false);
             }
             if !pipe.answer(&Records::new(&batch)?).await? {
                 break;

@@ -106,7 +106,7 @@ impl Progress {
                         pipe = keys.name,
                         model = keys.model,
                         output = keys.output,
-                        "took over the positions that an earlier release kept by name and input"
+                        "adopted the positions that an earlier release stored by name and input"
                     );
                 }
             }
@@ -179,7 +179,7 @@ impl Progress {
 /// Why a pipe cannot resume at an offset of a partition; `mark` holds the first and the next offset.
 fn obstacle(next: i64, mark: Option<(i64, i64)>) -> Option<String> {
     match mark {
-        None if next > 0 => Some("the topic has no such partition any more".to_owned()),
+        None if next > 0 => Some("the topic no longer has this partition".to_owned()),
         Some((_, high)) if next > high => {
             Some(format!("the pipe has read up to offset {next}, and the partition ends at {high}"))
         }
@@ -238,12 +238,12 @@ mod tests {
     use super::obstacle;
 
     #[test]
-    fn a_pipe_goes_on_only_where_the_partition_has_its_next_record() {
+    fn pipe_resumes_only_if_the_partition_has_its_next_record() {
         for (next, mark, says) in [
             (7, Some((0, 7)), None),
             (0, Some((0, 0)), None),
             (0, None, None),
-            (3, None, Some("no such partition")),
+            (3, None, Some("no longer has this partition")),
             (8, Some((0, 7)), Some("up to offset 8, and the partition ends at 7")),
             (3, Some((5, 9)), Some("from 3 to 4 were removed")),
         ] {

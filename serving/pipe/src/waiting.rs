@@ -9,15 +9,15 @@ use std::sync::Arc;
 pub struct Waiting(Option<Arc<dyn Fn(bool) + Send + Sync>>);
 
 impl Waiting {
-    /// Calls `tell` with true when a wait begins and with false when it ends, possibly several times in a
-    /// row. `tell` must not block.
-    pub fn new(tell: impl Fn(bool) + Send + Sync + 'static) -> Waiting {
-        Waiting(Some(Arc::new(tell)))
+    /// Calls `callback` with true when a wait begins and with false when it ends, possibly several times in a
+    /// row. `callback` must not block.
+    pub fn new(callback: impl Fn(bool) + Send + Sync + 'static) -> Waiting {
+        Waiting(Some(Arc::new(callback)))
     }
 
-    pub(super) fn tell(&self, waits: bool) {
-        if let Some(tell) = &self.0 {
-            tell(waits);
+    pub(super) fn set(&self, waits: bool) {
+        if let Some(callback) = &self.0 {
+            callback(waits);
         }
     }
 }

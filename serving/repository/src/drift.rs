@@ -21,17 +21,17 @@ use millrace_serving_core::tensor::{Data, Tensor};
 /// Drift detector for the inputs of one version.
 #[derive(Debug)]
 pub struct Drift {
-    features: Vec<Watched>,
+    features: Vec<ObservedFeature>,
     rows_per_second_max: u32,
     window_rows: u64,
     began: Instant,
     /// Upper half: seconds since `began`. Lower half: rows granted in that second.
     taken: AtomicU64,
-    seen: Mutex<Seen>,
+    seen: Mutex<Observations>,
 }
 
 #[derive(Debug)]
-struct Watched {
+struct ObservedFeature {
     feature: Feature,
     name: String,
     /// Index of its input.
@@ -39,7 +39,7 @@ struct Watched {
 }
 
 #[derive(Debug)]
-struct Seen {
+struct Observations {
     rows: u64,
     /// Rows of the window, with older rows discounted.
     window: u64,
@@ -48,7 +48,7 @@ struct Seen {
 
 /// Drift figures of a version.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Figures {
+pub struct DriftFigures {
     /// Rows examined since the version was loaded.
     pub rows: u64,
     /// Rows of the window; with fewer than [`ROWS_MIN`] there are no figures for features.
@@ -77,9 +77,9 @@ impl Drift {
             let input = signature.inputs.iter().position(|spec| spec.name == feature.input)?;
             let name = feature.name();
             let is_float = signature.inputs[input].datatype == Datatype::Fp32;
-            is_float.then_some(Watched { feature, name, input })
+            is_float.then_some(ObservedFeature { feature, name, input })
         };
-        let features: Vec<Watched> = statistics.features.into_iter().filter_map(watched).collect();
+        let features: Vec<ObservedFeature> = statistics.features.into_iter().filter_map(watched).collect();
         if features.is_empty() || options.rows_per_second_max == 0 {
             return None;
         }
@@ -90,7 +90,7 @@ impl Drift {
             window_rows: options.window_rows,
             began: Instant::now(),
             taken: AtomicU64::new(0),
-            seen: Mutex::new(Seen { rows: 0, window: 0, histograms }),
+            seen: Mutex::new(Observations { rows: 0, window: 0, histograms }),
         })
     }
 
@@ -133,7 +133,7 @@ impl Drift {
         }
     }
 
-    fn add_row<T: Borrow<Tensor>>(&self, seen: &mut Seen, inputs: &[T], rows: usize, row: usize) {
+    fn add_row<T: Borrow<Tensor>>(&self, seen: &mut Observations, inputs: &[T], rows: usize, row: usize) {
         for (watched, histogram) in self.features.iter().zip(&mut seen.histograms) {
             let tensor = inputs.get(watched.input).map(Borrow::borrow);
             let Some(tensor) = tensor.filter(|tensor| rows_of(Some(tensor)) == rows) else { continue };
@@ -152,7 +152,7 @@ impl Drift {
     }
 
     /// The current figures.
-    pub fn figures(&self) -> Figures {
+    pub fn figures(&self) -> DriftFigures {
         let seen = self.seen.lock();
         let enough = seen.window >= ROWS_MIN;
         let told = self.features.iter().zip(&seen.histograms).filter(|_| enough);
@@ -161,7 +161,7 @@ impl Drift {
                 Some((watched.name.clone(), histogram.drift(&watched.feature)?))
             })
             .collect();
-        Figures { rows: seen.rows, window_rows: seen.window, features }
+        DriftFigures { rows: seen.rows, window_rows: seen.window, features }
     }
 }
 

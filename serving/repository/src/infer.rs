@@ -12,8 +12,8 @@ use crate::model::{Model, Unfinished, infer_with};
 pub use crate::model::{Request, Response};
 use crate::outcome;
 use crate::repository::{Repository, VersionSelector};
-use crate::sequence::Place;
-use crate::shadow::Copied;
+use crate::sequence::SequencePosition;
+use crate::shadow::ShadowRequest;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::metrics::{IN_FLIGHT, REQUESTS};
 use millrace_serving_core::parameters::Step;
@@ -89,10 +89,10 @@ impl Inference {
     ///
     /// # Errors
     /// [`InferError::Unavailable`] while draining.
-    pub fn enter(&self) -> Result<Entered, InferError> {
+    pub fn enter(&self) -> Result<AdmittedRequest, InferError> {
         self.gate.in_flight.fetch_add(1, Ordering::SeqCst);
         IN_FLIGHT.inc();
-        let entered = Entered { gate: self.gate.clone() };
+        let entered = AdmittedRequest { gate: self.gate.clone() };
         if self.is_draining() { Err(InferError::stopping()) } else { Ok(entered) }
     }
 
@@ -120,7 +120,7 @@ impl Inference {
     /// turn.
     pub async fn answer_in<X, R>(
         &self,
-        mut place: Option<Box<Place>>,
+        mut place: Option<Box<SequencePosition>>,
         model: &Model,
         decode: impl Future<Output = Result<(Request, X), InferError>>,
         encode: impl FnOnce(Response, X) -> Result<R, InferError>,
@@ -157,7 +157,7 @@ impl Inference {
     }
 
     /// A copy of the request for the model's shadow version, if there is one and this request is selected for it.
-    fn copied(&self, model: &Model, request: &Request) -> Option<Copied> {
+    fn copied(&self, model: &Model, request: &Request) -> Option<ShadowRequest> {
         self.repository.shadow(model.name())?.copy(request)
     }
 
@@ -209,7 +209,7 @@ impl Inference {
         asked: VersionSelector<'_>,
         id: &str,
         step: Option<Step>,
-    ) -> Result<(Arc<Model>, Option<Box<Place>>), InferError> {
+    ) -> Result<(Arc<Model>, Option<Box<SequencePosition>>), InferError> {
         let Some(step) = step else { return Ok((self.route(model, asked, id)?, None)) };
         let routed = self.repository().route_step(model, asked, id, &step);
         let (model, others) = routed.inspect_err(count_unknown)?;
@@ -223,11 +223,11 @@ impl Inference {
 
 /// An admitted request; counts as finished when dropped.
 #[derive(Debug)]
-pub struct Entered {
+pub struct AdmittedRequest {
     gate: Arc<Gate>,
 }
 
-impl Drop for Entered {
+impl Drop for AdmittedRequest {
     fn drop(&mut self) {
         IN_FLIGHT.dec();
         if self.gate.in_flight.fetch_sub(1, Ordering::SeqCst) == 1 {

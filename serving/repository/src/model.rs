@@ -28,7 +28,7 @@ use millrace_serving_core::wire::inference as pb;
 use millrace_serving_runtime::rows::Rows;
 use millrace_serving_runtime::session::Pool;
 pub(crate) use run::infer_with;
-pub(crate) use step::Checked;
+pub(crate) use step::CheckedRequest;
 
 /// Backend of every model with a graph, in Triton's terms.
 pub(crate) const BACKEND: &str = "onnxruntime";

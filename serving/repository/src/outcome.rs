@@ -44,14 +44,14 @@ impl Record {
     }
 }
 
-fn note(change: impl FnOnce(&mut Outcome)) {
+fn update(change: impl FnOnce(&mut Outcome)) {
     // Most requests have no span.
     let _ = CURRENT.try_with(|record| change(&mut record.0.lock()));
 }
 
 /// Records the version that answered, and the times of its steps.
 pub fn answered(model: &str, version: u64, times: &Times) {
-    note(|outcome| {
+    update(|outcome| {
         outcome.model = Some((model.to_owned(), version));
         outcome.times = Some(*times);
     });
@@ -59,7 +59,7 @@ pub fn answered(model: &str, version: u64, times: &Times) {
 
 /// Records the error, and the version that was asked, if known.
 pub fn failed(model: Option<(&str, u64)>, error: &InferError) {
-    note(|outcome| {
+    update(|outcome| {
         outcome.error = Some(error.label());
         if let Some((model, version)) = model {
             outcome.model = Some((model.to_owned(), version));

@@ -1,12 +1,12 @@
 //! The model repository: finds model versions in a volume or a directory, loads them, and polls for new
 //! versions. A version that cannot be loaded is reported and left out; it never takes the others down.
 
-mod beside;
 mod control;
 mod declared;
 mod ensemble;
 mod entries;
 mod load;
+mod model_files;
 mod refresh;
 mod sequences;
 mod source;
@@ -37,7 +37,7 @@ use versions::Versions;
 
 /// State of a version.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
+pub enum VersionState {
     /// It answers requests.
     Ready,
     /// It cannot be served, with the reason.
@@ -52,7 +52,7 @@ pub struct VersionStatus {
     /// Version; `None` for a directory that is not a version, and for a problem with the model as a whole.
     pub version: Option<u64>,
     /// Its state.
-    pub state: State,
+    pub state: VersionState,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -124,7 +124,7 @@ impl Repository {
             Control::Poll => {
                 repository.refresh().await?;
                 if repository.is_settling(None) {
-                    tokio::time::sleep(beside::SETTLE).await;
+                    tokio::time::sleep(model_files::SETTLE).await;
                     repository.refresh().await?;
                 }
             }
@@ -226,7 +226,7 @@ impl Repository {
         let models = self.inner.models.read();
         let Some(versions) = models.models.get(model) else { return Err(unknown(model)) };
         match asked {
-            VersionSelector::Any => versions.turn(id).map_or_else(|| versions.find(model, asked), Ok),
+            VersionSelector::Any => versions.split_target(id).map_or_else(|| versions.find(model, asked), Ok),
             asked => versions.find(model, asked),
         }
     }
@@ -276,15 +276,14 @@ impl Repository {
         let models = self.inner.models.read().clone();
         let mut status: Vec<VersionStatus> = Vec::new();
         for (model, versions) in &models.models {
-            let ready = versions
-                .ready
-                .iter()
-                .map(|(version, model)| (*version, models.fault(model).map_or(State::Ready, State::Failed)));
+            let ready = versions.ready.iter().map(|(version, model)| {
+                (*version, models.fault(model).map_or(VersionState::Ready, VersionState::Failed))
+            });
             let failed = versions
                 .failed
                 .iter()
                 .filter(|(version, _)| !versions.ready.contains_key(version))
-                .map(|(version, failure)| (*version, State::Failed(failure.reason.clone())));
+                .map(|(version, failure)| (*version, VersionState::Failed(failure.reason.clone())));
             status.extend(ready.chain(failed).map(|(version, state)| VersionStatus {
                 model: model.clone(),
                 version: Some(version),
@@ -293,13 +292,13 @@ impl Repository {
             status.extend(versions.problems.iter().map(|problem| VersionStatus {
                 model: model.clone(),
                 version: None,
-                state: State::Failed(problem.clone()),
+                state: VersionState::Failed(problem.clone()),
             }));
         }
         status.extend(models.other.iter().map(|(path, reason)| VersionStatus {
             model: path.clone(),
             version: None,
-            state: State::Failed(reason.clone()),
+            state: VersionState::Failed(reason.clone()),
         }));
         status.sort_by(|a, b| (&a.model, a.version).cmp(&(&b.model, b.version)));
         status
@@ -307,5 +306,5 @@ impl Repository {
 }
 
 fn unknown(model: &str) -> InferError {
-    InferError::NotFound { reason: format!("there is no model {}", quote(model)) }
+    InferError::NotFound { reason: format!("the server has no model {}", quote(model)) }
 }

@@ -15,8 +15,8 @@ use hashlink::LinkedHashMap;
 use millrace_bundle::Manifest;
 use parking_lot::Mutex;
 
-use key::Head;
 pub(crate) use key::Key;
+use key::VersionDigest;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::metrics::{RESPONSE_CACHE_BYTES, RESPONSE_CACHE_EVICTIONS};
 use millrace_serving_core::tensor::{Data, Tensor};
@@ -32,12 +32,12 @@ const SPARE_MIN: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct ResponseCache {
     bytes_max: usize,
-    state: Mutex<State>,
+    state: Mutex<LruEntries>,
 }
 
 /// Entries in order of use, the least recently used first.
 #[derive(Debug, Default)]
-struct State {
+struct LruEntries {
     entries: LinkedHashMap<Key, Entry>,
     bytes: usize,
 }
@@ -103,19 +103,19 @@ impl Drop for ResponseCache {
 #[derive(Debug)]
 pub struct Answers {
     cache: Arc<ResponseCache>,
-    head: Head,
+    head: VersionDigest,
 }
 
 impl Answers {
     /// For a version by its manifest, with the signature under which it is served.
     pub(crate) fn new(cache: Arc<ResponseCache>, manifest: &Manifest) -> Answers {
-        Answers { cache, head: Head::new(manifest) }
+        Answers { cache, head: VersionDigest::new(manifest) }
     }
 
     /// The key of a checked request.
     ///
     /// # Errors
-    /// As [`millrace_serving_core::tensor::Held::read`].
+    /// As [`millrace_serving_core::tensor::TensorHandle::read`].
     pub(crate) fn key(&self, work: &Work) -> Result<Key, InferError> {
         self.head.key(work)
     }

@@ -68,7 +68,7 @@ impl Shadow {
     }
 
     /// A copy of the request if it is selected and capacity is free.
-    pub(crate) fn copy(self: &Arc<Self>, request: &Request) -> Option<Copied> {
+    pub(crate) fn copy(self: &Arc<Self>, request: &Request) -> Option<ShadowRequest> {
         // The same even spread as in the traffic split, see `repository::split`.
         let place = self.count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         if place >= self.part && self.part != u64::MAX {
@@ -78,7 +78,7 @@ impl Shadow {
             self.metrics.dropped.inc();
             return None;
         };
-        Some(Copied {
+        Some(ShadowRequest {
             shadow: Arc::clone(self),
             request: request.clone(),
             outputs: Vec::new(),
@@ -98,16 +98,16 @@ impl Shadow {
 
 /// An answered request that will run again.
 #[derive(Debug)]
-pub(crate) struct Copied {
+pub(crate) struct ShadowRequest {
     shadow: Arc<Shadow>,
     request: Request,
     outputs: Vec<Tensor>,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Copied {
+impl ShadowRequest {
     /// Stores the outputs of the answer.
-    pub(crate) fn answered(mut self, outputs: &[Tensor]) -> Copied {
+    pub(crate) fn answered(mut self, outputs: &[Tensor]) -> ShadowRequest {
         self.outputs = outputs.to_vec();
         self
     }
@@ -116,7 +116,7 @@ impl Copied {
     pub(crate) fn run(self) {
         let runtime = tokio::runtime::Handle::current();
         tokio::task::spawn_blocking(move || {
-            let Copied { shadow, request, outputs, _permit } = self;
+            let ShadowRequest { shadow, request, outputs, _permit } = self;
             match runtime.block_on(infer_with(&shadow.target, None, request)) {
                 Ok((response, ..)) => shadow.compare(&outputs, &response.outputs),
                 Err(error) => {
@@ -131,7 +131,7 @@ impl Copied {
 
 /// The difference of two responses.
 #[derive(Debug, PartialEq)]
-struct Found {
+struct ResponseDifference {
     /// The largest difference of two numbers; infinite where only one of them is a number.
     difference: f64,
     /// Rows with equal labels in both responses, and rows with different ones.
@@ -140,8 +140,8 @@ struct Found {
 }
 
 /// Compares responses; `None` if their outputs differ in name, shape or type.
-fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Option<Found> {
-    let mut found = Found { difference: 0.0, same: 0, other: 0 };
+fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Option<ResponseDifference> {
+    let mut found = ResponseDifference { difference: 0.0, same: 0, other: 0 };
     if ours.len() != theirs.len() {
         return None;
     }
@@ -207,15 +207,18 @@ mod tests {
     fn replies_are_compared_by_their_numbers_and_their_labels() {
         let ours = [tensor(&[2, 2], &[1.0, 2.0, 3.0, 0.0])];
         let found = compare(&ours, &ours).unwrap();
-        assert_eq!(found, Found { difference: 0.0, same: 2, other: 0 });
+        assert_eq!(found, ResponseDifference { difference: 0.0, same: 2, other: 0 });
         let theirs = [tensor(&[2, 2], &[1.0, 2.5, 3.0, 4.0])];
         let found = compare(&ours, &theirs).unwrap();
-        assert_eq!(found, Found { difference: 4.0, same: 1, other: 1 });
+        assert_eq!(found, ResponseDifference { difference: 4.0, same: 1, other: 1 });
         let nan = [tensor(&[2, 2], &[f32::NAN, 2.0, 3.0, 0.0])];
         assert_eq!(compare(&nan, &nan).unwrap().difference, 0.0);
         assert_eq!(compare(&ours, &nan).unwrap().difference, f64::INFINITY);
         let single = [tensor(&[4], &[1.0, 2.0, 3.0, 0.0])];
-        assert_eq!(compare(&single, &single).unwrap(), Found { difference: 0.0, same: 0, other: 0 });
+        assert_eq!(
+            compare(&single, &single).unwrap(),
+            ResponseDifference { difference: 0.0, same: 0, other: 0 }
+        );
     }
 
     #[test]
@@ -231,7 +234,7 @@ mod tests {
             [Tensor::new("t", vec![2], Data::Bytes(vec![word.into(), "same".into()])).unwrap()]
         };
         let found = compare(&text("a"), &text("b")).unwrap();
-        assert_eq!(found, Found { difference: 0.0, same: 1, other: 1 });
+        assert_eq!(found, ResponseDifference { difference: 0.0, same: 1, other: 1 });
         assert_eq!(compare(std::slice::from_ref(&whole), std::slice::from_ref(&whole)).unwrap().same, 2);
     }
 }

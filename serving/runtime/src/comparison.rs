@@ -43,11 +43,11 @@ pub struct OutputDifference {
 /// Differences of all outputs, accumulated over runs.
 #[derive(Debug, Default)]
 pub struct Comparison {
-    outputs: Vec<Seen>,
+    outputs: Vec<OutputTotals>,
 }
 
 #[derive(Debug)]
-struct Seen {
+struct OutputTotals {
     output: String,
     datatype: Datatype,
     low: f64,
@@ -65,7 +65,7 @@ impl Comparison {
     pub fn add(&mut self, before: &[Tensor], after: &[Tensor]) {
         for (place, tensor) in before.iter().enumerate() {
             if place == self.outputs.len() {
-                self.outputs.push(Seen::new(tensor));
+                self.outputs.push(OutputTotals::new(tensor));
             }
             let other = after.get(place).filter(|after| after.shape == tensor.shape);
             self.outputs[place].add(tensor, other);
@@ -74,13 +74,13 @@ impl Comparison {
 
     /// The differences, in the order of the outputs.
     pub fn outputs(&self) -> Vec<OutputDifference> {
-        self.outputs.iter().map(Seen::difference).collect()
+        self.outputs.iter().map(OutputTotals::difference).collect()
     }
 }
 
-impl Seen {
-    fn new(tensor: &Tensor) -> Seen {
-        Seen {
+impl OutputTotals {
+    fn new(tensor: &Tensor) -> OutputTotals {
+        OutputTotals {
             output: tensor.name.clone(),
             datatype: tensor.data.datatype(),
             low: f64::INFINITY,
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_and_ranges_of_nothing_are_told() {
+    fn nan_and_empty_ranges_are_reported() {
         let same = floats(&[3], &[f32::NAN, f32::INFINITY, 1.0]);
         let found = compared(&same, &same);
         assert_eq!((found.mean, found.max, found.agreement), (0.0, 0.0, None));
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_float_is_equal_or_not() {
+    fn values_other_than_floats_are_equal_or_different() {
         let whole = |values: &[i64]| Tensor::new("c", vec![4], Data::Int64(values.to_vec())).unwrap();
         let found = compared(&whole(&[1, 2, 3, 4]), &whole(&[1, 2, 3, 5]));
         assert_eq!((found.mean, found.max, found.agreement), (0.25, 1.0, Some(0.75)));

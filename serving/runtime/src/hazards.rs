@@ -29,7 +29,7 @@ use millrace_bundle::onnx::{
 };
 use prost::Message;
 
-use known::Known;
+use known::ValueFacts;
 
 use crate::runtime;
 
@@ -153,12 +153,12 @@ impl Rules {
 
 /// Values by name, including those of the enclosing graph.
 struct Scope<'a, 'o> {
-    own: HashMap<&'a str, Known>,
+    own: HashMap<&'a str, ValueFacts>,
     outer: Option<&'o Scope<'o, 'o>>,
 }
 
 impl Scope<'_, '_> {
-    fn get(&self, name: &str) -> Option<Known> {
+    fn get(&self, name: &str) -> Option<ValueFacts> {
         self.own.get(name).copied().or_else(|| self.outer?.get(name))
     }
 }
@@ -175,7 +175,7 @@ struct Call<'a> {
     node: &'a NodeProto,
     bound: [&'a [AttributeProto]; 2],
     /// Inputs by position; omitted ones are `None`.
-    inputs: Vec<Option<Known>>,
+    inputs: Vec<Option<ValueFacts>>,
 }
 
 impl Call<'_> {
@@ -184,7 +184,7 @@ impl Call<'_> {
         matches!(self.node.domain(), "" | "ai.onnx")
     }
 
-    fn input(&self, place: usize) -> Option<Known> {
+    fn input(&self, place: usize) -> Option<ValueFacts> {
         self.inputs.get(place).copied().flatten()
     }
 
@@ -216,18 +216,18 @@ impl<'a> Walk<'a> {
         graph: &'a GraphProto,
         outer: Option<&Scope<'_, '_>>,
         body: Body<'a>,
-    ) -> Result<Vec<Known>, Hazard> {
+    ) -> Result<Vec<ValueFacts>, Hazard> {
         let mut scope = Scope { own: HashMap::new(), outer };
         let small = outer.is_none() && !self.rules.may_be_empty;
         for input in &graph.input {
-            scope.own.insert(input.name(), Known::of_type(element_type(input.r#type.as_ref()), small));
+            scope.own.insert(input.name(), ValueFacts::of_type(element_type(input.r#type.as_ref()), small));
         }
         for tensor in &graph.initializer {
-            scope.own.insert(tensor.name(), Known::of_tensor(tensor));
+            scope.own.insert(tensor.name(), ValueFacts::of_tensor(tensor));
         }
         for sparse in &graph.sparse_initializer {
             if let Some(values) = &sparse.values {
-                scope.own.insert(values.name(), Known::of_type(values.data_type(), false));
+                scope.own.insert(values.name(), ValueFacts::of_type(values.data_type(), false));
             }
         }
         let declared = graph.value_info.iter().chain(&graph.output);
@@ -252,7 +252,8 @@ impl<'a> Walk<'a> {
             for name in &node.output {
                 let mut result = results.next().unwrap_or_default();
                 if result.has_no_type() {
-                    result = Known::of_type(declared.get(name.as_str()).copied().unwrap_or(0), result.small);
+                    result =
+                        ValueFacts::of_type(declared.get(name.as_str()).copied().unwrap_or(0), result.small);
                 }
                 scope.own.insert(name, result);
             }
@@ -267,7 +268,7 @@ impl<'a> Walk<'a> {
         declared: &HashMap<&str, i32>,
         scope: &Scope<'_, '_>,
         body: Body<'a>,
-    ) -> Result<Vec<Known>, Hazard> {
+    ) -> Result<Vec<ValueFacts>, Hazard> {
         let input = |name: &String| match name.as_str() {
             "" => None,
             name => Some(scope.get(name).unwrap_or_default()),
@@ -299,7 +300,7 @@ impl<'a> Walk<'a> {
             results = Some(match results {
                 None => given,
                 Some(results) => {
-                    let others = given.into_iter().chain(iter::repeat(Known::default()));
+                    let others = given.into_iter().chain(iter::repeat(ValueFacts::default()));
                     results.into_iter().zip(others).map(|(one, other)| one.or(other)).collect()
                 }
             });
@@ -313,7 +314,7 @@ impl<'a> Walk<'a> {
         function: &'a FunctionProto,
         call: &Call<'a>,
         body: Body<'a>,
-    ) -> Result<Vec<Known>, Hazard> {
+    ) -> Result<Vec<ValueFacts>, Hazard> {
         if body.depth >= CALLS_MAX {
             return Err(Hazard::of(call.node, "its functions call each other too often"));
         }
@@ -382,7 +383,7 @@ fn check_outputs(call: &Call<'_>) -> Result<(), Hazard> {
     }
     let graphs = node.attribute.iter().flat_map(|attribute| attribute.g.iter().chain(&attribute.graphs));
     if graphs.flat_map(|graph| &graph.output).any(|output| output.name().is_empty()) {
-        return Err(Hazard::of(node, "an output of the graph inside of it has no name: give it one"));
+        return Err(Hazard::of(node, "an output of its subgraph has no name: give it one"));
     }
     Ok(())
 }
@@ -424,7 +425,7 @@ fn check_division(call: &Call<'_>, declared: &HashMap<&str, i32>, zero_ends: boo
     }
     let (dividend, divisor) = (call.input(0).unwrap_or_default(), call.input(1).unwrap_or_default());
     let said = call.node.output.first().and_then(|name| declared.get(name.as_str())).copied();
-    let result = Known::of_type(said.unwrap_or(0), false);
+    let result = ValueFacts::of_type(said.unwrap_or(0), false);
     // Dividend, divisor and result have the same type.
     let Some(known) = [divisor, dividend, result].into_iter().find(|known| known.is_integer().is_some())
     else {

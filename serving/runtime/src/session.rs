@@ -3,11 +3,11 @@
 mod admission;
 mod batch;
 mod batch_sizer;
+mod empty_inputs;
 mod executor;
 mod fixed_cost;
 mod idle_sessions;
 mod limited;
-mod nothing;
 mod options;
 mod peak;
 mod placement;
@@ -39,12 +39,12 @@ use millrace_serving_core::config::{Config, Device, Devices, Memory};
 use millrace_serving_core::error::{Error, InferError, Result, one_line};
 use millrace_serving_core::statistics::Times;
 use millrace_serving_core::tensor::onnx::datatype;
-use millrace_serving_core::tensor::{Held, View};
+use millrace_serving_core::tensor::{TensorHandle, View};
 use peak::Peak;
 use placement::Placement;
 use run_end::RunEnd;
 use steady_rows::SteadyRows;
-use values::Wanted;
+use values::RequestedOutput;
 
 pub use options::check_device;
 pub use pool::Pool;
@@ -82,10 +82,10 @@ trait Runner: Debug + Send + 'static {
     fn run(
         &mut self,
         inputs: &[View<'_>],
-        outputs: &[Wanted<'_>],
+        outputs: &[RequestedOutput<'_>],
         queued: Instant,
         end: Option<&RunEnd>,
-    ) -> std::result::Result<(Vec<Held>, Times), InferError>;
+    ) -> std::result::Result<(Vec<TensorHandle>, Times), InferError>;
 }
 
 /// A session of ONNX Runtime.
@@ -119,10 +119,10 @@ impl Runner for Session {
     fn run(
         &mut self,
         inputs: &[View<'_>],
-        outputs: &[Wanted<'_>],
+        outputs: &[RequestedOutput<'_>],
         queued: Instant,
         end: Option<&RunEnd>,
-    ) -> std::result::Result<(Vec<Held>, Times), InferError> {
+    ) -> std::result::Result<(Vec<TensorHandle>, Times), InferError> {
         let options = end.map(RunEnd::options).transpose()?;
         // Noted before the run: a run that fails may have allocated memory as well.
         self.peak.runs(inputs.iter().map(|input| input.elements()).sum());
@@ -174,7 +174,7 @@ pub fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) -> Result
         Rows::Declared(reason) if rows_max > 1 && may_try => {
             let tried = free.first_mut().map(|session| trial_rows::check(session, &manifest.signature));
             if let Some(Err(found)) = tried {
-                tracing::warn!(model, version, %reason, found, "requests run together as configured, and a trial differs");
+                tracing::warn!(model, version, %reason, found, "requests run together as configured, but a trial run gave different results");
             }
         }
         _ => {}
@@ -183,7 +183,7 @@ pub fn build(bundle: &Bundle, config: &Config, declared: Option<bool>) -> Result
     let placement = Placement::new(manifest, &config.device, devices, of_each);
     let has_fixed_cost = fixed_cost::has_fixed_cost(bundle.graph(), &manifest.signature);
     let pool = Pool::new(free, placement, &manifest.signature, config, rows_max, has_fixed_cost);
-    let pool = pool.taking_nothing(nothing::is_taken_by(bundle.graph()));
+    let pool = pool.accepting_empty_inputs(empty_inputs::are_accepted_by(bundle.graph()));
     Ok((if may_try { pool.warmed_up(manifest)? } else { pool }, rows))
 }
 
@@ -207,7 +207,7 @@ pub fn none(manifest: &Manifest, config: &Config) -> Pool {
     let placement = Placement::new(manifest, &Devices::CPU, Devices::CPU, 0);
     let nothing = Signature { inputs: Vec::new(), outputs: Vec::new() };
     // The models of the steps decide whether they accept empty tensors.
-    Pool::new(Vec::new(), placement, &nothing, &config, 0, false).taking_nothing(true)
+    Pool::new(Vec::new(), placement, &nothing, &config, 0, false).accepting_empty_inputs(true)
 }
 
 /// Sessions of a version, the same number on each device.
@@ -254,11 +254,13 @@ fn sessions_on(bundle: &Bundle, config: &Config, (place, device): (usize, Device
         let on_processor = |session| Session::new(session, place, Memory::Host);
         match weights::sessions(&plain, &builder, &onnx, count) {
             Ok(sessions) => return Ok(sessions.into_iter().map(on_processor).collect()),
-            Err(reason) => tracing::info!(model, version, reason, "each session has weights of its own"),
+            Err(reason) => {
+                tracing::info!(model, version, reason, "each session has its own copy of the weights")
+            }
         }
     }
     let refused = |error: ort::Error<_>| {
-        failed(manifest, format!("ONNX Runtime refuses it on {device}: {}", one_line(&error)))
+        failed(manifest, format!("ONNX Runtime cannot load the model on {device}: {}", one_line(&error)))
     };
     let memory = device.memory();
     let is_planned = memory != Memory::Host && steady_rows::has_planned(bundle.graph());

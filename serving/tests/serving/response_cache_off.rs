@@ -13,7 +13,7 @@ use crate::triton_layout::put;
 const ENABLED: &str = "response_cache { enable: true }";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_kept_unless_server_and_model_say_so() {
+async fn responses_are_cached_only_if_server_and_model_enable_it() {
     let option = |response_cache| ModelOptions { response_cache, ..ModelOptions::default() };
     // Cache bytes of the server, the model's setting in millrace.toml, its config.pbtxt, and the outcome.
     for (bytes, said, pbtxt, kept) in [
@@ -46,7 +46,7 @@ async fn nothing_is_kept_unless_server_and_model_say_so() {
 }
 
 #[tokio::test]
-async fn answers_to_be_kept_without_room_are_refused_at_the_start() {
+async fn response_cache_without_memory_is_refused_at_start() {
     let dir = TempDir::new().unwrap();
     let source = Source::directory(dir.path()).unwrap();
     let error = serve(&caching(&["digits"], 0), source, CancellationToken::new()).await.unwrap_err();
@@ -63,7 +63,7 @@ async fn answers_to_be_kept_without_room_are_refused_at_the_start() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_configuration_that_shows_other_outputs_is_not_answered_with_those_before() {
+async fn changed_outputs_in_the_configuration_miss_the_response_cache() {
     use millrace_bundle::Datatype::{Fp32, Int32};
     let dir = TempDir::new().unwrap();
     put(dir.path(), "both/config.pbtxt", "");

@@ -16,7 +16,7 @@ use tonic::codegen::{Service, http};
 use tonic::server::NamedService;
 
 use crate::connections::{Peer, PeerService, peer};
-use crate::telemetry::{Open, Parent, TRACE_PARENT, Telemetry};
+use crate::telemetry::{OpenSpan, Parent, TRACE_PARENT, Telemetry};
 use millrace_serving_core::error::quote;
 
 /// Header with the client's id of a request, for log searches.
@@ -30,15 +30,15 @@ fn enabled() -> bool {
 
 /// The model that answered; an extension of the response.
 #[derive(Debug, Clone)]
-struct Answered {
+struct AnsweredModel {
     model: String,
     version: u64,
 }
 
 /// Records in a response the model that answered.
-pub(crate) fn note(extensions: &mut http::Extensions, model: &str, version: u64) {
+pub(crate) fn record_model(extensions: &mut http::Extensions, model: &str, version: u64) {
     if enabled() {
-        extensions.insert(Answered { model: model.to_owned(), version });
+        extensions.insert(AnsweredModel { model: model.to_owned(), version });
     }
 }
 
@@ -93,7 +93,7 @@ where
     S: Service<http::Request<B>, Response = http::Response<R>, Error = Infallible>,
     S::Future: Send + 'static,
 {
-    type Response = http::Response<Counted<R>>;
+    type Response = http::Response<LoggedBody<R>>;
     type Error = Infallible;
     type Future = Answer<S::Future>;
 
@@ -113,7 +113,7 @@ where
             let peer = peer(&request);
             let signature = Signature::default();
             request.extensions_mut().insert(signature.clone());
-            Box::new(Line {
+            Box::new(AccessLine {
                 token: signature.0,
                 method: request.method().clone(),
                 path: quote(request.uri().path()),
@@ -140,8 +140,8 @@ pin_project! {
         #[pin]
         answering: F,
         id: Option<http::HeaderValue>,
-        line: Option<Box<Line>>,
-        span: Option<Open>,
+        line: Option<Box<AccessLine>>,
+        span: Option<OpenSpan>,
     }
 }
 
@@ -149,7 +149,7 @@ impl<F, R> Future for Answer<F>
 where
     F: Future<Output = Result<http::Response<R>, Infallible>>,
 {
-    type Output = Result<http::Response<Counted<R>>, Infallible>;
+    type Output = Result<http::Response<LoggedBody<R>>, Infallible>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
@@ -169,7 +169,7 @@ where
             line.answered = response.extensions_mut().remove();
             line.status = Some(grpc_status(response.headers()).unwrap_or(response.status().as_u16()));
         }
-        Poll::Ready(Ok(response.map(|body| Counted { body, line, span })))
+        Poll::Ready(Ok(response.map(|body| LoggedBody { body, line, span })))
     }
 }
 
@@ -178,7 +178,7 @@ fn grpc_status(headers: &http::HeaderMap) -> Option<u16> {
 }
 
 /// The log line of one call, written when the body of the response has ended or is dropped.
-struct Line {
+struct AccessLine {
     /// Name of the token, if the server has tokens and admitted the call.
     token: Arc<OnceLock<String>>,
     method: http::Method,
@@ -186,14 +186,14 @@ struct Line {
     peer: Option<SocketAddr>,
     request_id: Option<String>,
     trace_id: Option<String>,
-    answered: Option<Answered>,
+    answered: Option<AnsweredModel>,
     /// The gRPC status, else the HTTP status; `None` if the client disconnected before the answer.
     status: Option<u16>,
     bytes: u64,
     start: Instant,
 }
 
-impl Drop for Line {
+impl Drop for AccessLine {
     fn drop(&mut self) {
         tracing::debug!(
             target: "millrace_serving::access",
@@ -214,14 +214,14 @@ impl Drop for Line {
 }
 
 /// The body of a logged response.
-pub(crate) struct Counted<R> {
+pub(crate) struct LoggedBody<R> {
     body: R,
-    line: Option<Box<Line>>,
+    line: Option<Box<AccessLine>>,
     /// Ends with the body.
-    span: Option<Open>,
+    span: Option<OpenSpan>,
 }
 
-impl<R: Body<Data = bytes::Bytes> + Unpin> Body for Counted<R> {
+impl<R: Body<Data = bytes::Bytes> + Unpin> Body for LoggedBody<R> {
     type Data = bytes::Bytes;
     type Error = R::Error;
 

@@ -12,10 +12,10 @@ pub(crate) const PROGRESS_BYTES: usize = 64 << 10;
 
 /// The bytes of all bodies, and the decoding turns for large ones. All clones share them.
 #[derive(Debug, Clone)]
-pub(crate) struct Bodies(Arc<Shared>);
+pub(crate) struct Bodies(Arc<BodyBytes>);
 
 #[derive(Debug)]
-struct Shared {
+struct BodyBytes {
     /// Bytes of bodies up to [`SMALL_BYTES`].
     small: AtomicUsize,
     /// Bytes of larger ones.
@@ -28,16 +28,16 @@ struct Shared {
 impl Bodies {
     pub(crate) fn new(bytes_max: usize) -> Bodies {
         let (small, large) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Bodies(Arc::new(Shared { small, large, bytes_max, turns: BodyReadLimit::new() }))
+        Bodies(Arc::new(BodyBytes { small, large, bytes_max, turns: BodyReadLimit::new() }))
     }
 
     /// A body of which no byte has arrived.
-    pub(crate) fn begin(&self) -> InBody {
-        InBody { bodies: self.clone(), bytes: 0 }
+    pub(crate) fn begin(&self) -> BodyBytesGuard {
+        BodyBytesGuard { bodies: self.clone(), bytes: 0 }
     }
 
     /// The turns in which large bodies are decoded.
-    pub(crate) fn turns(&self) -> &BodyReadLimit {
+    pub(crate) fn read_limit(&self) -> &BodyReadLimit {
         &self.0.turns
     }
 }
@@ -48,18 +48,18 @@ const SMALL_BYTES: usize = 64 << 10;
 
 /// Guard of the bytes of one body; they count until it is dropped.
 #[derive(Debug)]
-pub(crate) struct InBody {
+pub(crate) struct BodyBytesGuard {
     bodies: Bodies,
     bytes: usize,
 }
 
-impl InBody {
+impl BodyBytesGuard {
     /// Counts received bytes. The only body of its class may have any size.
     ///
     /// # Errors
     /// [`InferError::Overloaded`].
     pub(crate) fn grow(&mut self, bytes: usize) -> Result<(), InferError> {
-        let Shared { small, large, bytes_max, .. } = &*self.bodies.0;
+        let BodyBytes { small, large, bytes_max, .. } = &*self.bodies.0;
         let after = self.bytes.saturating_add(bytes);
         let (kind, moved) = match (self.bytes <= SMALL_BYTES, after <= SMALL_BYTES) {
             (true, false) => {
@@ -82,19 +82,19 @@ impl InBody {
     }
 
     /// The turns in which large bodies are decoded.
-    pub(crate) fn turns(&self) -> &BodyReadLimit {
-        self.bodies.turns()
+    pub(crate) fn read_limit(&self) -> &BodyReadLimit {
+        self.bodies.read_limit()
     }
 
     /// Stops counting the body's bytes.
     pub(crate) fn shrink(&mut self) {
-        let Shared { small, large, .. } = &*self.bodies.0;
+        let BodyBytes { small, large, .. } = &*self.bodies.0;
         let kind = if self.bytes <= SMALL_BYTES { small } else { large };
         kind.fetch_sub(std::mem::take(&mut self.bytes), Ordering::Relaxed);
     }
 }
 
-impl Drop for InBody {
+impl Drop for BodyBytesGuard {
     fn drop(&mut self) {
         self.shrink();
     }
@@ -102,20 +102,20 @@ impl Drop for InBody {
 
 /// The timeout for a client's next part of a body.
 #[derive(Debug)]
-pub(crate) struct Patience {
+pub(crate) struct BodyTimeout {
     stalled: Duration,
     sleep: std::pin::Pin<Box<tokio::time::Sleep>>,
     /// Bytes received in the current period.
     bytes: usize,
 }
 
-impl Patience {
-    pub(crate) fn new(stalled: Duration) -> Patience {
-        Patience { stalled, sleep: Box::pin(tokio::time::sleep(stalled)), bytes: 0 }
+impl BodyTimeout {
+    pub(crate) fn new(stalled: Duration) -> BodyTimeout {
+        BodyTimeout { stalled, sleep: Box::pin(tokio::time::sleep(stalled)), bytes: 0 }
     }
 
     /// Counts received bytes; a new period begins after enough of them.
-    pub(crate) fn came(&mut self, bytes: usize) {
+    pub(crate) fn received(&mut self, bytes: usize) {
         self.bytes = self.bytes.saturating_add(bytes);
         if self.bytes >= PROGRESS_BYTES {
             self.bytes = 0;
@@ -124,7 +124,7 @@ impl Patience {
     }
 
     /// Completes when the period has elapsed.
-    pub(crate) fn over(&mut self) -> std::pin::Pin<&mut tokio::time::Sleep> {
+    pub(crate) fn elapsed(&mut self) -> std::pin::Pin<&mut tokio::time::Sleep> {
         self.sleep.as_mut()
     }
 }
@@ -165,12 +165,12 @@ mod tests {
     #[test]
     fn small_bodies_have_a_bound_of_their_own() {
         let bodies = Bodies::new(2 * SMALL_BYTES);
-        let mut held: Vec<InBody> = std::iter::repeat_with(|| bodies.begin()).take(3).collect();
+        let mut held: Vec<BodyBytesGuard> = std::iter::repeat_with(|| bodies.begin()).take(3).collect();
         held[0].grow(SMALL_BYTES).unwrap();
         held[1].grow(SMALL_BYTES).unwrap();
         assert!(refused(held[2].grow(1)));
         held.clear();
-        let Shared { small, large, .. } = &*bodies.0;
+        let BodyBytes { small, large, .. } = &*bodies.0;
         assert_eq!((small.load(Ordering::Relaxed), large.load(Ordering::Relaxed)), (0, 0));
     }
 }

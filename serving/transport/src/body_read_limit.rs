@@ -39,7 +39,7 @@ impl BodyReadLimit {
         if !is_long {
             return Ok(work());
         }
-        let counted = Counted::new();
+        let counted = BodyCountGuard::new();
         let turn = self.0.clone().acquire_owned().await.map_err(|_| InferError::stopping())?;
         let working = tokio::task::spawn_blocking(move || {
             let _held = (turn, counted);
@@ -53,16 +53,16 @@ impl BodyReadLimit {
 }
 
 /// Counts a body that has a turn or waits for one.
-struct Counted;
+struct BodyCountGuard;
 
-impl Counted {
-    fn new() -> Counted {
+impl BodyCountGuard {
+    fn new() -> BodyCountGuard {
         LARGE_BODIES.inc();
-        Counted
+        BodyCountGuard
     }
 }
 
-impl Drop for Counted {
+impl Drop for BodyCountGuard {
     fn drop(&mut self) {
         LARGE_BODIES.dec();
     }
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn turn_of_a_dropped_call_goes_to_the_next() {
+    async fn permit_of_a_dropped_call_goes_to_the_next() {
         let turns = BodyReadLimit::of(1);
         let (end, ended) = mpsc::channel::<()>();
         let first = tokio::spawn({
@@ -139,7 +139,7 @@ mod tests {
 
     #[tokio::test]
     #[should_panic(expected = "the work's own")]
-    async fn panic_of_long_work_goes_on_in_its_call() {
+    async fn panic_of_long_work_is_raised_in_its_call() {
         // The call panics before it returns a result.
         let _ = BodyReadLimit::of(1).run::<()>(true, || panic!("the work's own")).await;
     }

@@ -2,15 +2,15 @@
 //! without sending or reading. HTTP/1.1 and HTTP/2 share one port, with or without TLS.
 
 mod answer;
+mod answer_progress;
 mod answering;
 mod calls;
 pub(crate) mod peer;
 mod quota;
-mod taking;
 
 pub(crate) use answer::{Answer, Call};
 pub(crate) use peer::{Peer, PeerAddrLayer, PeerService, peer};
-pub(crate) use quota::{Answers, Held, Quota};
+pub(crate) use quota::{Answers, Quota, UnsentGuard};
 
 use std::io;
 use std::net::SocketAddr;
@@ -27,7 +27,7 @@ use tokio::time::Sleep;
 
 use millrace_serving_core::config::Limits;
 use millrace_serving_core::metrics::{CONNECTIONS, CONNECTIONS_REFUSED};
-use millrace_serving_core::tls::{Securing, Stream};
+use millrace_serving_core::tls::{ServiceTls, Stream};
 
 /// The first bytes from an HTTP/2 client.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -58,7 +58,7 @@ pub(crate) struct Listener {
     unsent_bytes_max: usize,
     answers: Answers,
     streams_max: u32,
-    securing: Option<Securing>,
+    securing: Option<ServiceTls>,
 }
 
 impl Listener {
@@ -108,7 +108,7 @@ impl Listener {
     }
 
     /// Accepts only TLS connections if `securing` is set.
-    pub(crate) fn secured(self, securing: Option<Securing>) -> Listener {
+    pub(crate) fn secured(self, securing: Option<ServiceTls>) -> Listener {
         Listener { securing, ..self }
     }
 
@@ -125,7 +125,7 @@ impl Listener {
                 }
             };
             if let Err(error) = stream.set_nodelay(true) {
-                tracing::debug!(%error, "a connection keeps small packets back");
+                tracing::debug!(%error, "cannot set TCP_NODELAY on a connection");
             }
             match self.open.clone().try_acquire_owned() {
                 Ok(permit) => return Connection::new(stream, peer, permit, self),
@@ -226,7 +226,7 @@ impl Connection {
         }
         let writing = self.writing.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.stalled)));
         match writing.as_mut().poll(cx) {
-            Poll::Ready(()) => Poll::Ready(Err(self.late("took nothing"))),
+            Poll::Ready(()) => Poll::Ready(Err(self.late("read nothing"))),
             Poll::Pending => Poll::Pending,
         }
     }
@@ -258,7 +258,7 @@ impl AsyncRead for Connection {
             return read;
         }
         match deadline.as_mut().poll(cx) {
-            Poll::Ready(()) => Poll::Ready(Err(self.late("did not begin"))),
+            Poll::Ready(()) => Poll::Ready(Err(self.late("sent no request"))),
             Poll::Pending => Poll::Pending,
         }
     }
@@ -300,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_can_send_more_at_a_time_than_may_wait() {
+    fn concurrent_streams_exceed_the_requests_that_may_wait() {
         let of = |requests_waiting_max| streams_max(&Limits { requests_waiting_max, ..Limits::default() });
         assert_eq!([0, 1024, 5000, 40_000, usize::MAX].map(of), [1024, 2048, 10_000, 65_536, 65_536]);
     }

@@ -113,7 +113,7 @@ impl Controls {
                 repository.ready(Some(model))
             }
         };
-        let seen = models.iter().filter(|model| caller.sees(model.name()));
+        let seen = models.iter().filter(|model| caller.may_see(model.name()));
         Ok(seen.map(|model| model.describe()).collect())
     }
 
@@ -130,7 +130,7 @@ impl Controls {
     ) -> Result<Vec<Entry>, InferError> {
         check_repository(repository)?;
         let mut entries = self.inference.repository().index().await?;
-        entries.retain(|entry| (!ready || entry.is_ready()) && caller.sees(&entry.model));
+        entries.retain(|entry| (!ready || entry.is_ready()) && caller.may_see(&entry.model));
         Ok(entries)
     }
 
@@ -251,7 +251,7 @@ impl Controls {
         }
         let Some(logging) = &self.logging else {
             return Err(InferError::Unsupported {
-                reason: "this server does not switch the log of the process that it runs in".into(),
+                reason: "the process of this server does not allow changes of its log".into(),
             });
         };
         if changes.len() > PARAMETERS_MAX {
@@ -276,7 +276,7 @@ fn check_repository(name: &str) -> Result<(), InferError> {
         return Ok(());
     }
     Err(InferError::Unsupported {
-        reason: format!("repository {}: there is one repository, leave its name out", quote(name)),
+        reason: format!("repository {}: the server has one repository, leave its name out", quote(name)),
     })
 }
 

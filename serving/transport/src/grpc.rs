@@ -32,17 +32,17 @@ use crate::tokens::{Caller, Guard};
 use millrace_serving_core::blocking::{COPIED_BYTES, READ_BYTES, in_place};
 use millrace_serving_core::config::Limits;
 use millrace_serving_core::error::InferError;
-use millrace_serving_core::parameters::{Of, Parameters, Schedule, check_request, peek_step};
+use millrace_serving_core::parameters::{ParameterOwner, Parameters, Schedule, check_request, peek_step};
 use millrace_serving_core::tensor::TENSORS_MAX;
 use millrace_serving_core::wire::inference as pb;
 use millrace_serving_core::wire::inference::grpc_inference_service_server::{
     GrpcInferenceService, GrpcInferenceServiceServer,
 };
 use millrace_serving_core::wire::{Form, read_inputs, write_response};
-use millrace_serving_repository::infer::{self, Entered, Inference};
+use millrace_serving_repository::infer::{self, AdmittedRequest, Inference};
 use millrace_serving_repository::model::Model;
 use millrace_serving_repository::repository::VersionSelector;
-use millrace_serving_repository::sequence::Place;
+use millrace_serving_repository::sequence::SequencePosition;
 
 /// The service for a tonic server. A message above the limit is refused while it is read.
 pub(crate) fn service(
@@ -89,13 +89,13 @@ impl Service {
 
     /// Admits a request of a call or a stream, and finds the version that answers it. Requests of a sequence
     /// run in the order in which they were admitted.
-    fn admit(&self, caller: &Caller, request: &pb::ModelInferRequest) -> Result<Admitted, InferError> {
+    fn admit(&self, caller: &Caller, request: &pb::ModelInferRequest) -> Result<AdmittedCall, InferError> {
         let entered = self.inference.enter()?;
         caller.may_use(&request.model_name)?;
         let asked = VersionSelector::parse(&request.model_version)?;
         let step = peek_step(&request.parameters);
         let (model, place) = self.inference.admit(&request.model_name, asked, &request.id, step)?;
-        Ok(Admitted { model, place, entered })
+        Ok(AdmittedCall { model, place, entered })
     }
 
     /// Answers a call.
@@ -104,24 +104,24 @@ impl Service {
         client: Option<SocketAddr>,
         request: Request<pb::ModelInferRequest>,
     ) -> Result<Response<pb::ModelInferResponse>, Status> {
-        let origin = Origin { client, deadline: deadline::read(&request) };
+        let origin = CallOrigin { client, deadline: deadline::read(&request) };
         let caller = self.caller(&request);
         let request = request.into_inner();
         let admitted = self.admit(&caller, &request)?;
         let (message, model) = self.infer(admitted, origin, request).await?;
         let mut reply = Response::new(message);
-        access::note(reply.extensions_mut(), model.name(), model.version());
+        access::record_model(reply.extensions_mut(), model.name(), model.version());
         Ok(reply)
     }
 
     /// Answers a request; also returns the version that answered.
     async fn infer(
         &self,
-        admitted: Admitted,
-        origin: Origin,
+        admitted: AdmittedCall,
+        origin: CallOrigin,
         mut request: pb::ModelInferRequest,
     ) -> Result<(pb::ModelInferResponse, Arc<Model>), InferError> {
-        let Admitted { model, place, entered: _entered } = admitted;
+        let AdmittedCall { model, place, entered: _entered } = admitted;
         let id = std::mem::take(&mut request.id);
         let decode = self.decode(request, origin);
         let encode = |response: infer::Response, reply: Reply| {
@@ -140,9 +140,9 @@ impl Service {
     async fn decode(
         &self,
         request: pb::ModelInferRequest,
-        origin: Origin,
+        origin: CallOrigin,
     ) -> Result<(infer::Request, Reply), InferError> {
-        let Sizes { read, copied, placed } = Sizes::of(&request);
+        let DecodeCosts { read, copied, placed } = DecodeCosts::of(&request);
         if read < READ_BYTES && copied.saturating_add(placed) < COPIED_BYTES {
             return decode(request, origin, &self.memory);
         }
@@ -152,7 +152,7 @@ impl Service {
             let _in_body = in_body;
             decode(request, origin, &memory)
         };
-        self.bodies.turns().run(true, work).await?
+        self.bodies.read_limit().run(true, work).await?
     }
 }
 
@@ -350,15 +350,15 @@ impl GrpcInferenceService for Service {
 }
 
 /// An admitted request.
-struct Admitted {
+struct AdmittedCall {
     model: Arc<Model>,
-    place: Option<Box<Place>>,
-    entered: Entered,
+    place: Option<Box<SequencePosition>>,
+    entered: AdmittedRequest,
 }
 
 /// Client and deadline of a request.
 #[derive(Debug, Clone)]
-struct Origin {
+struct CallOrigin {
     client: Option<SocketAddr>,
     /// An error is reported only after admission, so that a stopping server answers with UNAVAILABLE first.
     deadline: Result<Option<Instant>, InferError>,
@@ -371,7 +371,7 @@ struct Reply {
 }
 
 /// Amounts of work to decode the tensors of a request.
-struct Sizes {
+struct DecodeCosts {
     /// Approximate bytes that are decoded element by element.
     read: usize,
     /// Bytes of raw contents that are copied.
@@ -380,8 +380,8 @@ struct Sizes {
     placed: usize,
 }
 
-impl Sizes {
-    fn of(request: &pb::ModelInferRequest) -> Sizes {
+impl DecodeCosts {
+    fn of(request: &pb::ModelInferRequest) -> DecodeCosts {
         let (mut elements, mut placed, mut has_strings) = (0, 0_usize, false);
         for input in &request.inputs {
             has_strings |= input.datatype == "BYTES";
@@ -396,7 +396,8 @@ impl Sizes {
                     + typed.bytes_contents.len();
             }
             if !input.parameters.is_empty() {
-                let size = input.parameters.count(&Of("input", &input.name), "shared_memory_byte_size");
+                let size =
+                    input.parameters.count(&ParameterOwner("input", &input.name), "shared_memory_byte_size");
                 // Reading the inputs refuses an invalid size.
                 let size = size.ok().flatten().unwrap_or(0);
                 placed = placed.saturating_add(usize::try_from(size).unwrap_or(usize::MAX));
@@ -406,16 +407,16 @@ impl Sizes {
         let copied = request.raw_input_contents.iter().map(Bytes::len).sum::<usize>();
         // Byte strings are decoded one at a time.
         if has_strings {
-            Sizes { read: read.saturating_add(copied), copied: 0, placed }
+            DecodeCosts { read: read.saturating_add(copied), copied: 0, placed }
         } else {
-            Sizes { read, copied, placed }
+            DecodeCosts { read, copied, placed }
         }
     }
 }
 
 fn decode(
     mut request: pb::ModelInferRequest,
-    origin: Origin,
+    origin: CallOrigin,
     memory: &SharedMemory,
 ) -> Result<(infer::Request, Reply), InferError> {
     let Schedule { priority, timeout } = check_request(&request.parameters)?;

@@ -79,10 +79,10 @@ impl Change {
                 ));
             }
             "log_format" if *value == Value::Text(FORMAT.to_owned()) => Change::Nothing,
-            "log_format" => return Err(wrong(name, "\"default\", the one format there is", value)),
+            "log_format" => return Err(wrong(name, "\"default\", the only format", value)),
             _ => {
                 return Err(InferError::invalid(format!(
-                    "{} is not a log setting: there are log_file, log_info, log_warning, log_error, log_verbose_level and log_format",
+                    "{} is not a log setting: the settings are log_file, log_info, log_warning, log_error, log_verbose_level and log_format",
                     quote(name)
                 )));
             }
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_named_can_be_set_to_what_it_is() {
+    fn reported_settings_can_be_set_to_their_values() {
         let settings = LogSettings { error: true, warning: false, info: true, verbose_level: 7 };
         let mut copy = LogSettings { error: false, warning: true, info: false, verbose_level: 0 };
         for (name, value) in named(settings) {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_that_mean_nothing_are_refused_by_name() {
+    fn invalid_changes_are_refused_by_name() {
         let text = |text: &str| Value::Text(text.to_owned());
         for (name, value, part) in [
             ("log_info", text("true"), "log_info is \"true\""),

@@ -6,7 +6,7 @@ use millrace_bundle::Signature;
 use crate::classification::classify;
 use crate::shared_memory::{SharedMemory, Span};
 use millrace_serving_core::error::{InferError, quote};
-use millrace_serving_core::parameters::{Of, Parameters};
+use millrace_serving_core::parameters::{ParameterOwner, Parameters};
 use millrace_serving_core::tensor::Tensor;
 use millrace_serving_core::wire;
 
@@ -49,7 +49,7 @@ pub(crate) fn read_output_targets<'a, P: Parameters + 'a>(
     let mut deliveries = Vec::new();
     let mut spans = Vec::new();
     for (name, parameters) in outputs {
-        let of = Of("output", name);
+        let of = ParameterOwner("output", name);
         let classes = match parameters.count(&of, "classification")? {
             Some(0) => {
                 return Err(InferError::invalid(format!(

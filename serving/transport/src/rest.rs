@@ -26,7 +26,7 @@ use futures::StreamExt;
 use serde_json::json;
 
 use crate::access;
-use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
+use crate::bodies::{Bodies, BodyBytesGuard, BodyTimeout, PROGRESS_BYTES};
 use crate::connections::Peer;
 use crate::control::{Controls, SERVER_NAME, extensions};
 use crate::shared_memory::SharedMemory;
@@ -166,7 +166,7 @@ impl FromRequestParts<App> for Target {
 }
 
 impl Target {
-    fn asked(&self) -> Result<VersionSelector<'_>, InferError> {
+    fn version_selector(&self) -> Result<VersionSelector<'_>, InferError> {
         match &self.version {
             // An empty version is a malformed path, not the latest version.
             Some(version) if version.is_empty() => Err(InferError::invalid("the version is empty")),
@@ -178,7 +178,7 @@ impl Target {
 
 async fn unknown_path(uri: Uri) -> Failure {
     let reason = format!(
-        "there is nothing at {}: paths are /v2, /v2/health/… and /v2/models/MODEL[/versions/VERSION]/…; the page for people is at /",
+        "no resource at {}: paths are /v2, /v2/health/… and /v2/models/MODEL[/versions/VERSION]/…; the page for people is at /",
         quote(uri.path())
     );
     Failure { status: StatusCode::NOT_FOUND, reason }
@@ -186,7 +186,7 @@ async fn unknown_path(uri: Uri) -> Failure {
 
 async fn wrong_method(method: Method, uri: Uri) -> Failure {
     let reason = format!(
-        "{} does not take {}: the allow header of this reply says what it takes",
+        "{} does not take {}: the allow header of this reply lists its methods",
         quote(uri.path()),
         quote(method.as_str())
     );
@@ -218,14 +218,14 @@ fn status_of(ready: bool) -> StatusCode {
 async fn model_ready(State(app): State<App>, target: Target) -> Result<Response, Failure> {
     let ready = !app.inference.is_draining();
     let repository = app.inference.repository();
-    let model = repository.find(&target.model, target.asked()?)?;
+    let model = repository.find(&target.model, target.version_selector()?)?;
     repository.check_steps(&model)?;
     let name = model.name();
     Ok((status_of(ready), Json(json!({ "name": name, "ready": ready }))).into_response())
 }
 
 async fn model_metadata(State(app): State<App>, target: Target) -> Result<Response, Failure> {
-    let model = app.inference.find_selected(&target.model, target.asked()?)?;
+    let model = app.inference.find_selected(&target.model, target.version_selector()?)?;
     let versions = app.inference.repository().versions(model.name()).unwrap_or_default();
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     // Serde writes the specs with the protocol's keys: name, datatype, shape.
@@ -247,12 +247,12 @@ async fn infer(
     body: Body,
 ) -> Result<Response, Failure> {
     let _entered = app.inference.enter()?;
-    let asked = target.asked()?;
+    let asked = target.version_selector()?;
     let header_length = header_length(&headers)?;
     let (mut model, split) = app.inference.find_split(&target.model, asked)?;
     let mut body = read(&app, body, &headers, app.limits.message_bytes_max).await?;
     let is_long = body.is_long(header_length);
-    let turns = app.bodies.turns();
+    let turns = app.bodies.read_limit();
     let mut place = None;
     if split || model.sequences.is_some() {
         let head = move || (body::head(&body.bytes, header_length), body);
@@ -273,7 +273,7 @@ async fn infer(
     };
     let (json_length, body) = app.inference.answer_in(place, &model, decode, encode).await?;
     let mut response = Response::new(Body::from(body));
-    access::note(response.extensions_mut(), model.name(), model.version());
+    access::record_model(response.extensions_mut(), model.name(), model.version());
     let content_type = match json_length {
         None => HeaderValue::from_static("application/json"),
         Some(length) => {
@@ -291,7 +291,7 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
         return Ok(None);
     };
     if values.next().is_some() {
-        return Err(InferError::invalid("Inference-Header-Content-Length is there twice"));
+        return Err(InferError::invalid("the header Inference-Header-Content-Length appears twice"));
     }
     let text = String::from_utf8_lossy(value.as_bytes());
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -305,12 +305,12 @@ fn header_length(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
 }
 
 /// A complete body, decompressed.
-struct Received {
+struct RequestBody {
     bytes: Bytes,
-    _in_body: InBody,
+    _in_body: BodyBytesGuard,
 }
 
-impl Received {
+impl RequestBody {
     /// Whether decoding it takes long, because of its JSON or its raw bytes.
     fn is_long(&self, header_length: Option<usize>) -> bool {
         let (json, raw) = self
@@ -324,14 +324,14 @@ impl Received {
 
 /// Reads a body of at most `bytes_max` bytes and decompresses it; the client must keep sending. Only handlers
 /// of calls that may have a body read one, after the token check.
-async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<Received, Failure> {
+async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> Result<RequestBody, Failure> {
     let encoding = compression::content_encoding(headers)?;
     let mut in_body = app.bodies.begin();
     let sent = read_sent(app, body, headers, bytes_max, &mut in_body).await?;
-    let Some(encoding) = encoding else { return Ok(Received { bytes: sent, _in_body: in_body }) };
-    let plain = encoding.decompress_in_turn(app.bodies.turns().clone(), sent, bytes_max).await?;
+    let Some(encoding) = encoding else { return Ok(RequestBody { bytes: sent, _in_body: in_body }) };
+    let plain = encoding.decompress_in_turn(app.bodies.read_limit().clone(), sent, bytes_max).await?;
     in_body.grow(plain.len())?;
-    Ok(Received { bytes: plain.into(), _in_body: in_body })
+    Ok(RequestBody { bytes: plain.into(), _in_body: in_body })
 }
 
 /// Reads a body as sent.
@@ -340,7 +340,7 @@ async fn read_sent(
     body: Body,
     headers: &HeaderMap,
     bytes_max: usize,
-    in_body: &mut InBody,
+    in_body: &mut BodyBytesGuard,
 ) -> Result<Bytes, Failure> {
     let too_large = |bytes: u64| InferError::TooLarge { bytes, bytes_max: bytes_max as u64 };
     let announced = headers
@@ -351,14 +351,14 @@ async fn read_sent(
         return Err(too_large(announced).into());
     }
     let stalled_ms = app.limits.stalled_ms_max;
-    let mut patience = Patience::new(Duration::from_millis(stalled_ms));
+    let mut patience = BodyTimeout::new(Duration::from_millis(stalled_ms));
     let mut stream = body.into_data_stream();
     let mut content = BytesMut::new();
     loop {
         let next = tokio::select! {
             biased;
             next = stream.next() => next,
-            () = patience.over() => {
+            () = patience.elapsed() => {
                 let reason = format!(
                     "the body came too slowly: {} bytes of it, and less than {PROGRESS_BYTES} bytes in the last {stalled_ms} ms (limits.stalled_ms_max)",
                     content.len()
@@ -367,8 +367,8 @@ async fn read_sent(
             }
         };
         let Some(chunk) = next else { return Ok(content.freeze()) };
-        let chunk = chunk.map_err(|error| InferError::invalid(format!("the body broke off: {error}")))?;
-        patience.came(chunk.len());
+        let chunk = chunk.map_err(|error| InferError::invalid(format!("the body ended early: {error}")))?;
+        patience.received(chunk.len());
         let bytes = content.len().saturating_add(chunk.len());
         if bytes > bytes_max {
             return Err(too_large(bytes as u64).into());

@@ -32,7 +32,7 @@ use millrace_serving_core::config::{Config, Limits};
 use millrace_serving_core::error::{Error, Result};
 use millrace_serving_core::metrics;
 use millrace_serving_core::reload::Reloaded;
-use millrace_serving_core::tls::{Certificates, Securing};
+use millrace_serving_core::tls::{Certificates, ServiceTls};
 use millrace_serving_repository::infer::Inference;
 use millrace_serving_repository::repository::{Repository, Source};
 
@@ -148,7 +148,7 @@ struct Security {
     certificates: Option<Arc<Reloaded<Certificates>>>,
     tokens: Option<Arc<Tokens>>,
     /// The collector for spans of admitted requests.
-    telemetry: Option<telemetry::Opened>,
+    telemetry: Option<telemetry::CheckedCollector>,
 }
 
 impl Security {
@@ -156,14 +156,14 @@ impl Security {
         let (tls, tokens, spans) = (config.tls.clone(), config.tokens.clone(), config.telemetry.clone());
         if tokens.is_some() && tls.is_none() && !config.is_local() {
             tracing::warn!(
-                "tokens come over connections without TLS, where others may read them: set [serving.tls]"
+                "clients send tokens over connections without TLS, which others may read: set [serving.tls]"
             );
         }
         let open = move || {
             Ok(Security {
                 certificates: tls.as_ref().map(Certificates::open).transpose()?,
                 tokens: tokens.as_deref().map(tokens::open).transpose()?,
-                telemetry: spans.as_ref().map(telemetry::Opened::open).transpose()?,
+                telemetry: spans.as_ref().map(telemetry::CheckedCollector::open).transpose()?,
             })
         };
         blocking("configuration", open).await
@@ -232,8 +232,8 @@ fn serve_on(
         bodies.clone(),
     )?;
     let pages = Pages::new(&config.cors_origins, is_loopback(addresses.metrics))?;
-    let exporting = entrance.telemetry.take().map(telemetry::Opened::start);
-    let telemetry = exporting.as_ref().map(telemetry::Exporting::telemetry);
+    let exporting = entrance.telemetry.take().map(telemetry::CheckedCollector::start);
+    let telemetry = exporting.as_ref().map(telemetry::ExportTask::telemetry);
     metrics::STARTS.inc();
     let (health, health_service) = tonic_health::server::health_reporter();
     for name in HEALTH_NAMES {
@@ -254,12 +254,13 @@ fn serve_on(
             .add_service(guarded(reflection::v1alpha()?, &guard, limits, &bodies))
             .prepare();
     let calls = Front::new(inference_calls, other_calls);
-    let securing = |of: fn(&Arc<Reloaded<Certificates>>) -> Securing| entrance.certificates.as_ref().map(of);
+    let securing =
+        |of: fn(&Arc<Reloaded<Certificates>>) -> ServiceTls| entrance.certificates.as_ref().map(of);
     // The metrics listener does not share this quota, so scraping works under load.
     let answers = Answers::new(limits.answer_bytes_max);
     let grpc = Listener::grpc(grpc, "gRPC", limits).counted(&answers);
-    transports.spawn(grpc.secured(securing(Securing::grpc)).answer(calls, closing.clone()));
-    let http = Listener::http(http, "REST", limits).counted(&answers).secured(securing(Securing::http));
+    transports.spawn(grpc.secured(securing(ServiceTls::grpc)).answer(calls, closing.clone()));
+    let http = Listener::http(http, "REST", limits).counted(&answers).secured(securing(ServiceTls::http));
     transports.spawn(
         http.answer(AccessLogLayer::new(PeerAddrLayer::new(routes)).traced(telemetry), closing.clone()),
     );
@@ -293,9 +294,9 @@ fn serve_on(
         for name in HEALTH_NAMES {
             health.set_service_status(name, ServingStatus::NotServing).await;
         }
-        tracing::info!("the server takes no more requests");
+        tracing::info!("the server accepts no more requests");
         if tokio::time::timeout(drain, served.idle()).await.is_err() {
-            tracing::warn!(drain_ms_max = drain.as_millis() as u64, "requests still run, closing anyway");
+            tracing::warn!(drain_ms_max = drain.as_millis() as u64, "closing while requests still run");
         }
         closing.cancel();
         let mut outcome = failed.map_or(Ok(()), ended);
@@ -306,7 +307,7 @@ fn serve_on(
         };
         // Idle connections that clients keep open do not delay the stop indefinitely.
         if tokio::time::timeout(drain.max(Duration::from_millis(100)), finish).await.is_err() {
-            tracing::debug!("connections stayed open and were cut");
+            tracing::debug!("closed connections that clients kept open");
         }
         transports.shutdown().await;
         if let Some(exporting) = exporting {

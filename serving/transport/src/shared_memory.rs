@@ -15,7 +15,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use parking_lot::RwLock;
 
 use millrace_serving_core::error::{InferError, quote};
-use millrace_serving_core::parameters::{Of, Parameters};
+use millrace_serving_core::parameters::{ParameterOwner, Parameters};
 pub(crate) use region::Span;
 use region::{Region, check_key};
 
@@ -151,13 +151,17 @@ impl SharedMemory {
     ///
     /// # Errors
     /// [`InferError::Invalid`], [`InferError::NotFound`], [`InferError::Unsupported`].
-    pub(crate) fn span(&self, of: Of<'_>, parameters: &impl Parameters) -> Result<Option<Span>, InferError> {
+    pub(crate) fn span(
+        &self,
+        of: ParameterOwner<'_>,
+        parameters: &impl Parameters,
+    ) -> Result<Option<Span>, InferError> {
         let Some(name) = parameters.text(&of, "shared_memory_region")? else {
             return Ok(None);
         };
         let regions = self.regions()?;
         let byte_size = parameters.count(&of, "shared_memory_byte_size")?.ok_or_else(|| {
-            InferError::invalid(format!("{of}: shared_memory_region comes without shared_memory_byte_size"))
+            InferError::invalid(format!("{of}: shared_memory_region needs shared_memory_byte_size"))
         })?;
         let offset = parameters.count(&of, "shared_memory_offset")?.unwrap_or(0);
         let region = regions.read().get(name).cloned().ok_or_else(|| unknown(name))?;
@@ -215,7 +219,7 @@ impl<'a> Inputs<'a> {
         input: &str,
         parameters: &impl Parameters,
     ) -> Result<Option<Bytes>, InferError> {
-        let Some(span) = self.memory.span(Of("input", input), parameters)? else {
+        let Some(span) = self.memory.span(ParameterOwner("input", input), parameters)? else {
             return Ok(None);
         };
         self.bytes = self.bytes.saturating_add(span.byte_size());

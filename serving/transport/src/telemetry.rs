@@ -18,13 +18,13 @@ use tokio::sync::mpsc;
 use tokio_rustls::rustls::crypto::SecureRandom;
 
 pub(crate) use context::{Parent, TRACE_PARENT};
+pub(crate) use export::ExportTask;
 use export::Exporter;
-pub(crate) use export::Exporting;
 use millrace_serving_core::config::Telemetry as Settings;
 use millrace_serving_core::error::Result;
 use millrace_serving_core::metrics::TELEMETRY_SPANS;
-use span::Finished;
-pub(crate) use span::{Active, Open, current, nested};
+use span::FinishedSpan;
+pub(crate) use span::{ActiveSpan, OpenSpan, current, nested};
 
 /// Most requests whose spans wait for export; each takes at most about 2 KiB.
 const QUEUE_MAX: usize = 2_048;
@@ -36,13 +36,13 @@ pub(crate) struct Telemetry {
     part: u64,
     count: AtomicU64,
     random: &'static dyn SecureRandom,
-    queue: mpsc::Sender<Box<Finished>>,
-    tally: Arc<Tally>,
+    queue: mpsc::Sender<Box<FinishedSpan>>,
+    tally: Arc<SpanCounters>,
 }
 
 /// Counters of span outcomes.
 #[derive(Debug)]
-struct Tally {
+struct SpanCounters {
     /// In the queue or being sent.
     waiting: AtomicU64,
     sent: IntCounter,
@@ -50,10 +50,10 @@ struct Tally {
     rejected: IntCounter,
 }
 
-impl Tally {
-    fn new() -> Tally {
+impl SpanCounters {
+    fn new() -> SpanCounters {
         let spans = |outcome| TELEMETRY_SPANS.with_label_values(&[outcome]);
-        Tally {
+        SpanCounters {
             waiting: AtomicU64::new(0),
             sent: spans("sent"),
             dropped: spans("dropped"),
@@ -77,37 +77,37 @@ impl Tally {
 }
 
 /// A checked configuration of a collector; nothing is sent yet.
-pub(crate) struct Opened {
+pub(crate) struct CheckedCollector {
     telemetry: Arc<Telemetry>,
     exporter: Exporter,
 }
 
-impl Opened {
+impl CheckedCollector {
     /// Reads the certificates, if any; does not connect.
     ///
     /// # Errors
     /// [`millrace_serving_core::Error::Config`] for invalid settings.
-    pub(crate) fn open(settings: &Settings) -> Result<Opened> {
+    pub(crate) fn open(settings: &Settings) -> Result<CheckedCollector> {
         let secure = settings.check()?;
         let (queue, receiver) = mpsc::channel(QUEUE_MAX);
-        let tally = Arc::new(Tally::new());
+        let tally = Arc::new(SpanCounters::new());
         let random = millrace_serving_core::tls::provider().secure_random;
         let exporter = Exporter::new(settings, secure, receiver, random, tally.clone())?;
         // The conversion from floating point saturates.
         let part = (settings.sample_rate * 2f64.powi(64)) as u64;
         let telemetry = Telemetry { part, count: AtomicU64::new(0), random, queue, tally };
-        Ok(Opened { telemetry: Arc::new(telemetry), exporter })
+        Ok(CheckedCollector { telemetry: Arc::new(telemetry), exporter })
     }
 
     /// Starts the export task.
-    pub(crate) fn start(self) -> Exporting {
-        Exporting::new(self.telemetry, self.exporter)
+    pub(crate) fn start(self) -> ExportTask {
+        ExportTask::new(self.telemetry, self.exporter)
     }
 }
 
 impl Telemetry {
     /// Whether to sample the next request without a parent; evenly spread, like shadow traffic.
-    fn turn(&self) -> bool {
+    fn is_sampled(&self) -> bool {
         let place = self.count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         place < self.part || self.part == u64::MAX
     }
@@ -118,7 +118,7 @@ impl Telemetry {
     }
 
     /// Queues an ended span; never waits.
-    fn take(&self, finished: Box<Finished>) {
+    fn take(&self, finished: Box<FinishedSpan>) {
         let spans = finished.spans();
         self.tally.waiting.fetch_add(spans, Ordering::Relaxed);
         if self.queue.try_send(finished).is_err() {

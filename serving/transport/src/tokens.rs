@@ -15,7 +15,7 @@ use subtle::ConstantTimeEq;
 use crate::access;
 use millrace_serving_core::error::{Error, InferError, Result, quote};
 use millrace_serving_core::metrics::CALLERS_REFUSED;
-use millrace_serving_core::reload::{Read, Reloaded, read_file};
+use millrace_serving_core::reload::{ReadResult, Reloaded, read_file};
 
 /// Random bytes in a new token.
 const TOKEN_BYTES: usize = 32;
@@ -52,7 +52,7 @@ pub(crate) fn open(path: &Path) -> Result<Arc<Tokens>> {
     let read = move |old: Option<&Vec<Arc<Token>>>| {
         let mut read = match read_file("tokens", &file) {
             Ok(content) => file::parse(&file, &content),
-            Err(error) => Read { value: Vec::new(), wrong: vec![error] },
+            Err(error) => ReadResult { value: Vec::new(), wrong: vec![error] },
         };
         for old in old.into_iter().flatten() {
             match read.value.iter_mut().find(|token| token.is_same(old)) {
@@ -102,7 +102,7 @@ impl Guard {
             .and_then(|value| value.split_once(' '))
             .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
         let (Some((_, token)), None) = (bearer, shown.next()) else {
-            return Err(refused("missing", "authorization is not one Bearer TOKEN"));
+            return Err(refused("missing", "the authorization header is missing or not one Bearer TOKEN"));
         };
         let digest = Sha256::digest(token.trim());
         // Compares with every token, so that the time taken reveals nothing about them.
@@ -112,7 +112,7 @@ impl Guard {
                 found = Some(known.clone());
             }
         }
-        let token = found.ok_or_else(|| refused("unknown", "the token is none of this server's"))?;
+        let token = found.ok_or_else(|| refused("unknown", "the server does not know the token"))?;
         access::sign(extensions, &token.name);
         extensions.insert(Caller::Bearer(token));
         Ok(())
@@ -140,7 +140,7 @@ pub(crate) enum Caller {
 
 impl Caller {
     /// Whether the caller may know that a model exists.
-    pub(crate) fn sees(&self, model: &str) -> bool {
+    pub(crate) fn may_see(&self, model: &str) -> bool {
         match self {
             Caller::Anyone => true,
             Caller::Bearer(token) => token.models.iter().any(|pattern| matches(pattern, model)),
@@ -154,7 +154,7 @@ impl Caller {
     /// [`InferError::Denied`], [`InferError::Unauthenticated`].
     pub(crate) fn may_use(&self, model: &str) -> Result<(), InferError> {
         let Some(token) = self.token()? else { return Ok(()) };
-        if self.sees(model) {
+        if self.may_see(model) {
             return Ok(());
         }
         Err(denied(format!("token {:?} may not use model {}", token.name, quote(model))))
@@ -193,7 +193,7 @@ impl Caller {
             Caller::Anyone => Ok(None),
             Caller::Bearer(token) if !token.withdrawn.load(Ordering::Relaxed) => Ok(Some(token)),
             Caller::Bearer(_) => {
-                Err(InferError::Unauthenticated { reason: "the token was withdrawn meanwhile".into() })
+                Err(InferError::Unauthenticated { reason: "the token was withdrawn during the call".into() })
             }
             Caller::Nobody => Err(InferError::Unauthenticated { reason: "the call has no token".into() }),
         }
@@ -254,7 +254,7 @@ pub fn new_token(name: &str, models: &[String], controls: bool) -> Result<(Strin
     let random = millrace_serving_core::tls::provider().secure_random;
     random.fill(&mut bytes).map_err(|_| Error::Service {
         service: "random number",
-        reason: "the operating system gives none".into(),
+        reason: "the operating system has no random bytes".into(),
     })?;
     let token = hex::encode(bytes);
     let control = if controls { " control" } else { "" };

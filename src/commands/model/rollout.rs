@@ -76,7 +76,9 @@ async fn change(store: &dyn ObjectStore, root: &str, command: &RolloutCommand) -
         let Versions { model, rollout, file, .. } = &versions;
         rollout.check().map_err(|reason| failure(Exit::Usage, reason))?;
         let content = rollout.written().into();
-        if millrace_bundle::replace_beside(store, root, model, ROLLOUT_FILE, file.as_ref(), content).await? {
+        if millrace_bundle::replace_model_file(store, root, model, ROLLOUT_FILE, file.as_ref(), content)
+            .await?
+        {
             return Ok(versions);
         }
     }
@@ -103,7 +105,7 @@ impl Versions {
         if there.is_empty() {
             return fail(Exit::NotFound, format!("there is no complete version of a model {model:?}"));
         }
-        let read = millrace_bundle::read_beside(store, root, model, ROLLOUT_FILE, BYTES_MAX).await;
+        let read = millrace_bundle::read_model_file(store, root, model, ROLLOUT_FILE, BYTES_MAX).await;
         let file = match read {
             Ok(file) => Some(file),
             Err(millrace_bundle::Error::NotFound { .. }) => None,

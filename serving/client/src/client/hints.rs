@@ -55,7 +55,7 @@ fn of_tls(error: &rustls::Error, host: &str) -> String {
     use CertificateError as Bad;
     match error {
         rustls::Error::InvalidMessage(_) => {
-            "what it speaks there is not TLS: say http://, without --ca and --cert".to_owned()
+            "the server does not use TLS on this port: use http://, without --ca and --cert".to_owned()
         }
         rustls::Error::InvalidCertificate(bad) => match bad {
             Bad::UnknownIssuer | Bad::BadSignature => {

@@ -37,12 +37,12 @@ pub(super) trait Server: Clone + Send + 'static {
 /// A connection to a server, reopened when it breaks. Clones share it.
 #[derive(Debug, Clone)]
 pub(super) struct Connection {
-    shared: Arc<Shared>,
+    shared: Arc<ClientState>,
     requests: Requests,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct ClientState {
     remote: Remote,
     /// Address, path and headers of all calls.
     head: http::Request<()>,
@@ -63,7 +63,7 @@ impl Connection {
         let head = head(&remote).ok_or_else(|| ClientError::Address { address: address.to_owned() })?;
         let mut connections = Vec::with_capacity(count);
         for _ in 0..count {
-            let shared = Shared {
+            let shared = ClientState {
                 head: head.clone(),
                 link: Mutex::new(connect(&remote).await?),
                 connecting: tokio::sync::Mutex::new(()),
@@ -88,7 +88,7 @@ impl Server for Connection {
     }
 }
 
-impl Shared {
+impl ClientState {
     async fn exchange(&self, message: Bytes, timeout: Option<Duration>) -> Result<(), Code> {
         let began = timeout.map(|_| Instant::now());
         let mut link = self.ready().await?;

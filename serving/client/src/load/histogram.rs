@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn of_nothing_all_is_zero() {
+    fn empty_histogram_is_zero() {
         let nothing = Histogram::default();
         assert_eq!(nothing.quantile(0.99), Duration::ZERO);
         assert_eq!((nothing.mean(), nothing.longest(), nothing.count()), (Duration::ZERO, Duration::ZERO, 0));

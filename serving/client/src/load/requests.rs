@@ -68,7 +68,7 @@ impl Requests {
         rows_max: usize,
     ) -> Result<Requests, InferError> {
         if rows.is_empty() {
-            return Err(InferError::invalid("there are no records to make requests of"));
+            return Err(InferError::invalid("the input has no records to make requests from"));
         }
         let mut requests = Vec::new();
         let mut rest = rows;

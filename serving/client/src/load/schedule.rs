@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_gives_one_schedule_and_another_one_another() {
+    fn seed_determines_the_schedule() {
         let first = |seed| Poisson::new(100.0, seed).take(50).collect::<Vec<_>>();
         assert_eq!(first(1), first(1));
         assert_ne!(first(1), first(2));

@@ -128,7 +128,7 @@ fn scheduled(load: &Open) -> Vec<Duration> {
 const SECOND: Duration = Duration::from_secs(1);
 
 #[test]
-fn a_stall_counts_in_every_request_that_was_to_be_sent_in_it() {
+fn stall_counts_for_each_request_scheduled_during_it() {
     let load = load(200.0, None);
     let (from, to) = (4 * SECOND, 6 * SECOND);
     let measured = measure(load, from, to);
@@ -165,7 +165,7 @@ fn deadlines_count_from_when_a_request_was_to_be_sent() {
 }
 
 #[test]
-fn what_is_not_answered_or_not_sent_is_told() {
+fn unanswered_and_unsent_requests_are_reported() {
     // A server that never answers: the maximum number of requests waits, and the rest is not sent.
     let load = load(3000.0, None);
     let measured = measure(load, 2 * SECOND, 1000 * SECOND);
@@ -178,7 +178,7 @@ fn what_is_not_answered_or_not_sent_is_told() {
 }
 
 #[test]
-fn a_generator_that_is_late_says_so() {
+fn late_generator_is_reported() {
     let mut measured = Measured { elapsed: SECOND, ..Measured::default() };
     for _ in 0..100 {
         measured.late.record(Duration::from_micros(900));

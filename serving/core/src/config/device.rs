@@ -87,10 +87,10 @@ impl Engine {
 /// The devices of a model: the processor, or GPUs with the same number of sessions each. Written `cpu`,
 /// `cuda`, `cuda:1` or `cuda:0,1`, or with `tensorrt` in place of `cuda`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Devices(Places);
+pub struct Devices(DeviceList);
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-enum Places {
+enum DeviceList {
     #[default]
     Cpu,
     /// GPU ordinals, at least one.
@@ -99,41 +99,41 @@ enum Places {
 
 impl Devices {
     /// The processor.
-    pub const CPU: Devices = Devices(Places::Cpu);
+    pub const CPU: Devices = Devices(DeviceList::Cpu);
 
     /// GPUs by their ordinals; `None` if there are no ordinals.
     pub fn gpus(engine: Engine, ordinals: impl IntoIterator<Item = u8>) -> Option<Devices> {
         let gpus: BTreeSet<u8> = ordinals.into_iter().collect();
-        (!gpus.is_empty()).then_some(Devices(Places::Gpus(engine, gpus)))
+        (!gpus.is_empty()).then_some(Devices(DeviceList::Gpus(engine, gpus)))
     }
 
     /// All devices, in ascending order; at least one.
     pub fn each(&self) -> Vec<Device> {
         match &self.0 {
-            Places::Cpu => vec![Device::Cpu],
-            Places::Gpus(engine, gpus) => gpus.iter().map(|ordinal| engine.on(*ordinal)).collect(),
+            DeviceList::Cpu => vec![Device::Cpu],
+            DeviceList::Gpus(engine, gpus) => gpus.iter().map(|ordinal| engine.on(*ordinal)).collect(),
         }
     }
 
     /// Whether it is the processor.
     pub fn is_cpu(&self) -> bool {
-        self.0 == Places::Cpu
+        self.0 == DeviceList::Cpu
     }
 
     /// The memory that all of them share; `None` for several GPUs.
     pub fn memory(&self) -> Option<Memory> {
         match &self.0 {
-            Places::Cpu => Some(Memory::Host),
-            Places::Gpus(_, gpus) if gpus.len() == 1 => gpus.first().copied().map(Memory::Gpu),
-            Places::Gpus(..) => None,
+            DeviceList::Cpu => Some(Memory::Host),
+            DeviceList::Gpus(_, gpus) if gpus.len() == 1 => gpus.first().copied().map(Memory::Gpu),
+            DeviceList::Gpus(..) => None,
         }
     }
 
     /// The execution provider; `None` for the processor.
     pub fn engine(&self) -> Option<Engine> {
         match &self.0 {
-            Places::Cpu => None,
-            Places::Gpus(engine, _) => Some(*engine),
+            DeviceList::Cpu => None,
+            DeviceList::Gpus(engine, _) => Some(*engine),
         }
     }
 }
@@ -141,16 +141,16 @@ impl Devices {
 impl From<Device> for Devices {
     fn from(device: Device) -> Self {
         Devices(match device {
-            Device::Cpu => Places::Cpu,
-            Device::Cuda(ordinal) => Places::Gpus(Engine::Cuda, BTreeSet::from([ordinal])),
-            Device::TensorRt(ordinal) => Places::Gpus(Engine::TensorRt, BTreeSet::from([ordinal])),
+            Device::Cpu => DeviceList::Cpu,
+            Device::Cuda(ordinal) => DeviceList::Gpus(Engine::Cuda, BTreeSet::from([ordinal])),
+            Device::TensorRt(ordinal) => DeviceList::Gpus(Engine::TensorRt, BTreeSet::from([ordinal])),
         })
     }
 }
 
 impl fmt::Display for Devices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Places::Gpus(engine, gpus) = &self.0 else { return f.write_str("cpu") };
+        let DeviceList::Gpus(engine, gpus) = &self.0 else { return f.write_str("cpu") };
         f.write_str(engine.name())?;
         if gpus.iter().eq(&[0]) {
             return Ok(());

@@ -53,7 +53,7 @@ impl Rollout {
     pub fn read(content: &[u8]) -> Result<Rollout, String> {
         // Serde would accept a list, whose elements it takes for the fields in order.
         if content.trim_ascii_start().first() == Some(&b'[') {
-            return Err("it is a list, an object is expected".into());
+            return Err("it is a list, but an object is expected".into());
         }
         let rollout: Rollout = serde_json::from_slice(content).map_err(|error| error.to_string())?;
         rollout.check()?;
@@ -93,7 +93,7 @@ impl Rollout {
             }
         }
         if !self.split.is_empty() && self.split.values().all(|weight| *weight == 0.0) {
-            return Err("split gives every version the weight 0: nothing would answer".into());
+            return Err("split gives every version the weight 0: a positive weight".into());
         }
         if let Some(shadow) = self.shadow.as_ref().filter(|shadow| !(0.0..=1.0).contains(&shadow.share)) {
             return Err(format!("shadow has the share {}, allowed are 0 to 1", shadow.share));
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_rollout_is_read_back() {
         let text = br#"{"labels": {"stable": 3, "canary": 4}, "split": {"stable": 0.95, "4": 0.05}}"#;
         let rollout = Rollout::read(text).unwrap();
         assert_eq!(rollout.split[&Target::Version(4)], 0.05);
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_changes_what_it_names() {
+    fn rollout_file_overrides_only_its_keys() {
         let toml = Rollout::read(br#"{"labels": {"stable": 1, "old": 1}, "split": {"stable": 1}}"#).unwrap();
         let file = Rollout::read(br#"{"labels": {"stable": 2}}"#).unwrap();
         let both = toml.with(&file);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told() {
+    fn invalid_rollouts_are_refused_with_a_reason() {
         let many = format!(
             "{{\"labels\": {{{}}}}}",
             (0..65).map(|n| format!("\"l{n}\": 1")).collect::<Vec<_>>().join(",")
@@ -234,7 +234,7 @@ mod tests {
             ("{\"split\": {\"01\": 1}}", "neither a version nor a label"),
             ("{\"split\": {\"1\": -0.1}}", "weight -0.1"),
             ("{\"split\": {\"1\": 1e300}}", "the weight 1"),
-            ("{\"split\": {\"1\": 0, \"2\": 0}}", "nothing would answer"),
+            ("{\"split\": {\"1\": 0, \"2\": 0}}", "a positive weight"),
             ("{\"split\": {\"1\": null}}", "expected f64"),
             ("{\"shadow\": {\"version\": \"4\"}}", "missing field `share`"),
             ("{\"shadow\": {\"version\": 4, \"share\": 1}}", "expected a string"),

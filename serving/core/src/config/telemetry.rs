@@ -81,7 +81,7 @@ impl Telemetry {
             ));
         };
         if self.ca.is_some() && !secure {
-            return refuse("ca is set, and endpoint is not one of https".to_owned());
+            return refuse("ca is set, but endpoint is not an https address".to_owned());
         }
         Ok(secure)
     }
@@ -104,10 +104,10 @@ impl Telemetry {
                 return refuse(format!("more than {HEADERS_MAX} headers, or than {HEADER_BYTES_MAX} bytes"));
             }
             let Ok(key) = MetadataKey::<Ascii>::from_bytes(name.as_bytes()) else {
-                return refuse(format!("{shown} is not the name of a header of text"));
+                return refuse(format!("{shown} is not a valid name of a text header"));
             };
             if RESERVED.contains(&key.as_str()) || key.as_str().starts_with("grpc-") {
-                return refuse(format!("{shown} belongs to gRPC itself"));
+                return refuse(format!("{shown} is reserved for gRPC"));
             }
             let Ok(mut value) = MetadataValue::<Ascii>::try_from(value.as_str()) else {
                 return refuse(format!("the value of {shown} has characters that no header may have"));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_its_name() {
+    fn invalid_values_are_refused_with_their_key() {
         let good = at("http://host:4317");
         for sample_rate in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
             let error = Telemetry { sample_rate, ..good.clone() }.check().unwrap_err().to_string();

@@ -50,7 +50,7 @@ fn memory_is_shared_where_every_client_is_local_or_as_configured() {
 }
 
 #[test]
-fn a_model_differs_in_what_its_table_says() {
+fn table_of_a_model_overrides_the_server() {
     let config: Config = serde_json::from_value(serde_json::json!({
         "device": "cuda:1", "sessions_max": 4,
         "models": { "small": { "device": "cpu", "sessions_max": 1 }, "large": { "allow_fallback": true } },

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn policies_are_read_and_written_alike() {
+    fn policies_round_trip() {
         for (json, shown) in
             [("\"all\"", "all"), ("\"latest:3\"", "latest:3"), ("[4,1,4]", "[1, 4]"), ("[9]", "[9]")]
         {
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_policy_is_told_what_is_one() {
+    fn invalid_policy_is_refused_with_the_valid_forms() {
         for json in [
             "\"\"",
             "\"latest\"",

@@ -30,7 +30,7 @@ fn flat_and_nested_lists_are_read_exactly() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn values_that_do_not_fit_are_refused() {
     for (json, datatype, shape) in [
         ("[1,2,3]", Datatype::Fp32, &[2i64][..]),
         ("[[1,2],[3]]", Datatype::Fp32, &[3]),
@@ -62,7 +62,7 @@ fn what_does_not_fit_is_refused() {
 }
 
 #[test]
-fn output_goes_through_json_and_back() {
+fn output_round_trips_through_json() {
     let data = Data::Fp32(vec![0.1, -3.0, f32::MAX]);
     let json = serde_json::to_string(&JsonData(&data)).unwrap();
     assert_eq!(read(&json, Datatype::Fp32, &[3]).unwrap(), data);

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Parameter, Parameters, wrong};
+use super::{Parameter, Parameters, parameter_error};
 use crate::error::{InferError, quote};
 
 /// Maximum length of a string id in bytes, as in Triton.
@@ -60,15 +60,22 @@ pub(crate) fn read_step(parameters: &impl Parameters) -> Result<Option<Step>, In
             Ok(number) => Some(SequenceId::Number(number)),
             Err(_) => {
                 let found = number.to_string();
-                return Err(wrong(of, "sequence_id", "an integer from 0 to 2^64 - 1", &found));
+                return Err(parameter_error(of, "sequence_id", "an integer from 0 to 2^64 - 1", &found));
             }
         },
         Some(Parameter::Text(text)) if text.len() > ID_BYTES_MAX => {
             let found = format!("one of {}", text.len());
-            return Err(wrong(of, "sequence_id", &format!("a string of up to {ID_BYTES_MAX} bytes"), &found));
+            return Err(parameter_error(
+                of,
+                "sequence_id",
+                &format!("a string of up to {ID_BYTES_MAX} bytes"),
+                &found,
+            ));
         }
         Some(Parameter::Text(text)) => Some(SequenceId::Text(text.to_owned())),
-        Some(other) => return Err(wrong(of, "sequence_id", "an integer or a string", other.kind())),
+        Some(other) => {
+            return Err(parameter_error(of, "sequence_id", "an integer or a string", other.kind()));
+        }
     };
     let start = parameters.flag(of, "sequence_start")?.unwrap_or(false);
     let end = parameters.flag(of, "sequence_end")?.unwrap_or(false);

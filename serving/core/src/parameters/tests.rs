@@ -58,7 +58,7 @@ fn both_transports_give_the_same_values() {
 }
 
 #[test]
-fn a_request_may_carry_what_clients_send_and_what_they_make_up() {
+fn known_and_unknown_parameters_are_accepted() {
     let fine = [
         json!({}),
         json!({ "anything": [1, { "of": "any kind" }], "priority": 1, "timeout": 5 }),

@@ -39,7 +39,7 @@ fn rows_become_one_batch_and_outputs_one_record_each() {
 }
 
 #[test]
-fn bad_records_say_why() {
+fn bad_records_are_refused_with_a_reason() {
     let mapping = Mapping::new(&signature(vec![-1, 2, 2]), &columns()).unwrap();
     for (record, reason) in [
         (r#"{"id":1}"#, "no field \"pixels\""),
@@ -81,7 +81,7 @@ fn rows_of_free_extents_batch_with_their_likes() {
 }
 
 #[test]
-fn inputs_that_were_read_elsewhere_are_checked() {
+fn inputs_from_other_sources_are_checked() {
     let mapping = Mapping::new(&signature(vec![-1, 2, -1]), &columns()).unwrap();
     let row = mapping.row_of(vec![(vec![2, 3], Data::Fp32(vec![0.5; 6]))]).unwrap();
     assert_eq!(mapping.batch(&[row.clone(), row]).unwrap()[0].shape, [2, 2, 3]);
@@ -118,11 +118,11 @@ fn floats_that_are_not_finite_are_read_as_they_are_written() {
 }
 
 #[test]
-fn a_field_that_is_there_twice_is_refused_as_ingest_does() {
+fn duplicate_field_is_refused() {
     let error = parse(br#"{"a":1,"b":2,"a":3}"#).unwrap_err().to_string();
-    assert!(error.contains("field \"a\" is there twice"), "{error}");
+    assert!(error.contains("field \"a\" appears twice"), "{error}");
     let error = parse_document(br#"[{"a":1},{"a":1,"a":2}]"#).unwrap_err().to_string();
-    assert!(error.contains("field \"a\" is there twice"), "{error}");
+    assert!(error.contains("field \"a\" appears twice"), "{error}");
     assert!(parse_document(br#"{"a":[1],"a":[2]}"#).is_err());
     assert!(matches!(parse_document(br#" [{"a":1}]"#), Ok(Document::Records(records)) if records.len() == 1));
     assert!(matches!(parse_document(br#"{"a":[1]}"#), Ok(Document::Columns(_))));

@@ -30,12 +30,13 @@ impl Resident {
     /// # Errors
     /// For a value that is not a tensor, and for strings, which are only ever in the processor's memory.
     pub fn new(value: DynValue, memory: Memory) -> Result<Resident, InferError> {
-        let unfit = |error: ort::Error| InferError::internal(format!("an output stays nowhere: {error}"));
+        let unfit =
+            |error: ort::Error| InferError::internal(format!("cannot find the device of an output: {error}"));
         let value = value.downcast::<DynTensorValueType>().map_err(unfit)?;
         let ty = *value.data_type();
         let datatype = datatype(ty)
             .filter(|datatype| datatype.element_bytes().is_some())
-            .ok_or_else(|| InferError::internal(format!("an output of {ty} stays nowhere")))?;
+            .ok_or_else(|| InferError::internal(format!("an output of type {ty} has no device memory")))?;
         let shape = value.shape().to_vec();
         let elements = element_count("", &shape)?;
         Ok(Resident { datatype, shape, elements, memory, value, read: OnceLock::new() })
@@ -86,10 +87,7 @@ impl Resident {
             }
         };
         let (shape, data) = copied.map_err(|error| {
-            InferError::internal(format!(
-                "what a run left on its device cannot be read: {}",
-                one_line(&error)
-            ))
+            InferError::internal(format!("cannot read an output from its device: {}", one_line(&error)))
         })?;
         Ok(self.read.get_or_init(|| Tensor { name: String::new(), shape, data }))
     }
@@ -100,6 +98,6 @@ impl Resident {
     /// As [`Resident::read`].
     pub(super) fn into_read(self) -> Result<Tensor, InferError> {
         self.read()?;
-        self.read.into_inner().ok_or_else(|| InferError::internal("what was read is gone"))
+        self.read.into_inner().ok_or_else(|| InferError::internal("the output was already taken"))
     }
 }

@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::Accept;
 use tokio_rustls::server::TlsStream;
 
-use super::Securing;
+use super::ServiceTls;
 use crate::metrics::HANDSHAKES_FAILED;
 
 /// A byte stream.
@@ -28,7 +28,7 @@ pub enum Stream {
 
 impl Stream {
     /// A connection, with TLS if the port has it.
-    pub fn new(stream: TcpStream, securing: Option<&Securing>) -> Stream {
+    pub fn new(stream: TcpStream, securing: Option<&ServiceTls>) -> Stream {
         match securing {
             None => Stream::Plain(stream),
             Some(securing) => Stream::Greeting(Box::new(securing.accept(stream))),

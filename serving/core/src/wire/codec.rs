@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_beyond_the_limit_are_refused_before_they_are_made() {
+    fn tensors_beyond_the_limit_are_refused_before_decoding() {
         for (tag, what) in [(0x2a, "inputs"), (0x32, "outputs"), (0x3a, "entries in raw_input_contents")] {
             // Decoded inputs would take 300 MiB.
             let message = [tag, 0].repeat(1 << 20);

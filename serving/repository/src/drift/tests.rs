@@ -31,7 +31,7 @@ fn drift_of(training: &[f32], values: &[f32]) -> FeatureDrift {
 }
 
 /// Watches `x`, rows of two numbers; in the training the second one was ten times the first.
-fn watching(options: Options) -> Option<Drift> {
+fn detector(options: Options) -> Option<Drift> {
     let training = numbers(5_000, 1);
     let features = vec![
         feature("x", 0, training.iter().copied()),
@@ -51,7 +51,7 @@ fn rows(count: usize, seed: u64, shift: f32) -> Vec<Tensor> {
 const ALL: Options = Options { rows_per_second_max: u32::MAX, window_rows: 1_000 };
 
 #[test]
-fn the_same_values_are_stable_and_others_are_not() {
+fn equal_values_show_no_drift_and_different_values_do() {
     let training = numbers(4_000, 1);
     let same = drift_of(&training, &numbers(2_000, 2));
     assert!(same.psi < 0.05 && same.mean_shift.unwrap().abs() < 0.1 && same.outside < 0.01, "{same:?}");
@@ -69,7 +69,7 @@ fn the_same_values_are_stable_and_others_are_not() {
 }
 
 #[test]
-fn constants_and_what_is_no_number_are_told() {
+fn constant_features_and_nan_are_reported() {
     let constant = [2.5; 50];
     let same = drift_of(&constant, &[2.5; 200]);
     assert!(same.psi.abs() < 1e-6, "{same:?}");
@@ -93,7 +93,7 @@ fn constants_and_what_is_no_number_are_told() {
 
 proptest! {
     #[test]
-    fn figures_of_any_values_are_figures(
+    fn drift_of_any_values_is_finite(
         training in prop::collection::vec(-1e30f32..1e30, 1..50),
         values in prop::collection::vec(any::<f32>(), 1..200),
         fades in 0usize..80,
@@ -116,11 +116,11 @@ proptest! {
     }
 
     #[test]
-    fn no_second_takes_more_than_its_rows(
+    fn rows_per_second_are_limited(
         requests in prop::collection::vec((0u64..4_000, 1usize..300), 1..60),
         limit in 1u32..200,
     ) {
-        let drift = watching(Options { rows_per_second_max: limit, ..ALL }).unwrap();
+        let drift = detector(Options { rows_per_second_max: limit, ..ALL }).unwrap();
         let mut at: Vec<(u64, usize)> = requests;
         at.sort_unstable();
         let mut by_second = std::collections::BTreeMap::<u64, (usize, usize)>::new();
@@ -136,8 +136,8 @@ proptest! {
 }
 
 #[test]
-fn the_window_forgets_and_needs_rows() {
-    let drift = watching(ALL).unwrap();
+fn old_rows_leave_the_window_and_few_rows_give_no_figures() {
+    let drift = detector(ALL).unwrap();
     let now = Instant::now();
     drift.observe(&rows(99, 5, 0.0), now);
     let few = drift.figures();
@@ -161,7 +161,7 @@ fn the_window_forgets_and_needs_rows() {
 
 #[test]
 fn rows_of_a_large_request_are_taken_from_all_of_it() {
-    let drift = watching(Options { rows_per_second_max: 200, ..ALL }).unwrap();
+    let drift = detector(Options { rows_per_second_max: 200, ..ALL }).unwrap();
     // Sorted: the first rows alone would all be below the training's mean.
     let sorted: Vec<f32> = (0..10_000).flat_map(|i| [i as f32 / 10_000.0, i as f32 / 1_000.0]).collect();
     drift.observe(&[Tensor::fp32("x", vec![10_000, 2], sorted).unwrap()], Instant::now());
@@ -171,8 +171,8 @@ fn rows_of_a_large_request_are_taken_from_all_of_it() {
 }
 
 #[test]
-fn nothing_is_watched_that_is_switched_off_or_not_there() {
-    assert!(watching(Options { rows_per_second_max: 0, ..ALL }).is_none());
+fn drift_is_not_observed_if_switched_off_or_without_its_input() {
+    assert!(detector(Options { rows_per_second_max: 0, ..ALL }).is_none());
     let statistics = || Statistics::new("c", 1, vec![feature("x", 0, [1.0f32].into_iter())]);
     let signature = |name: &str, datatype| {
         let spec = TensorSpec { name: name.into(), datatype, shape: vec![-1, 1] };
@@ -182,7 +182,7 @@ fn nothing_is_watched_that_is_switched_off_or_not_there() {
     assert!(Drift::new(statistics(), &signature("y", Datatype::Fp32), &ALL).is_none());
     assert!(Drift::new(statistics(), &signature("x", Datatype::Int64), &ALL).is_none());
     // Rows narrower than in the training.
-    let drift = watching(ALL).unwrap();
+    let drift = detector(ALL).unwrap();
     drift.observe(&[Tensor::fp32("x", vec![200, 1], numbers(200, 3)).unwrap()], Instant::now());
     let figures = drift.figures();
     assert_eq!(figures.features.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["x[0]"]);

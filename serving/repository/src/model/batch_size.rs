@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_bounded_by_the_message_and_never_none() {
+    fn row_limit_follows_the_message_limit_and_is_positive() {
         let wide = vec![spec(Datatype::Fp64, &[-1, i64::MAX, i64::MAX])];
         assert_eq!(rows(wide, &[-1], usize::MAX), 1);
         assert_eq!(rows(vec![spec(Datatype::Fp32, &[-1, 400])], &[-1], 4), 1);

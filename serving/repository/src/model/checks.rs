@@ -3,10 +3,10 @@
 use millrace_bundle::TensorSpec;
 
 use millrace_serving_core::error::{InferError, quote};
-use millrace_serving_core::tensor::{Held, TENSORS_MAX, Tensor, View};
+use millrace_serving_core::tensor::{TENSORS_MAX, Tensor, TensorHandle, View};
 
 /// Checks all inputs and sorts them into the signature's order.
-pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<Held>, InferError> {
+pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<TensorHandle>, InferError> {
     if inputs.len() > TENSORS_MAX {
         return Err(InferError::invalid(format!("{} inputs, the limit is {TENSORS_MAX}", inputs.len())));
     }
@@ -22,7 +22,7 @@ pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<H
         };
         let spec = &specs[place];
         if places[place].is_some() {
-            return Err(InferError::invalid(format!("input {:?} is there twice", spec.name)));
+            return Err(InferError::invalid(format!("input {:?} appears twice", spec.name)));
         }
         check(spec, View::Here(&input))?;
         places[place] = Some(input);
@@ -32,7 +32,7 @@ pub(super) fn ordered(specs: &[TensorSpec], inputs: Vec<Tensor>) -> Result<Vec<H
         .zip(places)
         .map(|(spec, place)| {
             let missing = || InferError::invalid(format!("input {:?} is missing", spec.name));
-            place.map(Held::Alone).ok_or_else(missing)
+            place.map(TensorHandle::Alone).ok_or_else(missing)
         })
         .collect()
 }
@@ -67,7 +67,7 @@ pub(super) fn check(spec: &TensorSpec, input: View<'_>) -> Result<(), InferError
 }
 
 /// The indexes of the requested outputs.
-pub(super) fn wanted(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
+pub(super) fn requested_outputs(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize>, InferError> {
     if names.is_empty() {
         return Ok((0..specs.len()).collect());
     }
@@ -84,7 +84,7 @@ pub(super) fn wanted(specs: &[TensorSpec], names: &[String]) -> Result<Vec<usize
             )));
         };
         if outputs.contains(&place) {
-            return Err(InferError::invalid(format!("output {name:?} is asked for twice")));
+            return Err(InferError::invalid(format!("output {name:?} is requested twice")));
         }
         outputs.push(place);
     }

@@ -28,12 +28,12 @@ use millrace_serving_runtime::rows::{Dependence, Rows};
 pub(crate) use plan::Plan;
 
 /// Looks up the model of a step by name and version.
-pub(crate) type Find<'a> = dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError> + 'a;
+pub(crate) type ModelLookup<'a> = dyn Fn(&str, Option<u64>) -> Result<Arc<Model>, InferError> + 'a;
 
 /// The models among which an ensemble finds those of its steps.
 pub(crate) trait StepModels: std::fmt::Debug + Send + Sync {
     /// A lookup in one consistent set of models; `None` if the repository is closed.
-    fn finder(&self) -> Option<Box<Find<'static>>>;
+    fn model_lookup(&self) -> Option<Box<ModelLookup<'static>>>;
 }
 
 /// Platform name of ensembles, as in Triton.
@@ -67,7 +67,7 @@ impl Ensemble {
     ///
     /// # Errors
     /// The first step that cannot run, and the reason.
-    pub fn check(&self, ensemble: &Model, find: &Find<'_>) -> Result<(), String> {
+    pub fn check(&self, ensemble: &Model, find: &ModelLookup<'_>) -> Result<(), String> {
         self.members(ensemble, find).map(drop)
     }
 
@@ -75,7 +75,7 @@ impl Ensemble {
     fn resolve(&self, ensemble: &Model) -> Result<Vec<Member>, InferError> {
         let unavailable =
             |reason: String| InferError::Unavailable { reason: format!("{}: {reason}", name(ensemble)) };
-        let Some(find) = self.models.finder() else {
+        let Some(find) = self.models.model_lookup() else {
             return Err(unavailable("its repository is closed".into()));
         };
         self.members(ensemble, &find).map_err(unavailable)

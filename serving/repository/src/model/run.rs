@@ -3,13 +3,13 @@
 
 use std::time::Instant;
 
-use super::checks::{ordered, wanted};
-use super::{Checked, Model, Request, Response};
-use crate::sequence::Place;
+use super::checks::{ordered, requested_outputs};
+use super::{CheckedRequest, Model, Request, Response};
+use crate::sequence::SequencePosition;
 use millrace_serving_core::blocking::in_place;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::Held;
+use millrace_serving_core::tensor::TensorHandle;
 use millrace_serving_runtime::session::Work;
 
 /// Hashing inputs of this size for the response cache takes about 1 ms.
@@ -19,12 +19,12 @@ const LONG_BYTES: usize = 1 << 20;
 /// the number of inferences, and the timestamps of the stages.
 pub(crate) async fn infer_with(
     model: &Model,
-    place: Option<&mut Place>,
+    place: Option<&mut SequencePosition>,
     request: Request,
 ) -> Result<(Response, u64, Times), InferError> {
     let signature = model.signature();
-    let checked = Checked {
-        outputs: wanted(&signature.outputs, &request.outputs)?,
+    let checked = CheckedRequest {
+        outputs: requested_outputs(&signature.outputs, &request.outputs)?,
         inputs: ordered(&signature.inputs, request.inputs)?,
         stays: Vec::new(),
         priority: request.priority,
@@ -33,7 +33,7 @@ pub(crate) async fn infer_with(
         client: request.client,
     };
     let (outputs, inferences, times) = perform(model, place, checked).await?;
-    let outputs = outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?;
+    let outputs = outputs.into_iter().map(TensorHandle::into_tensor).collect::<Result<_, _>>()?;
     let response = Response { model: model.name().to_owned(), version: model.version(), outputs };
     Ok((response, inferences, times))
 }
@@ -42,12 +42,12 @@ pub(crate) async fn infer_with(
 /// ensemble. Returns the requested outputs, the number of inferences, and the timestamps of the stages.
 pub(super) async fn perform(
     model: &Model,
-    place: Option<&mut Place>,
-    request: Checked,
-) -> Result<(Vec<Held>, u64, Times), InferError> {
-    let Checked { inputs, outputs, stays, .. } = request;
+    place: Option<&mut SequencePosition>,
+    request: CheckedRequest,
+) -> Result<(Vec<TensorHandle>, u64, Times), InferError> {
+    let CheckedRequest { inputs, outputs, stays, .. } = request;
     let empty = inputs.iter().position(|input| input.view().elements() == 0);
-    if let Some(place) = empty.filter(|_| !model.pool.takes_nothing()) {
+    if let Some(place) = empty.filter(|_| !model.pool.accepts_empty_inputs()) {
         let name = model.signature().inputs.get(place).map_or("", |spec| spec.name.as_str());
         return Err(InferError::invalid(format!(
             "input {name:?} has no elements; the graph has operators that are not known to take that"
@@ -56,7 +56,7 @@ pub(super) async fn perform(
     let extent = inputs.first().and_then(|input| input.view().shape().first()).copied().unwrap_or(1);
     let extent = usize::try_from(extent).unwrap_or(0);
     // A request with empty inputs runs alone: its rows cannot be separated from those of others.
-    let has_rows = |input: &Held| has_rows(input, extent) && input.view().elements() > 0;
+    let has_rows = |input: &TensorHandle| has_rows(input, extent) && input.view().elements() > 0;
     let rows = if model.max_batch_size() > 0 && inputs.iter().all(has_rows) { extent } else { 0 };
     if let Some(rows_max) = model.rows_max()
         && rows > rows_max
@@ -67,7 +67,7 @@ pub(super) async fn perform(
     }
     let queued = Instant::now();
     if let Some(drift) = &model.drift {
-        drift.observe(&inputs.iter().map(Held::read).collect::<Result<Vec<_>, _>>()?, queued);
+        drift.observe(&inputs.iter().map(TensorHandle::read).collect::<Result<Vec<_>, _>>()?, queued);
     }
     let timeout = request.timeout.into_iter().chain(model.pool.timeout()).min();
     // A timeout beyond the range of the clock is no limit.
@@ -83,8 +83,8 @@ pub(super) async fn perform(
     if let Some(answers) = &model.answers {
         let key = in_place(work.bytes() >= LONG_BYTES, || answers.key(&work))?;
         if let Some(outputs) = answers.get(&key) {
-            let outputs = outputs.into_iter().map(Held::Alone).collect();
-            let times = Times::found(queued);
+            let outputs = outputs.into_iter().map(TensorHandle::Alone).collect();
+            let times = Times::from_cache(queued);
             let took = times.end.saturating_duration_since(queued);
             model.statistics.hit(took);
             return Ok((outputs, inferences(rows), times));
@@ -100,7 +100,7 @@ pub(super) async fn perform(
     };
     if let Some((answers, key, looked)) = missed {
         let start = Instant::now();
-        answers.put(key, &ran.outputs.iter().map(Held::read).collect::<Result<Vec<_>, _>>()?);
+        answers.put(key, &ran.outputs.iter().map(TensorHandle::read).collect::<Result<Vec<_>, _>>()?);
         model.statistics.missed(looked + start.elapsed());
     }
     let times = ran.times;
@@ -108,6 +108,6 @@ pub(super) async fn perform(
     Ok((ran.outputs, inferences(rows), times))
 }
 
-fn has_rows(input: &Held, rows: usize) -> bool {
+fn has_rows(input: &TensorHandle, rows: usize) -> bool {
     input.view().shape().first().is_some_and(|extent| usize::try_from(*extent) == Ok(rows))
 }

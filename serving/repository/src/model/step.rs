@@ -8,13 +8,13 @@ use super::run::perform;
 use super::{Model, Unfinished};
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::Held;
+use millrace_serving_core::tensor::TensorHandle;
 
 /// A request that was checked against a version's signature.
 #[derive(Debug)]
-pub(crate) struct Checked {
+pub(crate) struct CheckedRequest {
     /// The inputs, in the signature's order.
-    pub inputs: Vec<Held>,
+    pub inputs: Vec<TensorHandle>,
     /// The requested outputs, by their indexes in the signature.
     pub outputs: Vec<usize>,
     /// Whether each of them may stay in device memory, as in [`millrace_serving_runtime::session::Work`].
@@ -30,7 +30,10 @@ pub(crate) struct Checked {
 ///
 /// # Errors
 /// Those of the run.
-pub(super) async fn step(model: &Model, checked: Checked) -> Result<(Vec<Held>, Times), InferError> {
+pub(super) async fn step(
+    model: &Model,
+    checked: CheckedRequest,
+) -> Result<(Vec<TensorHandle>, Times), InferError> {
     let arrived = Instant::now();
     let unfinished = Unfinished::new(model, arrived);
     let specs = &model.signature().inputs;

@@ -36,7 +36,7 @@ fn a_configuration_is_read_with_the_lines_of_its_fields() {
 }
 
 #[test]
-fn what_is_wrong_is_told_with_its_line() {
+fn syntax_errors_are_reported_with_their_line() {
     let cases = [
         ("name: \"a\"\nnosuch: 1", "line 2: field 'nosuch' not found"),
         ("name \"a\"", "line 1: expected ':'"),
@@ -65,7 +65,7 @@ fn what_is_wrong_is_told_with_its_line() {
 }
 
 #[test]
-fn nesting_is_bounded_wherever_it_hides() {
+fn nesting_depth_is_limited_in_every_syntax() {
     for open in ["input {", "[a/inference.ModelConfig] {", "input <"] {
         let reason = refused(&open.repeat(5_000));
         assert!(reason.contains("nested more than 16 deep"), "{reason}");
@@ -77,7 +77,7 @@ fn nesting_is_bounded_wherever_it_hides() {
 
 proptest! {
     #[test]
-    fn no_text_breaks_it(words in prop::collection::vec(
+    fn arbitrary_text_never_panics(words in prop::collection::vec(
         prop::sample::select(vec![
             "name", "input", "dims", ":", "{", "}", "[", "]", "<", ">", ",", ";", "-1", "07", "0x", "1e", "\"", "'", "\\",
             "\n", "#", "TYPE_FP32", "data_type", "/", ".", "inf", "ä", "version_policy", "all", "latest", "9999999999999999999",

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::beside::SETTLE;
+use super::model_files::SETTLE;
 use super::{Models, Repository};
 use millrace_serving_core::config::{Config, Control};
 use millrace_serving_core::error::{Error, InferError, Result, chain, quote};
@@ -35,12 +35,12 @@ const LOADING: &str = "LOADING";
 const UNAVAILABLE: &str = "UNAVAILABLE";
 
 /// Guard of a version that is being loaded; dropping it removes the version from that set.
-pub(super) struct Loading<'a> {
+pub(super) struct LoadingGuard<'a> {
     repository: &'a Repository,
     version: (String, u64),
 }
 
-impl Drop for Loading<'_> {
+impl Drop for LoadingGuard<'_> {
     fn drop(&mut self) {
         self.repository.inner.loading.lock().remove(&self.version);
     }
@@ -51,7 +51,7 @@ pub(super) fn check(config: &Config) -> Result<()> {
     if config.control == Control::Poll && !config.load.is_empty() {
         return Err(Error::Config {
             reason: format!(
-                "load names models ({}) and control is \"poll\", which serves all there are: set control = \"explicit\" (--control explicit), or leave load out",
+                "load names models ({}) and control is \"poll\", which serves all models: set control = \"explicit\" (--control explicit), or leave load out",
                 config.load.iter().take(8).map(|name| quote(name)).collect::<Vec<_>>().join(", ")
             ),
         });
@@ -99,7 +99,11 @@ impl Repository {
         for name in loaded {
             // Only a call drops a model that was deleted from the repository.
             if let Err(error) = self.load_now(&name, super::refresh::RETRY_AFTER).await {
-                tracing::warn!(model = name, error = chain(&error), "a model cannot be looked for");
+                tracing::warn!(
+                    model = name,
+                    error = chain(&error),
+                    "cannot search the repository for a model"
+                );
                 outcome = Err(error);
             }
         }
@@ -118,7 +122,7 @@ impl Repository {
         self.check_call(name)?;
         let _one = self.inner.refreshing.lock().await;
         self.load_whole(name).await.map_err(|error| InferError::Unavailable {
-            reason: format!("model {name:?} cannot be looked for: {}", chain(&error)),
+            reason: format!("cannot search the repository for model {name:?}: {}", chain(&error)),
         })?
     }
 
@@ -140,7 +144,7 @@ impl Repository {
         let before = self.inner.models.read().clone();
         if listing.complete.is_empty() && listing.plain.is_empty() {
             let Some(skipped) = listing.skipped.last() else {
-                let reason = format!("there is no model {} in the repository", quote(name));
+                let reason = format!("the repository has no model {}", quote(name));
                 return Ok(Err(InferError::NotFound { reason }));
             };
             let reason = format!("model {name:?} has no complete version: {}", chain(&skipped.reason));
@@ -210,7 +214,7 @@ impl Repository {
             tracing::warn!(
                 model = name,
                 drain_ms_max = drain.as_millis() as u64,
-                "an unloaded model still runs"
+                "a run of an unloaded model has not ended"
             );
         }
         Ok(())
@@ -226,10 +230,10 @@ impl Repository {
     }
 
     /// Marks a version as being loaded until the guard is dropped.
-    pub(super) fn loading(&self, model: &str, version: u64) -> Loading<'_> {
+    pub(super) fn loading(&self, model: &str, version: u64) -> LoadingGuard<'_> {
         let version = (model.to_owned(), version);
         self.inner.loading.lock().insert(version.clone());
-        Loading { repository: self, version }
+        LoadingGuard { repository: self, version }
     }
 
     /// Every version and its state, by name and version. Under [`Control::Explicit`] scans the repository for
@@ -320,7 +324,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_version_is_loading_until_its_guard_is_gone() {
+    async fn version_is_loading_until_its_guard_is_dropped() {
         for control in [Control::Poll, Control::Explicit] {
             let repository = empty(control);
             assert!(repository.index().await.unwrap().is_empty());
@@ -333,7 +337,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_for_a_model_that_is_not_there_changes_nothing() {
+    async fn call_for_a_missing_model_changes_nothing() {
         let repository = empty(Control::Explicit);
         assert!(matches!(repository.load_model("mlp").await, Err(InferError::NotFound { .. })));
         assert!(matches!(repository.unload_model("mlp", true).await, Err(InferError::NotFound { .. })));

@@ -25,14 +25,14 @@ pub(super) struct Declared {
     /// The version policy.
     pub policy: Option<VersionPolicy>,
     /// The part that decides how a version is loaded.
-    pub(crate) loading: Loading,
+    pub(crate) loading: LoadSettings,
     /// Names of fields that are set but have no effect here.
     pub(crate) ignored: Vec<String>,
 }
 
 /// Load settings of the versions.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Loading {
+pub(crate) struct LoadSettings {
     /// File name of the graph.
     pub file: String,
     /// Most rows of a request; 0 for a model without rows, `None` if the graph decides.
@@ -68,7 +68,9 @@ impl Declared {
         if !config.name.is_empty() && config.name != model {
             let place = parsed.place("name");
             let name = quote(&config.name);
-            return Err(format!("{place}name is {name}, and the folder {model:?}: let them agree"));
+            return Err(format!(
+                "{place}name is {name}, but the folder is {model:?}: use the same name for both"
+            ));
         }
         check_kind(&parsed)?;
         let at = |field: &str, reason: String| format!("{}{field}: {reason}", parsed.place(field));
@@ -91,7 +93,7 @@ impl Declared {
         let silent = max == 0 && inputs.is_empty() && outputs.is_empty() && sequences.is_none();
         let scheduling = if sequences.is_some() { "sequence_batching" } else { "dynamic_batching" };
         let (sessions, device) = fields::instances(config).map_err(|reason| at("instance_group", reason))?;
-        let loading = Loading {
+        let loading = LoadSettings {
             file: fields::file(config).map_err(|reason| at("default_model_filename", reason))?,
             max_batch_size: (!silent).then_some(max),
             inputs,
@@ -109,7 +111,7 @@ impl Declared {
     }
 }
 
-impl Loading {
+impl LoadSettings {
     /// The graph's signature, restricted to the configuration's.
     ///
     /// # Errors
@@ -119,8 +121,8 @@ impl Loading {
         let filled = |name: &str| sequences.is_some_and(|sequences| sequences.has_input(name));
         let kept = |name: &str| sequences.is_some_and(|sequences| sequences.has_output(name));
         let signature = Signature {
-            inputs: agreed("input", &self.inputs, &graph.inputs, filled)?,
-            outputs: agreed("output", &self.outputs, &graph.outputs, kept)?,
+            inputs: check_against_graph("input", &self.inputs, &graph.inputs, filled)?,
+            outputs: check_against_graph("output", &self.outputs, &graph.outputs, kept)?,
         };
         if !self.inputs.is_empty()
             && let Some(missing) =
@@ -146,7 +148,7 @@ impl Loading {
         Signature { inputs: self.inputs.clone(), outputs: self.outputs.clone() }
     }
 
-    /// The plan for requests of sequences, for the signature that [`Loading::signature`] returned. The states
+    /// The plan for requests of sequences, for the signature that [`LoadSettings::signature`] returned. The states
     /// of a sequence may take `bytes_max` bytes.
     ///
     /// # Errors
@@ -194,7 +196,7 @@ impl Loading {
 
 /// Tensors of one side that the graph and the configuration share, and those that the server fills or keeps,
 /// in the graph's order. A configuration may name fewer tensors than the graph, and narrower shapes.
-fn agreed(
+fn check_against_graph(
     side: &str,
     declared: &[TensorSpec],
     graph: &[TensorSpec],
@@ -241,7 +243,10 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     if config.response_cache.as_ref().is_some_and(|cache| cache.enable)
         && matches!(&config.scheduling_choice, Some(pb::model_config::SchedulingChoice::SequenceBatching(_)))
     {
-        return refused("response_cache", ": answers of a model with sequences depend on what came before");
+        return refused(
+            "response_cache",
+            ": responses of a model with sequences depend on earlier requests and cannot be cached: remove the setting",
+        );
     }
     if matches!(&config.scheduling_choice, Some(pb::model_config::SchedulingChoice::SequenceBatching(_)))
         && !config.model_warmup.is_empty()
@@ -251,10 +256,7 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     if is_ensemble {
         check_ensemble(parsed)?;
     } else if config.platform == ensemble::PLATFORM {
-        return refused(
-            "platform",
-            ": \"ensemble\" without ensemble_scheduling, which says what its steps are",
-        );
+        return refused("platform", ": \"ensemble\" needs ensemble_scheduling, which lists its steps");
     } else {
         if !["", BACKEND].contains(&config.backend.as_str()) {
             return refused("backend", &format!(": {}: {WAY_OUT}", quote(&config.backend)));
@@ -266,11 +268,7 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
     }
     let foreign = [
         ("batch_input", !config.batch_input.is_empty(), "inputs that the server makes are not supported"),
-        (
-            "batch_output",
-            !config.batch_output.is_empty(),
-            "outputs that the server scatters are not supported",
-        ),
+        ("batch_output", !config.batch_output.is_empty(), "scattered outputs are not supported"),
         (
             "model_operations",
             config.model_operations.as_ref().is_some_and(|it| !it.op_library_filename.is_empty()),
@@ -279,12 +277,12 @@ fn check_kind(parsed: &Parsed) -> Result<(), String> {
         (
             "model_transaction_policy",
             config.model_transaction_policy.as_ref().is_some_and(|it| it.decoupled),
-            "a request has one answer here, decoupled models have any number",
+            "a request has one answer here, decoupled models are not supported",
         ),
         (
             "model_repository_agents",
             config.model_repository_agents.as_ref().is_some_and(|it| !it.agents.is_empty()),
-            "there are none here, and a model may need what they do",
+            "the server has no repository agents, and the model may depend on them",
         ),
     ];
     match foreign.into_iter().find(|(_, is_set, _)| *is_set) {
@@ -304,7 +302,7 @@ fn check_ensemble(parsed: &Parsed) -> Result<(), String> {
         (
             "response_cache",
             config.response_cache.as_ref().is_some_and(|cache| cache.enable),
-            "belongs to its steps' models, which may change and with them what it answers",
+            "applies to the models of its steps, which may change independently",
         ),
         (
             "default_model_filename",

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::versions::{Origin, VersionSelector, Versions};
 use super::{Inner, Models, Repository, unknown};
 use crate::model::Model;
-use crate::model::ensemble::{self, Ensemble, Find, StepModels};
+use crate::model::ensemble::{self, Ensemble, ModelLookup, StepModels};
 use millrace_serving_core::error::{InferError, Result, chain};
 use millrace_serving_core::statistics::Statistics;
 use millrace_serving_runtime::rows::Rows;
@@ -22,13 +22,15 @@ use millrace_serving_runtime::session;
 struct WeakRepository(Weak<Inner>);
 
 impl StepModels for WeakRepository {
-    fn finder(&self) -> Option<Box<Find<'static>>> {
+    fn model_lookup(&self) -> Option<Box<ModelLookup<'static>>> {
         let models = self.0.upgrade()?.models.read().clone();
         Some(Box::new(move |model: &str, version: Option<u64>| {
             let versions = models.models.get(model).ok_or_else(|| unknown(model))?;
             match version {
                 // A traffic split of the member applies to steps, too.
-                None => versions.turn("").map_or_else(|| versions.find(model, VersionSelector::Any), Ok),
+                None => {
+                    versions.split_target("").map_or_else(|| versions.find(model, VersionSelector::Any), Ok)
+                }
                 Some(version) => versions.find(model, VersionSelector::Version(version)),
             }
         }))
@@ -48,7 +50,7 @@ impl Repository {
         };
         if self.inner.config.models.get(name).is_some_and(|options| options.response_cache == Some(true)) {
             return Err(format!(
-                "response_cache of [serving.models.{name}] belongs to its steps' models, which may change and with them \
+                "response_cache of [serving.models.{name}] applies to the models of its steps, which may change \
                  what it answers"
             ));
         }
@@ -100,7 +102,7 @@ impl Repository {
         self.inner.along.lock().remove(name);
         for member in self.members_to_load(name) {
             if let Err(error) = self.load_settled(&member).await? {
-                tracing::warn!(model = name, member, %error, "a model of an ensemble is not served as it should be");
+                tracing::warn!(model = name, member, %error, "a model of an ensemble is not served as configured");
             }
             self.inner.along.lock().insert(member);
         }
@@ -172,7 +174,7 @@ impl Models {
 
     /// Logs the ensembles that stopped or started being able to answer since `before`. Returns the number
     /// that cannot.
-    pub(super) fn tell_faults(&self, before: &Models) -> i64 {
+    pub(super) fn log_faults(&self, before: &Models) -> i64 {
         let (faults, known) = (self.faults(), before.faults());
         for (key, fault) in &faults {
             let (model, version) = *key;

@@ -29,10 +29,10 @@ const ENTRIES_MAX: usize = 512;
 
 /// A local folder or a volume as an object store of models.
 #[derive(Debug)]
-pub(super) struct Entries(Place);
+pub(super) struct Entries(EntryStore);
 
 #[derive(Debug)]
-enum Place {
+enum EntryStore {
     Folder {
         path: PathBuf,
         /// The store of the path's last target.
@@ -53,18 +53,18 @@ struct Entry {
 impl Entries {
     /// A local folder. The path may be a symbolic link whose target changes later.
     pub(super) fn folder(path: PathBuf) -> Entries {
-        Entries(Place::Folder { path, opened: Mutex::default() })
+        Entries(EntryStore::Folder { path, opened: Mutex::default() })
     }
 
     pub(super) fn volume(view: &View) -> Entries {
-        Entries(Place::Volume { view: view.clone(), store: view.object_store() })
+        Entries(EntryStore::Volume { view: view.clone(), store: view.object_store() })
     }
 
     /// The store of the path's current target.
     fn store(&self) -> Result<Arc<dyn ObjectStore>> {
         match &self.0 {
-            Place::Volume { store, .. } => Ok(store.clone()),
-            Place::Folder { path, opened } => {
+            EntryStore::Volume { store, .. } => Ok(store.clone()),
+            EntryStore::Folder { path, opened } => {
                 let target = path.canonicalize().map_err(failed)?;
                 let mut opened = opened.lock();
                 if let Some((known, store)) = &*opened
@@ -82,11 +82,11 @@ impl Entries {
     /// The entries of a folder.
     async fn entries(&self, folder: &Path) -> Result<Vec<Entry>> {
         match &self.0 {
-            Place::Folder { path, .. } => {
+            EntryStore::Folder { path, .. } => {
                 let path = path.join(folder.as_ref());
                 tokio::task::spawn_blocking(move || of_folder(&path)).await.map_err(failed)?.map_err(failed)
             }
-            Place::Volume { view, .. } => {
+            EntryStore::Volume { view, .. } => {
                 let (view, folder) = (view.clone(), folder.to_string());
                 tokio::task::spawn_blocking(move || of_volume(&view, &folder))
                     .await
@@ -134,8 +134,8 @@ fn of_volume(view: &View, folder: &str) -> millrace_datafs::Result<Vec<Entry>> {
 impl fmt::Display for Entries {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Place::Folder { path, .. } => write!(f, "{}", path.display()),
-            Place::Volume { store, .. } => write!(f, "{store}"),
+            EntryStore::Folder { path, .. } => write!(f, "{}", path.display()),
+            EntryStore::Volume { store, .. } => write!(f, "{store}"),
         }
     }
 }

@@ -8,7 +8,7 @@ use millrace_bundle::{Bundle, MODEL_FILE, Signature};
 use tokio_util::sync::CancellationToken;
 
 use super::Repository;
-use super::declared::Loading;
+use super::declared::LoadSettings;
 use super::versions::{Content, Origin};
 use crate::drift::Drift;
 use crate::model::{Model, max_batch_size};
@@ -70,7 +70,7 @@ impl Repository {
         let cache = self.cache_of(name, version, loading.as_ref());
         if cache.is_some() && plan.is_some() {
             return Err(failed(format!(
-                "response_cache of [serving.models.{name}]: answers of a model with sequences depend on what came before"
+                "response_cache of [serving.models.{name}]: responses of a model with sequences depend on earlier requests and cannot be cached: remove the setting"
             )));
         }
         let answers = cache.map(|cache| Answers::new(cache, bundle.manifest()));
@@ -119,7 +119,7 @@ impl Repository {
                     tracing::warn!(
                         model,
                         version,
-                        "response_cache: no answers are kept, as they may depend on the requests beside them"
+                        "response_cache: responses are not cached, as they may depend on other requests of the batch"
                     );
                 }
                 !depend
@@ -148,7 +148,12 @@ impl Repository {
     }
 
     /// The response cache, if the answers of this version go into it.
-    fn cache_of(&self, model: &str, version: u64, loading: Option<&Loading>) -> Option<Arc<ResponseCache>> {
+    fn cache_of(
+        &self,
+        model: &str,
+        version: u64,
+        loading: Option<&LoadSettings>,
+    ) -> Option<Arc<ResponseCache>> {
         let inner = &self.inner;
         let said = inner.config.models.get(model).and_then(|options| options.response_cache);
         if !said.unwrap_or_else(|| loading.is_some_and(|loading| loading.response_cache)) {
@@ -158,7 +163,7 @@ impl Repository {
             tracing::info!(
                 model,
                 version,
-                "response_cache of config.pbtxt: no answers are kept, as response_cache_bytes_max is 0"
+                "response_cache of config.pbtxt: responses are not cached, as response_cache_bytes_max is 0"
             );
         }
         inner.cache.clone()
@@ -177,7 +182,7 @@ fn watched(bundle: &Bundle, signature: &Signature, options: &DriftOptions) -> Op
                 model,
                 version,
                 reason,
-                "the statistics of a bundle cannot be read: its inputs are not watched"
+                "the statistics of a bundle cannot be read: drift of its inputs is not measured"
             );
             None
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use millrace_bundle::{CONFIG_FILE, Listing, MANIFEST_FILE, MODEL_FILE, Manifest, ModelFolder, PlainVersion};
 
-use super::beside::{SETTLE, is_settled};
+use super::model_files::{SETTLE, is_settled};
 use super::versions::{Content, Failure, Origin, Ready, Versions};
 use super::{Models, Repository};
 use crate::model::Model;
@@ -22,7 +22,7 @@ pub(super) const RETRY_AFTER: Duration = Duration::from_secs(30);
 
 /// The scan's result for one model.
 #[derive(Debug, Default)]
-struct Found {
+struct ScanResult {
     versions: BTreeMap<u64, Candidate>,
     folder: Option<ModelFolder>,
 }
@@ -60,7 +60,7 @@ impl Repository {
         next: &mut Models,
         retry_after: Duration,
     ) {
-        let mut found: BTreeMap<String, Found> = BTreeMap::new();
+        let mut found: BTreeMap<String, ScanResult> = BTreeMap::new();
         for skipped in listing.skipped {
             let reason = chain(&skipped.reason);
             match self.version_of(&skipped.path) {
@@ -100,7 +100,7 @@ impl Repository {
             let known = before.models.get(&model);
             let other = before.other.iter().any(|(path, _)| *path == model);
             if !other && known.is_none_or(|known| !known.problems.contains(&problem)) {
-                tracing::warn!(model, error = problem, "a model is not served as it should be");
+                tracing::warn!(model, error = problem, "a model is not served as configured");
             }
             match known {
                 // Its versions stay until the folder can be read again.
@@ -124,7 +124,7 @@ impl Repository {
             if !configured
                 && known.is_some_and(|known| known.ready.get(&version.version).is_some_and(is_bundle))
             {
-                let reason = format!("its {MANIFEST_FILE} is gone");
+                let reason = format!("its {MANIFEST_FILE} was deleted");
                 let at = Instant::now();
                 let failure = Failure { origin: None, reason, at, settling: false, told: false };
                 let versions = &mut found.entry(version.name).or_default().versions;
@@ -153,13 +153,13 @@ impl Repository {
     async fn settle_model(
         &self,
         model: &str,
-        mut found: Found,
+        mut found: ScanResult,
         known: &Versions,
         retry_after: Duration,
     ) -> Versions {
         let config = &self.inner.config;
         let options = config.models.get(model);
-        let beside = self.read_beside(found.folder.as_ref(), &known.beside).await;
+        let beside = self.read_model_files(found.folder.as_ref(), &known.beside).await;
         let declared = beside.config.as_ref().and_then(|read| read.good.clone());
         let limit = config.limits.versions_max.max(1);
         let policy = options
@@ -180,7 +180,7 @@ impl Repository {
         match versions.policy.clone() {
             VersionPolicy::Latest(count) => enough = usize::try_from(count.get()).unwrap_or(usize::MAX),
             VersionPolicy::All if there.len() > limit => versions.problems.push(format!(
-                "versions is \"all\", there are {}, and the newest {limit} are served (limits.versions_max)",
+                "versions is \"all\", but the model has {} versions: the newest {limit} are served (limits.versions_max)",
                 there.len()
             )),
             VersionPolicy::All => {}
@@ -218,7 +218,7 @@ impl Repository {
         versions.failed.retain(|version, _| by_policy.contains(version) || named.contains(version));
         for problem in &versions.problems {
             if !known.problems.contains(problem) {
-                tracing::warn!(model, error = problem, "a model is not served as it should be");
+                tracing::warn!(model, error = problem, "a model is not served as configured");
             }
         }
         versions
@@ -318,7 +318,7 @@ impl Repository {
             for version in versions.ready.keys() {
                 let kept = now.is_some_and(|now| now.ready.contains_key(version));
                 if !kept {
-                    tracing::info!(model, version, "a model version is gone");
+                    tracing::info!(model, version, "unloaded a model version whose files were removed");
                 }
                 changed |= !kept;
             }
@@ -333,7 +333,7 @@ impl Repository {
             changed |= versions.ready.keys().any(|version| !same(before, &next, model, version));
         }
         let count = |f: fn(&Versions) -> usize| next.models.values().map(f).sum::<usize>() as i64;
-        let faulty = next.tell_faults(before);
+        let faulty = next.log_faults(before);
         MODELS.with_label_values(&["ready"]).set(count(|versions| versions.ready.len()) - faulty);
         MODELS.with_label_values(&["failed"]).set(count(|versions| versions.failed.len()) + faulty);
         changed |= self.note_ready(&next);

@@ -34,18 +34,18 @@ impl Repository {
             return Ok((versions.find(model, asked)?, Vec::new()));
         }
         let holding = if step.start { None } else { versions.holding(step) };
-        let found = match holding.or_else(|| versions.turn(&step.key())) {
+        let found = match holding.or_else(|| versions.split_target(&step.key())) {
             Some(found) => found,
             None => versions.find(model, asked)?,
         };
-        let others = if step.start { versions.others(&found, step) } else { Vec::new() };
+        let others = if step.start { versions.other_versions(&found, step) } else { Vec::new() };
         Ok((found, others))
     }
 }
 
 impl Versions {
     /// The sequences of the other versions in which this id is live.
-    fn others(&self, found: &Arc<Model>, step: &Step) -> Vec<Arc<Sequences>> {
+    fn other_versions(&self, found: &Arc<Model>, step: &Step) -> Vec<Arc<Sequences>> {
         let others = self.ready.values().filter(|model| !Arc::ptr_eq(model, found));
         let kept = others.filter_map(|model| model.sequences.as_ref());
         kept.filter(|sequences| sequences.begun(&step.id).is_some()).cloned().collect()

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_stays_with_its_version() {
+    fn requests_with_one_id_stay_with_one_version() {
         let split = Split::new(&[(3, 0.5), (4, 0.5)].into()).unwrap();
         for n in 0..100 {
             let id = n.to_string();
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn one_version_takes_all_and_none_is_no_split() {
+    fn single_version_takes_all_requests_and_no_version_is_no_split() {
         let one = Split::new(&[(7, 1e-300)].into()).unwrap();
         assert_eq!(shares(&one, (0..100).map(|n| n.to_string())).keys().copied().collect::<Vec<_>>(), [7]);
         assert!(Split::new(&BTreeMap::new()).is_none());

@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use millrace_bundle::{FileStat, Manifest};
 
-use super::beside::Beside;
-use super::declared::Loading;
+use super::declared::LoadSettings;
+use super::model_files::ModelFiles;
 use super::split::Split;
 use crate::model::Model;
 use crate::shadow::Shadow;
@@ -22,7 +22,7 @@ use millrace_serving_core::error::{InferError, quote};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Origin {
     pub(super) content: Content,
-    pub(super) loading: Option<Loading>,
+    pub(super) loading: Option<LoadSettings>,
 }
 
 /// Content of a version.
@@ -78,7 +78,7 @@ pub(super) struct Versions {
     pub(super) labels: BTreeMap<String, u64>,
     pub(super) split: Option<Arc<Split>>,
     pub(super) shadow: Option<Arc<Shadow>>,
-    pub(super) beside: Beside,
+    pub(super) beside: ModelFiles,
     /// Problems of the model as a whole.
     pub(super) problems: Vec<String>,
 }
@@ -93,7 +93,7 @@ impl Default for Versions {
             labels: BTreeMap::new(),
             split: None,
             shadow: None,
-            beside: Beside::default(),
+            beside: ModelFiles::default(),
             problems: Vec::new(),
         }
     }
@@ -160,11 +160,11 @@ impl Versions {
             Some(version) => self.ready.get(&version),
             None => self.ready.values().next_back(),
         };
-        found.map(|ready| ready.model.clone()).ok_or_else(|| self.missing(model, version))
+        found.map(|ready| ready.model.clone()).ok_or_else(|| self.not_found_error(model, version))
     }
 
     /// The version that the split selects for a request with this id that names no version.
-    pub(super) fn turn(&self, id: &str) -> Option<Arc<Model>> {
+    pub(super) fn split_target(&self, id: &str) -> Option<Arc<Model>> {
         let split = self.split.as_ref()?;
         Some(self.ready.get(&split.version(id))?.model.clone())
     }
@@ -180,20 +180,20 @@ impl Versions {
                 quote(label)
             )));
         };
-        let reason = self.why_not(*version);
+        let reason = self.failure_reason(*version);
         Err(InferError::Unavailable {
             reason: format!("model {model:?} version {version}, which label {label:?} names, {reason}"),
         })
     }
 
-    fn why_not(&self, version: u64) -> String {
+    fn failure_reason(&self, version: u64) -> String {
         match self.failed.get(&version) {
             Some(failure) => format!("cannot be served: {}", failure.reason),
             None => "is not in the repository".to_owned(),
         }
     }
 
-    fn missing(&self, model: &str, version: Option<u64>) -> InferError {
+    fn not_found_error(&self, model: &str, version: Option<u64>) -> InferError {
         let failed = match version {
             Some(version) => self.failed.get_key_value(&version),
             None => self.failed.iter().next_back(),
@@ -220,7 +220,7 @@ impl Versions {
             }
             let old = known.labels.get(label).filter(|old| self.ready.contains_key(old));
             let stays = old.map(|old| format!(", it stays with version {old}")).unwrap_or_default();
-            let reason = self.why_not(*version);
+            let reason = self.failure_reason(*version);
             self.problems.push(format!("label {label:?}: version {version} {reason}{stays}"));
             if let Some(old) = old {
                 self.labels.insert(label.clone(), *old);
@@ -244,22 +244,22 @@ impl Versions {
 
     fn cast_shadow(&mut self, known: &Versions) {
         let Some(wanted) = self.rollout.shadow.clone().filter(|wanted| wanted.share > 0.0) else {
-            self.shade(None);
+            self.set_shadow(None);
             return;
         };
         let shadow = self.target(&wanted.version).map(|model| Shadow::new(model.clone(), wanted.share));
         if shadow.is_none() {
-            self.problems.push(format!("shadow: {} is not served, nothing is copied", wanted.version));
+            self.problems.push(format!("shadow: {} is not served, so no request is copied", wanted.version));
         }
         let same = match (&known.shadow, &shadow) {
             (Some(old), Some(new)) if old.is_like(new) => Some(old.clone()),
             _ => None,
         };
-        self.shade(same.or_else(|| shadow.map(Arc::new)));
+        self.set_shadow(same.or_else(|| shadow.map(Arc::new)));
     }
 
     /// Marks all versions except the shadow itself as shadowed.
-    fn shade(&mut self, shadow: Option<Arc<Shadow>>) {
+    fn set_shadow(&mut self, shadow: Option<Arc<Shadow>>) {
         for (version, model) in &self.ready {
             let copied = shadow.as_ref().is_some_and(|shadow| shadow.version() != *version);
             model.shadowed.store(copied, Ordering::Relaxed);

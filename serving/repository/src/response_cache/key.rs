@@ -20,10 +20,10 @@ pub(crate) struct Key(pub(super) [u8; 32]);
 /// The common prefix of a version's keys: its name and number, the digests of its files, and its signature,
 /// as requests refer to inputs and outputs by index.
 #[derive(Debug, Clone)]
-pub(super) struct Head(Sha256);
+pub(super) struct VersionDigest(Sha256);
 
-impl Head {
-    pub(super) fn new(manifest: &Manifest) -> Head {
+impl VersionDigest {
+    pub(super) fn new(manifest: &Manifest) -> VersionDigest {
         let mut digest = Sha256::new();
         text(&mut digest, &manifest.name);
         digest.update(manifest.version.to_le_bytes());
@@ -34,13 +34,13 @@ impl Head {
         }
         specs(&mut digest, &manifest.signature.inputs);
         specs(&mut digest, &manifest.signature.outputs);
-        Head(digest)
+        VersionDigest(digest)
     }
 
     /// The key of a request whose inputs have the signature's order and datatypes.
     ///
     /// # Errors
-    /// As [`millrace_serving_core::tensor::Held::read`].
+    /// As [`millrace_serving_core::tensor::TensorHandle::read`].
     pub(super) fn key(&self, work: &Work) -> Result<Key, InferError> {
         let mut digest = self.0.clone();
         number(&mut digest, work.outputs.len());

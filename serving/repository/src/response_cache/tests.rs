@@ -6,11 +6,11 @@ use millrace_bundle::{Datatype, FileEntry, Lineage, Signature, TensorSpec};
 use proptest::prelude::*;
 
 use super::*;
-use millrace_serving_core::tensor::Held;
+use millrace_serving_core::tensor::TensorHandle;
 
 fn work(inputs: Vec<Tensor>, outputs: Vec<usize>) -> Work {
     Work {
-        inputs: inputs.into_iter().map(Held::Alone).collect(),
+        inputs: inputs.into_iter().map(TensorHandle::Alone).collect(),
         outputs,
         stays: Vec::new(),
         rows: 0,
@@ -61,8 +61,8 @@ fn sizes(cache: &ResponseCache) -> (usize, usize) {
 }
 
 #[test]
-fn whatever_is_asked_otherwise_gives_another_key() {
-    let head = Head::new(&manifest("m", 1, "a"));
+fn different_requests_have_different_keys() {
+    let head = VersionDigest::new(&manifest("m", 1, "a"));
     let raw = |data| Tensor { name: "x".into(), shape: vec![4], data };
     let works = [
         work(vec![fp32(&[2], &[1.0, 2.0])], vec![0]),
@@ -98,8 +98,8 @@ fn whatever_is_asked_otherwise_gives_another_key() {
 }
 
 #[test]
-fn every_element_counts_also_beyond_a_block() {
-    let head = Head::new(&manifest("m", 1, "a"));
+fn all_elements_count_in_the_key_beyond_one_block() {
+    let head = VersionDigest::new(&manifest("m", 1, "a"));
     let values = |at: usize| {
         let mut values = vec![0_i64; 1_300];
         values[at] = 1;
@@ -111,7 +111,7 @@ fn every_element_counts_also_beyond_a_block() {
 }
 
 #[test]
-fn whatever_differs_in_a_version_gives_another_key() {
+fn different_versions_have_different_keys() {
     let other = |change: fn(&mut Manifest)| {
         let mut manifest = manifest("m", 1, "a");
         change(&mut manifest);
@@ -129,15 +129,15 @@ fn whatever_differs_in_a_version_gives_another_key() {
     ];
     let asked = work(vec![fp32(&[2], &[1.0, 2.0])], vec![0]);
     let keys: HashSet<Key> =
-        manifests.iter().map(|manifest| Head::new(manifest).key(&asked).unwrap()).collect();
+        manifests.iter().map(|manifest| VersionDigest::new(manifest).key(&asked).unwrap()).collect();
     assert_eq!(keys.len(), manifests.len());
     // Equal content is the same version, whenever it was created.
     let again = other(|manifest| manifest.created_at = "2026-11-01T00:00:00Z".into());
-    assert!(keys.contains(&Head::new(&again).key(&asked).unwrap()));
+    assert!(keys.contains(&VersionDigest::new(&again).key(&asked).unwrap()));
 }
 
 #[test]
-fn an_answer_larger_than_the_cache_is_not_kept_and_pushes_nothing_out() {
+fn response_larger_than_the_cache_is_not_stored_and_evicts_nothing() {
     let cache = ResponseCache::new(600).unwrap();
     cache.put(key(1), &[fp32(&[1], &[1.0])]);
     cache.put(key(2), &[fp32(&[1000], &[1.0; 1000])]);
@@ -150,7 +150,7 @@ fn an_answer_larger_than_the_cache_is_not_kept_and_pushes_nothing_out() {
 }
 
 #[test]
-fn elements_of_bytes_keep_nothing_alive_and_count_with_what_holds_them() {
+fn cached_bytes_do_not_keep_their_message_and_count_their_overhead() {
     let message = Bytes::from(vec![b'a'; 1 << 20]);
     let part = Tensor::new("x", vec![2], Data::Bytes(vec![message.slice(..2), message.slice(7..9)])).unwrap();
     let cache = ResponseCache::new(1 << 20).unwrap();
@@ -165,7 +165,7 @@ fn elements_of_bytes_keep_nothing_alive_and_count_with_what_holds_them() {
 }
 
 #[test]
-fn threads_that_use_it_at_once_leave_it_within_its_bound() {
+fn concurrent_threads_keep_the_cache_within_its_bound() {
     let cache = ResponseCache::new(4_000).unwrap();
     std::thread::scope(|scope| {
         for thread in 0..4_u8 {
@@ -190,7 +190,7 @@ fn threads_that_use_it_at_once_leave_it_within_its_bound() {
 proptest! {
     /// Against a list with the most recently used entry last.
     #[test]
-    fn the_least_recently_used_goes_first(
+    fn least_recently_used_entry_is_evicted_first(
         steps in prop::collection::vec((any::<bool>(), 0_u8..12, 1_usize..40), 1..200),
     ) {
         const BYTES_MAX: usize = 2_000;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Sequences;
-use super::live::{Entry, Kept, Live};
+use super::live::{Entry, Live, SavedState};
 
 /// Minimum and maximum pause before the next search for idle sequences.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(60));
@@ -52,7 +52,7 @@ impl Sequences {
 
 impl Live {
     /// Removes idle sequences. Searches nothing before the earliest time at which a sequence can be idle.
-    pub(super) fn sweep(&mut self, idle: Duration) -> Vec<Kept> {
+    pub(super) fn sweep(&mut self, idle: Duration) -> Vec<SavedState> {
         let now = Instant::now();
         if self.quiet_until.is_some_and(|until| now < until) {
             return Vec::new();

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::{Declaration, Place, Plan};
+use super::{Declaration, Plan, SequencePosition};
 use millrace_serving_core::config::Limits;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::parameters::{SequenceId, Step};
-use millrace_serving_core::tensor::Held;
+use millrace_serving_core::tensor::TensorHandle;
 use millrace_serving_core::wire::inference as pb;
 
 /// Counts starts in all versions, so that of two versions that know an id, the one that started it last is found.
@@ -54,15 +54,15 @@ pub(super) struct Live {
 pub(super) struct Entry {
     /// Number of its last start among all starts.
     pub(super) order: u64,
-    pub(super) kept: Option<Kept>,
+    pub(super) kept: Option<SavedState>,
     /// Requests in order of arrival; the first one runs.
     pub(super) line: VecDeque<Waiter>,
 }
 
 /// State that a request left for the next one.
 #[derive(Debug)]
-pub(super) struct Kept {
-    pub(super) tensors: Arc<Vec<Held>>,
+pub(super) struct SavedState {
+    pub(super) tensors: Arc<Vec<TensorHandle>>,
     pub(super) bytes: usize,
     /// End of the last request.
     pub(super) last: Instant,
@@ -134,7 +134,7 @@ impl Sequences {
     }
 
     /// Takes a place behind the queued requests of the same sequence.
-    pub fn queue(self: &Arc<Self>, step: Step) -> Box<Place> {
+    pub fn queue(self: &Arc<Self>, step: Step) -> Box<SequencePosition> {
         let mut guard = self.live.lock();
         let live = &mut *guard;
         let number = live.number;
@@ -161,7 +161,7 @@ impl Sequences {
         drop(guard);
         // Its tensors may be large: they are freed outside the lock.
         drop(lapsed);
-        Box::new(Place::new(Arc::clone(self), step, number, receiver))
+        Box::new(SequencePosition::new(Arc::clone(self), step, number, receiver))
     }
 
     /// Counts a waiting request with `bytes` bytes of input, until the guard is dropped.
@@ -190,7 +190,7 @@ impl Sequences {
     /// # Errors
     /// [`InferError::Invalid`] for a sequence that is not live; [`InferError::Overloaded`] at the limit of live
     /// sequences.
-    pub(super) fn begin(&self, step: &Step, claim: &mut Claim) -> Result<Arc<Vec<Held>>, InferError> {
+    pub(super) fn begin(&self, step: &Step, claim: &mut Claim) -> Result<Arc<Vec<TensorHandle>>, InferError> {
         let mut guard = self.live.lock();
         let live = &mut *guard;
         let kept = live.entries.get(&step.id).and_then(|entry| entry.kept.as_ref());
@@ -248,7 +248,13 @@ impl Sequences {
     }
 
     /// Makes a new state current, or drops the state after the last request of a sequence.
-    pub(super) fn commit(self: &Arc<Self>, step: &Step, claim: Claim, tensors: Vec<Held>, bytes: usize) {
+    pub(super) fn commit(
+        self: &Arc<Self>,
+        step: &Step,
+        claim: Claim,
+        tensors: Vec<TensorHandle>,
+        bytes: usize,
+    ) {
         let mut guard = self.live.lock();
         let live = &mut *guard;
         // The request is in the queue, so the entry exists.
@@ -261,7 +267,7 @@ impl Sequences {
         if step.end {
             live.held -= usize::from(is_live);
         } else if is_live {
-            entry.kept = Some(Kept { tensors: Arc::new(tensors), bytes, last: Instant::now() });
+            entry.kept = Some(SavedState { tensors: Arc::new(tensors), bytes, last: Instant::now() });
             live.bytes += bytes;
             begin_to_sweep = !live.swept;
             live.swept = true;

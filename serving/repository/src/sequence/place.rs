@@ -8,12 +8,12 @@ use super::Sequences;
 use super::live::Claim;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::parameters::Step;
-use millrace_serving_core::tensor::Held;
+use millrace_serving_core::tensor::TensorHandle;
 use millrace_serving_runtime::session::{Output, Pool, Work};
 
 /// A place in the queue. Dropping it lets the next request run; without a commit, the state is unchanged.
 #[derive(Debug)]
-pub struct Place {
+pub struct SequencePosition {
     sequences: Arc<Sequences>,
     pub(super) step: Step,
     number: u64,
@@ -21,19 +21,27 @@ pub struct Place {
     pub(super) turn: Option<oneshot::Receiver<()>>,
     pub(super) claim: Claim,
     /// The states that the run left, and their bytes.
-    pub(super) left: Option<(Vec<Held>, usize)>,
+    pub(super) left: Option<(Vec<TensorHandle>, usize)>,
     /// Versions in which a sequence of the same id ends when this one starts.
     others: Vec<Arc<Sequences>>,
 }
 
-impl Place {
+impl SequencePosition {
     pub(super) fn new(
         sequences: Arc<Sequences>,
         step: Step,
         number: u64,
         turn: Option<oneshot::Receiver<()>>,
-    ) -> Place {
-        Place { sequences, step, number, turn, claim: Claim::default(), left: None, others: Vec::new() }
+    ) -> SequencePosition {
+        SequencePosition {
+            sequences,
+            step,
+            number,
+            turn,
+            claim: Claim::default(),
+            left: None,
+            others: Vec::new(),
+        }
     }
 
     /// Sets the other versions in which a sequence of the same id ends when this one starts.
@@ -85,7 +93,7 @@ impl Place {
                 }
                 Some(deadline) => {
                     if tokio::time::timeout_at(deadline.into(), turn).await.is_err() {
-                        return Err(self.late(work));
+                        return Err(self.deadline_error(work));
                     }
                 }
             }
@@ -94,7 +102,7 @@ impl Place {
         Ok(())
     }
 
-    fn late(&self, work: &Work) -> InferError {
+    fn deadline_error(&self, work: &Work) -> InferError {
         InferError::DeadlineExceeded {
             reason: format!(
                 "the request waited for {} us for those before it of sequence {} and could not be answered in time: the \
@@ -117,7 +125,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for SequencePosition {
     fn drop(&mut self) {
         self.sequences.leave(&self.step, self.number, &self.claim);
     }

@@ -9,7 +9,7 @@ use millrace_bundle::{Datatype, Signature, TensorSpec};
 
 use millrace_serving_core::error::{InferError, quote};
 use millrace_serving_core::parameters::{SequenceId, Step};
-use millrace_serving_core::tensor::{Data, Held, Tensor, element_count, shown};
+use millrace_serving_core::tensor::{Data, Tensor, TensorHandle, element_count, shown};
 use millrace_serving_core::wire::inference as pb;
 
 /// Maximum number of names in a message.
@@ -25,7 +25,7 @@ pub(crate) struct Declaration {
     /// Maximum number of live sequences, if configured.
     pub sequences_max: Option<usize>,
     pub controls: Vec<Control>,
-    pub states: Vec<State>,
+    pub states: Vec<StateTensor>,
 }
 
 impl Declaration {
@@ -59,7 +59,7 @@ pub(crate) enum Signal {
 
 /// A state that is kept between the requests of a sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct State {
+pub(crate) struct StateTensor {
     pub input: String,
     pub output: String,
     pub datatype: Datatype,
@@ -90,7 +90,7 @@ pub(crate) struct Plan {
     /// Whether the model has rows; a request then has exactly one.
     has_rows: bool,
     /// Initial states of a sequence.
-    initial: Arc<Vec<Held>>,
+    initial: Arc<Vec<TensorHandle>>,
     /// The declared shapes of the states.
     dims: Vec<Vec<i64>>,
     controls: Vec<Control>,
@@ -153,7 +153,7 @@ impl Plan {
     }
 
     /// Initial states of a sequence.
-    pub(super) fn initial(&self) -> Arc<Vec<Held>> {
+    pub(super) fn initial(&self) -> Arc<Vec<TensorHandle>> {
         Arc::clone(&self.initial)
     }
 
@@ -161,7 +161,7 @@ impl Plan {
     pub(super) fn check_rows(&self, rows: usize) -> Result<(), InferError> {
         if self.has_rows && rows != 1 {
             return Err(InferError::invalid(
-                "a request of a sequence has one row: let the first extent of every input be 1, and send the next row \
+                "a request of a sequence has one row: set the first extent of every input to 1, and send the next row \
                  with the next request",
             ));
         }
@@ -171,15 +171,17 @@ impl Plan {
     /// The inputs of the graph, from the client's inputs and the current states.
     pub(super) fn inputs(
         &self,
-        client: Vec<Held>,
+        client: Vec<TensorHandle>,
         step: &Step,
-        states: &[Held],
-    ) -> Result<Vec<Held>, InferError> {
+        states: &[TensorHandle],
+    ) -> Result<Vec<TensorHandle>, InferError> {
         let mut client = client.into_iter();
         let inputs = self.sources.iter().map(|source| match source {
             // Client inputs were checked and are in the graph's order.
             Source::Client => client.next().ok_or_else(|| InferError::internal("an input is missing")),
-            Source::Control { place, shape } => self.controls[*place].tensor(shape, step).map(Held::Alone),
+            Source::Control { place, shape } => {
+                self.controls[*place].tensor(shape, step).map(TensorHandle::Alone)
+            }
             Source::State(place) => {
                 states[*place].share().ok_or_else(|| InferError::internal("a state is not shared"))
             }
@@ -196,7 +198,7 @@ impl Plan {
     ///
     /// # Errors
     /// [`InferError::Internal`] for states of a wrong shape: a graph may return any extent where its shape is open.
-    pub(super) fn states(&self, outputs: Vec<Held>) -> Result<Vec<Held>, InferError> {
+    pub(super) fn states(&self, outputs: Vec<TensorHandle>) -> Result<Vec<TensorHandle>, InferError> {
         let named = outputs.into_iter().zip(self.initial.iter().zip(&self.dims));
         let states = named.map(|(output, (input, dims))| {
             let (name, shape) = (input.view().name(), output.view().shape());
@@ -217,7 +219,7 @@ impl Plan {
 }
 
 /// Zeros for every state.
-fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Held>, String> {
+fn begin(states: &[StateTensor], bytes_max: usize) -> Result<Vec<TensorHandle>, String> {
     let mut bytes = 0usize;
     let zeros = states.iter().map(|state| {
         let count = element_count(&state.input, &state.initial).map_err(|error| error.to_string())?;
@@ -231,13 +233,13 @@ fn begin(states: &[State], bytes_max: usize) -> Result<Vec<Held>, String> {
         }
         let data = Data::zeros(state.datatype, count);
         let zeros = Tensor { name: state.input.clone(), shape: state.initial.clone(), data };
-        Ok(shared(Held::Alone(zeros), &state.input))
+        Ok(shared(TensorHandle::Alone(zeros), &state.input))
     });
     zeros.collect()
 }
 
 /// Shares a state: its sequence keeps it until the next request has left a new one.
-fn shared(state: Held, name: &str) -> Held {
+fn shared(state: TensorHandle, name: &str) -> TensorHandle {
     state.named(name, 2)
 }
 
@@ -252,7 +254,7 @@ fn find(side: &str, name: &str, specs: &[TensorSpec]) -> Result<usize, String> {
     })
 }
 
-impl State {
+impl StateTensor {
     fn check(&self, side: &str, found: &TensorSpec) -> Result<(), String> {
         let fits = found.shape.len() == self.dims.len()
             && found.shape.iter().zip(&self.dims).all(|(graph, declared)| *graph == -1 || graph == declared);

@@ -11,7 +11,7 @@ use super::*;
 use millrace_serving_core::config::Limits;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::parameters::{SequenceId, Step};
-use millrace_serving_core::tensor::{Data, Held, Tensor};
+use millrace_serving_core::tensor::{Data, Tensor, TensorHandle};
 
 /// Longer than a test runs.
 const LONG: Duration = Duration::from_secs(3600);
@@ -41,7 +41,7 @@ fn graph() -> Signature {
 
 fn declaration(idle: Duration) -> Declaration {
     let flag = Signal::Start(Data::Int32(vec![5]), Data::Int32(vec![7]));
-    let state = State {
+    let state = StateTensor {
         input: "past".into(),
         output: "next".into(),
         datatype: Datatype::Fp32,
@@ -74,7 +74,7 @@ fn step(id: u64, start: bool, end: bool) -> Step {
     Step { id: SequenceId::Number(id), start, end }
 }
 
-fn has_turn(place: &mut Place) -> bool {
+fn has_turn(place: &mut SequencePosition) -> bool {
     if place.turn.as_mut().is_some_and(|turn| turn.try_recv().is_ok()) {
         place.turn = None;
     }
@@ -82,7 +82,7 @@ fn has_turn(place: &mut Place) -> bool {
 }
 
 /// Simulates the run of a request without a session: adds to the state.
-fn run(sequences: &Arc<Sequences>, place: &mut Place, more: f32) -> Result<f32, InferError> {
+fn run(sequences: &Arc<Sequences>, place: &mut SequencePosition, more: f32) -> Result<f32, InferError> {
     let states = sequences.begin(&place.step, &mut place.claim)?;
     let Data::Fp32(values) = &states[0].read()?.data else { panic!("{states:?}") };
     let sum = values[0] + more;
@@ -90,12 +90,12 @@ fn run(sequences: &Arc<Sequences>, place: &mut Place, more: f32) -> Result<f32, 
         sequences.claim(&place.step, STATE_BYTES, &mut place.claim)?;
     }
     let next = Tensor::fp32("past", vec![1, 2], vec![sum; 2]).unwrap();
-    place.left = Some((vec![Held::Alone(next)], STATE_BYTES));
+    place.left = Some((vec![TensorHandle::Alone(next)], STATE_BYTES));
     Ok(sum)
 }
 
 #[test]
-fn sequences_are_as_a_plain_model_has_them() {
+fn concurrent_sequences_agree_with_a_simple_model() {
     const IDS: u64 = 6;
     const LIVE_MAX: usize = 3;
     for seed in 0..100 {
@@ -106,7 +106,7 @@ fn sequences_are_as_a_plain_model_has_them() {
             true => sequences(LONG, 100, LIVE_MAX * STATE_BYTES),
             false => sequences(LONG, LIVE_MAX, usize::MAX),
         };
-        let mut lines: BTreeMap<u64, Vec<Box<Place>>> = BTreeMap::new();
+        let mut lines: BTreeMap<u64, Vec<Box<SequencePosition>>> = BTreeMap::new();
         let mut sums: BTreeMap<u64, f32> = BTreeMap::new();
         for _ in 0..300 {
             let id = random.random_range(1..=IDS);
@@ -162,7 +162,7 @@ fn sequences_are_as_a_plain_model_has_them() {
 }
 
 #[test]
-fn idle_sequences_are_gone_when_they_are_asked_for_or_their_room_is_needed() {
+fn idle_sequences_are_removed_when_requested_or_when_capacity_is_needed() {
     let sequences = sequences(Duration::ZERO, 1, usize::MAX);
     for id in 1..=3 {
         let mut place = sequences.queue(step(id, true, false));
@@ -185,7 +185,7 @@ fn idle_sequences_are_gone_when_they_are_asked_for_or_their_room_is_needed() {
 }
 
 #[test]
-fn a_sequence_that_ends_elsewhere_while_it_runs_leaves_nothing() {
+fn sequence_that_ends_during_its_run_leaves_no_state() {
     let sequences = sequences(LONG, 1, usize::MAX);
     let id = SequenceId::Number(1);
     let mut place = sequences.queue(step(1, true, false));
@@ -201,7 +201,7 @@ fn a_sequence_that_ends_elsewhere_while_it_runs_leaves_nothing() {
 }
 
 #[test]
-fn inputs_come_from_where_they_belong() {
+fn inputs_come_from_the_client_the_controls_and_the_states() {
     let plan = plan(&declaration(LONG)).unwrap();
     let names = |specs: &[TensorSpec]| specs.iter().map(|spec| spec.name.clone()).collect::<Vec<_>>();
     assert_eq!(names(&plan.client().inputs), ["x", "z"]);
@@ -211,7 +211,7 @@ fn inputs_come_from_where_they_belong() {
     let x = Tensor::fp32("x", vec![1, 2], vec![1.0, 2.0]).unwrap();
     let z = Tensor::new("z", vec![1], Data::Bool(vec![true])).unwrap();
     let states = plan.initial();
-    let inputs = [x, z].map(Held::Alone).into();
+    let inputs = [x, z].map(TensorHandle::Alone).into();
     let inputs = plan.inputs(inputs, &step((9 << 32) + 4, true, false), &states).unwrap();
     let found: Vec<_> = inputs.into_iter().map(|input| input.into_tensor().unwrap()).collect();
     let found: Vec<_> =
@@ -236,10 +236,10 @@ fn inputs_come_from_where_they_belong() {
     assert_eq!(seen.outputs(&[0]), [0, 0]);
 }
 
-fn found_inputs() -> Vec<Held> {
+fn found_inputs() -> Vec<TensorHandle> {
     vec![
-        Held::Alone(Tensor::fp32("x", vec![1, 2], vec![0.0; 2]).unwrap()),
-        Held::Alone(Tensor::new("z", vec![1], Data::Bool(vec![false])).unwrap()),
+        TensorHandle::Alone(Tensor::fp32("x", vec![1, 2], vec![0.0; 2]).unwrap()),
+        TensorHandle::Alone(Tensor::new("z", vec![1], Data::Bool(vec![false])).unwrap()),
     ]
 }
 

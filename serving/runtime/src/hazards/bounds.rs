@@ -3,17 +3,17 @@
 use millrace_bundle::onnx::AttributeProto;
 use millrace_bundle::onnx::attribute_proto::AttributeType as Is;
 
-use super::known::{EXTENT_MAX, Known, bounds_of};
+use super::known::{EXTENT_MAX, ValueFacts, bounds_of};
 use super::{Call, types};
 
 /// Maximum number of elements of a tensor: no address space has more bytes.
 const COUNT_MAX: i64 = 1 << 47;
 
 /// The known facts about a node's outputs; `inside` are the results of its subgraphs.
-pub(super) fn results(call: &Call<'_>, inside: &[Vec<Known>]) -> Vec<Known> {
+pub(super) fn results(call: &Call<'_>, inside: &[Vec<ValueFacts>]) -> Vec<ValueFacts> {
     let small = inside.is_empty() && is_small(call);
     let result = |place: usize| {
-        let any = Known::of_type(types::of_output(call, place, inside), small);
+        let any = ValueFacts::of_type(types::of_output(call, place, inside), small);
         if !call.is_onnx() || any.is_integer() != Some(true) {
             return any;
         }
@@ -21,13 +21,16 @@ pub(super) fn results(call: &Call<'_>, inside: &[Vec<Known>]) -> Vec<Known> {
             "Constant" => constant(call).unwrap_or(any),
             operator if keeps_elements(operator, place) => match call.input(0) {
                 Some(input) if input.datatype == any.datatype => {
-                    Known { small, shape: input.shape && keeps_each_once(operator), ..input }
+                    ValueFacts { small, shape: input.shape && keeps_each_once(operator), ..input }
                 }
                 _ => any,
             },
             operator => {
                 let result = any.within(bounds(call, operator, place, &any));
-                Known { shape: operator == "Shape" && call.input(0).is_some_and(|of| of.small), ..result }
+                ValueFacts {
+                    shape: operator == "Shape" && call.input(0).is_some_and(|of| of.small),
+                    ..result
+                }
             }
         }
     };
@@ -55,15 +58,15 @@ fn value_of<'b>(call: &'b Call<'_>) -> Option<&'b AttributeProto> {
 }
 
 /// The known facts about a constant of integers.
-fn constant(call: &Call<'_>) -> Option<Known> {
+fn constant(call: &Call<'_>) -> Option<ValueFacts> {
     let attribute = value_of(call)?;
     let numbers = match attribute.r#type() {
-        Is::Tensor => return attribute.t.as_ref().map(Known::of_tensor),
+        Is::Tensor => return attribute.t.as_ref().map(ValueFacts::of_tensor),
         Is::Int => vec![attribute.i()],
         _ => attribute.ints.clone(),
     };
     let bounds = Some((*numbers.iter().min()?, *numbers.iter().max()?));
-    Some(Known::of_type(types::of_output(call, 0, &[]), true).within(bounds))
+    Some(ValueFacts::of_type(types::of_output(call, 0, &[]), true).within(bounds))
 }
 
 /// Whether all elements of an output are elements of the first input.
@@ -83,7 +86,7 @@ fn keeps_each_once(operator: &str) -> bool {
 }
 
 /// Bounds of an integer output whose elements are not elements of the first input.
-fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<(i64, i64)> {
+fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &ValueFacts) -> Option<(i64, i64)> {
     let first = call.input(0);
     let pair = || Some((first?.bounds(), call.input(1)?.bounds()));
     let each = || call.inputs.iter().flatten();
@@ -92,7 +95,7 @@ fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<
         operator,
         "Add" | "Cast" | "CastLike" | "CumSum" | "Div" | "Mod" | "Mul" | "ReduceSum" | "Sub"
     );
-    if computes && each().any(Known::is_unbounded) {
+    if computes && each().any(ValueFacts::is_unbounded) {
         return None;
     }
     match operator {
@@ -101,7 +104,7 @@ fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<
         "Size" | "SequenceLength" => Some((0, COUNT_MAX)),
         "MaxPool" | "Unique" if place > 0 => Some((0, COUNT_MAX)),
         "ConstantOfShape" => {
-            let value = Known::of_tensor(call.attribute("value")?.t.as_ref()?);
+            let value = ValueFacts::of_tensor(call.attribute("value")?.t.as_ref()?);
             Some(value.bounds())
         }
         "Cast" if first?.is_integer() == Some(false) => {
@@ -112,7 +115,7 @@ fn bounds(call: &Call<'_>, operator: &str, place: usize, any: &Known) -> Option<
         "Cast" | "CastLike" if first?.is_integer() == Some(true) => first.map(|input| input.bounds()),
         "Concat" | "Max" | "Min" | "Where" => {
             let values = each().skip(usize::from(operator == "Where"));
-            values.map(Known::bounds).reduce(|(a, b), (c, d)| match operator {
+            values.map(ValueFacts::bounds).reduce(|(a, b), (c, d)| match operator {
                 "Max" => (a.max(c), b.max(d)),
                 "Min" => (a.min(c), b.min(d)),
                 _ => (a.min(c), b.max(d)),

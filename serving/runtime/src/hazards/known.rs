@@ -10,7 +10,7 @@ pub(super) const EXTENT_MAX: i64 = i32::MAX as i64;
 
 /// Known facts about a value.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Known {
+pub(super) struct ValueFacts {
     /// Element type as numbered in ONNX; 0 if unknown.
     pub(super) datatype: i32,
     /// For integers, the smallest possible element.
@@ -25,9 +25,9 @@ pub(super) struct Known {
     pub(super) divides: bool,
 }
 
-impl Default for Known {
-    fn default() -> Known {
-        Known { datatype: 0, low: i64::MIN, high: i64::MAX, small: false, shape: false, divides: false }
+impl Default for ValueFacts {
+    fn default() -> ValueFacts {
+        ValueFacts { datatype: 0, low: i64::MIN, high: i64::MAX, small: false, shape: false, divides: false }
     }
 }
 
@@ -47,42 +47,44 @@ pub(super) fn bounds_of(datatype: i32) -> (i64, i64) {
     }
 }
 
-impl Known {
+impl ValueFacts {
     /// An unknown value of a type.
-    pub(super) fn of_type(datatype: i32, small: bool) -> Known {
+    pub(super) fn of_type(datatype: i32, small: bool) -> ValueFacts {
         let (low, high) = bounds_of(datatype);
-        Known { datatype, low, high, small, shape: false, divides: false }
+        ValueFacts { datatype, low, high, small, shape: false, divides: false }
     }
 
     /// The facts about a constant.
-    pub(super) fn of_tensor(tensor: &TensorProto) -> Known {
+    pub(super) fn of_tensor(tensor: &TensorProto) -> ValueFacts {
         let small = tensor.dims.iter().all(|extent| *extent <= EXTENT_MAX);
-        let known = Known::of_type(tensor.data_type(), small);
+        let known = ValueFacts::of_type(tensor.data_type(), small);
         let Some(elements) = elements(tensor) else { return known };
         elements
-            .fold(None, |found: Option<Known>, element| {
+            .fold(None, |found: Option<ValueFacts>, element| {
                 let divides = !matches!(element, 0 | -1) && found.is_none_or(|found| found.divides);
                 let (low, high) = found.map_or((element, element), |found| (found.low, found.high));
-                Some(Known { low: low.min(element), high: high.max(element), divides, ..known })
+                Some(ValueFacts { low: low.min(element), high: high.max(element), divides, ..known })
             })
             .unwrap_or(known)
     }
 
     /// The same type with bounds, if the type can hold them; else any value of the type, as integers wrap around.
-    pub(super) fn within(self, bounds: Option<(i64, i64)>) -> Known {
+    pub(super) fn within(self, bounds: Option<(i64, i64)>) -> ValueFacts {
         let (least, most) = bounds_of(self.datatype);
         match bounds {
-            Some((low, high)) if least <= low && high <= most => Known { low, high, divides: false, ..self },
-            _ => Known::of_type(self.datatype, self.small),
+            Some((low, high)) if least <= low && high <= most => {
+                ValueFacts { low, high, divides: false, ..self }
+            }
+            _ => ValueFacts::of_type(self.datatype, self.small),
         }
     }
 
     /// The facts that hold for both values.
-    pub(super) fn or(self, other: Known) -> Known {
+    pub(super) fn or(self, other: ValueFacts) -> ValueFacts {
         if self.datatype != other.datatype {
-            return Known::default();
+            return ValueFacts::default();
         }
-        Known {
+        ValueFacts {
             low: self.low.min(other.low),
             high: self.high.max(other.high),
             small: self.small && other.small,
@@ -119,7 +121,7 @@ impl Known {
 
     /// Whether division by this value is safe, element by element: never the smallest integer of the type by -1, and
     /// never by 0 if that ends the process.
-    pub(super) fn may_divide(&self, dividend: &Known, datatype: i32, zero_ends: bool) -> bool {
+    pub(super) fn may_divide(&self, dividend: &ValueFacts, datatype: i32, zero_ends: bool) -> bool {
         let holds = |number: i64| (self.low..=self.high).contains(&number);
         let is_safe = !holds(-1) || dividend.low > bounds_of(datatype).0;
         self.divides || (is_safe && !(zero_ends && holds(0)))

@@ -144,7 +144,7 @@ fn divided(g: &mut Build, divisor: &str) {
 }
 
 #[test]
-fn minus_1_divides_no_smallest_integer() {
+fn divisor_that_may_be_minus_1_is_refused() {
     for operator in ["Div", "Mod"] {
         for values in [&[1][..], &[2, 3], &[-2, 3], &[0], &[2, 0]] {
             accepted(|g| {
@@ -187,7 +187,7 @@ fn minus_1_divides_no_smallest_integer() {
 }
 
 #[test]
-fn zero_divides_nothing_where_the_runtime_does_not_refuse_that() {
+fn divisor_that_may_be_zero_is_refused_where_the_runtime_does_not_check_it() {
     for values in [&[0][..], &[2, 0], &[-1]] {
         refused_by(OLD, "before 1.25", |g| {
             let c = g.constant(Int64, values);
@@ -221,7 +221,7 @@ fn zero_divides_nothing_where_the_runtime_does_not_refuse_that() {
 }
 
 #[test]
-fn integers_are_divided_by_extents_and_what_follows_from_them() {
+fn extents_and_values_computed_from_them_are_safe_divisors() {
     accepted(|g| {
         let extent = g.extent("x", 1);
         divided(g, &extent);
@@ -261,7 +261,7 @@ fn integers_are_divided_by_extents_and_what_follows_from_them() {
 }
 
 #[test]
-fn places_on_maps_of_any_extents_are_divided() {
+fn spatial_extents_of_any_size_are_divided() {
     let kernel = || vec![ints("kernel_shape", &[3]), ints("strides", &[2])];
     for operator in ["Identity", "MaxPool", "Conv", "Resize", "Pad", "Slice"] {
         for windows in [vec![], kernel()] {
@@ -290,7 +290,7 @@ fn places_on_maps_of_any_extents_are_divided() {
 }
 
 #[test]
-fn counts_are_divided_and_divide() {
+fn counts_are_valid_dividends_and_divisors() {
     accepted(|g| {
         let shape = g.node("Shape", &["x"], vec![]);
         let all = g.node("ReduceProd", &[&shape], vec![]);
@@ -315,7 +315,7 @@ fn counts_are_divided_and_divide() {
 }
 
 #[test]
-fn a_divisor_that_the_graph_bounds_is_taken() {
+fn divisor_that_the_graph_bounds_is_accepted() {
     accepted(|g| {
         let zero = g.constant(Int64, &[0]);
         let most = g.node("Max", &["n", &zero], vec![]);
@@ -454,7 +454,7 @@ fn divisions_are_found_in_graphs_inside_and_in_functions() {
 }
 
 #[test]
-fn a_type_that_is_not_known_has_to_be_declared() {
+fn unknown_type_has_to_be_declared() {
     let quotient = |g: &mut Build| {
         let made = g.node("com.microsoft:QuantizedSomething", &["x"], vec![]);
         g.node("Div", &[&made, &made], vec![]);
@@ -471,7 +471,7 @@ fn a_type_that_is_not_known_has_to_be_declared() {
 }
 
 #[test]
-fn a_type_that_cannot_be_told_is_not_known() {
+fn type_that_cannot_be_inferred_is_unknown() {
     // The category of a value that may be a string is an integer.
     refused("it divides integers", |g| {
         let made = g.node("com.microsoft:QuantizedSomething", &["x"], vec![]);
@@ -498,7 +498,7 @@ fn a_type_that_cannot_be_told_is_not_known() {
 }
 
 #[test]
-fn attributes_that_are_divided_by_are_1_or_more() {
+fn attributes_used_as_divisors_must_be_positive() {
     for zero in [ints("strides", &[1, 0]), int("group", 0), attribute("blocksize", AttributeType::Int)] {
         refused("is below 1", |g| drop(g.node("Conv", &["x", "x"], vec![zero])));
     }
@@ -514,7 +514,7 @@ fn outputs_without_a_name_are_refused_where_they_are_written() {
     refused("has no name", unnamed("Relu", &[""]));
     accepted(unnamed("Dropout", &["a", ""]));
     accepted(unnamed("LSTM", &["", "b"]));
-    refused("graph inside of it has no name", |g| {
+    refused("output of its subgraph has no name", |g| {
         let inside = GraphProto { output: vec![ValueInfoProto::default()], ..Default::default() };
         let graph = AttributeProto { g: Some(inside), ..attribute("then_branch", AttributeType::Graph) };
         g.node("If", &["n"], vec![graph]);

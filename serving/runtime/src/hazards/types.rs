@@ -4,7 +4,7 @@ use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::DataType;
 
 use super::Call;
-use super::known::Known;
+use super::known::ValueFacts;
 
 const FLOAT: i32 = DataType::Float as i32;
 const UINT8: i32 = DataType::Uint8 as i32;
@@ -14,7 +14,7 @@ const STRING: i32 = DataType::String as i32;
 const BOOL: i32 = DataType::Bool as i32;
 
 /// The element type of an output, as numbered in ONNX; 0 if unknown.
-pub(super) fn of_output(call: &Call<'_>, place: usize, inside: &[Vec<Known>]) -> i32 {
+pub(super) fn of_output(call: &Call<'_>, place: usize, inside: &[Vec<ValueFacts>]) -> i32 {
     match call.node.domain() {
         "" | "ai.onnx" => of_onnx(call, place, inside),
         "ai.onnx.ml" => of_learners(call, place),
@@ -31,7 +31,7 @@ fn said(call: &Call<'_>, name: &str, default: i32) -> i32 {
     call.int(name).map_or(default, |datatype| i32::try_from(datatype).unwrap_or(0))
 }
 
-fn of_onnx(call: &Call<'_>, place: usize, inside: &[Vec<Known>]) -> i32 {
+fn of_onnx(call: &Call<'_>, place: usize, inside: &[Vec<ValueFacts>]) -> i32 {
     let first = of_input(call, 0);
     match (call.node.op_type(), place) {
         ("Cast", _) => said(call, "to", 0),

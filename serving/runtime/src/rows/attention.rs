@@ -55,7 +55,7 @@ pub(super) fn fused_attention(call: &Call<'_>) -> Outcome {
     follows(call, 4, 1, input)?;
     mask(call, 5, input)?;
     if call.inputs.len() > 6 {
-        return Err("an input of it is not known".into());
+        return Err("one of its inputs is not known".into());
     }
     let result = [dims[..dims.len() - 1].to_vec(), call.unknown(1)].concat();
     let present = [call.unknown(1), vec![dims[0].clone()], call.unknown(3)].concat();
@@ -75,7 +75,7 @@ pub(super) fn multi_head_attention(call: &Call<'_>) -> Outcome {
     }
     mask(call, 5, queries)?;
     if dims.len() != 3 || call.inputs.len() > 6 {
-        return Err("an input of it is not known".into());
+        return Err("one of its inputs is not known".into());
     }
     let result = [dims[..2].to_vec(), call.unknown(1)].concat();
     Ok(vec![queries.like(0, result)])
@@ -112,7 +112,7 @@ pub(super) fn embeddings(call: &Call<'_>) -> Outcome {
     let (words, dims) = by_row(call, 0)?;
     [1, 7].into_iter().try_for_each(|place| follows(call, place, 0, words))?;
     if dims.len() != 2 || call.given(8).is_some() {
-        return Err("an input of it is not known".into());
+        return Err("one of its inputs is not known".into());
     }
     (2..7).try_for_each(|place| call.free_if_given(place).map(drop))?;
     let made = [dims.to_vec(), call.unknown(1)].concat();

@@ -62,7 +62,7 @@ pub(super) fn place_of_rows(values: &[&Value]) -> Result<Option<(usize, Extent)>
         match found {
             None => found = Some((from_end, outer)),
             Some(before) if before == (from_end, outer) => {}
-            Some(_) => return Err("it puts rows of one input beside rows of another".into()),
+            Some(_) => return Err("it combines rows of one input with rows of another".into()),
         }
     }
     Ok(found.map(|(from_end, outer)| (from_end, outer.clone())))

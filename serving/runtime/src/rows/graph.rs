@@ -97,7 +97,7 @@ fn given_twice(graph: &GraphProto) -> Option<Dependence> {
     let inputs = graph.input.iter().map(ValueInfoProto::name).filter(|name| !initialized.contains(name));
     let made = graph.node.iter().flat_map(|node| &node.output).map(String::as_str);
     let all = constants.iter().copied().chain(inputs).chain(made);
-    repeated(all).map(|name| Dependence::of_output(name, "there are two values of this name"))
+    repeated(all).map(|name| Dependence::of_output(name, "two values have this name"))
 }
 
 /// The first name that occurs more than once.
@@ -187,7 +187,7 @@ impl<'a> Walk<'a> {
             let mut values = values.into_iter();
             for name in &node.output {
                 let value = values.next().unwrap_or_else(|| {
-                    Value::mixed(Arc::new(Dependence::of_node(node, name, "it is not known what it gives")))
+                    Value::mixed(Arc::new(Dependence::of_node(node, name, "its result is not known")))
                 });
                 if !name.is_empty() {
                     scope.insert(name, value);
@@ -249,8 +249,8 @@ impl<'a> Walk<'a> {
         }
         if !domain.has_rules_for(opset) {
             return failed(&match domain {
-                Domain::Other => format!("nothing is known of operators of {:?}", node.domain()),
-                _ => format!("nothing is known of version {opset} of its operator set"),
+                Domain::Other => format!("the operators of domain {:?} are unknown", node.domain()),
+                _ => format!("version {opset} of its operator set is unknown"),
             });
         }
         let free = inputs.iter().flatten().all(Value::is_free);
@@ -322,7 +322,7 @@ impl<'a> Walk<'a> {
     ) -> Vec<Value> {
         let refers = |attribute: &AttributeProto| !attribute.ref_attr_name().is_empty();
         let missing = |name: &str| {
-            Value::mixed(Arc::new(Dependence::of_node(node, name, "it is not known what its function gives")))
+            Value::mixed(Arc::new(Dependence::of_node(node, name, "the result of its function is not known")))
         };
         let names = function.input.iter().chain(function.node.iter().flat_map(|node| &node.output));
         let is_clear = repeated(names.map(String::as_str)).is_none()

@@ -97,18 +97,18 @@ pub(super) fn matmul_integer(call: &Call<'_>) -> Outcome {
 /// A product of matrices, each optionally transposed, plus a third one.
 pub(super) fn gemm(call: &Call<'_>) -> Outcome {
     let turned = ["transA", "transB"].map(|name| call.int(name, 0) != 0);
-    let (a, b) = (turn(call.data(0)?, turned[0])?, turn(call.data(1)?, turned[1])?);
+    let (a, b) = (transposed(call.data(0)?, turned[0])?, transposed(call.data(1)?, turned[1])?);
     let product = of(call, &a, &b)?;
     let Some(added) = call.data_if_given(2)? else { return Ok(vec![product]) };
     let sum = super::elementwise::broadcast(call, &[&product, added])?;
     if sum.rank() != Ok(2) {
-        return Err("what it adds has more than two axes".into());
+        return Err("its addend has more than two axes".into());
     }
     Ok(vec![sum])
 }
 
 /// A matrix, transposed if `turned`.
-fn turn(value: &Value, turned: bool) -> Result<Value, String> {
+fn transposed(value: &Value, turned: bool) -> Result<Value, String> {
     if value.rank()? != 2 {
         return Err("its inputs are not matrices".into());
     }
@@ -162,7 +162,7 @@ pub(super) fn with_packed(call: &Call<'_>) -> Outcome {
 pub(super) fn einsum(call: &Call<'_>) -> Outcome {
     let equation: String =
         call.text("equation", "").chars().filter(|letter| !letter.is_whitespace()).collect();
-    let (terms, result) = equation.split_once("->").ok_or("its equation does not say what it gives")?;
+    let (terms, result) = equation.split_once("->").ok_or("its equation has no result")?;
     let terms: Vec<&str> = terms.split(',').collect();
     if equation.contains('.') || terms.len() != call.inputs.len() {
         return Err("its equation is not known".into());

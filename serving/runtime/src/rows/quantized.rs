@@ -28,7 +28,7 @@ pub(super) fn linear(call: &Call<'_>) -> Outcome {
 pub(super) fn dynamic(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     if !data.is_free() {
-        return Err("it takes one range for all rows".into());
+        return Err("it computes one range over all rows".into());
     }
     let number = Value::free(Some(Vec::new()));
     Ok(vec![data.same_shape(), number.clone(), number])

@@ -21,7 +21,7 @@ pub(super) fn recurrent(call: &Call<'_>) -> Outcome {
     let directions = weights.extents()?.first().cloned().ok_or("its weights do not have three axes")?;
     match input.axis() {
         None => call.free_from(4)?,
-        Some((rows, _)) if rows != axis => return Err("it takes the rows for steps or features".into()),
+        Some((rows, _)) if rows != axis => return Err("it uses the rows as steps or features".into()),
         Some((_, outer)) => {
             let follows = |place: usize, axis: usize| match call.data_if_given(place)? {
                 None => Ok(()),

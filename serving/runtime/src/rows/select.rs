@@ -20,10 +20,10 @@ pub(super) fn concat(call: &Call<'_>) -> Outcome {
     let mut dims = first.extents()?.to_vec();
     if let Some((rows, _)) = &rows {
         if *rows == axis {
-            return Err("it puts tensors together along the rows".into());
+            return Err("it concatenates tensors along the rows".into());
         }
         if values.iter().any(|value| value.is_free()) {
-            return Err("it puts a constant beside rows".into());
+            return Err("it concatenates a constant with rows".into());
         }
     }
     let mut along = values.iter().map(|value| value.extents().ok()?[axis].as_known());
@@ -95,7 +95,7 @@ pub(super) fn slice(call: &Call<'_>) -> Outcome {
         numbers.as_ref().is_some_and(|numbers| numbers.len() != axes.len())
     };
     if differs(&starts) || differs(&ends) || differs(&steps) {
-        return Err("its starts, ends, axes and steps are not as many".into());
+        return Err("its starts, ends, axes and steps differ in number".into());
     }
     let mut made = dims.to_vec();
     for (place, axis) in axes.into_iter().enumerate() {
@@ -122,7 +122,7 @@ pub(super) fn slice(call: &Call<'_>) -> Outcome {
             sliced.unwrap_or_else(|| call.fresh());
     }
     if call.opset >= 10 && [1, 2, 4].into_iter().any(of_rows) {
-        return Err("its places depend on the number of rows".into());
+        return Err("its indices depend on the number of rows".into());
     }
     Ok(vec![data.like(data.axis().map_or(0, |(rows, _)| rows), made)])
 }
@@ -162,7 +162,7 @@ pub(super) fn elements(call: &Call<'_>) -> Outcome {
             && value.extents().is_ok_and(|dims| data.extents().is_ok_and(|own| own[rows] == dims[rows]))
     };
     if !values.iter().all(together) {
-        return Err("its inputs do not have the same rows in the same places".into());
+        return Err("its inputs do not have the same rows along the same axis".into());
     }
     Ok(vec![made.same_shape()])
 }
@@ -258,7 +258,7 @@ pub(super) fn reverse_sequence(call: &Call<'_>) -> Outcome {
     match (data.axis(), lengths.axis()) {
         (None, None) => {}
         (Some((rows, outer)), Some((0, also))) if rows == batch && rows != time && outer == also => {}
-        _ => return Err("its lengths are not those of its rows".into()),
+        _ => return Err("its lengths are not one for each row".into()),
     }
     Ok(vec![data.same_shape()])
 }

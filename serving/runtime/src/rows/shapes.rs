@@ -30,7 +30,7 @@ pub(super) fn reshape(call: &Call<'_>) -> Outcome {
     };
     let target = target.iter().enumerate().map(extent).collect::<Result<Vec<_>, _>>()?;
     let Some((axis, outer)) = data.axis() else {
-        return Err("it gives a constant a shape of the number of rows".into());
+        return Err("it gives a constant a shape with the number of rows".into());
     };
     Ok(vec![in_shape(call, dims, (axis, outer), target)?])
 }
@@ -132,7 +132,7 @@ pub(super) fn transpose(call: &Call<'_>) -> Outcome {
     let mut sorted = order.clone();
     sorted.sort_unstable();
     if !sorted.into_iter().eq(0..dims.len()) {
-        return Err("its order of axes is not one".into());
+        return Err("its list of axes is not a permutation".into());
     }
     let axis = data.axis().and_then(|(axis, _)| order.iter().position(|from| *from == axis)).unwrap_or(0);
     Ok(vec![data.like(axis, order.iter().map(|from| dims[*from].clone()).collect())])
@@ -148,7 +148,9 @@ pub(super) fn squeeze(call: &Call<'_>) -> Outcome {
                 dims.iter().filter(|extent| !extent.is_one()).cloned().collect(),
             ))]);
         }
-        return Err("it drops every axis of extent 1, and so the rows of a single one".into());
+        return Err(
+            "it drops every axis of extent 1, which removes the rows of a request with one row".into()
+        );
     };
     let axes = axes.iter().map(|axis| axis_in(*axis, dims.len())).collect::<Result<Vec<_>, _>>()?;
     let kept: Vec<usize> = (0..dims.len()).filter(|axis| !axes.contains(axis)).collect();
@@ -265,7 +267,7 @@ pub(super) fn tile(call: &Call<'_>) -> Outcome {
             _ if is_rows => return Err("it repeats the rows".into()),
             Entry::Known(repeat) if repeat.batches() == 1 => {
                 if rows.replace((axis, Extent::known(1))).is_some() {
-                    return Err("it repeats rows as often as there are rows".into());
+                    return Err("it repeats the rows by the number of rows".into());
                 }
                 repeat.times(extent).ok_or("its shape is too large")?
             }

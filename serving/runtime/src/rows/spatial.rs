@@ -7,7 +7,7 @@ use super::value::{Content, Value};
 /// Requires that the rows, if any, are along the first axis.
 pub(super) fn first_axis(data: &Value) -> Result<(), String> {
     match data.axis() {
-        Some((rows, _)) if rows != 0 => Err("it takes another axis than that of the rows for them".into()),
+        Some((rows, _)) if rows != 0 => Err("it does not read the rows from the first axis".into()),
         _ => Ok(()),
     }
 }
@@ -32,10 +32,10 @@ pub(super) fn keeps_shape(call: &Call<'_>) -> Outcome {
 /// Refuses training mode, whose statistics are over all rows.
 pub(super) fn batch_normalization(call: &Call<'_>) -> Outcome {
     if call.int("training_mode", 0) != 0 || call.outputs() > 1 {
-        return Err("it takes mean and variance of all rows, as in a training".into());
+        return Err("it computes mean and variance over all rows, as in training".into());
     }
     if call.opset < 9 && call.int("spatial", 1) != 1 {
-        return Err("it has statistics for each place".into());
+        return Err("it has separate statistics for each position".into());
     }
     keeps_shape(call)
 }
@@ -75,12 +75,12 @@ pub(super) fn conv_transpose(call: &Call<'_>) -> Outcome {
 
 pub(super) fn pool(call: &Call<'_>) -> Outcome {
     if call.operator() == "MaxPool" && call.outputs() > 1 {
-        return Err("its places are counted over all rows".into());
+        return Err("its indices count positions over all rows".into());
     }
     call.free_from(1)?;
     let (data, dims) = by_row(call, 0)?;
     if dims.len() < 3 {
-        return Err("its input has no places".into());
+        return Err("its input has no spatial axes".into());
     }
     let kernel = call.ints("kernel_shape").unwrap_or_default();
     let kernel: Vec<Option<i64>> = (0..dims.len() - 2).map(|place| kernel.get(place).copied()).collect();
@@ -143,7 +143,7 @@ pub(super) fn grid_sample(call: &Call<'_>) -> Outcome {
         || dims[0] != places[0]
         || dims.len() < 3
     {
-        return Err("its pictures and places are not of the same rows".into());
+        return Err("its images and coordinates do not have the same rows".into());
     }
     let inner = places.get(1..places.len() - 1).unwrap_or_default();
     Ok(vec![data.like(0, [&dims[..2], inner].concat())])
@@ -162,7 +162,7 @@ pub(super) fn resize(call: &Call<'_>) -> Outcome {
     if call.text("coordinate_transformation_mode", "") == "tf_crop_and_resize"
         || !matches!(call.text("keep_aspect_ratio_policy", "stretch").as_str(), "" | "stretch")
     {
-        return Err("its sizes follow from each other".into());
+        return Err("its sizes depend on each other".into());
     }
     let axes = match call.ints("axes") {
         // An empty list means the same as no list.
@@ -189,7 +189,7 @@ pub(super) fn resize(call: &Call<'_>) -> Outcome {
         let same = scale == Some(1.0) && size.is_none()
             || matches!(size, Some(Entry::Known(size)) if *size == dims[*axis]);
         if is_rows && !same {
-            return Err("it changes the number of rows, or it is not known that it does not".into());
+            return Err("it changes the number of rows, or its output size is not known".into());
         }
         if !same {
             made[*axis] = match size {
@@ -212,7 +212,7 @@ pub(super) fn stft(call: &Call<'_>) -> Outcome {
     call.free_from(1)?;
     let (data, dims) = by_row(call, 0)?;
     if dims.len() < 2 {
-        return Err("its input has no signal".into());
+        return Err("its input has no signal axis".into());
     }
     let made = [vec![dims[0].clone()], call.unknown(2), vec![Extent::known(2)]].concat();
     Ok(vec![data.like(0, made)])

@@ -47,8 +47,8 @@ impl AdmissionControl {
     }
 
     /// Records how long a batch of `rows` rows that had to wait occupied a session.
-    pub(super) fn note(&self, rows: usize, elapsed: Duration) {
-        self.row_nanos.note(elapsed.as_nanos() / rows.max(1) as u128);
+    pub(super) fn record(&self, rows: usize, elapsed: Duration) {
+        self.row_nanos.record(elapsed.as_nanos() / rows.max(1) as u128);
     }
 
     /// Estimated time to serve `rows` rows.
@@ -123,7 +123,7 @@ mod tests {
         };
         assert!(check(1000, Some(0), Duration::ZERO).is_ok(), "the run time is unknown");
         // Two sessions, 2 ms a row.
-        admission.note(8, Duration::from_millis(16));
+        admission.record(8, Duration::from_millis(16));
         assert!(check(1000, None, Duration::ZERO).is_ok(), "it has no deadline");
         assert!(check(0, Some(0), Duration::ZERO).is_ok(), "the queue is empty");
         assert!(check(40, Some(40), Duration::ZERO).is_ok(), "it starts in time");
@@ -147,7 +147,7 @@ mod tests {
         for (rows, millis, is_admitted) in [(16, 40, true), (17, 40, false), (16, 15, false), (15, 15, true)]
         {
             let admission = AdmissionControl::new(2, 4);
-            admission.note(8, Duration::from_millis(16));
+            admission.record(8, Duration::from_millis(16));
             admission.check(&queue(100), &within(Some(40), now), now).unwrap_err();
             let checked = admission.check(&queue(rows), &within(Some(millis), now), now);
             assert_eq!(checked.is_ok(), is_admitted, "{rows} rows, {millis} ms");
@@ -158,7 +158,7 @@ mod tests {
     fn request_of_a_higher_level_does_not_wait_for_lower_ones() {
         let admission = AdmissionControl::new(1, 1);
         let now = Instant::now();
-        admission.note(1, Duration::from_millis(1));
+        admission.record(1, Duration::from_millis(1));
         let queue = queue(50);
         assert!(admission.check(&queue, &within(Some(10), now), now).is_err());
         assert!(admission.check(&queue, &Work { level: 0, ..within(Some(10), now) }, now).is_ok());

@@ -9,11 +9,11 @@ use super::queue::Job;
 use super::row_join::{join, last_row, split};
 use super::run_end::RunEnd;
 use super::scheduler::Scheduler;
-use super::values::Wanted;
+use super::values::RequestedOutput;
 use super::work::{Output, Work};
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::{Held, Tensor, View};
+use millrace_serving_core::tensor::{Tensor, TensorHandle, View};
 
 /// A session in use; dropping the lease returns the session to its scheduler, also when a run panics.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ impl<R: Runner> Lease<R> {
     /// # Errors
     /// [`InferError::Internal`] when the session was taken out of the lease.
     pub(super) fn session(&mut self) -> Result<&mut R, InferError> {
-        self.session.as_mut().ok_or_else(|| InferError::internal("the session is gone"))
+        self.session.as_mut().ok_or_else(|| InferError::internal("the session has been returned"))
     }
 
     /// Runs one request, until `end` ends the run.
@@ -48,7 +48,7 @@ impl<R: Runner> Lease<R> {
     /// # Errors
     /// [`InferError::Invalid`] when the graph cannot take the inputs; [`InferError::Internal`].
     pub(super) fn run_alone(&mut self, work: &Work, end: Option<&RunEnd>) -> Result<Output, InferError> {
-        let inputs: Vec<View<'_>> = work.inputs.iter().map(Held::view).collect();
+        let inputs: Vec<View<'_>> = work.inputs.iter().map(TensorHandle::view).collect();
         if self.scheduler.has_batches()
             && work.rows > 0
             && !work.stays.contains(&true)
@@ -75,16 +75,17 @@ impl<R: Runner> Lease<R> {
         stays: &[bool],
         rows: usize,
         end: Option<&RunEnd>,
-    ) -> Result<(Vec<Held>, Times), InferError> {
+    ) -> Result<(Vec<TensorHandle>, Times), InferError> {
         let scheduler = Arc::clone(&self.scheduler);
         let stays = stays.iter().copied().chain(std::iter::repeat(false));
         let wanted = work.outputs.iter().zip(stays);
-        let outputs: Vec<Wanted<'_>> =
-            wanted.map(|(index, stays)| Wanted { spec: &scheduler.outputs[*index], stays }).collect();
+        let outputs: Vec<RequestedOutput<'_>> = wanted
+            .map(|(index, stays)| RequestedOutput { spec: &scheduler.outputs[*index], stays })
+            .collect();
         let (outputs, times) = self.session()?.run(inputs, &outputs, work.queued, end)?;
         let elements = inputs.iter().map(|input| input.elements()).sum();
         let elapsed = times.end.saturating_duration_since(times.computing);
-        scheduler.run_times.note(rows, elements, elapsed);
+        scheduler.run_times.record(rows, elements, elapsed);
         Ok((outputs, times))
     }
 
@@ -106,7 +107,7 @@ impl<R: Runner> Lease<R> {
             let inputs: Vec<View<'_>> = joined.iter().map(View::Here).collect();
             // Outputs are split in the processor's memory, so none stays on the device.
             let (outputs, times) = self.run_inputs(&inputs, first, &[], run_rows, end)?;
-            Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
+            Ok((outputs.into_iter().map(TensorHandle::into_tensor).collect::<Result<Vec<_>, _>>()?, times))
         });
         let (outputs, times) = match ran {
             Ok(ran) => ran,
@@ -126,13 +127,13 @@ impl<R: Runner> Lease<R> {
             let Some(split) = split(output, &rows) else {
                 tracing::warn!(
                     output = name,
-                    "an output has other rows than the inputs: requests run one by one from now on"
+                    "the rows of an output and of the inputs differ: requests run one by one from now on"
                 );
                 self.scheduler.keeps_rows.store(false, Ordering::Relaxed);
                 return None;
             };
             for (part, output) in parts.iter_mut().zip(split) {
-                part.outputs.push(Held::Alone(output));
+                part.outputs.push(TensorHandle::Alone(output));
             }
         }
         Some(parts)
@@ -166,7 +167,7 @@ impl<R: Runner> Batch<R> {
         if jobs.len() <= 1 {
             return run_each(lease, jobs, begun, is_inline);
         }
-        let end = (!is_inline).then(|| RunEnd::watching(&mut jobs));
+        let end = (!is_inline).then(|| RunEnd::for_jobs(&mut jobs));
         let end = end.as_deref();
         match lease.run_together(&jobs, end) {
             Some(outputs) => {
@@ -188,7 +189,7 @@ impl<R: Runner> Batch<R> {
 /// Runs requests one by one and sends their results.
 fn run_each<R: Runner>(mut lease: Lease<R>, mut jobs: Vec<Job>, begun: Instant, is_inline: bool) {
     let run = |job: &mut Job| {
-        let end = (!is_inline).then(|| RunEnd::watching(std::slice::from_mut(job)));
+        let end = (!is_inline).then(|| RunEnd::for_jobs(std::slice::from_mut(job)));
         lease.run_alone(&job.work, end.as_deref())
     };
     let results: Vec<_> = jobs.iter_mut().map(run).collect();
@@ -207,7 +208,7 @@ fn answer<R: Runner>(
     if jobs.iter().any(|job| job.waits) && jobs.iter().any(|job| !job.reply.is_closed()) {
         let rows = jobs.iter().map(|job| job.work.rows).sum();
         let elapsed = lease.scheduler.now().saturating_duration_since(begun);
-        lease.scheduler.admission.note(rows, elapsed);
+        lease.scheduler.admission.record(rows, elapsed);
     }
     // The next batch can start while results are sent.
     drop(lease);
@@ -231,7 +232,7 @@ fn joined(works: &[&Work], filler: usize) -> Result<Vec<Tensor>, InferError> {
         let parts = works.iter().map(|work| work.inputs[index].read()).collect::<Result<Vec<_>, _>>()?;
         let last = parts.last().filter(|_| filler > 0).and_then(|last| last_row(last));
         join(parts.into_iter().chain(std::iter::repeat_n(last.iter(), filler).flatten()))
-            .ok_or_else(|| InferError::internal("the inputs of requests are not alike"))
+            .ok_or_else(|| InferError::internal("the inputs of the requests differ in shape or type"))
     };
     (0..inputs).map(join).collect()
 }

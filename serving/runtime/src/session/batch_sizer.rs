@@ -56,7 +56,7 @@ mod tests {
     fn learned(sizes: &[usize], row: impl Fn(usize) -> usize) -> RunTimeEstimate {
         let estimate = RunTimeEstimate::default();
         for rows in sizes {
-            estimate.note(*rows, WIDTH * rows, Duration::from_nanos((rows * row(*rows)) as u64));
+            estimate.record(*rows, WIDTH * rows, Duration::from_nanos((rows * row(*rows)) as u64));
         }
         estimate
     }

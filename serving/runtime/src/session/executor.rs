@@ -45,7 +45,7 @@ impl Owner {
 
 /// Limits on the running tasks of a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Share {
+pub(super) struct TaskLimits {
     /// A task may start while fewer tasks than this keep processors busy.
     pub(super) threads_max: usize,
     /// A task may also start while its version runs fewer tasks than this.
@@ -54,7 +54,7 @@ pub(super) struct Share {
     pub(super) is_on_cpu: bool,
 }
 
-impl Share {
+impl TaskLimits {
     /// Whether a task may start when `busy` tasks keep processors busy and `own` tasks of its version run.
     fn allows(&self, busy: usize, own: usize) -> bool {
         busy < self.threads_max || own < self.own
@@ -63,18 +63,18 @@ impl Share {
 
 /// A pool that starts threads on demand, up to a bound.
 pub(super) struct Executor {
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     submitted: Condvar,
     finished: Condvar,
 }
 
 struct Queued {
     owner: Owner,
-    share: Share,
+    share: TaskLimits,
     task: Task,
 }
 
-struct State {
+struct PoolState {
     tasks: VecDeque<Queued>,
     /// Running tasks by version; versions without a running task are left out.
     running: BTreeMap<Owner, usize>,
@@ -84,12 +84,12 @@ struct State {
     /// Threads that wait for a task.
     idle: usize,
     /// Threads that were started or woken and have not yet looked for a task.
-    looking: usize,
+    searching: usize,
     /// No further task starts.
     closed: bool,
 }
 
-impl State {
+impl PoolState {
     fn running_of(&self, owner: Owner) -> usize {
         self.running.get(&owner).copied().unwrap_or(0)
     }
@@ -130,7 +130,7 @@ impl State {
         Some(queued)
     }
 
-    fn finish(&mut self, owner: Owner, share: Share) {
+    fn finish(&mut self, owner: Owner, share: TaskLimits) {
         let left = self.running_of(owner).saturating_sub(1);
         match left {
             0 => self.running.remove(&owner),
@@ -148,13 +148,13 @@ impl fmt::Debug for Executor {
 
 impl Executor {
     pub(super) const fn new() -> Executor {
-        let state = State {
+        let state = PoolState {
             tasks: VecDeque::new(),
             running: BTreeMap::new(),
             busy: 0,
             threads: 0,
             idle: 0,
-            looking: 0,
+            searching: 0,
             closed: false,
         };
         Executor { state: Mutex::new(state), submitted: Condvar::new(), finished: Condvar::new() }
@@ -167,7 +167,7 @@ impl Executor {
 
     /// Submits a task. A task whose share is zero stays queued for [`Executor::run_next`]. Runs the queue on this
     /// thread when the system refuses even the first thread.
-    pub(super) fn submit(&'static self, owner: Owner, share: Share, task: Task) {
+    pub(super) fn submit(&'static self, owner: Owner, share: TaskLimits, task: Task) {
         let mut state = self.state.lock();
         state.tasks.push_back(Queued { owner, share, task });
         // An inference thread looks for the next task as soon as it has finished its current one.
@@ -178,18 +178,18 @@ impl Executor {
     }
 
     /// Wakes or starts a thread for each task that may start; false when the system refuses a thread.
-    fn wake(&'static self, state: &mut State) -> bool {
-        while state.startable(state.looking + 1) > state.looking {
+    fn wake(&'static self, state: &mut PoolState) -> bool {
+        while state.startable(state.searching + 1) > state.searching {
             if state.idle > 0 {
                 state.idle -= 1;
-                state.looking += 1;
+                state.searching += 1;
                 self.submitted.notify_one();
                 continue;
             }
             match std::thread::Builder::new().name("inference".into()).spawn(move || self.work()) {
                 Ok(_) => {
                     state.threads += 1;
-                    state.looking += 1;
+                    state.searching += 1;
                 }
                 Err(error) => {
                     tracing::warn!(%error, threads = state.threads, "no further inference thread can be started");
@@ -221,7 +221,7 @@ impl Executor {
     fn work(&'static self) {
         IS_WORKER.set(true);
         let mut state = self.state.lock();
-        state.looking -= 1;
+        state.searching -= 1;
         loop {
             if let Some(queued) = state.start_next() {
                 // Another task may start too. If no thread can be started for it, it waits until a thread is free.
@@ -244,7 +244,7 @@ impl Executor {
                 state.threads -= 1;
                 return;
             }
-            state.looking -= 1;
+            state.searching -= 1;
         }
     }
 
@@ -252,7 +252,7 @@ impl Executor {
     pub(super) fn close(&self, patience: Duration) -> bool {
         let mut state = self.state.lock();
         state.closed = true;
-        state.looking += std::mem::take(&mut state.idle);
+        state.searching += std::mem::take(&mut state.idle);
         self.submitted.notify_all();
         !self.finished.wait_while_for(&mut state, |state| !state.running.is_empty(), patience).timed_out()
     }
@@ -267,8 +267,8 @@ mod tests {
     const OWNER: Owner = Owner(u64::MAX);
 
     /// A share with `threads_max` threads for all versions and none reserved for a version.
-    fn share(threads_max: usize) -> Share {
-        Share { threads_max, own: 0, is_on_cpu: true }
+    fn share(threads_max: usize) -> TaskLimits {
+        TaskLimits { threads_max, own: 0, is_on_cpu: true }
     }
 
     fn executor() -> &'static Executor {
@@ -278,92 +278,92 @@ mod tests {
     #[test]
     fn tasks_start_in_order_on_one_thread() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         for number in 0..100 {
-            let tell = tell.clone();
+            let sender = sender.clone();
             executor.submit(
                 OWNER,
                 share(1),
-                Box::new(move || tell.send((number, std::thread::current().id())).unwrap()),
+                Box::new(move || sender.send((number, std::thread::current().id())).unwrap()),
             );
         }
-        let first = told.recv().unwrap();
+        let first = receiver.recv().unwrap();
         assert_eq!(first.0, 0);
         for number in 1..100 {
-            assert_eq!(told.recv().unwrap(), (number, first.1));
+            assert_eq!(receiver.recv().unwrap(), (number, first.1));
         }
     }
 
     #[test]
     fn tasks_run_at_once_on_as_many_threads_as_allowed() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let (go, gate) = mpsc::channel::<()>();
         let blocked = {
-            let tell = tell.clone();
+            let sender = sender.clone();
             move || {
-                tell.send("blocked").unwrap();
+                sender.send("blocked").unwrap();
                 gate.recv().unwrap();
-                tell.send("released").unwrap();
+                sender.send("released").unwrap();
             }
         };
         executor.submit(OWNER, share(2), Box::new(blocked));
-        assert_eq!(told.recv().unwrap(), "blocked");
-        executor.submit(OWNER, share(2), Box::new(move || tell.send("other").unwrap()));
-        assert_eq!(told.recv().unwrap(), "other", "it does not wait for the first");
+        assert_eq!(receiver.recv().unwrap(), "blocked");
+        executor.submit(OWNER, share(2), Box::new(move || sender.send("other").unwrap()));
+        assert_eq!(receiver.recv().unwrap(), "other", "it does not wait for the first");
         go.send(()).unwrap();
-        assert_eq!(told.recv().unwrap(), "released");
+        assert_eq!(receiver.recv().unwrap(), "released");
         assert_eq!(executor.state.lock().threads, 2);
     }
 
     #[test]
     fn task_that_panics_leaves_its_thread_to_the_next() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         executor.submit(OWNER, share(1), Box::new(|| panic!("on purpose")));
-        executor.submit(OWNER, share(1), Box::new(move || tell.send(()).unwrap()));
-        told.recv().unwrap();
+        executor.submit(OWNER, share(1), Box::new(move || sender.send(()).unwrap()));
+        receiver.recv().unwrap();
     }
 
     #[test]
     fn task_submitted_by_a_task_runs_after_it() {
         let executor = executor();
-        let (tell, told) = mpsc::channel();
-        let next = tell.clone();
+        let (sender, receiver) = mpsc::channel();
+        let next = sender.clone();
         let task = move || {
             executor.submit(OWNER, share(1), Box::new(move || next.send("second").unwrap()));
-            tell.send("first").unwrap();
+            sender.send("first").unwrap();
         };
         executor.submit(OWNER, share(1), Box::new(task));
-        assert_eq!([told.recv().unwrap(), told.recv().unwrap()], ["first", "second"]);
+        assert_eq!([receiver.recv().unwrap(), receiver.recv().unwrap()], ["first", "second"]);
     }
 
     #[test]
     fn closing_waits_for_the_running_task_and_starts_no_other() {
         let executor = executor();
         let (go, gate) = mpsc::channel::<()>();
-        let (tell, told) = mpsc::channel();
-        let started = tell.clone();
+        let (sender, receiver) = mpsc::channel();
+        let started = sender.clone();
         let run = move || {
             started.send("started").unwrap();
             gate.recv().unwrap();
         };
         executor.submit(OWNER, share(1), Box::new(run));
-        assert_eq!(told.recv().unwrap(), "started");
+        assert_eq!(receiver.recv().unwrap(), "started");
         assert!(!executor.close(Duration::from_millis(1)), "it runs");
-        executor.submit(OWNER, share(1), Box::new(move || tell.send("another").unwrap()));
+        executor.submit(OWNER, share(1), Box::new(move || sender.send("another").unwrap()));
         go.send(()).unwrap();
         assert!(executor.close(Duration::from_secs(60)));
         assert!(!executor.run_next());
-        assert!(told.try_recv().is_err(), "it must not start");
+        assert!(receiver.try_recv().is_err(), "it must not start");
     }
 
     /// A task that sends `name` and blocks, with the sender that unblocks it.
-    fn blocked(tell: &mpsc::Sender<&'static str>, name: &'static str) -> (mpsc::Sender<()>, Task) {
+    fn blocked(sender: &mpsc::Sender<&'static str>, name: &'static str) -> (mpsc::Sender<()>, Task) {
         let (go, gate) = mpsc::channel();
-        let tell = tell.clone();
+        let sender = sender.clone();
         let task = move || {
-            tell.send(name).unwrap();
+            sender.send(name).unwrap();
             gate.recv().unwrap();
         };
         (go, Box::new(task))
@@ -372,27 +372,27 @@ mod tests {
     #[test]
     fn version_that_holds_all_threads_does_not_stop_another() {
         let executor = executor();
-        let share = Share { threads_max: 2, own: 1, is_on_cpu: true };
+        let share = TaskLimits { threads_max: 2, own: 1, is_on_cpu: true };
         let (greedy, other) = (Owner::new(), Owner::new());
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let mut gates = Vec::new();
         for name in ["first", "second", "third"] {
-            let (go, task) = blocked(&tell, name);
+            let (go, task) = blocked(&sender, name);
             executor.submit(greedy, share, task);
             gates.push(go);
         }
-        let mut started = [told.recv().unwrap(), told.recv().unwrap()];
+        let mut started = [receiver.recv().unwrap(), receiver.recv().unwrap()];
         started.sort_unstable();
         assert_eq!(started, ["first", "second"]);
-        let (go, task) = blocked(&tell, "other");
+        let (go, task) = blocked(&sender, "other");
         executor.submit(other, share, task);
-        assert_eq!(told.recv().unwrap(), "other");
+        assert_eq!(receiver.recv().unwrap(), "other");
         assert_eq!(executor.state.lock().threads, 3);
         assert_eq!(executor.state.lock().tasks.len(), 1);
         // As many tasks as threads are still busy: the third task of the first version waits.
         go.send(()).unwrap();
         gates.remove(0).send(()).unwrap();
-        assert_eq!(told.recv().unwrap(), "third");
+        assert_eq!(receiver.recv().unwrap(), "third");
         gates.into_iter().for_each(|go| go.send(()).unwrap());
         assert!(executor.close(Duration::from_secs(60)));
     }
@@ -400,20 +400,20 @@ mod tests {
     #[test]
     fn tasks_that_wait_for_gpus_take_no_threads_of_the_processor() {
         let executor = executor();
-        let on_gpu = Share { threads_max: 1, own: 2, is_on_cpu: false };
-        let (tell, told) = mpsc::channel();
+        let on_gpu = TaskLimits { threads_max: 1, own: 2, is_on_cpu: false };
+        let (sender, receiver) = mpsc::channel();
         let mut gates = Vec::new();
         for owner in [Owner::new(), Owner::new()] {
             for _ in 0..2 {
-                let (go, task) = blocked(&tell, "gpu");
+                let (go, task) = blocked(&sender, "gpu");
                 executor.submit(owner, on_gpu, task);
                 gates.push(go);
-                assert_eq!(told.recv().unwrap(), "gpu");
+                assert_eq!(receiver.recv().unwrap(), "gpu");
             }
         }
-        let (go, task) = blocked(&tell, "cpu");
+        let (go, task) = blocked(&sender, "cpu");
         executor.submit(OWNER, share(1), task);
-        assert_eq!(told.recv().unwrap(), "cpu");
+        assert_eq!(receiver.recv().unwrap(), "cpu");
         gates.into_iter().chain([go]).for_each(|go| go.send(()).unwrap());
         assert!(executor.close(Duration::from_secs(60)));
     }

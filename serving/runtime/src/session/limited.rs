@@ -62,7 +62,7 @@ pub(super) fn run(
             // The sender is dropped when the run has ended.
             let is_late = ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout);
             if is_late && let Err(error) = options.terminate() {
-                tracing::warn!(%error, "a run that takes too long cannot be ended");
+                tracing::warn!(%error, "cannot end a run that exceeds its time limit");
             }
             is_late
         };

@@ -46,7 +46,7 @@ impl Peak {
     }
 
     /// Checks, once in a period, whether a peak is over.
-    fn look(&mut self) {
+    fn measure(&mut self) {
         let lately = std::mem::take(&mut self.lately).max(self.least);
         if self.most / SMALLER > lately {
             self.most = lately;
@@ -90,7 +90,7 @@ pub(super) async fn shrink(
     row: &Arc<[Tensor]>,
 ) -> Option<Result<usize, InferError>> {
     let mut shrunk = 0;
-    scheduler.upgrade()?.state.lock().idle.iter_mut().for_each(|session| session.peak.look());
+    scheduler.upgrade()?.state.lock().idle.iter_mut().for_each(|session| session.peak.measure());
     loop {
         // One session at a time: the other sessions stay available to requests.
         let scheduler = scheduler.upgrade()?;
@@ -127,7 +127,7 @@ mod tests {
     use prost::Message as _;
 
     use super::super::Session;
-    use super::super::executor::{Executor, Share};
+    use super::super::executor::{Executor, TaskLimits};
     use super::super::queue::QueueLimits;
     use super::super::scheduler::Policy;
     use super::super::work::tests::work;
@@ -135,10 +135,10 @@ mod tests {
     use super::*;
     use crate::runtime::Runtime;
     use millrace_serving_core::config::Memory;
-    use millrace_serving_core::tensor::Held;
+    use millrace_serving_core::tensor::TensorHandle;
 
     fn is_over(peak: &mut Peak) -> bool {
-        peak.look();
+        peak.measure();
         peak.ends()
     }
 
@@ -167,8 +167,8 @@ mod tests {
         let mut peak = Peak::default();
         peak.runs(1);
         peak.runs(1000);
-        peak.look();
-        peak.look();
+        peak.measure();
+        peak.measure();
         peak.runs(1000);
         assert!(peak.ends() && !peak.ends());
     }
@@ -220,7 +220,7 @@ mod tests {
             delay: Duration::ZERO,
             limits: QueueLimits { requests_max: 64, bytes_max: usize::MAX },
             is_predictable: false,
-            share: Share { threads_max: 1, own: 1, is_on_cpu: true },
+            share: TaskLimits { threads_max: 1, own: 1, is_on_cpu: true },
         };
         let executor = Box::leak(Box::new(Executor::new()));
         Arc::new(Scheduler::new(vec![session], vec![output], policy, executor, Instant::now))
@@ -228,7 +228,7 @@ mod tests {
 
     async fn run(scheduler: &Arc<Scheduler>, rows: usize, width: usize) -> Output {
         let input = Tensor::fp32("x", vec![rows as i64, width as i64], vec![1.0; rows * width]).unwrap();
-        let work = Work { inputs: vec![Held::Alone(input)], ..work(0, 1, &[0], 0) };
+        let work = Work { inputs: vec![TensorHandle::Alone(input)], ..work(0, 1, &[0], 0) };
         scheduler.run(work).await.unwrap()
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use millrace_bundle::{Manifest, Signature};
 
 use super::Session;
-use super::executor::{Executor, Share};
+use super::executor::{Executor, TaskLimits};
 use super::limited::{self, Failure};
 use super::peak;
 use super::placement::Placement;
@@ -36,7 +36,7 @@ pub struct Pool {
     priority_default: usize,
     timeout: Option<Duration>,
     /// Whether the graph accepts empty tensors.
-    takes_nothing: bool,
+    accepts_empty_inputs: bool,
     scheduler: Arc<Scheduler>,
 }
 
@@ -65,7 +65,7 @@ impl Pool {
             },
             // On a GPU, runs of other models take part of the time.
             is_predictable: has_fixed_cost && placement.on().is_cpu(),
-            share: Share {
+            share: TaskLimits {
                 threads_max: config.threads(),
                 // Runs on GPUs hardly use their thread: it waits for the device.
                 own: if placement.on().is_cpu() { 1 } else { sessions.len() },
@@ -80,7 +80,7 @@ impl Pool {
             priority_levels: batching.priority_levels,
             priority_default: batching.priority_default,
             timeout: (batching.timeout_us_max > 0).then(|| Duration::from_micros(batching.timeout_us_max)),
-            takes_nothing: false,
+            accepts_empty_inputs: false,
             scheduler: Arc::new(scheduler),
         }
     }
@@ -104,13 +104,13 @@ impl Pool {
     }
 
     /// Sets whether the graph accepts empty tensors.
-    pub(super) fn taking_nothing(self, takes_nothing: bool) -> Pool {
-        Pool { takes_nothing, ..self }
+    pub(super) fn accepting_empty_inputs(self, accepts_empty_inputs: bool) -> Pool {
+        Pool { accepts_empty_inputs, ..self }
     }
 
     /// Whether the graph accepts empty tensors: some operators of ONNX Runtime end the process on them.
-    pub fn takes_nothing(&self) -> bool {
-        self.takes_nothing
+    pub fn accepts_empty_inputs(&self) -> bool {
+        self.accepts_empty_inputs
     }
 
     /// Devices that the sessions run on.
@@ -207,7 +207,7 @@ impl Pool {
 
     /// Whether the graph may run warm-up inputs: it accepts empty tensors, or none of the inputs is empty.
     fn may_run(&self, inputs: &[Tensor]) -> bool {
-        self.takes_nothing || inputs.iter().all(|input| !input.data.is_empty())
+        self.accepts_empty_inputs || inputs.iter().all(|input| !input.data.is_empty())
     }
 
     /// Time limit for a warm-up run.
@@ -252,7 +252,7 @@ impl Pool {
                 match limited::run(session, inputs, &signature.outputs, self.run_max()) {
                     Ok((_, times)) => {
                         session.peak.runs(elements);
-                        self.scheduler.run_times.note(rows, elements, elapsed(&times));
+                        self.scheduler.run_times.record(rows, elements, elapsed(&times));
                         if elapsed(&times) > WARM_REPEATED_MAX {
                             break;
                         }

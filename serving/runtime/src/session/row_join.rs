@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_joined_comes_apart_again() {
+    fn joined_rows_are_split_again() {
         let fp32 = |rows: i64, from: f32| {
             let values = (0..rows * 3).map(|i| from + i as f32).collect();
             Tensor::fp32("x", vec![rows, 3], values).unwrap()
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_belong_together_is_refused() {
+    fn tensors_of_different_shapes_or_types_are_not_joined() {
         let narrow = Tensor::fp32("x", vec![1, 2], vec![0.0; 2]).unwrap();
         let wide = Tensor::fp32("x", vec![1, 3], vec![0.0; 3]).unwrap();
         let whole = Tensor::new("x", vec![1, 2], Data::Int32(vec![0; 2])).unwrap();

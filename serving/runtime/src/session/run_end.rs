@@ -19,10 +19,10 @@ use millrace_serving_core::error::{InferError, one_line};
 
 /// Ends a run as soon as the last of its callers has gone.
 pub(super) struct RunEnd {
-    state: Mutex<State>,
+    state: Mutex<RunState>,
 }
 
-struct State {
+struct RunState {
     /// Callers that wait for the result.
     callers: usize,
     /// Options of the run in progress.
@@ -31,8 +31,8 @@ struct State {
 
 impl RunEnd {
     /// Watches the callers of requests that are about to run together.
-    pub(super) fn watching(jobs: &mut [Job]) -> Arc<RunEnd> {
-        let state = State { callers: jobs.len(), options: None };
+    pub(super) fn for_jobs(jobs: &mut [Job]) -> Arc<RunEnd> {
+        let state = RunState { callers: jobs.len(), options: None };
         let end = Arc::new(RunEnd { state: Mutex::new(state) });
         let waker = Waker::from(Arc::clone(&end));
         let mut context = Context::from_waker(&waker);
@@ -41,7 +41,7 @@ impl RunEnd {
             // any other reason.
             let closed = pin!(unconstrained(poll_fn(|context| job.reply.poll_closed(context))));
             if closed.poll(&mut context).is_ready() {
-                end.leave();
+                end.remove_caller();
             }
         }
         end
@@ -59,7 +59,7 @@ impl RunEnd {
     pub(super) fn options(&self) -> Result<Arc<RunOptions>, InferError> {
         let mut state = self.state.lock();
         if state.callers == 0 {
-            return Err(InferError::internal("all callers of the run have gone"));
+            return Err(InferError::internal("all callers of the run have disconnected"));
         }
         let options = RunOptions::new()
             .map_err(|error| InferError::internal(format!("ONNX Runtime: {}", one_line(&error))))?;
@@ -69,7 +69,7 @@ impl RunEnd {
     }
 
     /// Records that a caller has gone; ends the run after the last one.
-    fn leave(&self) {
+    fn remove_caller(&self) {
         let options = {
             let mut state = self.state.lock();
             state.callers = state.callers.saturating_sub(1);
@@ -81,17 +81,17 @@ impl RunEnd {
         if let Some(options) = options
             && let Err(error) = options.terminate()
         {
-            tracing::warn!(%error, "a run whose callers have gone cannot be ended");
+            tracing::warn!(%error, "cannot end a run whose callers have disconnected");
         }
     }
 }
 
 impl Wake for RunEnd {
     fn wake(self: Arc<Self>) {
-        self.leave();
+        self.remove_caller();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.leave();
+        self.remove_caller();
     }
 }

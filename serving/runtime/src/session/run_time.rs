@@ -24,7 +24,7 @@ impl<const PART: usize> MedianEstimate<PART> {
     }
 
     /// Adds a measurement.
-    pub(super) fn note(&self, newest: u128) {
+    pub(super) fn record(&self, newest: u128) {
         let newest = usize::try_from(newest).unwrap_or(usize::MAX);
         let measurements = self.measurements.load(Ordering::Relaxed);
         let part = measurements / 2 + 1;
@@ -59,10 +59,10 @@ pub(super) struct RunTimeEstimate {
 
 impl RunTimeEstimate {
     /// Records the time of a run whose inputs have `rows` rows and `elements` elements; 0 rows count as one.
-    pub(super) fn note(&self, rows: usize, elements: usize, elapsed: Duration) {
-        self.run_micros.note(elapsed.as_micros());
+    pub(super) fn record(&self, rows: usize, elements: usize, elapsed: Duration) {
+        self.run_micros.record(elapsed.as_micros());
         if let Some(picos) = elapsed.as_nanos().saturating_mul(1000).checked_div(elements as u128) {
-            self.batch_costs(rows, elements)[batch_size(rows)].note(picos.max(1));
+            self.batch_costs(rows, elements)[batch_size(rows)].record(picos.max(1));
         }
     }
 
@@ -108,23 +108,23 @@ mod tests {
         let estimate: MedianEstimate = MedianEstimate::default();
         assert_eq!(estimate.get(), 0);
         for run in 0..1000 {
-            estimate.note(if run % 10 == 0 { 50_000 } else { 5 });
+            estimate.record(if run % 10 == 0 { 50_000 } else { 5 });
         }
         assert!(estimate.get() < 10, "{estimate:?}");
         for _ in 0..200 {
-            estimate.note(3_000);
+            estimate.record(3_000);
         }
         assert_eq!(estimate.get(), 3_000);
-        estimate.note(u128::MAX);
+        estimate.record(u128::MAX);
         assert!(estimate.get() < 4_000, "{estimate:?}");
     }
 
     #[test]
     fn median_forgets_a_first_exception_soon() {
         let estimate: MedianEstimate<64> = MedianEstimate::default();
-        estimate.note(1_000_000);
+        estimate.record(1_000_000);
         for run in 1..20 {
-            estimate.note(if run % 10 == 0 { 1_000_000 } else { 1_000 });
+            estimate.record(if run % 10 == 0 { 1_000_000 } else { 1_000 });
         }
         assert!(estimate.get() < 2_000, "{estimate:?}");
     }
@@ -133,7 +133,7 @@ mod tests {
     fn estimate_is_cost_per_element_times_elements() {
         let estimate = RunTimeEstimate::default();
         assert_eq!(estimate.of(1, 16), None, "nothing has run");
-        estimate.note(4, 64, Duration::from_micros(64));
+        estimate.record(4, 64, Duration::from_micros(64));
         assert_eq!(estimate.of(4, 64), Some(Duration::from_micros(64)));
         assert_eq!(estimate.of(3, 48), Some(Duration::from_micros(48)), "the same size class");
         assert_eq!(estimate.of(1, 16), Some(Duration::from_micros(64)), "the larger batch is the bound");
@@ -144,11 +144,11 @@ mod tests {
     #[test]
     fn longer_rows_are_unknown_until_some_have_run() {
         let estimate = RunTimeEstimate::default();
-        estimate.note(1, 100, Duration::from_micros(10));
+        estimate.record(1, 100, Duration::from_micros(10));
         assert!(estimate.of(1, 100).is_some());
         assert_eq!(estimate.of(1, 1000), None, "ten times as long");
         assert_eq!(estimate.of(0, 1000), None);
-        estimate.note(0, 1000, Duration::from_millis(4));
+        estimate.record(0, 1000, Duration::from_millis(4));
         assert_eq!(estimate.of(1, 1000), Some(Duration::from_millis(4)));
         assert_eq!(estimate.of(1, 100), Some(Duration::from_micros(10)));
     }
@@ -156,10 +156,10 @@ mod tests {
     #[test]
     fn extreme_sizes_have_a_class() {
         let estimate = RunTimeEstimate::default();
-        estimate.note(1, 0, Duration::from_secs(1));
+        estimate.record(1, 0, Duration::from_secs(1));
         assert_eq!(estimate.of(1, 0), None, "a cost per element needs elements");
-        estimate.note(usize::MAX, usize::MAX, Duration::MAX);
-        estimate.note(1, usize::MAX, Duration::MAX);
+        estimate.record(usize::MAX, usize::MAX, Duration::MAX);
+        estimate.record(1, usize::MAX, Duration::MAX);
         assert!(estimate.of(1, usize::MAX).is_some() && estimate.of(usize::MAX, usize::MAX).is_some());
     }
 }

@@ -28,11 +28,11 @@ use tokio::time::timeout_at;
 use super::admission::AdmissionControl;
 use super::batch::{Batch, Lease};
 use super::batch_sizer::BatchSizer;
-use super::executor::{Executor, Owner, Share};
+use super::executor::{Executor, Owner, TaskLimits};
 use super::idle_sessions::IdleSessions;
 use super::queue::{Job, Position, QueueLimits, RequestQueue};
 use super::run_time::RunTimeEstimate;
-use super::work::{Output, Work, late};
+use super::work::{Output, Work, deadline_error};
 use super::{Runner, Session};
 use millrace_serving_core::error::InferError;
 
@@ -55,13 +55,13 @@ pub(super) struct Policy {
     /// Whether the run time depends only on shapes, so that short runs may take place on I/O threads.
     pub(super) is_predictable: bool,
     /// Limits on the running dispatches of the version.
-    pub(super) share: Share,
+    pub(super) share: TaskLimits,
 }
 
 /// The scheduler; `R` runs the batches.
 #[derive(Debug)]
 pub(super) struct Scheduler<R = Session> {
-    pub(super) state: Mutex<State<R>>,
+    pub(super) state: Mutex<SchedulerState<R>>,
     pub(super) policy: Policy,
     pub(super) outputs: Vec<TensorSpec>,
     pub(super) run_times: RunTimeEstimate,
@@ -75,7 +75,7 @@ pub(super) struct Scheduler<R = Session> {
 }
 
 #[derive(Debug)]
-pub(super) struct State<R> {
+pub(super) struct SchedulerState<R> {
     pub(super) idle: IdleSessions<R>,
     queue: RequestQueue,
     /// Whether a request leads: its I/O thread will dispatch once.
@@ -84,7 +84,7 @@ pub(super) struct State<R> {
     dispatches: usize,
 }
 
-impl<R> State<R> {
+impl<R> SchedulerState<R> {
     /// Number of idle sessions that dispatches will take.
     fn reserved(&self) -> usize {
         self.dispatches + usize::from(self.leading)
@@ -107,7 +107,12 @@ impl<R: Runner> Scheduler<R> {
         let admission = AdmissionControl::new(sessions.len(), policy.rows_max);
         let idle = IdleSessions::new(sessions);
         Scheduler {
-            state: Mutex::new(State { idle, queue: RequestQueue::default(), leading: false, dispatches: 0 }),
+            state: Mutex::new(SchedulerState {
+                idle,
+                queue: RequestQueue::default(),
+                leading: false,
+                dispatches: 0,
+            }),
             policy,
             outputs,
             run_times: RunTimeEstimate::default(),
@@ -129,7 +134,7 @@ impl<R: Runner> Scheduler<R> {
     pub(super) async fn run(self: &Arc<Self>, work: Work) -> Result<Output, InferError> {
         let now = self.now();
         if work.is_late(now) {
-            return Err(late(work.queued, now));
+            return Err(deadline_error(work.queued, now));
         }
         let (is_short, is_batched) = (self.is_short(work.rows, work.elements()), self.batches(&work));
         if is_short
@@ -205,14 +210,14 @@ impl<R: Runner> Scheduler<R> {
         let (bytes, before) = (job.bytes(), (state.queue.waiting(), state.queue.bytes()));
         let (position, displaced) = match state.queue.push(job, self.policy.limits) {
             Ok(pushed) => pushed,
-            Err(_) => return Err(self.full(before, bytes, "and none of them runs after it")),
+            Err(_) => return Err(self.queue_full_error(before, bytes, "and none of them runs after it")),
         };
         let leads = may_lead && starts && is_covered && !state.leading;
         state.leading |= leads;
         let dispatches = self.new_dispatches(&mut state, now);
         drop(state);
         for job in displaced {
-            let error = self.full(before, job.bytes(), "and one arrived that runs before it");
+            let error = self.queue_full_error(before, job.bytes(), "and one arrived that runs before it");
             job.refuse(error);
         }
         self.submit_dispatches(dispatches);
@@ -228,7 +233,7 @@ impl<R: Runner> Scheduler<R> {
         Ok((waiting, leads))
     }
 
-    fn full(&self, (requests, bytes): (usize, usize), own: usize, why: &str) -> InferError {
+    fn queue_full_error(&self, (requests, bytes): (usize, usize), own: usize, why: &str) -> InferError {
         InferError::Overloaded {
             reason: format!(
                 "{requests} requests with {bytes} bytes wait for this model and this one has {own}, {why}; the limits \
@@ -245,7 +250,7 @@ impl<R: Runner> Scheduler<R> {
 
     /// Number of dispatches to submit: one for each idle session while requests are queued, less those submitted.
     /// None while all queued requests fit into the batch of a leader.
-    fn new_dispatches(&self, state: &mut State<R>, now: Instant) -> usize {
+    fn new_dispatches(&self, state: &mut SchedulerState<R>, now: Instant) -> usize {
         let is_taken = state.leading && state.queue.len() <= self.policy.rows_max;
         if is_taken || !self.is_ready(&state.queue, now) {
             return 0;
@@ -296,7 +301,7 @@ impl<R: Runner> Scheduler<R> {
         let batch = {
             let mut state = self.state.lock();
             state.dispatches = state.dispatches.saturating_sub(1);
-            let rows_max = |state: &State<R>, head: &Work| Some(self.batch_rows(state, head));
+            let rows_max = |state: &SchedulerState<R>, head: &Work| Some(self.batch_rows(state, head));
             self.take_batch(&mut state, &mut expired, None, rows_max)
         };
         self.refuse_late(expired);
@@ -311,7 +316,7 @@ impl<R: Runner> Scheduler<R> {
         let (batch, dispatches) = {
             let mut state = self.state.lock();
             state.leading = false;
-            let rows_max = |state: &State<R>, head: &Work| {
+            let rows_max = |state: &SchedulerState<R>, head: &Work| {
                 let rows_max = self.policy.rows_max;
                 let rows = state.queue.rows_like(head, rows_max).clamp(head.rows, rows_max.max(head.rows));
                 let elements = head.elements() / head.rows.max(1) * rows.max(1);
@@ -332,10 +337,10 @@ impl<R: Runner> Scheduler<R> {
     /// returns the maximum number of rows of the batch, or `None` to take no batch.
     fn take_batch(
         self: &Arc<Self>,
-        state: &mut State<R>,
+        state: &mut SchedulerState<R>,
         expired: &mut Vec<Job>,
         leader: Option<Position>,
-        rows_max: impl FnOnce(&State<R>, &Work) -> Option<usize>,
+        rows_max: impl FnOnce(&SchedulerState<R>, &Work) -> Option<usize>,
     ) -> Option<Batch<R>> {
         // Read under the lock, so that expired deadlines are detected.
         let now = self.now();
@@ -344,7 +349,7 @@ impl<R: Runner> Scheduler<R> {
             return None;
         }
         let rows_max = {
-            let state: &State<R> = state;
+            let state: &SchedulerState<R> = state;
             let next = match leader {
                 Some(leader) => state.queue.get(leader).filter(|job| !job.work.is_late(now)),
                 None => state.queue.head(),
@@ -366,7 +371,7 @@ impl<R: Runner> Scheduler<R> {
 
     /// Maximum number of rows of the next batch on an inference thread: the learned size, unless the configuration
     /// sets one.
-    fn batch_rows(&self, state: &State<R>, head: &Work) -> usize {
+    fn batch_rows(&self, state: &SchedulerState<R>, head: &Work) -> usize {
         let Policy { rows_max, preferred, delay, .. } = &self.policy;
         if !self.batches(head) || !preferred.is_empty() || !delay.is_zero() {
             return *rows_max;
@@ -379,7 +384,7 @@ impl<R: Runner> Scheduler<R> {
 
     fn refuse_late(&self, expired: Vec<Job>) {
         for job in expired {
-            let error = late(job.work.queued, self.now());
+            let error = deadline_error(job.work.queued, self.now());
             job.refuse(error);
         }
     }
@@ -390,7 +395,7 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Changes the state and submits the dispatches that the change requires.
-    fn change<T>(self: &Arc<Self>, change: impl FnOnce(&mut State<R>) -> T) -> T {
+    fn change<T>(self: &Arc<Self>, change: impl FnOnce(&mut SchedulerState<R>) -> T) -> T {
         let (changed, dispatches) = {
             let mut state = self.state.lock();
             let changed = change(&mut state);
@@ -451,12 +456,12 @@ impl<R: Runner> Waiting<'_, R> {
             None => (&mut self.reply).await,
             Some(deadline) => match timeout_at(deadline.into(), &mut self.reply).await {
                 Ok(reply) => reply,
-                Err(_) if self.leave() => return Err(self.late()),
+                Err(_) if self.leave() => return Err(self.deadline_error()),
                 Err(_) => match self.answer_by {
                     None => (&mut self.reply).await,
                     Some(answer_by) => match timeout_at(answer_by.into(), &mut self.reply).await {
                         Ok(reply) => reply,
-                        Err(_) => return Err(self.late()),
+                        Err(_) => return Err(self.deadline_error()),
                     },
                 },
             },
@@ -472,8 +477,8 @@ impl<R: Runner> Waiting<'_, R> {
         reply.unwrap_or_else(|_| Err(InferError::internal("the run of this request ended without an answer")))
     }
 
-    fn late(&self) -> InferError {
-        late(self.queued, self.scheduler.now())
+    fn deadline_error(&self) -> InferError {
+        deadline_error(self.queued, self.scheduler.now())
     }
 
     /// Leaves the queue; returns whether the request was still queued.

@@ -33,7 +33,7 @@ pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), 
         match compare(session, signature, attempt) {
             Ok(()) => return Ok(()),
             Err(Trial::Differs(output)) => {
-                return Err(format!("rows of output {output:?} depend on the rows beside them"));
+                return Err(format!("rows of output {output:?} depend on other rows of the batch"));
             }
             Err(Trial::Endless(error)) => {
                 reason = error;
@@ -42,7 +42,7 @@ pub(super) fn check(session: &mut Session, signature: &Signature) -> Result<(), 
             Err(Trial::Failed(error)) => reason = error,
         }
     }
-    Err(format!("it could not be tried: {reason}"))
+    Err(format!("the trial run failed: {reason}"))
 }
 
 enum Trial {

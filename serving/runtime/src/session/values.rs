@@ -19,7 +19,7 @@ use millrace_serving_core::config::Memory;
 use millrace_serving_core::error::{InferError, Result, one_line};
 use millrace_serving_core::statistics::Times;
 use millrace_serving_core::tensor::onnx::extract;
-use millrace_serving_core::tensor::{Held, Resident, Tensor, View, shown};
+use millrace_serving_core::tensor::{Resident, Tensor, TensorHandle, View, shown};
 
 /// Marker in ONNX Runtime's message for the failure of a node.
 const NODE_FAILED: &str = "while running";
@@ -30,13 +30,13 @@ const SHOWN_MAX: usize = 8;
 
 /// An output that a run must return.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wanted<'a> {
+pub(super) struct RequestedOutput<'a> {
     pub(super) spec: &'a TensorSpec,
     /// Whether it stays in the memory of the session's device. String outputs never do.
     pub(super) stays: bool,
 }
 
-impl Wanted<'_> {
+impl RequestedOutput<'_> {
     fn is_to_stay(self) -> bool {
         self.stays && self.spec.datatype.element_bytes().is_some()
     }
@@ -51,10 +51,10 @@ impl Wanted<'_> {
 pub(super) fn run(
     session: &mut Session,
     inputs: &[View<'_>],
-    outputs: &[Wanted<'_>],
+    outputs: &[RequestedOutput<'_>],
     queued: Instant,
     options: Option<&RunOptions>,
-) -> Result<(Vec<Held>, Times), InferError> {
+) -> Result<(Vec<TensorHandle>, Times), InferError> {
     let memory = session.memory;
     if memory != Memory::Host && outputs.iter().any(|wanted| wanted.is_to_stay()) {
         return run_bound(session, inputs, outputs, queued, options);
@@ -101,19 +101,20 @@ pub(super) fn run_tensors(
     options: Option<&RunOptions>,
 ) -> Result<(Vec<Tensor>, Times), InferError> {
     let inputs: Vec<View<'_>> = inputs.iter().map(View::Here).collect();
-    let outputs: Vec<Wanted<'_>> = outputs.iter().map(|spec| Wanted { spec, stays: false }).collect();
+    let outputs: Vec<RequestedOutput<'_>> =
+        outputs.iter().map(|spec| RequestedOutput { spec, stays: false }).collect();
     let (outputs, times) = run(session, &inputs, &outputs, Instant::now(), options)?;
-    Ok((outputs.into_iter().map(Held::into_tensor).collect::<Result<_, _>>()?, times))
+    Ok((outputs.into_iter().map(TensorHandle::into_tensor).collect::<Result<_, _>>()?, times))
 }
 
 /// Like [`run`], with inputs and outputs bound to the memory in which each must be.
 fn run_bound(
     session: &mut Session,
     inputs: &[View<'_>],
-    outputs: &[Wanted<'_>],
+    outputs: &[RequestedOutput<'_>],
     queued: Instant,
     options: Option<&RunOptions>,
-) -> Result<(Vec<Held>, Times), InferError> {
+) -> Result<(Vec<TensorHandle>, Times), InferError> {
     let failed = |error: ort::Error| refused(&error, inputs);
     let memory = session.memory;
     let computing = Instant::now();
@@ -199,26 +200,26 @@ fn refused(error: &ort::Error, inputs: &[View<'_>]) -> InferError {
 /// inputs.
 fn held(
     mut values: SessionOutputs<'_>,
-    outputs: &[Wanted<'_>],
+    outputs: &[RequestedOutput<'_>],
     memory: Memory,
     lent: &[Range<usize>],
-) -> Result<Vec<Held>, InferError> {
+) -> Result<Vec<TensorHandle>, InferError> {
     outputs.iter().map(|wanted| output(&mut values, *wanted, memory, lent)).collect()
 }
 
 fn output(
     values: &mut SessionOutputs<'_>,
-    wanted: Wanted<'_>,
+    wanted: RequestedOutput<'_>,
     memory: Memory,
     lent: &[Range<usize>],
-) -> Result<Held, InferError> {
+) -> Result<TensorHandle, InferError> {
     let spec = wanted.spec;
     let missing = || InferError::internal(format!("the model gave no output {:?}", spec.name));
     let unfit = |what: String| InferError::internal(format!("output {:?}: {what}", spec.name));
     if !wanted.is_to_stay() {
         let value = values.get(&spec.name).ok_or_else(missing)?;
         let (shape, data) = extract(value, spec.datatype).map_err(|error| unfit(one_line(&error)))?;
-        return Ok(Held::Alone(Tensor { name: spec.name.clone(), shape, data }));
+        return Ok(TensorHandle::Alone(Tensor { name: spec.name.clone(), shape, data }));
     }
     let value = values.remove(&spec.name).ok_or_else(missing)?;
     let left = Resident::new(value, memory).map_err(|error| unfit(error.to_string()))?;
@@ -227,8 +228,8 @@ fn output(
     }
     // A run does not copy an input that is also an output: its memory is the caller's, so the output cannot stay.
     let is_lent = lent.iter().any(|lent| lent.contains(&left.address()));
-    let left = Held::Resident(spec.name.clone(), Arc::new(left));
-    if is_lent { left.into_tensor().map(Held::Alone) } else { Ok(left) }
+    let left = TensorHandle::Resident(spec.name.clone(), Arc::new(left));
+    if is_lent { left.into_tensor().map(TensorHandle::Alone) } else { Ok(left) }
 }
 
 #[cfg(test)]

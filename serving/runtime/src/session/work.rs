@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::Held;
+use millrace_serving_core::tensor::TensorHandle;
 
 /// Share of a client's deadline that is reserved for network transit: one tenth.
 const TRANSIT_PART: u32 = 10;
@@ -14,7 +14,7 @@ const TRANSIT_PART: u32 = 10;
 #[derive(Debug)]
 pub struct Work {
     /// The inputs, in the signature's order.
-    pub inputs: Vec<Held>,
+    pub inputs: Vec<TensorHandle>,
     /// The requested outputs, by their indexes in the signature, in the order requested.
     pub outputs: Vec<usize>,
     /// Whether each requested output may stay in the memory of the device, in the same order; missing entries are
@@ -83,7 +83,7 @@ impl Work {
 #[derive(Debug)]
 pub struct Output {
     /// The requested outputs, in the order requested.
-    pub outputs: Vec<Held>,
+    pub outputs: Vec<TensorHandle>,
     /// Timestamps of the stages.
     pub times: Times,
     /// Rows of the run, set for the one request of a batch that counts it.
@@ -91,7 +91,7 @@ pub struct Output {
 }
 
 /// The error for a request that waited since `queued` and whose deadline passed before its run.
-pub(super) fn late(queued: Instant, now: Instant) -> InferError {
+pub(super) fn deadline_error(queued: Instant, now: Instant) -> InferError {
     InferError::DeadlineExceeded {
         reason: format!(
             "the request waited for a session for {} us and could not be answered in time: the least of its parameter \
@@ -119,7 +119,7 @@ pub(super) mod tests {
         let count = rows.max(1) * width as usize;
         let input = Tensor::fp32("x", vec![rows.max(1) as i64, width], vec![0.0; count]).unwrap();
         Work {
-            inputs: vec![Held::Alone(input)],
+            inputs: vec![TensorHandle::Alone(input)],
             outputs: outputs.to_vec(),
             stays: Vec::new(),
             rows,

@@ -35,7 +35,7 @@ fn equal_elements_keep_their_order_and_nan_comes_last() {
 }
 
 #[test]
-fn there_are_no_more_classes_than_elements() {
+fn number_of_classes_is_limited_to_the_elements() {
     assert_eq!(classes(&[3], Data::Int32(vec![1, 3, 2]), usize::MAX, false).1, ["3:1", "2:2", "1:0"]);
     let (shape, texts) = classes(&[3], Data::Int32(vec![1, 3, 2]), 5, true);
     assert_eq!((shape, texts.join(" ")), (vec![3, 1], "1:0 3:0 2:0".into()));

@@ -14,7 +14,7 @@ fn refused(encoding: Encoding, body: &[u8]) -> String {
 }
 
 #[test]
-fn what_was_compressed_comes_back_up_to_the_limit() {
+fn compressed_data_round_trips_up_to_the_limit() {
     for encoding in Encoding::ALL {
         for length in [0, 1, 1000, BYTES_MAX] {
             let plain: Vec<u8> = (0..length).map(|index| (index / 7) as u8).collect();
@@ -25,7 +25,7 @@ fn what_was_compressed_comes_back_up_to_the_limit() {
 }
 
 #[test]
-fn a_bomb_is_refused_without_being_unpacked() {
+fn decompression_bomb_is_refused_at_the_limit() {
     for encoding in Encoding::ALL {
         let bomb = encoding.compress(&vec![0; 64 << 20]).unwrap();
         assert!(bomb.len() < BYTES_MAX, "{}", bomb.len());
@@ -37,7 +37,7 @@ fn a_bomb_is_refused_without_being_unpacked() {
 }
 
 #[test]
-fn every_cut_and_every_wrong_checksum_is_noticed() {
+fn every_truncation_and_wrong_checksum_is_detected() {
     for encoding in Encoding::ALL {
         let packed = encoding.compress(b"some text that is long enough, text that is long enough").unwrap();
         for length in 0..packed.len() {
@@ -55,7 +55,7 @@ fn every_cut_and_every_wrong_checksum_is_noticed() {
 }
 
 #[test]
-fn names_are_as_http_writes_them() {
+fn encodings_have_their_http_names() {
     assert_eq!(Encoding::named("gzip"), Some(Encoding::Gzip));
     assert_eq!(Encoding::named("GZIP"), Some(Encoding::Gzip));
     assert_eq!(Encoding::named("x-gzip"), Some(Encoding::Gzip));

@@ -12,8 +12,8 @@ use pin_project_lite::pin_project;
 use tonic::Status;
 use tonic::codegen::http::{self, HeaderValue, header};
 
-use super::quota::{Held, Quota, Refusal};
-use super::taking::{self, Taking};
+use super::answer_progress::{self, AnswerProgress};
+use super::quota::{Quota, Refusal, UnsentGuard};
 use millrace_serving_core::error::InferError;
 
 /// Bytes of an answer given to the connection at a time: one HTTP/2 frame, so that answers alternate. It is
@@ -23,21 +23,21 @@ const PIECE_BYTES: usize = 16 << 10;
 /// A part of an answer, which counts against the quota until the connection has sent and dropped it.
 struct Piece {
     bytes: Bytes,
-    held: Held,
-    taking: Arc<Taking>,
+    held: UnsentGuard,
+    progress: Arc<AnswerProgress>,
 }
 
 impl Piece {
-    fn new(bytes: Bytes, held: Held, taking: &Arc<Taking>) -> Piece {
-        taking.gave(held.quota().period());
-        Piece { bytes, held, taking: taking.clone() }
+    fn new(bytes: Bytes, held: UnsentGuard, progress: &Arc<AnswerProgress>) -> Piece {
+        progress.gave(held.quota().period());
+        Piece { bytes, held, progress: progress.clone() }
     }
 }
 
 impl Drop for Piece {
     fn drop(&mut self) {
         let quota = self.held.quota();
-        self.taking.took(quota.period());
+        self.progress.took(quota.period());
         quota.took();
     }
 }
@@ -50,9 +50,9 @@ impl AsRef<[u8]> for Piece {
 
 /// Counts a call as cancelled if it is dropped before it is answered.
 #[derive(Debug)]
-struct Unanswered(Option<Quota>);
+struct CancelledCallGuard(Option<Quota>);
 
-impl Drop for Unanswered {
+impl Drop for CancelledCallGuard {
     fn drop(&mut self) {
         if let Some(quota) = self.0.take() {
             quota.cancelled();
@@ -65,14 +65,14 @@ pin_project! {
     pub(crate) struct Call<F> {
         #[pin]
         call: F,
-        unanswered: Unanswered,
+        unanswered: CancelledCallGuard,
         is_grpc: bool,
     }
 }
 
 impl<F> Call<F> {
     pub(crate) fn new(call: F, quota: &Quota, is_grpc: bool) -> Call<F> {
-        Call { call, unanswered: Unanswered(Some(quota.clone())), is_grpc }
+        Call { call, unanswered: CancelledCallGuard(Some(quota.clone())), is_grpc }
     }
 }
 
@@ -116,17 +116,17 @@ pub(crate) struct Answer<B> {
     /// Bytes from the body that are not yet in a piece.
     left: Bytes,
     /// Counts `left`, and the known size of the rest of the body.
-    held: Held,
-    taking: Arc<Taking>,
+    held: UnsentGuard,
+    progress: Arc<AnswerProgress>,
     is_grpc: bool,
 }
 
 impl<B> Answer<B> {
-    fn new(body: Option<B>, left: Bytes, held: Held, is_grpc: bool) -> Answer<B> {
-        let taking = Arc::default();
-        held.quota().follow(&taking);
-        taking::begin(&taking);
-        Answer { body, left, held, taking, is_grpc }
+    fn new(body: Option<B>, left: Bytes, held: UnsentGuard, is_grpc: bool) -> Answer<B> {
+        let progress = Arc::default();
+        held.quota().follow(&progress);
+        answer_progress::begin(&progress);
+        Answer { body, left, held, progress, is_grpc }
     }
 }
 
@@ -167,7 +167,7 @@ impl<B: Body<Data = Bytes> + Unpin> Body for Answer<B> {
         }
         let bytes = this.left.split_to(this.left.len().min(PIECE_BYTES));
         let held = this.held.split(bytes.len().min(this.held.bytes()));
-        let piece = Piece::new(bytes, held, &this.taking);
+        let piece = Piece::new(bytes, held, &this.progress);
         Poll::Ready(Some(Ok(Frame::data(Bytes::from_owner(piece)))))
     }
 

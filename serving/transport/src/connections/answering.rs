@@ -10,10 +10,10 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::{Service, StdError, http};
 
+use super::answer_progress::EndableExecutor;
 use super::calls::{Calls, WithCalls};
-use super::peer::{Peer, PeerService, Peered};
+use super::peer::{ConnectionService, Peer, PeerService};
 use super::quota::{CANCELLED_PER_SECOND_MAX, Quota};
-use super::taking::Endings;
 use super::{HEAD_BYTES_MAX, Listener};
 use millrace_serving_core::metrics::CONNECTIONS_CUT;
 
@@ -39,7 +39,7 @@ impl Listener {
                     let protocol = self.protocol(calls.clone());
                     let (quota, mut watch) = Quota::new(self.unsent_bytes_max, &self.answers);
                     let peer = Peer { address: connection.peer, quota };
-                    let service = Peered::new(&service, &peer, self.is_grpc);
+                    let service = ConnectionService::new(&service, &peer, self.is_grpc);
                     let (leaving, stalled, name) = (leaving.clone(), self.stalled, self.service);
                     connections.spawn(async move {
                         let answering = protocol.serve_connection(TokioIo::new(connection), service);
@@ -61,7 +61,7 @@ impl Listener {
                             }
                             client = watch.exceeded(stalled) => {
                                 CONNECTIONS_CUT.with_label_values(&[name]).inc();
-                                tracing::debug!(peer = %peer.address, client, "a connection was cut");
+                                tracing::debug!(peer = %peer.address, client, "a connection was closed");
                             }
                         }
                     });
@@ -75,8 +75,8 @@ impl Listener {
         while connections.join_next().await.is_some() {}
     }
 
-    fn protocol(&self, calls: Calls) -> auto::Builder<Endings<Calls>> {
-        let mut protocol = auto::Builder::new(Endings(calls));
+    fn protocol(&self, calls: Calls) -> auto::Builder<EndableExecutor<Calls>> {
+        let mut protocol = auto::Builder::new(EndableExecutor(calls));
         if self.is_grpc {
             protocol = protocol.http2_only();
             // gRPC clients do not read the date header.
@@ -115,7 +115,7 @@ mod tests {
     use millrace_serving_core::config::Limits;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn clients_that_are_told_to_leave_find_the_port_closed() {
+    async fn clients_sent_away_at_shutdown_find_the_port_closed() {
         // The wrong order shows only in some rounds.
         for round in 0..100 {
             let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -47,21 +47,21 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Calls {
 
 /// The task of a connection, which either of its two parts wakes.
 #[derive(Default)]
-struct Turns {
+struct ConnectionTask {
     task: AtomicWaker,
     /// Whether the task is being polled. It then looks for wake-ups itself, and need not be scheduled again.
     is_polled: AtomicBool,
 }
 
 /// One part of the task, and whether it must be polled.
-struct Part {
+struct TaskPart {
     is_woken: AtomicBool,
-    turns: Arc<Turns>,
+    turns: Arc<ConnectionTask>,
 }
 
-impl Part {
-    fn new(turns: &Arc<Turns>, is_woken: bool) -> (Arc<Part>, Waker) {
-        let part = Arc::new(Part { is_woken: AtomicBool::new(is_woken), turns: Arc::clone(turns) });
+impl TaskPart {
+    fn new(turns: &Arc<ConnectionTask>, is_woken: bool) -> (Arc<TaskPart>, Waker) {
+        let part = Arc::new(TaskPart { is_woken: AtomicBool::new(is_woken), turns: Arc::clone(turns) });
         let waker = Waker::from(Arc::clone(&part));
         (part, waker)
     }
@@ -71,12 +71,12 @@ impl Part {
     }
 }
 
-impl Wake for Part {
-    fn wake(self: Arc<Part>) {
+impl Wake for TaskPart {
+    fn wake(self: Arc<TaskPart>) {
         self.wake_by_ref();
     }
 
-    fn wake_by_ref(self: &Arc<Part>) {
+    fn wake_by_ref(self: &Arc<TaskPart>) {
         // Sequentially consistent, as are the steps of `WithCalls::poll` in the opposite order. So either
         // this code sees that the task is no longer polled, or the task sees this wake-up.
         if !self.is_woken.swap(true, Ordering::SeqCst) && !self.turns.is_polled.load(Ordering::SeqCst) {
@@ -90,9 +90,9 @@ pub(super) struct WithCalls<C> {
     connection: Pin<Box<C>>,
     calls: Calls,
     call: Option<BoxFuture<'static, ()>>,
-    turns: Arc<Turns>,
-    of_connection: (Arc<Part>, Waker),
-    of_call: (Arc<Part>, Waker),
+    turns: Arc<ConnectionTask>,
+    of_connection: (Arc<TaskPart>, Waker),
+    of_call: (Arc<TaskPart>, Waker),
 }
 
 impl<C> WithCalls<C> {
@@ -103,8 +103,8 @@ impl<C> WithCalls<C> {
             connection: Box::pin(connection),
             calls,
             call: None,
-            of_connection: Part::new(&turns, true),
-            of_call: Part::new(&turns, false),
+            of_connection: TaskPart::new(&turns, true),
+            of_call: TaskPart::new(&turns, false),
             turns,
         }
     }

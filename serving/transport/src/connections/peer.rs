@@ -18,7 +18,7 @@ pub(crate) struct Peer {
 }
 
 /// Records the peer in a request.
-pub(crate) fn note(extensions: &mut http::Extensions, peer: Option<&Peer>) {
+pub(crate) fn attach(extensions: &mut http::Extensions, peer: Option<&Peer>) {
     if let Some(peer) = peer {
         extensions.insert(peer.clone());
     }
@@ -65,7 +65,7 @@ impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for PeerAddrLaye
     }
 
     fn call(&mut self, mut request: http::Request<B>) -> S::Future {
-        note(request.extensions_mut(), self.peer.as_ref());
+        attach(request.extensions_mut(), self.peer.as_ref());
         self.service.call(request)
     }
 }
@@ -73,7 +73,7 @@ impl<S: Service<http::Request<B>>, B> Service<http::Request<B>> for PeerAddrLaye
 /// The service of one connection, in hyper's form: without a clone for each request, and without waiting for
 /// readiness, because the services of this crate are always ready.
 #[derive(Debug)]
-pub(crate) struct Peered<S> {
+pub(crate) struct ConnectionService<S> {
     /// Borrowed only while the service is called, and the service does not call this: the connection's task
     /// passes one request at a time.
     service: RefCell<S>,
@@ -81,13 +81,17 @@ pub(crate) struct Peered<S> {
     is_grpc: bool,
 }
 
-impl<S: PeerService> Peered<S> {
-    pub(crate) fn new(service: &S, peer: &Peer, is_grpc: bool) -> Peered<S> {
-        Peered { service: RefCell::new(service.for_peer(peer)), quota: peer.quota.clone(), is_grpc }
+impl<S: PeerService> ConnectionService<S> {
+    pub(crate) fn new(service: &S, peer: &Peer, is_grpc: bool) -> ConnectionService<S> {
+        ConnectionService {
+            service: RefCell::new(service.for_peer(peer)),
+            quota: peer.quota.clone(),
+            is_grpc,
+        }
     }
 }
 
-impl<S, B, R> hyper::service::Service<http::Request<B>> for Peered<S>
+impl<S, B, R> hyper::service::Service<http::Request<B>> for ConnectionService<S>
 where
     S: Service<http::Request<B>, Response = http::Response<R>, Error = Infallible>,
     R: http_body::Body,

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tonic::codegen::http::StatusCode;
 
-use super::taking::{Taking, WHOLE};
+use super::answer_progress::{AnswerProgress, WHOLE};
 use millrace_serving_core::error::InferError;
 
 /// Calls that a client may cancel per second, which is also the burst size. A client with deadlines reaches
@@ -30,26 +30,26 @@ const FOLLOWED_MIN: usize = 64;
 
 /// The quota for unread answers of all connections. All clones share it.
 #[derive(Debug, Clone)]
-pub(crate) struct Answers(Arc<Total>);
+pub(crate) struct Answers(Arc<UnsentBytes>);
 
 #[derive(Debug)]
-struct Total {
+struct UnsentBytes {
     unsent: AtomicUsize,
     unsent_max: usize,
 }
 
 impl Answers {
     pub(crate) fn new(unsent_max: usize) -> Answers {
-        Answers(Arc::new(Total { unsent: AtomicUsize::new(0), unsent_max }))
+        Answers(Arc::new(UnsentBytes { unsent: AtomicUsize::new(0), unsent_max }))
     }
 }
 
 /// The quota of one connection. All clones share it.
 #[derive(Debug, Clone)]
-pub(crate) struct Quota(Arc<State>);
+pub(crate) struct Quota(Arc<QuotaState>);
 
 #[derive(Debug)]
-struct State {
+struct QuotaState {
     unsent: AtomicUsize,
     /// The unsent bytes that wait behind other answers of their stream.
     behind: AtomicUsize,
@@ -60,7 +60,7 @@ struct State {
     taken: AtomicUsize,
     /// Number of the current patience period.
     period: AtomicUsize,
-    followed: Mutex<Followed>,
+    followed: Mutex<TrackedAnswers>,
     cancelled: Mutex<Bucket>,
     /// Ends the connection.
     cut: Mutex<Option<oneshot::Sender<()>>>,
@@ -68,14 +68,14 @@ struct State {
 
 /// The answers of a connection that have begun, including some that have ended.
 #[derive(Debug, Default)]
-struct Followed {
-    answers: Vec<Weak<Taking>>,
-    /// At this length, [`Followed::follow`] removes the answers that have ended.
+struct TrackedAnswers {
+    answers: Vec<Weak<AnswerProgress>>,
+    /// At this length, [`TrackedAnswers::follow`] removes the answers that have ended.
     full: usize,
 }
 
-impl Followed {
-    fn follow(&mut self, answer: Weak<Taking>) {
+impl TrackedAnswers {
+    fn follow(&mut self, answer: Weak<AnswerProgress>) {
         if self.answers.len() >= self.full {
             self.answers.retain(|answer| answer.strong_count() > 0);
             self.full = (2 * self.answers.len()).max(FOLLOWED_MIN);
@@ -117,9 +117,9 @@ impl Bucket {
 }
 
 impl Quota {
-    pub(super) fn new(unsent_max: usize, all: &Answers) -> (Quota, Watch) {
+    pub(super) fn new(unsent_max: usize, all: &Answers) -> (Quota, QuotaWatch) {
         let (sender, cut) = oneshot::channel();
-        let state = State {
+        let state = QuotaState {
             unsent: AtomicUsize::new(0),
             behind: AtomicUsize::new(0),
             unsent_max,
@@ -131,12 +131,12 @@ impl Quota {
             cut: Mutex::new(Some(sender)),
         };
         let quota = Quota(Arc::new(state));
-        (quota.clone(), Watch { quota, cut })
+        (quota.clone(), QuotaWatch { quota, cut })
     }
 
     /// Counts bytes of an answer as unsent until the guard is dropped. The only unsent answer of its
     /// connection, or of all connections, may have any size under the respective bound.
-    pub(super) fn hold(&self, bytes: usize) -> Result<Held, Refusal> {
+    pub(super) fn hold(&self, bytes: usize) -> Result<UnsentGuard, Refusal> {
         self.hold_as(bytes, false)
     }
 
@@ -145,34 +145,34 @@ impl Quota {
     ///
     /// # Errors
     /// [`InferError::Overloaded`].
-    pub(crate) fn hold_behind(&self, bytes: usize) -> Result<Held, InferError> {
+    pub(crate) fn hold_behind(&self, bytes: usize) -> Result<UnsentGuard, InferError> {
         Ok(self.hold_as(bytes, true)?)
     }
 
     /// Counts nothing; for an answer with a refusal.
-    pub(super) fn hold_nothing(&self) -> Held {
-        Held { quota: self.clone(), bytes: 0, behind: false }
+    pub(super) fn hold_nothing(&self) -> UnsentGuard {
+        UnsentGuard { quota: self.clone(), bytes: 0, behind: false }
     }
 
-    fn hold_as(&self, bytes: usize, behind: bool) -> Result<Held, Refusal> {
-        let State { unsent, unsent_max, all, .. } = &*self.0;
+    fn hold_as(&self, bytes: usize, behind: bool) -> Result<UnsentGuard, Refusal> {
+        let QuotaState { unsent, unsent_max, all, .. } = &*self.0;
         let before = unsent.fetch_add(bytes, Ordering::Relaxed);
         let all_before = all.0.unsent.fetch_add(bytes, Ordering::Relaxed);
         if behind {
             self.0.behind.fetch_add(bytes, Ordering::Relaxed);
         }
-        let held = Held { quota: self.clone(), bytes, behind };
+        let held = UnsentGuard { quota: self.clone(), bytes, behind };
         let (after, all_after) = (before.saturating_add(bytes), all_before.saturating_add(bytes));
         if bytes > 0 && before > 0 && after > *unsent_max {
             let reason = format!(
-                "the client has not taken {before} bytes of answers on this connection, with this one of {bytes} bytes more than limits.unsent_bytes_max ({unsent_max}): read answers before more requests are sent"
+                "the client has not read {before} bytes of answers on this connection, with this one of {bytes} bytes more than limits.unsent_bytes_max ({unsent_max}): read answers before more requests are sent"
             );
             return Err(Refusal { status: StatusCode::TOO_MANY_REQUESTS, reason });
         }
         let all_max = all.0.unsent_max;
         if bytes > 0 && all_before > 0 && after > SMALL_BYTES && all_after > all_max {
             let reason = format!(
-                "clients have not taken {all_before} bytes of answers on all connections, with this one of {bytes} bytes more than limits.answer_bytes_max ({all_max}): try again later"
+                "clients have not read {all_before} bytes of answers on all connections, with this one of {bytes} bytes more than limits.answer_bytes_max ({all_max}): try again later"
             );
             return Err(Refusal { status: StatusCode::SERVICE_UNAVAILABLE, reason });
         }
@@ -180,7 +180,7 @@ impl Quota {
     }
 
     /// Lets the watch follow an answer that has begun.
-    pub(super) fn follow(&self, answer: &Arc<Taking>) {
+    pub(super) fn follow(&self, answer: &Arc<AnswerProgress>) {
         self.0.followed.lock().follow(Arc::downgrade(answer));
     }
 
@@ -205,10 +205,10 @@ impl Quota {
     }
 
     /// A snapshot of the bytes that the client could read now, and of the pieces that it has read so far.
-    pub(super) fn look(&self) -> Looked {
-        let State { unsent, behind, taken, .. } = &*self.0;
+    pub(super) fn look(&self) -> ReadingSnapshot {
+        let QuotaState { unsent, behind, taken, .. } = &*self.0;
         let behind = behind.load(Ordering::Relaxed);
-        Looked {
+        ReadingSnapshot {
             to_take: unsent.load(Ordering::Relaxed).saturating_sub(behind),
             taken: taken.load(Ordering::Relaxed),
             waiting: self.answers().iter().filter(|answer| answer.waits()).count(),
@@ -217,16 +217,16 @@ impl Quota {
 
     /// The answers that have begun. Returned so that they are dropped outside the lock: dropping an answer
     /// can end its call.
-    fn answers(&self) -> Vec<Arc<Taking>> {
+    fn answers(&self) -> Vec<Arc<AnswerProgress>> {
         self.0.followed.lock().answers.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Ends a patience period that began with `before`, and the calls whose answers made no progress in it.
     /// The error says why the connection must end.
-    pub(super) fn end_period(&self, before: Looked) -> Result<Looked, &'static str> {
+    pub(super) fn end_period(&self, before: ReadingSnapshot) -> Result<ReadingSnapshot, &'static str> {
         let now = self.look();
         if before.to_take > 0 && now.to_take > 0 && before.taken == now.taken {
-            return Err("took none of its answers");
+            return Err("read none of its answers");
         }
         let ended = self.0.period.fetch_add(1, Ordering::Relaxed);
         // A slow client cannot read a piece of each of many answers in one period.
@@ -235,7 +235,7 @@ impl Quota {
         let mut answers = self.answers().into_iter();
         match answers.all(|answer| !answer.is_stalled(ended, share) || answer.end_call(ended + 1)) {
             true => Ok(now),
-            false => Err("did not take an answer that was sent in part"),
+            false => Err("did not read the rest of an answer"),
         }
     }
 
@@ -247,7 +247,7 @@ impl Quota {
 
 /// A snapshot of a client's reading.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Looked {
+pub(super) struct ReadingSnapshot {
     to_take: usize,
     /// Pieces read.
     taken: usize,
@@ -257,12 +257,12 @@ pub(super) struct Looked {
 
 /// Watches a connection for clients that exceed its quota.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(super) struct QuotaWatch {
     quota: Quota,
     cut: oneshot::Receiver<()>,
 }
 
-impl Watch {
+impl QuotaWatch {
     /// Returns how the client exceeded the quota; pending while it does not.
     pub(super) async fn exceeded(&mut self, patience: Duration) -> &'static str {
         let mut looked = self.quota.look();
@@ -281,14 +281,14 @@ impl Watch {
 
 /// Guard of bytes that count as unsent.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct UnsentGuard {
     quota: Quota,
     bytes: usize,
     /// The bytes wait behind other answers.
     behind: bool,
 }
 
-impl Held {
+impl UnsentGuard {
     pub(super) fn quota(&self) -> &Quota {
         &self.quota
     }
@@ -298,21 +298,21 @@ impl Held {
     }
 
     /// Splits off bytes that the client can now read.
-    pub(super) fn split(&mut self, bytes: usize) -> Held {
+    pub(super) fn split(&mut self, bytes: usize) -> UnsentGuard {
         self.bytes -= bytes;
         if self.behind {
             self.quota.0.behind.fetch_sub(bytes, Ordering::Relaxed);
         }
-        Held { quota: self.quota.clone(), bytes, behind: false }
+        UnsentGuard { quota: self.quota.clone(), bytes, behind: false }
     }
 
     /// Takes over the bytes of another guard.
-    pub(super) fn join(&mut self, mut other: Held) {
+    pub(super) fn join(&mut self, mut other: UnsentGuard) {
         self.bytes += std::mem::take(&mut other.bytes);
     }
 }
 
-impl Drop for Held {
+impl Drop for UnsentGuard {
     fn drop(&mut self) {
         if self.behind {
             self.quota.0.behind.fetch_sub(self.bytes, Ordering::Relaxed);

@@ -13,12 +13,12 @@ const DIGITS_MAX: usize = 8;
 
 /// Arrival time of a call's headers; only calls with a timeout have it.
 #[derive(Debug, Clone, Copy)]
-struct Arrived(Instant);
+struct ArrivalTime(Instant);
 
 /// Records the arrival time of a call that has a timeout, as its message may take long to arrive.
-pub(super) fn note(headers: &HeaderMap, extensions: &mut Extensions) {
+pub(super) fn record_arrival(headers: &HeaderMap, extensions: &mut Extensions) {
     if headers.contains_key(&TIMEOUT) {
-        extensions.insert(Arrived(Instant::now()));
+        extensions.insert(ArrivalTime(Instant::now()));
     }
 }
 
@@ -27,7 +27,7 @@ pub(super) fn note(headers: &HeaderMap, extensions: &mut Extensions) {
 /// # Errors
 /// [`InferError::Invalid`] for a malformed header.
 pub(super) fn read<T>(request: &Request<T>) -> Result<Option<Instant>, InferError> {
-    let Some(Arrived(arrived)) = request.extensions().get() else { return Ok(None) };
+    let Some(ArrivalTime(arrived)) = request.extensions().get() else { return Ok(None) };
     let Some(value) = request.metadata().get(TIMEOUT.as_str()) else { return Ok(None) };
     let text = String::from_utf8_lossy(value.as_encoded_bytes());
     let timeout = parse(&text).ok_or_else(|| {
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_has_digits_and_a_unit() {
+    fn grpc_timeout_has_digits_and_a_unit() {
         for (text, nanos) in [
             ("1H", 3_600_000_000_000),
             ("2M", 120_000_000_000),

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn calls_of_the_service_alone_go_to_it() {
+    async fn only_calls_of_its_service_reach_it() {
         let mut front = Front::new(Named("service"), Named("routes"));
         for (path, expected) in [
             ("/some.Service/Method", "service"),

@@ -16,7 +16,7 @@ use tonic::codegen::{Service, StdError, http};
 use tonic::server::NamedService;
 
 use super::{deadline, guard};
-use crate::bodies::{Bodies, InBody, PROGRESS_BYTES, Patience};
+use crate::bodies::{Bodies, BodyBytesGuard, BodyTimeout, PROGRESS_BYTES};
 use crate::compression::Encoding;
 use crate::connections::{Peer, PeerService};
 use millrace_serving_core::config::Limits;
@@ -76,7 +76,7 @@ where
             head.headers.remove(&ENCODING);
         }
         mirror(&mut head.headers, encoding);
-        deadline::note(&head.headers, &mut head.extensions);
+        deadline::record_arrival(&head.headers, &mut head.extensions);
         let streaming = STREAMING.iter().any(|method| head.uri.path().ends_with(method));
         let mut limits = self.limits;
         if guard::is_open(head.uri.path()) {
@@ -109,7 +109,7 @@ pub(crate) struct Frames<B> {
     bytes_max: usize,
     stalled: Duration,
     /// Counts the bytes of the message that is arriving.
-    in_body: InBody,
+    in_body: BodyBytesGuard,
     /// Received bytes that are not yet parsed.
     chunk: Bytes,
     prefix: [u8; PREFIX_BYTES],
@@ -125,7 +125,7 @@ pub(crate) struct Frames<B> {
     /// Whether a complete message has arrived.
     any: bool,
     /// Runs while the client owes bytes.
-    patience: Option<Patience>,
+    patience: Option<BodyTimeout>,
     /// An error behind the messages that were returned last.
     failure: Option<InferError>,
     ended: bool,
@@ -146,7 +146,7 @@ impl<B> Frames<B> {
         encoding: Option<Encoding>,
         streaming: bool,
         limits: &Limits,
-        in_body: InBody,
+        in_body: BodyBytesGuard,
     ) -> Frames<B> {
         Frames {
             body,
@@ -247,7 +247,7 @@ impl<B> Frames<B> {
             0 => Ok(()),
             1 if self.encoding.is_some() => Ok(()),
             1 => Err(InferError::invalid(
-                "a message says that it is compressed and grpc-encoding does not say how: gzip and deflate are known",
+                "a message is compressed, but grpc-encoding names no encoding: use gzip or deflate",
             )),
             flag => Err(InferError::invalid(format!(
                 "a message begins with {flag}, 0 (plain) or 1 (compressed) is expected"
@@ -268,7 +268,7 @@ impl<B> Frames<B> {
         let packed = std::mem::take(&mut self.packed).freeze();
         // `check_flag` accepts 1 only with an encoding.
         let encoding = self.encoding.ok_or_else(|| InferError::invalid("grpc-encoding is missing"))?;
-        let turns = self.in_body.turns().clone();
+        let turns = self.in_body.read_limit().clone();
         Ok(Unpacking(Box::pin(encoding.decompress_in_turn(turns, packed, self.bytes_max))))
     }
 
@@ -292,7 +292,7 @@ impl<B> Frames<B> {
             } else {
                 format!("{} bytes", self.left)
             };
-            return Err(InferError::invalid(format!("the message is cut off: {missing} did not come")));
+            return Err(InferError::invalid(format!("the message is cut off: {missing} is missing")));
         }
         if !self.any && !self.streaming {
             return Err(InferError::invalid("the request has no message, one is expected"));
@@ -307,7 +307,7 @@ impl<B> Frames<B> {
             self.patience = None;
             return false;
         }
-        self.patience.get_or_insert_with(|| Patience::new(self.stalled)).over().poll(cx).is_ready()
+        self.patience.get_or_insert_with(|| BodyTimeout::new(self.stalled)).elapsed().poll(cx).is_ready()
     }
 }
 
@@ -353,7 +353,7 @@ impl<B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin> http_body:
                     self.ended = true;
                     let waited = self.stalled.as_millis();
                     return Poll::Ready(Some(Err(Status::deadline_exceeded(format!(
-                        "a request came too slowly: less than {PROGRESS_BYTES} bytes of it in the last {waited} ms (limits.stalled_ms_max)"
+                        "the client sent a request too slowly: less than {PROGRESS_BYTES} bytes of it in the last {waited} ms (limits.stalled_ms_max)"
                     )))));
                 }
                 polled => ready!(polled),
@@ -361,7 +361,7 @@ impl<B: http_body::Body<Data = Bytes, Error: Into<StdError>> + Unpin> http_body:
             match next.map(|frame| frame.map(Frame::into_data)) {
                 Some(Ok(Ok(data))) => {
                     if let Some(patience) = &mut self.patience {
-                        patience.came(data.len());
+                        patience.received(data.len());
                     }
                     if let Err(error) = self.in_body.grow(data.len()) {
                         self.ended = true;

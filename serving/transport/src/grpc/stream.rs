@@ -14,10 +14,10 @@ use prost::Message;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Status, Streaming};
 
-use super::{Admitted, Origin, Service};
-use crate::connections::{Held, Quota};
+use super::{AdmittedCall, CallOrigin, Service};
 use crate::connections::{Peer, peer};
-use crate::telemetry::{self, Active};
+use crate::connections::{Quota, UnsentGuard};
+use crate::telemetry::{self, ActiveSpan};
 use crate::tokens::Caller;
 use millrace_serving_core::error::InferError;
 use millrace_serving_core::wire::inference as pb;
@@ -44,9 +44,9 @@ pub(super) fn answers(
     request: Request<Streaming<pb::ModelInferRequest>>,
 ) -> Answers {
     let strict = request.metadata().get(STRICT).is_some_and(|value| value == "true");
-    let conversation = Conversation {
+    let conversation = InferStream {
         // The only deadline is the client's disconnect, which drops the stream and its waiting requests.
-        origin: Origin { client: peer(request.extensions()), deadline: Ok(None) },
+        origin: CallOrigin { client: peer(request.extensions()), deadline: Ok(None) },
         quota: request.extensions().get().map(|peer: &Peer| peer.quota.clone()),
         service,
         caller,
@@ -63,22 +63,22 @@ pub(super) fn answers(
     .boxed()
 }
 
-struct Conversation {
-    origin: Origin,
+struct InferStream {
+    origin: CallOrigin,
     service: Service,
     caller: Caller,
     /// The span of the stream, if it is sampled.
-    span: Option<Arc<Active>>,
+    span: Option<Arc<ActiveSpan>>,
     strict: bool,
     requests: Streaming<pb::ModelInferRequest>,
-    running: FuturesOrdered<AbortOnDropHandle<(Answer, Option<Held>)>>,
+    running: FuturesOrdered<AbortOnDropHandle<(Answer, Option<UnsentGuard>)>>,
     /// The quota for answers that the client has not read.
     quota: Option<Quota>,
     /// Set once no more requests are read: the final status, or `None` if there is none to send.
     end: Option<Option<Status>>,
 }
 
-impl Conversation {
+impl InferStream {
     async fn next(&mut self) -> Option<Answer> {
         let answer = self.next_answer().await;
         if matches!(answer, Some(Err(_))) {
@@ -148,7 +148,10 @@ impl Conversation {
         self.running.push_back(AbortOnDropHandle::new(task));
     }
 
-    fn answer(&self, request: pb::ModelInferRequest) -> impl Future<Output = (Answer, Option<Held>)> + use<> {
+    fn answer(
+        &self,
+        request: pb::ModelInferRequest,
+    ) -> impl Future<Output = (Answer, Option<UnsentGuard>)> + use<> {
         // Admitted before the task starts: tasks start in any order, and requests of a sequence must run in
         // the order of their arrival.
         let admitted = self.service.admit(&self.caller, &request);
@@ -161,12 +164,12 @@ impl Conversation {
 /// Answers one request. An error becomes an answer, unless the client wants errors to end the stream.
 async fn answer(
     service: Service,
-    admitted: Result<Admitted, InferError>,
-    origin: Origin,
+    admitted: Result<AdmittedCall, InferError>,
+    origin: CallOrigin,
     request: pb::ModelInferRequest,
     quota: Option<Quota>,
     strict: bool,
-) -> (Answer, Option<Held>) {
+) -> (Answer, Option<UnsentGuard>) {
     let id = request.id.clone();
     let answer = match admitted {
         Ok(admitted) => service.infer(admitted, origin, request).await.map(|(response, _)| response),

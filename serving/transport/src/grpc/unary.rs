@@ -74,7 +74,7 @@ where
             || headers.contains_key(&ENCODING)
             || headers.contains_key(&ACCEPTED)
         {
-            crate::connections::peer::note(request.extensions_mut(), self.peer.as_ref());
+            crate::connections::peer::attach(request.extensions_mut(), self.peer.as_ref());
             return Box::pin(self.others.call(request).map_ok(|reply| reply.map(Reply::Other)));
         }
         let (calls, client) = (Arc::clone(&self.calls), self.peer.as_ref().map(|peer| peer.address));
@@ -115,7 +115,7 @@ async fn parse(calls: &Calls, message: Bytes) -> Result<pb::ModelInferRequest, S
         check_tensors(&message)?;
         decode(message)
     };
-    calls.bodies.turns().run(true, work).await?
+    calls.bodies.read_limit().run(true, work).await?
 }
 
 /// The first message of a request, without its prefix, once the whole request has arrived. Like tonic, drops
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_comes_in_any_parts() {
+    async fn message_is_read_from_parts_of_any_size() {
         let message: Vec<u8> = (0..40).collect();
         let whole = prefixed(&message);
         for first in 0..=whole.len() {
@@ -242,21 +242,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_follows_the_first_message_is_not_part_of_it() {
+    async fn bytes_after_the_first_message_are_ignored() {
         let both = [prefixed(b"first"), prefixed(b"second")].concat();
         assert_eq!(read(body(&[&both])).await.unwrap(), "first");
         assert_eq!(read(body(&[&both[..7], &both[7..]])).await.unwrap(), "first");
     }
 
     #[tokio::test]
-    async fn a_body_that_breaks_is_told_as_it_broke() {
+    async fn error_of_a_broken_body_is_passed_on() {
         let frames = [Ok(Frame::data(Bytes::from(prefixed(b"all")))), Err(Status::aborted("gone"))];
         let broken = Body::new(StreamBody::new(stream::iter(frames)));
         assert_eq!(read(broken).await.unwrap_err().message(), "gone");
     }
 
     #[tokio::test]
-    async fn an_answer_is_a_message_and_that_it_succeeded() {
+    async fn reply_is_a_message_and_a_trailer_with_status_0() {
         for name in ["", "model"] {
             let message = pb::ModelInferResponse { model_name: name.into(), ..Default::default() };
             let answer = Answer { message: framed(&message).unwrap(), ended: false };

@@ -65,7 +65,7 @@ pub(super) fn parameters<'de, D: Deserializer<'de>>(deserializer: D) -> Result<M
 
 /// The part of a request that its response needs, besides the outputs.
 #[derive(Debug)]
-pub(super) struct Reply {
+pub(super) struct ReplyOptions {
     id: String,
     /// Form of outputs without a form of their own.
     binary: bool,
@@ -82,7 +82,7 @@ pub(super) fn decode(
     body: &Bytes,
     header_length: Option<usize>,
     memory: &SharedMemory,
-) -> Result<(Request, Reply), InferError> {
+) -> Result<(Request, ReplyOptions), InferError> {
     let json_length = header_length.unwrap_or(body.len());
     if json_length > body.len() {
         return Err(InferError::invalid(format!(
@@ -125,7 +125,7 @@ pub(super) fn decode(
         }
         outputs.push(output.name);
     }
-    let reply = Reply { id: request.id, binary, chosen, deliveries };
+    let reply = ReplyOptions { id: request.id, binary, chosen, deliveries };
     Ok((Request { inputs, outputs, priority, timeout, ..Default::default() }, reply))
 }
 
@@ -217,7 +217,7 @@ struct OutputReplyJson<'a> {
     datatype: &'static str,
     shape: &'a [i64],
     #[serde(skip_serializing_if = "Option::is_none")]
-    parameters: Option<Elsewhere<'a>>,
+    parameters: Option<OutputLocation<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     data: Option<JsonData<'a>>,
 }
@@ -225,7 +225,7 @@ struct OutputReplyJson<'a> {
 /// The place of an output's elements that are not in the JSON.
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Elsewhere<'a> {
+enum OutputLocation<'a> {
     Body {
         binary_data_size: usize,
     },
@@ -246,7 +246,7 @@ enum Elsewhere<'a> {
 pub(super) fn encode(
     signature: &Signature,
     response: Response,
-    mut reply: Reply,
+    mut reply: ReplyOptions,
 ) -> Result<(Option<usize>, Bytes), InferError> {
     let delivered = deliver(signature, response.outputs, std::mem::take(&mut reply.deliveries))?;
     let mut raw = Vec::new();
@@ -258,7 +258,7 @@ pub(super) fn encode(
                 name: &tensor.name,
                 datatype: tensor.data.datatype().as_str(),
                 shape: &tensor.shape,
-                parameters: Some(Elsewhere::Region {
+                parameters: Some(OutputLocation::Region {
                     shared_memory_region: span.region(),
                     shared_memory_offset: span.offset(),
                     shared_memory_byte_size: tensor.data.raw_len(),
@@ -277,7 +277,7 @@ pub(super) fn encode(
             let bytes = tensor.data.to_raw();
             let binary_data_size = bytes.len();
             raw.push(bytes);
-            Elsewhere::Body { binary_data_size }
+            OutputLocation::Body { binary_data_size }
         });
         outputs.push(OutputReplyJson {
             name: &tensor.name,

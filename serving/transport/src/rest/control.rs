@@ -48,12 +48,12 @@ struct Call {
 }
 
 /// A small JSON body; an empty body equals an empty object.
-struct Small<T>(T);
+struct SmallJson<T>(T);
 
-impl<T: Default + for<'de> Deserialize<'de>> FromRequest<App> for Small<T> {
+impl<T: Default + for<'de> Deserialize<'de>> FromRequest<App> for SmallJson<T> {
     type Rejection = Failure;
 
-    async fn from_request(request: Request, app: &App) -> Result<Small<T>, Failure> {
+    async fn from_request(request: Request, app: &App) -> Result<SmallJson<T>, Failure> {
         let (head, body) = request.into_parts();
         let body =
             read(app, body, &head.headers, BODY_BYTES_MAX).await.map_err(|failure| match failure.status {
@@ -64,28 +64,26 @@ impl<T: Default + for<'de> Deserialize<'de>> FromRequest<App> for Small<T> {
                 _ => failure,
             })?;
         if body.bytes.trim_ascii().is_empty() {
-            return Ok(Small(T::default()));
+            return Ok(SmallJson(T::default()));
         }
         // Parsed as an object first: serde would accept a list, whose elements it takes for the fields in
         // order.
         serde_json::from_slice(&body.bytes)
             .and_then(|object: Map<String, Value>| T::deserialize(Value::Object(object)))
-            .map(Small)
-            .map_err(|error| {
-                InferError::invalid(format!("the body is not what this call takes: {error}")).into()
-            })
+            .map(SmallJson)
+            .map_err(|error| InferError::invalid(format!("the body does not fit this call: {error}")).into())
     }
 }
 
 async fn config(State(app): State<App>, caller: Caller, target: Target) -> Result<Response, Failure> {
-    target.asked()?;
+    target.version_selector()?;
     let version = target.version.as_deref().unwrap_or_default();
     let config = app.controls.model_config(&caller, &target.model, version)?;
     Ok(Json(model_config::to_json(&config)).into_response())
 }
 
 async fn all_statistics(State(app): State<App>, caller: Caller) -> Result<Response, Failure> {
-    tell_statistics(&app, &caller, "", "")
+    statistics_reply(&app, &caller, "", "")
 }
 
 async fn model_statistics(
@@ -93,14 +91,14 @@ async fn model_statistics(
     caller: Caller,
     target: Target,
 ) -> Result<Response, Failure> {
-    target.asked()?;
+    target.version_selector()?;
     if target.model.is_empty() {
         return Err(InferError::invalid("the model's name is empty").into());
     }
-    tell_statistics(&app, &caller, &target.model, target.version.as_deref().unwrap_or_default())
+    statistics_reply(&app, &caller, &target.model, target.version.as_deref().unwrap_or_default())
 }
 
-fn tell_statistics(app: &App, caller: &Caller, model: &str, version: &str) -> Result<Response, Failure> {
+fn statistics_reply(app: &App, caller: &Caller, model: &str, version: &str) -> Result<Response, Failure> {
     let statistics = app.controls.statistics(caller, model, version)?;
     let statistics: Vec<Value> = statistics.iter().map(statistics::to_json).collect();
     Ok(Json(json!({ "model_stats": statistics })).into_response())
@@ -109,7 +107,7 @@ fn tell_statistics(app: &App, caller: &Caller, model: &str, version: &str) -> Re
 async fn index(
     State(app): State<App>,
     caller: Caller,
-    Small(call): Small<Call>,
+    SmallJson(call): SmallJson<Call>,
 ) -> Result<Response, Failure> {
     let entries = app.controls.index(&caller, "", call.ready).await?;
     let entries: Vec<Value> = entries
@@ -130,7 +128,7 @@ async fn load(
     State(app): State<App>,
     caller: Caller,
     target: Target,
-    Small(call): Small<Call>,
+    SmallJson(call): SmallJson<Call>,
 ) -> Result<Response, Failure> {
     let parameters: Vec<&str> = call.parameters.keys().map(String::as_str).collect();
     app.controls.load(&caller, "", target.model, &parameters).await?;
@@ -141,7 +139,7 @@ async fn unload(
     State(app): State<App>,
     caller: Caller,
     target: Target,
-    Small(call): Small<Call>,
+    SmallJson(call): SmallJson<Call>,
 ) -> Result<Response, Failure> {
     let parameters: Vec<_> =
         call.parameters.iter().map(|(name, value)| (name.as_str(), value.as_bool())).collect();
@@ -156,7 +154,7 @@ async fn trace_settings(State(app): State<App>, caller: Caller) -> Result<Respon
 async fn set_trace_settings(
     State(app): State<App>,
     caller: Caller,
-    Small(changes): Small<Map<String, Value>>,
+    SmallJson(changes): SmallJson<Map<String, Value>>,
 ) -> Result<Response, Failure> {
     change_trace_settings(&app, &caller, "", &changes)
 }
@@ -173,7 +171,7 @@ async fn set_model_trace_settings(
     State(app): State<App>,
     caller: Caller,
     target: Target,
-    Small(changes): Small<Map<String, Value>>,
+    SmallJson(changes): SmallJson<Map<String, Value>>,
 ) -> Result<Response, Failure> {
     change_trace_settings(&app, &caller, &target.model, &changes)
 }
@@ -224,7 +222,7 @@ async fn log_settings(State(app): State<App>, caller: Caller) -> Result<Response
 async fn set_log_settings(
     State(app): State<App>,
     caller: Caller,
-    Small(changes): Small<Map<String, Value>>,
+    SmallJson(changes): SmallJson<Map<String, Value>>,
 ) -> Result<Response, Failure> {
     change_log_settings(&app, &caller, &changes)
 }

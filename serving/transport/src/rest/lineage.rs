@@ -17,7 +17,7 @@ pub(super) fn routes() -> Router<App> {
 }
 
 async fn lineage(State(app): State<App>, target: Target) -> Result<Response, Failure> {
-    let model = app.inference.repository().find(&target.model, target.asked()?)?;
+    let model = app.inference.repository().find(&target.model, target.version_selector()?)?;
     let manifest = model.manifest();
     Ok(Json(json!({
         "name": manifest.name,

@@ -141,7 +141,7 @@ fn check_content_type(headers: &HeaderMap, marked: bool) -> Result<(), Refusal> 
         return Ok(());
     }
     let reason = format!(
-        "content type {} is not taken: send application/json or application/octet-stream",
+        "content type {} is not accepted: send application/json or application/octet-stream",
         quote(&text)
     );
     Err((StatusCode::UNSUPPORTED_MEDIA_TYPE, reason))

@@ -37,7 +37,7 @@ pub(crate) fn gather(repository: &Repository) -> Vec<MetricFamily> {
     );
     let rows = Opts::new("millrace_serving_drift_rows_total", "Rows that were looked at for drift");
     let rows = IntCounterVec::new(rows, &OF_VERSION).expect("a valid metric");
-    let window = Opts::new("millrace_serving_drift_window_rows", "Rows that the figures of drift tell of");
+    let window = Opts::new("millrace_serving_drift_window_rows", "Rows in the window of the drift figures");
     let window = IntGaugeVec::new(window, &OF_VERSION).expect("a valid metric");
     for (figures, model) in &watched {
         let version = model.version().to_string();

@@ -13,7 +13,7 @@ use nix::fcntl::OFlag;
 use super::Registration;
 use millrace_serving_core::blocking::{COPIED_BYTES, in_place};
 use millrace_serving_core::error::{InferError, quote};
-use millrace_serving_core::parameters::Of;
+use millrace_serving_core::parameters::ParameterOwner;
 use millrace_serving_core::wire::inference::InferParameter;
 use millrace_serving_core::wire::inference::infer_parameter::ParameterChoice;
 
@@ -115,7 +115,7 @@ pub(crate) struct Span {
 
 impl Span {
     pub(super) fn new(
-        of: Of<'_>,
+        of: ParameterOwner<'_>,
         region: Arc<Region>,
         offset: u64,
         byte_size: u64,

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Inputs, SharedMemory};
 use millrace_serving_core::error::InferError;
-use millrace_serving_core::parameters::Of;
+use millrace_serving_core::parameters::ParameterOwner;
 
 /// A shared memory object for one test, removed when dropped.
 struct Object(String);
@@ -38,7 +38,7 @@ fn place(region: &str, offset: u64, byte_size: u64) -> Map<String, Value> {
 }
 
 #[test]
-fn a_region_is_a_window_onto_its_object() {
+fn region_shares_memory_with_its_object() {
     let object = Object::new("window", b"0123456789");
     let memory = SharedMemory::new(true, 1 << 20);
     memory.register("r", &object.0, 2, 6).unwrap();
@@ -49,18 +49,18 @@ fn a_region_is_a_window_onto_its_object() {
     for (offset, size) in [(0, 7), (6, 1), (7, 0), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)] {
         assert!(matches!(read(offset, size), Err(InferError::Invalid { .. })), "{offset} {size}");
     }
-    let span = memory.span(Of("output", "y"), &place("r", 4, 2)).unwrap().unwrap();
+    let span = memory.span(ParameterOwner("output", "y"), &place("r", 4, 2)).unwrap().unwrap();
     span.write(b"ab").unwrap();
     assert!(matches!(span.write(b"abc"), Err(InferError::Invalid { .. })));
     assert_eq!(std::fs::read(object.path()).unwrap(), b"012345ab89");
 }
 
 #[test]
-fn a_cut_object_is_an_error_and_is_not_made_longer() {
+fn truncated_object_is_an_error_and_is_not_extended() {
     let object = Object::new("cut", &[7; 64]);
     let memory = SharedMemory::new(true, 1 << 20);
     memory.register("r", &object.0, 0, 64).unwrap();
-    let span = memory.span(Of("output", "y"), &place("r", 32, 32)).unwrap().unwrap();
+    let span = memory.span(ParameterOwner("output", "y"), &place("r", 32, 32)).unwrap().unwrap();
     std::fs::OpenOptions::new().write(true).open(object.path()).unwrap().set_len(40).unwrap();
     for error in [span.read().unwrap_err(), span.write(&[1; 32]).unwrap_err()] {
         assert!(matches!(error, InferError::Invalid { .. }), "{error}");

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_are_there_twice_or_too_long_say_nothing() {
+    fn duplicate_and_overlong_headers_are_ignored() {
         let parent = HeaderValue::try_from(format!("00-{TRACE}-00f067aa0ba902b7-01")).unwrap();
         let mut headers = HeaderMap::new();
         assert_eq!((Parent::of(&headers), state(&headers)), (None, String::new()));
@@ -117,7 +117,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(trace in any::<[u8; 16]>(), span in any::<[u8; 8]>(), flags in any::<u8>()) {
+        fn written_traceparent_is_read_back(trace in any::<[u8; 16]>(), span in any::<[u8; 8]>(), flags in any::<u8>()) {
             prop_assume!(trace != [0; 16] && span != [0; 8]);
             let text = format!("00-{}-{}-{flags:02x}", hex::encode(trace), hex::encode(span));
             let parent = Parent::parse(&HeaderValue::try_from(text).unwrap());
@@ -125,7 +125,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_that_a_header_may_hold_breaks_it(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+        fn arbitrary_headers_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
             if let Ok(value) = HeaderValue::from_bytes(&bytes)
                 && let Some(parent) = Parent::parse(&value)
             {

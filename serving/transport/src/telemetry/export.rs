@@ -16,8 +16,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::metadata::MetadataMap;
 use tonic::transport::{Channel, Endpoint};
 
-use super::span::Finished;
-use super::{Tally, Telemetry, message};
+use super::span::FinishedSpan;
+use super::{SpanCounters, Telemetry, message};
 use millrace_serving_client::client::{Connector, Credentials};
 use millrace_serving_core::config::Telemetry as Settings;
 use millrace_serving_core::error::{Error, Result, quote};
@@ -39,8 +39,8 @@ pub(super) struct Exporter {
     headers: MetadataMap,
     resource: Resource,
     random: &'static dyn SecureRandom,
-    pub(super) queue: mpsc::Receiver<Box<Finished>>,
-    tally: Arc<Tally>,
+    pub(super) queue: mpsc::Receiver<Box<FinishedSpan>>,
+    tally: Arc<SpanCounters>,
     failing: bool,
 }
 
@@ -48,9 +48,9 @@ impl Exporter {
     pub(super) fn new(
         settings: &Settings,
         secure: bool,
-        queue: mpsc::Receiver<Box<Finished>>,
+        queue: mpsc::Receiver<Box<FinishedSpan>>,
         random: &'static dyn SecureRandom,
-        tally: Arc<Tally>,
+        tally: Arc<SpanCounters>,
     ) -> Result<Exporter> {
         let wrong = |reason: String| Error::Config { reason: format!("telemetry: {reason}") };
         let endpoint = Endpoint::from_shared(settings.endpoint.clone())
@@ -90,7 +90,7 @@ impl Exporter {
                 Ok(rejected) => {
                     self.tally.sent(spans, rejected);
                     if std::mem::take(&mut self.failing) {
-                        tracing::info!(endpoint = %self.endpoint.uri(), "the collector takes spans again");
+                        tracing::info!(endpoint = %self.endpoint.uri(), "the collector accepts spans again");
                     }
                 }
                 Err(reason) => {
@@ -98,7 +98,7 @@ impl Exporter {
                     if !std::mem::replace(&mut self.failing, true) {
                         tracing::warn!(
                             endpoint = %self.endpoint.uri(), error = reason,
-                            "spans cannot be sent and are dropped, until they can (millrace_serving_telemetry_spans_total)"
+                            "cannot send spans: they are dropped until the collector is reachable (millrace_serving_telemetry_spans_total)"
                         );
                     }
                     // Reconnects: the kernel would keep a connection to a dead host for a long time.
@@ -116,7 +116,7 @@ impl Exporter {
 
     /// Waits for spans, then briefly for more; false once stopped with none left.
     #[allow(clippy::vec_box, reason = "as they come from the queue, whose places are small that way")]
-    async fn gather(&mut self, batch: &mut Vec<Box<Finished>>, stop: &CancellationToken) -> bool {
+    async fn gather(&mut self, batch: &mut Vec<Box<FinishedSpan>>, stop: &CancellationToken) -> bool {
         let first = tokio::select! {
             biased;
             first = self.queue.recv() => first,
@@ -143,7 +143,7 @@ impl Exporter {
     async fn send(
         &mut self,
         client: &mut TraceServiceClient<Channel>,
-        batch: &[Box<Finished>],
+        batch: &[Box<FinishedSpan>],
     ) -> std::result::Result<u64, String> {
         let mut request = tonic::Request::new(message::export(&self.resource, batch, self.random));
         *request.metadata_mut() = self.headers.clone();
@@ -153,7 +153,7 @@ impl Exporter {
                 let rejected = u64::try_from(partial.rejected_spans).unwrap_or(0);
                 if rejected > 0 {
                     let reason = quote(&partial.error_message);
-                    tracing::debug!(rejected, reason, "the collector did not take all spans");
+                    tracing::debug!(rejected, reason, "the collector did not accept all spans");
                 }
                 Ok(rejected)
             }
@@ -165,17 +165,17 @@ impl Exporter {
 
 /// The running task.
 #[derive(Debug)]
-pub(crate) struct Exporting {
+pub(crate) struct ExportTask {
     telemetry: Arc<Telemetry>,
     stop: CancellationToken,
     task: JoinHandle<()>,
 }
 
-impl Exporting {
-    pub(super) fn new(telemetry: Arc<Telemetry>, exporter: Exporter) -> Exporting {
+impl ExportTask {
+    pub(super) fn new(telemetry: Arc<Telemetry>, exporter: Exporter) -> ExportTask {
         let stop = CancellationToken::new();
         let task = tokio::spawn(exporter.run(stop.clone()));
-        Exporting { telemetry, stop, task }
+        ExportTask { telemetry, stop, task }
     }
 
     /// The sampler with which requests begin their spans.
@@ -193,7 +193,7 @@ impl Exporting {
             let tally = &self.telemetry.tally;
             let left = tally.waiting.swap(0, Ordering::Relaxed);
             tally.dropped.inc_by(left);
-            tracing::warn!(spans = left, "spans are dropped: the collector did not take them in time");
+            tracing::warn!(spans = left, "spans are dropped: the collector did not accept them in time");
         }
     }
 }

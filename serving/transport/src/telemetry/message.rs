@@ -14,7 +14,7 @@ use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span, Sta
 use tokio_rustls::rustls::crypto::SecureRandom;
 
 use super::random_id;
-use super::span::{Call, Finished, SERVICE};
+use super::span::{Call, FinishedSpan, SERVICE};
 
 const SCHEMA: &str = "https://opentelemetry.io/schemas/1.37.0";
 /// Bits of a span's flags: the span is sampled; the next bit is valid; the parent is in another process.
@@ -56,7 +56,7 @@ pub(super) fn resource(service_name: &str) -> Resource {
 /// An export message with the spans of requests.
 pub(super) fn export(
     resource: &Resource,
-    requests: &[Box<Finished>],
+    requests: &[Box<FinishedSpan>],
     random: &dyn SecureRandom,
 ) -> ExportTraceServiceRequest {
     let mut spans = Vec::with_capacity(requests.len() * 5);
@@ -80,7 +80,7 @@ pub(super) fn export(
 }
 
 /// The status of a call that was refused before inference, in its protocol's terms: `404`, `NOT_FOUND`.
-fn by_status(request: &Finished) -> Option<Cow<'static, str>> {
+fn by_status(request: &FinishedSpan) -> Option<Cow<'static, str>> {
     let code = request.status?;
     match request.call {
         Call::Http { .. } => (code >= 400).then(|| code.to_string().into()),
@@ -91,7 +91,7 @@ fn by_status(request: &Finished) -> Option<Cow<'static, str>> {
     }
 }
 
-fn of_request(request: &Finished) -> Span {
+fn of_request(request: &FinishedSpan) -> Span {
     let mut attributes = Vec::with_capacity(12);
     let (name, failed) = match &request.call {
         Call::Grpc(method) => {
@@ -163,7 +163,7 @@ fn of_request(request: &Finished) -> Span {
 }
 
 /// Appends the child spans for a request's wait and computation.
-fn steps(request: &Finished, random: &dyn SecureRandom, spans: &mut Vec<Span>) {
+fn steps(request: &FinishedSpan, random: &dyn SecureRandom, spans: &mut Vec<Span>) {
     let Some(times) = request.outcome.times else { return };
     let looked = [("response_cache", times.queued, times.end)];
     let ran = [
@@ -200,7 +200,7 @@ fn is_fault(code: u16) -> bool {
 }
 
 /// Nanoseconds since the epoch, by the system clock at the request's start.
-fn nanos(request: &Finished, at: Instant) -> u64 {
+fn nanos(request: &FinishedSpan, at: Instant) -> u64 {
     let (start, clock) = request.start;
     let since = clock.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let at = since.saturating_add(at.saturating_duration_since(start));

@@ -22,12 +22,12 @@ const UNAUTHORIZED: u16 = 401;
 
 tokio::task_local! {
     /// The span of the current request, if it is sampled.
-    static CURRENT: Arc<Active>;
+    static CURRENT: Arc<ActiveSpan>;
 }
 
 /// The span of a running, sampled request.
 #[derive(Debug)]
-pub(crate) struct Active {
+pub(crate) struct ActiveSpan {
     telemetry: Arc<Telemetry>,
     trace: TraceId,
     span: SpanId,
@@ -65,7 +65,7 @@ impl Call {
 
 /// An ended span with all that is exported.
 #[derive(Debug)]
-pub(super) struct Finished {
+pub(super) struct FinishedSpan {
     pub(super) call: Call,
     pub(super) trace: TraceId,
     pub(super) span: SpanId,
@@ -81,7 +81,7 @@ pub(super) struct Finished {
     pub(super) outcome: Outcome,
 }
 
-impl Finished {
+impl FinishedSpan {
     /// Number of exported spans: its own and those of its steps.
     pub(super) fn spans(&self) -> u64 {
         1 + match self.outcome.times {
@@ -94,9 +94,9 @@ impl Finished {
 
 /// A running span, which ends when dropped.
 #[derive(Debug)]
-pub(crate) struct Open {
-    active: Arc<Active>,
-    finished: Option<Box<Finished>>,
+pub(crate) struct OpenSpan {
+    active: Arc<ActiveSpan>,
+    finished: Option<Box<FinishedSpan>>,
 }
 
 impl Telemetry {
@@ -107,10 +107,10 @@ impl Telemetry {
         request: &http::Request<B>,
         peer: impl FnOnce() -> Option<SocketAddr>,
         request_id: Option<&http::HeaderValue>,
-    ) -> Option<Open> {
+    ) -> Option<OpenSpan> {
         let call = Call::of(request.method(), request.uri().path())?;
         let parent = Parent::of(request.headers());
-        if !parent.map_or_else(|| self.turn(), |parent| parent.sampled) {
+        if !parent.map_or_else(|| self.is_sampled(), |parent| parent.sampled) {
             return None;
         }
         let trace = match parent {
@@ -119,7 +119,7 @@ impl Telemetry {
         };
         // Without a parent there is no trace to which the `tracestate` could refer.
         let state = parent.map(|_| context::state(request.headers())).unwrap_or_default();
-        let mut open = Open::new(self.clone(), call, trace, parent.map(|parent| parent.span), state)?;
+        let mut open = OpenSpan::new(self.clone(), call, trace, parent.map(|parent| parent.span), state)?;
         if let Some(finished) = &mut open.finished {
             finished.peer = peer();
             finished.request_id = request_id.map(|id| String::from_utf8_lossy(id.as_bytes()).into_owned());
@@ -128,17 +128,17 @@ impl Telemetry {
     }
 }
 
-impl Open {
+impl OpenSpan {
     fn new(
         telemetry: Arc<Telemetry>,
         call: Call,
         trace: TraceId,
         parent: Option<SpanId>,
         state: String,
-    ) -> Option<Open> {
+    ) -> Option<OpenSpan> {
         let span = telemetry.id()?;
         let start = (Instant::now(), SystemTime::now());
-        let finished = Finished {
+        let finished = FinishedSpan {
             call,
             trace,
             span,
@@ -151,8 +151,8 @@ impl Open {
             status: None,
             outcome: Outcome::default(),
         };
-        let active = Active { telemetry, trace, span, state, outcome: Record::default() };
-        Some(Open { active: Arc::new(active), finished: Some(Box::new(finished)) })
+        let active = ActiveSpan { telemetry, trace, span, state, outcome: Record::default() };
+        Some(OpenSpan { active: Arc::new(active), finished: Some(Box::new(finished)) })
     }
 
     /// Runs a part of the request within the span.
@@ -175,7 +175,7 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenSpan {
     fn drop(&mut self) {
         if let Some(mut finished) = self.finished.take() {
             finished.end = Instant::now();
@@ -186,18 +186,18 @@ impl Drop for Open {
 }
 
 /// The span of the current request.
-pub(crate) fn current() -> Option<Arc<Active>> {
+pub(crate) fn current() -> Option<Arc<ActiveSpan>> {
     CURRENT.try_with(Arc::clone).ok()
 }
 
 /// Answers a request of a stream in a span of its own, if the stream has one.
 pub(crate) fn nested<F: Future>(
-    stream: Option<Arc<Active>>,
+    stream: Option<Arc<ActiveSpan>>,
     answering: F,
 ) -> impl Future<Output = F::Output> + use<F> {
     let open = stream.and_then(|stream| {
         let (telemetry, state) = (stream.telemetry.clone(), stream.state.clone());
-        Open::new(telemetry, Call::InStream, stream.trace, Some(stream.span), state)
+        OpenSpan::new(telemetry, Call::InStream, stream.trace, Some(stream.span), state)
     });
     match open {
         Some(open) => Either::Right(async move {

@@ -12,9 +12,9 @@ use millrace_serving_repository::outcome::failed;
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 
-fn opened(sample_rate: f64) -> Opened {
+fn opened(sample_rate: f64) -> CheckedCollector {
     let endpoint = "http://127.0.0.1:4317".to_owned();
-    Opened::open(&Settings { endpoint, sample_rate, ..Settings::default() }).unwrap()
+    CheckedCollector::open(&Settings { endpoint, sample_rate, ..Settings::default() }).unwrap()
 }
 
 fn request(path: &str, parent: &str) -> Request<()> {
@@ -25,7 +25,7 @@ fn request(path: &str, parent: &str) -> Request<()> {
     builder.body(()).unwrap()
 }
 
-fn begin(telemetry: &Arc<Telemetry>, request: &Request<()>) -> Option<Open> {
+fn begin(telemetry: &Arc<Telemetry>, request: &Request<()>) -> Option<OpenSpan> {
     telemetry.begin(request, || Some("[::ffff:10.0.0.7]:5000".parse().unwrap()), None)
 }
 
@@ -33,11 +33,11 @@ fn waiting(telemetry: &Telemetry) -> u64 {
     telemetry.tally.waiting.load(Ordering::Relaxed)
 }
 
-fn ended(opened: &mut Opened) -> Box<Finished> {
+fn ended(opened: &mut CheckedCollector) -> Box<FinishedSpan> {
     opened.exporter.queue.try_recv().unwrap()
 }
 
-fn spans(finished: Box<Finished>) -> Vec<Span> {
+fn spans(finished: Box<FinishedSpan>) -> Vec<Span> {
     let sender = message::resource("s");
     let message = message::export(&sender, &[finished], millrace_serving_core::tls::provider().secure_random);
     message.resource_spans[0].scope_spans[0].spans.clone()
@@ -131,11 +131,11 @@ fn a_request_is_a_child_of_its_parent_and_the_parent_of_its_steps() {
 }
 
 #[test]
-fn a_kept_answer_has_one_step() {
+fn cached_response_has_one_step() {
     let mut opened = opened(1.0);
     drop(begin(&opened.telemetry, &request("/v2/models/m/versions/2/infer", "")).unwrap());
     let mut finished = ended(&mut opened);
-    finished.outcome.times = Some(Times::found(finished.start.0));
+    finished.outcome.times = Some(Times::from_cache(finished.start.0));
     assert_eq!(finished.spans(), 2);
     let spans = spans(finished);
     assert_eq!(
@@ -151,7 +151,7 @@ fn a_kept_answer_has_one_step() {
 }
 
 #[tokio::test]
-async fn what_the_core_says_is_noted_on_the_span_of_its_request() {
+async fn outcome_of_a_request_is_recorded_on_its_span() {
     let mut opened = opened(1.0);
     assert!(current().is_none());
     failed(None, &InferError::invalid("nobody listens"));
@@ -199,7 +199,7 @@ async fn what_the_core_says_is_noted_on_the_span_of_its_request() {
 }
 
 #[test]
-fn what_is_refused_before_the_core_sees_it_is_named_by_its_status() {
+fn request_refused_by_the_transport_has_its_status_on_the_span() {
     let mut opened = opened(1.0);
     let mut named = |path: &str, http: Option<u16>, grpc: Option<u16>| {
         let mut open = begin(&opened.telemetry, &request(path, "")).unwrap();
@@ -221,7 +221,7 @@ fn what_is_refused_before_the_core_sees_it_is_named_by_its_status() {
 }
 
 #[test]
-fn requests_beyond_the_queue_are_dropped_and_nobody_waits() {
+fn spans_beyond_the_queue_are_dropped_without_waiting() {
     let opened = opened(1.0);
     let asked = request("/v2/models/m/infer", "");
     for _ in 0..QUEUE_MAX + 100 {

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use super::Token;
 use millrace_serving_core::error::quote;
-use millrace_serving_core::reload::{Read, wrong};
+use millrace_serving_core::reload::{ReadResult, setting_error};
 
 /// Most tokens: each call is compared with all of them, at about 30 ns each.
 const TOKENS_MAX: usize = 1_000;
@@ -19,8 +19,8 @@ const PATTERNS_MAX: usize = 256;
 const FORM: &str = "NAME SHA256 MODEL[,MODEL…] [control] is expected";
 
 /// The tokens of the valid lines of a file, and the errors of the others.
-pub(super) fn parse(path: &Path, content: &[u8]) -> Read<Vec<Arc<Token>>> {
-    let mut read: Read<Vec<Arc<Token>>> = Read { value: Vec::new(), wrong: Vec::new() };
+pub(super) fn parse(path: &Path, content: &[u8]) -> ReadResult<Vec<Arc<Token>>> {
+    let mut read: ReadResult<Vec<Arc<Token>>> = ReadResult { value: Vec::new(), wrong: Vec::new() };
     let (mut names, mut digests) = (HashSet::new(), HashSet::new());
     for (number, line) in content.split(|byte| *byte == b'\n').enumerate() {
         let mut line_of = || {
@@ -30,13 +30,13 @@ pub(super) fn parse(path: &Path, content: &[u8]) -> Read<Vec<Arc<Token>>> {
             }
             let token = parse_line(line)?;
             if names.contains(&token.name) {
-                return Err(format!("{:?} is there twice", token.name));
+                return Err(format!("{:?} appears twice", token.name));
             }
             if digests.contains(&token.digest) {
                 return Err(format!("{:?} is the same as that of another line", token.name));
             }
             if names.len() == TOKENS_MAX {
-                return Err(format!("is one too many, the limit is {TOKENS_MAX}"));
+                return Err(format!("exceeds the limit of {TOKENS_MAX} tokens"));
             }
             names.insert(token.name.clone());
             digests.insert(token.digest);
@@ -45,12 +45,16 @@ pub(super) fn parse(path: &Path, content: &[u8]) -> Read<Vec<Arc<Token>>> {
         match line_of() {
             Ok(token) => read.value.extend(token.map(Arc::new)),
             Err(reason) => {
-                read.wrong.push(wrong("tokens", path, &format!("line {}: the token {reason}", number + 1)));
+                read.wrong.push(setting_error(
+                    "tokens",
+                    path,
+                    &format!("line {}: the token {reason}", number + 1),
+                ));
             }
         }
     }
     if read.value.is_empty() && read.wrong.is_empty() {
-        read.wrong.push(wrong("tokens", path, "has no token, so every call is refused"));
+        read.wrong.push(setting_error("tokens", path, "has no token, so every call is refused"));
     }
     read
 }

@@ -27,7 +27,7 @@ fn wrong_lines_are_named_without_their_digest() {
         (format!("ci {DIGEST} a,,b"), "has the model \"\""),
         (format!("ci {DIGEST} ../a"), "has the model \"../a\""),
         (format!("ci {DIGEST} {}", vec!["a"; 257].join(",")), "has 257 models"),
-        (format!("ci {DIGEST} *\n\nci {other} *"), "line 3: the token \"ci\" is there twice"),
+        (format!("ci {DIGEST} *\n\nci {other} *"), "line 3: the token \"ci\" appears twice"),
         (format!("ci {DIGEST} *\ncd {DIGEST} *"), "line 2: the token \"cd\" is the same"),
     ] {
         let wrong = file::parse(Path::new("tokens.txt"), text.as_bytes()).wrong;
@@ -45,7 +45,7 @@ fn wrong_lines_are_named_without_their_digest() {
 }
 
 #[test]
-fn a_caller_may_do_what_its_line_says() {
+fn caller_has_the_permissions_of_its_line() {
     let some = caller("digits,fraud-*", "");
     assert!(some.may_use("digits").is_ok() && some.may_use("fraud-eu").is_ok());
     assert!(matches!(some.may_use("other"), Err(InferError::Denied { .. })));
@@ -55,13 +55,13 @@ fn a_caller_may_do_what_its_line_says() {
     assert!(keeper.may_control("digits").is_err() && keeper.may_control_all().is_err());
     assert!(caller("*", "control").may_control_all().is_ok());
     assert!(caller("*", "").may_control_all().is_err());
-    assert!(Caller::Anyone.may_control_all().is_ok() && Caller::Anyone.sees("any"));
+    assert!(Caller::Anyone.may_control_all().is_ok() && Caller::Anyone.may_see("any"));
     assert!(matches!(Caller::Nobody.may_use("digits"), Err(InferError::Unauthenticated { .. })));
-    assert!(Caller::Nobody.may_control_all().is_err() && !Caller::Nobody.sees("digits"));
+    assert!(Caller::Nobody.may_control_all().is_err() && !Caller::Nobody.may_see("digits"));
 }
 
 #[test]
-fn a_token_that_is_gone_from_the_file_is_withdrawn_and_the_others_are_not() {
+fn token_removed_from_the_file_is_withdrawn_and_others_stay() {
     let read = |text: &str| file::parse(Path::new("x"), text.as_bytes()).value;
     let (kept, gone) = (format!("a {DIGEST} *"), format!("b {} *", DIGEST.replace('9', "8")));
     let dir = tempfile::tempdir().unwrap();
@@ -71,7 +71,7 @@ fn a_token_that_is_gone_from_the_file_is_withdrawn_and_the_others_are_not() {
     let before: Vec<Caller> = tokens.get().iter().cloned().map(Caller::Bearer).collect();
     assert!(before.iter().all(|caller| caller.may_use("m").is_ok()));
     std::fs::write(&path, &kept).unwrap();
-    tokens.look();
+    tokens.check_for_changes();
     assert!(before[0].may_use("m").is_ok());
     assert!(matches!(before[1].may_use("m"), Err(InferError::Unauthenticated { .. })));
     assert_eq!(tokens.get().len(), read(&kept).len());
@@ -103,7 +103,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
             Some(text) => std::fs::write(&path, text).unwrap(),
             None => std::fs::remove_file(&path).unwrap(),
         }
-        tokens.look();
+        tokens.check_for_changes();
         assert!(failed() > failures, "{left:?} is reported");
         assert_eq!(before[0].may_use("m").is_ok(), good, "{left:?}");
         assert!(matches!(before[1].may_use("m"), Err(InferError::Unauthenticated { .. })), "{left:?}");
@@ -114,7 +114,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
         std::fs::write(&again, format!("{kept}\n")).unwrap();
         std::fs::remove_file(&path).ok();
         symlink(&again, &path).unwrap();
-        tokens.look();
+        tokens.check_for_changes();
         assert_eq!(tokens.get().len(), 1, "{left:?}");
     }
     // At the start, any error is fatal.
@@ -125,7 +125,7 @@ fn a_withdrawn_token_is_refused_when_the_rest_of_the_file_is_wrong() {
 }
 
 #[test]
-fn a_new_token_is_let_in_by_its_line() {
+fn new_token_is_accepted() {
     let (token, line) = new_token("ci", &["digits".into(), "fraud-*".into()], true).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokens");
@@ -172,7 +172,7 @@ fn means(pattern: &[u8], name: &[u8]) -> bool {
 
 proptest! {
     #[test]
-    fn patterns_mean_what_the_slow_way_says(pattern in "[ab*]{0,8}", name in "[ab]{0,10}") {
+    fn patterns_agree_with_a_simple_matcher(pattern in "[ab*]{0,8}", name in "[ab]{0,10}") {
         prop_assert_eq!(matches(&pattern, &name), means(pattern.as_bytes(), name.as_bytes()));
     }
 }

@@ -111,7 +111,7 @@ async fn every_answer_has_its_status() {
 }
 
 #[tokio::test]
-async fn a_connection_that_broke_is_made_again() {
+async fn broken_connection_is_opened_again() {
     let (address, serving) = serve(vec![
         vec![Answer::Status("0"), Answer::Breaks],
         vec![Answer::Status("0"), Answer::Status("3")],
@@ -128,7 +128,7 @@ async fn a_connection_that_broke_is_made_again() {
 }
 
 #[tokio::test]
-async fn a_server_that_has_gone_is_unavailable() {
+async fn stopped_server_is_unavailable() {
     let (address, serving) = serve(vec![vec![Answer::Breaks]]).await;
     let mut connection = connection(address).await;
     for _ in 0..3 {
@@ -138,7 +138,7 @@ async fn a_server_that_has_gone_is_unavailable() {
 }
 
 #[tokio::test]
-async fn a_server_is_told_how_long_is_waited() {
+async fn timeout_is_sent_to_the_server() {
     let (address, serving) = serve(vec![vec![Answer::Hangs, Answer::Status("0")]]).await;
     let mut connection = connection(address).await;
     let time = Duration::from_millis(20);

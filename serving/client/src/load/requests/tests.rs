@@ -48,7 +48,7 @@ proptest! {
 }
 
 #[test]
-fn shapes_close_what_the_model_leaves_open() {
+fn shapes_of_the_user_fix_open_extents() {
     let signature = signature(vec![spec("image", Datatype::Fp32, &[-1, 3, -1, -1])]);
     let shapes = |extents: &[i64]| BTreeMap::from([("image".to_owned(), extents.to_vec())]);
     let made = Requests::generated("m", None, &signature, 2, &shapes(&[3, 4, 5]), 1).unwrap();
@@ -63,7 +63,7 @@ fn shapes_close_what_the_model_leaves_open() {
 }
 
 #[test]
-fn what_no_message_holds_is_refused_before_it_is_made() {
+fn request_larger_than_a_message_is_refused_before_it_is_built() {
     let wide = signature(vec![spec("x", Datatype::Fp32, &[-1, 1 << 20])]);
     for rows in [17, usize::MAX / 8, usize::MAX] {
         let error = Requests::generated("m", None, &wide, rows, &BTreeMap::new(), 1).unwrap_err();

@@ -15,10 +15,10 @@ use super::Ensemble;
 use super::members::{Member, fits};
 use super::plan::Plan;
 use crate::model::Model;
-use crate::model::step::{Checked, step};
+use crate::model::step::{CheckedRequest, step};
 use millrace_serving_core::error::{InferError, quote};
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::{Held, shown};
+use millrace_serving_core::tensor::{TensorHandle, shown};
 use millrace_serving_runtime::session::{Output, Work};
 
 impl Ensemble {
@@ -32,7 +32,7 @@ impl Ensemble {
         Box::pin(async move {
             let members = self.resolve(ensemble)?;
             let Work { inputs, outputs, rows, queued, deadline, answer_by, level, client, .. } = work;
-            let asking = Asking { deadline, answer_by, level, client };
+            let asking = StepContext { deadline, answer_by, level, client };
             let wanted: Vec<usize> = outputs.iter().map(|place| self.plan.outputs[*place]).collect();
             let mut flow = Flow::new(&self.plan, &members, &wanted);
             for (tensor, input) in inputs.into_iter().enumerate() {
@@ -45,7 +45,7 @@ impl Ensemble {
                     let (checked, makes) = flow.begin(number, asking)?;
                     running.push(run_step(number, &members[number].model, checked, makes));
                 }
-                let Some(Ended { number, makes, outcome }) = running.next().await else { break };
+                let Some(FinishedStep { number, makes, outcome }) = running.next().await else { break };
                 let (tensors, of_step) = outcome.map_err(|error| {
                     let version = members[number].model.version();
                     error.within(&format_args!("{}, version {version}", self.place(ensemble, number)))
@@ -71,7 +71,7 @@ impl Ensemble {
 
 /// Parameters that the steps inherit from the request.
 #[derive(Debug, Clone, Copy)]
-struct Asking {
+struct StepContext {
     deadline: Option<Instant>,
     answer_by: Option<Instant>,
     level: usize,
@@ -79,15 +79,15 @@ struct Asking {
 }
 
 /// A finished step.
-struct Ended {
+struct FinishedStep {
     number: usize,
     /// The tensors that the step produced.
     makes: Vec<usize>,
-    outcome: Result<(Vec<Held>, Times), InferError>,
+    outcome: Result<(Vec<TensorHandle>, Times), InferError>,
 }
 
-async fn run_step(number: usize, model: &Model, checked: Checked, makes: Vec<usize>) -> Ended {
-    Ended { number, makes, outcome: step(model, checked).await }
+async fn run_step(number: usize, model: &Model, checked: CheckedRequest, makes: Vec<usize>) -> FinishedStep {
+    FinishedStep { number, makes, outcome: step(model, checked).await }
 }
 
 /// Progress of a request.
@@ -96,7 +96,7 @@ struct Flow<'a> {
     plan: &'a Plan,
     members: &'a [Member],
     /// Available tensors that are still needed.
-    values: Vec<Option<Held>>,
+    values: Vec<Option<TensorHandle>>,
     /// How many more times each tensor will be taken.
     takers: Vec<usize>,
     /// Whether each step will run and has not begun.
@@ -117,7 +117,7 @@ impl<'a> Flow<'a> {
     }
 
     /// Stores an available tensor, if it is needed.
-    fn put(&mut self, tensor: usize, value: Held) {
+    fn put(&mut self, tensor: usize, value: TensorHandle) {
         let takers = self.takers[tensor];
         if takers > 0 {
             self.values[tensor] = Some(value.named(&self.plan.tensors[tensor].name, takers));
@@ -134,13 +134,13 @@ impl<'a> Flow<'a> {
     }
 
     /// Takes an available tensor. The last taker becomes its only owner, once the others have released it.
-    fn take(&mut self, tensor: usize) -> Result<Held, InferError> {
+    fn take(&mut self, tensor: usize) -> Result<TensorHandle, InferError> {
         let left = self.takers[tensor].saturating_sub(1);
         self.takers[tensor] = left;
         let value = &mut self.values[tensor];
-        let taken = if left == 0 { value.take() } else { value.as_ref().and_then(Held::share) };
+        let taken = if left == 0 { value.take() } else { value.as_ref().and_then(TensorHandle::share) };
         taken.ok_or_else(|| {
-            InferError::internal(format!("tensor {} is not there", quote(&self.plan.tensors[tensor].name)))
+            InferError::internal(format!("tensor {} is missing", quote(&self.plan.tensors[tensor].name)))
         })
     }
 
@@ -154,7 +154,11 @@ impl<'a> Flow<'a> {
     }
 
     /// The request of a step that is ready, and the tensors that it produces.
-    fn begin(&mut self, number: usize, asking: Asking) -> Result<(Checked, Vec<usize>), InferError> {
+    fn begin(
+        &mut self,
+        number: usize,
+        asking: StepContext,
+    ) -> Result<(CheckedRequest, Vec<usize>), InferError> {
         self.waiting[number] = false;
         let members = self.members;
         let member = &members[number];
@@ -166,7 +170,7 @@ impl<'a> Flow<'a> {
         let stays = outputs.iter().map(|(_, tensor)| self.stays(member, *tensor)).collect();
         let (outputs, makes) = outputs.into_iter().unzip();
         let timeout = asking.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let checked = Checked {
+        let checked = CheckedRequest {
             inputs,
             outputs,
             stays,
@@ -180,7 +184,7 @@ impl<'a> Flow<'a> {
 }
 
 /// An output of the ensemble from its tensor.
-fn output(flow: &mut Flow<'_>, tensor: usize, spec: &TensorSpec) -> Result<Held, InferError> {
+fn output(flow: &mut Flow<'_>, tensor: usize, spec: &TensorSpec) -> Result<TensorHandle, InferError> {
     let value = flow.take(tensor)?;
     let shape = value.view().shape();
     if fits(&spec.shape, shape) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use millrace_bundle::TensorSpec;
 
 use super::plan::{Plan, Step};
-use super::{Ensemble, Find};
+use super::{Ensemble, ModelLookup};
 use crate::model::Model;
 use millrace_serving_core::config::Memory;
 use millrace_serving_core::error::quote;
@@ -38,7 +38,7 @@ impl Ensemble {
     ///
     /// # Errors
     /// The step whose model is missing or does not fit, and the reason.
-    pub(super) fn members(&self, ensemble: &Model, find: &Find<'_>) -> Result<Vec<Member>, String> {
+    pub(super) fn members(&self, ensemble: &Model, find: &ModelLookup<'_>) -> Result<Vec<Member>, String> {
         let plan = &self.plan;
         let mut members = Vec::with_capacity(plan.steps.len());
         for (number, step) in plan.steps.iter().enumerate() {
@@ -56,7 +56,7 @@ impl Ensemble {
 /// Checks a model for a step.
 fn member(ensemble: &Model, step: &Step, model: Arc<Model>) -> Result<Member, String> {
     if model.ensemble().is_some() {
-        return Err("it is an ensemble itself: let its steps be steps of this one".into());
+        return Err("the model is itself an ensemble: list its steps in this ensemble instead".into());
     }
     if model.sequences.is_some() {
         return Err("it keeps a state for each sequence of requests (sequence_batching), and a step belongs to none: let \

@@ -21,7 +21,7 @@ const NAME_BYTES_MAX: usize = 1024;
 pub(crate) struct Plan {
     pub(super) steps: Vec<Step>,
     /// The inputs of the ensemble in their order, then the tensors that steps produce.
-    pub(super) tensors: Vec<Wire>,
+    pub(super) tensors: Vec<PlanTensor>,
     /// The tensors that are outputs of the ensemble, in their order.
     pub(super) outputs: Vec<usize>,
 }
@@ -40,16 +40,16 @@ pub(super) struct Step {
 
 /// A tensor of an ensemble.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Wire {
+pub(super) struct PlanTensor {
     pub(super) name: String,
     /// The step that produces the tensor; `None` for inputs of the ensemble.
     pub(super) maker: Option<usize>,
 }
 
 /// A step for messages.
-pub(super) struct Named<'a>(pub(super) usize, pub(super) &'a str);
+pub(super) struct StepLabel<'a>(pub(super) usize, pub(super) &'a str);
 
-impl fmt::Display for Named<'_> {
+impl fmt::Display for StepLabel<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "step {} (model {})", self.0 + 1, quote(self.1))
     }
@@ -67,7 +67,9 @@ impl Plan {
     ) -> Result<Plan, String> {
         let steps = &scheduling.step;
         if inputs.is_empty() || outputs.is_empty() {
-            return Err("an ensemble says itself what it takes and gives: name its input and output".into());
+            return Err(
+                "an ensemble has to declare its inputs and outputs: add the fields input and output".into()
+            );
         }
         if !(1..=STEPS_MAX).contains(&steps.len()) {
             return Err(format!("{} steps, allowed are 1 to {STEPS_MAX}", steps.len()));
@@ -82,10 +84,10 @@ impl Plan {
         let mut places: HashMap<&str, usize> = HashMap::new();
         for spec in inputs {
             places.insert(spec.name.as_str(), plan.tensors.len());
-            plan.tensors.push(Wire { name: spec.name.clone(), maker: None });
+            plan.tensors.push(PlanTensor { name: spec.name.clone(), maker: None });
         }
         for (number, step) in steps.iter().enumerate() {
-            let named = Named(number, &step.model_name);
+            let named = StepLabel(number, &step.model_name);
             let (model, version) = model(step).map_err(|reason| format!("{named}: {reason}"))?;
             let mut makes = BTreeMap::new();
             // Sorted, so that of several mistakes always the same one is reported.
@@ -97,20 +99,20 @@ impl Plan {
                     return Err(match plan.tensors[first].maker {
                         Some(first) => format!(
                             "tensor {tensor} is made twice, by {} and by {named}",
-                            Named(first, &steps[first].model_name)
+                            StepLabel(first, &steps[first].model_name)
                         ),
                         None => {
                             format!("tensor {tensor} is an input of the ensemble, and {named} makes it, too")
                         }
                     });
                 }
-                plan.tensors.push(Wire { name: tensor.to_owned(), maker: Some(number) });
+                plan.tensors.push(PlanTensor { name: tensor.to_owned(), maker: Some(number) });
                 makes.insert(output.to_owned(), place);
             }
             plan.steps.push(Step { model, version, takes: BTreeMap::new(), makes });
         }
         for (number, step) in steps.iter().enumerate() {
-            let named = Named(number, &step.model_name);
+            let named = StepLabel(number, &step.model_name);
             for (input, tensor) in sorted(&step.input_map) {
                 check_names(input, tensor).map_err(|reason| format!("{named}: input_map: {reason}"))?;
                 let Some(place) = places.get(tensor) else {
@@ -133,15 +135,15 @@ impl Plan {
         let needed = plan.needed(&plan.outputs);
         match needed.iter().position(|needed| !needed) {
             Some(idle) => {
-                Err(format!("{} makes nothing that an output needs: take it out", plan.named(idle)))
+                Err(format!("{} makes no tensor that an output needs: remove the step", plan.named(idle)))
             }
             None => Ok(plan),
         }
     }
 
     /// A step for messages.
-    pub(super) fn named(&self, step: usize) -> Named<'_> {
-        Named(step, &self.steps[step].model)
+    pub(super) fn named(&self, step: usize) -> StepLabel<'_> {
+        StepLabel(step, &self.steps[step].model)
     }
 
     /// The models of the steps.
@@ -189,7 +191,7 @@ impl Plan {
         let mut circle = circle.to_vec();
         circle.sort_unstable();
         let names: Vec<String> = circle.iter().map(|step| self.named(*step).to_string()).collect();
-        Err(format!("a cycle, as steps wait for each other's tensors: {}", names.join(", ")))
+        Err(format!("a cycle of steps that wait for each other's tensors: {}", names.join(", ")))
     }
 
     /// The configuration of the steps as shown to clients.
@@ -212,7 +214,7 @@ impl Plan {
 fn model(step: &pb::model_ensembling::Step) -> Result<(String, Option<u64>), String> {
     millrace_bundle::check_name(&step.model_name).map_err(|error| format!("model_name: {error}"))?;
     if !step.model_namespace.is_empty() {
-        return Err("model_namespace is not supported: there is one repository".into());
+        return Err("model_namespace is not supported: the server has one repository".into());
     }
     let version =
         match step.model_version {

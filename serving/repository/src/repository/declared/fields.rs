@@ -63,10 +63,9 @@ pub(super) fn outputs(config: &pb::ModelConfig) -> Result<Vec<TensorSpec>, Strin
 
 fn check_unsupported(name: &str, fields: &[(&str, bool)]) -> Result<(), String> {
     match fields.iter().find(|(_, is_set)| *is_set) {
-        Some((field, _)) => Err(format!(
-            "{}: {field} is not supported: let dims and datatypes be those of the graph",
-            quote(name)
-        )),
+        Some((field, _)) => {
+            Err(format!("{}: {field} is not supported: use the dims and datatypes of the graph", quote(name)))
+        }
         None => Ok(()),
     }
 }
@@ -79,7 +78,7 @@ fn spec(
     max_batch_size: i32,
 ) -> Result<TensorSpec, String> {
     if name.is_empty() {
-        return Err("one has no name".into());
+        return Err("an entry has no name".into());
     }
     let datatype =
         datatype(data_type).ok_or_else(|| format!("{}: data_type is missing or unknown", quote(name)))?;
@@ -97,7 +96,7 @@ fn spec(
 fn unique(specs: Vec<TensorSpec>) -> Result<Vec<TensorSpec>, String> {
     let mut names = std::collections::BTreeSet::new();
     match specs.iter().find(|spec| !names.insert(spec.name.as_str())) {
-        Some(double) => Err(format!("{} is there twice", quote(&double.name))),
+        Some(double) => Err(format!("{} appears twice", quote(&double.name))),
         None => Ok(specs),
     }
 }
@@ -181,7 +180,7 @@ pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devic
     let sessions = match of_gpus.first_key_value() {
         None => all,
         Some((_, first)) if of_gpus.values().all(|count| count == first) => *first,
-        Some(_) => return Err(format!("instances by GPU {of_gpus:?}: give each of them as many")),
+        Some(_) => return Err(format!("instances by GPU {of_gpus:?}: use the same count for each GPU")),
     };
     let engine = if accelerators(config).any(|name| name == Engine::TensorRt.name()) {
         Engine::TensorRt

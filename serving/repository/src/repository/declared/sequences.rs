@@ -6,7 +6,7 @@ use std::time::Duration;
 use millrace_bundle::Datatype;
 
 use super::fields::datatype;
-use crate::sequence::{Control, Declaration, Signal, State};
+use crate::sequence::{Control, Declaration, Signal, StateTensor};
 use batching::control::Kind;
 use batching::initial_state::StateData;
 use millrace_serving_core::error::quote;
@@ -48,7 +48,7 @@ pub(super) fn read(config: &pb::ModelConfig) -> Result<Option<Declaration>, Stri
     unique("output", declaration.states.iter().map(|state| &state.output))?;
     match config.input.iter().find(|input| declaration.has_input(&input.name)) {
         Some(input) => Err(format!(
-            "the server gives input {}, clients do not: leave it out of the fields input",
+            "input {} is set by the server, not by clients: remove it from the fields input",
             quote(&input.name)
         )),
         None => Ok(Some(declaration)),
@@ -141,7 +141,9 @@ fn flag(name: &str, control: &batching::Control) -> Result<(Data, Data), String>
 fn id(name: &str, control: &batching::Control) -> Result<Datatype, String> {
     let batching::Control { int32_false_true, fp32_false_true, bool_false_true, .. } = control;
     if !(int32_false_true.is_empty() && fp32_false_true.is_empty() && bool_false_true.is_empty()) {
-        return Err(format!("control_input {name} is the id of a sequence, which has no false and true"));
+        return Err(format!(
+            "control_input {name} is the ID of a sequence, which has no false and true values"
+        ));
     }
     match datatype(control.data_type()) {
         Some(
@@ -158,7 +160,7 @@ fn id(name: &str, control: &batching::Control) -> Result<Datatype, String> {
     }
 }
 
-fn state(state: &batching::State, has_rows: bool) -> Result<State, String> {
+fn state(state: &batching::State, has_rows: bool) -> Result<StateTensor, String> {
     let name = quote(&state.input_name);
     if state.input_name.is_empty() || state.output_name.is_empty() {
         return Err(format!(
@@ -177,7 +179,7 @@ fn state(state: &batching::State, has_rows: bool) -> Result<State, String> {
         [initial] => zeros(&name, state, initial)?,
         more => {
             return Err(format!(
-                "state {name}: initial_state is there {} times, once is possible",
+                "state {name}: initial_state appears {} times, the limit is one",
                 more.len()
             ));
         }
@@ -186,7 +188,7 @@ fn state(state: &batching::State, has_rows: bool) -> Result<State, String> {
         let rows = has_rows.then_some(rows);
         rows.into_iter().chain(dims.iter().copied()).collect::<Vec<i64>>()
     };
-    Ok(State {
+    Ok(StateTensor {
         input: state.input_name.clone(),
         output: state.output_name.clone(),
         datatype,
@@ -233,7 +235,7 @@ fn unique<'a>(side: &str, names: impl Iterator<Item = &'a String>) -> Result<(),
     let mut seen = BTreeSet::new();
     for name in names {
         if !seen.insert(name) {
-            return Err(format!("{side} {} is there twice", quote(name)));
+            return Err(format!("{side} {} appears twice", quote(name)));
         }
     }
     Ok(())

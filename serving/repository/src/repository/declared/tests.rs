@@ -36,7 +36,7 @@ fn an_empty_configuration_leaves_everything_to_graph_and_server() {
 }
 
 #[test]
-fn what_is_declared_is_honoured() {
+fn declared_settings_are_applied() {
     let declared = read(&format!(
         r#"name: "m" backend: "onnxruntime" max_batch_size: 32 default_model_filename: "net.onnx"
         version_policy {{ specific {{ versions: [3, 1] }} }}
@@ -112,9 +112,9 @@ fn a_model_without_rows_runs_its_requests_one_by_one() {
 }
 
 #[test]
-fn what_cannot_be_honoured_is_refused_with_its_place() {
+fn unsupported_settings_are_refused_with_their_line() {
     let cases = [
-        ("name: \"other\"", "line 1: name is \"other\", and the folder \"m\""),
+        ("name: \"other\"", "line 1: name is \"other\", but the folder is \"m\""),
         ("\nplatform: \"tensorrt_plan\"", "line 2: platform: \"tensorrt_plan\": only ONNX models"),
         ("backend: \"python\"", "line 1: backend: \"python\": only ONNX models are served here: export it"),
         (
@@ -129,14 +129,14 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
             "ensemble_scheduling { step { } }\nbackend: \"onnxruntime\"",
             "line 2: backend belongs to its steps' models: leave it out",
         ),
-        ("platform: \"ensemble\"", "line 1: platform: \"ensemble\" without ensemble_scheduling"),
+        ("platform: \"ensemble\"", "line 1: platform: \"ensemble\" needs ensemble_scheduling"),
         (
             "sequence_batching { iterative_sequence: true }",
             "line 1: sequence_batching: iterative_sequence is",
         ),
         (
             "sequence_batching { }\nresponse_cache { enable: true }",
-            "line 2: response_cache: answers of a model with sequences depend on what came before",
+            "line 2: response_cache: responses of a model with sequences depend on earlier requests and cannot be cached: remove the setting",
         ),
         (
             "ensemble_scheduling { step { } }\nresponse_cache { enable: true }",
@@ -148,7 +148,7 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
         ("version_policy { specific { } }", "a list of 0"),
         ("version_policy { specific { versions: [ 1, -2 ] } }", "a version below 0"),
         ("version_policy { specific { versions: 0 } }", "versions are positive"),
-        ("input { data_type: TYPE_FP32 dims: 1 }", "line 1: input: one has no name"),
+        ("input { data_type: TYPE_FP32 dims: 1 }", "line 1: input: an entry has no name"),
         ("input { name: \"x\" dims: 1 }", "\"x\": data_type is missing"),
         ("input { name: \"x\" data_type: 99 dims: 1 }", "data_type is missing or unknown"),
         ("input { name: \"x\" data_type: TYPE_FP32 dims: 0 }", "dims has 0"),
@@ -168,7 +168,7 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
         ),
         (
             "input { name: \"x\" data_type: TYPE_FP32 dims: 4 } input { name: \"x\" data_type: TYPE_FP32 dims: 4 }",
-            "\"x\" is there twice",
+            "\"x\" appears twice",
         ),
         (
             "default_model_filename: \"../model.onnx\"",
@@ -207,7 +207,7 @@ fn what_cannot_be_honoured_is_refused_with_its_place() {
 }
 
 #[test]
-fn a_graph_that_is_another_is_told_apart() {
+fn configuration_of_another_graph_is_refused() {
     let cases = [
         (IO.replace("\"z\"", "\"q\""), "the graph has no output \"q\", its outputs are [\"y\", \"z\"]"),
         (IO.replace("\"n\"", "\"q\""), "the graph has no input \"q\""),

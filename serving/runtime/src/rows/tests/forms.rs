@@ -10,7 +10,7 @@ fn reshaped(g: &mut Build, shape: &[i64]) -> String {
 }
 
 #[test]
-fn shapes_keep_rows_that_stay_one_axis() {
+fn reshape_keeps_rows_that_stay_one_axis() {
     for shape in [&[-1, 12][..], &[0, -1], &[0, 4, 3], &[0, 0, -1], &[0, 2, -1, 3], &[-1, 3, 4], &[-1, 1, 12]]
     {
         accepted(17, &[3, 4], |g| reshaped(g, shape));
@@ -49,7 +49,7 @@ fn shapes_keep_rows_that_stay_one_axis() {
 }
 
 #[test]
-fn an_axis_that_the_rows_were_merged_into_comes_apart_again() {
+fn axis_with_merged_rows_is_split_again() {
     // Merges steps and rows into one axis, as PyTorch's attention does, and splits them again.
     accepted(17, &[5, 4], |g| {
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
@@ -67,7 +67,7 @@ fn an_axis_that_the_rows_were_merged_into_comes_apart_again() {
         let flat = g.list(&[-1, 4]);
         g.node("Reshape", &[&turned, &flat], vec![])
     });
-    refused(17, &[5, 4], "rows of one input beside rows of another", |g| {
+    refused(17, &[5, 4], "rows of one input with rows of another", |g| {
         let flat = g.list(&[-1, 4]);
         let other = g.node("Reshape", &["x", &flat], vec![]);
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
@@ -97,15 +97,17 @@ fn axes_are_added_and_dropped_beside_the_rows() {
         let axes = g.list(&[0]);
         g.node("Squeeze", &["x", &axes], vec![])
     });
-    refused(17, &[1], "the rows of a single one", |g| g.node("Squeeze", &["x"], vec![]));
+    refused(17, &[1], "the rows of a request with one row", |g| g.node("Squeeze", &["x"], vec![]));
     refused(17, &[4], "not along the first axis", |g| g.node("Transpose", &["x"], vec![]));
 }
 
 #[test]
-fn parts_of_tensors_are_taken_and_joined_along_other_axes() {
+fn slices_and_concatenations_along_other_axes_keep_rows() {
     accepted(17, &[4], |g| g.node("Concat", &["x", "x"], vec![int("axis", -1)]));
-    refused(17, &[4], "together along the rows", |g| g.node("Concat", &["x", "x"], vec![int("axis", 0)]));
-    refused(17, &[4], "a constant beside rows", |g| {
+    refused(17, &[4], "concatenates tensors along the rows", |g| {
+        g.node("Concat", &["x", "x"], vec![int("axis", 0)])
+    });
+    refused(17, &[4], "a constant with rows", |g| {
         let c = g.floats(&[1, 4]);
         g.node("Concat", &["x", &c], vec![int("axis", 1)])
     });
@@ -143,7 +145,7 @@ fn parts_of_tensors_are_taken_and_joined_along_other_axes() {
 }
 
 #[test]
-fn rows_choose_from_constants_and_from_themselves() {
+fn rows_gather_from_constants_and_from_their_own_values() {
     let places = |g: &mut Build, row: &[i64]| g.input("places", DataType::Int64, row);
     // Word indexes, and their embedding vectors.
     accepted(17, &[4], |g| {
@@ -175,7 +177,7 @@ fn rows_choose_from_constants_and_from_themselves() {
         let places = places(g, &[4]);
         g.node("GatherElements", &["x", &places], vec![])
     });
-    refused(17, &[4], "the same rows in the same places", |g| {
+    refused(17, &[4], "the same rows along the same axis", |g| {
         let places = g.integers(&[1, 2], &[0, 1]);
         g.node("GatherElements", &["x", &places], vec![int("axis", 1)])
     });
@@ -203,11 +205,11 @@ fn rows_choose_from_constants_and_from_themselves() {
         g.node("ReverseSequence", &["x", &lengths], vec![int("batch_axis", batch), int("time_axis", time)])
     };
     accepted(17, &[4], |g| reversed(g, 0, 1));
-    refused(17, &[4], "not those of its rows", |g| reversed(g, 1, 0));
+    refused(17, &[4], "not one for each row", |g| reversed(g, 1, 0));
 }
 
 #[test]
-fn tensors_are_stretched_to_the_number_of_rows_and_rows_to_nothing() {
+fn expand_to_the_number_of_rows_is_accepted_and_expand_of_rows_is_refused() {
     let shape = |g: &mut Build, rest: &[i64]| {
         let (shape, first) = (g.node("Shape", &["x"], vec![]), g.list(&[0]));
         let (rows, rest) = (g.node("Gather", &[&shape, &first], vec![]), g.list(rest));

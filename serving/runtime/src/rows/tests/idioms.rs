@@ -102,14 +102,14 @@ fn a_constant_is_expanded_as_pytorch_writes_it() {
         let shape = g.node("Concat", &[&rows, &rest], vec![int("axis", 0)]);
         token(g, &shape)
     });
-    refused(17, &[6, 4], "constant beside rows", |g| {
+    refused(17, &[6, 4], "constant with rows", |g| {
         let shape = g.list(&[1, -1, -1]);
         token(g, &shape)
     });
 }
 
 #[test]
-fn places_of_words_are_counted_along_steps_and_not_along_rows() {
+fn word_positions_are_counted_along_steps_and_not_along_rows() {
     let places = |g: &mut Build, axis: i64| {
         let steps = extent(g, "x", axis, false);
         let (from, step, axes) = (g.number(0), g.number(1), g.list(&[0]));
@@ -141,7 +141,7 @@ fn a_first_state_of_zeros_has_the_number_of_rows() {
 }
 
 #[test]
-fn the_number_of_rows_is_a_shape_and_not_a_value() {
+fn number_of_rows_is_accepted_as_a_shape_and_refused_as_a_value() {
     refused(17, &[4], "number of rows", |g| {
         let rows = extent(g, "x", 0, false);
         let rows = g.node("Cast", &[&rows], vec![int("to", 1)]);
@@ -167,7 +167,7 @@ fn the_number_of_rows_is_a_shape_and_not_a_value() {
 }
 
 #[test]
-fn graphs_inside_are_run_where_they_have_nothing_of_the_rows() {
+fn subgraphs_are_accepted_if_they_do_not_depend_on_rows() {
     let inside = |operator: &str, input: &str| GraphProto {
         name: Some("inside".into()),
         node: vec![NodeProto {

@@ -25,11 +25,11 @@ fn elementwise_operators_keep_rows_unless_a_constant_has_rows_of_its_own() {
         let (low, high) = (g.floats(&[]), g.floats(&[]));
         g.node("Clip", &["x", &low, &high], vec![])
     });
-    refused(17, &[4], "rows of one input beside rows of another", |g| {
+    refused(17, &[4], "rows of one input with rows of another", |g| {
         let turned = g.node("Transpose", &["x"], vec![]);
         g.node("Sub", &["x", &turned], vec![])
     });
-    refused(17, &[4], "rows of one input beside rows of another", |g| {
+    refused(17, &[4], "rows of one input with rows of another", |g| {
         let axes = g.list(&[1]);
         let column = g.node("Unsqueeze", &["x", &axes], vec![]);
         g.node("Sub", &["x", &column], vec![])
@@ -75,7 +75,7 @@ fn reductions_keep_rows_along_other_axes_alone() {
 }
 
 #[test]
-fn a_maximum_over_all_rows_is_named_with_its_node() {
+fn maximum_over_all_rows_is_refused_with_its_node() {
     refused(17, &[4], r#"ReduceMax "n0" that gives "t0_0": it works along the rows"#, |g| {
         let max = g.node("ReduceMax", &["x"], vec![int("keepdims", 0)]);
         let scaled = g.node("Div", &["x", &max], vec![]);
@@ -118,8 +118,8 @@ fn normalisations_keep_rows_unless_they_take_statistics_of_all() {
             .remove(0)
     };
     accepted(15, &[3, 4], |g| batch(g, 0, 1));
-    refused(15, &[3, 4], "as in a training", |g| batch(g, 1, 1));
-    refused(15, &[3, 4], "as in a training", |g| batch(g, 0, 3));
+    refused(15, &[3, 4], "as in training", |g| batch(g, 1, 1));
+    refused(15, &[3, 4], "as in training", |g| batch(g, 0, 3));
     accepted(17, &[3, 4, 4], |g| g.node("MeanVarianceNormalization", &["x"], vec![ints("axes", &[1, 2, 3])]));
     refused(17, &[3, 4, 4], "along the rows", |g| g.node("MeanVarianceNormalization", &["x"], vec![]));
     accepted(17, &[3, 4, 4], |g| {
@@ -131,7 +131,7 @@ fn normalisations_keep_rows_unless_they_take_statistics_of_all() {
 }
 
 #[test]
-fn matrix_products_keep_rows_beside_what_they_sum_up() {
+fn matrix_products_keep_rows_beside_the_summed_axis() {
     accepted(17, &[4], |g| {
         let w = g.floats(&[4, 3]);
         g.node("MatMul", &["x", &w], vec![])
@@ -176,7 +176,7 @@ fn matrix_products_keep_rows_beside_what_they_sum_up() {
 }
 
 #[test]
-fn gemm_adds_to_rows_what_is_the_same_for_all() {
+fn gemm_keeps_rows_if_its_addend_is_the_same_for_all_rows() {
     let gemm = |g: &mut Build, added: &[i64]| {
         let (w, c) = (g.floats(&[3, 4]), g.floats(added));
         g.node("Gemm", &["x", &w, &c], vec![int("transB", 1)])
@@ -228,7 +228,7 @@ fn convolutions_and_pools_take_rows_along_the_first_axis() {
         let shape = g.list(&[-1, 256]);
         g.node("Reshape", &[&conv, &shape], vec![])
     });
-    refused(17, &[3, 8], "another axis than that of the rows", |g| {
+    refused(17, &[3, 8], "not read the rows from the first axis", |g| {
         let w = g.floats(&[4, 2, 3]);
         let turned = g.node("Transpose", &["x"], vec![ints("perm", &[1, 0, 2])]);
         g.node("Conv", &[&turned, &w], vec![])
@@ -237,7 +237,7 @@ fn convolutions_and_pools_take_rows_along_the_first_axis() {
         let w = g.floats(&[1, 3, 8]);
         g.node("Conv", &[&w, "x"], vec![])
     });
-    refused(17, &[3, 8], "counted over all rows", |g| {
+    refused(17, &[3, 8], "count positions over all rows", |g| {
         g.nodes("MaxPool", &["x"], vec![ints("kernel_shape", &[2])], 2).remove(1)
     });
     accepted(17, &[3, 8], |g| g.node("GlobalAveragePool", &["x"], vec![]));
@@ -298,7 +298,7 @@ fn recurrent_operators_have_rows_along_their_second_axis() {
         g.node("Relu", &[&last], vec![])
     };
     accepted(17, &[5, 3], |g| lstm(g, true, false));
-    refused(17, &[5, 3], "takes the rows for steps", |g| lstm(g, false, false));
+    refused(17, &[5, 3], "uses the rows as steps", |g| lstm(g, false, false));
     refused(17, &[5, 3], "does not have the rows", |g| lstm(g, true, true));
 }
 
@@ -313,7 +313,7 @@ fn quantized_operators_need_constant_scales() {
     accepted(17, &[4], |g| quantized(g, &[1], 0));
     accepted(17, &[4], |g| quantized(g, &[4], 1));
     refused(17, &[4], "along the rows", |g| quantized(g, &[4], 0));
-    refused(17, &[4], "one range for all rows", |g| {
+    refused(17, &[4], "one range over all rows", |g| {
         let q = g.nodes("DynamicQuantizeLinear", &["x"], vec![], 3);
         g.node("DequantizeLinear", &[&q[0], &q[1], &q[2]], vec![])
     });

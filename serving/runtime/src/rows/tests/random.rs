@@ -239,7 +239,7 @@ fn session(model: &ModelProto) -> Option<Session> {
 }
 
 #[test]
-fn accepted_graphs_give_rows_together_what_they_give_alone() {
+fn accepted_graphs_give_each_row_of_a_batch_its_single_result() {
     let (mut compared, mut accepted) = (0, 0);
     for seed in 0..GRAPHS {
         let mut draw = Draw(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));

@@ -74,7 +74,7 @@ fn values_that_are_left_out_are_zero_and_not_the_default() {
 }
 
 #[test]
-fn attributes_of_another_type_or_twice_are_refused() {
+fn mistyped_and_duplicate_attributes_are_refused() {
     refused(13, &[4], "another type", |g| {
         let kind = Some(AttributeType::Float as i32);
         g.node("Softmax", &["x"], vec![AttributeProto { r#type: kind, ..int("axis", 1) }])
@@ -86,11 +86,13 @@ fn attributes_of_another_type_or_twice_are_refused() {
 
 #[test]
 fn empty_lists_of_axes_mean_all_axes() {
-    refused(17, &[1], "the rows of a single one", |g| {
+    refused(17, &[1], "the rows of a request with one row", |g| {
         let axes = g.list(&[]);
         g.node("Squeeze", &["x", &axes], vec![])
     });
-    refused(11, &[1], "the rows of a single one", |g| g.node("Squeeze", &["x"], vec![ints("axes", &[])]));
+    refused(11, &[1], "the rows of a request with one row", |g| {
+        g.node("Squeeze", &["x"], vec![ints("axes", &[])])
+    });
     refused(17, &[4], "along the rows", |g| {
         g.node("MeanVarianceNormalization", &["x"], vec![ints("axes", &[])])
     });
@@ -108,13 +110,13 @@ fn empty_lists_of_axes_mean_all_axes() {
     };
     accepted(18, &[3, 8], |g| resized(g, [1.0, 1.0, 2.0]));
     refused(18, &[3, 8], "changes the number of rows", |g| resized(g, [2.0, 1.0, 1.0]));
-    refused(9, &[4], "are not as many", |g| {
+    refused(9, &[4], "differ in number", |g| {
         g.node("Slice", &["x"], vec![ints("starts", &[1]), ints("ends", &[2]), ints("axes", &[])])
     });
 }
 
 #[test]
-fn a_product_that_reduces_nothing_is_no_product() {
+fn product_over_no_axes_is_the_identity() {
     let shaped = |g: &mut Build, attributes: Vec<AttributeProto>| {
         let rest = g.node("Shape", &["x"], vec![int("start", 1)]);
         let product = g.node("ReduceProd", &[&rest], attributes);
@@ -153,7 +155,7 @@ fn integers_of_32_bits_wrap_around() {
 }
 
 #[test]
-fn truths_are_1_whatever_number_stands_for_them() {
+fn true_bytes_other_than_1_count_as_1() {
     refused(17, &[3, 4], "splits or merges", |g| {
         let (one, two) = (g.bytes(DataType::Bool, &[1], 1), g.bytes(DataType::Bool, &[1], 2));
         let equal = g.node("Equal", &[&one, &two], vec![]);
@@ -164,7 +166,7 @@ fn truths_are_1_whatever_number_stands_for_them() {
 }
 
 #[test]
-fn parts_and_sizes_that_are_not_known_have_no_extents() {
+fn unknown_slices_and_sizes_have_no_extents() {
     let flat = |g: &mut Build, part: &str, width: i64| {
         let shape = g.list(&[-1, width]);
         g.node("Reshape", &[part, &shape], vec![])
@@ -194,7 +196,7 @@ fn parts_and_sizes_that_are_not_known_have_no_extents() {
 }
 
 #[test]
-fn names_that_there_are_twice_are_refused() {
+fn duplicate_names_are_refused() {
     let twice = |g: &mut Build, name: &str| {
         let c = TensorProto {
             name: Some(name.into()),
@@ -205,12 +207,12 @@ fn names_that_there_are_twice_are_refused() {
         };
         g.graph().initializer.push(c);
     };
-    refused(17, &[3, 4], "two values of this name", |g| {
+    refused(17, &[3, 4], "two values have this name", |g| {
         let shape = g.list(&[4, -1]);
         twice(g, &shape);
         g.node("Reshape", &["x", &shape], vec![])
     });
-    refused(17, &[3, 4], "two values of this name", |g| {
+    refused(17, &[3, 4], "two values have this name", |g| {
         twice(g, "shape");
         let y = g.node("Reshape", &["x", "shape"], vec![]);
         let other = g.list(&[4, -1]);
@@ -223,7 +225,7 @@ fn names_that_there_are_twice_are_refused() {
 }
 
 #[test]
-fn constants_have_one_value_of_the_type_that_their_name_says() {
+fn constants_with_several_or_mistyped_values_are_refused() {
     let shaped = |g: &mut Build, attributes: Vec<AttributeProto>| {
         let shape = g.node("Constant", &[], attributes);
         g.node("Reshape", &["x", &shape], vec![])
@@ -303,7 +305,7 @@ fn functions_hide_no_operators_and_no_graphs() {
 }
 
 #[test]
-fn extents_that_are_squared_again_and_again_stay_small() {
+fn repeatedly_squared_extents_stay_bounded() {
     accepted(17, &[-1, 4], |g| {
         let (shape, place) = (g.node("Shape", &["x"], vec![]), g.list(&[1]));
         let mut steps = g.node("Gather", &[&shape, &place], vec![]);

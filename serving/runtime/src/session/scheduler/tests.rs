@@ -9,11 +9,11 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::super::run_end::RunEnd;
-use super::super::values::Wanted;
+use super::super::values::RequestedOutput;
 use super::super::work::tests::{BEGIN, client, work};
 use super::*;
 use millrace_serving_core::statistics::Times;
-use millrace_serving_core::tensor::{Data, Held, Tensor, View};
+use millrace_serving_core::tensor::{Data, Tensor, TensorHandle, View};
 
 mod waiting;
 
@@ -79,10 +79,10 @@ impl Runner for Echo {
     fn run(
         &mut self,
         inputs: &[View<'_>],
-        outputs: &[Wanted<'_>],
+        outputs: &[RequestedOutput<'_>],
         queued: Instant,
         end: Option<&RunEnd>,
-    ) -> Result<(Vec<Held>, Times), InferError> {
+    ) -> Result<(Vec<TensorHandle>, Times), InferError> {
         let View::Here(input) = inputs[0] else { panic!("{inputs:?}") };
         let Data::Fp32(values) = &input.data else { panic!("{inputs:?}") };
         let rows = input.shape[0] as usize;
@@ -108,7 +108,7 @@ impl Runner for Echo {
         };
         let end = now();
         let times = Times { queued, computing, input_end: computing, output_start: end, end, cached: false };
-        Ok((vec![Held::Alone(output)], times))
+        Ok((vec![TensorHandle::Alone(output)], times))
     }
 }
 
@@ -120,7 +120,7 @@ fn policy() -> Policy {
         limits: QueueLimits { requests_max: 1000, bytes_max: usize::MAX },
         is_predictable: true,
         // The tests run submitted tasks explicitly.
-        share: Share { threads_max: 0, own: 0, is_on_cpu: true },
+        share: TaskLimits { threads_max: 0, own: 0, is_on_cpu: true },
     }
 }
 
@@ -135,7 +135,7 @@ fn scheduler_of(sessions: Vec<Echo>, policy: Policy) -> Arc<Scheduler<Echo>> {
     let scheduler = Scheduler::new(sessions, vec![output], policy, executor, now);
     // Run times for short rows are known up to 32 rows.
     for rows in [1, 2, 4, 8, 16, 32] {
-        scheduler.run_times.note(rows, rows * SHORT, MICRO * (rows * SHORT) as u32);
+        scheduler.run_times.record(rows, rows * SHORT, MICRO * (rows * SHORT) as u32);
     }
     Arc::new(scheduler)
 }
@@ -147,7 +147,7 @@ fn scheduler(sessions: usize, policy: Policy) -> Arc<Scheduler<Echo>> {
 /// A request of `rows` rows of `width` elements that all have the same value.
 fn rows(rows: usize, width: usize, value: f32) -> Work {
     let input = Tensor::fp32("x", vec![rows.max(1) as i64, width as i64], vec![value; rows.max(1) * width]);
-    Work { inputs: vec![Held::Alone(input.unwrap())], ..work(rows, 1, &[0], 0) }
+    Work { inputs: vec![TensorHandle::Alone(input.unwrap())], ..work(rows, 1, &[0], 0) }
 }
 
 type Call = Pin<Box<dyn Future<Output = Result<Output, InferError>>>>;
@@ -220,7 +220,7 @@ fn requests_of_64_connections_share_one_inline_batch() {
     policy.limits.requests_max = 0;
     let scheduler = scheduler(2, policy);
     // A run of 64 rows is short, too.
-    scheduler.run_times.note(64, 64 * SHORT, 100 * MICRO);
+    scheduler.run_times.record(64, 64 * SHORT, 100 * MICRO);
     let mut calls: Vec<Call> =
         (0..64).map(|number| pending(&scheduler, rows(1, SHORT, number as f32))).collect();
     for (number, call) in calls.iter_mut().enumerate() {
@@ -345,12 +345,12 @@ fn models_without_batches_run_each_request_alone() {
 }
 
 #[test]
-fn idle_sessions_share_what_is_queued() {
+fn idle_sessions_share_the_queue() {
     let scheduler = scheduler(2, policy());
     // The cost of a row is the same in runs of any size.
     let mut calls: Vec<Call> = (0..6).map(|_| pending(&scheduler, rows(1, LONG, 1.0))).collect();
     for rows in [1, 2, 4, 8] {
-        scheduler.run_times.note(rows, rows * LONG, MICRO * (rows * LONG) as u32);
+        scheduler.run_times.record(rows, rows * LONG, MICRO * (rows * LONG) as u32);
     }
     run_all(&scheduler);
     assert_eq!(runs()[0], (3, LONG, true), "half of them, as another session is idle");
@@ -405,7 +405,7 @@ async fn request_that_cannot_start_in_time_is_refused_at_once() {
     let scheduler = scheduler(1, policy());
     let _first = pending(&scheduler, rows(1, LONG, 1.0));
     let _second = pending(&scheduler, rows(1, LONG, 2.0));
-    scheduler.admission.note(1, HOUR);
+    scheduler.admission.record(1, HOUR);
     let within = |time| Work { deadline: Some(now() + time), ..rows(1, LONG, 3.0) };
     let error = answer(&mut call(&scheduler, within(HOUR))).unwrap_err();
     assert!(matches!(&error, InferError::Overloaded { .. }), "{error}");
@@ -492,7 +492,7 @@ fn session_of_a_run_that_panics_is_returned() {
 }
 
 #[test]
-fn shutdown_answers_what_is_queued() {
+fn shutdown_answers_queued_requests() {
     let scheduler = scheduler(2, policy());
     let mut calls: Vec<Call> =
         (0..20).map(|number| pending(&scheduler, rows(1, LONG + number % 3, number as f32))).collect();
@@ -512,7 +512,7 @@ fn shutdown_answers_what_is_queued() {
 /// Calls arrive, are polled and dropped in random order: every remaining call gets its own value, and no session is
 /// lost.
 #[test]
-fn no_request_is_forgotten_whatever_callers_do() {
+fn no_request_is_lost_under_random_calls() {
     const SESSIONS: usize = 4;
     for seed in 0..200 {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -561,7 +561,7 @@ fn no_request_is_forgotten_whatever_callers_do() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_callers_get_their_own_answers() {
-    let share = Share { threads_max: 2, own: 1, is_on_cpu: true };
+    let share = TaskLimits { threads_max: 2, own: 1, is_on_cpu: true };
     let scheduler = scheduler(2, Policy { share, ..policy() });
     let callers = (0..32).map(|caller| {
         let scheduler = Arc::clone(&scheduler);

@@ -65,7 +65,7 @@ fn row(values: &[f32]) -> Tensor {
     Tensor::fp32("x", vec![1, values.len() as i64], values.to_vec()).unwrap()
 }
 
-fn floats(held: &Held) -> Vec<f32> {
+fn floats(held: &TensorHandle) -> Vec<f32> {
     match &held.read().unwrap().data {
         Data::Fp32(values) => values.clone(),
         other => panic!("{other:?}"),
@@ -75,32 +75,32 @@ fn floats(held: &Held) -> Vec<f32> {
 type Run = fn(
     &mut Session,
     &[View<'_>],
-    &[Wanted<'_>],
+    &[RequestedOutput<'_>],
     Instant,
     Option<&RunOptions>,
-) -> Result<(Vec<Held>, Times), InferError>;
+) -> Result<(Vec<TensorHandle>, Times), InferError>;
 /// `run_bound` is for GPUs; on the processor it gives the same results.
 const RUNS: [Run; 2] = [run, run_bound];
 
 #[test]
-fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
+fn output_left_on_the_device_equals_its_copy_and_feeds_the_next_run() {
     let mut session = twice_and_square();
     let [y, z] = ["y", "z"].map(|name| spec(name, Datatype::Fp32));
     for run in RUNS {
         let input = row(&[1.0, -2.0, 3.0]);
-        let wanted = [Wanted { spec: &z, stays: true }, Wanted { spec: &y, stays: false }];
+        let wanted = [RequestedOutput { spec: &z, stays: true }, RequestedOutput { spec: &y, stays: false }];
         let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
         drop(input);
         let [square, twice] = outputs.try_into().unwrap();
-        assert!(matches!(square, Held::Resident(..)) && matches!(twice, Held::Alone(_)));
+        assert!(matches!(square, TensorHandle::Resident(..)) && matches!(twice, TensorHandle::Alone(_)));
         assert_eq!((square.view().name(), square.view().shape()), ("z", &[1, 3][..]));
         assert_eq!((square.view().elements(), square.view().bytes()), (3, 12));
         assert_eq!(floats(&twice), [2.0, -4.0, 6.0]);
 
         // Two runs take the output as input; each run leaves an output of its own.
         let shared = square.share().unwrap();
-        let wanted = [Wanted { spec: &y, stays: true }];
-        let mut next = |held: &Held| {
+        let wanted = [RequestedOutput { spec: &y, stays: true }];
+        let mut next = |held: &TensorHandle| {
             let mut outputs = run(&mut session, &[held.view()], &wanted, Instant::now(), None).unwrap().0;
             outputs.pop().unwrap()
         };
@@ -125,11 +125,11 @@ fn what_stays_is_what_would_be_copied_and_the_next_run_takes_it() {
 }
 
 #[test]
-fn what_stays_outlives_its_session() {
+fn output_left_on_the_device_outlives_its_session() {
     for run in RUNS {
         let mut session = twice_and_square();
         let (y, input) = (spec("y", Datatype::Fp32), row(&[0.5; 1000]));
-        let wanted = [Wanted { spec: &y, stays: true }];
+        let wanted = [RequestedOutput { spec: &y, stays: true }];
         let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
         drop(session);
         assert_eq!(floats(&outputs[0]), [1.0; 1000]);
@@ -137,7 +137,7 @@ fn what_stays_outlives_its_session() {
 }
 
 #[test]
-fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
+fn output_that_aliases_an_input_is_copied() {
     let float = |name| value(name, DataType::Float, &[-1, -1]);
     let shape = value("s", DataType::Int64, &[2]);
     let sessions = [
@@ -153,7 +153,7 @@ fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
             let shape = Tensor::new("s", vec![2], Data::Int64(vec![64, 64])).unwrap();
             let both = [View::Here(&input), View::Here(&shape)];
             let inputs = &both[..session.inputs().len()];
-            let wanted = [Wanted { spec: &spec, stays: true }];
+            let wanted = [RequestedOutput { spec: &spec, stays: true }];
             let (mut outputs, _) = run(&mut session, inputs, &wanted, Instant::now(), None).unwrap();
             let output = outputs.pop().unwrap();
             drop(input);
@@ -166,39 +166,39 @@ fn an_input_that_is_an_output_too_does_not_stay_with_who_sent_it() {
 }
 
 #[test]
-fn texts_never_stay() {
+fn texts_are_never_left_on_the_device() {
     let texts = |name| value(name, DataType::String, &[-1, -1]);
     let mut session = session(vec![node("Identity", &["x"], "y")], vec![texts("x")], vec![texts("y")]);
     let y = spec("y", Datatype::Bytes);
     let input = Tensor::new("x", vec![1, 2], Data::Bytes(vec!["a".into(), "".into()])).unwrap();
     for run in RUNS {
-        let wanted = [Wanted { spec: &y, stays: true }];
+        let wanted = [RequestedOutput { spec: &y, stays: true }];
         let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
-        assert!(matches!(&outputs[..], [Held::Alone(_)]));
+        assert!(matches!(&outputs[..], [TensorHandle::Alone(_)]));
         assert_eq!(outputs[0].read().unwrap().data, input.data);
     }
 }
 
 #[test]
-fn what_cannot_run_is_refused_either_way() {
+fn inputs_and_outputs_that_do_not_fit_are_refused_by_both_runs() {
     let float = |name, width| value(name, DataType::Float, &[-1, width]);
     let mut session = session(vec![node("Add", &["x", "x"], "y")], vec![float("x", 2)], vec![float("y", 2)]);
     let [y, wrong] = [spec("y", Datatype::Fp32), spec("y", Datatype::Int32)];
     for run in RUNS {
         for stays in [false, true] {
             let wide = row(&[1.0, 2.0, 3.0]);
-            let wanted = [Wanted { spec: &y, stays }];
+            let wanted = [RequestedOutput { spec: &y, stays }];
             let error = run(&mut session, &[View::Here(&wide)], &wanted, Instant::now(), None).unwrap_err();
             assert!(matches!(error, InferError::Invalid { .. }), "{error}");
             assert!(error.to_string().contains("\"x\" of shape [1, 3]"), "{error}");
             // The output does not have the datatype of the manifest.
-            let wanted = [Wanted { spec: &wrong, stays }];
+            let wanted = [RequestedOutput { spec: &wrong, stays }];
             let fits = row(&[1.0, 2.0]);
             let error = run(&mut session, &[View::Here(&fits)], &wanted, Instant::now(), None).unwrap_err();
             assert!(matches!(error, InferError::Internal { .. }), "{error}");
             assert!(error.to_string().contains("\"y\""), "{error}");
             // The session still works.
-            let wanted = [Wanted { spec: &y, stays }];
+            let wanted = [RequestedOutput { spec: &y, stays }];
             let (outputs, _) =
                 run(&mut session, &[View::Here(&fits)], &wanted, Instant::now(), None).unwrap();
             assert_eq!(floats(&outputs[0]), [2.0, 4.0]);
@@ -207,12 +207,12 @@ fn what_cannot_run_is_refused_either_way() {
 }
 
 #[test]
-fn what_is_in_the_memory_of_another_device_is_copied_first() {
+fn value_on_another_device_is_copied_first() {
     let mut session = twice_and_square();
     let (y, input) = (spec("y", Datatype::Fp32), row(&[2.0, 3.0]));
-    let wanted = [Wanted { spec: &y, stays: true }];
+    let wanted = [RequestedOutput { spec: &y, stays: true }];
     let (outputs, _) = run(&mut session, &[View::Here(&input)], &wanted, Instant::now(), None).unwrap();
-    let Held::Resident(_, left) = &outputs[0] else { panic!("it does not stay") };
+    let TensorHandle::Resident(_, left) = &outputs[0] else { panic!("it does not stay") };
     assert!(left.value(Memory::Host).is_some() && left.value(Memory::Gpu(0)).is_none());
     let View::There(..) = outputs[0].view() else { panic!("it is not there") };
     let value = outputs[0].view().value(Memory::Gpu(0)).unwrap();

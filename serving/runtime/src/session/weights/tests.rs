@@ -156,7 +156,7 @@ fn weights_that_a_request_may_give_or_that_two_graphs_have_stay_in_the_graph() {
 }
 
 #[test]
-fn graphs_that_are_not_what_they_say_are_refused_with_a_reason() {
+fn inconsistent_graphs_are_refused_with_a_reason() {
     let builder = builder();
     let changed = |change: fn(&mut GraphProto)| {
         let mut graph = network();

@@ -5,8 +5,8 @@ use std::task::{Wake, Waker};
 use http_body_util::{BodyExt, Full};
 use parking_lot::Mutex;
 
+use super::super::answer_progress::EndableCall;
 use super::super::quota::Answers;
-use super::super::taking::Endable;
 use super::*;
 
 fn unbounded() -> Quota {
@@ -23,7 +23,7 @@ async fn answer(content: &Bytes, quota: &Quota) -> http::Response<Answer<Full<By
 }
 
 #[tokio::test]
-async fn an_answer_counts_until_its_pieces_are_gone() {
+async fn answer_counts_until_its_pieces_are_dropped() {
     let (quota, _watch) = Quota::new(100, &Answers::new(usize::MAX));
     let content = content(3 * PIECE_BYTES + 7);
     let mut body = answer(&content, &quota).await.into_body();
@@ -83,7 +83,7 @@ impl Wake for Woken {
 }
 
 /// A call whose answer has begun and waits for its client, and the flag that lets one piece be sent.
-fn call(bytes: usize, quota: &Quota) -> (Pin<Box<Endable<impl Future<Output = ()>>>>, Arc<AtomicBool>) {
+fn call(bytes: usize, quota: &Quota) -> (Pin<Box<EndableCall<impl Future<Output = ()>>>>, Arc<AtomicBool>) {
     let can_go = Arc::new(AtomicBool::new(false));
     let (quota, content, goes) = (quota.clone(), content(bytes), can_go.clone());
     let call = async move {
@@ -92,11 +92,11 @@ fn call(bytes: usize, quota: &Quota) -> (Pin<Box<Endable<impl Future<Output = ()
         sending.next(&mut Context::from_waker(Waker::noop()));
         sending.await;
     };
-    (Box::pin(Endable::new(call)), can_go)
+    (Box::pin(EndableCall::new(call)), can_go)
 }
 
 #[test]
-fn call_whose_answer_does_not_go_on_ends_while_others_are_taken() {
+fn call_with_a_stalled_answer_ends_while_others_are_read() {
     let quota = unbounded();
     let woken = Arc::new(Woken::default());
     let waker = Waker::from(woken.clone());
@@ -133,7 +133,7 @@ fn connection_ends_for_an_answer_that_it_holds_after_the_call() {
     let piece = Arc::new(Mutex::new(None));
     let mut call = {
         let (quota, piece) = (quota.clone(), piece.clone());
-        Box::pin(Endable::new(async move {
+        Box::pin(EndableCall::new(async move {
             let mut body = answer(&content(20), &quota).await.into_body();
             let frame = body.frame().await.unwrap().unwrap();
             *piece.lock() = frame.into_data().ok();
@@ -147,7 +147,7 @@ fn connection_ends_for_an_answer_that_it_holds_after_the_call() {
     quota.took();
     let looked = quota.end_period(looked).expect("the period has not been whole");
     quota.took();
-    assert_eq!(quota.end_period(looked).unwrap_err(), "did not take an answer that was sent in part");
+    assert_eq!(quota.end_period(looked).unwrap_err(), "did not read the rest of an answer");
     assert!(piece.lock().take().is_some());
     assert_eq!(quota.unsent(), (0, 0));
 }

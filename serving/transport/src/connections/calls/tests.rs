@@ -99,7 +99,7 @@ async fn concurrent_calls_run_in_tasks() {
 }
 
 #[tokio::test]
-async fn call_that_waits_goes_on_in_the_connection_when_it_is_woken() {
+async fn waiting_call_is_polled_by_its_connection_when_woken() {
     let ran = Arc::new(Ran::default());
     let (answer, answered) = oneshot::channel::<()>();
     let (done, finished) = oneshot::channel();

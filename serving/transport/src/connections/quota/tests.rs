@@ -7,7 +7,7 @@ fn quota(unsent_max: usize, all: &Answers) -> Quota {
     Quota::new(unsent_max, all).0
 }
 
-fn refusal(held: Result<Held, Refusal>) -> (u16, String) {
+fn refusal(held: Result<UnsentGuard, Refusal>) -> (u16, String) {
     let refusal = held.unwrap_err();
     (refusal.status.as_u16(), refusal.reason)
 }
@@ -61,7 +61,7 @@ fn small_answers_are_not_refused_because_of_large_ones() {
 }
 
 #[test]
-fn bound_of_a_connection_is_told_as_its_own() {
+fn error_of_the_limit_of_a_connection_names_that_limit() {
     let quota = quota(10, &Answers::new(PLENTY));
     let _first = quota.hold(100).unwrap();
     let (status, reason) = refusal(quota.hold(1));
@@ -69,28 +69,28 @@ fn bound_of_a_connection_is_told_as_its_own() {
 }
 
 #[test]
-fn client_that_takes_nothing_in_a_period_loses_the_connection() {
+fn client_that_reads_nothing_in_a_period_is_disconnected() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
     let looked = quota.end_period(quota.look()).unwrap();
     let held = quota.hold(10).unwrap();
     let looked = quota.end_period(looked).expect("the period has not been whole");
     quota.took();
     let looked = quota.end_period(looked).expect("it took something");
-    assert_eq!(quota.end_period(looked).unwrap_err(), "took none of its answers");
+    assert_eq!(quota.end_period(looked).unwrap_err(), "read none of its answers");
     drop(held);
     quota.end_period(quota.look()).unwrap();
 }
 
 #[test]
-fn slow_client_keeps_the_answers_that_it_takes_in_turn() {
+fn slow_client_keeps_the_answers_that_it_reads_in_turn() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
-    let answers: Vec<Arc<Taking>> = std::iter::repeat_with(Arc::default).take(10).collect();
+    let answers: Vec<Arc<AnswerProgress>> = std::iter::repeat_with(Arc::default).take(10).collect();
     for answer in &answers {
         quota.follow(answer);
         answer.gave(quota.period());
     }
     let mut looked = quota.look();
-    let mut take = |answer: &Taking| {
+    let mut take = |answer: &AnswerProgress| {
         answer.took(quota.period());
         quota.took();
         answer.gave(quota.period());
@@ -100,11 +100,11 @@ fn slow_client_keeps_the_answers_that_it_takes_in_turn() {
         assert_eq!(take(answer), None, "one piece in a period");
     }
     let left_out = (0..20).find_map(|_| take(&answers[0]));
-    assert_eq!(left_out, Some("did not take an answer that was sent in part"));
+    assert_eq!(left_out, Some("did not read the rest of an answer"));
 }
 
 #[test]
-fn answers_that_wait_for_others_of_their_stream_cannot_be_taken() {
+fn answers_behind_others_of_their_stream_cannot_be_read() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
     let mut waiting = quota.hold_behind(10).unwrap();
     let mut looked = quota.look();
@@ -114,15 +114,15 @@ fn answers_that_wait_for_others_of_their_stream_cannot_be_taken() {
     assert_eq!(quota.unsent(), (10, 10), "they count as the others do");
     let part = waiting.split(4);
     let looked = quota.end_period(looked).unwrap();
-    assert_eq!(quota.end_period(looked).unwrap_err(), "took none of its answers", "a part can be taken");
+    assert_eq!(quota.end_period(looked).unwrap_err(), "read none of its answers", "a part can be taken");
     drop((part, waiting));
     assert_eq!((quota.unsent(), quota.look().to_take), ((0, 0), 0));
 }
 
 #[test]
-fn answers_that_have_ended_are_not_followed_for_ever() {
+fn ended_answers_are_not_tracked() {
     let quota = quota(PLENTY, &Answers::new(PLENTY));
-    let kept: Vec<Arc<Taking>> = std::iter::repeat_with(Arc::default).take(10).collect();
+    let kept: Vec<Arc<AnswerProgress>> = std::iter::repeat_with(Arc::default).take(10).collect();
     for answer in &kept {
         quota.follow(answer);
     }

@@ -13,7 +13,7 @@ fn accepted(values: &[&'static str]) -> Accepted {
 }
 
 #[test]
-fn the_heaviest_form_wins() {
+fn encoding_with_the_highest_weight_wins() {
     for (values, expected) in [
         (&[][..], Accepted::Plain),
         (&[""], Accepted::Plain),
@@ -48,7 +48,7 @@ fn the_heaviest_form_wins() {
 }
 
 #[test]
-fn a_body_has_one_known_encoding_or_none() {
+fn body_with_several_or_unknown_encodings_is_refused() {
     for (value, expected) in [
         ("", Some(None)),
         ("identity", Some(None)),

@@ -30,7 +30,7 @@ fn read(steps: Vec<pb::model_ensembling::Step>, outputs: &[&str]) -> Result<Plan
 }
 
 #[test]
-fn a_plan_is_described_as_it_was_read() {
+fn plan_description_matches_its_configuration() {
     let mut steps = vec![
         step("join", &[("a", "s"), ("b", "t")], &[("out", "y")]),
         step("left", &[("in", "x")], &[("out", "s")]),
@@ -46,7 +46,7 @@ fn a_plan_is_described_as_it_was_read() {
 }
 
 #[test]
-fn steps_are_needed_for_what_is_asked_alone() {
+fn only_steps_for_the_requested_outputs_are_needed() {
     let steps = vec![
         step("a", &[("in", "x")], &[("out", "s")]),
         step("b", &[("in", "s")], &[("out", "y")]),
@@ -60,7 +60,7 @@ fn steps_are_needed_for_what_is_asked_alone() {
 }
 
 #[test]
-fn what_cannot_run_is_refused_with_the_step() {
+fn plan_that_cannot_run_is_refused_with_its_step() {
     let of_x = |model: &str| step(model, &[("in", "x")], &[("out", "y")]);
     let of_version = |version| pb::model_ensembling::Step { model_version: version, ..of_x("a") };
     let spaced = pb::model_ensembling::Step { model_namespace: "n".into(), ..of_x("a") };
@@ -78,7 +78,7 @@ fn what_cannot_run_is_refused_with_the_step() {
         ),
         (
             vec![spaced],
-            "step 1 (model \"a\"): model_namespace is not supported: there is one repository".into(),
+            "step 1 (model \"a\"): model_namespace is not supported: the server has one repository".into(),
         ),
         (
             vec![step("a", &[("in", "")], &[("out", "y")])],
@@ -118,7 +118,7 @@ fn what_cannot_run_is_refused_with_the_step() {
         ),
         (
             vec![step("a", &[("in", "y")], &[("out", "y")])],
-            "a cycle, as steps wait for each other's tensors: step 1 (model \"a\")".into(),
+            "a cycle of steps that wait for each other's tensors: step 1 (model \"a\")".into(),
         ),
         (
             vec![
@@ -126,15 +126,15 @@ fn what_cannot_run_is_refused_with_the_step() {
                 step("a", &[("in", "x"), ("back", "t")], &[("out", "s")]),
                 step("b", &[("in", "s")], &[("out", "t")]),
             ],
-            "a cycle, as steps wait for each other's tensors: step 2 (model \"a\"), step 3 (model \"b\")".into(),
+            "a cycle of steps that wait for each other's tensors: step 2 (model \"a\"), step 3 (model \"b\")".into(),
         ),
         (
             vec![of_x("a"), step("b", &[("in", "y")], &[("out", "z")])],
-            "step 2 (model \"b\") makes nothing that an output needs: take it out".into(),
+            "step 2 (model \"b\") makes no tensor that an output needs: remove the step".into(),
         ),
         (
             vec![of_x("a"), step("b", &[("in", "x")], &[])],
-            "step 2 (model \"b\") makes nothing that an output needs: take it out".into(),
+            "step 2 (model \"b\") makes no tensor that an output needs: remove the step".into(),
         ),
     ];
     for (steps, expected) in cases {
@@ -147,7 +147,10 @@ fn what_cannot_run_is_refused_with_the_step() {
     let scheduling = pb::ModelEnsembling { step: vec![of_x("a")], ..Default::default() };
     for (inputs, outputs) in [(&["x"][..], &[][..]), (&[][..], &["y"][..])] {
         let silent = Plan::read(&scheduling, &specs(inputs), &specs(outputs)).unwrap_err();
-        assert_eq!(silent, "an ensemble says itself what it takes and gives: name its input and output");
+        assert_eq!(
+            silent,
+            "an ensemble has to declare its inputs and outputs: add the fields input and output"
+        );
     }
 }
 

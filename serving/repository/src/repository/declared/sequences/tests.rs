@@ -10,7 +10,7 @@ fn read(text: &str) -> Result<Declared, String> {
 const STATE: &str = "input_name: \"past\" output_name: \"next\" data_type: TYPE_FP32 dims: [ -1, 3 ]";
 
 #[test]
-fn what_is_declared_is_read() {
+fn declared_sequences_are_read() {
     let text = format!(
         r#"max_batch_size: 4
         sequence_batching {{
@@ -57,7 +57,7 @@ fn what_is_declared_is_read() {
 }
 
 #[test]
-fn what_cannot_be_honoured_is_refused() {
+fn unsupported_sequence_settings_are_refused() {
     let control = |fields: &str| format!("control_input {{ name: \"c\" control {{ {fields} }} }}");
     let initial = |fields: &str| format!("state {{ {STATE} initial_state {{ {fields} }} }}");
     let cases = [
@@ -85,10 +85,10 @@ fn what_cannot_be_honoured_is_refused() {
             "state { input_name: \"a\" output_name: \"b\" data_type: TYPE_FP32 dims: 0 }".into(),
             "\"a\": dims has 0",
         ),
-        (format!("state [ {{ {STATE} }}, {{ {STATE} }} ]"), "input \"past\" is there twice"),
+        (format!("state [ {{ {STATE} }}, {{ {STATE} }} ]"), "input \"past\" appears twice"),
         (
             format!("state [ {{ {STATE} }}, {{ {} }} ]", STATE.replace("past", "before")),
-            "output \"next\" is there twice",
+            "output \"next\" appears twice",
         ),
         (initial("data_type: TYPE_FP32 dims: [ 1, 3 ] data_file: \"x\""), "data_file is not supported"),
         (initial("data_type: TYPE_FP32 dims: [ 1, 3 ]"), "has no zero_data: true"),
@@ -101,7 +101,7 @@ fn what_cannot_be_honoured_is_refused() {
         (initial("data_type: TYPE_FP32 dims: 1 zero_data: true"), "its initial_state [1]"),
         (
             format!("state {{ {STATE} initial_state [ {{ }}, {{ }} ] }}"),
-            "initial_state is there 2 times, once is possible",
+            "initial_state appears 2 times, the limit is one",
         ),
     ];
     for (text, expected) in cases {
@@ -113,5 +113,5 @@ fn what_cannot_be_honoured_is_refused() {
         "input {{ name: \"past\" data_type: TYPE_FP32 dims: 3 }} sequence_batching {{ state {{ {STATE} }} }}"
     );
     let reason = read(&both).unwrap_err();
-    assert!(reason.contains("the server gives input \"past\", clients do not"), "{reason}");
+    assert!(reason.contains("input \"past\" is set by the server, not by clients"), "{reason}");
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn request_whose_caller_has_gone_does_not_run() {
+fn request_of_a_disconnected_caller_does_not_run() {
     let scheduler = scheduler(1, policy());
     drop(pending(&scheduler, rows(1, LONG, 1.0)));
     assert_eq!(rest(&scheduler), (1, 0));
@@ -13,7 +13,7 @@ fn request_whose_caller_has_gone_does_not_run() {
 }
 
 #[test]
-fn run_whose_callers_have_gone_is_ended() {
+fn run_of_disconnected_callers_is_ended() {
     for together in [1, 2] {
         for stays in [false, true] {
             let scheduler = scheduler(1, policy());

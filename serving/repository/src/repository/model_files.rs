@@ -23,7 +23,7 @@ pub(super) fn is_settled(stat: &FileStat) -> bool {
 
 /// A file as last read.
 #[derive(Debug, Clone)]
-pub(super) struct Read<T> {
+pub(super) struct CachedFile<T> {
     stat: FileStat,
     /// The content, or the last valid content while the file is invalid.
     pub(super) good: Option<T>,
@@ -33,12 +33,12 @@ pub(super) struct Read<T> {
 
 /// The files next to the versions of one model.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Beside {
-    pub(super) config: Option<Read<Arc<Declared>>>,
-    pub(super) rollout: Option<Read<Rollout>>,
+pub(super) struct ModelFiles {
+    pub(super) config: Option<CachedFile<Arc<Declared>>>,
+    pub(super) rollout: Option<CachedFile<Rollout>>,
 }
 
-impl Beside {
+impl ModelFiles {
     /// The errors of the files.
     pub(super) fn problems(&self) -> impl Iterator<Item = &String> {
         let config = self.config.iter().filter_map(|read| read.problem.as_ref());
@@ -48,22 +48,31 @@ impl Beside {
 
 impl Repository {
     /// Reads those files of a model that have changed.
-    pub(super) async fn read_beside(&self, folder: Option<&ModelFolder>, before: &Beside) -> Beside {
-        let Some(folder) = folder else { return Beside::default() };
+    pub(super) async fn read_model_files(
+        &self,
+        folder: Option<&ModelFolder>,
+        before: &ModelFiles,
+    ) -> ModelFiles {
+        let Some(folder) = folder else { return ModelFiles::default() };
         let model = folder.name.as_str();
         let declared = |content: &[u8]| Declared::read(model, content).map(Arc::new);
         let config = self.read(folder, CONFIG_FILE, pbtxt::BYTES_MAX, before.config.as_ref(), declared).await;
-        let good = |read: &Option<Read<Arc<Declared>>>| read.as_ref().and_then(|read| read.good.clone());
+        let good =
+            |read: &Option<CachedFile<Arc<Declared>>>| read.as_ref().and_then(|read| read.good.clone());
         if let Some(declared) = good(&config)
             && !declared.ignored.is_empty()
             && good(&before.config).is_none_or(|before| before.ignored != declared.ignored)
         {
             let fields = declared.ignored.join(", ");
-            tracing::warn!(model, fields, "fields of config.pbtxt change nothing here");
+            tracing::warn!(
+                model,
+                fields,
+                "ignored fields of config.pbtxt that have no effect on this server"
+            );
         }
         let rollout =
             self.read(folder, ROLLOUT_FILE, ROLLOUT_BYTES_MAX, before.rollout.as_ref(), Rollout::read).await;
-        Beside { config, rollout }
+        ModelFiles { config, rollout }
     }
 
     async fn read<T: Clone>(
@@ -71,9 +80,9 @@ impl Repository {
         folder: &ModelFolder,
         file: &str,
         bytes_max: u64,
-        before: Option<&Read<T>>,
+        before: Option<&CachedFile<T>>,
         parse: impl FnOnce(&[u8]) -> Result<T, String>,
-    ) -> Option<Read<T>> {
+    ) -> Option<CachedFile<T>> {
         let stat = folder.files.get(file)?;
         if let Some(before) = before
             && before.stat == *stat
@@ -83,18 +92,23 @@ impl Repository {
             return Some(before.clone());
         }
         let source = &self.inner.source;
-        let read =
-            millrace_bundle::read_beside(source.store.as_ref(), &source.root, &folder.name, file, bytes_max)
-                .await;
+        let read = millrace_bundle::read_model_file(
+            source.store.as_ref(),
+            &source.root,
+            &folder.name,
+            file,
+            bytes_max,
+        )
+        .await;
         let parsed = match read {
             Ok(found) => parse(&found.content).map_err(|reason| format!("{}/{file}: {reason}", folder.name)),
             Err(error) => Err(chain(&error)),
         };
         Some(match parsed {
-            Ok(content) => Read { stat: stat.clone(), good: Some(content), problem: None },
+            Ok(content) => CachedFile { stat: stat.clone(), good: Some(content), problem: None },
             Err(problem) => {
                 let good = before.and_then(|before| before.good.clone());
-                Read { stat: stat.clone(), good, problem: Some(problem) }
+                CachedFile { stat: stat.clone(), good, problem: Some(problem) }
             }
         })
     }

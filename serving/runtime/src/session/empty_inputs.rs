@@ -61,7 +61,7 @@ const OPERATORS: [&str; 48] = [
 ];
 
 /// Whether a graph may get empty tensors.
-pub(super) fn is_taken_by(model: &ModelProto) -> bool {
+pub(super) fn are_accepted_by(model: &ModelProto) -> bool {
     let known = |node: &millrace_bundle::onnx::NodeProto| {
         matches!(node.domain(), "" | "ai.onnx") && OPERATORS.contains(&node.op_type())
     };
@@ -88,14 +88,14 @@ mod tests {
     }
 
     #[test]
-    fn operators_that_are_not_known_get_none() {
+    fn unknown_operators_get_no_inputs_without_elements() {
         let mut known = graph("", &["MatMul", "Add", "Relu"]);
-        assert!(is_taken_by(&known));
+        assert!(are_accepted_by(&known));
         for unknown in ["LSTM", "GRU", "Unique", "Loop"] {
-            assert!(!is_taken_by(&graph("", &["Add", unknown])), "{unknown}");
+            assert!(!are_accepted_by(&graph("", &["Add", unknown])), "{unknown}");
         }
-        assert!(!is_taken_by(&graph("com.microsoft", &["Add"])));
+        assert!(!are_accepted_by(&graph("com.microsoft", &["Add"])));
         known.functions.push(FunctionProto::default());
-        assert!(!is_taken_by(&known) && !is_taken_by(&ModelProto::default()));
+        assert!(!are_accepted_by(&known) && !are_accepted_by(&ModelProto::default()));
     }
 }

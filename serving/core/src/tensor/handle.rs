@@ -14,7 +14,7 @@ use crate::error::InferError;
 
 /// A tensor, or a reference to a shared one.
 #[derive(Debug)]
-pub enum Held {
+pub enum TensorHandle {
     /// The only owner.
     Alone(Tensor),
     /// Shared with others.
@@ -23,24 +23,26 @@ pub enum Held {
     Resident(String, Arc<Resident>),
 }
 
-impl Held {
+impl TensorHandle {
     /// The tensor under a name, shared if it has several takers.
-    pub fn named(self, name: &str, takers: usize) -> Held {
+    pub fn named(self, name: &str, takers: usize) -> TensorHandle {
         let mut tensor = match self {
-            Held::Alone(tensor) => tensor,
-            Held::Together(tensor) => Arc::unwrap_or_clone(tensor),
-            Held::Resident(_, tensor) => return Held::Resident(name.to_owned(), tensor),
+            TensorHandle::Alone(tensor) => tensor,
+            TensorHandle::Together(tensor) => Arc::unwrap_or_clone(tensor),
+            TensorHandle::Resident(_, tensor) => return TensorHandle::Resident(name.to_owned(), tensor),
         };
         name.clone_into(&mut tensor.name);
-        if takers > 1 { Held::Together(Arc::new(tensor)) } else { Held::Alone(tensor) }
+        if takers > 1 { TensorHandle::Together(Arc::new(tensor)) } else { TensorHandle::Alone(tensor) }
     }
 
     /// Another reference to the tensor; `None` if it is not shared.
-    pub fn share(&self) -> Option<Held> {
+    pub fn share(&self) -> Option<TensorHandle> {
         match self {
-            Held::Alone(_) => None,
-            Held::Together(tensor) => Some(Held::Together(Arc::clone(tensor))),
-            Held::Resident(name, tensor) => Some(Held::Resident(name.clone(), Arc::clone(tensor))),
+            TensorHandle::Alone(_) => None,
+            TensorHandle::Together(tensor) => Some(TensorHandle::Together(Arc::clone(tensor))),
+            TensorHandle::Resident(name, tensor) => {
+                Some(TensorHandle::Resident(name.clone(), Arc::clone(tensor)))
+            }
         }
     }
 
@@ -51,9 +53,9 @@ impl Held {
     /// [`InferError::Internal`] when a device fails.
     pub fn read(&self) -> Result<&Tensor, InferError> {
         match self {
-            Held::Alone(tensor) => Ok(tensor),
-            Held::Together(tensor) => Ok(tensor),
-            Held::Resident(_, tensor) => tensor.read(),
+            TensorHandle::Alone(tensor) => Ok(tensor),
+            TensorHandle::Together(tensor) => Ok(tensor),
+            TensorHandle::Resident(_, tensor) => tensor.read(),
         }
     }
 
@@ -63,9 +65,9 @@ impl Held {
     /// [`InferError::Internal`] when a device fails.
     pub fn into_tensor(self) -> Result<Tensor, InferError> {
         match self {
-            Held::Alone(tensor) => Ok(tensor),
-            Held::Together(tensor) => Ok(Arc::unwrap_or_clone(tensor)),
-            Held::Resident(name, tensor) => {
+            TensorHandle::Alone(tensor) => Ok(tensor),
+            TensorHandle::Together(tensor) => Ok(Arc::unwrap_or_clone(tensor)),
+            TensorHandle::Resident(name, tensor) => {
                 let tensor = match Arc::try_unwrap(tensor) {
                     Ok(tensor) => tensor.into_read()?,
                     Err(tensor) => tensor.read()?.clone(),
@@ -78,9 +80,9 @@ impl Held {
     /// A view for what needs no elements, and for runs.
     pub fn view(&self) -> View<'_> {
         match self {
-            Held::Alone(tensor) => View::Here(tensor),
-            Held::Together(tensor) => View::Here(tensor),
-            Held::Resident(name, tensor) => View::There(name, tensor),
+            TensorHandle::Alone(tensor) => View::Here(tensor),
+            TensorHandle::Together(tensor) => View::Here(tensor),
+            TensorHandle::Resident(name, tensor) => View::There(name, tensor),
         }
     }
 }
@@ -186,14 +188,14 @@ mod tests {
         Tensor::fp32("x", vec![values.len() as i64], values.to_vec()).unwrap()
     }
 
-    fn place(held: &Held) -> usize {
+    fn place(held: &TensorHandle) -> usize {
         held.read().unwrap().data.range().start
     }
 
     #[test]
-    fn elements_stay_where_they_are_however_many_have_them() {
+    fn shared_elements_are_not_copied() {
         for takers in 0..4 {
-            let alone = Held::Alone(tensor(&[1.0, 2.0, 3.0]));
+            let alone = TensorHandle::Alone(tensor(&[1.0, 2.0, 3.0]));
             let at = place(&alone);
             let held = alone.named("y", takers);
             assert_eq!(held.share().is_some(), takers > 1);
@@ -203,16 +205,16 @@ mod tests {
             // The last owner takes the elements without a copy.
             let own = held.into_tensor().unwrap();
             assert_eq!(own.name, "y");
-            assert_eq!(place(&Held::Alone(own)), at);
+            assert_eq!(place(&TensorHandle::Alone(own)), at);
         }
     }
 
     #[test]
-    fn who_takes_it_out_while_others_have_it_gets_a_copy() {
-        let held = Held::Alone(tensor(&[1.0])).named("x", 2);
+    fn taking_a_shared_tensor_copies_it() {
+        let held = TensorHandle::Alone(tensor(&[1.0])).named("x", 2);
         let other = held.share().unwrap();
         let own = held.into_tensor().unwrap();
         assert_eq!(own, *other.read().unwrap());
-        assert_ne!(place(&Held::Alone(own)), place(&other));
+        assert_ne!(place(&TensorHandle::Alone(own)), place(&other));
     }
 }

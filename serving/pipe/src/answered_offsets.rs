@@ -113,7 +113,7 @@ impl Tail {
 
 /// Offsets of the input topic, by partition, that this pipe answered.
 #[derive(Debug)]
-pub(super) struct Answered {
+pub(super) struct AnsweredOffsets {
     name: String,
     input: String,
     /// Those since the last commit, with the timestamp of the record if the answer carries it.
@@ -122,8 +122,8 @@ pub(super) struct Answered {
     last: BTreeMap<i32, (i64, Option<i64>)>,
 }
 
-impl Answered {
-    pub(super) fn new(tail: Tail, config: &PipeConfig, progress: &Progress) -> Answered {
+impl AnsweredOffsets {
+    pub(super) fn new(tail: Tail, config: &PipeConfig, progress: &Progress) -> AnsweredOffsets {
         let by_this_pipe = |answer: &&Answer| match (answer.is_named, &answer.id) {
             (true, Some(id)) => *id == progress.id,
             (true, None) => progress.id == EARLIER,
@@ -131,7 +131,7 @@ impl Answered {
                 progress.adopted && answer.model.as_ref().is_none_or(|model| *model == config.model)
             }
         };
-        let mut answered = Answered {
+        let mut answered = AnsweredOffsets {
             name: config.name.clone(),
             input: config.input.clone(),
             places: HashMap::new(),
@@ -151,7 +151,7 @@ impl Answered {
             tracing::info!(
                 pipe = config.name,
                 records = answered.places.len(),
-                "answered before the last commit was made, not again"
+                "skipped records that were answered before the last commit"
             );
         }
         answered
@@ -167,7 +167,7 @@ impl Answered {
         let mut open: BTreeMap<i32, i64> = BTreeMap::new();
         for (&partition, &(offset, timestamp_ms)) in &self.last {
             match marks.get(&partition) {
-                None => return Err(self.changed(partition, "the topic has no such partition any more")),
+                None => return Err(self.changed(partition, "the topic no longer has this partition")),
                 Some((_, high)) if offset >= *high => {
                     let reason =
                         format!("the pipe has answered offset {offset}, and the partition ends at {high}");
@@ -283,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whole_places_of_the_input_count() {
+    fn only_complete_input_positions_are_parsed() {
         assert_eq!(place(b"in/3/41", "in"), Some((3, 41)));
         for other in [&b"out/3/41"[..], b"in/3", b"in/x/41", b"in/3/", b"", b"\xff/1/2"] {
             assert_eq!(place(other, "in"), None);
@@ -292,7 +292,7 @@ mod tests {
 
     /// Retention removes the record after the pipe has asked for the ends of the input.
     #[tokio::test(flavor = "multi_thread")]
-    async fn an_answered_record_that_retention_removes_meanwhile_is_passed_over() {
+    async fn answered_record_removed_by_retention_is_skipped() {
         let dir = tempfile::tempdir().unwrap();
         let config = broker::Config {
             listen: ([127, 0, 0, 1], 0).into(),
@@ -315,7 +315,7 @@ mod tests {
         let kafka = KafkaConfig::new(second.addr().to_string());
         let (low, high) = topic::watermarks(&kafka, "in").await.unwrap()[&0];
         assert!(low > 2 && high == 20, "{low}..{high}");
-        let answered = Answered {
+        let answered = AnsweredOffsets {
             name: "p".into(),
             input: "in".into(),
             places: HashMap::new(),

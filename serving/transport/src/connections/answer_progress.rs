@@ -19,25 +19,25 @@ pub(super) const WHOLE: usize = 1 << 16;
 
 /// A client's progress with one answer.
 #[derive(Debug, Default)]
-pub(super) struct Taking {
+pub(super) struct AnswerProgress {
     /// Pieces that the connection holds.
     pieces: AtomicUsize,
     /// The patience period in which a piece was last produced or dropped.
     moved: AtomicUsize,
     /// Sum of the client's fair shares per waiting answer since then, in units of 1/[`WHOLE`] piece.
     missed: AtomicUsize,
-    call: Mutex<Ending>,
+    call: Mutex<CallEnd>,
 }
 
 /// The requested end of a call.
 #[derive(Debug, Default)]
-struct Ending {
+struct CallEnd {
     is_due: bool,
     /// Wakes the call; `None` while the call does not wait for its client, and once it cannot be ended.
     call: Option<Waker>,
 }
 
-impl Taking {
+impl AnswerProgress {
     /// Records that a piece was given to the connection.
     pub(super) fn gave(&self, period: usize) {
         self.moved.store(period, Ordering::Relaxed);
@@ -92,9 +92,9 @@ impl Taking {
 
 /// The answer of a call, once it has one. After the drop, the call can no longer be ended.
 #[derive(Debug, Default)]
-struct Begun(Option<Arc<Taking>>);
+struct StartedAnswer(Option<Arc<AnswerProgress>>);
 
-impl Drop for Begun {
+impl Drop for StartedAnswer {
     fn drop(&mut self) {
         if let Some(answer) = &self.0 {
             answer.call.lock().call = None;
@@ -104,43 +104,43 @@ impl Drop for Begun {
 
 /// The future that a thread polls.
 #[derive(Debug, Default)]
-enum Current {
+enum PolledCall {
     /// Not a call that can be ended.
     #[default]
     Other,
-    Call(Begun),
+    Call(StartedAnswer),
 }
 
 thread_local! {
-    static CURRENT: Cell<Current> = const { Cell::new(Current::Other) };
+    static CURRENT: Cell<PolledCall> = const { Cell::new(PolledCall::Other) };
 }
 
 /// Registers an answer with the call that is being polled on this thread.
-pub(super) fn begin(answer: &Arc<Taking>) {
-    if let Current::Call(_) = CURRENT.take() {
-        CURRENT.set(Current::Call(Begun(Some(answer.clone()))));
+pub(super) fn begin(answer: &Arc<AnswerProgress>) {
+    if let PolledCall::Call(_) = CURRENT.take() {
+        CURRENT.set(PolledCall::Call(StartedAnswer(Some(answer.clone()))));
     }
 }
 
 /// Scope in which a call is polled on this thread.
-struct Polled {
-    outer: Current,
+struct PollScope {
+    outer: PolledCall,
 }
 
-impl Polled {
-    fn begin(begun: Begun) -> Polled {
-        Polled { outer: CURRENT.replace(Current::Call(begun)) }
+impl PollScope {
+    fn begin(begun: StartedAnswer) -> PollScope {
+        PollScope { outer: CURRENT.replace(PolledCall::Call(begun)) }
     }
 
-    fn end(self) -> Begun {
+    fn end(self) -> StartedAnswer {
         match CURRENT.take() {
-            Current::Call(begun) => begun,
-            Current::Other => Begun::default(),
+            PolledCall::Call(begun) => begun,
+            PolledCall::Other => StartedAnswer::default(),
         }
     }
 }
 
-impl Drop for Polled {
+impl Drop for PollScope {
     fn drop(&mut self) {
         CURRENT.set(std::mem::take(&mut self.outer));
     }
@@ -148,20 +148,20 @@ impl Drop for Polled {
 
 pin_project! {
     /// A call that ends if its client does not read the answer.
-    pub(super) struct Endable<F> {
+    pub(super) struct EndableCall<F> {
         #[pin]
         call: F,
-        begun: Begun,
+        begun: StartedAnswer,
     }
 }
 
-impl<F> Endable<F> {
-    pub(super) fn new(call: F) -> Endable<F> {
-        Endable { call, begun: Begun::default() }
+impl<F> EndableCall<F> {
+    pub(super) fn new(call: F) -> EndableCall<F> {
+        EndableCall { call, begun: StartedAnswer::default() }
     }
 }
 
-impl<F: Future<Output = ()>> Future for Endable<F> {
+impl<F: Future<Output = ()>> Future for EndableCall<F> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
@@ -169,7 +169,7 @@ impl<F: Future<Output = ()>> Future for Endable<F> {
         if this.begun.0.as_ref().is_some_and(|answer| answer.is_due()) {
             return Poll::Ready(());
         }
-        let polled = Polled::begin(std::mem::take(this.begun));
+        let polled = PollScope::begin(std::mem::take(this.begun));
         let ended = this.call.poll(cx);
         let begun = polled.end();
         if ended.is_ready() || begun.0.as_ref().is_some_and(|answer| answer.wait(cx.waker())) {
@@ -182,14 +182,14 @@ impl<F: Future<Output = ()>> Future for Endable<F> {
 
 /// An executor that makes calls endable and runs them on another executor.
 #[derive(Debug, Clone)]
-pub(super) struct Endings<E>(pub(super) E);
+pub(super) struct EndableExecutor<E>(pub(super) E);
 
-impl<F, E> Executor<F> for Endings<E>
+impl<F, E> Executor<F> for EndableExecutor<E>
 where
     F: Future<Output = ()>,
-    E: Executor<Endable<F>>,
+    E: Executor<EndableCall<F>>,
 {
     fn execute(&self, call: F) {
-        self.0.execute(Endable::new(call));
+        self.0.execute(EndableCall::new(call));
     }
 }
