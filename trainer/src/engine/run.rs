@@ -18,7 +18,7 @@ pub(super) trait Compute: Send + Sync {
     fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError>;
     /// The output for checked, non-empty inputs.
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError>;
-    /// The flat gradient; `loss_and_gradient` turns the output into the gradient of the loss by the output.
+    /// The flat gradient; `loss_fn` turns the output into the gradient of the loss by the output.
     fn gradients(
         &self,
         inputs: &[f32],
