@@ -15,10 +15,10 @@ pub(crate) fn code(error: &anyhow::Error) -> Exit {
 
 /// [`code`] of a crate's error.
 pub(crate) fn of(error: &(dyn StdError + 'static)) -> Exit {
-    error_chain::causes(error).map(of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
+    error_chain::causes(error).map(code_of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
 }
 
-fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
+fn code_of_cause(cause: &(dyn StdError + 'static)) -> Exit {
     None.or_else(|| as_type(cause).map(Failure::exit))
         .or_else(|| as_type(cause).map(datafs))
         .or_else(|| as_type(cause).map(streams))
@@ -192,7 +192,6 @@ fn os(error: &io::Error) -> Exit {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
 
     use millrace_trainer::Error as E;
 
@@ -204,7 +203,7 @@ mod tests {
         let full = millrace_datafs::Error::NoSpace { place: "/disk".into(), quota: false };
         let met = E::Volume { what: "write checkpoint".into(), source: Box::new(full) };
         assert_eq!(of(&met), Exit::NoSpace);
-        let told = E::Worker { message: met.one_line(), exit_code: of(&met) as u8 };
-        assert_eq!(code(&anyhow::Error::new(told)), Exit::NoSpace);
+        let received = E::Worker { message: met.one_line(), exit_code: of(&met) as u8 };
+        assert_eq!(code(&anyhow::Error::new(received)), Exit::NoSpace);
     }
 }

@@ -32,9 +32,9 @@ pub(crate) struct Home {
 /// Exclusive use of a home: no mount, service or other command has it open. Dropping it returns to shared
 /// use.
 #[derive(Debug)]
-pub(crate) struct Alone(Arc<File>);
+pub(crate) struct ExclusiveHome(Arc<File>);
 
-impl Drop for Alone {
+impl Drop for ExclusiveHome {
     fn drop(&mut self) {
         // No process waits for the exclusive lock, so the change to a shared one does not block.
         self.0.lock_shared().ok();
@@ -103,11 +103,11 @@ impl Home {
     /// Opens the folder, creating it when it is missing. Rejects one of a newer format, one of another user,
     /// and a new one that cannot be written. Removes access rights of other users, with a note.
     pub(crate) fn open(root: PathBuf, shares: bool, note: impl Fn(&str)) -> Result<Home> {
-        let way_out = "choose another with --home DIR or MILLRACE_HOME";
+        let remedy = "choose another with --home DIR or MILLRACE_HOME";
         if let Err(error) = private::create_dir_all(&root) {
             return fail(
                 Exit::Unavailable,
-                format!("cannot create home folder {}: {error} ({way_out})", root.display()),
+                format!("cannot create home folder {}: {error} ({remedy})", root.display()),
             );
         }
         let format = root.join("format.json");
@@ -118,7 +118,7 @@ impl Home {
                     Err(error) => {
                         return fail(
                             Exit::Corrupt,
-                            format!("{} is not a format file: {error} ({way_out})", format.display()),
+                            format!("{} is not a format file: {error} ({remedy})", format.display()),
                         );
                     }
                 };
@@ -127,7 +127,7 @@ impl Home {
                         Exit::Conflict,
                         format!(
                             "home folder {} has format {}, this program knows up to {FORMAT}: \
-                             use a newer millrace, or {way_out}",
+                             use a newer millrace, or {remedy}",
                             root.display(),
                             found.format
                         ),
@@ -139,18 +139,18 @@ impl Home {
                 if let Err(error) = write_private(&format, text.as_bytes()) {
                     return fail(
                         Exit::Unavailable,
-                        format!("cannot write in home folder {}: {error} ({way_out})", root.display()),
+                        format!("cannot write in home folder {}: {error} ({remedy})", root.display()),
                     );
                 }
             }
             Err(error) => {
                 return fail(
                     Exit::Unavailable,
-                    format!("cannot read {}: {error} ({way_out})", format.display()),
+                    format!("cannot read {}: {error} ({remedy})", format.display()),
                 );
             }
         }
-        refuse_foreign("home folder", &root, &root, &format, way_out)?;
+        refuse_foreign("home folder", &root, &root, &format, remedy)?;
         if let Some(owner) = foreign_owner(&root) {
             note(&format!(
                 "home folder {} belongs to user {owner}, who cannot open what this user adds; run Millrace as that user",
@@ -174,7 +174,7 @@ impl Home {
 
     /// Gets exclusive use of this home, for work that removes data in use. Fails while another process has
     /// the home open.
-    pub(crate) fn alone(&self, purpose: &str) -> Result<Alone> {
+    pub(crate) fn lock_exclusively(&self, purpose: &str) -> Result<ExclusiveHome> {
         let root = self.root.display();
         let Some(in_use) = &self.in_use else {
             return fail(
@@ -183,7 +183,7 @@ impl Home {
             );
         };
         match in_use.try_lock() {
-            Ok(()) => Ok(Alone(Arc::clone(in_use))),
+            Ok(()) => Ok(ExclusiveHome(Arc::clone(in_use))),
             Err(TryLockError::WouldBlock) => fail(
                 Exit::Conflict,
                 format!(
@@ -200,15 +200,15 @@ impl Home {
     /// Rejects a local store or metadata file that another user created. That user could not open files that
     /// this process adds, nor this process the existing ones.
     pub(crate) fn check_store(&self, config: &millrace_datafs::Config) -> Result<()> {
-        let way_out = "set [datafs] store_dir and meta_file to places of this user";
+        let remedy = "set [datafs] store_dir and meta_file to places of this user";
         if config.store_url.is_none() {
             let store = self.root.join(&config.store_dir);
-            refuse_foreign("local store", &store, &store, &store.join(STORE_MARKER), way_out)?;
+            refuse_foreign("local store", &store, &store, &store.join(STORE_MARKER), remedy)?;
         }
         if config.meta_url.is_none() {
             let meta = self.root.join(&config.meta_file);
             let folder = meta.parent().unwrap_or(&self.root);
-            refuse_foreign("metadata file", &meta, folder, &meta, way_out)?;
+            refuse_foreign("metadata file", &meta, folder, &meta, remedy)?;
         }
         Ok(())
     }
@@ -339,7 +339,7 @@ const STORE_MARKER: &str = "store.json";
 
 /// Fails if another user created Millrace's file `made` in `folder`; a missing file passes. The folder itself
 /// may have any owner, like the mount point of a disk.
-fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, way_out: &str) -> Result<()> {
+fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, remedy: &str) -> Result<()> {
     let own = nix::unistd::geteuid().as_raw();
     let owner = match fs::symlink_metadata(made) {
         Ok(metadata) => metadata.uid(),
@@ -354,7 +354,7 @@ fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, way_out: 
         Exit::Unavailable,
         format!(
             "{what} {path} belongs to user {}, who could not open what user {} adds: run millrace as its owner \
-             (sudo -u '#{owner}' millrace ...), or give it to this user (chown -R {own} {path}), or {way_out}",
+             (sudo -u '#{owner}' millrace ...), or give it to this user (chown -R {own} {path}), or {remedy}",
             user(owner),
             user(own)
         ),
@@ -465,7 +465,7 @@ mod tests {
     use super::is_foreign;
 
     #[test]
-    fn files_are_foreign_only_where_a_new_one_gets_another_owner() {
+    fn file_is_foreign_only_if_a_new_file_gets_another_owner() {
         assert!(!is_foreign(65_534, Ok(65_534)), "NFS with root_squash");
         assert!(is_foreign(1000, Ok(0)));
         assert!(is_foreign(1000, Err(Error::from(ErrorKind::PermissionDenied))));
@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_file_shows_the_owner_that_its_file_system_gives() {
+    fn new_file_reveals_owner_assigned_by_file_system() {
         let dir = tempfile::tempdir().unwrap_or_else(|error| panic!("{error}"));
         let own = nix::unistd::geteuid().as_raw();
         assert_eq!(super::owner_of_new(dir.path()).ok(), Some(own));

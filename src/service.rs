@@ -65,7 +65,7 @@ pub(crate) async fn up(context: &Context) -> Result<()> {
         );
     }
     let mut service = Service::start(context, "up").await?;
-    ready::tell();
+    ready::notify_systemd();
     context.out.table(
         &service.addresses,
         &["service", "address"],
@@ -159,7 +159,7 @@ impl Service {
             let (job, datafs, kafka, stop) =
                 (job.clone(), self.datafs.clone(), self.kafka.clone(), self.back.stop.child_token());
             // The volume holds the offsets, so a new attempt continues from there.
-            self.back.keep(format!("ingest {}", job.name), move || {
+            self.back.spawn_restarting(format!("ingest {}", job.name), move || {
                 let (job, datafs, kafka, stop) = (job.clone(), datafs.clone(), kafka.clone(), stop.clone());
                 async move {
                     millrace_ingest::run(&job, &datafs, &kafka, stop, Until::Forever).await?;
@@ -193,7 +193,7 @@ impl Service {
             let (context, stop) = (context.clone(), self.middle.stop.child_token());
             let part = format!("train {}", job.display());
             let gauge = WaitGauge::of(&part);
-            self.middle.keep(part, move || {
+            self.middle.spawn_restarting(part, move || {
                 let (context, path, stop) = (context.clone(), path.clone(), stop.clone());
                 let gauge = gauge.clone();
                 async move { train_when_ready(&context, &path, stop, &gauge).await }
@@ -251,7 +251,7 @@ impl Service {
             let waiting = Waiting::new(move |waits| gauge.set(waits));
             let deps = Deps { kafka: self.kafka.clone(), inference: inference.clone(), progress, waiting };
             let (declared, stop) = (declared.clone(), self.front.stop.child_token());
-            self.front.keep(part, move || {
+            self.front.spawn_restarting(part, move || {
                 let (declared, deps, stop) = (declared.clone(), deps.clone(), stop.clone());
                 async move {
                     pipe::run(&declared, deps, pipe::Until::Forever, stop).await?;
@@ -335,7 +335,7 @@ async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
             let path = gone.path().display();
             return failure(
                 Exit::Failed,
-                format!("the mount at {path} was taken away; start the service again"),
+                format!("the mount at {path} was removed; start the service again"),
             );
         }
         tokio::time::sleep(MOUNT_POLL).await;
@@ -353,7 +353,9 @@ async fn train_when_ready(
     let datafs = context.volumes().await?;
     let declared = job.dataset.source.clone();
     let mut trained = None;
-    while let Some((source, number)) = newer(context, (&datafs, &declared), trained, (&stop, gauge)).await? {
+    while let Some((source, number)) =
+        newer_snapshot(context, (&datafs, &declared), trained, (&stop, gauge)).await?
+    {
         job.dataset.source = source.clone();
         let report = crate::commands::train::train(context, &job, stop.clone(), |_| {}).await?;
         tracing::info!(
@@ -369,7 +371,7 @@ async fn train_when_ready(
 
 /// The snapshot that a training is to read, and its number, once one exists that is newer than that of the number
 /// `trained`; `None` when the service stops. A snapshot that was deleted does not make an older one newer.
-async fn newer(
+async fn newer_snapshot(
     context: &Context,
     (datafs, declared): (&Datafs, &VolumeSpec),
     trained: Option<u64>,

@@ -109,7 +109,7 @@ pub enum Error {
     },
     /// A folder of the job belongs to another job: files of both would replace each other.
     #[error(
-        "ingest job {job} of volume {volume} wants folder {folder}, but {owner}: \
+        "ingest job {job} of volume {volume} cannot use folder {folder}: {owner}; \
          choose another path or dead_letter directory for one of them"
     )]
     FolderTaken {
@@ -164,8 +164,8 @@ pub enum Error {
     },
     /// The disk is full; nothing half-written is visible. Free space and run again.
     #[error(
-        "ingest job {job}: no space left while landing in volume {volume}; nothing of it is \
-         visible, free space and run again: it goes on at the committed offsets"
+        "ingest job {job}: no space left while landing in volume {volume}; none of its rows \
+         are visible; free space and run again to continue at the committed offsets"
     )]
     NoSpace {
         /// Job.

@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 use crate::output::Output;
-use crate::settings::Loaded;
+use crate::settings::LoadedSettings;
 
 /// The pages of `docs/reference/config` for millrace.toml. A test compares them with the source.
 const PAGES: [&str; 8] = [
@@ -19,7 +19,7 @@ const PAGES: [&str; 8] = [
 ];
 
 /// Runs the command.
-pub(crate) fn run(out: Output, loaded: Loaded, all: bool) -> Result<()> {
+pub(crate) fn run(out: Output, loaded: LoadedSettings, all: bool) -> Result<()> {
     let settings = loaded.settings.without_secrets();
     if !all {
         return if out.is_json() { out.object(&settings) } else { out.raw(&toml::to_string(&settings)?) };
@@ -191,21 +191,24 @@ fn cells(row: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::settings::Settings;
 
     /// Paths of all values in a table, with lists of tables entered at their entries.
-    fn leaves(value: &Value, path: &str, found: &mut Vec<String>) {
+    fn value_paths(value: &Value, path: &str, found: &mut Vec<String>) {
         match value {
             Value::Object(fields) if !fields.is_empty() && !path.ends_with(".dead_letter") => {
                 for (name, value) in fields {
-                    leaves(value, &format!("{path}{}{name}", if path.is_empty() { "" } else { "." }), found);
+                    value_paths(
+                        value,
+                        &format!("{path}{}{name}", if path.is_empty() { "" } else { "." }),
+                        found,
+                    );
                 }
             }
             Value::Array(list) if list.iter().any(Value::is_object) => {
                 for (at, value) in list.iter().enumerate() {
-                    leaves(value, &format!("{path}[{at}]"), found);
+                    value_paths(value, &format!("{path}[{at}]"), found);
                 }
             }
             _ => found.push(path.to_owned()),
@@ -222,7 +225,7 @@ mod tests {
         let row =
             |path: &str| keys.iter().find(|key| key.path == path).unwrap_or_else(|| panic!("no row {path}"));
         let mut paths = Vec::new();
-        leaves(&value, "", &mut paths);
+        value_paths(&value, "", &mut paths);
         assert!(paths.len() > 80, "{paths:?}");
         let listed = ["streams.topics", "serving.pipes", "up.mounts", "up.snapshots"];
         for path in paths.iter().filter(|path| !listed.contains(&path.as_str())) {

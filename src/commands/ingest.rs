@@ -36,7 +36,7 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
             break;
         }
         context.out.note(
-            "the broker of this home ended or gives way to a service: ingest goes on with its successor",
+            "the broker of this home ended or stops for a service: ingest continues with its successor",
         );
         if !context.rejoin(&mut session).await? {
             break;
@@ -94,7 +94,7 @@ async fn land(
     let ended = tokio::select! {
         ended = &mut landing => (ended, false),
         // Without --follow, the ingest ends when no broker answers.
-        () = session.lost(), if follow => {
+        () = session.wait_until_lost(), if follow => {
             stop.cancel();
             (landing.await, true)
         }

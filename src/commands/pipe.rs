@@ -92,7 +92,7 @@ async fn predict(
         let (ended, lost) = tokio::select! {
             ended = &mut running => (ended, false),
             // Without --follow, the pipe ends when no broker answers.
-            () = session.lost(), if follow => {
+            () = session.wait_until_lost(), if follow => {
                 stop.cancel();
                 (running.await, true)
             }
@@ -114,7 +114,7 @@ async fn predict(
             return Ok(report);
         }
         context.out.note(
-            "the broker of this home ended or gives way to a service: the pipe goes on with its successor",
+            "the broker of this home ended or stops for a service: the pipe continues with its successor",
         );
         if !context.rejoin(&mut session).await? {
             return Ok(report);

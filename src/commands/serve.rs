@@ -80,7 +80,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         .into_iter()
         .chain(models(&serving).into_iter().map(|line| vec!["model".to_owned(), line])),
     )?;
-    ready::tell();
+    ready::notify_systemd();
     context.advise_on_cores();
     context.out.text("ready, Ctrl-C drains and stops")?;
     serving.join().await?;

@@ -41,7 +41,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         (_, true) => "published by an earlier run",
         (End::Converged, _) => "converged",
         (End::EpochsDone, _) => "all epochs done",
-        (End::Stopped, _) => "stopped with a checkpoint, run it again to go on",
+        (End::Stopped, _) => "stopped with a checkpoint, run it again to continue",
     };
     let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
     context.out.table(

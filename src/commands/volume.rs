@@ -60,7 +60,7 @@ fn list(context: &Context, list: &VolumeList) -> Result<()> {
     }
     let damaged: Vec<_> =
         list.damaged.iter().map(|(name, error)| format!("volume {name:?} cannot be read: {error}")).collect();
-    fail(Exit::Corrupt, format!("{}; `millrace fsck` says what can be mended", damaged.join("; ")))
+    fail(Exit::Corrupt, format!("{}; `millrace fsck` reports what can be repaired", damaged.join("; ")))
 }
 
 fn show(context: &Context, volumes: &[VolumeInfo]) -> Result<()> {

@@ -94,7 +94,7 @@ pub fn is_held(dir: &Path) -> bool {
 }
 
 /// State shared by all connections.
-pub(crate) struct Shared {
+pub(crate) struct BrokerState {
     config: Config,
     store: Store,
     stopping: CancellationToken,
@@ -155,7 +155,7 @@ impl Broker {
         }
         lock.set_address(reachable)?;
         let memory = Memory::new(config.memory_bytes_max, config.request_bytes_max);
-        let shared = Arc::new(Shared { config, store, stopping: stopping.clone(), memory });
+        let shared = Arc::new(BrokerState { config, store, stopping: stopping.clone(), memory });
         tracing::info!(address = %address, dir = %dir.display(), "the broker accepts connections");
         let (done, stopped) = oneshot::channel();
         runtime.spawn(async move {
@@ -236,13 +236,13 @@ fn check(config: &Config) -> Result<()> {
     Ok(())
 }
 
-async fn retain(shared: &Shared) {
+async fn retain(shared: &BrokerState) {
     while shared.stopping.run_until_cancelled(tokio::time::sleep(RETENTION_EVERY)).await.is_some() {
         tokio::task::block_in_place(|| shared.store.retain());
     }
 }
 
-async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+async fn accept(listener: TcpListener, shared: Arc<BrokerState>) {
     let connections = TaskTracker::new();
     let mut spare = spare_descriptor();
     loop {
@@ -257,14 +257,14 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
             Ok((stream, peer)) => {
                 drop(stream);
                 crate::metrics::BROKER_REFUSED.inc();
-                tracing::warn!(peer = %peer, "turned a connection away: streams.broker.connections_max is reached");
+                tracing::warn!(peer = %peer, "refused a connection: streams.broker.connections_max is reached");
             }
             Err(error) if spare.is_some() && out_of_descriptors(&error) => {
                 // The spare descriptor admits the waiting connection, which is then closed instead of left
                 // waiting.
                 drop(spare.take());
                 let refused = tokio::time::timeout(ACCEPT_PAUSE, listener.accept()).await;
-                tracing::warn!(error = %error, "turned a connection away: raise the limit of open files");
+                tracing::warn!(error = %error, "refused a connection: raise the limit of open files");
                 crate::metrics::BROKER_REFUSED.inc();
                 drop(refused);
                 spare = spare_descriptor();

@@ -57,7 +57,7 @@ pub enum Error {
     /// The start offset is not in the log: records were deleted, or the topic was deleted and created again.
     #[error(
         "topic {topic} partition {partition}: offset {requested} is outside of {low}..={high}; \
-         the records were deleted or the topic was created again (start from the earliest offset to go on)"
+         the records were deleted or the topic was created again (start from the earliest offset to continue)"
     )]
     OffsetOutOfRange {
         /// Topic name.
@@ -103,7 +103,7 @@ pub enum Error {
         reason: String,
     },
     /// The producer met a fatal error: replace it by a new one.
-    #[error("the producer for {bootstrap_servers} can not go on: {reason}; connect a new one")]
+    #[error("the producer for {bootstrap_servers} cannot continue: {reason}; connect a new one")]
     ProducerLost {
         /// The brokers.
         bootstrap_servers: String,

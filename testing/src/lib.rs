@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_requires_what_it_names() {
+    fn listed_needs_are_required() {
         assert_eq!(requires("", Need::Fuse), Ok(false));
         assert_eq!(requires("root, fuse", Need::Fuse), Ok(true));
         assert_eq!(requires("root", Need::Fuse), Ok(false));

@@ -8,7 +8,7 @@ use crate::support::Home;
 const SHORT: [&str; 4] = ["--duration", "0.3", "--warm-up", "0.05"];
 
 #[test]
-fn loads_of_both_kinds_have_figures() {
+fn open_and_closed_loads_report_figures() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
     let bench = ["serve", "bench", "m", "--grpc", &grpc];
@@ -38,7 +38,7 @@ fn loads_of_both_kinds_have_figures() {
 }
 
 #[test]
-fn records_of_a_file_are_sent_and_wrong_ones_named() {
+fn load_sends_records_of_a_file_and_names_invalid_ones() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
     let file = home.file("rows.jsonl", "{\"input\": [0.5, -1]}\n\n{\"label\": 1, \"input\": [2, 3e-1]}\n");
@@ -65,7 +65,7 @@ fn records_of_a_file_are_sent_and_wrong_ones_named() {
 }
 
 #[test]
-fn a_load_that_cannot_be_says_why() {
+fn impossible_load_is_refused_with_the_reason() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
     let folder = home.dir.path().to_str().unwrap().to_owned();

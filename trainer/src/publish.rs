@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::job::{JobFile, digest_of};
 use crate::metrics;
 use crate::replica::check_weights;
-use crate::state::State;
+use crate::state::RunState;
 
 /// Attempts at a publish that conflicts with another version of the same model.
 const ATTEMPTS: usize = 16;
@@ -79,7 +79,7 @@ fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
 }
 
 /// Whether the bundle of a published version still exists.
-fn stands(
+fn bundle_exists(
     store: &dyn ObjectStore,
     root: &str,
     name: &str,
@@ -105,7 +105,7 @@ pub(crate) fn publish(
     job: &JobFile,
     origin: &Origin,
     engine: &mut Engine,
-    state: &State,
+    state: &RunState,
     statistics: impl FnOnce() -> Option<Statistics>,
     runtime: &Handle,
 ) -> Result<(Published, bool)> {
@@ -117,7 +117,7 @@ pub(crate) fn publish(
     let former_key = format!("trainer/{}/published/{}", job.name, origin.former_run);
     let standing = |key: &str| -> Result<Option<Published>> {
         let Some((_, published)) = recorded(output, key)? else { return Ok(None) };
-        Ok(stands(store.as_ref(), root, name.as_str(), &published, runtime)?.then_some(published))
+        Ok(bundle_exists(store.as_ref(), root, name.as_str(), &published, runtime)?.then_some(published))
     };
     check_weights(engine.layout(), &state.weights, state.step.saturating_sub(1))?;
     for key in [&key, &former_key] {
@@ -192,7 +192,7 @@ pub(crate) fn publish(
     })
 }
 
-fn figures(state: &State, loss: Loss) -> BTreeMap<String, f64> {
+fn figures(state: &RunState, loss: Loss) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
     if let Some(last) = state.ledger.epochs.last() {
         figures.insert("train_loss".to_owned(), last.loss);

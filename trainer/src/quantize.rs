@@ -115,7 +115,7 @@ pub fn quantize(mut model: ModelProto) -> Result<Quantized, QuantizeError> {
     let mut rewrite = Rewrite::new(graph, &nodes);
     for node in nodes {
         for inner in subgraphs(&node) {
-            keep_inner(inner, &mut kept);
+            record_inner_nodes(inner, &mut kept);
         }
         let operator = onnx_operator(&node);
         let found = match operator {
@@ -144,7 +144,7 @@ pub fn quantize(mut model: ModelProto) -> Result<Quantized, QuantizeError> {
     }
     rewrite.finish();
     if layers.is_empty() {
-        return Err(QuantizeError::nothing(&kept));
+        return Err(QuantizeError::no_layers(&kept));
     }
     Ok(Quantized { model, layers, kept })
 }
@@ -200,8 +200,8 @@ fn weights_of(
         return Err(format!("it has {} outputs", node.output.len()));
     }
     let transposed = form(node)?;
-    let place = *places.get(name).ok_or("its second input is no initializer of the graph")?;
-    let tensor = graph.initializer.get(place).ok_or("its weights are gone")?;
+    let place = *places.get(name).ok_or("its second input is not an initializer of the graph")?;
+    let tensor = graph.initializer.get(place).ok_or("its weights are missing")?;
     match readers.get(name).copied().unwrap_or_default() {
         1 => {}
         others => return Err(format!("its weights are read in {others} places")),
@@ -252,16 +252,16 @@ fn count_readers(graph: &GraphProto, readers: &mut HashMap<String, usize>) {
 }
 
 /// Records nodes with weights inside control-flow nodes as unchanged.
-fn keep_inner(graph: &GraphProto, kept: &mut Vec<Kept>) {
+fn record_inner_nodes(graph: &GraphProto, kept: &mut Vec<Kept>) {
     for node in &graph.node {
         let has_weights =
             |operator: &str| ["MatMul", "Gemm"].contains(&operator) || OTHERS.contains(&operator);
         if onnx_operator(node).is_some_and(has_weights) {
-            let reason = "it is inside of a node of control flow".to_owned();
+            let reason = "it is inside a control-flow node".to_owned();
             kept.push(Kept { node: shown(node), operator: node.op_type().to_owned(), reason });
         }
         for inner in subgraphs(node) {
-            keep_inner(inner, kept);
+            record_inner_nodes(inner, kept);
         }
     }
 }

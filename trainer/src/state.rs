@@ -25,7 +25,7 @@ const SLOTS_MAX: u64 = 8;
 
 /// A run after `step` steps.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct State {
+pub(crate) struct RunState {
     pub(crate) step: u64,
     pub(crate) weights: Vec<f32>,
     pub(crate) optimizer: OptimizerState,
@@ -45,7 +45,7 @@ struct Counters {
     fraction_bits: Option<i32>,
 }
 
-impl State {
+impl RunState {
     /// The largest encoding a state with this layout may have.
     pub(crate) fn bytes_max(layout: &ParamLayout) -> u64 {
         let vector = 4 * layout.elements() as u64;
@@ -91,7 +91,7 @@ impl State {
     }
 
     /// Decodes a state; every parameter of the layout must be present with its shape.
-    pub(crate) fn decode(layout: &ParamLayout, bytes: &[u8]) -> Result<State, String> {
+    pub(crate) fn decode(layout: &ParamLayout, bytes: &[u8]) -> Result<RunState, String> {
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
         let counters = metadata
             .metadata()
@@ -132,7 +132,7 @@ impl State {
             .iter()
             .map(|slot| Ok((slot.clone(), vector(&format!("optimizer.{slot}"))?)))
             .collect::<Result<Vec<_>, String>>()?;
-        Ok(State {
+        Ok(RunState {
             step: counters.step,
             weights,
             optimizer: OptimizerState { step: counters.optimizer_step, slots },

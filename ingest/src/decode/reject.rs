@@ -135,7 +135,7 @@ impl Reject {
     }
 
     pub(crate) fn duplicate(name: &str) -> Self {
-        Self::new(RejectClass::DuplicateField, format_args!("field {} is there twice", quote(name)))
+        Self::new(RejectClass::DuplicateField, format_args!("field {} appears twice", quote(name)))
     }
 
     pub(crate) fn missing(name: &str) -> Self {
@@ -167,15 +167,15 @@ impl Reject {
     pub(crate) fn of_column(field: &Field, fault: Fault, rest: &str, limits: &Limits) -> Self {
         let name = quote(&field.name);
         let kind = &field.kind;
-        let told = Self::told(&name, kind, fault);
+        let reject = Self::of_fault(&name, kind, fault);
         match fault {
             // These reasons are complete without the value, and the record may end there.
-            Fault::Syntax { .. } | Fault::Deep { .. } | Fault::Null => told,
-            _ => Self::new(told.class, format_args!("{}: {}", told.reason, shown(rest, limits))),
+            Fault::Syntax { .. } | Fault::Deep { .. } | Fault::Null => reject,
+            _ => Self::new(reject.class, format_args!("{}: {}", reject.reason, shown(rest, limits))),
         }
     }
 
-    fn told(name: &str, kind: &Type, fault: Fault) -> Self {
+    fn of_fault(name: &str, kind: &Type, fault: Fault) -> Self {
         match fault {
             Fault::Syntax { .. } | Fault::Deep { .. } => Self::from(fault),
             Fault::Found(found) => Self::new(

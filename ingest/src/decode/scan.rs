@@ -302,6 +302,6 @@ impl<'a> Scanner<'a> {
     /// Checks that nothing but space follows.
     pub(crate) fn end(&mut self) -> Result<(), Fault> {
         self.space();
-        if self.at == self.text.len() { Ok(()) } else { Err(self.fail("more text behind the record")) }
+        if self.at == self.text.len() { Ok(()) } else { Err(self.fail("text after the end of the record")) }
     }
 }

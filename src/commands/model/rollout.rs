@@ -27,7 +27,7 @@ const TRIES_MAX: usize = 100;
 pub(super) struct Versions {
     pub(super) model: String,
     /// The complete versions.
-    there: BTreeSet<u64>,
+    complete_versions: BTreeSet<u64>,
     pub(super) rollout: Rollout,
     /// The rollout file, if it exists.
     file: Option<FileBeside>,
@@ -85,7 +85,10 @@ async fn change(store: &dyn ObjectStore, root: &str, command: &RolloutCommand) -
     let model = command.model();
     fail(
         Exit::Conflict,
-        format!("{model}/{ROLLOUT_FILE} was changed by others each of {TRIES_MAX} times; try again"),
+        format!(
+            "cannot change {model}/{ROLLOUT_FILE}: other commands changed it during each of {TRIES_MAX} attempts; \
+             try again"
+        ),
     )
 }
 
@@ -101,8 +104,9 @@ impl Versions {
     async fn read(store: &dyn ObjectStore, root: &str, model: &str) -> Result<Versions> {
         let listing = scan_model(store, root, model).await?;
         let complete = listing.complete.iter().map(|found| found.version);
-        let there: BTreeSet<u64> = complete.chain(listing.plain.iter().map(|found| found.version)).collect();
-        if there.is_empty() {
+        let complete_versions: BTreeSet<u64> =
+            complete.chain(listing.plain.iter().map(|found| found.version)).collect();
+        if complete_versions.is_empty() {
             return fail(Exit::NotFound, format!("there is no complete version of a model {model:?}"));
         }
         let read = millrace_bundle::read_model_file(store, root, model, ROLLOUT_FILE, BYTES_MAX).await;
@@ -115,19 +119,22 @@ impl Versions {
         let rollout = rollout.map_err(|reason| {
             failure(
                 Exit::Corrupt,
-                format!("{model}/{ROLLOUT_FILE} cannot be read: {reason} (mend or remove it)"),
+                format!("{model}/{ROLLOUT_FILE} cannot be read: {reason} (correct or remove it)"),
             )
         })?;
-        Ok(Versions { model: model.to_owned(), there, rollout, file })
+        Ok(Versions { model: model.to_owned(), complete_versions, rollout, file })
     }
 
     /// Fails unless the version is complete.
     pub(super) fn check(&self, version: u64) -> Result<()> {
-        if self.there.contains(&version) {
+        if self.complete_versions.contains(&version) {
             return Ok(());
         }
-        let Versions { model, there, .. } = self;
-        fail(Exit::NotFound, format!("model {model:?} has no complete version {version}, it has {there:?}"))
+        let Versions { model, complete_versions, .. } = self;
+        fail(
+            Exit::NotFound,
+            format!("model {model:?} has no complete version {version}, it has {complete_versions:?}"),
+        )
     }
 
     /// Fails unless the target is a complete version or a label of one.

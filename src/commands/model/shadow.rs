@@ -30,7 +30,7 @@ pub(super) fn show(out: Output, versions: &Versions) -> Result<()> {
     match &versions.rollout.shadow {
         None => {
             let text =
-                format!("no shadow of {model}: no request is copied, unless millrace.toml says otherwise");
+                format!("no shadow of {model}: no request is copied, unless millrace.toml sets a shadow");
             out.table(&value, &[], [vec![text]])
         }
         Some(shadow) => out.table(

@@ -37,7 +37,7 @@ enum Load {
 
 /// The measurements of one load, for programs. Times are in microseconds.
 #[derive(Debug, Serialize)]
-struct Shown {
+struct LoadReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     clients: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -98,7 +98,7 @@ async fn requests(context: &Context, args: &BenchArgs, mut client: Client) -> Re
         Some(path) => {
             let mapping = Mapping::new(&signature, &BTreeMap::new())?;
             let reading = mapping.clone();
-            let rows = context.apart(move || read(&path, &reading)).await?;
+            let rows = context.run_abandonable(move || read(&path, &reading)).await?;
             Requests::from_rows(&args.model, args.version, &mapping, &rows, args.rows as usize)
         }
         None => {
@@ -174,7 +174,7 @@ impl Load {
         }
     }
 
-    fn shown(&self, measured: &Measured) -> Shown {
+    fn shown(&self, measured: &Measured) -> LoadReport {
         let (clients, rate, deadline) = match self {
             Load::Closed(load) => (Some(load.clients), None, None),
             Load::Open(load) => (None, Some(load.rate), load.deadline),
@@ -182,7 +182,7 @@ impl Load {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
         let quantiles = QUANTILES.map(|(name, quantile)| (name, micros(measured.latency.quantile(quantile))));
         let others = [("mean", micros(measured.latency.mean())), ("max", micros(measured.latency.longest()))];
-        Shown {
+        LoadReport {
             clients,
             rate,
             answered_per_second: measured.rate(),
@@ -197,7 +197,7 @@ impl Load {
 }
 
 fn show(context: &Context, args: &BenchArgs, done: &[(Load, Measured)]) -> Result<()> {
-    let shown: Vec<Shown> = done.iter().map(|(load, measured)| load.shown(measured)).collect();
+    let shown: Vec<LoadReport> = done.iter().map(|(load, measured)| load.shown(measured)).collect();
     let rows = done.iter().map(|(load, measured)| {
         let latency = &measured.latency;
         let mut row = vec![load.name(), count(measured.rate().round() as u64)];

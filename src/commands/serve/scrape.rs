@@ -160,11 +160,10 @@ fn sample(line: &str) -> Option<Sample<'_>> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]
-    fn lines_are_read_as_the_format_has_them() {
+    fn metric_lines_are_parsed() {
         let (name, labels, value) = sample(r#"a{b="c",d="e\"}\\\n, f"} 1.5 1700000000"#).unwrap();
         assert_eq!((name, value), ("a", 1.5));
         assert_eq!(labels, [("b".into(), "c".into()), ("d".into(), "e\"}\\\n, f".into())]);
@@ -175,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn latencies_and_waiting_requests_are_told_by_version() {
+    fn latencies_and_queue_lengths_are_split_by_version() {
         let text = "# TYPE x histogram\n\
             millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"+Inf\"} 10\n\
             millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"0.001\"} 4\n\

@@ -17,8 +17,8 @@ use kafka_protocol::messages::{
 };
 use kafka_protocol::protocol::{Decodable, Encodable};
 
-use super::memory::Held;
-use super::{Shared, code, shape};
+use super::memory::MemoryReservation;
+use super::{BrokerState, code, shape};
 
 /// Request kinds, each with its first and last version.
 pub(crate) const SPOKEN: &[(ApiKey, i16, i16)] = &[
@@ -34,8 +34,8 @@ pub(crate) const SPOKEN: &[(ApiKey, i16, i16)] = &[
 
 /// The connection's action after a request.
 pub(crate) enum Reply {
-    /// Send this frame. `held` keeps its memory accounted for until it is sent.
-    Frame { frame: Bytes, held: Held },
+    /// Send this frame. `reservation` keeps its memory accounted for until it is sent.
+    Frame { frame: Bytes, reservation: MemoryReservation },
     /// Send nothing: the client expects no response.
     Nothing,
     /// Close the connection; the reason is for the log.
@@ -44,7 +44,7 @@ pub(crate) enum Reply {
 
 /// Header fields and connection of a request, for its handler.
 pub(crate) struct Context<'a> {
-    pub(crate) shared: &'a Shared,
+    pub(crate) shared: &'a BrokerState,
     /// The address through which this client reached the broker.
     pub(crate) local: std::net::SocketAddr,
     version: i16,
@@ -54,12 +54,12 @@ pub(crate) struct Context<'a> {
 
 impl Context<'_> {
     fn reply<R: Encodable>(&self, response: &R) -> Reply {
-        self.reply_holding(response, Held::default())
+        self.reply_holding(response, MemoryReservation::default())
     }
 
-    fn reply_holding<R: Encodable>(&self, response: &R, held: Held) -> Reply {
+    fn reply_holding<R: Encodable>(&self, response: &R, reservation: MemoryReservation) -> Reply {
         match encode(self.key, self.version, self.correlation_id, response) {
-            Ok(frame) => Reply::Frame { frame, held },
+            Ok(frame) => Reply::Frame { frame, reservation },
             Err(reason) => Reply::Close(reason),
         }
     }
@@ -111,20 +111,20 @@ pub(crate) fn open(frame: &mut Bytes) -> Result<Opened, Unopened> {
     Ok(Opened { key, version, correlation_id })
 }
 
-/// Answers one request frame (without its length prefix). `held` accounts for the frame's memory and is
+/// Answers one request frame (without its length prefix). `reservation` accounts for the frame's memory and is
 /// released when the frame is no longer needed.
 pub(crate) async fn answer(
-    shared: &Shared,
+    shared: &BrokerState,
     local: std::net::SocketAddr,
     mut frame: Bytes,
-    held: Held,
+    reservation: MemoryReservation,
 ) -> Reply {
     let Opened { key, version, correlation_id } = match open(&mut frame) {
         Ok(opened) => opened,
         Err(Unopened::Versions { correlation_id }) => {
             return match encode(ApiKey::ApiVersions, 0, correlation_id, &versions(code::UNSUPPORTED_VERSION))
             {
-                Ok(frame) => Reply::Frame { frame, held: Held::default() },
+                Ok(frame) => Reply::Frame { frame, reservation: MemoryReservation::default() },
                 Err(reason) => Reply::Close(reason),
             };
         }
@@ -146,11 +146,11 @@ pub(crate) async fn answer(
         ApiKey::Produce => {
             let request = handle!(ProduceRequest);
             drop(frame);
-            produce::answer(&context, request, held).await
+            produce::answer(&context, request, reservation).await
         }
         ApiKey::Fetch => {
             let request = handle!(FetchRequest);
-            drop(held);
+            drop(reservation);
             fetch::answer(&context, request).await
         }
         ApiKey::ListOffsets => offsets::answer(&context, handle!(ListOffsetsRequest)),

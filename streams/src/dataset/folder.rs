@@ -32,7 +32,7 @@ impl FolderCache {
     }
 
     /// Removes the oldest entries until the others fit.
-    fn shrink(&self) -> io::Result<()> {
+    fn remove_oldest(&self) -> io::Result<()> {
         let mut entries = Vec::new();
         for entry in fs::read_dir(&self.dir)? {
             let entry = entry?;
@@ -69,7 +69,7 @@ impl DatasetCache for FolderCache {
         let temporary = path.with_extension(format!("{}-{write}.new", std::process::id()));
         private::create_dir_all(&self.dir)
             .and_then(|()| atomic_file::replace(&path, &temporary, value))
-            .and_then(|()| self.shrink())
+            .and_then(|()| self.remove_oldest())
             .map_err(|error| {
                 fs::remove_file(&temporary).ok();
                 format!("{}: {error}", self.dir.display())

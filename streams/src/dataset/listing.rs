@@ -13,7 +13,7 @@ use crate::feed::FeedError;
 use crate::feed::error::Result;
 
 /// A data file as the store lists it.
-pub(crate) struct Found {
+pub(crate) struct ListedFile {
     pub(crate) path: String,
     pub(crate) bytes: u64,
     pub(crate) format: FileFormat,
@@ -23,7 +23,7 @@ pub(crate) struct Found {
 /// The data files of a dataset, sorted by the bytes of their paths.
 pub(crate) struct Listing {
     pub(crate) path: String,
-    pub(crate) files: Vec<Found>,
+    pub(crate) files: Vec<ListedFile>,
 }
 
 impl Listing {
@@ -88,10 +88,10 @@ impl Listing {
     }
 }
 
-fn found(meta: ObjectMeta, format: FileFormat) -> Found {
+fn found(meta: ObjectMeta, format: FileFormat) -> ListedFile {
     let tag = meta.e_tag.unwrap_or_default();
     let version = meta.version.unwrap_or_default();
-    Found {
+    ListedFile {
         path: meta.location.to_string(),
         bytes: meta.size,
         format,

@@ -78,12 +78,16 @@ pub(crate) async fn read_footer(
     format: FileFormat,
 ) -> Result<Footer> {
     let file = StoreFile::new(store, path, bytes)?;
-    calm(path, "the footer", describe(file, path, format)).await
+    catch_panic(path, "the footer", describe(file, path, format)).await
 }
 
 /// Runs `reading`, and turns a panic into an error: some corruptions make the decoders panic instead of
 /// failing.
-pub(crate) async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>>) -> Result<T> {
+pub(crate) async fn catch_panic<T>(
+    path: &str,
+    what: &str,
+    reading: impl Future<Output = Result<T>>,
+) -> Result<T> {
     let caught = AssertUnwindSafe(reading).catch_unwind().await;
     caught.unwrap_or_else(|panic| {
         Err(FeedError::corrupt(path, what, ArrowError::ParseError(panic_text(&*panic).to_string())))

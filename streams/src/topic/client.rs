@@ -193,7 +193,7 @@ pub(crate) fn partitions<C: ClientContext>(
 
 /// Takes the waiting log lines of a client that no other code polls, so that an error can name the cause.
 /// Only for clients without an assignment: with one, a record would be lost.
-pub(crate) fn hear_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
+pub(crate) fn poll_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
     // A poll without a wait does not tell whether it met an event, so the loop cannot stop at the last one.
     for _ in 0..64 {
         drop(client.poll(Duration::ZERO));

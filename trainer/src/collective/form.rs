@@ -125,8 +125,8 @@ async fn greet(address: SocketAddr, header: &Header, payload: &[u8]) -> Result<T
     // No timeout here: the neighbor answers once it forms the same epoch. If it never does, the connection
     // breaks.
     let answer = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
-    let wanted = Header { kind: Kind::Welcome, rank: header.bucket as u16, ..*header };
-    if answer.header != wanted || answer.bytes != 0 {
+    let expected = Header { kind: Kind::Welcome, rank: header.bucket as u16, ..*header };
+    if answer.header != expected || answer.bytes != 0 {
         return Err(format!("unexpected answer {:?}", answer.header));
     }
     Ok(stream)
@@ -177,7 +177,7 @@ async fn receive(
 ) -> Result<TcpStream, String> {
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
     let hello = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
-    let wanted = Header {
+    let expected = Header {
         kind: Kind::Hello,
         rank: from as u16,
         epoch: formation.epoch,
@@ -185,7 +185,7 @@ async fn receive(
         bucket: formation.rank as u32,
         phase: formation.addresses.len() as u32,
     };
-    if hello.header != wanted || hello.bytes != PROOF_BYTES {
+    if hello.header != expected || hello.bytes != PROOF_BYTES {
         return Err(format!("unexpected greeting {:?}", hello.header));
     }
     let mut payload = Vec::new();
@@ -194,7 +194,7 @@ async fn receive(
     if payload != proof(&options.secret, formation.epoch, from, formation.rank) {
         return Err("wrong secret".to_owned());
     }
-    let welcome = Header { kind: Kind::Welcome, rank: formation.rank as u16, ..wanted };
+    let welcome = Header { kind: Kind::Welcome, rank: formation.rank as u16, ..expected };
     stream.write_all(&welcome.encode(&[])).await.map_err(|e| e.to_string())?;
     Ok(stream)
 }

@@ -1,6 +1,5 @@
 //! Tests of the engine: derivatives against finite differences, outputs against ONNX Runtime, equal bits for
 //! any number of threads.
-#![allow(clippy::unwrap_used)]
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -287,7 +286,7 @@ fn outputs_that_do_not_fit_the_loss_are_refused() {
 }
 
 #[test]
-fn devices_have_names_and_a_missing_one_says_why() {
+fn device_names_are_parsed_and_missing_devices_explained() {
     for (text, device) in [("cpu", Device::Cpu), ("cuda", Device::Cuda(0)), ("cuda:3", Device::Cuda(3))] {
         assert_eq!(text.parse::<Device>().unwrap(), device);
     }

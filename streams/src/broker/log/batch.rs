@@ -158,7 +158,7 @@ pub(crate) fn check_produced(bytes: &[u8]) -> Result<Header, Malformed> {
 }
 
 /// Position and time of one record.
-pub(crate) struct RecordPlace {
+pub(crate) struct RecordPosition {
     pub(crate) offset_delta: i32,
     pub(crate) timestamp: i64,
 }
@@ -170,7 +170,7 @@ pub(crate) struct RecordPlace {
 pub(crate) fn walk(
     header: &Header,
     batch: &[u8],
-    visit: impl FnMut(RecordPlace) -> bool,
+    visit: impl FnMut(RecordPosition) -> bool,
 ) -> Result<(), Malformed> {
     let bytes = &batch[HEADER_BYTES..header.bytes];
     match header.attributes & COMPRESSION_MASK {
@@ -250,7 +250,7 @@ fn snappy(bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
 fn walk_records(
     header: &Header,
     bytes: impl BufRead,
-    mut visit: impl FnMut(RecordPlace) -> bool,
+    mut visit: impl FnMut(RecordPosition) -> bool,
 ) -> Result<(), Malformed> {
     let mut fields = Fields { bytes, left: DECOMPRESSED_BYTES_MAX };
     while !fields.is_at_end()? {
@@ -272,7 +272,7 @@ fn walk_records(
             return Err(Malformed::Records);
         }
         let timestamp = header.base_timestamp.saturating_add(timestamp_delta);
-        if !visit(RecordPlace { offset_delta, timestamp }) {
+        if !visit(RecordPosition { offset_delta, timestamp }) {
             break;
         }
     }

@@ -173,7 +173,7 @@ impl TryFrom<PlanRecord> for Plan {
         let groups = sizing::groups(&r.dataset, part_bytes);
         let plan = Plan::assemble(r.dataset, r.source, order, part_bytes, groups);
         if plan.id != r.id {
-            return Err(unusable(format!("it says id {} but hashes to {}", r.id, plan.id)));
+            return Err(unusable(format!("it records id {} but hashes to {}", r.id, plan.id)));
         }
         Ok(plan)
     }

@@ -17,7 +17,7 @@ const PARTS: u64 = 32;
 /// window within the memory bound.
 pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
     let whole = Sizes::of(&groups(dataset, 0));
-    match within(&whole, options) {
+    match lanes_and_window_within(&whole, options) {
         Some(_) => 0,
         None => (options.working_set_bytes_max / PARTS).max(1),
     }
@@ -110,15 +110,15 @@ pub(super) fn working_set_bytes(groups: &[Group], lanes: u64, window: u64) -> u6
 
 pub(super) fn lanes_and_window(groups: &[Group], options: &PlanOptions) -> (u64, u64) {
     let sizes = Sizes::of(groups);
-    let (lanes, window) =
-        within(&sizes, options).unwrap_or((1, options.window_rows.min(sizes.rows).min(WINDOW_ROWS_MIN)));
+    let (lanes, window) = lanes_and_window_within(&sizes, options)
+        .unwrap_or((1, options.window_rows.min(sizes.rows).min(WINDOW_ROWS_MIN)));
     // Windows of equal size: a short last one would be shuffled less than the others.
     let lane_rows = sizes.rows.div_ceil(lanes);
     (lanes, lane_rows.div_ceil(lane_rows.div_ceil(window)))
 }
 
 /// The most lanes, and the widest window for them, within the memory bound.
-fn within(sizes: &Sizes, options: &PlanOptions) -> Option<(u64, u64)> {
+fn lanes_and_window_within(sizes: &Sizes, options: &PlanOptions) -> Option<(u64, u64)> {
     let limit = options.working_set_bytes_max;
     let window_max = options.window_rows.min(sizes.rows);
     let window_min = window_max.min(WINDOW_ROWS_MIN);

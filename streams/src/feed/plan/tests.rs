@@ -1,4 +1,3 @@
-#![allow(clippy::unwrap_used)]
 use std::sync::Arc;
 
 use arrow::datatypes::{DataType, Field, Schema};
@@ -98,7 +97,7 @@ fn lanes_divide_the_batch_and_windows_fill_lanes_evenly() {
 }
 
 #[test]
-fn working_set_bound_holds_by_giving_up_window_then_lanes() {
+fn working_set_bound_reduces_window_then_lanes() {
     let groups: Vec<u64> = vec![20_000; 500]; // 2 MB each, 1 GB together
     for limit_mib in [64u64, 128, 256, 512] {
         let options = PlanOptions { working_set_bytes_max: limit_mib << 20, ..Default::default() };
@@ -234,7 +233,7 @@ fn bounds_are_enforced_with_the_name_of_the_option() {
 }
 
 #[test]
-fn cursors_survive_json_and_refuse_strangers() {
+fn cursors_round_trip_as_json_and_refuse_other_plans() {
     let plan = Plan::new(dataset(&[&[10]]), &options(0, 4, 1, 10)).unwrap();
     let text = serde_json::to_string(&plan.cursor(12)).unwrap();
     assert_eq!(text, format!("{{\"plan_id\":\"{}\",\"step\":12}}", plan.id()));
