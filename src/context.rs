@@ -55,7 +55,7 @@ impl Context {
 
     /// Warns the operator of a request-serving process if idle cores halt immediately.
     pub(crate) fn advise_on_cores(&self) {
-        if let Some(setting) = halting(Path::new("/sys")) {
+        if let Some(setting) = immediate_halt_setting(Path::new("/sys")) {
             self.out.note(&format!(
                 "idle cores of this virtual machine halt at once, and waking one takes longer than most requests do: \
                  `echo {DEFAULT_NANOSECONDS} > {}` sets what Linux has by default",

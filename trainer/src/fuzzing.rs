@@ -2,19 +2,19 @@
 
 use crate::collective::frame::{HEADER_BYTES, Header, Kind, PAYLOAD_BYTES_MAX};
 use crate::engine::{Param, ParamLayout};
-use crate::state::State;
+use crate::state::RunState;
 
 /// Decodes the state of a run whose model has two small parameters, and encodes it again; `None` when it is
 /// refused.
 pub fn state(bytes: &[u8]) -> Option<Vec<u8>> {
     let layout = layout();
-    State::decode(&layout, bytes).ok()?.encode(&layout).ok()
+    RunState::decode(&layout, bytes).ok()?.encode(&layout).ok()
 }
 
 /// The state of a run that has just begun, encoded.
 pub fn first_state() -> Vec<u8> {
     let layout = layout();
-    let state = State {
+    let state = RunState {
         step: 7,
         weights: vec![0.5; layout.elements()],
         optimizer: crate::optim::OptimizerState {

@@ -56,7 +56,7 @@ fn states_of_other_models_and_torn_ones_are_refused() {
 #[test]
 fn more_optimizer_vectors_than_any_optimizer_has_are_refused() {
     let slots = (0..9).map(|slot| (format!("slot {slot}"), vec![0.0; 9])).collect();
-    let many = State { optimizer: OptimizerState { step: 1, slots }, ..state() };
+    let many = RunState { optimizer: OptimizerState { step: 1, slots }, ..state() };
     let bytes = many.encode(&layout()).unwrap();
-    assert!(State::decode(&layout(), &bytes).unwrap_err().contains("9 optimizer vectors"));
+    assert!(RunState::decode(&layout(), &bytes).unwrap_err().contains("9 optimizer vectors"));
 }
