@@ -159,7 +159,7 @@ mod tests {
         let given = ["mount.millrace", "v", "/mnt", "-o"].map(OsString::from);
         let odd = OsString::from_vec(b"ro,noexec,comment=caf\xe9".to_vec());
         let refused = arguments(given.into_iter().chain([odd]));
-        assert!(refused.is_err_and(|error| error.to_string().contains("no text")));
+        assert!(refused.is_err_and(|error| error.to_string().contains("not UTF-8 text")));
     }
 
     #[test]

@@ -17,7 +17,7 @@ const ALLOWED: [(&str, &[&str]); 15] = [
     ("serving-core", &["leaf", "bundle", "datafs"]),
     ("serving-runtime", &["leaf", "serving-core", "bundle"]),
     ("serving-repository", &["leaf", "serving-runtime", "serving-core", "bundle", "datafs"]),
-    ("serving-client", &["leaf", "serving-core"]),
+    ("serving-client", &["leaf", "serving-core", "bundle"]),
     (
         "serving-transport",
         &["leaf", "serving-repository", "serving-client", "serving-runtime", "serving-core", "bundle"],

@@ -464,7 +464,7 @@ fn job_again(home: &Path) -> JobFile {
 #[test]
 fn stopped_job_resumes_and_a_second_coordinator_is_refused() {
     let home = home();
-    let more = "workers = 2\nepochs_max = 60";
+    let more = "workers = 2\nepochs_max = 400";
     let cancel = CancellationToken::new();
     let mut last = 0;
     let busy = std::sync::Mutex::new(None);
@@ -494,7 +494,7 @@ fn stopped_job_resumes_and_a_second_coordinator_is_refused() {
 
     let resumed = run(setup(home.path()), job("stopped", more), |_| {}).unwrap();
     assert_eq!(resumed.resumed_from_step, Some(stopped.steps));
-    let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 60"), |_| {}).unwrap();
+    let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 400"), |_| {}).unwrap();
     assert_eq!(resumed.model_sha256, plain.model_sha256);
     assert_eq!(resumed.rows_per_epoch, plain.rows_per_epoch);
 }

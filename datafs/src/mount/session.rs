@@ -191,10 +191,10 @@ fn serve(
     }
     if !handles.view.is_snapshot() {
         locks.start(handles)?;
-        let wake = Arc::clone(locks);
-        if let Err(error) =
-            coherence.start(&handles.view, session.notifier(), own_device, move || wake.wake())
-        {
+        // Weak: the volumes keep the listener, and `Locks` keeps the volumes open.
+        let wake = Arc::downgrade(locks);
+        let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
+        if let Err(error) = coherence.start(&handles.view, session.notifier(), own_device, wake) {
             tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
         }
     }

@@ -270,7 +270,7 @@ pub(crate) fn cases() -> Vec<Case> {
         row("header with a sign", binary(json!(16), &[0; 16], Some("+93")), 400, "Content-Length is \"+93\""),
         row("header that is no number", binary(json!(16), &[0; 16], Some("x")), 400, "Content-Length is \"x\""),
         row("header with nothing in it", binary(json!(16), &[0; 16], Some("")), 400, "Content-Length is \"\""),
-        row("header twice", headers(&[(HEADER_LENGTH, "9"), (HEADER_LENGTH, "9")], body("{}")), 400, "there twice"),
+        row("header twice", headers(&[(HEADER_LENGTH, "9"), (HEADER_LENGTH, "9")], body("{}")), 400, "appears twice"),
         row("binary_data that is no boolean", top("outputs", json!([{ "name": "logits", "parameters": { "binary_data": 1 } }])), 400, "\"binary_data\" is \"1\", true or false is expected"),
         row("binary_data_output that is no boolean", top("parameters", json!({ "binary_data_output": "true" })), 400, "true or false is expected"),
         row("binary_data_output", top("parameters", json!({ "binary_data_output": true })), 200, "\"binary_data_size\":12"),

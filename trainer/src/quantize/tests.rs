@@ -307,7 +307,7 @@ fn subgraphs_and_their_inputs_stay_unchanged() {
     });
     let error = quantize(model).unwrap_err().to_string();
     assert!(error.contains("no node to quantize") && error.contains("read in 2 places"), "{error}");
-    assert!(error.contains("control flow"), "{error}");
+    assert!(error.contains("control-flow"), "{error}");
 }
 
 #[test]

@@ -139,7 +139,7 @@ mod tests {
         refused(&tensor(&[131_073, 1], &[1.0]), "fit into 32 bits");
         refused(&tensor(&[2, 1], &[1.0, f32::NAN]), "NaN");
         refused(&tensor(&[2, 1], &[1.0, f32::NEG_INFINITY]), "inf");
-        refused(&TensorProto { raw_data: Some(vec![0; 7]), ..good.clone() }, "torn");
+        refused(&TensorProto { raw_data: Some(vec![0; 7]), ..good.clone() }, "whole number");
         refused(&TensorProto { data_type: Some(DataType::Float16 as i32), ..good.clone() }, "FLOAT16");
         refused(&TensorProto { data_type: Some(999), ..good.clone() }, "unknown type");
         refused(&TensorProto { segment: Some(Default::default()), ..good }, "segments");

@@ -93,7 +93,9 @@ impl Rollout {
             }
         }
         if !self.split.is_empty() && self.split.values().all(|weight| *weight == 0.0) {
-            return Err("split gives every version the weight 0: a positive weight".into());
+            return Err(
+                "split gives every version the weight 0: give at least one version a positive weight".into(),
+            );
         }
         if let Some(shadow) = self.shadow.as_ref().filter(|shadow| !(0.0..=1.0).contains(&shadow.share)) {
             return Err(format!("shadow has the share {}, allowed are 0 to 1", shadow.share));

@@ -41,7 +41,7 @@ fn wrong_lines_are_named_without_their_digest() {
     let read = file::parse(Path::new("x"), many.as_bytes());
     assert_eq!((read.value.len(), read.wrong.len()), (1_000, 1));
     let error = read.wrong[0].to_string();
-    assert!(error.contains("line 1001: the token is one too many"), "{error}");
+    assert!(error.contains("line 1001: the token exceeds the limit of 1000"), "{error}");
 }
 
 #[test]

@@ -145,7 +145,8 @@ fn row_groups_in_too_many_parts_are_refused() {
     assert!(refused.to_string().contains("working_set_bytes_max"), "{refused}");
     let stored = Plan::new(dataset(&[&[1000]]), &options).unwrap();
     let mut stored = serde_json::to_value(&stored).unwrap();
-    stored["dataset"]["files"][0]["row_groups"][0] = serde_json::json!({ "rows": 1 << 30, "bytes": 1_u64 << 40 });
+    stored["dataset"]["files"][0]["row_groups"][0] =
+        serde_json::json!({ "rows": 1 << 30, "bytes": 1_u64 << 40 });
     let refused = serde_json::from_value::<Plan>(stored).unwrap_err();
     assert!(refused.to_string().contains("parts"), "{refused}");
 }

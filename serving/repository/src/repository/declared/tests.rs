@@ -119,7 +119,7 @@ fn unsupported_settings_are_refused_with_their_line() {
         ("backend: \"python\"", "line 1: backend: \"python\": only ONNX models are served here: export it"),
         (
             "platform: \"ensemble\"\nensemble_scheduling { step { } }",
-            "line 2: ensemble_scheduling: an ensemble says itself what it takes and gives",
+            "line 2: ensemble_scheduling: an ensemble has to declare its inputs and outputs",
         ),
         (
             "ensemble_scheduling { step { } }\nplatform: \"onnxruntime_onnx\"",
@@ -140,7 +140,7 @@ fn unsupported_settings_are_refused_with_their_line() {
         ),
         (
             "ensemble_scheduling { step { } }\nresponse_cache { enable: true }",
-            "line 2: response_cache belongs to its steps' models",
+            "line 2: response_cache applies to the models of its steps",
         ),
         ("max_batch_size: -1", "line 1: max_batch_size: -1 is below 0"),
         ("version_policy { latest { } }", "num_versions 0, which serves none"),
