@@ -66,7 +66,7 @@ async fn a_job_keeps_its_schema_topic_and_folder() {
     for (path, what) in [
         ("data", "cannot use folder data: data belongs to job job (topic events)"),
         ("data/inner", "cannot use folder data/inner: data belongs to job job"),
-        ("dead_letters/job", "but dead_letters/job belongs to job job"),
+        ("dead_letters/job", "folder dead_letters/job: dead_letters/job belongs to job job"),
     ] {
         let job = JobConfig { name: "second".to_owned(), path: path.to_owned(), ..changed.clone() };
         let error = site.land(&job).await.unwrap_err();
