@@ -121,7 +121,7 @@ impl Controls {
     ///
     /// # Errors
     /// [`InferError::Unsupported`] for a repository name, as there is one repository; the errors of
-    /// [`crate::Repository::index`].
+    /// [`millrace_serving_repository::repository::Repository::index`].
     pub(crate) async fn index(
         &self,
         caller: &Caller,
@@ -137,7 +137,7 @@ impl Controls {
     /// Loads a model and waits until it is ready. Loading continues if the client disconnects.
     ///
     /// # Errors
-    /// [`InferError::Invalid`] for any parameter; the errors of [`crate::Repository::load_model`].
+    /// [`InferError::Invalid`] for any parameter; the errors of [`millrace_serving_repository::repository::Repository::load_model`].
     pub(crate) async fn load(
         &self,
         caller: &Caller,
@@ -173,7 +173,7 @@ impl Controls {
     ///
     /// # Errors
     /// [`InferError::Invalid`] for parameters other than `unload_dependents`; the errors of
-    /// [`crate::Repository::unload_model`].
+    /// [`millrace_serving_repository::repository::Repository::unload_model`].
     pub(crate) async fn unload(
         &self,
         caller: &Caller,

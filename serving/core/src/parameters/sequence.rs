@@ -82,7 +82,7 @@ pub(crate) fn read_step(parameters: &impl Parameters) -> Result<Option<Step>, In
     Ok(id.map(|id| Step { id, start, end }))
 }
 
-/// Like [`read_step`], without errors: decoding the request reports invalid parameters later.
+/// Like `read_step`, without errors: decoding the request reports invalid parameters later.
 pub fn peek_step(parameters: &impl Parameters) -> Option<Step> {
     read_step(parameters).ok().flatten()
 }
