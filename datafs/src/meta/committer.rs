@@ -364,20 +364,17 @@ pub(super) fn follow(shared: &Arc<Shared>, mut listener: ChangeListener) -> Resu
 }
 
 fn changes_of_others(shared: &Shared, cursor: &mut super::change_log::Cursor, until: u64) -> Option<Changed> {
-    let (mut records, mut anything) = (Vec::new(), false);
+    let mut changed = Changed::default();
     loop {
         match shared.turn.log().read(shared.turn.words(), cursor, until) {
             Read::End => break,
-            Read::Gap => anything = true,
+            Read::Gap => changed.anything = true,
             Read::Entry(entry) if entry.writer == shared.writer => {}
             Read::Entry(entry) => match entry.keys {
-                None => anything = true,
-                Some(keys) => records.extend(keys.iter().filter_map(|key| keys::live_record(key))),
+                None => changed.anything = true,
+                Some(keys) => changed.records.extend(keys.iter().filter_map(|key| keys::live_record(key))),
             },
         }
     }
-    if anything {
-        return Some(Changed::Anything);
-    }
-    (!records.is_empty()).then_some(Changed::Records(records))
+    (!changed.is_empty()).then_some(changed)
 }

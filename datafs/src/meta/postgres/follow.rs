@@ -20,7 +20,7 @@ use crate::meta::changes::{ChangeListener, Changed, Subscription};
 
 /// Longest time between requests to the server.
 const ASK_EVERY: Duration = Duration::from_secs(3);
-/// Records that wait for slow listeners; with more, listeners are told that anything may have changed.
+/// Most records that wait for slow listeners; these are told that anything may have changed beyond it.
 const UNTOLD_MAX: usize = 16_384;
 /// Interval of flushes when no caller flushes the log, so that few commits are kept for replay.
 const FLUSH_EVERY: Duration = Duration::from_secs(1);
@@ -45,7 +45,7 @@ struct Signal {
 #[derive(Default)]
 struct Wanted {
     notified: bool,
-    news: Option<Changed>,
+    news: Changed,
     /// A connection for notifications has ended.
     deaf: bool,
     stopped: bool,
@@ -116,8 +116,8 @@ fn tell(signal: &Signal) {
                 if wanted.stopped {
                     return;
                 }
-                if let Some(news) = wanted.news.take() {
-                    break news;
+                if !wanted.news.is_empty() {
+                    break std::mem::take(&mut wanted.news);
                 }
                 signal.changed.wait(&mut wanted);
             }
@@ -213,18 +213,10 @@ impl Follow {
             }
             let news = shared.state.lock().rows.take_news();
             drop(shared);
-            if let Some(news) = news {
+            if !news.is_empty() {
                 self.signal.raise(|wanted| {
-                    wanted.news = Some(match (wanted.news.take(), news) {
-                        (None, news) => news,
-                        (Some(Changed::Records(mut known)), Changed::Records(more))
-                            if known.len() + more.len() <= UNTOLD_MAX =>
-                        {
-                            known.extend(more);
-                            Changed::Records(known)
-                        }
-                        _ => Changed::Anything,
-                    });
+                    wanted.news.anything |= news.anything;
+                    wanted.news.add(news.records, UNTOLD_MAX);
                 });
             }
         }
