@@ -20,7 +20,7 @@ pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
     DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs, RecordFormat,
-    ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
+    RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs, TopicCommand};
@@ -169,6 +169,12 @@ pub(crate) enum Command {
     /// Train the model of a job file and publish the result as a bundle
     #[command(after_help = "Example:\n  millrace train train.toml --workers 2")]
     Train(TrainArgs),
+    /// List, show and compare the runs of training jobs
+    #[command(
+        subcommand,
+        after_help = "Runs are read from the checkpoints in a volume. A job keeps the checkpoints of its current run and of a\nfew finished and unfinished ones. RUN is the first digits of a run's id, or the name of a job for its\nnewest run.\n\nExamples:\n  millrace runs list --volume digits\n  millrace runs show digits --volume digits --svg loss.svg\n  millrace runs compare 3f2a 90bc --volume digits"
+    )]
+    Runs(RunsCommand),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
     #[command(
         after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits\n  millrace serve top\n  millrace serve token ci --models digits >> tokens.txt"

@@ -172,6 +172,7 @@ async fn until_done(context: &Context, command: Command) -> Result<()> {
         Command::Snapshot(command) => {
             context.run_abandonable(move || commands::snapshot::run(&own, command)).await
         }
+        Command::Runs(command) => context.run_abandonable(move || commands::runs::run(&own, &command)).await,
         Command::Fsck(args) => context.run_abandonable(move || commands::fsck::run(&own, &args)).await,
         Command::Compact { volume } => {
             context.run_abandonable(move || commands::fsck::compact(&own, volume.as_ref())).await

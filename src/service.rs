@@ -14,6 +14,7 @@ use millrace_serving::pipe::{self, Deps, Waiting};
 use millrace_serving::{MetricsServer, Serving, Source};
 use millrace_streams::broker::Broker;
 use millrace_streams::config::KafkaConfig;
+use millrace_streams::feed::FeedError;
 use millrace_streams::topic;
 use tokio_util::sync::CancellationToken;
 
@@ -357,7 +358,16 @@ async fn train_when_ready(
         newer_snapshot(context, (&datafs, &declared), trained, (&stop, gauge)).await?
     {
         job.dataset.source = source.clone();
-        let report = crate::commands::train::train(context, &job, stop.clone(), |_| {}).await?;
+        let report = match crate::commands::train::train(context, &job, stop.clone(), |_| {}).await {
+            Ok(report) => report,
+            // Records may not have landed yet. A later snapshot can hold some, this one never will.
+            Err(error) if source != declared && has_no_rows(&error) => {
+                tracing::info!(dataset = %source, %error, "the training waits for a snapshot with records");
+                trained = number;
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
         tracing::info!(
             model = %job.model_name(), version = report.version, end = ?report.end, dataset = %source, "training ended"
         );
@@ -367,6 +377,16 @@ async fn train_when_ready(
         trained = number;
     }
     Ok(())
+}
+
+/// Whether a training failed because its dataset has no data files or no rows.
+fn has_no_rows(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        matches!(
+            cause.downcast_ref::<FeedError>(),
+            Some(FeedError::NoFiles { .. } | FeedError::NoRows { .. })
+        )
+    })
 }
 
 /// The snapshot that a training is to read, and its number, once one exists that is newer than that of the number

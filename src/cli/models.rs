@@ -206,6 +206,49 @@ pub(crate) struct TrainArgs {
     /// The device to train on [default: from the job file]
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceArg>,
+    /// Write event files for TensorBoard to DIR/JOB
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tensorboard: Option<PathBuf>,
+}
+
+/// `millrace runs …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum RunsCommand {
+    /// List the runs of a volume's jobs
+    #[command(after_help = "Example:\n  millrace runs list --volume digits --json")]
+    List {
+        /// Volume with the checkpoints, or a snapshot of it
+        #[arg(long)]
+        volume: VolumeSpec,
+        /// Only the runs of this job
+        #[arg(long)]
+        job: Option<Name>,
+    },
+    /// Show a run: its settings, checkpoints, model versions and epochs
+    #[command(after_help = "Example:\n  millrace runs show digits --volume digits --svg loss.svg")]
+    Show {
+        /// First digits of the run's id, or a job's name for its newest run
+        run: String,
+        /// Volume with the checkpoints, or a snapshot of it
+        #[arg(long)]
+        volume: VolumeSpec,
+        /// Draw the loss of each epoch to an SVG file
+        #[arg(long, value_name = "FILE")]
+        svg: Option<PathBuf>,
+    },
+    /// Compare runs: the settings that differ, and how far each came
+    #[command(after_help = "Example:\n  millrace runs compare 3f2a 90bc --volume digits --svg losses.svg")]
+    Compare {
+        /// First digits of the runs' ids, or jobs' names for their newest runs
+        #[arg(required = true, num_args = 2..=16)]
+        runs: Vec<String>,
+        /// Volume with the checkpoints, or a snapshot of it
+        #[arg(long)]
+        volume: VolumeSpec,
+        /// Draw the loss of each epoch to an SVG file
+        #[arg(long, value_name = "FILE")]
+        svg: Option<PathBuf>,
+    },
 }
 
 /// `millrace serve`

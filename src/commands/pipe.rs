@@ -67,6 +67,14 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
             count(report.dead_letters),
         ]],
     )?;
+    if report.dead_letters > 0 {
+        context.out.note(&format!(
+            "{} of {} records could not be predicted; topic {} has them with the reasons",
+            count(report.dead_letters),
+            count(report.records),
+            config.dead_letter_topic()
+        ));
+    }
     if args.follow { Ok(()) } else { context.interrupted("pipe") }
 }
 

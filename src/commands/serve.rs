@@ -41,8 +41,16 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     if !args.load.is_empty() {
         config.load = args.load;
     }
-    let source = match (&args.volume, &args.models) {
-        (Some(spec), _) => {
+    if args.volume.is_some() || args.models.is_some() {
+        (config.volume, config.directory) = (args.volume, args.models);
+    } else {
+        config.directory = config.directory.map(|path| context.loaded.resolve(&path));
+    }
+    let source = match (&config.volume, &config.directory) {
+        (Some(_), Some(_)) => {
+            return fail(Exit::Usage, "serving.volume and serving.directory exclude each other");
+        }
+        (Some(spec), None) => {
             let datafs = context.volumes().await?;
             let spec = spec.clone();
             Source::volume(&context.blocking(move || Ok(datafs.view(&spec)?)).await?)
@@ -51,7 +59,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         (None, None) => {
             return fail(
                 Exit::Usage,
-                "no models to serve: name --models DIR or --volume VOLUME; `millrace up` serves what [serving] names",
+                "no models to serve: name --models DIR or --volume VOLUME, or set volume or directory in [serving]",
             );
         }
     };

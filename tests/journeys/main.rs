@@ -25,6 +25,7 @@ mod readme;
 mod reference;
 mod rolling;
 mod rooms;
+mod runs;
 mod secrets;
 mod secured;
 mod settings;

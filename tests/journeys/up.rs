@@ -251,19 +251,22 @@ fn a_service_trains_on_each_newer_snapshot() {
     );
     home.file("train.toml", JOB.replace("@frozen", "@latest").replace("epochs_max = 3", "epochs_max = 1"));
     let config = config.to_str().unwrap();
-    let records = project().join("examples/digits/digits-test.jsonl");
-    home.ok(["--config", config, "produce", "digits", records.to_str().unwrap()]);
-    home.ok(["--config", config, "ingest", "--topic", "digits", "--volume", "digits", "--path", "/train"]);
-    home.ok(["snapshot", "create", "digits@one"]);
+    // The first snapshot is older than the first record.
+    home.ok(["volume", "create", "digits"]);
+    home.ok(["snapshot", "create", "digits@empty"]);
     let socket_path = home.dir.path().join("notify");
     let socket = std::os::unix::net::UnixDatagram::bind(&socket_path).unwrap();
     let mut up = Service::spawn(
         home.command().args(["--config", config, "up", "--json"]).env("NOTIFY_SOCKET", &socket_path),
     );
-    up.object();
+    let metrics = up.object()["metrics"].as_str().unwrap().to_owned();
     let mut message = [0; 20];
     let len = socket.recv(&mut message).unwrap();
     assert_eq!(&message[..len], b"READY=1");
+    let records = project().join("examples/digits/digits-test.jsonl");
+    home.ok(["--config", config, "produce", "digits", records.to_str().unwrap()]);
+    home.ok(["--config", config, "ingest", "--topic", "digits", "--volume", "digits", "--path", "/train"]);
+    home.ok(["snapshot", "create", "digits@one"]);
     let trained_on = |version: &str| {
         let output =
             home.run(["model", "show", "digits", "--volume", "digits", "--version", version, "--json"]);
@@ -272,6 +275,12 @@ fn a_service_trains_on_each_newer_snapshot() {
     };
     until("the first version is there", || trained_on("1").is_some());
     assert!(trained_on("1").unwrap().contains("\"one\""), "{:?}", trained_on("1"));
+    let text = http_get(&metrics, "/metrics");
+    let restarts = text.lines().find(|line| line.starts_with("millrace_up_part_restarts_total"));
+    assert!(
+        restarts.is_some_and(|line| line.ends_with(" 0")),
+        "a snapshot without records is no failure: {restarts:?}"
+    );
     home.ok(["snapshot", "create", "digits@two"]);
     until("the next snapshot is trained on", || {
         trained_on("2").is_some_and(|lineage| lineage.contains("\"two\""))

@@ -35,10 +35,10 @@ const ATTEMPTS: usize = 8;
 const FINISHED_RUNS_KEPT: usize = 3;
 /// The same limit for unfinished runs. A job continues one of them when its file is changed back.
 const UNFINISHED_RUNS_KEPT: usize = 3;
-const STATE_FILE: &str = "state.safetensors";
+pub(crate) const STATE_FILE: &str = "state.safetensors";
 const MANIFEST_FILE: &str = "manifest.json";
 const MODEL_FILE: &str = "model.onnx";
-const JOB_FILE: &str = "job.json";
+pub(crate) const JOB_FILE: &str = "job.json";
 
 /// Why a run has nothing left to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,24 +53,24 @@ pub enum Finish {
 /// The value of a run's key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RunRecord {
+pub(crate) struct RunRecord {
     format_version: u32,
-    run: String,
+    pub(crate) run: String,
     /// When the run was last begun, in seconds since 1970.
-    begun: i64,
+    pub(crate) begun: i64,
     /// Whether the newest write of a checkpoint ended the job.
-    finished: bool,
+    pub(crate) finished: bool,
     /// The checkpoints, in ascending order of steps.
-    kept: Vec<CheckpointEntry>,
+    pub(crate) kept: Vec<CheckpointEntry>,
 }
 
 /// A checkpoint of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct CheckpointEntry {
-    step: u64,
+pub(crate) struct CheckpointEntry {
+    pub(crate) step: u64,
     /// Its directory below `checkpoints/<job>/`.
-    folder: String,
+    pub(crate) folder: String,
     /// SHA-256 of `state.safetensors`. Format 1 recorded it for the newest checkpoint only.
     sha256: Option<String>,
 }
@@ -143,6 +143,17 @@ impl RunRecord {
             finished: false,
             kept: Vec::new(),
         }
+    }
+
+    /// Decodes the value of `key`; `place` is the job's directory, for messages.
+    pub(crate) fn parse(key: &str, bytes: &[u8], place: &str) -> Result<RunRecord> {
+        let bad = |reason: String| Error::Checkpoint { place: place.to_owned(), reason };
+        let record: RunRecord = serde_json::from_slice(bytes)
+            .map_err(|e| bad(format!("key {key} cannot be read ({e}); it may be of a newer version")))?;
+        if record.format_version != FORMAT_VERSION {
+            return Err(bad(format!("format version {} of key {key} is unknown", record.format_version)));
+        }
+        Ok(record)
     }
 
     fn insert(&mut self, kept: CheckpointEntry) {
@@ -236,13 +247,7 @@ impl Checkpoints {
     }
 
     fn parse(&self, key: &str, bytes: &[u8]) -> Result<RunRecord> {
-        let bad = |reason: String| Error::Checkpoint { place: self.location(&self.folder()), reason };
-        let record: RunRecord = serde_json::from_slice(bytes)
-            .map_err(|e| bad(format!("key {key} cannot be read ({e}); it may be of a newer version")))?;
-        if record.format_version != FORMAT_VERSION {
-            return Err(bad(format!("format version {} of key {key} is unknown", record.format_version)));
-        }
-        Ok(record)
+        RunRecord::parse(key, bytes, &self.location(&self.folder()))
     }
 
     /// The newest readable state of the run that `wanted` accepts. Skips a damaged checkpoint with a warning.
@@ -581,6 +586,6 @@ pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
 }
 
 /// Name of a run's directory inside the job's directory.
-fn directory(run: &str) -> &str {
+pub(crate) fn directory(run: &str) -> &str {
     run.get(..16).unwrap_or(run)
 }

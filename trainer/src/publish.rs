@@ -66,8 +66,15 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
     Ok(offsets)
 }
 
+/// The key of the publication of a run's state after `step` steps.
+pub(crate) fn key_of(job: &JobFile, run: &str, step: u64) -> String {
+    let root = job.output.path.trim_matches('/');
+    let identity = digest_of(&[run, &step.to_string(), root, job.model_name().as_str()]);
+    format!("trainer/{}/published/{identity}", job.name)
+}
+
 /// The version that a key names, with the key's value.
-fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
+pub(crate) fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
     let value =
         output.key_get(key).map_err(|e| Error::volume(format!("read key {key} of {}", output.spec()), e))?;
     let Some(value) = value else { return Ok(None) };
@@ -112,8 +119,7 @@ pub(crate) fn publish(
     let (output, root) = (&checkpoints.view, job.output.path.trim_matches('/'));
     let name = job.model_name();
     let store = output.object_store();
-    let identity = digest_of(&[&origin.run, &state.step.to_string(), root, name.as_str()]);
-    let key = format!("trainer/{}/published/{identity}", job.name);
+    let key = key_of(job, &origin.run, state.step);
     let former_key = format!("trainer/{}/published/{}", job.name, origin.former_run);
     let standing = |key: &str| -> Result<Option<Published>> {
         let Some((_, published)) = recorded(output, key)? else { return Ok(None) };

@@ -45,6 +45,36 @@ struct Counters {
     fraction_bits: Option<i32>,
 }
 
+/// The counters that people ask for, as any program has written them.
+#[derive(Debug, Deserialize)]
+pub(crate) struct History {
+    pub(crate) step: u64,
+    pub(crate) ledger: Ledger,
+}
+
+impl History {
+    /// Bytes of the header of an encoded state, which begin with their count.
+    pub(crate) const LENGTH_BYTES: usize = 8;
+
+    /// Bytes up to the end of the header, from the first [`History::LENGTH_BYTES`] of a state.
+    pub(crate) fn header_end(start: &[u8]) -> Result<usize, String> {
+        let length = start.first_chunk().ok_or("the state ends in its header")?;
+        let length = u64::from_le_bytes(*length);
+        if length > OVERHEAD_BYTES_MAX {
+            return Err(format!("its header has {length} bytes, at most {OVERHEAD_BYTES_MAX} are allowed"));
+        }
+        Ok(Self::LENGTH_BYTES + length as usize)
+    }
+
+    /// Decodes the header of an encoded state, which is all that `bytes` must hold.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<History, String> {
+        let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
+        let entries = metadata.metadata().as_ref().ok_or("the counters are missing")?;
+        let counters = entries.get(COUNTERS).ok_or("the counters are missing")?;
+        serde_json::from_str(counters).map_err(|e| e.to_string())
+    }
+}
+
 impl RunState {
     /// The largest encoding a state with this layout may have.
     pub(crate) fn bytes_max(layout: &ParamLayout) -> u64 {

@@ -37,6 +37,8 @@ pub(super) struct Pipe<'a> {
     pub(super) mapping: Option<(Arc<Model>, Mapping)>,
     /// Largest answer of the last call of this model in bytes; `None` before the first call.
     pub(super) answer_bytes: Option<usize>,
+    /// Whether this run has warned of a dead letter: a wrong mapping rejects every record.
+    pub(super) has_warned: bool,
     pub(super) until: Until,
     pub(super) report: &'a mut PipeReport,
     pub(super) cancel: &'a CancellationToken,
@@ -118,7 +120,7 @@ impl Pipe<'_> {
                     rows.push(row);
                 }
                 Err(error) => {
-                    let letter = self.writer.dead_letter(records, index, &error.to_string());
+                    let letter = self.reject(records, index, &error);
                     out.push(index, Kind::DeadLetter, letter);
                 }
             }
@@ -142,7 +144,7 @@ impl Pipe<'_> {
                         out.push(read.index, Kind::Prediction, record);
                     }
                     Err(error) => {
-                        let letter = self.writer.dead_letter(records, read.index, &error.to_string());
+                        let letter = self.reject(records, read.index, &error);
                         out.push(read.index, Kind::DeadLetter, letter);
                     }
                 }
@@ -162,6 +164,22 @@ impl Pipe<'_> {
         }
         self.report.records += records.len() as u64;
         Ok(true)
+    }
+
+    /// The dead letter of a record. Warns of the first one of a run; metrics count all.
+    fn reject(&mut self, records: &Records<'_>, index: usize, error: &InferError) -> OutRecord {
+        if !std::mem::replace(&mut self.has_warned, true) {
+            tracing::warn!(
+                pipe = self.config.name,
+                topic = self.config.input,
+                partition = records.partition(index),
+                offset = records.offset(index),
+                %error,
+                "a record cannot be predicted and goes to {}; further ones are only counted",
+                self.config.dead_letter_topic()
+            );
+        }
+        self.writer.dead_letter(records, index, &error.to_string())
     }
 
     /// Most rows of a call so that its answers fit into a chunk, estimated from the last call. The first call

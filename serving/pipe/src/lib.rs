@@ -184,6 +184,7 @@ async fn run_once(
         answered,
         mapping: None,
         answer_bytes: None,
+        has_warned: false,
         until,
         report,
         cancel,
