@@ -1,4 +1,4 @@
-//! Error of a pipe.
+//! Errors of starting and running a pipe, which reads records from one topic and writes predictions to another.
 
 use millrace_serving_core::InferError;
 
@@ -18,7 +18,7 @@ pub enum Error {
     /// The streams crate failed to access topics.
     #[error("the topics failed")]
     Streams(#[from] millrace_streams::Error),
-    /// A request failed for a reason other than the record.
+    /// An inference request failed for a reason other than its record. Bad records become dead letters instead.
     #[error("inference failed")]
     Infer(#[from] InferError),
     /// Another process runs the same pipe.

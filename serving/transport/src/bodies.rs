@@ -10,7 +10,7 @@ use millrace_serving_core::error::InferError;
 /// Bytes of a body, unless less is left, that a client must send in each patience period.
 pub(crate) const PROGRESS_BYTES: usize = 64 << 10;
 
-/// The bytes of all bodies, and the decoding turns for large ones. All clones share them.
+/// The bytes of all bodies, and the limit on large bodies that are decoded at a time. All clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct Bodies(Arc<BodyBytes>);
 
@@ -22,13 +22,13 @@ struct BodyBytes {
     large: AtomicUsize,
     /// Bound on each of `small` and `large`.
     bytes_max: usize,
-    turns: BodyReadLimit,
+    read_limit: BodyReadLimit,
 }
 
 impl Bodies {
     pub(crate) fn new(bytes_max: usize) -> Bodies {
         let (small, large) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Bodies(Arc::new(BodyBytes { small, large, bytes_max, turns: BodyReadLimit::new() }))
+        Bodies(Arc::new(BodyBytes { small, large, bytes_max, read_limit: BodyReadLimit::new() }))
     }
 
     /// A body of which no byte has arrived.
@@ -36,9 +36,9 @@ impl Bodies {
         BodyBytesGuard { bodies: self.clone(), bytes: 0 }
     }
 
-    /// The turns in which large bodies are decoded.
+    /// The limit on large bodies that are decoded at a time.
     pub(crate) fn read_limit(&self) -> &BodyReadLimit {
-        &self.0.turns
+        &self.0.read_limit
     }
 }
 
@@ -81,7 +81,7 @@ impl BodyBytesGuard {
         Err(InferError::Overloaded { reason })
     }
 
-    /// The turns in which large bodies are decoded.
+    /// The limit on large bodies that are decoded at a time.
     pub(crate) fn read_limit(&self) -> &BodyReadLimit {
         self.bodies.read_limit()
     }

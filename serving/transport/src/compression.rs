@@ -54,13 +54,13 @@ impl Encoding {
         })
     }
 
-    /// [`Encoding::decompress`], in a decoding turn if the body or its output is large.
+    /// [`Encoding::decompress`], within the decoding limit if the body or its output is large.
     ///
     /// # Errors
     /// As [`Encoding::decompress`], and [`InferError::Unavailable`] when the process is stopping.
-    pub(crate) async fn decompress_in_turn(
+    pub(crate) async fn decompress_limited(
         self,
-        turns: BodyReadLimit,
+        decode_limit: BodyReadLimit,
         body: Bytes,
         bytes_max: usize,
     ) -> Result<Vec<u8>, InferError> {
@@ -70,7 +70,7 @@ impl Encoding {
                 done => return done,
             }
         }
-        turns.run(true, move || self.decompress(&body, bytes_max)).await?
+        decode_limit.run(true, move || self.decompress(&body, bytes_max)).await?
     }
 
     /// Compresses a body at the fastest level.

@@ -252,11 +252,11 @@ async fn infer(
     let (mut model, split) = app.inference.find_split(&target.model, asked)?;
     let mut body = read(&app, body, &headers, app.limits.message_bytes_max).await?;
     let is_long = body.is_long(header_length);
-    let turns = app.bodies.read_limit();
+    let decode_limit = app.bodies.read_limit();
     let mut place = None;
     if split || model.sequences.is_some() {
         let head = move || (body::head(&body.bytes, header_length), body);
-        let ((id, step), again) = turns.run(is_long, head).await?;
+        let ((id, step), again) = decode_limit.run(is_long, head).await?;
         body = again;
         (model, place) = app.inference.admit(&target.model, asked, &id, step)?;
     }
@@ -267,7 +267,7 @@ async fn infer(
         request.client = client;
         Ok::<_, InferError>((request, reply))
     };
-    let decode = async { turns.run(is_long, decode).await? };
+    let decode = async { decode_limit.run(is_long, decode).await? };
     let encode = |response: infer::Response, reply| {
         in_place(response.bytes() >= READ_BYTES, || body::encode(model.signature(), response, reply))
     };
@@ -329,7 +329,7 @@ async fn read(app: &App, body: Body, headers: &HeaderMap, bytes_max: usize) -> R
     let mut in_body = app.bodies.begin();
     let sent = read_sent(app, body, headers, bytes_max, &mut in_body).await?;
     let Some(encoding) = encoding else { return Ok(RequestBody { bytes: sent, _in_body: in_body }) };
-    let plain = encoding.decompress_in_turn(app.bodies.read_limit().clone(), sent, bytes_max).await?;
+    let plain = encoding.decompress_limited(app.bodies.read_limit().clone(), sent, bytes_max).await?;
     in_body.grow(plain.len())?;
     Ok(RequestBody { bytes: plain.into(), _in_body: in_body })
 }

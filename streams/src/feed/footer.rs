@@ -78,7 +78,7 @@ pub(crate) async fn read_footer(
     format: FileFormat,
 ) -> Result<Footer> {
     let file = StoreFile::new(store, path, bytes)?;
-    catch_panic(path, "the footer", describe(file, path, format)).await
+    catch_panic(path, "the footer", parse_footer(file, path, format)).await
 }
 
 /// Runs `reading`, and turns a panic into an error: some corruptions make the decoders panic instead of
@@ -100,7 +100,7 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the library panicked")
 }
 
-async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {
+async fn parse_footer(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {
     match format {
         FileFormat::Parquet => {
             let metadata = parquet_metadata(file, path, false).await?;

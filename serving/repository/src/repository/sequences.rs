@@ -1,4 +1,5 @@
-//! Version routing for requests of a sequence.
+//! Version routing for requests of a stateful sequence: all requests of a sequence go to the version that keeps
+//! its state.
 
 use std::sync::Arc;
 
@@ -10,10 +11,10 @@ use millrace_serving_core::error::InferError;
 use millrace_serving_core::parameters::Step;
 
 impl Repository {
-    /// The version that answers a request of a sequence; `id` is the request's own id. A request that names
-    /// no version goes to the version that holds its sequence. The traffic split places a new sequence by the
-    /// sequence's id, and it stays there. Also returns the other versions in which a sequence with this id
-    /// must end, when one begins.
+    /// The version that answers a request of a sequence; `id` is the request's own id, `step` its sequence
+    /// parameters. A request that names no version goes to the version that holds its sequence. The traffic
+    /// split places a new sequence by the sequence's id, and it stays there. Also returns the other versions in
+    /// which a sequence with this id must end, when one begins.
     ///
     /// # Errors
     /// As [`Repository::find`].
@@ -48,12 +49,12 @@ impl Versions {
     fn other_versions(&self, found: &Arc<Model>, step: &Step) -> Vec<Arc<Sequences>> {
         let others = self.ready.values().filter(|model| !Arc::ptr_eq(model, found));
         let kept = others.filter_map(|model| model.sequences.as_ref());
-        kept.filter(|sequences| sequences.begun(&step.id).is_some()).cloned().collect()
+        kept.filter(|sequences| sequences.start_order(&step.id).is_some()).cloned().collect()
     }
 
     /// The version in which a sequence is live; the one in which it began last, if several.
     fn holding(&self, step: &Step) -> Option<Arc<Model>> {
-        let begun = |model: &Arc<Model>| model.sequences.as_ref()?.begun(&step.id);
+        let begun = |model: &Arc<Model>| model.sequences.as_ref()?.start_order(&step.id);
         let held = self.ready.values().filter_map(|model| Some((begun(model)?, model)));
         held.max_by_key(|(order, _)| *order).map(|(_, model)| Arc::clone(model))
     }

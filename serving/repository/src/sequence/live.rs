@@ -126,7 +126,7 @@ impl Sequences {
     }
 
     /// Number of the sequence's start among all starts, if it is live here or about to be.
-    pub fn begun(&self, id: &SequenceId) -> Option<u64> {
+    pub fn start_order(&self, id: &SequenceId) -> Option<u64> {
         let live = self.live.lock();
         let entry = live.entries.get(id)?;
         let is_live = entry.kept.is_some() && !entry.is_idle(Instant::now(), self.idle);

@@ -1,4 +1,4 @@
-//! JSON form of `sequence_batching`, as Triton's clients read it.
+//! JSON form of `sequence_batching` for the model configuration endpoint, with the field names of Triton.
 
 use serde_json::{Value, json};
 

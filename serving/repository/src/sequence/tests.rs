@@ -152,7 +152,10 @@ fn concurrent_sequences_agree_with_a_simple_model() {
         lines.clear();
         for id in 1..=IDS {
             let id = SequenceId::Number(id);
-            assert_eq!(sequences.begun(&id).is_some(), sums.keys().any(|it| id == SequenceId::Number(*it)));
+            assert_eq!(
+                sequences.start_order(&id).is_some(),
+                sums.keys().any(|it| id == SequenceId::Number(*it))
+            );
             sequences.forget(&id);
         }
         assert_eq!(sequences.live(), 0);
@@ -175,7 +178,7 @@ fn idle_sequences_are_removed_when_requested_or_when_capacity_is_needed() {
         assert_eq!(run(&sequences, &mut next, 1.0).unwrap(), 2.0);
         next.commit();
         drop(next);
-        assert_eq!(sequences.begun(&SequenceId::Number(id)), None);
+        assert_eq!(sequences.start_order(&SequenceId::Number(id)), None);
     }
     let mut late = sequences.queue(step(3, false, false));
     let error = run(&sequences, &mut late, 1.0).unwrap_err();
@@ -197,7 +200,7 @@ fn sequence_that_ends_during_its_run_leaves_no_state() {
     sequences.forget(&id);
     place.commit();
     drop(place);
-    assert_eq!((sequences.live(), sequences.begun(&id)), (0, None));
+    assert_eq!((sequences.live(), sequences.start_order(&id)), (0, None));
 }
 
 #[test]

@@ -104,7 +104,7 @@ pub(super) fn skip_normalization(call: &Call<'_>) -> Outcome {
 
 /// An activation after the addition of constants.
 pub(super) fn with_bias(call: &Call<'_>) -> Outcome {
-    reduce::stretched_by_constants(call, call.data(0)?, 1)
+    reduce::with_constants(call, call.data(0)?, 1)
 }
 
 /// Embeddings of words and positions: words, segments, tables, scale, shift, mask, positions.

@@ -1,4 +1,8 @@
-//! Row rules for operators along axes: reductions, cumulative sums, normalizations.
+//! Rules of the row independence proof (`rows`) for operators along axes: reductions, cumulative sums and
+//! normalizations.
+//!
+//! A rule returns the outputs of a node, with the axis of their rows. It fails if the node may mix rows: then
+//! requests are not batched. A free value depends on no row.
 
 use super::call::{Call, Outcome, axis_in};
 use super::elementwise::broadcast;
@@ -18,34 +22,34 @@ pub(super) fn reduce(call: &Call<'_>) -> Outcome {
         _ if call.opset >= since && call.int("noop_with_empty_axes", 0) != 0 => Vec::new(),
         _ => (0..dims.len()).collect(),
     };
-    Ok(vec![without(call, data, &axes)?])
+    Ok(vec![reduced(call, data, &axes)?])
 }
 
 /// `ArgMax` and `ArgMin`: the index of the extreme along an axis.
-pub(super) fn place_of(call: &Call<'_>) -> Outcome {
+pub(super) fn arg_extreme(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let axis = axis_in(call.int("axis", 0), data.rank()?)?;
-    Ok(vec![without(call, data, &[axis])?])
+    Ok(vec![reduced(call, data, &[axis])?])
 }
 
 /// A tensor whose reduced axes have extent 1, or are removed.
-fn without(call: &Call<'_>, data: &Value, axes: &[usize]) -> Result<Value, String> {
+fn reduced(call: &Call<'_>, data: &Value, axes: &[usize]) -> Result<Value, String> {
     axes.iter().try_for_each(|axis| not_along_rows(data, *axis))?;
     let dims = data.extents()?;
     let keeps = call.int("keepdims", 1) != 0;
-    let mut made = Vec::with_capacity(dims.len());
-    let mut moved = 0;
+    let mut extents = Vec::with_capacity(dims.len());
+    let mut rows_axis = 0;
     for (axis, extent) in dims.iter().enumerate() {
         if data.axis().is_some_and(|(rows, _)| rows == axis) {
-            moved = made.len();
+            rows_axis = extents.len();
         }
         if !axes.contains(&axis) {
-            made.push(extent.clone());
+            extents.push(extent.clone());
         } else if keeps {
-            made.push(Extent::known(1));
+            extents.push(Extent::known(1));
         }
     }
-    Ok(data.like(moved, made))
+    Ok(data.like(rows_axis, extents))
 }
 
 /// Cumulative sums or products.
@@ -64,7 +68,7 @@ pub(super) fn softmax(call: &Call<'_>) -> Outcome {
         not_along_rows(data, axis_in(call.int("axis", -1), rank)?)?;
     } else {
         let axis = axis_in(call.int("axis", 1), rank)?;
-        from_axis(data, axis)?;
+        rows_before(data, axis)?;
     }
     Ok(vec![data.same_shape()])
 }
@@ -81,13 +85,13 @@ pub(super) fn layer_normalization(call: &Call<'_>) -> Outcome {
     let data = call.data(0)?;
     let dims = data.extents()?;
     let axis = axis_in(call.int("axis", -1), dims.len())?;
-    from_axis(data, axis)?;
-    let mut made = stretched_by_constants(call, data, 1)?;
+    rows_before(data, axis)?;
+    let mut outputs = with_constants(call, data, 1)?;
     let mut statistic = dims.to_vec();
     statistic[axis..].fill(Extent::known(1));
     let rows = data.axis().map_or(0, |(rows, _)| rows);
-    made.extend([data.like(rows, statistic.clone()), data.like(rows, statistic)]);
-    Ok(made)
+    outputs.extend([data.like(rows, statistic.clone()), data.like(rows, statistic)]);
+    Ok(outputs)
 }
 
 /// Normalizes by mean and variance over given axes.
@@ -97,7 +101,7 @@ pub(super) fn mean_variance(call: &Call<'_>) -> Outcome {
     let axes = call.ints("axes").unwrap_or(&[0, 2, 3]);
     // The reductions inside this operator treat an empty list as all axes.
     if axes.is_empty() {
-        from_axis(data, 0)?;
+        rows_before(data, 0)?;
     }
     for axis in axes {
         not_along_rows(data, axis_in(*axis, rank)?)?;
@@ -106,7 +110,7 @@ pub(super) fn mean_variance(call: &Call<'_>) -> Outcome {
 }
 
 /// The shape of a value; the inputs from index `from` on are constants that broadcast to it and must not enlarge it.
-pub(super) fn stretched_by_constants(call: &Call<'_>, data: &Value, from: usize) -> Outcome {
+pub(super) fn with_constants(call: &Call<'_>, data: &Value, from: usize) -> Outcome {
     call.free_from(from)?;
     let mut values = vec![data];
     for place in from..call.inputs.len() {
@@ -120,7 +124,7 @@ pub(super) fn stretched_by_constants(call: &Call<'_>, data: &Value, from: usize)
 }
 
 /// Requires that the axis of the rows is before `axis`.
-fn from_axis(data: &Value, axis: usize) -> Result<(), String> {
+fn rows_before(data: &Value, axis: usize) -> Result<(), String> {
     match data.axis() {
         Some((rows, _)) if rows >= axis => Err("it works along the rows".into()),
         _ => Ok(()),

@@ -94,7 +94,7 @@ fn of_onnx(operator: &str) -> Option<Rule> {
         "STFT" => spatial::stft,
         "ReduceL1" | "ReduceL2" | "ReduceLogSum" | "ReduceLogSumExp" | "ReduceMax" | "ReduceMean"
         | "ReduceMin" | "ReduceProd" | "ReduceSum" | "ReduceSumSquare" => reduce::reduce,
-        "ArgMax" | "ArgMin" => reduce::place_of,
+        "ArgMax" | "ArgMin" => reduce::arg_extreme,
         "CumProd" | "CumSum" => reduce::cumulative,
         "Hardmax" | "LogSoftmax" | "Softmax" => reduce::softmax,
         "LpNormalization" => reduce::lp_normalization,

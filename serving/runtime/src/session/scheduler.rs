@@ -69,7 +69,9 @@ pub(super) struct Scheduler<R = Session> {
     sizer: BatchSizer,
     /// Whether outputs of batches had the rows of the inputs; once false, each request runs alone.
     pub(super) keeps_rows: AtomicBool,
+    /// The inference threads of the process.
     executor: &'static Executor,
+    /// This version, by which the executor counts its running tasks.
     owner: Owner,
     clock: fn() -> Instant,
 }
@@ -136,7 +138,7 @@ impl<R: Runner> Scheduler<R> {
         if work.is_late(now) {
             return Err(deadline_error(work.queued, now));
         }
-        let (is_short, is_batched) = (self.is_short(work.rows, work.elements()), self.batches(&work));
+        let (is_short, is_batched) = (self.is_short(work.rows, work.elements()), self.may_batch(&work));
         if is_short
             && !is_batched
             && let Some(mut lease) = self.take_idle_session()
@@ -169,7 +171,7 @@ impl<R: Runner> Scheduler<R> {
     }
 
     /// Whether a request may share a batch with others.
-    fn batches(&self, work: &Work) -> bool {
+    fn may_batch(&self, work: &Work) -> bool {
         work.rows > 0 && self.has_batches()
     }
 
@@ -197,7 +199,7 @@ impl<R: Runner> Scheduler<R> {
         let is_covered = state.is_covered();
         let has_spare = state.idle.len() > state.reserved();
         let starts = has_spare && (is_covered || state.queue.waiting() == 0);
-        let joins = state.leading && self.batches(&work) && state.queue.len() < self.policy.rows_max;
+        let joins = state.leading && self.may_batch(&work) && state.queue.len() < self.policy.rows_max;
         let waits = !(starts || joins);
         if waits {
             work.allow_for(self.run_times.typical());
@@ -277,7 +279,7 @@ impl<R: Runner> Scheduler<R> {
     /// End of the time during which a waiting request continues to wait for a fuller batch. `None` if no delay
     /// applies, or the deadline of the request comes first.
     fn lingers_until(&self, work: &Work) -> Option<Instant> {
-        if self.policy.delay.is_zero() || !self.batches(work) {
+        if self.policy.delay.is_zero() || !self.may_batch(work) {
             return None;
         }
         let until = work.queued.checked_add(self.policy.delay.min(DELAY_MAX))?;
@@ -361,7 +363,7 @@ impl<R: Runner> Scheduler<R> {
             None => state.queue.pop(),
         }?;
         let lease = Lease::new(self, state.idle.take()?);
-        let others = if self.batches(&first.work) {
+        let others = if self.may_batch(&first.work) {
             state.queue.take_like(&first.work, rows_max, &self.policy.preferred, now)
         } else {
             Vec::new()
@@ -373,7 +375,7 @@ impl<R: Runner> Scheduler<R> {
     /// sets one.
     fn batch_rows(&self, state: &SchedulerState<R>, head: &Work) -> usize {
         let Policy { rows_max, preferred, delay, .. } = &self.policy;
-        if !self.batches(head) || !preferred.is_empty() || !delay.is_zero() {
+        if !self.may_batch(head) || !preferred.is_empty() || !delay.is_zero() {
             return *rows_max;
         }
         let further = state.idle.len().saturating_sub(1);

@@ -1,6 +1,9 @@
 //! Request messages of gRPC, checked before tonic reads them. Each message is bounded, decompressed within
 //! the bound, and must be complete; violations are reported as the client's errors. tonic alone decompresses
 //! without a bound and answers INTERNAL.
+//!
+//! Each body counts in a bound on all bodies of the server until its message is complete. Large messages are
+//! decompressed a few at a time.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -32,7 +35,7 @@ const OPEN_BYTES_MAX: usize = 4096;
 /// Calls whose client sends any number of messages, including none.
 const STREAMING: [&str; 2] = ["ModelStreamInfer", "ServerReflectionInfo"];
 
-/// A service whose requests are checked message by message.
+/// A service whose requests are checked message by message. `bodies` bounds the bytes of all bodies.
 #[derive(Debug, Clone)]
 pub(crate) struct DecodeLayer<S> {
     service: S,
@@ -268,8 +271,8 @@ impl<B> Frames<B> {
         let packed = std::mem::take(&mut self.packed).freeze();
         // `check_flag` accepts 1 only with an encoding.
         let encoding = self.encoding.ok_or_else(|| InferError::invalid("grpc-encoding is missing"))?;
-        let turns = self.in_body.read_limit().clone();
-        Ok(Unpacking(Box::pin(encoding.decompress_in_turn(turns, packed, self.bytes_max))))
+        let decode_limit = self.in_body.read_limit().clone();
+        Ok(Unpacking(Box::pin(encoding.decompress_limited(decode_limit, packed, self.bytes_max))))
     }
 
     /// The new prefix of a decompressed message; its payload is returned next.

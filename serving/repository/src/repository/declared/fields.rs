@@ -1,4 +1,4 @@
-//! The fields of a `config.pbtxt`, each read and checked.
+//! The fields of a Triton model configuration (`config.pbtxt`), each checked and turned into a type of the server.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -139,7 +139,7 @@ pub(super) fn batching(config: &pb::ModelConfig) -> Result<Option<(Vec<usize>, u
     Ok(Some((preferred.collect::<Result<_, _>>()?, delay_us)))
 }
 
-/// Sessions for each device, and the devices.
+/// Number of inference sessions on each device, 0 if the server decides, and the devices.
 pub(super) fn instances(config: &pb::ModelConfig) -> Result<(usize, Option<Devices>), String> {
     use pb::model_instance_group::Kind;
     let mut all = 0;
