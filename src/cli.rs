@@ -19,8 +19,8 @@ pub(crate) use access::{ServerArgs, TokenArgs};
 pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
-    DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs, RecordFormat,
-    RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
+    DeviceArg, EditArgs, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs,
+    RecordFormat, RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs, TopicCommand};

@@ -103,6 +103,7 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
     }
     if let Command::Model(
         model @ (cli::ModelCommand::Init { .. }
+        | cli::ModelCommand::Edit(_)
         | cli::ModelCommand::Show { volume: None, .. }
         | cli::ModelCommand::Import(cli::ImportArgs { volume: None, .. })),
     ) = cli.command

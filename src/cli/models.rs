@@ -53,6 +53,11 @@ pub(crate) enum ModelCommand {
         after_help = "Dynamic quantization of MatMul and Gemm with constant weights, as ONNX Runtime's own tool does it: a\nquarter of the bytes, and faster where the products are large. Convolutions and other operators do not\nchange. Both versions run on a sample; if the mean difference of an output exceeds --limit, as a part\nof its range, nothing is written and the exit code is 9. The lineage of the new version names its\nsource. The rows of a run share the range of its inputs, so servers run each request alone. For\nthe processor: GPUs have no such operators.\n\nExamples:\n  millrace model quantize digits --volume digits --sample examples/digits/digits-test.jsonl --input pixels\n  millrace model quantize resnet18 --models ./models --limit 0.02 --json"
     )]
     Quantize(QuantizeArgs),
+    /// Cut an ONNX graph at a value and add new layers behind it, for transfer learning
+    #[command(
+        after_help = "What the cut leaves behind is removed. New layers get seeded weights: flatten, pool (the mean of each\nchannel), relu, linear=N. A job trains the result.\n\nExamples:\n  millrace model show resnet18.onnx --parameters\n  millrace model edit resnet18.onnx flowers.onnx --cut /avgpool --add flatten --add linear=5\n  millrace model edit mlp.onnx deeper.onnx --cut dense1.relu --add linear=64 --add relu --add linear=10"
+    )]
+    Edit(EditArgs),
     /// Version routing: labels, splits and shadows
     #[command(flatten)]
     Rollout(RolloutCommand),
@@ -69,7 +74,28 @@ pub(crate) enum ModelCommand {
         /// The version [default: the newest]
         #[arg(long, requires = "volume")]
         version: Option<u64>,
+        /// List the trained parameters and the other weights of a file, by name
+        #[arg(long, conflicts_with = "volume")]
+        parameters: bool,
     },
+}
+
+/// `millrace model edit`
+#[derive(Debug, Args)]
+pub(crate) struct EditArgs {
+    /// The ONNX file
+    pub(crate) file: PathBuf,
+    /// The file to write
+    pub(crate) output: PathBuf,
+    /// The node or value whose result the new layers read [default: the model's output]
+    #[arg(long, value_name = "NODE")]
+    pub(crate) cut: Option<String>,
+    /// A layer to add: flatten, pool, relu or linear=N; may be repeated
+    #[arg(long, value_name = "LAYER", required_unless_present = "cut")]
+    pub(crate) add: Vec<millrace_trainer::init::edit::Layer>,
+    /// Seed of the new weights
+    #[arg(long, default_value_t = 7)]
+    pub(crate) seed: u64,
 }
 
 /// `millrace model import`

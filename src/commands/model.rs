@@ -1,4 +1,4 @@
-//! `millrace model init|import|quantize|label|split|shadow|show`: creates, imports, routes and inspects
+//! `millrace model init|edit|import|quantize|label|split|shadow|show`: creates, edits, imports, routes and inspects
 //! models.
 
 mod import;
@@ -9,6 +9,7 @@ pub(crate) mod rollout;
 mod shadow;
 mod split;
 
+use std::collections::HashSet;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
@@ -18,15 +19,16 @@ use millrace_bundle::{Bundle, Lineage, TensorSpec};
 use millrace_serving::hazards::{self, Divisors, Hazard};
 use millrace_serving::rows::Rows;
 use millrace_trainer::graph::Graph;
+use millrace_trainer::init::edit::{self, Edit, EditError};
 use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
 use prost::Message;
 use sha2::{Digest, Sha256};
 
-use crate::cli::{ImportArgs, ModelCommand, ModelInit, WeightArgs};
+use crate::cli::{EditArgs, ImportArgs, ModelCommand, ModelInit, WeightArgs};
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
-use crate::output::{Output, bytes, count, quoted};
+use crate::output::{Output, bytes, count, printable, quoted};
 
 /// Largest ONNX file; protobuf itself is limited to 2 GiB.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
@@ -46,10 +48,11 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
             Some(volume) => quantize::in_volume(context, args, &volume).await,
             None => quantize::in_folder(context.out, args).await,
         },
-        ModelCommand::Init { .. } | ModelCommand::Show { volume: None, .. } | ModelCommand::Import(_) => {
-            files(context.out, command)
-        }
-        ModelCommand::Show { model, volume: Some(volume), version } => {
+        ModelCommand::Init { .. }
+        | ModelCommand::Edit(_)
+        | ModelCommand::Show { volume: None, .. }
+        | ModelCommand::Import(_) => files(context.out, command),
+        ModelCommand::Show { model, volume: Some(volume), version, .. } => {
             let datafs = context.volumes().await?;
             let spec = volume.clone();
             let store = context.blocking(move || Ok(datafs.view(&spec)?.object_store())).await?;
@@ -86,7 +89,8 @@ pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> 
 pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
     match command {
         ModelCommand::Init { kind } => init(out, kind),
-        ModelCommand::Show { model, .. } => show_file(out, Path::new(&model)),
+        ModelCommand::Edit(args) => edit(out, &args),
+        ModelCommand::Show { model, parameters, .. } => show_file(out, Path::new(&model), parameters),
         ModelCommand::Import(ImportArgs { file, name, models, .. }) => {
             // Clap requires a folder if no volume is given.
             let Some(models) = models else { return Ok(()) };
@@ -117,6 +121,21 @@ fn init(out: Output, kind: ModelInit) -> Result<()> {
         ),
     };
     let model = spec.build().map_err(|error| failure(Exit::Usage, error.to_string()))?;
+    write(out, &model, file)
+}
+
+fn edit(out: Output, args: &EditArgs) -> Result<()> {
+    if !args.file.exists() {
+        return fail(Exit::NotFound, format!("{} does not exist", args.file.display()));
+    }
+    let edit = Edit { cut: args.cut.clone(), layers: args.add.clone(), seed: args.seed };
+    let refused = |error: EditError| failure(Exit::Usage, format!("{}: {error}", args.file.display()));
+    let model = edit::read(&args.file).and_then(|model| edit::edit(&model, &edit)).map_err(refused)?;
+    write(out, &model, &args.output)
+}
+
+/// Writes a model and shows the file.
+fn write(out: Output, model: &ModelProto, file: impl AsRef<Path>) -> Result<()> {
     let file = std::path::absolute(file)?;
     if let Some(folder) = file.parent()
         && !folder.is_dir()
@@ -128,7 +147,7 @@ fn init(out: Output, kind: ModelInit) -> Result<()> {
     }
     write_atomically(&file, &model.encode_to_vec())
         .with_context(|| format!("cannot write {}", file.display()))?;
-    show_file(out, &file)
+    show_file(out, &file, false)
 }
 
 /// Reads an ONNX file of bounded size.
@@ -165,7 +184,7 @@ fn graph<'a>(model: &'a ModelProto, file: &Path) -> Result<&'a GraphProto> {
     model.graph.as_ref().ok_or_else(|| failure(Exit::Corrupt, format!("{} holds no graph", file.display())))
 }
 
-fn show_file(out: Output, file: &Path) -> Result<()> {
+fn show_file(out: Output, file: &Path, lists_parameters: bool) -> Result<()> {
     let (raw, model) = read(file)?;
     let length = raw.len() as u64;
     let graph = graph(&model, file)?;
@@ -173,10 +192,14 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
     let parameters = graph.initializer.iter().fold(0i64, |sum, tensor| {
         sum.saturating_add(tensor.dims.iter().fold(1i64, |count, extent| count.saturating_mul(*extent)))
     });
-    let trainable = match Graph::read(&model) {
+    let trained = Graph::read(&model);
+    let trainable = match &trained {
         Ok(_) => "yes".to_owned(),
         Err(error) => format!("no: {error}"),
     };
+    if lists_parameters {
+        return show_parameters(out, graph, trained.ok().as_ref());
+    }
     let mut operators = std::collections::BTreeMap::<&str, u64>::new();
     for node in &graph.node {
         *operators.entry(node.op_type()).or_default() += 1;
@@ -206,6 +229,40 @@ fn show_file(out: Output, file: &Path) -> Result<()> {
         ]
         .into_iter()
         .chain(refused),
+    )
+}
+
+/// Lists the weights of a graph, and whether training changes them; nobody knows without a checked graph.
+fn show_parameters(out: Output, graph: &GraphProto, checked: Option<&Graph>) -> Result<()> {
+    let trained: HashSet<&str> =
+        checked.iter().flat_map(|graph| graph.params()).map(|param| param.name.as_str()).collect();
+    let kind = |name: &str| match (checked, trained.contains(name)) {
+        (None, _) => "not trainable",
+        (Some(_), true) => "trained",
+        (Some(_), false) => "fixed",
+    };
+    let rows: Vec<_> = graph
+        .initializer
+        .iter()
+        .map(|tensor| {
+            let shape: Vec<_> = tensor.dims.iter().map(i64::to_string).collect();
+            let elements = tensor.dims.iter().fold(1i64, |count, extent| count.saturating_mul(*extent));
+            (tensor.name(), shape.join("×"), elements.max(0) as u64, kind(tensor.name()))
+        })
+        .collect();
+    let json: Vec<_> = graph
+        .initializer
+        .iter()
+        .map(|tensor| {
+            serde_json::json!({ "name": tensor.name(), "shape": tensor.dims, "kind": kind(tensor.name()) })
+        })
+        .collect();
+    out.table(
+        &json,
+        &["parameter", "shape", "elements", "kind"],
+        rows.into_iter().map(|(name, shape, elements, kind)| {
+            vec![printable(name), shape, count(elements), kind.to_owned()]
+        }),
     )
 }
 

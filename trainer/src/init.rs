@@ -4,6 +4,7 @@
 //! all. Hidden layers start with Kaiming's uniform distribution for ReLU, the last layer with unit gain,
 //! biases with zero. The weights depend on the specification and the seed only (ChaCha8), not on the machine.
 
+pub mod edit;
 mod proto;
 #[cfg(test)]
 mod tests;

@@ -33,7 +33,7 @@ pub(crate) fn load(job: &JobFile) -> Result<ModelProto> {
 }
 
 /// Reads an ONNX file and embeds the weights that it keeps in other files.
-fn read(path: &Path) -> Result<ModelProto, String> {
+pub(crate) fn read(path: &Path) -> Result<ModelProto, String> {
     let mut left = MODEL_BYTES_MAX;
     let bytes = read_bounded(path, &mut left)?;
     let mut model =

@@ -34,6 +34,15 @@ impl GraphBuilder {
         }
     }
 
+    /// Continues a graph.
+    pub(super) fn on(graph: GraphProto, seed: u64) -> GraphBuilder {
+        GraphBuilder { graph, random: ChaCha8Rng::seed_from_u64(seed), weights: 0 }
+    }
+
+    pub(super) fn into_graph(self) -> GraphProto {
+        self.graph
+    }
+
     pub(super) fn finish(self) -> ModelProto {
         ModelProto {
             ir_version: Some(IR_VERSION),
@@ -169,7 +178,17 @@ impl GraphBuilder {
     }
 
     pub(super) fn flatten(&mut self, input: &str) -> String {
-        self.node("Flatten", "flat", &[input], vec![])
+        self.flatten_as("flat", input)
+    }
+
+    pub(super) fn flatten_as(&mut self, name: &str, input: &str) -> String {
+        self.node("Flatten", name, &[input], vec![])
+    }
+
+    /// The mean over all positions of each channel, as `[rows, channels]`.
+    pub(super) fn pool_channels(&mut self, name: &str, input: &str) -> String {
+        let pooled = self.node("GlobalAveragePool", &format!("{name}.mean"), &[input], vec![]);
+        self.flatten_as(name, &pooled)
     }
 }
 
@@ -184,6 +203,11 @@ fn ints(name: &str, values: &[i64]) -> AttributeProto {
 
 /// A float tensor `[batch, width]`.
 fn tensor_info(name: &str, width: usize) -> ValueInfoProto {
+    rows_info(name, &[width])
+}
+
+/// A float tensor `[batch, …]` whose rows have a shape.
+pub(super) fn rows_info(name: &str, row: &[usize]) -> ValueInfoProto {
     use tensor_shape_proto::{Dimension, dimension::Value};
     let dim = |value| Dimension { value: Some(value), ..Dimension::default() };
     ValueInfoProto {
@@ -192,7 +216,9 @@ fn tensor_info(name: &str, width: usize) -> ValueInfoProto {
             value: Some(type_proto::Value::TensorType(type_proto::Tensor {
                 elem_type: Some(tensor_proto::DataType::Float as i32),
                 shape: Some(TensorShapeProto {
-                    dim: vec![dim(Value::DimParam("batch".to_owned())), dim(Value::DimValue(width as i64))],
+                    dim: std::iter::once(dim(Value::DimParam("batch".to_owned())))
+                        .chain(row.iter().map(|size| dim(Value::DimValue(*size as i64))))
+                        .collect(),
                 }),
             })),
             ..TypeProto::default()
