@@ -52,6 +52,13 @@ pub(crate) struct History {
     pub(crate) ledger: Ledger,
 }
 
+/// The header of a safetensors file, without its tensors.
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "__metadata__")]
+    metadata: HashMap<String, String>,
+}
+
 impl History {
     /// Bytes of the header of an encoded state, which begin with their count.
     pub(crate) const LENGTH_BYTES: usize = 8;
@@ -68,9 +75,10 @@ impl History {
 
     /// Decodes the header of an encoded state, which is all that `bytes` must hold.
     pub(crate) fn decode(bytes: &[u8]) -> Result<History, String> {
-        let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
-        let entries = metadata.metadata().as_ref().ok_or("the counters are missing")?;
-        let counters = entries.get(COUNTERS).ok_or("the counters are missing")?;
+        // The library reads a header only together with all tensors.
+        let header = bytes.get(Self::LENGTH_BYTES..).unwrap_or_default();
+        let header: Header = serde_json::from_slice(header).map_err(|e| e.to_string())?;
+        let counters = header.metadata.get(COUNTERS).ok_or("the counters are missing")?;
         serde_json::from_str(counters).map_err(|e| e.to_string())
     }
 }

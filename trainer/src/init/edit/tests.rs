@@ -40,7 +40,11 @@ fn a_head_is_replaced_and_the_body_keeps_its_weights() {
     assert_eq!(weights(&edited), weights(&model));
     let engine = Engine::load(&edited, Loss::CrossEntropy, Device::Cpu).unwrap();
     assert_eq!((engine.input_width(), engine.output_width()), (6, 2));
-    let batch = ShardBatch { rows: 2, inputs: vec![0.5; 12], labels: Labels::Class(vec![0, 1]) };
+    let batch = ShardBatch {
+        rows: 2,
+        inputs: (0..12).map(|i| i as f32 - 4.0).collect(),
+        labels: Labels::Class(vec![0, 0]),
+    };
     let found = engine.gradients(&batch).unwrap();
     assert!(found.loss_sum.is_finite() && found.grad.iter().any(|slope| *slope != 0.0));
     // The same edit gives the same bits.
