@@ -21,3 +21,4 @@ pub(crate) mod topic;
 pub(crate) mod train;
 pub(crate) mod volume;
 pub(crate) mod warmup;
+pub(crate) mod worker;

@@ -1,7 +1,8 @@
-//! `millrace train`, and the hidden `millrace worker` that it launches.
+//! `millrace train`, and the `millrace worker` processes that it launches.
 
 use anyhow::Result;
 use millrace_trainer::job::JobFile;
+use millrace_trainer::join::{Listen, ServerTls, Token};
 use millrace_trainer::launch::WorkerCommand;
 use millrace_trainer::{End, Progress, Setup, TrainReport};
 use tokio_util::sync::CancellationToken;
@@ -27,9 +28,36 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     if let Some(device) = args.device {
         job.device = device.as_str().parse()?;
     }
+    if let Some(count) = args.workers_min {
+        job.workers_min = Some(count as usize);
+    }
+    if let Some(count) = args.workers_max {
+        job.workers_max = Some(count as usize);
+    }
+    let listen = listen(&args)?;
+    let joins = listen.is_some();
+    let host = listen.as_ref().and_then(|listen| listen.advertise.clone());
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
-    let report = train(context, &job, context.stop.clone(), move |progress| {
+    let (out, mut listening, mut missing) = (context.out, None, 0);
+    let report = train_with(context, &job, listen, context.stop.clone(), move |progress| {
+        if let Some(address) = progress.listening.filter(|_| listening.is_none()) {
+            listening = Some(address);
+            let host = host.clone().map_or(address.ip().to_string(), |host| host);
+            let port = address.port();
+            shown.suspend(|| {
+                out.note(&format!(
+                    "workers of other machines join with: millrace worker --join {host}:{port} --token-file FILE"
+                ));
+            });
+        }
+        if progress.workers_missing != missing {
+            missing = progress.workers_missing;
+            if missing > 0 {
+                let workers = if missing == 1 { "worker" } else { "workers" };
+                shown.suspend(|| out.note(&format!("train waits for {missing} more {workers} to join")));
+            }
+        }
         shown.set_length(progress.steps_max);
         shown.set_position(progress.step);
         shown.set_message(format!("train, epoch {}, loss {:.4}", progress.epoch, progress.loss));
@@ -63,7 +91,14 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
             },
             vec![
                 "workers".to_owned(),
-                format!("{}, {} lost and replaced", report.workers, report.workers_lost),
+                if joins {
+                    format!(
+                        "{} of this machine, {} joined from others, {} lost",
+                        report.workers, report.workers_joined, report.workers_lost
+                    )
+                } else {
+                    format!("{}, {} lost and replaced", report.workers, report.workers_lost)
+                },
             ],
             vec![
                 "samples/s".to_owned(),
@@ -85,10 +120,38 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
 }
 
+/// How workers of other machines join, as the flags say.
+fn listen(args: &TrainArgs) -> Result<Option<Listen>> {
+    // Clap requires the token with the address, and both TLS files or neither.
+    let Some((address, token_file)) = args.listen.zip(args.token_file.as_ref()) else { return Ok(None) };
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(certificate), Some(key)) => Some(ServerTls::read(certificate, key)?),
+        _ => None,
+    };
+    Ok(Some(Listen {
+        address,
+        advertise: args.advertise.clone(),
+        token: Token::read(token_file)?,
+        tls,
+        workers_local: args.workers_local.map(|count| count as usize),
+    }))
+}
+
 /// Trains a job of this home, with worker processes of this program.
 pub(crate) async fn train(
     context: &Context,
     job: &JobFile,
+    stop: CancellationToken,
+    progress: impl FnMut(Progress) + Send,
+) -> Result<TrainReport> {
+    train_with(context, job, None, stop, progress).await
+}
+
+/// [`train`], also with workers of other machines.
+async fn train_with(
+    context: &Context,
+    job: &JobFile,
+    listen: Option<Listen>,
     stop: CancellationToken,
     progress: impl FnMut(Progress) + Send,
 ) -> Result<TrainReport> {
@@ -100,11 +163,12 @@ pub(crate) async fn train(
         datafs_config: settings.datafs.clone(),
         config: settings.trainer.clone(),
         worker: WorkerCommand::current_exe(["worker"]),
+        listen,
     };
     Ok(millrace_trainer::train(job.clone(), setup, stop, progress).await?)
 }
 
-/// Runs `millrace worker`.
+/// Runs a `millrace worker` that a coordinator of this machine launched.
 pub(crate) fn worker() -> Result<()> {
     Ok(millrace_trainer::worker::run(|error| exit::of(error) as u8)?)
 }

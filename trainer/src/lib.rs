@@ -8,7 +8,8 @@
 //! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
 //! - [`quantize`]: graphs that compute with 8-bit integers;
 //! - [`fixed`], [`collective`]: sums that do not depend on the order or the grouping of workers;
-//! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them.
+//! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them;
+//! - [`join`]: workers that join from other machines.
 //!
 //! Out of scope: reading topics (train on a snapshot that `ingest` filled), serving, and any data format
 //! except Arrow columns and ONNX.
@@ -33,6 +34,7 @@
 //!     config: Config::default(),
 //!     // Must end in `millrace_trainer::worker::run()`.
 //!     worker: WorkerCommand::current_exe(["worker"]),
+//!     listen: None,
 //! };
 //! let job = JobFile::load("train.toml".as_ref())?;
 //! let report = train(job, setup, CancellationToken::new(), |p| println!("step {}", p.step)).await?;
@@ -54,12 +56,14 @@ pub mod fuzzing;
 pub mod graph;
 pub mod init;
 pub mod job;
+pub mod join;
 pub mod launch;
 mod ledger;
 mod lock;
 pub mod metrics;
 mod model;
 pub mod optim;
+mod proof;
 mod publish;
 pub mod quantize;
 mod replica;

@@ -6,6 +6,8 @@
 
 #[path = "trainer/data.rs"]
 mod data;
+#[path = "trainer/joined.rs"]
+mod joined;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,7 +50,8 @@ fn job_entry() {
     }
     let job = JobFile::load(&home.join("train.toml")).unwrap();
     let progress = home.join("progress.json");
-    let report = run(setup(&home), job, |seen| {
+    let setup = Setup { listen: joined::listen_from_env(), ..setup(&home) };
+    let report = run(setup, job, |seen| {
         let written = home.join("progress.new");
         std::fs::write(&written, serde_json::to_vec(&seen).unwrap()).unwrap();
         std::fs::rename(&written, &progress).unwrap();
@@ -149,6 +152,7 @@ fn setup(home: &Path) -> Setup {
             ..Config::default()
         },
         worker: WorkerCommand::current_exe(["--exact", "worker_entry", "--nocapture"]),
+        listen: None,
     }
 }
 
