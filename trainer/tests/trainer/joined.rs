@@ -12,6 +12,7 @@ use millrace_trainer::join::{ClientTls, Join, Listen, ServerTls, Token};
 use millrace_trainer::{Progress, Setup, TrainReport};
 use tempfile::TempDir;
 
+use super::server::Server;
 use super::{home, job, job_text, run, setup, signal, wait_until};
 
 const ENV_JOIN: &str = "MILLRACE_TEST_JOIN";
@@ -165,37 +166,54 @@ fn succeeded(text: &str) -> (bool, String) {
 #[test]
 fn joined_workers_come_and_go_without_changing_the_model() {
     let home = home();
+    come_and_go(&|| setup(home.path()), &|orders| orders.share(home.path()));
+}
+
+#[test]
+fn postgres_and_a_shared_store_serve_workers_of_other_homes() {
+    let Some(server) = Server::shared() else { return };
+    let (home, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let config = millrace_datafs::Config {
+        meta_url: Some(server.url().into()),
+        meta_schema: server.new_schema(),
+        meta_connections_max: 8,
+        store_dir: store.path().join("objects"),
+        ..millrace_datafs::Config::default()
+    };
+    super::fill(&Datafs::open(home.path(), &config).unwrap());
+    let own = || super::setup_with(home.path(), config.clone());
+    come_and_go(&own, &|orders| orders.datafs = config.clone());
+}
+
+/// Trains a job with workers that join, die and leave, and compares it with one worker alone.
+fn come_and_go(setup: &(dyn Fn() -> Setup + Sync), share: &(dyn Fn(&mut Orders) + Sync)) {
     let more = "epochs_max = 250\ncheckpoint_every_steps = 700";
-    let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
+    let plain = run(setup(), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
 
     let mut workers: Vec<Worker> = Vec::new();
-    let mut coordinator = None;
     let mut waited_for = Vec::new();
-    let report = run_listening(home.path(), "joined", &format!("workers_min = 2\n{more}"), |seen| {
-        let address = seen.listening.unwrap();
-        let mut start = || workers.push(Worker::start(home.path(), address));
-        if coordinator.replace(address).is_none() {
-            start();
-            start();
-        }
+    let own = setup();
+    let own = Setup { listen: Some(listen(&own.home, "127.0.0.1:0")), ..own };
+    let report = run(own, job("joined", &format!("workers_min = 2\n{more}")), |seen| {
+        let start = || Worker::with(seen.listening.unwrap(), share);
         if waited_for.last() != Some(&seen.workers_missing) {
             waited_for.push(seen.workers_missing);
         }
         let members = seen.worker_pids.len();
-        let stage = workers.len();
-        match stage {
+        match workers.len() {
+            0 => workers.extend([start(), start()]),
             // The first one dies: the job is below its minimum until another one joins.
             2 if members == 2 && seen.step >= 150 => {
                 signal("KILL", workers[0].pid());
-                workers.push(Worker::start(home.path(), address));
+                workers.push(start());
             }
             3 if members == 2 && seen.step >= 500 && !seen.worker_pids.contains(&workers[0].pid()) => {
-                workers.push(Worker::start(home.path(), address));
+                workers.push(start());
             }
             // With three members, one is asked to leave.
             4 if members == 3 => {
                 signal("TERM", workers[1].pid());
-                workers.push(Worker::start(home.path(), address));
+                workers.push(start());
             }
             _ => {}
         }
