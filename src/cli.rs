@@ -20,7 +20,7 @@ pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
     DeviceArg, EditArgs, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs,
-    RecordFormat, RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
+    RecordFormat, RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs, WorkerArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs, TopicCommand};
@@ -167,7 +167,9 @@ pub(crate) enum Command {
     )]
     Model(ModelCommand),
     /// Train the model of a job file and publish the result as a bundle
-    #[command(after_help = "Example:\n  millrace train train.toml --workers 2")]
+    #[command(
+        after_help = "With --listen, workers of other machines join and leave while the job runs. The published model is the\nsame, bit for bit, whatever joins, leaves or dies. Each machine needs the same version of millrace and\nthe same [datafs] metadata and store. The token is never sent: both sides prove that they know it. Without\n--tls-cert the messages to the coordinator are not encrypted; gradients between workers never are, so use a\nprivate network.\n\nExamples:\n  millrace train train.toml --workers 2\n  (umask 077; openssl rand -hex 32 > token)\n  millrace train train.toml --listen 0.0.0.0:7100 --advertise a.example.org --token-file token\n  millrace train train.toml --listen 10.0.0.1:7100 --token-file token --workers-local 0 --workers-min 2"
+    )]
     Train(TrainArgs),
     /// List, show and compare the runs of training jobs
     #[command(
@@ -215,9 +217,11 @@ pub(crate) enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
-    /// A training worker: started by `train`, never by hand
-    #[command(hide = true)]
-    Worker,
+    /// Join a training job of another machine as one of its workers
+    #[command(
+        after_help = "The worker opens the volumes with its own home and [datafs] settings, which must lead to the metadata\nand the store of the coordinator (PostgreSQL and a bucket, or a shared folder). It computes its share\nuntil the job is over. SIGTERM and Ctrl-C make it finish its step and leave; the others go on. If the\ncoordinator is lost, it waits and goes on with it after it was started again.\n\nExit codes: 0 the job is over or this worker left, 5 no coordinator answered within --wait.\n\nExamples:\n  millrace worker --join a.example.org:7100 --token-file token\n  millrace worker --join a.example.org:7100 --token-file token --ca ca.pem --advertise b.example.org"
+    )]
+    Worker(WorkerArgs),
 }
 
 /// `millrace quickstart`

@@ -22,3 +22,4 @@ pub(crate) mod topic;
 pub(crate) mod train;
 pub(crate) mod volume;
 pub(crate) mod warmup;
+pub(crate) mod worker;

@@ -107,9 +107,9 @@ fn ingest(error: &millrace_ingest::Error) -> Exit {
 fn trainer(error: &millrace_trainer::Error) -> Exit {
     use millrace_trainer::Error as E;
     match error {
-        E::JobFile { .. } | E::Job { .. } => Exit::Usage,
+        E::JobFile { .. } | E::Job { .. } | E::Access { .. } | E::Join { .. } => Exit::Usage,
         E::Busy { .. } => Exit::Conflict,
-        E::Launch { .. } => Exit::Unavailable,
+        E::Launch { .. } | E::CoordinatorLost { .. } => Exit::Unavailable,
         E::Worker { exit_code, .. } | E::WorkersLost { exit_code, .. } => {
             Exit::from_code(i32::from(*exit_code))
         }

@@ -56,9 +56,12 @@ const PATIENCE: std::time::Duration = std::time::Duration::from_secs(5);
 fn start(cli: Cli) -> Result<()> {
     let switch = logging::start(&cli.log)?;
     raise_descriptor_limit();
-    if let Command::Worker = cli.command {
+    if let Command::Worker(args) = &cli.command {
         // The worker has its own small runtime.
-        return commands::train::worker();
+        return match &args.join {
+            None => commands::train::worker(),
+            Some(coordinator) => commands::worker::join(&cli, coordinator, args),
+        };
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(run(cli, switch));

@@ -116,7 +116,14 @@ pub(crate) fn instead(known: &[&str], table: &str) -> String {
 const RESERVED: [&str; 5] =
     ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG", "MILLRACE_REQUIRE", "MILLRACE_SKIPPED"];
 /// Variables from a training coordinator to its workers; they are not configuration keys either.
-const WORKER: [&str; 4] = [launch::ENV_COORDINATOR, launch::ENV_TOKEN, launch::ENV_SLOT, launch::ENV_LAUNCH];
+const WORKER: [&str; 6] = [
+    launch::ENV_COORDINATOR,
+    launch::ENV_TOKEN,
+    launch::ENV_SLOT,
+    launch::ENV_LAUNCH,
+    launch::ENV_RING_LISTEN,
+    launch::ENV_RING_ADVERTISE,
+];
 
 /// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
 /// HOME/millrace.toml, then none.

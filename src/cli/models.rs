@@ -1,6 +1,6 @@
 //! Flags of the model commands: model, train, serve, predict, pipe.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -223,7 +223,7 @@ pub(crate) struct WeightArgs {
 pub(crate) struct TrainArgs {
     /// The job file
     pub(crate) job: PathBuf,
-    /// Worker processes [default: from the job file]
+    /// Worker processes of this machine [default: from the job file]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
     /// Seed of the weights and the order [default: from the job file]
@@ -235,6 +235,30 @@ pub(crate) struct TrainArgs {
     /// Write event files for TensorBoard to DIR/JOB
     #[arg(long, value_name = "DIR")]
     pub(crate) tensorboard: Option<PathBuf>,
+    /// Admit workers of other machines (`millrace worker --join`) at this address and port
+    #[arg(long, value_name = "ADDR:PORT", requires = "token_file")]
+    pub(crate) listen: Option<SocketAddr>,
+    /// Name or address of this machine for other machines [default: the address of --listen]
+    #[arg(long, value_name = "NAME", requires = "listen")]
+    pub(crate) advertise: Option<String>,
+    /// File with the secret of the job's workers, which only its owner may read
+    #[arg(long, value_name = "FILE", requires = "listen")]
+    pub(crate) token_file: Option<PathBuf>,
+    /// Certificate chain (PEM) for the port of --listen
+    #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"])]
+    pub(crate) tls_cert: Option<PathBuf>,
+    /// Key (PEM) of --tls-cert
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub(crate) tls_key: Option<PathBuf>,
+    /// Worker processes of this machine beside those that join; may be 0 [default: as without --listen]
+    #[arg(long, value_name = "N", requires = "listen", conflicts_with = "workers")]
+    pub(crate) workers_local: Option<u32>,
+    /// Workers to wait for before training begins or goes on [default: from the job file, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) workers_min: Option<u32>,
+    /// Most workers of all machines [default: from the job file, else its virtual_shards]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) workers_max: Option<u32>,
 }
 
 /// `millrace runs …`
@@ -275,6 +299,36 @@ pub(crate) enum RunsCommand {
         #[arg(long, value_name = "FILE")]
         svg: Option<PathBuf>,
     },
+}
+
+/// `millrace worker`
+#[derive(Debug, Args)]
+pub(crate) struct WorkerArgs {
+    /// The coordinator: a `millrace train --listen` on any machine
+    #[arg(long, value_name = "HOST:PORT", requires = "token_file")]
+    pub(crate) join: Option<String>,
+    /// File with the coordinator's secret, which only its owner may read
+    #[arg(long, value_name = "FILE", requires = "join")]
+    pub(crate) token_file: Option<PathBuf>,
+    /// Authority (PEM) of a coordinator with --tls-cert
+    #[arg(long, value_name = "FILE", requires = "join")]
+    pub(crate) ca: Option<PathBuf>,
+    /// Address, or address and port, for the other workers [default: a free port of the address that leads to
+    /// the coordinator]
+    #[arg(long, value_name = "ADDR[:PORT]", requires = "join", value_parser = ring_address)]
+    pub(crate) listen_ring: Option<SocketAddr>,
+    /// Name or address of this machine for the other workers [default: the address of --listen-ring]
+    #[arg(long, value_name = "NAME", requires = "join")]
+    pub(crate) advertise: Option<String>,
+    /// Seconds to wait for a coordinator that does not answer, or that was lost
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "join")]
+    pub(crate) wait: u64,
+}
+
+/// An address whose port may be left out.
+fn ring_address(text: &str) -> Result<SocketAddr, String> {
+    let alone = || text.parse::<IpAddr>().map(|ip| SocketAddr::new(ip, 0));
+    text.parse().or_else(|_| alone()).map_err(|_| "expected an IP address, with or without a port".to_owned())
 }
 
 /// `millrace serve`

@@ -1,7 +1,8 @@
-//! `millrace train`, and the hidden `millrace worker` that it launches.
+//! `millrace train`, and the `millrace worker` processes that it launches.
 
 use anyhow::Result;
 use millrace_trainer::job::JobFile;
+use millrace_trainer::join::{Listen, ServerTls, Token};
 use millrace_trainer::launch::WorkerCommand;
 use millrace_trainer::tensorboard::EventFile;
 use millrace_trainer::{End, Progress, Setup, TrainReport};
@@ -32,9 +33,36 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         Some(directory) => Some(EventFile::create(&directory.join(job.name.as_str()))?),
         None => None,
     };
+    if let Some(count) = args.workers_min {
+        job.workers_min = Some(count as usize);
+    }
+    if let Some(count) = args.workers_max {
+        job.workers_max = Some(count as usize);
+    }
+    let listen = listen(&args)?;
+    let joins = listen.is_some();
+    let host = listen.as_ref().and_then(|listen| listen.advertise.clone());
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
-    let report = train(context, &job, context.stop.clone(), |progress| {
+    let (out, mut listening, mut missing) = (context.out, None, 0);
+    let report = train_with(context, &job, listen, context.stop.clone(), |progress| {
+        if let Some(address) = progress.listening.filter(|_| listening.is_none()) {
+            listening = Some(address);
+            let host = host.clone().map_or(address.ip().to_string(), |host| host);
+            let port = address.port();
+            shown.suspend(|| {
+                out.note(&format!(
+                    "workers of other machines join with: millrace worker --join {host}:{port} --token-file FILE"
+                ));
+            });
+        }
+        if progress.workers_missing != missing {
+            missing = progress.workers_missing;
+            if missing > 0 {
+                let workers = if missing == 1 { "worker" } else { "workers" };
+                shown.suspend(|| out.note(&format!("train waits for {missing} more {workers} to join")));
+            }
+        }
         shown.set_length(progress.steps_max);
         shown.set_position(progress.step);
         shown.set_message(format!(
@@ -84,7 +112,14 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
             },
             vec![
                 "workers".to_owned(),
-                format!("{}, {} lost and replaced", report.workers, report.workers_lost),
+                if joins {
+                    format!(
+                        "{} of this machine, {} joined from others, {} lost",
+                        report.workers, report.workers_joined, report.workers_lost
+                    )
+                } else {
+                    format!("{}, {} lost and replaced", report.workers, report.workers_lost)
+                },
             ],
             vec![
                 "samples/s".to_owned(),
@@ -115,10 +150,38 @@ fn write_events(events: &mut Option<EventFile>, step: u64, values: &[(&str, f64)
     }
 }
 
+/// How workers of other machines join, as the flags say.
+fn listen(args: &TrainArgs) -> Result<Option<Listen>> {
+    // Clap requires the token with the address, and both TLS files or neither.
+    let Some((address, token_file)) = args.listen.zip(args.token_file.as_ref()) else { return Ok(None) };
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(certificate), Some(key)) => Some(ServerTls::read(certificate, key)?),
+        _ => None,
+    };
+    Ok(Some(Listen {
+        address,
+        advertise: args.advertise.clone(),
+        token: Token::read(token_file)?,
+        tls,
+        workers_local: args.workers_local.map(|count| count as usize),
+    }))
+}
+
 /// Trains a job of this home, with worker processes of this program.
 pub(crate) async fn train(
     context: &Context,
     job: &JobFile,
+    stop: CancellationToken,
+    progress: impl FnMut(Progress) + Send,
+) -> Result<TrainReport> {
+    train_with(context, job, None, stop, progress).await
+}
+
+/// [`train`], also with workers of other machines.
+async fn train_with(
+    context: &Context,
+    job: &JobFile,
+    listen: Option<Listen>,
     stop: CancellationToken,
     progress: impl FnMut(Progress) + Send,
 ) -> Result<TrainReport> {
@@ -130,11 +193,12 @@ pub(crate) async fn train(
         datafs_config: settings.datafs.clone(),
         config: settings.trainer.clone(),
         worker: WorkerCommand::current_exe(["worker"]),
+        listen,
     };
     Ok(millrace_trainer::train(job.clone(), setup, stop, progress).await?)
 }
 
-/// Runs `millrace worker`.
+/// Runs a `millrace worker` that a coordinator of this machine launched.
 pub(crate) fn worker() -> Result<()> {
     Ok(millrace_trainer::worker::run(|error| exit::of(error) as u8)?)
 }

@@ -13,6 +13,7 @@ mod images;
 mod imported;
 mod independent;
 mod instances;
+mod joined;
 mod kills;
 mod labels;
 mod load;

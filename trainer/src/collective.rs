@@ -41,16 +41,20 @@ pub struct Options {
     pub exchange_timeout: Duration,
     /// Elements summed per bucket, at least 1; each costs 8 bytes of buffer.
     pub bucket_elements_max: usize,
+    /// A neighbor whose machine acknowledges nothing for about this long is lost. A process that only computes
+    /// is not: its kernel acknowledges.
+    pub silence: Duration,
 }
 
 impl Options {
-    /// Options for ordinary use: 10 s to form, 60 s per exchange, buckets of 2 MiB.
+    /// Options for ordinary use: 10 s to form, 60 s per exchange, 5 s of silence, buckets of 2 MiB.
     pub fn new(secret: impl Into<String>) -> Options {
         Options {
             secret: secret.into(),
             form_timeout: Duration::from_secs(10),
             exchange_timeout: Duration::from_secs(60),
             bucket_elements_max: 1 << 18,
+            silence: Duration::from_secs(5),
         }
     }
 }
@@ -79,9 +83,14 @@ pub struct Collective {
 impl Collective {
     /// Listens on an ephemeral port of `ip`.
     pub fn bind(ip: IpAddr, options: Options) -> Result<Collective, Error> {
-        let io = |source| Error::Io { what: format!("listen on {ip}"), source };
+        Self::bind_to(SocketAddr::new(ip, 0), options)
+    }
+
+    /// Listens on `address`; port 0 means an ephemeral one.
+    pub fn bind_to(address: SocketAddr, options: Options) -> Result<Collective, Error> {
+        let io = |source| Error::Io { what: format!("listen on {address}"), source };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
-        let listener = StdListener::bind((ip, 0)).map_err(io)?;
+        let listener = StdListener::bind(address).map_err(io)?;
         listener.set_nonblocking(true).map_err(io)?;
         let address = listener.local_addr().map_err(io)?;
         let listener = {

@@ -2,9 +2,12 @@
 //!
 //! * [`membership`] decides (a pure state machine), [`coordinator`] acts on the decisions (processes,
 //!   streams), [`session`] is the worker's end of its stream.
+//! * [`listener`] bounds connections from other machines, [`joining`] is a worker's way to join from one.
 //! * Membership epochs are numbered; the ring of an epoch never carries data of another one.
 
 pub(crate) mod coordinator;
+pub(crate) mod joining;
+mod listener;
 pub(crate) mod membership;
 pub(crate) mod session;
 

@@ -96,6 +96,22 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
+    /// A file or an address that a coordinator or a worker needs cannot be used: fix it.
+    #[error("{what}: {reason}")]
+    Access {
+        /// The operation and the file or the address.
+        what: String,
+        /// The problem and the remedy.
+        reason: String,
+    },
+    /// The coordinator and this worker do not fit together, or the coordinator refused it.
+    #[error("join {coordinator}: {reason}")]
+    Join {
+        /// The coordinator's address.
+        coordinator: String,
+        /// The cause and the remedy.
+        reason: String,
+    },
     /// Another process runs the same job, or publishes versions of the same model.
     #[error("job {job}: {reason}")]
     Busy {

@@ -89,6 +89,13 @@ pub struct JobFile {
     /// Worker processes; `trainer.workers` when absent.
     #[serde(default)]
     pub workers: Option<usize>,
+    /// Workers without which the job waits, 1 when absent. Above `workers` only where workers of other machines
+    /// join (`millrace train --listen`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers_min: Option<usize>,
+    /// The most workers, including those of other machines; `virtual_shards` when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers_max: Option<usize>,
     /// Steps between checkpoints, at least 1; the job always writes one at its end.
     #[serde(default = "default_checkpoint_every_steps")]
     pub checkpoint_every_steps: u64,
@@ -227,9 +234,15 @@ impl JobFile {
         within("shuffle.lanes", u64::from(self.shuffle.lanes), 1 << 16)?;
         within("shuffle.window_rows", self.shuffle.window_rows, 1 << 32)?;
         within("shuffle.working_set_bytes_max", self.shuffle.working_set_bytes_max.unwrap_or(1), 1 << 40)?;
-        if let Some(workers) = self.workers {
-            within("workers", workers as u64, self.virtual_shards as u64)
+        let counts =
+            [("workers", self.workers), ("workers_min", self.workers_min), ("workers_max", self.workers_max)];
+        for (key, count) in counts {
+            let Some(count) = count else { continue };
+            within(key, count as u64, self.virtual_shards as u64)
                 .map_err(|e| format!("{e} (a worker needs a virtual shard; raise virtual_shards)"))?;
+            if let Some(max) = self.workers_max.filter(|max| count > *max) {
+                return Err(format!("{key} = {count} is above workers_max = {max}"));
+            }
         }
         if self.loss_target.is_some_and(|target| !target.is_finite() || target < 0.0) {
             return Err("loss_target must be a number of at least 0".to_owned());
@@ -298,6 +311,8 @@ impl JobFile {
             seed,
             device,
             workers: _,
+            workers_min: _,
+            workers_max: _,
             checkpoint_every_steps: _,
             shuffle,
             output: _,

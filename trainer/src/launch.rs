@@ -1,11 +1,13 @@
 //! Worker launch: starts the same program with a hidden subcommand and passes the coordinator's address in
 //! environment variables.
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 
 use tokio::process::{Child, Command};
 
 use crate::error::{Error, Result};
+use crate::join::Listen;
 
 /// The coordinator's address, `ip:port`.
 pub const ENV_COORDINATOR: &str = "MILLRACE_TRAINER_COORDINATOR";
@@ -15,6 +17,11 @@ pub const ENV_TOKEN: &str = "MILLRACE_TRAINER_TOKEN";
 pub const ENV_SLOT: &str = "MILLRACE_TRAINER_SLOT";
 /// The sequence number of this launch, which identifies late messages of a dead process.
 pub const ENV_LAUNCH: &str = "MILLRACE_TRAINER_LAUNCH";
+
+/// The address at which a worker's ring listens, if it is not the coordinator's own.
+pub const ENV_RING_LISTEN: &str = "MILLRACE_TRAINER_RING_LISTEN";
+/// The worker's name for workers of other machines.
+pub const ENV_RING_ADVERTISE: &str = "MILLRACE_TRAINER_RING_ADVERTISE";
 
 /// Threads of the CPU backend's pool, as Rayon reads it.
 const ENV_THREADS: &str = "RAYON_NUM_THREADS";
@@ -68,6 +75,9 @@ impl WorkerCommand {
             .env(ENV_TOKEN, &worker_env.token)
             .env(ENV_SLOT, worker_env.slot.to_string())
             .env(ENV_LAUNCH, worker_env.launch.to_string())
+            .envs(worker_env.ring.iter().flat_map(|ring| {
+                [(ENV_RING_LISTEN, ring.listen.to_string()), (ENV_RING_ADVERTISE, ring.advertise.clone())]
+            }))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::inherit())
@@ -88,6 +98,22 @@ pub(crate) struct WorkerEnv {
     pub(crate) token: String,
     pub(crate) slot: usize,
     pub(crate) launch: u64,
+    /// Where the ring listens when the job has workers of other machines.
+    pub(crate) ring: Option<RingEnv>,
+}
+
+/// Where a launched worker's ring listens, so that workers of other machines reach it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RingEnv {
+    pub(crate) listen: IpAddr,
+    pub(crate) advertise: String,
+}
+
+impl RingEnv {
+    /// The coordinator's own address and name; none if other machines know neither.
+    pub(crate) fn of(listen: &Listen) -> Option<RingEnv> {
+        Some(RingEnv { listen: listen.address.ip(), advertise: listen.host()? })
+    }
 }
 
 impl WorkerEnv {
@@ -96,7 +122,10 @@ impl WorkerEnv {
         let read = |key: &str| {
             std::env::var(key).map_err(|_| Error::Launch {
                 program: "worker".to_owned(),
-                reason: format!("{key} is not set: workers are started by millrace train"),
+                reason: format!(
+                    "{key} is not set: millrace train starts workers on its own machine; to join a job from here, add \
+                     --join HOST:PORT --token-file FILE"
+                ),
             })
         };
         let number = |key: &str| {
@@ -110,6 +139,16 @@ impl WorkerEnv {
             token: read(ENV_TOKEN)?,
             slot: number(ENV_SLOT)? as usize,
             launch: number(ENV_LAUNCH)?,
+            ring: match (std::env::var(ENV_RING_LISTEN), std::env::var(ENV_RING_ADVERTISE)) {
+                (Ok(listen), Ok(advertise)) => Some(RingEnv {
+                    listen: listen.parse().map_err(|_| Error::Launch {
+                        program: "worker".to_owned(),
+                        reason: format!("{ENV_RING_LISTEN} is not an address"),
+                    })?,
+                    advertise,
+                }),
+                _ => None,
+            },
         })
     }
 }

@@ -10,7 +10,8 @@
 //! - [`fixed`], [`collective`]: sums that do not depend on the order or the grouping of workers;
 //! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them;
 //! - [`runs`]: what the checkpoints of a volume tell of its runs;
-//! - [`tensorboard`]: event files for TensorBoard.
+//! - [`tensorboard`]: event files for TensorBoard;
+//! - [`join`]: workers that join from other machines.
 //!
 //! Out of scope: reading topics (train on a snapshot that `ingest` filled), serving, and any data format
 //! except Arrow columns and ONNX.
@@ -35,6 +36,7 @@
 //!     config: Config::default(),
 //!     // Must end in `millrace_trainer::worker::run()`.
 //!     worker: WorkerCommand::current_exe(["worker"]),
+//!     listen: None,
 //! };
 //! let job = JobFile::load("train.toml".as_ref())?;
 //! let report = train(job, setup, CancellationToken::new(), |p| println!("step {}", p.step)).await?;
@@ -56,12 +58,14 @@ pub mod fuzzing;
 pub mod graph;
 pub mod init;
 pub mod job;
+pub mod join;
 pub mod launch;
 mod ledger;
 mod lock;
 pub mod metrics;
 mod model;
 pub mod optim;
+mod proof;
 mod publish;
 pub mod quantize;
 mod replica;

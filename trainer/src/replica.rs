@@ -62,10 +62,8 @@ pub(crate) struct Replica {
 
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
-    pub(crate) fn load(assignment: Assignment, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, home, datafs, config, run, owner, plan } = assignment;
-        let datafs =
-            Datafs::open(&home, &datafs).map_err(|e| Error::volume(format!("open {}", home.display()), e))?;
+    pub(crate) fn load(assignment: Assignment, datafs: Datafs, runtime: Handle) -> Result<Replica> {
+        let Assignment { job, volumes: _, config, run, owner, plan } = assignment;
         let dataset = runtime.block_on(source::open_dataset(&datafs, &job))?;
         let plan = Arc::new(plan);
         let feed = {

@@ -1,4 +1,5 @@
 //! Training of one job, from its job file to its published bundle: [`train`] and its report.
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,10 +17,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::config::Config;
-use crate::elastic::coordinator::{self, CoordinatorParams, Outcome};
+use crate::elastic::coordinator::{self, CoordinatorParams, Joining, Outcome};
 use crate::engine::{Device, Engine, Loss};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
+use crate::join::Listen;
 use crate::launch::WorkerCommand;
 use crate::lock::JobLock;
 use crate::model;
@@ -29,7 +31,7 @@ use crate::replica::{self, open_output};
 use crate::source;
 use crate::state::RunState;
 use crate::statistics;
-use crate::worker::Assignment;
+use crate::worker::{Assignment, VolumesSetup};
 
 /// The environment of a job: its volumes, its settings and its worker program.
 #[derive(Debug, Clone)]
@@ -44,6 +46,8 @@ pub struct Setup {
     pub config: Config,
     /// The command that starts a worker process.
     pub worker: WorkerCommand,
+    /// How workers of other machines join; none when only workers of this one train.
+    pub listen: Option<Listen>,
 }
 
 /// A running job, as its progress callback sees it.
@@ -65,6 +69,10 @@ pub struct Progress {
     pub worker_pids: Vec<u32>,
     /// The membership epoch; it grows whenever workers join or leave.
     pub membership_epoch: u64,
+    /// Workers that have to join before training can go on; 0 while it does.
+    pub workers_missing: usize,
+    /// Where workers of other machines join.
+    pub listening: Option<SocketAddr>,
 }
 
 /// Why [`train`] returned.
@@ -110,8 +118,10 @@ pub struct TrainReport {
     pub already_published: bool,
     /// The step of the checkpoint from which this call continued.
     pub resumed_from_step: Option<u64>,
-    /// Requested workers, at most the number of virtual shards.
+    /// Requested workers of the coordinator's machine, at most the number of virtual shards.
     pub workers: usize,
+    /// How often workers of other machines joined during this call.
+    pub workers_joined: u32,
     /// Workers that died or stopped responding during this call.
     pub workers_lost: u32,
     /// Membership epochs formed during this call.
@@ -147,7 +157,11 @@ pub async fn train(
     let began = Instant::now();
     let prepared = blocking(move || Prepared::new(job, setup)).await?;
     let job = &prepared.job;
-    let workers = job.workers.unwrap_or(prepared.setup.config.workers).min(job.virtual_shards);
+    let crew = Crew::of(job, &prepared.setup)?;
+    if let Some(listen) = &prepared.setup.listen {
+        listen.check(crew.local).await?;
+    }
+    let workers = crew.local;
     let mut report = TrainReport {
         job: job.name.to_string(),
         run: prepared.checkpoints.run.clone(),
@@ -164,6 +178,7 @@ pub async fn train(
         already_published: false,
         resumed_from_step: prepared.resumed_from_step,
         workers,
+        workers_joined: 0,
         workers_lost: 0,
         membership_epochs: 0,
         samples_per_second: 0.0,
@@ -172,7 +187,8 @@ pub async fn train(
     let mut trained = None;
     if !prepared.finished {
         let first_step = report.resumed_from_step.unwrap_or_default();
-        let outcome = prepared.run_workers(workers, first_step, cancel.clone(), &mut on_progress).await?;
+        let outcome = prepared.run_workers(crew, first_step, cancel.clone(), &mut on_progress).await?;
+        report.workers_joined = outcome.workers_joined;
         report.workers_lost = outcome.workers_lost;
         report.membership_epochs = outcome.membership_epochs;
         trained = Some(outcome);
@@ -181,6 +197,43 @@ pub async fn train(
     let mut report = blocking(move || prepared.conclude(report, trained, &stop)).await?;
     report.seconds = began.elapsed().as_secs_f64();
     Ok(report)
+}
+
+/// How many workers a job has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Crew {
+    /// Launched by the coordinator.
+    local: usize,
+    /// Most workers of other machines.
+    places: usize,
+    /// Fewest workers that train.
+    min: usize,
+}
+
+impl Crew {
+    fn of(job: &JobFile, setup: &Setup) -> Result<Crew> {
+        let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
+        let max = job.workers_max.unwrap_or(job.virtual_shards);
+        let usual = job.workers.unwrap_or(setup.config.workers).min(max);
+        let (local, places) = match &setup.listen {
+            None => (usual, 0),
+            Some(listen) => {
+                let local = listen.workers_local.unwrap_or(usual);
+                let places = max.checked_sub(local).ok_or_else(|| {
+                    unfit(format!("--workers-local {local} is above the {max} workers that the job may have"))
+                })?;
+                (local, places)
+            }
+        };
+        let min = job.workers_min.unwrap_or(1);
+        if min > local + places {
+            return Err(unfit(format!(
+                "workers_min = {min}, but there are {local} workers: raise workers, or admit workers of other machines \
+                 with millrace train --listen"
+            )));
+        }
+        Ok(Crew { local, places, min })
+    }
 }
 
 /// A checked job that owns its checkpoints.
@@ -285,7 +338,7 @@ impl Prepared {
 
     async fn run_workers(
         &self,
-        workers: usize,
+        crew: Crew,
         first_step: u64,
         cancel: CancellationToken,
         on_progress: &mut (impl FnMut(Progress) + Send),
@@ -293,29 +346,47 @@ impl Prepared {
         let job = &self.job;
         let assignment = Assignment {
             job: job.clone(),
-            home: self.setup.home.clone(),
-            datafs: self.setup.datafs_config.clone(),
+            volumes: Some(VolumesSetup {
+                home: self.setup.home.clone(),
+                datafs: self.setup.datafs_config.clone(),
+            }),
             config: self.setup.config.clone(),
             run: self.checkpoints.run.clone(),
             owner: self.checkpoints.owner.clone(),
             plan: (*self.plan).clone(),
         };
-        let assignment = serde_json::to_string(&assignment).map_err(|e| Error::Job {
-            job: job.name.to_string(),
-            reason: format!("cannot be sent to the workers ({e})"),
-        })?;
+        let encode = |assignment: &Assignment| {
+            serde_json::to_string(assignment).map_err(|e| Error::Job {
+                job: job.name.to_string(),
+                reason: format!("cannot be sent to the workers ({e})"),
+            })
+        };
+        let joining = match &self.setup.listen {
+            None => None,
+            Some(listen) => {
+                // Settings of volumes have secrets, and those of another machine are its own.
+                let theirs = Assignment { volumes: None, ..assignment.clone() };
+                Some(Joining { listen, places: crew.places, assignment: encode(&theirs)? })
+            }
+        };
+        let assignment = encode(&assignment)?;
         let params = CoordinatorParams {
             job: job.name.as_str(),
-            workers,
+            workers: crew.local,
+            workers_min: crew.min,
             config: &self.setup.config,
             command: &self.setup.worker,
             token: random_token()?,
             assignment,
+            joining,
         };
         let steps_max = self.plan.steps_for_epochs(job.epochs_max);
         let mut first_report: Option<(Instant, u64)> = None;
         coordinator::run(params, cancel, |seen| {
-            let (since, step) = *first_report.get_or_insert((Instant::now(), seen.step));
+            if seen.step > 0 {
+                first_report.get_or_insert((Instant::now(), seen.step));
+            }
+            let (since, step) = first_report.unwrap_or_else(|| (Instant::now(), seen.step));
             let rows = seen.step.saturating_sub(step.max(first_step)) as f64 * job.batch_rows as f64;
             let elapsed = since.elapsed().max(Duration::from_micros(1)).as_secs_f64();
             on_progress(Progress {
@@ -327,6 +398,8 @@ impl Prepared {
                 samples_per_second: rows / elapsed,
                 worker_pids: seen.pids,
                 membership_epoch: seen.membership_epoch,
+                workers_missing: seen.missing,
+                listening: seen.listening,
             });
         })
         .await

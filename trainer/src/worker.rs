@@ -6,8 +6,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use millrace_datafs::Datafs;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
+use tokio_util::sync::CancellationToken;
 
 use crate::collective::{Collective, Options};
 use crate::config::Config;
@@ -15,21 +17,34 @@ use crate::elastic::membership::{Reason, formation, source};
 use crate::elastic::session::{Barrier, Ending, EpochMembership, Report, Session, Timing};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
+use crate::join::host_port;
 use crate::launch::WorkerEnv;
 use crate::replica::Replica;
 
+mod joined;
+
+pub use joined::{JoinEnd, join};
+
 /// The parameters of a run's workers, sent as JSON.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Assignment {
     pub(crate) job: JobFile,
-    pub(crate) home: PathBuf,
-    pub(crate) datafs: millrace_datafs::Config,
+    /// The volumes of a launched worker. A worker of another machine opens its own way to them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) volumes: Option<VolumesSetup>,
     pub(crate) config: Config,
     /// The run's id.
     pub(crate) run: String,
     /// The token that permits writing checkpoints; see [`crate::checkpoint`].
     pub(crate) owner: String,
     pub(crate) plan: millrace_streams::feed::Plan,
+}
+
+/// The home and the settings with which a launched worker opens the volumes.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct VolumesSetup {
+    pub(crate) home: PathBuf,
+    pub(crate) datafs: millrace_datafs::Config,
 }
 
 /// Why a membership epoch ended without an error.
@@ -71,44 +86,97 @@ fn serve(worker_env: &WorkerEnv, runtime: &Runtime, exit_code: &impl Fn(&Error) 
             address: worker_env.coordinator.clone(),
             reason: "is not ip:port".to_owned(),
         })?;
-    let mut options = Options::new(worker_env.token.clone());
-    let mut collective = Collective::bind(coordinator.ip(), options.clone())?;
-    let (greeted, assignment) = Session::connect(runtime.handle(), worker_env, collective.address())?;
-    let assignment: Assignment = serde_json::from_str(&assignment).map_err(|e| Error::Worker {
-        message: format!("the coordinator's assignment cannot be read ({e}); is it the same program?"),
-        exit_code: 1,
-    })?;
-    let config = &assignment.config;
-    let timing = Timing { heartbeat: config.heartbeat(), progress: config.progress() };
-    options.exchange_timeout = config.exchange_timeout();
-    collective.set_options(options);
-    let mut session = greeted.start(runtime.handle(), timing);
-    let result = Replica::load(assignment, runtime.handle().clone())
+    let options = Options::new(worker_env.token.clone());
+    let listen = worker_env.ring.as_ref().map_or(coordinator.ip(), |ring| ring.listen);
+    let mut collective = Collective::bind(listen, options.clone())?;
+    let address = match &worker_env.ring {
+        Some(ring) => host_port(&ring.advertise, collective.address().port()),
+        None => collective.address().to_string(),
+    };
+    let (greeted, assignment) = Session::connect(runtime.handle(), worker_env, address)?;
+    let assignment = Assignment::read(&assignment)?;
+    let timing = assignment.apply(options, &mut collective, false);
+    let mut session = greeted.start(runtime.handle(), timing, CancellationToken::new());
+    let result = open_volumes(&assignment)
+        .and_then(|datafs| Replica::load(assignment, datafs, runtime.handle().clone()))
         .and_then(|mut replica| train(&mut replica, &mut session, &collective));
     match result {
         Err(error @ Error::CoordinatorLost { .. }) => Err(error),
         Err(error) => session.fail(error.one_line(), exit_code(&error), error.is_local()),
-        Ok(()) => Ok(()),
+        Ok(_) => Ok(()),
     }
 }
 
-/// Runs membership epochs, from barrier to barrier, until the job is over.
-fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<()> {
-    let (mut reason, mut suspect) = (Reason::Fresh, None);
+/// Opens the volumes of a launched worker.
+fn open_volumes(assignment: &Assignment) -> Result<Datafs> {
+    let Some(VolumesSetup { home, datafs }) = &assignment.volumes else {
+        return Err(Error::Worker {
+            message: "the coordinator's assignment names no volumes; is it the same program?".to_owned(),
+            exit_code: 1,
+        });
+    };
+    Datafs::open(home, datafs).map_err(|e| Error::volume(format!("open {}", home.display()), e))
+}
+
+impl Assignment {
+    fn read(text: &str) -> Result<Assignment> {
+        serde_json::from_str(text).map_err(|e| Error::Worker {
+            message: format!("the coordinator's assignment cannot be read ({e}); is it the same program?"),
+            exit_code: 1,
+        })
+    }
+
+    /// Sets the timeouts of rings and gives those of the session.
+    fn apply(&self, options: Options, collective: &mut Collective, outlives_coordinator: bool) -> Timing {
+        let config = &self.config;
+        collective.set_options(Options {
+            exchange_timeout: config.exchange_timeout(),
+            silence: config.heartbeat_lost(),
+            ..options
+        });
+        Timing { heartbeat: config.heartbeat(), progress: config.progress(), outlives_coordinator }
+    }
+}
+
+/// How a worker's part in a job ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// The job is over.
+    Done,
+    /// The worker was asked to leave.
+    Left,
+}
+
+/// Runs membership epochs, from barrier to barrier, until the job is over or this worker was asked to leave.
+fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<Part> {
+    let (mut reason, mut trouble) = (Reason::Fresh, None);
+    let mut lead = false;
     loop {
-        let formed = match session.arrive(replica.step(), reason, suspect)? {
+        let formed = match session.arrive(replica.step(), reason, trouble.as_ref())? {
             Barrier::Formed(formed) => formed,
-            Barrier::Done => return replica.close(),
+            Barrier::Done => return replica.close().map(|()| Part::Done),
+            Barrier::Preempted => {
+                // The others have this state, too, unless they leave as well.
+                if lead {
+                    replica.checkpoint(None)?;
+                }
+                replica.close()?;
+                session.leave(replica.step())?;
+                return Ok(Part::Left);
+            }
         };
-        suspect = None;
+        lead = formed.rank == 0;
+        trouble = None;
         match epoch(replica, session, collective, &formed) {
-            Ok(EpochEnd::Done) => return replica.close(),
+            Ok(EpochEnd::Done) => return replica.close().map(|()| Part::Done),
             Ok(EpochEnd::Left) => reason = Reason::Left,
             Ok(EpochEnd::Broken) => reason = Reason::Broken,
             Err(Error::Collective(error)) if error.is_retryable() => {
-                tracing::info!(epoch = formed.epoch, step = replica.step(), %error, "ring broke");
+                let suspect = error.suspect().and_then(|rank| formed.peers.get(rank));
+                let suspect = suspect.map(ToString::to_string).unwrap_or_default();
+                tracing::info!(epoch = formed.epoch, step = replica.step(), %error, suspect, "ring broke");
                 reason = Reason::Broken;
-                suspect = error.suspect();
+                trouble = Some(error);
             }
             Err(error) => return Err(error),
         }
@@ -122,7 +190,7 @@ fn epoch(
     collective: &Collective,
     formed: &EpochMembership,
 ) -> Result<EpochEnd> {
-    let shape = formation(formed.epoch, formed.rank, &formed.peers);
+    let shape = formation(formed.epoch, formed.rank, &formed.addresses);
     let mut ring = collective.form(&shape, formed.abort.clone())?;
     let step = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
     if let Some(source) = source(&formed.peers) {
@@ -144,7 +212,8 @@ fn epoch(
             }
             return Ok(session.finish(replica.step(), false)?.into());
         }
-        let (leave, stop) = (session.leave_wanted(), session.stop_wanted());
+        let leave = session.leave_wanted() || session.preempted();
+        let stop = session.stop_wanted();
         let done = session.step(|| replica.step_once(&mut ring, leave, stop))?;
         if lead {
             session.report(Report {

@@ -6,6 +6,10 @@
 
 #[path = "trainer/data.rs"]
 mod data;
+#[path = "trainer/joined.rs"]
+mod joined;
+#[path = "../../datafs/tests/postgres/server.rs"]
+mod server;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,7 +52,8 @@ fn job_entry() {
     }
     let job = JobFile::load(&home.join("train.toml")).unwrap();
     let progress = home.join("progress.json");
-    let report = run(setup(&home), job, |seen| {
+    let setup = Setup { listen: joined::listen_from_env(), ..setup(&home) };
+    let report = run(setup, job, |seen| {
         let written = home.join("progress.new");
         std::fs::write(&written, serde_json::to_vec(&seen).unwrap()).unwrap();
         std::fs::rename(&written, &progress).unwrap();
@@ -103,17 +108,20 @@ fn volume(datafs: &Datafs, spec: &str) -> millrace_datafs::View {
 /// A home with the dataset `data@v1:/train` and the empty volume `models`.
 fn home() -> TempDir {
     let home = tempfile::tempdir().unwrap();
-    let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    fill(&Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap());
+    home
+}
+
+fn fill(datafs: &Datafs) {
     for name in ["data", "models"] {
         datafs.volume_create(&name.parse().unwrap()).unwrap();
     }
-    let live = volume(&datafs, "data");
+    let live = volume(datafs, "data");
     live.write_file("train/a.parquet", &parquet_bytes(&rows(0..200))).unwrap();
     live.write_file("train/b.parquet", &parquet_bytes(&rows(200..ROWS))).unwrap();
     live.write_file("broken/a.parquet", b"PAR1 and then nothing like it PAR1").unwrap();
     live.publish(millrace_datafs::Publish::new().put_key("ingest/landing/digits/0", "301")).unwrap();
     datafs.snapshot_create(&"data".parse().unwrap(), &"v1".parse().unwrap()).unwrap();
-    home
 }
 
 fn job_text(name: &str, more: &str) -> String {
@@ -136,7 +144,10 @@ fn job(name: &str, more: &str) -> JobFile {
 }
 
 fn setup(home: &Path) -> Setup {
-    let datafs_config = millrace_datafs::Config::default();
+    setup_with(home, millrace_datafs::Config::default())
+}
+
+fn setup_with(home: &Path, datafs_config: millrace_datafs::Config) -> Setup {
     Setup {
         datafs: Datafs::open(home, &datafs_config).unwrap(),
         home: home.to_owned(),
@@ -149,6 +160,7 @@ fn setup(home: &Path) -> Setup {
             ..Config::default()
         },
         worker: WorkerCommand::current_exe(["--exact", "worker_entry", "--nocapture"]),
+        listen: None,
     }
 }
 

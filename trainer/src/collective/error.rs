@@ -7,7 +7,9 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum Error {
     /// A rank closed its connection or could not be reached: it is dead or has left.
-    #[error("rank {rank} ({address}) of membership epoch {epoch} was lost at step {step}: {reason}")]
+    #[error(
+        "rank {rank} ({address}) of membership epoch {epoch} was lost at step {step}, during {during}: {reason}"
+    )]
     PeerLost {
         /// The missing rank.
         rank: usize,
@@ -17,12 +19,14 @@ pub enum Error {
         epoch: u64,
         /// The step, 0 while the ring formed.
         step: u64,
+        /// The operation.
+        during: &'static str,
         /// The symptom.
         reason: String,
     },
     /// A rank did not answer before the deadline.
     #[error(
-        "rank {rank} ({address}) of membership epoch {epoch} did not answer at step {step} within {waited:?}"
+        "rank {rank} ({address}) of membership epoch {epoch} did not answer at step {step} within {waited:?}, during {during}"
     )]
     Timeout {
         /// The missing rank.
@@ -33,6 +37,8 @@ pub enum Error {
         epoch: u64,
         /// The step, 0 while the ring formed.
         step: u64,
+        /// The operation.
+        during: &'static str,
         /// How long this rank waited for it.
         waited: Duration,
     },

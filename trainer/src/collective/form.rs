@@ -1,10 +1,13 @@
 //! Ring formation: connects to the next rank, accepts the previous one and rejects all other connections.
+//!
+//! Each side of a connection sends a nonce and proves that it knows the job's secret, so a recorded handshake is
+//! of no use. What the ring carries afterwards is neither encrypted nor signed.
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
 use millrace_leaf::backoff::Backoff;
-use sha2::{Digest, Sha256};
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
@@ -12,15 +15,21 @@ use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind, read_header, read_payload};
 use super::{Error, Formation, Options, WORLD_MAX};
+use crate::proof::{NONCE_BYTES, Nonce, PROOF_BYTES, is_valid, nonce, prove};
 
 /// Connections that may be in their handshake at once; more wait in the listen queue.
 const HANDSHAKES_MAX: usize = 64;
 /// Deadline for a handshake. A connection that sends nothing is dropped after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Unanswered probes after which a link is gone, and the kernel's shortest interval between them.
+const PROBES: u32 = 3;
+const PROBE_MIN: Duration = Duration::from_secs(1);
 /// First and longest pause between attempts to connect to the next rank.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
 const CONNECT_PAUSE_MAX: Duration = Duration::from_millis(250);
-const PROOF_BYTES: usize = 32;
+/// Purposes of proofs.
+const OF_ACCEPTING: &str = "millrace ring accepts";
+const OF_CONNECTING: &str = "millrace ring connects";
 
 /// The two connections of a ring member.
 #[derive(Debug)]
@@ -65,6 +74,7 @@ pub(crate) async fn form(
                     address: formation.addresses[rank],
                     epoch: formation.epoch,
                     step: 0,
+                    during: "the formation of the ring",
                     waited: options.form_timeout,
                 });
             }
@@ -76,17 +86,37 @@ pub(crate) async fn form(
     }
 }
 
-/// Proves knowledge of the secret for one edge of one epoch. A proof that an attacker observes is useless for
-/// any other edge or epoch.
-pub(super) fn proof(secret: &str, epoch: u64, from: usize, to: usize) -> [u8; PROOF_BYTES] {
-    let mut digest = Sha256::new();
-    digest.update(b"millrace ring\0");
-    digest.update((secret.len() as u64).to_le_bytes());
-    digest.update(secret.as_bytes());
-    digest.update(epoch.to_le_bytes());
-    digest.update((from as u64).to_le_bytes());
-    digest.update((to as u64).to_le_bytes());
-    digest.finalize().into()
+/// One connection of one epoch, with the nonces of its two sides.
+struct Edge<'a> {
+    epoch: u64,
+    from: usize,
+    to: usize,
+    connecting: &'a [u8],
+    accepting: &'a [u8],
+}
+
+impl Edge<'_> {
+    fn with_parts<T>(&self, use_parts: impl FnOnce(&[&[u8]]) -> T) -> T {
+        let place = [self.epoch, self.from as u64, self.to as u64].map(u64::to_le_bytes).concat();
+        use_parts(&[&place, self.connecting, self.accepting])
+    }
+
+    fn prove(&self, secret: &str, purpose: &str) -> [u8; PROOF_BYTES] {
+        self.with_parts(|parts| prove(secret.as_bytes(), purpose, parts))
+    }
+
+    fn is_proved(&self, secret: &str, purpose: &str, proof: &[u8]) -> bool {
+        self.with_parts(|parts| is_valid(secret.as_bytes(), purpose, parts, proof))
+    }
+}
+
+/// Lets the kernel notice a neighbor whose machine or link is gone, while this rank waits for its data.
+fn watch_link(stream: &TcpStream, silence: Duration) -> std::io::Result<()> {
+    let probes = TcpKeepalive::new()
+        .with_time((silence / 2).max(PROBE_MIN))
+        .with_interval((silence / 2 / PROBES).max(PROBE_MIN))
+        .with_retries(PROBES);
+    SockRef::from(stream).set_tcp_keepalive(&probes)
 }
 
 /// Retries until the next rank accepts the connection; the caller sets the deadline.
@@ -100,10 +130,9 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
         bucket: to as u32,
         phase: formation.addresses.len() as u32,
     };
-    let payload = proof(&options.secret, formation.epoch, formation.rank, to);
     let mut backoff = Backoff::new(CONNECT_PAUSE, CONNECT_PAUSE_MAX);
     loop {
-        match greet(address, &header, &payload).await {
+        match greet(address, &header, options).await {
             Ok(stream) => return stream,
             Err(reason) => {
                 tracing::debug!(epoch = formation.epoch, rank = to, %address, reason, "ring neighbour not ready");
@@ -113,23 +142,51 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
     }
 }
 
-async fn greet(address: SocketAddr, header: &Header, payload: &[u8]) -> Result<TcpStream, String> {
+async fn greet(address: SocketAddr, header: &Header, options: &Options) -> Result<TcpStream, String> {
     let mut stream = timeout(HANDSHAKE_TIMEOUT, TcpStream::connect(address))
         .await
         .map_err(|_| "connect timed out".to_owned())?
         .map_err(|e| e.to_string())?;
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
-    let mut hello = header.encode(payload).to_vec();
-    hello.extend_from_slice(payload);
-    stream.write_all(&hello).await.map_err(|e| e.to_string())?;
+    watch_link(&stream, options.silence).map_err(|e| e.to_string())?;
+    let own = nonce().map_err(|e| e.one_line())?;
+    send(&mut stream, header, &own).await?;
     // No timeout here: the neighbor answers once it forms the same epoch. If it never does, the connection
     // breaks.
-    let answer = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
-    let expected = Header { kind: Kind::Welcome, rank: header.bucket as u16, ..*header };
-    if answer.header != expected || answer.bytes != 0 {
-        return Err(format!("unexpected answer {:?}", answer.header));
+    let from_next = Header { rank: header.bucket as u16, ..*header };
+    let challenge = Header { kind: Kind::Challenge, ..from_next };
+    let answer = receive_payload(&mut stream, &challenge, NONCE_BYTES + PROOF_BYTES).await?;
+    let (theirs, proof) = answer.split_at(NONCE_BYTES);
+    let edge = Edge {
+        epoch: header.epoch,
+        from: usize::from(header.rank),
+        to: header.bucket as usize,
+        connecting: &own,
+        accepting: theirs,
+    };
+    if !edge.is_proved(&options.secret, OF_ACCEPTING, proof) {
+        return Err("wrong secret".to_owned());
     }
+    let proof = edge.prove(&options.secret, OF_CONNECTING);
+    send(&mut stream, &Header { kind: Kind::Proof, ..*header }, &proof).await?;
+    receive_payload(&mut stream, &Header { kind: Kind::Welcome, ..from_next }, 0).await?;
     Ok(stream)
+}
+
+async fn send(stream: &mut TcpStream, header: &Header, payload: &[u8]) -> Result<(), String> {
+    let frame = [header.encode(payload).as_slice(), payload].concat();
+    stream.write_all(&frame).await.map_err(|e| e.to_string())
+}
+
+/// The payload of the next frame, which must have this header and length.
+async fn receive_payload(stream: &mut TcpStream, wanted: &Header, bytes: usize) -> Result<Vec<u8>, String> {
+    let received = read_header(stream).await.map_err(|fault| format!("{fault:?}"))?;
+    if received.header != *wanted || received.bytes != bytes {
+        return Err(format!("unexpected frame {:?}", received.header));
+    }
+    let mut payload = Vec::new();
+    read_payload(stream, &received, &mut payload).await.map_err(|fault| format!("{fault:?}"))?;
+    Ok(payload)
 }
 
 /// Accepts connections until the expected rank has connected.
@@ -176,8 +233,8 @@ async fn receive(
     options: &Options,
 ) -> Result<TcpStream, String> {
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
-    let hello = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
-    let expected = Header {
+    watch_link(&stream, options.silence).map_err(|e| e.to_string())?;
+    let hello = Header {
         kind: Kind::Hello,
         rank: from as u16,
         epoch: formation.epoch,
@@ -185,16 +242,47 @@ async fn receive(
         bucket: formation.rank as u32,
         phase: formation.addresses.len() as u32,
     };
-    if hello.header != expected || hello.bytes != PROOF_BYTES {
-        return Err(format!("unexpected greeting {:?}", hello.header));
-    }
-    let mut payload = Vec::new();
-    read_payload(&mut stream, &hello, &mut payload).await.map_err(|fault| format!("{fault:?}"))?;
-    // Digests need no constant-time comparison: a proof is valid for one edge of one epoch only.
-    if payload != proof(&options.secret, formation.epoch, from, formation.rank) {
+    let theirs = receive_payload(&mut stream, &hello, NONCE_BYTES).await?;
+    let own: Nonce = nonce().map_err(|e| e.one_line())?;
+    let edge =
+        Edge { epoch: formation.epoch, from, to: formation.rank, connecting: &theirs, accepting: &own };
+    let answer = Header { rank: formation.rank as u16, ..hello };
+    let challenge = [own, edge.prove(&options.secret, OF_ACCEPTING)].concat();
+    send(&mut stream, &Header { kind: Kind::Challenge, ..answer }, &challenge).await?;
+    let proof = receive_payload(&mut stream, &Header { kind: Kind::Proof, ..hello }, PROOF_BYTES).await?;
+    if !edge.is_proved(&options.secret, OF_CONNECTING, &proof) {
         return Err("wrong secret".to_owned());
     }
-    let welcome = Header { kind: Kind::Welcome, rank: formation.rank as u16, ..expected };
-    stream.write_all(&welcome.encode(&[])).await.map_err(|e| e.to_string())?;
+    send(&mut stream, &Header { kind: Kind::Welcome, ..answer }, &[]).await?;
     Ok(stream)
+}
+
+/// Proofs for tests that speak the protocol themselves.
+#[cfg(test)]
+pub(super) mod tests_support {
+    use super::{Edge, OF_ACCEPTING, OF_CONNECTING, PROOF_BYTES};
+
+    type Place = (u64, usize, usize);
+
+    fn edge<'a>((epoch, from, to): Place, connecting: &'a [u8], accepting: &'a [u8]) -> Edge<'a> {
+        Edge { epoch, from, to, connecting, accepting }
+    }
+
+    pub(crate) fn connecting_proof(
+        secret: &str,
+        place: Place,
+        connecting: &[u8],
+        accepting: &[u8],
+    ) -> [u8; PROOF_BYTES] {
+        edge(place, connecting, accepting).prove(secret, OF_CONNECTING)
+    }
+
+    pub(crate) fn accepting_proof(
+        secret: &str,
+        place: Place,
+        connecting: &[u8],
+        accepting: &[u8],
+    ) -> [u8; PROOF_BYTES] {
+        edge(place, connecting, accepting).prove(secret, OF_ACCEPTING)
+    }
 }

@@ -14,14 +14,14 @@ pub(crate) const PAYLOAD_BYTES_MAX: usize = 64 << 20;
 pub(crate) const NOBODY: u32 = u32::MAX;
 
 const MAGIC: [u8; 4] = *b"MRR1";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// The first frame of a connection; the bucket field is the intended receiver's rank.
+    /// The first frame of a connection: a nonce. The bucket field is the intended receiver's rank.
     Hello = 1,
-    /// The response to `Hello`.
+    /// The response to `Proof`, which ends the handshake.
     Welcome = 2,
     /// A partial sum.
     Reduce = 3,
@@ -31,6 +31,10 @@ pub(crate) enum Kind {
     State = 5,
     /// The ring is broken; the bucket field is the missing rank or [`NOBODY`].
     Abort = 6,
+    /// The response to `Hello`: a nonce and the receiver's proof of the secret.
+    Challenge = 7,
+    /// The response to `Challenge`: the sender's proof of the secret.
+    Proof = 8,
 }
 
 impl Kind {
@@ -42,6 +46,8 @@ impl Kind {
             4 => Kind::Gather,
             5 => Kind::State,
             6 => Kind::Abort,
+            7 => Kind::Challenge,
+            8 => Kind::Proof,
             _ => return None,
         })
     }

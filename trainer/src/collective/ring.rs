@@ -314,11 +314,21 @@ impl Edge {
             }
             cause
         };
-        Err(self.settle(links, step, cause, sent).await)
+        let kind = out.map(|(header, _)| header.kind).or(expected.map(|(header, _)| header.kind));
+        let during =
+            if kind == Some(Kind::State) { "the transfer of the state" } else { "the sum of the gradients" };
+        Err(self.settle(links, step, during, cause, sent).await)
     }
 
     /// Tells the next rank which rank is missing and turns the cause into an error.
-    async fn settle(&self, links: &mut Links, step: u64, cause: Cause, at_boundary: bool) -> Error {
+    async fn settle(
+        &self,
+        links: &mut Links,
+        step: u64,
+        during: &'static str,
+        cause: Cause,
+        at_boundary: bool,
+    ) -> Error {
         let mut culprit = match cause {
             Cause::Aborted => NOBODY,
             Cause::PrevLost(_) | Cause::PrevProtocol(_) | Cause::PrevSilent => self.prev_rank() as u32,
@@ -349,17 +359,18 @@ impl Edge {
         };
         match cause {
             Cause::PrevLost(reason) | Cause::NextLost(reason) => {
-                Error::PeerLost { rank, address, epoch, step, reason }
+                Error::PeerLost { rank, address, epoch, step, during, reason }
             }
             Cause::PrevProtocol(reason) => Error::Protocol { rank, address, epoch, step, reason },
             Cause::PrevSilent | Cause::NextStuck => {
-                Error::Timeout { rank, address, epoch, step, waited: self.timeout }
+                Error::Timeout { rank, address, epoch, step, during, waited: self.timeout }
             }
             Cause::Told(_) | Cause::Aborted => Error::PeerLost {
                 rank,
                 address,
                 epoch,
                 step,
+                during,
                 reason: format!("reported by rank {}", self.prev_rank()),
             },
         }

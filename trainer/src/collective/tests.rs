@@ -201,10 +201,22 @@ fn an_aborted_epoch_ends_waiting_at_once() {
     });
 }
 
-fn hello(epoch: u64, secret: &str) -> Vec<u8> {
-    let proof = form::proof(secret, epoch, 1, 0);
+/// The first frame of rank 1 to rank 0: a nonce.
+fn hello(epoch: u64) -> Vec<u8> {
     let header = Header { kind: Kind::Hello, rank: 1, epoch, step: 0, bucket: 0, phase: 2 };
-    [header.encode(&proof).as_slice(), &proof].concat()
+    [header.encode(&[9; 32]).as_slice(), &[9; 32]].concat()
+}
+
+/// Greets `to` as rank 1 of epoch 7, with `secret`; returns the connection after the proof was sent.
+fn connect_as_rank_1(to: SocketAddr, secret: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(to).unwrap();
+    stream.write_all(&hello(7)).unwrap();
+    let mut challenge = [0u8; 44 + 64];
+    stream.read_exact(&mut challenge).unwrap();
+    let proof = form::tests_support::connecting_proof(secret, (7, 1, 0), &[9; 32], &challenge[44..76]);
+    let header = Header { kind: Kind::Proof, rank: 1, epoch: 7, step: 0, bucket: 0, phase: 2 };
+    stream.write_all(&[header.encode(&proof).as_slice(), &proof].concat()).unwrap();
+    stream
 }
 
 #[test]
@@ -215,9 +227,8 @@ fn foreign_connections_do_not_disturb_the_formation() {
         b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: everything there is\r\n\r\n".to_vec(),
         vec![0xff; 44],
         Vec::new(),
-        hello(6, SECRET),
-        hello(8, SECRET),
-        hello(7, "another secret"),
+        hello(6),
+        hello(8),
     ];
     for greeting in &greetings {
         let mut stranger = TcpStream::connect(addresses[0]).unwrap();
@@ -226,8 +237,19 @@ fn foreign_connections_do_not_disturb_the_formation() {
     }
     let second = bound.pop().unwrap();
     let first = bound.pop().unwrap();
+    let to = addresses[0];
     thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut stranger = connect_as_rank_1(to, "another secret");
+            stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+            let mut answer = Vec::new();
+            if stranger.read_to_end(&mut answer).is_ok() {
+                assert_eq!(answer, b"", "a wrong proof is answered");
+            }
+        });
         for (rank, collective) in [first, second].into_iter().enumerate() {
+            // The second rank comes later, so that the first one meets the stranger.
+            thread::sleep(Duration::from_millis(300 * rank as u64));
             let formation = Formation { epoch: 7, rank, addresses: addresses.clone() };
             scope.spawn(move || {
                 let mut ring = collective.form(&formation, CancellationToken::new()).unwrap();
@@ -262,10 +284,13 @@ fn answer_to(frame: &[u8]) -> Error {
         let (mut from, _) = listener.accept().unwrap();
         let mut greeting = [0u8; 44 + 32];
         from.read_exact(&mut greeting).unwrap();
-        let welcome = Header { kind: Kind::Welcome, rank: 1, epoch: 7, step: 0, bucket: 1, phase: 2 };
-        from.write_all(&welcome.encode(&[])).unwrap();
-        let mut peer = TcpStream::connect(to).unwrap();
-        peer.write_all(&hello(7, SECRET)).unwrap();
+        let proof = form::tests_support::accepting_proof(SECRET, (7, 0, 1), &greeting[44..], &[8; 32]);
+        let answer = [[8; 32], proof].concat();
+        let header = Header { kind: Kind::Challenge, rank: 1, epoch: 7, step: 0, bucket: 1, phase: 2 };
+        from.write_all(&[header.encode(&answer).as_slice(), &answer].concat()).unwrap();
+        from.read_exact(&mut greeting).unwrap();
+        from.write_all(&Header { kind: Kind::Welcome, ..header }.encode(&[])).unwrap();
+        let mut peer = connect_as_rank_1(to, SECRET);
         let mut welcome = [0u8; 44];
         peer.read_exact(&mut welcome).unwrap();
         peer.write_all(frame).unwrap();

@@ -1,10 +1,11 @@
 //! The coordinator: one task that feeds events to [`Membership`] and carries out its actions.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
 
 use futures::Stream;
+use subtle::ConstantTimeEq as _;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::StreamExt;
@@ -13,13 +14,17 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::joining::{coordinator_proof, is_worker_proof, ring_secret};
+use super::listener::{self, Standing};
 use super::membership::{Action, MemberId, Membership, Message, Reason, Rules, Verdict};
 use super::proto::coordinator_server::{Coordinator as Service, CoordinatorServer};
 use super::proto::{self, from_worker, to_worker};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::launch::{WorkerCommand, WorkerEnv, describe_exit};
+use crate::join::{self, Listen, PROTOCOL, Token};
+use crate::launch::{RingEnv, WorkerCommand, WorkerEnv, describe_exit};
 use crate::metrics;
+use crate::proof::{NONCE_BYTES, Nonce, nonce};
 
 /// A worker alone may take this many times `exchange_timeout_ms` per step, since it computes all of it.
 const STEP_EXCHANGES: u32 = 10;
@@ -31,6 +36,12 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Messages queued for one worker. A worker that lets more accumulate counts as lost.
 const OUTBOX_MAX: usize = 256;
+/// Largest message from a worker of another machine; none of them has long parts.
+const MESSAGE_BYTES_MAX: usize = 256 << 10;
+/// Streams per connection of a worker of another machine; it needs one.
+const STREAMS_MAX: u32 = 4;
+/// Longest ring address or host name that a worker may have.
+const NAME_BYTES_MAX: usize = 300;
 
 /// The latest report of rank 0, with the process ids of the current members.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -41,6 +52,10 @@ pub(crate) struct Report {
     pub(crate) rows: u64,
     pub(crate) pids: Vec<u32>,
     pub(crate) membership_epoch: u64,
+    /// Workers that have to join before training can go on.
+    pub(crate) missing: usize,
+    /// Where workers of other machines join.
+    pub(crate) listening: Option<SocketAddr>,
 }
 
 /// How the workers' part of a job ended.
@@ -48,6 +63,8 @@ pub(crate) struct Report {
 pub(crate) struct Outcome {
     pub(crate) stopped: bool,
     pub(crate) workers_lost: u32,
+    /// How often workers of other machines joined.
+    pub(crate) workers_joined: u32,
     pub(crate) membership_epochs: u64,
     /// From the first formed epoch to the end.
     pub(crate) trained: Duration,
@@ -56,15 +73,35 @@ pub(crate) struct Outcome {
 /// Parameters of a job's coordinator.
 pub(crate) struct CoordinatorParams<'a> {
     pub(crate) job: &'a str,
+    /// Workers that the coordinator launches.
     pub(crate) workers: usize,
+    pub(crate) workers_min: usize,
     pub(crate) config: &'a Config,
     pub(crate) command: &'a WorkerCommand,
     pub(crate) token: String,
-    /// The assignment as JSON, sent to every worker that says hello.
+    /// The assignment as JSON, sent to every launched worker.
+    pub(crate) assignment: String,
+    /// How workers of other machines join; none when only launched ones may.
+    pub(crate) joining: Option<Joining<'a>>,
+}
+
+/// How workers of other machines join a job.
+pub(crate) struct Joining<'a> {
+    pub(crate) listen: &'a Listen,
+    /// Most of them at a time.
+    pub(crate) places: usize,
+    /// Their assignment as JSON.
     pub(crate) assignment: String,
 }
 
 enum Event {
+    /// A worker of another machine has proved the token.
+    Admitted {
+        hello: proto::Hello,
+        host: String,
+        outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
+        reply: oneshot::Sender<Option<MemberId>>,
+    },
     Joined {
         hello: proto::Hello,
         outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
@@ -89,10 +126,15 @@ enum Event {
 ///
 /// Dropping the future kills the worker processes.
 pub(crate) async fn run(
-    params: CoordinatorParams<'_>,
+    mut params: CoordinatorParams<'_>,
     cancel: CancellationToken,
     mut on_report: impl FnMut(Report),
 ) -> Result<Outcome> {
+    let ring_nonce = nonce()?;
+    if let Some(joining) = &params.joining {
+        // Workers that join derive the same secret.
+        params.token = ring_secret(&joining.listen.token, &ring_nonce);
+    }
     let listener = TcpListener::bind((params.config.listen, 0))
         .await
         .map_err(|e| Error::io(format!("listen on {}", params.config.listen), e))?;
@@ -103,15 +145,27 @@ pub(crate) async fn run(
     let tasks = TaskTracker::new();
     let server = tonic::transport::Server::builder()
         .add_service(CoordinatorServer::new(CoordinatorService {
-            token: params.token.clone(),
+            admission: Admission::Launched { token: params.token.clone() },
             events: events.clone(),
         }))
         .serve_with_incoming_shutdown(TcpListenerStream::new(listener), shutdown.clone().cancelled_owned());
     let mut server = tokio::spawn(server);
+    let listening = match &params.joining {
+        Some(joining) => {
+            let service = CoordinatorService {
+                admission: Admission::Joining { token: joining.listen.token.clone() },
+                events: events.clone(),
+            };
+            Some(admit(joining.listen, service, params.config, shutdown.clone()).await?)
+        }
+        None => None,
+    };
 
     let config = params.config;
     let rules = Rules {
         workers: params.workers,
+        places: params.joining.as_ref().map_or(0, |joining| joining.places),
+        workers_min: params.workers_min,
         respawns_max: config.respawns_max,
         respawn_backoff: Duration::from_millis(config.respawn_backoff_ms),
         heartbeat_lost: config.heartbeat_lost(),
@@ -123,6 +177,7 @@ pub(crate) async fn run(
     let mut state = Actor {
         membership: Membership::new(rules, Instant::now()),
         outboxes: BTreeMap::new(),
+        joined: BTreeSet::new(),
         kills: BTreeMap::new(),
         events,
         tasks: tasks.clone(),
@@ -130,14 +185,18 @@ pub(crate) async fn run(
         params: &params,
         address,
         formed: None,
-        report: Report::default(),
+        report: Report { listening, ..Report::default() },
+        ring_nonce,
     };
+    if listening.is_some() {
+        on_report(state.report.clone());
+    }
     let mut ticks = tokio::time::interval(TICK);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let verdict = loop {
         tokio::select! {
             Some(event) = inbox.recv() => state.on_event(event, &mut on_report),
-            _ = ticks.tick() => state.membership.tick(Instant::now()),
+            _ = ticks.tick() => state.tick(&mut on_report),
             () = cancel.cancelled(), if !state.stopping() => state.stop(),
             ended = &mut server => {
                 let reason = match ended {
@@ -154,6 +213,19 @@ pub(crate) async fn run(
     };
     let ended = Instant::now();
     metrics::workers_alive(0);
+    // Without its last message, a worker of another machine would wait for the coordinator to come back.
+    let farewell = async {
+        while !state.joined.is_empty() {
+            match inbox.recv().await {
+                Some(Event::Disconnected { member, .. }) => drop(state.joined.remove(&member)),
+                Some(_) => {}
+                None => break,
+            }
+        }
+    };
+    if tokio::time::timeout(EXIT_TIMEOUT, farewell).await.is_err() {
+        tracing::warn!(job = params.job, "workers of other machines did not take note of the end in time");
+    }
     // Workers exit on `Done`. One that does not is killed when its task is cancelled.
     tasks.close();
     if tokio::time::timeout(EXIT_TIMEOUT, tasks.wait()).await.is_err() {
@@ -164,6 +236,7 @@ pub(crate) async fn run(
     let outcome = Outcome {
         stopped: matches!(verdict, Verdict::Finished { stopped: true }),
         workers_lost: state.membership.lost_total(),
+        workers_joined: state.membership.admitted_total(),
         membership_epochs: state.membership.epoch(),
         trained: state.formed.map_or(Duration::ZERO, |formed| ended - formed),
     };
@@ -182,6 +255,8 @@ pub(crate) async fn run(
 struct Actor<'a> {
     membership: Membership,
     outboxes: BTreeMap<MemberId, mpsc::Sender<Result<proto::ToWorker, Status>>>,
+    /// Members of other machines whose streams are open.
+    joined: BTreeSet<MemberId>,
     kills: BTreeMap<(usize, u64), CancellationToken>,
     events: mpsc::Sender<Event>,
     tasks: TaskTracker,
@@ -190,11 +265,25 @@ struct Actor<'a> {
     address: SocketAddr,
     formed: Option<Instant>,
     report: Report,
+    ring_nonce: Nonce,
 }
 
 impl Actor<'_> {
     fn stopping(&self) -> bool {
         self.membership.stopping()
+    }
+
+    /// Checks deadlines, and reports when workers are missing or no longer are.
+    fn tick(&mut self, on_report: &mut impl FnMut(Report)) {
+        self.membership.tick(Instant::now());
+        let missing = self.membership.missing();
+        if missing != self.report.missing {
+            self.report.missing = missing;
+            if missing > 0 {
+                tracing::info!(job = self.params.job, missing, "waiting for workers to join");
+            }
+            on_report(self.report.clone());
+        }
     }
 
     fn stop(&mut self) {
@@ -205,6 +294,11 @@ impl Actor<'_> {
     fn on_event(&mut self, event: Event, on_report: &mut impl FnMut(Report)) {
         let now = Instant::now();
         match event {
+            Event::Admitted { hello, host, outbox, reply } => {
+                let admitted = self.admit(hello, host, outbox, now);
+                // If the connection is gone, the end of its stream reports that.
+                let _ = reply.send(admitted);
+            }
             Event::Joined { hello, outbox, reply } => {
                 let joined = self.join(&hello, outbox, now);
                 // If the connection is gone, the end of its stream reports that.
@@ -213,6 +307,7 @@ impl Actor<'_> {
             Event::Message { member, message } => self.on_message(member, message, now, on_report),
             Event::Disconnected { member, reason } => {
                 self.outboxes.remove(&member);
+                self.joined.remove(&member);
                 self.membership.lost(member, &reason, now);
             }
             Event::Exited { slot, launch, reason } => {
@@ -228,17 +323,39 @@ impl Actor<'_> {
         outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
         now: Instant,
     ) -> Result<MemberId, String> {
-        let ring: SocketAddr = hello
-            .ring_address
-            .parse()
-            .map_err(|_| format!("ring address {:?} is not ip:port", hello.ring_address))?;
-        let member = self.membership.joined(hello.slot as usize, hello.launch, hello.pid, ring, now)?;
+        let (slot, ring) = (hello.slot as usize, hello.ring_address.clone());
+        let member = self.membership.joined(slot, hello.launch, hello.pid, ring, now)?;
         tracing::info!(job = self.params.job, worker = hello.slot, pid = hello.pid, "worker joined");
-        let welcome = proto::Welcome { member, assignment: self.params.assignment.clone() };
+        let welcome =
+            proto::Welcome { member, assignment: self.params.assignment.clone(), ring_nonce: Vec::new() };
         if outbox.try_send(Ok(to_worker_message(to_worker::Message::Welcome(welcome)))).is_ok() {
             self.outboxes.insert(member, outbox);
         }
         Ok(member)
+    }
+
+    /// Gives a worker of another machine its place and its assignment; none if no place is free.
+    fn admit(
+        &mut self,
+        hello: proto::Hello,
+        host: String,
+        outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
+        now: Instant,
+    ) -> Option<MemberId> {
+        let joining = self.params.joining.as_ref()?;
+        let pid = hello.pid;
+        let member = self.membership.admitted(pid, hello.ring_address, host.clone(), now)?;
+        tracing::info!(job = self.params.job, host, pid, "worker of another machine joined");
+        let welcome = proto::Welcome {
+            member,
+            assignment: joining.assignment.clone(),
+            ring_nonce: self.ring_nonce.to_vec(),
+        };
+        if outbox.try_send(Ok(to_worker_message(to_worker::Message::Welcome(welcome)))).is_ok() {
+            self.outboxes.insert(member, outbox);
+            self.joined.insert(member);
+        }
+        Some(member)
     }
 
     fn on_message(
@@ -249,9 +366,10 @@ impl Actor<'_> {
         on_report: &mut impl FnMut(Report),
     ) {
         match message {
-            from_worker::Message::Hello(_) => {
+            from_worker::Message::Hello(_) | from_worker::Message::Proof(_) => {
                 self.membership.lost(member, "introduced itself twice", now);
             }
+            from_worker::Message::Leaving(_) => self.membership.left(member, now),
             from_worker::Message::Heartbeat(beat) => {
                 let computing = Duration::from_millis(beat.computing_ms);
                 self.membership.computing(member, computing, now);
@@ -263,10 +381,14 @@ impl Actor<'_> {
                     proto::Reason::Fresh | proto::Reason::Unspecified => Reason::Fresh,
                 };
                 if let Some(rank) = arrive.suspect_rank {
-                    tracing::info!(
+                    let suspect = self.membership.describe(arrive.epoch, rank);
+                    let suspect = suspect.map_or_else(String::new, |peer| peer.to_string());
+                    tracing::warn!(
                         epoch = arrive.epoch,
                         step = arrive.step,
                         rank,
+                        suspect,
+                        trouble = arrive.trouble,
                         "ring broke: rank missing"
                     );
                 }
@@ -283,6 +405,8 @@ impl Actor<'_> {
                     rows: progress.rows,
                     pids: self.membership.pids(),
                     membership_epoch: self.membership.epoch(),
+                    missing: self.report.missing,
+                    listening: self.report.listening,
                 };
                 if before.0 > 0 {
                     metrics::record_progress(
@@ -323,6 +447,16 @@ impl Actor<'_> {
                             kill.cancel();
                         }
                     }
+                    Action::Close { member, reason, lost } => {
+                        if lost {
+                            metrics::worker_lost();
+                        }
+                        self.joined.remove(&member);
+                        if let Some(outbox) = self.outboxes.remove(&member) {
+                            // A full outbox belongs to a worker that reads nothing anyway.
+                            let _ = outbox.try_send(Err(Status::aborted(reason)));
+                        }
+                    }
                     Action::Send { member, message } => self.send(member, message),
                     Action::End(ended) => verdict = Some(ended),
                 }
@@ -353,6 +487,7 @@ impl Actor<'_> {
             token: self.params.token.clone(),
             slot,
             launch,
+            ring: self.params.joining.as_ref().and_then(|joining| RingEnv::of(joining.listen)),
         };
         let mut child = match self.params.command.spawn(&worker_env, self.params.workers) {
             Ok(child) => child,
@@ -396,9 +531,10 @@ fn encode(message: Message) -> to_worker::Message {
             members: peers
                 .into_iter()
                 .map(|peer| proto::Peer {
-                    ring_address: peer.address.to_string(),
+                    ring_address: peer.address,
                     step: peer.step,
                     pid: peer.pid,
+                    host: peer.host,
                 })
                 .collect(),
         }),
@@ -409,10 +545,53 @@ fn encode(message: Message) -> to_worker::Message {
     }
 }
 
+/// Listens for workers of other machines until `shutdown`; returns the address.
+async fn admit(
+    listen: &Listen,
+    service: CoordinatorService,
+    config: &Config,
+    shutdown: CancellationToken,
+) -> Result<SocketAddr> {
+    let what = || format!("listen on {} for workers of other machines", listen.address);
+    let listener = TcpListener::bind(listen.address).await.map_err(|e| Error::io(what(), e))?;
+    let address = listener.local_addr().map_err(|e| Error::io(what(), e))?;
+    let half = config.heartbeat_lost() / 2;
+    let server = tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(half))
+        .http2_keepalive_timeout(Some(half))
+        .max_concurrent_streams(STREAMS_MAX)
+        .add_service(CoordinatorServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .serve_with_incoming_shutdown(
+            listener::accept(listener, listen.tls.clone(), listener::PROOF_TIMEOUT),
+            shutdown.cancelled_owned(),
+        );
+    tokio::spawn(async move {
+        if let Err(error) = server.await {
+            tracing::error!(%address, %error, "the port for workers of other machines failed");
+        }
+    });
+    Ok(address)
+}
+
+/// Which workers a port admits.
+#[derive(Clone)]
+enum Admission {
+    /// Those that the coordinator launched; the token reached them in their environment.
+    Launched { token: String },
+    /// Those of other machines; the token is never sent.
+    Joining { token: Token },
+}
+
 /// The gRPC service that admits workers with the right token.
 struct CoordinatorService {
-    token: String,
+    admission: Admission,
     events: mpsc::Sender<Event>,
+}
+
+type Outbox = mpsc::Sender<Result<proto::ToWorker, Status>>;
+
+fn gone() -> Status {
+    Status::unavailable("the job is over")
 }
 
 #[tonic::async_trait]
@@ -423,6 +602,7 @@ impl Service for CoordinatorService {
         &self,
         request: Request<Streaming<proto::FromWorker>>,
     ) -> Result<Response<Self::SessionStream>, Status> {
+        let standing = request.extensions().get::<Standing>().cloned().unwrap_or_default();
         let mut messages = request.into_inner();
         let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message())
             .await
@@ -430,33 +610,197 @@ impl Service for CoordinatorService {
         let Some(from_worker::Message::Hello(hello)) = first.and_then(|first| first.message) else {
             return Err(Status::invalid_argument("the first message must be a greeting"));
         };
-        if hello.token != self.token {
-            return Err(Status::permission_denied("wrong token"));
-        }
-        let gone = || Status::unavailable("the job is over");
         let (outbox, outgoing) = mpsc::channel(OUTBOX_MAX);
-        let (reply, answer) = oneshot::channel();
         let events = self.events.clone();
-        events.send(Event::Joined { hello, outbox, reply }).await.map_err(|_| gone())?;
-        let member = answer.await.map_err(|_| gone())?.map_err(Status::failed_precondition)?;
-        tokio::spawn(async move {
-            let reason = loop {
-                match messages.next().await {
-                    Some(Ok(proto::FromWorker { message: Some(message) })) => {
-                        if events.send(Event::Message { member, message }).await.is_err() {
-                            return;
+        match &self.admission {
+            Admission::Launched { token } => {
+                if !bool::from(hello.token.as_bytes().ct_eq(token.as_bytes())) {
+                    return Err(Status::permission_denied("wrong token"));
+                }
+                let (reply, answer) = oneshot::channel();
+                events.send(Event::Joined { hello, outbox, reply }).await.map_err(|_| gone())?;
+                let member = answer.await.map_err(|_| gone())?.map_err(Status::failed_precondition)?;
+                tokio::spawn(relay(member, messages, events));
+            }
+            Admission::Joining { token } => {
+                // The worker reads the challenge from the reply, so the reply begins before the proof.
+                let token = token.clone();
+                tokio::spawn(async move {
+                    let refuse = outbox.clone();
+                    match challenge(&token, hello, &mut messages, outbox, &standing, &events).await {
+                        Ok(member) => {
+                            // The stream closes when the coordinator drops its end.
+                            drop(refuse);
+                            relay(member, messages, events).await;
+                        }
+                        Err(status) => {
+                            tracing::warn!(reason = status.message(), "a worker was not admitted");
+                            let _ = refuse.send(Err(status)).await;
                         }
                     }
-                    Some(Ok(proto::FromWorker { message: None })) => {
-                        break "sent an unknown message".to_owned();
-                    }
-                    Some(Err(status)) => break format!("lost its connection ({})", status.message()),
-                    None => break "closed its connection".to_owned(),
-                }
-            };
-            // Once the job is over, the inbox is closed.
-            let _ = events.send(Event::Disconnected { member, reason }).await;
-        });
+                });
+            }
+        }
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
+    }
+}
+
+/// Lets a worker of another machine prove the token, and makes it a member.
+async fn challenge(
+    token: &Token,
+    hello: proto::Hello,
+    messages: &mut Streaming<proto::FromWorker>,
+    outbox: Outbox,
+    standing: &Standing,
+    events: &mpsc::Sender<Event>,
+) -> Result<MemberId, Status> {
+    let Some(join) = &hello.join else {
+        return Err(Status::invalid_argument("this port is for workers that join with --join"));
+    };
+    if join.protocol != PROTOCOL {
+        return Err(Status::failed_precondition(format!(
+            "the coordinator is millrace {} with protocol {PROTOCOL}, this is millrace {:.20} with protocol {}: install \
+             the same version on both machines",
+            env!("CARGO_PKG_VERSION"),
+            join.version,
+            join.protocol
+        )));
+    }
+    if join.nonce.len() != NONCE_BYTES || hello.ring_address.len() > NAME_BYTES_MAX {
+        return Err(Status::invalid_argument("the greeting is not one of a millrace worker"));
+    }
+    let own = nonce().map_err(|error| Status::internal(error.one_line()))?;
+    let asked = to_worker::Message::Challenge(proto::Challenge {
+        protocol: PROTOCOL,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        nonce: own.to_vec(),
+        proof: coordinator_proof(token, &join.nonce, &own),
+    });
+    outbox.send(Ok(to_worker_message(asked))).await.map_err(|_| gone())?;
+    let answer = tokio::time::timeout(HELLO_TIMEOUT, messages.message())
+        .await
+        .map_err(|_| Status::deadline_exceeded("no proof of the token"))??;
+    let proof = match answer.and_then(|answer| answer.message) {
+        Some(from_worker::Message::Proof(proof)) => proof.proof,
+        _ => return Err(Status::invalid_argument("no proof of the token")),
+    };
+    if !is_worker_proof(token, &join.nonce, &own, &hello.ring_address, &proof) {
+        return Err(Status::permission_denied(
+            "the worker has another token than the coordinator: copy the coordinator's token file",
+        ));
+    }
+    standing.prove();
+    // Other workers have to find this one.
+    join::resolve("--advertise", &hello.ring_address).await.map_err(|error| {
+        Status::failed_precondition(format!("the coordinator's machine does not find the worker: {error}"))
+    })?;
+    let host: String = join.host.chars().filter(|c| !c.is_control()).take(NAME_BYTES_MAX).collect();
+    let (reply, admitted) = oneshot::channel();
+    events.send(Event::Admitted { hello, host, outbox, reply }).await.map_err(|_| gone())?;
+    admitted.await.map_err(|_| gone())?.ok_or_else(|| {
+        Status::resource_exhausted("the job has all the workers that it may have (workers_max)")
+    })
+}
+
+/// Hands a member's messages to the coordinator until its stream ends.
+async fn relay(member: MemberId, mut messages: Streaming<proto::FromWorker>, events: mpsc::Sender<Event>) {
+    let reason = loop {
+        match messages.next().await {
+            Some(Ok(proto::FromWorker { message: Some(message) })) => {
+                if events.send(Event::Message { member, message }).await.is_err() {
+                    return;
+                }
+            }
+            Some(Ok(proto::FromWorker { message: None })) => break "sent an unknown message".to_owned(),
+            Some(Err(status)) => break format!("lost its connection ({})", status.message()),
+            None => break "closed its connection".to_owned(),
+        }
+    };
+    // Once the job is over, the inbox is closed.
+    let _ = events.send(Event::Disconnected { member, reason }).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::super::proto::coordinator_client::CoordinatorClient;
+    use super::*;
+    use crate::proof::prove;
+
+    /// What a worker says, and the coordinator's last answer to it.
+    async fn told(hello: proto::Hello, proof: impl Fn(&proto::Challenge) -> Vec<u8>) -> Status {
+        let listen = Listen {
+            address: "127.0.0.1:0".parse().unwrap(),
+            advertise: None,
+            token: Token::of("0123456789abcdef"),
+            tls: None,
+            workers_local: Some(0),
+        };
+        let (events, _inbox) = mpsc::channel(8);
+        let service =
+            CoordinatorService { admission: Admission::Joining { token: listen.token.clone() }, events };
+        let shutdown = CancellationToken::new();
+        let _stop = shutdown.clone().drop_guard();
+        let address = admit(&listen, service, &Config::default(), shutdown).await.unwrap();
+        let mut client = CoordinatorClient::connect(format!("http://{address}")).await.unwrap();
+        let (outgoing, messages) = mpsc::channel(8);
+        let send = |message| outgoing.try_send(proto::FromWorker { message: Some(message) }).unwrap();
+        send(from_worker::Message::Hello(hello));
+        let mut answers = match client.session(ReceiverStream::new(messages)).await {
+            Ok(answers) => answers.into_inner(),
+            Err(status) => return status,
+        };
+        loop {
+            match answers.message().await {
+                Ok(Some(proto::ToWorker { message: Some(to_worker::Message::Challenge(challenge)) })) => {
+                    let proof = proof(&challenge);
+                    send(from_worker::Message::Proof(proto::Proof { proof }));
+                }
+                Ok(other) => panic!("admitted with {other:?}"),
+                Err(status) => return status,
+            }
+        }
+    }
+
+    fn hello(protocol: u32) -> proto::Hello {
+        let join =
+            proto::Join { protocol, version: "9.9.9".into(), host: "b".into(), nonce: vec![3; NONCE_BYTES] };
+        proto::Hello { ring_address: "127.0.0.1:1".into(), join: Some(join), ..Default::default() }
+    }
+
+    #[tokio::test]
+    async fn workers_without_the_protocol_or_the_token_are_refused() {
+        let no_proof = |_: &proto::Challenge| Vec::new();
+        let status = told(hello(PROTOCOL + 1), no_proof).await;
+        assert_eq!(status.code(), Code::FailedPrecondition);
+        assert!(status.message().contains("9.9.9") && status.message().contains("same version"), "{status}");
+        // A worker of this machine, which came to the wrong port.
+        let status = told(proto::Hello::default(), no_proof).await;
+        assert_eq!(status.code(), Code::InvalidArgument);
+        let status = told(hello(PROTOCOL), no_proof).await;
+        assert_eq!(status.code(), Code::PermissionDenied);
+        // The coordinator's own proof, sent back.
+        let status = told(hello(PROTOCOL), |challenge| challenge.proof.clone()).await;
+        assert_eq!(status.code(), Code::PermissionDenied);
+        // The right token for another ring address.
+        let elsewhere = |challenge: &proto::Challenge| {
+            let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, b"10.0.0.9:1"];
+            prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
+        };
+        assert_eq!(told(hello(PROTOCOL), elsewhere).await.code(), Code::PermissionDenied);
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_others_do_not_find_is_refused() {
+        let mut greeting = hello(PROTOCOL);
+        greeting.ring_address = "no.such.invalid:1".into();
+        let status = told(greeting, |challenge| {
+            let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, b"no.such.invalid:1"];
+            prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
+        })
+        .await;
+        assert_eq!(status.code(), Code::FailedPrecondition);
+        assert!(status.message().contains("no.such.invalid:1"), "{status}");
     }
 }

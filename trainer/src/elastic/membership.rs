@@ -1,12 +1,14 @@
 //! Job membership: the coordinator's decisions as a pure state machine over events and time.
 //!
-//! A worker *slot* is waiting, starting, live, ending or given up. A live member computes in the current
+//! A worker *slot* is waiting, starting, live, ending or given up. Slots beyond those of launched workers are
+//! places for workers of other machines: free or live. A live member computes in the current
 //! membership epoch or waits at the barrier. An epoch ends when a member is lost, a ring breaks, or all
 //! members agree to leave for a new one to join. The next epoch forms as soon as every surviving member of
 //! the old one waits at the barrier; all other workers at the barrier join it. Survivors never restart and
 //! never wait for a replacement.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -23,7 +25,12 @@ const RESPAWN_REFILL: Duration = Duration::from_secs(30);
 /// Limits and deadlines of the state machine; see [`crate::config::Config`].
 #[derive(Debug, Clone)]
 pub(crate) struct Rules {
+    /// Workers that the coordinator launches.
     pub(crate) workers: usize,
+    /// Workers of other machines that may be members at a time.
+    pub(crate) places: usize,
+    /// Members without which no epoch forms.
+    pub(crate) workers_min: usize,
     pub(crate) respawns_max: u32,
     pub(crate) respawn_backoff: Duration,
     pub(crate) heartbeat_lost: Duration,
@@ -36,9 +43,24 @@ pub(crate) struct Rules {
 /// The coordinator's next actions, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
-    Spawn { slot: usize, launch: u64 },
-    Kill { slot: usize, launch: u64 },
-    Send { member: MemberId, message: Message },
+    Spawn {
+        slot: usize,
+        launch: u64,
+    },
+    Kill {
+        slot: usize,
+        launch: u64,
+    },
+    /// End the stream of a worker of another machine.
+    Close {
+        member: MemberId,
+        reason: String,
+        lost: bool,
+    },
+    Send {
+        member: MemberId,
+        message: Message,
+    },
     End(Verdict),
 }
 
@@ -55,9 +77,20 @@ pub(crate) enum Message {
 /// A member of a formed epoch. [`Message::Formed`] lists them in rank order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Peer {
-    pub(crate) address: SocketAddr,
+    /// The ring's address, `HOST:PORT`.
+    pub(crate) address: String,
     pub(crate) step: u64,
     pub(crate) pid: u32,
+    /// The machine's name; empty for the coordinator's own.
+    pub(crate) host: String,
+}
+
+impl fmt::Display for Peer {
+    /// The process and its machine, for messages.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let host = if self.host.is_empty() { "the coordinator's machine" } else { &self.host };
+        write!(f, "process {} on {host} ({})", self.pid, self.address)
+    }
 }
 
 /// How a job ended.
@@ -78,11 +111,23 @@ pub(crate) enum Reason {
 
 #[derive(Debug)]
 enum Slot {
-    Waiting { at: Instant },
-    Starting { launch: u64, since: Instant },
-    Live { launch: u64, member: MemberId },
-    Ending { launch: u64 },
+    Waiting {
+        at: Instant,
+    },
+    Starting {
+        launch: u64,
+        since: Instant,
+    },
+    Live {
+        launch: u64,
+        member: MemberId,
+    },
+    Ending {
+        launch: u64,
+    },
     GivenUp,
+    /// A place for a worker of another machine.
+    Free,
 }
 
 #[derive(Debug)]
@@ -90,10 +135,22 @@ struct Member {
     slot: usize,
     launch: u64,
     pid: u32,
-    address: SocketAddr,
+    address: String,
+    host: String,
     heard: Instant,
     arrived: Option<u64>,
     finished: Option<bool>,
+}
+
+impl Member {
+    fn peer(&self) -> Peer {
+        Peer {
+            address: self.address.clone(),
+            step: self.arrived.unwrap_or_default(),
+            pid: self.pid,
+            host: self.host.clone(),
+        }
+    }
 }
 
 /// The state of one job's membership.
@@ -105,6 +162,8 @@ pub(crate) struct Membership {
     members: BTreeMap<MemberId, Member>,
     epoch: u64,
     in_epoch: BTreeSet<MemberId>,
+    /// The members of the newest epoch as it formed, in rank order.
+    formed: Vec<Peer>,
     /// Since when the current epoch is over; none once the next one has formed.
     closing: Option<Instant>,
     reform_told: bool,
@@ -123,6 +182,7 @@ pub(crate) struct Membership {
     furthest: u64,
     refilled_at: u64,
     lost: u32,
+    admitted: u32,
     last_loss: String,
     /// The exit code that the last lost member reported; 1 if it reported none.
     last_exit_code: u8,
@@ -132,12 +192,16 @@ pub(crate) struct Membership {
 impl Membership {
     pub(crate) fn new(rules: Rules, now: Instant) -> Membership {
         Membership {
-            slots: (0..rules.workers).map(|_| Slot::Waiting { at: now }).collect(),
-            failures: vec![0; rules.workers],
+            slots: (0..rules.workers)
+                .map(|_| Slot::Waiting { at: now })
+                .chain((0..rules.places).map(|_| Slot::Free))
+                .collect(),
+            failures: vec![0; rules.workers + rules.places],
             rules,
             members: BTreeMap::new(),
             epoch: 0,
             in_epoch: BTreeSet::new(),
+            formed: Vec::new(),
             closing: None,
             reform_told: false,
             stopping: None,
@@ -152,6 +216,7 @@ impl Membership {
             furthest: 0,
             refilled_at: 0,
             lost: 0,
+            admitted: 0,
             last_loss: "never started".to_owned(),
             last_exit_code: 1,
             actions: Vec::new(),
@@ -182,6 +247,11 @@ impl Membership {
         self.lost
     }
 
+    /// How often workers of other machines were admitted.
+    pub(crate) fn admitted_total(&self) -> u32 {
+        self.admitted
+    }
+
     pub(crate) fn respawns(&self) -> u32 {
         self.respawns
     }
@@ -192,7 +262,7 @@ impl Membership {
         slot: usize,
         launch: u64,
         pid: u32,
-        address: SocketAddr,
+        address: String,
         now: Instant,
     ) -> Result<MemberId, String> {
         if self.ended {
@@ -202,15 +272,97 @@ impl Membership {
             Some(Slot::Starting { launch: started, .. }) if *started == launch => {}
             _ => return Err(format!("no worker is expected in slot {slot} with launch {launch}")),
         }
+        Ok(self.add(slot, launch, pid, address, String::new(), now))
+    }
+
+    /// A worker of another machine has proved the token. None if all places are taken.
+    pub(crate) fn admitted(
+        &mut self,
+        pid: u32,
+        address: String,
+        host: String,
+        now: Instant,
+    ) -> Option<MemberId> {
+        let free = self.slots.iter().position(|slot| matches!(slot, Slot::Free));
+        let slot = free.filter(|_| !self.ended)?;
+        let launch = self.launch_next;
+        self.launch_next += 1;
+        self.admitted += 1;
+        Some(self.add(slot, launch, pid, address, host, now))
+    }
+
+    fn add(
+        &mut self,
+        slot: usize,
+        launch: u64,
+        pid: u32,
+        address: String,
+        host: String,
+        now: Instant,
+    ) -> MemberId {
         let id = self.member_next;
         self.member_next += 1;
         self.slots[slot] = Slot::Live { launch, member: id };
-        let member = Member { slot, launch, pid, address, heard: now, arrived: None, finished: None };
+        let member = Member { slot, launch, pid, address, host, heard: now, arrived: None, finished: None };
         self.members.insert(id, member);
         if self.stopping.is_some() {
             self.send(id, Message::Stop);
         }
-        Ok(id)
+        id
+    }
+
+    /// Whether a slot is a place for workers of other machines.
+    fn is_place(&self, slot: usize) -> bool {
+        slot >= self.rules.workers
+    }
+
+    /// The member that has that rank in the newest epoch, for messages.
+    pub(crate) fn describe(&self, epoch: u64, rank: u32) -> Option<Peer> {
+        if epoch == self.epoch { self.formed.get(rank as usize).cloned() } else { None }
+    }
+
+    /// Workers that have to join before the next epoch can form; 0 while one runs. Launched workers that are
+    /// starting count as there.
+    pub(crate) fn missing(&self) -> usize {
+        let running = self.closing.is_none() && !self.in_epoch.is_empty();
+        if running || self.ended || self.stopping.is_some() {
+            return 0;
+        }
+        let starting = |slot: &&Slot| matches!(slot, Slot::Waiting { .. } | Slot::Starting { .. });
+        let there = self.members.len() + self.slots.iter().filter(starting).count();
+        self.rules.workers_min.saturating_sub(there)
+    }
+
+    /// A member leaves in order: its place is free at once.
+    pub(crate) fn left(&mut self, id: MemberId, now: Instant) {
+        if self.ended {
+            return;
+        }
+        let Some(member) = self.members.remove(&id) else { return };
+        tracing::info!(worker = member.slot, pid = member.pid, host = member.host, "worker leaves");
+        self.last_loss = "left".to_owned();
+        self.release(id, &member, "left in order", false);
+        self.close_epoch_of(id, now);
+        self.settle(now);
+    }
+
+    /// Ends a removed member's process or stream, and frees its place.
+    fn release(&mut self, id: MemberId, member: &Member, reason: &str, lost: bool) {
+        if self.is_place(member.slot) {
+            self.slots[member.slot] = Slot::Free;
+            self.actions.push(Action::Close { member: id, reason: reason.to_owned(), lost });
+        } else {
+            self.slots[member.slot] = Slot::Ending { launch: member.launch };
+            self.actions.push(Action::Kill { slot: member.slot, launch: member.launch });
+        }
+    }
+
+    /// Ends the current epoch if a removed member was part of it.
+    fn close_epoch_of(&mut self, id: MemberId, now: Instant) {
+        if self.in_epoch.remove(&id) {
+            self.closing.get_or_insert(now);
+            self.send_broken();
+        }
     }
 
     pub(crate) fn record_contact(&mut self, id: MemberId, now: Instant) {
@@ -285,16 +437,12 @@ impl Membership {
             return;
         }
         let Some(member) = self.members.remove(&id) else { return };
-        tracing::warn!(worker = member.slot, pid = member.pid, reason, "worker lost");
+        tracing::warn!(worker = member.slot, pid = member.pid, host = member.host, reason, "worker lost");
         self.lost += 1;
         self.last_loss = reason.to_owned();
         self.last_exit_code = 1;
-        self.slots[member.slot] = Slot::Ending { launch: member.launch };
-        self.actions.push(Action::Kill { slot: member.slot, launch: member.launch });
-        if self.in_epoch.remove(&id) {
-            self.closing.get_or_insert(now);
-            self.send_broken();
-        }
+        self.release(id, &member, reason, true);
+        self.close_epoch_of(id, now);
         self.settle(now);
     }
 
@@ -478,11 +626,17 @@ impl Membership {
             }
             return;
         }
-        if self.members.is_empty() && self.slots.iter().all(|slot| matches!(slot, Slot::GivenUp)) {
+        // Without places for others, those that are left may be too few for ever.
+        let usable = self.slots.iter().filter(|slot| !matches!(slot, Slot::GivenUp)).count();
+        if usable == 0 || (usable < self.rules.workers_min && self.stopping.is_none()) {
             let verdict = match self.stopping {
                 Some(_) => Verdict::Finished { stopped: true },
                 None => {
-                    Verdict::WorkersLost { reason: self.last_loss.clone(), exit_code: self.last_exit_code }
+                    let mut reason = self.last_loss.clone();
+                    if usable > 0 {
+                        reason += &format!("; {usable} left of workers_min = {}", self.rules.workers_min);
+                    }
+                    Verdict::WorkersLost { reason, exit_code: self.last_exit_code }
                 }
             };
             self.end(verdict);
@@ -499,7 +653,9 @@ impl Membership {
     fn form(&mut self, now: Instant) {
         let absent = self.by_rank().any(|(_, member)| member.arrived.is_none());
         let ready = self.members.values().filter(|member| member.arrived.is_some()).count();
-        if absent || ready == 0 {
+        // A job that stops needs an epoch for its last checkpoint, with as many as there are.
+        let needed = if self.stopping.is_some() { 1 } else { self.rules.workers_min.max(1) };
+        if absent || ready < needed {
             return;
         }
         // The first epoch waits for all workers; later ones wait only for the survivors.
@@ -507,7 +663,7 @@ impl Membership {
             Slot::Live { member, .. } => {
                 self.members.get(member).is_some_and(|member| member.arrived.is_some())
             }
-            Slot::GivenUp => true,
+            Slot::GivenUp | Slot::Free => true,
             _ => false,
         });
         if self.epoch == 0 && !everyone && now < self.started + self.rules.start_timeout {
@@ -519,14 +675,8 @@ impl Membership {
         self.in_epoch =
             self.members.iter().filter(|(_, member)| member.arrived.is_some()).map(|(id, _)| *id).collect();
         let ranked: Vec<MemberId> = self.by_rank().map(|(id, _)| id).collect();
-        let peers: Vec<Peer> = self
-            .by_rank()
-            .map(|(_, member)| Peer {
-                address: member.address,
-                step: member.arrived.unwrap_or_default(),
-                pid: member.pid,
-            })
-            .collect();
+        let peers: Vec<Peer> = self.by_rank().map(|(_, member)| member.peer()).collect();
+        self.formed.clone_from(&peers);
         for (rank, id) in ranked.into_iter().enumerate() {
             if let Some(member) = self.members.get_mut(&id) {
                 member.arrived = None;
@@ -554,9 +704,9 @@ impl Membership {
     }
 }
 
-/// The ring that a `Formed` message describes.
-pub(crate) fn formation(epoch: u64, rank: usize, peers: &[Peer]) -> Formation {
-    Formation { epoch, rank, addresses: peers.iter().map(|peer| peer.address).collect() }
+/// The ring that a `Formed` message describes, with the resolved addresses of its members.
+pub(crate) fn formation(epoch: u64, rank: usize, addresses: &[SocketAddr]) -> Formation {
+    Formation { epoch, rank, addresses: addresses.to_vec() }
 }
 
 /// The rank that sends its state to ranks that are behind: the most advanced one, the lowest of several. None

@@ -2,8 +2,10 @@
 //!
 //! A task on the worker's runtime reads and writes the stream, so that heartbeats continue while the training
 //! thread computes. The training thread blocks here at barriers only. When the stream breaks, the task ends
-//! the process: a worker never outlives its coordinator.
+//! the process of a launched worker, which never outlives its coordinator. A worker that joined over the network
+//! ([`super::joining`]) notices at its next exchange or barrier, and joins again.
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -11,13 +13,15 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::transport::Endpoint;
 
 use super::membership::{Peer, Reason};
 use super::proto::coordinator_client::CoordinatorClient;
 use super::proto::{self, from_worker, to_worker};
+use crate::collective;
 use crate::error::{Error, Result};
+use crate::join;
 use crate::launch::WorkerEnv;
 
 /// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
@@ -27,7 +31,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(600);
 const VANISH_GRACE: Duration = Duration::from_secs(2);
 /// Largest message accepted from the coordinator, which launched this process. A plan names every file and
 /// row group of its dataset.
-const MESSAGE_BYTES_MAX: usize = 2 << 30;
+pub(super) const MESSAGE_BYTES_MAX: usize = 2 << 30;
+/// How long a leaving worker waits for the coordinator's answer.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
+const LEAVE_POLL: Duration = Duration::from_millis(5);
 /// Exit code of a worker that lost its coordinator.
 const EXIT_COORDINATOR_LOST: i32 = 3;
 
@@ -37,6 +44,8 @@ pub(crate) struct EpochMembership {
     pub(crate) epoch: u64,
     pub(crate) rank: usize,
     pub(crate) peers: Vec<Peer>,
+    /// The resolved ring addresses of the members.
+    pub(crate) addresses: Vec<SocketAddr>,
     /// Cancelled when the epoch is over.
     pub(crate) abort: CancellationToken,
 }
@@ -46,6 +55,8 @@ pub(crate) struct EpochMembership {
 pub(crate) enum Barrier {
     Formed(EpochMembership),
     Done,
+    /// This worker was asked to leave.
+    Preempted,
 }
 
 /// The outcome of waiting after the last step.
@@ -70,6 +81,7 @@ enum Notice {
     Formed(EpochMembership),
     Broken(u64),
     Done,
+    Preempted,
     Lost(String),
 }
 
@@ -77,6 +89,7 @@ enum Notice {
 struct Flags {
     leave: AtomicBool,
     stop: AtomicBool,
+    preempted: AtomicBool,
     /// Incremented when a step begins and when it ends: odd while the training thread computes one.
     steps: AtomicU64,
 }
@@ -109,6 +122,7 @@ pub(crate) struct Session {
     flags: Arc<Flags>,
     reports: watch::Sender<Option<Report>>,
     epoch: u64,
+    _over: DropGuard,
 }
 
 /// Timings of a session, from [`crate::config::Config`].
@@ -116,6 +130,8 @@ pub(crate) struct Session {
 pub(crate) struct Timing {
     pub(crate) heartbeat: Duration,
     pub(crate) progress: Duration,
+    /// Whether the process goes on when the coordinator is lost.
+    pub(crate) outlives_coordinator: bool,
 }
 
 impl Session {
@@ -125,7 +141,7 @@ impl Session {
     pub(crate) fn connect(
         runtime: &Handle,
         worker_env: &WorkerEnv,
-        ring: SocketAddr,
+        ring: String,
     ) -> Result<(AcceptedSession, String)> {
         let lost =
             |reason: String| Error::CoordinatorLost { address: worker_env.coordinator.clone(), reason };
@@ -135,7 +151,8 @@ impl Session {
             slot: worker_env.slot as u32,
             launch: worker_env.launch,
             pid: std::process::id(),
-            ring_address: ring.to_string(),
+            ring_address: ring,
+            join: None,
         };
         let greet = async {
             let channel = Endpoint::from_shared(format!("http://{}", worker_env.coordinator))
@@ -162,16 +179,25 @@ impl Session {
         let (incoming, assignment) = runtime
             .block_on(async { tokio::time::timeout(CONNECT_TIMEOUT, greet).await })
             .map_err(|_| lost("did not answer in time".to_owned()))??;
-        let greeted = AcceptedSession { address: worker_env.coordinator.clone(), outgoing, incoming };
-        Ok((greeted, assignment))
+        Ok((AcceptedSession::new(worker_env.coordinator.clone(), outgoing, incoming), assignment))
     }
 
-    /// Waits at the barrier, with the state after `step` steps, until an epoch forms.
-    pub(crate) fn arrive(&mut self, step: u64, reason: Reason, suspect: Option<usize>) -> Result<Barrier> {
+    /// Waits at the barrier, with the state after `step` steps, until an epoch forms. `trouble` is the error
+    /// that broke the last ring.
+    pub(crate) fn arrive(
+        &mut self,
+        step: u64,
+        reason: Reason,
+        trouble: Option<&collective::Error>,
+    ) -> Result<Barrier> {
+        if self.preempted() {
+            return Ok(Barrier::Preempted);
+        }
         let mut arrive = proto::Arrive {
             step,
             epoch: self.epoch,
-            suspect_rank: suspect.map(|rank| rank as u32),
+            suspect_rank: trouble.and_then(collective::Error::suspect).map(|rank| rank as u32),
+            trouble: trouble.map(ToString::to_string).unwrap_or_default(),
             ..Default::default()
         };
         arrive.set_reason(match reason {
@@ -187,6 +213,7 @@ impl Session {
                     return Ok(Barrier::Formed(formed));
                 }
                 Notice::Done => return Ok(Barrier::Done),
+                Notice::Preempted => return Ok(Barrier::Preempted),
                 Notice::Broken(_) | Notice::Lost(_) => {}
             }
         }
@@ -215,6 +242,25 @@ impl Session {
                 return Ok(());
             }
         }
+    }
+
+    /// Leaves in order, with the state after `step` steps; waits until the coordinator has taken note.
+    pub(crate) fn leave(&mut self, step: u64) -> Result<()> {
+        self.send(from_worker::Message::Leaving(proto::Leaving { step }))?;
+        let deadline = Instant::now() + LEAVE_TIMEOUT;
+        while Instant::now() < deadline {
+            match self.notices.try_recv() {
+                Ok(Notice::Lost(_) | Notice::Done) | Err(mpsc::error::TryRecvError::Disconnected) => break,
+                Ok(_) => {}
+                Err(mpsc::error::TryRecvError::Empty) => std::thread::sleep(LEAVE_POLL),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether this worker was asked to leave: its machine is needed elsewhere.
+    pub(crate) fn preempted(&self) -> bool {
+        self.flags.preempted.load(Ordering::Relaxed)
     }
 
     /// Whether another worker waits to join.
@@ -267,15 +313,50 @@ pub(crate) struct AcceptedSession {
 }
 
 impl AcceptedSession {
-    /// Starts the tasks for heartbeats and incoming messages on `runtime`.
-    pub(crate) fn start(self, runtime: &Handle, timing: Timing) -> Session {
+    pub(super) fn new(
+        address: String,
+        outgoing: mpsc::Sender<proto::FromWorker>,
+        incoming: tonic::Streaming<proto::ToWorker>,
+    ) -> AcceptedSession {
+        AcceptedSession { address, outgoing, incoming }
+    }
+
+    /// Starts the tasks for heartbeats and incoming messages on `runtime`. `preempt` asks this worker to
+    /// leave.
+    pub(crate) fn start(self, runtime: &Handle, timing: Timing, preempt: CancellationToken) -> Session {
         let (notify, notices) = mpsc::unbounded_channel();
         let (reports, latest) = watch::channel(None);
         let flags = Arc::new(Flags::default());
-        runtime.spawn(heartbeat(self.outgoing.clone(), timing.heartbeat, Arc::clone(&flags)));
-        runtime.spawn(report(self.outgoing.clone(), latest, timing.progress));
-        runtime.spawn(listen(self.incoming, notify, Arc::clone(&flags)));
-        Session { address: self.address, outgoing: self.outgoing, notices, flags, reports, epoch: 0 }
+        let over = CancellationToken::new();
+        // The tasks end with the session, so that the stream closes.
+        let spawn = |task: Pin<Box<dyn Future<Output = ()> + Send>>| {
+            let over = over.clone();
+            runtime.spawn(async move { over.run_until_cancelled(task).await });
+        };
+        spawn(Box::pin(heartbeat(self.outgoing.clone(), timing.heartbeat, Arc::clone(&flags))));
+        spawn(Box::pin(report(self.outgoing.clone(), latest, timing.progress)));
+        let (own, told) = (Arc::clone(&flags), notify.clone());
+        spawn(Box::pin(async move {
+            preempt.cancelled().await;
+            own.preempted.store(true, Ordering::Relaxed);
+            // Wakes a training thread that waits at a barrier.
+            let _ = told.send(Notice::Preempted);
+        }));
+        let listen = listen(self.incoming, notify, Arc::clone(&flags), timing.outlives_coordinator);
+        // Also after the session's end, this task ends the process of a launched worker.
+        match timing.outlives_coordinator {
+            true => spawn(Box::pin(listen)),
+            false => drop(runtime.spawn(listen)),
+        }
+        Session {
+            address: self.address,
+            outgoing: self.outgoing,
+            notices,
+            flags,
+            reports,
+            epoch: 0,
+            _over: over.drop_guard(),
+        }
     }
 }
 
@@ -319,6 +400,7 @@ async fn listen(
     mut incoming: tonic::Streaming<proto::ToWorker>,
     notify: mpsc::UnboundedSender<Notice>,
     flags: Arc<Flags>,
+    outlives_coordinator: bool,
 ) {
     let (mut epoch, mut abort) = (0, CancellationToken::new());
     let reason = loop {
@@ -330,7 +412,7 @@ async fn listen(
         };
         // If the training thread has ended, it needs no notices.
         match message {
-            to_worker::Message::Formed(formed) => match decode(formed) {
+            to_worker::Message::Formed(formed) => match decode(formed).await {
                 Ok(formed) => {
                     flags.leave.store(false, Ordering::Relaxed);
                     (epoch, abort) = (formed.epoch, formed.abort.clone());
@@ -355,10 +437,16 @@ async fn listen(
                 let _ = notify.send(Notice::Done);
                 return;
             }
-            to_worker::Message::Welcome(_) => break "welcomed this worker twice".to_owned(),
+            to_worker::Message::Welcome(_) | to_worker::Message::Challenge(_) => {
+                break "welcomed this worker twice".to_owned();
+            }
         }
     };
     abort.cancel();
+    if outlives_coordinator {
+        let _ = notify.send(Notice::Lost(reason));
+        return;
+    }
     tracing::info!(reason, "coordinator lost; this worker exits");
     let _ = notify.send(Notice::Lost(reason));
     // The training thread exits at its next exchange or barrier; a long computation is aborted.
@@ -366,18 +454,22 @@ async fn listen(
     std::process::exit(EXIT_COORDINATOR_LOST);
 }
 
-fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
-    let peers = formed
+async fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
+    let mut addresses = Vec::with_capacity(formed.members.len());
+    for member in &formed.members {
+        let address = match member.ring_address.parse() {
+            Ok(address) => address,
+            Err(_) => join::resolve("ring address", &member.ring_address)
+                .await
+                .map_err(|error| format!("named a member that this machine does not find: {error}"))?,
+        };
+        addresses.push(address);
+    }
+    let peers: Vec<Peer> = formed
         .members
         .into_iter()
-        .map(|peer| {
-            let address = peer
-                .ring_address
-                .parse()
-                .map_err(|_| format!("ring address {:?} is not ip:port", peer.ring_address))?;
-            Ok(Peer { address, step: peer.step, pid: peer.pid })
-        })
-        .collect::<Result<Vec<Peer>, String>>()?;
+        .map(|peer| Peer { address: peer.ring_address, step: peer.step, pid: peer.pid, host: peer.host })
+        .collect();
     if formed.rank as usize >= peers.len() {
         return Err(format!("rank {} of {} members", formed.rank, peers.len()));
     }
@@ -385,6 +477,7 @@ fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
         epoch: formed.epoch,
         rank: formed.rank as usize,
         peers,
+        addresses,
         abort: CancellationToken::new(),
     })
 }
@@ -420,7 +513,8 @@ mod tests {
             &self,
             _: Request<Streaming<proto::FromWorker>>,
         ) -> Result<Response<Self::SessionStream>, Status> {
-            let welcome = proto::Welcome { member: 0, assignment: "x".repeat(self.0) };
+            let welcome =
+                proto::Welcome { member: 0, assignment: "x".repeat(self.0), ring_nonce: Vec::new() };
             let message = Some(to_worker::Message::Welcome(welcome));
             Ok(Response::new(tokio_stream::once(Ok(proto::ToWorker { message }))))
         }
@@ -437,8 +531,8 @@ mod tests {
                 .add_service(CoordinatorServer::new(AcceptingCoordinator(BYTES)))
                 .serve_with_incoming(TcpListenerStream::new(listener)),
         );
-        let worker_env = WorkerEnv { coordinator, token: String::new(), slot: 0, launch: 1 };
-        let ring = SocketAddr::from(([127, 0, 0, 1], 1));
+        let worker_env = WorkerEnv { coordinator, token: String::new(), slot: 0, launch: 1, ring: None };
+        let ring = "127.0.0.1:1".to_owned();
         let (_, assignment) = Session::connect(runtime.handle(), &worker_env, ring).expect("a welcome");
         assert_eq!(assignment.len(), BYTES);
     }

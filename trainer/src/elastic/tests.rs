@@ -1,6 +1,5 @@
 //! Tests of the membership state machine, without processes and without a real clock.
 
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::membership::{Action, MemberId, Membership, Message, Peer, Reason, Rules, Verdict, source};
@@ -14,6 +13,8 @@ struct SimulatedJob {
 fn rules(workers: usize) -> Rules {
     Rules {
         workers,
+        places: 0,
+        workers_min: 1,
         respawns_max: 3,
         respawn_backoff: Duration::from_millis(100),
         heartbeat_lost: Duration::from_secs(5),
@@ -44,7 +45,7 @@ impl SimulatedJob {
     }
 
     fn join(&mut self, slot: usize, launch: u64) -> MemberId {
-        let address = SocketAddr::from(([127, 0, 0, 1], 1000 + launch as u16));
+        let address = format!("127.0.0.1:{}", 1000 + launch);
         self.membership.joined(slot, launch, launch as u32, address, self.now).unwrap()
     }
 
@@ -307,9 +308,9 @@ fn late_messages_of_lost_members_are_ignored() {
     job.membership.finished(members[1], false, job.now);
     job.membership.failed(members[1], "no".into(), 1);
     assert!(job.membership.take_actions().is_empty());
-    let address = SocketAddr::from(([127, 0, 0, 1], 1));
-    assert!(job.membership.joined(1, 2, 9, address, job.now).is_err());
-    assert!(job.membership.joined(7, 1, 9, address, job.now).is_err());
+    let address = || "127.0.0.1:1".to_owned();
+    assert!(job.membership.joined(1, 2, 9, address(), job.now).is_err());
+    assert!(job.membership.joined(7, 1, 9, address(), job.now).is_err());
 }
 
 #[test]
@@ -365,8 +366,8 @@ fn failure_common_to_all_members_ends_the_job() {
 #[test]
 fn most_advanced_member_sends_its_state() {
     let peers = |steps: &[u64]| -> Vec<Peer> {
-        let address = SocketAddr::from(([127, 0, 0, 1], 1));
-        steps.iter().map(|step| Peer { address, step: *step, pid: 1 }).collect()
+        let peer = |step: &u64| Peer { address: String::new(), step: *step, pid: 1, host: String::new() };
+        steps.iter().map(peer).collect()
     };
     assert_eq!(source(&peers(&[4, 4, 4])), None);
     assert_eq!(source(&peers(&[3, 4, 4])), Some(1));
@@ -382,4 +383,112 @@ fn error_of_the_last_member_of_a_stopping_job_ends_the_job() {
     let actions = job.membership.take_actions();
     let failed = Verdict::Failed { message: "cannot write the checkpoint".into(), exit_code: 7 };
     assert!(actions.contains(&Action::End(failed)), "{actions:?}");
+}
+
+impl SimulatedJob {
+    /// A job that launches no worker and has `places` for workers of other machines.
+    fn listening(places: usize, workers_min: usize) -> SimulatedJob {
+        let now = Instant::now();
+        let rules = Rules { places, workers_min, ..rules(0) };
+        SimulatedJob { membership: Membership::new(rules, now), now }
+    }
+
+    fn admit(&mut self, pid: u32) -> Option<MemberId> {
+        self.membership.admitted(pid, format!("b.example.org:{pid}"), "b".to_owned(), self.now)
+    }
+}
+
+#[test]
+fn a_job_without_launched_workers_waits_for_its_minimum() {
+    let mut job = SimulatedJob::listening(3, 2);
+    assert!(job.pass(Duration::from_secs(120), &[]).is_empty());
+    assert_eq!(job.membership.missing(), 2);
+    let first = job.admit(1).unwrap();
+    assert!(job.arrive(first, 0, Reason::Fresh).is_empty());
+    assert!(job.pass(Duration::from_secs(120), &[first]).is_empty());
+    assert_eq!(job.membership.missing(), 1);
+    let second = job.admit(2).unwrap();
+    assert_eq!(job.membership.missing(), 0);
+    let actions = job.arrive(second, 0, Reason::Fresh);
+    assert_eq!(formed(&actions), [(first, 1, 0, 2), (second, 1, 1, 2)]);
+    assert_eq!(job.membership.describe(1, 1).unwrap().to_string(), "process 2 on b (b.example.org:2)");
+    assert!(job.membership.describe(2, 1).is_none());
+}
+
+#[test]
+fn a_joined_worker_that_dies_frees_its_place_and_is_not_replaced() {
+    let mut job = SimulatedJob::listening(2, 1);
+    let first = job.admit(1).unwrap();
+    job.arrive(first, 0, Reason::Fresh);
+    let second = job.admit(2).unwrap();
+    assert!(job.admit(3).is_none());
+    job.arrive(second, 0, Reason::Fresh);
+    assert_eq!(formed(&job.arrive(first, 5, Reason::Left)), [(first, 2, 0, 2), (second, 2, 1, 2)]);
+
+    job.membership.lost(second, "fell silent", job.now);
+    let actions = job.membership.take_actions();
+    let closed = Action::Close { member: second, reason: "fell silent".into(), lost: true };
+    assert!(actions.contains(&closed), "{actions:?}");
+    assert_eq!(job.membership.lost_total(), 1);
+    assert_eq!(formed(&job.arrive(first, 6, Reason::Broken)), [(first, 3, 0, 1)]);
+    assert!(spawned(&job.pass(Duration::from_secs(60), &[first])).is_empty());
+    let third = job.admit(3).unwrap();
+    assert_eq!(sent(&job.arrive(third, 0, Reason::Fresh), &Message::Reform { epoch: 3 }), [first]);
+    assert_eq!(job.membership.admitted_total(), 3);
+}
+
+#[test]
+fn a_worker_that_leaves_in_order_is_not_lost() {
+    let mut job = SimulatedJob::listening(2, 1);
+    let first = job.admit(1).unwrap();
+    job.arrive(first, 0, Reason::Fresh);
+    let second = job.admit(2).unwrap();
+    job.arrive(second, 0, Reason::Fresh);
+    job.arrive(first, 5, Reason::Left);
+    assert!(job.arrive(second, 9, Reason::Left).is_empty());
+    job.membership.left(first, job.now);
+    let actions = job.membership.take_actions();
+    assert!(matches!(actions[0], Action::Close { lost: false, .. }), "{actions:?}");
+    assert_eq!(formed(&actions), [(second, 3, 0, 1)]);
+    assert_eq!(job.membership.lost_total(), 0);
+    // The last one leaves: the job waits for others.
+    job.arrive(second, 12, Reason::Left);
+    job.membership.left(second, job.now);
+    job.membership.take_actions();
+    assert!(job.pass(Duration::from_secs(600), &[]).is_empty());
+    assert_eq!(job.membership.missing(), 1);
+    let third = job.admit(3).unwrap();
+    assert_eq!(formed(&job.arrive(third, 12, Reason::Fresh)).len(), 1);
+}
+
+#[test]
+fn a_job_below_its_minimum_pauses_and_can_be_stopped() {
+    let mut job = SimulatedJob::listening(3, 2);
+    let first = job.admit(1).unwrap();
+    let second = job.admit(2).unwrap();
+    job.arrive(first, 0, Reason::Fresh);
+    job.arrive(second, 0, Reason::Fresh);
+    job.membership.lost(second, "died", job.now);
+    job.membership.take_actions();
+    assert!(formed(&job.arrive(first, 7, Reason::Broken)).is_empty());
+    assert_eq!(job.membership.missing(), 1);
+    // For the last checkpoint, one is enough.
+    job.membership.stop(job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(formed(&actions), [(first, 2, 0, 1)]);
+    assert_eq!(sent(&actions, &Message::Stop), [first]);
+}
+
+#[test]
+fn launched_workers_that_are_too_few_for_ever_end_the_job() {
+    let now = Instant::now();
+    let rules = Rules { workers_min: 2, respawns_max: 0, ..rules(2) };
+    let mut job = SimulatedJob { membership: Membership::new(rules, now), now };
+    job.pass(Duration::from_millis(50), &[]);
+    let first = job.join(0, 1);
+    job.arrive(first, 0, Reason::Fresh);
+    job.membership.exited(1, 2, "exited with code 1", job.now);
+    let actions = job.membership.take_actions();
+    let reason = "exited with code 1; 1 left of workers_min = 2".to_owned();
+    assert!(actions.contains(&Action::End(Verdict::WorkersLost { reason, exit_code: 1 })), "{actions:?}");
 }

@@ -1,0 +1,47 @@
+//! `millrace worker --join`: a worker of a training job on another machine.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use millrace_datafs::Datafs;
+use millrace_trainer::join::{ClientTls, Join, Token};
+use millrace_trainer::worker::JoinEnd;
+
+use crate::cli::{Cli, WorkerArgs};
+use crate::failure::{Exit, fail};
+use crate::output::Output;
+use crate::{exit, home, settings};
+
+/// Runs the command on the calling thread.
+pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()> {
+    let out = Output::new(cli.json);
+    let Some(token_file) = &args.token_file else {
+        return fail(Exit::Usage, "--join needs --token-file");
+    };
+    let token = Token::read(token_file)?;
+    let tls = args.ca.as_deref().map(ClientTls::read).transpose()?;
+    let root = home::Home::locate(cli.home.as_deref())?;
+    let loaded = settings::load(cli.config.as_deref(), &root)?;
+    let home = home::Home::open(root, true, |text| out.note(text))?;
+    let config = &loaded.settings;
+    if let Err(reason) = config.trainer.check() {
+        return fail(Exit::Usage, reason);
+    }
+    home.check_store(&config.datafs)?;
+    let datafs = Datafs::open(home.root(), &config.datafs)?;
+    let join = Join {
+        coordinator: coordinator.to_owned(),
+        token,
+        tls,
+        listen_ring: args.listen_ring,
+        advertise: args.advertise.clone(),
+        wait: Duration::from_secs(args.wait),
+        silence: Duration::from_millis(config.trainer.heartbeat_lost_ms),
+    };
+    let end = millrace_trainer::worker::join(&join, &datafs, |error| exit::of(error) as u8)?;
+    match end {
+        JoinEnd::Done => out.note(&format!("the job at {coordinator} is over")),
+        JoinEnd::Left => out.note(&format!("this worker left the job at {coordinator}")),
+    }
+    Ok(())
+}

@@ -1,0 +1,298 @@
+//! What the two sides of a join over the network share: tokens, TLS, addresses and the protocol's number.
+use std::fmt;
+use std::io::Read as _;
+use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+use crate::error::{Error, Result};
+
+/// The protocol between a coordinator and workers of other machines. It grows with every change of the
+/// messages, the ring's frames or the values that a step computes: all workers of a job must have the same.
+pub const PROTOCOL: u32 = 1;
+
+/// Fewest characters of a token.
+const TOKEN_CHARS_MIN: usize = 16;
+/// Most bytes of a token file.
+const TOKEN_BYTES_MAX: u64 = 4096;
+/// Longest wait for a name server.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// HTTP/2 in ALPN.
+const HTTP2: &[u8] = b"h2";
+
+/// The secret that a coordinator shares with workers of other machines. It is never sent.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(String);
+
+impl fmt::Debug for Token {
+    /// Leaves the secret out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
+}
+
+impl Token {
+    /// Reads the token from the first line of a file that only its owner may read.
+    ///
+    /// # Errors
+    /// [`Error::Access`] names the file and the remedy.
+    pub fn read(path: &Path) -> Result<Token> {
+        let unusable =
+            |reason: String| Error::Access { what: format!("read token file {}", path.display()), reason };
+        // Without O_NONBLOCK, opening a named pipe waits for a writer.
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map_err(|e| unusable(e.to_string()))?;
+        let metadata = file.metadata().map_err(|e| unusable(e.to_string()))?;
+        if !metadata.is_file() {
+            return Err(unusable("it is not a file".to_owned()));
+        }
+        if metadata.mode() & 0o077 != 0 {
+            return Err(unusable(format!(
+                "other users may read or change it (mode {:04o}); run chmod 600 {}",
+                metadata.mode() & 0o7777,
+                path.display()
+            )));
+        }
+        let mut text = String::new();
+        file.take(TOKEN_BYTES_MAX)
+            .read_to_string(&mut text)
+            .map_err(|_| unusable("it is not text".to_owned()))?;
+        let token = text.lines().next().unwrap_or_default().trim();
+        if token.chars().count() < TOKEN_CHARS_MIN {
+            return Err(unusable(format!(
+                "its first line must be a secret of at least {TOKEN_CHARS_MIN} characters; make one with: \
+                 (umask 077; openssl rand -hex 32 > {})",
+                path.display()
+            )));
+        }
+        Ok(Token(token.to_owned()))
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn of(secret: &str) -> Token {
+        Token(secret.to_owned())
+    }
+}
+
+/// How a coordinator admits workers from other machines.
+#[derive(Debug, Clone)]
+pub struct Listen {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// The name or address of this machine for other machines; the address in `address` when absent.
+    pub advertise: Option<String>,
+    /// The secret of its workers.
+    pub token: Token,
+    /// TLS of the coordinator's port.
+    pub tls: Option<ServerTls>,
+    /// Workers that the coordinator launches itself, which may be none; those of the job file when absent.
+    pub workers_local: Option<usize>,
+}
+
+impl Listen {
+    /// The name of this machine for other machines; none if only `0.0.0.0` or `::` is known.
+    pub(crate) fn host(&self) -> Option<String> {
+        let own = self.address.ip();
+        self.advertise.clone().or_else(|| (!own.is_unspecified()).then(|| own.to_string()))
+    }
+}
+
+/// How a worker joins a coordinator on another machine.
+#[derive(Debug, Clone)]
+pub struct Join {
+    /// The coordinator, `HOST:PORT`.
+    pub coordinator: String,
+    /// The secret of the coordinator.
+    pub token: Token,
+    /// TLS to the coordinator.
+    pub tls: Option<ClientTls>,
+    /// Where the ring listens; by default, an unused port of the address that leads to the coordinator.
+    pub listen_ring: Option<SocketAddr>,
+    /// The name or address of this machine for other workers; the ring's own address when absent.
+    pub advertise: Option<String>,
+    /// How long to wait for a coordinator that does not answer.
+    pub wait: Duration,
+    /// A coordinator that is silent for this long is lost.
+    pub silence: Duration,
+}
+
+/// A coordinator's certificate and key.
+#[derive(Clone)]
+pub struct ServerTls(pub(crate) Arc<ServerConfig>);
+
+impl fmt::Debug for ServerTls {
+    /// Leaves the key out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ServerTls")
+    }
+}
+
+impl ServerTls {
+    /// Reads the certificate chain and the key, both PEM.
+    ///
+    /// # Errors
+    /// [`Error::Access`] names the file and the problem.
+    pub fn read(certificate: &Path, key: &Path) -> Result<ServerTls> {
+        let chain = certificates(certificate)?;
+        let secret = PrivateKeyDer::from_pem_file(key)
+            .map_err(|e| unusable("key", key, &format!("it is not a private key in PEM ({e})")))?;
+        let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .and_then(|builder| builder.with_no_client_auth().with_single_cert(chain, secret))
+            .map_err(|e| unusable("key", key, &format!("it does not fit {} ({e})", certificate.display())))?;
+        config.alpn_protocols = vec![HTTP2.to_vec()];
+        Ok(ServerTls(Arc::new(config)))
+    }
+}
+
+/// The authorities that a worker trusts.
+#[derive(Debug, Clone)]
+pub struct ClientTls(pub(crate) Arc<ClientConfig>);
+
+impl ClientTls {
+    /// Reads the authorities, PEM.
+    ///
+    /// # Errors
+    /// [`Error::Access`] names the file and the problem.
+    pub fn read(authorities: &Path) -> Result<ClientTls> {
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(authorities)? {
+            roots
+                .add(certificate)
+                .map_err(|e| unusable("authorities", authorities, &format!("a certificate is bad ({e})")))?;
+        }
+        let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(|e| unusable("authorities", authorities, &e.to_string()))?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        config.alpn_protocols = vec![HTTP2.to_vec()];
+        Ok(ClientTls(Arc::new(config)))
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let bad = |reason: &str| unusable("certificates", path, reason);
+    let read = CertificateDer::pem_file_iter(path).map_err(|e| bad(&e.to_string()))?;
+    let found: Vec<_> = read.collect::<Result<_, _>>().map_err(|e| bad(&format!("it is not PEM ({e})")))?;
+    if found.is_empty() {
+        return Err(bad("it holds no certificate: PEM is expected"));
+    }
+    Ok(found)
+}
+
+fn unusable(what: &str, path: &Path, reason: &str) -> Error {
+    Error::Access { what: format!("read {what} {}", path.display()), reason: reason.to_owned() }
+}
+
+/// `host:port`, with brackets around an IPv6 address.
+pub(crate) fn host_port(host: &str, port: u16) -> String {
+    match host.parse::<IpAddr>() {
+        Ok(ip) => SocketAddr::new(ip, port).to_string(),
+        Err(_) => format!("{host}:{port}"),
+    }
+}
+
+/// The address of `host:port`; a name is resolved.
+///
+/// # Errors
+/// [`Error::Access`] names the address and the problem.
+pub(crate) async fn resolve(what: &str, address: &str) -> Result<SocketAddr> {
+    let fail =
+        |reason: &str| Error::Access { what: format!("resolve {what} {address}"), reason: reason.to_owned() };
+    let has_port =
+        address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
+    if !has_port {
+        return Err(fail("it is not HOST:PORT"));
+    }
+    let found = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(address))
+        .await
+        .map_err(|_| fail("the name server does not answer"))?
+        .map_err(|e| fail(&e.to_string()))?
+        .next();
+    found.ok_or_else(|| fail("the name has no address"))
+}
+
+impl Listen {
+    /// Fails if other machines cannot find this one by the name that it advertises, or, with workers here, if it
+    /// has no such name.
+    pub(crate) async fn check(&self, workers: usize) -> Result<()> {
+        match (&self.advertise, self.host()) {
+            (Some(name), _) => resolve("--advertise", &host_port(name, self.address.port())).await.map(drop),
+            (None, None) if workers > 0 => Err(Error::Access {
+                what: format!("listen on {} for workers of other machines", self.address),
+                reason: "they need an address of this machine, because it runs workers as well: add --advertise NAME, \
+                         or --workers-local 0"
+                    .to_owned(),
+            }),
+            (None, _) => Ok(()),
+        }
+    }
+}
+
+/// The name of this machine, for messages.
+pub(crate) fn host_name() -> String {
+    std::fs::read_to_string(PathBuf::from("/proc/sys/kernel/hostname"))
+        .map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    fn file(text: &str, mode: u32) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        std::fs::write(&path, text).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        (dir, path)
+    }
+
+    #[test]
+    fn a_token_comes_from_a_private_file_with_a_long_line() {
+        let (_dir, path) = file("0123456789abcdef\nmore\n", 0o600);
+        assert_eq!(Token::read(&path).unwrap(), Token::of("0123456789abcdef"));
+        assert_eq!(format!("{:?}", Token::of("0123456789abcdef")), "Token");
+        for (text, mode, reason) in [
+            ("0123456789abcdef\n", 0o640, "chmod 600"),
+            ("0123456789abcdef\n", 0o604, "chmod 600"),
+            ("short\n", 0o600, "at least 16"),
+            ("", 0o600, "openssl rand"),
+        ] {
+            let (_dir, path) = file(text, mode);
+            let error = Token::read(&path).unwrap_err().to_string();
+            assert!(error.contains(reason) && error.contains("token"), "{error}");
+        }
+        let (dir, _path) = file("", 0o600);
+        assert!(Token::read(dir.path()).unwrap_err().to_string().contains("not a file"));
+    }
+
+    #[test]
+    fn addresses_need_a_host_and_a_port() {
+        assert_eq!(host_port("::1", 7), "[::1]:7");
+        assert_eq!(host_port("a.example.org", 7), "a.example.org:7");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let found = |address: &str| runtime.block_on(resolve("coordinator", address));
+        assert_eq!(found("127.0.0.1:7").unwrap(), "127.0.0.1:7".parse().unwrap());
+        for wrong in ["127.0.0.1", ":7", "a:x", "name.invalid:7"] {
+            let error = found(wrong).unwrap_err().to_string();
+            assert!(error.contains(wrong), "{error}");
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! A worker of another machine: joins a coordinator, and joins again when it was lost.
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use millrace_datafs::Datafs;
+use millrace_leaf::backoff::Backoff;
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use super::{Assignment, Part, train};
+use crate::checkpoint::Checkpoints;
+use crate::collective::{Collective, Options};
+use crate::elastic::joining::{self, Admission, NotAdmitted};
+use crate::error::{Error, Result};
+use crate::join::{Join, host_port, resolve};
+use crate::replica::{Replica, open_output};
+
+/// First and longest pause before another attempt to join.
+const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// Interval at which a pause notices the end of the process.
+const POLL: Duration = Duration::from_millis(50);
+
+/// How a worker of another machine ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JoinEnd {
+    /// The job is over.
+    Done,
+    /// A signal asked the worker to leave, and it left in order.
+    Left,
+}
+
+/// Runs this process as a worker of a coordinator on another machine, on its own volumes, until the job is
+/// over or SIGTERM (or Ctrl-C) asks it to leave. Then it finishes its step and leaves; the others go on.
+///
+/// A coordinator that is lost or does not answer is tried again for [`Join::wait`], so that the worker goes on
+/// with a job that was started again.
+///
+/// Blocks; must be called from a plain thread, usually the main one. The process should exit afterwards.
+///
+/// # Errors
+/// [`Error::Access`] and [`Error::Join`] for settings that do not fit, [`Error::CoordinatorLost`] once the
+/// coordinator was away for too long, and errors of the training. `exit_code` gives the exit code with which
+/// the job ends when an error would meet every other worker, too.
+pub fn join(join: &Join, datafs: &Datafs, exit_code: impl Fn(&Error) -> u8) -> Result<JoinEnd> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(4)
+        .thread_name("worker")
+        .enable_all()
+        .build()
+        .map_err(|e| Error::io("start the worker's runtime", e))?;
+    let leave = leave_signal(&runtime)?;
+    let result = serve(join, datafs, &runtime, &leave, &exit_code);
+    // Prefetches and heartbeats need no orderly end.
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    result
+}
+
+/// Cancelled by the first SIGTERM or SIGINT; the second one ends the process.
+fn leave_signal(runtime: &Runtime) -> Result<CancellationToken> {
+    let leave = CancellationToken::new();
+    let told = leave.clone();
+    let _context = runtime.enter();
+    let handle = |kind| signal(kind).map_err(|e| Error::io("handle signals", e));
+    let (mut terminate, mut interrupt) = (handle(SignalKind::terminate())?, handle(SignalKind::interrupt())?);
+    runtime.spawn(async move {
+        loop {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            if told.is_cancelled() {
+                std::process::exit(EXIT_FORCED);
+            }
+            tracing::info!("this worker leaves after its current step");
+            told.cancel();
+        }
+    });
+    Ok(leave)
+}
+
+/// Exit code after a second signal.
+const EXIT_FORCED: i32 = 1;
+
+/// How one session with a coordinator ended.
+enum Ended {
+    Job(JoinEnd),
+    /// The coordinator was lost: join again.
+    Lost(Error),
+}
+
+fn serve(
+    join: &Join,
+    datafs: &Datafs,
+    runtime: &Runtime,
+    leave: &CancellationToken,
+    exit_code: &impl Fn(&Error) -> u8,
+) -> Result<JoinEnd> {
+    if let Some(name) = &join.advertise {
+        // Fails here rather than at the other workers.
+        runtime.block_on(resolve("--advertise", &host_port(name, 1)))?;
+    }
+    let mut backoff = Backoff::new(PAUSE, PAUSE_MAX);
+    let mut lost_at = Instant::now();
+    let mut told = false;
+    loop {
+        if leave.is_cancelled() {
+            return Ok(JoinEnd::Left);
+        }
+        let reason = match attempt(join, datafs, runtime, leave, exit_code) {
+            Ok(Ended::Job(end)) => return Ok(end),
+            Ok(Ended::Lost(error)) => {
+                // It had admitted this worker.
+                (lost_at, told) = (Instant::now(), false);
+                backoff.reset();
+                error.one_line()
+            }
+            Err(NotAdmitted::Ever(error)) => return Err(error),
+            Err(NotAdmitted::Yet(reason)) => reason,
+        };
+        let left = join.wait.saturating_sub(lost_at.elapsed());
+        if left.is_zero() {
+            let waited = join.wait.as_secs();
+            return Err(Error::CoordinatorLost {
+                address: join.coordinator.clone(),
+                reason: format!("cannot join ({reason}); gave up after {waited} s (--wait)"),
+            });
+        }
+        if !told {
+            let seconds = left.as_secs();
+            tracing::warn!(
+                coordinator = join.coordinator,
+                reason,
+                "waiting for the coordinator, for up to {seconds} s"
+            );
+            told = true;
+        }
+        pause(backoff.jittered().min(left), leave);
+    }
+}
+
+fn pause(time: Duration, leave: &CancellationToken) {
+    let until = Instant::now() + time;
+    while !leave.is_cancelled() && Instant::now() < until {
+        std::thread::sleep(POLL.min(time));
+    }
+}
+
+/// Joins once and trains until the job is over or the coordinator is lost.
+fn attempt(
+    join: &Join,
+    datafs: &Datafs,
+    runtime: &Runtime,
+    leave: &CancellationToken,
+    exit_code: &impl Fn(&Error) -> u8,
+) -> Result<Ended, NotAdmitted> {
+    // A name server that does not know the coordinator yet is as one that does not answer.
+    let coordinator = match runtime.block_on(resolve("--join", &join.coordinator)) {
+        Ok(address) => address,
+        Err(error) if join.wait.is_zero() => return Err(error.into()),
+        Err(error) => return Err(NotAdmitted::Yet(error.one_line())),
+    };
+    let listen = match join.listen_ring {
+        Some(address) => address,
+        None => {
+            let own = joining::own_address(coordinator)
+                .map_err(|e| NotAdmitted::Yet(format!("this machine has no way to {coordinator} ({e})")))?;
+            SocketAddr::new(own, 0)
+        }
+    };
+    let mut collective =
+        Collective::bind_to(listen, Options::new("")).map_err(|error| NotAdmitted::Ever(error.into()))?;
+    let ring = ring_address(join, collective.address())?;
+    let Admission { session, assignment, secret } = joining::connect(runtime.handle(), join, &ring)?;
+    let assignment = Assignment::read(&assignment)?;
+    let timing = assignment.apply(Options::new(secret), &mut collective, true);
+    let mut session = session.start(runtime.handle(), timing, leave.clone());
+    tracing::info!(coordinator = join.coordinator, ring, "joined");
+    let loaded = check_volumes(datafs, &assignment)
+        .and_then(|()| Replica::load(assignment, datafs.clone(), runtime.handle().clone()));
+    let (is_loaded, result) = match loaded {
+        Ok(mut replica) => (true, train(&mut replica, &mut session, &collective)),
+        Err(error) => (false, Err(error)),
+    };
+    match result {
+        Ok(Part::Done) => Ok(Ended::Job(JoinEnd::Done)),
+        Ok(Part::Left) => Ok(Ended::Job(JoinEnd::Left)),
+        Err(error @ Error::CoordinatorLost { .. }) => Ok(Ended::Lost(error)),
+        Err(error) => {
+            // Before its first step, a worker of another machine may have settings that are wrong here alone.
+            let alone = !is_loaded || error.is_local();
+            // The answer is the end of the stream.
+            let _ = session.fail(error.one_line(), exit_code(&error), alone);
+            Err(NotAdmitted::Ever(error))
+        }
+    }
+}
+
+/// The address of this worker's ring for other workers.
+fn ring_address(join: &Join, own: SocketAddr) -> Result<String> {
+    match &join.advertise {
+        Some(name) => Ok(host_port(name, own.port())),
+        None if own.ip().is_unspecified() => Err(Error::Access {
+            what: format!("listen for other workers on {own}"),
+            reason: "they need an address of this machine: add --advertise NAME".to_owned(),
+        }),
+        None => Ok(own.to_string()),
+    }
+}
+
+/// Fails unless this worker and the coordinator open the same volumes. The coordinator has written a random
+/// value of this run into the output volume's metadata, and no other metadata has it.
+fn check_volumes(datafs: &Datafs, assignment: &Assignment) -> Result<()> {
+    let volume = assignment.job.output_volume();
+    let differs = |reason: &str| Error::Job {
+        job: assignment.job.name.to_string(),
+        reason: format!(
+            "the volumes of this worker are not those of the coordinator: {reason}; set meta_url, meta_schema and \
+             store_url in [datafs] as they are there"
+        ),
+    };
+    let view = match open_output(datafs, &assignment.job) {
+        Ok(view) => view,
+        Err(error) if is_missing(&error) => {
+            return Err(differs(&format!("there is no volume {volume} here")));
+        }
+        Err(error) => return Err(error),
+    };
+    let key = Checkpoints::owner_key(assignment.job.name.as_str());
+    let found = view.key_get(&key).map_err(|e| Error::volume(format!("read key {key} of {volume}"), e))?;
+    match found {
+        Some(owner) if owner == assignment.owner.as_bytes() => Ok(()),
+        _ => Err(differs(&format!("volume {volume} here is another one"))),
+    }
+}
+
+/// Whether a volume does not exist.
+fn is_missing(error: &Error) -> bool {
+    millrace_leaf::error_chain::causes(error)
+        .filter_map(|cause| cause.downcast_ref::<millrace_datafs::Error>())
+        .any(|cause| matches!(cause, millrace_datafs::Error::NotFound { .. }))
+}
