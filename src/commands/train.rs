@@ -32,7 +32,10 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let report = train(context, &job, context.stop.clone(), move |progress| {
         shown.set_length(progress.steps_max);
         shown.set_position(progress.step);
-        shown.set_message(format!("train, epoch {}, loss {:.4}", progress.epoch, progress.loss));
+        let validation = progress
+            .evaluation
+            .map_or(String::new(), |evaluation| format!(", validation loss {:.4}", evaluation.loss));
+        shown.set_message(format!("train, epoch {}, loss {:.4}{validation}", progress.epoch, progress.loss));
     })
     .await;
     bar.finish_and_clear();
@@ -41,47 +44,52 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         (_, true) => "published by an earlier run",
         (End::Converged, _) => "converged",
         (End::EpochsDone, _) => "all epochs done",
+        (End::NoImprovement, _) => "ended early, the validation loss fell no more",
         (End::Stopped, _) => "stopped with a checkpoint, run it again to continue",
     };
     let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
-    context.out.table(
-        &report,
-        &["job", &report.job],
-        [
-            vec!["ended".to_owned(), ended.to_owned()],
-            vec!["steps, epochs".to_owned(), format!("{}, {}", count(report.steps), count(report.epochs))],
-            vec![
-                "rows per epoch".to_owned(),
-                report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows)),
-            ],
-            match report.accuracy {
-                Some(accuracy) => vec![
-                    "loss, accuracy".to_owned(),
-                    format!("{}, {accuracy:.4} on the training rows", number(report.loss)),
-                ],
-                None => vec!["loss".to_owned(), number(report.loss)],
-            },
-            vec![
-                "workers".to_owned(),
-                format!("{}, {} lost and replaced", report.workers, report.workers_lost),
-            ],
-            vec![
-                "samples/s".to_owned(),
-                if report.already_published {
-                    String::new()
-                } else {
-                    count(report.samples_per_second as u64)
-                },
-            ],
-            vec![
-                "model".to_owned(),
-                report
-                    .version
-                    .map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model)),
-            ],
-            vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
+    let published_best = job.validation.as_ref().is_some_and(|validation| validation.best);
+    let evaluations = report.validation.last().map(|last| {
+        let names: Vec<&str> = last.figures().map(|(name, _)| name).collect();
+        let values: Vec<String> = last.figures().map(|(_, value)| format!("{value:.4}")).collect();
+        let figures = format!("{} after epoch {}", values.join(", "), last.epoch);
+        let best = report.validation.iter().find(|found| Some(found.epoch) == report.best_epoch);
+        let best = best.map_or(String::new(), |best| {
+            let published = if published_best { ", published" } else { "" };
+            format!("; lowest loss {:.4} after epoch {}{published}", best.loss, best.epoch)
+        });
+        vec![format!("validation {}", names.join(", ")), figures + &best]
+    });
+    let mut rows = vec![
+        vec!["ended".to_owned(), ended.to_owned()],
+        vec!["steps, epochs".to_owned(), format!("{}, {}", count(report.steps), count(report.epochs))],
+        vec![
+            "rows per epoch".to_owned(),
+            report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows)),
         ],
-    )?;
+        match report.accuracy {
+            Some(accuracy) => vec![
+                "loss, accuracy".to_owned(),
+                format!("{}, {accuracy:.4} on the training rows", number(report.loss)),
+            ],
+            None => vec!["loss".to_owned(), number(report.loss)],
+        },
+        vec!["workers".to_owned(), format!("{}, {} lost and replaced", report.workers, report.workers_lost)],
+        vec![
+            "samples/s".to_owned(),
+            if report.already_published { String::new() } else { count(report.samples_per_second as u64) },
+        ],
+        vec![
+            "model".to_owned(),
+            report
+                .version
+                .map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model)),
+        ],
+        vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
+    ];
+    // Behind the figures of the training.
+    rows.splice(4..4, evaluations);
+    context.out.table(&report, &["job", &report.job], rows)?;
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
 }
 

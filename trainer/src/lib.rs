@@ -54,6 +54,7 @@ pub mod fuzzing;
 pub mod graph;
 pub mod init;
 pub mod job;
+mod labels;
 pub mod launch;
 mod ledger;
 mod lock;
@@ -67,13 +68,16 @@ mod source;
 mod state;
 mod statistics;
 pub mod train;
+mod validation;
 pub mod worker;
 
 pub use checkpoint::Finish;
 pub use config::Config;
 pub use error::{Error, Result};
+pub use labels::LABELS_FILE;
 pub use ledger::EpochRecord;
 pub use train::{End, Progress, Setup, TrainReport, train};
+pub use validation::Evaluation;
 
 #[cfg(test)]
 mod probe;

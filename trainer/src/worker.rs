@@ -9,14 +9,16 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
-use crate::collective::{Collective, Options};
+use crate::collective::{Collective, Options, Ring};
 use crate::config::Config;
 use crate::elastic::membership::{Reason, formation, source};
 use crate::elastic::session::{Barrier, Ending, EpochMembership, Report, Session, Timing};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
+use crate::labels::Dictionary;
 use crate::launch::WorkerEnv;
 use crate::replica::Replica;
+use crate::validation::Partial;
 
 /// The parameters of a run's workers, sent as JSON.
 #[derive(Debug, Serialize, Deserialize)]
@@ -30,6 +32,10 @@ pub(crate) struct Assignment {
     /// The token that permits writing checkpoints; see [`crate::checkpoint`].
     pub(crate) owner: String,
     pub(crate) plan: millrace_streams::feed::Plan,
+    /// The order of the validation data.
+    pub(crate) validation_plan: Option<millrace_streams::feed::Plan>,
+    /// The classes, if the labels are texts.
+    pub(crate) dictionary: Option<Dictionary>,
 }
 
 /// Why a membership epoch ended without an error.
@@ -96,7 +102,7 @@ fn serve(worker_env: &WorkerEnv, runtime: &Runtime, exit_code: &impl Fn(&Error) 
 fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<()> {
     let (mut reason, mut suspect) = (Reason::Fresh, None);
     loop {
-        let formed = match session.arrive(replica.step(), reason, suspect)? {
+        let formed = match session.arrive(replica.position(), reason, suspect)? {
             Barrier::Formed(formed) => formed,
             Barrier::Done => return replica.close(),
         };
@@ -124,20 +130,26 @@ fn epoch(
 ) -> Result<EpochEnd> {
     let shape = formation(formed.epoch, formed.rank, &formed.peers);
     let mut ring = collective.form(&shape, formed.abort.clone())?;
-    let step = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
+    // The positions of the peers' states.
+    let ahead = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
     if let Some(source) = source(&formed.peers) {
         if source == formed.rank {
             let state = replica.export()?;
-            ring.broadcast(step, source, Some(&state), replica.state_bytes_max())?;
+            ring.broadcast(ahead, source, Some(&state), replica.state_bytes_max())?;
         } else {
-            let state = ring.broadcast(step, source, None, replica.state_bytes_max())?;
-            if let Some(state) = state.filter(|_| replica.step() < step) {
+            let state = ring.broadcast(ahead, source, None, replica.state_bytes_max())?;
+            if let Some(state) = state.filter(|_| replica.position() < ahead) {
                 replica.import(&state)?;
             }
         }
     }
     let lead = formed.rank == 0;
     loop {
+        if replica.evaluation_due()
+            && let Some(end) = evaluate(replica, session, &mut ring, lead)?
+        {
+            return Ok(end);
+        }
         if let Some(finish) = replica.finish() {
             if lead {
                 replica.checkpoint(Some(finish))?;
@@ -147,12 +159,7 @@ fn epoch(
         let (leave, stop) = (session.leave_wanted(), session.stop_wanted());
         let done = session.step(|| replica.step_once(&mut ring, leave, stop))?;
         if lead {
-            session.report(Report {
-                step: replica.step(),
-                epoch: replica.epochs(),
-                loss: done.loss,
-                rows: replica.rows(),
-            });
+            session.report(report(replica, done.loss));
             replica.checkpoint_when_due()?;
         }
         if done.stop && replica.finish().is_none() {
@@ -164,6 +171,46 @@ fn epoch(
         if done.leave && replica.finish().is_none() {
             return Ok(EpochEnd::Left);
         }
+    }
+}
+
+/// Evaluates the weights. `Some` when the membership epoch ends before that is done; the evaluation then begins
+/// again in another one.
+fn evaluate(
+    replica: &mut Replica,
+    session: &mut Session,
+    ring: &mut Ring<'_>,
+    lead: bool,
+) -> Result<Option<EpochEnd>> {
+    let mut partial = Partial::default();
+    loop {
+        let (leave, stop) = (session.leave_wanted(), session.stop_wanted());
+        let round = session.step(|| replica.evaluate(&mut partial, ring, leave, stop))?;
+        if round.complete {
+            if lead {
+                session.report(report(replica, replica.last_loss()));
+            }
+            return Ok(None);
+        }
+        if round.stop {
+            if lead {
+                replica.checkpoint(None)?;
+            }
+            return Ok(Some(session.finish(replica.step(), true)?.into()));
+        }
+        if round.leave {
+            return Ok(Some(EpochEnd::Left));
+        }
+    }
+}
+
+fn report(replica: &Replica, loss: f64) -> Report {
+    Report {
+        step: replica.step(),
+        epoch: replica.epochs(),
+        loss,
+        rows: replica.rows(),
+        evaluation: replica.last_evaluation(),
     }
 }
 

@@ -19,6 +19,7 @@ use super::proto::coordinator_client::CoordinatorClient;
 use super::proto::{self, from_worker, to_worker};
 use crate::error::{Error, Result};
 use crate::launch::WorkerEnv;
+use crate::validation::Evaluation;
 
 /// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
 /// while (Ctrl-Z); if it is gone, the connection breaks at once.
@@ -64,6 +65,7 @@ pub(crate) struct Report {
     pub(crate) epoch: u64,
     pub(crate) loss: f64,
     pub(crate) rows: u64,
+    pub(crate) evaluation: Option<Evaluation>,
 }
 
 enum Notice {
@@ -307,6 +309,7 @@ async fn report(
             epoch: report.epoch,
             loss: report.loss,
             rows: report.rows,
+            evaluation: report.evaluation.map(Into::into),
         });
         if outgoing.send(proto::FromWorker { message: Some(progress) }).await.is_err() {
             return;
