@@ -10,12 +10,13 @@ use arrow::util::display::array_value_to_string;
 use crate::engine::{Labels, Loss, ShardBatch};
 use crate::error::{Error, Result};
 use crate::labels::{self, Dictionary};
+use crate::scaling::LabelScale;
 
 #[cfg(test)]
 mod tests;
 
 /// The columns that a job reads, with their expected types and widths.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Columns {
     /// The dataset, for messages.
     pub(crate) dataset: String,
@@ -28,6 +29,8 @@ pub(crate) struct Columns {
     pub(crate) ignore_index: Option<i64>,
     /// The classes, if the labels are texts.
     pub(crate) dictionary: Option<Arc<Dictionary>>,
+    /// The scale of the labels, if the job standardizes them.
+    pub(crate) scale: Option<Arc<LabelScale>>,
 }
 
 /// Decoded rows: inputs in row-major order, one label per row.
@@ -43,6 +46,14 @@ impl Rows {
     /// The inputs, row by row.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = &[f32]> {
         self.inputs.chunks_exact(self.input_width.max(1))
+    }
+
+    /// The largest magnitude of the labels; 0 for classes.
+    pub(crate) fn largest_label(&self) -> f32 {
+        match &self.labels {
+            Labels::Class(_) => 0.0,
+            Labels::Value(values) => values.iter().fold(0.0, |largest, value| largest.max(value.abs())),
+        }
     }
 
     /// The shard of the rows in `range`.
@@ -131,7 +142,10 @@ impl Columns {
         let labels = match self.loss {
             Loss::CrossEntropy => Labels::Class(self.classes(batch, row_name)?),
             loss => {
-                let values = self.numbers(batch, &self.label, self.output_width, row_name)?;
+                let mut values = self.label_values(batch, row_name)?;
+                if let Some(scale) = &self.scale {
+                    scale.apply(&mut values);
+                }
                 let outside = |value: &f32| loss == Loss::Bce && !(0.0..=1.0).contains(value);
                 if let Some(at) = values.iter().position(outside) {
                     return Err(self.bad(format!(
@@ -145,6 +159,15 @@ impl Columns {
             }
         };
         Ok(Rows { input_width: self.input_width, output_width: self.output_width, inputs, labels })
+    }
+
+    /// The labels of a batch as the dataset has them, for losses of numbers.
+    pub(crate) fn label_values(
+        &self,
+        batch: &RecordBatch,
+        row_name: &dyn Fn(usize) -> String,
+    ) -> Result<Vec<f32>> {
+        self.numbers(batch, &self.label, self.output_width, row_name)
     }
 
     fn field<'s>(&self, schema: &'s arrow::datatypes::Schema, name: &str) -> Result<&'s DataType> {

@@ -256,6 +256,12 @@ impl Engine {
         self.graph.output_width()
     }
 
+    /// The shape of one row of the output.
+    pub(crate) fn output_row(&self) -> Vec<usize> {
+        let dims = &self.graph.values()[self.graph.output()].dims;
+        dims.iter().skip(1).map(|dim| dim.at(1)).collect()
+    }
+
     /// The current weights, laid out by [`ParamLayout`].
     pub fn weights(&self) -> &[f32] {
         &self.weights
@@ -328,10 +334,16 @@ impl Engine {
     }
 
     /// Judges the rows of `shard` at the current weights, without a gradient; see [`Measures`].
-    pub(crate) fn measure(&self, shard: &ShardBatch, top: usize) -> Result<Measures, EngineError> {
+    /// `units` are the sizes of the outputs' errors of 1; all 1 if it is empty.
+    pub(crate) fn measure(
+        &self,
+        shard: &ShardBatch,
+        top: usize,
+        units: &[f64],
+    ) -> Result<Measures, EngineError> {
         loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         let logits = self.logits(&shard.inputs, shard.rows)?;
-        loss::measure(&self.loss, &logits, &shard.labels, shard.rows, top)
+        loss::measure(&self.loss, &logits, &shard.labels, shard.rows, (top, units))
     }
 
     /// The model as it was loaded, with the current weights; byte-deterministic when encoded.

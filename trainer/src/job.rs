@@ -69,6 +69,10 @@ pub struct JobFile {
     /// The optimizer and its settings.
     #[serde(default)]
     pub optimizer: OptimizerConfig,
+    /// Trains on labels that are shifted and scaled to mean 0 and deviation 1, and publishes a model that gives the
+    /// original numbers; for `mse`, `l1` and `huber`. Losses are those of the scaled labels.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub standardize_labels: bool,
     /// Parameters that stay as they are: patterns of their names, in which `*` stands for any characters.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub freeze: Vec<String>,
@@ -271,6 +275,10 @@ impl JobFile {
             return Err("loss_target must be a number of at least 0".to_owned());
         }
         self.loss.check()?;
+        if self.standardize_labels && self.loss.kind().counts_classes() {
+            let loss = self.loss.kind();
+            return Err(format!("standardize_labels = true needs loss mse, l1 or huber, not {loss}"));
+        }
         for (key, column) in [("features", &self.features), ("label", &self.label)] {
             if column.is_empty() {
                 return Err(format!("{key} is empty: name a column of the dataset"));
@@ -337,6 +345,7 @@ impl JobFile {
             model: _,
             loss,
             optimizer,
+            standardize_labels,
             freeze,
             no_decay,
             batch_rows,
@@ -362,6 +371,7 @@ impl JobFile {
             seed: *seed,
             device: *device,
             shuffle,
+            standardize_labels: *standardize_labels,
             freeze,
             no_decay,
             validation: validation.as_ref().map(|validation| {
@@ -418,6 +428,8 @@ struct Computation<'a> {
     seed: u64,
     device: Device,
     shuffle: &'a Shuffle,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    standardize_labels: bool,
     #[serde(skip_serializing_if = "<[String]>::is_empty")]
     freeze: &'a [String],
     #[serde(skip_serializing_if = "<[String]>::is_empty")]

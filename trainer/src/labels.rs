@@ -3,17 +3,16 @@
 //! The classes are the distinct texts of the dataset in sorted order, so that they depend on the rows alone. A
 //! published model keeps them in `labels.json` beside its graph: output `i` belongs to text `i`.
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use arrow::array::{ArrayRef, AsArray, StringArray};
 use arrow::compute::cast;
 use arrow::datatypes::DataType;
 use arrow::error::ArrowError;
 use millrace_streams::dataset::OpenDataset;
-use millrace_streams::feed::{Feed, FeedOptions, PlanOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::source;
 
 #[cfg(test)]
 mod tests;
@@ -24,8 +23,6 @@ pub const LABELS_FILE: &str = "labels.json";
 const LABELS_MAX: usize = 1 << 16;
 /// Longest label, in bytes.
 const LABEL_BYTES_MAX: usize = 1024;
-/// Rows read at a time.
-const BATCH_ROWS: usize = 1 << 16;
 /// Labels that a message lists.
 const LISTED: usize = 8;
 
@@ -92,29 +89,13 @@ pub(crate) fn texts(column: &ArrayRef) -> Result<StringArray, ArrowError> {
     Ok(cast(column, &DataType::Utf8)?.as_string::<i32>().clone())
 }
 
-/// Reads all labels of the column `label` and sorts the distinct ones. Reads that column alone.
+/// Reads all labels of the column `label` and sorts the distinct ones.
 pub(crate) async fn read(dataset: &OpenDataset, label: &str) -> Result<Dictionary> {
-    let what = || format!("read the labels of dataset {}", dataset.spec());
     let bad = |reason: String| Error::Data { dataset: dataset.spec().to_string(), reason };
-    let options = PlanOptions { batch_rows: BATCH_ROWS, lanes: 1, window_rows: 1, ..PlanOptions::default() };
-    let plan = Arc::new(dataset.plan(&options).await.map_err(|e| Error::feed(what(), e))?);
-    let options = FeedOptions {
-        columns: Some(vec![label.to_owned()]),
-        cache_bytes_max: plan.working_set_bytes(),
-        decode_concurrency: 1,
-        ..FeedOptions::default()
-    };
-    let feed = Feed::open(Arc::clone(&plan), Arc::clone(dataset.store()), &options)
-        .map_err(|e| Error::feed(what(), e))?;
     let mut distinct = BTreeSet::new();
-    let mut first = 0u64;
-    while first < plan.rows() {
-        let rows = usize::try_from(plan.rows() - first).map_or(BATCH_ROWS, |left| left.min(BATCH_ROWS));
-        let batch =
-            feed.batch(first / BATCH_ROWS as u64, 0..rows).await.map_err(|e| Error::feed(what(), e))?;
+    source::read_column(dataset, label, |_, batch| {
         let column = batch.batch.column_by_name(label).ok_or_else(|| bad(format!("no column {label:?}")))?;
-        let texts =
-            texts(column).map_err(|e| bad(format!("column {label:?} cannot be read as text ({e})")))?;
+        let texts = texts(column).map_err(|e| bad(format!("column {label:?} cannot be read as text ({e})")))?;
         // A row without a label is named when it is decoded.
         for text in texts.iter().flatten() {
             if distinct.contains(text) {
@@ -133,7 +114,8 @@ pub(crate) async fn read(dataset: &OpenDataset, label: &str) -> Result<Dictionar
                 )));
             }
         }
-        first += rows as u64;
-    }
+        Ok(())
+    })
+    .await?;
     Ok(Dictionary::of(distinct))
 }

@@ -64,6 +64,7 @@ pub mod optim;
 mod publish;
 pub mod quantize;
 mod replica;
+mod scaling;
 mod source;
 mod state;
 mod statistics;

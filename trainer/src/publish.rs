@@ -19,9 +19,10 @@ use crate::checkpoint::{Checkpoints, stage};
 use crate::engine::{Engine, Loss};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, digest_of};
-use crate::labels::{Dictionary, LABELS_FILE};
+use crate::labels::LABELS_FILE;
 use crate::metrics;
 use crate::replica::check_weights;
+use crate::source::LabelFacts;
 use crate::state::RunState;
 use crate::validation::{self, Evaluation};
 
@@ -108,7 +109,7 @@ pub(crate) fn publish(
     origin: &Origin,
     engine: &mut Engine,
     state: &RunState,
-    dictionary: Option<&Dictionary>,
+    labels: &LabelFacts,
     statistics: impl FnOnce() -> Option<Statistics>,
     runtime: &Handle,
 ) -> Result<(Published, bool)> {
@@ -132,7 +133,11 @@ pub(crate) fn publish(
     engine.set_weights(state.published())?;
     // The evaluation whose weights are published instead of the last ones.
     let published_at = validation::best(&state.evaluations).filter(|_| state.best.is_some());
-    let model = engine.export().encode_to_vec();
+    let mut model = engine.export();
+    if let Some(scale) = &labels.scale {
+        scale.undo(&mut model, engine.graph().output_name(), &engine.output_row());
+    }
+    let model = model.encode_to_vec();
     let latest_key = format!("{root}/{name}/latest");
     for _ in 0..ATTEMPTS {
         if let Some(published) = standing(&key)? {
@@ -170,7 +175,7 @@ pub(crate) fn publish(
                     Some(statistics) => bundle.with_statistics(statistics),
                     None => Ok(bundle),
                 })
-                .and_then(|bundle| match dictionary {
+                .and_then(|bundle| match &labels.dictionary {
                     Some(dictionary) => bundle.with_file(LABELS_FILE, dictionary.file(&job.label).into()),
                     None => Ok(bundle),
                 })

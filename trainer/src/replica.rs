@@ -69,8 +69,7 @@ pub(crate) struct Replica {
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, home, datafs, config, run, owner, plan, validation_plan, dictionary } =
-            assignment;
+        let Assignment { job, home, datafs, config, run, owner, plan, validation_plan, labels } = assignment;
         let datafs =
             Datafs::open(&home, &datafs).map_err(|e| Error::volume(format!("open {}", home.display()), e))?;
         let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &job.dataset))?;
@@ -91,7 +90,7 @@ impl Replica {
         let engine = Engine::load(&model, job.loss.clone(), job.device)?;
         let parameters = engine.layout().elements();
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
-        let columns = source::columns(&job, &engine, dictionary.map(Arc::new));
+        let columns = source::columns(&job, &engine, &labels);
         let validator = match (&job.validation, validation_plan) {
             (Some(validation), Some(plan)) => {
                 let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &validation.dataset))?;
@@ -254,7 +253,8 @@ impl Replica {
         let parameter = self.engine.layout().name_of(index).unwrap_or_default();
         let reason = format!(
             "the optimizer's memory of parameter {parameter} overflowed, as its gradient is too large: clean or scale the \
-             labels, or set clip_norm"
+             labels, or set clip_norm{}",
+            self.advice()
         );
         Err(Error::Diverged { step, reason })
     }
@@ -438,18 +438,31 @@ impl Replica {
         Error::Count { job: self.job.name.to_string(), epoch, reason }
     }
 
+    /// What else to do about numbers that are too large.
+    fn advice(&self) -> &'static str {
+        let numbers = !self.job.loss.kind().counts_classes();
+        match numbers && !self.job.standardize_labels {
+            true => "; for labels of large numbers set standardize_labels = true",
+            false => "",
+        }
+    }
+
     fn diverged(&self, error: EngineError) -> Error {
         match error {
-            EngineError::NonFinite { .. } => Error::Diverged { step: self.step, reason: error.to_string() },
+            EngineError::NonFinite { .. } => {
+                let reason = format!("{error}{}", self.advice());
+                Error::Diverged { step: self.step, reason }
+            }
             other => Error::Engine(other),
         }
     }
 
     fn not_finite(&self, error: &FixedError) -> Error {
         let param = error.index().and_then(|index| self.engine.layout().name_of(index));
+        let advice = self.advice();
         let reason = match param {
-            Some(param) => format!("parameter {param}: {error}"),
-            None => error.to_string(),
+            Some(param) => format!("parameter {param}: {error}{advice}"),
+            None => format!("{error}{advice}"),
         };
         Error::Diverged { step: self.step, reason }
     }

@@ -21,14 +21,13 @@ use crate::elastic::coordinator::{self, CoordinatorParams, Outcome};
 use crate::engine::{Device, Engine, Loss};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, Validation};
-use crate::labels::Dictionary;
 use crate::launch::WorkerCommand;
 use crate::lock::JobLock;
 use crate::model;
 use crate::optim::{Groups, Optimizer};
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
-use crate::source;
+use crate::source::{self, LabelFacts};
 use crate::state::RunState;
 use crate::statistics;
 use crate::validation::{self, Evaluation, Validator};
@@ -204,7 +203,7 @@ struct Prepared {
     dataset: OpenDataset,
     plan: Arc<Plan>,
     validation_plan: Option<Arc<Plan>>,
-    dictionary: Option<Arc<Dictionary>>,
+    labels: LabelFacts,
     checkpoints: Checkpoints,
     origin: Origin,
     /// The step of the checkpoint from which the job continues, and whether that checkpoint ends the job.
@@ -242,8 +241,8 @@ impl Prepared {
             let _context = runtime.enter();
             source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
         };
-        let dictionary = runtime.block_on(source::dictionary(&job, &dataset, &plan))?.map(Arc::new);
-        let columns = source::columns(&job, &engine, dictionary.clone());
+        let labels = runtime.block_on(LabelFacts::read(&job, &engine, &dataset, &plan))?;
+        let columns = source::columns(&job, &engine, &labels);
         runtime.block_on(source::probe(&feed, &columns))?;
 
         let model = model.encode_to_vec();
@@ -300,7 +299,7 @@ impl Prepared {
             dataset,
             plan,
             validation_plan,
-            dictionary,
+            labels,
             checkpoints,
             origin,
             resumed_from_step,
@@ -327,7 +326,7 @@ impl Prepared {
             owner: self.checkpoints.owner.clone(),
             plan: (*self.plan).clone(),
             validation_plan: self.validation_plan.as_deref().cloned(),
-            dictionary: self.dictionary.as_deref().cloned(),
+            labels: self.labels.clone(),
         };
         let assignment = serde_json::to_string(&assignment).map_err(|e| Error::Job {
             job: job.name.to_string(),
@@ -394,7 +393,7 @@ impl Prepared {
         }
         fill(&mut report, &state, self.job.loss.kind());
         if report.end != End::Stopped {
-            let columns = source::columns(&self.job, &self.engine, self.dictionary.clone());
+            let columns = source::columns(&self.job, &self.engine, &self.labels);
             let input = self.engine.graph().input_name().to_owned();
             let statistics = || {
                 let feed = {
@@ -417,7 +416,7 @@ impl Prepared {
                 &self.origin,
                 &mut self.engine,
                 &state,
-                self.dictionary.as_deref(),
+                &self.labels,
                 statistics,
                 &self.runtime,
             )?;

@@ -47,7 +47,7 @@ pub struct Evaluation {
     /// Share of the rows whose label is among the `top_k` classes with the largest outputs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub top_k: Option<f64>,
-    /// Mean absolute error of the outputs; for regression.
+    /// Mean absolute error of the outputs, in the unit of the dataset's labels; for regression.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mae: Option<f64>,
     /// The exponential of the loss, for `cross_entropy`; none above the range of numbers.
@@ -194,10 +194,11 @@ impl Validator {
         let count = usize::try_from(left).map_or(plan.batch_rows(), |left| left.min(plan.batch_rows()));
         let read = self.read(batch, count, runtime)?;
         let rows = source::decode(plan, &self.columns, &read.batch, &read.rows)?;
+        let units = self.columns.scale.as_ref().map_or(&[][..], |scale| scale.deviations());
         let mut sum = Measures::default();
         for first in (0..count).step_by(self.chunk_rows) {
             let shard = rows.shard(first..(first + self.chunk_rows).min(count));
-            add(&mut sum, &engine.measure(&shard, self.top_k.unwrap_or(0))?);
+            add(&mut sum, &engine.measure(&shard, self.top_k.unwrap_or(0), units)?);
         }
         Ok(sum)
     }

@@ -15,9 +15,9 @@ use crate::elastic::membership::{Reason, formation, source};
 use crate::elastic::session::{Barrier, Ending, EpochMembership, Report, Session, Timing};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
-use crate::labels::Dictionary;
 use crate::launch::WorkerEnv;
 use crate::replica::Replica;
+use crate::source::LabelFacts;
 use crate::validation::Partial;
 
 /// The parameters of a run's workers, sent as JSON.
@@ -34,8 +34,7 @@ pub(crate) struct Assignment {
     pub(crate) plan: millrace_streams::feed::Plan,
     /// The order of the validation data.
     pub(crate) validation_plan: Option<millrace_streams::feed::Plan>,
-    /// The classes, if the labels are texts.
-    pub(crate) dictionary: Option<Dictionary>,
+    pub(crate) labels: LabelFacts,
 }
 
 /// Why a membership epoch ended without an error.

@@ -22,6 +22,7 @@ fn columns(input_width: usize, output_width: usize, loss: Loss) -> Columns {
         loss,
         ignore_index: None,
         dictionary: None,
+        scale: None,
     }
 }
 

@@ -172,13 +172,14 @@ pub(super) fn loss_and_gradient(
     Ok(result)
 }
 
-/// Judges an output with checked labels. `top` is the number of classes among which a label counts as found.
+/// Judges an output with checked labels. `top` is the number of classes among which a label counts as found;
+/// `units` are the sizes of the outputs' errors of 1, all 1 if it is empty.
 pub(super) fn measure(
     objective: &Objective,
     logits: &[f32],
     labels: &Labels,
     rows: usize,
-    top: usize,
+    (top, units): (usize, &[f64]),
 ) -> Result<Measures, EngineError> {
     let LossResult { loss_sum, weight, correct, ignored, .. } =
         loss_and_gradient(objective, logits, labels, rows)?;
@@ -201,8 +202,10 @@ pub(super) fn measure(
         }
         Labels::Value(values) => {
             for (outputs, truth) in logits.chunks_exact(width).zip(values.chunks_exact(width)) {
-                let distance = |(z, y): (&f32, &f32)| (f64::from(*z) - f64::from(*y)).abs();
-                measures.absolute += outputs.iter().zip(truth).map(distance).sum::<f64>() / width as f64;
+                let errors = outputs.iter().zip(truth).enumerate().map(|(at, (z, y))| {
+                    (f64::from(*z) - f64::from(*y)).abs() * units.get(at).copied().unwrap_or(1.0)
+                });
+                measures.absolute += errors.sum::<f64>() / width as f64;
             }
         }
     }

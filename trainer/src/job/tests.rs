@@ -155,6 +155,7 @@ fn new_keys_are_checked_and_named() {
         ("loss = { kind = \"cross_entropy\", class_weights = [1, -2] }", ["loss.class_weights", "-2"]),
         ("loss = { kind = \"cross_entropy\", class_weights = [0, 0] }", ["loss.class_weights", "all 0"]),
         ("loss = { kind = \"huber\", delta = 0.0 }", ["loss.delta = 0", "above 0"]),
+        ("standardize_labels = true", ["standardize_labels", "not cross_entropy"]),
         ("[validation]\nevery_epochs = 1", ["line 6", "dataset"]),
         ("[validation]\ndataset = \"d:/v\"", ["validation.dataset", "names no snapshot"]),
         (
@@ -192,6 +193,8 @@ fn digest_covers_new_keys_except_the_patience() {
         with(&format!("{validation}top_k = 2")),
         with(&format!("{validation}every_epochs = 2")),
         with("[validation]\ndataset = \"d@s:/w\""),
+        with("loss = \"mse\""),
+        with("loss = \"mse\"\nstandardize_labels = true"),
         with("freeze = [\"a\"]"),
         with("no_decay = [\"a\"]"),
         with("loss = { kind = \"cross_entropy\", label_smoothing = 0.1 }"),

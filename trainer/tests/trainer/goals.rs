@@ -370,7 +370,20 @@ fn extreme_datasets_train_or_say_why_not() {
     let learned = trained(home.path(), &price("prices", "kind = \"sgd\", learning_rate = 0.01"));
     let losses = &learned.loss_per_epoch;
     assert!(losses[199] < 1e-3 * losses[0], "{losses:?}");
+    // With the default optimizer, labels of this magnitude need their scale.
+    let standardized = |name: &str, workers: usize| {
+        let more = format!(
+            "workers = {workers}\nstandardize_labels = true\n[validation]\ndataset = \"data@more:/prices\"\n\
+             every_epochs = 100"
+        );
+        trained(home.path(), &(price(name, "kind = \"adamw\", learning_rate = 0.01") + &more))
+    };
+    let alone = standardized("standard-1", 1);
+    assert!(alone.loss.unwrap() < 0.02, "{:?}", alone.loss);
+    // The labels are spread over 1e5.
+    assert!(alone.validation[1].mae.unwrap() < 1e4, "{:?}", alone.validation);
+    assert_eq!(standardized("standard-2", 2).model_sha256, alone.model_sha256);
     let text = price("diverges", "kind = \"sgd\", learning_rate = 10.0");
     let line = run(setup(home.path()), JobFile::parse(&text).unwrap(), |_| {}).unwrap_err().one_line();
-    assert!(line.contains("lower the learning rate"), "{line}");
+    assert!(line.contains("lower the learning rate") && line.contains("standardize_labels"), "{line}");
 }

@@ -236,14 +236,16 @@ fn measures_count_ranks_and_distances() {
     let classes = Labels::Class(vec![0, 2, 1, 9]);
     let logits = [1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 0.0, 5.0, 5.0, 1.0, 0.0, 0.0];
     let objective = cross_entropy(0.0, &[], Some(9));
-    let within = |top| measure(&objective, &logits, &classes, 4, top).unwrap().within_top;
+    let within = |top| measure(&objective, &logits, &classes, 4, (top, &[])).unwrap().within_top;
     // Of equal outputs the first one is ahead: the ranks are 2, 2 and 0.
     assert_eq!([within(0), within(1), within(2), within(3)], [0, 1, 1, 3]);
-    let measures = measure(&objective, &logits, &classes, 4, 1).unwrap();
+    let measures = measure(&objective, &logits, &classes, 4, (1, &[])).unwrap();
     assert_eq!((measures.rows, measures.correct, measures.ignored), (4, 1, 1));
     let values = Labels::Value(vec![1.0, 2.0, 3.0, 4.0]);
-    let measures = measure(&Objective::Mse, &[2.0, 2.0, 0.0, 5.0], &values, 2, 0).unwrap();
+    let measures = measure(&Objective::Mse, &[2.0, 2.0, 0.0, 5.0], &values, 2, (0, &[])).unwrap();
     assert_eq!((measures.absolute, measures.weight), (0.5 + 2.0, 2.0));
+    let measures = measure(&Objective::Mse, &[2.0, 2.0, 0.0, 5.0], &values, 2, (0, &[10.0, 1.0])).unwrap();
+    assert_eq!(measures.absolute, 5.0 + 15.5);
 }
 
 #[test]
