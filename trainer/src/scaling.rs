@@ -83,8 +83,8 @@ impl LabelScale {
         graph.node.extend([
             constant(&part(".deviation"), shape, &self.deviations),
             constant(&part(".mean"), shape, &self.means),
-            binary("Mul", [&stem, &part(".deviation")], &part(".scaled")),
-            binary("Add", [&part(".scaled"), &part(".mean")], output),
+            binary(&part(".Mul"), "Mul", [&stem, &part(".deviation")], &part(".scaled")),
+            binary(&part(".Add"), "Add", [&part(".scaled"), &part(".mean")], output),
         ]);
     }
 }
@@ -110,9 +110,9 @@ fn constant(name: &str, shape: &[usize], values: &[f64]) -> NodeProto {
     }
 }
 
-fn binary(operator: &str, inputs: [&str; 2], output: &str) -> NodeProto {
+fn binary(name: &str, operator: &str, inputs: [&str; 2], output: &str) -> NodeProto {
     NodeProto {
-        name: Some(format!("{output}.{operator}")),
+        name: Some(name.to_owned()),
         op_type: Some(operator.to_owned()),
         input: inputs.map(str::to_owned).to_vec(),
         output: vec![output.to_owned()],
