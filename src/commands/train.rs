@@ -44,7 +44,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let host = listen.as_ref().and_then(|listen| listen.advertise.clone());
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
-    let (out, mut listening, mut missing) = (context.out, None, 0);
+    let (out, mut listening, mut missing, mut evaluated) = (context.out, None, 0, None);
     let report = train_with(context, &job, listen, context.stop.clone(), |progress| {
         if let Some(address) = progress.listening.filter(|_| listening.is_none()) {
             listening = Some(address);
@@ -65,8 +65,11 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         }
         shown.set_length(progress.steps_max);
         shown.set_position(progress.step);
+        let validation = progress
+            .evaluation
+            .map_or(String::new(), |evaluation| format!(", validation loss {:.4}", evaluation.loss));
         shown.set_message(format!(
-            "train, epoch {}, loss {:.4}, {} workers, {} samples/s",
+            "train, epoch {}, loss {:.4}{validation}, {} workers, {} samples/s",
             progress.epoch,
             progress.loss,
             progress.worker_pids.len(),
@@ -79,6 +82,13 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
             ("train/workers", progress.worker_pids.len() as f64),
         ];
         write_events(&mut events, progress.step, &values);
+        if let Some(evaluation) = progress.evaluation.filter(|new| evaluated != Some(new.epoch)) {
+            evaluated = Some(evaluation.epoch);
+            let figures: Vec<_> =
+                evaluation.figures().map(|(name, value)| (format!("validation/{name}"), value)).collect();
+            let values: Vec<_> = figures.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
+            write_events(&mut events, evaluation.epoch, &values);
+        }
     })
     .await;
     bar.finish_and_clear();
@@ -90,54 +100,62 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         (_, true) => "published by an earlier run",
         (End::Converged, _) => "converged",
         (End::EpochsDone, _) => "all epochs done",
+        (End::NoImprovement, _) => "ended early, the validation loss fell no more",
         (End::Stopped, _) => "stopped with a checkpoint, run it again to continue",
     };
     let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
-    context.out.table(
-        &report,
-        &["job", &report.job],
-        [
-            vec!["ended".to_owned(), ended.to_owned()],
-            vec!["steps, epochs".to_owned(), format!("{}, {}", count(report.steps), count(report.epochs))],
-            vec![
-                "rows per epoch".to_owned(),
-                report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows)),
-            ],
-            match report.accuracy {
-                Some(accuracy) => vec![
-                    "loss, accuracy".to_owned(),
-                    format!("{}, {accuracy:.4} on the training rows", number(report.loss)),
-                ],
-                None => vec!["loss".to_owned(), number(report.loss)],
-            },
-            vec![
-                "workers".to_owned(),
-                if joins {
-                    format!(
-                        "{} of this machine, {} joined from others, {} lost",
-                        report.workers, report.workers_joined, report.workers_lost
-                    )
-                } else {
-                    format!("{}, {} lost and replaced", report.workers, report.workers_lost)
-                },
-            ],
-            vec![
-                "samples/s".to_owned(),
-                if report.already_published {
-                    String::new()
-                } else {
-                    count(report.samples_per_second as u64)
-                },
-            ],
-            vec![
-                "model".to_owned(),
-                report
-                    .version
-                    .map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model)),
-            ],
-            vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
+    let published_best = job.validation.as_ref().is_some_and(|validation| validation.best);
+    let evaluations = report.validation.last().map(|last| {
+        let names: Vec<&str> = last.figures().map(|(name, _)| name).collect();
+        let values: Vec<String> = last.figures().map(|(_, value)| format!("{value:.4}")).collect();
+        let figures = format!("{} after epoch {}", values.join(", "), last.epoch);
+        let best = report.validation.iter().find(|found| Some(found.epoch) == report.best_epoch);
+        let best = best.map_or(String::new(), |best| {
+            let published = if published_best { ", published" } else { "" };
+            format!("; lowest loss {:.4} after epoch {}{published}", best.loss, best.epoch)
+        });
+        vec![format!("validation {}", names.join(", ")), figures + &best]
+    });
+    let mut rows = vec![
+        vec!["ended".to_owned(), ended.to_owned()],
+        vec!["steps, epochs".to_owned(), format!("{}, {}", count(report.steps), count(report.epochs))],
+        vec![
+            "rows per epoch".to_owned(),
+            report.rows_per_epoch.last().map_or(String::new(), |rows| count(*rows)),
         ],
-    )?;
+        match report.accuracy {
+            Some(accuracy) => vec![
+                "loss, accuracy".to_owned(),
+                format!("{}, {accuracy:.4} on the training rows", number(report.loss)),
+            ],
+            None => vec!["loss".to_owned(), number(report.loss)],
+        },
+        vec![
+            "workers".to_owned(),
+            if joins {
+                format!(
+                    "{} of this machine, {} joined from others, {} lost",
+                    report.workers, report.workers_joined, report.workers_lost
+                )
+            } else {
+                format!("{}, {} lost and replaced", report.workers, report.workers_lost)
+            },
+        ],
+        vec![
+            "samples/s".to_owned(),
+            if report.already_published { String::new() } else { count(report.samples_per_second as u64) },
+        ],
+        vec![
+            "model".to_owned(),
+            report
+                .version
+                .map_or("none yet".to_owned(), |version| format!("{} version {version}", report.model)),
+        ],
+        vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
+    ];
+    // Behind the figures of the training.
+    rows.splice(4..4, evaluations);
+    context.out.table(&report, &["job", &report.job], rows)?;
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
 }
 

@@ -48,6 +48,8 @@ pub enum Finish {
     Converged,
     /// All epochs are done.
     EpochsDone,
+    /// The last evaluations brought no lower loss.
+    NoImprovement,
 }
 
 /// The value of a run's key.

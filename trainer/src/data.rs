@@ -1,5 +1,6 @@
 //! Conversion of feed batches to the virtual shards of a step: column checks, decoding and slicing.
 use std::ops::Range;
+use std::sync::Arc;
 
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::compute::cast;
@@ -8,12 +9,14 @@ use arrow::util::display::array_value_to_string;
 
 use crate::engine::{Labels, Loss, ShardBatch};
 use crate::error::{Error, Result};
+use crate::labels::{self, Dictionary};
+use crate::scaling::LabelScale;
 
 #[cfg(test)]
 mod tests;
 
 /// The columns that a job reads, with their expected types and widths.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Columns {
     /// The dataset, for messages.
     pub(crate) dataset: String,
@@ -22,6 +25,12 @@ pub(crate) struct Columns {
     pub(crate) input_width: usize,
     pub(crate) output_width: usize,
     pub(crate) loss: Loss,
+    /// The label whose rows do not count.
+    pub(crate) ignore_index: Option<i64>,
+    /// The classes, if the labels are texts.
+    pub(crate) dictionary: Option<Arc<Dictionary>>,
+    /// The scale of the labels, if the job standardizes them.
+    pub(crate) scale: Option<Arc<LabelScale>>,
 }
 
 /// Decoded rows: inputs in row-major order, one label per row.
@@ -37,6 +46,14 @@ impl Rows {
     /// The inputs, row by row.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = &[f32]> {
         self.inputs.chunks_exact(self.input_width.max(1))
+    }
+
+    /// The largest magnitude of the labels; 0 for classes.
+    pub(crate) fn largest_label(&self) -> f32 {
+        match &self.labels {
+            Labels::Class(_) => 0.0,
+            Labels::Value(values) => values.iter().fold(0.0, |largest, value| largest.max(value.abs())),
+        }
     }
 
     /// The shard of the rows in `range`.
@@ -82,18 +99,41 @@ impl Columns {
         self.check_width(&self.features, width, self.input_width, "the model takes")?;
         let label = self.field(schema, &self.label)?;
         let (kind, width) = element(label);
-        match self.loss {
-            Loss::CrossEntropy if !label.is_integer() => Err(self.bad(format!(
-                "column {:?} is {label}; loss cross_entropy needs whole class numbers",
-                self.label
-            ))),
-            Loss::CrossEntropy => Ok(()),
-            Loss::Mse if !kind.is_numeric() => Err(self.bad(format!(
-                "column {:?} is {label}; loss mse needs numbers or lists of numbers",
-                self.label
-            ))),
-            Loss::Mse => self.check_width(&self.label, width, self.output_width, "the model gives"),
+        if self.loss.takes_classes() {
+            return self.check_classes(label);
         }
+        if !is_number(kind) {
+            return Err(self.bad(format!(
+                "column {:?} is {label}; loss {} needs numbers, true and false, or lists of these",
+                self.label, self.loss
+            )));
+        }
+        self.check_width(&self.label, width, self.output_width, "the model gives")
+    }
+
+    /// Rejects a column of labels that are not classes.
+    fn check_classes(&self, label: &DataType) -> Result<()> {
+        if labels::is_text(label) {
+            let labels = self.dictionary.as_ref().map_or(0, |dictionary| dictionary.len());
+            return match self.ignore_index {
+                Some(ignored) => Err(self.bad(format!(
+                    "column {:?} holds texts; loss.ignore_index = {ignored} needs whole class numbers",
+                    self.label
+                ))),
+                None if labels > self.output_width => Err(self.bad(format!(
+                    "column {:?} has {labels} different labels, the model's output has {} classes",
+                    self.label, self.output_width
+                ))),
+                None => Ok(()),
+            };
+        }
+        if label.is_integer() || *label == DataType::Boolean {
+            return Ok(());
+        }
+        Err(self.bad(format!(
+            "column {:?} is {label}; loss cross_entropy needs whole class numbers, true and false, or texts",
+            self.label
+        )))
     }
 
     /// Decodes a batch; `row_name` names a row of the batch in errors.
@@ -101,9 +141,33 @@ impl Columns {
         let inputs = self.numbers(batch, &self.features, self.input_width, row_name)?;
         let labels = match self.loss {
             Loss::CrossEntropy => Labels::Class(self.classes(batch, row_name)?),
-            Loss::Mse => Labels::Value(self.numbers(batch, &self.label, self.output_width, row_name)?),
+            loss => {
+                let mut values = self.label_values(batch, row_name)?;
+                if let Some(scale) = &self.scale {
+                    scale.apply(&mut values);
+                }
+                let outside = |value: &f32| loss == Loss::Bce && !(0.0..=1.0).contains(value);
+                if let Some(at) = values.iter().position(outside) {
+                    return Err(self.bad(format!(
+                        "{} has {} in column {:?}; loss bce needs labels from 0 to 1",
+                        row_name(at / self.output_width.max(1)),
+                        values[at],
+                        self.label
+                    )));
+                }
+                Labels::Value(values)
+            }
         };
         Ok(Rows { input_width: self.input_width, output_width: self.output_width, inputs, labels })
+    }
+
+    /// The labels of a batch as the dataset has them, for losses of numbers.
+    pub(crate) fn label_values(
+        &self,
+        batch: &RecordBatch,
+        row_name: &dyn Fn(usize) -> String,
+    ) -> Result<Vec<f32>> {
+        self.numbers(batch, &self.label, self.output_width, row_name)
     }
 
     fn field<'s>(&self, schema: &'s arrow::datatypes::Schema, name: &str) -> Result<&'s DataType> {
@@ -128,19 +192,17 @@ impl Columns {
 
     fn classes(&self, batch: &RecordBatch, row_name: &dyn Fn(usize) -> String) -> Result<Vec<i64>> {
         let column = self.column(batch, &self.label)?;
-        if !column.data_type().is_integer() {
-            return Err(self.bad(format!(
-                "column {:?} is {}; loss cross_entropy needs whole class numbers",
-                self.label,
-                column.data_type()
-            )));
-        }
+        self.check_classes(column.data_type())?;
         self.no_nulls(column, &self.label, row_name)?;
+        if labels::is_text(column.data_type()) {
+            return self.classes_of_texts(column, row_name);
+        }
         let numbers = self.cast(column, &self.label, &DataType::Int64)?;
         let numbers = numbers.as_primitive::<Int64Type>();
         let most = self.output_width as i64;
+        let fits = |class: i64| (0..most).contains(&class) || self.ignore_index == Some(class);
         // The cast makes a number that the type cannot hold null.
-        match numbers.iter().position(|class| !class.is_some_and(|class| (0..most).contains(&class))) {
+        match numbers.iter().position(|class| !class.is_some_and(fits)) {
             Some(row) => Err(self.bad(format!(
                 "{} has label {}; the model's classes are 0 to {}",
                 row_name(row),
@@ -149,6 +211,22 @@ impl Columns {
             ))),
             None => Ok(numbers.values().to_vec()),
         }
+    }
+
+    fn classes_of_texts(&self, column: &ArrayRef, row_name: &dyn Fn(usize) -> String) -> Result<Vec<i64>> {
+        let texts = labels::texts(column)
+            .map_err(|e| self.bad(format!("column {:?} cannot be read as text ({e})", self.label)))?;
+        let class_of = |text: &str| self.dictionary.as_ref().and_then(|dictionary| dictionary.class_of(text));
+        let classes = texts.iter().flatten().enumerate().map(|(row, text)| {
+            class_of(text).ok_or_else(|| {
+                let known = self.dictionary.as_ref().map_or(String::new(), |dictionary| dictionary.listed());
+                self.bad(format!(
+                    "{} has label {text:?}, which the training data does not have; its labels are {known}",
+                    row_name(row)
+                ))
+            })
+        });
+        classes.collect()
     }
 
     fn numbers(
@@ -183,7 +261,7 @@ impl Columns {
             }
             _ => (column, (0..rows).map(|row| row..row + 1).collect()),
         };
-        if !values.data_type().is_numeric() {
+        if !is_number(values.data_type()) {
             return Err(self.bad(format!("column {name:?} is {}, not numbers", column.data_type())));
         }
         if let Some(row) = ranges.iter().position(|range| range.len() != width) {
@@ -228,6 +306,11 @@ impl Columns {
     fn bad(&self, reason: String) -> Error {
         Error::Data { dataset: self.dataset.clone(), reason }
     }
+}
+
+/// Whether elements of this type can be read as numbers.
+fn is_number(kind: &DataType) -> bool {
+    kind.is_numeric() || *kind == DataType::Boolean
 }
 
 /// The element type of a column and, if the type fixes it, the number of elements per row.

@@ -15,6 +15,7 @@ mod device;
 mod export;
 mod forward;
 mod loss;
+mod objective;
 mod run;
 mod tensor;
 #[cfg(test)]
@@ -23,12 +24,13 @@ mod tests;
 use std::ops::Range;
 
 use millrace_bundle::onnx::ModelProto;
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::graph::{Dim, Graph, GraphError};
 
 pub use device::{Device, UnknownDevice};
+pub(crate) use loss::Measures;
+pub use objective::{CrossEntropy, Huber, Loss, Objective};
 use run::Compute;
 
 /// Most elements a single value of the graph may have for one batch (4 GiB of f32).
@@ -100,41 +102,12 @@ pub enum EngineError {
     },
 }
 
-/// The training objective: the mean over the rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Loss {
-    /// Softmax cross-entropy between the output (logits `[rows, classes]`) and a class per row.
-    CrossEntropy,
-    /// Squared error, averaged over the outputs of a row, against float labels.
-    Mse,
-}
-
-impl Loss {
-    /// Whether an output is right or wrong, so that an accuracy exists.
-    pub(crate) fn counts_classes(self) -> bool {
-        match self {
-            Loss::CrossEntropy => true,
-            Loss::Mse => false,
-        }
-    }
-}
-
-impl std::fmt::Display for Loss {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Loss::CrossEntropy => "cross_entropy",
-            Loss::Mse => "mse",
-        })
-    }
-}
-
 /// The labels of a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Labels {
-    /// One class per row, 0 to classes − 1; for [`Loss::CrossEntropy`].
+    /// One class per row, 0 to classes − 1 or the ignored label; for [`Loss::CrossEntropy`].
     Class(Vec<i64>),
-    /// `output_width` values per row, row-major; for [`Loss::Mse`].
+    /// `output_width` values per row, row-major; for the other losses.
     Value(Vec<f32>),
 }
 
@@ -154,8 +127,14 @@ pub struct ShardBatch {
 pub struct ShardGradients {
     /// Sum of the rows' losses at the current weights.
     pub loss_sum: f64,
-    /// Rows whose largest logit is the label's (the first one on ties); 0 for [`Loss::Mse`].
+    /// Sum of the weights of the rows' labels: the number of rows, unless classes have weights or rows are
+    /// ignored.
+    pub weight: f64,
+    /// Rows whose largest logit is the label's (the first one on ties). For [`Loss::Bce`], rows whose outputs
+    /// are all on the right side of 0. 0 for regression.
     pub correct: u64,
+    /// Rows with the ignored label.
+    pub ignored: u64,
     /// Rows of the shard.
     pub rows: usize,
     /// SUM over rows of the loss gradient, laid out by [`ParamLayout`].
@@ -211,7 +190,7 @@ pub struct Engine {
     model: ModelProto,
     graph: Graph,
     layout: ParamLayout,
-    loss: Loss,
+    loss: Objective,
     device: Device,
     weights: Vec<f32>,
     compute: Box<dyn Compute>,
@@ -232,9 +211,14 @@ impl Engine {
     ///
     /// Rejects unsupported operators, shapes that do not match, an output that does not suit the loss, and a
     /// device that is missing.
-    pub fn load(model: &ModelProto, loss: Loss, device: Device) -> Result<Engine, EngineError> {
+    pub fn load(
+        model: &ModelProto,
+        loss: impl Into<Objective>,
+        device: Device,
+    ) -> Result<Engine, EngineError> {
+        let loss = loss.into();
         let graph = Graph::read(model)?;
-        loss::check_output(loss, &graph)?;
+        loss::check_output(&loss, &graph)?;
         let layout = ParamLayout::of(&graph);
         let weights = graph.initial_weights(model)?;
         let mut compute = device::open(device, &graph)?;
@@ -254,7 +238,7 @@ impl Engine {
 
     /// The loss this engine was loaded with.
     pub fn loss(&self) -> Loss {
-        self.loss
+        self.loss.kind()
     }
 
     /// The device this engine computes on.
@@ -270,6 +254,12 @@ impl Engine {
     /// Values per row of the output: the classes, for [`Loss::CrossEntropy`].
     pub fn output_width(&self) -> usize {
         self.graph.output_width()
+    }
+
+    /// The shape of one row of the output.
+    pub(crate) fn output_row(&self) -> Vec<usize> {
+        let dims = &self.graph.values()[self.graph.output()].dims;
+        dims.iter().skip(1).map(|dim| dim.at(1)).collect()
     }
 
     /// The current weights, laid out by [`ParamLayout`].
@@ -305,24 +295,25 @@ impl Engine {
     /// Fails, naming the row, on labels out of range and on losses that are not finite.
     pub fn gradients(&self, shard: &ShardBatch) -> Result<ShardGradients, EngineError> {
         self.check_batch(&shard.inputs, shard.rows)?;
-        loss::check_labels(self.loss, &shard.labels, shard.rows, self.output_width())?;
+        loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         if shard.rows == 0 {
             return Ok(ShardGradients {
                 loss_sum: 0.0,
+                weight: 0.0,
                 correct: 0,
+                ignored: 0,
                 rows: 0,
                 grad: vec![0.0; self.weights.len()],
             });
         }
         let mut judged = None;
         let grad = self.compute.gradients(&shard.inputs, shard.rows, &mut |logits| {
-            let found = loss::loss_and_gradient(self.loss, logits, &shard.labels, shard.rows)?;
-            let slope = found.slope;
-            judged = Some((found.loss_sum, found.correct));
-            Ok(slope)
+            let found = loss::loss_and_gradient(&self.loss, logits, &shard.labels, shard.rows)?;
+            judged = Some((found.loss_sum, found.weight, found.correct, found.ignored));
+            Ok(found.slope)
         })?;
-        let (loss_sum, correct) = judged.unwrap_or_default();
-        Ok(ShardGradients { loss_sum, correct, rows: shard.rows, grad })
+        let (loss_sum, weight, correct, ignored) = judged.unwrap_or_default();
+        Ok(ShardGradients { loss_sum, weight, correct, ignored, rows: shard.rows, grad })
     }
 
     /// The model's output for `rows` rows of `input_width` values: `rows · output_width`, row-major.
@@ -336,10 +327,23 @@ impl Engine {
 
     /// Loss sum and correct rows at the current weights, without a gradient.
     pub fn evaluate(&self, shard: &ShardBatch) -> Result<(f64, u64), EngineError> {
-        loss::check_labels(self.loss, &shard.labels, shard.rows, self.output_width())?;
+        loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         let logits = self.logits(&shard.inputs, shard.rows)?;
-        let found = loss::loss_and_gradient(self.loss, &logits, &shard.labels, shard.rows)?;
+        let found = loss::loss_and_gradient(&self.loss, &logits, &shard.labels, shard.rows)?;
         Ok((found.loss_sum, found.correct))
+    }
+
+    /// Judges the rows of `shard` at the current weights, without a gradient; see [`Measures`].
+    /// `units` are the sizes of the outputs' errors of 1; all 1 if it is empty.
+    pub(crate) fn measure(
+        &self,
+        shard: &ShardBatch,
+        top: usize,
+        units: &[f64],
+    ) -> Result<Measures, EngineError> {
+        loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
+        let logits = self.logits(&shard.inputs, shard.rows)?;
+        loss::measure(&self.loss, &logits, &shard.labels, shard.rows, (top, units))
     }
 
     /// The model as it was loaded, with the current weights; byte-deterministic when encoded.

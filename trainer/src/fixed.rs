@@ -182,10 +182,15 @@ impl Scale {
     ///
     /// One rounding to f64, one division, one rounding to f32: the same bits on every worker.
     pub fn mean_into(&self, sum: &[i64], divisor: u64, out: &mut [f32]) -> Result<(), FixedError> {
+        self.weighted_mean_into(sum, divisor.max(1) as f64, out)
+    }
+
+    /// As [`Scale::mean_into`], for a positive sum of weights as the divisor.
+    pub fn weighted_mean_into(&self, sum: &[i64], weight: f64, out: &mut [f32]) -> Result<(), FixedError> {
         if sum.len() != out.len() {
             return Err(FixedError::Length { expected: out.len(), found: sum.len() });
         }
-        let scale = self.factor() * divisor.max(1) as f64;
+        let scale = self.factor() * weight;
         for (target, value) in out.iter_mut().zip(sum) {
             *target = (*value as f64 / scale) as f32;
         }

@@ -23,6 +23,8 @@ pub fn first_state() -> Vec<u8> {
         },
         ledger: crate::ledger::Ledger::default(),
         fraction_bits: Some(20),
+        evaluations: Vec::new(),
+        best: None,
     };
     state.encode(&layout).unwrap_or_default()
 }

@@ -9,7 +9,7 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::engine::{Device, Loss};
+use crate::engine::{Device, Loss, Objective};
 use crate::error::{Error, Result};
 use crate::init::ModelSpec;
 use crate::optim::OptimizerConfig;
@@ -29,7 +29,7 @@ pub const EPOCHS_MAX: u64 = 100_000;
 /// A `train.toml`.
 ///
 /// Unknown keys are rejected. Keys belong to one of three groups: the computation ([`JobFile::digest`]), its
-/// budget (`epochs_max`, `loss_target`), and how it runs.
+/// budget (`epochs_max`, `loss_target`, `validation.early_stopping`), and how it runs.
 ///
 /// ```
 /// let job = millrace_trainer::job::JobFile::parse(r#"
@@ -56,17 +56,29 @@ pub struct JobFile {
     pub dataset: DatasetSpec,
     /// The column with the inputs: a list of numbers, or one number.
     pub features: String,
-    /// The column with the labels: a class number, or (for `mse`) a number or list of numbers.
+    /// The column with the labels: for `cross_entropy` whole class numbers, true and false, or texts; otherwise
+    /// a number, a list of numbers, or true and false.
     pub label: String,
     /// An ONNX file (relative to the job file), which may keep its weights in files beside it, or a table
     /// that describes a built-in model.
     pub model: ModelSource,
-    /// The loss to minimize.
+    /// The loss to minimize: `"cross_entropy"`, `"mse"`, `"bce"`, `"l1"`, `"huber"`, or a table with `kind` and
+    /// the settings of that loss.
     #[serde(default = "default_loss")]
-    pub loss: Loss,
+    pub loss: Objective,
     /// The optimizer and its settings.
     #[serde(default)]
     pub optimizer: OptimizerConfig,
+    /// Trains on labels that are shifted and scaled to mean 0 and deviation 1, and publishes a model that gives the
+    /// original numbers; for `mse`, `l1` and `huber`. Losses are those of the scaled labels.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub standardize_labels: bool,
+    /// Parameters that stay as they are: patterns of their names, in which `*` stands for any characters.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub freeze: Vec<String>,
+    /// Parameters without weight decay: patterns of their names, such as `"*.bias"`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub no_decay: Vec<String>,
     /// Rows of a global batch, 1 to [`BATCH_ROWS_MAX`], independent of the number of workers.
     #[serde(default = "default_batch_rows")]
     pub batch_rows: usize,
@@ -74,6 +86,9 @@ pub struct JobFile {
     /// uses more workers than this.
     #[serde(default = "default_virtual_shards")]
     pub virtual_shards: usize,
+    /// Rows on which the weights are evaluated, and what follows from that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<Validation>,
     /// The job ends after this many epochs, 1 to [`EPOCHS_MAX`].
     #[serde(default = "default_epochs_max")]
     pub epochs_max: u64,
@@ -105,6 +120,27 @@ pub struct JobFile {
     /// The destination of the bundle.
     #[serde(default)]
     pub output: Output,
+}
+
+/// The `[validation]` table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Validation {
+    /// `volume@snapshot:/path` of rows with the columns `features` and `label` that are not trained on.
+    pub dataset: DatasetSpec,
+    /// Epochs between evaluations, at least 1 and at most `epochs_max`.
+    #[serde(default = "default_every_epochs")]
+    pub every_epochs: u64,
+    /// The job ends after this many evaluations in a row without a lower loss, at least 1. When absent, it runs
+    /// to its other limits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub early_stopping: Option<u64>,
+    /// Publishes the weights of the evaluation with the lowest loss instead of the last weights.
+    #[serde(default)]
+    pub best: bool,
+    /// Counts rows whose label is among this many classes with the largest outputs; for `cross_entropy`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub top_k: Option<usize>,
 }
 
 /// The `[shuffle]` table; the defaults suit most datasets.
@@ -178,8 +214,8 @@ impl<'de> Deserialize<'de> for ModelSource {
     }
 }
 
-fn default_loss() -> Loss {
-    Loss::CrossEntropy
+fn default_loss() -> Objective {
+    Objective::from(Loss::CrossEntropy)
 }
 
 fn default_batch_rows() -> usize {
@@ -188,6 +224,10 @@ fn default_batch_rows() -> usize {
 
 fn default_virtual_shards() -> usize {
     12
+}
+
+fn default_every_epochs() -> u64 {
+    1
 }
 
 fn default_epochs_max() -> u64 {
@@ -247,6 +287,11 @@ impl JobFile {
         if self.loss_target.is_some_and(|target| !target.is_finite() || target < 0.0) {
             return Err("loss_target must be a number of at least 0".to_owned());
         }
+        self.loss.check()?;
+        if self.standardize_labels && self.loss.kind().counts_classes() {
+            let loss = self.loss.kind();
+            return Err(format!("standardize_labels = true needs loss mse, l1 or huber, not {loss}"));
+        }
         for (key, column) in [("features", &self.features), ("label", &self.label)] {
             if column.is_empty() {
                 return Err(format!("{key} is empty: name a column of the dataset"));
@@ -255,12 +300,21 @@ impl JobFile {
         if self.features == self.label {
             return Err(format!("features and label are both {:?}", self.label));
         }
-        if self.dataset.source.snapshot.is_none() {
-            let volume = &self.dataset.source.volume;
-            return Err(format!(
-                "dataset = \"{}\" names no snapshot, so the run could not be repeated: run millrace snapshot create {volume}@NAME and write \"{volume}@NAME:{}\"",
-                self.dataset, self.dataset.path
-            ));
+        has_snapshot("dataset", &self.dataset)?;
+        if let Some(validation) = &self.validation {
+            has_snapshot("validation.dataset", &validation.dataset)?;
+            within("validation.every_epochs", validation.every_epochs, self.epochs_max)
+                .map_err(|e| format!("{e} (epochs_max), or no evaluation would take place"))?;
+            within("validation.early_stopping", validation.early_stopping.unwrap_or(1), EPOCHS_MAX)?;
+            if let Some(top) = validation.top_k {
+                within("validation.top_k", top as u64, u64::MAX)?;
+                if !self.loss.kind().takes_classes() {
+                    return Err(format!(
+                        "validation.top_k needs loss cross_entropy, not {}",
+                        self.loss.kind()
+                    ));
+                }
+            }
         }
         let plain = |part: &str| !part.is_empty() && part != "." && part != "..";
         if !self.output.path.trim_matches('/').split('/').all(plain) {
@@ -286,7 +340,7 @@ impl JobFile {
     /// SHA-256, in hex, of what the job computes: `Computation`, the first model's digest `model_sha256`, and
     /// `data`, which identifies the rows and their order.
     ///
-    /// The budget (`epochs_max`, `loss_target`), the workers, the checkpoints, the job's name and its
+    /// The budget (`epochs_max`, `loss_target`, `validation.early_stopping`), the workers, the checkpoints, the job's name and its
     /// output are not part of it.
     pub fn digest(&self, model_sha256: &str, data: &str) -> String {
         let text = serde_json::to_string(&self.computation()).unwrap_or_default();
@@ -304,8 +358,12 @@ impl JobFile {
             model: _,
             loss,
             optimizer,
+            standardize_labels,
+            freeze,
+            no_decay,
             batch_rows,
             virtual_shards,
+            validation,
             epochs_max: _,
             loss_target: _,
             seed,
@@ -321,13 +379,21 @@ impl JobFile {
             dataset,
             features,
             label,
-            loss: *loss,
+            loss,
             optimizer,
             batch_rows: *batch_rows,
             virtual_shards: *virtual_shards,
             seed: *seed,
             device: *device,
             shuffle,
+            standardize_labels: *standardize_labels,
+            freeze,
+            no_decay,
+            validation: validation.as_ref().map(|validation| {
+                // The patience is part of the budget.
+                let Validation { dataset, every_epochs, early_stopping: _, best, top_k } = validation;
+                ValidationComputation { dataset, every_epochs: *every_epochs, best: *best, top_k: *top_k }
+            }),
         }
     }
 
@@ -342,7 +408,7 @@ impl JobFile {
                 ModelSource::File(_) => FormerModel::File(""),
                 ModelSource::Init(spec) => FormerModel::Init(spec),
             },
-            loss: self.loss,
+            loss: &self.loss,
             optimizer: &self.optimizer,
             batch_rows: self.batch_rows,
             virtual_shards: self.virtual_shards,
@@ -370,13 +436,31 @@ struct Computation<'a> {
     dataset: &'a DatasetSpec,
     features: &'a str,
     label: &'a str,
-    loss: Loss,
+    loss: &'a Objective,
     optimizer: &'a OptimizerConfig,
     batch_rows: usize,
     virtual_shards: usize,
     seed: u64,
     device: Device,
     shuffle: &'a Shuffle,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    standardize_labels: bool,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    freeze: &'a [String],
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    no_decay: &'a [String],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    validation: Option<ValidationComputation<'a>>,
+}
+
+/// What decides the evaluations of a run, which are part of its state.
+#[derive(Serialize)]
+struct ValidationComputation<'a> {
+    dataset: &'a DatasetSpec,
+    every_epochs: u64,
+    best: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_k: Option<usize>,
 }
 
 /// The form that format 1 hashed. It must never change.
@@ -387,7 +471,7 @@ struct FormerJob<'a> {
     features: &'a str,
     label: &'a str,
     model: FormerModel<'a>,
-    loss: Loss,
+    loss: &'a Objective,
     optimizer: &'a OptimizerConfig,
     batch_rows: usize,
     virtual_shards: usize,
@@ -406,6 +490,18 @@ struct FormerJob<'a> {
 enum FormerModel<'a> {
     File(&'a str),
     Init(&'a ModelSpec),
+}
+
+/// Rejects a dataset without a snapshot.
+fn has_snapshot(key: &str, dataset: &DatasetSpec) -> Result<(), String> {
+    if dataset.source.snapshot.is_some() {
+        return Ok(());
+    }
+    let volume = &dataset.source.volume;
+    Err(format!(
+        "{key} = \"{dataset}\" names no snapshot, so the run could not be repeated: run millrace snapshot create {volume}@NAME and write \"{volume}@NAME:{}\"",
+        dataset.path
+    ))
 }
 
 /// SHA-256, in hex, of texts, each with its length.

@@ -12,20 +12,21 @@ use serde::{Deserialize, Serialize};
 mod tests;
 
 /// Fixed lanes, before the others.
-const LANES_FIXED: usize = 4;
+const LANES_FIXED: usize = 5;
 /// Lanes of each epoch that a step touches.
 const LANES_PER_EPOCH: usize = 2;
 /// Lanes of each virtual shard.
-const LANES_PER_SHARD: usize = 2;
+const LANES_PER_SHARD: usize = 3;
 
 /// A complete epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct EpochRecord {
     /// Rows delivered to applied steps, counted from their ids.
     pub rows: u64,
-    /// Mean training loss over the steps of the epoch, at the weights of each step.
+    /// Mean training loss over the steps of the epoch, at the weights of each step. Rows count with the weights
+    /// of their labels.
     pub loss: f64,
-    /// Share of these rows that were classified correctly; 0 for regression.
+    /// Share of the rows without an ignored label that were classified correctly; 0 for regression.
     pub accuracy: f64,
 }
 
@@ -48,6 +49,16 @@ pub(crate) struct Ledger {
     correct: u64,
     /// Sum of the steps' losses, in step order.
     loss: f64,
+    /// Those of `rows` with the ignored label.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    ignored: u64,
+    /// Sum of the weights of `rows`; none if each of them weighs 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    weight: Option<f64>,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// A step's contribution to the ledger, of one worker or of all.
@@ -55,6 +66,8 @@ pub(crate) struct Ledger {
 pub(crate) struct Tally {
     pub(crate) rows: u64,
     pub(crate) correct: u64,
+    /// Rows with the ignored label.
+    pub(crate) ignored: u64,
     /// Members that want to leave after this step, so that another worker can join.
     pub(crate) leave: u64,
     /// Members that were told to stop.
@@ -69,6 +82,8 @@ pub(crate) struct Tally {
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Shard {
     loss: f64,
+    /// Sum of its rows' weights.
+    weight: f64,
     /// The largest magnitude of its gradient.
     largest: f32,
 }
@@ -80,6 +95,7 @@ impl Tally {
         Tally {
             rows: 0,
             correct: 0,
+            ignored: 0,
             leave: 0,
             stop: 0,
             first_epoch: first,
@@ -93,10 +109,10 @@ impl Tally {
         LANES_FIXED + LANES_PER_EPOCH * self.counts.len() + LANES_PER_SHARD * self.shards.len()
     }
 
-    /// Records the loss of a virtual shard and the largest magnitude of its gradient.
-    pub(crate) fn shard(&mut self, shard: usize, loss: f64, largest: f32) {
+    /// Records the loss of a virtual shard, its rows' weight and the largest magnitude of its gradient.
+    pub(crate) fn shard(&mut self, shard: usize, loss: f64, weight: f64, largest: f32) {
         if let Some(noted) = self.shards.get_mut(shard) {
-            *noted = Shard { loss, largest };
+            *noted = Shard { loss, weight, largest };
         }
     }
 
@@ -108,6 +124,11 @@ impl Tally {
     /// The loss of all rows, summed in the order of the shards.
     fn loss(&self) -> f64 {
         self.shards.iter().map(|shard| shard.loss).sum()
+    }
+
+    /// The weight of all rows, summed in the order of the shards.
+    pub(crate) fn weight(&self) -> f64 {
+        self.shards.iter().map(|shard| shard.weight).sum()
     }
 
     /// Counts one row; false if its epoch does not belong to the step.
@@ -123,12 +144,13 @@ impl Tally {
 
     /// Encodes the tally as integers; the sums over all workers encode the total tally.
     pub(crate) fn encode(&self, into: &mut Vec<i64>) {
-        into.extend([self.rows as i64, self.correct as i64, self.leave as i64, self.stop as i64]);
+        into.extend([self.rows, self.correct, self.leave, self.stop, self.ignored].map(|count| count as i64));
         for count in &self.counts {
             into.extend([count.rows as i64, count.digest as i64]);
         }
         for shard in &self.shards {
-            into.extend([shard.loss.to_bits() as i64, i64::from(shard.largest.to_bits())]);
+            let (loss, weight) = (shard.loss.to_bits() as i64, shard.weight.to_bits() as i64);
+            into.extend([loss, weight, i64::from(shard.largest.to_bits())]);
         }
     }
 
@@ -144,6 +166,7 @@ impl Tally {
             correct: fixed[1] as u64,
             leave: fixed[2] as u64,
             stop: fixed[3] as u64,
+            ignored: fixed[4] as u64,
             first_epoch: self.first_epoch,
             counts: epochs
                 .chunks_exact(LANES_PER_EPOCH)
@@ -153,23 +176,46 @@ impl Tally {
                 .chunks_exact(LANES_PER_SHARD)
                 .map(|shard| Shard {
                     loss: f64::from_bits(shard[0] as u64),
-                    largest: f32::from_bits(shard[1] as u32),
+                    weight: f64::from_bits(shard[1] as u64),
+                    largest: f32::from_bits(shard[2] as u32),
                 })
                 .collect(),
         })
     }
 
-    /// Mean loss of the tally's rows.
+    /// Mean loss of the tally's rows, 0 if none of them has a weight.
     pub(crate) fn mean_loss(&self) -> f64 {
-        self.loss() / self.rows.max(1) as f64
+        mean(self.loss(), self.weight())
     }
+}
+
+/// Why an epoch cannot be closed.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub(crate) enum EpochError {
+    #[error("{delivered} rows were delivered, the dataset has {rows}")]
+    Rows { delivered: u64, rows: u64 },
+    #[error("{rows} rows were delivered, but some twice and some never")]
+    Twice { rows: u64 },
+    /// Nothing was learned, so a loss of 0 would be wrong.
+    #[error(
+        "no row of the epoch counts: each label is loss.ignore_index or has the weight 0 in loss.class_weights \
+         (change these keys, or the labels)"
+    )]
+    Weightless,
+}
+
+fn mean(sum: f64, weight: f64) -> f64 {
+    if weight > 0.0 { sum / weight } else { 0.0 }
 }
 
 impl Ledger {
     /// Adds the tally of an applied step.
     pub(crate) fn add(&mut self, tally: &Tally) {
+        let weight = self.weight() + tally.weight();
         self.rows += tally.rows;
+        self.weight = (weight != self.rows as f64).then_some(weight);
         self.correct += tally.correct;
+        self.ignored += tally.ignored;
         self.loss += tally.loss();
         for (epoch, count) in (tally.first_epoch..).zip(&tally.counts) {
             let open = self.open.entry(epoch).or_default();
@@ -178,28 +224,37 @@ impl Ledger {
         }
     }
 
+    /// The weight of the rows since the last complete epoch.
+    fn weight(&self) -> f64 {
+        self.weight.unwrap_or(self.rows as f64)
+    }
+
     /// Closes the next epoch. Fails unless every row of a dataset of `rows` rows with the digest `digest` was
     /// counted once.
-    pub(crate) fn close_epoch(&mut self, rows: u64, digest: u64) -> Result<EpochRecord, String> {
+    pub(crate) fn close_epoch(&mut self, rows: u64, digest: u64) -> Result<EpochRecord, EpochError> {
         let epoch = self.epochs.len() as u64;
         let count = self.open.remove(&epoch).unwrap_or_default();
         if count.rows != rows {
-            return Err(format!("{} rows were delivered, the dataset has {rows}", count.rows));
+            return Err(EpochError::Rows { delivered: count.rows, rows });
+        }
+        if self.rows > 0 && self.weight() == 0.0 {
+            return Err(EpochError::Weightless);
         }
         if count.digest != digest {
-            return Err(format!("{rows} rows were delivered, but some twice and some never"));
+            return Err(EpochError::Twice { rows });
         }
         // Several epochs may end with one step; the later ones share the figures of the first.
         let record = match (self.rows, self.epochs.last()) {
             (0, Some(last)) => EpochRecord { rows: count.rows, ..*last },
             _ => EpochRecord {
                 rows: count.rows,
-                loss: self.loss / self.rows.max(1) as f64,
-                accuracy: self.correct as f64 / self.rows.max(1) as f64,
+                loss: mean(self.loss, self.weight()),
+                accuracy: self.correct as f64 / self.rows.saturating_sub(self.ignored).max(1) as f64,
             },
         };
         self.epochs.push(record);
         (self.rows, self.correct, self.loss) = (0, 0, 0.0);
+        (self.ignored, self.weight) = (0, None);
         Ok(record)
     }
 }

@@ -59,6 +59,7 @@ pub mod graph;
 pub mod init;
 pub mod job;
 pub mod join;
+mod labels;
 pub mod launch;
 mod ledger;
 mod lock;
@@ -70,18 +71,22 @@ mod publish;
 pub mod quantize;
 mod replica;
 pub mod runs;
+mod scaling;
 mod source;
 mod state;
 mod statistics;
 pub mod tensorboard;
 pub mod train;
+mod validation;
 pub mod worker;
 
 pub use checkpoint::Finish;
 pub use config::Config;
 pub use error::{Error, Result};
+pub use labels::LABELS_FILE;
 pub use ledger::EpochRecord;
 pub use train::{End, Progress, Setup, TrainReport, train};
+pub use validation::Evaluation;
 
 #[cfg(test)]
 mod probe;

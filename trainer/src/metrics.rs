@@ -1,7 +1,7 @@
 //! Prometheus metrics of the coordinator, registered in the default registry on first use.
 use std::sync::LazyLock;
 
-use prometheus::{IntCounter, IntGauge, register_int_counter, register_int_gauge};
+use prometheus::{Gauge, IntCounter, IntGauge, register_gauge, register_int_counter, register_int_gauge};
 
 /// Workers that are members of the current membership epoch.
 pub const WORKERS_ALIVE: &str = "millrace_trainer_workers_alive";
@@ -15,6 +15,10 @@ pub const STEPS_TOTAL: &str = "millrace_trainer_steps_total";
 pub const ROWS_TOTAL: &str = "millrace_trainer_rows_total";
 /// Model versions published, over all jobs of this process.
 pub const MODELS_PUBLISHED_TOTAL: &str = "millrace_trainer_models_published_total";
+/// Mean loss of the last evaluation on a validation dataset.
+pub const VALIDATION_LOSS: &str = "millrace_trainer_validation_loss";
+/// Accuracy of the last evaluation on a validation dataset; not of regression.
+pub const VALIDATION_ACCURACY: &str = "millrace_trainer_validation_accuracy";
 
 // A metric that cannot be registered (a second one of the same name) counts unregistered. It does not end the
 // job.
@@ -24,6 +28,10 @@ fn counter(name: &'static str, help: &'static str) -> Option<IntCounter> {
 
 fn gauge(name: &'static str, help: &'static str) -> Option<IntGauge> {
     register_int_gauge!(name, help).or_else(|_| IntGauge::new(name, help)).ok()
+}
+
+fn float_gauge(name: &'static str, help: &'static str) -> Option<Gauge> {
+    register_gauge!(name, help).or_else(|_| Gauge::new(name, help)).ok()
 }
 
 static ALIVE: LazyLock<Option<IntGauge>> =
@@ -38,6 +46,15 @@ static ROWS: LazyLock<Option<IntCounter>> =
     LazyLock::new(|| counter(ROWS_TOTAL, "Rows of applied training steps."));
 static PUBLISHED: LazyLock<Option<IntCounter>> =
     LazyLock::new(|| counter(MODELS_PUBLISHED_TOTAL, "Model versions published."));
+static EVALUATED_LOSS: LazyLock<Option<Gauge>> = LazyLock::new(|| {
+    float_gauge(VALIDATION_LOSS, "Mean loss of the last evaluation on a validation dataset.")
+});
+static EVALUATED_ACCURACY: LazyLock<Option<Gauge>> = LazyLock::new(|| {
+    float_gauge(
+        VALIDATION_ACCURACY,
+        "Accuracy of the last evaluation on a validation dataset; not of regression.",
+    )
+});
 
 pub(crate) fn workers_alive(workers: usize) {
     if let Some(gauge) = ALIVE.as_ref() {
@@ -56,6 +73,15 @@ pub(crate) fn epoch_formed() {
 pub(crate) fn record_progress(steps: u64, rows: u64) {
     add(&STEPS, steps);
     add(&ROWS, rows);
+}
+
+pub(crate) fn record_evaluation(loss: f64, accuracy: Option<f64>) {
+    if let Some(gauge) = EVALUATED_LOSS.as_ref() {
+        gauge.set(loss);
+    }
+    if let (Some(gauge), Some(accuracy)) = (EVALUATED_ACCURACY.as_ref(), accuracy) {
+        gauge.set(accuracy);
+    }
 }
 
 pub(crate) fn model_published() {

@@ -1,17 +1,24 @@
-//! Optimizers over one flat vector of weights: SGD and AdamW, schedules and clipping.
+//! Optimizers over one flat vector of weights: steps, schedules, clipping, and groups of parameters.
 //!
 //! A step is one fused pass over flat slices, single-threaded and in index order. Every worker that applies
 //! the same mean gradient to the same weights therefore gets the same bits. All parameters decay alike, as in
-//! PyTorch's optimizers without parameter groups.
+//! PyTorch's optimizers without parameter groups, unless [`Groups`] freeze some or exempt them from decay.
 
 mod config;
+mod groups;
+mod steps;
 #[cfg(test)]
 mod tests;
 
 use thiserror::Error;
 
 use config::validate;
-pub use config::{AdamWConfig, OptimizerConfig, Schedule, SgdConfig};
+pub use config::{
+    AdaGradConfig, AdamConfig, AdamWConfig, OptimizerConfig, RmsPropConfig, Schedule, SgdConfig,
+};
+pub use groups::Groups;
+use groups::Stretch;
+use steps::Step;
 
 /// An error of building, restoring or applying an optimizer.
 #[derive(Debug, Error, Clone, PartialEq)]
@@ -35,6 +42,14 @@ pub enum OptimError {
         expected: usize,
         /// Elements found.
         found: usize,
+    },
+    /// The patterns of parameters do not fit the model.
+    #[error("{key}: {reason}")]
+    Pattern {
+        /// The key of the job file.
+        key: &'static str,
+        /// The pattern and the remedy.
+        reason: String,
     },
     /// A checkpoint holds the state of a different optimizer.
     #[error(
@@ -62,6 +77,8 @@ pub struct OptimizerState {
 pub struct Optimizer {
     config: OptimizerConfig,
     parameters: usize,
+    /// The elements that train, in order.
+    stretches: Vec<Stretch>,
     step: u64,
     slots: Vec<Vec<f32>>,
 }
@@ -69,11 +86,22 @@ pub struct Optimizer {
 impl Optimizer {
     /// An optimizer in its initial state for `parameters` weights.
     pub fn new(config: &OptimizerConfig, parameters: usize) -> Result<Optimizer, OptimError> {
+        Optimizer::with_groups(config, &Groups::all(parameters))
+    }
+
+    /// An optimizer in its initial state that leaves some parameters alone.
+    pub fn with_groups(config: &OptimizerConfig, groups: &Groups) -> Result<Optimizer, OptimError> {
         validate(config)?;
+        let first = match config {
+            OptimizerConfig::AdaGrad(config) => config.initial_accumulator as f32,
+            _ => 0.0,
+        };
+        let parameters = groups.elements();
         Ok(Optimizer {
-            slots: vec![vec![0.0; parameters]; slot_names(config).len()],
+            slots: vec![vec![first; parameters]; slot_names(config).len()],
             config: config.clone(),
             parameters,
+            stretches: groups.stretches().to_vec(),
             step: 0,
         })
     }
@@ -85,11 +113,8 @@ impl Optimizer {
 
     /// The learning rate that the next [`Optimizer::apply`] uses.
     pub fn learning_rate(&self) -> f64 {
-        let (rate, schedule) = match &self.config {
-            OptimizerConfig::Sgd(c) => (c.learning_rate, c.schedule),
-            OptimizerConfig::AdamW(c) => (c.learning_rate, c.schedule),
-        };
-        rate * schedule.factor(self.step)
+        let common = self.config.common();
+        common.learning_rate * common.schedule.factor(self.step)
     }
 
     /// Moves `weights` one step against the mean gradient `grad`.
@@ -101,15 +126,20 @@ impl Optimizer {
                 return Err(OptimError::Length { what: what.to_owned(), expected: self.parameters, found });
             }
         }
-        let rate = self.learning_rate();
-        match &self.config {
-            OptimizerConfig::Sgd(config) => {
-                let clip = clip_factor(grad, config.clip_norm);
-                sgd(config, rate, clip, weights, grad, &mut self.slots);
-            }
-            OptimizerConfig::AdamW(config) => {
-                let clip = clip_factor(grad, config.clip_norm);
-                adamw(config, rate, clip, self.step, weights, grad, &mut self.slots);
+        let (rate, common) = (self.learning_rate(), self.config.common());
+        let clip = clip_factor(grad, &self.stretches, common.clip_norm);
+        for Stretch { range, decays } in &self.stretches {
+            let decay = if *decays { common.weight_decay } else { 0.0 };
+            let step = Step { rate, clip, step: self.step, decay };
+            let (weights, grad) = (&mut weights[range.clone()], &grad[range.clone()]);
+            let mut slots: Vec<&mut [f32]> =
+                self.slots.iter_mut().map(|slot| &mut slot[range.clone()]).collect();
+            match &self.config {
+                OptimizerConfig::Sgd(config) => steps::sgd(config, step, weights, grad, &mut slots),
+                OptimizerConfig::AdamW(config) => steps::adamw(config, step, weights, grad, &mut slots),
+                OptimizerConfig::Adam(config) => steps::adam(config, step, weights, grad, &mut slots),
+                OptimizerConfig::AdaGrad(config) => steps::adagrad(config, step, weights, grad, &mut slots),
+                OptimizerConfig::RmsProp(config) => steps::rmsprop(config, step, weights, grad, &mut slots),
             }
         }
         self.step += 1;
@@ -166,58 +196,22 @@ fn slot_names(config: &OptimizerConfig) -> &'static [&'static str] {
     match config {
         OptimizerConfig::Sgd(c) if c.momentum == 0.0 => &[],
         OptimizerConfig::Sgd(_) => &["momentum"],
-        OptimizerConfig::AdamW(_) => &["first_moment", "second_moment"],
+        OptimizerConfig::AdamW(_) | OptimizerConfig::Adam(_) => &["first_moment", "second_moment"],
+        OptimizerConfig::AdaGrad(_) => &["sum_of_squares"],
+        OptimizerConfig::RmsProp(config) => match (config.centered, config.momentum > 0.0) {
+            (false, false) => &["mean_square"],
+            (true, false) => &["mean_square", "mean_gradient"],
+            (false, true) => &["mean_square", "momentum"],
+            (true, true) => &["mean_square", "mean_gradient", "momentum"],
+        },
     }
 }
 
-/// The factor that scales the gradient down to `clip_norm`; the norm is summed in f64 and in index order.
-fn clip_factor(grad: &[f32], clip_norm: Option<f64>) -> f32 {
+/// The factor that scales the gradient of the trained parameters down to `clip_norm`; the norm is summed in
+/// f64 and in index order.
+fn clip_factor(grad: &[f32], stretches: &[Stretch], clip_norm: Option<f64>) -> f32 {
     let Some(limit) = clip_norm else { return 1.0 };
-    let norm = grad.iter().map(|g| f64::from(*g) * f64::from(*g)).sum::<f64>().sqrt();
+    let trained = stretches.iter().flat_map(|stretch| &grad[stretch.range.clone()]);
+    let norm = trained.map(|g| f64::from(*g) * f64::from(*g)).sum::<f64>().sqrt();
     if norm > limit { (limit / norm) as f32 } else { 1.0 }
-}
-
-fn sgd(config: &SgdConfig, rate: f64, clip: f32, weights: &mut [f32], grad: &[f32], slots: &mut [Vec<f32>]) {
-    let (rate, decay, momentum) = (rate as f32, config.weight_decay as f32, config.momentum as f32);
-    match slots.first_mut() {
-        None => {
-            for (w, g) in weights.iter_mut().zip(grad) {
-                *w -= rate * (g * clip + decay * *w);
-            }
-        }
-        Some(velocity) => {
-            for ((w, g), v) in weights.iter_mut().zip(grad).zip(velocity.iter_mut()) {
-                let g = g * clip + decay * *w;
-                *v = momentum * *v + g;
-                let direction = if config.nesterov { g + momentum * *v } else { *v };
-                *w -= rate * direction;
-            }
-        }
-    }
-}
-
-fn adamw(
-    config: &AdamWConfig,
-    rate: f64,
-    clip: f32,
-    step: u64,
-    weights: &mut [f32],
-    grad: &[f32],
-    slots: &mut [Vec<f32>],
-) {
-    let [first, second] = slots else { return };
-    let [b1, b2] = config.betas;
-    let power = i32::try_from(step + 1).unwrap_or(i32::MAX);
-    let step_size = (rate / (1.0 - b1.powi(power))) as f32;
-    let root_correction = (1.0 / (1.0 - b2.powi(power)).sqrt()) as f32;
-    let keep = (1.0 - rate * config.weight_decay) as f32;
-    let epsilon = config.epsilon as f32;
-    let (a1, a2) = (b1 as f32, b2 as f32);
-    let (c1, c2) = ((1.0 - b1) as f32, (1.0 - b2) as f32);
-    for (((w, g), m), v) in weights.iter_mut().zip(grad).zip(first.iter_mut()).zip(second.iter_mut()) {
-        let g = g * clip;
-        *m = a1 * *m + c1 * g;
-        *v = a2 * *v + c2 * g * g;
-        *w = *w * keep - step_size * *m / (v.sqrt() * root_correction + epsilon);
-    }
 }

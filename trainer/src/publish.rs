@@ -19,9 +19,12 @@ use crate::checkpoint::{Checkpoints, stage};
 use crate::engine::{Engine, Loss};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, digest_of};
+use crate::labels::LABELS_FILE;
 use crate::metrics;
 use crate::replica::check_weights;
+use crate::source::LabelFacts;
 use crate::state::RunState;
+use crate::validation::{self, Evaluation};
 
 /// Attempts at a publish that conflicts with another version of the same model.
 const ATTEMPTS: usize = 16;
@@ -113,6 +116,7 @@ pub(crate) fn publish(
     origin: &Origin,
     engine: &mut Engine,
     state: &RunState,
+    labels: &LabelFacts,
     statistics: impl FnOnce() -> Option<Statistics>,
     runtime: &Handle,
 ) -> Result<(Published, bool)> {
@@ -125,15 +129,21 @@ pub(crate) fn publish(
         let Some((_, published)) = recorded(output, key)? else { return Ok(None) };
         Ok(bundle_exists(store.as_ref(), root, name.as_str(), &published, runtime)?.then_some(published))
     };
-    check_weights(engine.layout(), &state.weights, state.step.saturating_sub(1))?;
+    check_weights(engine.layout(), state.published(), state.step.saturating_sub(1))?;
     for key in [&key, &former_key] {
         if let Some(published) = standing(key)? {
             return Ok((published, true));
         }
     }
     let statistics = statistics();
-    engine.set_weights(&state.weights)?;
-    let model = engine.export().encode_to_vec();
+    engine.set_weights(state.published())?;
+    // The evaluation whose weights are published instead of the last ones.
+    let published_at = validation::best(&state.evaluations).filter(|_| state.best.is_some());
+    let mut model = engine.export();
+    if let Some(scale) = &labels.scale {
+        scale.undo(&mut model, engine.graph().output_name(), &engine.output_row());
+    }
+    let model = model.encode_to_vec();
     let latest_key = format!("{root}/{name}/latest");
     for _ in 0..ATTEMPTS {
         if let Some(published) = standing(&key)? {
@@ -160,17 +170,22 @@ pub(crate) fn publish(
             config_sha256: origin.run.clone(),
             seed: job.seed,
             code_version: env!("CARGO_PKG_VERSION").to_owned(),
-            steps: state.step,
-            epochs: state.ledger.epochs.len() as u64,
+            steps: published_at.map_or(state.step, |evaluation| evaluation.step),
+            epochs: published_at.map_or(state.ledger.epochs.len() as u64, |evaluation| evaluation.epoch),
             imported: None,
             quantized: None,
         };
-        let bundle = Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state, job.loss))
-            .and_then(|bundle| match &statistics {
-                Some(statistics) => bundle.with_statistics(statistics),
-                None => Ok(bundle),
-            })
-            .map_err(bad)?;
+        let bundle =
+            Bundle::new(name.as_str(), version, model.clone(), lineage, figures(state, job.loss.kind()))
+                .and_then(|bundle| match &statistics {
+                    Some(statistics) => bundle.with_statistics(statistics),
+                    None => Ok(bundle),
+                })
+                .and_then(|bundle| match &labels.dictionary {
+                    Some(dictionary) => bundle.with_file(LABELS_FILE, dictionary.file(&job.label).into()),
+                    None => Ok(bundle),
+                })
+                .map_err(bad)?;
         let published = Published { version, model_sha256: bundle.model_sha256().to_owned() };
         let mut publish = Publish::new()
             .expect_key(key.clone(), before)
@@ -198,14 +213,28 @@ pub(crate) fn publish(
     })
 }
 
+/// Metrics of the bundle: those of the published weights, and of the last epoch of training before them.
 fn figures(state: &RunState, loss: Loss) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
-    if let Some(last) = state.ledger.epochs.last() {
+    let epochs = &state.ledger.epochs;
+    let best = validation::best(&state.evaluations).filter(|_| state.best.is_some());
+    let evaluation: Option<&Evaluation> = best.or(state.evaluations.last());
+    let last = match best {
+        Some(best) => best.epoch.checked_sub(1).and_then(|index| epochs.get(index as usize)),
+        None => epochs.last(),
+    };
+    if let Some(last) = last {
         figures.insert("train_loss".to_owned(), last.loss);
         if loss.counts_classes() {
             figures.insert("train_accuracy".to_owned(), last.accuracy);
         }
         figures.insert("train_rows".to_owned(), last.rows as f64);
+    }
+    if let Some(evaluation) = evaluation {
+        let named = evaluation.figures().map(|(name, value)| (format!("validation_{name}"), value));
+        figures.extend(named);
+        figures.insert("validation_rows".to_owned(), evaluation.rows as f64);
+        figures.insert("validation_epoch".to_owned(), evaluation.epoch as f64);
     }
     figures
 }

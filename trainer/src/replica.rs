@@ -17,10 +17,11 @@ use crate::engine::{Engine, EngineError, ParamLayout};
 use crate::error::{Error, Result};
 use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
 use crate::job::JobFile;
-use crate::ledger::{EpochRecord, Ledger, Tally, epoch_digest};
-use crate::optim::Optimizer;
+use crate::ledger::{EpochError, EpochRecord, Ledger, Tally, epoch_digest};
+use crate::optim::{Groups, Optimizer};
 use crate::source;
 use crate::state::RunState;
+use crate::validation::{self, Evaluation, Partial, Round, Validator};
 use crate::worker::Assignment;
 
 /// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
@@ -46,10 +47,15 @@ pub(crate) struct Replica {
     plan: Arc<Plan>,
     feed: Feed,
     columns: Columns,
+    validator: Option<Validator>,
     engine: Engine,
+    groups: Groups,
     optimizer: Optimizer,
     scale: Scale,
     ledger: Ledger,
+    evaluations: Vec<Evaluation>,
+    /// The weights of the evaluation with the lowest loss, if the job publishes them.
+    best: Option<Vec<f32>>,
     step: u64,
     sums: Vec<i64>,
     mean: Vec<f32>,
@@ -63,8 +69,8 @@ pub(crate) struct Replica {
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, datafs: Datafs, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, volumes: _, config, run, owner, plan } = assignment;
-        let dataset = runtime.block_on(source::open_dataset(&datafs, &job))?;
+        let Assignment { job, volumes: _, config, run, owner, plan, validation_plan, labels } = assignment;
+        let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &job.dataset))?;
         let plan = Arc::new(plan);
         let feed = {
             let _context = runtime.enter();
@@ -79,11 +85,25 @@ impl Replica {
             keep: config.checkpoints_keep,
         };
         let model = read_model(&checkpoints)?;
-        let engine = Engine::load(&model, job.loss, job.device)?;
+        let engine = Engine::load(&model, job.loss.clone(), job.device)?;
         let parameters = engine.layout().elements();
+        let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
+        let columns = source::columns(&job, &engine, &labels);
+        let validator = match (&job.validation, validation_plan) {
+            (Some(validation), Some(plan)) => {
+                let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &validation.dataset))?;
+                let _context = runtime.enter();
+                Some(Validator::open(&job, validation, Arc::new(plan), &dataset, &columns, 0)?)
+            }
+            _ => None,
+        };
         let mut replica = Replica {
-            columns: source::columns(&job, &engine),
-            optimizer: Optimizer::new(&job.optimizer, parameters)?,
+            columns,
+            validator,
+            optimizer: Optimizer::with_groups(&job.optimizer, &groups)?,
+            groups,
+            evaluations: Vec::new(),
+            best: None,
             scale: Scale::new(FRACTION_BITS_DEFAULT, contributions(&job))?,
             ledger: Ledger::default(),
             step: 0,
@@ -111,6 +131,59 @@ impl Replica {
         self.step
     }
 
+    /// Steps and evaluations applied: of two states of a run, the one with more is ahead.
+    pub(crate) fn position(&self) -> u64 {
+        self.step + self.evaluations.len() as u64
+    }
+
+    /// Whether the state waits for an evaluation before the next step.
+    pub(crate) fn evaluation_due(&self) -> bool {
+        validation::due(&self.job, self.ledger.epochs.len(), &self.evaluations)
+    }
+
+    /// Mean training loss of the last complete epoch.
+    pub(crate) fn last_loss(&self) -> f64 {
+        self.ledger.epochs.last().map_or(0.0, |epoch| epoch.loss)
+    }
+
+    /// The last evaluation.
+    pub(crate) fn last_evaluation(&self) -> Option<Evaluation> {
+        self.evaluations.last().copied()
+    }
+
+    /// Computes one batch per rank of an evaluation of the current weights. The round that completes it adds it
+    /// to the state.
+    ///
+    /// On an error `partial` must not be used any more.
+    pub(crate) fn evaluate(
+        &mut self,
+        partial: &mut Partial,
+        ring: &mut Ring<'_>,
+        leave: bool,
+        stop: bool,
+    ) -> Result<Round> {
+        let Some(validator) = &self.validator else {
+            return Err(
+                self.bad_state("it waits for an evaluation, but there is no validation data".to_owned())
+            );
+        };
+        let round = validator
+            .round(&self.engine, partial, ring, (self.position(), leave, stop), &self.runtime)
+            .map_err(|error| match error {
+                Error::Engine(error) => self.diverged(error),
+                other => other,
+            })?;
+        if round.complete {
+            let evaluation = validator.conclude(partial, self.epochs(), self.step)?;
+            self.evaluations.push(evaluation);
+            let keeps = self.job.validation.as_ref().is_some_and(|validation| validation.best);
+            if keeps && validation::best(&self.evaluations) == Some(&evaluation) {
+                self.best = Some(self.engine.weights().to_vec());
+            }
+        }
+        Ok(round)
+    }
+
     /// Epochs completed.
     pub(crate) fn epochs(&self) -> u64 {
         self.ledger.epochs.len() as u64
@@ -123,7 +196,7 @@ impl Replica {
 
     /// Whether the run is finished: the same answer on every worker after a step.
     pub(crate) fn finish(&self) -> Option<Finish> {
-        finish(&self.job, &self.ledger)
+        finish(&self.job, &self.ledger, &self.evaluations)
     }
 
     /// The largest state that [`Replica::import`] accepts.
@@ -153,6 +226,8 @@ impl Replica {
             optimizer: self.optimizer.state(),
             ledger: self.ledger.clone(),
             fraction_bits: Some(self.scale.fraction_bits()),
+            evaluations: self.evaluations.clone(),
+            best: self.best.clone(),
         }
     }
 
@@ -164,6 +239,8 @@ impl Replica {
         let fraction_bits = state.fraction_bits.unwrap_or(FRACTION_BITS_DEFAULT);
         self.scale = Scale::new(fraction_bits, contributions(&self.job))?;
         self.ledger = state.ledger;
+        self.evaluations = state.evaluations;
+        self.best = state.best;
         self.step = state.step;
         Ok(())
     }
@@ -174,7 +251,8 @@ impl Replica {
         let parameter = self.engine.layout().name_of(index).unwrap_or_default();
         let reason = format!(
             "the optimizer's memory of parameter {parameter} overflowed, as its gradient is too large: clean or scale the \
-             labels, or set clip_norm"
+             labels, or set clip_norm{}",
+            self.advice()
         );
         Err(Error::Diverged { step, reason })
     }
@@ -212,12 +290,15 @@ impl Replica {
         }
         let summed = began.elapsed();
 
-        let gradient = &self.sums[..self.engine.layout().elements()];
-        scale.mean_into(gradient, total.rows, &mut self.mean)?;
-        let (optimizer, mean) = (&mut self.optimizer, &self.mean);
-        self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
-        check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
-        self.check_optimizer(self.step)?;
+        // Rows without any weight have no mean: the step changes neither the weights nor the optimizer.
+        if total.weight() > 0.0 {
+            let gradient = &self.sums[..self.engine.layout().elements()];
+            scale.weighted_mean_into(gradient, total.weight(), &mut self.mean)?;
+            let (optimizer, mean) = (&mut self.optimizer, &self.mean);
+            self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
+            check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
+            self.check_optimizer(self.step)?;
+        }
         self.scale = scale;
         self.step += 1;
         self.ledger.add(&total);
@@ -225,8 +306,15 @@ impl Replica {
             let rows = self.plan.rows();
             let digest = *self.dataset_digest.get_or_insert_with(|| epoch_digest(rows));
             let epoch = self.epochs();
-            if let Err(reason) = self.ledger.close_epoch(rows, digest) {
-                return Err(self.miscounted(epoch, reason));
+            match self.ledger.close_epoch(rows, digest) {
+                Ok(_) => {}
+                Err(reason @ EpochError::Weightless) => {
+                    return Err(Error::Data {
+                        dataset: self.columns.dataset.clone(),
+                        reason: reason.to_string(),
+                    });
+                }
+                Err(reason) => return Err(self.miscounted(epoch, reason.to_string())),
             }
         }
         tracing::trace!(
@@ -255,13 +343,15 @@ impl Replica {
         self.sums.resize(parameters, 0);
         for shard in own {
             let range = shard_slots(shard, shards, batch_rows);
-            let part = self
+            let mut part = self
                 .engine
                 .gradients(&rows.shard(range.start - first_slot..range.end - first_slot))
                 .map_err(|error| self.diverged(error))?;
+            self.groups.clear_frozen(&mut part.grad);
             let largest = scale.add(&part.grad, &mut self.sums).map_err(|e| self.not_finite(&e))?;
-            tally.shard(shard, part.loss_sum, largest);
+            tally.shard(shard, part.loss_sum, part.weight, largest);
             tally.correct += part.correct;
+            tally.ignored += part.ignored;
         }
         tally.encode(&mut self.sums);
         ring.all_reduce(self.step, &mut self.sums)?;
@@ -346,18 +436,31 @@ impl Replica {
         Error::Count { job: self.job.name.to_string(), epoch, reason }
     }
 
+    /// What else to do about numbers that are too large.
+    fn advice(&self) -> &'static str {
+        let numbers = !self.job.loss.kind().counts_classes();
+        match numbers && !self.job.standardize_labels {
+            true => "; for labels of large numbers set standardize_labels = true",
+            false => "",
+        }
+    }
+
     fn diverged(&self, error: EngineError) -> Error {
         match error {
-            EngineError::NonFinite { .. } => Error::Diverged { step: self.step, reason: error.to_string() },
+            EngineError::NonFinite { .. } => {
+                let reason = format!("{error}{}", self.advice());
+                Error::Diverged { step: self.step, reason }
+            }
             other => Error::Engine(other),
         }
     }
 
     fn not_finite(&self, error: &FixedError) -> Error {
         let param = error.index().and_then(|index| self.engine.layout().name_of(index));
+        let advice = self.advice();
         let reason = match param {
-            Some(param) => format!("parameter {param}: {error}"),
-            None => error.to_string(),
+            Some(param) => format!("parameter {param}: {error}{advice}"),
+            None => format!("{error}{advice}"),
         };
         Error::Diverged { step: self.step, reason }
     }
@@ -383,11 +486,16 @@ fn contributions(job: &JobFile) -> u32 {
     u32::try_from(job.virtual_shards).unwrap_or(u32::MAX)
 }
 
-/// Whether a run with this ledger has nothing left to do.
-pub(crate) fn finish(job: &JobFile, ledger: &Ledger) -> Option<Finish> {
+/// Whether a run with this ledger and these evaluations has nothing left to do.
+pub(crate) fn finish(job: &JobFile, ledger: &Ledger, evaluations: &[Evaluation]) -> Option<Finish> {
+    if validation::due(job, ledger.epochs.len(), evaluations) {
+        return None;
+    }
     let reached = |target| ledger.epochs.iter().any(|epoch| epoch.loss <= target);
     if job.loss_target.is_some_and(reached) {
         Some(Finish::Converged)
+    } else if validation::early_end(job, evaluations).is_some() {
+        Some(Finish::NoImprovement)
     } else if ledger.epochs.len() as u64 >= job.epochs_max {
         Some(Finish::EpochsDone)
     } else {
@@ -407,7 +515,8 @@ pub(crate) fn newest_usable_state(
         let ends = |epoch: &EpochRecord| job.loss_target.is_some_and(|target| epoch.loss <= target);
         let converged = state.ledger.epochs.iter().position(ends).map(|index| index as u64 + 1);
         let epochs = converged.unwrap_or(u64::MAX).min(job.epochs_max);
-        state.step <= plan.steps_for_epochs(epochs)
+        let early = validation::early_end(job, &state.evaluations).map(|end| end.step);
+        state.step <= plan.steps_for_epochs(epochs).min(early.unwrap_or(u64::MAX))
     })
 }
 

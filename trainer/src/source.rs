@@ -1,21 +1,44 @@
 //! The dataset of a job: its plan, its feed and its columns, as the coordinator and the workers open them.
 use std::sync::Arc;
 
-use millrace_datafs::Datafs;
-use millrace_streams::dataset::OpenDataset;
-use millrace_streams::feed::{Feed, FeedError, FeedOptions, Plan, PlanOptions};
+use millrace_datafs::{Datafs, Name};
+use millrace_streams::dataset::{DatasetSpec, OpenDataset};
+use millrace_streams::feed::{Feed, FeedBatch, FeedError, FeedOptions, Plan, PlanOptions};
+use serde::{Deserialize, Serialize};
 
 use crate::data::{Columns, Rows};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::job::JobFile;
+use crate::labels::{self, Dictionary};
+use crate::scaling::LabelScale;
 
 /// Rows decoded before any worker starts, to check what a schema does not state.
 const PROBE_ROWS: usize = 16;
+/// Rows of a column read at a time.
+const COLUMN_ROWS: usize = 1 << 16;
+/// Labels of numbers from this magnitude on bring a warning.
+const LARGE_LABEL: f32 = 1e4;
 
-/// Opens the snapshot a job reads.
-pub(crate) async fn open_dataset(datafs: &Datafs, job: &JobFile) -> Result<OpenDataset> {
-    job.dataset.open(datafs).await.map_err(|e| Error::feed(format!("job {}", job.name), e))
+/// Opens a snapshot that the job reads.
+pub(crate) async fn open_dataset(
+    datafs: &Datafs,
+    job: &JobFile,
+    dataset: &DatasetSpec,
+) -> Result<OpenDataset> {
+    dataset.open(datafs).await.map_err(|e| Error::feed(format!("job {}", job.name), e))
+}
+
+/// Replaces `@latest` by the newest snapshot, which may be another one soon: the run is of the one that is the
+/// newest now.
+pub(crate) fn resolve(datafs: &Datafs, job: &Name, dataset: &mut DatasetSpec) -> Result<()> {
+    if dataset.source.is_latest() {
+        let (source, _) = datafs
+            .resolve(&dataset.source)
+            .map_err(|e| Error::volume(format!("job {job}: open dataset {dataset}"), e))?;
+        dataset.source = source;
+    }
+    Ok(())
 }
 
 /// Options that decide the order of rows.
@@ -34,11 +57,11 @@ pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
 }
 
 /// The snapshot's number. A snapshot that was deleted and created again under its name has another one.
-pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile) -> Result<u64> {
-    let source = &job.dataset.source;
+pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile, dataset: &DatasetSpec) -> Result<u64> {
+    let source = &dataset.source;
     let snapshots = datafs
         .snapshot_list(&source.volume)
-        .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
+        .map_err(|e| Error::volume(format!("job {}: open dataset {dataset}", job.name), e))?;
     let found = snapshots.iter().find(|snapshot| Some(&snapshot.name) == source.snapshot.as_ref());
     Ok(found.map_or(0, |snapshot| snapshot.id))
 }
@@ -58,23 +81,94 @@ pub(crate) fn open_feed(
     };
     Feed::open(plan, Arc::clone(dataset.store()), &options).map_err(|error| match error {
         FeedError::NoColumn { column, available } => Error::Data {
-            dataset: job.dataset.to_string(),
+            dataset: dataset.spec().to_string(),
             reason: format!("no column {column:?}; it has {available}"),
         },
-        error => Error::feed(format!("job {}: dataset {}", job.name, job.dataset), error),
+        error => Error::feed(format!("job {}: dataset {}", job.name, dataset.spec()), error),
     })
 }
 
+/// What the labels of the whole training data have told.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct LabelFacts {
+    /// The classes, if the labels are texts.
+    pub(crate) dictionary: Option<Dictionary>,
+    /// Their scale, if the job standardizes them.
+    pub(crate) scale: Option<LabelScale>,
+}
+
+impl LabelFacts {
+    /// Reads the labels if that is needed.
+    pub(crate) async fn read(
+        job: &JobFile,
+        engine: &Engine,
+        dataset: &OpenDataset,
+        plan: &Plan,
+    ) -> Result<LabelFacts> {
+        let dictionary = dictionary(job, dataset, plan).await?;
+        let mut facts = LabelFacts { dictionary, scale: None };
+        if job.standardize_labels {
+            let columns = columns(job, engine, &facts);
+            columns.check_schema(plan.dataset().schema())?;
+            facts.scale = Some(LabelScale::read(dataset, &columns).await?);
+        }
+        Ok(facts)
+    }
+}
+
+/// Reads one column of a dataset, in the order of its files.
+pub(crate) async fn read_column(
+    dataset: &OpenDataset,
+    column: &str,
+    mut visit: impl FnMut(&Plan, &FeedBatch) -> Result<()>,
+) -> Result<()> {
+    let failed = |e| Error::feed(format!("read column {column:?} of dataset {}", dataset.spec()), e);
+    let options = PlanOptions { batch_rows: COLUMN_ROWS, lanes: 1, window_rows: 1, ..PlanOptions::default() };
+    let plan = Arc::new(dataset.plan(&options).await.map_err(failed)?);
+    let options = FeedOptions {
+        columns: Some(vec![column.to_owned()]),
+        cache_bytes_max: plan.working_set_bytes(),
+        decode_concurrency: 1,
+        ..FeedOptions::default()
+    };
+    let feed = Feed::open(Arc::clone(&plan), Arc::clone(dataset.store()), &options).map_err(failed)?;
+    let mut first = 0u64;
+    while first < plan.rows() {
+        let rows = usize::try_from(plan.rows() - first).map_or(COLUMN_ROWS, |left| left.min(COLUMN_ROWS));
+        let batch = feed.batch(first / COLUMN_ROWS as u64, 0..rows).await.map_err(failed)?;
+        visit(&plan, &batch)?;
+        first += rows as u64;
+    }
+    Ok(())
+}
+
 /// The column requirements of the job's model.
-pub(crate) fn columns(job: &JobFile, engine: &Engine) -> Columns {
+pub(crate) fn columns(job: &JobFile, engine: &Engine, labels: &LabelFacts) -> Columns {
     Columns {
         dataset: job.dataset.to_string(),
         features: job.features.clone(),
         label: job.label.clone(),
         input_width: engine.input_width(),
         output_width: engine.output_width(),
-        loss: job.loss,
+        loss: job.loss.kind(),
+        ignore_index: job.loss.ignore_index(),
+        dictionary: labels.dictionary.clone().map(Arc::new),
+        scale: labels.scale.clone().map(Arc::new),
     }
+}
+
+/// The classes of the job's labels, if these are texts. Reads all of them.
+pub(crate) async fn dictionary(
+    job: &JobFile,
+    dataset: &OpenDataset,
+    plan: &Plan,
+) -> Result<Option<Dictionary>> {
+    let schema = plan.dataset().schema();
+    let text = schema.field_with_name(&job.label).is_ok_and(|field| labels::is_text(field.data_type()));
+    if !text || !job.loss.kind().takes_classes() {
+        return Ok(None);
+    }
+    labels::read(dataset, &job.label).await.map(Some)
 }
 
 /// Checks columns, types and the widths of the first rows.
@@ -85,7 +179,15 @@ pub(crate) async fn probe(feed: &Feed, columns: &Columns) -> Result<()> {
         .batch(0, 0..rows)
         .await
         .map_err(|e| Error::feed(format!("read dataset {}", columns.dataset), e))?;
-    decode(feed.plan(), columns, &batch.batch, &batch.rows).map(drop)
+    let decoded = decode(feed.plan(), columns, &batch.batch, &batch.rows)?;
+    if decoded.largest_label() > LARGE_LABEL {
+        tracing::warn!(
+            dataset = columns.dataset,
+            label = decoded.largest_label(),
+            "labels of this magnitude train slowly or diverge: set standardize_labels = true, or scale them"
+        );
+    }
+    Ok(())
 }
 
 /// Decodes the rows of a batch; errors name the files.
@@ -95,13 +197,20 @@ pub(crate) fn decode(
     batch: &arrow::array::RecordBatch,
     rows: &[u64],
 ) -> Result<Rows> {
-    columns.decode(batch, &|at| {
-        let row = rows.get(at).copied().unwrap_or_default();
-        match plan.address_of(row) {
-            Some(address) => {
-                format!("row {} of row group {} of {}", address.row, address.row_group, address.file)
-            }
-            None => format!("row {row}"),
+    columns.decode(batch, &|at| row_name(plan, rows, at))
+}
+
+/// The labels of a batch as the dataset has them, for losses of numbers; errors name the files.
+pub(crate) fn label_values(plan: &Plan, columns: &Columns, batch: &FeedBatch) -> Result<Vec<f32>> {
+    columns.label_values(&batch.batch, &|at| row_name(plan, &batch.rows, at))
+}
+
+fn row_name(plan: &Plan, rows: &[u64], at: usize) -> String {
+    let row = rows.get(at).copied().unwrap_or_default();
+    match plan.address_of(row) {
+        Some(address) => {
+            format!("row {} of row group {} of {}", address.row, address.row_group, address.file)
         }
-    })
+        None => format!("row {row}"),
+    }
 }

@@ -1,7 +1,7 @@
 //! The replicated state of a run: everything that a worker needs to apply the next step.
 //!
 //! One encoding serves checkpoints and state transfers to joining workers: safetensors with every parameter
-//! under its own name (`model.NAME`, `optimizer.SLOT.NAME`), and the counters as JSON in the file's metadata.
+//! under its own name (`model.NAME`, `best.NAME`, `optimizer.SLOT.NAME`), and the counters as JSON in the file's metadata.
 //! Nothing in it depends on the number of workers.
 use std::collections::HashMap;
 
@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::engine::ParamLayout;
 use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
+use crate::validation::Evaluation;
 
 #[cfg(test)]
 mod tests;
@@ -32,6 +33,9 @@ pub(crate) struct RunState {
     pub(crate) ledger: Ledger,
     /// The scale of the last step's sum ([`crate::fixed`]); none in checkpoints of earlier programs.
     pub(crate) fraction_bits: Option<i32>,
+    pub(crate) evaluations: Vec<Evaluation>,
+    /// The weights of the evaluation with the lowest loss, in a run that publishes them.
+    pub(crate) best: Option<Vec<f32>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -43,6 +47,11 @@ struct Counters {
     ledger: Ledger,
     #[serde(default)]
     fraction_bits: Option<i32>,
+    // Left out of the states of runs without evaluations, which have the bytes of earlier programs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    evaluations: Vec<Evaluation>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    best: bool,
 }
 
 /// The counters that people ask for, as any program has written them.
@@ -84,10 +93,15 @@ impl History {
 }
 
 impl RunState {
+    /// The weights to publish.
+    pub(crate) fn published(&self) -> &[f32] {
+        self.best.as_ref().unwrap_or(&self.weights)
+    }
+
     /// The largest encoding a state with this layout may have.
     pub(crate) fn bytes_max(layout: &ParamLayout) -> u64 {
         let vector = 4 * layout.elements() as u64;
-        vector.saturating_mul(1 + SLOTS_MAX).saturating_add(OVERHEAD_BYTES_MAX)
+        vector.saturating_mul(2 + SLOTS_MAX).saturating_add(OVERHEAD_BYTES_MAX)
     }
 
     /// Encodes the state; equal states have equal bytes.
@@ -98,9 +112,14 @@ impl RunState {
             optimizer_slots: self.optimizer.slots.iter().map(|(name, _)| name.clone()).collect(),
             ledger: self.ledger.clone(),
             fraction_bits: self.fraction_bits,
+            evaluations: self.evaluations.clone(),
+            best: self.best.is_some(),
         };
         let counters = serde_json::to_string(&counters).map_err(|e| e.to_string())?;
         let mut vectors = vec![("model".to_owned(), &self.weights)];
+        if let Some(best) = &self.best {
+            vectors.push(("best".to_owned(), best));
+        }
         for (slot, values) in &self.optimizer.slots {
             vectors.push((format!("optimizer.{slot}"), values));
         }
@@ -165,6 +184,7 @@ impl RunState {
             return Err(format!("it has {slots} optimizer vectors, at most {SLOTS_MAX} are allowed"));
         }
         let weights = vector("model")?;
+        let best = counters.best.then(|| vector("best")).transpose()?;
         let slots = counters
             .optimizer_slots
             .iter()
@@ -176,6 +196,8 @@ impl RunState {
             optimizer: OptimizerState { step: counters.optimizer_step, slots },
             ledger: counters.ledger,
             fraction_bits: counters.fraction_bits,
+            evaluations: counters.evaluations,
+            best,
         })
     }
 }

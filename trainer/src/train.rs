@@ -17,20 +17,22 @@ use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::config::Config;
+use crate::data::Columns;
 use crate::elastic::coordinator::{self, CoordinatorParams, Joining, Outcome};
 use crate::engine::{Device, Engine, Loss};
 use crate::error::{Error, Result};
-use crate::job::JobFile;
+use crate::job::{JobFile, Validation};
 use crate::join::Listen;
 use crate::launch::WorkerCommand;
 use crate::lock::JobLock;
 use crate::model;
-use crate::optim::Optimizer;
+use crate::optim::{Groups, Optimizer};
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
-use crate::source;
+use crate::source::{self, LabelFacts};
 use crate::state::RunState;
 use crate::statistics;
+use crate::validation::{self, Evaluation, Validator};
 use crate::worker::{Assignment, VolumesSetup};
 
 /// The environment of a job: its volumes, its settings and its worker program.
@@ -63,6 +65,8 @@ pub struct Progress {
     pub epochs_max: u64,
     /// Mean loss of the last global batch.
     pub loss: f64,
+    /// The last evaluation on the validation data.
+    pub evaluation: Option<Evaluation>,
     /// Rows of applied steps since this call of [`train`] began, per second of training.
     pub samples_per_second: f64,
     /// Process ids of the workers in the current membership epoch, in rank order.
@@ -83,6 +87,8 @@ pub enum End {
     Converged,
     /// All epochs are done.
     EpochsDone,
+    /// The last evaluations on the validation data brought no lower loss.
+    NoImprovement,
     /// The job was cancelled; another call continues from the last checkpoint.
     Stopped,
 }
@@ -108,6 +114,10 @@ pub struct TrainReport {
     pub loss: Option<f64>,
     /// Training accuracy of the last complete epoch; none for regression losses.
     pub accuracy: Option<f64>,
+    /// The evaluations on the validation data, in order.
+    pub validation: Vec<Evaluation>,
+    /// The epoch after which the validation loss was lowest.
+    pub best_epoch: Option<u64>,
     /// The model's name in the output volume.
     pub model: String,
     /// The published version; none when the job was stopped.
@@ -172,6 +182,8 @@ pub async fn train(
         loss_per_epoch: Vec::new(),
         loss: None,
         accuracy: None,
+        validation: Vec::new(),
+        best_epoch: None,
         model: job.model_name().to_string(),
         version: None,
         model_sha256: None,
@@ -243,6 +255,8 @@ struct Prepared {
     engine: Engine,
     dataset: OpenDataset,
     plan: Arc<Plan>,
+    validation_plan: Option<Arc<Plan>>,
+    labels: LabelFacts,
     checkpoints: Checkpoints,
     origin: Origin,
     /// The step of the checkpoint from which the job continues, and whether that checkpoint ends the job.
@@ -255,39 +269,47 @@ struct Prepared {
 impl Prepared {
     fn new(mut job: JobFile, setup: Setup) -> Result<Prepared> {
         let runtime = Handle::current();
-        if job.dataset.source.is_latest() {
-            // The newest snapshot may be another one soon. The run is of the one that is the newest now.
-            let (source, _) = setup
-                .datafs
-                .resolve(&job.dataset.source)
-                .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
-            job.dataset.source = source;
+        source::resolve(&setup.datafs, &job.name, &mut job.dataset)?;
+        if let Some(validation) = &mut job.validation {
+            source::resolve(&setup.datafs, &job.name, &mut validation.dataset)?;
         }
         let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
         job.check().map_err(unfit)?;
         setup.config.check().map_err(unfit)?;
-        let dataset = runtime.block_on(source::open_dataset(&setup.datafs, &job))?;
+        let dataset = runtime.block_on(source::open_dataset(&setup.datafs, &job, &job.dataset))?;
         let output = open_output(&setup.datafs, &job)?;
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
-        let engine = Engine::load(&model, job.loss, Device::Cpu)?;
-        Optimizer::new(&job.optimizer, engine.layout().elements())?;
+        let engine = Engine::load(&model, job.loss.clone(), Device::Cpu)?;
+        let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
+        Optimizer::with_groups(&job.optimizer, &groups)?;
 
         let plan = runtime
             .block_on(dataset.plan(&source::plan_options(&job)))
             .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
         let plan = Arc::new(plan);
-        let columns = source::columns(&job, &engine);
         // First: the schema omits columns that files have twice or with several types, and the feed names
         // these.
         let feed = {
             let _context = runtime.enter();
             source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
         };
+        let labels = runtime.block_on(LabelFacts::read(&job, &engine, &dataset, &plan))?;
+        let columns = source::columns(&job, &engine, &labels);
         runtime.block_on(source::probe(&feed, &columns))?;
 
         let model = model.encode_to_vec();
-        let data = format!("{}#{}", plan.id(), source::snapshot_number(&setup.datafs, &job)?);
+        let mut data =
+            format!("{}#{}", plan.id(), source::snapshot_number(&setup.datafs, &job, &job.dataset)?);
+        let validation_plan = match &job.validation {
+            Some(validation) => {
+                let plan = plan_validation(&runtime, &setup.datafs, &job, validation, &columns)?;
+                let number = source::snapshot_number(&setup.datafs, &job, &validation.dataset)?;
+                data += &format!(" {}#{number}", plan.id());
+                Some(plan)
+            }
+            None => None,
+        };
         let model_sha256 = hex::encode(Sha256::digest(&model));
         let run = job.digest(&model_sha256, &data);
         let former_run = job.former_digest(&model_sha256, &data);
@@ -314,7 +336,9 @@ impl Prepared {
         if let Some(state) = &resumed {
             tracing::info!(job = %job.name, step = state.step, "continuing from the last checkpoint");
         }
-        let finished = resumed.as_ref().is_some_and(|state| replica::finish(&job, &state.ledger).is_some());
+        let finished = resumed
+            .as_ref()
+            .is_some_and(|state| replica::finish(&job, &state.ledger, &state.evaluations).is_some());
         let resumed_from_step = resumed.map(|state| state.step);
         let snapshot = setup
             .datafs
@@ -327,6 +351,8 @@ impl Prepared {
             engine,
             dataset,
             plan,
+            validation_plan,
+            labels,
             checkpoints,
             origin,
             resumed_from_step,
@@ -354,6 +380,8 @@ impl Prepared {
             run: self.checkpoints.run.clone(),
             owner: self.checkpoints.owner.clone(),
             plan: (*self.plan).clone(),
+            validation_plan: self.validation_plan.as_deref().cloned(),
+            labels: self.labels.clone(),
         };
         let encode = |assignment: &Assignment| {
             serde_json::to_string(assignment).map_err(|e| Error::Job {
@@ -395,6 +423,7 @@ impl Prepared {
                 epoch: seen.epoch,
                 epochs_max: job.epochs_max,
                 loss: seen.loss,
+                evaluation: seen.evaluation,
                 samples_per_second: rows / elapsed,
                 worker_pids: seen.pids,
                 membership_epoch: seen.membership_epoch,
@@ -414,10 +443,12 @@ impl Prepared {
         stop: &CancellationToken,
     ) -> Result<TrainReport> {
         let state = replica::newest_usable_state(&self.checkpoints, &self.job, &self.plan, &self.engine)?;
-        let finish = state.as_ref().and_then(|state| replica::finish(&self.job, &state.ledger));
+        let finish =
+            state.as_ref().and_then(|state| replica::finish(&self.job, &state.ledger, &state.evaluations));
         report.end = match finish {
             Some(Finish::Converged) => End::Converged,
             Some(Finish::EpochsDone) => End::EpochsDone,
+            Some(Finish::NoImprovement) => End::NoImprovement,
             None => End::Stopped,
         };
         if finish.is_none() && trained.as_ref().is_none_or(|outcome| !outcome.stopped) {
@@ -433,9 +464,9 @@ impl Prepared {
             report.samples_per_second =
                 steps as f64 * self.job.batch_rows as f64 / outcome.trained.as_secs_f64();
         }
-        fill(&mut report, &state, self.job.loss);
+        fill(&mut report, &state, self.job.loss.kind());
         if report.end != End::Stopped {
-            let columns = source::columns(&self.job, &self.engine);
+            let columns = source::columns(&self.job, &self.engine, &self.labels);
             let input = self.engine.graph().input_name().to_owned();
             let statistics = || {
                 let feed = {
@@ -458,6 +489,7 @@ impl Prepared {
                 &self.origin,
                 &mut self.engine,
                 &state,
+                &self.labels,
                 statistics,
                 &self.runtime,
             )?;
@@ -475,8 +507,49 @@ fn fill(report: &mut TrainReport, state: &RunState, loss: Loss) {
     report.epochs = epochs.len() as u64;
     report.rows_per_epoch = epochs.iter().map(|epoch| epoch.rows).collect();
     report.loss_per_epoch = epochs.iter().map(|epoch| epoch.loss).collect();
+    report.best_epoch = validation::best(&state.evaluations).map(|best| best.epoch);
+    report.validation.clone_from(&state.evaluations);
     report.loss = epochs.last().map(|epoch| epoch.loss);
     report.accuracy = epochs.last().filter(|_| loss.counts_classes()).map(|epoch| epoch.accuracy);
+}
+
+/// Checks the validation data and plans its order.
+fn plan_validation(
+    runtime: &Handle,
+    datafs: &Datafs,
+    job: &JobFile,
+    validation: &Validation,
+    columns: &Columns,
+) -> Result<Arc<Plan>> {
+    let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
+    let classes = columns.output_width;
+    if let Some(top) = validation.top_k.filter(|top| *top > classes) {
+        return Err(unfit(format!("validation.top_k = {top}: the model has {classes} classes")));
+    }
+    let dataset = runtime.block_on(source::open_dataset(datafs, job, &validation.dataset))?;
+    let plan = runtime.block_on(dataset.plan(&validation::plan_options(job))).map_err(|e| {
+        Error::feed(format!("job {}: validation dataset {}", job.name, validation.dataset), e)
+    })?;
+    let plan = Arc::new(plan);
+    let validator = {
+        let _context = runtime.enter();
+        Validator::open(job, validation, Arc::clone(&plan), &dataset, columns, 0)?
+    };
+    runtime.block_on(validator.probe())?;
+    if let Some(known) = &columns.dictionary
+        && let Some(found) = runtime.block_on(source::dictionary(job, &dataset, &plan))?
+        && let Some(unknown) = found.first_missing_in(known)
+    {
+        return Err(Error::Data {
+            dataset: validation.dataset.to_string(),
+            reason: format!(
+                "column {:?} has label {unknown:?}, which the training data does not have; its labels are {}",
+                job.label,
+                known.listed()
+            ),
+        });
+    }
+    Ok(plan)
 }
 
 /// 256 random bits from the kernel, in hex.

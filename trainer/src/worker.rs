@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-use crate::collective::{Collective, Options};
+use crate::collective::{Collective, Options, Ring};
 use crate::config::Config;
 use crate::elastic::membership::{Reason, formation, source};
 use crate::elastic::session::{Barrier, Ending, EpochMembership, Report, Session, Timing};
@@ -20,6 +20,8 @@ use crate::job::JobFile;
 use crate::join::host_port;
 use crate::launch::WorkerEnv;
 use crate::replica::Replica;
+use crate::source::LabelFacts;
+use crate::validation::Partial;
 
 mod joined;
 
@@ -38,6 +40,9 @@ pub(crate) struct Assignment {
     /// The token that permits writing checkpoints; see [`crate::checkpoint`].
     pub(crate) owner: String,
     pub(crate) plan: millrace_streams::feed::Plan,
+    /// The order of the validation data.
+    pub(crate) validation_plan: Option<millrace_streams::feed::Plan>,
+    pub(crate) labels: LabelFacts,
 }
 
 /// The home and the settings with which a launched worker opens the volumes.
@@ -152,7 +157,7 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
     let (mut reason, mut trouble) = (Reason::Fresh, None);
     let mut lead = false;
     loop {
-        let formed = match session.arrive(replica.step(), reason, trouble.as_ref())? {
+        let formed = match session.arrive(replica.position(), reason, trouble.as_ref())? {
             Barrier::Formed(formed) => formed,
             Barrier::Done => return replica.close().map(|()| Part::Done),
             Barrier::Preempted => {
@@ -192,20 +197,26 @@ fn epoch(
 ) -> Result<EpochEnd> {
     let shape = formation(formed.epoch, formed.rank, &formed.addresses);
     let mut ring = collective.form(&shape, formed.abort.clone())?;
-    let step = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
+    // The positions of the peers' states.
+    let ahead = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
     if let Some(source) = source(&formed.peers) {
         if source == formed.rank {
             let state = replica.export()?;
-            ring.broadcast(step, source, Some(&state), replica.state_bytes_max())?;
+            ring.broadcast(ahead, source, Some(&state), replica.state_bytes_max())?;
         } else {
-            let state = ring.broadcast(step, source, None, replica.state_bytes_max())?;
-            if let Some(state) = state.filter(|_| replica.step() < step) {
+            let state = ring.broadcast(ahead, source, None, replica.state_bytes_max())?;
+            if let Some(state) = state.filter(|_| replica.position() < ahead) {
                 replica.import(&state)?;
             }
         }
     }
     let lead = formed.rank == 0;
     loop {
+        if replica.evaluation_due()
+            && let Some(end) = evaluate(replica, session, &mut ring, lead)?
+        {
+            return Ok(end);
+        }
         if let Some(finish) = replica.finish() {
             if lead {
                 replica.checkpoint(Some(finish))?;
@@ -216,12 +227,7 @@ fn epoch(
         let stop = session.stop_wanted();
         let done = session.step(|| replica.step_once(&mut ring, leave, stop))?;
         if lead {
-            session.report(Report {
-                step: replica.step(),
-                epoch: replica.epochs(),
-                loss: done.loss,
-                rows: replica.rows(),
-            });
+            session.report(report(replica, done.loss));
             replica.checkpoint_when_due()?;
         }
         if done.stop && replica.finish().is_none() {
@@ -233,6 +239,47 @@ fn epoch(
         if done.leave && replica.finish().is_none() {
             return Ok(EpochEnd::Left);
         }
+    }
+}
+
+/// Evaluates the weights. `Some` when the membership epoch ends before that is done; the evaluation then begins
+/// again in another one.
+fn evaluate(
+    replica: &mut Replica,
+    session: &mut Session,
+    ring: &mut Ring<'_>,
+    lead: bool,
+) -> Result<Option<EpochEnd>> {
+    let mut partial = Partial::default();
+    loop {
+        let leave = session.leave_wanted() || session.preempted();
+        let stop = session.stop_wanted();
+        let round = session.step(|| replica.evaluate(&mut partial, ring, leave, stop))?;
+        if round.complete {
+            if lead {
+                session.report(report(replica, replica.last_loss()));
+            }
+            return Ok(None);
+        }
+        if round.stop {
+            if lead {
+                replica.checkpoint(None)?;
+            }
+            return Ok(Some(session.finish(replica.step(), true)?.into()));
+        }
+        if round.leave {
+            return Ok(Some(EpochEnd::Left));
+        }
+    }
+}
+
+fn report(replica: &Replica, loss: f64) -> Report {
+    Report {
+        step: replica.step(),
+        epoch: replica.epochs(),
+        loss,
+        rows: replica.rows(),
+        evaluation: replica.last_evaluation(),
     }
 }
 

@@ -6,6 +6,8 @@
 
 #[path = "trainer/data.rs"]
 mod data;
+#[path = "trainer/goals.rs"]
+mod goals;
 #[path = "trainer/joined.rs"]
 mod joined;
 #[path = "../../datafs/tests/postgres/server.rs"]
@@ -621,7 +623,7 @@ fn bad_jobs_are_refused_before_any_worker_starts() {
             replace("optimizer", "optimizer = { kind = \"adamw\", learning_rate = -1.0 }"),
             vec!["learning_rate", "above 0"],
         ),
-        (replace("optimizer", "optimizer = { kind = \"adam\" }"), vec!["line 6", "adam"]),
+        (replace("optimizer", "optimizer = { kind = \"lamb\" }"), vec!["line 6", "lamb"]),
         (replace("name", "name = \"../up\""), vec!["line 1", "../up"]),
         (
             replace("dataset", "dataset = \"data:/train\""),

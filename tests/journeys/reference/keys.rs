@@ -26,7 +26,9 @@ const fn table(heading: &'static str, file: &'static str, name: &'static str, at
 const SERVING: &str = "serving/core/src/config.rs";
 const OPTIMIZER: &str = "trainer/src/optim/config.rs";
 
-const PAGES: [(&str, &str, &[Table]); 9] = [
+const OBJECTIVE: &str = "trainer/src/engine/objective.rs";
+
+const PAGES: [(&str, &str, &[Table]); 10] = [
     ("config/datafs.md", "Keys: datafs", &[table("[datafs]", "datafs/src/config.rs", "Config", "/datafs")]),
     (
         "config/streams.md",
@@ -93,16 +95,52 @@ const PAGES: [(&str, &str, &[Table]); 9] = [
             table("The job file", "trainer/src/job.rs", "JobFile", "/mlp"),
             table("[model] with kind = \"mlp\"", "trainer/src/init.rs", "MlpSpec", "/mlp/model"),
             table("[model] with kind = \"cnn\"", "trainer/src/init.rs", "CnnSpec", "/cnn/model"),
+            table("[validation]", "trainer/src/job.rs", "Validation", "/mlp/validation"),
+            table("[shuffle]", "trainer/src/job.rs", "Shuffle", "/mlp/shuffle"),
+            table("[output]", "trainer/src/job.rs", "Output", "/mlp/output"),
+        ],
+    ),
+    (
+        "config/train-objective.md",
+        "Keys of losses, optimizers and schedules",
+        &[
+            table("loss = { kind = \"cross_entropy\" }", OBJECTIVE, "CrossEntropy", "/mlp/loss"),
+            table("loss = { kind = \"huber\" }", OBJECTIVE, "Huber", "/mlp/loss"),
             table("[optimizer] with kind = \"sgd\"", OPTIMIZER, "SgdConfig", "/cnn/optimizer"),
             table("[optimizer] with kind = \"adamw\"", OPTIMIZER, "AdamWConfig", "/mlp/optimizer"),
+            table("[optimizer] with kind = \"adam\"", OPTIMIZER, "AdamConfig", "/adam/optimizer"),
+            table("[optimizer] with kind = \"adagrad\"", OPTIMIZER, "AdaGradConfig", "/adagrad/optimizer"),
+            table("[optimizer] with kind = \"rmsprop\"", OPTIMIZER, "RmsPropConfig", "/rmsprop/optimizer"),
             table(
                 "schedule = { kind = \"cosine\" }",
                 OPTIMIZER,
                 "Schedule::Cosine",
                 "/mlp/optimizer/schedule",
             ),
-            table("[shuffle]", "trainer/src/job.rs", "Shuffle", "/mlp/shuffle"),
-            table("[output]", "trainer/src/job.rs", "Output", "/mlp/output"),
+            table(
+                "schedule = { kind = \"one_cycle\" }",
+                OPTIMIZER,
+                "Schedule::OneCycle",
+                "/adam/optimizer/schedule",
+            ),
+            table(
+                "schedule = { kind = \"step\" }",
+                OPTIMIZER,
+                "Schedule::Step",
+                "/adagrad/optimizer/schedule",
+            ),
+            table(
+                "schedule = { kind = \"exponential\" }",
+                OPTIMIZER,
+                "Schedule::Exponential",
+                "/rmsprop/optimizer/schedule",
+            ),
+            table(
+                "schedule = { kind = \"linear\" }",
+                OPTIMIZER,
+                "Schedule::Linear",
+                "/cnn/optimizer/schedule",
+            ),
         ],
     ),
 ];
@@ -133,7 +171,7 @@ snapshots = [{ volume = "example", every_s = 3600, keep = 48 }]
 "#;
 
 /// Job files with their required keys.
-const JOBS: [(&str, &str); 2] = [
+const JOBS: [(&str, &str); 5] = [
     (
         "mlp",
         r#"
@@ -143,6 +181,7 @@ features = "pixels"
 label = "label"
 model = { kind = "mlp", inputs = 64, classes = 10 }
 optimizer = { kind = "adamw", schedule = { kind = "cosine", total_steps = 1000 } }
+validation = { dataset = "example@monday:/test" }
 "#,
     ),
     (
@@ -153,17 +192,51 @@ dataset = "example@monday:/train"
 features = "pixels"
 label = "label"
 model = { kind = "cnn", height = 8, width = 8, classes = 10 }
-optimizer = { kind = "sgd" }
+optimizer = { kind = "sgd", schedule = { kind = "linear", warmup_steps = 100 } }
+"#,
+    ),
+    (
+        "adam",
+        r#"
+name = "example"
+dataset = "example@monday:/train"
+features = "pixels"
+label = "label"
+model = "example.onnx"
+optimizer = { kind = "adam", schedule = { kind = "one_cycle", total_steps = 1000 } }
+"#,
+    ),
+    (
+        "adagrad",
+        r#"
+name = "example"
+dataset = "example@monday:/train"
+features = "pixels"
+label = "label"
+model = "example.onnx"
+optimizer = { kind = "adagrad", schedule = { kind = "step", every_steps = 1000 } }
+"#,
+    ),
+    (
+        "rmsprop",
+        r#"
+name = "example"
+dataset = "example@monday:/train"
+features = "pixels"
+label = "label"
+model = "example.onnx"
+optimizer = { kind = "rmsprop", schedule = { kind = "exponential", gamma = 0.999 } }
 "#,
     ),
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 42] = [
+const TYPES: [(&str, &str); 44] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
     ("u64", "integer"),
+    ("i64", "integer"),
     ("i32", "integer"),
     ("f32", "number"),
     ("f64", "number"),
@@ -201,18 +274,18 @@ const TYPES: [(&str, &str); 42] = [
     ("Shuffle", "table"),
     ("Output", "table"),
     ("UnknownFields", "word"),
-    ("Loss", "word"),
+    ("Objective", "word or table"),
+    ("Validation", "table"),
 ];
 
 /// Types with a few values, and the files that declare them.
-const CHOICES: [(&str, &str); 7] = [
+const CHOICES: [(&str, &str); 6] = [
     ("Flush", "streams/src/broker/config.rs"),
     ("Control", SERVING),
     ("Format", "ingest/src/config.rs"),
     ("DeadLetter", "ingest/src/config.rs"),
     ("Compression", "ingest/src/config.rs"),
     ("UnknownFields", "ingest/src/decode.rs"),
-    ("Loss", "trainer/src/engine.rs"),
 ];
 
 const NOTE: &str = "\

@@ -19,7 +19,8 @@ fn layout() -> ParamLayout {
 fn state(step: u64) -> RunState {
     let weights = (0..64 * 512).map(|i| (i as f32 + step as f32).sin()).collect();
     let optimizer = OptimizerState { step, slots: vec![] };
-    RunState { step, weights, optimizer, ledger: Ledger::default(), fraction_bits: None }
+    let ledger = Ledger::default();
+    RunState { step, weights, optimizer, ledger, fraction_bits: None, evaluations: Vec::new(), best: None }
 }
 
 fn datafs(home: &Path) -> Datafs {

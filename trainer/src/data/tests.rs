@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use arrow::array::{
-    ArrayRef, BooleanArray, Float64Array, Int8Array, Int32Array, Int64Array, ListArray, RecordBatch,
-    StringArray, UInt64Array,
+    ArrayRef, BooleanArray, Float64Array, Int8Array, Int16Array, Int32Array, Int64Array, ListArray,
+    RecordBatch, StringArray, UInt8Array, UInt16Array, UInt32Array, UInt64Array,
 };
 use arrow::datatypes::{Float32Type, Int32Type};
 use proptest::prelude::*;
@@ -20,6 +20,9 @@ fn columns(input_width: usize, output_width: usize, loss: Loss) -> Columns {
         input_width,
         output_width,
         loss,
+        ignore_index: None,
+        dictionary: None,
+        scale: None,
     }
 }
 
@@ -128,4 +131,58 @@ fn columns_that_do_not_match_the_model_are_named() {
         .check_schema(&batch(good_x(), good_y()).schema())
         .unwrap_err();
     assert!(error.to_string().contains("no column \"z\"; it has x, y"), "{error}");
+}
+
+#[test]
+fn classes_come_from_integers_of_any_width_booleans_and_texts() {
+    let x = || lists(&[Some(vec![Some(1.0)]), Some(vec![Some(2.0)]), Some(vec![Some(3.0)])]);
+    let integers: Vec<ArrayRef> = vec![
+        Arc::new(Int8Array::from(vec![1, 0, 1])),
+        Arc::new(UInt8Array::from(vec![1, 0, 1])),
+        Arc::new(Int16Array::from(vec![1, 0, 1])),
+        Arc::new(UInt16Array::from(vec![1, 0, 1])),
+        Arc::new(Int32Array::from(vec![1, 0, 1])),
+        Arc::new(UInt32Array::from(vec![1, 0, 1])),
+        Arc::new(Int64Array::from(vec![1, 0, 1])),
+        Arc::new(UInt64Array::from(vec![1, 0, 1])),
+        Arc::new(BooleanArray::from(vec![true, false, true])),
+        Arc::new(StringArray::from(vec!["yes", "no", "yes"])),
+    ];
+    let dictionary = serde_json::from_str(r#"{"texts":["no","yes"]}"#).unwrap();
+    let classes = Columns { dictionary: Some(Arc::new(dictionary)), ..columns(1, 2, Loss::CrossEntropy) };
+    for y in integers {
+        let batch = batch(x(), y);
+        classes.check_schema(&batch.schema()).unwrap();
+        assert_eq!(classes.decode(&batch, &name).unwrap().shard(0..3).labels, Labels::Class(vec![1, 0, 1]));
+    }
+    let unseen = batch(x(), Arc::new(StringArray::from(vec!["no", "maybe", "yes"])));
+    let error = classes.decode(&unseen, &name).unwrap_err().to_string();
+    assert!(error.contains("row 1 has label \"maybe\"") && error.contains("\"no\", \"yes\""), "{error}");
+    let narrow = Columns { output_width: 1, ..classes.clone() };
+    let error = narrow.check_schema(&unseen.schema()).unwrap_err().to_string();
+    assert!(error.contains("2 different labels") && error.contains("1 classes"), "{error}");
+    let ignoring = Columns { ignore_index: Some(-1), ..classes };
+    let error = ignoring.check_schema(&unseen.schema()).unwrap_err().to_string();
+    assert!(error.contains("loss.ignore_index = -1"), "{error}");
+    let ignored = batch(x(), Arc::new(Int8Array::from(vec![1, -1, 0])));
+    let rows = ignoring.decode(&ignored, &name).unwrap();
+    assert_eq!(rows.shard(0..3).labels, Labels::Class(vec![1, -1, 0]));
+}
+
+#[test]
+fn binary_labels_are_booleans_or_numbers_from_0_to_1() {
+    let bce = columns(1, 1, Loss::Bce);
+    let x = || -> ArrayRef { Arc::new(Int32Array::from(vec![5, 6])) };
+    for y in [
+        Arc::new(BooleanArray::from(vec![true, false])) as ArrayRef,
+        Arc::new(Int8Array::from(vec![1, 0])),
+        Arc::new(Float64Array::from(vec![1.0, 0.0])),
+    ] {
+        let batch = batch(x(), y);
+        bce.check_schema(&batch.schema()).unwrap();
+        assert_eq!(bce.decode(&batch, &name).unwrap().shard(0..2).labels, Labels::Value(vec![1.0, 0.0]));
+    }
+    let batch = batch(x(), Arc::new(Int8Array::from(vec![1, 2])));
+    let error = bce.decode(&batch, &name).unwrap_err().to_string();
+    assert!(error.contains("row 1 has 2 in column \"y\"") && error.contains("from 0 to 1"), "{error}");
 }

@@ -25,6 +25,7 @@ use crate::join::{self, Listen, PROTOCOL, Token};
 use crate::launch::{RingEnv, WorkerCommand, WorkerEnv, describe_exit};
 use crate::metrics;
 use crate::proof::{NONCE_BYTES, Nonce, nonce};
+use crate::validation::Evaluation;
 
 /// A worker alone may take this many times `exchange_timeout_ms` per step, since it computes all of it.
 const STEP_EXCHANGES: u32 = 10;
@@ -50,6 +51,7 @@ pub(crate) struct Report {
     pub(crate) epoch: u64,
     pub(crate) loss: f64,
     pub(crate) rows: u64,
+    pub(crate) evaluation: Option<Evaluation>,
     pub(crate) pids: Vec<u32>,
     pub(crate) membership_epoch: u64,
     /// Workers that have to join before training can go on.
@@ -403,11 +405,15 @@ impl Actor<'_> {
                     epoch: progress.epoch,
                     loss: progress.loss,
                     rows: progress.rows,
+                    evaluation: progress.evaluation.map(Into::into),
                     pids: self.membership.pids(),
                     membership_epoch: self.membership.epoch(),
                     missing: self.report.missing,
                     listening: self.report.listening,
                 };
+                if let Some(evaluation) = &self.report.evaluation {
+                    metrics::record_evaluation(evaluation.loss, evaluation.accuracy);
+                }
                 if before.0 > 0 {
                     metrics::record_progress(
                         progress.step.saturating_sub(before.0),

@@ -23,6 +23,7 @@ use crate::collective;
 use crate::error::{Error, Result};
 use crate::join;
 use crate::launch::WorkerEnv;
+use crate::validation::Evaluation;
 
 /// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
 /// while (Ctrl-Z); if it is gone, the connection breaks at once.
@@ -75,6 +76,7 @@ pub(crate) struct Report {
     pub(crate) epoch: u64,
     pub(crate) loss: f64,
     pub(crate) rows: u64,
+    pub(crate) evaluation: Option<Evaluation>,
 }
 
 enum Notice {
@@ -388,6 +390,7 @@ async fn report(
             epoch: report.epoch,
             loss: report.loss,
             rows: report.rows,
+            evaluation: report.evaluation.map(Into::into),
         });
         if outgoing.send(proto::FromWorker { message: Some(progress) }).await.is_err() {
             return;

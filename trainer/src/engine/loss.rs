@@ -3,96 +3,165 @@
 //! Computed on the host in f64, row by row in order: outputs are small, and the sum must have the same bits
 //! on every machine.
 
-use super::{EngineError, Labels, Loss};
-use crate::graph::Graph;
+use super::objective::CrossEntropy;
+use super::{EngineError, Labels, Loss, Objective};
+use crate::graph::{Graph, Op, Unary};
 
 /// The loss of an output.
 pub(super) struct LossResult {
     pub(super) loss_sum: f64,
+    /// Sum of the rows' weights: the number of rows, unless classes have weights or rows are ignored.
+    pub(super) weight: f64,
     pub(super) correct: u64,
+    pub(super) ignored: u64,
     /// Gradient of the loss sum by the output, row-major.
     pub(super) slope: Vec<f32>,
 }
 
+/// What an evaluation measures beside the loss.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Measures {
+    pub(crate) rows: u64,
+    pub(crate) loss: f64,
+    pub(crate) weight: f64,
+    pub(crate) correct: u64,
+    pub(crate) ignored: u64,
+    /// Rows whose label is among the classes with the largest outputs.
+    pub(crate) within_top: u64,
+    /// Sum over the rows of the mean absolute error of their outputs.
+    pub(crate) absolute: f64,
+}
+
 /// Rejects outputs that do not suit the loss.
-pub(super) fn check_output(loss: Loss, graph: &Graph) -> Result<(), EngineError> {
+pub(super) fn check_output(objective: &Objective, graph: &Graph) -> Result<(), EngineError> {
+    let loss = objective.kind();
     let refuse = |reason: String| Err(EngineError::Loss { loss, reason });
     let rank = graph.values()[graph.output()].dims.len();
-    if loss == Loss::CrossEntropy {
-        if rank != 2 || graph.output_width() < 2 {
-            return refuse(format!(
-                "its output {:?} has {rank} dimensions and {} values per row, [rows, classes] with two or more classes is needed",
-                graph.output_name(),
-                graph.output_width()
-            ));
+    match objective {
+        Objective::CrossEntropy(settings) => {
+            let classes = graph.output_width();
+            if rank != 2 || classes < 2 {
+                return refuse(format!(
+                    "its output {:?} has {rank} dimensions and {classes} values per row, [rows, classes] with two or more classes is needed",
+                    graph.output_name(),
+                ));
+            }
+            if graph.ends_in_softmax() {
+                return refuse(format!(
+                    "its output {:?} is made by Softmax, cross-entropy takes the logits before it (remove that node)",
+                    graph.output_name()
+                ));
+            }
+            let weights = settings.class_weights.len();
+            if weights != 0 && weights != classes {
+                return refuse(format!(
+                    "loss.class_weights has {weights} weights, its output {:?} has {classes} classes",
+                    graph.output_name()
+                ));
+            }
         }
-        if graph.ends_in_softmax() {
+        Objective::Bce if ends_in_sigmoid(graph) => {
             return refuse(format!(
-                "its output {:?} is made by Softmax, cross-entropy takes the logits before it (remove that node)",
+                "its output {:?} is made by Sigmoid, bce takes the logits before it (remove that node)",
                 graph.output_name()
             ));
         }
+        _ => {}
     }
     Ok(())
 }
 
+/// Whether Sigmoid makes the output, also before nodes that only move elements.
+fn ends_in_sigmoid(graph: &Graph) -> bool {
+    let mut value = graph.output();
+    while let Some(node) = graph.nodes().iter().find(|node| node.output == value) {
+        match (&node.op, node.inputs.first()) {
+            (Op::Unary(Unary::Sigmoid), _) => return true,
+            (Op::Reshape | Op::Permute(_), Some(input)) => value = *input,
+            _ => return false,
+        }
+    }
+    false
+}
+
 /// Rejects labels that do not match the rows or the classes.
 pub(super) fn check_labels(
-    loss: Loss,
+    objective: &Objective,
     labels: &Labels,
     rows: usize,
     width: usize,
 ) -> Result<(), EngineError> {
+    let loss = objective.kind();
     let refuse = |reason: String| Err(EngineError::Batch { reason });
-    match (loss, labels) {
-        (Loss::CrossEntropy, Labels::Class(classes)) => {
+    match labels {
+        Labels::Class(classes) if loss.takes_classes() => {
             if classes.len() != rows {
                 return refuse(format!("{rows} rows with {} labels", classes.len()));
             }
-            let outside = |label: &i64| usize::try_from(*label).map_or(true, |l| l >= width);
+            let ignored = objective.ignore_index();
+            let outside = |label: &i64| {
+                ignored != Some(*label) && usize::try_from(*label).map_or(true, |label| label >= width)
+            };
             match classes.iter().position(outside) {
                 Some(row) => Err(EngineError::Label { row, label: classes[row], classes: width }),
                 None => Ok(()),
             }
         }
-        (Loss::Mse, Labels::Value(values)) => {
+        Labels::Value(values) if !loss.takes_classes() => {
             if rows.checked_mul(width) != Some(values.len()) {
                 return refuse(format!("{rows} rows of {width} outputs with {} label values", values.len()));
             }
-            match values.iter().position(|value| !value.is_finite()) {
+            let fits = |value: &f32| match loss {
+                Loss::Bce => (0.0..=1.0).contains(value),
+                _ => value.is_finite(),
+            };
+            match values.iter().position(|value| !fits(value)) {
                 Some(index) => {
-                    refuse(format!("the label of row {} is {}", index / width.max(1), values[index]))
+                    let range = if loss == Loss::Bce { ", bce needs labels from 0 to 1" } else { "" };
+                    let row = index / width.max(1);
+                    refuse(format!("the label of row {row} is {}{range}", values[index]))
                 }
                 None => Ok(()),
             }
         }
-        (Loss::CrossEntropy, Labels::Value(_)) => {
+        Labels::Value(_) => {
             refuse("cross_entropy needs integer classes, the labels are floats (loss = \"mse\"?)".into())
         }
-        (Loss::Mse, Labels::Class(_)) => {
-            refuse("mse needs float labels, the labels are integers (loss = \"cross_entropy\"?)".into())
+        Labels::Class(_) => {
+            refuse(format!("{loss} needs float labels, the labels are integers (loss = \"cross_entropy\"?)"))
         }
     }
 }
 
 /// Computes the loss of an output with checked labels; fails on the first row with a loss that is not finite.
 pub(super) fn loss_and_gradient(
-    loss: Loss,
+    objective: &Objective,
     logits: &[f32],
     labels: &Labels,
     rows: usize,
 ) -> Result<LossResult, EngineError> {
     let width = logits.len() / rows.max(1);
-    let mut result = LossResult { loss_sum: 0.0, correct: 0, slope: Vec::with_capacity(logits.len()) };
+    let slope = Vec::with_capacity(logits.len());
+    let mut result = LossResult { loss_sum: 0.0, weight: 0.0, correct: 0, ignored: 0, slope };
     for (row, outputs) in logits.chunks_exact(width.max(1)).enumerate() {
-        let value = match labels {
-            Labels::Class(classes) => {
-                let label = classes.get(row).copied().unwrap_or_default() as usize;
-                cross_entropy(outputs, label, &mut result)
+        let value = match (objective, labels) {
+            (Objective::CrossEntropy(settings), Labels::Class(classes)) => {
+                let label = classes.get(row).copied().unwrap_or_default();
+                cross_entropy(settings, outputs, label, &mut result)
             }
-            Labels::Value(values) => {
+            (_, Labels::Value(values)) => {
                 let truth = &values[row * width..(row + 1) * width];
-                squared_error(outputs, truth, &mut result.slope)
+                result.weight += 1.0;
+                if *objective == Objective::Bce {
+                    let right = outputs.iter().zip(truth).all(|(z, y)| (*z > 0.0) == (*y > 0.5));
+                    result.correct += u64::from(right);
+                }
+                error_of_outputs(objective, outputs, truth, &mut result.slope)
+            }
+            _ => {
+                return Err(EngineError::Batch {
+                    reason: format!("the labels do not fit loss {}", objective.kind()),
+                });
             }
         };
         if !value.is_finite() {
@@ -100,15 +169,60 @@ pub(super) fn loss_and_gradient(
         }
         result.loss_sum += value;
     }
-    debug_assert!(matches!(
-        (loss, labels),
-        (Loss::CrossEntropy, Labels::Class(_)) | (Loss::Mse, Labels::Value(_))
-    ));
     Ok(result)
 }
 
-/// log Σ e^z − z_label; its slope is softmax(z) − one-hot(label).
-fn cross_entropy(outputs: &[f32], label: usize, result: &mut LossResult) -> f64 {
+/// Judges an output with checked labels. `top` is the number of classes among which a label counts as found;
+/// `units` are the sizes of the outputs' errors of 1, all 1 if it is empty.
+pub(super) fn measure(
+    objective: &Objective,
+    logits: &[f32],
+    labels: &Labels,
+    rows: usize,
+    (top, units): (usize, &[f64]),
+) -> Result<Measures, EngineError> {
+    let LossResult { loss_sum, weight, correct, ignored, .. } =
+        loss_and_gradient(objective, logits, labels, rows)?;
+    let rows = rows as u64;
+    let mut measures = Measures { rows, loss: loss_sum, weight, correct, ignored, ..Measures::default() };
+    let width = (logits.len() / (rows as usize).max(1)).max(1);
+    match labels {
+        Labels::Class(classes) => {
+            for (outputs, label) in logits.chunks_exact(width).zip(classes) {
+                let class = usize::try_from(*label).ok().filter(|_| objective.ignore_index() != Some(*label));
+                if let Some(own) = class.and_then(|class| outputs.get(class).map(|own| (class, *own))) {
+                    // Of equal outputs the first one is ahead, as for the accuracy.
+                    let ahead =
+                        |(class, value): (usize, &f32)| *value > own.1 || (*value == own.1 && class < own.0);
+                    let rank =
+                        outputs.iter().enumerate().filter(|(class, value)| ahead((*class, value))).count();
+                    measures.within_top += u64::from(rank < top);
+                }
+            }
+        }
+        Labels::Value(values) => {
+            for (outputs, truth) in logits.chunks_exact(width).zip(values.chunks_exact(width)) {
+                let errors = outputs.iter().zip(truth).enumerate().map(|(at, (z, y))| {
+                    (f64::from(*z) - f64::from(*y)).abs() * units.get(at).copied().unwrap_or(1.0)
+                });
+                measures.absolute += errors.sum::<f64>() / width as f64;
+            }
+        }
+    }
+    Ok(measures)
+}
+
+/// With p = softmax(z), y the label, w the weights and s the smoothing of K classes:
+/// −(1 − s) w_y log p_y − s/K Σ w_c log p_c.
+///
+/// Its slope is (a + Σ b_c) p − a · one-hot(y) − b, where a = (1 − s) w_y and b_c = s/K w_c.
+fn cross_entropy(settings: &CrossEntropy, outputs: &[f32], label: i64, result: &mut LossResult) -> f64 {
+    if settings.ignore_index == Some(label) {
+        result.ignored += 1;
+        result.slope.resize(result.slope.len() + outputs.len(), 0.0);
+        return 0.0;
+    }
+    let label = label as usize;
     let mut best = 0;
     for (class, value) in outputs.iter().enumerate() {
         if *value > outputs[best] {
@@ -119,21 +233,58 @@ fn cross_entropy(outputs: &[f32], label: usize, result: &mut LossResult) -> f64 
     let largest = f64::from(outputs[best]);
     let shifted = |value: &f32| (f64::from(*value) - largest).exp();
     let total: f64 = outputs.iter().map(shifted).sum();
-    for (class, value) in outputs.iter().enumerate() {
-        let target = if class == label { 1.0 } else { 0.0 };
-        result.slope.push((shifted(value) / total - target) as f32);
+    let weight = |class: usize| settings.class_weights.get(class).copied().unwrap_or(1.0);
+    let spread = settings.label_smoothing / outputs.len() as f64;
+    let own = (1.0 - settings.label_smoothing) * weight(label);
+    let log_total = total.ln() + largest;
+    let (mut value, mut sum) = (own * (log_total - f64::from(outputs[label])), own);
+    if spread > 0.0 {
+        for (class, output) in outputs.iter().enumerate() {
+            let share = spread * weight(class);
+            value += share * (log_total - f64::from(*output));
+            sum += share;
+        }
     }
-    total.ln() + largest - f64::from(outputs[label])
+    for (class, value) in outputs.iter().enumerate() {
+        let target = if class == label { own } else { 0.0 };
+        let share = if spread > 0.0 { spread * weight(class) } else { 0.0 };
+        result.slope.push((sum * (shifted(value) / total) - target - share) as f32);
+    }
+    result.weight += weight(label);
+    value
 }
 
-/// The mean over the outputs of (z − y)²; its slope is 2 (z − y) / outputs.
-fn squared_error(outputs: &[f32], truth: &[f32], slope: &mut Vec<f32>) -> f64 {
+/// The mean over the outputs of an error of output and label; appends its slope.
+fn error_of_outputs(objective: &Objective, outputs: &[f32], truth: &[f32], slope: &mut Vec<f32>) -> f64 {
     let share = 1.0 / outputs.len() as f64;
     let mut total = 0.0;
     for (value, target) in outputs.iter().zip(truth) {
-        let distance = f64::from(*value) - f64::from(*target);
-        total += distance * distance * share;
-        slope.push((2.0 * distance * share) as f32);
+        let (error, derivative) = error_of_output(objective, f64::from(*value), f64::from(*target));
+        total += error * share;
+        slope.push((derivative * share) as f32);
     }
     total
+}
+
+/// The error of one output `z` with the label `y`, and its derivative by `z`.
+fn error_of_output(objective: &Objective, z: f64, y: f64) -> (f64, f64) {
+    let distance = z - y;
+    match objective {
+        // −y log σ(z) − (1 − y) log(1 − σ(z)), without overflow.
+        Objective::Bce => {
+            let small = (-z.abs()).exp();
+            let sigmoid = if z >= 0.0 { 1.0 / (1.0 + small) } else { small / (1.0 + small) };
+            (z.max(0.0) - z * y + small.ln_1p(), sigmoid - y)
+        }
+        Objective::L1 => {
+            let sign = if distance == 0.0 { 0.0 } else { distance.signum() };
+            (distance.abs(), sign)
+        }
+        Objective::Huber(settings) if distance.abs() > settings.delta => {
+            let delta = settings.delta;
+            (delta * (distance.abs() - 0.5 * delta), delta * distance.signum())
+        }
+        Objective::Huber(_) => (0.5 * distance * distance, distance),
+        Objective::CrossEntropy(_) | Objective::Mse => (distance * distance, 2.0 * distance),
+    }
 }

@@ -5,6 +5,7 @@
 mod gpu;
 mod hostile;
 mod learning;
+mod losses;
 mod measure;
 
 use std::collections::BTreeSet;

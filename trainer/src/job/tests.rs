@@ -19,7 +19,7 @@ fn defaults_match_the_documentation() {
     let job = JobFile::parse(MINIMAL).unwrap();
     assert_eq!((job.batch_rows, job.virtual_shards, job.epochs_max), (64, 12, 20));
     assert_eq!((job.checkpoint_every_steps, job.seed, job.workers), (500, 0, None));
-    assert_eq!((job.loss, job.device), (Loss::CrossEntropy, Device::Cpu));
+    assert_eq!((job.loss.clone(), job.device), (Loss::CrossEntropy.into(), Device::Cpu));
     assert_eq!(job.output_volume().to_string(), "d");
     assert_eq!((job.model_name().to_string(), job.output.path.as_str()), ("j".into(), "models"));
     let json = serde_json::to_string(&job).unwrap();
@@ -83,7 +83,7 @@ fn digest_covers_the_computation_but_not_the_budget() {
         JobFile { batch_rows: 65, ..job.clone() },
         JobFile { virtual_shards: 11, ..job.clone() },
         JobFile { device: Device::Cuda(0), ..job.clone() },
-        JobFile { loss: Loss::Mse, ..job.clone() },
+        JobFile { loss: Loss::Mse.into(), ..job.clone() },
         JobFile { shuffle: Shuffle { lanes: 2, ..Shuffle::default() }, ..job.clone() },
     ];
     assert!(others.iter().all(|other| digest(other) != digest(&job)));
@@ -113,4 +113,93 @@ fn digests_of_both_formats_are_frozen() {
         job.former_digest("model", "plan#1"),
         "12b647afa5af965e89e53805c9ad03401c47aaadd823beca89dc2e9fda0b7ad6"
     );
+}
+
+fn with(lines: &str) -> JobFile {
+    JobFile::parse(&format!("{MINIMAL}{lines}\n")).unwrap()
+}
+
+#[test]
+fn losses_are_words_or_tables() {
+    let written = |job: &JobFile| serde_json::to_value(&job.loss).unwrap();
+    for word in ["cross_entropy", "mse", "bce", "l1", "huber"] {
+        for text in [format!("loss = \"{word}\""), format!("loss = {{ kind = \"{word}\" }}")] {
+            let job = with(&text);
+            assert_eq!((job.loss.kind().to_string(), written(&job)), (word.to_owned(), word.into()));
+        }
+    }
+    let job = with("loss = { kind = \"huber\", delta = 0.5 }");
+    assert_eq!(written(&job), serde_json::json!({"kind": "huber", "delta": 0.5}));
+    let job = with(
+        "[loss]\nkind = \"cross_entropy\"\nlabel_smoothing = 0.1\nclass_weights = [1, 2.5]\nignore_index = -100",
+    );
+    let table = serde_json::json!({
+        "kind": "cross_entropy", "label_smoothing": 0.1, "class_weights": [1.0, 2.5], "ignore_index": -100
+    });
+    assert_eq!(written(&job), table);
+    let json = serde_json::to_string(&job).unwrap();
+    assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), job);
+}
+
+#[test]
+fn new_keys_are_checked_and_named() {
+    for (lines, words) in [
+        ("loss = { kind = \"hinge\" }", ["line 6", "hinge"]),
+        ("loss = { kind = \"mse\", delta = 1.0 }", ["line 6", "delta"]),
+        ("loss = { kind = \"cross_entropy\", smoothing = 0.1 }", ["line 6", "smoothing"]),
+        ("loss = 3", ["line 6", "a loss such as"]),
+        (
+            "loss = { kind = \"cross_entropy\", label_smoothing = 1.5 }",
+            ["loss.label_smoothing = 1.5", "0 to 1"],
+        ),
+        ("loss = { kind = \"cross_entropy\", class_weights = [1, -2] }", ["loss.class_weights", "-2"]),
+        ("loss = { kind = \"cross_entropy\", class_weights = [0, 0] }", ["loss.class_weights", "all 0"]),
+        ("loss = { kind = \"huber\", delta = 0.0 }", ["loss.delta = 0", "above 0"]),
+        ("standardize_labels = true", ["standardize_labels", "not cross_entropy"]),
+        ("[validation]\nevery_epochs = 1", ["line 6", "dataset"]),
+        ("[validation]\ndataset = \"d:/v\"", ["validation.dataset", "names no snapshot"]),
+        (
+            "[validation]\ndataset = \"d@s:/v\"\nevery_epochs = 21",
+            ["validation.every_epochs = 21", "epochs_max"],
+        ),
+        ("[validation]\ndataset = \"d@s:/v\"\nearly_stopping = 0", ["validation.early_stopping = 0", "1 to"]),
+        ("[validation]\ndataset = \"d@s:/v\"\ntop_k = 0", ["validation.top_k = 0", "1 to"]),
+        (
+            "loss = \"mse\"\n[validation]\ndataset = \"d@s:/v\"\ntop_k = 2",
+            ["validation.top_k", "cross_entropy"],
+        ),
+    ] {
+        let line = reason(&format!("{MINIMAL}{lines}\n"));
+        for word in words {
+            assert!(line.contains(word), "{line:?} lacks {word:?}");
+        }
+    }
+}
+
+#[test]
+fn digest_covers_new_keys_except_the_patience() {
+    let digest = |job: &JobFile| job.digest("model", "plan#1");
+    let plain = with("");
+    let validation = "[validation]\ndataset = \"d@s:/v\"\n";
+    let base = with(validation);
+    for patience in [1, 2] {
+        assert_eq!(digest(&with(&format!("{validation}early_stopping = {patience}"))), digest(&base));
+    }
+    assert_eq!(digest(&with("freeze = []\nloss = { kind = \"cross_entropy\" }")), digest(&plain));
+    let all = [
+        plain,
+        base,
+        with(&format!("{validation}best = true")),
+        with(&format!("{validation}top_k = 2")),
+        with(&format!("{validation}every_epochs = 2")),
+        with("[validation]\ndataset = \"d@s:/w\""),
+        with("loss = \"mse\""),
+        with("loss = \"mse\"\nstandardize_labels = true"),
+        with("freeze = [\"a\"]"),
+        with("no_decay = [\"a\"]"),
+        with("loss = { kind = \"cross_entropy\", label_smoothing = 0.1 }"),
+        with("optimizer = { kind = \"adam\" }"),
+    ];
+    let distinct: std::collections::BTreeSet<String> = all.iter().map(digest).collect();
+    assert_eq!(distinct.len(), all.len());
 }

@@ -1,6 +1,6 @@
 //! Tests of the ledger.
 
-use super::{Ledger, Tally, epoch_digest};
+use super::{EpochError, Ledger, Tally, epoch_digest};
 
 /// Encodes, sums lane by lane and decodes, as a ring of workers does.
 fn all_reduce(tallies: &[Tally]) -> Tally {
@@ -14,8 +14,10 @@ fn all_reduce(tallies: &[Tally]) -> Tally {
     tallies[0].decode(&sum).unwrap()
 }
 
-fn tally(first: u64, last: u64, rows: &[(u64, u64)]) -> Tally {
+/// A tally of rows that all belong to one shard and weigh 1.
+fn tally(shard: usize, first: u64, last: u64, rows: &[(u64, u64)]) -> Tally {
     let mut tally = Tally::new(first, last, 3);
+    tally.shard(shard, 0.0, rows.len() as f64, 0.0);
     for (epoch, row) in rows {
         assert!(tally.count(*epoch, *row));
     }
@@ -26,23 +28,23 @@ fn tally(first: u64, last: u64, rows: &[(u64, u64)]) -> Tally {
 fn epochs_that_roll_over_inside_a_step_are_counted_apart() {
     let digest = epoch_digest(5);
     let mut ledger = Ledger::default();
-    let mut first = tally(0, 0, &[(0, 3), (0, 0)]);
-    first.shard(0, 1e300, 0.5);
-    first.shard(2, 1.5, 3e38);
+    let mut first = tally(0, 0, 0, &[(0, 3), (0, 0)]);
+    first.shard(0, 1e300, 1.0, 0.5);
+    first.shard(2, 1.5, 1.0, 3e38);
     first.correct = 1;
     first.stop = 1;
-    let mut second = tally(0, 0, &[(0, 4)]);
-    second.shard(1, -1e300, 1e-40);
+    let mut second = tally(1, 0, 0, &[(0, 4)]);
+    second.shard(1, -1e300, 1.0, 1e-40);
     second.leave = 1;
     let step = all_reduce(&[first, second]);
     assert_eq!((step.rows, step.correct, step.leave, step.stop), (3, 1, 1, 1));
     // The bits of each shard's loss, summed in the order of the shards.
     assert_eq!((step.mean_loss(), step.largest()), (0.5, 3e38));
     ledger.add(&step);
-    ledger.add(&all_reduce(&[tally(0, 1, &[(0, 2), (1, 2)]), tally(0, 1, &[(0, 1)])]));
+    ledger.add(&all_reduce(&[tally(0, 0, 1, &[(0, 2), (1, 2)]), tally(1, 0, 1, &[(0, 1)])]));
     let record = ledger.close_epoch(5, digest).unwrap();
     assert_eq!((record.rows, record.loss), (5, 1.5 / 6.0));
-    ledger.add(&tally(1, 1, &[(1, 0), (1, 1), (1, 3), (1, 4)]));
+    ledger.add(&tally(0, 1, 1, &[(1, 0), (1, 1), (1, 3), (1, 4)]));
     assert_eq!(ledger.close_epoch(5, digest).unwrap().rows, 5);
     assert_eq!(ledger.epochs.len(), 2);
 }
@@ -52,12 +54,12 @@ fn lost_and_doubled_rows_are_found() {
     let digest = epoch_digest(3);
     let close = |rows: &[(u64, u64)]| {
         let mut ledger = Ledger::default();
-        ledger.add(&tally(0, 0, rows));
+        ledger.add(&tally(0, 0, 0, rows));
         ledger.close_epoch(3, digest)
     };
     assert!(close(&[(0, 0), (0, 1), (0, 2)]).is_ok());
-    assert!(close(&[(0, 0), (0, 1)]).unwrap_err().contains("2 rows"));
-    assert!(close(&[(0, 0), (0, 1), (0, 1)]).unwrap_err().contains("twice"));
+    assert!(close(&[(0, 0), (0, 1)]).unwrap_err().to_string().contains("2 rows"));
+    assert!(close(&[(0, 0), (0, 1), (0, 1)]).unwrap_err().to_string().contains("twice"));
     assert!(!Tally::new(4, 5, 1).count(3, 0));
     assert!(!Tally::new(4, 5, 1).count(6, 0));
     assert!(Tally::new(0, 0, 1).decode(&[0; 3]).is_none());
@@ -66,11 +68,38 @@ fn lost_and_doubled_rows_are_found() {
 #[test]
 fn ledger_round_trips_as_json() {
     let mut ledger = Ledger::default();
-    let mut step = tally(0, 1, &[(0, 0), (0, 1), (1, 1)]);
-    step.shard(1, 0.1 + 0.2, 1.0);
+    let mut step = tally(0, 0, 1, &[(0, 0), (0, 1), (1, 1)]);
+    step.shard(1, 0.1 + 0.2, 0.25, 1.0);
+    step.ignored = 1;
     ledger.add(&step);
     ledger.close_epoch(2, epoch_digest(2)).unwrap();
     ledger.add(&step);
     let text = serde_json::to_string(&ledger).unwrap();
     assert_eq!(serde_json::from_str::<Ledger>(&text).unwrap(), ledger);
+}
+
+#[test]
+fn weights_and_ignored_rows_divide_the_figures_of_an_epoch() {
+    let mut ledger = Ledger::default();
+    let mut step = tally(0, 0, 0, &[(0, 0), (0, 1), (0, 2)]);
+    step.shard(0, 3.0, 0.5, 1.0);
+    (step.correct, step.ignored) = (1, 1);
+    assert_eq!(all_reduce(&[step.clone()]).mean_loss(), 6.0);
+    ledger.add(&step);
+    let record = ledger.close_epoch(3, epoch_digest(3)).unwrap();
+    assert_eq!((record.rows, record.loss, record.accuracy), (3, 6.0, 0.5));
+    // The next epoch starts anew, and one without any weight has no loss.
+    let mut nothing = tally(0, 1, 1, &[(1, 0), (1, 1), (1, 2)]);
+    nothing.shard(0, 0.0, 0.0, 0.0);
+    nothing.ignored = 3;
+    assert_eq!(nothing.mean_loss(), 0.0);
+    ledger.add(&nothing);
+    assert_eq!(ledger.close_epoch(3, epoch_digest(3)), Err(EpochError::Weightless));
+}
+
+#[test]
+fn ledgers_of_earlier_programs_are_read_and_written_alike() {
+    let text = r#"{"epochs":[{"rows":5,"loss":0.25,"accuracy":0.5}],"open":{"1":{"rows":2,"digest":9}},"rows":2,"correct":1,"loss":0.125}"#;
+    let ledger: Ledger = serde_json::from_str(text).unwrap();
+    assert_eq!(serde_json::to_string(&ledger).unwrap(), text);
 }

@@ -23,6 +23,60 @@ pub enum Schedule {
         #[serde(default)]
         floor: f64,
     },
+    /// The rate times `gamma` after each `every_steps` steps.
+    Step {
+        /// Steps with one rate, at least 1.
+        every_steps: u64,
+        /// Factor of the rate, above 0 and at most 1.
+        #[serde(default = "default_gamma")]
+        gamma: f64,
+    },
+    /// The rate times `gamma` after each step.
+    Exponential {
+        /// Factor of the rate, above 0 and at most 1.
+        gamma: f64,
+    },
+    /// Linear warm-up from 0 to the base rate, which then holds.
+    Linear {
+        /// Steps of the warm-up, at least 1.
+        warmup_steps: u64,
+    },
+    /// Half a cosine up to the base rate, then half a cosine down to far below the first rate, which holds from
+    /// `total_steps` on. The momentum stays.
+    OneCycle {
+        /// Step at which the cycle ends, at least 2.
+        total_steps: u64,
+        /// Share of the steps in which the rate rises, 0 to below 1.
+        #[serde(default = "default_rise")]
+        rise: f64,
+        /// The base rate over the first rate, at least 1.
+        #[serde(default = "default_start_divisor")]
+        start_divisor: f64,
+        /// The first rate over the last rate, at least 1.
+        #[serde(default = "default_end_divisor")]
+        end_divisor: f64,
+    },
+}
+
+fn default_gamma() -> f64 {
+    0.1
+}
+
+fn default_rise() -> f64 {
+    0.3
+}
+
+fn default_start_divisor() -> f64 {
+    25.0
+}
+
+fn default_end_divisor() -> f64 {
+    1e4
+}
+
+/// Half a cosine from `start` to `end` as `progress` goes from 0 to 1.
+fn half_cosine(start: f64, end: f64, progress: f64) -> f64 {
+    end + (start - end) * 0.5 * (1.0 + (std::f64::consts::PI * progress).cos())
 }
 
 impl Schedule {
@@ -37,6 +91,27 @@ impl Schedule {
                 let span = total_steps.saturating_sub(warmup_steps).max(1);
                 let progress = ((step - warmup_steps) as f64 / span as f64).min(1.0);
                 floor + (1.0 - floor) * 0.5 * (1.0 + (std::f64::consts::PI * progress).cos())
+            }
+            Schedule::Step { every_steps, gamma } => {
+                gamma.powi(i32::try_from(step / every_steps.max(1)).unwrap_or(i32::MAX))
+            }
+            Schedule::Exponential { gamma } => gamma.powi(i32::try_from(step).unwrap_or(i32::MAX)),
+            Schedule::Linear { warmup_steps } if step < warmup_steps => {
+                (step + 1) as f64 / warmup_steps as f64
+            }
+            Schedule::Linear { .. } => 1.0,
+            Schedule::OneCycle { total_steps, rise, start_divisor, end_divisor } => {
+                let first = 1.0 / start_divisor;
+                let last = first / end_divisor;
+                let (top, end) = (rise * total_steps as f64 - 1.0, total_steps as f64 - 1.0);
+                let step = (step as f64).min(end);
+                if step <= top {
+                    // Without steps to rise, the rate begins at its top.
+                    half_cosine(first, 1.0, if top > 0.0 { step / top } else { 1.0 })
+                } else {
+                    let top = top.max(0.0);
+                    half_cosine(1.0, last, (step - top) / (end - top).max(1.0))
+                }
             }
         }
     }
@@ -104,7 +179,110 @@ impl Default for AdamWConfig {
     }
 }
 
-/// The `[optimizer]` table of a job file, selected by `kind = "sgd" | "adamw"`.
+/// Adam with L2 regularization (Kingma and Ba, 2015), as PyTorch computes it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdamConfig {
+    /// Base learning rate, above 0.
+    pub learning_rate: f64,
+    /// Decay rates of the first and second moment, each 0 to below 1.
+    pub betas: [f64; 2],
+    /// Added to the denominator, above 0.
+    pub epsilon: f64,
+    /// L2 penalty added to the gradient, 0 or more.
+    pub weight_decay: f64,
+    /// Scales the mean gradient down to this global L2 norm when it is longer.
+    pub clip_norm: Option<f64>,
+    /// Learning rate over steps.
+    pub schedule: Schedule,
+}
+
+impl Default for AdamConfig {
+    fn default() -> Self {
+        AdamConfig {
+            learning_rate: 0.001,
+            betas: [0.9, 0.999],
+            epsilon: 1e-8,
+            weight_decay: 0.0,
+            clip_norm: None,
+            schedule: Schedule::Constant,
+        }
+    }
+}
+
+/// AdaGrad (Duchi, Hazan and Singer, 2011), as PyTorch computes it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AdaGradConfig {
+    /// Base learning rate, above 0.
+    pub learning_rate: f64,
+    /// The rate of step n is divided by 1 + n · `learning_rate_decay`, 0 or more.
+    pub learning_rate_decay: f64,
+    /// First value of the sums of squared gradients, 0 or more.
+    pub initial_accumulator: f64,
+    /// Added to the denominator, above 0.
+    pub epsilon: f64,
+    /// L2 penalty added to the gradient, 0 or more.
+    pub weight_decay: f64,
+    /// Scales the mean gradient down to this global L2 norm when it is longer.
+    pub clip_norm: Option<f64>,
+    /// Learning rate over steps.
+    pub schedule: Schedule,
+}
+
+impl Default for AdaGradConfig {
+    fn default() -> Self {
+        AdaGradConfig {
+            learning_rate: 0.01,
+            learning_rate_decay: 0.0,
+            initial_accumulator: 0.0,
+            epsilon: 1e-10,
+            weight_decay: 0.0,
+            clip_norm: None,
+            schedule: Schedule::Constant,
+        }
+    }
+}
+
+/// RMSprop (Hinton, 2012), as PyTorch computes it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RmsPropConfig {
+    /// Base learning rate, above 0.
+    pub learning_rate: f64,
+    /// Decay rate of the mean squared gradient, 0 to below 1.
+    pub alpha: f64,
+    /// Momentum, 0 to below 1; 0 keeps no state for it.
+    pub momentum: f64,
+    /// Divides by an estimate of the variance instead of the mean square.
+    pub centered: bool,
+    /// Added to the denominator, above 0.
+    pub epsilon: f64,
+    /// L2 penalty added to the gradient, 0 or more.
+    pub weight_decay: f64,
+    /// Scales the mean gradient down to this global L2 norm when it is longer.
+    pub clip_norm: Option<f64>,
+    /// Learning rate over steps.
+    pub schedule: Schedule,
+}
+
+impl Default for RmsPropConfig {
+    fn default() -> Self {
+        RmsPropConfig {
+            learning_rate: 0.01,
+            alpha: 0.99,
+            momentum: 0.0,
+            centered: false,
+            epsilon: 1e-8,
+            weight_decay: 0.0,
+            clip_norm: None,
+            schedule: Schedule::Constant,
+        }
+    }
+}
+
+/// The `[optimizer]` table of a job file, selected by `kind`: `"sgd"`, `"adamw"`, `"adam"`, `"adagrad"` or
+/// `"rmsprop"`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum OptimizerConfig {
@@ -112,6 +290,43 @@ pub enum OptimizerConfig {
     Sgd(SgdConfig),
     /// Adam with decoupled weight decay.
     AdamW(AdamWConfig),
+    /// Adam with L2 regularization.
+    Adam(AdamConfig),
+    /// AdaGrad.
+    AdaGrad(AdaGradConfig),
+    /// RMSprop.
+    RmsProp(RmsPropConfig),
+}
+
+/// The settings that all optimizers have.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Common {
+    pub(super) learning_rate: f64,
+    pub(super) weight_decay: f64,
+    pub(super) clip_norm: Option<f64>,
+    pub(super) schedule: Schedule,
+}
+
+impl OptimizerConfig {
+    pub(super) fn common(&self) -> Common {
+        macro_rules! common {
+            ($config:expr) => {
+                Common {
+                    learning_rate: $config.learning_rate,
+                    weight_decay: $config.weight_decay,
+                    clip_norm: $config.clip_norm,
+                    schedule: $config.schedule,
+                }
+            };
+        }
+        match self {
+            OptimizerConfig::Sgd(config) => common!(config),
+            OptimizerConfig::AdamW(config) => common!(config),
+            OptimizerConfig::Adam(config) => common!(config),
+            OptimizerConfig::AdaGrad(config) => common!(config),
+            OptimizerConfig::RmsProp(config) => common!(config),
+        }
+    }
 }
 
 impl Default for OptimizerConfig {
@@ -125,38 +340,70 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
     let check = |setting, value: f64, expected, ok: bool| {
         if ok && value.is_finite() { Ok(()) } else { Err(OptimError::Setting { setting, value, expected }) }
     };
-    let (rate, decay, clip, schedule) = match config {
+    let below_one = |setting, value: f64| check(setting, value, "0 to below 1", (0.0..1.0).contains(&value));
+    match config {
         OptimizerConfig::Sgd(c) => {
-            check("momentum", c.momentum, "0 to below 1", (0.0..1.0).contains(&c.momentum))?;
+            below_one("momentum", c.momentum)?;
             check(
                 "nesterov",
                 f64::from(u8::from(c.nesterov)),
                 "false without momentum",
                 !c.nesterov || c.momentum > 0.0,
             )?;
-            (c.learning_rate, c.weight_decay, c.clip_norm, c.schedule)
         }
-        OptimizerConfig::AdamW(c) => {
-            for beta in c.betas {
-                check("betas", beta, "0 to below 1", (0.0..1.0).contains(&beta))?;
+        OptimizerConfig::AdamW(AdamWConfig { betas, epsilon, .. })
+        | OptimizerConfig::Adam(AdamConfig { betas, epsilon, .. }) => {
+            for beta in *betas {
+                below_one("betas", beta)?;
             }
-            check("epsilon", c.epsilon, "above 0", c.epsilon > 0.0)?;
-            (c.learning_rate, c.weight_decay, c.clip_norm, c.schedule)
+            check("epsilon", *epsilon, "above 0", *epsilon > 0.0)?;
         }
-    };
-    check("learning_rate", rate, "above 0", rate > 0.0)?;
-    check("weight_decay", decay, "0 or more", decay >= 0.0)?;
-    if let Some(norm) = clip {
+        OptimizerConfig::AdaGrad(c) => {
+            check("learning_rate_decay", c.learning_rate_decay, "0 or more", c.learning_rate_decay >= 0.0)?;
+            check("initial_accumulator", c.initial_accumulator, "0 or more", c.initial_accumulator >= 0.0)?;
+            check("epsilon", c.epsilon, "above 0", c.epsilon > 0.0)?;
+        }
+        OptimizerConfig::RmsProp(c) => {
+            below_one("alpha", c.alpha)?;
+            below_one("momentum", c.momentum)?;
+            check("epsilon", c.epsilon, "above 0", c.epsilon > 0.0)?;
+        }
+    }
+    let Common { learning_rate, weight_decay, clip_norm, schedule } = config.common();
+    check("learning_rate", learning_rate, "above 0", learning_rate > 0.0)?;
+    check("weight_decay", weight_decay, "0 or more", weight_decay >= 0.0)?;
+    if let Some(norm) = clip_norm {
         check("clip_norm", norm, "above 0", norm > 0.0)?;
     }
-    if let Schedule::Cosine { warmup_steps, total_steps, floor } = schedule {
-        check("schedule.floor", floor, "0 to 1", (0.0..=1.0).contains(&floor))?;
-        check(
-            "schedule.total_steps",
-            total_steps as f64,
-            "more than schedule.warmup_steps",
-            total_steps > warmup_steps,
-        )?;
+    let at_least =
+        |setting, value: u64, least: u64, expected| check(setting, value as f64, expected, value >= least);
+    let factor =
+        |value: f64| check("schedule.gamma", value, "above 0 and at most 1", value > 0.0 && value <= 1.0);
+    match schedule {
+        Schedule::Constant => {}
+        Schedule::Cosine { warmup_steps, total_steps, floor } => {
+            check("schedule.floor", floor, "0 to 1", (0.0..=1.0).contains(&floor))?;
+            check(
+                "schedule.total_steps",
+                total_steps as f64,
+                "more than schedule.warmup_steps",
+                total_steps > warmup_steps,
+            )?;
+        }
+        Schedule::Step { every_steps, gamma } => {
+            at_least("schedule.every_steps", every_steps, 1, "at least 1")?;
+            factor(gamma)?;
+        }
+        Schedule::Exponential { gamma } => factor(gamma)?,
+        Schedule::Linear { warmup_steps } => {
+            at_least("schedule.warmup_steps", warmup_steps, 1, "at least 1")?;
+        }
+        Schedule::OneCycle { total_steps, rise, start_divisor, end_divisor } => {
+            at_least("schedule.total_steps", total_steps, 2, "at least 2")?;
+            below_one("schedule.rise", rise)?;
+            check("schedule.start_divisor", start_divisor, "at least 1", start_divisor >= 1.0)?;
+            check("schedule.end_divisor", end_divisor, "at least 1", end_divisor >= 1.0)?;
+        }
     }
     Ok(())
 }

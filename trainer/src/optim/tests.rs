@@ -144,3 +144,238 @@ fn a_gradient_that_overflows_the_memory_is_noticed() {
     optimizer.apply(&mut weights, &[1.0, 1e30, 3.0]).unwrap();
     assert_eq!(optimizer.not_finite(), Some(1), "{weights:?}");
 }
+
+/// The gradients of the reference steps below.
+const GRADIENTS: [[f32; 3]; 5] =
+    [[0.5, -1.0, 0.25], [-0.25, 2.0, 0.0], [1.0, 0.125, -0.5], [0.75, -0.5, 0.0625], [-1.5, 0.25, 1.0]];
+
+/// Compares five steps from (1, −2, 0.5) with those of PyTorch 2.15 in f32.
+fn follows(config: &OptimizerConfig, groups: &Groups, expected: [[f64; 3]; 5]) {
+    let mut optimizer = Optimizer::with_groups(config, groups).unwrap();
+    let mut weights = [1.0f32, -2.0, 0.5];
+    for (grad, expected) in GRADIENTS.iter().zip(expected) {
+        optimizer.apply(&mut weights, grad).unwrap();
+        for (found, expected) in weights.iter().zip(expected) {
+            assert!(
+                (f64::from(*found) - expected).abs() <= 2e-6,
+                "{config:?}: {weights:?} is not {expected:?}"
+            );
+        }
+    }
+    // The state is complete: a copy takes the same next step.
+    let mut copy = Optimizer::with_groups(config, groups).unwrap();
+    copy.load_state(optimizer.state()).unwrap();
+    let mut others = weights;
+    optimizer.apply(&mut weights, &GRADIENTS[0]).unwrap();
+    copy.apply(&mut others, &GRADIENTS[0]).unwrap();
+    assert_eq!(weights.map(f32::to_bits), others.map(f32::to_bits));
+}
+
+#[test]
+fn adam_adagrad_and_rmsprop_take_the_steps_of_pytorch() {
+    let all = Groups::all(3);
+    let adam = AdamConfig { learning_rate: 0.05, weight_decay: 0.1, ..AdamConfig::default() };
+    follows(
+        &OptimizerConfig::Adam(adam),
+        &all,
+        [
+            [0.949999988, -1.950000048, 0.450000018],
+            [0.926873624, -1.962447166, 0.411346167],
+            [0.890271068, -1.971013665, 0.421532005],
+            [0.849197388, -1.9687922, 0.424293518],
+            [0.842529178, -1.967551947, 0.401362598],
+        ],
+    );
+    let adagrad = AdaGradConfig {
+        learning_rate: 0.1,
+        learning_rate_decay: 0.05,
+        initial_accumulator: 0.25,
+        weight_decay: 0.01,
+        ..AdaGradConfig::default()
+    };
+    follows(
+        &OptimizerConfig::AdaGrad(adagrad),
+        &all,
+        [
+            [0.928592741, -1.910207987, 0.454567403],
+            [0.959010124, -1.992825508, 0.453796118],
+            [0.886161566, -1.997004151, 0.513957679],
+            [0.84129554, -1.977717042, 0.506133497],
+            [0.900633574, -1.985861659, 0.43940115],
+        ],
+    );
+    let adagrad = AdaGradConfig { learning_rate: 0.1, ..AdaGradConfig::default() };
+    follows(
+        &OptimizerConfig::AdaGrad(adagrad),
+        &all,
+        [
+            [0.899999976, -1.899999976, 0.400000006],
+            [0.944721341, -1.989442706, 0.400000006],
+            [0.857434154, -1.995024204, 0.489442736],
+            [0.802661896, -1.973234773, 0.478331625],
+            [0.876516819, -1.984065413, 0.391174078],
+        ],
+    );
+    let rmsprop = RmsPropConfig { learning_rate: 0.02, alpha: 0.9, ..RmsPropConfig::default() };
+    let decayed = RmsPropConfig { alpha: 0.99, weight_decay: 0.01, ..rmsprop.clone() };
+    follows(
+        &OptimizerConfig::RmsProp(decayed),
+        &all,
+        [
+            [0.800000072, -1.800000072, 0.300000072],
+            [0.886091232, -1.978018999, 0.297635436],
+            [0.71117878, -1.987506509, 0.475949526],
+            [0.601053119, -1.941649079, 0.451874048],
+            [0.748552084, -1.961985111, 0.27688545],
+        ],
+    );
+    let with_momentum = RmsPropConfig { momentum: 0.5, ..rmsprop.clone() };
+    follows(
+        &OptimizerConfig::RmsProp(with_momentum),
+        &all,
+        [
+            [0.936754465, -1.936754465, 0.436754465],
+            [0.934620082, -1.962274551, 0.405131698],
+            [0.877181292, -1.978792548, 0.446995288],
+            [0.812031984, -1.971681595, 0.460382015],
+            [0.828279197, -1.976161122, 0.410439312],
+        ],
+    );
+    let centered = RmsPropConfig { centered: true, ..rmsprop };
+    follows(
+        &OptimizerConfig::RmsProp(centered.clone()),
+        &all,
+        [
+            [0.933333337, -1.933333397, 0.433333337],
+            [0.963029027, -1.991195083, 0.433333337],
+            [0.903254509, -1.995006919, 0.491876513],
+            [0.862684906, -1.979590774, 0.484272867],
+            [0.911517859, -1.987677574, 0.426064283],
+        ],
+    );
+    let both = RmsPropConfig { momentum: 0.9, ..centered };
+    follows(
+        &OptimizerConfig::RmsProp(both),
+        &all,
+        [
+            [0.933333337, -1.933333278, 0.433333337],
+            [0.903029025, -1.931195021, 0.373333335],
+            [0.815980673, -1.933082461, 0.37787652],
+            [0.697067559, -1.919364929, 0.374361753],
+            [0.638878703, -1.915106058, 0.312989891],
+        ],
+    );
+}
+
+fn layout_of_two() -> crate::engine::ParamLayout {
+    let param = |name: &str, range: std::ops::Range<usize>| crate::engine::Param {
+        name: name.into(),
+        shape: vec![range.len()],
+        range,
+    };
+    crate::engine::ParamLayout { params: vec![param("head.weight", 0..2), param("head.bias", 2..3)] }
+}
+
+#[test]
+fn parameters_without_decay_and_frozen_ones_are_told_apart() {
+    let config = AdamWConfig { learning_rate: 0.05, weight_decay: 0.1, ..AdamWConfig::default() };
+    let config = OptimizerConfig::AdamW(config);
+    let groups = Groups::new(&layout_of_two(), &[], &["*.bias".into()]).unwrap();
+    follows(
+        &config,
+        &groups,
+        [
+            [0.9449999928, -1.9400000572, 0.4500000179],
+            [0.9269581437, -1.9486052990, 0.4164971113],
+            [0.8894177675, -1.9547740221, 0.4334988296],
+            [0.8465011120, -1.9513823986, 0.4441085160],
+            [0.8405112624, -1.9499465227, 0.4247224629],
+        ],
+    );
+
+    let groups = Groups::new(&layout_of_two(), &["head.weight".into()], &[]).unwrap();
+    let sgd = SgdConfig { learning_rate: 1.0, momentum: 0.0, clip_norm: Some(1.0), ..SgdConfig::default() };
+    let mut optimizer = Optimizer::with_groups(&OptimizerConfig::Sgd(sgd), &groups).unwrap();
+    let mut weights = [1.0f32, -2.0, 0.5];
+    // The gradient of frozen parameters does not count for the norm.
+    optimizer.apply(&mut weights, &[30.0, 40.0, 0.25]).unwrap();
+    assert_eq!(weights, [1.0, -2.0, 0.25]);
+}
+
+#[test]
+fn schedules_equal_those_of_pytorch() {
+    let cycle = |total_steps, rise, start_divisor, end_divisor| Schedule::OneCycle {
+        total_steps,
+        rise,
+        start_divisor,
+        end_divisor,
+    };
+    let cases = [
+        (Schedule::Step { every_steps: 3, gamma: 0.5 }, vec![1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25]),
+        (Schedule::Exponential { gamma: 0.9 }, vec![1.0, 0.9, 0.81, 0.729, 0.6561]),
+        (Schedule::Linear { warmup_steps: 4 }, vec![0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (
+            cycle(10, 0.3, 25.0, 1e4),
+            vec![
+                0.04,
+                0.52,
+                1.0,
+                0.9504846320134737,
+                0.8117456539497631,
+                0.6112620219362893,
+                0.38874197806371075,
+                0.18825834605023697,
+                0.049519367986526286,
+                4e-06,
+                4e-06,
+                4e-06,
+            ],
+        ),
+        (
+            cycle(7, 0.5, 10.0, 100.0),
+            vec![
+                0.1,
+                0.41094235253127365,
+                0.9140576474687263,
+                0.9505339495172583,
+                0.611649206511179,
+                0.18906684397156262,
+                0.001,
+                0.001,
+            ],
+        ),
+        (cycle(3, 0.0, 2.0, 5.0), vec![1.0, 0.55, 0.1]),
+    ];
+    for (schedule, expected) in cases {
+        for (step, expected) in (0..).zip(expected) {
+            let found = schedule.factor(step);
+            assert!((found - expected).abs() < 1e-12, "{schedule:?} at {step}: {found} is not {expected}");
+        }
+    }
+    assert_eq!(Schedule::Exponential { gamma: 0.5 }.factor(u64::MAX), 0.0);
+}
+
+#[test]
+fn settings_of_every_kind_are_checked() {
+    for (text, setting) in [
+        ("kind = \"adam\"\nbetas = [0.9, 1.0]", "betas"),
+        ("kind = \"adam\"\nepsilon = 0.0", "epsilon"),
+        ("kind = \"adagrad\"\nlearning_rate_decay = -1.0", "learning_rate_decay"),
+        ("kind = \"adagrad\"\ninitial_accumulator = nan", "initial_accumulator"),
+        ("kind = \"rmsprop\"\nalpha = 1.0", "alpha"),
+        ("kind = \"rmsprop\"\nmomentum = 1.0", "momentum"),
+        ("kind = \"sgd\"\nschedule = { kind = \"step\", every_steps = 0 }", "schedule.every_steps"),
+        ("kind = \"sgd\"\nschedule = { kind = \"exponential\", gamma = 1.5 }", "schedule.gamma"),
+        ("kind = \"sgd\"\nschedule = { kind = \"linear\", warmup_steps = 0 }", "schedule.warmup_steps"),
+        ("kind = \"sgd\"\nschedule = { kind = \"one_cycle\", total_steps = 1 }", "schedule.total_steps"),
+        ("kind = \"sgd\"\nschedule = { kind = \"one_cycle\", total_steps = 5, rise = 1.0 }", "schedule.rise"),
+        (
+            "kind = \"sgd\"\nschedule = { kind = \"one_cycle\", total_steps = 5, end_divisor = 0.5 }",
+            "schedule.end_divisor",
+        ),
+    ] {
+        let config: OptimizerConfig = toml::from_str(text).unwrap();
+        let error = Optimizer::new(&config, 1).unwrap_err().to_string();
+        assert!(error.contains(&format!("setting {setting} is")), "{error}");
+    }
+}

@@ -28,6 +28,8 @@ fn state(epochs: u64) -> RunState {
         optimizer: OptimizerState { step: epochs * 10, slots: vec![] },
         ledger: serde_json::from_value(ledger).unwrap(),
         fraction_bits: None,
+        evaluations: Vec::new(),
+        best: None,
     }
 }
 

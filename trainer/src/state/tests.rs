@@ -23,6 +23,8 @@ fn state() -> RunState {
         },
         ledger: Ledger::default(),
         fraction_bits: Some(-3),
+        evaluations: Vec::new(),
+        best: None,
     }
 }
 
@@ -59,4 +61,28 @@ fn more_optimizer_vectors_than_any_optimizer_has_are_refused() {
     let many = RunState { optimizer: OptimizerState { step: 1, slots }, ..state() };
     let bytes = many.encode(&layout()).unwrap();
     assert!(RunState::decode(&layout(), &bytes).unwrap_err().contains("9 optimizer vectors"));
+}
+
+#[test]
+fn evaluations_and_the_best_weights_are_part_of_the_state() {
+    let evaluation = crate::validation::Evaluation {
+        epoch: 2,
+        step: 40,
+        rows: 5,
+        loss: 0.1 + 0.2,
+        accuracy: None,
+        top_k: None,
+        mae: Some(1.5),
+        perplexity: None,
+    };
+    let plain = state().encode(&layout()).unwrap();
+    let with = RunState { evaluations: vec![evaluation], best: Some(vec![-1.0; 9]), ..state() };
+    let bytes = with.encode(&layout()).unwrap();
+    assert_eq!(RunState::decode(&layout(), &bytes).unwrap(), with);
+    assert_eq!((with.published(), state().published()), (&[-1.0; 9][..], &state().weights[..]));
+    assert!(bytes.len() as u64 <= RunState::bytes_max(&layout()));
+    // A state without them has the metadata of earlier programs.
+    let (_, metadata) = SafeTensors::read_metadata(&plain).unwrap();
+    let counters = &metadata.metadata().as_ref().unwrap()[super::COUNTERS];
+    assert!(!counters.contains("evaluations") && !counters.contains("best"), "{counters}");
 }

@@ -1,0 +1,144 @@
+//! Standardized labels: regression on labels of any magnitude.
+//!
+//! The job trains on labels that are shifted and scaled to mean 0 and deviation 1. The published model undoes that
+//! after its output, with constants, so that it gives the numbers of the dataset.
+use millrace_bundle::onnx::attribute_proto::AttributeType;
+use millrace_bundle::onnx::tensor_proto::DataType;
+use millrace_bundle::onnx::{AttributeProto, ModelProto, NodeProto, TensorProto};
+use millrace_streams::dataset::OpenDataset;
+use serde::{Deserialize, Serialize};
+
+use crate::data::Columns;
+use crate::error::Result;
+use crate::source;
+
+#[cfg(test)]
+mod tests;
+
+/// Mean and deviation of the labels, per output of the model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct LabelScale {
+    means: Vec<f64>,
+    deviations: Vec<f64>,
+}
+
+impl LabelScale {
+    #[cfg(test)]
+    pub(crate) fn new(means: Vec<f64>, deviations: Vec<f64>) -> LabelScale {
+        LabelScale { means, deviations }
+    }
+
+    /// Reads all labels, in the order of the files.
+    pub(crate) async fn read(dataset: &OpenDataset, columns: &Columns) -> Result<LabelScale> {
+        let mut moments = vec![Moments::default(); columns.output_width];
+        source::read_column(dataset, &columns.label, |plan, batch| {
+            let labels = source::label_values(plan, columns, batch)?;
+            for row in labels.chunks_exact(moments.len().max(1)) {
+                moments.iter_mut().zip(row).for_each(|(moments, value)| moments.add(f64::from(*value)));
+            }
+            Ok(())
+        })
+        .await?;
+        Ok(LabelScale {
+            means: moments.iter().map(|moments| moments.mean).collect(),
+            deviations: moments.iter().map(Moments::deviation).collect(),
+        })
+    }
+
+    /// The deviation of each output's labels.
+    pub(crate) fn deviations(&self) -> &[f64] {
+        &self.deviations
+    }
+
+    /// Standardizes labels, row by row.
+    pub(crate) fn apply(&self, labels: &mut [f32]) {
+        for row in labels.chunks_exact_mut(self.means.len().max(1)) {
+            for ((value, mean), deviation) in row.iter_mut().zip(&self.means).zip(&self.deviations) {
+                *value = ((f64::from(*value) - mean) / deviation) as f32;
+            }
+        }
+    }
+
+    /// Makes the model give the numbers of the dataset: its `output` times the deviation, plus the mean. `shape` is
+    /// that of an output row.
+    pub(crate) fn undo(&self, model: &mut ModelProto, output: &str, shape: &[usize]) {
+        let Some(graph) = &mut model.graph else { return };
+        // A name that no value of the graph has.
+        let taken = |name: &str| {
+            let nodes = graph.node.iter().flat_map(|node| node.input.iter().chain(&node.output));
+            nodes
+                .chain(graph.initializer.iter().filter_map(|tensor| tensor.name.as_ref()))
+                .any(|used| used == name)
+        };
+        let mut stem = format!("{output}.standardized");
+        while ["", ".deviation", ".scaled", ".mean"].iter().any(|end| taken(&format!("{stem}{end}"))) {
+            stem.push('_');
+        }
+        for node in &mut graph.node {
+            for name in node.input.iter_mut().chain(&mut node.output).filter(|name| **name == output) {
+                name.clone_from(&stem);
+            }
+        }
+        let part = |end: &str| format!("{stem}{end}");
+        graph.node.extend([
+            constant(&part(".deviation"), shape, &self.deviations),
+            constant(&part(".mean"), shape, &self.means),
+            binary(&part(".Mul"), "Mul", [&stem, &part(".deviation")], &part(".scaled")),
+            binary(&part(".Add"), "Add", [&part(".scaled"), &part(".mean")], output),
+        ]);
+    }
+}
+
+fn constant(name: &str, shape: &[usize], values: &[f64]) -> NodeProto {
+    let tensor = TensorProto {
+        dims: shape.iter().map(|size| *size as i64).collect(),
+        data_type: Some(DataType::Float as i32),
+        raw_data: Some(values.iter().flat_map(|value| (*value as f32).to_le_bytes()).collect()),
+        ..TensorProto::default()
+    };
+    NodeProto {
+        name: Some(name.to_owned()),
+        op_type: Some("Constant".to_owned()),
+        output: vec![name.to_owned()],
+        attribute: vec![AttributeProto {
+            name: Some("value".to_owned()),
+            r#type: Some(AttributeType::Tensor as i32),
+            t: Some(tensor),
+            ..AttributeProto::default()
+        }],
+        ..NodeProto::default()
+    }
+}
+
+fn binary(name: &str, operator: &str, inputs: [&str; 2], output: &str) -> NodeProto {
+    NodeProto {
+        name: Some(name.to_owned()),
+        op_type: Some(operator.to_owned()),
+        input: inputs.map(str::to_owned).to_vec(),
+        output: vec![output.to_owned()],
+        ..NodeProto::default()
+    }
+}
+
+/// Running mean and sum of squared distances from it (Welford, 1962).
+#[derive(Debug, Clone, Default)]
+struct Moments {
+    count: f64,
+    mean: f64,
+    squares: f64,
+}
+
+impl Moments {
+    fn add(&mut self, value: f64) {
+        self.count += 1.0;
+        let distance = value - self.mean;
+        self.mean += distance / self.count;
+        self.squares += distance * (value - self.mean);
+    }
+
+    /// The standard deviation; 1 where all values are equal.
+    fn deviation(&self) -> f64 {
+        let deviation = (self.squares / self.count.max(1.0)).sqrt();
+        if deviation > 0.0 { deviation } else { 1.0 }
+    }
+}

@@ -1,0 +1,294 @@
+//! Validation: evaluations of a run's weights on rows that are not trained on.
+//!
+//! The workers share the batches of an evaluation. The ring carries the bits of each batch's figures, and every
+//! worker adds them in the order of the batches. All workers therefore hold the same result, whatever their
+//! number. An evaluation is part of the replicated state once it is complete; one that was interrupted begins
+//! again.
+use std::sync::Arc;
+use std::time::Duration;
+
+use millrace_streams::dataset::OpenDataset;
+use millrace_streams::feed::{Feed, FeedBatch, Plan, PlanOptions};
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Handle;
+
+use crate::collective::Ring;
+use crate::data::Columns;
+use crate::elastic::proto;
+use crate::engine::{Engine, Loss, Measures};
+use crate::error::{Error, Result};
+use crate::job::{JobFile, Validation};
+use crate::source;
+
+#[cfg(test)]
+mod tests;
+
+/// Integers that carry the figures of a batch.
+const LANES: usize = 7;
+/// Integers before them: members that want to leave, and members that were told to stop.
+const LANES_FIXED: usize = 2;
+/// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
+const READ_ATTEMPTS: u64 = 5;
+
+/// The figures of the weights after some epoch, on the rows of the validation dataset.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Epochs of training before it.
+    pub epoch: u64,
+    /// Steps of training before it.
+    pub step: u64,
+    /// Rows of the validation dataset.
+    pub rows: u64,
+    /// Mean loss.
+    pub loss: f64,
+    /// Share of the rows that were classified correctly; for `cross_entropy` and `bce`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accuracy: Option<f64>,
+    /// Share of the rows whose label is among the `top_k` classes with the largest outputs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub top_k: Option<f64>,
+    /// Mean absolute error of the outputs, in the unit of the dataset's labels; for regression.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mae: Option<f64>,
+    /// The exponential of the loss, for `cross_entropy`; none above the range of numbers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub perplexity: Option<f64>,
+}
+
+impl Evaluation {
+    /// Names and values of the figures, for bundles and people.
+    pub fn figures(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        let optional = [
+            ("accuracy", self.accuracy),
+            ("top_k", self.top_k),
+            ("mae", self.mae),
+            ("perplexity", self.perplexity),
+        ];
+        let present = optional.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        std::iter::once(("loss", self.loss)).chain(present)
+    }
+}
+
+/// The evaluation with the lowest loss, the first one of equals.
+pub(crate) fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
+    evaluations.iter().reduce(|best, next| if next.loss < best.loss { next } else { best })
+}
+
+/// Whether the state with these epochs and evaluations waits for an evaluation.
+pub(crate) fn due(job: &JobFile, epochs: usize, evaluations: &[Evaluation]) -> bool {
+    job.validation.as_ref().is_some_and(|validation| {
+        let last = evaluations.last().map_or(0, |evaluation| evaluation.epoch);
+        epochs as u64 / validation.every_epochs > last / validation.every_epochs
+    })
+}
+
+/// The evaluation after which the job ends early, if there is one.
+pub(crate) fn early_end<'e>(job: &JobFile, evaluations: &'e [Evaluation]) -> Option<&'e Evaluation> {
+    let patience = job.validation.as_ref()?.early_stopping?;
+    let (mut lowest, mut since) = (f64::INFINITY, 0);
+    evaluations.iter().find(|evaluation| {
+        if evaluation.loss < lowest {
+            (lowest, since) = (evaluation.loss, 0);
+        } else {
+            since += 1;
+        }
+        since >= patience
+    })
+}
+
+/// Options that decide the order of rows: the order of the files.
+pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
+    PlanOptions { batch_rows: job.batch_rows, lanes: 1, window_rows: 1, ..PlanOptions::default() }
+}
+
+/// The rows to evaluate on.
+pub(crate) struct Validator {
+    feed: Feed,
+    columns: Columns,
+    loss: Loss,
+    top_k: Option<usize>,
+    /// Rows that are computed at a time: those of a virtual shard, so that memory suffices as in training.
+    chunk_rows: usize,
+}
+
+/// An evaluation in progress.
+#[derive(Debug, Default)]
+pub(crate) struct Partial {
+    /// Batches whose figures are in `sum`.
+    batches: u64,
+    sum: Measures,
+}
+
+/// The outcome of a round of an evaluation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Round {
+    /// Every batch has been computed.
+    pub(crate) complete: bool,
+    /// At least one member wants to leave so that another worker can join.
+    pub(crate) leave: bool,
+    /// At least one member was told to stop.
+    pub(crate) stop: bool,
+}
+
+impl Validator {
+    /// Opens the rows of `plan`. `trained` are the columns of the training data.
+    pub(crate) fn open(
+        job: &JobFile,
+        validation: &Validation,
+        plan: Arc<Plan>,
+        dataset: &OpenDataset,
+        trained: &Columns,
+        cache_bytes_max: u64,
+    ) -> Result<Validator> {
+        Ok(Validator {
+            feed: source::open_feed(job, plan, dataset, cache_bytes_max)?,
+            columns: Columns { dataset: validation.dataset.to_string(), ..trained.clone() },
+            loss: job.loss.kind(),
+            top_k: validation.top_k,
+            chunk_rows: job.batch_rows.div_ceil(job.virtual_shards).max(1),
+        })
+    }
+
+    /// Checks columns, types and the first rows.
+    pub(crate) async fn probe(&self) -> Result<()> {
+        source::probe(&self.feed, &self.columns).await
+    }
+
+    fn batches(&self) -> u64 {
+        let plan = self.feed.plan();
+        plan.rows().div_ceil(plan.batch_rows() as u64)
+    }
+
+    /// Computes one batch on each rank and adds them to `partial`.
+    ///
+    /// On an error `partial` must not be used any more.
+    pub(crate) fn round(
+        &self,
+        engine: &Engine,
+        partial: &mut Partial,
+        ring: &mut Ring<'_>,
+        (position, leave, stop): (u64, bool, bool),
+        runtime: &Handle,
+    ) -> Result<Round> {
+        let own = partial.batches + ring.rank() as u64;
+        let mut lanes = vec![0i64; LANES_FIXED + LANES * ring.world()];
+        (lanes[0], lanes[1]) = (i64::from(leave), i64::from(stop));
+        if own < self.batches() {
+            let measures = self.batch(engine, own, runtime)?;
+            let start = LANES_FIXED + LANES * ring.rank();
+            lanes[start..start + LANES].copy_from_slice(&encode(&measures));
+        }
+        ring.all_reduce(position, &mut lanes)?;
+        let left = self.batches().saturating_sub(partial.batches);
+        let computed = left.min(ring.world() as u64);
+        for batch in lanes[LANES_FIXED..].chunks_exact(LANES).take(computed as usize) {
+            add(&mut partial.sum, &decode(batch));
+        }
+        partial.batches += computed;
+        Ok(Round { complete: computed == left, leave: lanes[0] > 0, stop: lanes[1] > 0 })
+    }
+
+    fn batch(&self, engine: &Engine, batch: u64, runtime: &Handle) -> Result<Measures> {
+        let plan = self.feed.plan();
+        let left = plan.rows() - batch * plan.batch_rows() as u64;
+        let count = usize::try_from(left).map_or(plan.batch_rows(), |left| left.min(plan.batch_rows()));
+        let read = self.read(batch, count, runtime)?;
+        let rows = source::decode(plan, &self.columns, &read.batch, &read.rows)?;
+        let units = self.columns.scale.as_ref().map_or(&[][..], |scale| scale.deviations());
+        let mut sum = Measures::default();
+        for first in (0..count).step_by(self.chunk_rows) {
+            let shard = rows.shard(first..(first + self.chunk_rows).min(count));
+            add(&mut sum, &engine.measure(&shard, self.top_k.unwrap_or(0), units)?);
+        }
+        Ok(sum)
+    }
+
+    fn read(&self, batch: u64, rows: usize, runtime: &Handle) -> Result<FeedBatch> {
+        let mut attempt = 1;
+        loop {
+            match runtime.block_on(self.feed.batch(batch, 0..rows)) {
+                Ok(read) => return Ok(read),
+                Err(error) if error.is_retryable() && attempt < READ_ATTEMPTS => {
+                    tracing::warn!(batch, %error, "cannot read a batch of the validation data; retrying");
+                    std::thread::sleep(Duration::from_millis(100 * attempt));
+                    attempt += 1;
+                }
+                Err(error) => {
+                    return Err(Error::feed(
+                        format!("read validation dataset {}", self.columns.dataset),
+                        error,
+                    ));
+                }
+            }
+        }
+    }
+
+    /// The figures of a complete evaluation.
+    pub(crate) fn conclude(&self, partial: &Partial, epoch: u64, step: u64) -> Result<Evaluation> {
+        let sum = &partial.sum;
+        if sum.weight <= 0.0 {
+            return Err(Error::Data {
+                dataset: self.columns.dataset.clone(),
+                reason: "no row of the validation data counts: each label is loss.ignore_index or has the weight 0 in \
+                         loss.class_weights"
+                    .to_owned(),
+            });
+        }
+        let share = |count: u64| count as f64 / sum.rows.saturating_sub(sum.ignored).max(1) as f64;
+        let loss = sum.loss / sum.weight;
+        let classes = self.loss.takes_classes();
+        Ok(Evaluation {
+            epoch,
+            step,
+            rows: sum.rows,
+            loss,
+            accuracy: self.loss.counts_classes().then(|| share(sum.correct)),
+            top_k: self.top_k.map(|_| share(sum.within_top)),
+            mae: (!self.loss.counts_classes()).then(|| sum.absolute / sum.rows.max(1) as f64),
+            perplexity: Some(loss.exp()).filter(|value| classes && value.is_finite()),
+        })
+    }
+}
+
+fn add(sum: &mut Measures, part: &Measures) {
+    sum.rows += part.rows;
+    sum.loss += part.loss;
+    sum.weight += part.weight;
+    sum.correct += part.correct;
+    sum.ignored += part.ignored;
+    sum.within_top += part.within_top;
+    sum.absolute += part.absolute;
+}
+
+fn encode(measures: &Measures) -> [i64; LANES] {
+    let Measures { rows, loss, weight, correct, ignored, within_top, absolute } = *measures;
+    [rows, loss.to_bits(), weight.to_bits(), correct, ignored, within_top, absolute.to_bits()]
+        .map(|v| v as i64)
+}
+
+fn decode(lanes: &[i64]) -> Measures {
+    let lane = |index: usize| lanes.get(index).copied().unwrap_or_default() as u64;
+    Measures {
+        rows: lane(0),
+        loss: f64::from_bits(lane(1)),
+        weight: f64::from_bits(lane(2)),
+        correct: lane(3),
+        ignored: lane(4),
+        within_top: lane(5),
+        absolute: f64::from_bits(lane(6)),
+    }
+}
+
+impl From<Evaluation> for proto::Evaluation {
+    fn from(evaluation: Evaluation) -> proto::Evaluation {
+        let Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity } = evaluation;
+        proto::Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity }
+    }
+}
+
+impl From<proto::Evaluation> for Evaluation {
+    fn from(message: proto::Evaluation) -> Evaluation {
+        let proto::Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity } = message;
+        Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity }
+    }
+}
