@@ -361,6 +361,20 @@ impl Engine {
                 ),
             });
         }
+        if let Some(below) = self.graph.index_below() {
+            let is_index = |value: &f32| value.fract() == 0.0 && (0.0..below as f32).contains(value);
+            if let Some(at) = inputs.iter().position(|value| !is_index(value)) {
+                return Err(EngineError::Batch {
+                    reason: format!(
+                        "row {} holds {} in input {:?}, which takes whole numbers from 0 to {}",
+                        at / width.max(1),
+                        inputs[at],
+                        self.graph.input_name(),
+                        below - 1
+                    ),
+                });
+            }
+        }
         let fits = self.graph.elements_max(rows).is_some_and(|elements| elements <= ELEMENTS_MAX);
         if !fits {
             return Err(EngineError::Batch {

@@ -5,14 +5,24 @@
 //! accepted graph has one float input `[rows, …]`, one float output `[rows, …]`, and never mixes rows.
 //! Gradients of row subsets therefore add up to the gradient of the batch.
 //!
-//! **Trained parameters**: every float32 initializer of rank 1 or more that the output depends on. Rank-0
-//! initializers and `Constant` nodes are not changed.
+//! **Trained parameters**: the float32 initializers that the output depends on, apart from buffers, which keep
+//! their values. [`initializers`] says which are buffers. `Constant` nodes are not changed.
 
 mod arithmetic;
+mod attention;
 mod builder;
+mod einsum;
 mod error;
+mod gather;
+mod initializers;
+mod ints;
 mod linear;
+mod movement;
+mod normalization;
 mod read;
+mod recurrent;
+mod reduction;
+mod resize;
 mod shape;
 mod sizes;
 mod spatial;
@@ -41,6 +51,23 @@ pub enum Binary {
     Mul,
     /// a / b
     Div,
+    /// The larger one; equal values share the gradient.
+    Max,
+    /// The smaller one; equal values share the gradient.
+    Min,
+    /// a raised to b
+    Pow,
+}
+
+/// Comparison of two values: 1 where it holds, 0 elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compare {
+    /// a = b
+    Equal,
+    /// a < b
+    Less,
+    /// a ≤ b
+    LessOrEqual,
 }
 
 /// Element-wise operation on one value.
@@ -72,6 +99,59 @@ pub enum Unary {
     Scale(f32),
     /// x + c
     Shift(f32),
+    /// Square root whose slope at 0 is 0, for norms.
+    Root,
+    /// |x|
+    Abs,
+    /// 1 / x
+    Reciprocal,
+    /// x raised to a constant
+    Pow(f32),
+    /// x within the two bounds, which may be infinite.
+    Clip(f32, f32),
+    /// x, or c · (e^x − 1) if x is below 0.
+    Elu(f32),
+    /// ln(1 + e^x)
+    Softplus,
+    /// Sine.
+    Sin,
+    /// Cosine.
+    Cos,
+    /// Tangent.
+    Tan,
+    /// Arc sine.
+    Asin,
+    /// Arc cosine.
+    Acos,
+    /// Arc tangent.
+    Atan,
+    /// Hyperbolic sine.
+    Sinh,
+    /// Hyperbolic cosine.
+    Cosh,
+    /// Inverse hyperbolic sine.
+    Asinh,
+    /// Inverse hyperbolic cosine.
+    Acosh,
+    /// Inverse hyperbolic tangent.
+    Atanh,
+    /// −1, 0 or 1; its slope is 0.
+    Sign,
+    /// The integer at or below x; its slope is 0.
+    Floor,
+    /// The integer at or above x; its slope is 0.
+    Ceil,
+    /// The nearest integer, the even one of two; its slope is 0.
+    Round,
+    /// The integer towards 0; its slope is 0.
+    Trunc,
+}
+
+impl Unary {
+    /// Whether the slope is 0 everywhere.
+    pub(crate) fn is_step(self) -> bool {
+        matches!(self, Unary::Sign | Unary::Floor | Unary::Ceil | Unary::Round | Unary::Trunc)
+    }
 }
 
 /// Parameters of a convolution over `[rows, channels, height, width]`.
@@ -83,6 +163,19 @@ pub struct ConvSpec {
     pub padding: [usize; 2],
     /// Step between kernel elements.
     pub dilations: [usize; 2],
+    /// Channel groups.
+    pub groups: usize,
+}
+
+/// Parameters of a convolution over `[rows, channels, depth, height, width]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Conv3Spec {
+    /// Step between windows.
+    pub strides: [usize; 3],
+    /// Zeros added on both sides.
+    pub padding: [usize; 3],
+    /// Step between kernel elements.
+    pub dilations: [usize; 3],
     /// Channel groups.
     pub groups: usize,
 }
@@ -111,28 +204,68 @@ pub enum Op {
     Binary(Binary),
     /// Element-wise, one input.
     Unary(Unary),
+    /// 1 where a comparison of two inputs holds, 0 elsewhere.
+    Compare(Compare),
+    /// The second input where the first is not 0, the third elsewhere.
+    Where,
     /// Softmax along an axis.
     Softmax(usize),
     /// Logarithm of softmax along an axis.
     LogSoftmax(usize),
     /// Input, weight and, optionally, bias.
     Conv(ConvSpec),
+    /// Input and weight.
+    Conv3(Conv3Spec),
+    /// Input and weight; the transpose of a convolution without padding.
+    ConvTranspose(ConvSpec),
     /// Maximum of a window.
     MaxPool(PoolSpec),
     /// Mean of a window.
     AveragePool(PoolSpec),
-    /// Zeros around height and width: `[top, left]`, `[bottom, right]`.
-    Pad([usize; 2], [usize; 2]),
+    /// A constant around the input, which begins at `before`.
+    Pad {
+        /// Added elements before each axis.
+        before: Vec<usize>,
+        /// Their value.
+        value: f32,
+    },
     /// The same elements in the output's shape.
     Reshape,
     /// Axes in a new order.
     Permute(Vec<usize>),
+    /// Axes of size 1 repeated to the output's shape.
+    Expand,
+    /// Consecutive elements along an axis.
+    Slice {
+        /// The axis.
+        axis: usize,
+        /// The first element.
+        start: usize,
+    },
+    /// Elements of an axis at constant positions.
+    Select {
+        /// The axis.
+        axis: usize,
+        /// The positions.
+        positions: Vec<usize>,
+    },
+    /// Rows of the first input at the positions that the second one holds.
+    Lookup,
     /// Inputs one after another along an axis.
     Concat(usize),
     /// Sum over axes.
     Sum(Vec<usize>),
     /// Mean over axes.
     Mean(Vec<usize>),
+    /// Maximum over axes; equal maxima share the gradient.
+    Max(Vec<usize>),
+}
+
+impl Op {
+    /// Whether the output holds elements of the first input, unchanged.
+    fn moves(&self) -> bool {
+        matches!(self, Op::Reshape | Op::Permute(_) | Op::Expand | Op::Slice { .. } | Op::Select { .. })
+    }
 }
 
 /// One operation of the graph.
@@ -197,6 +330,7 @@ pub struct Graph {
     input_name: String,
     output_name: String,
     ends_in_softmax: bool,
+    index_below: Option<usize>,
 }
 
 impl Graph {
@@ -245,6 +379,12 @@ impl Graph {
     /// Whether Softmax produces the output; cross-entropy would apply it a second time.
     pub fn ends_in_softmax(&self) -> bool {
         self.ends_in_softmax
+    }
+
+    /// The bound of an input of integers, as token ids: each is a whole number from 0 to below it. `None` for an
+    /// input of floats.
+    pub fn index_below(&self) -> Option<usize> {
+        self.index_below
     }
 
     /// Elements of one row of the input.

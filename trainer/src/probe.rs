@@ -12,12 +12,23 @@ use prost::Message;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
+use crate::graph::Graph;
+
 pub(crate) use operators::all as every_operator;
 
 /// Numbers uniform in (−1, 1), the same for the same seed.
 pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     (0..count).map(|_| f64::from(random.next_u32() >> 8) as f32 / 8_388_608.0 - 1.0).collect()
+}
+
+/// Inputs for a graph: numbers, or positions in its tables.
+pub(crate) fn inputs(graph: &Graph, rows: usize, seed: u64) -> Vec<f32> {
+    let plain = numbers(rows * graph.input_width(), seed);
+    match graph.index_below() {
+        None => plain,
+        Some(below) => plain.into_iter().map(|x| ((x + 1.0) * 0.5 * below as f32).floor()).collect(),
+    }
 }
 
 pub(crate) fn int(name: &str, value: i64) -> AttributeProto {
@@ -47,6 +58,24 @@ pub(crate) fn float(name: &str, value: f32) -> AttributeProto {
     }
 }
 
+pub(crate) fn floats(name: &str, values: &[f32]) -> AttributeProto {
+    AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(AttributeType::Floats as i32),
+        floats: values.to_vec(),
+        ..Default::default()
+    }
+}
+
+pub(crate) fn tensor(name: &str, value: TensorProto) -> AttributeProto {
+    AttributeProto {
+        name: Some(name.into()),
+        r#type: Some(AttributeType::Tensor as i32),
+        t: Some(value),
+        ..Default::default()
+    }
+}
+
 pub(crate) fn text(name: &str, value: &str) -> AttributeProto {
     AttributeProto {
         name: Some(name.into()),
@@ -70,6 +99,17 @@ impl Probe {
             ..Default::default()
         };
         Probe { graph, opset }
+    }
+
+    /// Makes the input one of int64.
+    pub(crate) fn of_integers(&mut self) {
+        for info in &mut self.graph.input {
+            if let Some(type_proto::Value::TensorType(tensor)) =
+                info.r#type.as_mut().and_then(|kind| kind.value.as_mut())
+            {
+                tensor.elem_type = Some(tensor_proto::DataType::Int64 as i32);
+            }
+        }
     }
 
     pub(crate) fn param(&mut self, dims: &[i64]) -> String {
@@ -139,6 +179,23 @@ impl Probe {
         output
     }
 
+    /// A node with several outputs.
+    pub(crate) fn nodes(
+        &mut self,
+        op: &str,
+        inputs: &[&str],
+        attribute: Vec<AttributeProto>,
+        outputs: usize,
+    ) -> Vec<String> {
+        let first = self.node(op, inputs, attribute);
+        let names: Vec<String> =
+            (0..outputs).map(|at| if at == 0 { first.clone() } else { format!("{first}_{at}") }).collect();
+        if let Some(node) = self.graph.node.last_mut() {
+            node.output.clone_from(&names);
+        }
+        names
+    }
+
     pub(crate) fn finish(mut self, output: &str) -> ModelProto {
         self.graph.output = vec![info(output, None)];
         ModelProto {
@@ -202,8 +259,15 @@ pub(crate) fn run_reference(
         .map_err(|e| e.to_string())?;
     let mut shape = vec![rows];
     shape.extend(row);
-    let tensor = ort::value::Tensor::from_array((shape, inputs.to_vec())).map_err(|e| e.to_string())?;
-    let outputs = session.run(ort::inputs![tensor]).map_err(|e| e.to_string())?;
+    let is_index = Graph::read(model).is_ok_and(|graph| graph.index_below().is_some());
+    let outputs = if is_index {
+        let whole: Vec<i64> = inputs.iter().map(|value| *value as i64).collect();
+        let tensor = ort::value::Tensor::from_array((shape, whole)).map_err(|e| e.to_string())?;
+        session.run(ort::inputs![tensor]).map_err(|e| e.to_string())?
+    } else {
+        let tensor = ort::value::Tensor::from_array((shape, inputs.to_vec())).map_err(|e| e.to_string())?;
+        session.run(ort::inputs![tensor]).map_err(|e| e.to_string())?
+    };
     let (_, data) = outputs[0].try_extract_tensor::<f32>().map_err(|e| e.to_string())?;
     Ok(data.to_vec())
 }

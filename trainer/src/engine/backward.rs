@@ -1,10 +1,13 @@
 //! Derivatives of each operation: from the gradient of its output to those of its inputs.
 
+use burn_backend::ops::ConvOptions;
 use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_backend::{Backend, Slice, get_device_settings};
+use burn_backend::{Backend, Slice, TensorMetadata, get_device_settings};
 
-use super::forward::{GELU_CUBIC, GELU_SCALE, gelu_tanh, inside, options};
-use super::tensor::{dims, expand, pad_rank, reduce_to, reshape};
+use super::forward::{
+    GELU_CUBIC, GELU_SCALE, flat_table, gelu_tanh, holds, inside, options, options3, region, rows_of,
+};
+use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reduce_to, reshape, zeros_like};
 use crate::graph::{Binary, ConvSpec, Op, Unary};
 
 /// The inputs of a derivative.
@@ -59,7 +62,41 @@ pub(super) fn backward<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> 
             spec.count_include_pad,
             false,
         ))],
-        Op::Pad(before, _) => vec![Some(B::float_slice(grad, &inside(&shape(0), *before)))],
+        Op::Pad { before, .. } => vec![Some(B::float_slice(grad, &inside(&shape(0), before)))],
+        Op::Conv3(spec) => {
+            let (x, weight) = (&step.inputs[0], &step.inputs[1]);
+            vec![
+                step.needs_gradient[0]
+                    .then(|| B::conv3d_x_backward(x.clone(), weight.clone(), grad.clone(), options3(spec))),
+                step.needs_gradient[1].then(|| {
+                    B::conv3d_weight_backward(x.clone(), weight.clone(), grad.clone(), options3(spec))
+                }),
+            ]
+        }
+        Op::ConvTranspose(spec) => conv_transpose::<B>(step, spec, grad),
+        // Their derivative is 0 wherever it exists; no gradient reaches them.
+        Op::Compare(_) => vec![None, None],
+        Op::Where => choice::<B>(step, grad),
+        Op::Expand => vec![Some(reduce_to::<B>(grad, &shape(0)))],
+        Op::Slice { axis, start } => vec![Some(add_slice::<B>(None, &shape(0), *axis, *start, grad))],
+        Op::Select { axis, positions } => {
+            let positions = positions_tensor::<B>(positions, &B::float_device(&grad));
+            let zeros = zeros_like::<B>(&grad, &shape(0));
+            vec![Some(B::float_select_add(zeros, *axis, positions, grad))]
+        }
+        Op::Lookup => vec![
+            step.needs_gradient[0].then(|| {
+                let table = shape(0);
+                let rows = rows_of::<B>(step.inputs[1].clone());
+                let flat = flat_table::<B>(zeros_like::<B>(&grad, &table));
+                let count = dims::<B>(&step.inputs[1]).iter().product();
+                let grad = reshape::<B>(grad, &[count, dims::<B>(&flat)[1]]);
+                // Rows that appear more than once are added in their order.
+                reshape::<B>(B::float_select_add(flat, 0, rows, grad), &table)
+            }),
+            None,
+        ],
+        Op::Max(axes) => vec![Some(maxima::<B>(step, axes, grad))],
         Op::Reshape => vec![Some(reshape::<B>(grad, &shape(0)))],
         Op::Permute(order) => {
             let mut back = vec![0; order.len()];
@@ -76,6 +113,65 @@ pub(super) fn backward<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> 
             vec![Some(unfold::<B>(share, &shape, axes))]
         }
     }
+}
+
+/// Adds the gradient of a slice to that of the value that it was cut from, which is 0 if not given.
+pub(super) fn add_slice<B: Backend>(
+    sum: Option<FloatTensor<B>>,
+    shape: &[usize],
+    axis: usize,
+    start: usize,
+    grad: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let region = region(&dims::<B>(&grad), axis, start);
+    match sum {
+        None => B::float_slice_assign(zeros_like::<B>(&grad, shape), &region, grad),
+        Some(sum) => {
+            let part = B::float_add(B::float_slice(sum.clone(), &region), grad);
+            B::float_slice_assign(sum, &region, part)
+        }
+    }
+}
+
+/// Each side gets the gradient where it was chosen.
+fn choice<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
+    let shape = dims::<B>(&grad);
+    let condition = expand::<B>(pad_rank::<B>(step.inputs[0].clone(), shape.len()), &shape);
+    let fit = |grad, index: usize| reduce_to::<B>(grad, &dims::<B>(&step.inputs[index]));
+    let left = step.needs_gradient[1].then(|| {
+        let other = B::float_equal_elem(condition.clone(), 0.0.into(), flag_type::<B>(&condition));
+        fit(B::float_mask_fill(grad.clone(), other, 0.0.into()), 1)
+    });
+    let right = step.needs_gradient[2]
+        .then(|| fit(B::float_mask_fill(grad.clone(), holds::<B>(condition.clone()), 0.0.into()), 2));
+    vec![None, left, right]
+}
+
+/// Equal maxima share the gradient.
+fn maxima<B: Backend>(step: &Step<'_, B>, axes: &[usize], grad: FloatTensor<B>) -> FloatTensor<B> {
+    let x = step.inputs[0].clone();
+    let shape = dims::<B>(&x);
+    let most = unfold::<B>(step.output.clone(), &shape, axes);
+    let equal = B::float_equal(x.clone(), most, flag_type::<B>(&x));
+    let chosen = B::bool_into_float(equal, x.dtype().into());
+    let count = axes.iter().fold(chosen.clone(), |tensor, axis| B::float_sum_dim(tensor, *axis));
+    let share = B::float_div(reshape::<B>(grad, &dims::<B>(&count)), count);
+    B::float_mul(chosen, expand::<B>(share, &shape))
+}
+
+/// The transpose of a convolution is differentiated by the convolution.
+fn conv_transpose<B: Backend>(
+    step: &Step<'_, B>,
+    spec: &ConvSpec,
+    grad: FloatTensor<B>,
+) -> Vec<Option<FloatTensor<B>>> {
+    let (x, weight) = (&step.inputs[0], &step.inputs[1]);
+    let options = || ConvOptions::new(spec.strides, [0; 2], spec.dilations, spec.groups);
+    vec![
+        step.needs_gradient[0].then(|| B::conv2d(grad.clone(), weight.clone(), None, options())),
+        step.needs_gradient[1]
+            .then(|| B::conv2d_weight_backward(grad.clone(), weight.clone(), x.clone(), options())),
+    ]
 }
 
 /// Repeats the gradient of a reduction along the reduced axes.
@@ -108,11 +204,18 @@ fn binary<B: Backend>(step: &Step<'_, B>, kind: Binary, grad: FloatTensor<B>) ->
     let rank = dims::<B>(&grad).len();
     let input = |index: usize| pad_rank::<B>(step.inputs[index].clone(), rank);
     let fit = |grad, index: usize| reduce_to::<B>(grad, &dims::<B>(&step.inputs[index]));
+    let wide = |index: usize| expand::<B>(input(index), &dims::<B>(step.output));
     let left = step.needs_gradient[0].then(|| {
         let full = match kind {
             Binary::Add | Binary::Sub => grad.clone(),
             Binary::Mul => B::float_mul(grad.clone(), input(1)),
             Binary::Div => B::float_div(grad.clone(), input(1)),
+            Binary::Max | Binary::Min => share_of_extreme::<B>(step, kind, 0, grad.clone()),
+            Binary::Pow => {
+                let (a, b) = (wide(0), wide(1));
+                let power = B::float_powf(a, B::float_add_scalar(b.clone(), (-1.0).into()));
+                B::float_mul(grad.clone(), B::float_mul(b, power))
+            }
         };
         fit(full, 0)
     });
@@ -126,10 +229,37 @@ fn binary<B: Backend>(step: &Step<'_, B>, kind: Binary, grad: FloatTensor<B>) ->
                 let slope = B::float_div(step.output.clone(), input(1));
                 B::float_neg(B::float_mul(grad, slope))
             }
+            Binary::Max | Binary::Min => share_of_extreme::<B>(step, kind, 1, grad),
+            Binary::Pow => {
+                // At a base of 0 the power stays 0.
+                let base = wide(0);
+                let zero = B::float_equal_elem(base.clone(), 0.0.into(), flag_type::<B>(&base));
+                let slope = B::float_mul(step.output.clone(), B::float_log(base));
+                B::float_mask_fill(B::float_mul(grad, slope), zero, 0.0.into())
+            }
         };
         fit(full, 1)
     });
     vec![left, right]
+}
+
+/// The gradient of one side of a maximum or minimum; equal sides get half each.
+fn share_of_extreme<B: Backend>(
+    step: &Step<'_, B>,
+    kind: Binary,
+    side: usize,
+    grad: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let shape = dims::<B>(&grad);
+    let at = |index: usize| expand::<B>(pad_rank::<B>(step.inputs[index].clone(), shape.len()), &shape);
+    let (mine, other) = (at(side), at(1 - side));
+    let flags = flag_type::<B>(&mine);
+    let (low, high) = if kind == Binary::Max { (other, mine) } else { (mine, other) };
+    let wins = B::float_lower(low.clone(), high.clone(), flags);
+    let ties = B::float_lower_equal(low, high, flags);
+    let votes = [wins, ties].map(|flags| B::bool_into_float(flags, grad.dtype().into()));
+    let [wins, ties] = votes;
+    B::float_mul(grad, B::float_mul_scalar(B::float_add(wins, ties), 0.5.into()))
 }
 
 fn conv<B: Backend>(
@@ -229,5 +359,41 @@ fn unary<B: Backend>(
         Unary::Neg => B::float_neg(grad),
         Unary::Scale(factor) => scaled(grad, f64::from(factor)),
         Unary::Shift(_) => grad,
+        Unary::Root => {
+            let zero = B::float_equal_elem(y.clone(), 0.0.into(), flag_type::<B>(&y));
+            B::float_mask_fill(B::float_div(scaled(grad, 0.5), y), zero, 0.0.into())
+        }
+        Unary::Abs => B::float_mul(grad, B::float_sign(x)),
+        Unary::Reciprocal => B::float_neg(B::float_mul(grad, square(y))),
+        Unary::Pow(exponent) => {
+            let exponent = f64::from(exponent);
+            let power = B::float_powf_scalar(x, (exponent - 1.0).into());
+            B::float_mul(grad, scaled(power, exponent))
+        }
+        Unary::Clip(low, high) => {
+            let flags = flag_type::<B>(&x);
+            let below = B::float_lower_equal_elem(x.clone(), f64::from(low).into(), flags);
+            let above = B::float_greater_equal_elem(x, f64::from(high).into(), flags);
+            B::float_mask_fill(B::float_mask_fill(grad, below, 0.0.into()), above, 0.0.into())
+        }
+        Unary::Elu(factor) => {
+            let below = B::float_lower_equal_elem(x.clone(), 0.0.into(), flag_type::<B>(&x));
+            let slope = B::float_add_scalar(y, f64::from(factor).into());
+            B::float_mask_where(grad.clone(), below, B::float_mul(grad, slope))
+        }
+        Unary::Softplus => B::float_mul(grad, B::sigmoid(x)),
+        Unary::Sin => B::float_mul(grad, B::float_cos(x)),
+        Unary::Cos => B::float_neg(B::float_mul(grad, B::float_sin(x))),
+        Unary::Tan => B::float_mul(grad, B::float_add_scalar(square(y), 1.0.into())),
+        Unary::Asin => B::float_div(grad, B::float_sqrt(one_minus(square(x)))),
+        Unary::Acos => B::float_neg(B::float_div(grad, B::float_sqrt(one_minus(square(x))))),
+        Unary::Atan => B::float_div(grad, B::float_add_scalar(square(x), 1.0.into())),
+        Unary::Sinh => B::float_mul(grad, B::float_cosh(x)),
+        Unary::Cosh => B::float_mul(grad, B::float_sinh(x)),
+        Unary::Asinh => B::float_div(grad, B::float_sqrt(B::float_add_scalar(square(x), 1.0.into()))),
+        Unary::Acosh => B::float_div(grad, B::float_sqrt(B::float_add_scalar(square(x), (-1.0).into()))),
+        Unary::Atanh => B::float_div(grad, one_minus(square(x))),
+        // Their slope is 0; no gradient reaches them.
+        Unary::Sign | Unary::Floor | Unary::Ceil | Unary::Round | Unary::Trunc => scaled(grad, 0.0),
     }
 }

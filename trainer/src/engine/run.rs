@@ -6,11 +6,11 @@ use std::sync::Arc;
 use burn_backend::tensor::{Device as BackendDevice, FloatTensor, IntTensor};
 use burn_backend::{Backend, Element, ElementConversion};
 
-use super::backward::{Step, backward};
+use super::backward::{Step, add_slice, backward};
 use super::forward::forward;
 use super::tensor::{download, upload};
 use super::{Device, EngineError, shape_of};
-use crate::graph::{Graph, Source};
+use crate::graph::{Dim, Graph, Op, Source};
 
 /// A loaded graph on a device, independent of the backend.
 pub(super) trait Compute: Send + Sync {
@@ -35,7 +35,7 @@ pub(super) struct Interpreter<B: Backend, E> {
     graph: Arc<Graph>,
     device: BackendDevice<B>,
     label: Device,
-    /// Constants and parameters, by value.
+    /// Constants, what they alone determine, and parameters, by value.
     resident: Vec<Option<FloatTensor<B>>>,
     elements: PhantomData<fn() -> E>,
 }
@@ -47,7 +47,7 @@ struct Trace<B: Backend> {
 
 impl<B: Backend, E: Element> Interpreter<B, E> {
     pub(super) fn new(graph: Arc<Graph>, device: BackendDevice<B>, label: Device) -> Self {
-        let resident = graph
+        let mut resident: Vec<Option<FloatTensor<B>>> = graph
             .values()
             .iter()
             .map(|value| match &value.source {
@@ -58,6 +58,15 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
                 _ => None,
             })
             .collect();
+        // What depends on constants alone is computed once.
+        for node in graph.nodes() {
+            let read: Option<Vec<FloatTensor<B>>> =
+                node.inputs.iter().map(|input| resident[*input].clone()).collect();
+            let dims = &graph.values()[node.output].dims;
+            if let Some(read) = read.filter(|_| dims.iter().all(|dim| matches!(dim, Dim::Fixed(_)))) {
+                resident[node.output] = Some(forward::<B>(&node.op, &read, &shape_of(dims, 1)).0);
+            }
+        }
         Interpreter { graph, device, label, resident, elements: PhantomData }
     }
 
@@ -92,6 +101,10 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
         values[input] = Some(upload::<B, E>(inputs, &shape, &self.device));
         let mut picked = Vec::with_capacity(self.graph.nodes().len());
         for node in self.graph.nodes() {
+            if self.resident[node.output].is_some() {
+                picked.push(None);
+                continue;
+            }
             let read = self.read(&values, &node.inputs)?;
             let shape = shape_of(&self.graph.values()[node.output].dims, rows);
             let (value, indices) = forward::<B>(&node.op, &read, &shape);
@@ -149,6 +162,13 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
             let Some(grad) = grads[node.output].take() else {
                 continue;
             };
+            // The parts of a value fill its gradient in place: a sequence is cut into many.
+            if let (Op::Slice { axis, start }, [input]) = (&node.op, &node.inputs[..]) {
+                let shape = shape_of(&values[*input].dims, rows);
+                grads[*input] = Some(add_slice::<B>(grads[*input].take(), &shape, *axis, *start, grad));
+                trace.values[node.output] = None;
+                continue;
+            }
             let inputs = self.read(&trace.values, &node.inputs)?;
             let output = self.read(&trace.values, &[node.output])?;
             trace.values[node.output] = None;

@@ -1,7 +1,9 @@
 //! Tensor helpers: transfers between vectors and a backend, and shape adjustments.
 
-use burn_backend::tensor::{Device, FloatTensor};
-use burn_backend::{Backend, Element, Shape, TensorData, TensorMetadata, try_read_sync};
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
+use burn_backend::{
+    Backend, BoolDType, Element, Shape, TensorData, TensorMetadata, get_device_settings, try_read_sync,
+};
 
 pub(super) fn upload<B: Backend, E: Element>(
     values: Vec<E>,
@@ -67,4 +69,23 @@ pub(super) fn expand<B: Backend>(tensor: FloatTensor<B>, shape: &[usize]) -> Flo
         return tensor;
     }
     B::float_expand(tensor, Shape::from(shape.to_vec()))
+}
+
+/// The type of truth values on a tensor's device.
+pub(super) fn flag_type<B: Backend>(tensor: &FloatTensor<B>) -> BoolDType {
+    get_device_settings::<B>(&B::float_device(tensor)).bool_dtype
+}
+
+/// Positions on an axis as a tensor.
+pub(super) fn positions_tensor<B: Backend>(positions: &[usize], device: &Device<B>) -> IntTensor<B> {
+    let kind = get_device_settings::<B>(device).int_dtype;
+    // An axis has at most 2^30 elements.
+    let positions: Vec<i64> = positions.iter().map(|position| *position as i64).collect();
+    let shape = Shape::from(vec![positions.len()]);
+    B::int_from_data(TensorData::new(positions, shape).convert_dtype(kind.into()), device)
+}
+
+/// Zeros of a shape, of the type and on the device of another tensor.
+pub(super) fn zeros_like<B: Backend>(tensor: &FloatTensor<B>, shape: &[usize]) -> FloatTensor<B> {
+    B::float_zeros(Shape::from(shape.to_vec()), &B::float_device(tensor), tensor.dtype().into())
 }

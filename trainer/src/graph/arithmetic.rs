@@ -1,10 +1,10 @@
-//! Element-wise operators, softmax, reductions and layer normalization.
+//! Element-wise operators and softmax.
 
-use super::builder::{Builder, Call};
-use super::{Binary, Dim, GraphError, Op, Source, Unary, ValueId, shape};
+use super::builder::{Builder, Call, NodeRef};
+use super::{Binary, Compare, Dim, GraphError, Op, Source, Unary, ValueId, shape};
 
 pub(super) fn binary(b: &mut Builder, call: Call<'_>, kind: Binary) -> Result<ValueId, GraphError> {
-    let (left, right) = (call.float(b, 0)?, call.float(b, 1)?);
+    let (left, right) = (call.value(b, 0)?, call.value(b, 1)?);
     call.finish(2)?;
     join(b, &call, kind, left, right)
 }
@@ -17,12 +17,71 @@ pub(super) fn join(
     left: ValueId,
     right: ValueId,
 ) -> Result<ValueId, GraphError> {
+    join_at(b, &call.site, kind, left, right)
+}
+
+/// [`join`] for a node that is known by name only.
+pub(super) fn join_at(
+    b: &mut Builder,
+    site: &NodeRef,
+    kind: Binary,
+    left: ValueId,
+    right: ValueId,
+) -> Result<ValueId, GraphError> {
     if let Some(op) = unary_of_scalar(b, kind, left, right) {
-        let dims = b.dims(left).to_vec();
-        return b.push(Op::Unary(op), &[left], dims, &call.site);
+        return map(b, site, op, left);
     }
-    let dims = shape::broadcast(b.dims(left), b.dims(right), &call.site)?;
-    b.push(Op::Binary(kind), &[left, right], dims, &call.site)
+    let dims = shape::broadcast(b.dims(left), b.dims(right), site)?;
+    if let (Source::Constant(a), Source::Constant(c)) = (&b.values[left].source, &b.values[right].source)
+        && let ([a], [c]) = (&a[..], &c[..])
+        && let Some(value) = binary_of(kind, *a, *c)
+    {
+        return b.value(dims, Source::Constant(vec![value]), false, site);
+    }
+    b.push(Op::Binary(kind), &[left, right], dims, site)
+}
+
+/// The result for constants, so that integers which depend on it are known.
+fn binary_of(kind: Binary, a: f32, c: f32) -> Option<f32> {
+    match kind {
+        Binary::Add => Some(a + c),
+        Binary::Sub => Some(a - c),
+        Binary::Mul => Some(a * c),
+        Binary::Div => Some(a / c),
+        Binary::Max | Binary::Min | Binary::Pow => None,
+    }
+}
+
+/// The result for a constant, so that integers which depend on it are known.
+fn unary_of(kind: Unary, x: f32) -> Option<f32> {
+    match kind {
+        Unary::Scale(factor) => Some(x * factor),
+        Unary::Shift(offset) => Some(x + offset),
+        Unary::Neg => Some(-x),
+        Unary::Sqrt => Some(x.sqrt()),
+        Unary::Reciprocal => Some(1.0 / x),
+        Unary::Floor => Some(x.floor()),
+        Unary::Ceil => Some(x.ceil()),
+        Unary::Round => Some(x.round_ties_even()),
+        _ => None,
+    }
+}
+
+/// Appends an element-wise operation for a node that is known by name only.
+pub(super) fn map(
+    b: &mut Builder,
+    site: &NodeRef,
+    kind: Unary,
+    input: ValueId,
+) -> Result<ValueId, GraphError> {
+    let dims = b.dims(input).to_vec();
+    if let Source::Constant(elements) = &b.values[input].source
+        && let [value] = elements[..]
+        && let Some(value) = unary_of(kind, value)
+    {
+        return b.value(dims, Source::Constant(vec![value]), false, site);
+    }
+    b.push(Op::Unary(kind), &[input], dims, site)
 }
 
 /// A constant scalar on the right needs neither broadcasting nor a gradient.
@@ -38,7 +97,7 @@ fn unary_of_scalar(b: &Builder, kind: Binary, left: ValueId, right: ValueId) -> 
         Binary::Add => Unary::Shift(value),
         Binary::Sub => Unary::Shift(-value),
         Binary::Mul => Unary::Scale(value),
-        Binary::Div => return None,
+        Binary::Div | Binary::Max | Binary::Min | Binary::Pow => return None,
     })
 }
 
@@ -55,8 +114,7 @@ pub(super) fn apply(
     kind: Unary,
     input: ValueId,
 ) -> Result<ValueId, GraphError> {
-    let dims = b.dims(input).to_vec();
-    b.push(Op::Unary(kind), &[input], dims, &call.site)
+    map(b, &call.site, kind, input)
 }
 
 pub(super) fn gelu(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
@@ -86,106 +144,262 @@ pub(super) fn softmax(
     let given = call.int("axis", if flattens { 1 } else { -1 })?;
     call.finish(1)?;
     let axis = shape::axis(given, dims.len(), &call.site)?;
-    if flattens && axis + 1 != dims.len() {
-        return Err(call.site.form(format!(
-            "before opset 13 only the last axis is supported, not {axis} of {}",
-            shape::display(&dims)
-        )));
-    }
-    if matches!(dims[axis], Dim::Rows(_)) {
+    if dims[axis..].iter().any(|dim| matches!(dim, Dim::Rows(_)))
+        && (flattens || matches!(dims[axis], Dim::Rows(_)))
+    {
         return Err(call.site.mixes_rows("its axis is the batch"));
     }
-    b.push(op(axis), &[input], dims, &call.site)
+    if !flattens || axis + 1 == dims.len() {
+        return b.push(op(axis), &[input], dims, &call.site);
+    }
+    // Before opset 13 the axes from this one on are one.
+    let mut flat = dims[..axis].to_vec();
+    flat.push(Dim::Fixed(shape::check(&dims[axis..], &call.site)?));
+    let input = b.reshape(input, flat.clone(), &call.site)?;
+    let shares = b.push(op(axis), &[input], flat, &call.site)?;
+    b.reshape(shares, dims, &call.site)
 }
 
-pub(super) fn reduce(
-    b: &mut Builder,
-    mut call: Call<'_>,
-    op: fn(Vec<usize>) -> Op,
-    axes_are_input_from: i64,
-) -> Result<ValueId, GraphError> {
-    let input = call.float(b, 0)?;
-    let dims = b.dims(input).to_vec();
-    let keep = call.int("keepdims", 1)? != 0;
-    let (given, inputs) =
-        if b.opset >= axes_are_input_from { (call.ints_input(b, 1)?, 2) } else { (call.ints("axes")?, 1) };
-    let none_is_identity = call.int("noop_with_empty_axes", 0)? != 0;
-    call.finish(inputs)?;
-    let axes = match given.filter(|axes| !axes.is_empty()) {
-        Some(axes) => shape::axes(&axes, dims.len(), &call.site)?,
-        None if none_is_identity => return Ok(input),
-        None => (0..dims.len()).collect(),
-    };
-    fold(b, &call, op, input, axes, keep)
+/// The activations that ONNX defines by others, and those with attributes.
+pub(super) fn activation(b: &mut Builder, mut call: Call<'_>, op: &str) -> Result<ValueId, GraphError> {
+    let site = call.site.clone();
+    match op {
+        "Elu" => {
+            let alpha = call.float_attribute("alpha", 1.0)?;
+            unary(b, call, Unary::Elu(alpha))
+        }
+        "Selu" => {
+            let alpha = call.float_attribute("alpha", 1.673_263_2)?;
+            let gamma = call.float_attribute("gamma", 1.050_701)?;
+            let bent = unary(b, call, Unary::Elu(alpha))?;
+            map(b, &site, Unary::Scale(gamma), bent)
+        }
+        "Celu" => {
+            let alpha = call.float_attribute("alpha", 1.0)?;
+            if alpha == 0.0 {
+                return Err(site.form("alpha = 0"));
+            }
+            let narrow = unary(b, call, Unary::Scale(1.0 / alpha))?;
+            let bent = map(b, &site, Unary::Elu(1.0), narrow)?;
+            map(b, &site, Unary::Scale(alpha), bent)
+        }
+        "HardSigmoid" => {
+            let alpha = call.float_attribute("alpha", 0.2)?;
+            let beta = call.float_attribute("beta", 0.5)?;
+            let input = call.float(b, 0)?;
+            call.finish(1)?;
+            hard_sigmoid(b, &site, input, alpha, beta)
+        }
+        "HardSwish" => {
+            let input = call.float(b, 0)?;
+            call.finish(1)?;
+            let gate = hard_sigmoid(b, &site, input, 1.0 / 6.0, 0.5)?;
+            join_at(b, &site, Binary::Mul, input, gate)
+        }
+        "Mish" => {
+            let input = call.float(b, 0)?;
+            let soft = unary(b, call, Unary::Softplus)?;
+            let gate = map(b, &site, Unary::Tanh, soft)?;
+            join_at(b, &site, Binary::Mul, input, gate)
+        }
+        "Swish" => {
+            let input = call.float(b, 0)?;
+            let alpha = call.float_attribute("alpha", 1.0)?;
+            let scaled = unary(b, call, Unary::Scale(alpha))?;
+            let gate = map(b, &site, Unary::Sigmoid, scaled)?;
+            join_at(b, &site, Binary::Mul, input, gate)
+        }
+        "Softsign" => {
+            let input = call.float(b, 0)?;
+            let size = unary(b, call, Unary::Abs)?;
+            let divisor = map(b, &site, Unary::Shift(1.0), size)?;
+            join_at(b, &site, Binary::Div, input, divisor)
+        }
+        "ThresholdedRelu" => {
+            let input = call.float(b, 0)?;
+            let alpha = call.float_attribute("alpha", 1.0)?;
+            call.finish(1)?;
+            let bound = b.scalar(alpha, &site)?;
+            let above = compare_values(b, &site, Compare::Less, bound, input)?;
+            let zero = b.scalar(0.0, &site)?;
+            choose(b, &site, above, input, zero)
+        }
+        "Shrink" => {
+            let input = call.float(b, 0)?;
+            let lambd = call.float_attribute("lambd", 0.5)?;
+            let bias = call.float_attribute("bias", 0.0)?;
+            call.finish(1)?;
+            let (low, high) = (b.scalar(-lambd, &site)?, b.scalar(lambd, &site)?);
+            let below = compare_values(b, &site, Compare::Less, input, low)?;
+            let above = compare_values(b, &site, Compare::Less, high, input)?;
+            let (up, down) =
+                (map(b, &site, Unary::Shift(bias), input)?, map(b, &site, Unary::Shift(-bias), input)?);
+            let zero = b.scalar(0.0, &site)?;
+            let rest = choose(b, &site, above, down, zero)?;
+            choose(b, &site, below, up, rest)
+        }
+        "PRelu" => {
+            let (input, slope) = (call.float(b, 0)?, call.float(b, 1)?);
+            call.finish(2)?;
+            let dims = b.dims(input).to_vec();
+            if shape::broadcast(&dims, b.dims(slope), &site)? != dims {
+                return Err(site.shape(format!(
+                    "slope {} does not broadcast to {}",
+                    shape::display(b.dims(slope)),
+                    shape::display(&dims)
+                )));
+            }
+            let above = map(b, &site, Unary::Relu, input)?;
+            let below = map(b, &site, Unary::Clip(f32::NEG_INFINITY, 0.0), input)?;
+            let bent = join_at(b, &site, Binary::Mul, below, slope)?;
+            join_at(b, &site, Binary::Add, above, bent)
+        }
+        _ => Err(site.unsupported()),
+    }
 }
 
-fn fold(
+fn hard_sigmoid(
     b: &mut Builder,
-    call: &Call<'_>,
-    op: fn(Vec<usize>) -> Op,
+    site: &NodeRef,
     input: ValueId,
-    axes: Vec<usize>,
-    keep: bool,
+    alpha: f32,
+    beta: f32,
 ) -> Result<ValueId, GraphError> {
-    let dims = b.dims(input).to_vec();
-    if axes.iter().any(|axis| matches!(dims[*axis], Dim::Rows(_))) {
-        return Err(call.site.mixes_rows("it reduces over the batch"));
-    }
-    let reduced = |axis: &usize| axes.contains(axis);
-    let target = dims
-        .iter()
-        .enumerate()
-        .filter(|(axis, _)| keep || !reduced(axis))
-        .map(|(axis, dim)| if reduced(&axis) { Dim::Fixed(1) } else { *dim })
-        .collect();
-    if axes.is_empty() {
-        return Ok(input);
-    }
-    b.push(op(axes.clone()), &[input], target, &call.site)
+    let scaled = map(b, site, Unary::Scale(alpha), input)?;
+    let moved = map(b, site, Unary::Shift(beta), scaled)?;
+    map(b, site, Unary::Clip(0.0, 1.0), moved)
 }
 
-/// Mean over all dimensions after rows and channels, kept as 1.
-pub(super) fn global_average_pool(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
+/// Bounds from attributes (before opset 11) or inputs.
+pub(super) fn clip(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
-    call.finish(1)?;
-    let rank = b.dims(input).len();
-    if rank < 3 {
-        return Err(call.site.shape(format!("{} has no dimension to pool", shape::display(b.dims(input)))));
+    let (low, high) = if b.opset < 11 {
+        let low = call.float_attribute("min", f32::MIN)?;
+        let high = call.float_attribute("max", f32::MAX)?;
+        call.finish(1)?;
+        (low, high)
+    } else {
+        call.finish(3)?;
+        (
+            call.constant_scalar(b, 1)?.unwrap_or(f32::NEG_INFINITY),
+            call.constant_scalar(b, 2)?.unwrap_or(f32::INFINITY),
+        )
+    };
+    if low.is_nan() || high.is_nan() {
+        return Err(call.site.form("a bound is NaN"));
     }
-    fold(b, &call, Op::Mean, input, (2..rank).collect(), true)
+    apply(b, &call, Unary::Clip(low, high), input)
 }
 
-/// (x − mean) / √(variance + ε) · scale + bias over the trailing dimensions, as primitive operations.
-pub(super) fn layer_normalization(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
-    let (input, scale) = (call.float(b, 0)?, call.float(b, 1)?);
-    let bias = call.float_optional(b, 2)?;
-    let given = call.int("axis", -1)?;
-    let epsilon = call.float_attribute("epsilon", 1e-5)?;
-    call.only("stash_type", 1)?;
-    call.finish(3)?;
-    let dims = b.dims(input).to_vec();
-    let axis = shape::axis(given, dims.len(), &call.site)?;
-    let axes: Vec<usize> = (axis..dims.len()).collect();
-    for factor in [Some(scale), bias].into_iter().flatten() {
-        let fits = shape::broadcast(b.dims(factor), &dims[axis..], &call.site)?;
-        if fits != dims[axis..] {
-            return Err(call.site.shape(format!(
-                "{} does not fit the normalised dimensions {}",
-                shape::display(b.dims(factor)),
-                shape::display(&dims[axis..])
-            )));
+/// A constant exponent needs no logarithm.
+pub(super) fn pow(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
+    let (base, exponent) = (call.value(b, 0)?, call.value(b, 1)?);
+    call.finish(2)?;
+    let constant = match &b.values[exponent].source {
+        Source::Constant(elements) if b.dims(exponent).len() <= b.dims(base).len() => match elements[..] {
+            [value] => Some(value),
+            _ => None,
+        },
+        _ => None,
+    };
+    match constant {
+        Some(1.0) => Ok(base),
+        Some(2.0) => join(b, &call, Binary::Mul, base, base),
+        Some(3.0) => {
+            let square = join(b, &call, Binary::Mul, base, base)?;
+            join(b, &call, Binary::Mul, square, base)
+        }
+        Some(0.5) => apply(b, &call, Unary::Sqrt, base),
+        Some(-1.0) => apply(b, &call, Unary::Reciprocal, base),
+        Some(value) => apply(b, &call, Unary::Pow(value), base),
+        None => join(b, &call, Binary::Pow, base, exponent),
+    }
+}
+
+/// Sum, mean, maximum or minimum of any number of inputs.
+pub(super) fn several(
+    b: &mut Builder,
+    call: Call<'_>,
+    kind: Binary,
+    is_mean: bool,
+) -> Result<ValueId, GraphError> {
+    let count = call.input_count();
+    call.finish(count)?;
+    let mut found = call.value(b, 0)?;
+    for index in 1..count {
+        let next = call.value(b, index)?;
+        found = join(b, &call, kind, found, next)?;
+    }
+    if is_mean {
+        found = apply(b, &call, Unary::Scale(1.0 / count as f32), found)?;
+    }
+    Ok(found)
+}
+
+/// A comparison; `swapped` exchanges its sides.
+pub(super) fn compare(
+    b: &mut Builder,
+    call: Call<'_>,
+    kind: Compare,
+    swapped: bool,
+) -> Result<ValueId, GraphError> {
+    let (left, right) = (call.value(b, 0)?, call.value(b, 1)?);
+    call.finish(2)?;
+    let (left, right) = if swapped { (right, left) } else { (left, right) };
+    compare_values(b, &call.site, kind, left, right)
+}
+
+pub(super) fn compare_values(
+    b: &mut Builder,
+    site: &NodeRef,
+    kind: Compare,
+    left: ValueId,
+    right: ValueId,
+) -> Result<ValueId, GraphError> {
+    let dims = shape::broadcast(b.dims(left), b.dims(right), site)?;
+    b.push(Op::Compare(kind), &[left, right], dims, site)
+}
+
+/// Operators on truth values, which are 0 and 1.
+pub(super) fn logic(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, GraphError> {
+    let left = call.value(b, 0)?;
+    if op == "Not" {
+        call.finish(1)?;
+        return not(b, &call.site, left);
+    }
+    let right = call.value(b, 1)?;
+    call.finish(2)?;
+    let both = |b: &mut Builder, kind| join(b, &call, kind, left, right);
+    match op {
+        "And" => both(b, Binary::Mul),
+        "Or" => both(b, Binary::Max),
+        _ => {
+            let equal = compare_values(b, &call.site, Compare::Equal, left, right)?;
+            not(b, &call.site, equal)
         }
     }
-    let mean = fold(b, &call, Op::Mean, input, axes.clone(), true)?;
-    let centred = join(b, &call, Binary::Sub, input, mean)?;
-    let square = join(b, &call, Binary::Mul, centred, centred)?;
-    let variance = fold(b, &call, Op::Mean, square, axes, true)?;
-    let shifted = apply(b, &call, Unary::Shift(epsilon), variance)?;
-    let deviation = apply(b, &call, Unary::Sqrt, shifted)?;
-    let normal = join(b, &call, Binary::Div, centred, deviation)?;
-    let scaled = join(b, &call, Binary::Mul, normal, scale)?;
-    match bias {
-        Some(bias) => join(b, &call, Binary::Add, scaled, bias),
-        None => Ok(scaled),
-    }
+}
+
+pub(super) fn not(b: &mut Builder, site: &NodeRef, value: ValueId) -> Result<ValueId, GraphError> {
+    let zero = b.scalar(0.0, site)?;
+    compare_values(b, site, Compare::Equal, value, zero)
+}
+
+/// One of two values for each element of a condition.
+pub(super) fn where_(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
+    let (condition, left, right) = (call.value(b, 0)?, call.value(b, 1)?, call.value(b, 2)?);
+    call.finish(3)?;
+    choose(b, &call.site, condition, left, right)
+}
+
+pub(super) fn choose(
+    b: &mut Builder,
+    site: &NodeRef,
+    condition: ValueId,
+    left: ValueId,
+    right: ValueId,
+) -> Result<ValueId, GraphError> {
+    let dims = shape::broadcast(b.dims(left), b.dims(right), site)?;
+    let dims = shape::broadcast(&dims, b.dims(condition), site)?;
+    b.push(Op::Where, &[condition, left, right], dims, site)
 }

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
-use millrace_bundle::onnx::{AttributeProto, NodeProto, attribute_proto::AttributeType};
+use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
+use super::ints::Ints;
 use super::{Dim, GraphError, Node, Op, ParamSpec, Source, Value, ValueId, shape};
 
 /// Most values a graph may have.
@@ -51,24 +52,8 @@ impl NodeRef {
 pub(super) enum NamedValue {
     /// A float value of the graph.
     Float(ValueId),
-    /// Integers known up to the number of rows, used for shapes and axes.
-    Ints(Vec<Size>),
-}
-
-/// An integer of a shape.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Size {
-    /// A known integer.
-    Plain(i64),
-    /// This many times the rows of the batch.
-    Rows(usize),
-}
-
-impl NamedValue {
-    /// Known integers.
-    pub(super) fn ints(values: &[i64]) -> NamedValue {
-        NamedValue::Ints(values.iter().copied().map(Size::Plain).collect())
-    }
+    /// Integers known up to the number of rows, used for shapes, axes, positions and masks.
+    Ints(Ints),
 }
 
 /// The graph so far.
@@ -79,6 +64,10 @@ pub(super) struct Builder {
     pub(super) params: Vec<ParamSpec>,
     pub(super) names: HashMap<String, NamedValue>,
     pub(super) opset: i64,
+    /// Whether the input holds integers, as token ids.
+    pub(super) input_is_index: bool,
+    /// Rows of the smallest table that the integers of the input select from.
+    pub(super) index_below: Option<usize>,
 }
 
 impl Builder {
@@ -113,7 +102,9 @@ impl Builder {
         dims: Vec<Dim>,
         site: &NodeRef,
     ) -> Result<ValueId, GraphError> {
-        let trained = inputs.iter().any(|input| self.values[*input].trained);
+        // The derivative of a step function is 0 wherever it exists.
+        let steps = matches!(op, Op::Compare(_)) || matches!(op, Op::Unary(kind) if kind.is_step());
+        let trained = !steps && inputs.iter().any(|input| self.values[*input].trained);
         let output = self.value(dims, Source::Node, trained, site)?;
         self.nodes.push(Node { op, inputs: inputs.to_vec(), output });
         Ok(output)
@@ -131,6 +122,83 @@ impl Builder {
         }
         self.push(Op::Reshape, &[value], dims, site)
     }
+
+    /// Appends a constant tensor.
+    pub(super) fn constant(
+        &mut self,
+        dims: &[usize],
+        elements: Vec<f32>,
+        site: &NodeRef,
+    ) -> Result<ValueId, GraphError> {
+        let dims = dims.iter().copied().map(Dim::Fixed).collect();
+        self.value(dims, Source::Constant(elements), false, site)
+    }
+
+    /// Appends a constant of rank 0.
+    pub(super) fn scalar(&mut self, value: f32, site: &NodeRef) -> Result<ValueId, GraphError> {
+        self.constant(&[], vec![value], site)
+    }
+
+    /// Appends the axes of a value in a new order.
+    pub(super) fn permute(
+        &mut self,
+        value: ValueId,
+        order: Vec<usize>,
+        site: &NodeRef,
+    ) -> Result<ValueId, GraphError> {
+        if order.iter().copied().eq(0..order.len()) {
+            return Ok(value);
+        }
+        let dims = order.iter().map(|axis| self.dims(value)[*axis]).collect();
+        self.push(Op::Permute(order), &[value], dims, site)
+    }
+
+    /// Appends a repetition of axes of size 1 up to `dims`.
+    pub(super) fn expand(
+        &mut self,
+        value: ValueId,
+        dims: Vec<Dim>,
+        site: &NodeRef,
+    ) -> Result<ValueId, GraphError> {
+        if self.dims(value) == dims {
+            return Ok(value);
+        }
+        self.push(Op::Expand, &[value], dims, site)
+    }
+
+    /// Appends `size` elements of a fixed axis, from `start` on.
+    pub(super) fn slice(
+        &mut self,
+        value: ValueId,
+        axis: usize,
+        start: usize,
+        size: usize,
+        site: &NodeRef,
+    ) -> Result<ValueId, GraphError> {
+        let mut dims = self.dims(value).to_vec();
+        if dims[axis] == Dim::Fixed(size) {
+            return Ok(value);
+        }
+        dims[axis] = Dim::Fixed(size);
+        self.push(Op::Slice { axis, start }, &[value], dims, site)
+    }
+
+    /// The operation that computes a value.
+    pub(super) fn node_of(&self, value: ValueId) -> Option<&Node> {
+        self.nodes.binary_search_by_key(&value, |node| node.output).ok().map(|at| &self.nodes[at])
+    }
+
+    /// Whether a value holds whole numbers or truth values: those of the input, moved, or a comparison.
+    pub(super) fn is_whole(&self, mut value: ValueId) -> bool {
+        loop {
+            match self.node_of(value) {
+                Some(Node { op: Op::Compare(_), .. }) => return true,
+                Some(Node { op, inputs, .. }) if op.moves() => value = inputs[0],
+                Some(_) => return false,
+                None => return self.input_is_index && self.values[value].source == Source::Input,
+            }
+        }
+    }
 }
 
 /// A node while it is read: its inputs by position, and its attributes, each of which an operator must
@@ -144,6 +212,10 @@ pub(super) struct Call<'a> {
 impl<'a> Call<'a> {
     pub(super) fn new(node: &'a NodeProto) -> Call<'a> {
         Call { site: NodeRef::of(node), node, read_attributes: Vec::new() }
+    }
+
+    pub(super) fn output_count(&self) -> usize {
+        self.node.output.len()
     }
 
     pub(super) fn input_count(&self) -> usize {
@@ -178,45 +250,109 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The constant integers at an optional input position.
+    /// The constant integers at an optional input position, row-major.
     pub(super) fn ints_input(&self, builder: &Builder, index: usize) -> Result<Option<Vec<i64>>, GraphError> {
-        match self.named(builder, index) {
-            Some(NamedValue::Ints(sizes)) => {
-                let values = sizes.iter().map(|size| match size {
-                    Size::Plain(value) => Ok(*value),
-                    Size::Rows(_) => {
-                        Err(self.site.form(format!("input {index} depends on the number of rows")))
-                    }
-                });
-                values.collect::<Result<_, _>>().map(Some)
+        let Some(ints) = self.numbers(builder, index)? else { return Ok(None) };
+        match ints.known() {
+            Some(values) => Ok(Some(values)),
+            None => Err(self.site.form(format!("input {index} depends on the number of rows"))),
+        }
+    }
+
+    /// The one constant integer at an optional input position.
+    pub(super) fn int_input(&self, builder: &Builder, index: usize) -> Result<Option<i64>, GraphError> {
+        match self.ints_input(builder, index)?.as_deref() {
+            None => Ok(None),
+            Some([value]) => Ok(Some(*value)),
+            Some(values) => {
+                Err(self.site.form(format!("input {index} holds {} integers, one is needed", values.len())))
             }
-            Some(NamedValue::Float(_)) => Err(self.not_constant(index)),
+        }
+    }
+
+    /// The integers at an optional input position.
+    pub(super) fn numbers<'b>(
+        &self,
+        builder: &'b Builder,
+        index: usize,
+    ) -> Result<Option<&'b Ints>, GraphError> {
+        match self.named(builder, index) {
+            Some(NamedValue::Ints(ints)) => Ok(Some(ints)),
+            Some(NamedValue::Float(_)) => Err(self.site.form(format!(
+                "input {index} must be constant int64 (export with fixed shapes apart from the batch)"
+            ))),
             None => Ok(None),
         }
     }
 
-    fn not_constant(&self, index: usize) -> GraphError {
-        self.site.form(format!(
-            "input {index} must be constant int64 (export with fixed shapes apart from the batch)"
-        ))
+    /// The integers at an input position that must be given.
+    pub(super) fn needed_numbers<'b>(
+        &self,
+        builder: &'b Builder,
+        index: usize,
+    ) -> Result<&'b Ints, GraphError> {
+        self.numbers(builder, index)?.ok_or_else(|| self.site.form(format!("input {index} is missing")))
     }
 
-    /// The integers of a shape at an optional input position.
-    pub(super) fn sizes_input(
+    /// The shape and elements of the constant floats at an optional input position.
+    pub(super) fn constant(
         &self,
         builder: &Builder,
         index: usize,
-    ) -> Result<Option<Vec<Size>>, GraphError> {
-        match self.named(builder, index) {
-            Some(NamedValue::Ints(sizes)) => Ok(Some(sizes.clone())),
-            Some(NamedValue::Float(_)) => Err(self.not_constant(index)),
+    ) -> Result<Option<(Vec<usize>, Vec<f32>)>, GraphError> {
+        let value = match self.named(builder, index) {
+            None => return Ok(None),
+            Some(NamedValue::Ints(ints)) => {
+                return Ok(ints.known().map(|values| {
+                    (ints.dims.clone(), values.into_iter().map(|value| value as f32).collect())
+                }));
+            }
+            Some(NamedValue::Float(value)) => *value,
+        };
+        let Source::Constant(elements) = &builder.values[value].source else {
+            return Err(self.site.form(format!("input {index} must be constant")));
+        };
+        Ok(Some((builder.dims(value).iter().map(|dim| dim.at(1)).collect(), elements.clone())))
+    }
+
+    /// The one constant float at an optional input position.
+    pub(super) fn constant_scalar(&self, builder: &Builder, index: usize) -> Result<Option<f32>, GraphError> {
+        match self.constant(builder, index)? {
             None => Ok(None),
+            Some((_, elements)) => match elements[..] {
+                [value] => Ok(Some(value)),
+                _ => Err(self
+                    .site
+                    .form(format!("input {index} holds {} values, one is needed", elements.len()))),
+            },
         }
     }
 
-    /// Whether the first input holds integers.
-    pub(super) fn on_ints(&self, builder: &Builder) -> bool {
-        matches!(self.named(builder, 0), Some(NamedValue::Ints(_)))
+    /// The value at an input position; known integers become constant floats.
+    pub(super) fn value(&self, builder: &mut Builder, index: usize) -> Result<ValueId, GraphError> {
+        let Some(NamedValue::Ints(ints)) = self.named(builder, index) else {
+            return self.float(builder, index);
+        };
+        let Some(values) = ints.known() else {
+            return Err(self.site.form(format!("input {index} depends on the number of rows")));
+        };
+        let dims = ints.dims.clone();
+        builder.constant(&dims, values.into_iter().map(|value| value as f32).collect(), &self.site)
+    }
+
+    /// Whether the input at a position is given.
+    pub(super) fn has(&self, index: usize) -> bool {
+        self.node.input.get(index).is_some_and(|name| !name.is_empty())
+    }
+
+    /// Whether an input holds integers.
+    pub(super) fn is_ints(&self, builder: &Builder, index: usize) -> bool {
+        matches!(self.named(builder, index), Some(NamedValue::Ints(_)))
+    }
+
+    /// Whether every given input holds integers.
+    pub(super) fn all_ints(&self, builder: &Builder) -> bool {
+        (0..self.input_count()).filter(|index| self.has(*index)).all(|index| self.is_ints(builder, index))
     }
 
     fn attribute(
@@ -256,6 +392,21 @@ impl<'a> Call<'a> {
         Ok(found.map(|a| a.ints.clone()))
     }
 
+    pub(super) fn floats(&mut self, name: &'static str) -> Result<Option<Vec<f32>>, GraphError> {
+        let found = self.attribute(name, AttributeType::Floats)?;
+        Ok(found.map(|a| a.floats.clone()))
+    }
+
+    pub(super) fn strings(&mut self, name: &'static str) -> Result<Option<Vec<String>>, GraphError> {
+        let found = self.attribute(name, AttributeType::Strings)?;
+        Ok(found.map(|a| a.strings.iter().map(|text| String::from_utf8_lossy(text).into_owned()).collect()))
+    }
+
+    pub(super) fn tensor(&mut self, name: &'static str) -> Result<Option<&'a TensorProto>, GraphError> {
+        let found = self.attribute(name, AttributeType::Tensor)?;
+        Ok(found.and_then(|a| a.t.as_ref()))
+    }
+
     pub(super) fn string(&mut self, name: &'static str) -> Result<Option<String>, GraphError> {
         let found = self.attribute(name, AttributeType::String)?;
         Ok(found.map(|a| String::from_utf8_lossy(a.s()).into_owned()))
@@ -271,6 +422,11 @@ impl<'a> Call<'a> {
 
     /// Rejects attributes that the operator did not request, and inputs or outputs that it does not use.
     pub(super) fn finish(&self, inputs_max: usize) -> Result<(), GraphError> {
+        self.finish_with(inputs_max, 1)
+    }
+
+    /// [`Call::finish`] of an operator with several outputs.
+    pub(super) fn finish_with(&self, inputs_max: usize, outputs_max: usize) -> Result<(), GraphError> {
         for attribute in &self.node.attribute {
             if !self.read_attributes.iter().any(|name| *name == attribute.name()) {
                 return Err(self.site.form(format!("attribute {:?} is not supported", attribute.name())));
@@ -281,8 +437,11 @@ impl<'a> Call<'a> {
                 .site
                 .form(format!("{} inputs, at most {inputs_max} are supported", self.input_count())));
         }
-        if self.node.output.iter().skip(1).any(|name| !name.is_empty()) {
-            return Err(self.site.form("only the first output is supported"));
+        if self.node.output.iter().skip(outputs_max).any(|name| !name.is_empty()) {
+            return Err(self.site.form(match outputs_max {
+                1 => "only the first output is supported".to_owned(),
+                _ => format!("only the first {outputs_max} outputs are supported"),
+            }));
         }
         Ok(())
     }

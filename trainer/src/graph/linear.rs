@@ -1,7 +1,8 @@
 //! Matrix products and operators that move elements without computing.
 
 use super::arithmetic::{apply, join};
-use super::builder::{Builder, Call, Size};
+use super::builder::{Builder, Call};
+use super::ints::Size;
 use super::{Binary, Dim, GraphError, Op, Unary, ValueId, shape};
 
 pub(super) fn matmul(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
@@ -10,13 +11,23 @@ pub(super) fn matmul(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphEr
     product(b, &call, left, right)
 }
 
-fn product(b: &mut Builder, call: &Call<'_>, left: ValueId, right: ValueId) -> Result<ValueId, GraphError> {
+/// Appends a matrix product.
+pub(super) fn product(
+    b: &mut Builder,
+    call: &Call<'_>,
+    left: ValueId,
+    right: ValueId,
+) -> Result<ValueId, GraphError> {
     let (l, r) = (b.dims(left).to_vec(), b.dims(right).to_vec());
     let shapes = || format!("{} and {}", shape::display(&l), shape::display(&r));
-    if l.len() < 2 || r.len() < 2 {
-        return Err(call
-            .site
-            .form(format!("{}: vectors are not supported, give them two dimensions", shapes())));
+    if l.is_empty() || r.is_empty() {
+        return Err(call.site.shape(format!("{}: a scalar is no matrix", shapes())));
+    }
+    if r.len() == 1 || l.len() == 1 && shape::rows_axis(&l).is_none() {
+        return vector_product(b, call, left, right);
+    }
+    if l.len() < 2 {
+        return Err(call.site.mixes_rows("it sums over the batch"));
     }
     let (inner, outer) = (l[l.len() - 1], r[r.len() - 2]);
     if inner != outer {
@@ -46,6 +57,38 @@ fn product(b: &mut Builder, call: &Call<'_>, left: ValueId, right: ValueId) -> R
     let mut dims = shape::broadcast(&b.dims(left)[..rank - 2], &b.dims(right)[..rank - 2], &call.site)?;
     dims.extend([m, n]);
     b.push(Op::MatMul, &[left, right], dims, &call.site)
+}
+
+/// A vector is a row on the left and a column on the right; the result lacks that axis.
+fn vector_product(
+    b: &mut Builder,
+    call: &Call<'_>,
+    left: ValueId,
+    right: ValueId,
+) -> Result<ValueId, GraphError> {
+    let (mut l, mut r) = (b.dims(left).to_vec(), b.dims(right).to_vec());
+    let (is_row, is_column) = (l.len() == 1, r.len() == 1);
+    if is_row {
+        l.insert(0, Dim::Fixed(1));
+    }
+    if is_column {
+        r.push(Dim::Fixed(1));
+    }
+    if matches!(r[r.len() - 2], Dim::Rows(_)) {
+        return Err(call.site.mixes_rows("it sums over the batch"));
+    }
+    let left = b.reshape(left, l, &call.site)?;
+    let right = b.reshape(right, r, &call.site)?;
+    let out = product(b, call, left, right)?;
+    let mut dims = b.dims(out).to_vec();
+    if is_column {
+        dims.pop();
+    }
+    if is_row {
+        let last = dims.len() - usize::from(!is_column);
+        dims.remove(last - 1);
+    }
+    b.reshape(out, dims, &call.site)
 }
 
 /// The shape with leading ones up to `rank`.
@@ -93,22 +136,25 @@ pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
 
 pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
-    let target = call.sizes_input(b, 1)?.ok_or_else(|| call.site.form("the target shape is not constant"))?;
-    call.only("allowzero", 0)?;
+    let target = call.needed_numbers(b, 1)?.elements.clone();
+    // With allowzero a 0 is an empty dimension, otherwise it copies the input's.
+    if call.int("allowzero", 0)? != 0 && target.contains(&Size::plain(0)) {
+        return Err(call.site.shape("a target dimension of 0 with allowzero = 1 is empty"));
+    }
     call.finish(2)?;
     let from = b.dims(input).to_vec();
     let to = target
         .iter()
         .enumerate()
-        .map(|(axis, size)| match *size {
-            Size::Rows(factor) => Ok(Some(Dim::Rows(factor))),
-            Size::Plain(-1) => Ok(None),
-            Size::Plain(0) => from.get(axis).copied().map(Some).ok_or_else(|| {
+        .map(|(axis, size)| match size.known() {
+            Some(-1) => Ok(None),
+            Some(0) => from.get(axis).copied().map(Some).ok_or_else(|| {
                 call.site.shape(format!("0 at axis {axis} copies nothing of {}", shape::display(&from)))
             }),
-            Size::Plain(size) => usize::try_from(size)
-                .map(|size| Some(Dim::Fixed(size)))
-                .map_err(|_| call.site.shape(format!("target dimension {size}"))),
+            _ => match size.dim() {
+                Some(dim) => Ok(Some(dim)),
+                None => Err(call.site.shape(format!("target dimension {}", size.plain))),
+            },
         })
         .collect::<Result<Vec<_>, _>>()?;
     let dims = shape::reshape(&from, &to, &call.site)?;
@@ -168,37 +214,30 @@ pub(super) fn unsqueeze(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, 
 }
 
 /// Axes from the attribute (before opset 13) or the second input, and the number of inputs.
-fn axes_of(b: &Builder, call: &mut Call<'_>) -> Result<(Option<Vec<i64>>, usize), GraphError> {
+pub(super) fn axes_of(b: &Builder, call: &mut Call<'_>) -> Result<(Option<Vec<i64>>, usize), GraphError> {
     if b.opset >= 13 { Ok((call.ints_input(b, 1)?, 2)) } else { Ok((call.ints("axes")?, 1)) }
 }
 
 pub(super) fn transpose(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
+    let order = order_of(&mut call, b.dims(input).len())?;
+    b.permute(input, order, &call.site)
+}
+
+/// The axes in the order that `perm` gives, the reverse one by default.
+pub(super) fn order_of(call: &mut Call<'_>, rank: usize) -> Result<Vec<usize>, GraphError> {
     let given = call.ints("perm")?;
     call.finish(1)?;
-    let from = b.dims(input).to_vec();
-    let order: Vec<usize> = match given {
-        None => (0..from.len()).rev().collect(),
-        Some(given) => {
-            let sorted = shape::axes(&given, from.len(), &call.site)?;
-            if sorted.len() != from.len() {
-                return Err(call
-                    .site
-                    .shape(format!("perm {given:?} does not name every axis of {}", shape::display(&from))));
-            }
-            given.iter().map(|axis| shape::axis(*axis, from.len(), &call.site)).collect::<Result<_, _>>()?
-        }
-    };
-    if order.iter().copied().eq(0..from.len()) {
-        return Ok(input);
+    let Some(given) = given else { return Ok((0..rank).rev().collect()) };
+    if shape::axes(&given, rank, &call.site)?.len() != rank {
+        return Err(call.site.shape(format!("perm {given:?} does not name every one of {rank} axes")));
     }
-    let dims = order.iter().map(|axis| from[*axis]).collect();
-    b.push(Op::Permute(order), &[input], dims, &call.site)
+    given.iter().map(|axis| shape::axis(*axis, rank, &call.site)).collect()
 }
 
 pub(super) fn concat(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let count = call.input_count();
-    let inputs = (0..count).map(|index| call.float(b, index)).collect::<Result<Vec<_>, _>>()?;
+    let inputs = (0..count).map(|index| call.value(b, index)).collect::<Result<Vec<_>, _>>()?;
     let given = call.int("axis", 0)?;
     call.finish(count)?;
     let Some(first) = inputs.first() else {

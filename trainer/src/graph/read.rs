@@ -2,53 +2,144 @@
 
 use std::collections::HashSet;
 
-use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, TensorProto, attribute_proto::AttributeType};
+use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, attribute_proto::AttributeType};
 
 use super::builder::{Builder, Call, NamedValue, NodeRef, VALUES_MAX};
+use super::initializers::{Roles, initializer};
+use super::ints::Ints;
+use super::reduction::Reduction;
+use super::spatial::Pool;
 use super::{
-    Binary, Dim, Graph, GraphError, Node, Op, ParamSpec, Source, Unary, ValueId, arithmetic, linear, shape,
-    sizes, spatial, tensor,
+    Binary, Compare, Dim, Graph, GraphError, Node, Op, Source, Unary, ValueId, arithmetic, attention, einsum,
+    gather, linear, movement, normalization, recurrent, reduction, resize, shape, sizes, spatial, tensor,
     wiring::{input, order, output, producers},
 };
 
+/// Rows that an input of integers may select from where no table bounds it: float32 holds these numbers exactly.
+const INDEX_BELOW: usize = 1 << 24;
+
 /// Operators whose derivatives tests check by finite differences and whose results they compare with ONNX
-/// Runtime. Shape and Gather are supported only where they compute the shape of another tensor.
+/// Runtime.
 pub const SUPPORTED_OPERATORS: &[&str] = &[
+    "Abs",
+    "Acos",
+    "Acosh",
     "Add",
+    "And",
+    "Asin",
+    "Asinh",
+    "Atan",
+    "Atanh",
+    "Attention",
     "AveragePool",
+    "BatchNormalization",
+    "Cast",
+    "CastLike",
+    "Ceil",
+    "Celu",
+    "Clip",
     "Concat",
     "Constant",
+    "ConstantOfShape",
     "Conv",
+    "ConvTranspose",
+    "Cos",
+    "Cosh",
+    "CumSum",
+    "DepthToSpace",
     "Div",
+    "Dropout",
+    "Einsum",
+    "Elu",
+    "Equal",
     "Erf",
     "Exp",
+    "Expand",
     "Flatten",
+    "Floor",
+    "GRU",
     "Gather",
+    "GatherND",
     "Gelu",
     "Gemm",
     "GlobalAveragePool",
+    "GlobalMaxPool",
+    "Greater",
+    "GreaterOrEqual",
+    "GroupNormalization",
+    "HardSigmoid",
+    "HardSwish",
     "Identity",
+    "InstanceNormalization",
+    "LSTM",
     "LayerNormalization",
     "LeakyRelu",
+    "Less",
+    "LessOrEqual",
     "Log",
     "LogSoftmax",
+    "LpNormalization",
     "MatMul",
+    "Max",
     "MaxPool",
+    "Mean",
+    "Min",
+    "Mish",
+    "Mod",
     "Mul",
     "Neg",
+    "Not",
+    "Or",
+    "PRelu",
+    "Pad",
+    "Pow",
+    "RMSNormalization",
+    "RNN",
+    "Range",
+    "Reciprocal",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+    "ReduceMax",
     "ReduceMean",
+    "ReduceMin",
+    "ReduceProd",
     "ReduceSum",
+    "ReduceSumSquare",
     "Relu",
     "Reshape",
+    "Resize",
+    "Round",
+    "Selu",
     "Shape",
+    "Shrink",
     "Sigmoid",
+    "Sign",
+    "Sin",
+    "Sinh",
+    "Size",
+    "Slice",
     "Softmax",
+    "Softplus",
+    "Softsign",
+    "SpaceToDepth",
+    "Split",
     "Sqrt",
     "Squeeze",
     "Sub",
+    "Sum",
+    "Swish",
+    "Tan",
     "Tanh",
+    "ThresholdedRelu",
+    "Tile",
     "Transpose",
+    "Trilu",
     "Unsqueeze",
+    "Upsample",
+    "Where",
+    "Xor",
 ];
 
 /// Oldest operator set: from 7 on, broadcasting is implicit.
@@ -71,26 +162,28 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
         return Err(GraphError::Limit { what: "nodes", found: proto.node.len(), limit: VALUES_MAX });
     }
     let initializers = initializers(proto)?;
-    let (input, input_dims) = input(proto, &initializers)?;
+    let roles = Roles::of(model, proto);
+    let (input, input_dims, input_is_index) = input(proto, &initializers)?;
     let output = output(proto)?;
     let producers = producers(proto, input, &initializers)?;
     let order = order(proto, output, &producers, input, &initializers)?;
 
-    let mut b = Builder { opset, ..Builder::default() };
+    let mut b = Builder { opset, input_is_index, ..Builder::default() };
     let site = NodeRef { op: "input".to_owned(), node: input.to_owned() };
     let input_id = b.value(input_dims, Source::Input, false, &site)?;
     b.names.insert(input.to_owned(), NamedValue::Float(input_id));
     let read_names: HashSet<&str> = order.iter().flat_map(|node| &node.input).map(String::as_str).collect();
     for tensor in &proto.initializer {
         if read_names.contains(tensor.name()) {
-            let named = initializer(&mut b, tensor)?;
+            let named = initializer(&mut b, &roles, tensor)?;
             b.names.insert(tensor.name().to_owned(), named);
         }
     }
     for node in &order {
-        let named = lower(&mut b, node)?;
-        let name = node.output.first().cloned().unwrap_or_default();
-        b.names.insert(name, named);
+        let found = lower(&mut b, node)?;
+        for (name, named) in node.output.iter().zip(found) {
+            b.names.insert(name.clone(), named);
+        }
     }
     let output_id = match b.names.get(output) {
         Some(NamedValue::Float(value)) => *value,
@@ -118,7 +211,7 @@ fn finish(
     }
     if !b.values[output_id].trained {
         return Err(malformed(
-            "its output depends on no float initializer of rank 1 or more: there is nothing to train",
+            "its output depends on no trained parameter (a float initializer of rank 1 or more): there is nothing to train",
         ));
     }
     let ends_in_softmax = ends_in_softmax(&b, output_id);
@@ -132,6 +225,7 @@ fn finish(
         input_name: input.to_owned(),
         output_name: output.to_owned(),
         ends_in_softmax,
+        index_below: b.input_is_index.then(|| b.index_below.unwrap_or(INDEX_BELOW)),
     })
 }
 
@@ -173,24 +267,6 @@ fn initializers(proto: &GraphProto) -> Result<HashSet<&str>, GraphError> {
     Ok(names)
 }
 
-fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<NamedValue, GraphError> {
-    let site = NodeRef { op: "initializer".to_owned(), node: tensor.name().to_owned() };
-    if tensor::is_int(tensor) {
-        return Ok(NamedValue::ints(&tensor::ints(tensor)?));
-    }
-    let elements = tensor::floats(tensor)?;
-    let shape = tensor::dims(tensor)?;
-    let dims = shape.iter().map(|size| Dim::Fixed(*size)).collect();
-    let value = if shape.is_empty() {
-        b.value(dims, Source::Constant(elements), false, &site)?
-    } else {
-        let value = b.value(dims, Source::Param(b.params.len()), true, &site)?;
-        b.params.push(ParamSpec { name: tensor.name().to_owned(), shape });
-        value
-    };
-    Ok(NamedValue::Float(value))
-}
-
 fn constant(b: &mut Builder, node: &NodeProto) -> Result<NamedValue, GraphError> {
     let site = NodeRef::of(node);
     let [attribute] = &node.attribute[..] else {
@@ -200,72 +276,180 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<NamedValue, GraphError>
         ("value", AttributeType::Tensor) => {
             let tensor = attribute.t.as_ref().ok_or_else(|| site.form("its tensor is missing"))?;
             if tensor::is_int(tensor) {
-                return Ok(NamedValue::ints(&tensor::ints(tensor)?));
+                return Ok(NamedValue::Ints(Ints::of(tensor::dims(tensor)?, &tensor::ints(tensor)?)));
             }
-            (tensor::dims(tensor)?, tensor::floats(tensor)?)
+            (tensor::dims(tensor)?, tensor::constants(tensor)?)
         }
         ("value_float", AttributeType::Float) => (vec![], vec![attribute.f()]),
         ("value_floats", AttributeType::Floats) => (vec![attribute.floats.len()], attribute.floats.clone()),
-        ("value_int", AttributeType::Int) => return Ok(NamedValue::ints(&[attribute.i()])),
-        ("value_ints", AttributeType::Ints) => return Ok(NamedValue::ints(&attribute.ints)),
+        ("value_int", AttributeType::Int) => return Ok(NamedValue::Ints(Ints::of(vec![], &[attribute.i()]))),
+        ("value_ints", AttributeType::Ints) => {
+            return Ok(NamedValue::Ints(Ints::of(vec![attribute.ints.len()], &attribute.ints)));
+        }
         (name, _) => return Err(site.form(format!("attribute {name:?} is not supported"))),
     };
-    if elements.iter().any(|value| !value.is_finite()) {
-        return Err(site.form("its value is not finite"));
+    if elements.iter().any(|value| value.is_nan()) {
+        return Err(site.form("its value is not a number"));
     }
-    let dims = shape.into_iter().map(Dim::Fixed).collect();
-    let value = b.value(dims, Source::Constant(elements), false, &site)?;
-    Ok(NamedValue::Float(value))
+    // An empty tensor stands for an operand that is missing.
+    if elements.is_empty() {
+        return Ok(NamedValue::Ints(Ints::of(shape, &[])));
+    }
+    b.constant(&shape, elements, &site).map(NamedValue::Float)
 }
 
-fn lower(b: &mut Builder, node: &NodeProto) -> Result<NamedValue, GraphError> {
+/// Lowers a node to values of its outputs.
+fn lower(b: &mut Builder, node: &NodeProto) -> Result<Vec<NamedValue>, GraphError> {
     let call = Call::new(node);
-    if !matches!(node.domain(), "" | "ai.onnx") {
+    if !matches!(node.domain(), "" | "ai.onnx") || !SUPPORTED_OPERATORS.contains(&node.op_type()) {
         return Err(call.site.unsupported());
     }
-    let value = match node.op_type() {
-        "Constant" => return constant(b, node),
-        "Shape" => return sizes::shape_of(b, call),
-        "Gather" => return sizes::gather(b, call),
-        "Concat" if call.on_ints(b) => return sizes::concat(b, call),
-        "Squeeze" | "Unsqueeze" if call.on_ints(b) => return sizes::sizes_unchanged(b, call),
-        "Identity" => {
-            call.finish(1)?;
-            let name = node.input.first().map(String::as_str).unwrap_or_default();
-            return b.names.get(name).cloned().ok_or_else(|| call.site.form("input 0 is missing"));
-        }
-        "Add" => arithmetic::binary(b, call, Binary::Add)?,
-        "Sub" => arithmetic::binary(b, call, Binary::Sub)?,
-        "Mul" => arithmetic::binary(b, call, Binary::Mul)?,
-        "Div" => arithmetic::binary(b, call, Binary::Div)?,
-        "Relu" => arithmetic::unary(b, call, Unary::Relu)?,
-        "Sigmoid" => arithmetic::unary(b, call, Unary::Sigmoid)?,
-        "Tanh" => arithmetic::unary(b, call, Unary::Tanh)?,
-        "Erf" => arithmetic::unary(b, call, Unary::Erf)?,
-        "Exp" => arithmetic::unary(b, call, Unary::Exp)?,
-        "Log" => arithmetic::unary(b, call, Unary::Log)?,
-        "Sqrt" => arithmetic::unary(b, call, Unary::Sqrt)?,
-        "Neg" => arithmetic::unary(b, call, Unary::Neg)?,
-        "LeakyRelu" => arithmetic::leaky_relu(b, call)?,
-        "Gelu" => arithmetic::gelu(b, call)?,
-        "Softmax" => arithmetic::softmax(b, call, Op::Softmax)?,
-        "LogSoftmax" => arithmetic::softmax(b, call, Op::LogSoftmax)?,
-        "ReduceSum" => arithmetic::reduce(b, call, Op::Sum, 13)?,
-        "ReduceMean" => arithmetic::reduce(b, call, Op::Mean, 18)?,
-        "GlobalAveragePool" => arithmetic::global_average_pool(b, call)?,
-        "LayerNormalization" => arithmetic::layer_normalization(b, call)?,
-        "MatMul" => linear::matmul(b, call)?,
-        "Gemm" => linear::gemm(b, call)?,
-        "Reshape" => linear::reshape(b, call)?,
-        "Flatten" => linear::flatten(b, call)?,
-        "Squeeze" => linear::squeeze(b, call)?,
-        "Unsqueeze" => linear::unsqueeze(b, call)?,
-        "Transpose" => linear::transpose(b, call)?,
-        "Concat" => linear::concat(b, call)?,
-        "Conv" => spatial::conv(b, call)?,
-        "MaxPool" => spatial::pool(b, call, Op::MaxPool)?,
-        "AveragePool" => spatial::pool(b, call, Op::AveragePool)?,
-        _ => return Err(call.site.unsupported()),
+    let floats = |values: Vec<ValueId>| values.into_iter().map(NamedValue::Float).collect();
+    match node.op_type() {
+        "LSTM" | "GRU" | "RNN" => return recurrent::recurrent(b, call).map(floats),
+        "Split" => return movement::split(b, call).map(floats),
+        _ => {}
+    }
+    if call.input_count() > 0
+        && call.all_ints(b)
+        && let Some(folded) = sizes::fold(b, Call::new(node), node.op_type())
+    {
+        return Ok(vec![folded?]);
+    }
+    let named = match node.op_type() {
+        "Constant" => constant(b, node)?,
+        "Shape" => sizes::shape_of(b, call)?,
+        "Size" => sizes::size_of(b, call)?,
+        "ConstantOfShape" => sizes::constant_of_shape(b, call)?,
+        "Cast" | "CastLike" => sizes::cast(b, call)?,
+        "Expand" => sizes::expand(b, call)?,
+        "Identity" | "Dropout" => identity(b, call, node)?,
+        op => NamedValue::Float(lower_float(b, call, op)?),
     };
-    Ok(NamedValue::Float(value))
+    Ok(vec![named])
+}
+
+/// The input itself. Dropout changes nothing outside its training mode.
+fn identity(b: &Builder, mut call: Call<'_>, node: &NodeProto) -> Result<NamedValue, GraphError> {
+    if node.op_type() == "Dropout" {
+        call.float_attribute("ratio", 0.5)?;
+        call.int("seed", 0)?;
+        if call.ints_input(b, 2)?.is_some_and(|training| training != [0]) {
+            return Err(call
+                .site
+                .form("its training mode is on; export the model in evaluation mode (model.eval())"));
+        }
+    }
+    call.finish_with(3, 2)?;
+    let name = node.input.first().map(String::as_str).unwrap_or_default();
+    b.names.get(name).cloned().ok_or_else(|| call.site.form("input 0 is missing"))
+}
+
+fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, GraphError> {
+    match op {
+        "Add" => arithmetic::binary(b, call, Binary::Add),
+        "Sub" => arithmetic::binary(b, call, Binary::Sub),
+        "Mul" => arithmetic::binary(b, call, Binary::Mul),
+        "Div" => arithmetic::binary(b, call, Binary::Div),
+        "Pow" => arithmetic::pow(b, call),
+        "Max" => arithmetic::several(b, call, Binary::Max, false),
+        "Min" => arithmetic::several(b, call, Binary::Min, false),
+        "Sum" => arithmetic::several(b, call, Binary::Add, false),
+        "Mean" => arithmetic::several(b, call, Binary::Add, true),
+        "Equal" => arithmetic::compare(b, call, Compare::Equal, false),
+        "Less" => arithmetic::compare(b, call, Compare::Less, false),
+        "LessOrEqual" => arithmetic::compare(b, call, Compare::LessOrEqual, false),
+        "Greater" => arithmetic::compare(b, call, Compare::Less, true),
+        "GreaterOrEqual" => arithmetic::compare(b, call, Compare::LessOrEqual, true),
+        "And" | "Or" | "Xor" | "Not" => arithmetic::logic(b, call, op),
+        "Where" => arithmetic::where_(b, call),
+        "Clip" => arithmetic::clip(b, call),
+        "LeakyRelu" => arithmetic::leaky_relu(b, call),
+        "Gelu" => arithmetic::gelu(b, call),
+        "Elu" | "Selu" | "Celu" | "HardSigmoid" | "HardSwish" | "Mish" | "Swish" | "Softsign"
+        | "ThresholdedRelu" | "Shrink" | "PRelu" => arithmetic::activation(b, call, op),
+        "Softmax" => arithmetic::softmax(b, call, Op::Softmax),
+        "LogSoftmax" => arithmetic::softmax(b, call, Op::LogSoftmax),
+        "ReduceSum" => reduction::reduce(b, call, Reduction::Sum),
+        "ReduceMean" => reduction::reduce(b, call, Reduction::Mean),
+        "ReduceMax" => reduction::reduce(b, call, Reduction::Max),
+        "ReduceMin" => reduction::reduce(b, call, Reduction::Min),
+        "ReduceProd" => reduction::reduce(b, call, Reduction::Prod),
+        "ReduceL1" => reduction::reduce(b, call, Reduction::L1),
+        "ReduceL2" => reduction::reduce(b, call, Reduction::L2),
+        "ReduceLogSum" => reduction::reduce(b, call, Reduction::LogSum),
+        "ReduceLogSumExp" => reduction::reduce(b, call, Reduction::LogSumExp),
+        "ReduceSumSquare" => reduction::reduce(b, call, Reduction::SumSquare),
+        "GlobalAveragePool" => reduction::global_pool(b, call, Reduction::Mean),
+        "GlobalMaxPool" => reduction::global_pool(b, call, Reduction::Max),
+        "LayerNormalization" => normalization::layer(b, call),
+        "RMSNormalization" => normalization::root_mean_square(b, call),
+        "InstanceNormalization" => normalization::instance(b, call),
+        "GroupNormalization" => normalization::group(b, call),
+        "BatchNormalization" => normalization::batch(b, call),
+        "LpNormalization" => normalization::norm(b, call),
+        "MatMul" => linear::matmul(b, call),
+        "Gemm" => linear::gemm(b, call),
+        "Einsum" => einsum::einsum(b, call),
+        "Attention" => attention::attention(b, call),
+        "Reshape" => linear::reshape(b, call),
+        "Flatten" => linear::flatten(b, call),
+        "Squeeze" => linear::squeeze(b, call),
+        "Unsqueeze" => linear::unsqueeze(b, call),
+        "Transpose" => linear::transpose(b, call),
+        "Concat" => linear::concat(b, call),
+        "Gather" => gather::gather(b, call),
+        "GatherND" => gather::gather_nd(b, call),
+        "Slice" => movement::slice(b, call),
+        "Pad" => movement::pad(b, call),
+        "Tile" => movement::tile(b, call),
+        "Trilu" => movement::trilu(b, call),
+        "CumSum" => movement::cumulative_sum(b, call),
+        "DepthToSpace" => movement::depth_to_space(b, call),
+        "SpaceToDepth" => movement::space_to_depth(b, call),
+        "Resize" | "Upsample" => resize::resize(b, call),
+        "Conv" => spatial::conv(b, call),
+        "ConvTranspose" => spatial::conv_transpose(b, call),
+        "MaxPool" => spatial::pool(b, call, Pool::Max),
+        "AveragePool" => spatial::pool(b, call, Pool::Average),
+        _ => match unary_operator(op) {
+            Some(kind) => arithmetic::unary(b, call, kind),
+            None => {
+                Err(call.site.form("its operands must be integers that are known when the model is read"))
+            }
+        },
+    }
+}
+
+/// The operation of an element-wise operator with one input and no attributes.
+fn unary_operator(op: &str) -> Option<Unary> {
+    Some(match op {
+        "Relu" => Unary::Relu,
+        "Sigmoid" => Unary::Sigmoid,
+        "Tanh" => Unary::Tanh,
+        "Erf" => Unary::Erf,
+        "Exp" => Unary::Exp,
+        "Log" => Unary::Log,
+        "Sqrt" => Unary::Sqrt,
+        "Neg" => Unary::Neg,
+        "Abs" => Unary::Abs,
+        "Reciprocal" => Unary::Reciprocal,
+        "Softplus" => Unary::Softplus,
+        "Sin" => Unary::Sin,
+        "Cos" => Unary::Cos,
+        "Tan" => Unary::Tan,
+        "Asin" => Unary::Asin,
+        "Acos" => Unary::Acos,
+        "Atan" => Unary::Atan,
+        "Sinh" => Unary::Sinh,
+        "Cosh" => Unary::Cosh,
+        "Asinh" => Unary::Asinh,
+        "Acosh" => Unary::Acosh,
+        "Atanh" => Unary::Atanh,
+        "Sign" => Unary::Sign,
+        "Floor" => Unary::Floor,
+        "Ceil" => Unary::Ceil,
+        "Round" => Unary::Round,
+        _ => return None,
+    })
 }

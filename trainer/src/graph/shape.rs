@@ -113,7 +113,7 @@ pub(super) fn axes(values: &[i64], rank: usize, site: &NodeRef) -> Result<Vec<us
     Ok(found)
 }
 
-/// The target of a reshape: one dimension may be open, and rows stay outermost.
+/// The target of a reshape: one dimension may be open, and rows stay apart.
 pub(super) fn reshape(from: &[Dim], to: &[Option<Dim>], site: &NodeRef) -> Result<Vec<Dim>, GraphError> {
     let per_row = check(from, site)?;
     let open = to.iter().filter(|dim| dim.is_none()).count();
@@ -142,15 +142,14 @@ pub(super) fn reshape(from: &[Dim], to: &[Option<Dim>], site: &NodeRef) -> Resul
         }
         _ => return Err(mismatch()),
     };
-    for side in [from, &dims] {
-        let outer = rows_axis(side).map_or(&[][..], |axis| &side[..axis]);
-        if outer.iter().any(|dim| *dim != Dim::Fixed(1)) {
-            return Err(site.mixes_rows(format!(
-                "reshaping {} to {} interleaves them",
-                display(from),
-                display(&dims)
-            )));
-        }
+    // Each block of the dimensions before the rows then keeps its elements, row by row.
+    let outer = |side: &[Dim]| rows_axis(side).map_or(1, |axis| elements_at(&side[..axis], 1));
+    if outer(from) != outer(&dims) {
+        return Err(site.mixes_rows(format!(
+            "reshaping {} to {} interleaves them",
+            display(from),
+            display(&dims)
+        )));
     }
     Ok(dims)
 }

@@ -1,21 +1,27 @@
-//! Convolution and pooling over one or two spatial dimensions.
+//! Convolution and pooling over one, two or three spatial dimensions.
 //!
-//! One-dimensional forms become two-dimensional ones with a width of 1. Unequal padding of a convolution
-//! becomes a separate padding operation.
+//! One-dimensional forms become two-dimensional ones with a width of 1. Padding that differs between the sides
+//! of an axis becomes a separate operation. A pool over three dimensions is one over height and width, then one
+//! over depth.
 
+use super::arithmetic::join_at;
 use super::builder::{Builder, Call, NodeRef};
-use super::{ConvSpec, Dim, GraphError, Op, PoolSpec, ValueId, shape};
+use super::movement::surround;
+use super::{Binary, Conv3Spec, ConvSpec, Dim, GraphError, Op, PoolSpec, ValueId, shape};
 
 /// Largest kernel, stride, padding or dilation.
 const WINDOW_MAX: usize = 1 << 20;
 
-/// The attributes that convolutions and pools share, widened to two dimensions.
-struct Window {
-    strides: [usize; 2],
-    dilations: [usize; 2],
-    before: [usize; 2],
-    after: [usize; 2],
-    out: [usize; 2],
+/// The attributes that convolutions and pools share, over `N` dimensions.
+#[derive(Debug, Clone, Copy)]
+struct Window<const N: usize> {
+    strides: [usize; N],
+    dilations: [usize; N],
+    before: [usize; N],
+    after: [usize; N],
+    /// Elements after the input that the last window reaches, also where that window is cut off.
+    reached: [usize; N],
+    out: [usize; N],
 }
 
 /// Rows, channels and the two spatial sizes of a value; whether it had one spatial dimension.
@@ -27,7 +33,7 @@ fn spatial(b: &mut Builder, site: &NodeRef, value: ValueId) -> Result<(ValueId, 
     }
     let [rows, channels, height, width] = dims[..] else {
         return Err(
-            site.form(format!("{} must have one or two spatial dimensions", shape::display(b.dims(value))))
+            site.form(format!("{} must have one to three spatial dimensions", shape::display(b.dims(value))))
         );
     };
     for dim in [channels, height, width] {
@@ -39,59 +45,68 @@ fn spatial(b: &mut Builder, site: &NodeRef, value: ValueId) -> Result<(ValueId, 
     Ok((b.reshape(value, dims.to_vec(), site)?, dims, line))
 }
 
-/// Per-axis sizes from an attribute, or 1 (0 for pads). A one-dimensional form gets a fixed width.
-fn sizes(
+/// Rows, channels and the sizes of a value with three spatial dimensions.
+fn volume(b: &Builder, site: &NodeRef, value: ValueId) -> Result<(Dim, usize, [usize; 3]), GraphError> {
+    match *b.dims(value) {
+        [rows, Dim::Fixed(channels), Dim::Fixed(depth), Dim::Fixed(height), Dim::Fixed(width)] => {
+            Ok((rows, channels, [depth, height, width]))
+        }
+        _ => Err(site.mixes_rows("its window covers the batch")),
+    }
+}
+
+/// Per-axis sizes from an attribute, or `default`. A one-dimensional form gets a fixed width.
+fn sizes<const N: usize>(
     site: &NodeRef,
     name: &str,
     given: Option<Vec<i64>>,
     line: bool,
     default: usize,
     least: usize,
-) -> Result<[usize; 2], GraphError> {
+) -> Result<[usize; N], GraphError> {
     let Some(given) = given else {
-        return Ok([default; 2]);
+        return Ok([default; N]);
     };
     let bad = || site.form(format!("{name} = {given:?} is not supported here"));
-    let found = given
+    let mut found = given
         .iter()
         .map(|size| {
             usize::try_from(*size).ok().filter(|size| (least..=WINDOW_MAX).contains(size)).ok_or_else(bad)
         })
         .collect::<Result<Vec<_>, _>>()?;
-    match (line, &found[..]) {
-        (true, [height]) => Ok([*height, default]),
-        (false, [height, width]) => Ok([*height, *width]),
-        _ => Err(bad()),
+    if line && found.len() == 1 {
+        found.push(default);
+    } else if line {
+        return Err(bad());
     }
+    <[usize; N]>::try_from(found).map_err(|_| bad())
 }
 
-fn window(
+fn window<const N: usize>(
     call: &mut Call<'_>,
-    size: [usize; 2],
-    kernel: [usize; 2],
+    size: [usize; N],
+    kernel: [usize; N],
     line: bool,
-) -> Result<Window, GraphError> {
+    ceil: bool,
+) -> Result<Window<N>, GraphError> {
     let strides = call.ints("strides")?;
-    let strides = sizes(&call.site, "strides", strides, line, 1, 1)?;
+    let strides: [usize; N] = sizes(&call.site, "strides", strides, line, 1, 1)?;
     let dilations = call.ints("dilations")?;
-    let dilations = sizes(&call.site, "dilations", dilations, line, 1, 1)?;
+    let dilations: [usize; N] = sizes(&call.site, "dilations", dilations, line, 1, 1)?;
     let pads = call.ints("pads")?;
     let mode = call.string("auto_pad")?.unwrap_or_default();
-    let reach = [0, 1].map(|a| dilations[a] * (kernel[a] - 1) + 1);
+    let reach: [usize; N] = std::array::from_fn(|a| dilations[a] * (kernel[a] - 1) + 1);
     let (before, after) = match (mode.as_str(), pads) {
-        ("" | "NOTSET", None) | ("VALID", None) => ([0; 2], [0; 2]),
-        ("" | "NOTSET", Some(pads)) => {
-            if pads.len() != if line { 2 } else { 4 } {
-                return Err(call.site.form(format!("pads = {pads:?}")));
-            }
-            let (before, after) = pads.split_at(pads.len() / 2);
-            (
-                sizes(&call.site, "pads", Some(before.to_vec()), line, 0, 0)?,
-                sizes(&call.site, "pads", Some(after.to_vec()), line, 0, 0)?,
-            )
+        ("" | "NOTSET", None) => ([0; N], [0; N]),
+        // PyTorch's exporter writes the pads beside VALID, all of them 0.
+        ("VALID", pads) if pads.as_ref().is_none_or(|pads| pads.iter().all(|pad| *pad == 0)) => {
+            ([0; N], [0; N])
         }
-        ("SAME_UPPER" | "SAME_LOWER", None) => {
-            let total = [0, 1].map(|a| {
+        ("" | "NOTSET", Some(pads)) => both_sides(&call.site, &pads, line)?,
+        ("SAME_UPPER" | "SAME_LOWER", pads)
+            if pads.as_ref().is_none_or(|pads| pads.iter().all(|pad| *pad == 0)) =>
+        {
+            let total: [usize; N] = std::array::from_fn(|a| {
                 let out = size[a].div_ceil(strides[a]);
                 ((out - 1) * strides[a] + reach[a]).saturating_sub(size[a])
             });
@@ -102,15 +117,37 @@ fn window(
             return Err(call.site.form(format!("auto_pad = {mode:?} with pads, or unknown")));
         }
     };
-    let mut out = [0; 2];
-    for a in 0..2 {
+    let mut out = [0; N];
+    let mut reached = after;
+    for a in 0..N {
         let padded = size[a] + before[a] + after[a];
         let steps = padded.checked_sub(reach[a]).ok_or_else(|| {
             call.site.shape(format!("a window of {} does not fit a padded size of {padded}", reach[a]))
         })?;
         out[a] = steps / strides[a] + 1;
+        // A window that is cut off at the end counts if it begins inside the input or the padding before it.
+        if ceil && steps % strides[a] != 0 && out[a] * strides[a] < size[a] + before[a] {
+            out[a] += 1;
+            reached[a] = (out[a] - 1) * strides[a] + reach[a] - size[a] - before[a];
+        }
     }
-    Ok(Window { strides, dilations, before, after, out })
+    Ok(Window { strides, dilations, before, after, reached, out })
+}
+
+/// Pads of an attribute: all sides before the input, then all sides after it.
+fn both_sides<const N: usize>(
+    site: &NodeRef,
+    pads: &[i64],
+    line: bool,
+) -> Result<([usize; N], [usize; N]), GraphError> {
+    if !pads.len().is_multiple_of(2) {
+        return Err(site.form(format!("pads = {pads:?}")));
+    }
+    let (before, after) = pads.split_at(pads.len() / 2);
+    Ok((
+        sizes(site, "pads", Some(before.to_vec()), line, 0, 0)?,
+        sizes(site, "pads", Some(after.to_vec()), line, 0, 0)?,
+    ))
 }
 
 fn fixed(dim: Dim) -> usize {
@@ -126,19 +163,39 @@ fn restore(b: &mut Builder, site: &NodeRef, value: ValueId, line: bool) -> Resul
     b.reshape(value, dims, site)
 }
 
+/// Appends padding on the spatial axes.
+fn surround_spatial(
+    b: &mut Builder,
+    site: &NodeRef,
+    input: ValueId,
+    before: &[usize],
+    after: &[usize],
+    value: f32,
+) -> Result<ValueId, GraphError> {
+    let all = |sides: &[usize]| [&[0, 0], sides].concat();
+    surround(b, site, input, all(before), &all(after), value)
+}
+
+fn groups_of(call: &mut Call<'_>) -> Result<usize, GraphError> {
+    let groups = call.int("group", 1)?;
+    usize::try_from(groups)
+        .ok()
+        .filter(|groups| *groups > 0)
+        .ok_or_else(|| call.site.form(format!("group = {groups}")))
+}
+
 pub(super) fn conv(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let (input, weight) = (call.float(b, 0)?, call.float(b, 1)?);
+    if b.dims(input).len() == 5 {
+        return conv3(b, call, input, weight);
+    }
     let bias = call.float_optional(b, 2)?;
     let site = call.site.clone();
-    let (mut input, [rows, channels, height, width], line) = spatial(b, &site, input)?;
+    let (mut input, [_, channels, height, width], line) = spatial(b, &site, input)?;
     let given = b.dims(weight).to_vec();
     let (weight, kernel_dims, weight_line) = spatial(b, &site, weight)?;
     let [out_channels, group_channels, kernel_height, kernel_width] = kernel_dims.map(fixed);
-    let groups = call.int("group", 1)?;
-    let groups = usize::try_from(groups)
-        .ok()
-        .filter(|groups| *groups > 0)
-        .ok_or_else(|| site.form(format!("group = {groups}")))?;
+    let groups = groups_of(&mut call)?;
     let fits = weight_line == line
         && shape::rows_axis(&given).is_none()
         && group_channels.checked_mul(groups) == Some(fixed(channels))
@@ -155,61 +212,317 @@ pub(super) fn conv(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     if stated.is_some() && sizes(&site, "kernel_shape", stated, line, 1, 1)? != kernel {
         return Err(site.shape(format!("kernel_shape differs from the weights {}", shape::display(&given))));
     }
-    let w = window(&mut call, [fixed(height), fixed(width)], kernel, line)?;
+    let w = window(&mut call, [fixed(height), fixed(width)], kernel, line, false)?;
     call.finish(3)?;
     let mut padding = w.before;
     if w.before != w.after {
-        let padded = [0, 1].map(|a| [fixed(height), fixed(width)][a] + w.before[a] + w.after[a]);
-        let dims = vec![rows, channels, Dim::Fixed(padded[0]), Dim::Fixed(padded[1])];
-        input = b.push(Op::Pad(w.before, w.after), &[input], dims, &site)?;
+        input = surround_spatial(b, &site, input, &w.before, &w.after, 0.0)?;
         padding = [0; 2];
     }
     let mut inputs = vec![input, weight];
     if let Some(bias) = bias {
-        if b.dims(bias) != [Dim::Fixed(out_channels)] {
-            return Err(
-                site.shape(format!("bias {} for {out_channels} channels", shape::display(b.dims(bias))))
-            );
-        }
+        check_bias(b, &site, bias, out_channels)?;
         inputs.push(bias);
     }
     let spec = ConvSpec { strides: w.strides, padding, dilations: w.dilations, groups };
+    let rows = b.dims(input)[0];
     let dims = vec![rows, Dim::Fixed(out_channels), Dim::Fixed(w.out[0]), Dim::Fixed(w.out[1])];
     let out = b.push(Op::Conv(spec), &inputs, dims, &site)?;
     restore(b, &site, out, line)
 }
 
-pub(super) fn pool(
+fn check_bias(b: &Builder, site: &NodeRef, bias: ValueId, channels: usize) -> Result<(), GraphError> {
+    if b.dims(bias) == [Dim::Fixed(channels)] {
+        return Ok(());
+    }
+    Err(site.shape(format!("bias {} for {channels} channels", shape::display(b.dims(bias)))))
+}
+
+/// Adds a bias per channel.
+fn add_bias(b: &mut Builder, site: &NodeRef, value: ValueId, bias: ValueId) -> Result<ValueId, GraphError> {
+    let channels = b.dims(value)[1];
+    check_bias(b, site, bias, fixed(channels))?;
+    let mut dims = vec![channels];
+    dims.resize(b.dims(value).len() - 1, Dim::Fixed(1));
+    let bias = b.reshape(bias, dims, site)?;
+    join_at(b, site, Binary::Add, value, bias)
+}
+
+fn conv3(
     b: &mut Builder,
     mut call: Call<'_>,
-    op: fn(PoolSpec) -> Op,
+    mut input: ValueId,
+    weight: ValueId,
 ) -> Result<ValueId, GraphError> {
+    let bias = call.float_optional(b, 2)?;
+    let site = call.site.clone();
+    let (rows, channels, size) = volume(b, &site, input)?;
+    let given = b.dims(weight).to_vec();
+    let groups = groups_of(&mut call)?;
+    let misfit = || {
+        site.shape(format!(
+            "weights {} do not fit {channels} channels in {groups} group(s)",
+            shape::display(&given)
+        ))
+    };
+    let (out_channels, group_channels, kernel) = match given[..] {
+        [Dim::Fixed(out), Dim::Fixed(inner), Dim::Fixed(d), Dim::Fixed(h), Dim::Fixed(w)] => {
+            (out, inner, [d, h, w])
+        }
+        _ => return Err(misfit()),
+    };
+    if group_channels.checked_mul(groups) != Some(channels) || out_channels % groups != 0 {
+        return Err(misfit());
+    }
+    let stated = call.ints("kernel_shape")?;
+    if stated.is_some() && sizes(&site, "kernel_shape", stated, false, 1, 1)? != kernel {
+        return Err(site.shape(format!("kernel_shape differs from the weights {}", shape::display(&given))));
+    }
+    let w = window(&mut call, size, kernel, false, false)?;
+    call.finish(3)?;
+    let mut padding = w.before;
+    if w.before != w.after {
+        input = surround_spatial(b, &site, input, &w.before, &w.after, 0.0)?;
+        padding = [0; 3];
+    }
+    let spec = Conv3Spec { strides: w.strides, padding, dilations: w.dilations, groups };
+    let mut dims = vec![rows, Dim::Fixed(out_channels)];
+    dims.extend(w.out.map(Dim::Fixed));
+    let out = b.push(Op::Conv3(spec), &[input, weight], dims, &site)?;
+    match bias {
+        Some(bias) => add_bias(b, &site, out, bias),
+        None => Ok(out),
+    }
+}
+
+/// The transpose of a convolution: all of it, then the part that the pads leave.
+pub(super) fn conv_transpose(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
+    let (input, weight) = (call.float(b, 0)?, call.float(b, 1)?);
+    let bias = call.float_optional(b, 2)?;
+    let site = call.site.clone();
+    if b.dims(input).len() == 5 {
+        return Err(site.form("three spatial dimensions are not supported, one and two are"));
+    }
+    let (input, [rows, channels, height, width], line) = spatial(b, &site, input)?;
+    let given = b.dims(weight).to_vec();
+    let (weight, kernel_dims, weight_line) = spatial(b, &site, weight)?;
+    let [in_channels, group_channels, kernel_height, kernel_width] = kernel_dims.map(fixed);
+    let groups = groups_of(&mut call)?;
+    let fits = weight_line == line
+        && shape::rows_axis(&given).is_none()
+        && in_channels == fixed(channels)
+        && in_channels % groups == 0;
+    if !fits {
+        return Err(site.shape(format!(
+            "weights {} do not fit {channels} channels in {groups} group(s)",
+            shape::display(&given)
+        )));
+    }
+    let (size, kernel) = ([fixed(height), fixed(width)], [kernel_height, kernel_width]);
+    let stated = call.ints("kernel_shape")?;
+    if stated.is_some() && sizes(&site, "kernel_shape", stated, line, 1, 1)? != kernel {
+        return Err(site.shape(format!("kernel_shape differs from the weights {}", shape::display(&given))));
+    }
+    let strides = call.ints("strides")?;
+    let strides: [usize; 2] = sizes(&site, "strides", strides, line, 1, 1)?;
+    let dilations = call.ints("dilations")?;
+    let dilations: [usize; 2] = sizes(&site, "dilations", dilations, line, 1, 1)?;
+    let extra = call.ints("output_padding")?;
+    let extra: [usize; 2] = sizes(&site, "output_padding", extra, line, 0, 0)?;
+    let pads = call.ints("pads")?;
+    let output = call.ints("output_shape")?;
+    let mode = call.string("auto_pad")?.unwrap_or_default();
+    call.finish(3)?;
+    let mut full = [0; 2];
+    for a in 0..2 {
+        let reach = dilations[a] * (kernel[a] - 1) + 1;
+        full[a] = (size[a] - 1)
+            .checked_mul(strides[a])
+            .and_then(|steps| steps.checked_add(reach))
+            .ok_or_else(|| site.shape("its output is too large"))?;
+    }
+    let wanted: Option<[usize; 2]> = match (mode.as_str(), output) {
+        (_, Some(output)) => Some(sizes(&site, "output_shape", Some(output), line, 1, 1)?),
+        ("SAME_UPPER" | "SAME_LOWER", None) => Some([0, 1].map(|a| size[a].saturating_mul(strides[a]))),
+        ("" | "NOTSET" | "VALID", None) => None,
+        (mode, None) => return Err(site.form(format!("auto_pad = {mode:?} is not known"))),
+    };
+    let (before, after) = match (wanted, pads) {
+        (None, None) => ([0; 2], [0; 2]),
+        (None, Some(pads)) => both_sides(&site, &pads, line)?,
+        (Some(wanted), _) => {
+            let mut total = [0; 2];
+            for a in 0..2 {
+                total[a] = (full[a] + extra[a])
+                    .checked_sub(wanted[a])
+                    .ok_or_else(|| site.shape(format!("an output of {wanted:?} exceeds {full:?}")))?;
+            }
+            let (less, more) = (total.map(|t| t / 2), total.map(|t| t.div_ceil(2)));
+            if mode == "SAME_UPPER" { (less, more) } else { (more, less) }
+        }
+    };
+    let spec = ConvSpec { strides, padding: [0; 2], dilations, groups };
+    let out_channels = group_channels.saturating_mul(groups);
+    let dims = vec![rows, Dim::Fixed(out_channels), Dim::Fixed(full[0]), Dim::Fixed(full[1])];
+    let mut out = b.push(Op::ConvTranspose(spec), &[input, weight], dims, &site)?;
+    let mut missing = [0; 2];
+    for a in 0..2 {
+        let end = (full[a] + extra[a]).saturating_sub(after[a]);
+        missing[a] = end.saturating_sub(full[a]);
+        let kept = end.min(full[a]).saturating_sub(before[a]);
+        out = b.slice(out, a + 2, before[a].min(full[a]), kept, &site)?;
+    }
+    out = surround_spatial(b, &site, out, &[0; 2], &missing, 0.0)?;
+    if let Some(bias) = bias {
+        out = add_bias(b, &site, out, bias)?;
+    }
+    restore(b, &site, out, line)
+}
+
+/// How a pool joins the elements of a window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pool {
+    Max,
+    Average,
+}
+
+/// One pool over two axes, with the padding that the model states.
+struct Plane {
+    kernel: [usize; 2],
+    window: Window<2>,
+    kind: Pool,
+    count_include_pad: bool,
+}
+
+pub(super) fn pool(b: &mut Builder, mut call: Call<'_>, kind: Pool) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
     let site = call.site.clone();
-    let (input, [rows, channels, height, width], line) = spatial(b, &site, input)?;
     let kernel = call.ints("kernel_shape")?.ok_or_else(|| site.form("kernel_shape is missing"))?;
-    let kernel = sizes(&site, "kernel_shape", Some(kernel), line, 1, 1)?;
-    let average = site.op == "AveragePool";
+    let average = kind == Pool::Average;
     let count_include_pad = average && call.int("count_include_pad", 0)? != 0;
     if !average {
         call.only("storage_order", 0)?;
     }
-    call.only("ceil_mode", 0)?;
-    let w = window(&mut call, [fixed(height), fixed(width)], kernel, line)?;
+    let ceil = call.int("ceil_mode", 0)? != 0;
+    if b.dims(input).len() == 5 {
+        return pool3(b, call, input, kernel, kind, count_include_pad, ceil);
+    }
+    let (input, [_, _, height, width], line) = spatial(b, &site, input)?;
+    let kernel = sizes(&site, "kernel_shape", Some(kernel), line, 1, 1)?;
+    let window = window(&mut call, [fixed(height), fixed(width)], kernel, line, ceil)?;
     call.finish(1)?;
-    if w.before != w.after {
-        return Err(site.form(format!("padding differs between sides ({:?} and {:?})", w.before, w.after)));
-    }
+    let plane = Plane { kernel, window, kind, count_include_pad };
+    let out = pool_plane(b, &site, input, &plane)?;
+    restore(b, &site, out, line)
+}
+
+fn pool3(
+    b: &mut Builder,
+    mut call: Call<'_>,
+    input: ValueId,
+    kernel: Vec<i64>,
+    kind: Pool,
+    count_include_pad: bool,
+    ceil: bool,
+) -> Result<ValueId, GraphError> {
+    let site = call.site.clone();
+    let (rows, channels, [depth, height, width]) = volume(b, &site, input)?;
+    let kernel: [usize; 3] = sizes(&site, "kernel_shape", Some(kernel), false, 1, 1)?;
+    let w = window(&mut call, [depth, height, width], kernel, false, ceil)?;
+    call.finish(1)?;
+    let [_, down, across] = w.out;
+    let part = |axes: [Option<usize>; 2]| {
+        let of = |all: [usize; 3], default: usize| axes.map(|axis| axis.map_or(default, |axis| all[axis]));
+        Plane {
+            kernel: of(kernel, 1),
+            window: Window {
+                strides: of(w.strides, 1),
+                dilations: of(w.dilations, 1),
+                before: of(w.before, 0),
+                after: of(w.after, 0),
+                reached: of(w.reached, 0),
+                out: of(w.out, down * across),
+            },
+            kind,
+            count_include_pad,
+        }
+    };
+    let dims = |sizes: &[usize]| {
+        std::iter::once(rows).chain(sizes.iter().copied().map(Dim::Fixed)).collect::<Vec<_>>()
+    };
+    let deep = channels
+        .checked_mul(depth)
+        .ok_or_else(|| site.shape(format!("{channels} channels of depth {depth}")))?;
+    let planes = b.reshape(input, dims(&[deep, height, width]), &site)?;
+    let planes = pool_plane(b, &site, planes, &part([Some(1), Some(2)]))?;
+    let lines = b.reshape(planes, dims(&[channels, depth, down * across]), &site)?;
+    let lines = pool_plane(b, &site, lines, &part([Some(0), None]))?;
+    b.reshape(lines, dims(&[channels, w.out[0], down, across]), &site)
+}
+
+/// Appends a pool over the last two axes of a value of rank 4.
+fn pool_plane(
+    b: &mut Builder,
+    site: &NodeRef,
+    mut input: ValueId,
+    plane: &Plane,
+) -> Result<ValueId, GraphError> {
+    let (kernel, w) = (plane.kernel, plane.window);
+    let size = [2, 3].map(|axis| fixed(b.dims(input)[axis]));
     // A window inside the padding alone would have no largest element.
-    if (0..2).any(|a| w.before[a] * 2 > kernel[a]) {
-        return Err(site.form(format!("pads {:?} exceed half of the window {kernel:?}", w.before)));
+    for pads in [w.before, w.after] {
+        if (0..2).any(|a| pads[a] * 2 > kernel[a]) {
+            return Err(site.form(format!("pads {pads:?} exceed half of the window {kernel:?}")));
+        }
     }
+    let average = plane.kind == Pool::Average;
     if average && w.dilations != [1, 1] {
         return Err(site.form("dilations of an average are not supported"));
     }
-    let spec =
-        PoolSpec { kernel, strides: w.strides, padding: w.before, dilations: w.dilations, count_include_pad };
-    let dims = vec![rows, channels, Dim::Fixed(w.out[0]), Dim::Fixed(w.out[1])];
-    let out = b.push(op(spec), &[input], dims, &site)?;
-    restore(b, &site, out, line)
+    let mut spec = PoolSpec {
+        kernel,
+        strides: w.strides,
+        padding: w.before,
+        dilations: w.dilations,
+        count_include_pad: plane.count_include_pad,
+    };
+    let mut dims = b.dims(input)[..2].to_vec();
+    dims.extend(w.out.map(Dim::Fixed));
+    let op = match plane.kind {
+        Pool::Max => Op::MaxPool,
+        Pool::Average => Op::AveragePool,
+    };
+    if w.before == w.reached {
+        return b.push(op(spec), &[input], dims, site);
+    }
+    // Elements of a window on one axis that lie in a range of the padded input.
+    let inside = |a: usize, at: usize, from: usize, to: usize| {
+        let places = (0..kernel[a]).map(|k| at * w.strides[a] + k * w.dilations[a]);
+        places.filter(|place| (from..to).contains(place)).count()
+    };
+    let counts = [0, 1].map(|a| {
+        let (from, to) = match plane.count_include_pad {
+            true => (0, w.before[a] + size[a] + w.after[a]),
+            false => (w.before[a], w.before[a] + size[a]),
+        };
+        (0..w.out[a]).map(|at| inside(a, at, from, to)).collect::<Vec<_>>()
+    });
+    if counts.iter().flatten().any(|count| *count == 0) {
+        return Err(site.form("a window holds padding alone"));
+    }
+    let value = if average { 0.0 } else { f32::NEG_INFINITY };
+    input = surround_spatial(b, site, input, &w.before, &w.reached, value)?;
+    (spec.padding, spec.count_include_pad) = ([0; 2], true);
+    let out = b.push(op(spec), &[input], dims, site)?;
+    if !average {
+        return Ok(out);
+    }
+    // The mean of a whole window becomes that of the elements that count.
+    let area = (kernel[0] * kernel[1]) as f32;
+    let factors = counts[0]
+        .iter()
+        .flat_map(|down| counts[1].iter().map(move |across| area / (down * across) as f32))
+        .collect();
+    let factors = b.constant(&w.out, factors, site)?;
+    join_at(b, site, Binary::Mul, out, factors)
 }

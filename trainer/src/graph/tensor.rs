@@ -32,9 +32,12 @@ pub(super) fn is_float(tensor: &TensorProto) -> bool {
     tensor.data_type() == tensor_proto::DataType::Float as i32
 }
 
-/// Whether the tensor holds int64 elements.
+/// Whether the tensor holds integers or truth values that are read as integers.
 pub(super) fn is_int(tensor: &TensorProto) -> bool {
-    tensor.data_type() == tensor_proto::DataType::Int64 as i32
+    use tensor_proto::DataType;
+    [DataType::Int64, DataType::Int32, DataType::Uint8, DataType::Int8, DataType::Bool]
+        .iter()
+        .any(|kind| tensor.data_type() == *kind as i32)
 }
 
 /// The name of the element type.
@@ -84,6 +87,15 @@ fn raw<const N: usize, T>(
 
 /// The elements of a float32 tensor; all finite.
 pub(super) fn floats(tensor: &TensorProto) -> Result<Vec<f32>, GraphError> {
+    let found = floats_or_infinite(tensor)?;
+    match found.iter().position(|value| !value.is_finite()) {
+        Some(index) => Err(refuse(tensor, format!("element {index} is {}", found[index]))),
+        None => Ok(found),
+    }
+}
+
+/// The elements of a float32 tensor; none is NaN.
+pub(super) fn floats_or_infinite(tensor: &TensorProto) -> Result<Vec<f32>, GraphError> {
     check_storage(tensor)?;
     if !is_float(tensor) {
         return Err(refuse(
@@ -95,17 +107,41 @@ pub(super) fn floats(tensor: &TensorProto) -> Result<Vec<f32>, GraphError> {
         Some(bytes) if !bytes.is_empty() => raw(tensor, bytes, f32::from_le_bytes)?,
         _ => sized(tensor, tensor.float_data.clone())?,
     };
-    match found.iter().position(|value| !value.is_finite()) {
+    match found.iter().position(|value| value.is_nan()) {
         Some(index) => Err(refuse(tensor, format!("element {index} is {}", found[index]))),
         None => Ok(found),
     }
 }
 
-/// The elements of an int64 tensor.
-pub(super) fn ints(tensor: &TensorProto) -> Result<Vec<i64>, GraphError> {
+/// The elements of a constant of type FLOAT or DOUBLE; none is NaN.
+pub(super) fn constants(tensor: &TensorProto) -> Result<Vec<f32>, GraphError> {
+    if tensor.data_type() != tensor_proto::DataType::Double as i32 {
+        return floats_or_infinite(tensor);
+    }
     check_storage(tensor)?;
-    match &tensor.raw_data {
-        Some(bytes) if !bytes.is_empty() => raw(tensor, bytes, i64::from_le_bytes),
-        _ => sized(tensor, tensor.int64_data.clone()),
+    let found = match &tensor.raw_data {
+        Some(bytes) if !bytes.is_empty() => raw(tensor, bytes, f64::from_le_bytes)?,
+        _ => sized(tensor, tensor.double_data.clone())?,
+    };
+    match found.iter().position(|value| value.is_nan()) {
+        Some(index) => Err(refuse(tensor, format!("element {index} is NaN"))),
+        None => Ok(found.into_iter().map(|value| value as f32).collect()),
+    }
+}
+
+/// The elements of a tensor of integers or truth values.
+pub(super) fn ints(tensor: &TensorProto) -> Result<Vec<i64>, GraphError> {
+    use tensor_proto::DataType;
+    check_storage(tensor)?;
+    let bytes = tensor.raw_data.as_deref().filter(|bytes| !bytes.is_empty());
+    match (DataType::try_from(tensor.data_type()), bytes) {
+        (Ok(DataType::Int64), Some(bytes)) => raw(tensor, bytes, i64::from_le_bytes),
+        (Ok(DataType::Int64), None) => sized(tensor, tensor.int64_data.clone()),
+        (Ok(DataType::Int32), Some(bytes)) => {
+            raw(tensor, bytes, |bytes| i64::from(i32::from_le_bytes(bytes)))
+        }
+        (Ok(DataType::Int8), Some(bytes)) => raw(tensor, bytes, |bytes| i64::from(i8::from_le_bytes(bytes))),
+        (_, Some(bytes)) => raw(tensor, bytes, |[byte]: [u8; 1]| i64::from(byte)),
+        (_, None) => sized(tensor, tensor.int32_data.iter().copied().map(i64::from).collect()),
     }
 }

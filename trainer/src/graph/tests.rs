@@ -43,14 +43,13 @@ fn a_plain_model_is_read() {
 
 #[test]
 fn unsupported_operators_are_named_with_the_remedy() {
-    let error = refused(&one_op("HardSwish", &[4], vec![]), "uses operator HardSwish");
+    let error = refused(&one_op("TopK", &[4], vec![]), "uses operator TopK");
     assert!(matches!(error, GraphError::UnsupportedOperator { .. }));
     assert!(error.to_string().contains("MatMul"));
     let mut model = one_op("Relu", &[4], vec![]);
     model.graph.as_mut().unwrap().node[1].domain = Some("com.microsoft".into());
     refused(&model, "com.microsoft.Relu");
-    refused(&one_op("BatchNormalization", &[4], vec![]), "cannot be trained");
-    refused(&one_op("Dropout", &[4], vec![]), "cannot be trained");
+    refused(&one_op("Hardmax", &[4], vec![]), "cannot be trained");
 }
 
 #[test]
@@ -58,10 +57,9 @@ fn unknown_attributes_and_extra_tensors_are_refused() {
     refused(&one_op("Relu", &[4], vec![int("twist", 1)]), "\"twist\"");
     refused(&one_op("Softmax", &[4], vec![ints("axis", &[1])]), "attribute axis is INTS");
     let kernel = ints("kernel_shape", &[2, 2]);
-    refused(&one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), int("ceil_mode", 1)]), "ceil_mode = 1");
     refused(
-        &one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), ints("pads", &[0, 0, 1, 1])]),
-        "differs between sides",
+        &one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), int("storage_order", 1)]),
+        "storage_order = 1",
     );
     refused(&one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), ints("pads", &[2, 2, 2, 2])]), "exceed half");
     refused(&one_op("MaxPool", &[1, 4, 4], vec![kernel.clone(), ints("strides", &[0, 1])]), "strides");
@@ -88,7 +86,7 @@ fn operations_across_rows_are_refused() {
     }
     let mut probe = Probe::new(17, &[2, 3]);
     let w = probe.param(&[3]);
-    let shape = probe.shape(&[2, -1]);
+    let shape = probe.shape(&[6, -1]);
     let scaled = probe.node("Mul", &["x", &w], vec![]);
     let turned = probe.node("Transpose", &[&scaled], vec![ints("perm", &[1, 0, 2])]);
     let out = probe.node("Reshape", &[&turned, &shape], vec![]);
@@ -102,7 +100,7 @@ fn gather_of_floats_and_shapes_with_misplaced_rows_are_refused() {
     let first = probe.index(0);
     let scaled = probe.node("Mul", &["x", &w], vec![]);
     let out = probe.node("Gather", &[&scaled, &first], vec![]);
-    refused(&probe.finish(&out), "must be constant int64");
+    refused(&probe.finish(&out), "picks rows of the batch");
     let mut probe = Probe::new(17, &[4]);
     let w = probe.param(&[4]);
     let scaled = probe.node("Mul", &["x", &w], vec![]);
@@ -199,7 +197,7 @@ fn initializers_must_match_their_dimensions() {
 #[test]
 fn shapes_that_do_not_fit_are_refused() {
     refused(&spoiled(|m| weight(m).dims = vec![3, 4]), "[rows, 4] and [3, 4] do not multiply");
-    refused(&spoiled(|m| weight(m).dims = vec![12]), "vectors");
+    refused(&spoiled(|m| weight(m).dims = vec![12]), "do not multiply");
     fn input(model: &mut ModelProto, axis: usize, value: tensor_shape_proto::dimension::Value) {
         let info = &mut model.graph.as_mut().unwrap().input[0];
         let Some(type_proto::Value::TensorType(tensor)) = &mut info.r#type.as_mut().unwrap().value else {

@@ -10,11 +10,11 @@ use super::builder::NodeRef;
 use super::read::malformed;
 use super::{Dim, GraphError, shape, tensor};
 
-/// The one input that is not an initializer, and its shape.
+/// The one input that is not an initializer, its shape, and whether it holds integers.
 pub(super) fn input<'a>(
     proto: &'a GraphProto,
     initializers: &HashSet<&str>,
-) -> Result<(&'a str, Vec<Dim>), GraphError> {
+) -> Result<(&'a str, Vec<Dim>, bool), GraphError> {
     let found: Vec<&ValueInfoProto> =
         proto.input.iter().filter(|info| !initializers.contains(info.name())).collect();
     let [info] = found[..] else {
@@ -26,12 +26,17 @@ pub(super) fn input<'a>(
     else {
         return Err(malformed(format!("input {name:?} is not a tensor")));
     };
-    if tensor.elem_type() != tensor_proto::DataType::Float as i32 {
-        return Err(malformed(format!(
-            "input {name:?} holds {}, FLOAT is needed",
-            tensor::type_name(tensor.elem_type())
-        )));
-    }
+    use tensor_proto::DataType;
+    let is_index = match DataType::try_from(tensor.elem_type()) {
+        Ok(DataType::Float) => false,
+        Ok(DataType::Int64 | DataType::Int32) => true,
+        _ => {
+            return Err(malformed(format!(
+                "input {name:?} holds {}, FLOAT, INT64 or INT32 is needed",
+                tensor::type_name(tensor.elem_type())
+            )));
+        }
+    };
     let shape = tensor.shape.as_ref().ok_or_else(|| malformed(format!("input {name:?} has no shape")))?;
     let mut dims = Vec::with_capacity(shape.dim.len().min(shape::RANK_MAX + 1));
     for (axis, dim) in shape.dim.iter().enumerate().take(shape::RANK_MAX + 1) {
@@ -59,7 +64,7 @@ pub(super) fn input<'a>(
     if dims.is_empty() {
         return Err(malformed(format!("input {name:?} has no batch dimension")));
     }
-    Ok((name, dims))
+    Ok((name, dims, is_index))
 }
 
 pub(super) fn output(proto: &GraphProto) -> Result<&str, GraphError> {

@@ -1,11 +1,15 @@
 //! Test models: every supported operator in the forms that exporters write.
 
+mod activation;
 mod linear;
+mod movement;
+mod reduction;
+mod sequence;
 mod spatial;
 
-use millrace_bundle::onnx::{AttributeProto, ModelProto};
+use millrace_bundle::onnx::{AttributeProto, ModelProto, TensorProto, tensor_proto};
 
-use super::{Probe, float, int, text};
+use super::{Probe, float, int, tensor, text};
 
 /// A name, a model, and the shape of one input row.
 pub(crate) type Case = (String, ModelProto, Vec<usize>);
@@ -30,11 +34,31 @@ fn after_mul(name: &str, op: &'static str, opset: i64, row: &[i64], attributes: 
 /// All forms of all operators.
 pub(crate) fn all() -> Vec<Case> {
     let mut cases = elementwise();
+    cases.extend(activation::activations());
+    cases.extend(activation::arithmetic());
     cases.extend(linear::products());
     cases.extend(linear::movement());
+    cases.extend(movement::movement());
+    cases.extend(movement::shapes());
+    cases.extend(reduction::reductions());
+    cases.extend(reduction::normalizations());
+    cases.extend(sequence::sequences());
     cases.extend(spatial::convolutions());
     cases.extend(spatial::pools());
+    cases.extend(spatial::transposes());
+    cases.extend(spatial::resizes());
     cases
+}
+
+/// The value of a ConstantOfShape: 1.
+fn ones() -> AttributeProto {
+    let one = TensorProto {
+        dims: vec![1],
+        data_type: Some(tensor_proto::DataType::Float as i32),
+        float_data: vec![1.0],
+        ..Default::default()
+    };
+    tensor("value", one)
 }
 
 fn elementwise() -> Vec<Case> {

@@ -37,7 +37,7 @@ fn compare(model: &ModelProto) -> Result<(f32, f32), String> {
     let (gpu, cpu) = (load(GPU)?, load(Device::Cpu)?);
     let batch = ShardBatch {
         rows: ROWS,
-        inputs: numbers(ROWS * cpu.input_width(), 25),
+        inputs: probe::inputs(cpu.graph(), ROWS, 25),
         labels: Labels::Value(numbers(ROWS * cpu.output_width(), 26)),
     };
     let outputs = |engine: &Engine| engine.logits(&batch.inputs, ROWS).map_err(|error| error.to_string());

@@ -9,7 +9,7 @@ use prost::Message;
 
 use super::super::run::Interpreter;
 use super::super::*;
-use crate::probe::{every_operator, numbers};
+use crate::probe::{self, every_operator};
 
 proptest! {
     #[test]
@@ -27,11 +27,12 @@ proptest! {
         let Ok(graph) = Graph::read(&model) else { return Ok(()) };
         prop_assume!(graph.elements_max(2).is_some_and(|elements| elements < 1 << 17));
         let weights = graph.initial_weights(&model).unwrap();
-        let (inner, outer) = (graph.input_width(), graph.output_width());
+        let outer = graph.output_width();
+        let inputs = probe::inputs(&graph, 2, 1);
         let mut interpreter = Interpreter::<Flex, f32>::new(Arc::new(graph), FlexDevice, Device::Cpu);
         interpreter.hold(&weights).unwrap();
         let grad = interpreter
-            .differentiate(numbers(2 * inner, 1), 2, &mut |outputs| {
+            .differentiate(inputs, 2, &mut |outputs| {
                 assert_eq!(outputs.len(), 2 * outer);
                 Ok(vec![1.0; outputs.len()])
             })

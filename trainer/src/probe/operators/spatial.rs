@@ -2,7 +2,7 @@
 
 use millrace_bundle::onnx::AttributeProto;
 
-use super::super::{int, ints, text};
+use super::super::{floats, int, ints, text};
 use super::{Case, after_mul, case};
 
 pub(super) fn convolutions() -> Vec<Case> {
@@ -67,6 +67,19 @@ pub(super) fn convolutions() -> Vec<Case> {
             true,
             vec![int("group", 2), ints("strides", &[2]), ints("dilations", &[2]), ints("pads", &[2, 1])],
         ),
+        ("Conv 3d", &[2, 3, 4, 4], &[3, 2, 2, 3, 3], true, vec![ints("pads", &[0, 1, 1, 0, 1, 1])]),
+        (
+            "Conv 3d full",
+            &[4, 4, 5, 5],
+            &[2, 2, 2, 2, 3],
+            true,
+            vec![
+                int("group", 2),
+                ints("strides", &[2, 1, 2]),
+                ints("dilations", &[1, 2, 1]),
+                ints("pads", &[1, 0, 1, 0, 1, 1]),
+            ],
+        ),
         ("Conv 1d strided unevenly", &[4, 8], &[4, 2, 3], true, vec![int("group", 2), ints("strides", &[2])]),
     ];
     forms
@@ -104,6 +117,73 @@ pub(super) fn pools() -> Vec<Case> {
             &[2, 7],
             vec![ints("kernel_shape", &[3]), ints("strides", &[2]), ints("pads", &[1, 1])],
         ),
+        after_mul(
+            "MaxPool with a cut window",
+            "MaxPool",
+            17,
+            &[2, 5, 6],
+            vec![square(), twos(), int("ceil_mode", 1)],
+        ),
+        after_mul(
+            "MaxPool padded on one side",
+            "MaxPool",
+            17,
+            &[2, 5, 5],
+            vec![three(), twos(), ints("pads", &[0, 1, 1, 0])],
+        ),
+        after_mul(
+            "MaxPool SAME_UPPER",
+            "MaxPool",
+            17,
+            &[2, 5, 5],
+            vec![square(), twos(), text("auto_pad", "SAME_UPPER")],
+        ),
+        after_mul("MaxPool 3d", "MaxPool", 17, &[2, 3, 4, 5], vec![ints("kernel_shape", &[2, 2, 3])]),
+        after_mul(
+            "MaxPool 3d full",
+            "MaxPool",
+            17,
+            &[2, 4, 5, 5],
+            vec![
+                ints("kernel_shape", &[2, 2, 2]),
+                ints("strides", &[2, 2, 1]),
+                ints("pads", &[0, 1, 0, 0, 0, 1]),
+                int("ceil_mode", 1),
+            ],
+        ),
+        after_mul("AveragePool 3d", "AveragePool", 17, &[2, 3, 4, 4], vec![ints("kernel_shape", &[2, 2, 3])]),
+        after_mul(
+            "AveragePool 3d full",
+            "AveragePool",
+            17,
+            &[2, 4, 5, 4],
+            vec![
+                ints("kernel_shape", &[2, 3, 2]),
+                ints("strides", &[2, 2, 1]),
+                ints("pads", &[1, 1, 0, 1, 1, 1]),
+            ],
+        ),
+        after_mul(
+            "AveragePool with a cut window",
+            "AveragePool",
+            17,
+            &[2, 5, 6],
+            vec![square(), twos(), int("ceil_mode", 1)],
+        ),
+        after_mul(
+            "AveragePool padded on one side",
+            "AveragePool",
+            17,
+            &[2, 5, 5],
+            vec![three(), twos(), ints("pads", &[0, 1, 1, 0])],
+        ),
+        after_mul(
+            "AveragePool counting pads on one side",
+            "AveragePool",
+            17,
+            &[2, 5, 5],
+            vec![three(), twos(), ints("pads", &[0, 1, 1, 0]), int("count_include_pad", 1)],
+        ),
         after_mul("AveragePool", "AveragePool", 17, &[2, 4, 4], vec![square(), twos()]),
         after_mul("AveragePool uneven", "AveragePool", 17, &[2, 5, 5], vec![square(), twos()]),
         after_mul("AveragePool padded", "AveragePool", 17, &[2, 5, 6], vec![three(), twos(), ring()]),
@@ -122,4 +202,89 @@ pub(super) fn pools() -> Vec<Case> {
             vec![ints("kernel_shape", &[2]), ints("pads", &[1, 1])],
         ),
     ]
+}
+
+pub(super) fn transposes() -> Vec<Case> {
+    type Form = (&'static str, &'static [i64], &'static [i64], i64, Vec<AttributeProto>);
+    let twos = || ints("strides", &[2, 2]);
+    let forms: Vec<Form> = vec![
+        ("plain", &[2, 3, 3], &[2, 3, 2, 3], 3, vec![]),
+        ("strided", &[2, 3, 4], &[2, 3, 3, 3], 3, vec![twos(), ints("pads", &[1, 1, 1, 1])]),
+        (
+            "with extra elements",
+            &[2, 3, 3],
+            &[2, 2, 3, 3],
+            2,
+            vec![twos(), ints("pads", &[1, 0, 0, 1]), ints("output_padding", &[1, 1])],
+        ),
+        ("grouped", &[4, 3, 3], &[4, 2, 2, 2], 4, vec![twos(), int("group", 2)]),
+        ("dilated", &[2, 3, 3], &[2, 2, 2, 2], 2, vec![ints("dilations", &[2, 1])]),
+        ("to a shape", &[2, 3, 3], &[2, 2, 3, 3], 2, vec![twos(), ints("output_shape", &[6, 6])]),
+        (
+            "1d",
+            &[3, 4],
+            &[3, 2, 3],
+            2,
+            vec![ints("strides", &[2]), ints("pads", &[1, 1]), ints("output_padding", &[1])],
+        ),
+    ];
+    forms
+        .into_iter()
+        .map(|(name, row, weight, channels, attributes)| {
+            case(&format!("ConvTranspose {name}"), 17, row, |p, x| {
+                let v = p.param(&row[1..]);
+                let scaled = p.node("Mul", &[x, &v], vec![]);
+                let (w, bias) = (p.param(weight), p.param(&[channels]));
+                p.node("ConvTranspose", &[&scaled, &w, &bias], attributes)
+            })
+        })
+        .collect()
+}
+
+pub(super) fn resizes() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (mode, coordinates, nearest) in [
+        ("nearest", "asymmetric", "floor"),
+        ("nearest", "half_pixel", "round_prefer_floor"),
+        ("linear", "half_pixel", "floor"),
+        ("linear", "pytorch_half_pixel", "floor"),
+        ("linear", "align_corners", "floor"),
+        ("linear", "asymmetric", "floor"),
+        ("cubic", "half_pixel", "floor"),
+    ] {
+        for sizes in [false, true] {
+            cases.push(case(&format!("Resize {mode} {coordinates} {sizes}"), 17, &[2, 3, 4], |p, x| {
+                let w = p.param(&[4]);
+                let scaled = p.node("Mul", &[x, &w], vec![]);
+                let attributes = vec![
+                    text("mode", mode),
+                    text("coordinate_transformation_mode", coordinates),
+                    text("nearest_mode", nearest),
+                ];
+                if sizes {
+                    let shape = p.node("Shape", &[&scaled], vec![int("end", 2)]);
+                    let rest = p.shape(&[5, 6]);
+                    let target = p.node("Concat", &[&shape, &rest], vec![int("axis", 0)]);
+                    return p.node("Resize", &[&scaled, "", "", &target], attributes);
+                }
+                // An initializer of an operand that must be constant is not trained.
+                let scales = p.param_of(&[4], vec![1.0, 1.0, 2.0, 1.5]);
+                p.node("Resize", &[&scaled, "", &scales], attributes)
+            }));
+        }
+    }
+    cases.push(case("Resize of operator set 10", 10, &[2, 3, 4], |p, x| {
+        let w = p.param(&[4]);
+        let scaled = p.node("Mul", &[x, &w], vec![]);
+        let scales = p.constant(&[4], vec![1.0, 1.0, 2.0, 2.0]);
+        p.node("Resize", &[&scaled, &scales], vec![])
+    }));
+    cases.push(after_mul(
+        "Upsample",
+        "Upsample",
+        7,
+        &[2, 3, 4],
+        vec![floats("scales", &[1.0, 1.0, 2.0, 3.0])],
+    ));
+    cases
 }

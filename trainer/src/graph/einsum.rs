@@ -1,0 +1,159 @@
+//! Einsum of one or two operands, as a matrix product between changes of the axes' order.
+
+use super::arithmetic::join_at;
+use super::builder::{Builder, Call, NodeRef};
+use super::reduction::{Reduction, fold};
+use super::{Binary, Dim, GraphError, Op, ValueId, shape};
+
+/// The letters of the operands and of the result.
+fn terms(call: &mut Call<'_>) -> Result<(Vec<Vec<char>>, Vec<char>), GraphError> {
+    let equation = call.string("equation")?.unwrap_or_default().replace(' ', "");
+    let bad = |reason: &str| call.site.form(format!("equation {equation:?}: {reason}"));
+    if equation.contains('.') {
+        return Err(bad("an ellipsis is not supported, write a letter for each axis"));
+    }
+    let (left, right) = match equation.split_once("->") {
+        Some((left, right)) => (left, Some(right)),
+        None => (equation.as_str(), None),
+    };
+    let inputs: Vec<Vec<char>> = left.split(',').map(|term| term.chars().collect()).collect();
+    let output: Vec<char> = match right {
+        Some(right) => right.chars().collect(),
+        None => {
+            let mut once: Vec<char> = inputs.concat();
+            once.sort_unstable();
+            let all = once.clone();
+            once.retain(|letter| all.iter().filter(|other| *other == letter).count() == 1);
+            once
+        }
+    };
+    let repeats = |term: &[char]| (1..term.len()).any(|at| term[..at].contains(&term[at]));
+    if inputs.iter().chain([&output]).any(|term| repeats(term)) {
+        return Err(bad("a letter that one operand has twice is not supported"));
+    }
+    if output.iter().any(|letter| !inputs.iter().any(|term| term.contains(letter))) {
+        return Err(bad("a letter of the result is in no operand"));
+    }
+    Ok((inputs, output))
+}
+
+pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
+    let count = call.input_count();
+    let (inputs, output) = terms(&mut call)?;
+    call.finish(2)?;
+    if inputs.len() != count {
+        return Err(call.site.form(format!("{count} inputs for {} operands", inputs.len())));
+    }
+    let site = call.site.clone();
+    let mut operands = Vec::with_capacity(count);
+    for (index, term) in inputs.into_iter().enumerate() {
+        let value = call.value(b, index)?;
+        if b.dims(value).len() != term.len() {
+            return Err(site.shape(format!(
+                "{} for the letters {:?}",
+                shape::display(b.dims(value)),
+                term.iter().collect::<String>()
+            )));
+        }
+        operands.push((value, term));
+    }
+    // Letters that only one operand has and the result lacks are summed first.
+    for index in 0..count {
+        let lone = |letter: &char| {
+            !output.contains(letter)
+                && !operands.iter().enumerate().any(|(o, (_, t))| o != index && t.contains(letter))
+        };
+        let (value, term) = operands[index].clone();
+        let axes: Vec<usize> = (0..term.len()).filter(|axis| lone(&term[*axis])).collect();
+        if !axes.is_empty() {
+            let sum = fold(b, &site, Reduction::Sum, value, &axes, false)?;
+            operands[index] = (sum, term.iter().copied().filter(|letter| !lone(letter)).collect());
+        }
+    }
+    let (value, term) = match &operands[..] {
+        [single] => single.clone(),
+        [left, right] => product(b, &site, left, right, &output)?,
+        _ => return Err(site.form(format!("{count} operands, one and two are supported"))),
+    };
+    order(b, &site, value, &term, &output)
+}
+
+/// Brings the axes of a value into the order of `wanted`, which has the same letters.
+fn order(
+    b: &mut Builder,
+    site: &NodeRef,
+    value: ValueId,
+    term: &[char],
+    wanted: &[char],
+) -> Result<ValueId, GraphError> {
+    let places: Option<Vec<usize>> =
+        wanted.iter().map(|letter| term.iter().position(|other| other == letter)).collect();
+    let places = places.filter(|places| places.len() == term.len());
+    b.permute(value, places.ok_or_else(|| site.form("its letters do not fit each other"))?, site)
+}
+
+type Operand = (ValueId, Vec<char>);
+
+/// The product of two operands, with the letters of its axes.
+fn product(
+    b: &mut Builder,
+    site: &NodeRef,
+    left: &Operand,
+    right: &Operand,
+    output: &[char],
+) -> Result<Operand, GraphError> {
+    let (l, r) = (&left.1, &right.1);
+    let dim = |b: &Builder, operand: &Operand, letter: &char| {
+        let at = operand.1.iter().position(|other| other == letter)?;
+        Some(b.dims(operand.0)[at])
+    };
+    for letter in l.iter().filter(|letter| r.contains(letter)) {
+        if dim(b, left, letter) != dim(b, right, letter) {
+            return Err(site.shape(format!("axis {letter:?} differs between the operands")));
+        }
+    }
+    let summed: Vec<char> = l.iter().copied().filter(|c| r.contains(c) && !output.contains(c)).collect();
+    let is_rows = |b: &Builder, operand: &Operand, c: &char| matches!(dim(b, operand, c), Some(Dim::Rows(_)));
+    if summed.iter().any(|c| is_rows(b, left, c)) {
+        return Err(site.mixes_rows("it sums over the batch"));
+    }
+    // The rows are an axis of their own, also where only one operand has them.
+    let shared: Vec<char> = output
+        .iter()
+        .copied()
+        .filter(|c| l.contains(c) && r.contains(c) || is_rows(b, left, c) || is_rows(b, right, c))
+        .collect();
+    let own = |term: &[char]| -> Vec<char> {
+        term.iter().copied().filter(|c| !shared.contains(c) && !summed.contains(c)).collect()
+    };
+    let (rows, columns) = (own(l), own(r));
+    let total = |b: &Builder, operand: &Operand, letters: &[char]| {
+        let dims: Vec<Dim> = letters.iter().filter_map(|c| dim(b, operand, c)).collect();
+        shape::check(&dims, site).map(Dim::Fixed)
+    };
+    let (m, n, k) = (total(b, left, &rows)?, total(b, right, &columns)?, total(b, left, &summed)?);
+    let arrange = |b: &mut Builder, operand: &Operand, inner: [&[char]; 2], sizes: [Dim; 2]| {
+        let mine: Vec<char> = shared.iter().copied().filter(|c| operand.1.contains(c)).collect();
+        let wanted = [&mine[..], inner[0], inner[1]].concat();
+        let turned = order(b, site, operand.0, &operand.1, &wanted)?;
+        let mut dims: Vec<Dim> = shared.iter().map(|c| dim(b, operand, c).unwrap_or(Dim::Fixed(1))).collect();
+        dims.extend(sizes);
+        b.reshape(turned, dims, site)
+    };
+    let a = arrange(b, left, [&rows, &summed], [m, k])?;
+    let c = arrange(b, right, [&summed, &columns], [k, n])?;
+    let depth = shared.len();
+    let mut dims = shape::broadcast(&b.dims(a)[..depth], &b.dims(c)[..depth], site)?;
+    let outer = dims.clone();
+    dims.extend([m, n]);
+    let out = if summed.is_empty() && (m, n) == (Dim::Fixed(1), Dim::Fixed(1)) {
+        join_at(b, site, Binary::Mul, a, c)?
+    } else {
+        b.push(Op::MatMul, &[a, c], dims, site)?
+    };
+    let mut wide = outer;
+    wide.extend(rows.iter().filter_map(|c| dim(b, left, c)));
+    wide.extend(columns.iter().filter_map(|c| dim(b, right, c)));
+    let out = b.reshape(out, wide, site)?;
+    Ok((out, [shared, rows, columns].concat()))
+}

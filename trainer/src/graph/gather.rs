@@ -1,0 +1,96 @@
+//! Gather: elements at constant positions, and rows of a table at the positions that the input holds.
+
+use super::builder::{Builder, Call};
+use super::movement::select;
+use super::{Dim, GraphError, Op, Source, ValueId, shape};
+
+pub(super) fn gather(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
+    let data = call.value(b, 0)?;
+    let given = call.int("axis", 0)?;
+    call.finish(2)?;
+    let dims = b.dims(data).to_vec();
+    let axis = shape::axis(given, dims.len(), &call.site)?;
+    let Dim::Fixed(size) = dims[axis] else {
+        return Err(call.site.mixes_rows("it picks rows of the batch"));
+    };
+    if !call.is_ints(b, 1) {
+        return lookup(b, &call, data, axis, size);
+    }
+    let positions = call.needed_numbers(b, 1)?.clone();
+    let known = positions.known().ok_or_else(|| call.site.form("its positions are not constant"))?;
+    let places = known
+        .iter()
+        .map(|position| shape::axis(*position, size, &call.site))
+        .collect::<Result<Vec<_>, _>>()?;
+    let picked = select(b, &call.site, data, axis, places)?;
+    let mut target = dims[..axis].to_vec();
+    target.extend(positions.dims.iter().copied().map(Dim::Fixed));
+    target.extend(&dims[axis + 1..]);
+    b.reshape(picked, target, &call.site)
+}
+
+/// Rows of a table by the whole numbers of the input, as an embedding.
+fn lookup(
+    b: &mut Builder,
+    call: &Call<'_>,
+    data: ValueId,
+    axis: usize,
+    size: usize,
+) -> Result<ValueId, GraphError> {
+    let positions = call.float(b, 1)?;
+    let mut root = positions;
+    while let Some(node) = b.node_of(root)
+        && node.op.moves()
+    {
+        root = node.inputs[0];
+    }
+    if !b.input_is_index || b.values[root].source != Source::Input {
+        return Err(call.site.form(
+            "its positions are computed; constant ones, and whole numbers of an int64 input, are supported",
+        ));
+    }
+    if axis != 0 || shape::rows_axis(b.dims(data)).is_some() {
+        return Err(call.site.form(format!(
+            "positions of the input select from axis 0 of a table, not from axis {axis} of {}",
+            shape::display(b.dims(data))
+        )));
+    }
+    b.index_below = Some(b.index_below.map_or(size, |below| below.min(size)));
+    let mut target = b.dims(positions).to_vec();
+    target.extend(&b.dims(data)[1..]);
+    b.push(Op::Lookup, &[data, positions], target, &call.site)
+}
+
+/// Elements, or parts, at constant positions along the first axes.
+pub(super) fn gather_nd(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
+    let data = call.value(b, 0)?;
+    call.only("batch_dims", 0)?;
+    call.finish(2)?;
+    let positions = call.needed_numbers(b, 1)?.clone();
+    let known = positions.known().ok_or_else(|| call.site.form("its positions are not constant"))?;
+    let dims = b.dims(data).to_vec();
+    let [outer @ .., depth] = &positions.dims[..] else {
+        return Err(call.site.shape("its positions are a scalar"));
+    };
+    if *depth == 0 || *depth > dims.len() {
+        return Err(call.site.shape(format!("positions of {depth} axes of {}", shape::display(&dims))));
+    }
+    let (picked, rest) = dims.split_at(*depth);
+    if shape::rows_axis(picked).is_some() {
+        return Err(call.site.mixes_rows("it picks rows of the batch"));
+    }
+    let places = known.chunks(*depth).map(|place| {
+        place.iter().zip(picked).try_fold(0, |flat, (position, dim)| {
+            let size = dim.at(1);
+            Ok(flat * size + shape::axis(*position, size, &call.site)?)
+        })
+    });
+    let places = places.collect::<Result<Vec<usize>, GraphError>>()?;
+    let mut flat = vec![Dim::Fixed(shape::check(picked, &call.site)?)];
+    flat.extend(rest);
+    let flat = b.reshape(data, flat, &call.site)?;
+    let found = select(b, &call.site, flat, 0, places)?;
+    let mut target: Vec<Dim> = outer.iter().copied().map(Dim::Fixed).collect();
+    target.extend(rest);
+    b.reshape(found, target, &call.site)
+}
