@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use super::access_time;
 use super::durable;
 use super::error::{ObjectError, Result};
-use super::store::StoreSpace;
+use super::space::StoreSpace;
 use crate::object::{Layout, ObjectId, SUMS_SUFFIX};
 use crate::private;
 
