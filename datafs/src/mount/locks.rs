@@ -4,6 +4,8 @@
 //! Taking a lock makes the kernel drop cached data that others have changed; releasing one commits earlier
 //! writes. So a lock holder sees the writes of the previous holder, on any mount.
 
+pub(super) mod request;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -15,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::caller::is_interrupted;
 use super::coherence::Coherence;
-use super::errno;
+use super::errno::errno;
 use super::handles::Handles;
 use crate::error::Result;
 use crate::fs::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
