@@ -3,18 +3,18 @@ SHELL := /bin/bash
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 ORT_DYLIB_PATH ?= $(CURDIR)/.local/onnxruntime/libonnxruntime.so
 export ORT_DYLIB_PATH
-TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test check docs conformance deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs conformance fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
 quickstart: setup-test ## Run the whole pipeline on real data (ARGS="--keep" and so on are passed on)
 	cargo build --locked
-	$(TARGET)/debug/millrace quickstart $(ARGS)
+	$(BUILDS)/debug/millrace quickstart $(ARGS)
 
 # Each test that cannot run appends a line to the file; MILLRACE_REQUIRE=fuse,root turns such tests into failures.
 test: setup-test ## Everything that needs no server and no Python
@@ -25,10 +25,26 @@ test: setup-test ## Everything that needs no server and no Python
 conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
 	MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --lib --tests -- postgres kcat
+	$(FUZZ) --seconds 10 --jobs 2
+
+# The wrapper gives the crates of this workspace coverage counters; their dependencies are those of `make test`.
+FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/rustc cargo test --locked --workspace --features millrace-fuzz/libfuzzer \
+	--test fuzz --
+TIME ?= 60
+TARGET ?=
+fuzz: setup-test ## Search for inputs that break a parser, each target for TIME=60 seconds (TARGET="record" for one)
+	$(FUZZ) --seconds $(TIME) $(TARGET)
+
+# Tests that find no GPU say so; MILLRACE_REQUIRE=gpu turns that into failures.
+gpu: setup-gpu ## Training and serving on an NVIDIA GPU, against the processor (skips without one)
+	cargo build --locked --features cuda
+	cargo test --locked -p millrace-trainer --features cuda --lib -- gpu
+	ORT_DYLIB_PATH=$(CURDIR)/.local/onnxruntime-gpu/libonnxruntime.so \
+		.local/python-gpu/bin/python scripts/gpu --program $(BUILDS)/debug/millrace $(ARGS)
 
 check: setup-test docs ## Format, lints, documentation, the CUDA build
 	cargo fmt --all -- --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --workspace --all-targets --features millrace-fuzz/libfuzzer -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
 	cargo check --locked --features cuda
 
@@ -61,11 +77,13 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-docs
-# The two setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
+.PHONY: setup-test setup-conformance setup-gpu setup-docs
+# The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
 setup-conformance:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup conformance
+setup-gpu:
+	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup gpu
 setup-docs:
 	@scripts/setup docs

@@ -7,7 +7,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::idle_cores::{DEFAULT_NANOSECONDS, halting};
+use crate::idle_cores::{DEFAULT_NANOSECONDS, immediate_halt_setting};
 
 /// While it lives, the cores wait. After it they halt at once again, if they did before, unless the process is
 /// killed.
@@ -20,7 +20,9 @@ pub(crate) struct WaitingCores {
 impl WaitingCores {
     /// Turns it on where it is off, and says so; nothing else is changed.
     pub(crate) fn begin() -> WaitingCores {
-        let Some(setting) = halting(Path::new("/sys")) else { return WaitingCores { changed: None } };
+        let Some(setting) = immediate_halt_setting(Path::new("/sys")) else {
+            return WaitingCores { changed: None };
+        };
         if let Err(error) = fs::write(&setting, DEFAULT_NANOSECONDS) {
             eprintln!(
                 "idle cores halt at once, which makes each wake-up slow: {}: {error}",

@@ -20,7 +20,7 @@ pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
     DeviceArg, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs, RecordFormat,
-    ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
+    RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs, TopicCommand};
@@ -88,12 +88,12 @@ pub(crate) enum Command {
     /// Copy files and folders between this machine, volumes and buckets
     #[command(
         name = "cp",
-        after_help = "SRC and DST are a path of this machine, VOLUME[@SNAPSHOT]:/PATH, or a URL: s3://BUCKET/PATH,\ngs://, az://, file:// (credentials, region and endpoint from AWS_…, GOOGLE_… and AZURE_… variables).\n\nDST becomes a copy of SRC: folders are merged, files that differ in size or time are replaced, nothing\nis deleted. A file appears only when it is complete, and one that is there already is not copied again,\nso an interrupted copy goes on when it is run again. Modes, times, links, extended attributes and\nholes are kept where both sides have them.\n\nExamples:\n  millrace cp -r ./images digits:/images\n  millrace cp digits@monday:/train/part-0.parquet .\n  millrace cp -r s3://bucket/images digits:/images --parallel 16"
+        after_help = "SRC and DST are a path of this machine, VOLUME[@SNAPSHOT]:/PATH, or a URL: s3://BUCKET/PATH,\ngs://, az://, file:// (credentials, region and endpoint from AWS_…, GOOGLE_… and AZURE_… variables).\n\nDST becomes a copy of SRC: folders are merged, files that differ in size or time are replaced, nothing\nis deleted. A file appears only when it is complete, and an unchanged file is not copied again,\nso an interrupted copy continues when it is run again. Modes, times, links, extended attributes and\nholes are kept where both sides have them.\n\nExamples:\n  millrace cp -r ./images digits:/images\n  millrace cp digits@monday:/train/part-0.parquet .\n  millrace cp -r s3://bucket/images digits:/images --parallel 16"
     )]
     Copy(CopyArgs),
     /// Back up all volumes and snapshots of this home into a folder
     #[command(
-        after_help = "Copies the metadata, as of one moment, and every object that it points at. Runs beside live mounts; while\nit runs, no process deletes objects. A folder with an earlier backup of the same store is brought up\nto date: only what is new is copied. Killed anywhere, it leaves the earlier backup or the new one.\nTopics, the configuration and encryption keys are not part of it.\n\nExamples:\n  millrace backup /backups/volumes\n  millrace backup /backups/volumes --json"
+        after_help = "Copies the metadata, as of one moment, and every object that it points at. Runs beside live mounts; while\nit runs, no process deletes objects. A folder with an earlier backup of the same store is brought up\nto date: only new objects are copied. If it is killed, the earlier backup or the new one remains.\nTopics, the configuration and encryption keys are not part of it.\n\nExamples:\n  millrace backup /backups/volumes\n  millrace backup /backups/volumes --json"
     )]
     Backup {
         /// The folder of the backup: missing, empty, or one with an earlier backup
@@ -102,17 +102,17 @@ pub(crate) enum Command {
     },
     /// Replace all volumes of this home with those of a backup
     #[command(
-        after_help = "Brings objects that are missing or damaged (in a bucket: of another length) back into the store, then\nreplaces all metadata in one step: killed anywhere, it leaves the volumes of before or those of the backup.\nEnd all mounts and services of the home first. The metadata engine and the store may be others than those\nof the backup. Objects that are newer than the backup stay in the store until `millrace fsck --repair` and\n`millrace gc`.\n\nExample:\n  millrace restore /backups/volumes --yes"
+        after_help = "Brings objects that are missing or damaged (in a bucket: of another length) back into the store, then\nreplaces all metadata in one step: if it is killed, the old volumes or those of the backup remain.\nEnd all mounts and services of the home first. The metadata engine and the store may differ from those\nof the backup. Objects that are newer than the backup stay in the store until `millrace fsck --repair` and\n`millrace gc`.\n\nExample:\n  millrace restore /backups/volumes --yes"
     )]
     Restore(RestoreArgs),
     /// Check volumes: names, inodes, reference counts, objects, snapshots
     #[command(
-        after_help = "Runs beside live mounts; reads metadata and lists the store. --scrub also reads all file data\nagainst its checksums. --repair mends what can be mended without losing what was written: files\nwithout a name appear in lost+found, wrong counts are counted anew, objects that nothing points at\nare left to the next collection. Data that is gone is named with the inode that it belonged to\n(find MOUNT -inum INODE shows the path); restore it from a snapshot or a copy.\n\nExit codes: 0 sound, 8 all damage repaired, 6 damage is left.\n\nExamples:\n  millrace fsck\n  millrace fsck --scrub --json\n  millrace fsck --repair"
+        after_help = "Runs beside live mounts; reads metadata and lists the store. --scrub also reads all file data\nagainst its checksums. --repair repairs damage without losing data: files without a name appear in\nlost+found, wrong counts are corrected, unreferenced objects are left to the next collection. Lost\ndata is reported with its inode (find MOUNT -inum INODE shows the path); restore it from a snapshot\nor a copy.\n\nExit codes: 0 sound, 8 all damage repaired, 6 damage is left.\n\nExamples:\n  millrace fsck\n  millrace fsck --scrub --json\n  millrace fsck --repair"
     )]
     Fsck(FsckArgs),
     /// Rewrite files that consist of many small extents, and objects that are mostly unused
     #[command(
-        after_help = "Random overwrites scatter a file over many extents, and deletions leave objects mostly empty.\nMounts compact in the background; this does all of it at once, beside whoever works. The space comes\nfree with the next `millrace gc` after datafs.garbage_grace_ms. Snapshots keep what they hold.\n\nExamples:\n  millrace compact\n  millrace compact digits"
+        after_help = "Random overwrites scatter a file over many extents, and deletions leave objects mostly empty.\nMounts compact in the background; this command compacts everything at once, beside running mounts.\nThe next `millrace gc` after datafs.garbage_grace_ms frees the space. Snapshots keep their data.\n\nExamples:\n  millrace compact\n  millrace compact digits"
     )]
     Compact {
         /// The volume [default: all]
@@ -120,7 +120,7 @@ pub(crate) enum Command {
     },
     /// Prefetch files of a remote object store into this machine's cache
     #[command(
-        after_help = "Fetches what the file, or all files below the folder, consist of, so far as the cache has room\n(datafs.cache_bytes_max). All processes of the machine share the cache. With a store in a local folder\nthere is nothing to fetch.\n\nExamples:\n  millrace warmup digits@monday\n  millrace warmup digits:/train"
+        after_help = "Fetches the data of the file, or of all files below the folder, as far as the cache has space\n(datafs.cache_bytes_max). All processes of the machine share the cache. With a store in a local folder\nthere is nothing to fetch.\n\nExamples:\n  millrace warmup digits@monday\n  millrace warmup digits:/train"
     )]
     Warmup {
         /// VOLUME or VOLUME@SNAPSHOT, with :/PATH for a part of it
@@ -128,17 +128,17 @@ pub(crate) enum Command {
     },
     /// Show statistics of mounts: rates, latencies, caches, commits
     #[command(
-        after_help = "A line for each kind of request since the line above: how often, how long (mean, median, 99 of\n100), bytes, failures. Times are those of the daemon: what the kernel serves from its own pages does\nnot show. Shares of caches and commits are those of the whole process. With --json, one object per\ninterval.\n\nExamples:\n  millrace stats\n  millrace stats /mnt/digits --interval 5\n  millrace stats digits --once --json"
+        after_help = "A line for each kind of request since the previous line: count, time (mean, median, 99th percentile),\nbytes, failures. Times are those of the daemon: requests that the kernel serves from its page cache\nare not included. Shares of caches and commits are those of the whole process. With --json, one object per\ninterval.\n\nExamples:\n  millrace stats\n  millrace stats /mnt/digits --interval 5\n  millrace stats digits --once --json"
     )]
     Stats(StatsArgs),
     /// Trace the requests of a running mount to a file
     #[command(
-        after_help = "One line for each request: when, what, whose thread, inode and name, offset and size, result,\nmicroseconds. The file is bounded: full, it becomes FILE.1 in the place of the one before. Lines that\ncome faster than the disk takes them are counted as lost (lost=N). Without FILE or --off, says\nwhether the mount is traced. Mounts can begin traced: millrace mount --trace FILE.\n\nExamples:\n  millrace trace digits /tmp/digits.trace\n  millrace trace /mnt/digits\n  millrace trace digits --off"
+        after_help = "One line for each request: time, operation, thread, inode and name, offset and size, result,\nmicroseconds. The file is bounded: a full file replaces FILE.1. Lines that the disk cannot take in\ntime are counted as lost (lost=N). Without FILE or --off, shows whether the mount is traced. Mounts\ncan start with a trace: millrace mount --trace FILE.\n\nExamples:\n  millrace trace digits /tmp/digits.trace\n  millrace trace /mnt/digits\n  millrace trace digits --off"
     )]
     Trace(TraceArgs),
     /// Delete unreferenced objects now instead of in the background
     #[command(
-        after_help = "Every process that has volumes open collects garbage in the background; this does it at once and\nsays what went: objects of deleted and overwritten files (once datafs.garbage_grace_ms has passed),\nsnapshots and volumes in deletion, what killed processes left behind. Runs beside live mounts and\nmay be stopped anywhere.\n\nExample:\n  millrace gc"
+        after_help = "Every process that has volumes open collects garbage in the background; this command collects at\nonce and reports the removed data: objects of deleted and overwritten files (once\ndatafs.garbage_grace_ms has passed), snapshots and volumes in deletion, leftovers of killed\nprocesses. Runs beside live mounts and can be stopped at any time.\n\nExample:\n  millrace gc"
     )]
     Gc,
     /// Write lines of a file (or of standard input) to a topic, one record each
@@ -169,6 +169,12 @@ pub(crate) enum Command {
     /// Train the model of a job file and publish the result as a bundle
     #[command(after_help = "Example:\n  millrace train train.toml --workers 2")]
     Train(TrainArgs),
+    /// List, show and compare the runs of training jobs
+    #[command(
+        subcommand,
+        after_help = "Runs are read from the checkpoints in a volume. A job keeps the checkpoints of its current run and of a\nfew finished and unfinished ones. RUN is the first digits of a run's id, or the name of a job for its\nnewest run.\n\nExamples:\n  millrace runs list --volume digits\n  millrace runs show digits --volume digits --svg loss.svg\n  millrace runs compare 3f2a 90bc --volume digits"
+    )]
+    Runs(RunsCommand),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)
     #[command(
         after_help = "Examples:\n  millrace serve --volume digits\n  millrace serve --models ./models --grpc 127.0.0.1:9001\n  millrace serve --volume digits --control explicit --load digits\n  millrace serve bench digits\n  millrace serve top\n  millrace serve token ci --models digits >> tokens.txt"
@@ -176,7 +182,7 @@ pub(crate) enum Command {
     Serve(ServeArgs),
     /// Send records to a model server and show its predictions
     #[command(
-        after_help = "Values become what the model says that it takes: numbers must fit, lists must have the shape of the\ninput without its first extent, or be flat. A record that does not fit is named with its file and place,\nand no file is written. People see the first records; --json gives all as one object, --output writes\nthem in the model's own types, in the order of the records.\n\nA cell of a CSV file is one element, a JSON list of them, or one of the columns FIRST..LAST that --input\nnames. It is read as the type of the input: true, false, 1, 0 for BOOL; nan and inf are floats, too.\n\nImages (PNG, JPEG, folders of them) are for models with one input. They become grey or RGB as its channels\nsay, and are scaled to its height and width; values stay from 0 to 255 unless --scaling, or --mean and\n--std say otherwise. Answers name the files.\n\nExamples:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label\n  millrace predict digits rows.parquet --input input=pixels --output predictions.parquet\n  echo '{\"pixels\": [[…]]}' | millrace predict digits --format json --input pixels --output -\n  millrace predict iris iris.csv --input features=sepal_length..petal_width --label species\n  millrace predict resnet photos/ cat.jpg --scaling imagenet --output classes.jsonl\n  millrace predict digits rows.jsonl --grpc models.example.org:8001 --in-flight 16"
+        after_help = "Values are converted to the types of the model's inputs: numbers must fit, lists must have the shape\nof the input without its first extent, or be flat. A record that does not fit is reported with its file\nand position, and no file is written. Without options the first records are shown; --json gives all as\none object, --output writes them in the model's own types, in the order of the records.\n\nA cell of a CSV file is one element, a JSON list of them, or one of the columns FIRST..LAST that --input\nnames. It is read as the type of the input: true, false, 1, 0 for BOOL; nan and inf are floats, too.\n\nImages (PNG, JPEG, folders of them) are for models with one input. Its number of channels selects grey or\nRGB, and images are scaled to its height and width; values stay from 0 to 255 unless --scaling, or --mean\nand --std are set. Answers name the files.\n\nExamples:\n  millrace predict digits examples/digits/digits-test.jsonl --input pixels --label label\n  millrace predict digits rows.parquet --input input=pixels --output predictions.parquet\n  echo '{\"pixels\": [[…]]}' | millrace predict digits --format json --input pixels --output -\n  millrace predict iris iris.csv --input features=sepal_length..petal_width --label species\n  millrace predict resnet photos/ cat.jpg --scaling imagenet --output classes.jsonl\n  millrace predict digits rows.jsonl --grpc models.example.org:8001 --in-flight 16"
     )]
     Predict(PredictArgs),
     /// Predict from topic to topic (at least once)
@@ -195,8 +201,14 @@ pub(crate) enum Command {
         temporary: bool,
     },
     /// Print the effective configuration
-    #[command(after_help = "Example:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config")]
-    Config,
+    #[command(
+        after_help = "Examples:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config\n  millrace config --all | grep serving.tls\n  millrace config --all --json"
+    )]
+    Config {
+        /// List every key, set or not, with value, default and type; `--json` adds the meanings
+        #[arg(long)]
+        all: bool,
+    },
     /// Print a completion script for a shell
     #[command(after_help = "Example:\n  millrace completions bash > /etc/bash_completion.d/millrace")]
     Completions {

@@ -2,6 +2,7 @@
 
 pub(crate) mod backup;
 pub(crate) mod broker;
+pub(crate) mod config;
 pub(crate) mod copy;
 pub(crate) mod feed;
 pub(crate) mod fsck;
@@ -12,6 +13,7 @@ pub(crate) mod mount;
 pub(crate) mod pipe;
 pub(crate) mod predict;
 pub(crate) mod produce;
+pub(crate) mod runs;
 pub(crate) mod serve;
 pub(crate) mod snapshot;
 pub(crate) mod stats;

@@ -14,11 +14,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::failure::{Exit, Interrupted, fail};
 use crate::home::Home;
-use crate::idle_cores::{DEFAULT_NANOSECONDS, halting};
-use crate::logging::Switch;
+use crate::idle_cores::{DEFAULT_NANOSECONDS, immediate_halt_setting};
+use crate::logging::LogSwitch;
 use crate::output::Output;
-use crate::settings::Loaded;
-use crate::shared_broker::{self, Share};
+use crate::settings::LoadedSettings;
+use crate::shared_broker::{self, BrokerShare};
 
 /// Interval at which a session checks that its home's broker still runs.
 const LOST_POLL: Duration = Duration::from_secs(1);
@@ -31,11 +31,11 @@ pub(crate) struct Context {
     /// The home folder.
     pub(crate) home: Home,
     /// The configuration.
-    pub(crate) loaded: Loaded,
+    pub(crate) loaded: LoadedSettings,
     /// The log filter, passed on to child processes.
     pub(crate) log: String,
     /// The switch that changes this process's log filter while it runs.
-    pub(crate) switch: Arc<Switch>,
+    pub(crate) switch: Arc<LogSwitch>,
     /// Cancelled by the first Ctrl-C or SIGTERM.
     pub(crate) stop: CancellationToken,
 }
@@ -50,12 +50,12 @@ impl Context {
     /// [`Context::datafs`] for async callers. A signal ends the wait for a server that does not answer.
     pub(crate) async fn volumes(&self) -> Result<Datafs> {
         let own = self.clone();
-        self.apart(move || own.datafs()).await
+        self.run_abandonable(move || own.datafs()).await
     }
 
     /// Warns the operator of a request-serving process if idle cores halt immediately.
     pub(crate) fn advise_on_cores(&self) {
-        if let Some(setting) = halting(Path::new("/sys")) {
+        if let Some(setting) = immediate_halt_setting(Path::new("/sys")) {
             self.out.note(&format!(
                 "idle cores of this virtual machine halt at once, and waking one takes longer than most requests do: \
                  `echo {DEFAULT_NANOSECONDS} > {}` sets what Linux has by default",
@@ -67,22 +67,22 @@ impl Context {
     /// Fails if a signal interrupted the work, so that no script takes it for done.
     pub(crate) fn interrupted(&self, what: &str) -> Result<()> {
         if self.stop.is_cancelled() {
-            return fail(Exit::Failed, format!("{what} was interrupted; run it again to go on"));
+            return fail(Exit::Failed, format!("{what} was interrupted; run it again to continue"));
         }
         Ok(())
     }
 
     /// Runs blocking work on a separate thread. Reading a terminal or a pipe, or waiting for a server, may
     /// block forever, so a signal abandons the thread.
-    pub(crate) async fn apart<T: Send + 'static>(
+    pub(crate) async fn run_abandonable<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.apart_for(Duration::ZERO, work).await
+        self.run_abandonable_with_grace(Duration::ZERO, work).await
     }
 
-    /// [`Context::apart`] for work that observes the signal itself and gets `grace` to finish.
-    pub(crate) async fn apart_for<T: Send + 'static>(
+    /// [`Context::run_abandonable`] for work that observes the signal itself and gets `grace` to finish.
+    pub(crate) async fn run_abandonable_with_grace<T: Send + 'static>(
         &self,
         grace: Duration,
         work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -120,12 +120,16 @@ impl Context {
         Ok(self.joined(shared_broker::join(self).await?))
     }
 
-    fn joined(&self, (address, share): (SocketAddr, Share)) -> TopicSession {
+    fn joined(&self, (address, share): (SocketAddr, BrokerShare)) -> TopicSession {
         let properties = self.loaded.settings.streams.properties.clone();
         let kafka = KafkaConfig { bootstrap_servers: address.to_string(), properties };
-        let joined =
-            Joined { home: self.home.clone(), address, of_service: AtomicBool::new(false), _share: share };
-        joined.look();
+        let joined = HomeBroker {
+            home: self.home.clone(),
+            address,
+            of_service: AtomicBool::new(false),
+            _share: share,
+        };
+        joined.update_owner();
         TopicSession { kafka, joined: Some(joined) }
     }
 
@@ -154,22 +158,22 @@ pub(crate) struct TopicSession {
     /// The client configuration.
     pub(crate) kafka: KafkaConfig,
     /// The broker of this home; none for a cluster.
-    joined: Option<Joined>,
+    joined: Option<HomeBroker>,
 }
 
 /// The broker of a home that a session uses.
-struct Joined {
+struct HomeBroker {
     home: Home,
     address: SocketAddr,
     /// Whether a service runs it; false for a temporary one.
     of_service: AtomicBool,
-    _share: Share,
+    _share: BrokerShare,
 }
 
-impl Joined {
+impl HomeBroker {
     /// Records whether a service runs the broker. Returns whether a service waits for this temporary one to
     /// end.
-    fn look(&self) -> bool {
+    fn update_owner(&self) -> bool {
         let Some(service) = self.home.service() else { return false };
         let runs = broker::running_pid(&broker::dir(self.home.root())) == Some(service);
         if runs {
@@ -185,11 +189,11 @@ impl TopicSession {
     /// one. Always false for a cluster, whose clients find its brokers themselves.
     pub(crate) fn is_lost(&self) -> bool {
         let Some(joined) = &self.joined else { return false };
-        joined.look() || !shared_broker::is_at(joined.home.root(), joined.address)
+        joined.update_owner() || !shared_broker::answers_at(joined.home.root(), joined.address)
     }
 
     /// Waits until the session is lost ([`TopicSession::is_lost`]).
-    pub(crate) async fn lost(&self) {
+    pub(crate) async fn wait_until_lost(&self) {
         loop {
             tokio::time::sleep(LOST_POLL).await;
             if self.is_lost() {

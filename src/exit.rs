@@ -4,6 +4,8 @@ use std::error::Error as StdError;
 use std::io;
 use std::sync::Arc;
 
+use millrace_leaf::error_chain;
+
 use crate::failure::{Exit, Failure};
 
 /// The exit code of an error: of the first cause with a more specific code than `Failed`.
@@ -13,18 +15,10 @@ pub(crate) fn code(error: &anyhow::Error) -> Exit {
 
 /// [`code`] of a crate's error.
 pub(crate) fn of(error: &(dyn StdError + 'static)) -> Exit {
-    let mut next = Some(error);
-    while let Some(cause) = next {
-        let exit = of_cause(cause);
-        if exit != Exit::Failed {
-            return exit;
-        }
-        next = cause.source();
-    }
-    Exit::Failed
+    error_chain::causes(error).map(code_of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
 }
 
-fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
+fn code_of_cause(cause: &(dyn StdError + 'static)) -> Exit {
     None.or_else(|| as_type(cause).map(Failure::exit))
         .or_else(|| as_type(cause).map(datafs))
         .or_else(|| as_type(cause).map(streams))
@@ -33,6 +27,7 @@ fn of_cause(cause: &(dyn StdError + 'static)) -> Exit {
         .or_else(|| as_type(cause).map(trainer))
         .or_else(|| as_type(cause).map(bundle))
         .or_else(|| as_type(cause).map(serving))
+        .or_else(|| as_type(cause).map(pipe))
         .or_else(|| as_type(cause).map(client))
         .or_else(|| as_type(cause).map(load))
         .or_else(|| as_type(cause).map(os))
@@ -134,15 +129,33 @@ fn bundle(error: &millrace_bundle::Error) -> Exit {
 }
 
 fn serving(error: &millrace_serving::Error) -> Exit {
-    use millrace_serving::{Error as E, InferError};
+    use millrace_serving::Error as E;
     match error {
         E::RuntimeMissing { .. } | E::RuntimeUnusable { .. } | E::DeviceUnavailable { .. } => {
             Exit::Unavailable
         }
-        E::Bind { .. } | E::PipeFenced { .. } | E::PipeInputChanged { .. } => Exit::Conflict,
+        E::Bind { .. } => Exit::Conflict,
         E::Directory { path, .. } if !path.exists() => Exit::NotFound,
-        E::Config { .. } | E::Infer(InferError::Invalid { .. }) => Exit::Usage,
-        E::Infer(InferError::NotFound { .. }) => Exit::NotFound,
+        E::Config { .. } => Exit::Usage,
+        _ => Exit::Failed,
+    }
+}
+
+fn pipe(error: &millrace_serving::pipe::Error) -> Exit {
+    use millrace_serving::pipe::Error as E;
+    match error {
+        E::Server(error) => serving(error),
+        E::Fenced { .. } | E::InputChanged { .. } => Exit::Conflict,
+        E::Infer(error) => infer(error),
+        _ => Exit::Failed,
+    }
+}
+
+fn infer(error: &millrace_serving::InferError) -> Exit {
+    use millrace_serving::InferError as E;
+    match error {
+        E::Invalid { .. } => Exit::Usage,
+        E::NotFound { .. } => Exit::NotFound,
         _ => Exit::Failed,
     }
 }
@@ -179,7 +192,6 @@ fn os(error: &io::Error) -> Exit {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
 
     use millrace_trainer::Error as E;
 
@@ -191,7 +203,7 @@ mod tests {
         let full = millrace_datafs::Error::NoSpace { place: "/disk".into(), quota: false };
         let met = E::Volume { what: "write checkpoint".into(), source: Box::new(full) };
         assert_eq!(of(&met), Exit::NoSpace);
-        let told = E::Worker { message: met.one_line(), exit_code: of(&met) as u8 };
-        assert_eq!(code(&anyhow::Error::new(told)), Exit::NoSpace);
+        let received = E::Worker { message: met.one_line(), exit_code: of(&met) as u8 };
+        assert_eq!(code(&anyhow::Error::new(received)), Exit::NoSpace);
     }
 }

@@ -43,7 +43,7 @@ struct Flags {
 
 impl Flags {
     /// Applies an option. Returns false if it is not one of these.
-    fn note(&mut self, option: &str) -> bool {
+    fn apply(&mut self, option: &str) -> bool {
         match option {
             "ro" => self.read_only = true,
             "rw" => self.read_only = false,
@@ -58,7 +58,7 @@ impl Flags {
             "user" | "users" | "owner" | "group" => {
                 (self.noexec, self.suid, self.dev) = (true, false, false);
             }
-            _ if option.starts_with("user=") => return self.note("user"),
+            _ if option.starts_with("user=") => return self.apply("user"),
             _ => return false,
         }
         true
@@ -110,7 +110,7 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
     let mut given = Vec::new();
     for text in &options {
         let Some(text) = text.to_str() else {
-            return fail(Exit::Usage, format!("{NAME}: the options are no text (UTF-8): {}", text.display()));
+            return fail(Exit::Usage, format!("{NAME}: the options are not UTF-8 text: {}", text.display()));
         };
         given.extend(text.split(','));
     }
@@ -123,13 +123,14 @@ fn translate(given: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<OsStri
             _ if option == "supervise" => named.push("--supervise".into()),
             _ if option.is_empty() || NOT_OURS.contains(&option) => {}
             _ if option.starts_with("x-") || option.starts_with("X-") => {}
-            _ if flags.note(option) => {}
+            _ if flags.apply(option) => {}
             _ => {
                 let (what, at) = (what.display(), at.display());
                 return fail(
                     Exit::Usage,
                     format!(
-                        "cannot mount {what} at {at}: {NAME} knows no option {option:?}; remove it (docs/how-to/mount-at-boot.md lists the options)"
+                        "cannot mount {what} at {at}: {NAME} does not support option {option:?}; remove it \
+                         (docs/how-to/mount-at-boot.md lists the options)"
                     ),
                 );
             }
@@ -153,12 +154,12 @@ mod tests {
     }
 
     #[test]
-    fn options_that_are_no_text_are_refused() {
+    fn fstab_options_that_are_not_utf8_are_refused() {
         use std::os::unix::ffi::OsStringExt as _;
         let given = ["mount.millrace", "v", "/mnt", "-o"].map(OsString::from);
         let odd = OsString::from_vec(b"ro,noexec,comment=caf\xe9".to_vec());
         let refused = arguments(given.into_iter().chain([odd]));
-        assert!(refused.is_err_and(|error| error.to_string().contains("no text")));
+        assert!(refused.is_err_and(|error| error.to_string().contains("not UTF-8 text")));
     }
 
     #[test]

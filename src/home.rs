@@ -2,15 +2,15 @@
 //! that service.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use millrace_datafs::private;
+use millrace_leaf::lock_file::{self, LockFile, NotTaken};
+use millrace_leaf::private;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Exit, fail};
@@ -20,11 +20,6 @@ const FORMAT: u32 = 1;
 
 /// Commands that run the broker of the home whose lock they hold.
 const BROKER_COMMANDS: [&str; 3] = ["up", "broker", "quickstart"];
-
-/// How long to retry the lock of a home. A command that looks up the holder takes the lock for microseconds,
-/// which must not keep a service from starting.
-const LOOKED_AT_MAX: Duration = Duration::from_millis(500);
-const RETRY: Duration = Duration::from_millis(2);
 
 /// An opened home folder. Each process that has one open holds a shared lock on it.
 #[derive(Debug, Clone)]
@@ -37,9 +32,9 @@ pub(crate) struct Home {
 /// Exclusive use of a home: no mount, service or other command has it open. Dropping it returns to shared
 /// use.
 #[derive(Debug)]
-pub(crate) struct Alone(Arc<File>);
+pub(crate) struct ExclusiveHome(Arc<File>);
 
-impl Drop for Alone {
+impl Drop for ExclusiveHome {
     fn drop(&mut self) {
         // No process waits for the exclusive lock, so the change to a shared one does not block.
         self.0.lock_shared().ok();
@@ -83,7 +78,7 @@ struct Holder {
 /// The lock that permits running services on a home. Released when dropped, or when the process dies.
 #[derive(Debug)]
 pub(crate) struct HomeLock {
-    file: File,
+    file: LockFile,
     holder: Holder,
 }
 
@@ -108,11 +103,11 @@ impl Home {
     /// Opens the folder, creating it when it is missing. Rejects one of a newer format, one of another user,
     /// and a new one that cannot be written. Removes access rights of other users, with a note.
     pub(crate) fn open(root: PathBuf, shares: bool, note: impl Fn(&str)) -> Result<Home> {
-        let way_out = "choose another with --home DIR or MILLRACE_HOME";
+        let remedy = "choose another with --home DIR or MILLRACE_HOME";
         if let Err(error) = private::create_dir_all(&root) {
             return fail(
                 Exit::Unavailable,
-                format!("cannot create home folder {}: {error} ({way_out})", root.display()),
+                format!("cannot create home folder {}: {error} ({remedy})", root.display()),
             );
         }
         let format = root.join("format.json");
@@ -123,7 +118,7 @@ impl Home {
                     Err(error) => {
                         return fail(
                             Exit::Corrupt,
-                            format!("{} is not a format file: {error} ({way_out})", format.display()),
+                            format!("{} is not a format file: {error} ({remedy})", format.display()),
                         );
                     }
                 };
@@ -132,7 +127,7 @@ impl Home {
                         Exit::Conflict,
                         format!(
                             "home folder {} has format {}, this program knows up to {FORMAT}: \
-                             use a newer millrace, or {way_out}",
+                             use a newer millrace, or {remedy}",
                             root.display(),
                             found.format
                         ),
@@ -144,18 +139,18 @@ impl Home {
                 if let Err(error) = write_private(&format, text.as_bytes()) {
                     return fail(
                         Exit::Unavailable,
-                        format!("cannot write in home folder {}: {error} ({way_out})", root.display()),
+                        format!("cannot write in home folder {}: {error} ({remedy})", root.display()),
                     );
                 }
             }
             Err(error) => {
                 return fail(
                     Exit::Unavailable,
-                    format!("cannot read {}: {error} ({way_out})", format.display()),
+                    format!("cannot read {}: {error} ({remedy})", format.display()),
                 );
             }
         }
-        refuse_foreign("home folder", &root, &root, &format, way_out)?;
+        refuse_foreign("home folder", &root, &root, &format, remedy)?;
         if let Some(owner) = foreign_owner(&root) {
             note(&format!(
                 "home folder {} belongs to user {owner}, who cannot open what this user adds; run Millrace as that user",
@@ -179,7 +174,7 @@ impl Home {
 
     /// Gets exclusive use of this home, for work that removes data in use. Fails while another process has
     /// the home open.
-    pub(crate) fn alone(&self, purpose: &str) -> Result<Alone> {
+    pub(crate) fn lock_exclusively(&self, purpose: &str) -> Result<ExclusiveHome> {
         let root = self.root.display();
         let Some(in_use) = &self.in_use else {
             return fail(
@@ -188,7 +183,7 @@ impl Home {
             );
         };
         match in_use.try_lock() {
-            Ok(()) => Ok(Alone(Arc::clone(in_use))),
+            Ok(()) => Ok(ExclusiveHome(Arc::clone(in_use))),
             Err(TryLockError::WouldBlock) => fail(
                 Exit::Conflict,
                 format!(
@@ -205,15 +200,15 @@ impl Home {
     /// Rejects a local store or metadata file that another user created. That user could not open files that
     /// this process adds, nor this process the existing ones.
     pub(crate) fn check_store(&self, config: &millrace_datafs::Config) -> Result<()> {
-        let way_out = "set [datafs] store_dir and meta_file to places of this user";
+        let remedy = "set [datafs] store_dir and meta_file to places of this user";
         if config.store_url.is_none() {
             let store = self.root.join(&config.store_dir);
-            refuse_foreign("local store", &store, &store, &store.join(STORE_MARKER), way_out)?;
+            refuse_foreign("local store", &store, &store, &store.join(STORE_MARKER), remedy)?;
         }
         if config.meta_url.is_none() {
             let meta = self.root.join(&config.meta_file);
             let folder = meta.parent().unwrap_or(&self.root);
-            refuse_foreign("metadata file", &meta, folder, &meta, way_out)?;
+            refuse_foreign("metadata file", &meta, folder, &meta, remedy)?;
         }
         Ok(())
     }
@@ -230,28 +225,10 @@ impl Home {
     /// Locks the home for `command`; an error names the process that holds it.
     pub(crate) fn lock(&self, command: &str) -> Result<HomeLock> {
         let path = self.lock_path();
-        let mut file = private::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .with_context(|| format!("cannot open {}", path.display()))?;
-        let started = Instant::now();
-        let locked = loop {
-            match file.try_lock() {
-                Err(TryLockError::WouldBlock) if started.elapsed() < LOOKED_AT_MAX => {
-                    std::thread::sleep(RETRY)
-                }
-                other => break other,
-            }
-        };
-        match locked {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let mut text = String::new();
-                file.read_to_string(&mut text).ok();
-                let who = match serde_json::from_str::<Holder>(&text) {
+        let file = match LockFile::take(&path) {
+            Ok(file) => file,
+            Err(NotTaken::Held { holder }) => {
+                let who = match serde_json::from_str::<Holder>(&holder) {
                     Ok(holder) => format!(
                         "process {} (millrace {}, since {})",
                         holder.pid, holder.command, holder.since
@@ -266,10 +243,10 @@ impl Home {
                     ),
                 );
             }
-            Err(TryLockError::Error(error)) => {
+            Err(NotTaken::Io(error)) => {
                 return Err(error).with_context(|| format!("cannot lock {}", path.display()));
             }
-        }
+        };
         let mut lock = HomeLock {
             file,
             holder: Holder {
@@ -296,16 +273,7 @@ impl Home {
     }
 
     fn holder(&self) -> Option<Holder> {
-        let mut file = File::open(self.lock_path()).ok()?;
-        match file.try_lock_shared() {
-            // Not locked: the file describes a process that has ended.
-            Ok(()) | Err(TryLockError::Error(_)) => None,
-            Err(TryLockError::WouldBlock) => {
-                let mut text = String::new();
-                file.read_to_string(&mut text).ok()?;
-                serde_json::from_str(&text).ok()
-            }
-        }
+        serde_json::from_str(&lock_file::holder(&self.lock_path())?).ok()
     }
 }
 
@@ -317,12 +285,8 @@ impl HomeLock {
     }
 
     fn write(&mut self) -> Result<()> {
-        let text = serde_json::to_vec(&self.holder)?;
-        // In place, since the lock belongs to this file. A reader that sees a torn text finds no holder. The
-        // file is cut last, so that a full disk has room for the text.
-        self.file.rewind()?;
-        self.file.write_all(&text)?;
-        self.file.set_len(text.len() as u64)?;
+        // A reader that sees a torn text finds no holder.
+        self.file.describe(&serde_json::to_string(&self.holder)?)?;
         Ok(())
     }
 }
@@ -375,7 +339,7 @@ const STORE_MARKER: &str = "store.json";
 
 /// Fails if another user created Millrace's file `made` in `folder`; a missing file passes. The folder itself
 /// may have any owner, like the mount point of a disk.
-fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, way_out: &str) -> Result<()> {
+fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, remedy: &str) -> Result<()> {
     let own = nix::unistd::geteuid().as_raw();
     let owner = match fs::symlink_metadata(made) {
         Ok(metadata) => metadata.uid(),
@@ -390,7 +354,7 @@ fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, way_out: 
         Exit::Unavailable,
         format!(
             "{what} {path} belongs to user {}, who could not open what user {} adds: run millrace as its owner \
-             (sudo -u '#{owner}' millrace ...), or give it to this user (chown -R {own} {path}), or {way_out}",
+             (sudo -u '#{owner}' millrace ...), or give it to this user (chown -R {own} {path}), or {remedy}",
             user(owner),
             user(own)
         ),
@@ -501,7 +465,7 @@ mod tests {
     use super::is_foreign;
 
     #[test]
-    fn files_are_foreign_only_where_a_new_one_gets_another_owner() {
+    fn file_is_foreign_only_if_a_new_file_gets_another_owner() {
         assert!(!is_foreign(65_534, Ok(65_534)), "NFS with root_squash");
         assert!(is_foreign(1000, Ok(0)));
         assert!(is_foreign(1000, Err(Error::from(ErrorKind::PermissionDenied))));
@@ -509,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_file_shows_the_owner_that_its_file_system_gives() {
+    fn new_file_reveals_owner_assigned_by_file_system() {
         let dir = tempfile::tempdir().unwrap_or_else(|error| panic!("{error}"));
         let own = nix::unistd::geteuid().as_raw();
         assert_eq!(super::owner_of_new(dir.path()).ok(), Some(own));

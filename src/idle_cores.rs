@@ -9,7 +9,7 @@ pub(crate) const DEFAULT_NANOSECONDS: &str = "200000";
 
 /// The path of the setting that makes idle cores halt immediately, if it does; `sys` is the mount point of
 /// sysfs.
-pub(crate) fn halting(sys: &Path) -> Option<PathBuf> {
+pub(crate) fn immediate_halt_setting(sys: &Path) -> Option<PathBuf> {
     let read = |path: &Path| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
     let governor = read(&sys.join("devices/system/cpu/cpuidle/current_governor"))?;
     let setting = sys.join("module/haltpoll/parameters/guest_halt_poll_ns");
@@ -17,14 +17,13 @@ pub(crate) fn halting(sys: &Path) -> Option<PathBuf> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     // Imports are inside the test, because benchmarks include this file without tests and would not use them.
     #[test]
-    fn they_halt_where_the_governor_in_use_does_not_wait() {
-        use super::{Path, fs, halting};
+    fn idle_cores_halt_if_the_active_governor_does_not_poll() {
+        use super::{Path, fs, immediate_halt_setting};
         let sys = tempfile::tempdir().unwrap();
-        assert_eq!(halting(sys.path()), None, "no governor");
+        assert_eq!(immediate_halt_setting(sys.path()), None, "no governor");
         let governor = sys.path().join("devices/system/cpu/cpuidle/current_governor");
         let setting = sys.path().join("module/haltpoll/parameters/guest_halt_poll_ns");
         let write = |path: &Path, text: &str| {
@@ -32,13 +31,17 @@ mod tests {
             fs::write(path, text).unwrap();
         };
         write(&governor, "haltpoll\n");
-        assert_eq!(halting(sys.path()), None, "no such setting");
+        assert_eq!(immediate_halt_setting(sys.path()), None, "no such setting");
         write(&setting, "0\n");
-        assert_eq!(halting(sys.path()).as_ref(), Some(&setting));
+        assert_eq!(immediate_halt_setting(sys.path()).as_ref(), Some(&setting));
         write(&setting, "200000\n");
-        assert_eq!(halting(sys.path()), None);
+        assert_eq!(immediate_halt_setting(sys.path()), None);
         write(&setting, "0\n");
         write(&governor, "menu\n");
-        assert_eq!(halting(sys.path()), None, "the setting is of a governor that is not in use");
+        assert_eq!(
+            immediate_halt_setting(sys.path()),
+            None,
+            "the setting is of a governor that is not in use"
+        );
     }
 }

@@ -32,7 +32,7 @@ pub(crate) fn server(context: &Context, named: Option<&str>) -> String {
 
 /// A record's properties besides its inputs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Known {
+pub(crate) struct RecordInfo {
     /// The true class.
     pub(crate) label: Option<i64>,
     /// The file, if the record is a whole file.
@@ -45,7 +45,7 @@ pub(crate) struct Batch {
     /// Number of the batch's first record among all records, from 1.
     first: u64,
     rows: Vec<Row>,
-    known: Vec<Known>,
+    known: Vec<RecordInfo>,
 }
 
 impl Batch {
@@ -55,7 +55,7 @@ impl Batch {
     }
 
     /// Adds a record.
-    pub(crate) fn push(&mut self, row: Row, known: Known) {
+    pub(crate) fn push(&mut self, row: Row, known: RecordInfo) {
         self.rows.push(row);
         self.known.push(known);
     }
@@ -80,7 +80,7 @@ impl Batch {
 #[derive(Debug)]
 pub(crate) struct Answer {
     /// The properties of each record.
-    pub(crate) known: Vec<Known>,
+    pub(crate) known: Vec<RecordInfo>,
     /// The version that answered, and its outputs.
     pub(crate) prediction: Prediction,
 }
@@ -197,7 +197,7 @@ impl Predictor {
     ) -> Result<Classes> {
         let mut pending = Batch::new();
         for (record, label) in records {
-            pending.push(self.intake.row(record)?, Known { label: Some(label), file: None });
+            pending.push(self.intake.row(record)?, RecordInfo { label: Some(label), file: None });
         }
         let batches = stream::iter(self.intake.batches(&mut pending, true)).map(Ok);
         let mut given = Classes::default();
@@ -242,13 +242,15 @@ fn columns(signature: &Signature, fields: &[String]) -> Result<BTreeMap<String, 
             (Some((input, field)), _) if names.contains(&input) => (input, field),
             (_, [only]) => (*only, text.as_str()),
             _ => {
-                let message =
-                    format!("--input {text}: the model has the inputs {}; say INPUT=FIELD", names.join(", "));
+                let message = format!(
+                    "--input {text}: the model has the inputs {}; write INPUT=FIELD",
+                    names.join(", ")
+                );
                 return fail(Exit::Usage, message);
             }
         };
         if columns.insert(input.to_owned(), field.to_owned()).is_some() {
-            return fail(Exit::Usage, format!("--input is there twice for input {input}"));
+            return fail(Exit::Usage, format!("--input names input {input} twice"));
         }
     }
     Ok(columns)
@@ -301,7 +303,6 @@ impl Accuracy {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use millrace_bundle::Datatype;
 

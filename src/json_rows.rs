@@ -21,7 +21,7 @@ use millrace_serving::record::float_name;
 pub(crate) fn lines(batch: &RecordBatch, nulls: bool) -> Result<Vec<u8>> {
     let mut writer = WriterBuilder::new()
         .with_explicit_nulls(nulls)
-        .with_encoder_factory(Arc::new(Floats))
+        .with_encoder_factory(Arc::new(NonFiniteFloats))
         .build::<_, LineDelimited>(Vec::new());
     writer.write(&writable(batch)?)?;
     writer.finish()?;
@@ -70,12 +70,12 @@ fn writable_type(kind: &DataType) -> DataType {
 
 /// Encodes arrays with floats that are not finite.
 #[derive(Debug)]
-struct Floats;
+struct NonFiniteFloats;
 
 /// The writer's default options.
 static PLAIN: LazyLock<EncoderOptions> = LazyLock::new(EncoderOptions::default);
 
-impl EncoderFactory for Floats {
+impl EncoderFactory for NonFiniteFloats {
     fn make_default_encoder<'a>(
         &self,
         field: &'a FieldRef,
@@ -101,16 +101,16 @@ impl EncoderFactory for Floats {
             return Ok(None);
         }
         let finite = make_encoder(field, array, &PLAIN)?;
-        Ok(Some(NullableEncoder::new(Box::new(Named { value, finite }), array.nulls().cloned())))
+        Ok(Some(NullableEncoder::new(Box::new(FloatEncoder { value, finite }), array.nulls().cloned())))
     }
 }
 
-struct Named<'a> {
+struct FloatEncoder<'a> {
     value: Box<dyn Fn(usize) -> f64 + 'a>,
     finite: NullableEncoder<'a>,
 }
 
-impl Encoder for Named<'_> {
+impl Encoder for FloatEncoder<'_> {
     fn encode(&mut self, row: usize, out: &mut Vec<u8>) {
         match float_name((self.value)(row)) {
             Some(name) => out.extend_from_slice(format!("\"{name}\"").as_bytes()),
@@ -121,7 +121,6 @@ impl Encoder for Named<'_> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use arrow::array::builder::{Int32Builder, ListBuilder, MapBuilder, StringBuilder};
     use arrow::array::{Float32Array, Float64Array, TimestampMicrosecondArray};
 

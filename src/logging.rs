@@ -17,15 +17,15 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 use crate::failure::{Exit, failure};
 
 /// Starts the log with a filter.
-pub(crate) fn start(filter: &str) -> Result<Arc<Switch>> {
+pub(crate) fn start(filter: &str) -> Result<Arc<LogSwitch>> {
     let base = EnvFilter::try_new(filter)
         .map_err(|error| failure(Exit::Usage, format!("--log {filter:?}: {error}")))?;
     let settings = settings_of(base.max_level_hint());
-    let (gate, handle) = reload::Layer::new(Gate { base, switched: None });
+    let (gate, handle) = reload::Layer::new(LogFilter { base, switched: None });
     let terminal = std::io::stderr().is_terminal();
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(terminal);
     tracing_subscriber::registry().with(lines.with_filter(gate)).try_init()?;
-    Ok(Arc::new(Switch { handle, settings: std::sync::Mutex::new(settings) }))
+    Ok(Arc::new(LogSwitch { handle, settings: std::sync::Mutex::new(settings) }))
 }
 
 /// The settings that correspond to the finest level that a filter passes.
@@ -40,18 +40,18 @@ fn settings_of(level: Option<LevelFilter>) -> LogSettings {
 }
 
 /// Changes this process's log settings.
-pub(crate) struct Switch {
-    handle: reload::Handle<Gate, Registry>,
+pub(crate) struct LogSwitch {
+    handle: reload::Handle<LogFilter, Registry>,
     settings: std::sync::Mutex<LogSettings>,
 }
 
-impl std::fmt::Debug for Switch {
+impl std::fmt::Debug for LogSwitch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Switch").field("settings", &self.settings).finish_non_exhaustive()
+        f.debug_struct("LogSwitch").field("settings", &self.settings).finish_non_exhaustive()
     }
 }
 
-impl Logging for Switch {
+impl Logging for LogSwitch {
     fn settings(&self) -> LogSettings {
         *self.settings.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
@@ -70,12 +70,12 @@ impl Logging for Switch {
 
 /// The filter of `--log` until a client switches levels. Then the switched levels decide for this program's
 /// events; events of libraries must pass both.
-struct Gate {
+struct LogFilter {
     base: EnvFilter,
     switched: Option<LogSettings>,
 }
 
-impl Gate {
+impl LogFilter {
     /// The switch's decision; `None` if the filter of `--log` decides.
     fn decided(&self, metadata: &Metadata<'_>) -> Option<bool> {
         if is_expected(metadata) {
@@ -103,7 +103,7 @@ fn is_on(settings: &LogSettings, level: &Level) -> bool {
     }
 }
 
-impl<S: Subscriber> Filter<S> for Gate {
+impl<S: Subscriber> Filter<S> for LogFilter {
     fn enabled(&self, metadata: &Metadata<'_>, context: &Context<'_, S>) -> bool {
         self.decided(metadata).unwrap_or_else(|| Filter::<S>::enabled(&self.base, metadata, context))
     }
@@ -150,7 +150,6 @@ impl<S: Subscriber> Filter<S> for Gate {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use std::io::Write;
     use std::sync::Mutex;
@@ -189,14 +188,14 @@ mod tests {
     }
 
     #[test]
-    fn levels_go_on_and_off_one_by_one() {
+    fn log_levels_are_switched_individually() {
         let base = EnvFilter::try_new("warn").unwrap();
         let settings = Mutex::new(settings_of(base.max_level_hint()));
-        let (gate, handle) = reload::Layer::new(Gate { base, switched: None });
+        let (gate, handle) = reload::Layer::new(LogFilter { base, switched: None });
         let lines = Lines::default();
         let writer = lines.clone();
         let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || writer.clone());
-        let switch = Switch { handle, settings };
+        let switch = LogSwitch { handle, settings };
         let _guard = tracing_subscriber::registry().with(layer.with_filter(gate)).set_default();
         speak();
         assert_eq!(lines.take(), ["own-error", "own-warn", "other-error"]);
@@ -221,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_say_what_the_filter_lets_through() {
+    fn log_settings_report_the_effective_filter() {
         let of = |filter: &str| settings_of(EnvFilter::try_new(filter).unwrap().max_level_hint());
         let all = LogSettings { error: true, warning: true, info: true, verbose_level: 2 };
         assert_eq!(of("trace"), all);

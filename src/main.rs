@@ -81,7 +81,7 @@ fn raise_descriptor_limit() {
     }
 }
 
-async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
+async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
     let out = Output::new(cli.json);
     if let Command::Completions { shell } = cli.command {
         let mut script = Vec::new();
@@ -115,9 +115,8 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         (flag, _) => home::Home::locate(flag.as_deref())?,
     };
     let loaded = settings::load(cli.config.as_deref(), &root)?;
-    if let Command::Config = cli.command {
-        let shown = loaded.settings.without_secrets();
-        return if out.is_json() { out.object(&shown) } else { out.raw(&toml::to_string(&shown)?) };
+    if let Command::Config { all } = cli.command {
+        return commands::config::run(out, loaded, all);
     }
     // Commands that use a temporary broker hold the shared lock. The broker itself must not, so that a
     // command can get exclusive use.
@@ -130,15 +129,15 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
         Command::Up => service::up(&context).await,
         Command::Copy(args) => {
             let own = context.clone();
-            context.apart_for(PATIENCE, move || commands::copy::run(&own, &args)).await
+            context.run_abandonable_with_grace(PATIENCE, move || commands::copy::run(&own, &args)).await
         }
         Command::Backup { to } => {
             let own = context.clone();
-            context.apart_for(PATIENCE, move || commands::backup::backup(&own, &to)).await
+            context.run_abandonable_with_grace(PATIENCE, move || commands::backup::backup(&own, &to)).await
         }
         Command::Restore(args) => {
             let own = context.clone();
-            context.apart_for(PATIENCE, move || commands::backup::restore(&own, &args)).await
+            context.run_abandonable_with_grace(PATIENCE, move || commands::backup::restore(&own, &args)).await
         }
         Command::Stats(args) => commands::stats::run(&context, args).await,
         Command::Mount(args) => commands::mount::run(&context, args).await,
@@ -155,7 +154,7 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
             tokio::select! {
                 ended = until_done(&context, command) => ended,
                 () = context.stop.cancelled() => {
-                    failure::fail(failure::Exit::Failed, "interrupted; what was committed before stays")
+                    failure::fail(failure::Exit::Failed, "interrupted; earlier commits remain")
                 }
             }
         }
@@ -167,16 +166,21 @@ async fn run(cli: Cli, switch: Arc<logging::Switch>) -> Result<()> {
 async fn until_done(context: &Context, command: Command) -> Result<()> {
     let own = context.clone();
     match command {
-        Command::Volume(command) => context.apart(move || commands::volume::run(&own, command)).await,
-        Command::Snapshot(command) => context.apart(move || commands::snapshot::run(&own, command)).await,
-        Command::Fsck(args) => context.apart(move || commands::fsck::run(&own, &args)).await,
-        Command::Compact { volume } => {
-            context.apart(move || commands::fsck::compact(&own, volume.as_ref())).await
+        Command::Volume(command) => {
+            context.run_abandonable(move || commands::volume::run(&own, command)).await
         }
-        Command::List(args) => context.apart(move || commands::list::run(&own, &args)).await,
-        Command::Warmup { what } => context.apart(move || commands::warmup::run(&own, &what)).await,
-        Command::Trace(args) => context.apart(move || commands::stats::trace(&own, &args)).await,
-        Command::Gc => context.apart(move || commands::fsck::gc(&own)).await,
+        Command::Snapshot(command) => {
+            context.run_abandonable(move || commands::snapshot::run(&own, command)).await
+        }
+        Command::Runs(command) => context.run_abandonable(move || commands::runs::run(&own, &command)).await,
+        Command::Fsck(args) => context.run_abandonable(move || commands::fsck::run(&own, &args)).await,
+        Command::Compact { volume } => {
+            context.run_abandonable(move || commands::fsck::compact(&own, volume.as_ref())).await
+        }
+        Command::List(args) => context.run_abandonable(move || commands::list::run(&own, &args)).await,
+        Command::Warmup { what } => context.run_abandonable(move || commands::warmup::run(&own, &what)).await,
+        Command::Trace(args) => context.run_abandonable(move || commands::stats::trace(&own, &args)).await,
+        Command::Gc => context.run_abandonable(move || commands::fsck::gc(&own)).await,
         Command::Model(command) => commands::model::run(context, command).await,
         Command::Predict(args) => commands::predict::run(context, args).await,
         // Handled by the caller.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use millrace_leaf::error_chain;
 use serde::Serialize;
 
 /// The output mode of this run.
@@ -35,32 +36,32 @@ impl Output {
         if self.json {
             return self.object(value);
         }
-        line(&table(headers, rows))
+        print_line(&table(headers, rows))
     }
 
     /// Prints one JSON object on a line, in either mode.
     pub(crate) fn object<T: Serialize>(self, value: &T) -> anyhow::Result<()> {
-        line(&serde_json::to_string(value)?)
+        print_line(&serde_json::to_string(value)?)
     }
 
     /// Prints free text for people; nothing for programs.
     pub(crate) fn text(self, text: &str) -> anyhow::Result<()> {
-        if self.json { Ok(()) } else { line(text) }
+        if self.json { Ok(()) } else { print_line(text) }
     }
 
     /// Prints text that is the command's whole result (a script, a configuration).
     pub(crate) fn raw(self, text: &str) -> anyhow::Result<()> {
-        line(text.trim_end_matches('\n'))
+        print_line(text.trim_end_matches('\n'))
     }
 
     /// Prints a piece of a long result; false once the reader has closed standard output.
-    pub(crate) fn piece(self, text: &str) -> anyhow::Result<bool> {
+    pub(crate) fn partial(self, text: &str) -> anyhow::Result<bool> {
         write_line(text.trim_end_matches('\n'))
     }
 
     /// Prints a measurement of a watching command: for programs an object with the time, for people a text
     /// that replaces the previous one if there are several. False once the reader has closed standard output.
-    pub(crate) fn look(
+    pub(crate) fn sample(
         self,
         mut value: serde_json::Value,
         text: impl FnOnce() -> String,
@@ -71,7 +72,7 @@ impl Output {
             value["time"] = now.into();
             return write_line(&value.to_string());
         }
-        if again { self.screen(&text()) } else { self.piece(&text()) }
+        if again { self.screen(&text()) } else { self.partial(&text()) }
     }
 
     /// On a terminal, replaces the previous text; otherwise appends. False once the reader has closed
@@ -143,11 +144,11 @@ pub(crate) fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<String>
 }
 
 /// Writes a line to standard output; a closed reader (`| head`) is not an error.
-fn line(text: &str) -> anyhow::Result<()> {
+fn print_line(text: &str) -> anyhow::Result<()> {
     write_line(text).map(drop)
 }
 
-/// [`line()`], but returns false when the reader has closed standard output.
+/// [`print_line()`], but returns false when the reader has closed standard output.
 fn write_line(text: &str) -> anyhow::Result<bool> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
@@ -169,18 +170,7 @@ pub(crate) fn error_line(error: &anyhow::Error) {
 
 /// An error and its causes in one line.
 pub(crate) fn one_line(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        // Some libraries repeat their source in their own text.
-        if !text.contains(&cause) {
-            if !text.is_empty() {
-                text.push_str(": ");
-            }
-            text.push_str(&cause);
-        }
-    }
-    text.replace('\n', " ")
+    error_chain::one_line(error.as_ref())
 }
 
 /// Formats bytes in binary units.

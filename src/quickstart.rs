@@ -27,7 +27,7 @@ pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
     let lock = context.home.lock("quickstart")?;
     let mut start = scaffold::start(&context.home)?;
     let alone = match args.clean {
-        true => Some(context.home.alone("clear quickstart's data out")?),
+        true => Some(context.home.lock_exclusively("delete quickstart's data")?),
         false => None,
     };
     let scaffold = scaffold::write(&context.home, &args)?;
@@ -58,7 +58,7 @@ pub(crate) async fn run(context: &Context, args: QuickstartArgs) -> Result<()> {
             report.show(context.out)?;
             let verdict = report.verdict();
             if args.keep && verdict.is_ok() {
-                report.things_to_try(context.out, context.home.root())?;
+                report.print_commands_to_try(context.out, context.home.root())?;
                 tokio::select! {
                     () = context.stop.cancelled() => verdict,
                     error = steps.service_failed() => Err(error),

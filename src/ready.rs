@@ -8,14 +8,14 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 pub(crate) const SOCKET: &str = "NOTIFY_SOCKET";
 
 /// Notifies systemd that this process serves, if systemd set the socket.
-pub(crate) fn tell() {
+pub(crate) fn notify_systemd() {
     let Some(name) = std::env::var_os(SOCKET).filter(|name| !name.is_empty()) else { return };
     let address = match name.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
         _ => SocketAddr::from_pathname(&name),
     };
-    let told = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(b"READY=1", &address));
-    if let Err(error) = told {
-        tracing::warn!(%error, socket = %name.display(), "nobody was told that this is ready");
+    let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(b"READY=1", &address));
+    if let Err(error) = sent {
+        tracing::warn!(%error, socket = %name.display(), "cannot notify systemd that this process is ready");
     }
 }

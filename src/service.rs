@@ -14,6 +14,7 @@ use millrace_serving::pipe::{self, Deps, Waiting};
 use millrace_serving::{MetricsServer, Serving, Source};
 use millrace_streams::broker::Broker;
 use millrace_streams::config::KafkaConfig;
+use millrace_streams::feed::FeedError;
 use millrace_streams::topic;
 use tokio_util::sync::CancellationToken;
 
@@ -65,7 +66,7 @@ pub(crate) async fn up(context: &Context) -> Result<()> {
         );
     }
     let mut service = Service::start(context, "up").await?;
-    ready::tell();
+    ready::notify_systemd();
     context.out.table(
         &service.addresses,
         &["service", "address"],
@@ -159,7 +160,7 @@ impl Service {
             let (job, datafs, kafka, stop) =
                 (job.clone(), self.datafs.clone(), self.kafka.clone(), self.back.stop.child_token());
             // The volume holds the offsets, so a new attempt continues from there.
-            self.back.keep(format!("ingest {}", job.name), move || {
+            self.back.spawn_restarting(format!("ingest {}", job.name), move || {
                 let (job, datafs, kafka, stop) = (job.clone(), datafs.clone(), kafka.clone(), stop.clone());
                 async move {
                     millrace_ingest::run(&job, &datafs, &kafka, stop, Until::Forever).await?;
@@ -171,10 +172,20 @@ impl Service {
             self.mount(context, &declared.volume, context.loaded.resolve(&declared.path)).await?;
         }
         self.serve(context).await?;
-        if let (Some(address), None) = (settings.up.metrics, &self.serving) {
-            let metrics = MetricsServer::start(address, CancellationToken::new()).await?;
-            self.addresses.metrics = Some(metrics.address());
-            self.metrics = Some(metrics);
+        match (settings.up.metrics, &self.serving) {
+            (Some(address), None) => {
+                let metrics = MetricsServer::start(address, CancellationToken::new()).await?;
+                self.addresses.metrics = Some(metrics.address());
+                self.metrics = Some(metrics);
+            }
+            (Some(address), Some(_)) if address != settings.serving.metrics => {
+                tracing::warn!(
+                    unused = %address,
+                    "[up] metrics is not used: the model server exports all metrics at {}",
+                    settings.serving.metrics
+                );
+            }
+            _ => {}
         }
         for job in &settings.up.train {
             let path = context.loaded.resolve(job);
@@ -183,7 +194,7 @@ impl Service {
             let (context, stop) = (context.clone(), self.middle.stop.child_token());
             let part = format!("train {}", job.display());
             let gauge = WaitGauge::of(&part);
-            self.middle.keep(part, move || {
+            self.middle.spawn_restarting(part, move || {
                 let (context, path, stop) = (context.clone(), path.clone(), stop.clone());
                 let gauge = gauge.clone();
                 async move { train_when_ready(&context, &path, stop, &gauge).await }
@@ -241,7 +252,7 @@ impl Service {
             let waiting = Waiting::new(move |waits| gauge.set(waits));
             let deps = Deps { kafka: self.kafka.clone(), inference: inference.clone(), progress, waiting };
             let (declared, stop) = (declared.clone(), self.front.stop.child_token());
-            self.front.keep(part, move || {
+            self.front.spawn_restarting(part, move || {
                 let (declared, deps, stop) = (declared.clone(), deps.clone(), stop.clone());
                 async move {
                     pipe::run(&declared, deps, pipe::Until::Forever, stop).await?;
@@ -325,7 +336,7 @@ async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
             let path = gone.path().display();
             return failure(
                 Exit::Failed,
-                format!("the mount at {path} was taken away; start the service again"),
+                format!("the mount at {path} was removed; start the service again"),
             );
         }
         tokio::time::sleep(MOUNT_POLL).await;
@@ -343,9 +354,20 @@ async fn train_when_ready(
     let datafs = context.volumes().await?;
     let declared = job.dataset.source.clone();
     let mut trained = None;
-    while let Some((source, number)) = newer(context, (&datafs, &declared), trained, (&stop, gauge)).await? {
+    while let Some((source, number)) =
+        newer_snapshot(context, (&datafs, &declared), trained, (&stop, gauge)).await?
+    {
         job.dataset.source = source.clone();
-        let report = crate::commands::train::train(context, &job, stop.clone(), |_| {}).await?;
+        let report = match crate::commands::train::train(context, &job, stop.clone(), |_| {}).await {
+            Ok(report) => report,
+            // Records may not have landed yet. A later snapshot can hold some, this one never will.
+            Err(error) if source != declared && has_no_rows(&error) => {
+                tracing::info!(dataset = %source, %error, "the training waits for a snapshot with records");
+                trained = number;
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
         tracing::info!(
             model = %job.model_name(), version = report.version, end = ?report.end, dataset = %source, "training ended"
         );
@@ -357,9 +379,19 @@ async fn train_when_ready(
     Ok(())
 }
 
+/// Whether a training failed because its dataset has no data files or no rows.
+fn has_no_rows(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        matches!(
+            cause.downcast_ref::<FeedError>(),
+            Some(FeedError::NoFiles { .. } | FeedError::NoRows { .. })
+        )
+    })
+}
+
 /// The snapshot that a training is to read, and its number, once one exists that is newer than that of the number
 /// `trained`; `None` when the service stops. A snapshot that was deleted does not make an older one newer.
-async fn newer(
+async fn newer_snapshot(
     context: &Context,
     (datafs, declared): (&Datafs, &VolumeSpec),
     trained: Option<u64>,

@@ -86,20 +86,29 @@ pub(crate) struct SnapshotSchedule {
 
 /// The effective settings, with the folder that relative paths start from.
 #[derive(Debug, Clone)]
-pub(crate) struct Loaded {
+pub(crate) struct LoadedSettings {
     /// The effective settings.
     pub(crate) settings: Settings,
     /// The file that was read, if any.
     pub(crate) file: Option<PathBuf>,
 }
 
-impl Loaded {
+impl LoadedSettings {
     /// A path of the configuration, resolved against the folder of its file.
     pub(crate) fn resolve(&self, path: &Path) -> PathBuf {
         match self.file.as_deref().and_then(Path::parent) {
             Some(parent) => parent.join(path),
             None => path.to_owned(),
         }
+    }
+}
+
+/// What to do about a name that a table of the configuration lacks, given the names that it has.
+pub(crate) fn instead(known: &[&str], table: &str) -> String {
+    if known.is_empty() {
+        format!("declare it under {table}")
+    } else {
+        format!("it has {}", known.join(", "))
     }
 }
 
@@ -111,7 +120,7 @@ const WORKER: [&str; 4] = [launch::ENV_COORDINATOR, launch::ENV_TOKEN, launch::E
 
 /// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
 /// HOME/millrace.toml, then none.
-pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
+pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<LoadedSettings> {
     let file = match flag {
         Some(path) => Some(std::path::absolute(path)?),
         None => [std::path::absolute("millrace.toml")?, home.join("millrace.toml")]
@@ -135,7 +144,7 @@ pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<Loaded> {
         Some(folder) => from_folder(settings, folder)?,
         None => settings,
     };
-    Ok(Loaded { settings, file })
+    Ok(LoadedSettings { settings, file })
 }
 
 /// The settings with relative paths of `{ file = … }` resolved against a folder.
@@ -174,7 +183,7 @@ fn variables() -> Result<Vec<(String, String)>> {
         // Other variables may hold any bytes.
         let Some(name) = name.to_str().filter(|name| is_key(name)) else { continue };
         let Ok(value) = value.into_string() else {
-            return fail(Exit::Usage, format!("environment variable {name} is no text (UTF-8)"));
+            return fail(Exit::Usage, format!("environment variable {name} is not UTF-8 text"));
         };
         if is_service_link(name, &value) {
             continue;
@@ -303,7 +312,6 @@ pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn vars(pairs: &[(&str, &str)]) -> impl Iterator<Item = (String, String)> {
@@ -386,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn service_links_of_kubernetes_are_no_keys() {
+    fn kubernetes_service_links_are_not_configuration_keys() {
         for (name, value) in [
             ("MILLRACE_SERVICE_HOST", "10.0.0.7"),
             ("MILLRACE_SERVING_SERVICE_PORT", "8000"),

@@ -12,13 +12,14 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::private;
+use millrace_leaf::private;
 use millrace_streams::broker::{self, Broker};
 use tokio::io::AsyncBufReadExt as _;
 use tokio_util::sync::CancellationToken;
 
 use crate::context::Context;
 use crate::failure::{Exit, fail};
+use crate::output;
 
 /// Interval at which a command checks whether a broker answers or has ended.
 const POLL: Duration = Duration::from_millis(50);
@@ -40,12 +41,12 @@ fn log_path(home: &Path) -> std::path::PathBuf {
 
 /// A command's share in the broker of its home; released when dropped, or when the process dies.
 #[derive(Debug)]
-pub(crate) struct Share {
+pub(crate) struct BrokerShare {
     _lock: File,
 }
 
 /// The message of a broker process on its standard output.
-enum Said {
+enum BrokerReply {
     Ready,
     /// Another process holds the broker's lock.
     Held,
@@ -53,16 +54,16 @@ enum Said {
 }
 
 /// A wait with a deadline that reports its purpose after a while.
-struct Wait<'a> {
+struct ReportedWait<'a> {
     context: &'a Context,
     what: &'a str,
     started: Instant,
-    told: bool,
+    reported: bool,
 }
 
-impl<'a> Wait<'a> {
+impl<'a> ReportedWait<'a> {
     fn new(context: &'a Context, what: &'a str) -> Self {
-        Self { context, what, started: Instant::now(), told: false }
+        Self { context, what, started: Instant::now(), reported: false }
     }
 
     /// Waits for one interval; fails after [`WAIT_MAX`] or a signal.
@@ -72,13 +73,13 @@ impl<'a> Wait<'a> {
             return fail(
                 Exit::Conflict,
                 format!(
-                    "waited {} s for {}; see what holds it, or use another home",
+                    "waited {} s for {}; find the process that holds it, or use another home",
                     waited.as_secs(),
                     self.what
                 ),
             );
         }
-        if waited >= SILENT_MAX && !std::mem::replace(&mut self.told, true) {
+        if waited >= SILENT_MAX && !std::mem::replace(&mut self.reported, true) {
             self.context.out.note(&format!("waiting for {}", self.what));
         }
         match self.context.stop.run_until_cancelled(tokio::time::sleep(POLL)).await {
@@ -89,11 +90,11 @@ impl<'a> Wait<'a> {
 }
 
 /// Joins the broker of the home, and starts one if none runs.
-pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, Share)> {
+pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, BrokerShare)> {
     let home = context.home.root();
     let share = share(context, &home.join("topics.lock")).await?;
     let dir = broker::dir(home);
-    let mut wait = Wait::new(context, "the broker of this home to begin");
+    let mut wait = ReportedWait::new(context, "the broker of this home to begin");
     loop {
         for _ in 0..POLLS {
             if let Some(address) = broker::running_address(&dir) {
@@ -105,19 +106,19 @@ pub(crate) async fn join(context: &Context) -> Result<(SocketAddr, Share)> {
             wait.step().await?;
         }
         match start(context).await? {
-            Said::Ready => {}
+            BrokerReply::Ready => {}
             // The other process may be about to publish its address.
-            Said::Held => wait.step().await?,
-            Said::Failed(exit, message) => return fail(exit, message),
+            BrokerReply::Held => wait.step().await?,
+            BrokerReply::Failed(exit, message) => return fail(exit, message),
         }
     }
 }
 
 /// Joins the successor of a lost broker. After a broker `of_service`, waits for another service as long as
 /// necessary, since a temporary broker would keep it from starting. None when a signal ended the wait.
-pub(crate) async fn rejoin(context: &Context, of_service: bool) -> Result<Option<(SocketAddr, Share)>> {
+pub(crate) async fn rejoin(context: &Context, of_service: bool) -> Result<Option<(SocketAddr, BrokerShare)>> {
     let dir = broker::dir(context.home.root());
-    let mut told = false;
+    let mut reported = false;
     loop {
         let is_running = broker::running_address(&dir).is_some();
         let is_there = match context.home.service() {
@@ -128,7 +129,7 @@ pub(crate) async fn rejoin(context: &Context, of_service: bool) -> Result<Option
         if is_there {
             return join(context).await.map(Some);
         }
-        if !std::mem::replace(&mut told, true) {
+        if !std::mem::replace(&mut reported, true) {
             context
                 .out
                 .note("waiting for a service of this home (millrace up or millrace broker) and its broker");
@@ -140,17 +141,17 @@ pub(crate) async fn rejoin(context: &Context, of_service: bool) -> Result<Option
 }
 
 /// Whether the broker of the home still answers at that address.
-pub(crate) fn is_at(home: &Path, address: SocketAddr) -> bool {
+pub(crate) fn answers_at(home: &Path, address: SocketAddr) -> bool {
     broker::running_address(&broker::dir(home)) == Some(address)
 }
 
 /// Takes a shared lock on the file. A broker that is ending holds it exclusively until it has ended.
-async fn share(context: &Context, path: &Path) -> Result<Share> {
+async fn share(context: &Context, path: &Path) -> Result<BrokerShare> {
     let file = open(path)?;
-    let mut wait = Wait::new(context, "the temporary broker of this home to end");
+    let mut wait = ReportedWait::new(context, "the temporary broker of this home to end");
     loop {
         match file.try_lock_shared() {
-            Ok(()) => return Ok(Share { _lock: file }),
+            Ok(()) => return Ok(BrokerShare { _lock: file }),
             Err(TryLockError::WouldBlock) => wait.step().await?,
             Err(TryLockError::Error(error)) => {
                 return Err(error).with_context(|| format!("cannot lock {}", path.display()));
@@ -169,7 +170,7 @@ fn open(path: &Path) -> Result<File> {
 }
 
 /// Starts a broker process and waits for its one line of output.
-async fn start(context: &Context) -> Result<Said> {
+async fn start(context: &Context) -> Result<BrokerReply> {
     let home = context.home.root();
     // The running program, also after an upgrade has replaced its file.
     let mut command = std::process::Command::new("/proc/self/exe");
@@ -202,20 +203,20 @@ async fn start(context: &Context) -> Result<Said> {
     if let Some(stdout) = child.stdout.take() {
         let mut lines = tokio::io::BufReader::new(stdout);
         match context.stop.run_until_cancelled(lines.read_line(&mut line)).await {
-            Some(read) => read.context("cannot hear the temporary broker")?,
+            Some(read) => read.context("cannot read the output of the temporary broker")?,
             None => return fail(Exit::Failed, "interrupted while the temporary broker begins"),
         };
     }
     match line.trim_end() {
-        "ready" => Ok(Said::Ready),
-        "held" => Ok(Said::Held),
+        "ready" => Ok(BrokerReply::Ready),
+        "held" => Ok(BrokerReply::Held),
         message => {
             let exit = child.wait().await?.code().map_or(Exit::Failed, Exit::from_code);
             let message = match message {
                 "" => format!("the temporary broker ended; its log is {}", log_path(home).display()),
                 message => message.to_owned(),
             };
-            Ok(Said::Failed(exit, message))
+            Ok(BrokerReply::Failed(exit, message))
         }
     }
 }
@@ -243,7 +244,7 @@ pub(crate) async fn serve(context: &Context) -> Result<()> {
         Err(error) => {
             let error = anyhow::Error::from(error);
             // The command that started this process reports the error, unless it has ended.
-            context.out.raw(&format!("{}\n", format!("{error:#}").replace('\n', " "))).ok();
+            context.out.raw(&format!("{}\n", output::one_line(&error))).ok();
             return Err(error);
         }
     };
@@ -266,7 +267,7 @@ pub(crate) async fn serve(context: &Context) -> Result<()> {
 /// Starts the broker of a service once no command uses the temporary one.
 pub(crate) async fn start_for_service(context: &Context, config: broker::Config) -> Result<Broker> {
     let dir = broker::dir(context.home.root());
-    let mut wait = Wait::new(context, "commands of this home that use its temporary broker");
+    let mut wait = ReportedWait::new(context, "commands of this home that use its temporary broker");
     loop {
         match Broker::start(config.clone(), &dir, CancellationToken::new()).await {
             Err(millrace_streams::Error::HeldByAnother { .. }) => wait.step().await?,

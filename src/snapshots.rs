@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::Result;
 use chrono::{DateTime, NaiveDateTime, Utc};
 use millrace_datafs::{Datafs, Error, Name};
+use millrace_leaf::backoff::Backoff;
 use tokio_util::sync::CancellationToken;
 
 use crate::failure::{Exit, fail};
@@ -74,7 +75,7 @@ impl Schedule {
 
     /// Takes snapshots until `stop` fires. Tells `waiting` whether a snapshot failed and is retried.
     pub(crate) async fn run(self, datafs: Datafs, stop: CancellationToken, waiting: impl Fn(bool)) {
-        let mut retry = RETRY;
+        let mut backoff = Backoff::new(RETRY, RETRY_MAX);
         while !stop.is_cancelled() {
             let (schedule, datafs) = (self.clone(), datafs.clone());
             let now = Utc::now();
@@ -83,17 +84,15 @@ impl Schedule {
             waiting(taken.is_err());
             let pause = match taken {
                 Ok(()) => {
-                    retry = RETRY;
+                    backoff.reset();
                     self.until_next_slot(now).min(LOOK_AGAIN)
                 }
                 Err(error) => {
                     tracing::warn!(
                         volume = %self.volume, schedule = self.name, error = format!("{error:#}"),
-                        "taking a scheduled snapshot; it is tried again"
+                        "cannot take a scheduled snapshot; retrying"
                     );
-                    let pause = retry;
-                    retry = (retry * 2).min(RETRY_MAX);
-                    pause
+                    backoff.pause()
                 }
             };
             stop.run_until_cancelled(tokio::time::sleep(pause)).await;
@@ -154,7 +153,6 @@ impl Schedule {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     fn declared(name: Option<&str>, every_s: u64, keep: usize) -> SnapshotSchedule {
@@ -185,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn schedules_of_one_volume_keep_their_own_snapshots() {
+    fn schedules_of_one_volume_prune_only_their_own_snapshots() {
         let (_home, datafs) = volume();
         let mut manual = Vec::new();
         for name in
@@ -213,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_that_began_while_the_service_was_down_gets_its_snapshot() {
+    fn snapshot_slot_missed_during_downtime_is_taken_at_start() {
         let (_home, datafs) = volume();
         let schedule = Schedule::all(&[declared(Some("hourly"), 3_600, 9)]).unwrap().remove(0);
         // Started every ten minutes, and never running for an hour.
@@ -226,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn the_only_schedule_of_a_volume_goes_on_with_snapshots_from_before_it_had_a_name() {
+    fn only_schedule_of_a_volume_adopts_snapshots_of_unnamed_schedule() {
         let (_home, datafs) = volume();
         for name in ["scheduled-20231114T221320000Z", "scheduled-20231114T221330000Z", "scheduled-mine"] {
             datafs.snapshot_create(&"v".parse().unwrap(), &name.parse().unwrap()).unwrap();
@@ -239,7 +237,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_error_is_tried_again() {
+    async fn failed_snapshot_is_retried() {
         let (_home, datafs) = volume();
         let missing = SnapshotSchedule { volume: "late".parse().unwrap(), ..declared(None, 1, 1) };
         let schedule = Schedule::all(&[missing]).unwrap().remove(0);

@@ -101,8 +101,8 @@ impl Home {
     pub fn serve<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> (Service, Value) {
         let ports = ["--grpc", "--http", "--metrics"].into_iter().flat_map(|flag| [flag, "127.0.0.1:0"]);
         let mut service = Service::spawn(self.command().args(["serve", "--json"]).args(ports).args(args));
-        let said = service.object();
-        (service, said)
+        let printed = service.object();
+        (service, printed)
     }
 
     /// Starts the program in the background.

@@ -12,13 +12,13 @@
 
 mod file;
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use millrace_leaf::{atomic_file, private};
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -385,7 +385,7 @@ impl Folder {
     /// Opens or creates the folder for backups of a store. A folder with other content is refused.
     fn make(root: &Path, store: StoreId) -> Result<Folder> {
         let fail = |e| Error::io("make folder", root, e);
-        DirBuilder::new().recursive(true).mode(0o700).create(root).map_err(fail)?;
+        private::create_dir_all(root).map_err(fail)?;
         let empty = fs::read_dir(root).map_err(fail)?.next().is_none();
         match read_about(root)? {
             // At most what a backup left that was killed before it wrote `backup.json`.
@@ -405,18 +405,10 @@ impl Folder {
         }
         let folder = Folder { root: root.to_owned(), _lock: lock };
         let objects = folder.path(OBJECTS);
-        DirBuilder::new().recursive(true).mode(0o700).create(&objects).map_err(fail)?;
+        private::create_dir_all(&objects).map_err(fail)?;
         let about = serde_json::json!(About { format: FORMAT, store: store.to_string() }).to_string() + "\n";
         let partial = folder.path("backup.json.partial");
-        OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&partial)
-            .and_then(|mut file| file.write_all(about.as_bytes()).and_then(|()| file.sync_all()))
-            .and_then(|()| fs::rename(&partial, folder.path(ABOUT)))
-            .map_err(fail)?;
+        atomic_file::replace(&folder.path(ABOUT), &partial, about.as_bytes()).map_err(fail)?;
         failpoint::hit("backup-begun");
         folder.sync()?;
         Ok(folder)
@@ -500,7 +492,7 @@ fn is_begun(root: &Path) -> Result<bool> {
 
 fn lock(root: &Path, how: FlockArg, create: bool) -> Result<Flock<File>> {
     let path = root.join(LOCK);
-    let file = OpenOptions::new().read(true).write(create).create(create).mode(0o600).open(&path);
+    let file = private::options().read(true).write(create).create(create).open(&path);
     let file = file.map_err(|e| Error::io("open", &path, e))?;
     Flock::lock(file, how).map_err(|(_, errno)| match errno {
         nix::errno::Errno::EWOULDBLOCK => {

@@ -24,6 +24,7 @@ mod encoded;
 mod error;
 mod evict;
 mod fetch;
+pub(crate) mod fuzzing;
 #[cfg(test)]
 mod gcs_tests;
 mod image;

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use millrace_leaf::private;
+
 use crate::compact::{self, Compact, CompactReport};
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
 use crate::data::ObjectPool;
@@ -21,7 +23,6 @@ use crate::meta::versioned;
 use crate::meta_url::MetaUrl;
 use crate::metrics;
 use crate::name::Name;
-use crate::private;
 use crate::session::{self, Session};
 
 /// The volumes under one home folder. A clone is another handle to the same state. Every method blocks and

@@ -315,20 +315,6 @@ impl Error {
     }
 }
 
-/// An error with its causes in one line; causes that the text already contains are left out.
-pub(crate) fn in_full(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
-}
-
 fn no_space_words(quota: bool) -> &'static str {
     if quota { "disk quota exceeded" } else { "no space left on device" }
 }

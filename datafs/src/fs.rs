@@ -1,6 +1,6 @@
 //! POSIX file-system semantics as a library, at the level of inodes.
 //!
-//! The operations are methods of [`View`](crate::View) and [`OpenFile`]; the mount is an adapter over them.
+//! The operations are methods of [`View`] and [`OpenFile`]; the mount is an adapter over them.
 //! Permissions are not checked here, except sticky directories for the mount. The kernel checks them for a
 //! mount, and a library user can access the home directory anyway.
 //!

@@ -6,10 +6,11 @@
 
 use std::fmt;
 
+use millrace_leaf::error_chain;
 use serde::{Deserialize, Serialize};
 
 use crate::data::ObjectPool;
-use crate::error::{Error, Result, in_full};
+use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::meta::codec::{Decoder, Encoder};
 use crate::meta::engine::{Durability, Order, Pair, ReadTxn, WriteTxn};
@@ -102,7 +103,7 @@ pub(crate) fn check(meta: &Metadata, pool: &ObjectPool) -> Result<()> {
         // While it is unreachable, nothing can be written there, and reads come from the cache.
         Err(error) if error.is_store_trouble() => {
             tracing::warn!(
-                error = in_full(&error),
+                error = error_chain::one_line(&error),
                 "it is not checked that the object store is the metadata's own"
             );
             Ok(())

@@ -58,6 +58,8 @@ mod error;
 mod failpoint;
 pub mod fs;
 mod fsck;
+#[doc(hidden)]
+pub mod fuzzing;
 mod garbage;
 mod gc;
 mod identity;
@@ -68,7 +70,6 @@ pub mod mount;
 mod name;
 mod node;
 mod object;
-pub mod private;
 mod publish;
 mod random;
 mod session;

@@ -1,5 +1,6 @@
 //! The URL of a metadata server. It may contain a password, which `Debug` and `Display` hide.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -24,32 +25,30 @@ impl MetaUrl {
             // Not a URL: opening it fails later; hide all of it.
             return MetaUrl("***".into());
         };
-        // A password that is not percent-encoded may hold characters that end the authority. Then all up to the last `@`
-        // is hidden, which hides too much where an option holds one.
-        let end = rest.find(['/', '?']).unwrap_or(rest.len());
-        let end = match rest.rfind('@') {
-            Some(at) if at > end && rest[..end].contains(':') => {
-                at + 1 + rest[at + 1..].find(['/', '?']).unwrap_or(rest.len() - at - 1)
+        // The engine ends the user and the password at the first `@` of the whole URL. Hidden is all up to the last
+        // one, which hides too much where an option holds one.
+        let (user, tail) = match rest.rfind('@') {
+            Some(at) if rest[..at].contains(':') => {
+                let end = rest.find([':', '/', '?']).unwrap_or(at);
+                (format!("{}:***", &rest[..end]), &rest[at..])
             }
-            _ => end,
+            _ => (String::new(), rest),
         };
-        let (authority, tail) = rest.split_at(end);
-        let (tail, options) =
-            tail.split_once('?').map_or((tail, None), |(tail, options)| (tail, Some(options)));
-        let authority = match authority.rsplit_once('@') {
-            Some((user, host)) if user.contains(':') => {
-                format!("{}:***@{host}", user.split(':').next().unwrap_or_default())
-            }
-            _ => authority.to_owned(),
-        };
-        let options = options.map(|options| {
-            let shown = options.split('&').map(|option| match option.split_once('=') {
-                Some(("password", _)) => "password=***",
-                _ => option,
-            });
-            format!("?{}", shown.collect::<Vec<_>>().join("&"))
-        });
-        MetaUrl(format!("{scheme}://{authority}{tail}{}", options.unwrap_or_default()))
+        let options = tail.split('&').map(without_password).collect::<Vec<_>>().join("&");
+        MetaUrl(format!("{scheme}://{user}{options}"))
+    }
+}
+
+/// A part of a URL between two `&`, with its text after `password=` hidden. A name with an escape may be `password`,
+/// too.
+fn without_password(part: &str) -> Cow<'_, str> {
+    let is_password = |end: &usize| {
+        let name = part[..*end].rsplit('?').next().unwrap_or_default();
+        name == "password" || name.contains('%')
+    };
+    match part.match_indices('=').map(|(at, _)| at).find(is_password) {
+        Some(end) => format!("{}=***", &part[..end]).into(),
+        None => part.into(),
     }
 }
 
@@ -86,6 +85,9 @@ mod tests {
             ("postgres://me@h/d", "postgres://me@h/d"),
             ("postgres:///d?host=/run&password=s3cret&user=u", "postgres:///d?host=/run&password=***&user=u"),
             ("me:s3cret@h", "***"),
+            ("postgres://me/x:s3cret@h/d", "postgres://me:***@h/d"),
+            ("postgres:///d?host=/run&p%61ssword=s3cret", "postgres:///d?host=/run&p%61ssword=***"),
+            ("postgres://a?b=c@h/d?password=s3?cret", "postgres://a?b=c@h/d?password=***"),
         ] {
             let url = MetaUrl::from(url.to_owned());
             assert_eq!(url.to_string(), shown);

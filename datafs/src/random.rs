@@ -1,16 +1,10 @@
-//! Random numbers from the kernel.
+//! Random numbers for sessions and store identities.
 
-use std::fs::File;
-use std::io::Read as _;
+use millrace_leaf::random;
 
 use crate::error::{Error, Result};
 
 /// A random number, not 0. Two processes practically never draw the same.
 pub(crate) fn random_id() -> Result<u64> {
-    let source = "/dev/urandom";
-    let mut bytes = [0; 8];
-    File::open(source)
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(|e| Error::io("read", source, e))?;
-    Ok(u64::from_be_bytes(bytes).max(1))
+    random::id().map_err(|e| Error::io("read", random::SOURCE, e))
 }

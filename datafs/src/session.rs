@@ -16,6 +16,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use millrace_leaf::private;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use parking_lot::Mutex;
@@ -27,7 +28,6 @@ use crate::meta::engine::{Durability, Order, ReadTxn, WriteTxn};
 use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
-use crate::private;
 use crate::random::random_id;
 
 /// Attempts to find an id whose file no other process holds.

@@ -229,12 +229,7 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
     let datafs = make(&home, &config);
     backup(&datafs, &folder);
     drop(datafs);
-    let files = |root: PathBuf| -> Vec<PathBuf> {
-        let below = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-        let folders: Vec<_> = below(&root).filter(|path| path.is_dir()).collect();
-        folders.iter().flat_map(|folder| below(folder)).collect()
-    };
-    for (i, file) in files(home.join("datafs/objects")).into_iter().enumerate() {
+    for (i, file) in files_below(&home.join("datafs/objects")).into_iter().enumerate() {
         match i % 3 {
             0 => std::fs::remove_file(file).unwrap(),
             1 => std::fs::write(file, "damaged").unwrap(),
@@ -252,7 +247,7 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
 
     // A missing object, and truncated metadata.
     let elsewhere = home.with_file_name("elsewhere");
-    std::fs::remove_file(&files(folder.join("objects"))[0]).unwrap();
+    std::fs::remove_file(&files_below(&folder.join("objects"))[0]).unwrap();
     let error = Datafs::restore(&elsewhere, &config, &folder, false, &|_| true).unwrap_err();
     assert!(error.to_string().contains("is missing there and in the object store"), "{error}");
     let metadata = std::fs::read(folder.join("metadata.sqlite")).unwrap();
@@ -260,6 +255,55 @@ fn damaged_objects_come_back_and_damaged_backups_are_refused() {
     let error = Datafs::restore(&home, &config, &folder, false, &|_| true).unwrap_err();
     assert!(matches!(error, Error::Corrupt { .. }), "{error}");
     assert_eq!(version(&Datafs::open(&home, &config).unwrap(), "v"), 2);
+}
+
+#[test]
+fn objects_of_a_bucket_with_other_bytes_of_the_same_length_are_replaced() {
+    let server = S3Server::start();
+    let options = server.options().into_iter().map(|(k, v)| (k.to_owned(), Secret::Text(v))).collect();
+    let config = settings(Config {
+        store_url: Some(server.url("b")),
+        store_options: options,
+        cache_bytes_max: 0,
+        ..Config::default()
+    });
+    let Place { home, folder, _dir } = place();
+    let datafs = make(&home, &config);
+    backup(&datafs, &folder);
+    drop(datafs);
+    let again = || Datafs::restore(&home, &config, &folder, false, &|_| true).unwrap();
+    assert_eq!(again().bytes, 0, "nothing differs");
+    let mut damaged = 0;
+    for name in server.names("b").iter().filter(|name| name.contains('/')) {
+        let path = server.folder().join("b").join(name);
+        let len = std::fs::metadata(&path).unwrap().len();
+        std::fs::write(&path, vec![7; len as usize]).unwrap();
+        damaged += len;
+    }
+    let report = again();
+    assert!(report.bytes > 0 && report.bytes <= damaged, "{report:?} of {damaged}");
+    let datafs = Datafs::open(&home, &config).unwrap();
+    assert_eq!((version(&datafs, "v"), version(&datafs, "v@first")), (2, 1));
+    sound(&datafs);
+    drop(datafs);
+
+    // A damaged copy in the backup replaces nothing.
+    for file in files_below(&folder.join("objects")) {
+        let mut bytes = std::fs::read(&file).unwrap();
+        bytes[0] ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+    }
+    assert_eq!(again().bytes, 0);
+    let datafs = Datafs::open(&home, &config).unwrap();
+    assert_eq!((version(&datafs, "v"), version(&datafs, "v@first")), (2, 1));
+    sound(&datafs);
+}
+
+/// The files in the folders below `root`.
+fn files_below(root: &Path) -> Vec<PathBuf> {
+    let below = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let folders: Vec<_> = below(root).filter(|path| path.is_dir()).collect();
+    folders.iter().flat_map(|folder| below(folder)).collect()
 }
 
 #[test]

@@ -216,7 +216,13 @@ impl Decoder {
                     return Ok(None);
                 };
                 check_name(name).map_err(|e| Reject::bad_name(&e))?;
-                Ok(Some(Field { name: name.to_owned(), kind, nullable: true }))
+                let field = Field { name: name.to_owned(), kind, nullable: true };
+                // A list has one type, which may not hold each of its numbers: [1.5, 9007199254740993].
+                let schema = Schema { origin: self.schema.origin, fields: vec![field.clone()] };
+                Columns::new(&schema)
+                    .append(0, field.nullable, &mut Scanner::before_value(value, &self.limits))
+                    .map_err(|fault| Reject::of_column(&field, fault, value, &self.limits))?;
+                Ok(Some(field))
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Errors of landing: one variant for each distinct reaction of the caller.
 
+use millrace_leaf::error_chain;
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -107,7 +109,7 @@ pub enum Error {
     },
     /// A folder of the job belongs to another job: files of both would replace each other.
     #[error(
-        "ingest job {job} of volume {volume} wants folder {folder}, but {owner}: \
+        "ingest job {job} of volume {volume} cannot use folder {folder}: {owner}; \
          choose another path or dead_letter directory for one of them"
     )]
     FolderTaken {
@@ -162,8 +164,8 @@ pub enum Error {
     },
     /// The disk is full; nothing half-written is visible. Free space and run again.
     #[error(
-        "ingest job {job}: no space left while landing in volume {volume}; nothing of it is \
-         visible, free space and run again: it goes on at the committed offsets"
+        "ingest job {job}: no space left while landing in volume {volume}; none of its rows \
+         are visible; free space and run again to continue at the committed offsets"
     )]
     NoSpace {
         /// Job.
@@ -252,8 +254,7 @@ impl Error {
 
 /// Whether a full disk is in the chain of causes.
 pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut cause = Some(error);
-    while let Some(error) = cause {
+    for error in error_chain::causes(error) {
         if let Some(io) = error.downcast_ref::<std::io::Error>() {
             if matches!(io.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded) {
                 return true;
@@ -273,7 +274,6 @@ pub(crate) fn is_no_space(error: &(dyn std::error::Error + 'static)) -> bool {
         {
             return true;
         }
-        cause = error.source();
     }
     false
 }

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::metrics;
 use crate::progress::{IngestReport, Progress};
 use crate::schema::{Field, Inference, Schema};
-use crate::state::{Last, Moved, State};
+use crate::state::{JobState, LastRecord, PositionUpdate};
 
 use dead::DeadLetters;
 use declared::DeclaredCheck;
@@ -64,13 +64,13 @@ pub(crate) struct Completed {
 pub(crate) struct Lander {
     job: Arc<Job>,
     view: View,
-    state: State,
+    state: JobState,
     /// Columns and decoder; `None` until the schema is known.
     layout: Option<(Layout, Decoder)>,
     /// Inputs that wait for the schema; the first one holds records.
-    held: Vec<Input>,
-    held_rows: usize,
-    held_bytes: usize,
+    buffered: Vec<Input>,
+    buffered_rows: usize,
+    buffered_bytes: usize,
     targets: Vec<Target>,
     recent: usize,
     completed: Vec<Completed>,
@@ -84,11 +84,11 @@ pub(crate) struct Lander {
 }
 
 impl Lander {
-    /// A lander that continues at `next`, the start offsets derived from [`State`] and the topic.
+    /// A lander that continues at `next`, the start offsets derived from [`JobState`] and the topic.
     pub(crate) fn new(
         job: Arc<Job>,
         view: View,
-        state: State,
+        state: JobState,
         next: BTreeMap<i32, i64>,
         producer: Option<(Producer, Handle)>,
         progress: watch::Sender<Progress>,
@@ -102,9 +102,9 @@ impl Lander {
             view,
             state,
             layout: None,
-            held: Vec::new(),
-            held_rows: 0,
-            held_bytes: 0,
+            buffered: Vec::new(),
+            buffered_rows: 0,
+            buffered_bytes: 0,
             targets: Vec::new(),
             recent: 0,
             completed: Vec::new(),
@@ -116,7 +116,7 @@ impl Lander {
             declared,
         };
         if let Some(schema) = schema {
-            lander.fix(Arc::new(schema));
+            lander.fix_schema(Arc::new(schema));
         }
         Ok(lander)
     }
@@ -154,13 +154,13 @@ impl Lander {
 
     fn is_due(&self) -> bool {
         let config = &self.job.config;
-        self.pending.records() + self.held_rows as u64 >= config.flush_rows_max
+        self.pending.records() + self.buffered_rows as u64 >= config.flush_rows_max
             || self.pending.memory >= config.flush_bytes_max
             || self.completed.len() >= FILES_PUBLISHED_MAX
             || self.time_left() == Some(Duration::ZERO)
     }
 
-    fn fix(&mut self, schema: Arc<Schema>) {
+    fn fix_schema(&mut self, schema: Arc<Schema>) {
         let layout = Layout::new(&self.job, schema.clone());
         let decoder = Decoder::new(schema, self.job.unknown, self.job.limits.clone());
         self.layout = Some((layout, decoder));
@@ -169,13 +169,13 @@ impl Lander {
     fn take(&mut self, input: Input) -> Result<()> {
         self.pending.since.get_or_insert_with(Instant::now);
         if let (None, Input::Records(batch)) = (&self.layout, &input) {
-            self.held_bytes += self.records(batch)?.memory_total();
-            self.held_rows += batch.num_rows();
-        } else if self.layout.is_some() || self.held.is_empty() {
+            self.buffered_bytes += self.records(batch)?.memory_total();
+            self.buffered_rows += batch.num_rows();
+        } else if self.layout.is_some() || self.buffered.is_empty() {
             return self.land(input);
         }
-        self.held.push(input);
-        if self.held_rows >= self.job.config.infer_rows || self.held_bytes >= HELD_BYTES_MAX {
+        self.buffered.push(input);
+        if self.buffered_rows >= self.job.config.infer_rows || self.buffered_bytes >= HELD_BYTES_MAX {
             self.decide_schema()?;
         }
         Ok(())
@@ -218,7 +218,7 @@ impl Lander {
     fn decide_schema(&mut self) -> Result<()> {
         let mut inference = Inference::default();
         let mut rows = 0;
-        for input in &self.held {
+        for input in &self.buffered {
             let Input::Records(batch) = input else { continue };
             let records = self.records(batch)?;
             for row in 0..records.len().min(self.job.config.infer_rows - rows) {
@@ -231,10 +231,10 @@ impl Lander {
         let schema = Arc::new(inference.finish());
         self.check_sample(&schema)?;
         tracing::info!(job = self.job.name(), columns = schema.fields.len(), rows, "inferred the schema");
-        self.fix(schema);
-        self.held_rows = 0;
-        self.held_bytes = 0;
-        for input in std::mem::take(&mut self.held) {
+        self.fix_schema(schema);
+        self.buffered_rows = 0;
+        self.buffered_bytes = 0;
+        for input in std::mem::take(&mut self.buffered) {
             self.land(input)?;
         }
         Ok(())
@@ -247,7 +247,7 @@ impl Lander {
         let mut columns = Columns::new(schema);
         let (mut records, mut dead) = (0, 0);
         let mut why = None;
-        for input in &self.held {
+        for input in &self.buffered {
             let Input::Records(batch) = input else { continue };
             let batch = self.records(batch)?;
             for row in 0..batch.len().min(self.job.config.infer_rows - records) {
@@ -307,7 +307,7 @@ impl Lander {
         }
         self.pending.memory += records.memory_total() as u64;
         for (partition, row) in last {
-            let last = Last { offset: records.offset(row), digest: records.digest(row) };
+            let last = LastRecord { offset: records.offset(row), digest: records.digest(row) };
             self.pending.last.insert(partition, last);
         }
         if !rejected.is_empty() {
@@ -338,7 +338,7 @@ impl Lander {
                     return Ok(Some(Reject::no_columns()));
                 }
                 Outcome::Landed => {
-                    target.landed(offset, timestamp_ms, value.map_or(0, <[u8]>::len));
+                    target.record_row(offset, timestamp_ms, value.map_or(0, <[u8]>::len));
                     if target.is_full() {
                         target.drain(layout, &self.view)?;
                     }
@@ -360,7 +360,7 @@ impl Lander {
         }
         let mut schema = Schema::clone(layout.schema());
         schema.fields.extend(new);
-        self.fix(Arc::new(schema));
+        self.fix_schema(Arc::new(schema));
         Ok(())
     }
 
@@ -370,7 +370,7 @@ impl Lander {
             return Err(self.stopped());
         };
         let hour = layout.hour(timestamp_ms);
-        let is_it = |t: &Target| t.is_for(partition, hour);
+        let is_it = |t: &Target| t.matches(partition, hour);
         let found = match self.targets.get(self.recent) {
             Some(target) if is_it(target) => Some(self.recent),
             _ => self.targets.iter().position(is_it),
@@ -403,7 +403,7 @@ impl Lander {
 
     /// Publishes everything decoded so far: files, dead letters, offsets, schema.
     fn commit(&mut self) -> Result<()> {
-        if self.layout.is_none() && !self.held.is_empty() {
+        if self.layout.is_none() && !self.buffered.is_empty() {
             self.decide_schema()?;
         }
         let mut pending = std::mem::take(&mut self.pending);
@@ -424,7 +424,7 @@ impl Lander {
             .filter(|(partition, next)| self.state.offsets.get(partition) != Some(next))
             .map(|(partition, next)| (*partition, *next))
             .collect();
-        let moved = Moved { offsets, last: std::mem::take(&mut pending.last) };
+        let moved = PositionUpdate { offsets, last: std::mem::take(&mut pending.last) };
         let schema = self.layout.as_ref().map(|(layout, _)| layout.schema());
         self.state.commit(&self.view, &self.job, publish, moved, schema.map(Arc::as_ref))?;
         self.count(&pending, files, started.elapsed());

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::{Datafs, VolumeSpec};
+use millrace_leaf::blocking::{self, Stopping};
 use millrace_streams::KafkaConfig;
 use millrace_streams::topic::{self, Consumer, Producer};
 use tokio::runtime::Handle;
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::land::{Input, Lander};
 use crate::metrics;
 use crate::progress::{IngestReport, Progress};
-use crate::state::{State, volume_error};
+use crate::state::{JobState, volume_error};
 
 /// Largest batch in rows and bytes; the lander works on one batch while another waits.
 const BATCH_ROWS_MAX: u64 = 16_384;
@@ -100,7 +101,7 @@ pub async fn run_with_progress(
                 }
                 e => volume_error(&job, e),
             })?;
-            let state = State::claim(&view, &job)?;
+            let state = JobState::claim(&view, &job)?;
             Ok((view, state))
         }
     };
@@ -160,9 +161,8 @@ async fn blocking<T: Send + 'static>(
     job: &Job,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|_| Err(Error::Stopped { job: job.name().to_owned() }))
+    let stopped = |Stopping| Err(Error::Stopped { job: job.name().to_owned() });
+    blocking::run(work).await.unwrap_or_else(stopped)
 }
 
 fn topic_error(job: &Job, kafka: &KafkaConfig, source: millrace_streams::Error) -> Error {
@@ -260,7 +260,7 @@ impl Reader {
         // Time of the last record, or of the brokers' last answer.
         let mut heard = Instant::now();
         loop {
-            if until == Until::CaughtUp && self.is_at(&ends) {
+            if until == Until::CaughtUp && self.has_reached(&ends) {
                 return Ok(());
             }
             let next = tokio::select! {
@@ -275,7 +275,7 @@ impl Reader {
                         match self.assign().await {
                             Ok(wider) => consumer = wider,
                             Err(error) if error.is_retryable() => {
-                                tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "new partitions are read when brokers answer");
+                                tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "cannot list the partitions; new ones are read once the brokers answer");
                                 for partition in added {
                                     self.positions.remove(&partition);
                                 }
@@ -303,7 +303,7 @@ impl Reader {
                     Some(Input::Undecodable { partition, offsets: (first, next), reason })
                 }
                 Err(error) if error.is_retryable() && until == Until::Forever => {
-                    tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "reading goes on when brokers answer");
+                    tracing::warn!(job = self.job.name(), topic = self.job.topic(), %error, "reading continues once the brokers answer");
                     None
                 }
                 Err(error) => return Err(topic_error(&self.job, &self.kafka, error)),
@@ -348,7 +348,7 @@ impl Reader {
         Consumer::assign(&self.kafka, &start).await.map_err(|e| topic_error(&self.job, &self.kafka, e))
     }
 
-    fn is_at(&self, ends: &BTreeMap<i32, i64>) -> bool {
+    fn has_reached(&self, ends: &BTreeMap<i32, i64>) -> bool {
         ends.iter().all(|(partition, end)| self.positions.get(partition).is_some_and(|at| at >= end))
     }
 

@@ -161,7 +161,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), SchemaError> {
         )));
     }
     if LINEAGE_COLUMNS.contains(&name) {
-        return Err(SchemaError(format!("column name {name:?} is reserved for where a record came from")));
+        return Err(SchemaError(format!("column name {name:?} is reserved for the source of a record")));
     }
     Ok(())
 }

@@ -7,7 +7,7 @@
 //! | `ingest/<job>/fence` | `<owner>:<commit number>`: every commit expects and replaces it |
 //! | `ingest/<job>/schema` | [`Schema`] as JSON |
 //! | `ingest/<job>/<topic>/<partition>` | next offset to land, in decimal |
-//! | `ingest/<job>/last` | [`Last`] by partition as JSON: it identifies the topic |
+//! | `ingest/<job>/last` | [`LastRecord`] by partition as JSON: it identifies the topic |
 //! | `ingest/claims` | folders and the jobs that own them, see [`claims`] |
 
 mod claims;
@@ -41,7 +41,7 @@ struct Identity {
 /// The last record of a partition that landed or became a dead letter.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Last {
+pub(crate) struct LastRecord {
     pub(crate) offset: i64,
     /// Digest of the record, see [`millrace_streams::topic::Records::digest`].
     pub(crate) digest: String,
@@ -49,16 +49,16 @@ pub(crate) struct Last {
 
 /// Positions that a commit moves.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Moved {
+pub(crate) struct PositionUpdate {
     /// Next offset by partition.
     pub(crate) offsets: BTreeMap<i32, i64>,
     /// Last record by partition, where there is a newer one.
-    pub(crate) last: BTreeMap<i32, Last>,
+    pub(crate) last: BTreeMap<i32, LastRecord>,
 }
 
 /// The state of a job as committed.
 #[derive(Clone, Debug)]
-pub(crate) struct State {
+pub(crate) struct JobState {
     /// The fence's value, which every commit of this owner expects and replaces.
     fence: Vec<u8>,
     owner: u64,
@@ -66,7 +66,7 @@ pub(crate) struct State {
     /// Next offset per partition, as committed.
     pub(crate) offsets: BTreeMap<i32, i64>,
     /// Last record per partition, as committed; absent for partitions that earlier releases landed.
-    pub(crate) last: BTreeMap<i32, Last>,
+    pub(crate) last: BTreeMap<i32, LastRecord>,
     /// Columns of the files, once there are any.
     pub(crate) schema: Option<Schema>,
 }
@@ -79,7 +79,7 @@ fn key(job: &str, what: &str) -> String {
     format!("{PREFIX}{job}/{what}")
 }
 
-impl State {
+impl JobState {
     /// Claims the job and its folders: from now on commits of any earlier owner fail as fenced.
     ///
     /// Durable when it returns. Blocks on metadata.
@@ -129,7 +129,7 @@ impl State {
         view: &View,
         job: &Job,
         publish: Publish,
-        moved: Moved,
+        moved: PositionUpdate,
         schema: Option<&Schema>,
     ) -> Result<()> {
         let fence = fence_value(self.owner, self.commits + 1);
@@ -149,7 +149,7 @@ impl State {
         job: &Job,
         publish: Publish,
         fence: &[u8],
-        moved: &Moved,
+        moved: &PositionUpdate,
         schema: Option<&Schema>,
     ) -> Result<Publish> {
         let fence_key = key(job.name(), "fence");
@@ -193,7 +193,7 @@ impl State {
                     tracing::warn!(
                         job = job.name(),
                         %error,
-                        "the outcome of a commit was unknown; the volume has it"
+                        "the outcome of a commit was unknown; the volume shows that it succeeded"
                     );
                 }
                 Ok(Some(now)) if now != self.fence => return Err(fenced(job)),
@@ -246,9 +246,9 @@ fn identities(view: &View, job: &Job) -> Result<BTreeMap<String, Identity>> {
 fn check_identity(job: &Job, before: Option<&Identity>, identity: &Identity) -> Result<()> {
     let Some(before) = before else { return Ok(()) };
     let what = if before.topic != identity.topic {
-        format!("lands topic {} there, not {}", before.topic, identity.topic)
+        format!("already lands topic {}, not {}", before.topic, identity.topic)
     } else if before.path != identity.path {
-        format!("lands in folder {} there, not {}", before.path, identity.path)
+        format!("already lands in folder {}, not {}", before.path, identity.path)
     } else {
         return Ok(());
     };

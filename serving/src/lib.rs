@@ -1,13 +1,15 @@
 //! Model serving: bundles, ONNX Runtime sessions, the Open Inference Protocol, and topic-to-topic pipes.
 //!
-//! What is here:
-//! - the repository that loads model bundles from a volume or a directory, and the inference core;
-//! - the gRPC and REST transports: Open Inference Protocol version 2 for Triton and KServe clients, Triton's
-//!   calls for configurations, statistics, the repository, traces and the log, system shared memory, streams,
-//!   classification, health and reflection, with TLS and bearer tokens;
-//! - Prometheus metrics and OpenTelemetry spans;
-//! - a client, a load generator ([`load`]), and the pipe that reads records from one topic and writes
-//!   predictions to another.
+//! This crate is the face of six others, each of which knows only those before it:
+//! - `millrace-serving-core`: tensors, messages of the protocol, configuration, errors, metrics;
+//! - `millrace-serving-runtime`: ONNX Runtime, proofs about graphs, sessions, batching and scheduling;
+//! - `millrace-serving-repository`: loads model bundles from a volume or a directory, and runs requests on them;
+//! - `millrace-serving-client`: a client and a load generator ([`load`]);
+//! - `millrace-serving-transport`: gRPC and REST. Open Inference Protocol version 2 for Triton and KServe
+//!   clients, Triton's calls for configurations, statistics, the repository, trace settings and the log, system shared
+//!   memory, streams, classification, health and reflection, with TLS and bearer tokens; Prometheus metrics and
+//!   OpenTelemetry spans;
+//! - `millrace-serving-pipe`: the pipe that reads records from one topic and writes predictions to another.
 //!
 //! What is not here: training (any program may write bundles), Kafka in the inference path (only [`pipe`]
 //! knows topics), and model formats other than ONNX (Triton's `config.pbtxt` is read for ONNX models and for
@@ -63,58 +65,26 @@
 //! # }
 //! ```
 
-mod access;
-mod blocking;
-mod bodies;
-mod body_read_limit;
-mod classification;
-pub mod client;
-mod codec;
-pub mod comparison;
-mod compression;
-pub mod config;
-mod connections;
-mod control;
-mod drift;
-mod ensemble;
-pub mod error;
-mod grpc;
-pub mod hazards;
-pub mod infer;
-pub mod load;
-pub mod logging;
-pub mod metrics;
-mod model_config;
-mod output_target;
-mod parameters;
-mod pbtxt;
-mod peer;
-pub mod pipe;
-pub mod record;
-mod reflection;
-mod reload;
-pub mod repository;
-mod response_cache;
-mod rest;
-pub mod rows;
-pub mod runtime;
-mod sequence;
-mod server;
-mod session;
-mod shadow;
-mod shared_memory;
-mod statistics;
-mod telemetry;
-pub mod tensor;
-mod tls;
-mod tokens;
-mod trace;
-pub mod wire;
+pub use millrace_serving_client::{client, load};
+pub use millrace_serving_core::{config, error, metrics, record, tensor, wire};
+pub use millrace_serving_pipe as pipe;
+pub use millrace_serving_repository::{infer, repository};
+pub use millrace_serving_runtime::{comparison, hazards, rows, runtime};
+pub use millrace_serving_transport::logging;
 
 pub use config::{Config, Control, Device, Devices, Limits, ModelOptions, PipeConfig, Telemetry, Tls};
 pub use error::{Error, InferError, Result};
 pub use infer::Inference;
+pub use millrace_serving_runtime::session::{Trial, finish_runs};
+pub use millrace_serving_transport::server::{Addresses, Deps, MetricsServer, Serving, serve, serve_with};
+pub use millrace_serving_transport::tokens::new_token;
 pub use repository::{Repository, Source};
-pub use server::{Addresses, Deps, MetricsServer, Serving, serve, serve_with};
-pub use session::{Trial, finish_runs};
-pub use tokens::new_token;
+
+#[doc(hidden)]
+pub mod fuzzing {
+    //! Entry points of the fuzz targets (`fuzz/`). Not part of the interface.
+    pub use millrace_serving_core::fuzzing::{infer_request, infer_requests};
+    pub use millrace_serving_repository::fuzzing::config_pbtxt;
+    pub use millrace_serving_runtime::fuzzing::graph;
+    pub use millrace_serving_transport::fuzzing::body;
+}

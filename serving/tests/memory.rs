@@ -230,13 +230,13 @@ fn loading_leaves_little(cycles: usize, mib: usize, percent: usize) {
 /// The remains of cycles do not accumulate: a leak of the weights in each cycle would leave 170 MiB besides
 /// the 14 MiB in use.
 #[test]
-fn loading_and_unloading_does_not_add_up() {
+fn repeated_loading_and_unloading_does_not_leak() {
     loading_leaves_little(10, 24, 20);
 }
 
 #[test]
-#[ignore = "100 times with the size and the bound that count; takes minutes: cargo test --workspace --test memory -- --ignored --exact loading_and_unloading_100_mb_100_times_leaves_nothing_behind"]
-fn loading_and_unloading_100_mb_100_times_leaves_nothing_behind() {
+#[ignore = "100 times with the size and the bound that count; takes minutes: cargo test --workspace --test memory -- --ignored --exact loading_and_unloading_100_mb_100_times_does_not_leak"]
+fn loading_and_unloading_100_mb_100_times_does_not_leak() {
     loading_leaves_little(100, 100, 2);
 }
 

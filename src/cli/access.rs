@@ -12,7 +12,7 @@ pub(crate) struct TokenArgs {
     /// Models that the client may use, in which * stands for any characters
     #[arg(long, value_name = "MODEL", value_delimiter = ',', default_value = "*")]
     pub(crate) models: Vec<String>,
-    /// Allow loading and unloading these models and changing their trace settings; of all models, with *
+    /// Allow loading and unloading these models; with *, also changing the log
     #[arg(long)]
     pub(crate) control: bool,
 }

@@ -24,7 +24,7 @@ pub(crate) struct ImageArgs {
 
 impl ImageArgs {
     /// The first of these flags that was given.
-    pub(crate) fn given(&self) -> Option<&'static str> {
+    pub(crate) fn first_given(&self) -> Option<&'static str> {
         [
             ("--scaling", self.scaling.is_some()),
             ("--mean", !self.mean.is_empty()),

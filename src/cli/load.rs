@@ -45,8 +45,8 @@ pub(crate) struct BenchArgs {
     /// Seed of the random inputs and of the request times
     #[arg(long, default_value_t = 7)]
     pub(crate) seed: u64,
-    /// Plot latency against rate into this SVG file
-    #[arg(long, value_name = "FILE")]
+    /// Refused: bench draws no plots any more
+    #[arg(long, value_name = "FILE", hide = true)]
     pub(crate) picture: Option<PathBuf>,
     /// The model server
     #[command(flatten)]

@@ -45,12 +45,12 @@ pub(crate) enum ModelCommand {
     },
     /// Import an ONNX file into a volume or a folder, as the next version of a model
     #[command(
-        after_help = "The file holds its weights itself; its inputs and outputs are read off its graph. The version is one\nabove the highest that is there, and is seen once it is complete.\n\nExamples:\n  millrace model import resnet18.onnx --name resnet18 --volume models\n  millrace model import resnet18.onnx --name resnet18 --models ./models"
+        after_help = "Inputs and outputs are read from the graph. The version is one above the highest existing version, and\nbecomes visible once it is complete.\n\nExamples:\n  millrace model import resnet18.onnx --name resnet18 --volume models\n  millrace model import resnet18.onnx --name resnet18 --models ./models"
     )]
     Import(ImportArgs),
     /// Create a version of a model that computes its matrix products with 8-bit integers
     #[command(
-        after_help = "Dynamic quantization of MatMul and Gemm with constant weights, as ONNX Runtime's own tool does it: a\nquarter of the bytes, and faster where the products are large. Convolutions and all else stay as they\nare. Both versions run on a sample; where an output differs by more than --limit on the mean, in parts\nof its range, nothing is written and the exit code is 9. The new version says in its lineage what it\nwas made from. The rows of a run share the range of its inputs, so servers run each request alone. For\nthe processor: GPUs have no such operators.\n\nExamples:\n  millrace model quantize digits --volume digits --sample examples/digits/digits-test.jsonl --input pixels\n  millrace model quantize resnet18 --models ./models --limit 0.02 --json"
+        after_help = "Dynamic quantization of MatMul and Gemm with constant weights, as ONNX Runtime's own tool does it: a\nquarter of the bytes, and faster where the products are large. Convolutions and other operators do not\nchange. Both versions run on a sample; if the mean difference of an output exceeds --limit, as a part\nof its range, nothing is written and the exit code is 9. The lineage of the new version names its\nsource. The rows of a run share the range of its inputs, so servers run each request alone. For\nthe processor: GPUs have no such operators.\n\nExamples:\n  millrace model quantize digits --volume digits --sample examples/digits/digits-test.jsonl --input pixels\n  millrace model quantize resnet18 --models ./models --limit 0.02 --json"
     )]
     Quantize(QuantizeArgs),
     /// Version routing: labels, splits and shadows
@@ -206,6 +206,49 @@ pub(crate) struct TrainArgs {
     /// The device to train on [default: from the job file]
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceArg>,
+    /// Write event files for TensorBoard to DIR/JOB
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tensorboard: Option<PathBuf>,
+}
+
+/// `millrace runs …`
+#[derive(Debug, Subcommand)]
+pub(crate) enum RunsCommand {
+    /// List the runs of a volume's jobs
+    #[command(after_help = "Example:\n  millrace runs list --volume digits --json")]
+    List {
+        /// Volume with the checkpoints, or a snapshot of it
+        #[arg(long)]
+        volume: VolumeSpec,
+        /// Only the runs of this job
+        #[arg(long)]
+        job: Option<Name>,
+    },
+    /// Show a run: its settings, checkpoints, model versions and epochs
+    #[command(after_help = "Example:\n  millrace runs show digits --volume digits --svg loss.svg")]
+    Show {
+        /// First digits of the run's id, or a job's name for its newest run
+        run: String,
+        /// Volume with the checkpoints, or a snapshot of it
+        #[arg(long)]
+        volume: VolumeSpec,
+        /// Draw the loss of each epoch to an SVG file
+        #[arg(long, value_name = "FILE")]
+        svg: Option<PathBuf>,
+    },
+    /// Compare runs: the settings that differ, and how far each came
+    #[command(after_help = "Example:\n  millrace runs compare 3f2a 90bc --volume digits --svg losses.svg")]
+    Compare {
+        /// First digits of the runs' ids, or jobs' names for their newest runs
+        #[arg(required = true, num_args = 2..=16)]
+        runs: Vec<String>,
+        /// Volume with the checkpoints, or a snapshot of it
+        #[arg(long)]
+        volume: VolumeSpec,
+        /// Draw the loss of each epoch to an SVG file
+        #[arg(long, value_name = "FILE")]
+        svg: Option<PathBuf>,
+    },
 }
 
 /// `millrace serve`
@@ -219,7 +262,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, conflicts_with = "models")]
     pub(crate) volume: Option<VolumeSpec>,
     /// Folder that holds bundles
-    #[arg(long, value_name = "DIR", required_unless_present = "volume")]
+    #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
     /// gRPC address [default: serving.grpc]
     #[arg(long)]
@@ -246,12 +289,12 @@ pub(crate) struct ServeArgs {
 pub(crate) enum ServeCommand {
     /// Put load on a model server and report its latencies
     #[command(
-        after_help = "Closed loops show what a server can do: so many clients, each sending its next request when it has\nits answer, over a connection of its own. Open loops show what users get: requests at the times of a\nPoisson process, and a request's time counts from when it was to be sent, so that a server that stalls\nis not spared. Any server of the Open Inference Protocol will do. Where this client was the bottleneck,\nit says so; it shares the machine with the server unless it runs on another one.\n\nExamples:\n  millrace serve bench digits\n  millrace serve bench digits --rate 500,1000,2000,4000 --deadline-ms 50 --picture digits.svg\n  millrace serve bench resnet --grpc gpu1:8001 --shape image:3,224,224 --concurrency 16 --rows 8\n  millrace serve bench digits --grpc models.example.org:8001 --ca ca.pem --token-file token"
+        after_help = "Closed loops measure throughput: each client has its own connection and sends its next request after\nthe previous answer. Open loops measure the latency of users: requests follow a Poisson process, and the\ntime of a request counts from its scheduled send time, so that stalls of the server are included. Any\nserver of the Open Inference Protocol works. The report notes where this client was the bottleneck;\nit shares the machine with the server unless it runs on another one.\n\nExamples:\n  millrace serve bench digits\n  millrace serve bench digits --rate 500,1000,2000,4000 --deadline-ms 50\n  millrace serve bench resnet --grpc gpu1:8001 --shape image:3,224,224 --concurrency 16 --rows 8\n  millrace serve bench digits --grpc models.example.org:8001 --ca ca.pem --token-file token"
     )]
     Bench(Box<BenchArgs>),
     /// Show the activity of a running model server: rates, queues, batch sizes, latencies
     #[command(
-        after_help = "A line for each version, of what was done since the line above: requests, rows and refused or failed\nrequests a second, requests that wait now, rows that ran together, the mean time of a request and how\nmuch of it was waiting, and percentiles (within the buckets of the server's histogram). States are\nasked for every 10 seconds. With --json, one object per interval. Of a server with tokens it shows the\nmodels that the one in --token-file may use; the metrics have neither tokens nor TLS.\n\nExamples:\n  millrace serve top\n  millrace serve top digits --interval 5\n  millrace serve top --grpc models.example.org:8001 --count 1 --json\n  millrace serve top --grpc models.example.org:8001 --ca ca.pem --cert me.pem --key me.key --token-file token"
+        after_help = "A line for each version since the previous line: requests, rows and refused or failed requests a\nsecond, queued requests, rows per batch, the mean time of a request and its queueing part, and\npercentiles (within the buckets of the server's histogram). States are read every 10 seconds. With\n--json, one object per interval. On a server with tokens, the models that the token in --token-file\nmay use are shown; the metrics have neither tokens nor TLS.\n\nExamples:\n  millrace serve top\n  millrace serve top digits --interval 5\n  millrace serve top --grpc models.example.org:8001 --count 1 --json\n  millrace serve top --grpc models.example.org:8001 --ca ca.pem --cert me.pem --key me.key --token-file token"
     )]
     Top(TopArgs),
     /// Create a bearer token: prints its line for the serving.tokens file, and the token itself on standard

@@ -4,24 +4,24 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use millrace_datafs::Name;
-use millrace_serving::repository::Target;
+use millrace_serving::config::Target;
 
 /// `millrace model label|split|shadow`
 #[derive(Debug, Subcommand)]
 pub(crate) enum RolloutCommand {
     /// Give a version of a model a name that clients can use instead of its number
     #[command(
-        after_help = "The label is written to rollout.json beside the versions; servers move it with their next look through the\nrepository, once the version is ready, without losing a request.\n\nExamples:\n  millrace model label digits stable 4 --volume models\n  millrace model label digits canary --remove --models ./models"
+        after_help = "The label is written to rollout.json beside the versions; servers apply it at their next scan of the\nrepository, once the version is ready, without losing a request.\n\nExamples:\n  millrace model label digits stable 4 --volume models\n  millrace model label digits canary --remove --models ./models"
     )]
     Label(LabelArgs),
     /// Split requests that name no version between versions, by weight
     #[command(
-        after_help = "Weights are shares of their sum, so 95 and 5 say the same as 0.95 and 0.05. A split takes the place of the\none before as a whole, of one in millrace.toml, too. A request with an id always goes to the same version;\nthose without take turns. The share of a version that is not ready goes to the others. Without weights the\nsplit that is there is shown. Written to rollout.json beside the versions, as labels are: servers that run\nfollow with their next look through the repository, between two requests.\n\nExamples:\n  millrace model split digits stable=95 canary=5 --volume models\n  millrace model split digits 4=1 --models ./models\n  millrace model split digits --volume models --json\n  millrace model split digits --remove --volume models"
+        after_help = "Weights are shares of their sum, so 95 and 5 equal 0.95 and 0.05. A split replaces the previous one as a\nwhole, also one in millrace.toml. A request with an id always goes to the same version; requests without\nan id are distributed in turn. The share of a version that is not ready goes to the others. Without\nweights, the current split is shown. It is written to rollout.json beside the versions, like labels;\nrunning servers apply it at their next scan of the repository, between two requests.\n\nExamples:\n  millrace model split digits stable=95 canary=5 --volume models\n  millrace model split digits 4=1 --models ./models\n  millrace model split digits --volume models --json\n  millrace model split digits --remove --volume models"
     )]
     Split(SplitArgs),
     /// Let a version run copies of requests that other versions answer, and compare the answers
     #[command(
-        after_help = "A copy runs once its request was answered, so nobody waits for it, and its answer goes nowhere: the metrics\nmillrace_serving_shadow_… tell how far it is from the one that was given. A share of 0 copies nothing,\nalso where millrace.toml has a shadow. Without a version the shadow that is there is shown. Written to\nrollout.json beside the versions, as labels are: servers that run follow with their next look.\n\nExamples:\n  millrace model shadow digits 5 0.1 --volume models\n  millrace model shadow digits canary 1 --models ./models\n  millrace model shadow digits --volume models --json\n  millrace model shadow digits --remove --volume models"
+        after_help = "A copy runs after its request was answered, so it delays no client, and its answer is discarded: the\nmetrics millrace_serving_shadow_… report its difference from the client's answer. A share of 0 copies\nnothing, even if millrace.toml has a shadow. Without a version, the current shadow is shown. It is\nwritten to rollout.json beside the versions, like labels; running servers apply it at their next scan.\n\nExamples:\n  millrace model shadow digits 5 0.1 --volume models\n  millrace model shadow digits canary 1 --models ./models\n  millrace model shadow digits --volume models --json\n  millrace model shadow digits --remove --volume models"
     )]
     Shadow(ShadowArgs),
 }
@@ -37,7 +37,7 @@ impl RolloutCommand {
     }
 
     /// The location of the model.
-    pub(crate) fn place(&self) -> &PlaceArgs {
+    pub(crate) fn place(&self) -> &ModelLocationArgs {
         match self {
             RolloutCommand::Label(args) => &args.place,
             RolloutCommand::Split(args) => &args.place,
@@ -48,7 +48,7 @@ impl RolloutCommand {
 
 /// The location of a model
 #[derive(Debug, Args)]
-pub(crate) struct PlaceArgs {
+pub(crate) struct ModelLocationArgs {
     /// Volume that holds the model, below models/
     #[arg(long, conflicts_with = "models", required_unless_present = "models")]
     pub(crate) volume: Option<Name>,
@@ -72,7 +72,7 @@ pub(crate) struct LabelArgs {
     pub(crate) remove: bool,
     /// The location of the model
     #[command(flatten)]
-    pub(crate) place: PlaceArgs,
+    pub(crate) place: ModelLocationArgs,
 }
 
 /// `millrace model split`
@@ -88,7 +88,7 @@ pub(crate) struct SplitArgs {
     pub(crate) remove: bool,
     /// The location of the model
     #[command(flatten)]
-    pub(crate) place: PlaceArgs,
+    pub(crate) place: ModelLocationArgs,
 }
 
 /// `millrace model shadow`
@@ -106,7 +106,7 @@ pub(crate) struct ShadowArgs {
     pub(crate) remove: bool,
     /// The location of the model
     #[command(flatten)]
-    pub(crate) place: PlaceArgs,
+    pub(crate) place: ModelLocationArgs,
 }
 
 fn weight(text: &str) -> Result<(Target, f64), String> {

@@ -34,7 +34,7 @@ pub(crate) enum VolumeCommand {
     /// Use another key for new data of an encrypted volume
     #[command(
         name = "set-key",
-        after_help = "KEY is the name of a key in [datafs.encryption_keys]. What is there already keeps the key that it was\nwritten with, so that one must stay in the configuration for as long as any of it is wanted. Mounts\nand services that have the volume open go on with the old key: start them anew.\n\nExample:\n  millrace volume set-key logs main-2027"
+        after_help = "KEY is the name of a key in [datafs.encryption_keys]. Existing data keeps its key, so the old key must\nstay in the configuration for as long as that data is needed. Mounts and services that have the volume\nopen continue with the old key until they are restarted.\n\nExample:\n  millrace volume set-key logs main-2027"
     )]
     SetKey {
         /// The volume

@@ -42,7 +42,7 @@ pub(crate) fn run(context: &Context, args: &CopyArgs) -> Result<()> {
     }
     if report.failures > 0 {
         let failures = count(report.failures);
-        return fail(Exit::Failed, format!("{failures} were not copied; run it again to go on"));
+        return fail(Exit::Failed, format!("{failures} were not copied; run it again to continue"));
     }
     Ok(())
 }

@@ -75,5 +75,5 @@ fn print(context: &Context, batch: &FeedBatch) -> Result<bool> {
         batch.slots,
         batch.rows.len()
     ))?;
-    context.out.piece(&String::from_utf8(lines)?)
+    context.out.partial(&String::from_utf8(lines)?)
 }

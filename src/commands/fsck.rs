@@ -51,7 +51,7 @@ fn show(context: &Context, report: &FsckReport) -> Result<()> {
     for problem in &report.found {
         let remedy = match problem.remedy {
             Remedy::Repaired => " (repaired)",
-            Remedy::Repairable => " (--repair mends it)",
+            Remedy::Repairable => " (--repair repairs it)",
             Remedy::None => "",
         };
         context.out.text(&format!("{}: {}{remedy}", problem.place, problem.detail))?;

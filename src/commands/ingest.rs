@@ -9,6 +9,7 @@ use crate::cli::IngestArgs;
 use crate::context::{Context, TopicSession, ensure_volume};
 use crate::failure::{Exit, fail};
 use crate::output::{bytes, count};
+use crate::settings::instead;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
@@ -35,7 +36,7 @@ pub(crate) async fn run(context: &Context, args: IngestArgs) -> Result<()> {
             break;
         }
         context.out.note(
-            "the broker of this home ended or gives way to a service: ingest goes on with its successor",
+            "the broker of this home ended or stops for a service: ingest continues with its successor",
         );
         if !context.rejoin(&mut session).await? {
             break;
@@ -93,7 +94,7 @@ async fn land(
     let ended = tokio::select! {
         ended = &mut landing => (ended, false),
         // Without --follow, the ingest ends when no broker answers.
-        () = session.lost(), if follow => {
+        () = session.wait_until_lost(), if follow => {
             stop.cancel();
             (landing.await, true)
         }
@@ -113,7 +114,10 @@ fn job(context: &Context, args: &IngestArgs) -> Result<JobConfig> {
                 let known: Vec<_> = config.jobs.iter().map(|job| job.name.as_str()).collect();
                 fail(
                     Exit::NotFound,
-                    format!("the configuration has no ingest job {name:?} (it has: {})", known.join(", ")),
+                    format!(
+                        "the configuration has no ingest job {name:?}: {}",
+                        instead(&known, "[[ingest.jobs]]")
+                    ),
                 )
             }
         },

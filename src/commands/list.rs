@@ -44,7 +44,7 @@ fn link_at(view: &View, path: &str) -> Option<Attr> {
 }
 
 /// A folder whose entries are being listed.
-struct Level {
+struct OpenFolder {
     folder: Node,
     /// The folder's path below the one that the user named, empty or with `/` at its end.
     prefix: String,
@@ -54,9 +54,9 @@ struct Level {
     is_read: bool,
 }
 
-impl Level {
-    fn new(folder: Node, prefix: String) -> Level {
-        Level { folder, prefix, rows: Vec::new().into_iter(), cursor: 0, is_read: false }
+impl OpenFolder {
+    fn new(folder: Node, prefix: String) -> OpenFolder {
+        OpenFolder { folder, prefix, rows: Vec::new().into_iter(), cursor: 0, is_read: false }
     }
 
     /// Reads further entries, sorted by name.
@@ -82,18 +82,20 @@ impl Level {
 
 /// Lists a folder. Folders below it are kept on a stack of its own: a tree may be deeper than that of a thread.
 fn list(out: Output, view: &View, folder: Node, recursive: bool) -> Result<()> {
-    let mut levels = vec![Level::new(folder, String::new())];
-    while let Some(level) = levels.last_mut() {
+    let mut open_folders = vec![OpenFolder::new(folder, String::new())];
+    while let Some(level) = open_folders.last_mut() {
         let Some((path, attr)) = level.rows.next() else {
             if level.is_read {
-                levels.pop();
+                open_folders.pop();
                 continue;
             }
             match level.read(view) {
                 Ok(()) => {}
                 // Removed since it was listed, or a snapshot in `.snapshots` that was deleted.
-                Err(Error::NotFound { .. }) if levels.len() > 1 => drop(levels.pop()),
-                Err(Error::Stale { .. }) if levels.len() > 1 && !view.is_snapshot() => drop(levels.pop()),
+                Err(Error::NotFound { .. }) if open_folders.len() > 1 => drop(open_folders.pop()),
+                Err(Error::Stale { .. }) if open_folders.len() > 1 && !view.is_snapshot() => {
+                    drop(open_folders.pop())
+                }
                 Err(error) => return Err(error.into()),
             }
             continue;
@@ -102,7 +104,7 @@ fn list(out: Output, view: &View, folder: Node, recursive: bool) -> Result<()> {
             return Ok(());
         }
         if recursive && attr.kind == FileKind::Directory {
-            levels.push(Level::new(attr.node, path + "/"));
+            open_folders.push(OpenFolder::new(attr.node, path + "/"));
         }
     }
     Ok(())
@@ -118,11 +120,11 @@ fn show(out: Output, view: &View, path: &str, attr: &Attr) -> Result<bool> {
         _ => None,
     };
     if out.is_json() {
-        return out.piece(&object(path, attr, target).to_string());
+        return out.partial(&object(path, attr, target).to_string());
     }
     let target = target.map_or(String::new(), |target| format!(" -> {}", output::printable(&target)));
     let name = output::printable(path);
-    out.piece(&format!("{} {:>14}  {}  {name}{target}", mode(attr), attr.size, time(attr.mtime)))
+    out.partial(&format!("{} {:>14}  {}  {name}{target}", mode(attr), attr.size, time(attr.mtime)))
 }
 
 /// An entry for programs. Bytes of the name that are not UTF-8 become U+FFFD.
@@ -175,11 +177,10 @@ fn mode(attr: &Attr) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]
-    fn modes_look_as_those_of_ls() {
+    fn file_modes_match_ls() {
         let home = tempfile::tempdir().unwrap();
         let datafs = millrace_datafs::Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
         datafs.volume_create(&"v".parse().unwrap()).unwrap();

@@ -26,7 +26,7 @@ use crate::cli::{ImportArgs, ModelCommand, ModelInit, WeightArgs};
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
-use crate::output::{Output, bytes, count};
+use crate::output::{Output, bytes, count, quoted};
 
 /// Largest ONNX file; protobuf itself is limited to 2 GiB.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
@@ -251,6 +251,18 @@ fn rows_json(rows: &Rows) -> serde_json::Value {
     }
 }
 
+/// Fails unless a folder of models exists.
+fn check_folder(folder: &Path) -> Result<()> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    let create = format!("mkdir -p {}", quoted(&folder.display().to_string()));
+    fail(
+        Exit::NotFound,
+        format!("there is no folder {}: create it with `{create}`, or correct --models", folder.display()),
+    )
+}
+
 /// The origin of a model: a training run or another program.
 fn origin(lineage: &Lineage) -> Vec<Vec<String>> {
     if let Some(imported) = &lineage.imported {
@@ -260,7 +272,7 @@ fn origin(lineage: &Lineage) -> Vec<Vec<String>> {
         ];
     }
     let offsets = lineage.offsets.iter().flat_map(|(topic, partitions)| {
-        partitions.iter().map(move |(partition, next)| format!("{topic}/{partition} up to {next}"))
+        partitions.iter().map(move |(partition, next)| format!("{topic}/{partition} before {next}"))
     });
     vec![
         vec!["snapshot".into(), format!("{}@{}", lineage.volume, lineage.snapshot)],

@@ -9,7 +9,7 @@ use std::process::Stdio;
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount::{self, MountOptions, TraceOptions};
-use millrace_datafs::private;
+use millrace_leaf::private;
 use millrace_serving::MetricsServer;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
@@ -75,7 +75,7 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
         .await?;
     let metrics_at = metrics.as_ref().map(MetricsServer::address);
     announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id(), metrics_at)?;
-    ready::tell();
+    ready::notify_systemd();
     context.out.note(&format!("{} {}", args.spec, mounted.opening()));
     context.advise_on_cores();
     let stop = context.stop.clone();
@@ -94,13 +94,13 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
 /// a file on a full disk.
 pub(super) fn tell_error(out: Output, error: &str) {
     if let Err(error) = out.object(&serde_json::json!({ "error": error })) {
-        tracing::debug!(%error, "telling an error to the process that waits for the mount");
+        tracing::debug!(%error, "cannot report an error to the process that waits for the mount");
     }
 }
 
 /// The error that another process reported, if any.
-pub(super) fn error_of(told: &serde_json::Value) -> Option<&str> {
-    told["error"].as_str()
+pub(super) fn error_of(announcement: &serde_json::Value) -> Option<&str> {
+    announcement["error"].as_str()
 }
 
 pub(super) fn announce(
@@ -110,14 +110,14 @@ pub(super) fn announce(
     pid: u32,
     metrics: Option<SocketAddr>,
 ) -> Result<()> {
-    let mut told = serde_json::json!({ "volume": spec, "mount": path, "pid": pid });
+    let mut announcement = serde_json::json!({ "volume": spec, "mount": path, "pid": pid });
     let mut text = String::new();
     if let Some(address) = metrics {
-        told["metrics"] = address.to_string().into();
+        announcement["metrics"] = address.to_string().into();
         text = format!("; metrics at http://{address}/metrics");
     }
     out.table(
-        &told,
+        &announcement,
         &[],
         [vec![format!(
             "{spec} is mounted at {} (millrace umount {} ends it){text}",
@@ -199,14 +199,14 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
     };
     let mut line = String::new();
     BufReader::new(stdout).read_line(&mut line).await?;
-    let told = match line.as_str() {
+    let announcement = match line.as_str() {
         "" => serde_json::Value::Null,
         line => serde_json::from_str(line)?,
     };
-    if line.is_empty() || error_of(&told).is_some() {
+    if line.is_empty() || error_of(&announcement).is_some() {
         let status = child.wait().await?;
         let exit = Exit::from_code(status.code().unwrap_or(1));
-        if let Some(error) = error_of(&told) {
+        if let Some(error) = error_of(&announcement) {
             return fail(exit, error);
         }
         let mut file = File::open(&log)?;
@@ -227,13 +227,19 @@ async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
             ),
         };
     }
-    let path = told["mount"].as_str().map(PathBuf::from).unwrap_or_else(|| args.path.clone());
-    announce(context.out, &args.spec.to_string(), &path, child.id().unwrap_or_default(), metrics_of(&told))
+    let path = announcement["mount"].as_str().map(PathBuf::from).unwrap_or_else(|| args.path.clone());
+    announce(
+        context.out,
+        &args.spec.to_string(),
+        &path,
+        child.id().unwrap_or_default(),
+        metrics_of(&announcement),
+    )
 }
 
 /// The metrics address that a mount's daemon announced.
-pub(super) fn metrics_of(told: &serde_json::Value) -> Option<SocketAddr> {
-    told["metrics"].as_str().and_then(|address| address.parse().ok())
+pub(super) fn metrics_of(announcement: &serde_json::Value) -> Option<SocketAddr> {
+    announcement["metrics"].as_str().and_then(|address| address.parse().ok())
 }
 
 /// Runs `millrace umount`.

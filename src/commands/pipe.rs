@@ -12,6 +12,7 @@ use crate::cli::PipeArgs;
 use crate::context::{Context, TopicSession, live};
 use crate::failure::{Exit, fail};
 use crate::output::count;
+use crate::settings::instead;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
@@ -66,6 +67,14 @@ pub(crate) async fn run(context: &Context, args: PipeArgs) -> Result<()> {
             count(report.dead_letters),
         ]],
     )?;
+    if report.dead_letters > 0 {
+        context.out.note(&format!(
+            "{} of {} records could not be predicted; topic {} has them with the reasons",
+            count(report.dead_letters),
+            count(report.records),
+            config.dead_letter_topic()
+        ));
+    }
     if args.follow { Ok(()) } else { context.interrupted("pipe") }
 }
 
@@ -91,7 +100,7 @@ async fn predict(
         let (ended, lost) = tokio::select! {
             ended = &mut running => (ended, false),
             // Without --follow, the pipe ends when no broker answers.
-            () = session.lost(), if follow => {
+            () = session.wait_until_lost(), if follow => {
                 stop.cancel();
                 (running.await, true)
             }
@@ -113,7 +122,7 @@ async fn predict(
             return Ok(report);
         }
         context.out.note(
-            "the broker of this home ended or gives way to a service: the pipe goes on with its successor",
+            "the broker of this home ended or stops for a service: the pipe continues with its successor",
         );
         if !context.rejoin(&mut session).await? {
             return Ok(report);
@@ -130,7 +139,10 @@ fn config(context: &Context, args: &PipeArgs) -> Result<PipeConfig> {
                 let known: Vec<_> = pipes.iter().map(|pipe| pipe.name.as_str()).collect();
                 fail(
                     Exit::NotFound,
-                    format!("the configuration has no pipe {name:?} (it has: {})", known.join(", ")),
+                    format!(
+                        "the configuration has no pipe {name:?}: {}",
+                        instead(&known, "[[serving.pipes]]")
+                    ),
                 )
             }
         };

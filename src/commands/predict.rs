@@ -23,8 +23,8 @@ use crate::credentials::credentials;
 use crate::failure::{Exit, fail, failure};
 use crate::inference::{Batch, Intake, Predictor, server};
 
-use pixels::Form;
-use read::Wanted;
+use pixels::ImageConversion;
+use read::RecordConversion;
 use source::Source;
 use write::Predictions;
 
@@ -39,8 +39,9 @@ pub(crate) async fn run(context: &Context, args: PredictArgs) -> Result<()> {
     let started = Instant::now();
     let bar = context.out.progress("predict", "records", source::records(&sources));
     let images = if source::are_images(&sources) { Some(form(predictor.intake(), &args)?) } else { None };
-    let wanted = Wanted { intake: predictor.intake().clone(), label: args.label.clone(), images };
-    let batches = reading(sources, wanted, args.in_flight as usize)?;
+    let conversion =
+        RecordConversion { intake: predictor.intake().clone(), label: args.label.clone(), images };
+    let batches = reading(sources, conversion, args.in_flight as usize)?;
     let mut answers = pin!(predictor.answers(batches, args.in_flight as usize));
     loop {
         let answer = tokio::select! {
@@ -67,9 +68,9 @@ pub(crate) fn sample(
     records_max: u64,
     mut take: impl FnMut(&Batch) -> Result<()>,
 ) -> Result<()> {
-    let wanted = Wanted { intake, label: None, images: None };
+    let conversion = RecordConversion { intake, label: None, images: None };
     let (mut taken, mut records) = (Ok(()), 0);
-    read::all(source::of_records(paths, format)?, &wanted, |batch: Batch| {
+    read::all(source::of_records(paths, format)?, &conversion, |batch: Batch| {
         records += batch.records();
         taken = take(&batch);
         taken.is_ok() && records < records_max
@@ -78,26 +79,26 @@ pub(crate) fn sample(
 }
 
 /// The conversion of images to the model's only input.
-fn form(intake: &Intake, args: &PredictArgs) -> Result<Form> {
+fn form(intake: &Intake, args: &PredictArgs) -> Result<ImageConversion> {
     let inputs: Vec<_> = intake.inputs().map(|(spec, _)| spec).collect();
     let [spec] = inputs[..] else {
         let names: Vec<&str> = inputs.iter().map(|spec| spec.name.as_str()).collect();
         let names = names.join(", ");
         return fail(Exit::Usage, format!("images are for models with one input, this one has {names}"));
     };
-    Form::new(spec, &args.images).map_err(|reason| failure(Exit::Usage, reason))
+    ImageConversion::new(spec, &args.images).map_err(|reason| failure(Exit::Usage, reason))
 }
 
-/// Reads on a separate thread, since a terminal or a pipe may block forever, and at most `ahead` batches
+/// Reads on a separate thread, since a terminal or a pipe may block forever, and at most `prefetch_batches` batches
 /// ahead of the server.
 fn reading(
     sources: Vec<Source>,
-    wanted: Wanted,
-    ahead: usize,
+    conversion: RecordConversion,
+    prefetch_batches: usize,
 ) -> Result<impl futures::Stream<Item = Result<Batch>>> {
-    let (sender, receiver) = mpsc::channel(ahead.max(1));
+    let (sender, receiver) = mpsc::channel(prefetch_batches.max(1));
     std::thread::Builder::new().name("reader".into()).spawn(move || {
-        let read = read::all(sources, &wanted, |batch| sender.blocking_send(Ok(batch)).is_ok());
+        let read = read::all(sources, &conversion, |batch| sender.blocking_send(Ok(batch)).is_ok());
         if let Err(error) = read {
             sender.blocking_send(Err(error)).ok();
         }

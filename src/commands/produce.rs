@@ -82,7 +82,7 @@ struct Acknowledged {
     /// All lines up to this one are in the topic.
     through: u64,
     /// Records of later lines that are also in the topic.
-    beyond: u64,
+    acknowledged_after: u64,
 }
 
 impl Acknowledged {
@@ -94,22 +94,22 @@ impl Acknowledged {
         if let Some(last) = first.checked_sub(1) {
             self.through = lines[last];
         }
-        self.beyond = (all - first) as u64;
+        self.acknowledged_after = (all - first) as u64;
         self.records += all as u64;
         all as u64
     }
 
     fn resume(&self, topic: &str) -> String {
-        let Acknowledged { records, through, beyond } = self;
+        let Acknowledged { records, through, acknowledged_after } = self;
         let mut text = format!(
-            "topic {topic} took {} records; go on with line {}, all lines before it are in the topic",
+            "topic {topic} took {} records; continue with line {}, all lines before it are in the topic",
             count(*records),
             through + 1
         );
-        if *beyond > 0 {
+        if *acknowledged_after > 0 {
             text.push_str(&format!(
-                " (so are {} of the lines after it, which would be there twice)",
-                count(*beyond)
+                " (so are {} of the lines after it, which would be duplicated)",
+                count(*acknowledged_after)
             ));
         }
         text

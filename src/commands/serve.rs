@@ -6,11 +6,12 @@ mod token;
 mod top;
 
 use anyhow::Result;
-use millrace_serving::repository::{State, VersionStatus};
+use millrace_serving::repository::{VersionState, VersionStatus};
 use millrace_serving::{Deps, Serving, Source, serve_with};
 
 use crate::cli::{ServeArgs, ServeCommand};
 use crate::context::Context;
+use crate::failure::{Exit, fail};
 use crate::home::Addresses;
 use crate::ready;
 
@@ -40,15 +41,27 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
     if !args.load.is_empty() {
         config.load = args.load;
     }
-    let source = match (&args.volume, &args.models) {
-        (Some(spec), _) => {
+    if args.volume.is_some() || args.models.is_some() {
+        (config.volume, config.directory) = (args.volume, args.models);
+    } else {
+        config.directory = config.directory.map(|path| context.loaded.resolve(&path));
+    }
+    let source = match (&config.volume, &config.directory) {
+        (Some(_), Some(_)) => {
+            return fail(Exit::Usage, "serving.volume and serving.directory exclude each other");
+        }
+        (Some(spec), None) => {
             let datafs = context.volumes().await?;
             let spec = spec.clone();
             Source::volume(&context.blocking(move || Ok(datafs.view(&spec)?)).await?)
         }
         (None, Some(directory)) => Source::directory(directory)?,
-        // Clap requires one of them.
-        (None, None) => return Ok(()),
+        (None, None) => {
+            return fail(
+                Exit::Usage,
+                "no models to serve: name --models DIR or --volume VOLUME, or set volume or directory in [serving]",
+            );
+        }
     };
     // Several servers may share a home; the first one announces its addresses to other commands.
     let mut lock = context.home.lock("serve").ok();
@@ -75,7 +88,7 @@ pub(crate) async fn run(context: &Context, args: ServeArgs) -> Result<()> {
         .into_iter()
         .chain(models(&serving).into_iter().map(|line| vec!["model".to_owned(), line])),
     )?;
-    ready::tell();
+    ready::notify_systemd();
     context.advise_on_cores();
     context.out.text("ready, Ctrl-C drains and stops")?;
     serving.join().await?;
@@ -88,8 +101,8 @@ fn models(serving: &Serving) -> Vec<String> {
     let line = |status: &VersionStatus| {
         let version = status.version.map_or(String::new(), |version| format!(" version {version}"));
         match &status.state {
-            State::Ready => format!("{}{version}", status.model),
-            State::Failed(reason) => format!("{}{version} is not served: {reason}", status.model),
+            VersionState::Ready => format!("{}{version}", status.model),
+            VersionState::Failed(reason) => format!("{}{version} is not served: {reason}", status.model),
         }
     };
     statuses.iter().map(line).collect()

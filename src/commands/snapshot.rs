@@ -13,12 +13,12 @@ pub(crate) fn run(context: &Context, command: SnapshotCommand) -> Result<()> {
     let datafs = context.datafs()?;
     match command {
         SnapshotCommand::Create { spec } => {
-            let (volume, name) = parts(spec)?;
+            let (volume, name) = volume_and_snapshot(spec)?;
             show(context, &[datafs.snapshot_create(&volume, &name)?])
         }
         SnapshotCommand::List { volume } => show(context, &datafs.snapshot_list(&volume)?),
         SnapshotCommand::Delete { spec } => {
-            let (volume, name) = parts(spec)?;
+            let (volume, name) = volume_and_snapshot(spec)?;
             datafs.snapshot_delete(&volume, &name)?;
             context.out.table(
                 &serde_json::json!({ "deleted": format!("{volume}@{name}") }),
@@ -29,7 +29,7 @@ pub(crate) fn run(context: &Context, command: SnapshotCommand) -> Result<()> {
     }
 }
 
-fn parts(spec: VolumeSpec) -> Result<(Name, Name)> {
+fn volume_and_snapshot(spec: VolumeSpec) -> Result<(Name, Name)> {
     match spec.snapshot {
         Some(name) => Ok((spec.volume, name)),
         None => fail(Exit::Usage, format!("name the snapshot: {}@NAME", spec.volume)),

@@ -29,7 +29,7 @@ pub(crate) async fn run(context: &Context, args: StatsArgs) -> Result<()> {
         let (asked, wanted) = (context.clone(), args.mount.clone());
         let found = context.blocking(move || find(&asked, wanted.as_deref(), look > 0)).await?;
         if args.once {
-            let shown: Vec<_> = found.iter().map(|(_, stats)| Shown::new(stats)).collect();
+            let shown: Vec<_> = found.iter().map(|(_, stats)| MountReport::new(stats)).collect();
             return show(context, &shown, false).map(drop);
         }
         if look > 0 {
@@ -37,7 +37,7 @@ pub(crate) async fn run(context: &Context, args: StatsArgs) -> Result<()> {
                 Some(stats.since(before.get(served).filter(|old| old.since == stats.since)?))
             };
             let new: Vec<_> = found.iter().filter_map(new).collect();
-            let shown: Vec<_> = new.iter().map(Shown::new).collect();
+            let shown: Vec<_> = new.iter().map(MountReport::new).collect();
             if !show(context, &shown, true)? || (shown.is_empty() && found.is_empty()) {
                 return Ok(());
             }
@@ -71,14 +71,14 @@ fn find(context: &Context, wanted: Option<&str>, were_there: bool) -> Result<Vec
         None if all.is_empty() => fail(
             Exit::NotFound,
             format!(
-                "nothing of home {} is mounted: millrace mount VOLUME PATH does it, --home names another home",
+                "no volume of home {} is mounted: run millrace mount VOLUME PATH, or name another home with --home",
                 home.display()
             ),
         ),
         None => fail(
             Exit::NotFound,
             format!(
-                "{} is no mount, and no mounted volume; mounted are: {}",
+                "{} is neither a mount point nor a mounted volume; mounted are: {}",
                 wanted.unwrap_or(""),
                 all.join(", ")
             ),
@@ -94,7 +94,7 @@ fn is_called(stats: &MountStats, name: &str, path: &Path) -> bool {
 
 /// The displayed data of a mount, for an interval or since it was mounted.
 #[derive(Debug, Serialize)]
-struct Shown<'a> {
+struct MountReport<'a> {
     volume: &'a str,
     mount: &'a Path,
     pid: u32,
@@ -139,8 +139,8 @@ fn ratio(part: u64, of: u64) -> Option<f64> {
     (of > 0).then(|| part as f64 / of as f64)
 }
 
-impl<'a> Shown<'a> {
-    fn new(stats: &'a MountStats) -> Shown<'a> {
+impl<'a> MountReport<'a> {
+    fn new(stats: &'a MountStats) -> MountReport<'a> {
         let seconds = stats.uptime_s.max(1e-9);
         let process =
             |name: &str| stats.process.get(&format!("millrace_datafs_{name}_total")).copied().unwrap_or(0);
@@ -165,7 +165,7 @@ impl<'a> Shown<'a> {
         };
         let mut operations: Vec<_> = stats.operations.iter().filter(active).map(operation).collect();
         operations.sort_by(|a, b| b.count.cmp(&a.count).then_with(|| a.op.cmp(b.op)));
-        Shown {
+        MountReport {
             volume: &stats.volume,
             mount: &stats.path,
             pid: stats.pid,
@@ -260,12 +260,12 @@ impl<'a> Shown<'a> {
 }
 
 /// Prints the mounts; false once the reader has closed standard output.
-fn show(context: &Context, shown: &[Shown<'_>], again: bool) -> Result<bool> {
+fn show(context: &Context, shown: &[MountReport<'_>], again: bool) -> Result<bool> {
     let text = || match shown {
         [] => "what was mounted has ended, or was mounted just now".to_owned(),
-        _ => shown.iter().map(Shown::text).collect::<Vec<_>>().join("\n\n"),
+        _ => shown.iter().map(MountReport::text).collect::<Vec<_>>().join("\n\n"),
     };
-    context.out.look(serde_json::json!({ "mounts": shown }), text, again)
+    context.out.sample(serde_json::json!({ "mounts": shown }), text, again)
 }
 
 /// Runs `millrace trace`.

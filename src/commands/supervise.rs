@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount;
+use millrace_leaf::backoff::Backoff;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -32,7 +33,7 @@ const WELL_AFTER: Duration = Duration::from_secs(60);
 const FAILURES_MAX: u32 = 10;
 
 /// The outcome of one daemon.
-struct Served {
+struct DaemonOutcome {
     status: ExitStatus,
     /// Whether it had mounted.
     was_ready: bool,
@@ -42,33 +43,40 @@ struct Served {
 pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
     let at = std::path::absolute(&args.path)?;
     let (mut failures, mut announced) = (0, false);
+    let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
     let mut metrics = args.metrics;
     loop {
         let started = Instant::now();
         let mut daemon = start(context, args, metrics)?;
-        let served = serve(context, &mut daemon, |told| {
-            if let Some(error) = error_of(told) {
+        let served = serve(context, &mut daemon, |announcement| {
+            if let Some(error) = error_of(announcement) {
                 if !announced {
                     tell_error(context.out, error);
                 }
                 return Ok(());
             }
             // Keep the announced address, also if the system chose the port.
-            metrics = metrics_of(told);
+            metrics = metrics_of(announcement);
             if !std::mem::replace(&mut announced, true) {
-                let at = Path::new(told["mount"].as_str().unwrap_or_default());
-                announce(context.out, &args.spec.to_string(), at, std::process::id(), metrics_of(told))?;
-                ready::tell();
+                let at = Path::new(announcement["mount"].as_str().unwrap_or_default());
+                announce(
+                    context.out,
+                    &args.spec.to_string(),
+                    at,
+                    std::process::id(),
+                    metrics_of(announcement),
+                )?;
+                ready::notify_systemd();
             }
             Ok(())
         });
-        let Served { status, was_ready } = served.await?;
+        let DaemonOutcome { status, was_ready } = served.await?;
         if status.success() {
             return Ok(());
         }
         let stops = context.stop.is_cancelled();
         if stops {
-            take_off(&at);
+            unmount(&at);
         }
         if stops || !announced || (was_ready && !mount::is_mounted(&at)?) {
             // The daemon has already reported its error.
@@ -79,9 +87,13 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
             metrics = args.metrics;
         }
         let elapsed = started.elapsed();
-        failures = if elapsed >= WELL_AFTER { 1 } else { failures + 1 };
+        if elapsed >= WELL_AFTER {
+            failures = 0;
+            backoff.reset();
+        }
+        failures += 1;
         if failures > FAILURES_MAX {
-            take_off(&at);
+            unmount(&at);
             let message = format!(
                 "the daemon of the mount at {} has ended {failures} times in a row, last with {status}; \
                  its log says why",
@@ -89,16 +101,16 @@ pub(super) async fn run(context: &Context, args: &MountArgs) -> Result<()> {
             );
             return fail(Exit::Failed, message);
         }
-        let pause = PAUSE_MAX.min(PAUSE_MIN.saturating_mul(1 << (failures - 1)));
+        let pause = backoff.pause();
         tracing::error!(
             volume = %args.spec, path = %at.display(), %status, failures,
             elapsed_ms = elapsed.as_millis() as u64, pause_ms = pause.as_millis() as u64,
-            "the daemon of a mount has died; it is started again"
+            "the daemon of a mount died; restarting it"
         );
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = context.stop.cancelled() => {
-                take_off(&at);
+                unmount(&at);
                 return Ok(());
             }
         }
@@ -128,7 +140,7 @@ async fn serve(
     context: &Context,
     daemon: &mut Child,
     hear: impl FnOnce(&serde_json::Value) -> Result<()>,
-) -> Result<Served> {
+) -> Result<DaemonOutcome> {
     // Waiting for a child closes its input, which the daemon takes for the end of its supervisor.
     let _alive = daemon.stdin.take();
     let stdout = daemon.stdout.take().ok_or_else(|| io::Error::other("the daemon has no output"))?;
@@ -138,9 +150,9 @@ async fn serve(
         line = said.next_line() => match line {
             Ok(None) => Ok(()),
             Ok(Some(line)) => {
-                serde_json::from_str(&line).map_err(anyhow::Error::from).and_then(|told| {
-                    was_ready = error_of(&told).is_none();
-                    hear(&told)
+                serde_json::from_str(&line).map_err(anyhow::Error::from).and_then(|announcement| {
+                    was_ready = error_of(&announcement).is_none();
+                    hear(&announcement)
                 })
             }
             Err(error) => Err(error.into()),
@@ -149,7 +161,7 @@ async fn serve(
     };
     if announced.is_ok() {
         tokio::select! {
-            status = daemon.wait() => return Ok(Served { status: status?, was_ready }),
+            status = daemon.wait() => return Ok(DaemonOutcome { status: status?, was_ready }),
             () = context.stop.cancelled() => {}
         }
     }
@@ -158,14 +170,14 @@ async fn serve(
         let _ = kill(Pid::from_raw(pid as i32), Signal::SIGTERM);
     }
     let status = daemon.wait().await?;
-    announced.map(|()| Served { status, was_ready })
+    announced.map(|()| DaemonOutcome { status, was_ready })
 }
 
 /// Unmounts a dead mount.
-fn take_off(at: &Path) {
+fn unmount(at: &Path) {
     if mount::is_mounted(at).is_ok_and(|mounted| mounted)
         && let Err(error) = mount::umount(at)
     {
-        tracing::warn!(%error, path = %at.display(), "a dead mount stays; millrace umount takes it off");
+        tracing::warn!(%error, path = %at.display(), "cannot unmount a dead mount; remove it with millrace umount");
     }
 }

@@ -37,7 +37,7 @@ async fn delete(context: &Context, kafka: &KafkaConfig, name: &str, yes: bool) -
     let marks = match topic::watermarks(kafka, name).await {
         Err(millrace_streams::Error::UnknownTopic { .. }) => {
             let message =
-                format!("cannot delete topic {name}: there is none of this name; see millrace topic list");
+                format!("cannot delete topic {name}: no topic has this name; see millrace topic list");
             return fail(Exit::NotFound, message);
         }
         marks => marks?,

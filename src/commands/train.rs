@@ -3,6 +3,7 @@
 use anyhow::Result;
 use millrace_trainer::job::JobFile;
 use millrace_trainer::launch::WorkerCommand;
+use millrace_trainer::tensorboard::EventFile;
 use millrace_trainer::{End, Progress, Setup, TrainReport};
 use tokio_util::sync::CancellationToken;
 
@@ -27,21 +28,41 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     if let Some(device) = args.device {
         job.device = device.as_str().parse()?;
     }
+    let mut events = match &args.tensorboard {
+        Some(directory) => Some(EventFile::create(&directory.join(job.name.as_str()))?),
+        None => None,
+    };
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
-    let report = train(context, &job, context.stop.clone(), move |progress| {
+    let report = train(context, &job, context.stop.clone(), |progress| {
         shown.set_length(progress.steps_max);
         shown.set_position(progress.step);
-        shown.set_message(format!("train, epoch {}, loss {:.4}", progress.epoch, progress.loss));
+        shown.set_message(format!(
+            "train, epoch {}, loss {:.4}, {} workers, {} samples/s",
+            progress.epoch,
+            progress.loss,
+            progress.worker_pids.len(),
+            count(progress.samples_per_second as u64)
+        ));
+        let values = [
+            ("train/loss", progress.loss),
+            ("train/epoch", progress.epoch as f64),
+            ("train/samples_per_second", progress.samples_per_second),
+            ("train/workers", progress.worker_pids.len() as f64),
+        ];
+        write_events(&mut events, progress.step, &values);
     })
     .await;
     bar.finish_and_clear();
     let report = report?;
+    for (epoch, loss) in (1..).zip(&report.loss_per_epoch) {
+        write_events(&mut events, epoch, &[("epoch/loss", *loss)]);
+    }
     let ended = match (report.end, report.already_published) {
         (_, true) => "published by an earlier run",
         (End::Converged, _) => "converged",
         (End::EpochsDone, _) => "all epochs done",
-        (End::Stopped, _) => "stopped with a checkpoint, run it again to go on",
+        (End::Stopped, _) => "stopped with a checkpoint, run it again to continue",
     };
     let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
     context.out.table(
@@ -83,6 +104,15 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         ],
     )?;
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
+}
+
+/// Appends values to an event file. A full disk ends the file, not the training.
+fn write_events(events: &mut Option<EventFile>, step: u64, values: &[(&str, f64)]) {
+    let written = events.as_mut().map_or(Ok(()), |events| events.scalars(step, values));
+    if let Err(error) = written {
+        tracing::warn!(%error, "no more events are written for TensorBoard");
+        *events = None;
+    }
 }
 
 /// Trains a job of this home, with worker processes of this program.

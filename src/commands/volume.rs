@@ -1,7 +1,7 @@
 //! `millrace volume create|list|show|set-key|delete`: the volumes of a home.
 
 use anyhow::Result;
-use millrace_datafs::{Usage, VolumeInfo, VolumeList, VolumeOptions};
+use millrace_datafs::{VolumeInfo, VolumeList, VolumeOptions};
 
 use crate::cli::VolumeCommand;
 use crate::context::Context;
@@ -60,24 +60,29 @@ fn list(context: &Context, list: &VolumeList) -> Result<()> {
     }
     let damaged: Vec<_> =
         list.damaged.iter().map(|(name, error)| format!("volume {name:?} cannot be read: {error}")).collect();
-    fail(Exit::Corrupt, format!("{}; `millrace fsck` says what can be mended", damaged.join("; ")))
+    fail(Exit::Corrupt, format!("{}; `millrace fsck` reports what can be repaired", damaged.join("; ")))
 }
 
 fn show(context: &Context, volumes: &[VolumeInfo]) -> Result<()> {
+    // Only `volume show` counts a volume's files.
+    let is_counted = volumes.iter().any(|volume| volume.usage.is_some());
+    let usage: &[&str] = if is_counted { &["files", "bytes"] } else { &[] };
+    let headers = [&["volume"], usage, &["snapshots", "compression", "key", "created (UTC)"]].concat();
     context.out.table(
         &volumes,
-        &["volume", "files", "bytes", "snapshots", "compression", "key", "created (UTC)"],
+        &headers,
         volumes.iter().map(|volume| {
-            let usage = |text: fn(&Usage) -> String| volume.usage.as_ref().map_or("-".to_owned(), text);
-            vec![
-                volume.name.to_string(),
-                usage(|usage| count(usage.files)),
-                usage(|usage| bytes(usage.bytes)),
+            let mut row = vec![volume.name.to_string()];
+            if let Some(usage) = &volume.usage {
+                row.extend([count(usage.files), bytes(usage.bytes)]);
+            }
+            row.extend([
                 count(volume.snapshots),
                 volume.compression.to_string(),
                 volume.encryption_key.clone().unwrap_or_else(|| "-".to_owned()),
                 time(volume.created_at),
-            ]
+            ]);
+            row
         }),
     )
 }

@@ -19,6 +19,6 @@ pub(crate) fn run(context: &Context, what: &str) -> Result<()> {
     context.out.table(
         &done,
         &[],
-        [vec![format!("{} files looked at, {} are in the cache", count(done.files), bytes(done.bytes))]],
+        [vec![format!("{} files checked, {} are in the cache", count(done.files), bytes(done.bytes))]],
     )
 }

@@ -173,7 +173,7 @@ impl Report {
     }
 
     /// Prints commands to try on a service that was kept.
-    pub(crate) fn things_to_try(&self, out: Output, home: &Path) -> Result<()> {
+    pub(crate) fn print_commands_to_try(&self, out: Output, home: &Path) -> Result<()> {
         if out.is_json() {
             return Ok(());
         }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::private;
+use millrace_leaf::private;
 
 use crate::cli::QuickstartArgs;
 use crate::failure::{Exit, fail};
@@ -42,13 +42,13 @@ pub(crate) fn start(home: &Home) -> Result<Start> {
     for name in ["datafs", "broker"] {
         let path = home.root().join(name);
         if path.symlink_metadata().is_ok() {
-            return not_made_here(&path);
+            return not_written_by_quickstart(&path);
         }
     }
     for (name, text) in DATA {
         let path = home.root().join(name);
         if path.symlink_metadata().is_ok() && fs::read(&path).ok().as_deref() != Some(text.as_bytes()) {
-            return not_made_here(&path);
+            return not_written_by_quickstart(&path);
         }
     }
     Ok(Start::Clean)
@@ -62,13 +62,13 @@ fn paths(home: &Home) -> (PathBuf, PathBuf) {
 fn is_marked(path: &Path) -> Result<bool> {
     match fs::read(path) {
         Ok(text) if text.starts_with(MARK.as_bytes()) => Ok(true),
-        Ok(_) => not_made_here(path),
+        Ok(_) => not_written_by_quickstart(path),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
     }
 }
 
-fn not_made_here<T>(path: &Path) -> Result<T> {
+fn not_written_by_quickstart<T>(path: &Path) -> Result<T> {
     fail(
         Exit::Conflict,
         format!("{} was not written by quickstart: choose another home with --home DIR", path.display()),

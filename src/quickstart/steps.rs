@@ -36,11 +36,11 @@ const LOOK: Duration = Duration::from_millis(25);
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A prediction's place in the source topic: partition and offset.
-type Place = (i32, i64);
+type SourceOffset = (i32, i64);
 
 /// A held-out record, with its place in its topic.
 struct HeldOut {
-    place: Place,
+    place: SourceOffset,
     record: Map<String, Value>,
     label: i64,
 }
@@ -257,7 +257,7 @@ impl Steps {
                 records.push(HeldOut { place, record, label: labels.value(row) });
             }
         }
-        let distinct: BTreeSet<Place> = records.iter().map(|record| record.place).collect();
+        let distinct: BTreeSet<SourceOffset> = records.iter().map(|record| record.place).collect();
         if distinct.len() != records.len() {
             return fail(Exit::Corrupt, "a held-out record landed more than once");
         }
@@ -385,7 +385,7 @@ impl Steps {
         let start: Vec<_> =
             ends.iter().map(|(p, (low, _))| (PREDICTIONS_TOPIC.to_owned(), *p, *low)).collect();
         let mut consumer = Consumer::assign(&kafka, &start).await?;
-        let mut seen: BTreeMap<Place, (String, usize)> = BTreeMap::new();
+        let mut seen: BTreeMap<SourceOffset, (String, usize)> = BTreeMap::new();
         let mut read = 0;
         let mut heard = Instant::now();
         while read < total {
@@ -406,7 +406,7 @@ impl Steps {
                 read += 1;
             }
         }
-        let wanted: BTreeSet<Place> = held_out.iter().map(|record| record.place).collect();
+        let wanted: BTreeSet<SourceOffset> = held_out.iter().map(|record| record.place).collect();
         figures.predicted_topic = seen.keys().filter(|place| wanted.contains(place)).count() as u64;
         figures.repeated_topic = total - seen.len() as u64;
         // An earlier version may have answered in the topic; only answers of the same version are compared.
@@ -419,7 +419,7 @@ impl Steps {
 }
 
 /// Source place, model version and class of a record in the predictions topic.
-fn prediction(value: &[u8]) -> Result<(Place, (String, usize))> {
+fn prediction(value: &[u8]) -> Result<(SourceOffset, (String, usize))> {
     let value: Value = serde_json::from_slice(value).context("a prediction is not JSON")?;
     let number = |at: &str| value.pointer(at).and_then(Value::as_i64);
     match (
@@ -436,7 +436,7 @@ fn prediction(value: &[u8]) -> Result<(Place, (String, usize))> {
 }
 
 /// The distinct places of rows; fails on a duplicate.
-fn places(batches: &[RecordBatch]) -> Result<BTreeSet<Place>> {
+fn places(batches: &[RecordBatch]) -> Result<BTreeSet<SourceOffset>> {
     let mut places = BTreeSet::new();
     for batch in batches {
         let partitions = batch.column(0).as_primitive::<Int32Type>();

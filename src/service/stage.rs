@@ -4,6 +4,7 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
+use millrace_leaf::backoff::Backoff;
 use prometheus::{IntCounterVec, IntGauge, IntGaugeVec, Opts};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -22,7 +23,7 @@ const WELL_AFTER: Duration = Duration::from_secs(120);
 static FAILURES: LazyLock<IntGaugeVec> = LazyLock::new(|| {
     let options = Opts::new(
         "millrace_up_part_failures",
-        "Failures of a part of the service in a row; 0 while it runs well",
+        "Consecutive failures of a part of the service; 0 while it runs",
     );
     let gauge = IntGaugeVec::new(options, &["part"]).expect("a valid metric");
     prometheus::register(Box::new(gauge.clone())).expect("registered once");
@@ -32,7 +33,7 @@ static FAILURES: LazyLock<IntGaugeVec> = LazyLock::new(|| {
 /// Restarts of a part after a failure.
 static RESTARTS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     let options =
-        Opts::new("millrace_up_part_restarts_total", "New starts of a part of the service after it failed");
+        Opts::new("millrace_up_part_restarts_total", "Restarts of a part of the service after a failure");
     let counter = IntCounterVec::new(options, &["part"]).expect("a valid metric");
     prometheus::register(Box::new(counter.clone())).expect("registered once");
     counter
@@ -85,7 +86,7 @@ impl Stage {
     }
 
     /// Runs a task that is restarted with growing pauses when it fails or panics; other tasks continue.
-    pub(super) fn keep<F>(&mut self, what: String, attempt: impl Fn() -> F + Send + 'static)
+    pub(super) fn spawn_restarting<F>(&mut self, what: String, attempt: impl Fn() -> F + Send + 'static)
     where
         F: Future<Output = Result<()>> + Send + 'static,
     {
@@ -94,7 +95,7 @@ impl Stage {
             (FAILURES.with_label_values(&[&what]), RESTARTS.with_label_values(&[&what]));
         let waiting = WaitGauge::of(&what);
         self.tasks.spawn(async move {
-            let mut failures = 0_u32;
+            let (mut failures, mut backoff) = (0_u32, Backoff::new(pause_min, pause_max));
             loop {
                 let began = Instant::now();
                 let mut running = AbortOnDropHandle::new(tokio::spawn(attempt()));
@@ -126,15 +127,19 @@ impl Stage {
                     Err(error) if stop.is_cancelled() => return Err(error.context(what)),
                     Err(error) => error,
                 };
-                failures = if began.elapsed() >= WELL_AFTER { 1 } else { failures.saturating_add(1) };
+                if began.elapsed() >= WELL_AFTER {
+                    failures = 0;
+                    backoff.reset();
+                }
+                failures = failures.saturating_add(1);
                 failing.set(failures.into());
-                let pause = pause_max.min(pause_min.saturating_mul(1 << (failures - 1).min(16)));
+                let pause = backoff.pause();
                 tracing::error!(
                     part = what,
                     error = format!("{error:#}"),
                     failures,
                     pause_ms = pause.as_millis() as u64,
-                    "a part of the service failed and is started again; the others go on"
+                    "a part of the service failed and is restarted; the others continue"
                 );
                 waiting.set(true);
                 let stopped = stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_none();
@@ -178,7 +183,6 @@ impl Stage {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
 
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
@@ -190,11 +194,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_part_that_fails_starts_again_until_it_succeeds() {
+    async fn failed_part_restarts_until_it_succeeds() {
         let mut stage = hasty();
         let attempts = Arc::new(AtomicU32::new(0));
         let counted = attempts.clone();
-        stage.keep("first".into(), move || {
+        stage.spawn_restarting("first".into(), move || {
             let attempt = counted.fetch_add(1, Ordering::SeqCst);
             async move {
                 match attempt {
@@ -216,13 +220,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_part_waits_between_its_attempts_and_while_it_says_so() {
+    async fn part_pauses_between_attempts_and_while_it_reports_waiting() {
         let mut stage = Stage { pauses: [Duration::from_secs(3600); 2], ..Stage::default() };
         let gauge = WaitGauge::of("waits");
         let (begin, mut begun) = tokio::sync::mpsc::unbounded_channel::<()>();
         let (end, ended) = tokio::sync::oneshot::channel::<()>();
         let (attempt_gauge, ended) = (gauge.clone(), Arc::new(tokio::sync::Mutex::new(Some(ended))));
-        stage.keep("waits".into(), move || {
+        stage.spawn_restarting("waits".into(), move || {
             let (gauge, ended, begin) = (attempt_gauge.clone(), ended.clone(), begin.clone());
             async move {
                 gauge.set(true);
@@ -251,7 +255,7 @@ mod tests {
     async fn a_part_that_always_fails_ends_with_the_service() {
         let mut stage = Stage::default();
         let (began, mut begins) = tokio::sync::mpsc::unbounded_channel();
-        stage.keep("second".into(), move || {
+        stage.spawn_restarting("second".into(), move || {
             began.send(()).unwrap();
             async { Err(anyhow::anyhow!("no such topic")) }
         });
@@ -264,9 +268,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn part_that_a_signal_cuts_short_is_no_failure() {
+    async fn part_interrupted_by_a_signal_is_not_a_failure() {
         let mut stage = hasty();
-        stage.keep("cut".into(), || async { Err(anyhow::Error::new(Interrupted).context("open volumes")) });
+        stage.spawn_restarting("cut".into(), || async {
+            Err(anyhow::Error::new(Interrupted).context("open volumes"))
+        });
         stage.finish().await.unwrap();
     }
 
@@ -275,7 +281,7 @@ mod tests {
         let mut stage = hasty();
         let (attempts, stop) = (Arc::new(AtomicU32::new(0)), stage.stop.clone());
         let counted = attempts.clone();
-        stage.keep("failing".into(), move || {
+        stage.spawn_restarting("failing".into(), move || {
             let (attempt, stop) = (counted.fetch_add(1, Ordering::SeqCst), stop.clone());
             async move {
                 if attempt > 0 {

@@ -29,6 +29,7 @@ mod api;
 mod code;
 mod config;
 mod connection;
+pub(crate) mod fuzzing;
 mod lock;
 mod log;
 mod memory;
@@ -44,6 +45,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use millrace_leaf::blocking::{self, Stopping};
+use millrace_leaf::private;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
@@ -55,7 +58,6 @@ pub use config::{Config, Flush};
 use crate::error::{Error, Result};
 use lock::DirLock;
 use memory::Memory;
-use millrace_datafs::private;
 use store::Store;
 
 /// Prefix of the cluster ids of this broker, by which consumers recognize it.
@@ -92,7 +94,7 @@ pub fn is_held(dir: &Path) -> bool {
 }
 
 /// State shared by all connections.
-pub(crate) struct Shared {
+pub(crate) struct BrokerState {
     config: Config,
     store: Store,
     stopping: CancellationToken,
@@ -124,9 +126,9 @@ impl Broker {
     pub async fn start(config: Config, dir: &Path, cancel: CancellationToken) -> Result<Self> {
         let dir = dir.to_path_buf();
         let stopping = cancel.child_token();
-        tokio::task::spawn_blocking(move || Self::start_blocking(config, &dir, stopping))
+        blocking::run(move || Self::start_blocking(config, &dir, stopping))
             .await
-            .unwrap_or(Err(Error::Closed { what: "runtime" }))
+            .unwrap_or_else(|Stopping| Err(Error::Closed { what: "runtime" }))
     }
 
     fn start_blocking(config: Config, dir: &Path, stopping: CancellationToken) -> Result<Self> {
@@ -153,7 +155,7 @@ impl Broker {
         }
         lock.set_address(reachable)?;
         let memory = Memory::new(config.memory_bytes_max, config.request_bytes_max);
-        let shared = Arc::new(Shared { config, store, stopping: stopping.clone(), memory });
+        let shared = Arc::new(BrokerState { config, store, stopping: stopping.clone(), memory });
         tracing::info!(address = %address, dir = %dir.display(), "the broker accepts connections");
         let (done, stopped) = oneshot::channel();
         runtime.spawn(async move {
@@ -234,13 +236,13 @@ fn check(config: &Config) -> Result<()> {
     Ok(())
 }
 
-async fn retain(shared: &Shared) {
+async fn retain(shared: &BrokerState) {
     while shared.stopping.run_until_cancelled(tokio::time::sleep(RETENTION_EVERY)).await.is_some() {
         tokio::task::block_in_place(|| shared.store.retain());
     }
 }
 
-async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+async fn accept(listener: TcpListener, shared: Arc<BrokerState>) {
     let connections = TaskTracker::new();
     let mut spare = spare_descriptor();
     loop {
@@ -255,14 +257,14 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
             Ok((stream, peer)) => {
                 drop(stream);
                 crate::metrics::BROKER_REFUSED.inc();
-                tracing::warn!(peer = %peer, "turned a connection away: streams.broker.connections_max is reached");
+                tracing::warn!(peer = %peer, "refused a connection: streams.broker.connections_max is reached");
             }
             Err(error) if spare.is_some() && out_of_descriptors(&error) => {
                 // The spare descriptor admits the waiting connection, which is then closed instead of left
                 // waiting.
                 drop(spare.take());
                 let refused = tokio::time::timeout(ACCEPT_PAUSE, listener.accept()).await;
-                tracing::warn!(error = %error, "turned a connection away: raise the limit of open files");
+                tracing::warn!(error = %error, "refused a connection: raise the limit of open files");
                 crate::metrics::BROKER_REFUSED.inc();
                 drop(refused);
                 spare = spare_descriptor();

@@ -57,7 +57,7 @@ pub enum Error {
     /// The start offset is not in the log: records were deleted, or the topic was deleted and created again.
     #[error(
         "topic {topic} partition {partition}: offset {requested} is outside of {low}..={high}; \
-         the records were deleted or the topic was created again (start from the earliest offset to go on)"
+         the records were deleted or the topic was created again (start from the earliest offset to continue)"
     )]
     OffsetOutOfRange {
         /// Topic name.
@@ -103,7 +103,7 @@ pub enum Error {
         reason: String,
     },
     /// The producer met a fatal error: replace it by a new one.
-    #[error("the producer for {bootstrap_servers} can not go on: {reason}; connect a new one")]
+    #[error("the producer for {bootstrap_servers} cannot continue: {reason}; connect a new one")]
     ProducerLost {
         /// The brokers.
         bootstrap_servers: String,
@@ -278,12 +278,6 @@ impl Error {
     pub(crate) fn is_no_space(&self) -> bool {
         use std::io::ErrorKind::{QuotaExceeded, StorageFull};
         matches!(self, Error::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
-    }
-
-    /// The error and its cause on one line.
-    pub(crate) fn with_cause(&self) -> String {
-        use std::error::Error as _;
-        self.source().map_or_else(|| self.to_string(), |source| format!("{self}: {source}"))
     }
 
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {

@@ -42,6 +42,8 @@ pub mod config;
 pub mod dataset;
 pub mod error;
 pub mod feed;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod metrics;
 pub mod topic;
 

@@ -31,11 +31,11 @@ pub static PRODUCED_RECORDS: LazyLock<IntCounter> = LazyLock::new(|| {
 
 /// Records handed out by our consumers.
 pub static CONSUMED_RECORDS: LazyLock<IntCounter> =
-    LazyLock::new(|| counter("millrace_streams_consumed_records_total", "Records handed out by consumers."));
+    LazyLock::new(|| counter("millrace_streams_consumed_records_total", "Records returned by consumers."));
 
 /// Key and value bytes handed out by our consumers.
 pub static CONSUMED_BYTES: LazyLock<IntCounter> = LazyLock::new(|| {
-    counter("millrace_streams_consumed_bytes_total", "Key and value bytes handed out by consumers.")
+    counter("millrace_streams_consumed_bytes_total", "Key and value bytes returned by consumers.")
 });
 
 /// Open client connections of the embedded broker.

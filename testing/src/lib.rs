@@ -43,11 +43,21 @@ pub enum Need {
     Kcat,
     /// The program `openssl`.
     Openssl,
+    /// An NVIDIA GPU with its driver, and the CUDA toolkit.
+    Gpu,
 }
 
 impl Need {
-    const ALL: [Need; 7] =
-        [Need::Fuse, Need::Root, Need::Disk, Need::Filesystem, Need::Postgres, Need::Kcat, Need::Openssl];
+    const ALL: [Need; 8] = [
+        Need::Fuse,
+        Need::Root,
+        Need::Disk,
+        Need::Filesystem,
+        Need::Postgres,
+        Need::Kcat,
+        Need::Openssl,
+        Need::Gpu,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -58,6 +68,7 @@ impl Need {
             Need::Postgres => "postgres",
             Need::Kcat => "kcat",
             Need::Openssl => "openssl",
+            Need::Gpu => "gpu",
         }
     }
 }
@@ -111,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_requires_what_it_names() {
+    fn listed_needs_are_required() {
         assert_eq!(requires("", Need::Fuse), Ok(false));
         assert_eq!(requires("root, fuse", Need::Fuse), Ok(true));
         assert_eq!(requires("root", Need::Fuse), Ok(false));

@@ -121,17 +121,19 @@ fn python_clients_use_a_running_pipeline() {
         assert!(said.contains(says), "{said}");
     }
     // A second server over the same volume, which serves only models that a client loads.
-    let traces = home.dir.path().join("traces");
-    std::fs::create_dir(&traces).unwrap();
     let mut explicit = Service::spawn(
-        home.command()
-            .args(["serve", "--volume", "digits", "--control", "explicit", "--json"])
-            .args(["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--metrics", "127.0.0.1:0"])
-            .env("MILLRACE_SERVING__TRACE_DIRECTORY", &traces),
+        home.command().args(["serve", "--volume", "digits", "--control", "explicit", "--json"]).args([
+            "--grpc",
+            "127.0.0.1:0",
+            "--http",
+            "127.0.0.1:0",
+            "--metrics",
+            "127.0.0.1:0",
+        ]),
     );
     let listens = explicit.object();
     let (grpc, http) = (listens["grpc"].as_str().unwrap(), listens["http"].as_str().unwrap());
-    let said = program(python("triton_control.py").args([grpc, http, "digits"]).arg(&traces));
+    let said = program(python("triton_control.py").args([grpc, http, "digits"]));
     assert!(said.contains("loaded and unloaded twice"), "{said}");
     assert_eq!(explicit.stop(), 0);
     if fuse_permitted() {

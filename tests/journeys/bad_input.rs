@@ -21,7 +21,7 @@ const RECORDS: &str = r#"{"id":1,"x":[0.5,1.5],"label":0}
 {"id":2,"x":[2.5,3.5],"label":1}
 "#;
 
-fn landed(home: &Home) {
+fn ingest_records(home: &Home) {
     let file = home.file("records.jsonl", RECORDS);
     home.ok(["produce", "t", file.to_str().unwrap()]);
     home.ok(["ingest", "--topic", "t", "--volume", "v"]);
@@ -38,7 +38,7 @@ fn job(home: &Home, dataset: &str, model: &str) -> PathBuf {
 const MLP: &str = r#"{ kind = "mlp", inputs = 2, hidden = [4], classes = 2 }"#;
 
 #[test]
-fn a_port_that_is_taken_is_named_with_the_way_out() {
+fn port_in_use_is_named_with_the_remedy() {
     let home = Home::new();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
@@ -83,6 +83,23 @@ fn configuration_mistakes_are_named_with_their_line() {
 }
 
 #[test]
+fn missing_or_unknown_name_lists_the_valid_names() {
+    let home = Home::new();
+    let (code, line) = home.fails(["serve"]);
+    assert!(code == 2 && line.contains("--models DIR or --volume VOLUME"), "{line}");
+    let (code, line) = home.fails(["ingest", "--job", "a"]);
+    assert!(code == 3 && line.contains("declare it under [[ingest.jobs]]"), "{line}");
+    let config =
+        home.file("m.toml", "[[ingest.jobs]]\nname = \"b\"\ntopic = \"t\"\nvolume = \"v\"\npath = \"p\"\n");
+    let (code, line) = home.fails(["--config", config.to_str().unwrap(), "ingest", "--job", "a"]);
+    assert!(code == 3 && line.contains("it has b"), "{line}");
+    let graph = home.file("m.onnx", "");
+    let (code, line) =
+        home.fails(["model", "import", graph.to_str().unwrap(), "--name", "m", "--models", "none"]);
+    assert!(code == 3 && line.contains("mkdir -p none"), "{line}");
+}
+
+#[test]
 fn a_home_that_cannot_be_used_is_refused() {
     let home = Home::new();
     let file = home.file("a-file", "");
@@ -102,9 +119,9 @@ fn a_home_that_cannot_be_used_is_refused() {
 }
 
 #[test]
-fn names_that_do_not_exist_are_named() {
+fn missing_volumes_topics_and_models_are_named() {
     let home = Home::new();
-    landed(&home);
+    ingest_records(&home);
     for args in [
         &["volume", "show", "nope"][..],
         &["snapshot", "list", "nope"],
@@ -219,7 +236,7 @@ fn cuda_is_refused_in_one_line_rather_than_replaced() {
     let (code, line) = home.fails(["quickstart", "--free-ports", "--device", "cuda"]);
     assert_eq!(code, 5, "{line}");
     assert!(line.contains("cuda"), "{line}");
-    landed(&home);
+    ingest_records(&home);
     let job = job(&home, "v@s:/t", MLP);
     let (_, line) = home.fails(["train", job.to_str().unwrap(), "--device", "cuda"]);
     assert!(line.contains("cuda"), "{line}");
@@ -228,7 +245,7 @@ fn cuda_is_refused_in_one_line_rather_than_replaced() {
 #[test]
 fn damaged_parquet_and_foreign_operators_stop_before_training() {
     let home = Home::new();
-    landed(&home);
+    ingest_records(&home);
     let bad = home.dir.path().join("bad.onnx");
     home.ok([
         "model",
@@ -285,7 +302,7 @@ fn damaged_parquet_and_foreign_operators_stop_before_training() {
 }
 
 #[test]
-fn a_full_disk_lands_nothing_half() {
+fn full_disk_leaves_no_partial_files() {
     if !nix::unistd::geteuid().is_root() {
         return millrace_testing::skip(millrace_testing::Need::Root, "only root can mount the small disk");
     }
@@ -340,7 +357,7 @@ fn a_full_disk_lands_nothing_half() {
 }
 
 #[test]
-fn garbage_on_the_brokers_port_harms_nobody() {
+fn garbage_on_the_broker_port_does_not_disturb_clients() {
     let home = Home::new();
     let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
     let kafka = broker.object()["kafka"].as_str().unwrap().to_owned();
@@ -402,10 +419,10 @@ pub(crate) fn serve(home: &Home, break_it: impl FnOnce(&Path)) -> (Service, Stri
         "--metrics",
         "127.0.0.1:0",
     ]);
-    let said = service.object();
+    let printed = service.object();
     let models =
-        said["models"].as_array().unwrap().iter().map(|line| line.as_str().unwrap().to_owned()).collect();
-    (service, said["grpc"].as_str().unwrap().to_owned(), models)
+        printed["models"].as_array().unwrap().iter().map(|line| line.as_str().unwrap().to_owned()).collect();
+    (service, printed["grpc"].as_str().unwrap().to_owned(), models)
 }
 
 #[test]
@@ -435,7 +452,7 @@ fn a_corrupt_bundle_is_named_and_never_served() {
 }
 
 #[test]
-fn wrong_names_types_and_shapes_have_their_status() {
+fn wrong_names_types_and_shapes_get_the_matching_status() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
     let cases = [

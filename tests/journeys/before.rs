@@ -22,8 +22,8 @@ fn unpacked() -> Home {
 
 fn run(home: &Home, args: &[&str]) -> Output {
     let output = home.command().env("VOLUME_KEY", KEY).args(args).arg("--json").output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{args:?}: {said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {printed}");
     output
 }
 
@@ -42,7 +42,7 @@ fn copied(home: &Home, from: &str) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn volumes_of_an_earlier_program_are_read_and_written() {
+fn volumes_of_earlier_release_are_read_and_written() {
     let home = unpacked();
     let first = run(&home, &["volume", "list"]);
     // The fixture's home was open to other users.
@@ -73,7 +73,7 @@ fn volumes_of_an_earlier_program_are_read_and_written() {
 }
 
 #[test]
-fn topics_of_an_earlier_program_are_read_and_ingest_goes_on_where_it_stood() {
+fn topics_of_earlier_release_are_read_and_ingest_continues_at_its_offset() {
     let home = unpacked();
     assert_eq!(json(&home, &["ingest", "--topic", "trips", "--volume", "v"])["report"]["records"], 0);
     let more = home.file("more.jsonl", "{\"id\":201,\"x\":[0.5,0.5],\"label\":0}\n");
@@ -87,7 +87,7 @@ fn topics_of_an_earlier_program_are_read_and_ingest_goes_on_where_it_stood() {
 }
 
 #[test]
-fn a_training_of_an_earlier_program_goes_on_from_its_checkpoint_and_its_model_is_served() {
+fn training_of_earlier_release_continues_from_checkpoint_and_its_model_is_served() {
     let home = unpacked();
     let job = home.path().join("steps.toml");
     let report = json(&home, &["train", job.to_str().unwrap()]);
@@ -107,10 +107,10 @@ fn a_training_of_an_earlier_program_goes_on_from_its_checkpoint_and_its_model_is
     let models = home.dir.path().join("models");
     run(&home, &["cp", "-r", "v:/models", models.to_str().unwrap()]);
     assert_eq!(files_below(&models, "onnx").len(), 3);
-    let (service, told) = home.serve(["--models", models.to_str().unwrap()]);
+    let (service, addresses) = home.serve(["--models", models.to_str().unwrap()]);
     let records = home.file("r.jsonl", "{\"x\":[0.5,0.5]}\n");
     for model in ["done", "steps"] {
-        let grpc = told["grpc"].as_str().unwrap();
+        let grpc = addresses["grpc"].as_str().unwrap();
         let args = ["predict", model, records.to_str().unwrap(), "--input", "x", "--grpc", grpc];
         assert_eq!(json(&home, &args)["predicted"], 1);
     }

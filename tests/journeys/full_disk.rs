@@ -14,7 +14,7 @@ fn fill(disk: &Path) {
 }
 
 #[test]
-fn a_detached_mount_on_a_full_disk_serves_or_says_why_it_cannot() {
+fn detached_mount_on_a_full_disk_serves_or_reports_the_reason() {
     if !nix::unistd::geteuid().is_root() {
         return millrace_testing::skip(millrace_testing::Need::Root, "only root can mount a tmpfs");
     }

@@ -25,7 +25,7 @@ fn wait(child: &mut Child) {
 }
 
 #[test]
-fn a_reader_that_goes_away_ends_a_feed() {
+fn closed_reader_ends_a_feed() {
     let home = Home::new();
     let file = home.file("r.jsonl", "{\"id\":1}\n{\"id\":2}\n");
     home.ok(["produce", "t", file.to_str().unwrap()]);
@@ -40,7 +40,7 @@ fn a_reader_that_goes_away_ends_a_feed() {
 }
 
 #[test]
-fn lines_are_produced_as_they_come_and_an_interrupt_says_how_many() {
+fn lines_are_produced_as_they_arrive_and_an_interrupt_reports_the_count() {
     let home = Home::new();
     let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
     broker.object();
@@ -58,13 +58,13 @@ fn lines_are_produced_as_they_come_and_an_interrupt_says_how_many() {
     kill(Pid::from_raw(produce.id() as i32), Signal::SIGINT).unwrap();
     let (code, line) = failure(&produce.wait_with_output().unwrap(), "an interrupted produce");
     assert_eq!(code, 1, "{line}");
-    assert!(line.contains("took 1 records; go on with line 2") && line.contains("interrupted"), "{line}");
+    assert!(line.contains("took 1 records; continue with line 2") && line.contains("interrupted"), "{line}");
     drop(stdin);
     assert_eq!(broker.stop(), 0);
 }
 
 #[test]
-fn commands_at_the_same_time_share_the_broker_that_one_of_them_started() {
+fn concurrent_commands_share_one_temporary_broker() {
     let home = Home::new();
     let mut first = spawn(&home, &["produce", "a"]);
     let mut second = spawn(&home, &["produce", "b"]);
@@ -85,7 +85,7 @@ fn commands_at_the_same_time_share_the_broker_that_one_of_them_started() {
 }
 
 #[test]
-fn model_files_need_no_home_and_are_files_like_any_other() {
+fn model_file_commands_need_no_home_and_use_the_default_mode() {
     let home = Home::new();
     let model = home.dir.path().join("m.onnx");
     let model = model.to_str().unwrap();
@@ -113,7 +113,7 @@ fn model_files_need_no_home_and_are_files_like_any_other() {
 
 /// The process of a detached mount outlives the command that started it, however much it logs.
 #[test]
-fn a_detached_mount_lives_on_and_logs_to_its_file() {
+fn detached_mount_keeps_running_and_logs_to_its_file() {
     if !fuse_permitted() {
         return;
     }

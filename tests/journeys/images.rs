@@ -32,7 +32,7 @@ const SINGLE: Inputs<'_> = &[("image", DataType::Uint8, &[1, 2, 2, 3])];
 const TWO: Inputs<'_> = &[("a", DataType::Float, &[-1, 3, 2, 2]), ("b", DataType::Float, &[-1])];
 
 #[test]
-fn images_become_what_the_model_takes() {
+fn images_are_converted_to_the_model_input() {
     let home = Home::new();
     let models = [
         ("planar", PLANAR),
@@ -43,12 +43,12 @@ fn images_become_what_the_model_takes() {
     ];
     let (service, grpc) = serve_echoes(&home, &models);
     let ask = |args: &[&str]| home.json([&["predict"][..], args, &["--grpc", &grpc]].concat());
-    let values = |said: &Value, at: usize| said["predictions"][at]["outputs"]["image_out"].clone();
+    let values = |printed: &Value, at: usize| printed["predictions"][at]["outputs"]["image_out"].clone();
     home.file("a.png", encoded(picture(), ImageFormat::Png));
 
-    let said = ask(&["planar", "a.png"]);
+    let printed = ask(&["planar", "a.png"]);
     let planes = json!([0.0, 10.0, 20.0, 255.0, 1.0, 11.0, 21.0, 254.0, 2.0, 12.0, 22.0, 253.0]);
-    assert_eq!((&values(&said, 0), &said["predictions"][0]["file"]), (&planes, &json!("a.png")));
+    assert_eq!((&values(&printed, 0), &printed["predictions"][0]["file"]), (&planes, &json!("a.png")));
     let scaled = values(&ask(&["planar", "a.png", "--scaling", "inception"]), 0);
     assert_eq!((&scaled[0], &scaled[3]), (&json!(-1.0), &json!(1.0)));
     let explicit = values(&ask(&["planar", "a.png", "--mean", "-1,0,0", "--std", "0.5"]), 0);
@@ -87,19 +87,19 @@ fn images_become_what_the_model_takes() {
     for (model, more) in
         [("interleaved", &[][..]), ("interleaved", &["--batch-rows", "4"]), ("single", &["--in-flight", "2"])]
     {
-        let said = ask(&[&[model, "photos"][..], more].concat());
-        assert_eq!(said["predicted"], 6);
+        let printed = ask(&[&[model, "photos"][..], more].concat());
+        assert_eq!(printed["predicted"], 6);
         for (at, expected) in expected.iter().enumerate() {
-            assert_eq!(values(&said, at), *expected, "{}", said["predictions"][at]["file"]);
+            assert_eq!(values(&printed, at), *expected, "{}", printed["predictions"][at]["file"]);
         }
-        assert_eq!(said["predictions"][5]["file"], "photos/6-not-by-its-name.jpeg");
+        assert_eq!(printed["predictions"][5]["file"], "photos/6-not-by-its-name.jpeg");
     }
     assert_eq!(values(&ask(&["grey", "photos/2-deep-grey.PNG"]), 0), json!([7, 7, 7, 7]));
 
     // Tables, Parquet files and pipes name the file of each image.
     let shown = home.ok(["predict", "interleaved", "photos", "a.png", "--grpc", &grpc]);
     assert!(shown.contains("photos/4-large.png") && shown.contains("7 predicted by interleaved"), "{shown}");
-    let written = home.dir.path().join("said.parquet");
+    let written = home.dir.path().join("predictions.parquet");
     ask(&["interleaved", "photos", "-o", written.to_str().unwrap()]);
     let reader = ParquetRecordBatchReaderBuilder::try_new(File::open(&written).unwrap()).unwrap();
     let batch = reader.build().unwrap().next().unwrap().unwrap();
@@ -116,7 +116,7 @@ fn images_become_what_the_model_takes() {
 }
 
 #[test]
-fn predict_says_what_is_wrong_with_an_image() {
+fn predict_names_the_defect_of_an_image() {
     let home = Home::new();
     let models = [("planar", PLANAR), ("interleaved", INTERLEAVED), ("open", OPEN), ("two", TWO)];
     let (service, grpc) = serve_echoes(&home, &models);
@@ -129,12 +129,12 @@ fn predict_says_what_is_wrong_with_an_image() {
     home.file("empty.png", "");
     home.file("wide.png", encoded(GrayImage::new(20_000, 1), ImageFormat::Png));
     home.file("rows.csv", "x\n1\n");
-    let kept = home.file("said.jsonl", "from before");
+    let kept = home.file("predictions.jsonl", "from before");
     std::fs::create_dir(home.dir.path().join("none")).unwrap();
     let cases: [(&[&str], i32, &str); 19] = [
         (&["planar", "cut.png"], 6, "cut.png cannot be decoded"),
         (&["planar", "good.png", "cut.png"], 6, "cut.png cannot be decoded"),
-        (&["planar", "cut.jpg"], 6, "cut.jpg cannot be decoded: it breaks off"),
+        (&["planar", "cut.jpg"], 6, "cut.jpg cannot be decoded: the file ends"),
         (&["planar", "text.png"], 6, "text.png is neither PNG nor JPEG"),
         (&["planar", "empty.png"], 6, "empty.png is neither PNG nor JPEG"),
         (&["planar", "wide.png"], 2, "wide.png says that it is larger than 16384 pixels a side"),
@@ -153,7 +153,7 @@ fn predict_says_what_is_wrong_with_an_image() {
         (&["nosuch", "good.png"], 3, "no model \"nosuch\""),
     ];
     for (args, code, says) in cases {
-        let output = ["-o", "said.jsonl", "--grpc", &grpc];
+        let output = ["-o", "predictions.jsonl", "--grpc", &grpc];
         let (found, line) = home.fails([&["predict"][..], args, &output].concat());
         assert_eq!(found, code, "{line}");
         assert!(line.contains(says), "{says} is missing in {line}");

@@ -47,15 +47,15 @@ fn check(manifest: &Value, version: u64) {
 }
 
 #[test]
-fn files_become_the_next_versions_in_a_folder_and_are_served() {
+fn imported_files_become_the_next_versions_in_a_folder_and_are_served() {
     let home = Home::new();
     let (file, folder) = (onnx(&home), folder(&home));
     let import = ["model", "import", text(&file), "--name", "m", "--models", text(&folder)];
     check(&home.json(import), 1);
-    let said = home.ok(import);
+    let printed = home.ok(import);
     assert!(
-        said.contains("m version 2") && said.contains("imported from") && said.contains("mlp.onnx"),
-        "{said}"
+        printed.contains("m version 2") && printed.contains("imported from") && printed.contains("mlp.onnx"),
+        "{printed}"
     );
     assert_eq!(std::fs::read(folder.join("m/2/model.onnx")).unwrap(), std::fs::read(&file).unwrap());
     // A folder needs no home.
@@ -75,7 +75,7 @@ fn files_become_the_next_versions_in_a_folder_and_are_served() {
 }
 
 #[test]
-fn files_become_the_next_versions_in_a_volume() {
+fn imported_files_become_the_next_versions_in_a_volume() {
     let home = Home::new();
     let file = onnx(&home);
     home.ok(["volume", "create", "v"]);
@@ -83,12 +83,12 @@ fn files_become_the_next_versions_in_a_volume() {
     check(&home.json(import), 1);
     check(&home.json(import), 2);
     check(&home.json(["model", "show", "m", "--volume", "v", "--version", "2"]), 2);
-    let said = home.ok(["model", "show", "m", "--volume", "v"]);
-    assert!(said.contains("written by") && !said.contains("snapshot"), "{said}");
+    let printed = home.ok(["model", "show", "m", "--volume", "v"]);
+    assert!(printed.contains("written by") && !printed.contains("snapshot"), "{printed}");
 }
 
 #[test]
-fn imports_at_the_same_time_get_versions_of_their_own() {
+fn concurrent_imports_get_different_versions() {
     let home = Home::new();
     let (file, folder) = (onnx(&home), folder(&home));
     home.ok(["volume", "create", "v"]);
@@ -109,7 +109,7 @@ fn imports_at_the_same_time_get_versions_of_their_own() {
 }
 
 #[test]
-fn what_cannot_be_imported_is_one_line_and_leaves_nothing() {
+fn failed_import_prints_one_line_and_leaves_no_files() {
     let home = Home::new();
     let (file, folder) = (onnx(&home), folder(&home));
     home.ok(["volume", "create", "v"]);
@@ -217,7 +217,7 @@ fn weights_beside_a_graph_are_imported_with_it() {
 }
 
 #[test]
-fn graphs_that_servers_refuse_are_refused_or_named_at_the_import() {
+fn graphs_that_servers_refuse_are_refused_or_reported_at_import() {
     let home = Home::new();
     let (made, folder) = (onnx(&home), folder(&home));
     let model = ModelProto::decode(&std::fs::read(&made).unwrap()[..]).unwrap();
@@ -260,7 +260,7 @@ fn graphs_that_servers_refuse_are_refused_or_named_at_the_import() {
         ],
         "quotient.onnx",
     );
-    let said = home.json(import(&quotient));
-    assert!(said["refused"].as_str().unwrap().contains("trusted_divisors"), "{said}");
+    let printed = home.json(import(&quotient));
+    assert!(printed["refused"].as_str().unwrap().contains("trusted_divisors"), "{printed}");
     assert_eq!(home.json(["model", "show", text(&made)]).get("refused"), None);
 }

@@ -60,7 +60,7 @@ fn summed(home: &Home) -> PathBuf {
 }
 
 #[test]
-fn records_of_a_model_that_sums_up_rows_are_sent_one_by_one() {
+fn model_that_sums_rows_gets_records_one_by_one() {
     let home = Home::new();
     let (file, folder) = (summed(&home), home.dir.path().join("models"));
     std::fs::create_dir(&folder).unwrap();
@@ -70,10 +70,10 @@ fn records_of_a_model_that_sums_up_rows_are_sent_one_by_one() {
         let place = json!({ "node": "over_rows", "operator": "CumSum", "value": "y", "reason": "it works along the rows" });
         assert_eq!((&rows["independent"], &rows["place"]), (&json!(false), &place), "{rows}");
     }
-    let said = home.ok(["model", "import", text(&file), "--name", "summed", "--models", text(&folder)]);
+    let printed = home.ok(["model", "import", text(&file), "--name", "summed", "--models", text(&folder)]);
     assert!(
-        said.contains(r#"dependent: CumSum "over_rows" that gives "y": it works along the rows"#),
-        "{said}"
+        printed.contains(r#"dependent: CumSum "over_rows" that gives "y": it works along the rows"#),
+        "{printed}"
     );
     let (service, served) = home.serve(["--models", text(&folder)]);
     let records = home.file("records.jsonl", "{\"x\":[1]}\n{\"x\":[10]}\n{\"x\":[100]}\n");
@@ -86,7 +86,7 @@ fn records_of_a_model_that_sums_up_rows_are_sent_one_by_one() {
 }
 
 #[test]
-fn the_networks_that_are_trained_here_have_independent_rows() {
+fn trained_networks_have_independent_rows() {
     let home = Home::new();
     let file = home.dir.path().join("net.onnx");
     for kind in [

@@ -16,7 +16,7 @@ fn two_homes_run_side_by_side() {
 }
 
 #[test]
-fn a_second_up_on_one_home_says_who_holds_it() {
+fn second_up_on_a_home_names_the_holder() {
     let home = Home::new();
     let config = home.file("m.toml", "[streams.broker]\nlisten = \"127.0.0.1:0\"\n[up]\nvolumes = [\"v\"]\n");
     let config = config.to_str().unwrap();

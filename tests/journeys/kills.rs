@@ -24,7 +24,7 @@ const FIELDS: [&str; 10] = [
 ];
 
 #[test]
-fn a_pipeline_killed_at_ten_moments_ends_whole() {
+fn pipeline_killed_at_ten_moments_completes_without_loss() {
     let calm = Home::new();
     let started = Instant::now();
     let reference = calm.json(["quickstart", "--free-ports"]);

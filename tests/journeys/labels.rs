@@ -44,7 +44,7 @@ pub(crate) async fn answers(client: &mut Client, version: &str) -> Result<String
 
 /// Concurrent commands on a model keep each other's changes, in a folder and in a volume.
 #[test]
-fn commands_at_the_same_time_keep_one_another() {
+fn concurrent_label_commands_keep_each_others_changes() {
     let home = Home::new();
     let models = repository(&home);
     home.ok(["volume", "create", "models"]);
@@ -88,7 +88,7 @@ fn a_label_moves_to_another_version_while_the_server_answers() {
 }
 
 #[test]
-fn a_label_without_its_version_is_one_clear_line() {
+fn label_of_a_missing_version_is_refused_in_one_line() {
     let home = Home::new();
     let models = repository(&home);
     let models = models.as_str();

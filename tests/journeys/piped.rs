@@ -10,7 +10,7 @@ const PIPE: [&str; 11] =
     ["pipe", "--from", "asked", "--to", "answered", "--model", "m", "--volume", "v", "--input", "x"];
 
 #[test]
-fn a_pipe_of_another_name_begins_at_the_first_record_and_a_topic_that_was_created_again_needs_one() {
+fn new_pipe_starts_at_the_first_record_and_a_recreated_topic_needs_a_new_pipe() {
     let home = Home::new();
     home.ok(["model", "init", "mlp", "--inputs", "2", "--hidden", "4", "--classes", "2", "m.onnx"]);
     home.ok(["volume", "create", "v"]);
@@ -37,7 +37,7 @@ fn a_pipe_of_another_name_begins_at_the_first_record_and_a_topic_that_was_create
 }
 
 #[test]
-fn a_pipe_that_follows_goes_on_when_its_temporary_broker_is_killed() {
+fn following_pipe_continues_after_its_temporary_broker_is_killed() {
     let home = Home::new();
     home.ok(["model", "init", "mlp", "--inputs", "2", "--hidden", "4", "--classes", "2", "m.onnx"]);
     home.ok(["volume", "create", "v"]);

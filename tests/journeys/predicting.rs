@@ -53,7 +53,7 @@ fn close(a: &Value, b: &Value) -> bool {
 }
 
 #[test]
-fn records_and_answers_of_every_form_are_alike() {
+fn records_of_every_format_get_equal_answers() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
     let rows: Vec<Value> = (0..RECORDS).map(|i| json!({ "x": values(i), "y": i % 2 })).collect();
@@ -98,9 +98,12 @@ fn records_and_answers_of_every_form_are_alike() {
     }
 
     // All predictions into a file, in the model's types.
-    let written = home.dir.path().join("said.parquet");
-    let said = ask(&parquet_file, &["--label", "y", "--output", written.to_str().unwrap()]);
-    assert!(said.contains("100 predicted by m version 2") && said.contains("said.parquet"), "{said}");
+    let written = home.dir.path().join("predictions.parquet");
+    let printed = ask(&parquet_file, &["--label", "y", "--output", written.to_str().unwrap()]);
+    assert!(
+        printed.contains("100 predicted by m version 2") && printed.contains("predictions.parquet"),
+        "{printed}"
+    );
     let reader = ParquetRecordBatchReaderBuilder::try_new(File::open(&written).unwrap()).unwrap();
     let mut row = 0;
     for batch in reader.build().unwrap() {
@@ -115,7 +118,7 @@ fn records_and_answers_of_every_form_are_alike() {
         }
     }
     assert_eq!(row, RECORDS);
-    let written = home.dir.path().join("said.jsonl");
+    let written = home.dir.path().join("predictions.jsonl");
     ask(&lines_file, &["-o", written.to_str().unwrap()]);
     let printed = ask(&lines_file, &["-o", "-"]);
     assert_eq!(std::fs::read_to_string(&written).unwrap(), printed);
@@ -138,7 +141,7 @@ fn records_and_answers_of_every_form_are_alike() {
 }
 
 #[test]
-fn floats_that_are_not_finite_go_to_the_model_and_come_back() {
+fn non_finite_floats_round_trip_through_the_model() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
     let flat = Float32Array::from(vec![f32::NAN, 1.0, f32::INFINITY, 0.0]);
@@ -151,18 +154,18 @@ fn floats_that_are_not_finite_go_to_the_model_and_come_back() {
         let args = ["predict", "m", file.to_str().unwrap(), "--grpc", &grpc, "--input", "x", "-o", "-"];
         home.ok(args)
     };
-    let said = ask(&file);
-    assert!(said.lines().next().unwrap().contains("\"NaN\""), "{said}");
+    let printed = ask(&file);
+    assert!(printed.lines().next().unwrap().contains("\"NaN\""), "{printed}");
     let lines = home.file("odd.jsonl", "{\"x\":[\"NaN\",1]}\n{\"x\":[\"Infinity\",0]}\n");
-    assert_eq!(ask(&lines), said);
+    assert_eq!(ask(&lines), printed);
     assert_eq!(service.stop(), 0);
 }
 
 #[test]
-fn predict_says_what_is_wrong_with_a_record() {
+fn predict_names_the_defect_of_a_record() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});
-    let kept = home.file("said.parquet", "from before");
+    let kept = home.file("predictions.parquet", "from before");
     let ask = |name: &str, text: &[u8], more: &[&str]| {
         let file = home.file(name, text);
         let fixed = ["predict", "m", file.to_str().unwrap(), "--grpc", &grpc];
@@ -183,7 +186,7 @@ fn predict_says_what_is_wrong_with_a_record() {
         ("r.jsonl", "{\"input\":[1,1e300]}\n", "does not fit FP32"),
         ("r.jsonl", "{\"input\":[1,2,3]}\n", "3 elements, shape [2] takes 2"),
         ("r.json", "[{\"input\":[1,2]},7]", "r.json: not a list of JSON objects"),
-        ("r.jsonl", "{\"input\":[1,2],\"input\":[3,4]}\n", "field \"input\" is there twice"),
+        ("r.jsonl", "{\"input\":[1,2],\"input\":[3,4]}\n", "field \"input\" appears twice"),
         ("r.json", "{\"x\":[[1,2]]}", "r.json has no column \"input\" (--input names it); it has x"),
         ("r.json", "{\"input\":[[1,2],[1]]}", "entry 2 of each column: field \"input\""),
         ("r.json", "\"text\"", "not a list of JSON objects, nor an object of columns"),
@@ -209,8 +212,8 @@ fn predict_says_what_is_wrong_with_a_record() {
         (&parquet, &["--input", "x", "--label", "x"], 2, "row 1: field \"x\" holds no class number"),
         (&parquet[..parquet.len() - 9], &["--input", "x"], 6, "cannot be read as Parquet"),
         (b"no table at all", &["--input", "x"], 6, "cannot be read as Parquet"),
-        (&parquet, &["--input", "a=x", "--input", "b=x"], 2, "--input is there twice for input input"),
-        (&parquet, &["--input", "x", "--output", "said.txt"], 2, "ends in .parquet or .jsonl"),
+        (&parquet, &["--input", "a=x", "--input", "b=x"], 2, "--input names input input twice"),
+        (&parquet, &["--input", "x", "--output", "predictions.txt"], 2, "ends in .parquet or .jsonl"),
         (&parquet, &["--input", "x", "--version", "7"], 3, "version 7"),
     ];
     for (text, flags, code, says) in cases {
@@ -242,7 +245,7 @@ fn predict_says_what_is_wrong_with_a_record() {
 }
 
 #[test]
-fn a_running_server_is_watched() {
+fn top_shows_a_running_server() {
     let home = Home::new();
     let (service, grpc, _) =
         serve(&home, |version| std::fs::write(version.join("model.onnx"), "no model").unwrap());
@@ -291,9 +294,9 @@ fn a_running_server_is_watched() {
     }
     // Without metrics there are no percentiles, and the command reports why.
     let one = ["serve", "top", "--interval", "0.1", "--count", "1", "--metrics", "127.0.0.1:1"];
-    let told = home.json(one);
-    assert!(told["metrics_error"].as_str().unwrap().contains("127.0.0.1:1"), "{told}");
-    assert_eq!(told["models"][0]["p99_us"], Value::Null);
+    let report = home.json(one);
+    assert!(report["metrics_error"].as_str().unwrap().contains("127.0.0.1:1"), "{report}");
+    assert_eq!(report["models"][0]["p99_us"], Value::Null);
     let (code, line) = home.fails(["serve", "top", "nosuch", "--interval", "0.1", "--count", "1"]);
     assert!(code == 3 && line.contains("has no model nosuch"), "{line}");
     assert_eq!(service.stop(), 0);

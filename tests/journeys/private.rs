@@ -9,7 +9,7 @@ use std::process::Command;
 use crate::support::{Home, fuse_permitted, until};
 
 /// The files and folders below `root`, and itself, to which other users have rights.
-fn open_to_others(root: &Path) -> Vec<(PathBuf, u32)> {
+fn paths_open_to_others(root: &Path) -> Vec<(PathBuf, u32)> {
     let mut found = Vec::new();
     let mut pending = vec![root.to_owned()];
     while let Some(path) = pending.pop() {
@@ -37,7 +37,7 @@ fn used() -> Home {
 }
 
 #[test]
-fn what_is_written_in_a_home_is_its_owners_alone() {
+fn files_in_a_home_are_accessible_to_their_owner_only() {
     let home = used();
     if fuse_permitted() {
         let at = home.dir.path().join("mnt");
@@ -45,7 +45,7 @@ fn what_is_written_in_a_home_is_its_owners_alone() {
         fs::write(at.join("large"), vec![7; 3 << 20]).unwrap();
         fs::write(at.join("small"), "small").unwrap();
         assert!(home.path().join("run").exists() && home.path().join("mount.log").exists());
-        assert_eq!(open_to_others(&home.path()), []);
+        assert_eq!(paths_open_to_others(&home.path()), []);
         home.ok(["umount", at.to_str().unwrap()]);
         until("the daemon has ended", || {
             fs::File::open(home.path().join("in-use.lock")).unwrap().try_lock().is_ok()
@@ -53,7 +53,7 @@ fn what_is_written_in_a_home_is_its_owners_alone() {
     }
     let mut broker = home.start(["broker", "--listen", "127.0.0.1:0", "--json"]);
     broker.object();
-    assert_eq!(open_to_others(&home.path()), []);
+    assert_eq!(paths_open_to_others(&home.path()), []);
     assert_eq!(broker.stop(), 0);
     home.json(
         ["quickstart", "--free-ports", "--workers", "1", "--home"]
@@ -61,25 +61,25 @@ fn what_is_written_in_a_home_is_its_owners_alone() {
             .map(String::from)
             .chain([home.dir.path().join("quick").to_str().unwrap().to_owned()]),
     );
-    let mut open = open_to_others(&home.dir.path().join("quick"));
+    let mut open = paths_open_to_others(&home.dir.path().join("quick"));
     // The user may share the mount point itself.
     open.retain(|(path, _)| !path.ends_with("mount"));
     assert_eq!(open, []);
 }
 
 #[test]
-fn a_home_of_an_earlier_version_is_closed_once_and_with_a_note() {
+fn home_of_earlier_release_is_made_private_once_with_a_note() {
     let home = used();
     // A home in the state of earlier versions, with a file of the user.
     fs::write(home.path().join("mine.txt"), "of the user").unwrap();
     let opened = Command::new("chmod").args(["-R", "a+rX"]).arg(home.path()).status().unwrap();
-    assert!(opened.success() && open_to_others(&home.path()).len() > 10);
+    assert!(opened.success() && paths_open_to_others(&home.path()).len() > 10);
     let output = home.run(["volume", "list"]);
     let notes = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{notes}");
     assert!(notes.contains("was open to other users (mode 755)"), "{notes}");
     // The folder protects the user's file, whose mode does not change.
-    assert_eq!(open_to_others(&home.path()), [(home.path().join("mine.txt"), 0o644)]);
+    assert_eq!(paths_open_to_others(&home.path()), [(home.path().join("mine.txt"), 0o644)]);
     let output = home.run(["volume", "list"]);
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");
     home.ok(["cp", "v:/r.jsonl", "back"]);
@@ -93,11 +93,11 @@ fn a_shared_folder_keeps_its_mode() {
     fs::create_dir(home.path()).unwrap();
     fs::set_permissions(home.path(), fs::Permissions::from_mode(0o1777)).unwrap();
     home.ok(["volume", "create", "v"]);
-    assert_eq!(open_to_others(&home.path()), [(home.path(), 0o1777)]);
+    assert_eq!(paths_open_to_others(&home.path()), [(home.path(), 0o1777)]);
 }
 
 #[test]
-fn another_user_reads_through_a_mount_what_the_home_keeps_from_him() {
+fn other_user_reads_through_a_mount_but_not_in_the_home() {
     if !fuse_permitted() {
         return;
     }
@@ -129,7 +129,7 @@ fn another_user_reads_through_a_mount_what_the_home_keeps_from_him() {
 }
 
 #[test]
-fn a_home_or_a_store_of_another_user_is_refused_with_its_owner_and_the_way_out() {
+fn home_or_store_of_another_user_is_refused_with_owner_and_remedy() {
     if !nix::unistd::geteuid().is_root() {
         return millrace_testing::skip(
             millrace_testing::Need::Root,

@@ -84,7 +84,7 @@ fn a_version_is_quantized_compared_and_served() {
     assert_eq!(manifest["metrics"]["quantization_mean_difference"].as_f64(), Some(mean));
 
     // The table names random inputs as such, and a version may be given.
-    let said = program(home.command().env("MILLRACE_HOME", "/proc/millrace").args([
+    let printed = program(home.command().env("MILLRACE_HOME", "/proc/millrace").args([
         "model",
         "quantize",
         "m",
@@ -102,7 +102,7 @@ fn a_version_is_quantized_compared_and_served() {
         "run of 64 rows",
         "logits differs by",
     ] {
-        assert!(said.contains(word), "{word}: {said}");
+        assert!(printed.contains(word), "{word}: {printed}");
     }
     assert_eq!(versions(&folder), ["1", "2", "9"]);
 
@@ -153,8 +153,8 @@ fn samples_of_every_form_are_compared_in_a_volume() {
     }
     let shown = home.json(["model", "show", "m", "--volume", "v"]);
     assert_eq!((&shown["version"], &shown["lineage"]["quantized"]["version"]), (&json!(3), &json!(1)));
-    let said = home.ok(["model", "show", "m", "--volume", "v"]);
-    assert!(said.contains("quantized from") && said.contains("rows.jsonl (40 records)"), "{said}");
+    let printed = home.ok(["model", "show", "m", "--volume", "v"]);
+    assert!(printed.contains("quantized from") && printed.contains("rows.jsonl (40 records)"), "{printed}");
     // Only the requested number of records.
     let few = ["model", "quantize", "m", "--from", "1", "--version", "7", "--volume", "v"];
     let few = home.json(few.into_iter().chain([
@@ -176,7 +176,7 @@ fn samples_of_every_form_are_compared_in_a_volume() {
 }
 
 #[test]
-fn past_the_limit_nothing_is_written() {
+fn quantization_beyond_the_error_limit_writes_nothing() {
     let home = Home::new();
     let folder = folder(&home);
     home.ok(["volume", "create", "v"]);
@@ -206,7 +206,7 @@ fn publish(folder: &Path, name: &str, onnx: Vec<u8>) {
 }
 
 #[test]
-fn what_else_a_version_holds_comes_along() {
+fn quantization_copies_the_other_files_of_a_version() {
     let home = Home::new();
     let folder = folder(&home);
     let onnx = std::fs::read(folder.join("m/1/model.onnx")).unwrap();
@@ -226,7 +226,7 @@ fn what_else_a_version_holds_comes_along() {
 }
 
 #[test]
-fn what_cannot_be_quantized_is_one_line_and_leaves_nothing() {
+fn failed_quantization_prints_one_line_and_leaves_no_files() {
     let home = Home::new();
     let folder = folder(&home);
     let onnx = std::fs::read(folder.join("m/1/model.onnx")).unwrap();
@@ -252,7 +252,7 @@ fn what_cannot_be_quantized_is_one_line_and_leaves_nothing() {
         ("../m", &[], 2, "not a model name"),
         ("old", &[], 2, "operator set 10"),
         ("unknown", &[], 2, "operator set 999"),
-        ("echo", &[], 2, "nothing to quantize: the graph has no MatMul and no Gemm"),
+        ("echo", &[], 2, "no node to quantize: the graph has no MatMul and no Gemm"),
         ("cut", &["--from", "1"], 6, "corrupt"),
         ("m", &["--from", "1", "--sample", text(&short), "--input", "x"], 2, "line 1"),
         ("m", &["--from", "1", "--sample", text(&none), "--input", "x"], 2, "no records"),

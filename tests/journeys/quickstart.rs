@@ -27,7 +27,7 @@ fn check(report: &Value) {
 }
 
 #[test]
-fn a_second_run_continues_and_doubles_nothing() {
+fn second_run_continues_without_duplicates() {
     let home = Home::new();
     let first = home.json(["quickstart", "--free-ports"]);
     check(&first);
@@ -56,7 +56,7 @@ fn another_seed_gives_another_model() {
 }
 
 #[test]
-fn people_see_a_table_that_says_nothing_was_lost() {
+fn quickstart_table_reports_no_losses() {
     let home = Home::new();
     let text = home.ok(["quickstart", "--free-ports"]);
     for word in ["1,797", "1,437", "360", "nothing was lost", "accuracy"] {
@@ -156,7 +156,7 @@ fn clean_refuses_a_home_that_quickstart_did_not_make_and_changes_nothing() {
 }
 
 #[test]
-fn clean_refuses_a_home_in_use_and_keeps_what_others_stored() {
+fn clean_refuses_a_home_in_use_and_keeps_foreign_data() {
     let home = Home::new();
     check(&home.json(["quickstart", "--free-ports", "--workers", "1"]));
     home.ok(["volume", "create", "mine"]);

@@ -7,7 +7,7 @@ use crate::support::{Home, fuse_permitted, project};
 /// Every `sh` block that follows the comment `<!-- tested -->`, in order, in one empty folder with
 /// `millrace` on the path.
 #[test]
-fn examples_run_as_they_stand() {
+fn readme_examples_run_unchanged() {
     let readme = std::fs::read_to_string(project().join("README.md")).unwrap();
     let mut script = String::from("set -euo pipefail\n");
     let mut blocks = 0;
@@ -44,7 +44,7 @@ fn examples_run_as_they_stand() {
 }
 
 #[test]
-fn every_command_teaches_itself() {
+fn every_command_has_help_with_an_example() {
     let home = Home::new();
     let mut pending = vec![Vec::<String>::new()];
     let mut seen = 0;

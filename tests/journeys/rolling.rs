@@ -29,7 +29,7 @@ fn rounds() -> u64 {
 }
 
 /// A model that adds its version to four numbers.
-fn adds(version: u64) -> Vec<u8> {
+fn model_adding_version(version: u64) -> Vec<u8> {
     let mut model = ModelProto::decode(echo(&[("x", DataType::Float, &[-1, 4])]).as_slice()).unwrap();
     let graph = model.graph.as_mut().unwrap();
     graph.node[0].op_type = Some("Add".into());
@@ -56,7 +56,7 @@ impl Models {
         let config = "name: \"m\"\nmax_batch_size: 64\nversion_policy { latest { num_versions: 1 } }\n";
         std::fs::write(models.folder().join("m/config.pbtxt"), config).unwrap();
         models.home.file("millrace.toml", "[serving]\npoll_ms = 20\n");
-        models.place(1);
+        models.add_version(1);
         models
     }
 
@@ -65,11 +65,11 @@ impl Models {
     }
 
     /// Adds a version atomically, with an old modification time, so that it counts as completely written.
-    fn place(&self, version: u64) {
+    fn add_version(&self, version: u64) {
         let staged = self.home.dir.path().join("staged");
         std::fs::create_dir(&staged).unwrap();
         let graph = staged.join("model.onnx");
-        std::fs::write(&graph, adds(version)).unwrap();
+        std::fs::write(&graph, model_adding_version(version)).unwrap();
         let file = std::fs::File::options().write(true).open(&graph).unwrap();
         file.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
         std::fs::rename(staged, self.folder().join("m").join(version.to_string())).unwrap();
@@ -82,9 +82,9 @@ impl Models {
     /// Starts a server; returns it once it is ready, with its address.
     fn serve(&self) -> (Service, String) {
         let (config, models) = (self.home.dir.path().join("millrace.toml"), self.folder());
-        let (service, said) =
+        let (service, printed) =
             self.home.serve([Path::new("--config"), &config, Path::new("--models"), &models]);
-        let address = said["grpc"].as_str().unwrap().to_owned();
+        let address = printed["grpc"].as_str().unwrap().to_owned();
         (service, address)
     }
 }
@@ -108,14 +108,14 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 /// Waits for [`ANSWERS`] answers.
-async fn some(answered: &mut mpsc::Receiver<()>) {
+async fn wait_for_answers(answered: &mut mpsc::Receiver<()>) {
     for _ in 0..ANSWERS {
         answered.recv().await.expect("clients ask");
     }
 }
 
 #[test]
-fn a_server_that_is_asked_to_stop_answers_what_it_has_taken_in() {
+fn stopping_server_answers_accepted_requests() {
     let models = Models::new();
     let mut refused = 0;
     let mut starts = Vec::new();
@@ -141,7 +141,7 @@ fn a_server_that_is_asked_to_stop_answers_what_it_has_taken_in() {
                     }
                 });
             }
-            some(&mut answered).await;
+            wait_for_answers(&mut answered).await;
             service.signal(Signal::SIGTERM);
             while let Some(client) = clients.join_next().await {
                 client.unwrap();
@@ -161,12 +161,12 @@ fn a_server_that_is_asked_to_stop_answers_what_it_has_taken_in() {
 }
 
 /// A client of two replicas that tries the other one when one rejects a request.
-struct Either {
+struct RetryingClient {
     addresses: watch::Receiver<[String; 2]>,
     clients: [Option<(String, Client)>; 2],
 }
 
-impl Either {
+impl RetryingClient {
     async fn ask(&mut self, number: u64) -> Result<usize, ClientError> {
         let mut last = None;
         for attempt in 0..TRIES {
@@ -192,7 +192,7 @@ impl Either {
 }
 
 #[test]
-fn clients_that_ask_again_do_not_notice_that_two_replicas_are_replaced_in_turn() {
+fn retrying_clients_see_no_error_during_rolling_replacement() {
     let models = Models::new();
     let mut replicas = [(); 2].map(|()| models.serve());
     let (publish, addresses) = watch::channel([replicas[0].1.clone(), replicas[1].1.clone()]);
@@ -201,7 +201,7 @@ fn clients_that_ask_again_do_not_notice_that_two_replicas_are_replaced_in_turn()
         let (stop, again) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut clients = JoinSet::new();
         for _ in 0..CLIENTS {
-            let mut either = Either { addresses: addresses.clone(), clients: [None, None] };
+            let mut either = RetryingClient { addresses: addresses.clone(), clients: [None, None] };
             let (answer, stop, again) = (answer.clone(), Arc::clone(&stop), Arc::clone(&again));
             clients.spawn(async move {
                 for number in 0.. {
@@ -217,7 +217,7 @@ fn clients_that_ask_again_do_not_notice_that_two_replicas_are_replaced_in_turn()
         }
         for round in 0..rounds() {
             for replica in 0..2 {
-                some(&mut answered).await;
+                wait_for_answers(&mut answered).await;
                 let (service, _) = std::mem::replace(&mut replicas[replica], models.serve());
                 // The other replica answers meanwhile; clients get the successor's address only after this
                 // one has exited.
@@ -279,7 +279,7 @@ fn versions_change_under_load_without_an_error() {
     std::thread::park_timeout(Duration::from_millis(100 * rounds()));
     swaps.store(true, Ordering::Relaxed);
     for version in 2..2 + rounds() {
-        models.place(version);
+        models.add_version(version);
         all_see(version);
         models.remove(version - 1);
     }

@@ -44,7 +44,7 @@ headers = { authorization = "planted-header-value", other = { file = "secret" } 
 "#;
 
 /// All output of a command, with the most verbose log.
-fn said(home: &Home, args: &[&str]) -> (i32, String) {
+fn run(home: &Home, args: &[&str]) -> (i32, String) {
     let mut command = home.command();
     command.args(["--log", "trace"]).args(args).env("TEST_USER_OF_MILLRACE", "planted-in-a-variable");
     let output = command.output().unwrap();
@@ -52,38 +52,39 @@ fn said(home: &Home, args: &[&str]) -> (i32, String) {
     (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
 }
 
-fn shows_none(said: &str, of: &str) {
+fn assert_no_secret(printed: &str, of: &str) {
     for secret in SECRETS {
-        assert!(!said.contains(secret), "{of} shows {secret}:\n{said}");
+        assert!(!printed.contains(secret), "{of} shows {secret}:\n{printed}");
     }
 }
 
 #[test]
-fn nothing_that_is_printed_or_logged_shows_a_secret() {
+fn output_and_logs_contain_no_secret() {
     let home = Home::new();
     home.file("secret", "planted-in-a-file");
     home.file("millrace.toml", CONFIG);
-    for args in [&["config"][..], &["config", "--json"]] {
-        let (code, text) = said(&home, args);
+    for args in [&["config"][..], &["config", "--json"], &["config", "--all"], &["config", "--all", "--json"]]
+    {
+        let (code, text) = run(&home, args);
         assert_eq!(code, 0, "{text}");
         // The output shows keys and the sources of values.
         for shown in ["sasl.password", "secret_access_key", "authorization", "TEST_USER_OF_MILLRACE", "(set)"]
         {
             assert!(text.contains(shown), "{shown} is missing in\n{text}");
         }
-        shows_none(&text, "config");
+        assert_no_secret(&text, "config");
     }
     let records = home.file("r.jsonl", "{}\n");
     let records = records.to_str().unwrap();
     for args in [&["volume", "list"][..], &["produce", "t", records], &["up"]] {
-        let (code, text) = said(&home, args);
+        let (code, text) = run(&home, args);
         assert_ne!(code, 0, "{text}");
-        shows_none(&text, &args.join(" "));
+        assert_no_secret(&text, &args.join(" "));
     }
 }
 
 #[test]
-fn errors_about_settings_show_no_secret() {
+fn configuration_errors_contain_no_secret() {
     let records = "{}\n";
     for (from, to, args, named) in [
         // Refused by librdkafka, by its name and by its value.
@@ -146,11 +147,11 @@ fn errors_about_settings_show_no_secret() {
             "produce" => vec!["produce", "t", file.to_str().unwrap()],
             _ => vec!["volume", "list"],
         };
-        let (code, text) = said(&home, &args);
+        let (code, text) = run(&home, &args);
         assert_eq!(code, 2, "{to}: {text}");
         let line = text.lines().find(|line| line.starts_with("millrace: ")).unwrap();
         assert!(line.contains(named), "{to}: {line}");
-        shows_none(&text, to);
+        assert_no_secret(&text, to);
     }
     // By a variable of the environment.
     let home = Home::new();
@@ -159,12 +160,12 @@ fn errors_about_settings_show_no_secret() {
     let (code, line) = failure(&command.output().unwrap(), "a variable of the wrong type");
     assert_eq!(code, 2, "{line}");
     assert!(line.contains("MILLRACE_STREAMS__PROPERTIES"), "{line}");
-    shows_none(&line, "a variable");
+    assert_no_secret(&line, "a variable");
 }
 
 /// A server that uses a copied sample would accept its token, which is public.
 #[test]
-fn no_document_holds_the_digest_of_a_token() {
+fn docs_contain_no_token_digest() {
     let docs = crate::support::project().join("docs");
     let mut files = crate::support::files_below(&docs, "md");
     files.push(crate::support::project().join("README.md"));

@@ -25,7 +25,7 @@ fn certificates(home: &Home, whose: &str) {
 }
 
 #[test]
-fn clients_show_the_certificate_and_the_token_that_the_server_asks_for() {
+fn clients_present_the_required_certificate_and_token() {
     let home = Home::new();
     certificates(&home, "");
     certificates(&home, "other-");

@@ -74,7 +74,7 @@ fn splits_and_shadows_move_while_the_server_answers() {
 }
 
 #[test]
-fn shares_that_cannot_be_are_one_clear_line() {
+fn invalid_shares_are_refused_in_one_line() {
     let home = Home::new();
     let models = repository(&home);
     let models = models.as_str();
@@ -96,8 +96,8 @@ fn shares_that_cannot_be_are_one_clear_line() {
         (&["split", "m", "1=-1"], 2, "the weight -1"),
         (&["split", "m", "1=nan"], 2, "the weight NaN"),
         (&["split", "m", "1=inf"], 2, "the weight inf"),
-        (&["split", "m", "1=0", "2=0"], 2, "nothing would answer"),
-        (&["split", "m", "1=1", "1=2"], 2, "1 is there twice"),
+        (&["split", "m", "1=0", "2=0"], 2, "give at least one version a positive weight"),
+        (&["split", "m", "1=1", "1=2"], 2, "1 is named twice"),
         (&["split", "m", "--remove"], 3, "has no split"),
         (&["split", "m", "1=1", "--remove"], 2, "cannot be used"),
         (&["split", "n", "1=1"], 3, "there is no complete version of a model \"n\""),

@@ -38,7 +38,7 @@ fn interrupted(home: &Home, args: &[&str], taken: &std::sync::mpsc::Receiver<Tcp
 }
 
 #[test]
-fn the_first_signal_ends_commands_that_wait_for_a_server() {
+fn first_signal_ends_commands_waiting_for_a_server() {
     let home = Home::new();
     let model = home.dir.path().join("m.onnx");
     let model = model.to_str().unwrap();
@@ -68,7 +68,7 @@ fn the_first_signal_ends_commands_that_wait_for_a_server() {
 }
 
 #[test]
-fn predict_does_not_wait_for_ever_for_a_silent_server() {
+fn predict_times_out_on_a_silent_server() {
     let home = Home::new();
     let records = home.file("r.jsonl", "{\"input\":[1,2]}\n");
     let (port, taken) = silent();
@@ -82,7 +82,7 @@ fn predict_does_not_wait_for_ever_for_a_silent_server() {
 }
 
 #[test]
-fn a_terminal_that_hangs_up_ends_a_service_in_order_unless_it_is_ignored() {
+fn sighup_stops_a_service_cleanly_unless_ignored() {
     let home = Home::new();
     let broker = ["broker", "--listen", "127.0.0.1:0", "--json"];
     let mut service = home.start(broker);
@@ -107,7 +107,7 @@ fn a_terminal_that_hangs_up_ends_a_service_in_order_unless_it_is_ignored() {
 }
 
 #[test]
-fn variables_that_are_no_text_are_left_alone_or_named() {
+fn variables_that_are_not_utf8_are_ignored_or_named() {
     let home = Home::new();
     let bytes = std::ffi::OsStr::from_bytes(b"\xff\xfe");
     let output = home.command().env("SOME_VARIABLE", bytes).env(bytes, "x").args(["volume", "list"]).output();

@@ -19,17 +19,17 @@ fn daemon_of(supervisor: &Service) -> Option<i32> {
 }
 
 #[test]
-fn a_supervised_mount_comes_back_when_its_daemon_is_killed() {
+fn supervised_mount_is_restored_after_its_daemon_is_killed() {
     if !fuse_permitted() {
         return;
     }
     let home = Home::new();
     home.ok(["volume", "create", "v"]);
     let at = home.dir.path().join("mnt");
-    let told = home.dir.path().join("notify");
-    let socket = std::os::unix::net::UnixDatagram::bind(&told).unwrap();
+    let socket_path = home.dir.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&socket_path).unwrap();
     let mount = ["--json", "mount", "--supervise", "v", at.to_str().unwrap()];
-    let mut supervisor = Service::spawn(home.command().args(mount).env("NOTIFY_SOCKET", &told));
+    let mut supervisor = Service::spawn(home.command().args(mount).env("NOTIFY_SOCKET", &socket_path));
     assert_eq!(supervisor.object()["pid"], supervisor.pid());
     let mut message = [0; 20];
     let len = socket.recv(&mut message).unwrap();
@@ -62,7 +62,7 @@ fn a_supervised_mount_comes_back_when_its_daemon_is_killed() {
 
 /// Like `mv` of a new program over the running one.
 #[test]
-fn a_supervised_mount_comes_back_after_the_program_was_replaced() {
+fn supervised_mount_is_restored_after_the_program_is_replaced() {
     if !fuse_permitted() {
         return;
     }
@@ -89,7 +89,7 @@ fn a_supervised_mount_comes_back_after_the_program_was_replaced() {
 }
 
 #[test]
-fn the_daemon_of_a_supervisor_that_was_killed_ends() {
+fn daemon_ends_when_its_supervisor_is_killed() {
     if !fuse_permitted() {
         return;
     }
@@ -112,7 +112,7 @@ fn the_daemon_of_a_supervisor_that_was_killed_ends() {
 }
 
 #[test]
-fn a_supervised_mount_is_measured_at_one_address_whichever_daemon_serves_it() {
+fn supervised_mount_keeps_its_metrics_address_across_daemons() {
     if !fuse_permitted() {
         return;
     }
@@ -144,7 +144,7 @@ fn a_supervised_mount_is_measured_at_one_address_whichever_daemon_serves_it() {
 }
 
 #[test]
-fn a_supervised_mount_that_cannot_be_is_refused_like_any() {
+fn impossible_supervised_mount_is_refused() {
     if !fuse_permitted() {
         return;
     }

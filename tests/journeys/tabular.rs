@@ -28,13 +28,13 @@ pub(crate) fn serve_echoes(home: &Home, echoes: &[(&str, Inputs<'_>)]) -> (Servi
     (service, grpc)
 }
 
-fn outputs(said: &Value, name: &str) -> Vec<Value> {
-    let predictions = said["predictions"].as_array().unwrap();
+fn outputs(printed: &Value, name: &str) -> Vec<Value> {
+    let predictions = printed["predictions"].as_array().unwrap();
     predictions.iter().map(|one| one["outputs"][name].clone()).collect()
 }
 
 #[test]
-fn rows_of_a_table_become_what_the_model_takes() {
+fn table_rows_are_converted_to_the_model_input() {
     let home = Home::new();
     let inputs: [(&str, DataType, &[i64]); 5] = [
         ("price", DataType::Float, &[-1, 1]),
@@ -57,22 +57,22 @@ fn rows_of_a_table_become_what_the_model_takes() {
         home.json([&fixed[..], &fields, more].concat())
     };
     for more in [&["--batch-rows", "1"][..], &[], &["--label", "class"]] {
-        let said = ask(&file, more);
-        assert_eq!(said["predicted"], 3);
-        assert_eq!(outputs(&said, "price_out"), [json!([0.1]), json!([3.0]), json!([0.001])]);
+        let printed = ask(&file, more);
+        assert_eq!(printed["predicted"], 3);
+        assert_eq!(outputs(&printed, "price_out"), [json!([0.1]), json!([3.0]), json!([0.001])]);
         assert_eq!(
-            outputs(&said, "count_out"),
+            outputs(&printed, "count_out"),
             [json!([7]), json!([-9_007_199_254_740_993_i64]), json!([0])]
         );
         assert_eq!(
-            outputs(&said, "name_out"),
+            outputs(&printed, "name_out"),
             [json!(["Smith, \"J\""]), json!(["two\nlines"]), json!(["Zoë"])]
         );
         assert_eq!(
-            outputs(&said, "features_out"),
+            outputs(&printed, "features_out"),
             [json!([1.0, 2.5, -300.0]), json!(["NaN", 0.0, 0.0]), json!([4.0, 5.0, 6.0])]
         );
-        assert_eq!(outputs(&said, "tokens_out"), [json!([1, 2]), json!([3]), json!([4, 5])]);
+        assert_eq!(outputs(&printed, "tokens_out"), [json!([1, 2]), json!([3]), json!([4, 5])]);
     }
     assert_eq!(ask(&file, &["--label", "class"])["predictions"][2]["label"], 2);
     // With another file name, and from a pipe.
@@ -91,14 +91,14 @@ fn a_long_table_streams_in_order() {
     let printed = home.ok(["predict", "echo", file.to_str().unwrap(), "--grpc", &grpc, "-o", "-"]);
     assert_eq!(printed.lines().count(), rows);
     for (n, line) in printed.lines().enumerate() {
-        let said: Value = serde_json::from_str(line).unwrap();
-        assert_eq!(said["outputs"]["x_out"], json!([n]));
+        let printed: Value = serde_json::from_str(line).unwrap();
+        assert_eq!(printed["outputs"]["x_out"], json!([n]));
     }
     assert_eq!(service.stop(), 0);
 }
 
 #[test]
-fn predict_says_what_is_wrong_with_a_table() {
+fn predict_names_the_defect_of_a_table() {
     let home = Home::new();
     let inputs: [(&str, DataType, &[i64]); 2] =
         [("x", DataType::Float, &[-1, 2]), ("n", DataType::Uint8, &[-1])];
@@ -114,16 +114,16 @@ fn predict_says_what_is_wrong_with_a_table() {
         (
             b"a,b,n\r\n1,2,3\r\n\r\n1,two,3\r\n",
             &["--input", "x=a..b"],
-            "line 4: column \"b\": \"two\" is no FP32",
+            "line 4: column \"b\": \"two\" is not a valid FP32",
         ),
         (b"a,b,n\n1,\"2\n\",3\n1,,3\n", &["--input", "x=a..b"], "line 4: column \"b\": it is empty"),
-        (b"a,b,n\n1,2,256\n", &["--input", "x=a..b"], "line 2: column \"n\": \"256\" is no UINT8"),
+        (b"a,b,n\n1,2,256\n", &["--input", "x=a..b"], "line 2: column \"n\": \"256\" is not a valid UINT8"),
         (b"a,b,n\n1,2,3\n", &["--input", "x=a"], "column \"a\": it is one value, the input takes shape [2]"),
         (b"a,b,n\n1,2,3\n", &["--input", "x=a..n"], "3 columns for input \"x\", which takes shape [2]"),
         (b"x,n\n\"[1, 2, 3]\",3\n", &[], "line 2: field \"x\": "),
         (b"x,n\n\"[1, 2\",3\n", &[], "line 2: column \"x\": not a JSON list"),
         (b"x,n\n\"[1, 2]\",3\n", &["--label", "y"], "has no column \"y\""),
-        (b"x,n\n\"[1, 2]\",3\n", &["--label", "x"], "is no class number"),
+        (b"x,n\n\"[1, 2]\",3\n", &["--label", "x"], "is not a valid class number"),
         (b"x,n\n\xff,3\n", &[], "line 2: column \"x\": "),
     ];
     for (text, more, says) in cases {

@@ -6,7 +6,7 @@ use object_store::local::LocalFileSystem;
 use crate::support::Home;
 
 #[test]
-fn a_token_is_made_once_and_lets_its_bearer_predict() {
+fn token_is_shown_once_and_permits_predictions() {
     let home = Home::new();
     let onnx = home.dir.path().join("m.onnx");
     let onnx = onnx.to_str().unwrap();
@@ -20,10 +20,10 @@ fn a_token_is_made_once_and_lets_its_bearer_predict() {
     runtime.block_on(bundle.write(&store, "")).unwrap();
 
     let made = home.run(["serve", "token", "ci", "--models", "m"]);
-    let (line, told) = (String::from_utf8(made.stdout).unwrap(), String::from_utf8(made.stderr).unwrap());
-    let token = told.trim().rsplit(' ').next().unwrap();
+    let (line, note) = (String::from_utf8(made.stdout).unwrap(), String::from_utf8(made.stderr).unwrap());
+    let token = note.trim().rsplit(' ').next().unwrap();
     assert!(line.starts_with("ci ") && line.ends_with(" m\n") && !line.contains(token), "{line}");
-    assert_eq!((token.len(), token.bytes().all(|byte| byte.is_ascii_hexdigit())), (64, true), "{told}");
+    assert_eq!((token.len(), token.bytes().all(|byte| byte.is_ascii_hexdigit())), (64, true), "{note}");
     let other = home.json(["serve", "token", "other", "--models", "x-*,y", "--control"]);
     assert!(other["line"].as_str().unwrap().ends_with(" x-*,y control"), "{other}");
     home.file("tokens.txt", format!("{line}{}\n", other["line"].as_str().unwrap()));
@@ -34,8 +34,8 @@ fn a_token_is_made_once_and_lets_its_bearer_predict() {
     let config = home.file("millrace.toml", "[serving]\ntokens = \"tokens.txt\"\n");
     let config = config.to_str().unwrap();
     let models = models.to_str().unwrap();
-    let (service, said) = home.serve(["--config", config, "--models", models]);
-    let grpc = said["grpc"].as_str().unwrap();
+    let (service, printed) = home.serve(["--config", config, "--models", models]);
+    let grpc = printed["grpc"].as_str().unwrap();
     let records = home.file("records.jsonl", "{\"input\": [1, 2]}\n");
     let secret = home.file("secret", format!("{token}\n"));
     let predict = ["predict", "m", records.to_str().unwrap(), "--grpc", grpc];

@@ -13,13 +13,13 @@ use nix::unistd::Pid;
 use crate::support::{Home, Service, Tmpfs, until};
 
 /// A `produce` that reads the lines that the test writes.
-struct Typing(Child);
+struct InteractiveProduce(Child);
 
-impl Typing {
-    fn start(home: &Home, topic: &str) -> Typing {
+impl InteractiveProduce {
+    fn start(home: &Home, topic: &str) -> InteractiveProduce {
         let mut command = home.command();
         command.args(["produce", topic]).stdin(Stdio::piped()).stdout(Stdio::null());
-        Typing(command.spawn().unwrap())
+        InteractiveProduce(command.spawn().unwrap())
     }
 
     fn line(&mut self, text: &str) {
@@ -36,7 +36,7 @@ impl Typing {
     }
 }
 
-impl Drop for Typing {
+impl Drop for InteractiveProduce {
     fn drop(&mut self) {
         self.0.kill().ok();
         self.0.wait().ok();
@@ -51,12 +51,12 @@ fn records(home: &Home, topic: &str) -> i64 {
 }
 
 #[test]
-fn commands_share_a_temporary_broker_and_do_not_wait_for_each_other() {
+fn commands_share_a_temporary_broker_without_waiting() {
     let home = Home::new();
-    let mut first = Typing::start(&home, "t");
+    let mut first = InteractiveProduce::start(&home, "t");
     first.line("1");
     until("the first record is there", || records(&home, "t") == 1);
-    let mut second = Typing::start(&home, "t");
+    let mut second = InteractiveProduce::start(&home, "t");
     second.line("2");
     until("the second record is there", || records(&home, "t") == 2);
     // The command that started the broker ends while another one uses it.
@@ -73,12 +73,12 @@ fn commands_share_a_temporary_broker_and_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_killed_command_leaves_the_temporary_broker_to_the_others() {
+fn temporary_broker_survives_a_killed_command() {
     let home = Home::new();
-    let mut first = Typing::start(&home, "t");
+    let mut first = InteractiveProduce::start(&home, "t");
     first.line("1");
     until("the first record is there", || records(&home, "t") == 1);
-    let mut second = Typing::start(&home, "t");
+    let mut second = InteractiveProduce::start(&home, "t");
     second.line("2");
     until("the second record is there", || records(&home, "t") == 2);
     kill(Pid::from_raw(first.0.id() as i32), Signal::SIGKILL).unwrap();
@@ -91,7 +91,7 @@ fn a_killed_command_leaves_the_temporary_broker_to_the_others() {
 }
 
 #[test]
-fn an_ingest_that_follows_goes_on_when_its_temporary_broker_is_killed() {
+fn following_ingest_continues_after_its_temporary_broker_is_killed() {
     let home = Home::new();
     let record = home.file("record.jsonl", "{\"id\":1}\n");
     home.ok(["produce", "t", record.to_str().unwrap()]);
@@ -219,7 +219,7 @@ fn a_damaged_partition_is_read_up_to_the_damage_with_exit_code_6() {
 }
 
 #[test]
-fn a_byte_order_mark_is_no_part_of_the_first_record() {
+fn byte_order_mark_is_not_part_of_the_first_record() {
     let home = Home::new();
     let file = home.file("marked.jsonl", "\u{feff}{\"id\":1}\n{\"id\":2}\n");
     home.ok(["produce", "t", file.to_str().unwrap(), "--key", "id"]);
@@ -228,7 +228,7 @@ fn a_byte_order_mark_is_no_part_of_the_first_record() {
 }
 
 #[test]
-fn produce_on_a_full_disk_says_why_and_where_to_go_on() {
+fn produce_on_a_full_disk_names_the_cause_and_the_line_to_resume_at() {
     if !nix::unistd::geteuid().is_root() {
         return millrace_testing::skip(millrace_testing::Need::Root, "only root can mount a tmpfs");
     }
@@ -244,7 +244,7 @@ fn produce_on_a_full_disk_says_why_and_where_to_go_on() {
     assert!(line.contains("cannot write to its disk"), "{line}");
     let held = records(&home, "t");
     assert!(held > 0 && held < 60_000, "{held}");
-    assert!(line.contains(&format!("go on with line {}", held + 1)), "{held} records: {line}");
+    assert!(line.contains(&format!("continue with line {}", held + 1)), "{held} records: {line}");
     // A topic can be deleted on a full disk, and then records fit again.
     home.ok(["topic", "delete", "t", "--yes"]);
     home.ok(["produce", "t", home.file("one", "1\n").to_str().unwrap()]);
@@ -266,7 +266,7 @@ fn broker_under(home: &Home, soft: u32, hard: u32) -> (Service, SocketAddr) {
 }
 
 /// Whether the broker answers on a connection to a request for its versions.
-fn answers(mut stream: &TcpStream) -> bool {
+fn broker_answers(mut stream: &TcpStream) -> bool {
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     // ApiVersions, version 0, correlation id 7, no client id.
     let request = [0, 0, 0, 10, 0, 18, 0, 0, 0, 0, 0, 7, 0xff, 0xff];
@@ -283,30 +283,32 @@ fn the_soft_limit_of_open_files_is_raised() {
     let home = Home::new();
     let (broker, address) = broker_under(&home, 64, 1_024);
     let streams: Vec<_> = (0..200).map(|_| TcpStream::connect(address).unwrap()).collect();
-    assert!(streams.iter().all(answers));
+    assert!(streams.iter().all(broker_answers));
     drop(streams);
     assert_eq!(broker.stop(), 0);
 }
 
 #[test]
-fn a_connection_beyond_the_limit_of_open_files_is_refused_and_the_port_goes_on() {
+fn connection_over_the_open_file_limit_is_refused_and_the_port_stays_open() {
     let home = Home::new();
     let (broker, address) = broker_under(&home, 64, 64);
     let first = TcpStream::connect(address).unwrap();
-    assert!(answers(&first));
+    assert!(broker_answers(&first));
     let mut streams: Vec<_> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
     // A rejected connection is closed at once; the test does not wait for the read timeout.
     let refused = streams.iter().filter(|stream| {
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        !answers(stream) && {
+        !broker_answers(stream) && {
             let read = (&**stream).read(&mut [0]);
             !matches!(&read, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
         }
     });
     let refused = refused.count();
     assert!(refused > 30, "{refused} were refused");
-    assert!(answers(&first));
+    assert!(broker_answers(&first));
     streams.clear();
-    until("new connections are served", || TcpStream::connect(address).is_ok_and(|stream| answers(&stream)));
+    until("new connections are served", || {
+        TcpStream::connect(address).is_ok_and(|stream| broker_answers(&stream))
+    });
     assert_eq!(broker.stop(), 0);
 }

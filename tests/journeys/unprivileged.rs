@@ -26,10 +26,10 @@ const JOURNEY: &str = r#"
 set -e
 cd "$1"
 "$MILLRACE" volume create v
-"$MILLRACE" mount v mnt >told 2>notes &
+"$MILLRACE" mount v mnt >announcement 2>notes &
 daemon=$!
 trap 'kill $daemon 2>/dev/null || true' EXIT
-while ! [ -s told ]; do kill -0 $daemon; sleep 0.05; done
+while ! [ -s announcement ]; do kill -0 $daemon; sleep 0.05; done
 head -c 3000000 /dev/urandom >file
 cp file mnt/file
 "$MILLRACE" snapshot create v@s
@@ -40,7 +40,7 @@ wait $daemon
 "#;
 
 /// The reason why this machine cannot run the journey.
-fn obstacle(program: &Path) -> Option<String> {
+fn skip_reason(program: &Path) -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some("only root can become another user".into());
     }
@@ -57,12 +57,12 @@ fn obstacle(program: &Path) -> Option<String> {
 }
 
 #[test]
-fn who_has_no_privilege_is_told_once_that_the_daemon_reads() {
+fn unprivileged_mount_notes_once_that_the_daemon_reads() {
     let program = Path::new(env!("CARGO_BIN_EXE_millrace"));
     if !fuse_permitted() {
         return;
     }
-    if let Some(obstacle) = obstacle(program) {
+    if let Some(obstacle) = skip_reason(program) {
         return millrace_testing::skip(millrace_testing::Need::Filesystem, obstacle);
     }
     let home = Home::new();
@@ -74,7 +74,10 @@ fn who_has_no_privilege_is_told_once_that_the_daemon_reads() {
     let output = command.output().unwrap();
     let notes = std::fs::read_to_string(home.dir.path().join("notes")).unwrap_or_default();
     assert!(output.status.success(), "{output:?}\n{notes}");
-    let told: Vec<_> = notes.lines().filter(|line| line.contains("opens files by")).collect();
-    assert_eq!(told.len(), 1, "{notes}");
-    assert!(told[0].starts_with("v opens files by pages: the kernel hands no files over here"), "{notes}");
+    let open_notes: Vec<_> = notes.lines().filter(|line| line.contains("opens files by")).collect();
+    assert_eq!(open_notes.len(), 1, "{notes}");
+    assert!(
+        open_notes[0].starts_with("v opens files by pages: the kernel hands no files over here"),
+        "{notes}"
+    );
 }

@@ -49,7 +49,7 @@ workers = 1
 "#;
 
 #[test]
-fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
+fn declared_service_runs_all_parts_and_stops_in_order() {
     let home = Home::new();
     let mounts = if fuse_permitted() { "mounts = [{ volume = \"digits\", path = \"mnt\" }]" } else { "" };
     let config = home.file("up.toml", CONFIG.replace("MOUNTS", mounts));
@@ -74,8 +74,8 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
             ["--config", config, "predict", "digits", test.to_str().unwrap(), "--input", "pixels", "--json"];
         let output = home.run(args);
         output.status.success() && {
-            let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-            said["predicted"] == 360
+            let printed: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            printed["predicted"] == 360
         }
     });
     home.json(["--config", config, "produce", "asked", test.to_str().unwrap()]);
@@ -102,7 +102,7 @@ fn a_declared_service_runs_the_whole_way_and_stops_in_order() {
 }
 
 #[test]
-fn snapshot_schedules_leave_each_other_alone_and_survive_errors() {
+fn snapshot_schedules_are_independent_and_survive_errors() {
     let home = Home::new();
     let config = home.file(
         "up.toml",
@@ -166,7 +166,7 @@ fn http_get(address: &str, path: &str) -> String {
 }
 
 #[test]
-fn a_service_whose_mount_is_taken_away_ends_and_says_so() {
+fn service_ends_with_an_error_when_its_mount_is_removed() {
     if !fuse_permitted() {
         return;
     }
@@ -203,12 +203,12 @@ fn one_bad_label_leaves_the_model_server_up() {
     home.ok(["--config", config, "snapshot", "create", "digits@frozen"]);
     let metrics = addresses["metrics"].as_str().unwrap().to_owned();
     until("the training has failed and was started again", || {
-        let told = |name: &str| {
+        let reported = |name: &str| {
             let text = http_get(&metrics, "/metrics");
             let line = text.lines().find(|line| line.starts_with(name) && line.contains("train.toml"));
             line.is_some_and(|line| !line.ends_with(" 0"))
         };
-        told("millrace_up_part_restarts_total") && told("millrace_up_part_failures")
+        reported("millrace_up_part_restarts_total") && reported("millrace_up_part_failures")
     });
     let http = addresses["http"].as_str().unwrap().to_owned();
     assert!(http_get(&http, "/v2/health/ready").contains("true"));
@@ -216,7 +216,7 @@ fn one_bad_label_leaves_the_model_server_up() {
 }
 
 #[test]
-fn parts_that_wait_are_seen_in_the_metrics() {
+fn waiting_parts_appear_in_the_metrics() {
     let home = Home::new();
     let text = CONFIG
         .replace("MOUNTS", "")
@@ -251,18 +251,22 @@ fn a_service_trains_on_each_newer_snapshot() {
     );
     home.file("train.toml", JOB.replace("@frozen", "@latest").replace("epochs_max = 3", "epochs_max = 1"));
     let config = config.to_str().unwrap();
+    // The first snapshot is older than the first record.
+    home.ok(["volume", "create", "digits"]);
+    home.ok(["snapshot", "create", "digits@empty"]);
+    let socket_path = home.dir.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&socket_path).unwrap();
+    let mut up = Service::spawn(
+        home.command().args(["--config", config, "up", "--json"]).env("NOTIFY_SOCKET", &socket_path),
+    );
+    let metrics = up.object()["metrics"].as_str().unwrap().to_owned();
+    let mut message = [0; 20];
+    let len = socket.recv(&mut message).unwrap();
+    assert_eq!(&message[..len], b"READY=1");
     let records = project().join("examples/digits/digits-test.jsonl");
     home.ok(["--config", config, "produce", "digits", records.to_str().unwrap()]);
     home.ok(["--config", config, "ingest", "--topic", "digits", "--volume", "digits", "--path", "/train"]);
     home.ok(["snapshot", "create", "digits@one"]);
-    let told = home.dir.path().join("notify");
-    let socket = std::os::unix::net::UnixDatagram::bind(&told).unwrap();
-    let mut up =
-        Service::spawn(home.command().args(["--config", config, "up", "--json"]).env("NOTIFY_SOCKET", &told));
-    up.object();
-    let mut message = [0; 20];
-    let len = socket.recv(&mut message).unwrap();
-    assert_eq!(&message[..len], b"READY=1");
     let trained_on = |version: &str| {
         let output =
             home.run(["model", "show", "digits", "--volume", "digits", "--version", version, "--json"]);
@@ -271,6 +275,12 @@ fn a_service_trains_on_each_newer_snapshot() {
     };
     until("the first version is there", || trained_on("1").is_some());
     assert!(trained_on("1").unwrap().contains("\"one\""), "{:?}", trained_on("1"));
+    let text = http_get(&metrics, "/metrics");
+    let restarts = text.lines().find(|line| line.starts_with("millrace_up_part_restarts_total"));
+    assert!(
+        restarts.is_some_and(|line| line.ends_with(" 0")),
+        "a snapshot without records is no failure: {restarts:?}"
+    );
     home.ok(["snapshot", "create", "digits@two"]);
     until("the next snapshot is trained on", || {
         trained_on("2").is_some_and(|lineage| lineage.contains("\"two\""))
@@ -284,7 +294,7 @@ fn a_service_trains_on_each_newer_snapshot() {
 }
 
 #[test]
-fn variables_of_kubernetes_services_are_no_configuration() {
+fn kubernetes_service_variables_are_ignored() {
     let home = Home::new();
     let output = home
         .command()

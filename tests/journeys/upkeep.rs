@@ -2,7 +2,7 @@
 
 use crate::support::{Home, failure, until};
 
-fn landed(home: &Home) {
+fn ingest_records(home: &Home) {
     let lines: String = (0..500).map(|i| format!("{{\"id\":{i},\"x\":[0.5,{i}]}}\n")).collect();
     let file = home.file("records.jsonl", lines);
     home.ok(["produce", "t", file.to_str().unwrap()]);
@@ -11,9 +11,9 @@ fn landed(home: &Home) {
 }
 
 #[test]
-fn fsck_finds_what_is_lost_and_says_so() {
+fn fsck_reports_lost_data() {
     let home = Home::new();
-    landed(&home);
+    ingest_records(&home);
     let report = home.json(["fsck", "--scrub"]);
     assert_eq!(report["problems"], 0, "{report}");
     assert!(report["scrubbed_bytes"].as_u64().unwrap() > 1_000, "{report}");
@@ -92,7 +92,7 @@ fn folders_of_volumes_and_snapshots_are_listed() {
 #[test]
 fn volumes_are_backed_up_and_restored() {
     let home = Home::new();
-    landed(&home);
+    ingest_records(&home);
     let folder = home.dir.path().join("backup");
     let folder = folder.to_str().unwrap();
     let inside = home.path().join("backup");
@@ -113,7 +113,7 @@ fn volumes_are_backed_up_and_restored() {
 }
 
 #[test]
-fn an_older_copy_of_the_metadata_is_taken_up() {
+fn older_metadata_copy_is_restored() {
     let home = Home::new();
     home.ok(["volume", "create", "kept"]);
     let (metadata, copy) = (home.path().join("datafs/meta.sqlite"), home.dir.path().join("copy"));
@@ -149,7 +149,7 @@ fn a_damaged_volume_is_named_and_the_others_are_listed() {
 }
 
 #[test]
-fn trees_are_copied_in_and_out_and_again() {
+fn trees_are_copied_in_out_and_in_again() {
     let home = Home::new();
     home.ok(["volume", "create", "v"]);
     let source = home.dir.path().join("source");
@@ -202,7 +202,7 @@ const FILES: u64 = 1_500;
 const FILE_BYTES: u64 = 9_000;
 
 #[test]
-fn a_killed_copy_goes_on_where_it_was() {
+fn killed_copy_resumes() {
     let home = Home::new();
     home.ok(["volume", "create", "v"]);
     let folder = |name: &str| home.dir.path().join(name);

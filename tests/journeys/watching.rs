@@ -3,7 +3,7 @@
 use crate::support::{Home, failure, fuse_permitted, project, scrape, until};
 
 #[test]
-fn a_mount_is_watched_from_outside_and_forgotten_when_it_is_killed() {
+fn stats_shows_a_mount_until_it_is_killed() {
     if !fuse_permitted() {
         return;
     }
@@ -15,7 +15,7 @@ fn a_mount_is_watched_from_outside_and_forgotten_when_it_is_killed() {
     let at = mnt.to_str().unwrap();
     let arguments = ["mount", "v", at, "--json", "--metrics", "127.0.0.1:0", "--trace", "at-first"];
     let mut mount = home.start(arguments);
-    let told = mount.object();
+    let announcement = mount.object();
     for i in 0..30 {
         std::fs::write(mnt.join(format!("{i}")), vec![1; 1_000]).unwrap();
     }
@@ -25,13 +25,16 @@ fn a_mount_is_watched_from_outside_and_forgotten_when_it_is_killed() {
     };
     until("all is counted", || creates(&home.json(["stats", "--once"]))["count"] == 30);
     let stats = home.json(["stats", "v", "--once"]);
-    assert_eq!((&stats["mounts"][0]["mount"], &stats["mounts"][0]["pid"]), (&at.into(), &told["pid"]));
+    assert_eq!(
+        (&stats["mounts"][0]["mount"], &stats["mounts"][0]["pid"]),
+        (&at.into(), &announcement["pid"])
+    );
     let create = creates(&stats);
     assert!(create["p99_us"].as_f64() >= create["p50_us"].as_f64(), "{create}");
     let shown = home.ok(["stats", at, "--once"]);
     assert!(shown.contains(&format!("v at {at}")) && shown.contains("create"), "{shown}");
     let (code, line) = home.fails(["stats", "other"]);
-    assert!(code == 3 && line.contains("no mount") && line.contains(at), "{line}");
+    assert!(code == 3 && line.contains("neither a mount point") && line.contains(at), "{line}");
     assert_eq!(home.run(["stats", "--interval", "0"]).status.code(), Some(2));
 
     // One object per interval, with its increases.
@@ -45,7 +48,7 @@ fn a_mount_is_watched_from_outside_and_forgotten_when_it_is_killed() {
     });
     assert_eq!(following.stop(), 0);
 
-    let text = scrape(told["metrics"].as_str().unwrap());
+    let text = scrape(announcement["metrics"].as_str().unwrap());
     let total = format!("millrace_mount_operations_total{{mount=\"{at}\",op=\"create\",volume=\"v\"}} 3");
     assert!(text.contains(&total), "{text}");
     let page = "docs/reference/metrics/volumes.md";

@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 
 use crate::engine::ParamLayout;
 use crate::error::{Error, Result};
-use crate::state::State;
+use crate::state::RunState;
 
 #[cfg(test)]
 mod tests;
@@ -35,10 +35,10 @@ const ATTEMPTS: usize = 8;
 const FINISHED_RUNS_KEPT: usize = 3;
 /// The same limit for unfinished runs. A job continues one of them when its file is changed back.
 const UNFINISHED_RUNS_KEPT: usize = 3;
-const STATE_FILE: &str = "state.safetensors";
+pub(crate) const STATE_FILE: &str = "state.safetensors";
 const MANIFEST_FILE: &str = "manifest.json";
 const MODEL_FILE: &str = "model.onnx";
-const JOB_FILE: &str = "job.json";
+pub(crate) const JOB_FILE: &str = "job.json";
 
 /// Why a run has nothing left to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,24 +53,24 @@ pub enum Finish {
 /// The value of a run's key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Trail {
+pub(crate) struct RunRecord {
     format_version: u32,
-    run: String,
+    pub(crate) run: String,
     /// When the run was last begun, in seconds since 1970.
-    begun: i64,
+    pub(crate) begun: i64,
     /// Whether the newest write of a checkpoint ended the job.
-    finished: bool,
+    pub(crate) finished: bool,
     /// The checkpoints, in ascending order of steps.
-    kept: Vec<Kept>,
+    pub(crate) kept: Vec<CheckpointEntry>,
 }
 
 /// A checkpoint of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Kept {
-    step: u64,
+pub(crate) struct CheckpointEntry {
+    pub(crate) step: u64,
     /// Its directory below `checkpoints/<job>/`.
-    folder: String,
+    pub(crate) folder: String,
     /// SHA-256 of `state.safetensors`. Format 1 recorded it for the newest checkpoint only.
     sha256: Option<String>,
 }
@@ -125,7 +125,7 @@ pub(crate) struct Checkpoints {
 }
 
 /// Another run of the job: its key, the stored value of that key, and the decoded value.
-type OtherRun = (String, Vec<u8>, Trail);
+type OtherRun = (String, Vec<u8>, RunRecord);
 
 /// Why a checkpoint was not read.
 enum Unread {
@@ -134,9 +134,9 @@ enum Unread {
     Failed(Error),
 }
 
-impl Trail {
-    fn new(run: &str) -> Trail {
-        Trail {
+impl RunRecord {
+    fn new(run: &str) -> RunRecord {
+        RunRecord {
             format_version: FORMAT_VERSION,
             run: run.to_owned(),
             begun: 0,
@@ -145,14 +145,25 @@ impl Trail {
         }
     }
 
-    fn insert(&mut self, kept: Kept) {
+    /// Decodes the value of `key`; `place` is the job's directory, for messages.
+    pub(crate) fn parse(key: &str, bytes: &[u8], place: &str) -> Result<RunRecord> {
+        let bad = |reason: String| Error::Checkpoint { place: place.to_owned(), reason };
+        let record: RunRecord = serde_json::from_slice(bytes)
+            .map_err(|e| bad(format!("key {key} cannot be read ({e}); it may be of a newer version")))?;
+        if record.format_version != FORMAT_VERSION {
+            return Err(bad(format!("format version {} of key {key} is unknown", record.format_version)));
+        }
+        Ok(record)
+    }
+
+    fn insert(&mut self, kept: CheckpointEntry) {
         let at = self.kept.partition_point(|other| other.step < kept.step);
         self.kept.insert(at, kept);
     }
 
     /// Removes checkpoints, up to `step` and beyond it separately, and returns them. The newest `keep` of
     /// either part stay; those beyond `step` belong to a job with a larger budget.
-    fn prune(&mut self, step: u64, keep: usize) -> Vec<Kept> {
+    fn prune(&mut self, step: u64, keep: usize) -> Vec<CheckpointEntry> {
         let beyond = self.kept.split_off(self.kept.partition_point(|kept| kept.step <= step));
         let mut dropped = Vec::new();
         let mut left = Vec::new();
@@ -207,19 +218,19 @@ impl Checkpoints {
     }
 
     /// `volume:/path`, for messages.
-    fn place(&self, path: &str) -> String {
+    fn location(&self, path: &str) -> String {
         format!("{}:/{path}", self.view.spec())
     }
 
-    /// [`Checkpoints::place`] of several directories of the job, separated by commas.
-    fn places<'f>(&self, folders: impl Iterator<Item = &'f str>) -> String {
-        let places = folders.map(|folder| self.place(&format!("{}/{folder}", self.folder())));
+    /// [`Checkpoints::location`] of several directories of the job, separated by commas.
+    fn locations<'f>(&self, folders: impl Iterator<Item = &'f str>) -> String {
+        let places = folders.map(|folder| self.location(&format!("{}/{folder}", self.folder())));
         places.collect::<Vec<_>>().join(", ")
     }
 
     /// `volume:/path` of the run's checkpoints, for messages.
-    pub(crate) fn run_place(&self) -> String {
-        self.place(&format!("{}/{}", self.folder(), directory(&self.run)))
+    pub(crate) fn run_location(&self) -> String {
+        self.location(&format!("{}/{}", self.folder(), directory(&self.run)))
     }
 
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
@@ -228,31 +239,25 @@ impl Checkpoints {
             .map_err(|e| Error::volume(format!("read key {key} of {}", self.view.spec()), e))
     }
 
-    fn trail(&self) -> Result<Option<(Vec<u8>, Trail)>> {
+    fn run_record(&self) -> Result<Option<(Vec<u8>, RunRecord)>> {
         let key = self.key();
         let Some(bytes) = self.get(&key)? else { return Ok(None) };
-        let trail = self.parse(&key, &bytes)?;
-        Ok(Some((bytes, trail)))
+        let record = self.parse(&key, &bytes)?;
+        Ok(Some((bytes, record)))
     }
 
-    fn parse(&self, key: &str, bytes: &[u8]) -> Result<Trail> {
-        let bad = |reason: String| Error::Checkpoint { place: self.place(&self.folder()), reason };
-        let trail: Trail = serde_json::from_slice(bytes)
-            .map_err(|e| bad(format!("key {key} cannot be read ({e}); it may be of a newer version")))?;
-        if trail.format_version != FORMAT_VERSION {
-            return Err(bad(format!("format version {} of key {key} is unknown", trail.format_version)));
-        }
-        Ok(trail)
+    fn parse(&self, key: &str, bytes: &[u8]) -> Result<RunRecord> {
+        RunRecord::parse(key, bytes, &self.location(&self.folder()))
     }
 
     /// The newest readable state of the run that `wanted` accepts. Skips a damaged checkpoint with a warning.
     pub(crate) fn newest(
         &self,
         layout: &ParamLayout,
-        wanted: impl Fn(&State) -> bool,
-    ) -> Result<Option<State>> {
-        let Some((_, trail)) = self.trail()? else { return Ok(None) };
-        for kept in trail.kept.iter().rev() {
+        wanted: impl Fn(&RunState) -> bool,
+    ) -> Result<Option<RunState>> {
+        let Some((_, record)) = self.run_record()? else { return Ok(None) };
+        for kept in record.kept.iter().rev() {
             match self.load(kept, layout) {
                 Ok(state) if wanted(&state) => return Ok(Some(state)),
                 Ok(_) => {}
@@ -260,7 +265,7 @@ impl Checkpoints {
                     job = self.job,
                     step = kept.step,
                     reason,
-                    "checkpoint is damaged: going on from the one before it, or from step 0"
+                    "checkpoint is damaged: continuing from the one before it, or from step 0"
                 ),
                 Err(Unread::Failed(error)) => return Err(error),
             }
@@ -268,10 +273,10 @@ impl Checkpoints {
         Ok(None)
     }
 
-    fn load(&self, kept: &Kept, layout: &ParamLayout) -> Result<State, Unread> {
+    fn load(&self, kept: &CheckpointEntry, layout: &ParamLayout) -> Result<RunState, Unread> {
         use millrace_datafs::Error as E;
         let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
-        let place = self.place(&path);
+        let place = self.location(&path);
         let damaged = |reason: String| Err(Unread::Damaged(format!("{place}: {reason}")));
         let bytes = match self.view.read_file(&path) {
             Ok(bytes) => bytes,
@@ -286,9 +291,9 @@ impl Checkpoints {
         if kept.sha256.as_ref().is_some_and(|sha256| *sha256 != found) {
             return damaged("its digest differs from the one that was written".to_owned());
         }
-        match State::decode(layout, &bytes) {
+        match RunState::decode(layout, &bytes) {
             Ok(state) if state.step != kept.step => {
-                damaged(format!("it is of step {}, not {}", state.step, kept.step))
+                damaged(format!("it holds step {}, not {}", state.step, kept.step))
             }
             Ok(state) => Ok(state),
             Err(reason) if kept.sha256.is_none() => damaged(reason),
@@ -299,23 +304,28 @@ impl Checkpoints {
 
     /// Adds `state` to the run's checkpoints, replaces one of the same step, and removes the oldest beyond
     /// the number to keep. Durable when it returns.
-    pub(crate) fn write(&self, state: &State, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
+    pub(crate) fn write(&self, state: &RunState, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
         let folder = format!("{}/{:012}", directory(&self.run), state.step);
         let path = format!("{}/{folder}", self.folder());
-        let bytes =
-            state.encode(layout).map_err(|reason| Error::Checkpoint { place: self.place(&path), reason })?;
+        let bytes = state
+            .encode(layout)
+            .map_err(|reason| Error::Checkpoint { place: self.location(&path), reason })?;
         let sha256 = hex::encode(Sha256::digest(&bytes));
         for _ in 0..ATTEMPTS {
-            let (before, mut trail) = match self.trail()? {
-                Some((bytes, trail)) => (Some(bytes), trail),
-                None => (None, Trail::new(&self.run)),
+            let (before, mut record) = match self.run_record()? {
+                Some((bytes, record)) => (Some(bytes), record),
+                None => (None, RunRecord::new(&self.run)),
             };
-            trail.finished = finish.is_some();
-            let (mut dropped, others): (Vec<Kept>, Vec<Kept>) =
-                std::mem::take(&mut trail.kept).into_iter().partition(|kept| kept.step == state.step);
-            trail.kept = others;
-            trail.insert(Kept { step: state.step, folder: folder.clone(), sha256: Some(sha256.clone()) });
-            dropped.extend(trail.prune(state.step, self.keep));
+            record.finished = finish.is_some();
+            let (mut dropped, others): (Vec<CheckpointEntry>, Vec<CheckpointEntry>) =
+                std::mem::take(&mut record.kept).into_iter().partition(|kept| kept.step == state.step);
+            record.kept = others;
+            record.insert(CheckpointEntry {
+                step: state.step,
+                folder: folder.clone(),
+                sha256: Some(sha256.clone()),
+            });
+            dropped.extend(record.prune(state.step, self.keep));
             dropped.retain(|kept| kept.folder != folder);
             let manifest = self.manifest(state, &sha256, finish, bytes.len());
             let mut publish = Publish::new()
@@ -327,7 +337,7 @@ impl Checkpoints {
             publish = publish
                 .expect_key(Self::owner_key(&self.job), Some(self.owner.clone().into_bytes()))
                 .expect_key(self.key(), before)
-                .put_key(self.key(), trail.value());
+                .put_key(self.key(), record.value());
             match self.view.publish(publish) {
                 Ok(()) => {
                     self.drop_folders(dropped.iter().map(|kept| kept.folder.as_str()));
@@ -347,8 +357,8 @@ impl Checkpoints {
             }
         }
         Err(Error::Checkpoint {
-            place: self.place(&path),
-            reason: format!("other writers were faster {ATTEMPTS} times"),
+            place: self.location(&path),
+            reason: format!("other processes changed the key during each of {ATTEMPTS} attempts"),
         })
     }
 
@@ -364,21 +374,21 @@ impl Checkpoints {
         is_same: impl Fn(&str, Option<&[u8]>) -> bool,
     ) -> Result<()> {
         for _ in 0..ATTEMPTS {
-            let (before, mut trail) = match self.trail()? {
-                Some((bytes, trail)) => (Some(bytes), trail),
-                None => (None, Trail::new(&self.run)),
+            let (before, mut record) = match self.run_record()? {
+                Some((bytes, record)) => (Some(bytes), record),
+                None => (None, RunRecord::new(&self.run)),
             };
-            let others = self.others()?;
+            let others = self.other_runs()?;
             // Later than all other runs, even after the clock was set back.
             let latest = others.iter().map(|(_, _, other)| other.begun).max().unwrap_or(i64::MIN);
-            trail.begun = chrono::Utc::now().timestamp().max(latest.saturating_add(1));
+            record.begun = chrono::Utc::now().timestamp().max(latest.saturating_add(1));
             let folder = directory(&self.run);
             let mut publish = Publish::new()
                 .put_key(Self::owner_key(&self.job), self.owner.clone().into_bytes())
                 .expect_key(self.key(), before)
                 .file(self.model_path(), self.stage(model)?)
                 .file(format!("{}/{folder}/{JOB_FILE}", self.folder()), self.stage(job)?);
-            if let Some((bytes, former)) = self.former()? {
+            if let Some((bytes, former)) = self.format_1_pointer()? {
                 let former_job = self.view.read_file(&format!("{}/{JOB_FILE}", self.folder())).ok();
                 if is_same(&former.run, former_job.as_deref()) {
                     publish =
@@ -386,18 +396,18 @@ impl Checkpoints {
                     for file in [MODEL_FILE, JOB_FILE] {
                         publish = self.drop_file(publish, format!("{}/{file}", self.folder()));
                     }
-                    self.take_over(&mut trail, former);
+                    self.add_format_1_checkpoints(&mut record, former);
                 } else {
                     tracing::warn!(
                         job = self.job,
                         step = former.step,
-                        place = self.places(former.kept.iter().map(String::as_str)),
+                        place = self.locations(former.kept.iter().map(String::as_str)),
                         "the job, its data or its model changed: earlier checkpoints stay, and are used \
                          again when it is changed back"
                     );
                 }
             }
-            publish = publish.put_key(self.key(), trail.value());
+            publish = publish.put_key(self.key(), record.value());
             let removed = self.removable(others);
             for (key, bytes, other) in &removed {
                 publish = publish.expect_key(key.clone(), Some(bytes.clone())).delete_key(key.clone());
@@ -426,10 +436,10 @@ impl Checkpoints {
         })
     }
 
-    fn former(&self) -> Result<Option<(Vec<u8>, FormerPointer)>> {
+    fn format_1_pointer(&self) -> Result<Option<(Vec<u8>, FormerPointer)>> {
         let key = self.former_key();
         let Some(bytes) = self.get(&key)? else { return Ok(None) };
-        let bad = |reason: String| Error::Checkpoint { place: self.place(&self.folder()), reason };
+        let bad = |reason: String| Error::Checkpoint { place: self.location(&self.folder()), reason };
         let former: FormerPointer =
             serde_json::from_slice(&bytes).map_err(|e| bad(format!("key {key} cannot be read ({e})")))?;
         if former.format_version != FORMER_VERSION {
@@ -438,20 +448,20 @@ impl Checkpoints {
         Ok(Some((bytes, former)))
     }
 
-    /// Adds the checkpoints of a format 1 run to `trail`.
-    fn take_over(&self, trail: &mut Trail, former: FormerPointer) {
-        trail.finished |= former.finish.is_some();
+    /// Adds the checkpoints of a format 1 run to `run_record`.
+    fn add_format_1_checkpoints(&self, record: &mut RunRecord, former: FormerPointer) {
+        record.finished |= former.finish.is_some();
         for folder in former.kept {
             let Ok(step) = folder.parse() else { continue };
-            if trail.kept.iter().all(|kept| kept.step != step) {
+            if record.kept.iter().all(|kept| kept.step != step) {
                 let sha256 = (step == former.step).then(|| former.sha256.clone());
-                trail.insert(Kept { step, folder, sha256 });
+                record.insert(CheckpointEntry { step, folder, sha256 });
             }
         }
     }
 
     /// The other runs of the job, the most recently begun first.
-    fn others(&self) -> Result<Vec<OtherRun>> {
+    fn other_runs(&self) -> Result<Vec<OtherRun>> {
         let prefix = self.key_of("");
         let found = self
             .view
@@ -459,10 +469,10 @@ impl Checkpoints {
             .map_err(|e| Error::volume(format!("read keys {prefix} of {}", self.view.spec()), e))?;
         let mut others = Vec::new();
         for (key, bytes) in found.into_iter().filter(|(key, _)| *key != self.key()) {
-            let trail = self.parse(&key, &bytes)?;
-            others.push((key, bytes, trail));
+            let record = self.parse(&key, &bytes)?;
+            others.push((key, bytes, record));
         }
-        others.sort_by_key(|(_, _, trail)| std::cmp::Reverse(trail.begun));
+        others.sort_by_key(|(_, _, record)| std::cmp::Reverse(record.begun));
         Ok(others)
     }
 
@@ -470,22 +480,22 @@ impl Checkpoints {
     /// or unfinished ones.
     fn removable(&self, mut others: Vec<OtherRun>) -> Vec<OtherRun> {
         let (mut finished, mut unfinished) = (0, 0);
-        others.retain(|(_, _, trail)| {
-            let there = |kept: &Kept| {
+        others.retain(|(_, _, record)| {
+            let there = |kept: &CheckpointEntry| {
                 let path = format!("{}/{}/{STATE_FILE}", self.folder(), kept.folder);
                 !self.view.stat(&path).is_err_and(|error| error.is_not_found())
             };
-            if !trail.kept.iter().any(there) {
+            if !record.kept.iter().any(there) {
                 return true;
             }
-            let place = self.places(trail.folders());
-            let step = trail.kept.last().map_or(0, |kept| kept.step);
-            let (count, keep) = match trail.finished {
+            let place = self.locations(record.folders());
+            let step = record.kept.last().map_or(0, |kept| kept.step);
+            let (count, keep) = match record.finished {
                 true => (&mut finished, FINISHED_RUNS_KEPT),
                 false => (&mut unfinished, UNFINISHED_RUNS_KEPT),
             };
             *count += 1;
-            match (trail.finished, *count > keep) {
+            match (record.finished, *count > keep) {
                 (true, true) => tracing::warn!(
                     job = self.job,
                     step,
@@ -517,7 +527,7 @@ impl Checkpoints {
     }
 
     /// Adds the removal of a checkpoint's files to a publish; files that are missing are skipped.
-    fn drop_checkpoint(&self, publish: Publish, kept: &Kept) -> Publish {
+    fn drop_checkpoint(&self, publish: Publish, kept: &CheckpointEntry) -> Publish {
         [STATE_FILE, MANIFEST_FILE].into_iter().fold(publish, |publish, file| {
             self.drop_file(publish, format!("{}/{}/{file}", self.folder(), kept.folder))
         })
@@ -528,7 +538,7 @@ impl Checkpoints {
         for folder in folders {
             let path = format!("{}/{folder}", self.folder());
             if let Err(error) = self.view.remove_dir(&path) {
-                tracing::debug!(path, %error, "checkpoint folder stays");
+                tracing::debug!(path, %error, "cannot remove a checkpoint folder");
             }
         }
     }
@@ -541,7 +551,7 @@ impl Checkpoints {
                 job: self.job.clone(),
                 reason: "another coordinator has taken it over".to_owned(),
             }),
-            _ => Err(Error::volume(format!("write checkpoint {}", self.place(&self.folder())), error)),
+            _ => Err(Error::volume(format!("write checkpoint {}", self.location(&self.folder())), error)),
         }
     }
 
@@ -549,7 +559,7 @@ impl Checkpoints {
         stage(&self.view, bytes)
     }
 
-    fn manifest(&self, state: &State, sha256: &str, finish: Option<Finish>, bytes: usize) -> Vec<u8> {
+    fn manifest(&self, state: &RunState, sha256: &str, finish: Option<Finish>, bytes: usize) -> Vec<u8> {
         let manifest = Manifest {
             format_version: FORMAT_VERSION,
             job: &self.job,
@@ -576,6 +586,6 @@ pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
 }
 
 /// Name of a run's directory inside the job's directory.
-fn directory(run: &str) -> &str {
+pub(crate) fn directory(run: &str) -> &str {
     run.get(..16).unwrap_or(run)
 }

@@ -11,7 +11,7 @@
 
 mod error;
 mod form;
-mod frame;
+pub(crate) mod frame;
 mod ring;
 #[cfg(test)]
 mod tests;

@@ -316,7 +316,7 @@ impl Engine {
         }
         let mut judged = None;
         let grad = self.compute.gradients(&shard.inputs, shard.rows, &mut |logits| {
-            let found = loss::judge(self.loss, logits, &shard.labels, shard.rows)?;
+            let found = loss::loss_and_gradient(self.loss, logits, &shard.labels, shard.rows)?;
             let slope = found.slope;
             judged = Some((found.loss_sum, found.correct));
             Ok(slope)
@@ -338,7 +338,7 @@ impl Engine {
     pub fn evaluate(&self, shard: &ShardBatch) -> Result<(f64, u64), EngineError> {
         loss::check_labels(self.loss, &shard.labels, shard.rows, self.output_width())?;
         let logits = self.logits(&shard.inputs, shard.rows)?;
-        let found = loss::judge(self.loss, &logits, &shard.labels, shard.rows)?;
+        let found = loss::loss_and_gradient(self.loss, &logits, &shard.labels, shard.rows)?;
         Ok((found.loss_sum, found.correct))
     }
 
@@ -357,11 +357,7 @@ impl Engine {
                 ),
             });
         }
-        let fits = self
-            .graph
-            .elements_per_row_max()
-            .checked_mul(rows)
-            .is_some_and(|elements| elements <= ELEMENTS_MAX);
+        let fits = self.graph.elements_max(rows).is_some_and(|elements| elements <= ELEMENTS_MAX);
         if !fits {
             return Err(EngineError::Batch {
                 reason: format!(

@@ -1,6 +1,8 @@
 //! The crate's error type: a variant tells the caller what to do next.
 use std::path::PathBuf;
 
+use millrace_leaf::error_chain;
+
 /// The source of an error that came from another crate.
 pub(crate) type Source = Box<dyn std::error::Error + Send + Sync + 'static>;
 
@@ -185,8 +187,7 @@ impl Error {
             Error::Volume { source, .. } | Error::Feed { source, .. } => source,
             _ => return false,
         };
-        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(source.as_ref());
-        while let Some(inner) = cause {
+        for inner in error_chain::causes(source.as_ref()) {
             if let Some(error) = inner.downcast_ref::<E>() {
                 return match error {
                     E::Io { .. }
@@ -202,24 +203,13 @@ impl Error {
             if inner.is::<std::io::Error>() {
                 return true;
             }
-            cause = inner.source();
         }
         false
     }
 
     /// The message with all its causes, on one line.
     pub fn one_line(&self) -> String {
-        let mut line = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(inner) = cause {
-            let text = inner.to_string();
-            if !line.ends_with(&text) {
-                line.push_str(": ");
-                line.push_str(&text);
-            }
-            cause = inner.source();
-        }
-        line.replace('\n', " ")
+        error_chain::one_line(self)
     }
 
     pub(crate) fn volume(what: impl Into<String>, source: impl Into<Source>) -> Error {
@@ -237,12 +227,5 @@ impl Error {
 
 /// Whether an operating system error is among the causes.
 fn has_io(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut cause = Some(error);
-    while let Some(inner) = cause {
-        if inner.is::<std::io::Error>() {
-            return true;
-        }
-        cause = inner.source();
-    }
-    false
+    error_chain::causes(error).any(|cause| cause.is::<std::io::Error>())
 }

@@ -152,7 +152,7 @@ impl Scale {
             let bits = values.iter().fold(0, |most: i32, value| most.max((value.to_bits() & !SIGN) as i32));
             let most = f32::from_bits(bits as u32);
             if !most.is_finite() {
-                return Err(offender(values, block * BLOCK));
+                return Err(non_finite_value(values, block * BLOCK));
             }
             largest = largest.max(most);
             if f64::from(most) * factor <= NEAR {
@@ -194,7 +194,7 @@ impl Scale {
 }
 
 #[cold]
-fn offender(block: &[f32], start: usize) -> FixedError {
+fn non_finite_value(block: &[f32], start: usize) -> FixedError {
     let at = block.iter().position(|value| !value.is_finite()).unwrap_or_default();
     FixedError::NonFinite { index: start + at, value: block[at] }
 }

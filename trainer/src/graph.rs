@@ -257,9 +257,13 @@ impl Graph {
         shape::elements_at(&self.values[self.output].dims, 1)
     }
 
-    /// Elements of the largest value for a batch of one row.
-    pub fn elements_per_row_max(&self) -> usize {
-        self.values.iter().map(|value| shape::elements_at(&value.dims, 1)).max().unwrap_or(0)
+    /// Elements of the largest value for a batch of `rows`; `None` if the number overflows.
+    pub fn elements_max(&self, rows: usize) -> Option<usize> {
+        let elements = |value: &Value| {
+            let factor = if shape::rows_axis(&value.dims).is_some() { rows } else { 1 };
+            shape::elements_at(&value.dims, 1).checked_mul(factor)
+        };
+        self.values.iter().try_fold(0, |most, value| Some(elements(value)?.max(most)))
     }
 
     /// The parameters of `model`, which this graph was read from, as one flat vector.

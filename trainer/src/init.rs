@@ -12,7 +12,7 @@ use millrace_bundle::onnx::ModelProto;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use proto::Sketch;
+use proto::GraphBuilder;
 
 /// Most weights a new model may have (4 GiB of f32).
 const WEIGHTS_MAX: usize = 1 << 30;
@@ -185,16 +185,16 @@ impl MlpSpec {
         layers("hidden", self.hidden.len())?;
         positive("classes", &[self.classes])?;
         finite(self.scale)?;
-        let mut sketch = Sketch::new("mlp", self.inputs, self.classes, self.seed);
-        let scaled = sketch.scale("input", self.scale);
-        dense(&mut sketch, scaled, self.inputs, &self.hidden, self.classes)?;
-        Ok(sketch.finish())
+        let mut builder = GraphBuilder::new("mlp", self.inputs, self.classes, self.seed);
+        let scaled = builder.scale("input", self.scale);
+        dense(&mut builder, scaled, self.inputs, &self.hidden, self.classes)?;
+        Ok(builder.finish())
     }
 }
 
 /// Hidden layers with ReLU, then the layer that produces the logits.
 fn dense(
-    sketch: &mut Sketch,
+    builder: &mut GraphBuilder,
     mut value: String,
     mut inputs: usize,
     hidden: &[usize],
@@ -202,11 +202,11 @@ fn dense(
 ) -> Result<(), InitError> {
     for (index, outputs) in hidden.iter().enumerate() {
         let layer = format!("dense{}", index + 1);
-        value = sketch.gemm(&layer, &value, inputs, *outputs, 6.0)?;
-        value = sketch.relu(&layer, &value);
+        value = builder.gemm(&layer, &value, inputs, *outputs, 6.0)?;
+        value = builder.relu(&layer, &value);
         inputs = *outputs;
     }
-    sketch.logits(&value, inputs, classes)
+    builder.logits(&value, inputs, classes)
 }
 
 impl CnnSpec {
@@ -228,23 +228,23 @@ impl CnnSpec {
                 .ok_or(InitError::TooLarge)
         };
         let inputs = product(image)?;
-        let mut sketch = Sketch::new("cnn", inputs, self.classes, self.seed);
-        let scaled = sketch.scale("input", self.scale);
-        let mut value = sketch.image(&scaled, image);
+        let mut builder = GraphBuilder::new("cnn", inputs, self.classes, self.seed);
+        let scaled = builder.scale("input", self.scale);
+        let mut value = builder.image(&scaled, image);
         let [mut channels, mut height, mut width] = image;
         for (index, filters) in self.filters.iter().enumerate() {
             let layer = format!("conv{}", index + 1);
-            value = sketch.conv3x3(&layer, &value, channels, *filters)?;
-            value = sketch.relu(&layer, &value);
+            value = builder.conv3x3(&layer, &value, channels, *filters)?;
+            value = builder.relu(&layer, &value);
             channels = *filters;
             if height >= 2 && width >= 2 {
-                value = sketch.pool2x2(&layer, &value);
+                value = builder.pool2x2(&layer, &value);
                 (height, width) = (height / 2, width / 2);
             }
         }
         let flat = product([channels, height, width])?;
-        value = sketch.flatten(&value);
-        dense(&mut sketch, value, flat, &self.hidden, self.classes)?;
-        Ok(sketch.finish())
+        value = builder.flatten(&value);
+        dense(&mut builder, value, flat, &self.hidden, self.classes)?;
+        Ok(builder.finish())
     }
 }

@@ -50,12 +50,12 @@ impl WorkerCommand {
     /// Starts one worker in its own process group: a Ctrl-C in the terminal reaches the coordinator alone,
     /// which then stops the job in order. Dropping the handle kills the process.
     ///
-    /// `crew` workers share this machine's processors. Settings for threads and memory that the environment
+    /// `workers` workers share this machine's processors. Settings for threads and memory that the environment
     /// already has stay; results do not depend on them.
-    pub(crate) fn spawn(&self, place: &Place, crew: usize) -> Result<Child> {
+    pub(crate) fn spawn(&self, worker_env: &WorkerEnv, workers: usize) -> Result<Child> {
         let mut command = Command::new(&self.program);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = (processors / crew.max(1)).max(1).to_string();
+        let threads = (processors / workers.max(1)).max(1).to_string();
         for (key, value) in [(ENV_THREADS, threads.as_str())].into_iter().chain(ALLOCATOR) {
             if std::env::var_os(key).is_none() {
                 command.env(key, value);
@@ -64,10 +64,10 @@ impl WorkerCommand {
         command
             .args(&self.args)
             .envs(self.env.iter().map(|(key, value)| (key, value)))
-            .env(ENV_COORDINATOR, &place.coordinator)
-            .env(ENV_TOKEN, &place.token)
-            .env(ENV_SLOT, place.slot.to_string())
-            .env(ENV_LAUNCH, place.launch.to_string())
+            .env(ENV_COORDINATOR, &worker_env.coordinator)
+            .env(ENV_TOKEN, &worker_env.token)
+            .env(ENV_SLOT, worker_env.slot.to_string())
+            .env(ENV_LAUNCH, worker_env.launch.to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::inherit())
@@ -83,16 +83,16 @@ impl WorkerCommand {
 
 /// The parameters that a started worker reads from its environment.
 #[derive(Debug, Clone)]
-pub(crate) struct Place {
+pub(crate) struct WorkerEnv {
     pub(crate) coordinator: String,
     pub(crate) token: String,
     pub(crate) slot: usize,
     pub(crate) launch: u64,
 }
 
-impl Place {
+impl WorkerEnv {
     /// Reads the variables that [`WorkerCommand::spawn`] set.
-    pub(crate) fn from_env() -> Result<Place> {
+    pub(crate) fn from_env() -> Result<WorkerEnv> {
         let read = |key: &str| {
             std::env::var(key).map_err(|_| Error::Launch {
                 program: "worker".to_owned(),
@@ -105,7 +105,7 @@ impl Place {
                 reason: format!("{key} is not a number"),
             })
         };
-        Ok(Place {
+        Ok(WorkerEnv {
             coordinator: read(ENV_COORDINATOR)?,
             token: read(ENV_TOKEN)?,
             slot: number(ENV_SLOT)? as usize,

@@ -8,7 +8,9 @@
 //! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
 //! - [`quantize`]: graphs that compute with 8-bit integers;
 //! - [`fixed`], [`collective`]: sums that do not depend on the order or the grouping of workers;
-//! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them.
+//! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them;
+//! - [`runs`]: what the checkpoints of a volume tell of its runs;
+//! - [`tensorboard`]: event files for TensorBoard.
 //!
 //! Out of scope: reading topics (train on a snapshot that `ingest` filled), serving, and any data format
 //! except Arrow columns and ONNX.
@@ -49,6 +51,8 @@ mod elastic;
 pub mod engine;
 mod error;
 pub mod fixed;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod graph;
 pub mod init;
 pub mod job;
@@ -61,9 +65,11 @@ pub mod optim;
 mod publish;
 pub mod quantize;
 mod replica;
+pub mod runs;
 mod source;
 mod state;
 mod statistics;
+pub mod tensorboard;
 pub mod train;
 pub mod worker;
 

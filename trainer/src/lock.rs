@@ -1,15 +1,15 @@
 //! Job lock: a locked file that admits one coordinator per job and home, and names its process.
-use std::fs::{File, TryLockError};
-use std::io::{Read, Seek, Write};
 use std::path::Path;
 
+use millrace_leaf::lock_file::{LockFile, NotTaken};
+use millrace_leaf::private;
+
 use crate::error::{Error, Result};
-use millrace_datafs::private;
 
 /// The lock of a running job; the operating system releases it whenever the process ends.
 #[derive(Debug)]
 pub(crate) struct JobLock {
-    file: File,
+    _file: LockFile,
 }
 
 impl JobLock {
@@ -19,35 +19,17 @@ impl JobLock {
         let path = folder.join(format!("{job}.lock"));
         let io = |e| Error::io(format!("lock {}", path.display()), e);
         private::create_dir_all(&folder).map_err(io)?;
-        let mut file =
-            private::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(io)?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let mut holder = String::new();
-                // Best effort: the error message works without the process number.
-                let _ = file.read_to_string(&mut holder);
-                return Err(Error::Busy {
-                    job: job.to_owned(),
-                    reason: format!(
-                        "it is already running in process {} (wait for it, or stop it)",
-                        holder.trim()
-                    ),
-                });
-            }
-            Err(TryLockError::Error(error)) => return Err(io(error)),
-        }
-        file.set_len(0).map_err(io)?;
-        file.rewind().map_err(io)?;
-        writeln!(file, "{}", std::process::id()).map_err(io)?;
-        Ok(JobLock { file })
-    }
-}
-
-impl Drop for JobLock {
-    fn drop(&mut self) {
-        // A child that was forked just now has the file open until it runs its own program. Closing the file alone would
-        // leave the job locked as long. An error leaves just that.
-        let _ = self.file.unlock();
+        let mut file = LockFile::take(&path).map_err(|error| match error {
+            NotTaken::Held { holder } => Error::Busy {
+                job: job.to_owned(),
+                reason: format!(
+                    "it is already running in process {} (wait for it, or stop it)",
+                    holder.trim()
+                ),
+            },
+            NotTaken::Io(error) => io(error),
+        })?;
+        file.describe(&format!("{}\n", std::process::id())).map_err(io)?;
+        Ok(JobLock { _file: file })
     }
 }

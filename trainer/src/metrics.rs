@@ -5,7 +5,7 @@ use prometheus::{IntCounter, IntGauge, register_int_counter, register_int_gauge}
 
 /// Workers that are members of the current membership epoch.
 pub const WORKERS_ALIVE: &str = "millrace_trainer_workers_alive";
-/// Workers that died or fell silent, over all jobs of this process.
+/// Workers that died or stopped responding, over all jobs of this process.
 pub const WORKERS_LOST_TOTAL: &str = "millrace_trainer_workers_lost_total";
 /// Membership epochs formed, over all jobs of this process.
 pub const MEMBERSHIP_EPOCHS_TOTAL: &str = "millrace_trainer_membership_epochs_total";
@@ -29,7 +29,7 @@ fn gauge(name: &'static str, help: &'static str) -> Option<IntGauge> {
 static ALIVE: LazyLock<Option<IntGauge>> =
     LazyLock::new(|| gauge(WORKERS_ALIVE, "Workers in the current membership epoch."));
 static LOST: LazyLock<Option<IntCounter>> =
-    LazyLock::new(|| counter(WORKERS_LOST_TOTAL, "Workers that died or fell silent."));
+    LazyLock::new(|| counter(WORKERS_LOST_TOTAL, "Workers that died or stopped responding."));
 static EPOCHS: LazyLock<Option<IntCounter>> =
     LazyLock::new(|| counter(MEMBERSHIP_EPOCHS_TOTAL, "Membership epochs formed."));
 static STEPS: LazyLock<Option<IntCounter>> =
@@ -53,7 +53,7 @@ pub(crate) fn epoch_formed() {
     add(&EPOCHS, 1);
 }
 
-pub(crate) fn progressed(steps: u64, rows: u64) {
+pub(crate) fn record_progress(steps: u64, rows: u64) {
     add(&STEPS, steps);
     add(&ROWS, rows);
 }

@@ -41,7 +41,7 @@ fn read(path: &Path) -> Result<ModelProto, String> {
     // The bytes hold the weights a second time.
     drop(bytes);
     let weights = |file: &str| {
-        let place = beside(path, file)?;
+        let place = weight_path(path, file)?;
         read_bounded(&place, &mut left).map_err(|e| format!("its weights {}: {e}", place.display()))
     };
     Bundle::embed_weights(&mut model, weights).map_err(|e| e.to_string())?;
@@ -59,7 +59,7 @@ fn read_bounded(path: &Path, left: &mut u64) -> Result<Vec<u8>, String> {
 
 /// The path of a weight file: in the folder of the graph or below it. If the graph is a symbolic link, as in
 /// download caches, the weight file may be a link into the graph's real folder.
-fn beside(graph: &Path, file: &str) -> Result<PathBuf, String> {
+fn weight_path(graph: &Path, file: &str) -> Result<PathBuf, String> {
     let folder = graph.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let place = folder.join(file);
     let inside = || -> std::io::Result<bool> {
@@ -68,7 +68,7 @@ fn beside(graph: &Path, file: &str) -> Result<PathBuf, String> {
     };
     match inside() {
         Ok(true) => Ok(place),
-        Ok(false) => Err(format!("it keeps weights in {}, which leads out of its folder", place.display())),
+        Ok(false) => Err(format!("it keeps weights in {}, which is outside its folder", place.display())),
         Err(error) => Err(format!("it keeps weights in {}, which cannot be read ({error})", place.display())),
     }
 }

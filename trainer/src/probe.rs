@@ -1,5 +1,5 @@
 //! Test support: small ONNX graphs, one per operator form, and ONNX Runtime as the reference.
-#![allow(clippy::unwrap_used, clippy::print_stderr)]
+#![allow(clippy::print_stderr)]
 
 pub(crate) mod digits;
 mod operators;

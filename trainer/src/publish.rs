@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::job::{JobFile, digest_of};
 use crate::metrics;
 use crate::replica::check_weights;
-use crate::state::State;
+use crate::state::RunState;
 
 /// Attempts at a publish that conflicts with another version of the same model.
 const ATTEMPTS: usize = 16;
@@ -66,8 +66,15 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
     Ok(offsets)
 }
 
+/// The key of the publication of a run's state after `step` steps.
+pub(crate) fn key_of(job: &JobFile, run: &str, step: u64) -> String {
+    let root = job.output.path.trim_matches('/');
+    let identity = digest_of(&[run, &step.to_string(), root, job.model_name().as_str()]);
+    format!("trainer/{}/published/{identity}", job.name)
+}
+
 /// The version that a key names, with the key's value.
-fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
+pub(crate) fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
     let value =
         output.key_get(key).map_err(|e| Error::volume(format!("read key {key} of {}", output.spec()), e))?;
     let Some(value) = value else { return Ok(None) };
@@ -79,7 +86,7 @@ fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Published)>> {
 }
 
 /// Whether the bundle of a published version still exists.
-fn stands(
+fn bundle_exists(
     store: &dyn ObjectStore,
     root: &str,
     name: &str,
@@ -105,19 +112,18 @@ pub(crate) fn publish(
     job: &JobFile,
     origin: &Origin,
     engine: &mut Engine,
-    state: &State,
+    state: &RunState,
     statistics: impl FnOnce() -> Option<Statistics>,
     runtime: &Handle,
 ) -> Result<(Published, bool)> {
     let (output, root) = (&checkpoints.view, job.output.path.trim_matches('/'));
     let name = job.model_name();
     let store = output.object_store();
-    let identity = digest_of(&[&origin.run, &state.step.to_string(), root, name.as_str()]);
-    let key = format!("trainer/{}/published/{identity}", job.name);
+    let key = key_of(job, &origin.run, state.step);
     let former_key = format!("trainer/{}/published/{}", job.name, origin.former_run);
     let standing = |key: &str| -> Result<Option<Published>> {
         let Some((_, published)) = recorded(output, key)? else { return Ok(None) };
-        Ok(stands(store.as_ref(), root, name.as_str(), &published, runtime)?.then_some(published))
+        Ok(bundle_exists(store.as_ref(), root, name.as_str(), &published, runtime)?.then_some(published))
     };
     check_weights(engine.layout(), &state.weights, state.step.saturating_sub(1))?;
     for key in [&key, &former_key] {
@@ -192,7 +198,7 @@ pub(crate) fn publish(
     })
 }
 
-fn figures(state: &State, loss: Loss) -> BTreeMap<String, f64> {
+fn figures(state: &RunState, loss: Loss) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
     if let Some(last) = state.ledger.epochs.last() {
         figures.insert("train_loss".to_owned(), last.loss);

@@ -25,6 +25,7 @@ mod weights;
 use std::collections::HashMap;
 
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, TensorProto, tensor_proto};
+use millrace_leaf::quoting;
 use serde::Serialize;
 
 pub use error::QuantizeError;
@@ -114,7 +115,7 @@ pub fn quantize(mut model: ModelProto) -> Result<Quantized, QuantizeError> {
     let mut rewrite = Rewrite::new(graph, &nodes);
     for node in nodes {
         for inner in subgraphs(&node) {
-            keep_inner(inner, &mut kept);
+            record_inner_nodes(inner, &mut kept);
         }
         let operator = onnx_operator(&node);
         let found = match operator {
@@ -143,7 +144,7 @@ pub fn quantize(mut model: ModelProto) -> Result<Quantized, QuantizeError> {
     }
     rewrite.finish();
     if layers.is_empty() {
-        return Err(QuantizeError::nothing(&kept));
+        return Err(QuantizeError::no_layers(&kept));
     }
     Ok(Quantized { model, layers, kept })
 }
@@ -166,10 +167,13 @@ fn check(model: &ModelProto) -> Result<(), QuantizeError> {
         !tensor.external_data.is_empty() || tensor.data_location() == tensor_proto::DataLocation::External
     };
     if let Some(tensor) = graph.initializer.iter().find(external) {
-        return Err(QuantizeError::External { tensor: shorten(tensor.name()) });
+        return Err(QuantizeError::External { tensor: quoting::shorten(tensor.name(), SHOWN_MAX) });
     }
     match quantized(graph) {
-        Some(node) => Err(QuantizeError::Already { node: shown(node), operator: shorten(node.op_type()) }),
+        Some(node) => Err(QuantizeError::Already {
+            node: shown(node),
+            operator: quoting::shorten(node.op_type(), SHOWN_MAX),
+        }),
         None => Ok(()),
     }
 }
@@ -196,8 +200,8 @@ fn weights_of(
         return Err(format!("it has {} outputs", node.output.len()));
     }
     let transposed = form(node)?;
-    let place = *places.get(name).ok_or("its second input is no initializer of the graph")?;
-    let tensor = graph.initializer.get(place).ok_or("its weights are gone")?;
+    let place = *places.get(name).ok_or("its second input is not an initializer of the graph")?;
+    let tensor = graph.initializer.get(place).ok_or("its weights are missing")?;
     match readers.get(name).copied().unwrap_or_default() {
         1 => {}
         others => return Err(format!("its weights are read in {others} places")),
@@ -216,7 +220,7 @@ fn form(node: &NodeProto) -> Result<bool, String> {
             ("Gemm", name @ ("transA" | "alpha" | "beta")) => {
                 return Err(format!("its {name} is not the default"));
             }
-            (_, name) => return Err(format!("it has the attribute {:?}", shorten(name))),
+            (_, name) => return Err(format!("it has the attribute {:?}", quoting::shorten(name, SHOWN_MAX))),
         }
     }
     Ok(transposed)
@@ -248,16 +252,16 @@ fn count_readers(graph: &GraphProto, readers: &mut HashMap<String, usize>) {
 }
 
 /// Records nodes with weights inside control-flow nodes as unchanged.
-fn keep_inner(graph: &GraphProto, kept: &mut Vec<Kept>) {
+fn record_inner_nodes(graph: &GraphProto, kept: &mut Vec<Kept>) {
     for node in &graph.node {
         let has_weights =
             |operator: &str| ["MatMul", "Gemm"].contains(&operator) || OTHERS.contains(&operator);
         if onnx_operator(node).is_some_and(has_weights) {
-            let reason = "it is inside of a node of control flow".to_owned();
+            let reason = "it is inside a control-flow node".to_owned();
             kept.push(Kept { node: shown(node), operator: node.op_type().to_owned(), reason });
         }
         for inner in subgraphs(node) {
-            keep_inner(inner, kept);
+            record_inner_nodes(inner, kept);
         }
     }
 }
@@ -265,9 +269,5 @@ fn keep_inner(graph: &GraphProto, kept: &mut Vec<Kept>) {
 /// The name of a node, or of its output when it has none.
 fn shown(node: &NodeProto) -> String {
     let output = node.output.first().map_or("", String::as_str);
-    shorten(if node.name().is_empty() { output } else { node.name() })
-}
-
-fn shorten(text: &str) -> String {
-    text.chars().take(SHOWN_MAX).collect()
+    quoting::shorten(if node.name().is_empty() { output } else { node.name() }, SHOWN_MAX)
 }

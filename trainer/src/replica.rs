@@ -20,7 +20,7 @@ use crate::job::JobFile;
 use crate::ledger::{EpochRecord, Ledger, Tally, epoch_digest};
 use crate::optim::Optimizer;
 use crate::source;
-use crate::state::State;
+use crate::state::RunState;
 use crate::worker::Assignment;
 
 /// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
@@ -28,7 +28,7 @@ const READ_ATTEMPTS: u64 = 5;
 
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Done {
+pub(crate) struct StepOutcome {
     /// Mean loss of the global batch before the update.
     pub(crate) loss: f64,
     /// At least one member wants to leave so that another worker can join.
@@ -54,7 +54,7 @@ pub(crate) struct Replica {
     sums: Vec<i64>,
     mean: Vec<f32>,
     /// The prefetched next batch: its step, its slots and the read in progress.
-    ahead: Option<(u64, Range<usize>, Reading)>,
+    prefetched: Option<(u64, Range<usize>, Reading)>,
     dataset_digest: Option<u64>,
     checkpoints: Checkpoints,
     writing: Option<JoinHandle<Result<()>>>,
@@ -91,7 +91,7 @@ impl Replica {
             step: 0,
             sums: Vec::new(),
             mean: vec![0.0; parameters],
-            ahead: None,
+            prefetched: None,
             dataset_digest: None,
             writing: None,
             job,
@@ -101,7 +101,7 @@ impl Replica {
             engine,
             checkpoints,
         };
-        let newest = newest(&replica.checkpoints, &replica.job, &replica.plan, &replica.engine)?;
+        let newest = newest_usable_state(&replica.checkpoints, &replica.job, &replica.plan, &replica.engine)?;
         if let Some(state) = newest {
             replica.restore(state)?;
         }
@@ -130,7 +130,7 @@ impl Replica {
 
     /// The largest state that [`Replica::import`] accepts.
     pub(crate) fn state_bytes_max(&self) -> u64 {
-        State::bytes_max(self.engine.layout())
+        RunState::bytes_max(self.engine.layout())
     }
 
     /// Encodes the state for workers that are behind.
@@ -140,7 +140,7 @@ impl Replica {
 
     /// Replaces the state by that of a worker that is ahead.
     pub(crate) fn import(&mut self, state: &[u8]) -> Result<()> {
-        let state = State::decode(self.engine.layout(), state).map_err(|reason| self.bad_state(reason))?;
+        let state = RunState::decode(self.engine.layout(), state).map_err(|reason| self.bad_state(reason))?;
         self.restore(state)
     }
 
@@ -148,8 +148,8 @@ impl Replica {
         Error::Checkpoint { place: format!("state of job {}", self.job.name), reason }
     }
 
-    fn state(&self) -> State {
-        State {
+    fn state(&self) -> RunState {
+        RunState {
             step: self.step,
             weights: self.engine.weights().to_vec(),
             optimizer: self.optimizer.state(),
@@ -158,7 +158,7 @@ impl Replica {
         }
     }
 
-    fn restore(&mut self, state: State) -> Result<()> {
+    fn restore(&mut self, state: RunState) -> Result<()> {
         check_weights(self.engine.layout(), &state.weights, state.step.saturating_sub(1))?;
         self.engine.set_weights(&state.weights)?;
         self.optimizer.load_state(state.optimizer)?;
@@ -184,7 +184,7 @@ impl Replica {
     /// Computes this rank's virtual shards, sums over the ring and applies the step.
     ///
     /// On an error nothing was applied, and the step can be computed again in another ring.
-    pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, leave: bool, stop: bool) -> Result<Done> {
+    pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, leave: bool, stop: bool) -> Result<StepOutcome> {
         let began = Instant::now();
         let (shards, batch_rows) = (self.job.virtual_shards, self.plan.batch_rows());
         let own = rank_shards(ring.rank(), ring.world(), shards);
@@ -237,7 +237,7 @@ impl Replica {
             apply_us = (began.elapsed() - summed).as_micros() as u64,
             "step applied"
         );
-        Ok(Done { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
+        Ok(StepOutcome { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
     }
 
     /// Computes the gradients of the shards `own` and sums them over the ring, into `self.sums`. Returns the
@@ -277,8 +277,8 @@ impl Replica {
 
     /// The batch of this step, prefetched if its slots were predicted; starts prefetching the next one.
     fn read(&mut self, slots: Range<usize>) -> Result<FeedBatch> {
-        let foreseen = self.ahead.take().and_then(|(step, ahead, reading)| {
-            if step == self.step && ahead == slots {
+        let foreseen = self.prefetched.take().and_then(|(step, prefetched, reading)| {
+            if step == self.step && prefetched == slots {
                 return Some(reading);
             }
             reading.abort();
@@ -293,7 +293,7 @@ impl Replica {
                 Some(Ok(_)) => break,
                 Some(Err(ref error)) if !error.is_retryable() || attempt == READ_ATTEMPTS => break,
                 Some(Err(ref error)) => {
-                    tracing::warn!(step = self.step, %error, "reading a batch failed; trying again");
+                    tracing::warn!(step = self.step, %error, "cannot read a batch; retrying");
                     std::thread::sleep(Duration::from_millis(100 * attempt));
                 }
                 None => {}
@@ -309,7 +309,7 @@ impl Replica {
         let (feed, next) = (self.feed.clone(), self.step + 1);
         let wanted = slots.clone();
         let reading = self.runtime.spawn(async move { feed.batch(next, wanted).await });
-        self.ahead = Some((next, slots, reading));
+        self.prefetched = Some((next, slots, reading));
         Ok(batch)
     }
 
@@ -399,12 +399,12 @@ pub(crate) fn finish(job: &JobFile, ledger: &Ledger) -> Option<Finish> {
 
 /// The newest checkpoint of a run that the job can continue from, or that finishes it. Later ones belong to a
 /// job with a larger budget.
-pub(crate) fn newest(
+pub(crate) fn newest_usable_state(
     checkpoints: &Checkpoints,
     job: &JobFile,
     plan: &Plan,
     engine: &Engine,
-) -> Result<Option<State>> {
+) -> Result<Option<RunState>> {
     checkpoints.newest(engine.layout(), |state| {
         let ends = |epoch: &EpochRecord| job.loss_target.is_some_and(|target| epoch.loss <= target);
         let converged = state.ledger.epochs.iter().position(ends).map(|index| index as u64 + 1);

@@ -25,7 +25,7 @@ const SLOTS_MAX: u64 = 8;
 
 /// A run after `step` steps.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct State {
+pub(crate) struct RunState {
     pub(crate) step: u64,
     pub(crate) weights: Vec<f32>,
     pub(crate) optimizer: OptimizerState,
@@ -45,7 +45,37 @@ struct Counters {
     fraction_bits: Option<i32>,
 }
 
-impl State {
+/// The counters that people ask for, as any program has written them.
+#[derive(Debug, Deserialize)]
+pub(crate) struct History {
+    pub(crate) step: u64,
+    pub(crate) ledger: Ledger,
+}
+
+impl History {
+    /// Bytes of the header of an encoded state, which begin with their count.
+    pub(crate) const LENGTH_BYTES: usize = 8;
+
+    /// Bytes up to the end of the header, from the first [`History::LENGTH_BYTES`] of a state.
+    pub(crate) fn header_end(start: &[u8]) -> Result<usize, String> {
+        let length = start.first_chunk().ok_or("the state ends in its header")?;
+        let length = u64::from_le_bytes(*length);
+        if length > OVERHEAD_BYTES_MAX {
+            return Err(format!("its header has {length} bytes, at most {OVERHEAD_BYTES_MAX} are allowed"));
+        }
+        Ok(Self::LENGTH_BYTES + length as usize)
+    }
+
+    /// Decodes the header of an encoded state, which is all that `bytes` must hold.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<History, String> {
+        let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
+        let entries = metadata.metadata().as_ref().ok_or("the counters are missing")?;
+        let counters = entries.get(COUNTERS).ok_or("the counters are missing")?;
+        serde_json::from_str(counters).map_err(|e| e.to_string())
+    }
+}
+
+impl RunState {
     /// The largest encoding a state with this layout may have.
     pub(crate) fn bytes_max(layout: &ParamLayout) -> u64 {
         let vector = 4 * layout.elements() as u64;
@@ -91,7 +121,7 @@ impl State {
     }
 
     /// Decodes a state; every parameter of the layout must be present with its shape.
-    pub(crate) fn decode(layout: &ParamLayout, bytes: &[u8]) -> Result<State, String> {
+    pub(crate) fn decode(layout: &ParamLayout, bytes: &[u8]) -> Result<RunState, String> {
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
         let counters = metadata
             .metadata()
@@ -122,13 +152,17 @@ impl State {
             }
             Ok::<_, String>(values)
         };
+        let slots = counters.optimizer_slots.len();
+        if slots as u64 > SLOTS_MAX {
+            return Err(format!("it has {slots} optimizer vectors, at most {SLOTS_MAX} are allowed"));
+        }
         let weights = vector("model")?;
         let slots = counters
             .optimizer_slots
             .iter()
             .map(|slot| Ok((slot.clone(), vector(&format!("optimizer.{slot}"))?)))
             .collect::<Result<Vec<_>, String>>()?;
-        Ok(State {
+        Ok(RunState {
             step: counters.step,
             weights,
             optimizer: OptimizerState { step: counters.optimizer_step, slots },

@@ -120,7 +120,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn features_are_those_of_the_rows(width in 1usize..5, count in 1usize..200, seed in 0u64..1000) {
+        fn feature_statistics_match_the_rows(width in 1usize..5, count in 1usize..200, seed in 0u64..1000) {
             let rows: Vec<Vec<f32>> = numbers(width * count, seed).chunks(width).map(<[f32]>::to_vec).collect();
             let statistics = collected(&rows);
             prop_assert_eq!(statistics.rows, count as u64);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_stands_for_many_rows() {
+    fn many_rows_are_sampled() {
         let rows: Vec<Vec<f32>> = numbers(40_000, 3).chunks(2).map(<[f32]>::to_vec).collect();
         let statistics = collected(&rows);
         assert_eq!(collected(&rows), statistics);
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn of_wide_rows_some_numbers_stand_for_all() {
+    fn wide_rows_are_sampled() {
         let statistics = collected(&[(0..1000).map(|value| value as f32).collect()]);
         assert_eq!(statistics.features.len(), FEATURES_MAX);
         let places: Vec<usize> = statistics.features.iter().map(|feature| feature.element).collect();

@@ -1,10 +1,11 @@
 //! Training of one job, from its job file to its published bundle: [`train`] and its report.
-use std::io::Read;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::Datafs;
+use millrace_leaf::blocking::{self, Stopping};
+use millrace_leaf::random;
 use millrace_streams::dataset::OpenDataset;
 use millrace_streams::feed::Plan;
 use prost::Message;
@@ -15,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::config::Config;
-use crate::elastic::coordinator::{self, Crew, Outcome};
+use crate::elastic::coordinator::{self, CoordinatorParams, Outcome};
 use crate::engine::{Device, Engine, Loss};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
@@ -26,7 +27,7 @@ use crate::optim::Optimizer;
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
 use crate::source;
-use crate::state::State;
+use crate::state::RunState;
 use crate::statistics;
 use crate::worker::Assignment;
 
@@ -111,7 +112,7 @@ pub struct TrainReport {
     pub resumed_from_step: Option<u64>,
     /// Requested workers, at most the number of virtual shards.
     pub workers: usize,
-    /// Workers that died or fell silent during this call.
+    /// Workers that died or stopped responding during this call.
     pub workers_lost: u32,
     /// Membership epochs formed during this call.
     pub membership_epochs: u64,
@@ -256,9 +257,9 @@ impl Prepared {
                         && former.digest(&model_sha256, &data) == run
                 })
         })?;
-        let resumed = replica::newest(&checkpoints, &job, &plan, &engine)?;
+        let resumed = replica::newest_usable_state(&checkpoints, &job, &plan, &engine)?;
         if let Some(state) = &resumed {
-            tracing::info!(job = %job.name, step = state.step, "going on from the last checkpoint");
+            tracing::info!(job = %job.name, step = state.step, "continuing from the last checkpoint");
         }
         let finished = resumed.as_ref().is_some_and(|state| replica::finish(&job, &state.ledger).is_some());
         let resumed_from_step = resumed.map(|state| state.step);
@@ -301,9 +302,9 @@ impl Prepared {
         };
         let assignment = serde_json::to_string(&assignment).map_err(|e| Error::Job {
             job: job.name.to_string(),
-            reason: format!("cannot be handed to workers ({e})"),
+            reason: format!("cannot be sent to the workers ({e})"),
         })?;
-        let crew = Crew {
+        let params = CoordinatorParams {
             job: job.name.as_str(),
             workers,
             config: &self.setup.config,
@@ -313,7 +314,7 @@ impl Prepared {
         };
         let steps_max = self.plan.steps_for_epochs(job.epochs_max);
         let mut first_report: Option<(Instant, u64)> = None;
-        coordinator::run(crew, cancel, |seen| {
+        coordinator::run(params, cancel, |seen| {
             let (since, step) = *first_report.get_or_insert((Instant::now(), seen.step));
             let rows = seen.step.saturating_sub(step.max(first_step)) as f64 * job.batch_rows as f64;
             let elapsed = since.elapsed().max(Duration::from_micros(1)).as_secs_f64();
@@ -339,7 +340,7 @@ impl Prepared {
         trained: Option<Outcome>,
         stop: &CancellationToken,
     ) -> Result<TrainReport> {
-        let state = replica::newest(&self.checkpoints, &self.job, &self.plan, &self.engine)?;
+        let state = replica::newest_usable_state(&self.checkpoints, &self.job, &self.plan, &self.engine)?;
         let finish = state.as_ref().and_then(|state| replica::finish(&self.job, &state.ledger));
         report.end = match finish {
             Some(Finish::Converged) => End::Converged,
@@ -348,7 +349,7 @@ impl Prepared {
         };
         if finish.is_none() && trained.as_ref().is_none_or(|outcome| !outcome.stopped) {
             return Err(Error::Checkpoint {
-                place: self.checkpoints.run_place(),
+                place: self.checkpoints.run_location(),
                 reason: "the run is finished, but its last checkpoint cannot be read; start the job again"
                     .to_owned(),
             });
@@ -374,7 +375,7 @@ impl Prepared {
             // The model is published even if its inputs cannot be read a second time.
             let statistics = || {
                 statistics().unwrap_or_else(|error| {
-                    tracing::warn!(%error, "the model is published without statistics of its inputs");
+                    tracing::warn!(%error, "cannot compute the input statistics; publishing the model without them");
                     None
                 })
             };
@@ -395,7 +396,7 @@ impl Prepared {
     }
 }
 
-fn fill(report: &mut TrainReport, state: &State, loss: Loss) {
+fn fill(report: &mut TrainReport, state: &RunState, loss: Loss) {
     let epochs = &state.ledger.epochs;
     report.steps = state.step;
     report.epochs = epochs.len() as u64;
@@ -407,19 +408,11 @@ fn fill(report: &mut TrainReport, state: &State, loss: Loss) {
 
 /// 256 random bits from the kernel, in hex.
 fn random_token() -> Result<String> {
-    let mut bytes = [0u8; 32];
-    std::fs::File::open("/dev/urandom")
-        .and_then(|mut random| random.read_exact(&mut bytes))
-        .map_err(|e| Error::io("read /dev/urandom", e))?;
+    let bytes: [u8; 32] = random::bytes().map_err(|e| Error::io(format!("read {}", random::SOURCE), e))?;
     Ok(hex::encode(bytes))
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(error) => Err(Error::io("run on a blocking thread", std::io::Error::other(error))),
-        },
-    }
+    let stopped = |error: Stopping| Error::io("run on a blocking thread", std::io::Error::other(error));
+    blocking::run(work).await.map_err(stopped)?
 }

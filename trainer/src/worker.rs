@@ -12,10 +12,10 @@ use tokio::runtime::Runtime;
 use crate::collective::{Collective, Options};
 use crate::config::Config;
 use crate::elastic::membership::{Reason, formation, source};
-use crate::elastic::session::{Barrier, Ending, Formed, Report, Session, Timing};
+use crate::elastic::session::{Barrier, Ending, EpochMembership, Report, Session, Timing};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
-use crate::launch::Place;
+use crate::launch::WorkerEnv;
 use crate::replica::Replica;
 
 /// The parameters of a run's workers, sent as JSON.
@@ -33,7 +33,7 @@ pub(crate) struct Assignment {
 }
 
 /// Why a membership epoch ended without an error.
-enum End {
+enum EpochEnd {
     /// All members agreed to let another worker join.
     Left,
     /// A member was lost after the last step.
@@ -51,7 +51,7 @@ enum End {
 /// function fails only if the coordinator was lost or never reached. The process should exit afterwards; it
 /// exits by itself if the coordinator vanishes during a long computation.
 pub fn run(exit_code: impl Fn(&Error) -> u8) -> Result<()> {
-    let place = Place::from_env()?;
+    let worker_env = WorkerEnv::from_env()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(4)
@@ -59,19 +59,21 @@ pub fn run(exit_code: impl Fn(&Error) -> u8) -> Result<()> {
         .enable_all()
         .build()
         .map_err(|e| Error::io("start the worker's runtime", e))?;
-    let result = serve(&place, &runtime, &exit_code);
+    let result = serve(&worker_env, &runtime, &exit_code);
     // Prefetches and heartbeats need no orderly end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     result
 }
 
-fn serve(place: &Place, runtime: &Runtime, exit_code: &impl Fn(&Error) -> u8) -> Result<()> {
-    let coordinator: std::net::SocketAddr = place.coordinator.parse().map_err(|_| {
-        Error::CoordinatorLost { address: place.coordinator.clone(), reason: "is not ip:port".to_owned() }
-    })?;
-    let mut options = Options::new(place.token.clone());
+fn serve(worker_env: &WorkerEnv, runtime: &Runtime, exit_code: &impl Fn(&Error) -> u8) -> Result<()> {
+    let coordinator: std::net::SocketAddr =
+        worker_env.coordinator.parse().map_err(|_| Error::CoordinatorLost {
+            address: worker_env.coordinator.clone(),
+            reason: "is not ip:port".to_owned(),
+        })?;
+    let mut options = Options::new(worker_env.token.clone());
     let mut collective = Collective::bind(coordinator.ip(), options.clone())?;
-    let (greeted, assignment) = Session::connect(runtime.handle(), place, collective.address())?;
+    let (greeted, assignment) = Session::connect(runtime.handle(), worker_env, collective.address())?;
     let assignment: Assignment = serde_json::from_str(&assignment).map_err(|e| Error::Worker {
         message: format!("the coordinator's assignment cannot be read ({e}); is it the same program?"),
         exit_code: 1,
@@ -100,9 +102,9 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
         };
         suspect = None;
         match epoch(replica, session, collective, &formed) {
-            Ok(End::Done) => return replica.close(),
-            Ok(End::Left) => reason = Reason::Left,
-            Ok(End::Broken) => reason = Reason::Broken,
+            Ok(EpochEnd::Done) => return replica.close(),
+            Ok(EpochEnd::Left) => reason = Reason::Left,
+            Ok(EpochEnd::Broken) => reason = Reason::Broken,
             Err(Error::Collective(error)) if error.is_retryable() => {
                 tracing::info!(epoch = formed.epoch, step = replica.step(), %error, "ring broke");
                 reason = Reason::Broken;
@@ -118,8 +120,8 @@ fn epoch(
     replica: &mut Replica,
     session: &mut Session,
     collective: &Collective,
-    formed: &Formed,
-) -> Result<End> {
+    formed: &EpochMembership,
+) -> Result<EpochEnd> {
     let shape = formation(formed.epoch, formed.rank, &formed.peers);
     let mut ring = collective.form(&shape, formed.abort.clone())?;
     let step = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
@@ -160,16 +162,16 @@ fn epoch(
             return Ok(session.finish(replica.step(), true)?.into());
         }
         if done.leave && replica.finish().is_none() {
-            return Ok(End::Left);
+            return Ok(EpochEnd::Left);
         }
     }
 }
 
-impl From<Ending> for End {
-    fn from(ending: Ending) -> End {
+impl From<Ending> for EpochEnd {
+    fn from(ending: Ending) -> EpochEnd {
         match ending {
-            Ending::Done => End::Done,
-            Ending::Broken => End::Broken,
+            Ending::Done => EpochEnd::Done,
+            Ending::Broken => EpochEnd::Broken,
         }
     }
 }

@@ -253,7 +253,7 @@ fn any_number_of_workers_gives_the_same_model() {
 }
 
 #[test]
-fn killed_and_frozen_workers_change_nothing() {
+fn killed_and_frozen_workers_do_not_change_the_model() {
     let home = home();
     let more = "epochs_max = 250\ncheckpoint_every_steps = 700";
     let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
@@ -298,7 +298,7 @@ fn killed_and_frozen_workers_change_nothing() {
 }
 
 #[test]
-fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
+fn killed_job_resumes_and_publishes_once() {
     let home = home();
     let text = job_text("journey", "workers = 2\nepochs_max = 120\ncheckpoint_every_steps = 50");
     std::fs::write(home.path().join("train.toml"), text).unwrap();
@@ -350,7 +350,7 @@ fn a_job_killed_as_a_whole_goes_on_and_is_published_once() {
 /// Regression with large labels: the sums find their scale, the same for every number of workers and for a
 /// run that continued from a checkpoint.
 #[test]
-fn large_labels_are_trained_on_alike_by_any_number_of_workers() {
+fn large_labels_train_equally_with_any_number_of_workers() {
     let home = home();
     let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
     let magnitudes = [3e5f32, 3e14];
@@ -462,9 +462,9 @@ fn job_again(home: &Path) -> JobFile {
 }
 
 #[test]
-fn a_stopped_job_keeps_its_place_and_only_one_runs() {
+fn stopped_job_resumes_and_a_second_coordinator_is_refused() {
     let home = home();
-    let more = "workers = 2\nepochs_max = 60";
+    let more = "workers = 2\nepochs_max = 400";
     let cancel = CancellationToken::new();
     let mut last = 0;
     let busy = std::sync::Mutex::new(None);
@@ -494,13 +494,13 @@ fn a_stopped_job_keeps_its_place_and_only_one_runs() {
 
     let resumed = run(setup(home.path()), job("stopped", more), |_| {}).unwrap();
     assert_eq!(resumed.resumed_from_step, Some(stopped.steps));
-    let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 60"), |_| {}).unwrap();
+    let plain = run(setup(home.path()), job("plain", "workers = 1\nepochs_max = 400"), |_| {}).unwrap();
     assert_eq!(resumed.model_sha256, plain.model_sha256);
     assert_eq!(resumed.rows_per_epoch, plain.rows_per_epoch);
 }
 
 #[test]
-fn a_job_with_another_budget_goes_on_from_the_checkpoints_that_lie_in_it() {
+fn job_with_another_budget_continues_from_checkpoints_within_it() {
     let home = home();
     let with = |name: &str, budget: &str| job(name, &format!("workers = 1\n{budget}"));
     let train = |name: &str, budget: &str| run(setup(home.path()), with(name, budget), |_| {}).unwrap();
@@ -534,7 +534,7 @@ fn a_job_with_another_budget_goes_on_from_the_checkpoints_that_lie_in_it() {
 }
 
 #[test]
-fn a_deleted_version_is_published_again_under_a_new_number() {
+fn deleted_version_is_republished_under_a_new_number() {
     let home = home();
     let job = || job("deleted", "workers = 1\nepochs_max = 2");
     let first = run(setup(home.path()), job(), |_| {}).unwrap();
@@ -554,7 +554,7 @@ fn a_deleted_version_is_published_again_under_a_new_number() {
 }
 
 #[test]
-fn a_changed_job_leaves_the_checkpoints_of_before_and_uses_them_when_changed_back() {
+fn changed_job_keeps_old_checkpoints_and_reuses_them_when_changed_back() {
     let home = home();
     let cancel = CancellationToken::new();
     let text = "workers = 1\nepochs_max = 60";

@@ -1,10 +1,10 @@
 //! The metadata file of a backup: a SQLite file with the same key-value pairs as the metadata of the home,
 //! whatever its engine, and the objects that were missing when the backup was made.
 
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use millrace_leaf::private;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
 
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ pub(super) struct BackupFile {
 impl BackupFile {
     /// Creates the file, or replaces it by an empty one.
     pub(super) fn create(path: &Path) -> Result<BackupFile> {
-        let made = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
+        let made = private::options().write(true).create(true).truncate(true).open(path);
         made.map_err(|e| Error::io("create", path, e))?;
         let file = BackupFile::connect(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
         // No journal: the file is used only once it is complete and synced.

@@ -22,6 +22,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
+use millrace_leaf::private;
 use parking_lot::Mutex;
 
 use super::access_time;
@@ -31,7 +32,6 @@ use super::evict::{Evictor, MAP_SUFFIX};
 use super::image::Image;
 use crate::metrics;
 use crate::object::ObjectId;
-use crate::private;
 
 const MAGIC: &[u8; 8] = b"MRmap\x00v1";
 const HEADER_BYTES: usize = 48;

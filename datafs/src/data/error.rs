@@ -4,6 +4,8 @@ use std::error::Error as StdError;
 use std::io;
 use std::path::PathBuf;
 
+use millrace_leaf::error_chain;
+
 use crate::error::{Error, no_space};
 use crate::object::ObjectId;
 
@@ -144,14 +146,13 @@ impl ObjectError {
     /// An object-store error; a full disk below it becomes [`ObjectError::NoSpace`].
     pub(crate) fn store(operation: &'static str, place: &str, source: object_store::Error) -> Self {
         let source: Box<dyn StdError + Send + Sync> = source.into();
-        let mut cause: Option<&(dyn StdError + 'static)> = Some(source.as_ref());
-        while let Some(error) = cause {
-            if let Some(quota) = error.downcast_ref::<io::Error>().and_then(no_space) {
-                return Self::NoSpace { place: place.to_owned(), quota, source };
-            }
-            cause = error.source();
+        let quota = error_chain::causes(source.as_ref())
+            .find_map(|cause| cause.downcast_ref::<io::Error>().and_then(no_space));
+        let place = place.to_owned();
+        match quota {
+            Some(quota) => Self::NoSpace { place, quota, source },
+            None => Self::Store { operation, place, source },
         }
-        Self::Store { operation, place: place.to_owned(), source }
     }
 }
 

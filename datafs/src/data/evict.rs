@@ -7,11 +7,11 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use millrace_leaf::private;
 use nix::fcntl::{Flock, FlockArg};
 
 use super::space::StoreSpace;
 use crate::metrics;
-use crate::private;
 
 /// Ending of a map's name.
 pub(super) const MAP_SUFFIX: &str = ".map";

@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
+use millrace_leaf::private;
+
 use super::access_time;
 use super::durable;
 use super::error::{ObjectError, Result};
 use super::space::StoreSpace;
 use crate::object::{Layout, ObjectId, SUMS_SUFFIX};
-use crate::private;
 
 /// The store's directory, with 256 fan-out directories below for the objects.
 #[derive(Debug)]

@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use millrace_leaf::private;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use parking_lot::Mutex;
 
@@ -15,7 +16,6 @@ use super::error::{ObjectError, Result};
 use super::pool::ObjectPool;
 use crate::failpoint;
 use crate::object::{Layout, ObjectId};
-use crate::private;
 
 /// Writeback is started each time this many bytes were appended.
 const EARLY_BYTES: u64 = 8 << 20;

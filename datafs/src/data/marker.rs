@@ -1,10 +1,11 @@
 //! The marker of a store: a small file or object that identifies the store.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::fs;
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
+
+use millrace_leaf::atomic_file;
 
 use super::durable;
 use super::error::{ObjectError, Result};
@@ -50,10 +51,6 @@ impl ObjectPool {
 fn write_file(root: &Path, unique: &str, text: &[u8]) -> Result<()> {
     let fail = |e| ObjectError::io("write", root.join(MARKER), e);
     let staged = root.join(format!("{MARKER}#{unique}"));
-    let create = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&staged);
-    create
-        .and_then(|mut file| file.write_all(text).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&staged, root.join(MARKER)))
-        .map_err(fail)?;
+    atomic_file::replace(&root.join(MARKER), &staged, text).map_err(fail)?;
     durable::sync_directory(root)
 }

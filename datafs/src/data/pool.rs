@@ -1,13 +1,13 @@
 //! The object pool: writes, reads, lists and deletes the objects of one store.
 
 use std::fs::File;
-use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use millrace_leaf::random;
 use object_store::PutPayload;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
@@ -93,7 +93,8 @@ impl ObjectPool {
     ) -> Result<ObjectPool> {
         let failed = |operation, e| ObjectError::io(operation, store.place(), e);
         let runtime = IoRuntime::start().map_err(|e| failed("start the threads of the object store", e))?;
-        let random = seeded().map_err(|e| failed("seed object names for", e))?;
+        // Names must differ between processes.
+        let seed = random::bytes().map_err(|e| failed("seed object names for", e))?;
         let buffers = Arc::new(Buffers::new(config.read_buffers_bytes_max));
         if matches!(store, Store::Remote(_)) {
             runtime.io().start_future(Buffers::look_after(Arc::downgrade(&buffers)));
@@ -107,7 +108,7 @@ impl ObjectPool {
         Ok(ObjectPool {
             shared: Arc::new(Shared {
                 session,
-                random: Mutex::new(random),
+                random: Mutex::new(StdRng::from_seed(seed)),
                 open,
                 packs,
                 pending: PendingPacks::new(config, store.place()),
@@ -461,11 +462,4 @@ fn gathered_pieces(id: ObjectId, bytes: &[u8]) -> Vec<(u64, Piece)> {
         at += piece.len as usize;
     }
     pieces
-}
-
-/// A generator seeded by the operating system: names must differ between processes.
-fn seeded() -> io::Result<StdRng> {
-    let mut seed = <StdRng as SeedableRng>::Seed::default();
-    File::open("/dev/urandom")?.read_exact(&mut seed)?;
-    Ok(StdRng::from_seed(seed))
 }

@@ -1,18 +1,20 @@
 //! Raw copies of objects: their files are copied unchanged between the store and the directory of a backup,
 //! which has the layout of a local store.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Seek as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use millrace_leaf::private;
 use object_store::PutPayload;
 use object_store::path::Path as StorePath;
 
 use super::error::{ObjectError, Result};
 use super::local::LocalStore;
+use super::local_data::LocalData;
 use super::pool::ObjectPool;
 use super::remote::RemoteStore;
 use super::store::Store;
@@ -51,16 +53,19 @@ impl ObjectPool {
     }
 
     /// Copies an object from a backup directory into the store; the written files are durable when this
-    /// returns. A file that the store already has stays; one that differs (for a remote store: in length) is
-    /// replaced.
+    /// returns. A file that the store already has stays; one that differs is replaced.
     pub(crate) fn import(&self, id: ObjectId, from: &Path) -> Result<Copied> {
         let mut bytes = 0;
         for name in names(id) {
             let source = from.join(&name);
             let copied = match self.store() {
-                Store::Local(local) => import_file(local, id, &source, &local.root().join(&name))?,
+                Store::Local(local) => {
+                    let to = local.root().join(&name);
+                    import_file(local, id, &source, &to, &mut || self.is_whole(id, from))?
+                }
                 Store::Remote(remote) => {
-                    self.send_file(remote, id, remote_path(remote, id, &name), &source)?
+                    let path = remote_path(remote, id, &name);
+                    self.send_file(remote, id, path, &source, &mut || self.is_whole(id, from))?
                 }
             };
             match copied {
@@ -69,6 +74,29 @@ impl ObjectPool {
             }
         }
         Ok(Copied::Bytes(bytes))
+    }
+
+    /// Whether a backup's copy of an object agrees with its checksums. It may be the damaged one where it differs from
+    /// an object of the store, which then stays.
+    fn is_whole(&self, id: ObjectId, from: &Path) -> bool {
+        let check = || -> Result<()> {
+            let (data, index) = LocalData::open(from, id, self.keys())?;
+            for frame in 0..index.frames() {
+                let range = index.stored(frame..frame + 1);
+                let mut stored = vec![0; usize::try_from(range.end - range.start).unwrap_or(usize::MAX)];
+                data.read(id, range.start, &mut stored)?;
+                if !index.check(frame, &stored) {
+                    let byte = index.data(frame).start;
+                    return Err(ObjectError::Corrupt { id, byte, reason: "checksum mismatch".into() });
+                }
+            }
+            Ok(())
+        };
+        check()
+            .inspect_err(|error| {
+                tracing::warn!(%error, "an object of the backup is damaged; the store keeps its own, which differs");
+            })
+            .is_ok()
     }
 
     fn fetch_file(&self, remote: &Arc<RemoteStore>, path: StorePath, to: &Path) -> Result<Option<u64>> {
@@ -97,22 +125,20 @@ impl ObjectPool {
         id: ObjectId,
         path: StorePath,
         from: &Path,
+        is_whole: &mut dyn FnMut() -> bool,
     ) -> Result<Option<u64>> {
-        let source = open(from)?;
-        let len = source.as_ref().map(|(_, len)| *len);
         let (store, at) = (Arc::clone(remote), path.clone());
         let there = self.answer(self.runtime().wait(async move { store.size(&at).await }))?;
-        let (file, len) = match (source, there) {
-            (_, Some(there)) if len.is_none_or(|len| len == there) => return Ok(Some(0)),
-            (None, _) => return Ok(None),
-            (Some(source), _) => source,
-        };
+        let Some((file, len)) = open(from)? else { return Ok(there.map(|_| 0)) };
         let fail = |e| ObjectError::io("read", from, e);
         let part = |at: u64| -> Result<Bytes> {
             let mut part = vec![0; usize::try_from(len - at).unwrap_or(STEP).min(STEP)];
             file.read_exact_at(&mut part, at).map_err(fail)?;
             Ok(part.into())
         };
+        if there == Some(len) && (self.has_bytes(remote, &path, len, part)? || !is_whole()) {
+            return Ok(Some(0));
+        }
         if len <= STEP as u64 {
             let (store, payload) = (Arc::clone(remote), PutPayload::from(part(0)?));
             self.answer(self.runtime().wait(async move { store.put_over(&path, payload).await }))?;
@@ -132,6 +158,32 @@ impl ObjectPool {
         let complete = async move { store.complete_upload(id, &upload, parts, len).await };
         self.answer(self.runtime().wait(complete))?;
         Ok(Some(len))
+    }
+
+    /// Whether an object of a remote store consists of the `len` bytes that `part` reads.
+    fn has_bytes(
+        &self,
+        remote: &Arc<RemoteStore>,
+        path: &StorePath,
+        len: u64,
+        part: impl Fn(u64) -> Result<Bytes>,
+    ) -> Result<bool> {
+        let mut at = 0;
+        while at < len {
+            let ours = part(at)?;
+            let (store, path) = (Arc::clone(remote), path.clone());
+            let range = at..at + ours.len() as u64;
+            let got = self.runtime().wait(async move { store.get_part(&path, range).await });
+            let theirs = match self.answer(got) {
+                Err(error) if error.is_not_found() => return Ok(false),
+                got => got?.0,
+            };
+            if theirs != ours {
+                return Ok(false);
+            }
+            at += ours.len() as u64;
+        }
+        Ok(true)
     }
 }
 
@@ -178,14 +230,20 @@ fn export_file(from: &Path, to: &Path) -> Result<Option<u64>> {
     }
 }
 
-fn import_file(local: &LocalStore, id: ObjectId, from: &Path, to: &Path) -> Result<Option<u64>> {
+fn import_file(
+    local: &LocalStore,
+    id: ObjectId,
+    from: &Path,
+    to: &Path,
+    is_whole: &mut dyn FnMut() -> bool,
+) -> Result<Option<u64>> {
     let Some((source, len)) = open(from)? else {
         return Ok(fs::metadata(to).is_ok().then_some(0));
     };
     if let Some((there, there_len)) = open(to)?
         // The pack in the store may have grown since the backup.
         && (there_len == len || id.is_pack() && there_len > len)
-        && are_equal(&source, &there, len).map_err(|e| ObjectError::io("compare", to, e))?
+        && (are_equal(&source, &there, len).map_err(|e| ObjectError::io("compare", to, e))? || !is_whole())
     {
         return Ok(Some(0));
     }
@@ -221,13 +279,12 @@ struct Staged {
 impl Staged {
     fn create(to: &Path) -> Result<Staged> {
         let directory = to.parent().unwrap_or(to);
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
-        made.map_err(|e| ObjectError::io("create folder", directory, e))?;
+        private::create_dir_all(directory).map_err(|e| ObjectError::io("create folder", directory, e))?;
         // `#` marks unfinished files, as in a local store.
         let mut path = to.as_os_str().to_owned();
         path.push(format!("#{}", std::process::id()));
         let path = PathBuf::from(path);
-        let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path);
+        let file = private::options().write(true).create(true).truncate(true).open(&path);
         let file = file.map_err(|e| ObjectError::io("create", &path, e))?;
         Ok(Staged { file, path, to: to.to_owned(), kept: false })
     }

@@ -3,8 +3,9 @@
 
 use std::error::Error as StdError;
 use std::future::Future;
-use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::{Duration, Instant};
+
+use millrace_leaf::backoff::Backoff;
 
 use super::error::{ObjectError, Result};
 use crate::metrics;
@@ -29,7 +30,7 @@ where
     Fut: Future<Output = object_store::Result<T>>,
 {
     let started = Instant::now();
-    let mut pause = PAUSE_MIN;
+    let mut backoff = Backoff::new(PAUSE_MIN, PAUSE_MAX);
     for tries in 0.. {
         let left = limit.saturating_sub(started.elapsed());
         let cause: Box<dyn StdError + Send + Sync> =
@@ -41,15 +42,14 @@ where
                 Ok(Err(error)) => error.into(),
                 Err(_) => "the store accepted the request and did not answer".into(),
             };
-        let now = pause.mul_f64(1.0 - random_fraction() / 2.0);
-        if started.elapsed() + now >= limit {
+        let pause = backoff.jittered();
+        if started.elapsed() + pause >= limit {
             let (place, tried_ms) = (place.to_owned(), started.elapsed().as_millis() as u64);
             return Err(ObjectError::Away { operation, place, tried_ms, source: cause });
         }
         metrics::STORE_RETRIES.inc();
         tracing::debug!(operation, place, tries, error = %cause, "asking the object store again");
-        tokio::time::sleep(now).await;
-        pause = (pause * 2).min(PAUSE_MAX);
+        tokio::time::sleep(pause).await;
     }
     unreachable!("the loop counts until the time is over")
 }
@@ -68,12 +68,6 @@ fn may_pass(error: &object_store::Error) -> bool {
 fn is_refusal(message: &str) -> bool {
     let status = message.split("status code: ").nth(1).and_then(|rest| rest.get(..3)?.parse::<u16>().ok());
     status.is_some_and(|status| (400..500).contains(&status) && !matches!(status, 408 | 425 | 429))
-}
-
-fn random_fraction() -> f64 {
-    // `RandomState` is seeded by the operating system per process and differs for each value.
-    let bits = RandomState::new().build_hasher().finish();
-    (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]

@@ -39,11 +39,11 @@ struct Entry {
 
 /// A valid list.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Acl(Vec<Entry>);
+pub(crate) struct Acl(Vec<Entry>);
 
 impl Acl {
     /// `None` for a list without entries, which stands for no list.
-    fn decode(value: &[u8]) -> Result<Option<Acl>> {
+    pub(crate) fn decode(value: &[u8]) -> Result<Option<Acl>> {
         let invalid = |reason: &str| Err(Error::Invalid(format!("access control list: {reason}")));
         let Some((version, rest)) = value.split_at_checked(4) else { return invalid("it is too short") };
         if version != VERSION.to_le_bytes() {
@@ -87,7 +87,7 @@ impl Acl {
         Ok(Some(Acl(list)))
     }
 
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut value = VERSION.to_le_bytes().to_vec();
         for entry in &self.0 {
             value.extend_from_slice(&entry.tag.to_le_bytes());

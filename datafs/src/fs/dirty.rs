@@ -131,7 +131,7 @@ impl Dirty {
     /// error.
     pub(crate) fn stream_taken(&mut self, shared: &Shared, codec: &Codec, offset: u64, data: &[u8]) {
         if let Err(error) = self.append(shared, codec, offset, data) {
-            tracing::debug!(%error, "a write that was answered is kept in memory");
+            tracing::warn!(%error, "a write that was answered is kept in memory until the next write or flush");
             self.keep(offset, data);
         }
         self.sequence.end = offset + data.len() as u64;

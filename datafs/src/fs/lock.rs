@@ -81,7 +81,7 @@ pub enum Locking {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Held {
+pub(crate) struct Held {
     session: u64,
     lock: FileLock,
 }
@@ -300,7 +300,7 @@ fn write(txn: &mut dyn WriteTxn, key: &[u8], held: &[Held]) -> Result<()> {
     if held.is_empty() { txn.delete(key) } else { txn.put(key, &encode(held)) }
 }
 
-fn encode(held: &[Held]) -> Vec<u8> {
+pub(crate) fn encode(held: &[Held]) -> Vec<u8> {
     let mut to = Encoder::default().u32(held.len() as u32);
     for Held { session, lock } in held {
         let family = match lock.owner.family {
@@ -319,7 +319,7 @@ fn encode(held: &[Held]) -> Vec<u8> {
     to.finish()
 }
 
-fn decode(value: &[u8]) -> Result<Vec<Held>> {
+pub(crate) fn decode(value: &[u8]) -> Result<Vec<Held>> {
     let mut from = Decoder::new("lock record", value);
     let count = from.u32()?;
     let mut held = Vec::new();

@@ -79,7 +79,7 @@ impl Orphan {
         self.holders.iter().fold(Encoder::default().u64(self.keeper), |to, holder| to.u64(*holder)).finish()
     }
 
-    fn decode(value: &[u8]) -> Result<Orphan> {
+    pub(crate) fn decode(value: &[u8]) -> Result<Orphan> {
         let (numbers, []) = value.as_chunks() else {
             return Err(Error::corrupt("orphan record", "it is of no whole numbers"));
         };

@@ -48,7 +48,7 @@ impl Watchers {
             return;
         }
         let list: Vec<Entry> = self.list.read().clone();
-        let changed = Changed::Records(records.into_iter().map(|record| (volume, record)).collect());
+        let changed = Changed::records(records.into_iter().map(|record| (volume, record)).collect());
         for entry in list.iter().filter(|entry| entry.volume == volume && entry.writer != writer) {
             (entry.watcher)(&changed);
         }

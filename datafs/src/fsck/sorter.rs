@@ -7,8 +7,9 @@ use std::io::{self, BufReader, BufWriter, Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use millrace_leaf::private;
+
 use crate::error::{Error, Result};
-use crate::private;
 
 /// Bytes of records that one sorter keeps in memory.
 const RUN_BYTES_MAX: usize = 48 << 20;

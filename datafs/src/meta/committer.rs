@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use millrace_leaf::backoff::Backoff;
 use parking_lot::MutexGuard;
 
 use super::change_log::Read;
@@ -143,7 +144,7 @@ fn give_up_turn(shared: &Shared) {
 /// store. After any other failure all calls fail.
 fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
     let begin = Instant::now();
-    let mut pause = RETRY_PAUSE;
+    let mut backoff = Backoff::new(RETRY_PAUSE, RETRY_PAUSE_MAX);
     let (mut relieved, mut is_blocked) = (false, false);
     let failure = loop {
         let error = match commit(shared, frozen) {
@@ -167,8 +168,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
                     && frozen.synchronous
                     && begin.elapsed() < READERS_WAIT =>
             {
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(RETRY_PAUSE_MAX);
+                std::thread::sleep(backoff.pause());
                 is_blocked = !checkpoint::empty(shared);
                 continue;
             }
@@ -205,8 +205,7 @@ fn commit_or_fail(shared: &Shared, frozen: &Frozen) {
         }
         shared.progress.notify_all();
         drop(state);
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(RETRY_PAUSE_MAX);
+        std::thread::sleep(backoff.pause());
     };
     if relieved {
         shared.reserve.take_back();
@@ -365,20 +364,17 @@ pub(super) fn follow(shared: &Arc<Shared>, mut listener: ChangeListener) -> Resu
 }
 
 fn changes_of_others(shared: &Shared, cursor: &mut super::change_log::Cursor, until: u64) -> Option<Changed> {
-    let (mut records, mut anything) = (Vec::new(), false);
+    let mut changed = Changed::default();
     loop {
         match shared.turn.log().read(shared.turn.words(), cursor, until) {
             Read::End => break,
-            Read::Gap => anything = true,
+            Read::Gap => changed.anything = true,
             Read::Entry(entry) if entry.writer == shared.writer => {}
             Read::Entry(entry) => match entry.keys {
-                None => anything = true,
-                Some(keys) => records.extend(keys.iter().filter_map(|key| keys::live_record(key))),
+                None => changed.anything = true,
+                Some(keys) => changed.records.extend(keys.iter().filter_map(|key| keys::live_record(key))),
             },
         }
     }
-    if anything {
-        return Some(Changed::Anything);
-    }
-    (!records.is_empty()).then_some(Changed::Records(records))
+    (!changed.is_empty()).then_some(changed)
 }

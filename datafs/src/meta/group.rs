@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use millrace_leaf::error_chain;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use super::change_log::{Cursor, Read};
@@ -41,7 +42,7 @@ use super::record_cache::RecordCache;
 use super::reserve::Reserve;
 use super::sqlite::{Snapshot, Sqlite};
 use super::writer_lock::WriterLock;
-use crate::error::{Error, Result, in_full};
+use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::metrics;
 
@@ -166,7 +167,7 @@ impl StoreAway {
             Error::StoreAway { place, operation, .. } => (place.clone(), *operation),
             _ => ("[datafs] store_url".to_owned(), "write"),
         };
-        StoreAway { place, operation, since, cause: in_full(error) }
+        StoreAway { place, operation, since, cause: error_chain::one_line(error) }
     }
 
     pub(super) fn since(&self) -> Instant {
@@ -860,7 +861,7 @@ impl Shared {
 
     /// Makes every call fail from now on.
     pub(super) fn fail(&self, error: &Error) {
-        let cause = in_full(error);
+        let cause = error_chain::one_line(error);
         tracing::error!(place = %self.engine.place(), %cause, "committing metadata failed for good");
         let mut state = self.state.lock();
         state.failed = Some(cause.into());

@@ -136,6 +136,8 @@ impl Postgres {
         let _ = shared.pool.owner.set(Arc::downgrade(&shared));
         shared.prepare()?;
         shared.register().map_err(|fault| shared.error(fault))?;
+        // Nobody listens yet.
+        shared.state.lock().rows.take_news();
         let follower = Follower::start(&shared)?;
         Ok(Postgres { shared, follower })
     }

@@ -5,11 +5,12 @@
 //! blocks are reserved again, every process of the home refuses operations that take space.
 
 use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use millrace_leaf::private;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use parking_lot::Mutex;
@@ -113,8 +114,7 @@ impl Reserve {
     }
 
     fn set_aside(&self, bytes: u64) -> bool {
-        let open =
-            || OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&self.path);
+        let open = || private::options().write(true).create(true).truncate(false).open(&self.path);
         let set =
             open().and_then(|file| Ok(fallocate(&file, FallocateFlags::empty(), 0, bytes as libc::off_t)?));
         // When reserving fails for another reason, writes go on without a reserve.

@@ -28,7 +28,7 @@ pub(crate) struct SnapshotRow {
 }
 
 impl SnapshotRow {
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let (seconds, nanos) = self.created.parts();
         let mut to = Encoder::default()
             .u8(u8::from(self.deleting))

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use millrace_leaf::private;
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _, params};
@@ -29,7 +30,6 @@ use super::file_space::{FileSpace, free_bytes};
 use super::keys;
 use super::reserve::{self, allocate_open};
 use crate::error::{Error, Result};
-use crate::private;
 
 /// Format version of the metadata that this build reads and writes.
 pub(crate) const FORMAT_VERSION: u32 = 1;

@@ -314,13 +314,13 @@ pub(crate) fn listeners_hear_of_others(open: Opener<'_>) {
     let writer = open();
     let reader = Arc::new(open());
     let seen = Arc::new(AtomicU64::new(0));
-    let calls = Arc::new(Mutex::new(0));
+    let told = Arc::new(Mutex::new(Vec::new()));
     let subscription = reader
         .on_change({
-            let (reader, seen, calls) = (Arc::downgrade(&reader), Arc::clone(&seen), Arc::clone(&calls));
+            let (reader, seen, told) = (Arc::downgrade(&reader), Arc::clone(&seen), Arc::clone(&told));
             let key = key.clone();
-            Box::new(move |_| {
-                *calls.lock() += 1;
+            Box::new(move |changed| {
+                told.lock().push(changed.clone());
                 if let Some(reader) = reader.upgrade() {
                     seen.store(number(reader.view(|txn| txn.get(&key)).unwrap()), Ordering::Release);
                 }
@@ -335,7 +335,12 @@ pub(crate) fn listeners_hear_of_others(open: Opener<'_>) {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    assert!(*calls.lock() > 0);
+    // From the first commit on, each is told by its record: only then can a mount revoke names.
+    let record = (7, b"heard".to_vec());
+    for changed in told.lock().iter() {
+        assert!(!changed.anything && changed.records.iter().all(|told| *told == record), "{changed:?}");
+    }
+    assert!(!told.lock().is_empty());
     drop(subscription);
     writer.transact(Durability::Relaxed, |txn| txn.delete(&key)).unwrap();
 }

@@ -16,11 +16,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use millrace_leaf::private;
+
 use super::change_log::ChangeLog;
 use super::reserve::allocate;
 use super::shared_page::{self, PAGE_BYTES, SharedPage, Words};
 use crate::error::{Error, Result};
-use crate::private;
 
 /// Marks a page of this format.
 const MAGIC: u64 = u64::from_be_bytes(*b"mlrturn1");

@@ -26,8 +26,8 @@
 //! A notification may overtake the reply that it revokes, and the kernel then keeps the reply. So the mount
 //! repeats the notification a little later for recent replies.
 //!
-//! When the mount cannot tell what others have changed, it revokes all attributes. Names stay for the rest of
-//! their lifetime. It is short for directories, on which every path below depends.
+//! When the mount cannot tell all that others have changed, it revokes all attributes. Names of which it was not
+//! told stay for the rest of their lifetime. It is short for directories, on which every path below depends.
 
 mod checks;
 pub(super) mod inode_table;
@@ -347,12 +347,14 @@ impl Coherence {
         // Before the record is read: see `answers`.
         self.changes.fetch_add(1, Ordering::SeqCst);
         let mut queue = self.queue.lock();
-        match changed {
-            Changed::Records(records) if queue.news.len() + records.len() <= QUEUE_MAX => {
-                let own = records.iter().filter(|(volume, _)| *volume == self.volume);
-                queue.news.extend(own.filter_map(|(_, record)| News::of(record)));
+        queue.anything |= changed.anything;
+        let own = changed.records.iter().filter(|(volume, _)| *volume == self.volume);
+        for news in own.filter_map(|(_, record)| News::of(record)) {
+            if queue.news.len() >= QUEUE_MAX {
+                queue.anything = true;
+                break;
             }
-            _ => queue.anything = true,
+            queue.news.push_back(news);
         }
         if queue.anything {
             // At once: the kernel may not cache data that is read from now on.

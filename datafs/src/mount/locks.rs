@@ -1,5 +1,6 @@
 //! Lock requests of a mount (`flock` and `fcntl`): the serving thread replies at once where it can. A separate
-//! thread handles every request that waits, so that a waiting lock never blocks a serving thread.
+//! thread handles every request that waits, so that a waiting lock never blocks a serving thread. It also
+//! counts and traces those requests, with their replies.
 //!
 //! Taking a lock makes the kernel drop cached data that others have changed; releasing one commits earlier
 //! writes. So a lock holder sees the writes of the previous holder, on any mount.
@@ -19,8 +20,13 @@ use super::caller::is_interrupted;
 use super::coherence::Coherence;
 use super::errno::errno;
 use super::handles::Handles;
-use crate::error::Result;
+use super::observe::stats::Op;
+use super::observe::trace;
+use super::observe::watch::Watch;
+use super::outcome::{self, Outcome};
+use crate::error::{Error, Result};
 use crate::fs::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
+use crate::metrics;
 use crate::node::{Attr, Node};
 
 /// First and last interval between attempts for a contended lock. Changes by other processes also wake the
@@ -38,6 +44,7 @@ pub(super) struct Locks {
     /// Number of entries of `held`, so that most closes take no lock.
     held_count: AtomicUsize,
     coherence: Arc<Coherence>,
+    watch: Arc<Watch>,
     /// Locks of closed files whose release failed.
     left: Mutex<Vec<(Node, LockOwner)>>,
     state: Mutex<State>,
@@ -56,11 +63,8 @@ struct State {
 /// A lock request that waits for its reply.
 #[derive(Debug)]
 struct Waiting {
-    node: Node,
-    wanted: FileLock,
-    handle: u64,
-    /// The calling thread, to detect signals: the library does not pass on interrupts.
-    pid: u32,
+    wish: Wish,
+    begun: Instant,
     until: Until,
     reply: ReplyEmpty,
 }
@@ -78,20 +82,24 @@ enum Until {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Wish {
     pub(super) node: Node,
+    /// The kernel's number of the node, for the trace.
+    pub(super) ino: u64,
     pub(super) handle: u64,
     pub(super) lock: FileLock,
     /// The request releases the range.
     pub(super) gives_up: bool,
     pub(super) waits: bool,
+    /// The calling thread, to detect signals: the library does not pass on interrupts.
     pub(super) pid: u32,
 }
 
 impl Locks {
-    pub(super) fn new(coherence: Arc<Coherence>) -> Locks {
+    pub(super) fn new(coherence: Arc<Coherence>, watch: Arc<Watch>) -> Locks {
         Locks {
             held: Mutex::default(),
             held_count: AtomicUsize::new(0),
             coherence,
+            watch,
             left: Mutex::default(),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -122,7 +130,7 @@ impl Locks {
         }
         let queue = std::mem::take(&mut self.state.lock().queue);
         for waiting in queue {
-            waiting.reply.error(Errno::EINTR);
+            self.answer(waiting, outcome::refused(Errno::EINTR));
         }
     }
 
@@ -142,23 +150,37 @@ impl Locks {
 
     /// Replies to a lock request, now or later.
     pub(super) fn set(&self, handles: &Handles, wish: Wish, reply: ReplyEmpty) {
+        let begun = Instant::now();
         match self.try_set(handles, &wish) {
-            Ok(Answer::Now(errno)) => answer(reply, errno),
+            Ok(Answer::Now(None)) => reply.ok(),
+            Ok(Answer::Now(Some(errno))) => reply.error(outcome::refusal(errno)),
             Ok(Answer::Later(until)) => {
-                let Wish { node, lock: wanted, handle, pid, .. } = wish;
                 let mut state = self.state.lock();
                 if state.stopped {
                     // The mount ends.
-                    return reply.error(Errno::EINTR);
+                    return reply.error(outcome::refusal(Errno::EINTR));
                 }
-                state.queue.push(Waiting { node, wanted, handle, pid, until, reply });
+                outcome::comes_later();
+                state.queue.push(Waiting { wish, begun, until, reply });
                 state.news += 1;
                 self.changed.notify_all();
             }
             Err(error) => {
                 tracing::warn!(%error, node = wish.node.to_u64(), "locking");
-                reply.error(errno(&error));
+                reply.error(outcome::failure(counted(&error)));
             }
+        }
+    }
+
+    /// Replies to a request that has waited, and counts and traces it.
+    fn answer(&self, waiting: Waiting, outcome: Outcome) {
+        let Waiting { wish: Wish { ino, lock, pid, .. }, begun, reply, .. } = waiting;
+        let range = Some((lock.start, lock.end.saturating_sub(lock.start).saturating_add(1)));
+        let request = trace::Request { op: Op::Setlk, pid, ino, name: None, to: None, range };
+        self.watch.answered(&request, outcome, begun.elapsed());
+        match outcome.errno {
+            0 => reply.ok(),
+            errno => reply.error(Errno::from_i32(errno)),
         }
     }
 
@@ -315,31 +337,34 @@ impl Locks {
                 let kind = if lock.exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
                 reply.locked(lock.start, lock.end, kind, lock.pid);
             }
-            Err(error) => reply.error(errno(&error)),
+            Err(error) => {
+                tracing::warn!(%error, node = node.to_u64(), "looking for a lock");
+                reply.error(outcome::failure(counted(&error)));
+            }
         }
     }
 
     /// Tries a waiting request once more. Returns it if it must wait on, with the owners in this mount that
     /// block it.
     fn retry(&self, handles: &Handles, waiting: Waiting) -> Option<(Waiting, Vec<LockOwner>)> {
-        let Waiting { node, wanted, .. } = waiting;
+        let Wish { node, lock, handle, pid, .. } = waiting.wish;
         if let Until::Forgotten(attr) = waiting.until {
-            self.refresh(handles, waiting.handle, &attr);
-            waiting.reply.ok();
+            self.refresh(handles, handle, &attr);
+            self.answer(waiting, Outcome::default());
             return None;
         }
-        match handles.view.lock(node, wanted) {
+        let outcome = match handles.view.lock(node, lock) {
             Ok(Locking::Held(attr)) => {
-                if let Some(attr) = self.took(node, wanted.owner, waiting.handle, attr.as_ref()) {
-                    self.refresh(handles, waiting.handle, &attr);
+                if let Some(attr) = self.took(node, lock.owner, handle, attr.as_ref()) {
+                    self.refresh(handles, handle, &attr);
                 }
-                waiting.reply.ok();
+                Outcome::default()
             }
             Ok(Locking::Blocked(blockers)) => {
                 if matches!(waiting.until, Until::Instant(until) if Instant::now() >= until) {
-                    waiting.reply.error(Errno::EAGAIN);
-                } else if is_interrupted(waiting.pid) {
-                    waiting.reply.error(Errno::EINTR);
+                    outcome::refused(Errno::EAGAIN)
+                } else if is_interrupted(pid) {
+                    outcome::refused(Errno::EINTR)
                 } else {
                     let here = blockers.iter().filter(|by| by.is_local).map(|by| by.lock.owner).collect();
                     return Some((waiting, here));
@@ -347,9 +372,10 @@ impl Locks {
             }
             Err(error) => {
                 tracing::warn!(%error, node = node.to_u64(), "waiting for a lock");
-                waiting.reply.error(errno(&error));
+                outcome::failed(counted(&error))
             }
-        }
+        };
+        self.answer(waiting, outcome);
         None
     }
 }
@@ -359,21 +385,20 @@ enum Answer {
     Later(Until),
 }
 
-fn answer(reply: ReplyEmpty, errno: Option<Errno>) {
-    match errno {
-        None => reply.ok(),
-        Some(errno) => reply.error(errno),
-    }
+/// The errno of a lock request that failed, counted as an error of the mount.
+fn counted(error: &Error) -> Errno {
+    metrics::MOUNT_ERRORS.inc();
+    errno(error)
 }
 
 /// Refuses requests that close a cycle of waiting requests (EDEADLK, as for `fcntl` on a local disk). `waiting`
 /// is in order of arrival, and the last to arrive closes a cycle. No request in a cycle can release a lock, so
 /// blockers that were read one after the other hold at the same time.
-fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
-    let fcntl = |waiting: &Waiting| waiting.wanted.owner.family == LockFamily::Fcntl;
+fn break_circles(locks: &Locks, mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
+    let fcntl = |waiting: &Waiting| waiting.wish.lock.owner.family == LockFamily::Fcntl;
     let mut refused = Vec::new();
     for i in (0..waiting.len()).rev() {
-        let owner = waiting[i].0.wanted.owner;
+        let owner = waiting[i].0.wish.lock.owner;
         let mut seen = HashSet::new();
         let mut open = waiting[i].1.clone();
         while let Some(one) = open.pop() {
@@ -384,7 +409,7 @@ fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
                 break;
             }
             if seen.insert(one) {
-                let its = waiting.iter().filter(|(waiting, _)| waiting.wanted.owner == one);
+                let its = waiting.iter().filter(|(waiting, _)| waiting.wish.lock.owner == one);
                 open.extend(its.flat_map(|(_, blockers)| blockers.iter().copied()));
             }
         }
@@ -392,7 +417,7 @@ fn break_circles(mut waiting: Vec<(Waiting, Vec<LockOwner>)>) -> Vec<Waiting> {
     let mut rest = Vec::with_capacity(waiting.len());
     for (i, (waiting, _)) in waiting.into_iter().enumerate() {
         if refused.contains(&i) {
-            waiting.reply.error(Errno::EDEADLK);
+            locks.answer(waiting, outcome::failed(Errno::EDEADLK));
         } else {
             rest.push(waiting);
         }
@@ -426,7 +451,7 @@ fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
         none_left = locks.give_up_left(&handles);
         let waiting: Vec<_> =
             queue.into_iter().filter_map(|waiting| locks.retry(&handles, waiting)).collect();
-        let waiting = break_circles(waiting);
+        let waiting = break_circles(&locks, waiting);
         if waiting.is_empty() {
             continue;
         }

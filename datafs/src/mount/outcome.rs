@@ -16,12 +16,24 @@ pub(super) struct Outcome {
     pub(super) bytes: u64,
     /// The kernel serves an opened file from cached pages or from a backing file.
     pub(super) kernel_serves: bool,
+    /// Another thread replies, and counts and traces the request then.
+    pub(super) comes_later: bool,
 }
 
 thread_local! {
     static OUTCOME: Cell<Outcome> = const {
-        Cell::new(Outcome { errno: 0, failed: false, bytes: 0, kernel_serves: false })
+        Cell::new(Outcome { errno: 0, failed: false, bytes: 0, kernel_serves: false, comes_later: false })
     };
+}
+
+/// The outcome of a request that failed, see [`failure`].
+pub(super) fn failed(errno: Errno) -> Outcome {
+    Outcome { failed: true, ..refused(errno) }
+}
+
+/// The outcome of a request with an expected error, see [`refusal`].
+pub(super) fn refused(errno: Errno) -> Outcome {
+    Outcome { errno: errno.code(), ..Outcome::default() }
 }
 
 /// Clears the outcome of the previous request.
@@ -55,4 +67,9 @@ pub(super) fn moved(bytes: usize) {
 /// Notes that the kernel serves the opened file without read requests.
 pub(super) fn kernel_serves() {
     OUTCOME.set(Outcome { kernel_serves: true, ..OUTCOME.get() });
+}
+
+/// Notes that another thread replies.
+pub(super) fn comes_later() {
+    OUTCOME.set(Outcome { comes_later: true, ..OUTCOME.get() });
 }

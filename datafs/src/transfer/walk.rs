@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
+use millrace_leaf::error_chain;
 use parking_lot::Mutex;
 
 use super::tree::{Attributes, Entry, Kind, Source, Target, is_partial, is_plain};
 use super::{CopyOptions, CopyProgress, CopyReport};
-use crate::error::{Error, Result, in_full};
+use crate::error::{Error, Result};
 
 /// Found files that wait for a thread.
 const QUEUE: usize = 1_024;
@@ -266,7 +267,7 @@ impl Copy<'_> {
                 let mut report = self.report.lock();
                 report.failures += 1;
                 if report.failed.len() < FAILED_MAX {
-                    report.failed.push((path.display().to_string(), in_full(&error)));
+                    report.failed.push((path.display().to_string(), error_chain::one_line(&error)));
                 }
                 None
             }

@@ -10,6 +10,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
+use millrace_datafs::mount::{self, MountOptions, TraceOptions};
+
 use super::{Home, errno, eventually, mount_of};
 use crate::child;
 
@@ -159,10 +161,11 @@ fn who_closes_a_circle_of_waiting_processes_is_told() {
     let Some(home) = Home::new() else { return };
     let mount = home.mount("data");
     let local = home.dir.path().join("local");
+    let setlk = || mount.stats().operations.into_iter().find(|of| of.op == "setlk").unwrap_or_default();
     // Lock requests that the mount has received, including waiting ones.
     let asked = || {
-        let stats = mount.stats();
-        stats.operations.iter().find(|of| of.op == "setlk").map_or(0, |of| of.latency.count())
+        let setlk = setlk();
+        setlk.latency.count() + setlk.in_flight
     };
     for path in [local, mount.path().join("file")] {
         let on_mount = path.starts_with(mount.path());
@@ -184,6 +187,38 @@ fn who_closes_a_circle_of_waiting_processes_is_told() {
         });
         assert_eq!(got, [Some(0), Some(libc::EDEADLK)], "{}", path.display());
     }
+    assert_eq!(setlk().errors, 1, "{:?}", setlk());
+}
+
+#[test]
+fn replies_to_waiting_lock_requests_are_traced_as_sent() {
+    let Some(home) = Home::new() else { return };
+    let trace = home.dir.path().join("trace");
+    let view = home.datafs.view(&"data".parse().unwrap()).unwrap();
+    let options = MountOptions {
+        trace: Some(TraceOptions { file: trace.clone(), file_bytes_max: 1 << 20 }),
+        ..MountOptions::default()
+    };
+    let mount = mount::mount(view, &home.at("traced"), options).unwrap();
+    let path = mount.path().join("file");
+    let [held, other] = [edit(&path), edit(&path)];
+    flock(&held, libc::LOCK_EX).unwrap();
+    assert_eq!(errno(flock(&other, libc::LOCK_EX | libc::LOCK_NB)), libc::EWOULDBLOCK);
+    let results = || {
+        let text = fs::read_to_string(&trace).unwrap();
+        let lines = text.lines().filter(|line| line.contains(" op=setlk "));
+        lines
+            .map(|line| line.split(" result=").nth(1).unwrap().split(' ').next().unwrap().to_owned())
+            .collect()
+    };
+    eventually("both requests are traced", || {
+        let results: Vec<String> = results();
+        results.len() >= 2
+    });
+    assert_eq!(results(), ["ok", "EAGAIN"]);
+    let setlk = mount.stats().operations.into_iter().find(|of| of.op == "setlk").unwrap();
+    // A lock that is taken is no failure of the mount.
+    assert_eq!((setlk.latency.count(), setlk.in_flight, setlk.errors), (2, 0, 0));
 }
 
 /// The child: waits for a lock until it is killed.

@@ -103,6 +103,8 @@ fn connections_are_as_safe_as_the_url_says() {
         ("127.0.0.1", format!("sslmode=verify-ca&{authority}")),
         ("localhost", format!("sslmode=verify-full&{authority}")),
         ("localhost", format!("{own}&sslmode=verify-full&connect_timeout=20")),
+        // The password's proof is bound to the certificate (SCRAM-SHA-256-PLUS).
+        ("localhost", format!("sslmode=verify-full&{authority}&channel_binding=require")),
     ] {
         let datafs = open(host, "right", &options).unwrap_or_else(|error| panic!("{options}: {error}"));
         assert_ne!(encrypted(), "0", "{options}");

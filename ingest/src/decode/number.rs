@@ -64,7 +64,7 @@ impl<'a> Number<'a> {
                 at += 1;
             }
             if at == fraction {
-                return Err((at, "expected a digit behind the decimal point"));
+                return Err((at, "expected a digit after the decimal point"));
             }
         }
         if let Some(b'e' | b'E') = bytes.get(at) {

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
+use millrace_leaf::quoting::{self, quote};
+
 use super::{Limits, Scanner};
 use crate::schema::{Field, SchemaError, Type};
 
-/// Longest piece of a record's own text inside a reason, in characters.
-const QUOTE_CHARS_MAX: usize = 120;
 /// Longest value inside a reason, in characters.
 const VALUE_CHARS_MAX: usize = 60;
 
@@ -99,23 +99,10 @@ impl Reject {
     }
 }
 
-fn quote(text: &str) -> String {
-    let mut quoted: String = text.chars().take(QUOTE_CHARS_MAX).collect();
-    if quoted.len() < text.len() {
-        quoted.push('…');
-    }
-    format!("{quoted:?}")
-}
-
 /// A value as the record has it, on one line and shortened.
 fn shown(rest: &str, limits: &Limits) -> String {
     let value = Scanner::value_of(rest, limits);
-    let on_one_line = |c: char| if c.is_control() { ' ' } else { c };
-    let mut shown: String = value.chars().take(VALUE_CHARS_MAX).map(on_one_line).collect();
-    if shown.len() < value.len() {
-        shown.push('…');
-    }
-    shown
+    quoting::shorten(value, VALUE_CHARS_MAX).replace(char::is_control, " ")
 }
 
 impl Reject {
@@ -148,7 +135,7 @@ impl Reject {
     }
 
     pub(crate) fn duplicate(name: &str) -> Self {
-        Self::new(RejectClass::DuplicateField, format_args!("field {} is there twice", quote(name)))
+        Self::new(RejectClass::DuplicateField, format_args!("field {} appears twice", quote(name)))
     }
 
     pub(crate) fn missing(name: &str) -> Self {
@@ -180,15 +167,15 @@ impl Reject {
     pub(crate) fn of_column(field: &Field, fault: Fault, rest: &str, limits: &Limits) -> Self {
         let name = quote(&field.name);
         let kind = &field.kind;
-        let told = Self::told(&name, kind, fault);
+        let reject = Self::of_fault(&name, kind, fault);
         match fault {
             // These reasons are complete without the value, and the record may end there.
-            Fault::Syntax { .. } | Fault::Deep { .. } | Fault::Null => told,
-            _ => Self::new(told.class, format_args!("{}: {}", told.reason, shown(rest, limits))),
+            Fault::Syntax { .. } | Fault::Deep { .. } | Fault::Null => reject,
+            _ => Self::new(reject.class, format_args!("{}: {}", reject.reason, shown(rest, limits))),
         }
     }
 
-    fn told(name: &str, kind: &Type, fault: Fault) -> Self {
+    fn of_fault(name: &str, kind: &Type, fault: Fault) -> Self {
         match fault {
             Fault::Syntax { .. } | Fault::Deep { .. } => Self::from(fault),
             Fault::Found(found) => Self::new(

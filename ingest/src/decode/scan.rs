@@ -57,10 +57,14 @@ impl<'a> Scanner<'a> {
         &self.text[self.at..]
     }
 
+    /// A scanner before the value at the start of `text`.
+    pub(crate) fn before_value(text: &'a str, limits: &Limits) -> Self {
+        Self { text, at: 0, depth: 0, depth_max: limits.depth_max }
+    }
+
     /// The text of the value at the start of `text`; all of it where that is no value.
     pub(crate) fn value_of(text: &'a str, limits: &Limits) -> &'a str {
-        let mut scanner = Self { text, at: 0, depth: 0, depth_max: limits.depth_max };
-        scanner.skip_value().unwrap_or(text)
+        Self::before_value(text, limits).skip_value().unwrap_or(text)
     }
 
     fn byte(&self) -> Option<u8> {
@@ -298,6 +302,6 @@ impl<'a> Scanner<'a> {
     /// Checks that nothing but space follows.
     pub(crate) fn end(&mut self) -> Result<(), Fault> {
         self.space();
-        if self.at == self.text.len() { Ok(()) } else { Err(self.fail("more text behind the record")) }
+        if self.at == self.text.len() { Ok(()) } else { Err(self.fail("text after the end of the record")) }
     }
 }

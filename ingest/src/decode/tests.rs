@@ -1,5 +1,4 @@
 //! Tests of the decoder: every type and every fault, and that no input breaks it.
-#![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
 
@@ -62,7 +61,7 @@ impl Harness {
 }
 
 #[test]
-fn every_type_lands() {
+fn every_column_type_is_decoded() {
     let mut harness = Harness::new(&[
         ("flag", "bool"),
         ("small", "int32"),
@@ -155,7 +154,7 @@ fn rejected_records_name_the_reason() {
         ("[]", NotAnObject, "found an array"),
         ("7", NotAnObject, "found a number"),
         (r#"{"a":1,}"#, NotJson, "field name"),
-        (r#"{"a":1}x"#, NotJson, "behind the record"),
+        (r#"{"a":1}x"#, NotJson, "after the end of the record"),
         (r#"{"a" 1}"#, NotJson, "expected :"),
         (r#"{a:1}"#, NotJson, "field name"),
         (r#"{"a":01}"#, NotJson, "leading zero"),
@@ -170,7 +169,7 @@ fn rejected_records_name_the_reason() {
         (r#"{"s":"\u12g4"}"#, NotJson, "hexadecimal"),
         ("{\"s\":\"a\nb\"}", NotJson, "control character"),
         (r#"{"s":"abc"#, NotJson, "inside a string"),
-        (r#"{"a":1,"a":2}"#, DuplicateField, r#""a" is there twice"#),
+        (r#"{"a":1,"a":2}"#, DuplicateField, r#""a" appears twice"#),
         (r#"{"x":1}"#, UnknownField, r#""x" is not in the schema"#),
         (r#"{"a":"1"}"#, WrongType, r#"field "a": expected int32, found a string: "1""#),
         (r#"{"a":1.0}"#, WrongType, "fraction"),
@@ -251,7 +250,7 @@ fn numbers_at_the_edges_are_exact() {
 }
 
 #[test]
-fn limits_are_kept() {
+fn records_over_the_limits_are_rejected() {
     let schema = schema(&[("a", "json?")]);
     let limits = Limits { record_bytes_max: 100, depth_max: 4, fields_max: 3 };
     let mut columns = Columns::new(&schema);
@@ -278,6 +277,17 @@ fn limits_are_kept() {
     // As deep as a record can be: the recursion stays within its limit.
     let deep = [b"{\"a\":".to_vec(), vec![b'['; 90]].concat();
     assert!(matches!(decode(&deep), Outcome::Rejected(_)));
+}
+
+#[test]
+fn a_new_list_that_its_type_cannot_hold_is_a_dead_letter_without_a_column() {
+    let mut add = Harness::with(&[("a", "int64?")], UnknownFields::AddColumn);
+    for list in ["[11.0,60000000000000000000000000000000000000006]", "[1.5,9007199254740993]"] {
+        let (class, reason) = add.reject(&format!("{{\"a\":1,\"new\":{list}}}"));
+        assert_eq!(class, RejectClass::OutOfRange, "{reason}");
+        assert!(reason.contains("\"new\"") && reason.contains("list<float64>"), "{reason}");
+    }
+    assert!(matches!(add.decode("{\"new\":[1.5,2]}"), Outcome::NewColumns(new) if new.len() == 1));
 }
 
 #[test]
@@ -313,7 +323,7 @@ fn tombstones_are_rejected() {
 }
 
 #[test]
-fn plain_text_ends_where_it_should() {
+fn plain_text_ends_at_the_closing_quote() {
     for len in 0..20 {
         for at in 0..=len {
             for stop in [b'"', b'\\', 0, 0x1f] {
@@ -383,14 +393,16 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn any_bytes_get_one_verdict(records in prop::collection::vec(any::<Vec<u8>>(), 0..20)) {
+    fn random_bytes_are_accepted_or_rejected_without_panic(
+        records in prop::collection::vec(any::<Vec<u8>>(), 0..20),
+    ) {
         for unknown in [UnknownFields::Reject, UnknownFields::Ignore, UnknownFields::AddColumn] {
             decode_all(&records, unknown);
         }
     }
 
     #[test]
-    fn any_json_gets_one_verdict(records in prop::collection::vec(jsonish(), 0..20)) {
+    fn random_json_is_accepted_or_rejected_without_panic(records in prop::collection::vec(jsonish(), 0..20)) {
         let records: Vec<_> = records.into_iter().map(String::into_bytes).collect();
         for unknown in [UnknownFields::Reject, UnknownFields::Ignore, UnknownFields::AddColumn] {
             decode_all(&records, unknown);
@@ -399,7 +411,7 @@ proptest! {
 
     /// serde_json and the scanner agree on the texts that are JSON.
     #[test]
-    fn the_grammar_is_that_of_json(text in jsonish()) {
+    fn parser_accepts_exactly_json(text in jsonish()) {
         let mut harness = Harness::with(&[("none", "bool?")], UnknownFields::Ignore);
         let ours = harness.decode(&text);
         let theirs = serde_json::from_str::<serde_json::Value>(&text);
@@ -416,7 +428,7 @@ proptest! {
     }
 
     #[test]
-    fn strings_come_back(text in any::<String>(), pretty in any::<bool>()) {
+    fn random_strings_round_trip(text in any::<String>(), pretty in any::<bool>()) {
         let mut harness = Harness::new(&[("s", "utf8")]);
         let record = serde_json::json!({ "s": text });
         let record = if pretty { serde_json::to_string_pretty(&record) } else { serde_json::to_string(&record) };
@@ -426,7 +438,7 @@ proptest! {
     }
 
     #[test]
-    fn floats_come_back(values in prop::collection::vec(any::<f64>(), 0..8), digits in 0usize..20) {
+    fn random_floats_round_trip(values in prop::collection::vec(any::<f64>(), 0..8), digits in 0usize..20) {
         let values: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
         for value in values {
             for text in [format!("{value:e}"), format!("{value:.digits$e}"), format!("{value}")] {
@@ -460,7 +472,7 @@ proptest! {
     }
 
     #[test]
-    fn binary_comes_back(bytes in any::<Vec<u8>>()) {
+    fn random_binary_values_round_trip(bytes in any::<Vec<u8>>()) {
         const ALPHABET: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
         let mut encoded = String::new();
         for chunk in bytes.chunks(3) {

@@ -5,7 +5,7 @@ use super::SAMPLE_MIN;
 use crate::config::Job;
 use crate::decode::{Decoder, Reject};
 use crate::progress::IngestReport;
-use crate::state::State;
+use crate::state::JobState;
 
 /// Names that a warning lists.
 const NAMES_MAX: usize = 5;
@@ -20,7 +20,7 @@ pub(crate) struct DeclaredCheck {
 }
 
 impl DeclaredCheck {
-    pub(crate) fn new(job: &Job, state: &State) -> Self {
+    pub(crate) fn new(job: &Job, state: &JobState) -> Self {
         Self { open: job.declared.is_some(), is_first: state.schema.is_none(), reason: None }
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::decode::RejectClass;
 use crate::metrics::metrics;
 use crate::progress::IngestReport;
-use crate::state::Last;
+use crate::state::LastRecord;
 
 /// Records that no publish holds yet.
 #[derive(Debug, Default)]
@@ -19,7 +19,7 @@ pub(crate) struct Pending {
     /// Memory that the records take, which is more than their bytes where they are tiny.
     pub(crate) memory: u64,
     /// The last of them per partition.
-    pub(crate) last: BTreeMap<i32, Last>,
+    pub(crate) last: BTreeMap<i32, LastRecord>,
     /// Whether positions moved without a record.
     pub(crate) passed: bool,
     /// Time at which the oldest of them was taken from the topic.

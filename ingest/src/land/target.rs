@@ -24,10 +24,10 @@ const HOUR_MS: i64 = 3_600_000;
 #[derive(Clone)]
 pub(crate) struct Layout {
     job: Arc<str>,
-    shared: Arc<Shared>,
+    shared: Arc<LayoutInner>,
 }
 
-struct Shared {
+struct LayoutInner {
     job: Arc<Job>,
     schema: Arc<Schema>,
     arrow: SchemaRef,
@@ -56,7 +56,7 @@ impl Layout {
         }
         Self {
             job: job.name().into(),
-            shared: Arc::new(Shared {
+            shared: Arc::new(LayoutInner {
                 job: job.clone(),
                 arrow: Arc::new(ArrowSchema::new(fields)),
                 row_bytes_min: schema
@@ -116,7 +116,7 @@ impl Target {
         }
     }
 
-    pub(crate) fn is_for(&self, partition: i32, hour: Hour) -> bool {
+    pub(crate) fn matches(&self, partition: i32, hour: Hour) -> bool {
         self.partition == partition && self.hour == hour
     }
 
@@ -126,7 +126,7 @@ impl Target {
     }
 
     /// Records the offset, timestamp and size of the row just added to `columns`.
-    pub(crate) fn landed(&mut self, offset: i64, timestamp_ms: Option<i64>, bytes: usize) {
+    pub(crate) fn record_row(&mut self, offset: i64, timestamp_ms: Option<i64>, bytes: usize) {
         self.offsets.push(offset);
         self.timestamps.push(timestamp_ms);
         self.bytes += bytes.max(self.layout.shared.row_bytes_min);
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hours_become_hive_folders() {
+    fn hours_map_to_hive_folders() {
         assert_eq!(hour_folder(Some(0)), "dt=1970-01-01/hr=00");
         assert_eq!(hour_folder(Some(490_000)), "dt=2025-11-24/hr=16");
         assert_eq!(hour_folder(Some(-1)), "dt=1969-12-31/hr=23");

@@ -13,7 +13,7 @@ use millrace_streams::topic::{Consumer, Records};
 use super::{BATCH_BYTES_MAX, BATCH_ROWS_MAX, Marks, WAIT, topic_error};
 use crate::config::Job;
 use crate::error::{Error, Result};
-use crate::state::Last;
+use crate::state::LastRecord;
 
 /// Longest time for the brokers to send an awaited record.
 const WAIT_MAX: Duration = Duration::from_secs(60);
@@ -28,13 +28,13 @@ const PARTITIONS_AT_ONCE: usize = 8;
 pub(super) async fn check(
     job: &Job,
     kafka: &KafkaConfig,
-    last: &BTreeMap<i32, Last>,
+    last: &BTreeMap<i32, LastRecord>,
     marks: &Marks,
 ) -> Result<()> {
     let is_held = |partition: &i32, offset: i64| {
         marks.get(partition).is_some_and(|(low, high)| (*low..*high).contains(&offset))
     };
-    let mut open: BTreeMap<i32, &Last> = last
+    let mut open: BTreeMap<i32, &LastRecord> = last
         .iter()
         .filter(|(partition, last)| is_held(partition, last.offset))
         .map(|(partition, last)| (*partition, last))
@@ -46,7 +46,7 @@ pub(super) async fn check(
 }
 
 /// As [`check`], for a few partitions of `open`; removes those that are done, at least one.
-async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &Last>) -> Result<()> {
+async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &LastRecord>) -> Result<()> {
     let some: Vec<i32> = open.keys().take(PARTITIONS_AT_ONCE).copied().collect();
     let start: Vec<(String, i32, i64)> =
         some.iter().map(|partition| (job.topic().to_owned(), *partition, open[partition].offset)).collect();
@@ -91,7 +91,7 @@ async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &La
             let error = millrace_streams::Error::Unreachable {
                 bootstrap_servers: kafka.bootstrap_servers.clone(),
                 waited_ms: began.elapsed().as_millis() as u64,
-                reason: "the last record that landed did not come".to_owned(),
+                reason: "the last landed record was not received".to_owned(),
             };
             return Err(topic_error(job, kafka, error));
         }
@@ -99,7 +99,7 @@ async fn check_some(job: &Job, kafka: &KafkaConfig, open: &mut BTreeMap<i32, &La
 }
 
 /// Removes from `open` the partitions whose record is in `records`.
-fn compare(job: &Job, records: &Records<'_>, open: &mut BTreeMap<i32, &Last>) -> Result<()> {
+fn compare(job: &Job, records: &Records<'_>, open: &mut BTreeMap<i32, &LastRecord>) -> Result<()> {
     for row in 0..records.len() {
         let (partition, offset) = (records.partition(row), records.offset(row));
         let Some(last) = open.get(&partition).filter(|last| last.offset <= offset) else { continue };

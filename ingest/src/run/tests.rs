@@ -1,5 +1,4 @@
 //! Tests of the start offsets of a run, and of partitions that appear later.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 
@@ -12,7 +11,7 @@ fn marks(entries: &[(i32, i64, i64)]) -> Marks {
 }
 
 #[test]
-fn a_run_starts_at_the_volumes_offsets_else_at_the_first_record() {
+fn run_starts_at_committed_offsets_or_at_first_record() {
     let marks = marks(&[(0, 0, 10), (1, 5, 10), (2, 3, 3)]);
     let committed = BTreeMap::from([(0, 7), (2, 3)]);
     let positions = start(&job(), &committed, &marks).unwrap();
@@ -50,8 +49,8 @@ fn new_partitions_are_read_from_their_first_record() {
     assert!(reader.adopt(&marks(&[(0, 0, 10)])).is_empty());
     assert_eq!(reader.adopt(&marks(&[(0, 0, 12), (1, 2, 6)])), [1]);
     assert_eq!(reader.positions, BTreeMap::from([(0, 8), (1, 2)]));
-    assert!(!reader.is_at(&BTreeMap::from([(0, 8), (1, 3)])));
-    assert!(reader.is_at(&BTreeMap::from([(0, 8), (1, 2)])));
+    assert!(!reader.has_reached(&BTreeMap::from([(0, 8), (1, 3)])));
+    assert!(reader.has_reached(&BTreeMap::from([(0, 8), (1, 2)])));
     assert_eq!(watched.borrow().lag(), 12 + 4);
 }
 

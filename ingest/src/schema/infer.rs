@@ -46,7 +46,7 @@ impl Shape {
     }
 
     /// The type that the value votes for; no value votes for `json`, which takes everything.
-    fn voted(&self) -> Option<Type> {
+    fn vote(&self) -> Option<Type> {
         match self {
             Self::Known(Type::Json) | Self::Null | Self::EmptyList | Self::Beyond { .. } => None,
             Self::Known(kind) => Some(kind.clone()),
@@ -91,7 +91,7 @@ impl Candidates {
     /// of the records, it is `json`, which takes all.
     fn into_type(self) -> Option<Type> {
         let mut best: Option<(Type, u64)> = None;
-        for kind in self.0.iter().filter_map(|(shape, _)| shape.voted()) {
+        for kind in self.0.iter().filter_map(|(shape, _)| shape.vote()) {
             let records = self.records(|shape| shape.fits(&kind));
             if best.as_ref().is_none_or(|(_, most)| records > *most) {
                 best = Some((kind, records));

@@ -1,5 +1,4 @@
 //! Tests of types, declared schemas, inference and evolution.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::decode::Limits;
@@ -177,14 +176,14 @@ fn one_odd_record_among_many_changes_no_column() {
 }
 
 #[test]
-fn inference_skips_what_is_no_record_and_keeps_the_order() {
+fn inference_skips_undecodable_records_and_keeps_column_order() {
     let found = infer(&["not json", "[1]", r#"{"b":1,"_offset":2,"a":"x"}"#, r#"{"c":null}"#]);
     let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["b", "a"]);
 }
 
 #[test]
-fn nulls_of_fixed_lists_take_their_width() {
+fn null_fixed_list_uses_its_full_width() {
     let bytes = |name: &str| name.parse::<Type>().unwrap().bytes_min();
     assert_eq!(bytes("fixed_list<float32,64>"), 256);
     assert_eq!(bytes("fixed_list<fixed_list<int64,3>,2>"), 48);

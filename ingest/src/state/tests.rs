@@ -1,5 +1,4 @@
 //! Tests of claims, fences, and commits with an unknown outcome.
-#![allow(clippy::unwrap_used)]
 
 use millrace_datafs::{Config, Datafs};
 
@@ -24,12 +23,12 @@ impl Volume {
         }
     }
 
-    fn claim(&self) -> State {
-        State::claim(&self.view, &self.job).unwrap()
+    fn claim(&self) -> JobState {
+        JobState::claim(&self.view, &self.job).unwrap()
     }
 
-    fn commit(&self, state: &mut State, next: i64) -> Result<()> {
-        state.commit(&self.view, &self.job, Publish::new(), to(next), None)
+    fn commit(&self, state: &mut JobState, next: i64) -> Result<()> {
+        state.commit(&self.view, &self.job, Publish::new(), next_offset(next), None)
     }
 
     fn offset(&self) -> Option<i64> {
@@ -37,9 +36,9 @@ impl Volume {
     }
 
     /// A commit whose outcome the metadata engine could not tell; `made` says whether it took place.
-    fn unknown(&self, state: &mut State, next: i64, made: bool) -> Result<()> {
+    fn unknown(&self, state: &mut JobState, next: i64, made: bool) -> Result<()> {
         let fence = fence_value(state.owner, state.commits + 1);
-        let publish = state.with_keys(&self.job, Publish::new(), &fence, &to(next), None).unwrap();
+        let publish = state.with_keys(&self.job, Publish::new(), &fence, &next_offset(next), None).unwrap();
         if made {
             self.view.publish(publish).unwrap();
         }
@@ -52,9 +51,9 @@ impl Volume {
 }
 
 /// A commit that moves partition 0 to `next`.
-fn to(next: i64) -> Moved {
-    let last = Last { offset: next - 1, digest: format!("digest of {}", next - 1) };
-    Moved { offsets: BTreeMap::from([(0, next)]), last: BTreeMap::from([(0, last)]) }
+fn next_offset(next: i64) -> PositionUpdate {
+    let last = LastRecord { offset: next - 1, digest: format!("digest of {}", next - 1) };
+    PositionUpdate { offsets: BTreeMap::from([(0, next)]), last: BTreeMap::from([(0, last)]) }
 }
 
 #[test]
@@ -65,7 +64,7 @@ fn commits_move_offsets_until_another_owner_claims() {
     volume.commit(&mut first, 5).unwrap();
     volume.commit(&mut first, 9).unwrap();
     let mut second = volume.claim();
-    assert_eq!((&second.offsets, &second.last), (&to(9).offsets, &to(9).last));
+    assert_eq!((&second.offsets, &second.last), (&next_offset(9).offsets, &next_offset(9).last));
     let error = volume.commit(&mut first, 12).unwrap_err();
     assert!(matches!(error, Error::Fenced { .. }), "{error:?}");
     assert_eq!(volume.offset(), Some(9));
@@ -74,7 +73,7 @@ fn commits_move_offsets_until_another_owner_claims() {
 }
 
 #[test]
-fn an_unknown_outcome_is_resolved_by_the_volume() {
+fn unknown_commit_outcome_is_resolved_by_reading_the_volume() {
     let volume = Volume::new();
     let mut state = volume.claim();
     // The commit had taken place: the run continues.
@@ -92,29 +91,29 @@ fn an_unknown_outcome_is_resolved_by_the_volume() {
 }
 
 #[test]
-fn of_two_jobs_that_claim_one_folder_at_the_same_time_one_is_refused() {
+fn concurrent_claims_of_one_folder_admit_one_job() {
     let volume = Volume::new();
     let job = |name: &str, topic: &str, path: &str| {
         JobConfig::new(name, topic, "records", path).validate().unwrap()
     };
     let rival = job("rival", "others", "data");
     // Both jobs prepare their claims before one of them publishes.
-    let (first, ..) = State::prepare(&volume.view, &volume.job).unwrap();
-    let (second, ..) = State::prepare(&volume.view, &rival).unwrap();
+    let (first, ..) = JobState::prepare(&volume.view, &volume.job).unwrap();
+    let (second, ..) = JobState::prepare(&volume.view, &rival).unwrap();
     volume.view.publish(first).unwrap();
     let error = volume.view.publish(second).unwrap_err();
     assert!(matches!(error, millrace_datafs::Error::Conflict { .. }), "{error:?}");
-    let error = State::claim(&volume.view, &rival).unwrap_err();
+    let error = JobState::claim(&volume.view, &rival).unwrap_err();
     assert!(matches!(error, Error::FolderTaken { .. }), "{error:?}");
     assert!(error.to_string().contains("data belongs to job job (topic events)"), "{error}");
     volume.claim();
 }
 
 #[test]
-fn folders_of_dead_letters_belong_to_a_job_too() {
+fn dead_letter_folder_belongs_to_its_job() {
     let volume = Volume::new();
     volume.claim();
-    let among = |config: JobConfig| State::claim(&volume.view, &config.validate().unwrap());
+    let among = |config: JobConfig| JobState::claim(&volume.view, &config.validate().unwrap());
     let letters = |name: &str, path: &str, directory: &str| JobConfig {
         dead_letter: DeadLetter::Directory(directory.to_owned()),
         ..JobConfig::new(name, "others", "records", path)
@@ -138,7 +137,7 @@ fn folders_of_dead_letters_belong_to_a_job_too() {
 }
 
 #[test]
-fn a_job_of_an_earlier_release_keeps_its_folder() {
+fn job_of_earlier_release_keeps_its_folder() {
     let volume = Volume::new();
     let identity = br#"{"format_version":1,"topic":"events","path":"data"}"#;
     let publish = Publish::new()
@@ -147,7 +146,7 @@ fn a_job_of_an_earlier_release_keeps_its_folder() {
         .put_key("ingest/job/events/0", b"9".to_vec());
     volume.view.publish(publish).unwrap();
     let rival = JobConfig::new("rival", "events", "records", "data/inner").validate().unwrap();
-    let error = State::claim(&volume.view, &rival).unwrap_err();
+    let error = JobState::claim(&volume.view, &rival).unwrap_err();
     assert!(matches!(error, Error::FolderTaken { .. }), "{error:?}");
     let state = volume.claim();
     assert_eq!((state.offsets[&0], state.last.len()), (9, 0));

@@ -21,7 +21,8 @@ fn busy_job() -> JobConfig {
     JobConfig { flush_rows_max: 150, flush_ms: 10, ..job("events") }
 }
 
-/// The process that [`killed_at_any_moment`] kills; without its environment variables it does nothing.
+/// The process that [`ingest_killed_at_random_moments_lands_each_record_once`] kills; without its environment
+/// variables it does nothing.
 #[test]
 fn child() {
     let (Ok(home), Ok(servers)) = (std::env::var(CHILD_HOME), std::env::var(CHILD_SERVERS)) else {
@@ -54,7 +55,7 @@ fn committed(datafs: &Datafs) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn killed_at_any_moment() {
+async fn ingest_killed_at_random_moments_lands_each_record_once() {
     let seed = std::env::var("MILLRACE_TEST_SEED").map_or(20_261_121, |s| s.parse().unwrap());
     println!("MILLRACE_TEST_SEED={seed}");
     let mut seeded = Seeded(seed);
@@ -91,7 +92,7 @@ async fn killed_at_any_moment() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restart_goes_on_in_the_middle() {
+async fn restarted_ingest_continues_at_committed_offset() {
     let site = Site::start().await;
     site.topic("events", 2).await;
     let job = busy_job();
@@ -119,7 +120,7 @@ async fn a_restart_goes_on_in_the_middle() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_two_ingesters_one_is_fenced() {
+async fn second_ingester_fences_the_first() {
     let site = Site::start().await;
     site.topic("events", 2).await;
     site.produce((0..500).map(|id| record("events", id, 0))).await;

@@ -113,7 +113,7 @@ fn delay_fetches(listener: TcpListener, broker: SocketAddr) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_slow_broker_ends_no_run_early() {
+async fn slow_broker_does_not_end_run_early() {
     // The broker advertises the address of the proxy: another host, the broker's port.
     let mut site =
         Site::with(broker::Config { advertised_host: "127.0.0.2".to_owned(), ..Default::default() }).await;

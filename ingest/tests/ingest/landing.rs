@@ -96,7 +96,7 @@ async fn declared_digits_land_as_fixed_lists() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_inferred_schema_is_fixed_and_grows() {
+async fn inferred_schema_keeps_types_and_gains_columns() {
     let site = Site::start().await;
     site.topic("events", 1).await;
     let job = job("events");
@@ -135,7 +135,7 @@ async fn the_inferred_schema_is_fixed_and_grows() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn files_go_by_hour() {
+async fn files_are_grouped_by_hour() {
     let site = Site::start().await;
     site.topic("events", 1).await;
     let hour = 3_600_000;

@@ -64,9 +64,9 @@ async fn a_job_keeps_its_schema_topic_and_folder() {
         one_line(&error, &[what]);
     }
     for (path, what) in [
-        ("data", "wants folder data, but data belongs to job job (topic events)"),
-        ("data/inner", "wants folder data/inner, but data belongs to job job"),
-        ("dead_letters/job", "but dead_letters/job belongs to job job"),
+        ("data", "cannot use folder data: data belongs to job job (topic events)"),
+        ("data/inner", "cannot use folder data/inner: data belongs to job job"),
+        ("dead_letters/job", "folder dead_letters/job: dead_letters/job belongs to job job"),
     ] {
         let job = JobConfig { name: "second".to_owned(), path: path.to_owned(), ..changed.clone() };
         let error = site.land(&job).await.unwrap_err();
@@ -99,7 +99,7 @@ async fn an_offset_that_the_topic_lacks_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_topic_that_was_created_again_is_refused_however_long_it_is() {
+async fn recreated_topic_is_refused_at_any_length() {
     let site = Site::start().await;
     site.topic("events", 2).await;
     let records = |text: &str, count: usize| -> Vec<OutRecord> {
@@ -160,7 +160,7 @@ async fn a_topic_whose_records_mostly_do_not_decode_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn declared_columns_that_no_record_has_are_warned_of() {
+async fn declared_column_missing_from_all_records_is_warned_about() {
     let site = Site::start().await;
     site.topic("events", 1).await;
     site.produce((0..20).map(|id| record("events", id, 0))).await;
@@ -268,7 +268,7 @@ impl Drop for Tmpfs {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_disk_is_one_clear_error_and_the_next_run_goes_on() {
+async fn full_disk_fails_run_with_one_error_and_next_run_continues() {
     const RECORDS: i64 = 12_000;
     let Some(small) = Tmpfs::mount(48) else {
         return;

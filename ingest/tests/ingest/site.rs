@@ -34,7 +34,7 @@ pub(crate) struct Site {
 }
 
 /// Source of a record: `(partition, offset)`.
-pub(crate) type Place = (i32, i64);
+pub(crate) type SourceOffset = (i32, i64);
 
 impl Site {
     pub(crate) async fn start() -> Self {
@@ -111,7 +111,7 @@ impl Site {
 
     /// Rows of the Parquet files below a folder, by the record that they came from. A record that occurs
     /// twice fails the test.
-    pub(crate) async fn rows(&self, folder: &str) -> BTreeMap<Place, RecordBatch> {
+    pub(crate) async fn rows(&self, folder: &str) -> BTreeMap<SourceOffset, RecordBatch> {
         let mut rows = BTreeMap::new();
         for (path, batches) in files(&self.view(), folder).await {
             for batch in batches {
@@ -135,9 +135,9 @@ impl Site {
         let committed = offsets(&self.view()).unwrap();
         let none = BTreeMap::new();
         let committed = committed.get(&job.topic).unwrap_or(&none);
-        let mut found: Vec<Place> = landed.keys().chain(dead.keys()).copied().collect();
+        let mut found: Vec<SourceOffset> = landed.keys().chain(dead.keys()).copied().collect();
         found.sort_unstable();
-        let expected: Vec<Place> = committed
+        let expected: Vec<SourceOffset> = committed
             .iter()
             .flat_map(|(partition, next)| (0..*next).map(|offset| (*partition, offset)))
             .collect();

@@ -73,7 +73,7 @@ impl Bundle {
         };
         external::check(&mut model, size_of).map_err(|reason| Error::InvalidModel { reason })?;
         let graph =
-            model.graph.as_ref().ok_or_else(|| Error::InvalidModel { reason: "there is no graph".into() })?;
+            model.graph.as_ref().ok_or_else(|| Error::InvalidModel { reason: "it has no graph".into() })?;
         let model_onnx = Bytes::from(model_onnx);
         let files = [vec![(MODEL_FILE.to_owned(), model_onnx)], weights].concat();
         let entry = |(path, content): &(String, Bytes)| FileEntry {

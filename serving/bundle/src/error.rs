@@ -28,13 +28,13 @@ pub enum Error {
         reason: String,
     },
     /// A value that the manifest cannot represent.
-    #[error("the manifest cannot carry {reason}")]
+    #[error("the manifest cannot be written: {reason}")]
     InvalidManifest {
         /// The value, and why.
         reason: String,
     },
     /// The model or version does not exist.
-    #[error("there is no model version at {path}")]
+    #[error("no model version exists at {path}")]
     NotFound {
         /// Path of the version in the store.
         path: String,
@@ -76,7 +76,7 @@ pub enum Error {
         bytes_max: u64,
     },
     /// The version already exists; versions are never replaced.
-    #[error("{path} is already there and versions are never replaced: publish the next version")]
+    #[error("{path} already exists and versions are never replaced: publish the next version")]
     Exists {
         /// Path of the version in the store.
         path: String,

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use crate::manifest::{check_file_path, shorten};
 use crate::onnx::tensor_proto::{DataLocation, DataType};
 use crate::onnx::{ModelProto, TensorProto};
-use crate::outline::{Place, each_tensor};
+use crate::outline::{TensorPosition, each_tensor};
 
 /// A tensor's reference to its elements.
 #[derive(Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ pub(crate) fn files(model: &mut ModelProto) -> Result<BTreeSet<String>, String> 
 pub(crate) fn check(model: &mut ModelProto, size_of: impl Fn(&str) -> Option<u64>) -> Result<(), String> {
     each_reference(model, &mut |tensor, Reference { file, offset, bytes }, _| {
         let Some(size) = size_of(&file) else {
-            return Err(format!("{}: there is no file {file:?} beside the graph", named(tensor)));
+            return Err(format!("{}: the folder of the graph has no file {file:?}", named(tensor)));
         };
         match offset.checked_add(bytes) {
             Some(end) if end <= size => Ok(()),
@@ -62,7 +62,7 @@ pub(crate) fn inline(
     model: &mut ModelProto,
     content: impl Fn(&str) -> Option<bytes::Bytes>,
 ) -> Result<bool, String> {
-    embed(model, content, |place| place != Place::Initializer)
+    embed(model, content, |place| place != TensorPosition::Initializer)
 }
 
 /// Copies the elements of all external tensors into the model.
@@ -80,7 +80,7 @@ pub(crate) fn inline_all(
 fn embed(
     model: &mut ModelProto,
     content: impl Fn(&str) -> Option<bytes::Bytes>,
-    wanted: impl Fn(Place) -> bool,
+    wanted: impl Fn(TensorPosition) -> bool,
 ) -> Result<bool, String> {
     let mut any = false;
     each_reference(model, &mut |tensor, Reference { file, offset, bytes }, place| {
@@ -103,7 +103,7 @@ fn embed(
     Ok(any)
 }
 
-type Visit<'a> = dyn FnMut(&mut TensorProto, Reference, Place) -> Result<(), String> + 'a;
+type Visit<'a> = dyn FnMut(&mut TensorProto, Reference, TensorPosition) -> Result<(), String> + 'a;
 
 fn each_reference(model: &mut ModelProto, visit: &mut Visit<'_>) -> Result<(), String> {
     let mut result = Ok(());
@@ -137,7 +137,7 @@ fn reference(tensor: &TensorProto) -> Result<Reference, String> {
             other => return Err(format!("its entry {:?} is not known", shorten(other))),
         };
         if again {
-            return Err(format!("its entry {} is there twice", entry.key()));
+            return Err(format!("its entry {} appears twice", entry.key()));
         }
     }
     let file = file.ok_or("it does not say which one")?;
@@ -171,11 +171,11 @@ fn bytes_of(tensor: &TensorProto) -> Result<u64, String> {
         Ok(DataType::Uint32 | DataType::Int32 | DataType::Float) => 32,
         Ok(DataType::Uint64 | DataType::Int64 | DataType::Double | DataType::Complex64) => 64,
         Ok(DataType::Complex128) => 128,
-        _ => return Err("elements of its type cannot lie there".into()),
+        _ => return Err("elements of its type cannot be stored in another file".into()),
     };
     let count =
         tensor.dims.iter().try_fold(bits, |bits, extent| bits.checked_mul(u64::try_from(*extent).ok()?));
-    count.map(|bits| bits.div_ceil(8)).ok_or_else(|| "its extents are none".to_owned())
+    count.map(|bits| bits.div_ceil(8)).ok_or_else(|| "its extents are negative or too large".to_owned())
 }
 
 #[cfg(test)]

@@ -191,7 +191,7 @@ pub struct FileBeside {
 ///
 /// # Errors
 /// [`Error::InvalidName`], [`Error::NotFound`], [`Error::TooLarge`], [`Error::Store`].
-pub async fn read_beside(
+pub async fn read_model_file(
     store: &dyn ObjectStore,
     root: &str,
     name: &str,
@@ -209,7 +209,7 @@ pub async fn read_beside(
 ///
 /// # Errors
 /// [`Error::InvalidName`], [`Error::Store`].
-pub async fn replace_beside(
+pub async fn replace_model_file(
     store: &dyn ObjectStore,
     root: &str,
     name: &str,

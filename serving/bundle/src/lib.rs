@@ -47,6 +47,8 @@ mod bundle;
 mod error;
 mod external;
 mod folder;
+#[doc(hidden)]
+pub mod fuzzing;
 mod manifest;
 mod outline;
 mod repository;
@@ -63,8 +65,8 @@ pub mod onnx {
 pub use bundle::Bundle;
 pub use error::{Error, Result};
 pub use folder::{
-    CONFIG_FILE, FileBeside, FileStat, ModelFolder, PlainVersion, ROLLOUT_FILE, load_plain, read_beside,
-    replace_beside,
+    CONFIG_FILE, FileBeside, FileStat, ModelFolder, PlainVersion, ROLLOUT_FILE, load_plain, read_model_file,
+    replace_model_file,
 };
 pub use manifest::{
     FORMAT_VERSION, FileEntry, Imported, Lineage, MANIFEST_BYTES_MAX, MANIFEST_FILE, MODEL_FILE, Manifest,

@@ -216,7 +216,7 @@ pub(crate) fn check_file_path(path: &str) -> std::result::Result<(), String> {
     }
     if path == WRITING_FILE {
         return Err(format!(
-            "{WRITING_FILE} marks a version that is being written and goes when it is complete"
+            "{WRITING_FILE} marks a version that is being written and is deleted when the version is complete"
         ));
     }
     let plain = path.split('/').all(|segment| {

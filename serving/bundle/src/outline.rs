@@ -9,7 +9,7 @@ const BYTES_MAX: usize = 4096;
 
 /// Position of a tensor in a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum TensorPosition {
     /// Among the initializers of the model's graph.
     Initializer,
     /// In an attribute, a subgraph, a function, or part of a sparse tensor.
@@ -52,14 +52,14 @@ fn strip(tensor: &mut TensorProto) {
 }
 
 /// Calls `visit` with every tensor of a model. The recursion is bounded, because decoding bounds the nesting.
-pub(crate) fn each_tensor(model: &mut ModelProto, visit: &mut dyn FnMut(&mut TensorProto, Place)) {
+pub(crate) fn each_tensor(model: &mut ModelProto, visit: &mut dyn FnMut(&mut TensorProto, TensorPosition)) {
     if let Some(graph) = &mut model.graph {
-        graph.initializer.iter_mut().for_each(|tensor| visit(tensor, Place::Initializer));
+        graph.initializer.iter_mut().for_each(|tensor| visit(tensor, TensorPosition::Initializer));
         of_graph(graph, visit);
     }
     for training in &mut model.training_info {
         for graph in training.initialization.iter_mut().chain(&mut training.algorithm) {
-            graph.initializer.iter_mut().for_each(|tensor| visit(tensor, Place::Inside));
+            graph.initializer.iter_mut().for_each(|tensor| visit(tensor, TensorPosition::Inside));
             of_graph(graph, visit);
         }
     }
@@ -67,34 +67,38 @@ pub(crate) fn each_tensor(model: &mut ModelProto, visit: &mut dyn FnMut(&mut Ten
 }
 
 /// All tensors of a graph except its initializers.
-fn of_graph(graph: &mut GraphProto, visit: &mut dyn FnMut(&mut TensorProto, Place)) {
+fn of_graph(graph: &mut GraphProto, visit: &mut dyn FnMut(&mut TensorProto, TensorPosition)) {
     graph.sparse_initializer.iter_mut().for_each(|sparse| of_sparse(sparse, visit));
     of_nodes(&mut graph.node, visit);
 }
 
-fn of_function(function: &mut FunctionProto, visit: &mut dyn FnMut(&mut TensorProto, Place)) {
+fn of_function(function: &mut FunctionProto, visit: &mut dyn FnMut(&mut TensorProto, TensorPosition)) {
     function.attribute_proto.iter_mut().for_each(|attribute| of_attribute(attribute, visit));
     of_nodes(&mut function.node, visit);
 }
 
-fn of_nodes(nodes: &mut [NodeProto], visit: &mut dyn FnMut(&mut TensorProto, Place)) {
+fn of_nodes(nodes: &mut [NodeProto], visit: &mut dyn FnMut(&mut TensorProto, TensorPosition)) {
     nodes
         .iter_mut()
         .flat_map(|node| &mut node.attribute)
         .for_each(|attribute| of_attribute(attribute, visit));
 }
 
-fn of_attribute(attribute: &mut AttributeProto, visit: &mut dyn FnMut(&mut TensorProto, Place)) {
+fn of_attribute(attribute: &mut AttributeProto, visit: &mut dyn FnMut(&mut TensorProto, TensorPosition)) {
     let tensors = attribute.t.iter_mut().chain(&mut attribute.tensors);
-    tensors.for_each(|tensor| visit(tensor, Place::Inside));
+    tensors.for_each(|tensor| visit(tensor, TensorPosition::Inside));
     let sparse = attribute.sparse_tensor.iter_mut().chain(&mut attribute.sparse_tensors);
     sparse.for_each(|sparse| of_sparse(sparse, visit));
     for graph in attribute.g.iter_mut().chain(&mut attribute.graphs) {
-        graph.initializer.iter_mut().for_each(|tensor| visit(tensor, Place::Inside));
+        graph.initializer.iter_mut().for_each(|tensor| visit(tensor, TensorPosition::Inside));
         of_graph(graph, visit);
     }
 }
 
-fn of_sparse(sparse: &mut SparseTensorProto, visit: &mut dyn FnMut(&mut TensorProto, Place)) {
-    sparse.values.iter_mut().chain(&mut sparse.indices).for_each(|tensor| visit(tensor, Place::Inside));
+fn of_sparse(sparse: &mut SparseTensorProto, visit: &mut dyn FnMut(&mut TensorProto, TensorPosition)) {
+    sparse
+        .values
+        .iter_mut()
+        .chain(&mut sparse.indices)
+        .for_each(|tensor| visit(tensor, TensorPosition::Inside));
 }

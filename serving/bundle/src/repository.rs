@@ -137,7 +137,7 @@ async fn add_versions(
             None => Err(Error::InvalidVersion { version: shorten(&version) }),
         };
         match found {
-            Ok(Found::Bundle(manifest)) => {
+            Ok(FolderContent::Bundle(manifest)) => {
                 has_bundles = true;
                 listing.complete.push(ModelVersion {
                     name: name.to_owned(),
@@ -145,8 +145,8 @@ async fn add_versions(
                     manifest: *manifest,
                 });
             }
-            Ok(Found::Plain(version)) => listing.plain.push(version),
-            Ok(Found::Bare(version)) => bare.push((path, version)),
+            Ok(FolderContent::Plain(version)) => listing.plain.push(version),
+            Ok(FolderContent::Bare(version)) => bare.push((path, version)),
             Err(reason) => {
                 // Damaged or incomplete bundles.
                 has_bundles |= !matches!(
@@ -171,7 +171,7 @@ async fn add_versions(
 }
 
 /// Content of a version's directory.
-enum Found {
+enum FolderContent {
     Bundle(Box<Manifest>),
     /// A version in Triton's layout, next to a configuration.
     Plain(PlainVersion),
@@ -186,21 +186,21 @@ async fn look_at(
     name: &str,
     version: u64,
     configured: bool,
-) -> Result<Found> {
+) -> Result<FolderContent> {
     let files = match files_below(store, base).await {
         // Versions of an ensemble may have no files.
         Err(Error::NotFound { .. }) if configured => BTreeMap::new(),
         files => files?,
     };
     if configured && !files.contains_key(&base.clone().join(MANIFEST_FILE)) {
-        return Ok(Found::Plain(PlainVersion::new(name, version, base, &files)?));
+        return Ok(FolderContent::Plain(PlainVersion::new(name, version, base, &files)?));
     }
     let has = |file: &str| files.contains_key(&base.clone().join(file));
     if !has(MANIFEST_FILE) && !has(WRITING_FILE) && has(MODEL_FILE) {
-        return Ok(Found::Bare(PlainVersion::new(name, version, base, &files)?));
+        return Ok(FolderContent::Bare(PlainVersion::new(name, version, base, &files)?));
     }
     let (manifest, _) = inspect(store, base, &files, name, version).await?;
-    Ok(Found::Bundle(Box::new(manifest)))
+    Ok(FolderContent::Bundle(Box::new(manifest)))
 }
 
 /// Loads one version with the default [`Limits`]; every byte is verified.
@@ -324,8 +324,9 @@ async fn files_below(store: &dyn ObjectStore, base: &Path) -> Result<BTreeMap<Pa
 }
 
 fn no_manifest(path: &str) -> Error {
-    let reason =
-        format!("there is no {MANIFEST_FILE} yet, nor a {CONFIG_FILE} beside the versions, as Triton has it");
+    let reason = format!(
+        "it has no {MANIFEST_FILE} yet, and the model folder has no {CONFIG_FILE} as in a Triton repository"
+    );
     Error::Incomplete { path: path.to_owned(), reason }
 }
 
@@ -372,7 +373,7 @@ async fn inspect(
     Ok((manifest, paths))
 }
 
-fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
+pub(crate) fn parse_manifest(path: &Path, json: &[u8]) -> Result<Manifest> {
     #[derive(serde::Deserialize)]
     struct Format {
         format_version: u64,

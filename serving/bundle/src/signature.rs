@@ -192,7 +192,7 @@ impl Signature {
                     ));
                 }
                 if !names.insert(spec.name.as_str()) {
-                    return Err(format!("{side} {name:?} is there twice"));
+                    return Err(format!("{side} {name:?} appears twice"));
                 }
                 if spec.shape.len() > RANK_MAX {
                     return Err(format!(

@@ -121,7 +121,7 @@ impl Statistics {
         for feature in &self.features {
             feature.check().map_err(|reason| format!("feature {:?}: {reason}", shorten(&feature.name())))?;
             if !known.insert((feature.input.as_str(), feature.element)) {
-                return Err(format!("feature {:?} is there twice", shorten(&feature.name())));
+                return Err(format!("feature {:?} appears twice", shorten(&feature.name())));
             }
         }
         Ok(())
@@ -192,7 +192,7 @@ impl Feature {
         }
         let numbers = [self.mean, self.variance, self.min, self.max];
         if numbers.iter().any(|number| !number.is_finite()) || self.variance < 0.0 || self.min > self.max {
-            return Err("mean, variance or range are none".into());
+            return Err("mean, variance, min or max is not finite, or is out of range".into());
         }
         let parts = self.shares.len();
         if parts > PARTS_MAX || parts != self.edges.len() + 1 {
@@ -204,7 +204,7 @@ impl Feature {
         }
         let sum: f64 = self.shares.iter().sum();
         if self.shares.iter().any(|share| !(0.0..=1.0).contains(share)) || (sum - 1.0).abs() > 1e-6 {
-            return Err("its shares are no parts of a whole".into());
+            return Err("its shares are not from 0 to 1 or do not sum to 1".into());
         }
         Ok(())
     }

@@ -75,7 +75,7 @@ async fn a_bundle_survives_the_store_and_names_its_tensors() {
 }
 
 #[tokio::test]
-async fn a_directory_is_a_store_too() {
+async fn directory_works_as_a_store() {
     let dir = tempfile::tempdir().unwrap();
     let store = object_store::local::LocalFileSystem::new_with_prefix(dir.path()).unwrap();
     assert!(list(&store, "").await.unwrap().is_empty());
@@ -150,7 +150,7 @@ async fn other_files_belong_to_a_version_and_are_verified() {
 }
 
 #[test]
-fn manifests_of_before_have_no_word_of_quantization() {
+fn manifests_without_quantization_are_read() {
     let lineage: Lineage = serde_json::from_str(r#"{"volume": "v", "steps": 3}"#).unwrap();
     assert_eq!((lineage.quantized.clone(), lineage.steps), (None, 3));
     assert!(!serde_json::to_string(&lineage).unwrap().contains("quantized"));
@@ -187,7 +187,7 @@ fn graphs_without_a_usable_signature_are_refused() {
 }
 
 #[tokio::test]
-async fn incomplete_versions_are_not_listed_and_say_why() {
+async fn incomplete_versions_are_not_listed_and_have_a_reason() {
     let store = store_with(&[bundle("good", 1)]).await;
     let other = bundle("half", 1);
     put(store.as_ref(), "models/half/1/model.onnx", other.model_onnx().clone()).await;
@@ -314,7 +314,7 @@ fn shapes_that_are_declared_between_inputs_and_outputs_do_not_run() {
 }
 
 #[test]
-fn long_lists_that_an_outline_leaves_out_are_not_empty_lists() {
+fn long_lists_left_out_of_an_outline_are_not_empty() {
     let kind = onnx::attribute_proto::AttributeType::Ints;
     let list = |name: &str, len: usize| onnx::AttributeProto {
         name: Some(name.into()),

@@ -46,7 +46,7 @@ fn listen() -> (Lines, tracing::subscriber::DefaultGuard) {
 
 // One thread, because a test's subscriber is local to its thread.
 #[tokio::test]
-async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
+async fn access_log_has_a_line_with_client_call_and_status_for_each_call() {
     let (lines, _default) = listen();
     let server = Server::start(config(), &[]).await;
 
@@ -99,7 +99,7 @@ async fn each_call_is_a_line_that_says_who_what_and_how_it_went() {
 }
 
 #[tokio::test]
-async fn a_line_names_the_token_and_never_shows_it() {
+async fn access_log_names_the_token_and_never_shows_its_secret() {
     let (lines, _default) = listen();
     let (token, line) = millrace_serving::new_token("ci", &["mlp".into()], false).unwrap();
     let dir = tempfile::tempdir().unwrap();

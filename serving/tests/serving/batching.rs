@@ -110,7 +110,7 @@ async fn many_clients_of_a_short_run_share_runs() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_has_no_more_rows_than_it_may() {
+async fn batch_rows_are_limited() {
     for (rows_max, largest) in [(4, 4), (0, 1), (1, 1)] {
         let mut config = one_session();
         config.batching.rows_max = rows_max;
@@ -163,7 +163,7 @@ async fn a_model_whose_first_extent_is_no_rows_runs_one_by_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_that_breaks_a_run_breaks_its_own_answer_only() {
+async fn request_that_breaks_a_batch_is_the_only_one_that_fails() {
     let server = Server::start(one_session(), &[("table", 1, table())]).await;
     let mut requests = tokio::task::JoinSet::new();
     for place in 0..64usize {
@@ -191,7 +191,7 @@ async fn a_request_that_breaks_a_run_breaks_its_own_answer_only() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_goes_while_he_waits_is_not_served() {
+async fn client_that_disconnects_while_queued_is_not_served() {
     let mut config = one_session();
     config.batching.rows_max = 0;
     let server = Server::start(config, &[("slow", 1, slow(60))]).await;
@@ -228,7 +228,7 @@ async fn who_goes_while_he_waits_is_not_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_may_wait_for_others_to_run_with() {
+async fn max_queue_delay_lets_requests_share_a_batch() {
     let mut config = one_session();
     config.batching.rows_max = 8;
     // Longer than the test: only a full run ends the wait.
@@ -259,7 +259,7 @@ async fn requests_may_wait_for_others_to_run_with() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn extents_that_do_not_belong_together_are_the_clients_fault() {
+async fn contradicting_extents_are_a_bad_request() {
     let server = Server::start(config(), &[("sum", 1, sum())]).await;
     let input = |name: &str, rows: i64| {
         Tensor::fp32(name, vec![rows, FEATURES as i64], vec![1.0; rows as usize * FEATURES]).unwrap()

@@ -52,7 +52,7 @@ fn large() -> (pb::ModelInferRequest, Vec<u8>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rest_takes_and_gives_what_the_headers_say() {
+async fn rest_bodies_are_compressed_as_the_headers_request() {
     let server = server().await;
     let (message, raw) = large();
     let mut request = as_rest(&message);
@@ -167,7 +167,7 @@ pub(crate) async fn bare_call(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn broken_messages_of_grpc_are_the_senders_fault() {
+async fn broken_grpc_messages_are_a_client_error() {
     let server = server().await;
     let good = good().encode_to_vec();
     let whole = frame(0, &good);
@@ -186,10 +186,10 @@ async fn broken_messages_of_grpc_are_the_senders_fault() {
         ("identity", Some("identity"), whole.clone(), ok, ""),
         ("no message", None, vec![], invalid, "has no message"),
         ("half a prefix", None, vec![0, 0, 0], invalid, "2 bytes of its prefix"),
-        ("a prefix alone", None, whole[..5].to_vec(), invalid, "did not come"),
-        ("half a message", None, whole[..20].to_vec(), invalid, "did not come"),
+        ("a prefix alone", None, whole[..5].to_vec(), invalid, "is missing"),
+        ("half a message", None, whole[..20].to_vec(), invalid, "is missing"),
         ("another flag", None, frame(2, &good), invalid, "begins with 2"),
-        ("compressed by no name", None, frame(1, &gzip), invalid, "grpc-encoding does not say how"),
+        ("compressed by no name", None, frame(1, &gzip), invalid, "grpc-encoding names no encoding"),
         ("compressed although it is identity", Some("identity"), frame(1, &gzip), invalid, "grpc-encoding"),
         ("an unknown compression", Some("zstd"), frame(1, &good), unimplemented, "zstd"),
         ("gzip that is none", Some("gzip"), frame(1, &good), invalid, "no valid gzip"),

@@ -137,7 +137,7 @@ async fn clients_that_stall_lose_their_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_grpc_client_that_stops_within_a_message_is_told() {
+async fn grpc_client_that_stops_within_a_message_gets_an_error() {
     let server = Server::start(impatient(), &[]).await;
     let address = server.serving.addresses().grpc;
     let mut channel = http2(address).await;
@@ -221,7 +221,7 @@ async fn endless_and_too_many_headers_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bodies_that_lie_about_their_length_are_refused() {
+async fn bodies_of_the_wrong_length_are_refused() {
     let server = server().await;
     let address = server.serving.addresses().http;
     let endless = format!(
@@ -251,7 +251,7 @@ async fn bodies_that_lie_about_their_length_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connections_beyond_the_limit_are_told_so() {
+async fn connections_beyond_the_limit_get_an_error() {
     let mut config = config();
     config.limits.connections_max = 3;
     let server = Server::start(config, &[]).await;
@@ -296,7 +296,7 @@ async fn connections_beyond_the_limit_are_told_so() {
 }
 
 #[tokio::test]
-async fn limits_of_nothing_are_refused() {
+async fn limits_of_zero_are_refused() {
     for edit in [
         |config: &mut Config| config.limits.connections_max = 0,
         |config: &mut Config| config.limits.stalled_ms_max = 0,
@@ -306,6 +306,6 @@ async fn limits_of_nothing_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let source = millrace_serving::Source::directory(dir.path()).unwrap();
         let refused = millrace_serving::serve(&config, source, Default::default()).await.unwrap_err();
-        assert!(refused.to_string().contains("is 0: at least 1"), "{refused}");
+        assert!(refused.to_string().contains("is 0: set it to 1 or more"), "{refused}");
     }
 }

@@ -57,7 +57,7 @@ fn entry(name: &str, state: &str, reason: &str) -> (String, String, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn explicit_control_serves_what_calls_load() {
+async fn explicit_control_serves_only_loaded_models() {
     let mut config = explicit(&["mlp", "missing"]);
     config.poll_ms = 1;
     let server = Server::start(config, &[("other", 4, mlp())]).await;
@@ -287,7 +287,7 @@ async fn settings_that_contradict_each_other_are_refused_at_the_start() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn options_of_a_model_that_no_call_has_loaded_keep_no_server_from_being_ready() {
+async fn options_of_an_unloaded_model_do_not_delay_readiness() {
     let options = ModelOptions { sessions_max: Some(1), ..ModelOptions::default() };
     let models = || std::collections::BTreeMap::from([("later".to_owned(), options.clone())]);
     for (config, is_ready) in [
@@ -305,7 +305,7 @@ async fn options_of_a_model_that_no_call_has_loaded_keep_no_server_from_being_re
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn draining_refuses_to_load_and_still_tells() {
+async fn draining_refuses_to_load_and_still_lists_models() {
     let server = Server::start(explicit(&["mlp"]), &[]).await;
     let mut client = server.triton().await;
     server.serving.inference().drain();

@@ -3,7 +3,7 @@
 
 use millrace_serving::ModelOptions;
 use millrace_serving::client::ClientError;
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::{Form, inference as pb};
 use millrace_serving::{Config, Device, Error, Source, serve};
@@ -55,7 +55,7 @@ async fn a_model_runs_on_the_processor_instead_only_where_that_is_allowed() {
     }
     let status = server.serving.repository().status();
     let stays = status.iter().find(|status| status.model == "stays").unwrap();
-    assert!(matches!(&stays.state, State::Failed(reason) if reason.contains("cuda:99")), "{stays:?}");
+    assert!(matches!(&stays.state, VersionState::Failed(reason) if reason.contains("cuda:99")), "{stays:?}");
 
     let falls = described(&server, "falls").await;
     assert_eq!(falls.instance_group[0].kind(), pb::model_instance_group::Kind::Cpu);

@@ -59,18 +59,18 @@ async fn ask(server: &Server, model: &str, values: Vec<f32>) {
     server.client().await.infer(model, None, vec![input], Form::Raw).await.unwrap();
 }
 
-fn watching(drift: Drift) -> Config {
+fn with_drift(drift: Drift) -> Config {
     Config { drift, ..config() }
 }
 
 const ALL: Drift = Drift { rows_per_second_max: u32::MAX, window_rows: 1_000 };
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn inputs_that_move_away_from_the_training_show_in_the_metrics() {
+async fn drifting_inputs_show_in_the_metrics() {
     let dir = TempDir::new().unwrap();
     publish_with(&dir, "watched", |bundle| bundle.with_statistics(&statistics("input")).unwrap()).await;
     publish_with(&dir, "plain", |bundle| bundle).await;
-    let server = Server::over(watching(ALL), dir).await;
+    let server = Server::over(with_drift(ALL), dir).await;
     let of = |text: &str, name: &str, feature: &str| {
         figure(text, &format!("millrace_serving_drift_{name}"), "watched", feature)
     };
@@ -107,7 +107,7 @@ async fn inputs_that_move_away_from_the_training_show_in_the_metrics() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_be_watched_is_served_all_the_same() {
+async fn model_with_unusable_statistics_is_served() {
     let dir = TempDir::new().unwrap();
     let file = |content: &'static str| {
         move |bundle: Bundle| bundle.with_file("statistics.json", content.into()).unwrap()
@@ -120,7 +120,7 @@ async fn what_cannot_be_watched_is_served_all_the_same() {
     )
     .await;
     publish_with(&dir, "other", |bundle| bundle.with_statistics(&statistics("elsewhere")).unwrap()).await;
-    let server = Server::over(watching(ALL), dir).await;
+    let server = Server::over(with_drift(ALL), dir).await;
     for model in ["broken", "newer", "other"] {
         ask(&server, model, rows(200, 2)).await;
     }
@@ -129,16 +129,16 @@ async fn what_cannot_be_watched_is_served_all_the_same() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn drift_is_switched_off_by_looking_at_no_rows() {
+async fn zero_rows_per_second_switches_drift_off() {
     let dir = TempDir::new().unwrap();
     publish_with(&dir, "watched", |bundle| bundle.with_statistics(&statistics("input")).unwrap()).await;
-    let server = Server::over(watching(Drift { rows_per_second_max: 0, ..ALL }), dir).await;
+    let server = Server::over(with_drift(Drift { rows_per_second_max: 0, ..ALL }), dir).await;
     ask(&server, "watched", rows(200, 2)).await;
     assert!(!metrics(&server).await.contains("millrace_serving_drift_"));
     server.stop().await;
 
     let dir = TempDir::new().unwrap();
-    let config = watching(Drift { window_rows: 5, ..ALL });
+    let config = with_drift(Drift { window_rows: 5, ..ALL });
     let refused = serve(&config, Source::directory(dir.path()).unwrap(), CancellationToken::new()).await;
     assert!(
         matches!(&refused, Err(Error::Config { reason }) if reason.contains("window_rows")),

@@ -125,7 +125,7 @@ async fn diamond() -> Server {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_ensemble_gives_what_its_models_give_one_by_one() {
+async fn ensemble_gives_the_results_of_its_models_called_one_by_one() {
     let server = diamond().await;
     let mut client = server.client().await;
     for form in [Form::Raw, Form::Typed] {

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use millrace_serving::client::{Client, ClientError};
-use millrace_serving::repository::{State, VersionPolicy};
+use millrace_serving::config::VersionPolicy;
+use millrace_serving::repository::VersionState;
 use millrace_serving::tensor::Tensor;
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
@@ -115,8 +116,8 @@ async fn models_are_replaced_while_an_ensemble_runs_on_them() {
     assert_eq!(ask(&mut server.client().await, "diamond", rows("x", 2)).await.unwrap().len(), 1);
     let status = server.serving.repository().status();
     let of_model = status.iter().find(|it| it.model == "diamond" && it.version.is_none()).unwrap();
-    let State::Failed(reason) = &of_model.state else { panic!("{of_model:?}") };
-    assert!(reason.contains("without ensemble_scheduling"), "{reason}");
+    let VersionState::Failed(reason) = &of_model.state else { panic!("{of_model:?}") };
+    assert!(reason.contains("needs ensemble_scheduling"), "{reason}");
     server.stop().await;
 }
 
@@ -200,7 +201,7 @@ async fn an_ensemble_is_loaded_and_unloaded_with_its_models() {
     // The call returns the reason why it cannot run, as the index does.
     let refused = load(&mut client, "bad").await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable);
-    let reason = "step 1 (model \"nosuch\"): there is no model \"nosuch\"";
+    let reason = "step 1 (model \"nosuch\"): the server has no model \"nosuch\"";
     assert_eq!(refused.message(), format!("ensemble \"bad\" version 1: {reason}"));
     let request = pb::RepositoryIndexRequest::default();
     let models = client.repository_index(request).await.unwrap().into_inner().models;
@@ -215,7 +216,7 @@ async fn a_model_is_unloaded_while_an_ensemble_runs_on_it() {
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     let server = Server::over(explicit(&["diamond"]), dir).await;
-    let refusal = "ensemble \"diamond\" version 1: step 1 (model \"mlp\"): there is no model \"mlp\"";
+    let refusal = "ensemble \"diamond\" version 1: step 1 (model \"mlp\"): the server has no model \"mlp\"";
     let asking = Load::start(&server, refusal).await;
     let mut client = server.triton().await;
     let mut own = server.client().await;
@@ -260,7 +261,7 @@ async fn an_ensemble_is_ready_when_all_versions_fit_that_its_steps_are_split_bet
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_step_that_refuses_is_named() {
+async fn error_of_an_ensemble_step_names_the_step() {
     let dir = TempDir::new().unwrap();
     put_diamond(dir.path()).await;
     // Larger than the models accept, which only a request shows.
@@ -299,7 +300,7 @@ async fn a_step_that_refuses_is_named() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_step_waits_in_the_line_of_its_model_and_no_longer_than_the_request() {
+async fn ensemble_step_waits_in_the_queue_of_its_model_until_the_deadline() {
     let line = Line::start(holding(), "line-of-steps").await;
     let dir = line.server.dir.path();
     publish(dir, "first", 1, slow(1)).await;

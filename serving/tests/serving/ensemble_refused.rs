@@ -1,7 +1,7 @@
 //! Tests of ensembles that cannot run: each reports its reason and takes no other model down.
 
 use millrace_serving::client::ClientError;
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::wire::Form;
 use serde_json::json;
 use tempfile::TempDir;
@@ -16,8 +16,8 @@ fn why(server: &Server, model: &str) -> String {
     let status = server.serving.repository().status();
     let found = status.iter().find(|it| it.model == model && it.version == Some(1)).unwrap();
     match &found.state {
-        State::Failed(reason) => reason.clone(),
-        State::Ready => String::new(),
+        VersionState::Failed(reason) => reason.clone(),
+        VersionState::Ready => String::new(),
     }
 }
 
@@ -38,7 +38,7 @@ async fn ensembles_that_cannot_run_are_named_and_the_others_served() {
         (
             "cycle",
             changed("key: \"a\" value: \"sums\"", "key: \"a\" value: \"total\""),
-            "cycle/config.pbtxt: line 9: ensemble_scheduling: a cycle, as steps wait for each other's tensors: step 2 \
+            "cycle/config.pbtxt: line 9: ensemble_scheduling: a cycle of steps that wait for each other's tensors: step 2 \
              (model \"sum\")",
         ),
         (
@@ -73,11 +73,11 @@ async fn ensembles_that_cannot_run_are_named_and_the_others_served() {
         (
             "stepless",
             "platform: \"ensemble\"".to_owned(),
-            "stepless/config.pbtxt: line 1: platform: \"ensemble\" without ensemble_scheduling, which says what its \
-             steps are",
+            "stepless/config.pbtxt: line 1: platform: \"ensemble\" needs ensemble_scheduling, which lists its \
+             steps",
         ),
         // Errors found in its models.
-        ("missing", steps_of("nosuch"), "step 3 (model \"nosuch\"): there is no model \"nosuch\""),
+        ("missing", steps_of("nosuch"), "step 3 (model \"nosuch\"): the server has no model \"nosuch\""),
         (
             "version",
             changed("model_version: 2", "model_version: 7"),
@@ -87,14 +87,14 @@ async fn ensembles_that_cannot_run_are_named_and_the_others_served() {
             "broken",
             steps_of("cycle"),
             "step 3 (model \"cycle\"): model \"cycle\" version 1 cannot be served: cycle/config.pbtxt: line 9: \
-             ensemble_scheduling: a cycle, as steps wait for each other's tensors: step 2 (model \"sum\")",
+             ensemble_scheduling: a cycle of steps that wait for each other's tensors: step 2 (model \"sum\")",
         ),
         (
             "nested",
             steps_of("diamond"),
-            "step 3 (model \"diamond\"): it is an ensemble itself: let its steps be steps of this one",
+            "step 3 (model \"diamond\"): the model is itself an ensemble: list its steps in this ensemble instead",
         ),
-        ("itself", steps_of("itself"), "step 3 (model \"itself\"): it is an ensemble itself: let its steps be steps of this one"),
+        ("itself", steps_of("itself"), "step 3 (model \"itself\"): the model is itself an ensemble: list its steps in this ensemble instead"),
         (
             "input",
             changed("key: \"a\" value", "key: \"c\" value"),

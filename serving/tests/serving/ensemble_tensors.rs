@@ -88,7 +88,7 @@ async fn every_datatype_goes_from_step_to_step_and_to_the_client() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_of_steps_are_kept_and_given_again() {
+async fn responses_of_ensemble_steps_are_cached() {
     for cached in [&["first"][..], &["second"], &["first", "second"]] {
         let server = echoes(caching(cached, 1 << 20)).await;
         let mut client = server.client().await;
@@ -105,7 +105,7 @@ async fn answers_of_steps_are_kept_and_given_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_at_once_get_their_own_tensors() {
+async fn concurrent_clients_get_their_own_tensors() {
     const CLIENTS: i64 = 8;
     const REQUESTS: i64 = 50;
     let server = echoes(config()).await;

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::wire::inference as pb;
 use millrace_serving::{Config, Control, Source, serve};
 use serde_json::json;
@@ -17,8 +17,8 @@ use crate::support::*;
 
 fn problems(server: &Server) -> Vec<(String, String)> {
     let failed = server.serving.repository().status().into_iter().filter_map(|status| match status.state {
-        State::Failed(reason) => Some((status.model, reason)),
-        State::Ready => None,
+        VersionState::Failed(reason) => Some((status.model, reason)),
+        VersionState::Ready => None,
     });
     failed.collect()
 }
@@ -172,7 +172,7 @@ async fn links_that_are_swapped_are_followed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn server_is_ready_once_each_configured_model_is_and_stays_so() {
+async fn server_becomes_ready_with_all_configured_models_and_stays_ready() {
     let load = vec!["mlp".to_owned(), "later".to_owned()];
     let server = Server::start(Config { control: Control::Explicit, load, ..config() }, &[]).await;
     let mut triton = server.triton().await;

@@ -111,7 +111,7 @@ async fn models_that_may_end_the_process_by_a_division_are_refused_unless_the_us
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_lstm_without_steps_is_a_bad_request_and_no_end_of_the_server() {
+async fn lstm_without_steps_is_a_bad_request_and_the_server_survives() {
     let server = Server::start(config(), &[("lstm", 1, lstm())]).await;
     let mut client = server.client().await;
     let input = |rows: i64, steps: i64| {
@@ -146,7 +146,7 @@ async fn a_warm_up_without_elements_is_refused_where_the_graph_cannot_take_it() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_file_that_begins_like_another_format_runs_as_the_graph_that_it_is() {
+async fn onnx_file_that_begins_like_another_format_runs_as_onnx() {
     // The name of its producer puts the magic of ONNX Runtime's own format at its expected offset.
     let mark = ModelProto { producer_name: Some("abORTM".into()), ..Default::default() }.encode_to_vec();
     let onnx = [mark, mlp()].concat();

@@ -199,7 +199,7 @@ async fn a_configuration_that_asks_for_batches_gets_them() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_that_may_depend_on_others_are_not_kept() {
+async fn responses_that_may_depend_on_other_requests_are_not_cached() {
     let dir = TempDir::new().unwrap();
     for (name, content) in
         [("asked", "max_batch_size: 8 dynamic_batching { }"), ("alone", "max_batch_size: 8")]

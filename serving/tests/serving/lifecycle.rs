@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use millrace_serving::client::ClientError;
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::runtime::Runtime;
 use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
@@ -48,8 +48,8 @@ async fn bad_versions_are_named_and_the_others_served() {
     let why = |version: u64| {
         let found = status.iter().find(|status| status.version == Some(version)).unwrap();
         match &found.state {
-            State::Failed(reason) => reason.clone(),
-            State::Ready => "ready".into(),
+            VersionState::Failed(reason) => reason.clone(),
+            VersionState::Ready => "ready".into(),
         }
     };
     assert_eq!(why(1), "ready");
@@ -70,7 +70,7 @@ async fn bad_versions_are_named_and_the_others_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn new_versions_appear_and_removed_ones_go() {
+async fn new_versions_are_loaded_and_removed_ones_unloaded() {
     let mut config = config();
     config.poll_ms = 20;
     config.limits.versions_max = 2;
@@ -125,7 +125,7 @@ async fn a_taken_port_is_named_with_its_flag() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_device_that_is_not_there_is_refused() {
+async fn unavailable_device_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let config = millrace_serving::Config { device: Device::Cuda(99).into(), ..config() };

@@ -46,7 +46,7 @@ async fn answered(server: &Server, model: &str) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_open_loop_sends_what_is_scheduled() {
+async fn open_loop_sends_all_scheduled_requests() {
     let server = Server::start(config(), &[]).await;
     let address = server.serving.addresses().grpc.to_string();
     let load = poisson(300.0);
@@ -126,7 +126,7 @@ async fn answers_after_the_deadline_do_not_count_as_in_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn loads_that_cannot_be_say_why() {
+async fn impossible_loads_are_refused_with_a_reason() {
     let server = Server::start(config(), &[]).await;
     let address = server.serving.addresses().grpc.to_string();
     let requests = requests(&server, "mlp").await;
@@ -155,7 +155,7 @@ async fn loads_that_cannot_be_say_why() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn loads_show_what_the_server_asks_for() {
+async fn loads_send_the_credentials_that_the_server_requires() {
     let files = Files::new();
     let (token, line) = new_token("bench", &["mlp".to_owned()], false).unwrap();
     files.write("tokens", &line);

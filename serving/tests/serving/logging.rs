@@ -87,7 +87,7 @@ async fn the_log_is_switched_by_calls() {
         (r#"{"log_error": false, "log_verbose_level": -1}"#, "log_verbose_level"),
         (r#"{"log_error": false, "log_verbose_level": 1.5}"#, "log_verbose_level"),
         (r#"{"log_colour": true}"#, "log_colour"),
-        ("[1]", "not what this call takes"),
+        ("[1]", "does not fit this call"),
     ] {
         let reply = server.http("POST", "/v2/logging", &[], body.as_bytes()).await;
         assert_eq!(reply.status, 400, "{body}");
@@ -107,7 +107,7 @@ async fn the_log_is_switched_by_calls() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_that_keeps_its_log_says_so() {
+async fn log_changes_are_refused_where_the_process_fixes_its_log() {
     let server = Server::start(config(), &[]).await;
     let error = server.triton().await.log_settings(pb::LogSettingsRequest::default()).await.unwrap_err();
     assert_eq!(error.code(), Code::Unimplemented);

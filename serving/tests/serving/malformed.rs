@@ -219,7 +219,7 @@ async fn check_rest(server: &Server, case: &Case, asked: &Ask, status: u16) -> R
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_gets_its_status_over_grpc_and_over_rest() {
+async fn malformed_requests_get_their_status_over_grpc_and_rest() {
     let server = server().await;
     let mut client = server.client().await;
     let mut cases = crate::malformed_both::cases();
@@ -261,7 +261,7 @@ async fn each_gets_its_status_over_grpc_and_over_rest() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn garbage_on_the_ports_harms_nobody() {
+async fn garbage_on_the_ports_does_not_affect_other_clients() {
     let server = server().await;
     let addresses = server.serving.addresses();
     for address in [addresses.grpc, addresses.http, addresses.metrics] {

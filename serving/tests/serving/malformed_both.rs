@@ -128,13 +128,13 @@ pub(crate) fn cases() -> Vec<Case> {
         both("input twice", edited(|r| {
             r.inputs.push(r.inputs[0].clone());
             r.raw_input_contents.push(r.raw_input_contents[0].clone());
-        }), InvalidArgument, 400, "\"input\" is there twice"),
+        }), InvalidArgument, 400, "\"input\" appears twice"),
         both("one input too many", edited(|r| {
             r.inputs.push(tensor("extra", "FP32", &[1]));
             r.raw_input_contents.push(Bytes::from_static(&[0; 4]));
         }), InvalidArgument, 400, "no input \"extra\""),
         both("one of two inputs", pair(&[("in_INT8", "INT8", 2)]), InvalidArgument, 400, "\"in_FP32\" is missing"),
-        both("the same of two inputs twice", pair(&[("in_INT8", "INT8", 2), ("in_INT8", "INT8", 2)]), InvalidArgument, 400, "\"in_INT8\" is there twice"),
+        both("the same of two inputs twice", pair(&[("in_INT8", "INT8", 2), ("in_INT8", "INT8", 2)]), InvalidArgument, 400, "\"in_INT8\" appears twice"),
         both("two inputs under each other's names", pair(&[("in_FP32", "INT8", 2), ("in_INT8", "FP32", 2)]), InvalidArgument, 400, "\"in_FP32\" is INT8, the model takes FP32"),
         both("too many inputs", edited(|r| {
             r.inputs = vec![tensor("x", "FP32", &[0]); 1025];
@@ -176,9 +176,9 @@ pub(crate) fn cases() -> Vec<Case> {
         both("BOOL of 2", raw_echo("BOOL", &[1], &[2]), InvalidArgument, 400, "neither 0 nor 1"),
         both("BYTES of nothing", raw_echo("BYTES", &[1], &[]), InvalidArgument, 400, "cannot hold 1"),
         both("BYTES with half a length", raw_echo("BYTES", &[1], &[5, 0, 0]), InvalidArgument, 400, "cannot hold 1"),
-        both("BYTES with half a second length", raw_echo("BYTES", &[2], &[1, 0, 0, 0, b'a', 1, 0, 0]), InvalidArgument, 400, "element 1 is cut off: its length takes 4 bytes, 3 are left"),
-        both("BYTES cut off", raw_echo("BYTES", &[1], &[5, 0, 0, 0, b'a']), InvalidArgument, 400, "element 0 is cut off: its length says 5 bytes, 1 are left"),
-        both("BYTES of huge length", raw_echo("BYTES", &[1], &[255, 255, 255, 255]), InvalidArgument, 400, "length says 4294967295 bytes, 0 are left"),
+        both("BYTES with half a second length", raw_echo("BYTES", &[2], &[1, 0, 0, 0, b'a', 1, 0, 0]), InvalidArgument, 400, "element 1 is cut off: its length takes 4 bytes, but 3 are left"),
+        both("BYTES cut off", raw_echo("BYTES", &[1], &[5, 0, 0, 0, b'a']), InvalidArgument, 400, "element 0 is cut off: its length says 5 bytes, but 1 are left"),
+        both("BYTES of huge length", raw_echo("BYTES", &[1], &[255, 255, 255, 255]), InvalidArgument, 400, "length says 4294967295 bytes, but 0 are left"),
         both("BYTES too many", raw_echo("BYTES", &[1], &[0; 8]), InvalidArgument, 400, "more than 1 BYTES elements, 4 bytes"),
         both("BYTES for no element", raw_echo("BYTES", &[0], &[0; 4]), InvalidArgument, 400, "more than 0"),
         both("BYTES too few", raw_echo("BYTES", &[3], &[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), InvalidArgument, 400, "1 BYTES elements, the shape takes 3"),
@@ -198,12 +198,12 @@ pub(crate) fn cases() -> Vec<Case> {
         // Outputs and parameters.
         both("unknown output", outputs(&["probabilities"]), InvalidArgument, 400, "no output \"probabilities\", its outputs are [\"logits\"]"),
         both("empty output name", outputs(&[""]), InvalidArgument, 400, "no output \"\""),
-        both("output twice", outputs(&["logits", "logits"]), InvalidArgument, 400, "\"logits\" is asked for twice"),
+        both("output twice", outputs(&["logits", "logits"]), InvalidArgument, 400, "\"logits\" is requested twice"),
         both("too many outputs", outputs(&["logits"; 1025]), InvalidArgument, 400, "1025 outputs, the limit is 1024"),
         both("classification", of_output("classification", ParameterChoice::Int64Param(3)), Ok, 200, ":2"),
         both("classification into no classes", of_output("classification", ParameterChoice::Int64Param(0)), InvalidArgument, 400, "\"classification\""),
         both("a custom parameter of an input", of_input("mine", text("r")), Ok, 200, "logits"),
-        both("output in shared memory without a size", of_output("shared_memory_region", text("r")), InvalidArgument, 400, "shared_memory_region comes without shared_memory_byte_size"),
+        both("output in shared memory without a size", of_output("shared_memory_region", text("r")), InvalidArgument, 400, "shared_memory_region needs shared_memory_byte_size"),
         both("a sequence", with_parameter("sequence_id", ParameterChoice::Int64Param(1)), Ok, 200, "logits"),
         both("a sequence below 0", with_parameter("sequence_id", ParameterChoice::Int64Param(-1)), InvalidArgument, 400, "takes an integer from 0"),
         both("the start of a sequence", with_parameter("sequence_start", ParameterChoice::BoolParam(true)), Ok, 200, "logits"),

@@ -137,9 +137,9 @@ pub(crate) fn cases() -> Vec<Case> {
     let twice = String::from_utf8(good.clone()).unwrap().replacen("\"inputs\"", "\"inputs\":[],\"inputs\"", 1);
     vec![
         // Paths and methods.
-        row("unknown path", at("/v2/models/mlp/predict"), 404, "nothing at \"/v2/models/mlp/predict\""),
-        row("index", with_method("GET", "/index.html"), 404, "nothing at \"/index.html\""),
-        row("version 1 of the protocol", at("/v1/models/mlp:predict"), 404, "nothing at"),
+        row("unknown path", at("/v2/models/mlp/predict"), 404, "no resource at \"/v2/models/mlp/predict\""),
+        row("index", with_method("GET", "/index.html"), 404, "no resource at \"/index.html\""),
+        row("version 1 of the protocol", at("/v1/models/mlp:predict"), 404, "no resource at"),
         row("empty model in a path", at("/v2/models//infer"), 404, "no model \"\""),
         row("empty version in a path", at("/v2/models/mlp/versions//infer"), 400, "the version is empty"),
         row("a path of long nonsense", at(&format!("/{}", "x".repeat(20_000))), 404, "xxx…"),
@@ -148,8 +148,8 @@ pub(crate) fn cases() -> Vec<Case> {
         row("GET where POST is due", with_method("GET", MLP), 405, "does not take \"GET\""),
         row("DELETE of the server", with_method("DELETE", "/v2"), 405, "does not take \"DELETE\""),
         row("POST to the page", at("/"), 405, "\"/\" does not take \"POST\""),
-        row("a part of the page", with_method("GET", "/page.js"), 404, "nothing at \"/page.js\""),
-        row("out of the page's folder", with_method("GET", "/../page/page.html"), 404, "nothing at"),
+        row("a part of the page", with_method("GET", "/page.js"), 404, "no resource at \"/page.js\""),
+        row("out of the page's folder", with_method("GET", "/../page/page.html"), 404, "no resource at"),
         row("lineage of an unknown model", with_method("GET", "/v2/models/nosuch/lineage"), 404, "no model \"nosuch\""),
         row("lineage of version 0", with_method("GET", "/v2/models/mlp/versions/0/lineage"), 400, "positive integer"),
         row("lineage of a version that is not there", with_method("GET", "/v2/models/mlp/versions/9/lineage"), 404, "no version 9"),
@@ -270,7 +270,7 @@ pub(crate) fn cases() -> Vec<Case> {
         row("header with a sign", binary(json!(16), &[0; 16], Some("+93")), 400, "Content-Length is \"+93\""),
         row("header that is no number", binary(json!(16), &[0; 16], Some("x")), 400, "Content-Length is \"x\""),
         row("header with nothing in it", binary(json!(16), &[0; 16], Some("")), 400, "Content-Length is \"\""),
-        row("header twice", headers(&[(HEADER_LENGTH, "9"), (HEADER_LENGTH, "9")], body("{}")), 400, "there twice"),
+        row("header twice", headers(&[(HEADER_LENGTH, "9"), (HEADER_LENGTH, "9")], body("{}")), 400, "appears twice"),
         row("binary_data that is no boolean", top("outputs", json!([{ "name": "logits", "parameters": { "binary_data": 1 } }])), 400, "\"binary_data\" is \"1\", true or false is expected"),
         row("binary_data_output that is no boolean", top("parameters", json!({ "binary_data_output": "true" })), 400, "true or false is expected"),
         row("binary_data_output", top("parameters", json!({ "binary_data_output": true })), 200, "\"binary_data_size\":12"),
@@ -279,7 +279,7 @@ pub(crate) fn cases() -> Vec<Case> {
 
         // Headers, compression, sizes.
         row("another content type", headers(&[("content-type", "text/plain")], at(MLP)), 415, "send application/json or application/octet-stream"),
-        row("content type of nonsense", headers(&[("content-type", ";;;")], at(MLP)), 415, "content type \";;;\" is not taken"),
+        row("content type of nonsense", headers(&[("content-type", ";;;")], at(MLP)), 415, "content type \";;;\" is not accepted"),
         row("gzip", encoded("gzip", gzip(&good)), 200, "logits"),
         row("gzip in two members", encoded("gzip", [gzip(&good[..9]), gzip(&good[9..])].concat()), 200, "logits"),
         row("deflate", encoded("deflate", zlib(&good)), 200, "logits"),

@@ -8,7 +8,7 @@ use millrace_bundle::{Bundle, Lineage};
 use crate::support::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_page_is_one_document_that_loads_nothing_else() {
+async fn page_is_one_document_without_other_resources() {
     let server = Server::start(config(), &[]).await;
     let page = server.http("GET", "/", &[], b"").await;
     assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
@@ -50,7 +50,7 @@ async fn the_page_is_one_document_that_loads_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lineage_is_what_the_manifest_says() {
+async fn lineage_is_read_from_the_manifest() {
     let dir = tempfile::tempdir().unwrap();
     let lineage = Lineage {
         volume: "digits".into(),

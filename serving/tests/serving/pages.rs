@@ -16,7 +16,7 @@ const PREFLIGHT: [(&str, &str); 2] = [
 ];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pages_of_listed_origins_may_call() {
+async fn listed_origins_may_call() {
     let mut config = config();
     config.cors_origins = vec!["https://example.org".into(), "http://localhost:3000".into()];
     let server = Server::start(config, &[]).await;

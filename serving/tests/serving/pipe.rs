@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use millrace_bundle::{Bundle, Lineage};
 use millrace_datafs::{Datafs, Publish, View, VolumeSpec};
-use millrace_serving::pipe::{Deps, PipeReport, Until, Waiting, run};
+use millrace_serving::pipe::{self, Deps, PipeReport, Until, Waiting, run};
 use millrace_serving::{Error, Inference, PipeConfig, Repository, Source};
 use millrace_streams::KafkaConfig;
 use millrace_streams::broker::{self, Broker};
@@ -184,7 +184,7 @@ async fn every_record_is_predicted_or_dead_lettered_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
+async fn pipe_that_is_interrupted_at_any_moment_loses_no_record() {
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     topic::create_topic(&world.kafka, "out", 2).await.unwrap();
@@ -214,7 +214,7 @@ async fn a_pipe_that_is_cut_off_at_any_moment_loses_nothing() {
 
 /// The state after a kill between the answers and their commit: all answers are written, the progress is old.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_that_were_not_committed_are_not_given_again() {
+async fn uncommitted_answers_are_not_repeated() {
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
@@ -276,7 +276,7 @@ async fn earlier_release(world: &World, model: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn positions_of_an_earlier_release_are_taken_over() {
+async fn positions_of_an_earlier_release_are_adopted() {
     let world = world().await;
     earlier_release(&world, "mlp").await;
     assert_eq!(catch_up(&world).await.predicted, 60 - 12);
@@ -287,7 +287,7 @@ async fn positions_of_an_earlier_release_are_taken_over() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn positions_that_belong_to_another_model_are_not_taken_over() {
+async fn positions_of_another_model_are_not_adopted() {
     let world = world().await;
     earlier_release(&world, "other").await;
     assert_eq!(catch_up(&world).await.predicted, 60);
@@ -298,7 +298,7 @@ async fn positions_that_belong_to_another_model_are_not_taken_over() {
 
 /// The state after a kill before the first commit: an id without positions.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pipe_that_has_begun_takes_no_positions_over() {
+async fn started_pipe_adopts_no_positions() {
     let world = world().await;
     earlier_release(&world, "mlp").await;
     let (view, id) =
@@ -335,7 +335,7 @@ async fn ids(kafka: &KafkaConfig) -> std::collections::BTreeSet<u64> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
+async fn running_pipe_follows_its_topic_and_detects_a_second_process() {
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 2).await.unwrap();
     topic::create_topic(&world.kafka, "out", 2).await.unwrap();
@@ -357,7 +357,7 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
     .unwrap();
     producer.send(record(2)).await.unwrap();
     let outcome = tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap();
-    assert!(matches!(outcome, Err(Error::PipeFenced { partition: 0, .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(pipe::Error::Fenced { partition: 0, .. })), "{outcome:?}");
 
     // The next run starts at the offset in the volume and finds both records answered.
     let running = start(&cancel);
@@ -370,7 +370,7 @@ async fn a_running_pipe_follows_its_topic_and_notices_a_rival() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn settings_that_make_no_sense_are_refused() {
+async fn invalid_settings_are_refused() {
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 1).await.unwrap();
     let try_run = async |config: PipeConfig| {
@@ -384,12 +384,12 @@ async fn settings_that_make_no_sense_are_refused() {
         PipeConfig { dead_letter: "out".into(), ..pipe() },
     ] {
         let error = try_run(config).await;
-        assert!(matches!(error, Error::Config { .. }), "{error}");
+        assert!(matches!(error, pipe::Error::Server(Error::Config { .. })), "{error}");
     }
     let error = try_run(PipeConfig { model: "nosuch".into(), ..pipe() }).await;
-    assert!(matches!(error, Error::Infer(_)), "{error}");
+    assert!(matches!(error, pipe::Error::Infer(_)), "{error}");
     let error = try_run(PipeConfig { input: "nosuch".into(), ..pipe() }).await;
-    assert!(matches!(error, Error::Streams(_)), "{error}");
+    assert!(matches!(error, pipe::Error::Streams(_)), "{error}");
     world.broker.stop().await.unwrap();
 }
 
@@ -415,7 +415,7 @@ async fn records_of_a_model_that_sums_up_rows_are_predicted_one_by_one() {
 /// Carried numbers that are longer in the answer than in the record, a string too large for a dead letter,
 /// and records that fit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_that_are_too_large_become_dead_letters_and_the_rest_goes_on() {
+async fn oversized_answers_become_dead_letters_and_other_records_are_answered() {
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 1).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
@@ -453,7 +453,7 @@ async fn answers_that_are_too_large_become_dead_letters_and_the_rest_goes_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pipe_tells_that_it_waits_for_its_model() {
+async fn pipe_reports_that_it_waits_for_its_model() {
     let world = world().await;
     topic::create_topic(&world.kafka, "in", 1).await.unwrap();
     let producer = Producer::connect(&world.kafka).await.unwrap();
@@ -486,7 +486,7 @@ async fn a_pipe_tells_that_it_waits_for_its_model() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pipe_whose_answers_no_broker_takes_ends_when_cancelled() {
+async fn pipe_with_an_unreachable_broker_ends_when_cancelled() {
     let World { home: _home, kafka, deps, broker } = world().await;
     topic::create_topic(&kafka, "in", 1).await.unwrap();
     let producer = Producer::connect(&kafka).await.unwrap();

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use millrace_datafs::{Datafs, Name, Publish, VolumeSpec};
-use millrace_serving::pipe::{Deps, Until, run};
-use millrace_serving::{Error, PipeConfig};
+use millrace_serving::PipeConfig;
+use millrace_serving::pipe::{Deps, Error, Until, run};
 use millrace_streams::topic::{self, OutRecord, Producer};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -29,7 +29,7 @@ async fn refused(world: &World) -> String {
     let config = pipe();
     let running = run(&config, world.deps.clone(), Until::CaughtUp, CancellationToken::new());
     match tokio::time::timeout(HANGING, running).await.unwrap() {
-        Err(error @ Error::PipeInputChanged { partition: 0, .. }) => error.to_string(),
+        Err(error @ Error::InputChanged { partition: 0, .. }) => error.to_string(),
         other => panic!("{other:?}"),
     }
 }
@@ -46,7 +46,7 @@ async fn set_position(world: &World, next: Option<i64>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_input_that_was_created_again_is_refused_and_another_name_begins_anew() {
+async fn recreated_input_topic_is_refused_and_a_new_pipe_name_starts_from_the_beginning() {
     let world = world().await;
     produce(&world, 0..20, 1_000_000).await;
     assert_eq!(catch_up(&world).await.predicted, 20);
@@ -68,7 +68,7 @@ async fn an_input_that_was_created_again_is_refused_and_another_name_begins_anew
 
 /// The state after a kill before the first commit: answers, and no position to compare.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn uncommitted_answers_of_an_earlier_input_are_found_out() {
+async fn uncommitted_answers_of_an_earlier_input_are_detected() {
     let world = world().await;
     produce(&world, 0..20, 1_000_000).await;
     assert_eq!(catch_up(&world).await.predicted, 20);
@@ -96,7 +96,7 @@ async fn a_position_beyond_the_end_is_refused_and_one_before_answers_is_not() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_of_a_volume_that_was_created_again_are_not_this_pipes() {
+async fn answers_of_a_recreated_volume_do_not_count_for_this_pipe() {
     let world = world().await;
     produce(&world, 0..60, 1_000_000).await;
     assert_eq!(catch_up(&world).await.predicted, 60);

@@ -258,7 +258,7 @@ async fn rest_answers_every_path() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn health_and_metrics_tell_what_goes_on() {
+async fn health_and_metrics_report_the_state_of_the_server() {
     let server = Server::start(config(), &[("counted", 1, mlp())]).await;
     let channel =
         tonic::transport::Endpoint::from_shared(format!("http://{}", server.serving.addresses().grpc))

@@ -119,7 +119,7 @@ async fn metric(server: &Server, line: &str) -> Option<f64> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn client_that_takes_no_answers_is_bounded_and_cut() {
+async fn client_that_reads_no_answers_is_limited_and_disconnected() {
     let mut config = config();
     config.limits.stalled_ms_max = 2_000;
     config.limits.unsent_bytes_max = 4 << 20;
@@ -183,7 +183,7 @@ async fn answers_of_all_connections_have_a_common_bound() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answer_that_does_not_go_on_is_reset_while_others_are_taken() {
+async fn stalled_answer_is_reset_while_others_are_read() {
     let mut config = config();
     config.limits.stalled_ms_max = 2_000;
     let server = Server::start(config, &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
@@ -229,7 +229,7 @@ async fn answer_that_does_not_go_on_is_reset_while_others_are_taken() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn client_that_takes_single_bytes_of_an_answer_is_cut() {
+async fn client_that_reads_an_answer_byte_by_byte_is_disconnected() {
     let server = Server::start(impatient(), &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
     let mut stream = TcpStream::connect(server.serving.addresses().grpc).await.unwrap();
     // SETTINGS_INITIAL_WINDOW_SIZE is 0.
@@ -265,7 +265,7 @@ async fn client_that_takes_single_bytes_of_an_answer_is_cut() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn control_calls_wait_for_their_body_no_longer_than_for_any() {
+async fn body_of_a_control_call_has_the_same_timeout_as_any() {
     let mut config = impatient();
     config.limits.connections_max = 8;
     let server = Server::start(config, &[]).await;
@@ -403,7 +403,7 @@ async fn until(stream: &mut TcpStream, kind: u8, id: u32) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn calls_that_run_out_of_time_do_not_end_the_others() {
+async fn calls_that_time_out_do_not_end_other_calls() {
     let server = Server::start(config(), &[("echo", 1, echo(&[Datatype::Uint8]))]).await;
     let mut stream = TcpStream::connect(server.serving.addresses().grpc).await.unwrap();
     stream.write_all(&[PREFACE, &http2_frame(4, 0, 0, &[])].concat()).await.unwrap();

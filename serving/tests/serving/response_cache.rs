@@ -65,7 +65,7 @@ const ROW: [f32; FEATURES] = [0.5, -1.0, 2.0, 0.25];
 const ROWS: [f32; 2 * FEATURES] = [0.5, -1.0, 2.0, 0.25, 1.0, 0.0, -0.5, 3.0];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn equal_requests_are_answered_alike_and_run_once() {
+async fn equal_requests_run_once_and_get_equal_responses() {
     let server = Server::start(caching(&["mlp"], 1 << 20), &[]).await;
     let first = ask(&server, &request("mlp", &ROW)).await;
     let logits: Vec<f32> = first.raw_output_contents[0]
@@ -116,7 +116,7 @@ async fn equal_requests_are_answered_alike_and_run_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_asked_otherwise_is_run() {
+async fn different_requests_are_run() {
     let config = caching(&["mlp", "both", "whole", "real"], 1 << 20);
     let of = |datatype: Datatype| echo(&[datatype]);
     let models = [
@@ -176,7 +176,7 @@ async fn what_is_asked_otherwise_is_run() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_version_never_answers_with_what_another_content_said() {
+async fn replaced_version_never_answers_from_the_cache_of_the_old_content() {
     let server = Server::start(caching(&["m"], 1 << 20), &[("m", 1, steps())]).await;
     let replace = async |onnx: Vec<u8>| {
         std::fs::remove_dir_all(server.dir.path().join("m/1")).unwrap();
@@ -200,7 +200,7 @@ async fn a_version_never_answers_with_what_another_content_said() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_answer_that_was_not_asked_for_longest_makes_room() {
+async fn least_recently_requested_response_is_evicted() {
     // Capacity for two answers of one row, but not for three, nor for one answer of a hundred rows.
     let server = Server::start(caching(&["mlp"], 800), &[]).await;
     let row = |value: f32| request("mlp", &[value; FEATURES]);
@@ -223,7 +223,7 @@ async fn the_answer_that_was_not_asked_for_longest_makes_room() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_refused_is_not_kept() {
+async fn refused_requests_are_not_cached() {
     let server = Server::start(caching(&["sum"], 1 << 20), &[("sum", 1, sum())]).await;
     let mut client = grpc(&server).await;
     let width = FEATURES as i64;
@@ -243,7 +243,7 @@ async fn what_is_refused_is_not_kept() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn kept_answers_go_where_and_in_the_form_that_each_request_wants() {
+async fn cached_responses_take_the_form_and_target_of_each_request() {
     let server = Server::start(caching(&["mlp"], 1 << 20), &[]).await;
     let mut client = grpc(&server).await;
     let given = Object::new("cache-in", &raw(&ROWS));

@@ -1,8 +1,8 @@
 //! Tests of the response cache's settings: off by default, enabled by the server or by the model's own
-//! configuration; and of the trace of a cached answer.
+//! configuration.
 
 use millrace_serving::{Config, ModelOptions, Source, serve};
-use serde_json::{Value, json};
+use serde_json::json;
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
@@ -13,7 +13,7 @@ use crate::triton_layout::put;
 const ENABLED: &str = "response_cache { enable: true }";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_kept_unless_server_and_model_say_so() {
+async fn responses_are_cached_only_if_server_and_model_enable_it() {
     let option = |response_cache| ModelOptions { response_cache, ..ModelOptions::default() };
     // Cache bytes of the server, the model's setting in millrace.toml, its config.pbtxt, and the outcome.
     for (bytes, said, pbtxt, kept) in [
@@ -46,7 +46,7 @@ async fn nothing_is_kept_unless_server_and_model_say_so() {
 }
 
 #[tokio::test]
-async fn answers_to_be_kept_without_room_are_refused_at_the_start() {
+async fn response_cache_without_memory_is_refused_at_start() {
     let dir = TempDir::new().unwrap();
     let source = Source::directory(dir.path()).unwrap();
     let error = serve(&caching(&["digits"], 0), source, CancellationToken::new()).await.unwrap_err();
@@ -63,7 +63,7 @@ async fn answers_to_be_kept_without_room_are_refused_at_the_start() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_configuration_that_shows_other_outputs_is_not_answered_with_those_before() {
+async fn changed_outputs_in_the_configuration_miss_the_response_cache() {
     use millrace_bundle::Datatype::{Fp32, Int32};
     let dir = TempDir::new().unwrap();
     put(dir.path(), "both/config.pbtxt", "");
@@ -91,25 +91,4 @@ async fn a_configuration_that_shows_other_outputs_is_not_answered_with_those_bef
     }
     assert_eq!(counts(&server, "both", "").await.hits, 1);
     server.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_trace_of_a_kept_answer_has_no_computing() {
-    let folder = TempDir::new().unwrap();
-    let config = Config { trace_directory: Some(folder.path().to_owned()), ..caching(&["mlp"], 1 << 20) };
-    let server = Server::start(config, &[]).await;
-    let on = json!({ "trace_level": ["TIMESTAMPS"], "trace_rate": "1" }).to_string();
-    assert_eq!(server.http("POST", "/v2/trace/setting", &[], on.as_bytes()).await.status, 200);
-    for _ in 0..2 {
-        ask(&server, &request("mlp", &[0.5; FEATURES])).await;
-    }
-    server.stop().await;
-    let traces: Vec<Value> =
-        serde_json::from_slice(&std::fs::read(folder.path().join("trace.json")).unwrap()).unwrap();
-    let steps = |trace: &Value| -> Vec<String> {
-        let steps = trace["timestamps"].as_array().unwrap();
-        steps.iter().map(|step| step["name"].as_str().unwrap().to_owned()).collect()
-    };
-    assert_eq!(steps(&traces[0]).len(), 7);
-    assert_eq!(steps(&traces[1]), ["REQUEST_START", "QUEUE_START", "REQUEST_END"]);
 }

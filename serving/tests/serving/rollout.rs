@@ -5,7 +5,8 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use millrace_serving::repository::{State, Target, VersionPolicy};
+use millrace_serving::config::{Target, VersionPolicy};
+use millrace_serving::repository::VersionState;
 use millrace_serving::wire::inference as pb;
 use millrace_serving::{Config, ModelOptions};
 use serde_json::json;
@@ -57,8 +58,8 @@ pub(crate) async fn answers(client: &mut Triton, version: &str, id: &str) -> Res
 pub(crate) fn problems(server: &Server) -> String {
     let status = server.serving.repository().status();
     let reasons = status.into_iter().filter(|it| it.version.is_none()).map(|it| match it.state {
-        State::Failed(reason) => reason,
-        State::Ready => String::new(),
+        VersionState::Failed(reason) => reason,
+        VersionState::Ready => String::new(),
     });
     reasons.collect::<Vec<_>>().join("\n")
 }
@@ -68,7 +69,7 @@ pub(crate) fn split(weights: &[(&str, f64)]) -> BTreeMap<Target, f64> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_policy_says_which_versions_are_served() {
+async fn version_policy_selects_the_served_versions() {
     let latest = |count| Some(VersionPolicy::Latest(NonZeroU32::new(count).unwrap()));
     let specific = |versions: &[u64]| Some(VersionPolicy::specific(versions).unwrap());
     let cases = [
@@ -103,7 +104,7 @@ async fn a_policy_says_which_versions_are_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_policy_of_triton_counts_unless_the_server_says_otherwise() {
+async fn version_policy_of_triton_applies_unless_the_server_sets_one() {
     for (options, expected) in [
         (ModelOptions::default(), vec![2]),
         (ModelOptions { versions: Some(VersionPolicy::All), ..ModelOptions::default() }, vec![1, 2]),
@@ -117,7 +118,7 @@ async fn a_policy_of_triton_counts_unless_the_server_says_otherwise() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_bad_newest_version_does_not_take_the_one_before_down() {
+async fn previous_version_stays_when_the_newest_is_invalid() {
     let latest = Some(VersionPolicy::Latest(NonZeroU32::MIN));
     let server = with_versions(ModelOptions { versions: latest, ..ModelOptions::default() }, &[1]).await;
     publish(server.dir.path(), "mlp", 2, mlp()).await;
@@ -286,7 +287,7 @@ async fn requests_that_name_no_version_are_split() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn options_that_make_no_sense_are_refused_at_the_start() {
+async fn invalid_options_are_refused_at_start() {
     let labels = |label: &str, version| ModelOptions {
         labels: [(label.to_owned(), version)].into(),
         ..ModelOptions::default()
@@ -297,7 +298,7 @@ async fn options_that_make_no_sense_are_refused_at_the_start() {
         ("mlp", labels("stable", 0), "version 0"),
         ("mlp", weights(&[("1", -1.0)]), "weight -1"),
         ("mlp", weights(&[("1", f64::NAN)]), "weight NaN"),
-        ("mlp", weights(&[("1", 0.0)]), "nothing would answer"),
+        ("mlp", weights(&[("1", 0.0)]), "a positive weight"),
         ("../mlp", ModelOptions::default(), "is not a model name"),
     ];
     let dir = TempDir::new().unwrap();

@@ -151,7 +151,7 @@ impl Line {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn caller_that_goes_while_it_waits_leaves_the_queue() {
+async fn caller_that_disconnects_while_queued_leaves_the_queue() {
     let line = Line::start(holding(), "line-of-leavers").await;
     let (runs, holder) = line.hold().await;
     // Calls of a connection that stays open, and connections that close.
@@ -326,7 +326,7 @@ async fn queue_is_ordered_by_priority_and_shared_among_clients() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn levels_that_there_cannot_be_are_refused() {
+async fn invalid_priority_levels_are_refused() {
     for (levels, default, key) in [
         (0, 1, "priority_levels"),
         (65, 1, "priority_levels"),
@@ -442,7 +442,7 @@ fn counting() -> Vec<u8> {
 /// A request whose run would take days is ended by its client's disconnect, and by its deadline: the session
 /// is free each time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn runs_whose_callers_have_gone_are_ended() {
+async fn runs_of_disconnected_callers_are_ended() {
     const ENDLESS: i64 = 1 << 40;
     let mut config = config();
     (config.threads_max, config.sessions_max) = (1, 1);

@@ -203,7 +203,7 @@ async fn wander(address: millrace_serving::Addresses, seed: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_sequence_has_its_own_state_whoever_asks_beside_it() {
+async fn concurrent_sequences_have_separate_states() {
     let dir = TempDir::new().unwrap();
     publish_accumulator(dir.path(), "acc", 1, PATIENT);
     let mut config = config();

@@ -35,7 +35,7 @@ fn with(mut request: pb::ModelInferRequest, name: &str, choice: ParameterChoice)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_belongs_to_no_live_sequence_is_refused_with_the_way_out() {
+async fn request_without_a_live_sequence_is_refused_with_a_remedy() {
     let server = serve(config(), PATIENT).await;
     let mut client = server.triton().await;
     let good = || request("acc", 5, true, false, &[1.0; 2]);
@@ -145,7 +145,7 @@ async fn clients_see_neither_states_nor_controls() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_more_sequences_live_than_may() {
+async fn live_sequences_are_limited() {
     let by_the_server = |sequences_max, sequence_bytes_max| {
         let mut config = config();
         config.limits.sequences_max = sequences_max;
@@ -179,7 +179,7 @@ async fn no_more_sequences_live_than_may() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn idle_sequences_make_room() {
+async fn idle_sequences_are_evicted_for_new_ones() {
     // On any machine the next request comes later than this.
     let idle = "max_sequence_idle_microseconds: 1 oldest { max_candidate_sequences: 1 }";
     let server = serve(config(), idle).await;

@@ -94,7 +94,7 @@ async fn requests_of_different_sequences_run_together() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_goes_or_is_late_leaves_the_state_as_it_was() {
+async fn cancelled_or_late_request_leaves_the_sequence_state_unchanged() {
     let server = counting("leavers", 60).await;
     let mut client = server.triton().await;
     count(&mut client, "leavers", 7, START).await.unwrap();

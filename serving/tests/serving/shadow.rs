@@ -1,7 +1,7 @@
 //! Tests of shadow traffic: copies of requests run on another version, and the outputs are compared.
 
 use millrace_serving::ModelOptions;
-use millrace_serving::repository::ShadowTarget;
+use millrace_serving::config::ShadowTarget;
 use tempfile::TempDir;
 
 use crate::rollout::{answers, problems, split, versions, with_options};

@@ -15,7 +15,7 @@ use crate::shared_memory::{Choices, Object, grpc, input, output, parameters, pla
 use crate::support::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_no_object_of_shared_memory_is_not_registered() {
+async fn only_shared_memory_objects_are_registered() {
     let server = Server::start(config(), &[]).await;
     let mut client = grpc(&server).await;
     let object = Object::new("plain", &[0; 100]);
@@ -64,7 +64,7 @@ async fn what_is_no_object_of_shared_memory_is_not_registered() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
+async fn tensor_that_does_not_fit_its_region_is_refused_and_nothing_is_written() {
     let mut config = config();
     config.limits = Limits { message_bytes_max: 4096, ..Limits::default() };
     let server = Server::start(config, &[("both", 1, echo(&[Datatype::Fp32, Datatype::Fp64]))]).await;
@@ -99,7 +99,7 @@ async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
         ("a stray offset", with_output(vec![("shared_memory_offset", Int64Param(-5))]), Done, ""),
         ("unknown region", with_input(place("nosuch", 0, 8)), NotFound, "\"nosuch\" is not registered"),
         ("unknown region of an output", with_output(place("", 0, 16)), NotFound, "not registered"),
-        ("no size", with_input(vec![region()]), InvalidArgument, "without shared_memory_byte_size"),
+        ("no size", with_input(vec![region()]), InvalidArgument, "needs shared_memory_byte_size"),
         ("a negative size", with_input(place("r", 0, -8)), InvalidArgument, "it is -8"),
         ("a negative offset", with_input(place("r", -1, 8)), InvalidArgument, "it is -1"),
         (
@@ -195,7 +195,7 @@ async fn what_does_not_fit_a_region_is_refused_and_nothing_is_written() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn shared_memory_can_be_off_and_cuda_regions_never_are() {
+async fn shared_memory_can_be_disabled_and_cuda_regions_are_refused() {
     let mut config = config();
     config.shared_memory = Some(false);
     let server = Server::start(config, &[]).await;

@@ -20,7 +20,7 @@ async fn statistics(client: &mut Triton, name: &str, version: &str) -> Vec<pb::M
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_configuration_says_what_is_served() {
+async fn model_configuration_describes_the_served_model() {
     let mut config = config();
     config.sessions_max = 3;
     config.limits.versions_max = 5;
@@ -98,7 +98,7 @@ async fn a_configuration_says_what_is_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn statistics_count_what_was_asked() {
+async fn statistics_count_requests() {
     let server = Server::start(config(), &[("mlp", 2, mlp()), ("fixed", 1, fixed())]).await;
     let mut client = server.client().await;
     let mut triton = server.triton().await;
@@ -182,7 +182,7 @@ async fn statistics_of_a_model_that_is_loaded_again_begin_anew() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn dashboards_for_triton_find_their_names() {
+async fn metrics_have_the_names_of_triton() {
     let server = Server::start(config(), &[("idle", 3, mlp())]).await;
     let mut client = server.client().await;
     for count in [1, 5] {

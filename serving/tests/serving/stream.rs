@@ -61,7 +61,7 @@ async fn in_flight(server: &Server, count: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_come_in_the_order_of_the_requests_and_refusals_among_them() {
+async fn stream_answers_and_errors_come_in_request_order() {
     let server = Server::start(config(), &[("slow", 1, slow(20))]).await;
     let mut requests = Vec::new();
     for index in 0..60 {
@@ -94,7 +94,7 @@ async fn answers_come_in_the_order_of_the_requests_and_refusals_among_them() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stream_is_a_conversation() {
+async fn stream_answers_before_the_client_has_sent_all_requests() {
     let server = Server::start(config(), &[]).await;
     let (sender, mut answers) = open(&server).await;
     for index in 0..100 {
@@ -160,7 +160,7 @@ async fn a_client_that_reads_late_gets_every_answer() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn draining_finishes_what_runs_and_ends_the_stream() {
+async fn draining_finishes_running_requests_and_ends_the_stream() {
     let server = Server::start(config(), &[("slow", 1, slow(40))]).await;
     let (_idle, mut nothing) = open(&server).await;
     let (sender, mut answers) = open(&server).await;
@@ -191,7 +191,7 @@ async fn draining_finishes_what_runs_and_ends_the_stream() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_waits_for_a_client_that_went_away_is_not_run() {
+async fn queued_requests_of_a_disconnected_client_are_not_run() {
     let mut config = config();
     config.sessions_max = 1;
     let server = Server::start(config, &[("abandoned", 1, slow(40))]).await;

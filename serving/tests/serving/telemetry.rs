@@ -93,7 +93,7 @@ fn config_with(address: SocketAddr, sample_rate: f64) -> Config {
 fn find<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Value> {
     let mut found = attributes.iter().filter(|attribute| attribute.key == key);
     let value = found.next()?.value.as_ref()?.value.as_ref();
-    assert!(found.next().is_none(), "{key} is there twice");
+    assert!(found.next().is_none(), "{key} appears twice");
     value
 }
 
@@ -234,7 +234,7 @@ async fn requests_of_a_stream_are_spans_below_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn parents_that_are_none_begin_no_trace_but_the_servers_own() {
+async fn invalid_parents_begin_a_new_trace() {
     let collector = Collector::default();
     let server = Server::start(config_with(collector.listen().await, 1.0), &[]).await;
     let good = format!("00-{TRACE}-{PARENT}-01");
@@ -268,7 +268,7 @@ async fn parents_that_are_none_begin_no_trace_but_the_servers_own() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_collector_that_is_away_holds_up_nobody() {
+async fn unreachable_collector_delays_no_request() {
     // No process listens at one address; the other accepts connections and never answers.
     let away = tokio::net::TcpSocket::new_v4().unwrap();
     away.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -292,7 +292,7 @@ async fn a_collector_that_is_away_holds_up_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn spans_that_the_collector_does_not_take_are_counted() {
+async fn spans_refused_by_the_collector_are_counted() {
     let collector = Collector { rejected_spans: 3, ..Collector::default() };
     let watching = Server::start(config(), &[]).await;
     let (sent, rejected) = (counted(&watching, "sent").await, counted(&watching, "rejected").await);
@@ -337,7 +337,7 @@ async fn secured(folder: &Path, plain: SocketAddr) -> SocketAddr {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_collector_with_tls_has_to_be_one_that_is_trusted() {
+async fn untrusted_tls_collector_gets_no_spans() {
     let (ours, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let collector = Collector::default();
     let plain = collector.listen().await;
@@ -357,7 +357,7 @@ async fn a_collector_with_tls_has_to_be_one_that_is_trusted() {
 }
 
 #[tokio::test]
-async fn a_collector_that_is_none_is_refused_at_the_start() {
+async fn invalid_collector_endpoint_is_refused_at_start() {
     let dir = tempfile::tempdir().unwrap();
     let with = |telemetry: Telemetry| Config { telemetry: Some(telemetry), ..config() };
     let good = Telemetry { endpoint: "http://127.0.0.1:4317".into(), ..Telemetry::default() };

@@ -244,7 +244,7 @@ async fn failed_reloads(server: &Server) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn certificates_that_change_are_shown_to_those_who_come_next() {
+async fn changed_certificates_are_shown_to_new_connections() {
     let files = Files::new();
     let first = of_pem(&std::fs::read_to_string(files.path("server.pem")).unwrap());
     let server = Server::start(Config { reload_ms: 5, ..files.config() }, &[]).await;
@@ -286,7 +286,7 @@ async fn is_served(address: SocketAddr, files: &Files, identity: &str) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_authority_that_is_withdrawn_is_not_trusted_whatever_is_wrong_with_its_file() {
+async fn withdrawn_authority_is_not_trusted_even_if_its_file_is_invalid() {
     let files = Files::new();
     let theirs = Authority::new("theirs");
     let (certificate, key) = theirs.issue("former");
@@ -340,7 +340,7 @@ async fn a_certificate_that_has_expired_is_reported() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_handshake_that_stalls_holds_up_nobody_and_ends() {
+async fn stalled_handshake_delays_no_connection_and_ends() {
     let files = Files::new();
     let mut config = files.config();
     config.limits.stalled_ms_max = 200;
@@ -445,7 +445,7 @@ async fn files_that_cannot_be_used_are_named() {
 
 /// Each side with and without TLS, and certificates that do not match.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_name_what_does_not_fit_about_tls_and_the_flag() {
+async fn client_tls_errors_name_the_mismatch_and_the_flag() {
     let (files, other) = (Files::new(), Files::new());
     let mut params = CertificateParams::new(vec!["elsewhere.example".into()]).unwrap();
     params.distinguished_name.push(DnType::CommonName, "elsewhere");

@@ -72,7 +72,7 @@ fn of(model: &str) -> pb::ModelInferRequest {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_token_may_what_its_line_says_over_grpc() {
+async fn token_has_the_permissions_of_its_line_over_grpc() {
     let callers = Callers::new();
     let server = callers.start().await;
     let mut client = server.triton().await;
@@ -89,7 +89,10 @@ async fn a_token_may_what_its_line_says_over_grpc() {
         model_name: name.into(),
         settings: on
             .then(|| {
-                ("trace_rate".to_owned(), pb::trace_setting_request::SettingValue { value: vec!["7".into()] })
+                (
+                    "trace_rate".to_owned(),
+                    pb::trace_setting_request::SettingValue { value: vec!["1000".into()] },
+                )
             })
             .into_iter()
             .collect(),
@@ -163,7 +166,7 @@ async fn a_token_may_what_its_line_says_over_grpc() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_token_may_the_same_over_rest() {
+async fn token_has_the_permissions_of_its_line_over_rest() {
     let callers = Callers::new();
     let mut config = callers.config();
     config.cors_origins = vec!["*".into()];
@@ -239,7 +242,7 @@ async fn a_token_may_the_same_over_rest() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_token_that_is_withdrawn_ends_what_it_began() {
+async fn withdrawn_token_ends_its_calls() {
     let callers = Callers::new();
     let server = callers.start().await;
     let address = server.serving.addresses().grpc.to_string();
@@ -291,7 +294,7 @@ async fn files_of_tokens_that_cannot_be_used_are_named() {
         (vec!["reader".to_owned()], "line 1"),
         (
             vec![callers.lines[1].clone(), callers.lines[1].clone()],
-            "line 2: the token \"reader\" is there twice",
+            "line 2: the token \"reader\" appears twice",
         ),
     ] {
         callers.write(&lines);
@@ -302,7 +305,7 @@ async fn files_of_tokens_that_cannot_be_used_are_named() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_decompressed_for_callers_without_a_token() {
+async fn bodies_of_callers_without_a_token_are_not_decompressed() {
     let callers = Callers::new();
     let server = callers.start().await;
     let headers = [("content-encoding", "gzip")];

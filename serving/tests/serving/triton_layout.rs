@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use millrace_serving::client::ClientError;
-use millrace_serving::repository::State;
+use millrace_serving::repository::VersionState;
 use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
 use millrace_serving::wire::inference as pb;
@@ -60,7 +60,7 @@ fn why(server: &Server, model: &str, version: Option<u64>) -> String {
     let status = server.serving.repository().status();
     let found = status.iter().find(|it| it.model == model && it.version == version);
     match found.map(|it| &it.state) {
-        Some(State::Failed(reason)) => reason.clone(),
+        Some(VersionState::Failed(reason)) => reason.clone(),
         _ => String::new(),
     }
 }
@@ -70,7 +70,7 @@ async fn refresh(server: &Server) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_repository_of_triton_is_served_as_it_is() {
+async fn triton_repository_is_served_unchanged() {
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());
@@ -172,7 +172,7 @@ async fn bad_models_are_named_and_the_others_served() {
         ("broken", "input {".into(), "broken/config.pbtxt: line 1: expected"),
         ("large", "#".repeat(300 << 10), "the limit is 262144"),
         ("binary", "\u{0}".into(), "binary/config.pbtxt: line 1: invalid token"),
-        ("renamed", "name: \"mlp\"".into(), "name is \"mlp\", and the folder \"renamed\""),
+        ("renamed", "name: \"mlp\"".into(), "name is \"mlp\", but the folder is \"renamed\""),
         (
             "rows",
             MLP.replace("\"mlp\"", "\"rows\"").replace("dims: [ 4 ]", "dims: [ 5 ]"),
@@ -212,7 +212,7 @@ async fn bad_models_are_named_and_the_others_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_breaks_while_it_is_served_stays_as_it_was() {
+async fn served_version_stays_when_its_folder_becomes_invalid() {
     let dir = TempDir::new().unwrap();
     put(dir.path(), "mlp/config.pbtxt", MLP);
     put(dir.path(), "mlp/1/model.onnx", mlp());
@@ -246,7 +246,7 @@ async fn what_breaks_while_it_is_served_stays_as_it_was() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_call_loads_what_was_written_just_now() {
+async fn load_call_reads_files_written_just_before() {
     let dir = TempDir::new().unwrap();
     publish(dir.path(), "mlp", 1, mlp()).await;
     let server = Server::over(Config { control: Control::Explicit, ..config() }, dir).await;

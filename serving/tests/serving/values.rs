@@ -70,7 +70,7 @@ async fn inputs_may_have_an_extent_of_0() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn null_in_control_calls_is_as_absent() {
+async fn null_in_control_calls_means_absent() {
     let server = Server::start(config(), &[]).await;
     let reply =
         server.http("POST", "/v2/repository/index", &[], br#"{"ready": null, "parameters": null}"#).await;

@@ -31,7 +31,7 @@ pub(super) async fn into_volume(
         let view = datafs.view(&spec)?;
         publish::into_volume(&view, &runtime, &name, None, |version| bundle(&file, &name, version))
     };
-    context.apart(make).await
+    context.run_abandonable(make).await
 }
 
 /// Writes the file as the next version of a model in a folder. A failure leaves nothing behind.
@@ -73,7 +73,7 @@ fn weights_of(graph: &Path, path: &str) -> Result<Bytes> {
     match found() {
         Ok(true) => {}
         Ok(false) => {
-            let message = format!("{} leads out of the folder of {}", place.display(), graph.display());
+            let message = format!("{} is outside the folder of {}", place.display(), graph.display());
             return fail(Exit::Usage, format!("cannot import {}: {message}", graph.display()));
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {

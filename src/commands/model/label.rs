@@ -1,7 +1,7 @@
 //! `millrace model label`: sets, removes and shows labels of a model's versions.
 
 use anyhow::Result;
-use millrace_serving::repository::{Target, check_label};
+use millrace_serving::config::{Target, check_label};
 
 use super::rollout::Versions;
 use crate::cli::LabelArgs;

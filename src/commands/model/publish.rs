@@ -11,19 +11,20 @@ use millrace_serving::config::VOLUME_ROOT;
 use object_store::ObjectStore;
 use tokio::runtime::Handle;
 
+use super::check_folder;
 use crate::failure::{Exit, fail};
 use crate::home::write_atomically;
 
 /// Attempts with another version after a conflict with another process.
 const ATTEMPTS: usize = 16;
 
-/// Publishes the bundle that `make` builds for a version: `wanted`, or the next one. One transaction
+/// Publishes the bundle that `make` builds for a version: `requested`, or the next one. One transaction
 /// publishes it and retries if another version of the model was published meanwhile, as the trainer does.
 pub(super) fn into_volume(
     view: &View,
     runtime: &Handle,
     name: &str,
-    wanted: Option<u64>,
+    requested: Option<u64>,
     make: impl Fn(u64) -> Result<Bundle>,
 ) -> Result<Bundle> {
     check_name(name)?;
@@ -37,7 +38,7 @@ pub(super) fn into_volume(
             .and_then(|text| text.parse().ok())
             .unwrap_or_default();
         let mut publish = Publish::new();
-        let version = match wanted {
+        let version = match requested {
             Some(version) => {
                 // A version below the newest leaves `latest` as it is. Two publishers of it conflict over this key.
                 let claim_key = format!("{VOLUME_ROOT}/{name}/{version}/claim");
@@ -84,21 +85,19 @@ async fn is_taken(store: &dyn ObjectStore, name: &str, version: u64) -> Result<b
     }
 }
 
-/// Writes the bundle that `make` builds for a version: `wanted`, or the next one. A failure leaves nothing
+/// Writes the bundle that `make` builds for a version: `requested`, or the next one. A failure leaves nothing
 /// behind.
 pub(super) fn into_folder(
     folder: &Path,
     name: &str,
-    wanted: Option<u64>,
+    requested: Option<u64>,
     make: impl Fn(u64) -> Result<Bundle>,
 ) -> Result<Bundle> {
     check_name(name)?;
-    if !folder.is_dir() {
-        return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
-    }
+    check_folder(folder)?;
     let model = folder.join(name);
-    let claimed = claim(&model, wanted).with_context(|| format!("cannot write to {}", model.display()))?;
-    let (version, place) = match (claimed, wanted) {
+    let claimed = claim(&model, requested).with_context(|| format!("cannot write to {}", model.display()))?;
+    let (version, place) = match (claimed, requested) {
         (Some(claimed), _) => claimed,
         (None, Some(version)) => return taken(name, version),
         (None, None) => return busy(name),
@@ -128,11 +127,11 @@ pub(super) fn into_folder(
     written
 }
 
-/// Creates the folder of a version: `wanted`, or the next one. Only one process can create it. None if other
+/// Creates the folder of a version: `requested`, or the next one. Only one process can create it. None if other
 /// processes took all attempted versions.
-fn claim(model: &Path, wanted: Option<u64>) -> io::Result<Option<(u64, PathBuf)>> {
+fn claim(model: &Path, requested: Option<u64>) -> io::Result<Option<(u64, PathBuf)>> {
     fs::create_dir_all(model)?;
-    let first = match wanted {
+    let first = match requested {
         Some(version) => version,
         None => {
             let mut highest = 0u64;
@@ -143,7 +142,7 @@ fn claim(model: &Path, wanted: Option<u64>) -> io::Result<Option<(u64, PathBuf)>
             highest.saturating_add(1)
         }
     };
-    let attempts = if wanted.is_some() { 1 } else { ATTEMPTS };
+    let attempts = if requested.is_some() { 1 } else { ATTEMPTS };
     for version in (first..=u64::MAX).take(attempts) {
         let place = model.join(version.to_string());
         match fs::create_dir(&place) {

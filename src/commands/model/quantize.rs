@@ -20,7 +20,7 @@ use object_store::local::LocalFileSystem;
 use prost::Message;
 use tokio::runtime::Handle;
 
-use super::publish;
+use super::{check_folder, publish};
 use crate::cli::QuantizeArgs;
 use crate::commands::predict;
 use crate::context::{Context, live};
@@ -61,9 +61,7 @@ pub(super) async fn in_volume(context: &Context, args: QuantizeArgs, volume: &Na
 pub(crate) async fn in_folder(out: Output, args: QuantizeArgs) -> Result<()> {
     // Clap requires a folder if no volume is given.
     let folder = args.models.clone().unwrap_or_else(|| Path::new(".").to_owned());
-    if !folder.is_dir() {
-        return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
-    }
+    check_folder(&folder)?;
     let store = LocalFileSystem::new_with_prefix(&folder)?;
     let source = source(&store, "", &args).await.with_context(|| format!("folder {}", folder.display()))?;
     quantize(out, args, source, move |name, version, make| publish::into_folder(&folder, name, version, make))

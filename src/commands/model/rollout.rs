@@ -8,11 +8,11 @@ use anyhow::{Context as _, Result};
 use millrace_bundle::{FileBeside, ROLLOUT_FILE, scan_model};
 use millrace_datafs::Name;
 use millrace_serving::config::VOLUME_ROOT;
-use millrace_serving::repository::{Rollout, Target};
+use millrace_serving::config::{Rollout, Target};
 use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 
-use super::{label, shadow, split};
+use super::{check_folder, label, shadow, split};
 use crate::cli::RolloutCommand;
 use crate::context::{Context, live};
 use crate::failure::{Exit, fail, failure};
@@ -27,7 +27,7 @@ const TRIES_MAX: usize = 100;
 pub(super) struct Versions {
     pub(super) model: String,
     /// The complete versions.
-    there: BTreeSet<u64>,
+    complete_versions: BTreeSet<u64>,
     pub(super) rollout: Rollout,
     /// The rollout file, if it exists.
     file: Option<FileBeside>,
@@ -47,9 +47,7 @@ pub(super) async fn in_volume(context: &Context, command: &RolloutCommand, volum
 pub(crate) async fn in_folder(out: Output, command: &RolloutCommand) -> Result<()> {
     // Clap requires a folder if no volume is given.
     let folder = command.place().models.as_deref().unwrap_or(Path::new("."));
-    if !folder.is_dir() {
-        return fail(Exit::NotFound, format!("there is no folder {}", folder.display()));
-    }
+    check_folder(folder)?;
     let store = LocalFileSystem::new_with_prefix(folder)?;
     // A folder cannot detect that a file has changed, so a lock admits one command at a time. A file system
     // without locks, as some network file systems, works without it.
@@ -78,14 +76,19 @@ async fn change(store: &dyn ObjectStore, root: &str, command: &RolloutCommand) -
         let Versions { model, rollout, file, .. } = &versions;
         rollout.check().map_err(|reason| failure(Exit::Usage, reason))?;
         let content = rollout.written().into();
-        if millrace_bundle::replace_beside(store, root, model, ROLLOUT_FILE, file.as_ref(), content).await? {
+        if millrace_bundle::replace_model_file(store, root, model, ROLLOUT_FILE, file.as_ref(), content)
+            .await?
+        {
             return Ok(versions);
         }
     }
     let model = command.model();
     fail(
         Exit::Conflict,
-        format!("{model}/{ROLLOUT_FILE} was changed by others each of {TRIES_MAX} times; try again"),
+        format!(
+            "cannot change {model}/{ROLLOUT_FILE}: other commands changed it during each of {TRIES_MAX} attempts; \
+             try again"
+        ),
     )
 }
 
@@ -101,11 +104,12 @@ impl Versions {
     async fn read(store: &dyn ObjectStore, root: &str, model: &str) -> Result<Versions> {
         let listing = scan_model(store, root, model).await?;
         let complete = listing.complete.iter().map(|found| found.version);
-        let there: BTreeSet<u64> = complete.chain(listing.plain.iter().map(|found| found.version)).collect();
-        if there.is_empty() {
+        let complete_versions: BTreeSet<u64> =
+            complete.chain(listing.plain.iter().map(|found| found.version)).collect();
+        if complete_versions.is_empty() {
             return fail(Exit::NotFound, format!("there is no complete version of a model {model:?}"));
         }
-        let read = millrace_bundle::read_beside(store, root, model, ROLLOUT_FILE, BYTES_MAX).await;
+        let read = millrace_bundle::read_model_file(store, root, model, ROLLOUT_FILE, BYTES_MAX).await;
         let file = match read {
             Ok(file) => Some(file),
             Err(millrace_bundle::Error::NotFound { .. }) => None,
@@ -115,19 +119,22 @@ impl Versions {
         let rollout = rollout.map_err(|reason| {
             failure(
                 Exit::Corrupt,
-                format!("{model}/{ROLLOUT_FILE} cannot be read: {reason} (mend or remove it)"),
+                format!("{model}/{ROLLOUT_FILE} cannot be read: {reason} (correct or remove it)"),
             )
         })?;
-        Ok(Versions { model: model.to_owned(), there, rollout, file })
+        Ok(Versions { model: model.to_owned(), complete_versions, rollout, file })
     }
 
     /// Fails unless the version is complete.
     pub(super) fn check(&self, version: u64) -> Result<()> {
-        if self.there.contains(&version) {
+        if self.complete_versions.contains(&version) {
             return Ok(());
         }
-        let Versions { model, there, .. } = self;
-        fail(Exit::NotFound, format!("model {model:?} has no complete version {version}, it has {there:?}"))
+        let Versions { model, complete_versions, .. } = self;
+        fail(
+            Exit::NotFound,
+            format!("model {model:?} has no complete version {version}, it has {complete_versions:?}"),
+        )
     }
 
     /// Fails unless the target is a complete version or a label of one.

@@ -1,14 +1,14 @@
-//! `millrace model shadow`: sets, removes and shows the version that runs copies of requests to other
-//! versions.
+//! `millrace model shadow`: sets, removes and shows the shadow version of a model. The server runs copies of
+//! answered requests on it and compares the answers.
 
 use anyhow::Result;
-use millrace_serving::repository::ShadowTarget;
+use millrace_serving::config::ShadowTarget;
 
 use super::rollout::Versions;
 use crate::cli::ShadowArgs;
 use crate::output::Output;
 
-/// Sets or removes the shadow; false when the command only shows it.
+/// Sets or removes the shadow in `versions`, which the caller writes back; false when the command only shows it.
 pub(super) fn change(versions: &mut Versions, args: &ShadowArgs) -> Result<bool> {
     if args.remove {
         if versions.rollout.shadow.take().is_none() {
@@ -30,7 +30,7 @@ pub(super) fn show(out: Output, versions: &Versions) -> Result<()> {
     match &versions.rollout.shadow {
         None => {
             let text =
-                format!("no shadow of {model}: no request is copied, unless millrace.toml says otherwise");
+                format!("no shadow of {model}: no request is copied, unless millrace.toml sets a shadow");
             out.table(&value, &[], [vec![text]])
         }
         Some(shadow) => out.table(

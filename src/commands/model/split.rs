@@ -25,7 +25,7 @@ pub(super) fn change(versions: &mut Versions, args: &SplitArgs) -> Result<bool> 
     for (target, weight) in &args.weights {
         versions.check_target(target)?;
         if split.insert(target.clone(), *weight).is_some() {
-            return fail(Exit::Usage, format!("{target} is there twice: it has one weight"));
+            return fail(Exit::Usage, format!("{target} is named twice: give it one weight"));
         }
     }
     versions.rollout.split = split;
@@ -39,7 +39,7 @@ pub(super) fn show(out: Output, versions: &Versions) -> Result<()> {
     let value = serde_json::json!({ "model": model, "split": split });
     if split.is_empty() {
         let text = format!(
-            "no split of {model}: its newest version answers who names none, unless millrace.toml says otherwise"
+            "no split of {model}: requests without a version go to the newest one, unless millrace.toml sets a split"
         );
         return out.table(&value, &[], [vec![text]]);
     }

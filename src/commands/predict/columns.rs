@@ -123,7 +123,6 @@ fn elements(data: &Data) -> ArrayRef {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use arrow::array::AsArray;
 

@@ -10,6 +10,7 @@ use anyhow::{Context as _, Result};
 use bytes::Bytes;
 use csv::{ByteRecord, ErrorKind, Reader, ReaderBuilder, Trim};
 use millrace_bundle::{Datatype, TensorSpec};
+use millrace_leaf::quoting;
 use millrace_serving::record::input;
 use millrace_serving::tensor::Data;
 use serde_json::Value;
@@ -17,7 +18,7 @@ use serde_json::Value;
 use super::read::Records;
 use super::source::Source;
 use crate::failure::{Exit, fail};
-use crate::inference::{Batch, Known};
+use crate::inference::{Batch, RecordInfo};
 
 /// Longest row, in bytes: an unclosed quote turns the rest of the file into one row.
 const ROW_BYTES_MAX: usize = 16 << 20;
@@ -32,29 +33,29 @@ impl Source {
         let name = self.name;
         let header = rows.header(&name)?;
         let unknown = |reason: String| fail(Exit::Usage, format!("{name} {reason}"));
-        let wanted = records.wanted;
+        let conversion = records.conversion;
         let mut inputs = Vec::new();
-        for (spec, field) in wanted.intake.inputs() {
+        for (spec, field) in conversion.intake.inputs() {
             match header.range(field) {
                 Ok(columns) => inputs.push((spec, columns)),
                 Err(reason) => return unknown(reason),
             }
         }
-        let label = match wanted.label.as_deref().map(|field| header.column(field)).transpose() {
+        let label = match conversion.label.as_deref().map(|field| header.column(field)).transpose() {
             Ok(label) => label,
             Err(reason) => return unknown(reason),
         };
         let mut row = ByteRecord::new();
-        while !records.gone && rows.next(&name, &mut row)? {
+        while !records.receiver_closed && rows.next(&name, &mut row)? {
             let read = || -> Result<_, String> {
                 let elements = inputs.iter().map(|(spec, columns)| header.elements(spec, columns, &row));
                 let elements = elements.collect::<Result<Vec<_>, _>>()?;
-                let inputs = wanted.intake.row_of(elements).map_err(|error| error.to_string())?;
+                let inputs = conversion.intake.row_of(elements).map_err(|error| error.to_string())?;
                 let label = label.map(|column| header.cell(column, &row).class()).transpose()?;
                 Ok((inputs, label))
             };
             match read() {
-                Ok((inputs, label)) => records.push(inputs, Known { label, file: None }),
+                Ok((inputs, label)) => records.push(inputs, RecordInfo { label, file: None }),
                 Err(reason) => {
                     return fail(Exit::Usage, format!("{name} line {}: {reason}", rows.line(&row)));
                 }
@@ -73,10 +74,10 @@ impl Header {
         let mut found = self.0.iter().enumerate().filter(|(_, name)| *name == field);
         match (found.next(), found.next()) {
             (Some((column, _)), None) => Ok(column),
-            (Some(_), Some(_)) => Err(format!("has two columns {field:?}: it must be clear which is meant")),
+            (Some(_), Some(_)) => Err(format!("has two columns {field:?}: rename one")),
             (None, _) => {
                 let names = self.0.iter().take(COLUMNS_SHOWN);
-                let names: Vec<String> = names.map(|name| name.chars().take(NAME_SHOWN).collect()).collect();
+                let names: Vec<String> = names.map(|name| quoting::shorten(name, NAME_SHOWN)).collect();
                 Err(format!("has no column {field:?} (--input names it); it has {}", names.join(", ")))
             }
         }
@@ -91,7 +92,7 @@ impl Header {
         };
         let (start, end) = (self.column(first)?, self.column(last)?);
         if start > end {
-            return Err(format!("has column {first:?} behind column {last:?}: write {last}..{first}"));
+            return Err(format!("has column {first:?} after column {last:?}: write {last}..{first}"));
         }
         Ok(start..end + 1)
     }
@@ -123,7 +124,7 @@ impl Header {
         }
         match (fits, &cells[..]) {
             (Some(shape), cells) => Ok((shape, data(spec.datatype, cells)?)),
-            (None, [cell]) => Err(cell.wrong(&format_args!(
+            (None, [cell]) => Err(cell.error(&format_args!(
                 "it is one value, the input takes shape {declared:?}: write a JSON list, or name several columns \
                  with --input {}=FIRST..LAST",
                 spec.name
@@ -184,27 +185,27 @@ struct Cell<'a> {
 }
 
 impl<'a> Cell<'a> {
-    fn wrong(&self, reason: &dyn Display) -> String {
+    fn error(&self, reason: &dyn Display) -> String {
         format!("column {:?}: {reason}", self.column)
     }
 
     /// The text without surrounding spaces; an error if it is empty.
     fn text(&self, expected: &dyn Display) -> Result<&'a str, String> {
         match std::str::from_utf8(self.content).map(str::trim) {
-            Ok("") => Err(self.wrong(&format_args!("it is empty, {expected} is expected"))),
+            Ok("") => Err(self.error(&format_args!("it is empty, {expected} is expected"))),
             Ok(text) => Ok(text),
-            Err(_) => Err(self.wrong(&"it is not UTF-8")),
+            Err(_) => Err(self.error(&"it is not UTF-8")),
         }
     }
 
-    fn refused(&self, text: &str, expected: &dyn Display) -> String {
-        let start: String = text.chars().take(NAME_SHOWN).collect();
-        self.wrong(&format_args!("{start:?} is no {expected}"))
+    fn not_a_value(&self, text: &str, expected: &dyn Display) -> String {
+        let start = quoting::shorten(text, NAME_SHOWN);
+        self.error(&format_args!("{start:?} is not a valid {expected}"))
     }
 
     fn number<T: FromStr>(&self, datatype: Datatype) -> Result<T, String> {
         let text = self.text(&datatype)?;
-        text.parse().map_err(|_| self.refused(text, &datatype))
+        text.parse().map_err(|_| self.not_a_value(text, &datatype))
     }
 
     /// Parses a float; rejects numbers that are too large for its type.
@@ -217,12 +218,12 @@ impl<'a> Cell<'a> {
             Datatype::Fp32 => 2f64.powi(128) - 2f64.powi(103),
             _ => f64::INFINITY,
         };
-        let value: f64 = text.parse().map_err(|_| self.refused(text, &datatype))?;
+        let value: f64 = text.parse().map_err(|_| self.not_a_value(text, &datatype))?;
         // Text without digits names infinity.
         if value.abs() >= beyond && text.contains(|c: char| c.is_ascii_digit()) {
-            return Err(self.wrong(&format_args!("{value:e} is too large for {datatype}")));
+            return Err(self.error(&format_args!("{value:e} is too large for {datatype}")));
         }
-        text.parse().map_err(|_| self.refused(text, &datatype))
+        text.parse().map_err(|_| self.not_a_value(text, &datatype))
     }
 
     fn boolean(&self, datatype: Datatype) -> Result<bool, String> {
@@ -232,14 +233,14 @@ impl<'a> Cell<'a> {
             "0" => Ok(false),
             _ if text.eq_ignore_ascii_case("true") => Ok(true),
             _ if text.eq_ignore_ascii_case("false") => Ok(false),
-            _ => Err(self.refused(text, &"BOOL (true, false, 1 or 0)")),
+            _ => Err(self.not_a_value(text, &"BOOL (true, false, 1 or 0)")),
         }
     }
 
     /// The true class of a record.
     fn class(&self) -> Result<i64, String> {
         let text = self.text(&"a class number")?;
-        text.parse().map_err(|_| self.refused(text, &"class number (--label names the column)"))
+        text.parse().map_err(|_| self.not_a_value(text, &"class number (--label names the column)"))
     }
 
     /// Parses a JSON list, if the cell looks like one.
@@ -249,7 +250,7 @@ impl<'a> Cell<'a> {
         }
         serde_json::from_slice(self.content)
             .map(Some)
-            .map_err(|error| self.wrong(&format_args!("not a JSON list: {error}")))
+            .map_err(|error| self.error(&format_args!("not a JSON list: {error}")))
     }
 }
 

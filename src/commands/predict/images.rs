@@ -10,7 +10,7 @@ use image::{DynamicImage, ImageDecoder as _, ImageError, ImageFormat, ImageReade
 use super::read::Records;
 use super::source::Source;
 use crate::failure::{Exit, fail, failure};
-use crate::inference::{Batch, Known};
+use crate::inference::{Batch, RecordInfo};
 use crate::output::bytes;
 
 /// Largest image file.
@@ -49,15 +49,15 @@ impl Source {
         if read.with_context(|| format!("cannot read {name}"))? as u64 > FILE_BYTES_MAX {
             return fail(Exit::Usage, format!("{name} is larger than {}", bytes(FILE_BYTES_MAX)));
         }
-        let wanted = records.wanted;
+        let conversion = records.conversion;
         // Set whenever the sources are images.
-        let Some(form) = &wanted.images else { return Ok(()) };
+        let Some(form) = &conversion.images else { return Ok(()) };
         let image = decode(&content).map_err(|(exit, reason)| failure(exit, format!("{name} {reason}")))?;
         let row = form
             .elements(image)
-            .and_then(|elements| wanted.intake.row_of(vec![elements]).map_err(|error| error.to_string()));
+            .and_then(|elements| conversion.intake.row_of(vec![elements]).map_err(|error| error.to_string()));
         match row {
-            Ok(row) => records.push(row, Known { label: None, file: Some(name) }),
+            Ok(row) => records.push(row, RecordInfo { label: None, file: Some(name) }),
             Err(reason) => return fail(Exit::Usage, format!("{name}: {reason}")),
         }
         Ok(())
@@ -71,8 +71,8 @@ fn decode(content: &[u8]) -> Result<DynamicImage, (Exit, String)> {
         ImageReader::new(Cursor::new(content)).with_guessed_format().map_err(|error| broken(&error))?;
     match reader.format() {
         Some(ImageFormat::Png) => {}
-        Some(ImageFormat::Jpeg) if breaks_off(content) => {
-            return Err(broken(&"it breaks off before the end of the picture"));
+        Some(ImageFormat::Jpeg) if is_truncated_jpeg(content) => {
+            return Err(broken(&"the file ends before the end of the image"));
         }
         Some(ImageFormat::Jpeg) => {}
         _ => return Err((Exit::Corrupt, "is neither PNG nor JPEG".to_owned())),
@@ -105,7 +105,7 @@ fn decode(content: &[u8]) -> Result<DynamicImage, (Exit, String)> {
 }
 
 /// Whether a JPEG file is truncated: the decoder would fill the missing part with gray.
-fn breaks_off(content: &[u8]) -> bool {
+fn is_truncated_jpeg(content: &[u8]) -> bool {
     // After the start marker come segments with their lengths, up to the first scan.
     let mut at = 2_usize;
     loop {

@@ -14,7 +14,7 @@ const SCALED_PIXELS_MAX: u64 = 64 << 20;
 
 /// The conversion of images to an input.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Form {
+pub(super) struct ImageConversion {
     /// `None` if the input has no channel dimension, hence one channel.
     layout: Option<Layout>,
     channels: usize,
@@ -32,12 +32,12 @@ enum Elements {
     Floats(Vec<Vec<f32>>),
 }
 
-impl Form {
+impl ImageConversion {
     /// Derives the conversion from the input's shape and type, and from the flags for what these leave open.
     ///
     /// # Errors
     /// A mismatch, or a property that neither the input nor a flag determines.
-    pub(super) fn new(spec: &TensorSpec, args: &ImageArgs) -> Result<Form, String> {
+    pub(super) fn new(spec: &TensorSpec, args: &ImageArgs) -> Result<ImageConversion, String> {
         let name = &spec.name;
         let declared = spec.shape.get(1..).unwrap_or_default();
         let is_channels = |extent: i64| extent == 1 || extent == 3;
@@ -74,7 +74,7 @@ impl Form {
             }
             (Ok(extent), _) => Ok(Some(extent)),
             (Err(_), wanted) if extent == -1 => Ok(wanted),
-            (Err(_), _) => Err(format!("input {name:?} takes images of {what} {extent}, which none has")),
+            (Err(_), _) => Err(format!("input {name:?} takes images of {what} {extent}, which no image has")),
         };
         let height = side(height, args.size.map(|(height, _)| height), "height")?;
         let width = side(width, args.size.map(|(_, width)| width), "width")?;
@@ -91,7 +91,7 @@ impl Form {
                 return Err(format!("input {name:?} takes {other}, images become FP32 or UINT8"));
             }
         };
-        Ok(Form { layout, channels, height, width, elements })
+        Ok(ImageConversion { layout, channels, height, width, elements })
     }
 
     /// The shape of an image without the batch dimension, and its elements.

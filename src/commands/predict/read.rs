@@ -11,12 +11,12 @@ use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::{Map, Value};
 
-use super::pixels::Form;
+use super::pixels::ImageConversion;
 use super::source::{Content, Source};
 use crate::cli::RecordFormat;
 use crate::commands::produce::BYTE_ORDER_MARK;
 use crate::failure::{Exit, fail};
-use crate::inference::{Batch, Intake, Known};
+use crate::inference::{Batch, Intake, RecordInfo};
 use crate::json_rows;
 
 /// Longest line of JSON, in bytes.
@@ -27,19 +27,23 @@ const DOCUMENT_BYTES_MAX: u64 = 1 << 30;
 const PARQUET_ROWS: usize = 1024;
 
 /// The conversion of records.
-pub(super) struct Wanted {
+pub(super) struct RecordConversion {
     /// The model's inputs.
     pub(super) intake: Intake,
     /// The field with the true class, if any.
     pub(super) label: Option<String>,
     /// The conversion of images, if the records are images.
-    pub(super) images: Option<Form>,
+    pub(super) images: Option<ImageConversion>,
 }
 
 /// Reads all records as model inputs. `send` gets them in batches and returns false when the receiver wants
 /// no more.
-pub(super) fn all(sources: Vec<Source>, wanted: &Wanted, send: impl FnMut(Batch) -> bool) -> Result<()> {
-    let mut records = Records { wanted, send, pending: Batch::new(), read: 0, gone: false };
+pub(super) fn all(
+    sources: Vec<Source>,
+    conversion: &RecordConversion,
+    send: impl FnMut(Batch) -> bool,
+) -> Result<()> {
+    let mut records = Records { conversion, send, pending: Batch::new(), read: 0, receiver_closed: false };
     for source in sources {
         match source.format {
             RecordFormat::Jsonl => source.lines(&mut records)?,
@@ -48,7 +52,7 @@ pub(super) fn all(sources: Vec<Source>, wanted: &Wanted, send: impl FnMut(Batch)
             RecordFormat::Parquet => source.parquet(&mut records)?,
             RecordFormat::Image => source.image(&mut records)?,
         }
-        if records.gone {
+        if records.receiver_closed {
             break;
         }
     }
@@ -66,7 +70,7 @@ impl Source {
         for number in 1_u64.. {
             line.clear();
             let read = (&mut source).take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line);
-            if read.with_context(|| format!("cannot read {}", self.name))? == 0 || records.gone {
+            if read.with_context(|| format!("cannot read {}", self.name))? == 0 || records.receiver_closed {
                 break;
             }
             let place = || format!("{} line {number}", self.name);
@@ -127,7 +131,7 @@ impl Source {
         let mut roots = Vec::new();
         for field in records.fields() {
             if schema.fields().iter().filter(|found| found.name() == field).count() > 1 {
-                let message = format!("{name} has two columns {field:?}: it must be clear which is meant");
+                let message = format!("{name} has two columns {field:?}: rename one");
                 return fail(Exit::Usage, message);
             }
             let Some((index, found)) = schema.column_with_name(field) else {
@@ -145,8 +149,8 @@ impl Source {
             }
             roots.push(index);
         }
-        let wanted = ProjectionMask::roots(builder.parquet_schema(), roots);
-        let batches = builder.with_projection(wanted).with_batch_size(PARQUET_ROWS).build();
+        let projection = ProjectionMask::roots(builder.parquet_schema(), roots);
+        let batches = builder.with_projection(projection).with_batch_size(PARQUET_ROWS).build();
         let mut row = 0;
         for batch in batches.with_context(|| format!("cannot read {name}"))? {
             let batch = match batch {
@@ -157,7 +161,7 @@ impl Source {
                 row += 1;
                 records.take(record, || format!("{name} row {row}"))?;
             }
-            if records.gone {
+            if records.receiver_closed {
                 break;
             }
         }
@@ -167,19 +171,24 @@ impl Source {
 
 /// Collects records into batches and sends them.
 pub(super) struct Records<'a, S> {
-    pub(super) wanted: &'a Wanted,
+    pub(super) conversion: &'a RecordConversion,
     send: S,
     pending: Batch,
     read: u64,
     /// The receiver wants no more records.
-    pub(super) gone: bool,
+    pub(super) receiver_closed: bool,
 }
 
 impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
     /// The required fields.
     fn fields(&self) -> Vec<&'a str> {
-        let mut fields: Vec<&str> =
-            self.wanted.intake.inputs().map(|(_, field)| field).chain(self.wanted.label.as_deref()).collect();
+        let mut fields: Vec<&str> = self
+            .conversion
+            .intake
+            .inputs()
+            .map(|(_, field)| field)
+            .chain(self.conversion.label.as_deref())
+            .collect();
         fields.sort_unstable();
         fields.dedup();
         fields
@@ -187,11 +196,11 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
 
     fn take(&mut self, record: Map<String, Value>, place: impl Fn() -> String) -> Result<()> {
         let wrong = |reason: &dyn std::fmt::Display| fail(Exit::Usage, format!("{}: {reason}", place()));
-        let row = match self.wanted.intake.row(&record) {
+        let row = match self.conversion.intake.row(&record) {
             Ok(row) => row,
             Err(error) => return wrong(&format!("{error} (--input names the field of an input)")),
         };
-        let label = match &self.wanted.label {
+        let label = match &self.conversion.label {
             None => None,
             Some(field) => match record.get(field).and_then(Value::as_i64) {
                 Some(label) => Some(label),
@@ -200,20 +209,20 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
                 }
             },
         };
-        self.push(row, Known { label, file: None });
+        self.push(row, RecordInfo { label, file: None });
         Ok(())
     }
 
     /// Adds a converted record.
-    pub(super) fn push(&mut self, row: Row, known: Known) {
+    pub(super) fn push(&mut self, row: Row, known: RecordInfo) {
         self.pending.push(row, known);
         self.read += 1;
         self.flush(false);
     }
 
     fn flush(&mut self, all: bool) {
-        for batch in self.wanted.intake.batches(&mut self.pending, all) {
-            self.gone = self.gone || !(self.send)(batch);
+        for batch in self.conversion.intake.batches(&mut self.pending, all) {
+            self.receiver_closed = self.receiver_closed || !(self.send)(batch);
         }
     }
 }
@@ -278,7 +287,6 @@ fn json(batch: &RecordBatch) -> Result<Vec<Map<String, Value>>> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
     use serde_json::json;
 

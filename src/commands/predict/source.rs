@@ -35,7 +35,7 @@ pub(super) fn open(args: &PredictArgs) -> Result<Vec<Source>> {
         }
     } else if sources.iter().any(|source| source.format == RecordFormat::Image) {
         return fail(Exit::Usage, "images and records go to the model by two commands, not in one");
-    } else if let Some(flag) = args.images.given() {
+    } else if let Some(flag) = args.images.first_given() {
         return fail(Exit::Usage, format!("{flag} is for images, the files hold records"));
     }
     Ok(sources)

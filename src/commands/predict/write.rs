@@ -14,7 +14,7 @@ use tempfile::TempPath;
 use super::columns::Columns;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
-use crate::inference::{Accuracy, Answer, Known};
+use crate::inference::{Accuracy, Answer, RecordInfo};
 use crate::output::count;
 
 /// Predictions shown to people; programs get all.
@@ -26,14 +26,14 @@ const OBJECT_MAX: usize = 1_000_000;
 
 /// The predictions so far.
 pub(super) struct Predictions {
-    out: Out,
+    out: Sink,
     accuracy: Accuracy,
     labelled: bool,
     predicted: u64,
     version: String,
 }
 
-enum Out {
+enum Sink {
     /// The first ones, for people.
     Table(Vec<Vec<String>>),
     /// All of them, for programs.
@@ -41,12 +41,12 @@ enum Out {
     /// One JSON object per line, to standard output.
     Lines,
     /// One JSON object per line, to a file.
-    LinesFile(BufWriter<File>, Whole),
-    Parquet(Box<Columns>, Whole),
+    LinesFile(BufWriter<File>, TempFile),
+    Parquet(Box<Columns>, TempFile),
 }
 
 /// A temporary file that gets its name once it is complete.
-struct Whole {
+struct TempFile {
     written: TempPath,
     name: PathBuf,
 }
@@ -57,16 +57,16 @@ impl Predictions {
     pub(super) fn new(context: &Context, output: Option<&Path>, labelled: bool) -> Result<Predictions> {
         let extension = output.and_then(Path::extension).and_then(|extension| extension.to_str());
         let out = match (output, extension) {
-            (None, _) if context.out.is_json() => Out::Object(Vec::new()),
-            (None, _) => Out::Table(Vec::new()),
-            (Some(path), _) if path == Path::new("-") => Out::Lines,
+            (None, _) if context.out.is_json() => Sink::Object(Vec::new()),
+            (None, _) => Sink::Table(Vec::new()),
+            (Some(path), _) if path == Path::new("-") => Sink::Lines,
             (Some(path), Some("parquet")) => {
-                let (file, whole) = Whole::create(path)?;
-                Out::Parquet(Box::new(Columns::new(file, labelled)), whole)
+                let (file, whole) = TempFile::create(path)?;
+                Sink::Parquet(Box::new(Columns::new(file, labelled)), whole)
             }
             (Some(path), Some("jsonl" | "ndjson")) => {
-                let (file, whole) = Whole::create(path)?;
-                Out::LinesFile(BufWriter::new(file), whole)
+                let (file, whole) = TempFile::create(path)?;
+                Sink::LinesFile(BufWriter::new(file), whole)
             }
             (Some(path), _) => {
                 let message = format!(
@@ -84,37 +84,37 @@ impl Predictions {
     pub(super) fn add(&mut self, context: &Context, answer: &Answer) -> Result<bool> {
         let outputs = &answer.prediction.outputs;
         let rows = answer.known.len();
-        if let Out::Parquet(columns, _) = &mut self.out {
+        if let Sink::Parquet(columns, _) = &mut self.out {
             columns.write(answer)?;
         }
         for (row, known) in answer.known.iter().enumerate() {
             let number = self.predicted + row as u64 + 1;
-            let shown = matches!(&self.out, Out::Table(shown) if shown.len() < SHOWN);
-            let whole = matches!(self.out, Out::Object(_) | Out::Lines | Out::LinesFile(..));
+            let shown = matches!(&self.out, Sink::Table(shown) if shown.len() < SHOWN);
+            let whole = matches!(self.out, Sink::Object(_) | Sink::Lines | Sink::LinesFile(..));
             if !shown && !whole && known.label.is_none() {
                 continue;
             }
             let one = row_outputs(outputs, row, rows)?;
             self.accuracy.count(answer.class(&one.argmax), known.label);
             match &mut self.out {
-                Out::Table(lines) if shown => lines.push(self::line(number, outputs, &one, known)),
-                Out::Object(predictions) if predictions.len() == OBJECT_MAX => {
+                Sink::Table(lines) if shown => lines.push(self::line(number, outputs, &one, known)),
+                Sink::Object(predictions) if predictions.len() == OBJECT_MAX => {
                     let message = format!(
                         "more than {} predictions for one JSON object: write them with --output FILE.parquet, FILE.jsonl or -",
                         count(OBJECT_MAX as u64)
                     );
                     return fail(Exit::Usage, message);
                 }
-                Out::Object(predictions) => predictions.push(object(one, known)),
-                Out::Lines => {
-                    if !context.out.piece(&object(one, known).to_string())? {
+                Sink::Object(predictions) => predictions.push(object(one, known)),
+                Sink::Lines => {
+                    if !context.out.partial(&object(one, known).to_string())? {
                         return Ok(false);
                     }
                 }
-                Out::LinesFile(file, whole) => {
+                Sink::LinesFile(file, whole) => {
                     writeln!(file, "{}", object(one, known)).with_context(|| whole.unwritable())?;
                 }
-                Out::Table(_) | Out::Parquet(..) => {}
+                Sink::Table(_) | Sink::Parquet(..) => {}
             }
         }
         self.predicted += rows as u64;
@@ -135,11 +135,11 @@ impl Predictions {
             format!("{records} predicted by {model} version {} in {seconds:.2} s{right}{more}", self.version)
         };
         match self.out {
-            Out::Object(predictions) => {
+            Sink::Object(predictions) => {
                 summary["predictions"] = Value::Array(predictions);
                 context.out.object(&summary)
             }
-            Out::Table(lines) => {
+            Sink::Table(lines) => {
                 let more = if self.predicted > lines.len() as u64 {
                     format!(" (the first {SHOWN} are shown, --json and --output give all)")
                 } else {
@@ -154,25 +154,25 @@ impl Predictions {
                 context.out.text(&said(&more))
             }
             // Standard output holds only the predictions.
-            Out::Lines => Ok(()),
-            Out::LinesFile(mut file, whole) => {
+            Sink::Lines => Ok(()),
+            Sink::LinesFile(mut file, whole) => {
                 file.flush().with_context(|| whole.unwritable())?;
                 drop(file);
-                let name = whole.keep()?;
+                let name = whole.persist()?;
                 context.out.table(&summary, &[], [vec![said(&format!(", written to {name}"))]])
             }
-            Out::Parquet(columns, whole) => {
+            Sink::Parquet(columns, whole) => {
                 columns.finish()?;
-                let name = whole.keep()?;
+                let name = whole.persist()?;
                 context.out.table(&summary, &[], [vec![said(&format!(", written to {name}"))]])
             }
         }
     }
 }
 
-impl Whole {
-    /// Creates a temporary file beside `name`. [`Whole::keep`] renames it; otherwise it is deleted.
-    fn create(name: &Path) -> Result<(File, Whole)> {
+impl TempFile {
+    /// Creates a temporary file beside `name`. [`TempFile::persist`] renames it; otherwise it is deleted.
+    fn create(name: &Path) -> Result<(File, TempFile)> {
         let folder = name.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let made = tempfile::Builder::new()
             .prefix(".predict-")
@@ -181,7 +181,7 @@ impl Whole {
             .tempfile_in(folder)
             .with_context(|| format!("cannot write {}", name.display()))?;
         let (file, written) = made.into_parts();
-        Ok((file, Whole { written, name: name.to_owned() }))
+        Ok((file, TempFile { written, name: name.to_owned() }))
     }
 
     fn unwritable(&self) -> String {
@@ -189,7 +189,7 @@ impl Whole {
     }
 
     /// Renames the file to its final name, which it returns.
-    fn keep(self) -> Result<String> {
+    fn persist(self) -> Result<String> {
         let unwritable = self.unwritable();
         self.written.persist(&self.name).with_context(|| unwritable)?;
         Ok(self.name.display().to_string())
@@ -197,7 +197,7 @@ impl Whole {
 }
 
 /// A prediction as JSON.
-fn object(one: RowOutputs, known: &Known) -> Value {
+fn object(one: RowOutputs, known: &RecordInfo) -> Value {
     let mut object = Map::from_iter([
         ("outputs".to_owned(), Value::Object(one.outputs)),
         ("argmax".to_owned(), json!(one.argmax)),
@@ -213,7 +213,7 @@ fn object(one: RowOutputs, known: &Known) -> Value {
 
 /// A prediction as a table row: the record's number or file, and each output with its first elements and the
 /// index of its largest.
-fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &Known) -> Vec<String> {
+fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &RecordInfo) -> Vec<String> {
     let elements = |values: &[Value]| {
         let first: Vec<String> = values.iter().take(ELEMENTS_SHOWN).map(element).collect();
         let more = values.len().saturating_sub(ELEMENTS_SHOWN);

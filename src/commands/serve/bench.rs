@@ -8,9 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use millrace_serving::client::Client;
-use millrace_serving::load::{
-    Closed, Measured, Open, Point, QUANTILES, Requests, closed_with, open_with, picture,
-};
+use millrace_serving::load::{Closed, Measured, Open, Requests, closed_with, open_with};
 use millrace_serving::record::{self, Mapping, Row};
 use serde::Serialize;
 
@@ -27,6 +25,8 @@ const CLIENTS: [u32; 3] = [1, 8, 64];
 const RECORDS_MAX: usize = 65_536;
 /// Largest file of records, in bytes.
 const DATA_BYTES_MAX: u64 = 256 << 20;
+/// The quantiles that are reported, with their names.
+const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
 
 /// One load.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +37,7 @@ enum Load {
 
 /// The measurements of one load, for programs. Times are in microseconds.
 #[derive(Debug, Serialize)]
-struct Shown {
+struct LoadReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     clients: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -62,14 +62,10 @@ pub(crate) async fn run(context: &Context, args: BenchArgs) -> Result<()> {
 }
 
 async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
-    if let Some(path) = &args.picture {
-        // Checks the path before minutes of measurements.
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        if path.is_dir() || folder.is_some_and(|folder| !folder.is_dir()) {
-            let reason =
-                format!("cannot write {}: it is to be a file in a folder that exists", path.display());
-            return fail(Exit::Usage, reason);
-        }
+    if args.picture.is_some() {
+        let reason =
+            "--picture is refused: bench draws no plots any more; plot the figures that --json prints";
+        return fail(Exit::Usage, reason);
     }
     let address = server(context, args.server.grpc.as_deref());
     let credentials = credentials(&args.server)?;
@@ -88,12 +84,6 @@ async fn bench(context: &Context, args: BenchArgs) -> Result<()> {
     }
     bar.finish_and_clear();
     show(context, &args, &done)?;
-    if let Some(path) = &args.picture {
-        let points: Vec<Point> = done.iter().filter_map(|(load, measured)| load.point(measured)).collect();
-        let title = format!("{} at {address}, {} rows a request", args.model, args.rows);
-        std::fs::write(path, picture(&title, &points))
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
     if done.iter().all(|(_, measured)| measured.latency.count() == 0) {
         return fail(Exit::Failed, "no request succeeded");
     }
@@ -108,7 +98,7 @@ async fn requests(context: &Context, args: &BenchArgs, mut client: Client) -> Re
         Some(path) => {
             let mapping = Mapping::new(&signature, &BTreeMap::new())?;
             let reading = mapping.clone();
-            let rows = context.apart(move || read(&path, &reading)).await?;
+            let rows = context.run_abandonable(move || read(&path, &reading)).await?;
             Requests::from_rows(&args.model, args.version, &mapping, &rows, args.rows as usize)
         }
         None => {
@@ -176,15 +166,6 @@ fn loads(args: &BenchArgs) -> Vec<Load> {
 }
 
 impl Load {
-    /// The rate in the plot: requested for an open loop, measured for a closed one.
-    fn point(&self, measured: &Measured) -> Option<Point> {
-        let rate = match self {
-            Load::Closed(_) => measured.rate(),
-            Load::Open(load) => load.rate,
-        };
-        Point::new(rate, measured)
-    }
-
     fn name(&self) -> String {
         match self {
             Load::Closed(load) if load.clients == 1 => "1 client".to_owned(),
@@ -193,7 +174,7 @@ impl Load {
         }
     }
 
-    fn shown(&self, measured: &Measured) -> Shown {
+    fn shown(&self, measured: &Measured) -> LoadReport {
         let (clients, rate, deadline) = match self {
             Load::Closed(load) => (Some(load.clients), None, None),
             Load::Open(load) => (None, Some(load.rate), load.deadline),
@@ -201,7 +182,7 @@ impl Load {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
         let quantiles = QUANTILES.map(|(name, quantile)| (name, micros(measured.latency.quantile(quantile))));
         let others = [("mean", micros(measured.latency.mean())), ("max", micros(measured.latency.longest()))];
-        Shown {
+        LoadReport {
             clients,
             rate,
             answered_per_second: measured.rate(),
@@ -216,7 +197,7 @@ impl Load {
 }
 
 fn show(context: &Context, args: &BenchArgs, done: &[(Load, Measured)]) -> Result<()> {
-    let shown: Vec<Shown> = done.iter().map(|(load, measured)| load.shown(measured)).collect();
+    let shown: Vec<LoadReport> = done.iter().map(|(load, measured)| load.shown(measured)).collect();
     let rows = done.iter().map(|(load, measured)| {
         let latency = &measured.latency;
         let mut row = vec![load.name(), count(measured.rate().round() as u64)];

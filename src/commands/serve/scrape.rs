@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::Result;
+use millrace_leaf::error_chain;
 
 /// Deadline for the metrics request.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -32,10 +33,8 @@ impl Scraper {
         let url = format!("http://{}/metrics", self.address);
         let failed = |error: reqwest::Error| {
             // The last cause is the informative one: the others describe the library's internal steps.
-            let causes = std::iter::successors(Some(&error as &(dyn std::error::Error + 'static)), |error| {
-                error.source()
-            });
-            let cause = causes.last().map_or(String::new(), |cause| format!(": {cause}"));
+            let cause =
+                error_chain::causes(&error).last().map_or(String::new(), |cause| format!(": {cause}"));
             format!("{url} cannot be read{cause}")
         };
         let mut response = self.client.get(&url).send().await.map_err(failed)?;
@@ -161,11 +160,10 @@ fn sample(line: &str) -> Option<Sample<'_>> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]
-    fn lines_are_read_as_the_format_has_them() {
+    fn metric_lines_are_parsed() {
         let (name, labels, value) = sample(r#"a{b="c",d="e\"}\\\n, f"} 1.5 1700000000"#).unwrap();
         assert_eq!((name, value), ("a", 1.5));
         assert_eq!(labels, [("b".into(), "c".into()), ("d".into(), "e\"}\\\n, f".into())]);
@@ -176,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn latencies_and_waiting_requests_are_told_by_version() {
+    fn latencies_and_queue_lengths_are_split_by_version() {
         let text = "# TYPE x histogram\n\
             millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"+Inf\"} 10\n\
             millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"0.001\"} 4\n\

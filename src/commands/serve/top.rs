@@ -26,7 +26,7 @@ type Version = (String, String);
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: TopArgs) -> Result<()> {
     let address = server(context, args.server.grpc.as_deref());
-    let mut watched = Watched {
+    let mut watched = WatchedServer {
         client: Client::connect_with(&address, &credentials(&args.server)?).await?,
         scraper: Scraper::new(&metrics(context, &args))?,
         address,
@@ -36,12 +36,12 @@ pub(crate) async fn run(context: &Context, args: TopArgs) -> Result<()> {
     };
     let mut ticks = tokio::time::interval(Duration::from_secs_f64(args.interval));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut before: Option<Look> = None;
+    let mut before: Option<Sample> = None;
     let mut shown = 0;
     loop {
         let look = async {
             ticks.tick().await;
-            watched.look().await
+            watched.sample().await
         };
         let look = tokio::select! {
             look = look => look?,
@@ -49,11 +49,11 @@ pub(crate) async fn run(context: &Context, args: TopArgs) -> Result<()> {
         };
         // The first measurement is only a baseline.
         if let Some(before) = &before {
-            let shown_now = Shown::new(&watched, before, &look);
+            let shown_now = TopReport::new(&watched, before, &look);
             shown += 1;
             let more = args.count.is_none_or(|count| shown < count);
             let again = args.count != Some(1);
-            if !context.out.look(serde_json::to_value(&shown_now)?, || shown_now.text(), again)? || !more {
+            if !context.out.sample(serde_json::to_value(&shown_now)?, || shown_now.text(), again)? || !more {
                 return Ok(());
             }
         }
@@ -79,7 +79,7 @@ fn metrics(context: &Context, args: &TopArgs) -> String {
 }
 
 /// The observed server.
-struct Watched {
+struct WatchedServer {
     client: Client,
     scraper: Scraper,
     address: String,
@@ -89,15 +89,15 @@ struct Watched {
 }
 
 /// Its counters at a moment.
-struct Look {
+struct Sample {
     at: Instant,
     ready: bool,
     statistics: HashMap<Version, pb::ModelStatistics>,
     scrape: std::result::Result<Scrape, String>,
 }
 
-impl Watched {
-    async fn look(&mut self) -> Result<Look> {
+impl WatchedServer {
+    async fn sample(&mut self) -> Result<Sample> {
         if self.indexed.is_none_or(|at| at.elapsed() >= INDEX_EVERY) {
             self.index = match self.client.repository_index().await {
                 Ok(index) => index,
@@ -119,13 +119,13 @@ impl Watched {
                 return fail(Exit::NotFound, format!("the server at {} has no model {model}", self.address));
             }
         }
-        Ok(Look { at, ready, statistics, scrape })
+        Ok(Sample { at, ready, statistics, scrape })
     }
 }
 
 /// The displayed data of an interval.
 #[derive(Debug, Serialize)]
-struct Shown<'a> {
+struct TopReport<'a> {
     server: &'a str,
     ready: bool,
     seconds: f64,
@@ -156,8 +156,8 @@ struct Model {
     p99_us: Option<f64>,
 }
 
-impl<'a> Shown<'a> {
-    fn new(watched: &'a Watched, before: &Look, now: &'a Look) -> Shown<'a> {
+impl<'a> TopReport<'a> {
+    fn new(watched: &'a WatchedServer, before: &Sample, now: &'a Sample) -> TopReport<'a> {
         let seconds = now.at.duration_since(before.at).as_secs_f64().max(1e-9);
         let mut states: Vec<(Version, String, String)> = watched
             .index
@@ -184,7 +184,7 @@ impl<'a> Shown<'a> {
             .into_iter()
             .map(|(key, state, reason)| Model::new(key, state, reason, before, now, seconds))
             .collect();
-        Shown {
+        TopReport {
             server: &watched.address,
             ready: now.ready,
             seconds,
@@ -259,7 +259,14 @@ impl<'a> Shown<'a> {
 }
 
 impl Model {
-    fn new(key: Version, state: String, reason: String, before: &Look, now: &Look, seconds: f64) -> Model {
+    fn new(
+        key: Version,
+        state: String,
+        reason: String,
+        before: &Sample,
+        now: &Sample,
+        seconds: f64,
+    ) -> Model {
         let new = now.statistics.get(&key).map(Counts::of).unwrap_or_default();
         let old = before.statistics.get(&key).map(Counts::of).unwrap_or_default();
         let done = new.since(old);

@@ -17,8 +17,8 @@ use kafka_protocol::messages::{
 };
 use kafka_protocol::protocol::{Decodable, Encodable};
 
-use super::memory::Held;
-use super::{Shared, code, shape};
+use super::memory::MemoryReservation;
+use super::{BrokerState, code, shape};
 
 /// Request kinds, each with its first and last version.
 pub(crate) const SPOKEN: &[(ApiKey, i16, i16)] = &[
@@ -34,8 +34,8 @@ pub(crate) const SPOKEN: &[(ApiKey, i16, i16)] = &[
 
 /// The connection's action after a request.
 pub(crate) enum Reply {
-    /// Send this frame. `held` keeps its memory accounted for until it is sent.
-    Frame { frame: Bytes, held: Held },
+    /// Send this frame. `reservation` keeps its memory accounted for until it is sent.
+    Frame { frame: Bytes, reservation: MemoryReservation },
     /// Send nothing: the client expects no response.
     Nothing,
     /// Close the connection; the reason is for the log.
@@ -44,7 +44,7 @@ pub(crate) enum Reply {
 
 /// Header fields and connection of a request, for its handler.
 pub(crate) struct Context<'a> {
-    pub(crate) shared: &'a Shared,
+    pub(crate) shared: &'a BrokerState,
     /// The address through which this client reached the broker.
     pub(crate) local: std::net::SocketAddr,
     version: i16,
@@ -54,31 +54,41 @@ pub(crate) struct Context<'a> {
 
 impl Context<'_> {
     fn reply<R: Encodable>(&self, response: &R) -> Reply {
-        self.reply_holding(response, Held::default())
+        self.reply_holding(response, MemoryReservation::default())
     }
 
-    fn reply_holding<R: Encodable>(&self, response: &R, held: Held) -> Reply {
+    fn reply_holding<R: Encodable>(&self, response: &R, reservation: MemoryReservation) -> Reply {
         match encode(self.key, self.version, self.correlation_id, response) {
-            Ok(frame) => Reply::Frame { frame, held },
+            Ok(frame) => Reply::Frame { frame, reservation },
             Err(reason) => Reply::Close(reason),
         }
     }
 }
 
-/// Answers one request frame (without its length prefix). `held` accounts for the frame's memory and is
-/// released when the frame is no longer needed.
-pub(crate) async fn answer(
-    shared: &Shared,
-    local: std::net::SocketAddr,
-    mut frame: Bytes,
-    held: Held,
-) -> Reply {
+/// A request whose header is read and whose shape is checked.
+pub(crate) struct Opened {
+    pub(crate) key: ApiKey,
+    pub(crate) version: i16,
+    correlation_id: i32,
+}
+
+/// Reason why a request is not opened.
+pub(crate) enum Unopened {
+    /// The broker does not speak this version of `ApiVersions`, whose answer lists those that it speaks.
+    Versions { correlation_id: i32 },
+    /// The request is malformed.
+    Malformed(String),
+}
+
+/// Reads the header of a request frame (without its length prefix), and leaves the body in `frame`.
+pub(crate) fn open(frame: &mut Bytes) -> Result<Opened, Unopened> {
+    let malformed = |reason: String| Err(Unopened::Malformed(reason));
     let (Some(key), Some(version), Some(correlation)) = (
         frame.first_chunk::<2>(),
         frame.get(2..).and_then(<[u8]>::first_chunk::<2>),
         frame.get(4..).and_then(<[u8]>::first_chunk::<4>),
     ) else {
-        return Reply::Close("a request without a header".to_string());
+        return malformed("a request without a header".to_string());
     };
     let (key, version) = (i16::from_be_bytes(*key), i16::from_be_bytes(*version));
     let correlation_id = i32::from_be_bytes(*correlation);
@@ -86,24 +96,40 @@ pub(crate) async fn answer(
     let key = match spoken {
         Some((key, low, high)) if (*low..=*high).contains(&version) => *key,
         // ApiVersions must be answered in any version: clients learn the supported versions from it.
-        Some((ApiKey::ApiVersions, ..)) => {
+        Some((ApiKey::ApiVersions, ..)) => return Err(Unopened::Versions { correlation_id }),
+        Some((key, ..)) => {
+            return malformed(format!("{key:?} in version {version}, which was not advertised"));
+        }
+        None => return malformed(format!("request kind {key}, which was not advertised")),
+    };
+    if let Err(error) = RequestHeader::decode(frame, key.request_header_version(version)) {
+        return malformed(format!("malformed header of {key:?}: {error}"));
+    }
+    if let Err(reason) = shape::check(key, version, frame) {
+        return malformed(format!("malformed {key:?} request: {reason}"));
+    }
+    Ok(Opened { key, version, correlation_id })
+}
+
+/// Answers one request frame (without its length prefix). `reservation` accounts for the frame's memory and is
+/// released when the frame is no longer needed.
+pub(crate) async fn answer(
+    shared: &BrokerState,
+    local: std::net::SocketAddr,
+    mut frame: Bytes,
+    reservation: MemoryReservation,
+) -> Reply {
+    let Opened { key, version, correlation_id } = match open(&mut frame) {
+        Ok(opened) => opened,
+        Err(Unopened::Versions { correlation_id }) => {
             return match encode(ApiKey::ApiVersions, 0, correlation_id, &versions(code::UNSUPPORTED_VERSION))
             {
-                Ok(frame) => Reply::Frame { frame, held: Held::default() },
+                Ok(frame) => Reply::Frame { frame, reservation: MemoryReservation::default() },
                 Err(reason) => Reply::Close(reason),
             };
         }
-        Some((key, ..)) => {
-            return Reply::Close(format!("{key:?} in version {version}, which was not advertised"));
-        }
-        None => return Reply::Close(format!("request kind {key}, which was not advertised")),
+        Err(Unopened::Malformed(reason)) => return Reply::Close(reason),
     };
-    if let Err(error) = RequestHeader::decode(&mut frame, key.request_header_version(version)) {
-        return Reply::Close(format!("malformed header of {key:?}: {error}"));
-    }
-    if let Err(reason) = shape::check(key, version, &frame) {
-        return Reply::Close(format!("malformed {key:?} request: {reason}"));
-    }
     let context = Context { shared, local, version, correlation_id, key };
     let malformed = |error: String| Reply::Close(format!("malformed {key:?} request: {error}"));
     macro_rules! handle {
@@ -120,11 +146,11 @@ pub(crate) async fn answer(
         ApiKey::Produce => {
             let request = handle!(ProduceRequest);
             drop(frame);
-            produce::answer(&context, request, held).await
+            produce::answer(&context, request, reservation).await
         }
         ApiKey::Fetch => {
             let request = handle!(FetchRequest);
-            drop(held);
+            drop(reservation);
             fetch::answer(&context, request).await
         }
         ApiKey::ListOffsets => offsets::answer(&context, handle!(ListOffsetsRequest)),

@@ -12,9 +12,9 @@ use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::Shared;
+use super::BrokerState;
 use super::api::{self, Reply};
-use super::memory::Held;
+use super::memory::MemoryReservation;
 use crate::metrics;
 
 /// Idle time after which the broker closes a connection (Kafka's default).
@@ -31,48 +31,58 @@ const SMALL_BYTES: usize = 64 << 10;
 const REQUEST_BYTES_MIN: usize = 8;
 
 /// Reasons for the end of a connection.
-enum End {
+enum CloseReason {
     /// The connection failed, usually because the client disconnected.
     Quiet,
     /// The broker refused the input, for this reason.
     Refused(String),
 }
 
-impl From<io::Error> for End {
+impl From<io::Error> for CloseReason {
     fn from(_: io::Error) -> Self {
-        End::Quiet
+        CloseReason::Quiet
     }
 }
 
 /// Serves a connection until either side ends it.
-pub(crate) async fn serve(shared: Arc<Shared>, mut stream: TcpStream, peer: SocketAddr) {
+pub(crate) async fn serve(shared: Arc<BrokerState>, mut stream: TcpStream, peer: SocketAddr) {
     metrics::BROKER_CONNECTIONS.inc();
     let end = match stream.local_addr() {
         Ok(local) => requests(&shared, &mut stream, local).await.err(),
         Err(_) => None,
     };
     metrics::BROKER_CONNECTIONS.dec();
-    if let Some(End::Refused(reason)) = end {
+    if let Some(CloseReason::Refused(reason)) = end {
         metrics::BROKER_REFUSED.inc();
         tracing::warn!(peer = %peer, "closed a connection: {reason}");
     }
 }
 
-async fn requests(shared: &Shared, stream: &mut TcpStream, local: SocketAddr) -> Result<(), End> {
+async fn requests(
+    shared: &BrokerState,
+    stream: &mut TcpStream,
+    local: SocketAddr,
+) -> Result<(), CloseReason> {
     stream.set_nodelay(true)?;
     let mut buffer = BytesMut::with_capacity(16 << 10);
     loop {
-        let Some((frame, held)) = read_frame(shared, stream, &mut buffer).await? else { return Ok(()) };
-        match api::answer(shared, local, frame, held).await {
-            Reply::Frame { frame, held } => {
+        let Some((frame, reservation)) = read_frame(shared, stream, &mut buffer).await? else {
+            return Ok(());
+        };
+        match api::answer(shared, local, frame, reservation).await {
+            Reply::Frame { frame, reservation } => {
                 match in_time(shared, stream.write_all(&frame)).await {
                     Some(written) => written?,
-                    None => return Err(End::Refused("the client does not take its answer".to_string())),
+                    None => {
+                        return Err(CloseReason::Refused(
+                            "the client does not read its response".to_string(),
+                        ));
+                    }
                 }
-                drop(held);
+                drop(reservation);
             }
             Reply::Nothing => {}
-            Reply::Close(reason) => return Err(End::Refused(reason)),
+            Reply::Close(reason) => return Err(CloseReason::Refused(reason)),
         }
         if shared.stopping.is_cancelled() {
             return Ok(());
@@ -81,7 +91,7 @@ async fn requests(shared: &Shared, stream: &mut TcpStream, local: SocketAddr) ->
 }
 
 /// Runs `work`; `None` when it exceeds the time limit of a frame.
-async fn in_time<T>(shared: &Shared, work: impl Future<Output = T>) -> Option<T> {
+async fn in_time<T>(shared: &BrokerState, work: impl Future<Output = T>) -> Option<T> {
     let stopped = async {
         shared.stopping.cancelled().await;
         tokio::time::sleep(STOP_TIME_MAX).await;
@@ -96,10 +106,10 @@ async fn in_time<T>(shared: &Shared, work: impl Future<Output = T>) -> Option<T>
 
 /// The next request without its length prefix; `None` when the connection ends between requests.
 async fn read_frame(
-    shared: &Shared,
+    shared: &BrokerState,
     stream: &mut TcpStream,
     buffer: &mut BytesMut,
-) -> Result<Option<(Bytes, Held)>, End> {
+) -> Result<Option<(Bytes, MemoryReservation)>, CloseReason> {
     while buffer.is_empty() {
         buffer.reserve(16 << 10);
         tokio::select! {
@@ -110,31 +120,32 @@ async fn read_frame(
     }
     match in_time(shared, read_rest(shared, stream, buffer)).await {
         Some(frame) => frame.map(Some),
-        None => {
-            Err(End::Refused(format!("a request was not complete within {} s", FRAME_TIME_MAX.as_secs())))
-        }
+        None => Err(CloseReason::Refused(format!(
+            "a request was not complete within {} s",
+            FRAME_TIME_MAX.as_secs()
+        ))),
     }
 }
 
 async fn read_rest(
-    shared: &Shared,
+    shared: &BrokerState,
     stream: &mut TcpStream,
     buffer: &mut BytesMut,
-) -> Result<(Bytes, Held), End> {
-    let mut held = Held::default();
-    fill(shared, stream, buffer, 4, &mut held).await?;
+) -> Result<(Bytes, MemoryReservation), CloseReason> {
+    let mut reservation = MemoryReservation::default();
+    fill(shared, stream, buffer, 4, &mut reservation).await?;
     let length = i32::from_be_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]);
     let bytes_max = shared.config.request_bytes_max;
     let bytes = match usize::try_from(length) {
         Ok(bytes) if (REQUEST_BYTES_MIN..=bytes_max).contains(&bytes) => bytes,
         _ => {
-            return Err(End::Refused(format!(
+            return Err(CloseReason::Refused(format!(
                 "it announced a request of {length} bytes where {REQUEST_BYTES_MIN} to {bytes_max} are possible; \
                  perhaps this is no Kafka client"
             )));
         }
     };
-    fill(shared, stream, buffer, 4 + bytes, &mut held).await?;
+    fill(shared, stream, buffer, 4 + bytes, &mut reservation).await?;
     let mut frame = buffer.split_to(4 + bytes).freeze();
     drop(frame.split_to(4));
     if bytes > SMALL_BYTES {
@@ -142,34 +153,34 @@ async fn read_rest(
         // keep a buffer as large as its largest request.
         *buffer = BytesMut::from(&buffer[..]);
     }
-    Ok((frame, held))
+    Ok((frame, reservation))
 }
 
-/// Reads until `buffer` holds at least `bytes`; `held` grows with the received bytes.
+/// Reads until `buffer` holds at least `bytes`; `reservation` grows with the received bytes.
 async fn fill(
-    shared: &Shared,
+    shared: &BrokerState,
     stream: &mut TcpStream,
     buffer: &mut BytesMut,
     bytes: usize,
-    held: &mut Held,
-) -> Result<(), End> {
+    reservation: &mut MemoryReservation,
+) -> Result<(), CloseReason> {
     while buffer.len() < bytes {
         let missing = bytes - buffer.len();
         // Doubling keeps copies few. The first step is small, whatever length was announced.
         let step = missing.min(buffer.len().max(SMALL_BYTES));
         if buffer.len() + step > 2 * SMALL_BYTES {
-            shared.memory.grow(held, buffer.len() + step).await;
+            shared.memory.grow(reservation, buffer.len() + step).await;
         }
         buffer.reserve(step);
         let Ok(read) = tokio::time::timeout(STALL_MAX, stream.read_buf(buffer)).await else {
-            return Err(End::Refused(format!(
-                "a request stood still for {} s, {missing} bytes before its end",
+            return Err(CloseReason::Refused(format!(
+                "no byte of a request arrived for {} s, {missing} bytes before its end",
                 STALL_MAX.as_secs()
             )));
         };
         if read? == 0 {
-            return Err(End::Refused(format!(
-                "the client went {missing} bytes before the end of its request"
+            return Err(CloseReason::Refused(format!(
+                "the client disconnected {missing} bytes before the end of its request"
             )));
         }
     }

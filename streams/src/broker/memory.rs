@@ -14,15 +14,15 @@ pub(crate) struct Memory {
     pool: Arc<Semaphore>,
     pool_kib: u32,
     /// Permit of the one request that may grow beyond the pool.
-    beyond: Arc<Semaphore>,
+    oversize: Arc<Semaphore>,
 }
 
 /// Memory that one request or response holds until this is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct Held {
+pub(crate) struct MemoryReservation {
     kib: u32,
     pool: Option<OwnedSemaphorePermit>,
-    beyond: Option<OwnedSemaphorePermit>,
+    oversize: Option<OwnedSemaphorePermit>,
 }
 
 impl Memory {
@@ -33,34 +33,34 @@ impl Memory {
         Self {
             pool: Arc::new(Semaphore::new(pool_kib as usize)),
             pool_kib,
-            beyond: Arc::new(Semaphore::new(1)),
+            oversize: Arc::new(Semaphore::new(1)),
         }
     }
 
     /// Waits for memory for a response of `bytes`, capped at the size of the pool.
-    pub(crate) async fn reserve(&self, bytes: usize) -> Held {
+    pub(crate) async fn reserve(&self, bytes: usize) -> MemoryReservation {
         let kib = kib(bytes).min(self.pool_kib);
         // The semaphore is never closed.
-        Held { kib, pool: self.pool.clone().acquire_many_owned(kib).await.ok(), beyond: None }
+        MemoryReservation { kib, pool: self.pool.clone().acquire_many_owned(kib).await.ok(), oversize: None }
     }
 
-    /// Waits until `held` may grow to `bytes`.
-    pub(crate) async fn grow(&self, held: &mut Held, bytes: usize) {
-        let missing = kib(bytes).saturating_sub(held.kib);
-        if missing == 0 || held.beyond.is_some() {
+    /// Waits until `reservation` may grow to `bytes`.
+    pub(crate) async fn grow(&self, reservation: &mut MemoryReservation, bytes: usize) {
+        let missing = kib(bytes).saturating_sub(reservation.kib);
+        if missing == 0 || reservation.oversize.is_some() {
             return;
         }
         // Neither semaphore is ever closed.
         tokio::select! {
             biased;
             Ok(more) = self.pool.clone().acquire_many_owned(missing) => {
-                held.kib += missing;
-                match &mut held.pool {
+                reservation.kib += missing;
+                match &mut reservation.pool {
                     Some(pool) => pool.merge(more),
-                    None => held.pool = Some(more),
+                    None => reservation.pool = Some(more),
                 }
             }
-            turn = self.beyond.clone().acquire_owned() => held.beyond = turn.ok(),
+            permit = self.oversize.clone().acquire_owned() => reservation.oversize = permit.ok(),
         }
     }
 }

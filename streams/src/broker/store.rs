@@ -10,11 +10,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use millrace_leaf::{atomic_file, error_chain, private, random};
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
@@ -23,7 +23,6 @@ use super::code;
 use super::log::segments::Retention;
 use super::log::{Partition, Refused};
 use crate::error::{Error, Result};
-use millrace_datafs::private;
 
 const FORMAT_VERSION: u32 = 1;
 /// Producer ids handed out per write of `meta.json`; a restart skips the rest of a block.
@@ -152,8 +151,8 @@ impl Store {
         self.check_new(name, partitions)?;
         let opened = self.create_files(name, partitions, &mut written.meta);
         let opened = opened.map_err(|error| {
-            tracing::error!(topic = name, error = error.with_cause(), "cannot create a topic");
-            Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause())
+            tracing::error!(topic = name, error = error_chain::one_line(&error), "cannot create a topic");
+            Refused::new(code::KAFKA_STORAGE_ERROR, error_chain::one_line(&error))
         })?;
         self.topics.write().insert(name.to_string(), opened);
         tracing::info!(topic = name, partitions, "created topic");
@@ -209,8 +208,8 @@ impl Store {
             other => other,
         }
         .map_err(|error| {
-            tracing::error!(topic = name, error = error.with_cause(), "cannot delete a topic");
-            Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause())
+            tracing::error!(topic = name, error = error_chain::one_line(&error), "cannot delete a topic");
+            Refused::new(code::KAFKA_STORAGE_ERROR, error_chain::one_line(&error))
         })?;
         written.meta = next;
         close();
@@ -247,7 +246,7 @@ impl Store {
             let mut next = written.meta.clone();
             next.next_producer_id = written.producer_id.saturating_add(PRODUCER_ID_BLOCK);
             write_meta(&self.dir, &next)
-                .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, error.with_cause()))?;
+                .map_err(|error| Refused::new(code::KAFKA_STORAGE_ERROR, error_chain::one_line(&error)))?;
             written.meta = next;
         }
         let id = written.producer_id;
@@ -296,11 +295,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), String> {
 }
 
 fn new_cluster_id() -> Result<String> {
-    let path = Path::new("/dev/urandom");
-    let mut bytes = [0; 8];
-    File::open(path)
-        .and_then(|mut file| std::io::Read::read_exact(&mut file, &mut bytes))
-        .map_err(Error::io("read", path))?;
+    let bytes: [u8; 8] = random::bytes().map_err(Error::io("read", random::SOURCE))?;
     Ok(format!("{}{}", super::CLUSTER_ID_PREFIX, hex::encode(bytes)))
 }
 
@@ -333,15 +328,7 @@ fn read_meta(dir: &Path) -> Result<Option<Meta>> {
 fn write_meta(dir: &Path, meta: &Meta) -> Result<()> {
     let (path, temporary) = (dir.join("meta.json"), dir.join("meta.json.new"));
     let text = serde_json::to_vec_pretty(meta).map_err(|error| Error::io("encode", &path)(error.into()))?;
-    let mut options = private::options();
-    let mut file = options
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(&temporary)
-        .map_err(Error::io("create", &temporary))?;
-    file.write_all(&text).and_then(|()| file.sync_all()).map_err(Error::io("write", &temporary))?;
-    fs::rename(&temporary, &path).map_err(Error::io("replace", &path))?;
+    atomic_file::replace(&path, &temporary, &text).map_err(Error::io("replace", &path))?;
     sync_dir(dir)
 }
 

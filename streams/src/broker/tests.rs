@@ -1,5 +1,4 @@
 //! Tests of the broker below its socket: hostile requests, topics, durability, locks.
-#![allow(clippy::unwrap_used)]
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,13 +15,13 @@ use tokio_util::sync::CancellationToken;
 use super::api::{self, Reply, SPOKEN};
 use super::log::segments::Retention;
 use super::log::tests::batch;
-use super::memory::{Held, Memory};
+use super::memory::{Memory, MemoryReservation};
 use super::store::Store;
-use super::{Broker, Config, Flush, Shared, code, running_address, shape};
+use super::{Broker, BrokerState, Config, Flush, code, running_address, shape};
 use crate::error::Error;
 
-fn shared(dir: &TempDir, config: Config) -> Shared {
-    Shared {
+fn shared(dir: &TempDir, config: Config) -> BrokerState {
+    BrokerState {
         store: Store::open(dir.path(), &config).unwrap(),
         config,
         stopping: CancellationToken::new(),
@@ -34,11 +33,11 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
 
-fn anywhere() -> Config {
+fn config_on_free_port() -> Config {
     Config { listen: SocketAddr::from(([127, 0, 0, 1], 0)), ..Config::default() }
 }
 
-async fn ask(shared: &Shared, key: i16, version: i16, body: &[u8]) -> Reply {
+async fn ask(shared: &BrokerState, key: i16, version: i16, body: &[u8]) -> Reply {
     let mut frame = BytesMut::new();
     frame.put_i16(key);
     frame.put_i16(version);
@@ -48,13 +47,14 @@ async fn ask(shared: &Shared, key: i16, version: i16, body: &[u8]) -> Reply {
         frame.put_u8(0);
     }
     frame.extend_from_slice(body);
-    api::answer(shared, SocketAddr::from(([127, 0, 0, 1], 1)), frame.freeze(), Held::default()).await
+    api::answer(shared, SocketAddr::from(([127, 0, 0, 1], 1)), frame.freeze(), MemoryReservation::default())
+        .await
 }
 
 #[test]
 fn unsupported_api_versions_are_answered_in_version_0() {
     let dir = TempDir::new().unwrap();
-    let shared = shared(&dir, anywhere());
+    let shared = shared(&dir, config_on_free_port());
     runtime().block_on(async {
         let Reply::Frame { frame, .. } = ask(&shared, ApiKey::ApiVersions as i16, 9, &[]).await else {
             panic!("no answer");
@@ -73,7 +73,7 @@ fn unsupported_api_versions_are_answered_in_version_0() {
 }
 
 #[test]
-fn announced_counts_cannot_ask_for_memory() {
+fn announced_counts_do_not_allocate_memory() {
     let huge = [&i32::MAX.to_be_bytes()[..], &[0; 40]].concat();
     assert!(shape::check(ApiKey::Metadata, 4, &huge).is_err());
     assert!(shape::check(ApiKey::Metadata, 4, &(-2i32).to_be_bytes()).is_err());
@@ -97,7 +97,7 @@ proptest! {
 
     /// Random bodies under every supported key are answered or refused; none panics.
     #[test]
-    fn random_requests_do_no_harm(
+    fn random_requests_do_not_crash_the_broker(
         which in 0..SPOKEN.len(),
         version in 0i16..16,
         body in prop::collection::vec(prop_oneof![3 => Just(0u8), 1 => Just(1u8), 1 => any::<u8>()], 0..200),
@@ -106,7 +106,7 @@ proptest! {
             static PLACE: (TempDir, tokio::runtime::Runtime) = (TempDir::new().unwrap(), runtime());
         }
         PLACE.with(|(dir, runtime)| {
-            let shared = shared(dir, anywhere());
+            let shared = shared(dir, config_on_free_port());
             let (key, low, high) = SPOKEN[which];
             let version = low + version % (high - low + 1);
             // Long polls of random length would only wait.
@@ -119,9 +119,9 @@ proptest! {
 }
 
 #[tokio::test]
-async fn topics_survive_and_limits_hold() {
+async fn topics_survive_restart_and_limits_are_enforced() {
     let dir = TempDir::new().unwrap();
-    let config = Config { partitions_max: 5, ..anywhere() };
+    let config = Config { partitions_max: 5, ..config_on_free_port() };
     {
         let store = Store::open(dir.path(), &config).unwrap();
         store.create("a", 2).unwrap();
@@ -152,7 +152,7 @@ async fn topics_survive_and_limits_hold() {
 #[tokio::test(flavor = "multi_thread")]
 async fn flushed_batches_become_visible_together() {
     let dir = TempDir::new().unwrap();
-    let store = Store::open(dir.path(), &Config { flush: Flush::Always, ..anywhere() }).unwrap();
+    let store = Store::open(dir.path(), &Config { flush: Flush::Always, ..config_on_free_port() }).unwrap();
     store.create("t", 1).unwrap();
     let partition = store.partition("t", 0).unwrap();
     partition.append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
@@ -162,7 +162,7 @@ async fn flushed_batches_become_visible_together() {
         let partition = partition.clone();
         writers.push(tokio::spawn(async move {
             let offset = partition.append(&batch((-1, -1, -1), 0, &[b"v"])).unwrap();
-            partition.settled().await.unwrap();
+            partition.wait_durable().await.unwrap();
             assert!(partition.high_watermark() > offset);
         }));
     }
@@ -173,17 +173,17 @@ async fn flushed_batches_become_visible_together() {
 }
 
 #[tokio::test]
-async fn one_process_holds_the_directory_and_says_where() {
+async fn second_broker_on_a_directory_is_refused_with_the_holders_address() {
     let dir = TempDir::new().unwrap();
     assert_eq!(running_address(dir.path()), None);
-    let broker = Broker::start(anywhere(), dir.path(), CancellationToken::new()).await.unwrap();
+    let broker = Broker::start(config_on_free_port(), dir.path(), CancellationToken::new()).await.unwrap();
     assert_eq!(running_address(dir.path()), Some(broker.addr()));
-    match Broker::start(anywhere(), dir.path(), CancellationToken::new()).await {
+    match Broker::start(config_on_free_port(), dir.path(), CancellationToken::new()).await {
         Err(Error::HeldByAnother { pid, .. }) => assert_eq!(pid, std::process::id().to_string()),
         other => panic!("{other:?}"),
     }
     let other = TempDir::new().unwrap();
-    let config = Config { listen: broker.addr(), ..anywhere() };
+    let config = Config { listen: broker.addr(), ..config_on_free_port() };
     match Broker::start(config, other.path(), CancellationToken::new()).await {
         Err(error @ Error::AddressTaken { .. }) => {
             assert!(error.to_string().contains(&broker.addr().to_string()));
@@ -194,13 +194,13 @@ async fn one_process_holds_the_directory_and_says_where() {
     broker.stop().await.unwrap();
     assert_eq!(running_address(dir.path()), None);
     let cancel = CancellationToken::new();
-    let broker = Broker::start(anywhere(), dir.path(), cancel.clone()).await.unwrap();
+    let broker = Broker::start(config_on_free_port(), dir.path(), cancel.clone()).await.unwrap();
     cancel.cancel();
     broker.stopped().await.unwrap();
 }
 
 #[tokio::test]
-async fn looking_for_a_broker_does_not_keep_it_from_starting() {
+async fn probing_for_a_broker_does_not_block_its_start() {
     let dir = TempDir::new().unwrap();
     let looking = Arc::new(std::sync::atomic::AtomicBool::new(true));
     let lookers: Vec<_> = (0..2)
@@ -214,7 +214,8 @@ async fn looking_for_a_broker_does_not_keep_it_from_starting() {
         })
         .collect();
     for _ in 0..20 {
-        let broker = Broker::start(anywhere(), dir.path(), CancellationToken::new()).await.unwrap();
+        let broker =
+            Broker::start(config_on_free_port(), dir.path(), CancellationToken::new()).await.unwrap();
         broker.stop().await.unwrap();
     }
     looking.store(false, std::sync::atomic::Ordering::Relaxed);
@@ -228,14 +229,15 @@ async fn a_newer_format_and_a_damaged_file_are_refused() {
     let dir = TempDir::new().unwrap();
     std::fs::write(dir.path().join("meta.json"), r#"{"format_version": 2, "new": true}"#).unwrap();
     assert!(matches!(
-        Store::open(dir.path(), &anywhere()),
+        Store::open(dir.path(), &config_on_free_port()),
         Err(Error::NewerFormat { found: 2, supported: 1, .. })
     ));
     std::fs::write(dir.path().join("meta.json"), b"{").unwrap();
-    assert!(matches!(Store::open(dir.path(), &anywhere()), Err(Error::DamagedMeta { .. })));
-    for unusable in
-        [Config { partitions_default: 0, ..anywhere() }, Config { connections_max: 0, ..anywhere() }]
-    {
+    assert!(matches!(Store::open(dir.path(), &config_on_free_port()), Err(Error::DamagedMeta { .. })));
+    for unusable in [
+        Config { partitions_default: 0, ..config_on_free_port() },
+        Config { connections_max: 0, ..config_on_free_port() },
+    ] {
         assert!(matches!(
             Broker::start(unusable, dir.path(), CancellationToken::new()).await,
             Err(Error::Config { .. })
@@ -247,32 +249,35 @@ async fn a_newer_format_and_a_damaged_file_are_refused() {
 fn a_frame_is_released_before_its_answer_is_reserved() {
     // With memory for one large request only, a fetch must not wait for its frame's memory.
     let dir = TempDir::new().unwrap();
-    let shared = shared(&dir, anywhere());
+    let shared = shared(&dir, config_on_free_port());
     shared.stopping.cancel();
     runtime().block_on(async {
-        let held = shared.memory.reserve(usize::MAX).await;
+        let reservation = shared.memory.reserve(usize::MAX).await;
         let mut frame = BytesMut::new();
         frame.put_slice(&[0, 1, 0, 4, 0, 0, 0, 1, 0xff, 0xff]);
         frame.put_slice(&[0; 17]);
         frame.put_i32(0);
         let local = SocketAddr::from(([127, 0, 0, 1], 1));
-        assert!(matches!(api::answer(&shared, local, Bytes::from(frame), held).await, Reply::Frame { .. }));
+        assert!(matches!(
+            api::answer(&shared, local, Bytes::from(frame), reservation).await,
+            Reply::Frame { .. }
+        ));
     });
 }
 
 #[tokio::test]
-async fn a_lost_folder_of_a_partition_is_damage_of_that_partition() {
+async fn missing_partition_folder_damages_only_that_partition() {
     let dir = TempDir::new().unwrap();
     let value = batch((-1, -1, -1), 0, &[b"v"]);
     {
-        let store = Store::open(dir.path(), &anywhere()).unwrap();
+        let store = Store::open(dir.path(), &config_on_free_port()).unwrap();
         store.create("t", 2).unwrap();
         store.partition("t", 0).unwrap().append(&value).unwrap();
     }
     let folder = dir.path().join("topics/t/0");
     std::fs::rename(&folder, dir.path().join("aside")).unwrap();
     {
-        let store = Store::open(dir.path(), &anywhere()).unwrap();
+        let store = Store::open(dir.path(), &config_on_free_port()).unwrap();
         let lost = store.partition("t", 0).unwrap();
         // Not an empty partition: a reader learns that records are missing.
         assert_eq!((lost.start_offset(), lost.high_watermark()), (0, 1));
@@ -285,11 +290,11 @@ async fn a_lost_folder_of_a_partition_is_damage_of_that_partition() {
         store.close().unwrap();
     }
     std::fs::rename(dir.path().join("aside"), &folder).unwrap();
-    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    let store = Store::open(dir.path(), &config_on_free_port()).unwrap();
     assert_eq!(store.partition("t", 0).unwrap().high_watermark(), 1);
     // A damaged topic can be deleted.
     std::fs::remove_dir_all(&folder).unwrap();
-    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    let store = Store::open(dir.path(), &config_on_free_port()).unwrap();
     store.delete("t").unwrap();
     store.create("t", 1).unwrap();
     assert_eq!(store.partition("t", 0).unwrap().append(&value).unwrap(), 0);
@@ -299,33 +304,33 @@ async fn a_lost_folder_of_a_partition_is_damage_of_that_partition() {
 async fn old_records_are_removed_at_start() {
     let dir = TempDir::new().unwrap();
     {
-        let store = Store::open(dir.path(), &anywhere()).unwrap();
+        let store = Store::open(dir.path(), &config_on_free_port()).unwrap();
         store.create("t", 1).unwrap();
         store.partition("t", 0).unwrap().append(&batch((-1, -1, -1), 1_000, &[b"v"])).unwrap();
     }
-    let config = Config { retention_ms: 60_000, ..anywhere() };
+    let config = Config { retention_ms: 60_000, ..config_on_free_port() };
     let broker = Broker::start(config, dir.path(), CancellationToken::new()).await.unwrap();
     broker.stop().await.unwrap();
-    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    let store = Store::open(dir.path(), &config_on_free_port()).unwrap();
     let partition = store.partition("t", 0).unwrap();
     assert_eq!((partition.start_offset(), partition.high_watermark()), (1, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn work_on_a_deleted_topic_leaves_its_successor_alone() {
+async fn work_on_a_deleted_topic_does_not_touch_the_recreated_one() {
     let dir = TempDir::new().unwrap();
-    let store = Store::open(dir.path(), &Config { flush: Flush::Always, ..anywhere() }).unwrap();
+    let store = Store::open(dir.path(), &Config { flush: Flush::Always, ..config_on_free_port() }).unwrap();
     store.create("t", 1).unwrap();
     let old = store.partition("t", 0).unwrap();
     for _ in 0..2 {
         old.append(&batch((-1, -1, -1), 1_000, &[b"old"])).unwrap();
-        old.settled().await.unwrap();
+        old.wait_durable().await.unwrap();
     }
     store.delete("t").unwrap();
     store.create("t", 1).unwrap();
     let new = store.partition("t", 0).unwrap();
     new.append(&batch((-1, -1, -1), 1_000, &[b"new"])).unwrap();
-    new.settled().await.unwrap();
+    new.wait_durable().await.unwrap();
     let folder = || {
         let entries = std::fs::read_dir(dir.path().join("topics/t/0")).unwrap();
         let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
@@ -338,13 +343,13 @@ async fn work_on_a_deleted_topic_leaves_its_successor_alone() {
     old.retain(Retention { before_ms: Some(i64::MAX), bytes_max: Some(0) });
     old.sync().unwrap();
     old.close().unwrap();
-    assert_eq!(old.settled().await.unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
+    assert_eq!(old.wait_durable().await.unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
     assert_eq!(old.by_time(0).unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
     assert_eq!(old.read(0, 1 << 20, true).unwrap_err().code, code::UNKNOWN_TOPIC_OR_PARTITION);
     assert_eq!(folder(), before);
     drop((store, old, new));
 
-    let store = Store::open(dir.path(), &anywhere()).unwrap();
+    let store = Store::open(dir.path(), &config_on_free_port()).unwrap();
     let kept = store.partition("t", 0).unwrap();
     assert_eq!((kept.start_offset(), kept.high_watermark()), (0, 1));
     assert!(!kept.read(0, 1 << 20, true).unwrap().is_empty());
@@ -353,12 +358,12 @@ async fn work_on_a_deleted_topic_leaves_its_successor_alone() {
 #[tokio::test]
 async fn a_log_that_cannot_be_flushed_is_not_served_where_records_are_to_be_durable() {
     let dir = TempDir::new().unwrap();
-    Store::open(dir.path(), &anywhere()).unwrap().create("t", 1).unwrap();
+    Store::open(dir.path(), &config_on_free_port()).unwrap().create("t", 1).unwrap();
     // A file that opens, is empty, and refuses to be flushed.
     let segment = dir.path().join("topics/t/0/00000000000000000000.log");
     std::os::unix::fs::symlink("/dev/null", &segment).unwrap();
     let damage = |flush| {
-        let store = Store::open(dir.path(), &Config { flush, ..anywhere() }).unwrap();
+        let store = Store::open(dir.path(), &Config { flush, ..config_on_free_port() }).unwrap();
         store.partition("t", 0).unwrap().read(0, 1, true).err()
     };
     assert_eq!(damage(Flush::Os), None);
@@ -367,20 +372,20 @@ async fn a_log_that_cannot_be_flushed_is_not_served_where_records_are_to_be_dura
 }
 
 #[tokio::test]
-async fn requests_that_fill_the_memory_in_part_all_come_to_their_end() {
+async fn requests_that_share_the_memory_all_complete() {
     let memory = Arc::new(Memory::new(4 << 20, 2 << 20));
     let mut arriving = Vec::new();
     for _ in 0..8 {
-        let mut held = Held::default();
+        let mut reservation = MemoryReservation::default();
         // Two fill the pool, one grows beyond it, the others wait without holding memory.
-        let started = memory.grow(&mut held, 1 << 20).now_or_never().is_some();
-        arriving.push((held, started));
+        let started = memory.grow(&mut reservation, 1 << 20).now_or_never().is_some();
+        arriving.push((reservation, started));
     }
     assert_eq!(arriving.iter().filter(|(_, started)| *started).count(), 3);
     let mut ended = tokio::task::JoinSet::new();
-    for (mut held, _) in arriving {
+    for (mut reservation, _) in arriving {
         let memory = memory.clone();
-        ended.spawn(async move { memory.grow(&mut held, 2 << 20).await });
+        ended.spawn(async move { memory.grow(&mut reservation, 2 << 20).await });
     }
     tokio::time::timeout(Duration::from_secs(60), ended.join_all()).await.expect("they wait for each other");
 }

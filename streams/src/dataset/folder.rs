@@ -1,11 +1,12 @@
 //! Folder cache of dataset descriptions in the home, bounded in size: the oldest entries are removed first.
 
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use millrace_datafs::private;
+use millrace_leaf::{atomic_file, private};
 use sha2::{Digest, Sha256};
 
 use super::DatasetCache;
@@ -31,7 +32,7 @@ impl FolderCache {
     }
 
     /// Removes the oldest entries until the others fit.
-    fn shrink(&self) -> io::Result<()> {
+    fn remove_oldest(&self) -> io::Result<()> {
         let mut entries = Vec::new();
         for entry in fs::read_dir(&self.dir)? {
             let entry = entry?;
@@ -62,13 +63,13 @@ impl DatasetCache for FolderCache {
 
     fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
         let path = self.path(key);
-        // Each process uses a separate temporary name, so that a reader sees a whole entry or none.
-        let temporary = path.with_extension(format!("{}.new", std::process::id()));
+        static WRITES: AtomicU64 = AtomicU64::new(0);
+        // Each writer uses a separate temporary name, so that a reader sees a whole entry or none.
+        let write = WRITES.fetch_add(1, Ordering::Relaxed);
+        let temporary = path.with_extension(format!("{}-{write}.new", std::process::id()));
         private::create_dir_all(&self.dir)
-            .and_then(|()| private::options().write(true).create(true).truncate(true).open(&temporary))
-            .and_then(|mut file| file.write_all(value))
-            .and_then(|()| fs::rename(&temporary, &path))
-            .and_then(|()| self.shrink())
+            .and_then(|()| atomic_file::replace(&path, &temporary, value))
+            .and_then(|()| self.remove_oldest())
             .map_err(|error| {
                 fs::remove_file(&temporary).ok();
                 format!("{}: {error}", self.dir.display())

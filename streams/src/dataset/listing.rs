@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use futures::TryStreamExt;
+use millrace_leaf::error_chain;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 use sha2::{Digest, Sha256};
@@ -12,7 +13,7 @@ use crate::feed::FeedError;
 use crate::feed::error::Result;
 
 /// A data file as the store lists it.
-pub(crate) struct Found {
+pub(crate) struct ListedFile {
     pub(crate) path: String,
     pub(crate) bytes: u64,
     pub(crate) format: FileFormat,
@@ -22,7 +23,7 @@ pub(crate) struct Found {
 /// The data files of a dataset, sorted by the bytes of their paths.
 pub(crate) struct Listing {
     pub(crate) path: String,
-    pub(crate) files: Vec<Found>,
+    pub(crate) files: Vec<ListedFile>,
 }
 
 impl Listing {
@@ -87,10 +88,10 @@ impl Listing {
     }
 }
 
-fn found(meta: ObjectMeta, format: FileFormat) -> Found {
+fn found(meta: ObjectMeta, format: FileFormat) -> ListedFile {
     let tag = meta.e_tag.unwrap_or_default();
     let version = meta.version.unwrap_or_default();
-    Found {
+    ListedFile {
         path: meta.location.to_string(),
         bytes: meta.size,
         format,
@@ -110,12 +111,7 @@ fn format_of(path: &str) -> Option<FileFormat> {
 /// A directory may be called `data.parquet` (Spark does so). Local stores answer `head` for it with an I/O
 /// error instead of not found.
 fn is_directory(error: &object_store::Error) -> bool {
-    let mut source = std::error::Error::source(error);
-    while let Some(e) = source {
-        if let Some(io) = e.downcast_ref::<std::io::Error>() {
-            return io.kind() == std::io::ErrorKind::IsADirectory;
-        }
-        source = e.source();
-    }
-    false
+    error_chain::causes(error)
+        .find_map(|cause| cause.downcast_ref::<std::io::Error>())
+        .is_some_and(|io| io.kind() == std::io::ErrorKind::IsADirectory)
 }

@@ -1,4 +1,3 @@
-#![allow(clippy::unwrap_used)]
 use std::collections::HashMap;
 
 use arrow::array::{Array, ArrayRef, Int64Array, ListArray, StringArray};
@@ -44,7 +43,7 @@ fn a_type_conflict_names_both_files() {
 }
 
 #[test]
-fn columns_are_brought_into_the_common_schema() {
+fn columns_are_converted_to_the_common_schema() {
     let list = ListArray::from_iter_primitive::<Int32Type, _, _>([Some(vec![Some(1)]), None]);
     let element = Arc::new(Field::new("element", DataType::Int32, true));
     let target = Arc::new(Schema::new(vec![

@@ -39,7 +39,7 @@ impl DatasetSpec {
                 return Ok(OpenDataset { spec, identity, store, cache: None });
             }
             if let Err(error) = forget_keys(&datafs, &spec.source) {
-                tracing::warn!(volume = %spec.source.volume, %error, "old dataset descriptions stay in the volume");
+                tracing::warn!(volume = %spec.source.volume, %error, "cannot remove old dataset descriptions from the volume");
             }
             let cache = FolderCache::new(datafs.home(), format!("snapshot/{identity}"));
             Ok(OpenDataset { spec, identity, store, cache: Some(Arc::new(cache)) })

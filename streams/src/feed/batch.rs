@@ -289,7 +289,7 @@ fn project(dataset: &Dataset, columns: Option<&[String]>) -> Result<SchemaRef> {
     let mut fields = Vec::with_capacity(columns.len());
     for (i, column) in columns.iter().enumerate() {
         if columns[..i].contains(column) {
-            return Err(FeedError::invalid(format!("column {column:?} is asked for twice")));
+            return Err(FeedError::invalid(format!("column {column:?} is requested twice")));
         }
         if let Some(conflict) = dataset.conflicts().iter().find(|conflict| conflict.column == *column) {
             return Err(conflict.error());

@@ -29,7 +29,7 @@ pub(crate) enum Lookup {
 const STEPS_NEAR: u64 = 2;
 
 struct Entry {
-    state: State,
+    state: EntryState,
     bytes: u64,
     /// Number of the last call that asked for it: the least recent is evicted first.
     used: u64,
@@ -37,7 +37,7 @@ struct Entry {
     step: u64,
 }
 
-enum State {
+enum EntryState {
     Ready(Arc<RecordBatch>),
     Loading(Loading),
 }
@@ -94,8 +94,8 @@ impl GroupCache {
                     entry.used = used;
                     entry.step = step;
                     return match &entry.state {
-                        State::Ready(batch) => Lookup::Ready(Arc::clone(batch)),
-                        State::Loading(loading) => Lookup::Loading(loading.clone()),
+                        EntryState::Ready(batch) => Lookup::Ready(Arc::clone(batch)),
+                        EntryState::Loading(loading) => Lookup::Loading(loading.clone()),
                     };
                 }
                 let (bytes, reading) = load(group);
@@ -157,7 +157,7 @@ impl GroupCache {
         }
         .boxed()
         .shared();
-        let state = State::Loading(loading.clone());
+        let state = EntryState::Loading(loading.clone());
         table.loading += 1;
         table.add(bytes);
         let used = table.calls;
@@ -181,7 +181,7 @@ impl GroupCache {
                     return;
                 };
                 let estimate = std::mem::replace(&mut entry.bytes, bytes);
-                entry.state = State::Ready(Arc::clone(batch));
+                entry.state = EntryState::Ready(Arc::clone(batch));
                 table.subtract(estimate);
                 table.add(bytes);
                 metrics::count(&metrics::GROUPS_DECODED, 1);
@@ -212,7 +212,7 @@ impl Table {
             let oldest = self
                 .entries
                 .iter()
-                .filter(|(_, e)| matches!(e.state, State::Ready(_)) && may_go(e))
+                .filter(|(_, e)| matches!(e.state, EntryState::Ready(_)) && may_go(e))
                 .min_by_key(|(group, e)| (e.used, **group))
                 .map(|(group, _)| *group);
             let Some(entry) = oldest.and_then(|group| self.entries.remove(&group)) else {

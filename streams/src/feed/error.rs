@@ -208,7 +208,7 @@ impl FeedError {
         match source {
             object_store::Error::Precondition { .. } => FeedError::Changed {
                 file: file.into(),
-                what: "it was written since it was planned; feed a snapshot".to_string(),
+                what: "it changed after planning; feed a snapshot".to_string(),
             },
             source => FeedError::Store { file: file.into(), source: Arc::new(source) },
         }

@@ -78,12 +78,16 @@ pub(crate) async fn read_footer(
     format: FileFormat,
 ) -> Result<Footer> {
     let file = StoreFile::new(store, path, bytes)?;
-    calm(path, "the footer", describe(file, path, format)).await
+    catch_panic(path, "the footer", parse_footer(file, path, format)).await
 }
 
 /// Runs `reading`, and turns a panic into an error: some corruptions make the decoders panic instead of
 /// failing.
-pub(crate) async fn calm<T>(path: &str, what: &str, reading: impl Future<Output = Result<T>>) -> Result<T> {
+pub(crate) async fn catch_panic<T>(
+    path: &str,
+    what: &str,
+    reading: impl Future<Output = Result<T>>,
+) -> Result<T> {
     let caught = AssertUnwindSafe(reading).catch_unwind().await;
     caught.unwrap_or_else(|panic| {
         Err(FeedError::corrupt(path, what, ArrowError::ParseError(panic_text(&*panic).to_string())))
@@ -96,7 +100,7 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the library panicked")
 }
 
-async fn describe(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {
+async fn parse_footer(file: StoreFile, path: &str, format: FileFormat) -> Result<Footer> {
     match format {
         FileFormat::Parquet => {
             let metadata = parquet_metadata(file, path, false).await?;

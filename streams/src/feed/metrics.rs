@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use prometheus::{IntCounter, IntGauge, register_int_counter, register_int_gauge};
 
-/// Rows handed out in batches; no labels.
+/// Rows returned in batches; no labels.
 pub const FEED_ROWS_TOTAL: &str = "millrace_streams_feed_rows_total";
 /// Row groups decoded, prefetched ones included; no labels.
 pub const FEED_ROW_GROUPS_DECODED_TOTAL: &str = "millrace_streams_feed_row_groups_decoded_total";
@@ -23,7 +23,7 @@ macro_rules! metric {
     };
 }
 
-metric!(ROWS: IntCounter = register_int_counter!(FEED_ROWS_TOTAL, "Rows handed out in batches"));
+metric!(ROWS: IntCounter = register_int_counter!(FEED_ROWS_TOTAL, "Rows returned in batches"));
 metric!(GROUPS_DECODED: IntCounter =
     register_int_counter!(FEED_ROW_GROUPS_DECODED_TOTAL, "Row groups decoded"));
 metric!(ROWS_DECODED: IntCounter =

@@ -159,10 +159,11 @@ impl Plan {
     /// Makes the plan of a dataset that is already described. Pure.
     ///
     /// # Errors
-    /// [`FeedError::Invalid`] for options out of bounds.
+    /// [`FeedError::Invalid`] for options out of bounds, [`FeedError::TooLarge`] for row groups in too many parts.
     pub fn new(dataset: Dataset, options: &PlanOptions) -> Result<Self> {
         options.check()?;
         let part_bytes = sizing::part_bytes(&dataset, options);
+        sizing::check_count(&dataset, part_bytes)?;
         let groups = sizing::groups(&dataset, part_bytes);
         let (lanes, window) = sizing::lanes_and_window(&groups, options);
         let order = Order {

@@ -19,7 +19,7 @@ use tokio::sync::Semaphore;
 use crate::dataset::{DataFile, FileFormat, conform};
 use crate::feed::Plan;
 use crate::feed::error::{FeedError, Result};
-use crate::feed::footer::{StoreFile, calm, parquet_metadata, rows_of};
+use crate::feed::footer::{StoreFile, catch_panic, parquet_metadata, rows_of};
 use crate::feed::ipc;
 
 /// Parsed footers kept; a footer is some tens of kilobytes.
@@ -47,7 +47,7 @@ struct Footers {
 }
 
 impl Footers {
-    fn admit(&mut self, file: u32) {
+    fn evict_after_insert(&mut self, file: u32) {
         self.order.push_back(file);
         let mut bytes: u64 = self.ipc.values().map(|ipc| ipc.bytes()).sum();
         while (self.order.len() > FOOTERS_KEPT || bytes > DICTIONARIES_BYTES_KEPT)
@@ -95,7 +95,7 @@ impl GroupReader {
             FileFormat::Parquet => {
                 let metadata = self.parquet_footer(address.file, file).await?;
                 let opening = open_group(source, metadata, file, index, first..first + rows, &schema);
-                let decoder = calm(&path, &format!("row group {index}"), opening).await?;
+                let decoder = catch_panic(&path, &format!("row group {index}"), opening).await?;
                 tokio::task::spawn_blocking(move || {
                     let columns = decode_parquet(decoder, &path, index)?;
                     finish(columns, rows, &schema, &path)
@@ -123,13 +123,13 @@ impl GroupReader {
         }
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
         let reading = parquet_metadata(source, &file.path, self.plan.has_parts());
-        let metadata = calm(&file.path, "the footer", reading).await?;
+        let metadata = catch_panic(&file.path, "the footer", reading).await?;
         let groups = metadata.metadata().row_groups();
         let rows = groups.iter().map(|g| rows_of(g, &file.path)).collect::<Result<Vec<_>>>()?;
         check_unchanged(file, &rows)?;
         let mut footers = self.footers.lock();
         if footers.parquet.insert(number, metadata.clone()).is_none() {
-            footers.admit(number);
+            footers.evict_after_insert(number);
         }
         Ok(metadata)
     }
@@ -140,11 +140,11 @@ impl GroupReader {
         }
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
         let reading = ipc::IpcFile::open(source, &file.path, self.decoded_bytes_max);
-        let footer = Arc::new(calm(&file.path, "the footer", reading).await?);
+        let footer = Arc::new(catch_panic(&file.path, "the footer", reading).await?);
         check_unchanged(file, footer.rows())?;
         let mut footers = self.footers.lock();
         if footers.ipc.insert(number, Arc::clone(&footer)).is_none() {
-            footers.admit(number);
+            footers.evict_after_insert(number);
         }
         Ok(footer)
     }

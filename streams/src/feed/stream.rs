@@ -23,20 +23,20 @@ pub struct FeedStream {
     slots: Range<usize>,
     /// The step that is begun next; none after an error.
     next: Option<u64>,
-    ahead: usize,
+    prefetch_batches: usize,
     begun: VecDeque<AbortOnDropHandle<Result<FeedBatch>>>,
 }
 
 impl FeedStream {
-    pub(crate) fn start(feed: Feed, shard: Shard, first: u64, ahead: usize) -> Self {
+    pub(crate) fn start(feed: Feed, shard: Shard, first: u64, prefetch_batches: usize) -> Self {
         let slots = feed.plan().slots(shard);
-        let mut stream = Self { feed, slots, next: Some(first), ahead, begun: VecDeque::new() };
+        let mut stream = Self { feed, slots, next: Some(first), prefetch_batches, begun: VecDeque::new() };
         stream.begin();
         stream
     }
 
     fn begin(&mut self) {
-        while self.begun.len() < self.ahead
+        while self.begun.len() < self.prefetch_batches
             && let Some(step) = self.next
         {
             let (feed, slots) = (self.feed.clone(), self.slots.clone());

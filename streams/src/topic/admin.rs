@@ -9,7 +9,7 @@ use rdkafka::consumer::{BaseConsumer, Consumer as _};
 use rdkafka::error::KafkaError;
 use rdkafka::types::RDKafkaErrorCode as Code;
 
-use super::client::{ANSWER_WAIT, Context, blocking, client_config, hear_log, partitions, translate};
+use super::client::{ANSWER_WAIT, Context, blocking, client_config, partitions, poll_log, translate};
 use crate::config::{KafkaConfig, TopicConfig};
 use crate::error::{Error, Result};
 
@@ -109,7 +109,7 @@ async fn exists(kafka: &KafkaConfig, name: &str) -> Result<bool> {
         let context = Context::default();
         let client = inquirer(&kafka, &context)?;
         let found = partitions(&kafka, &context, client.client(), Some(&name));
-        Ok(!found.map_err(|error| heard(error, &context, &client))?.is_empty())
+        Ok(!found.map_err(|error| with_logged_reason(error, &context, &client))?.is_empty())
     })
     .await
 }
@@ -137,7 +137,7 @@ pub async fn list_topics(kafka: &KafkaConfig) -> Result<Vec<TopicInfo>> {
         let context = Context::default();
         let client = inquirer(&kafka, &context)?;
         let topics = partitions(&kafka, &context, client.client(), None)
-            .map_err(|error| heard(error, &context, &client))?;
+            .map_err(|error| with_logged_reason(error, &context, &client))?;
         Ok(topics.into_iter().map(|(name, partitions)| TopicInfo { name, partitions }).collect())
     })
     .await
@@ -165,7 +165,7 @@ pub(crate) fn watermarks_of(
     topic: &str,
 ) -> Result<BTreeMap<i32, (i64, i64)>> {
     let counts = partitions(kafka, context, client.client(), Some(topic))
-        .map_err(|error| heard(error, context, client))?;
+        .map_err(|error| with_logged_reason(error, context, client))?;
     let count = counts.get(topic).copied().ok_or_else(|| Error::UnknownTopic {
         topic: topic.to_string(),
         bootstrap_servers: kafka.bootstrap_servers.clone(),
@@ -182,10 +182,10 @@ pub(crate) fn watermarks_of(
 }
 
 /// Adds the cause to an [`Error::Unreachable`] of a client that was not polled yet.
-fn heard(error: Error, context: &Context, client: &BaseConsumer<Context>) -> Error {
+fn with_logged_reason(error: Error, context: &Context, client: &BaseConsumer<Context>) -> Error {
     match error {
         Error::Unreachable { bootstrap_servers, waited_ms, .. } => {
-            hear_log(client);
+            poll_log(client);
             Error::Unreachable { bootstrap_servers, waited_ms, reason: context.reason() }
         }
         other => other,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use millrace_datafs::Secret;
+use millrace_leaf::blocking::{self, Stopping};
 use parking_lot::Mutex;
 use rdkafka::ClientContext;
 use rdkafka::client::Client;
@@ -192,7 +193,7 @@ pub(crate) fn partitions<C: ClientContext>(
 
 /// Takes the waiting log lines of a client that no other code polls, so that an error can name the cause.
 /// Only for clients without an assignment: with one, a record would be lost.
-pub(crate) fn hear_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
+pub(crate) fn poll_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
     // A poll without a wait does not tell whether it met an event, so the loop cannot stop at the last one.
     for _ in 0..64 {
         drop(client.poll(Duration::ZERO));
@@ -203,9 +204,5 @@ pub(crate) fn hear_log(client: &rdkafka::consumer::BaseConsumer<Context>) {
 pub(crate) async fn blocking<T: Send + 'static>(
     call: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    match tokio::task::spawn_blocking(call).await {
-        Ok(result) => result,
-        Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
-        Err(_) => Err(Error::Closed { what: "runtime" }),
-    }
+    blocking::run(call).await.unwrap_or_else(|Stopping| Err(Error::Closed { what: "runtime" }))
 }

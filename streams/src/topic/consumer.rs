@@ -437,10 +437,10 @@ impl Reader {
                     found.push(Read::Passed(passed));
                 }
             }
-            let problem = problem.and_then(|error| self.judge(error)).or_else(|| self.probe());
+            let problem = problem.and_then(|error| self.reported_error(error)).or_else(|| self.probe());
             found.extend(problem.map(Read::Failed));
             for read in found {
-                let ends = matches!(&read, Read::Failed(error) if !goes_on(error));
+                let ends = matches!(&read, Read::Failed(error) if !is_recoverable(error));
                 if reads.blocking_send(read).is_err() || ends {
                     return;
                 }
@@ -495,7 +495,7 @@ impl Reader {
         *next = offset + 1;
         let headers = headers(message).inspect_err(|code| {
             let topic = &self.topics[topic];
-            tracing::warn!(topic, partition, offset, error = %code, "the headers of a record cannot be read: it comes without them");
+            tracing::warn!(topic, partition, offset, error = %code, "the headers of a record cannot be read: the record is returned without them");
         });
         chunk.push(
             (topic as i32, partition, offset),
@@ -508,7 +508,7 @@ impl Reader {
 
     /// The error to report to the caller; `None` for a lost connection, which [`Reader::probe`] reports
     /// later.
-    fn judge(&mut self, error: KafkaError) -> Option<Error> {
+    fn reported_error(&mut self, error: KafkaError) -> Option<Error> {
         match error.rdkafka_error_code() {
             Some(
                 Code::AllBrokersDown
@@ -561,9 +561,9 @@ impl Reader {
 
     /// Names the partition whose log is damaged; the library's error does not.
     fn damaged(&self, error: KafkaError) -> Error {
-        for (topic, partition, offset) in self.places() {
-            match Probe::new(&self.kafka).and_then(|probe| probe.look(&topic, partition, offset)) {
-                Ok(Seen::Damage) => {
+        for (topic, partition, offset) in self.positions() {
+            match Probe::new(&self.kafka).and_then(|probe| probe.read_at(&topic, partition, offset)) {
+                Ok(ProbeResult::Damage) => {
                     let bootstrap_servers = self.kafka.bootstrap_servers.clone();
                     return Error::Damaged { topic, partition, offset, bootstrap_servers };
                 }
@@ -580,7 +580,7 @@ impl Reader {
         let reason = self.context.reason();
         let since = Instant::now();
         loop {
-            match self.pass_over(&reason) {
+            match self.skip_undecodable(&reason) {
                 Ok(Some(undecodable)) => return undecodable,
                 // Retry: the batch must not be skipped silently when brokers become unreachable meanwhile.
                 Err(error) if error.is_retryable() && since.elapsed() < AWAY_MAX => {
@@ -596,12 +596,12 @@ impl Reader {
         }
     }
 
-    fn pass_over(&mut self, reason: &str) -> Result<Option<Error>> {
+    fn skip_undecodable(&mut self, reason: &str) -> Result<Option<Error>> {
         let base = batch_offset(reason);
         let probe = Probe::new(&self.kafka)?;
-        for (topic, partition, first) in self.places() {
-            match probe.look(&topic, partition, first)? {
-                Seen::Undecodable(found) if found == base => {}
+        for (topic, partition, first) in self.positions() {
+            match probe.read_at(&topic, partition, first)? {
+                ProbeResult::Undecodable(found) if found == base => {}
                 _ => continue,
             }
             let next = match base {
@@ -609,7 +609,7 @@ impl Reader {
                 None => first + 1,
             };
             self.client.seek(&topic, partition, Offset::Offset(next), ANSWER_WAIT).map_err(|error| {
-                translate(&self.kafka, &self.context, "go on behind a batch", ANSWER_WAIT, error)
+                translate(&self.kafka, &self.context, "seek past a batch", ANSWER_WAIT, error)
             })?;
             if let Some(index) = self.topics.iter().position(|name| *name == topic) {
                 self.next[index].insert(partition, next);
@@ -621,7 +621,7 @@ impl Reader {
     }
 
     /// The next offset of each partition.
-    fn places(&self) -> Vec<(String, i32, i64)> {
+    fn positions(&self) -> Vec<(String, i32, i64)> {
         let of_topic = |(topic, next): (&String, &BTreeMap<i32, i64>)| {
             let topic = topic.clone();
             next.iter()
@@ -651,7 +651,7 @@ impl Reader {
 }
 
 /// Whether the consumer continues after this error.
-fn goes_on(error: &Error) -> bool {
+fn is_recoverable(error: &Error) -> bool {
     error.is_retryable() || matches!(error, Error::Undecodable { .. })
 }
 
@@ -672,7 +672,7 @@ fn batch_offset(reason: &str) -> Option<i64> {
 
 /// Result of the first read at an offset.
 #[derive(Debug, PartialEq, Eq)]
-enum Seen {
+enum ProbeResult {
     Record,
     /// The partition ends there, or nothing came in time.
     End,
@@ -699,7 +699,7 @@ impl Probe {
         translate(&self.kafka, &self.context, "consume", Duration::ZERO, error)
     }
 
-    fn look(&self, topic: &str, partition: i32, offset: i64) -> Result<Seen> {
+    fn read_at(&self, topic: &str, partition: i32, offset: i64) -> Result<ProbeResult> {
         let mut list = TopicPartitionList::new();
         list.add_partition_offset(topic, partition, Offset::Offset(offset)).map_err(|e| self.fail(e))?;
         self.client.assign(&list).map_err(|e| self.fail(e))?;
@@ -707,18 +707,18 @@ impl Probe {
         while started.elapsed() < DAMAGE_WAIT {
             match self.client.poll(POLL) {
                 None => {}
-                Some(Ok(_)) => return Ok(Seen::Record),
-                Some(Err(KafkaError::PartitionEOF(_))) => return Ok(Seen::End),
+                Some(Ok(_)) => return Ok(ProbeResult::Record),
+                Some(Err(KafkaError::PartitionEOF(_))) => return Ok(ProbeResult::End),
                 Some(Err(error)) => match error.rdkafka_error_code() {
                     Some(code) if is_undecodable(code) => {
-                        return Ok(Seen::Undecodable(batch_offset(&self.context.reason())));
+                        return Ok(ProbeResult::Undecodable(batch_offset(&self.context.reason())));
                     }
-                    Some(Code::InvalidMessage) => return Ok(Seen::Damage),
+                    Some(Code::InvalidMessage) => return Ok(ProbeResult::Damage),
                     _ => return Err(self.fail(error)),
                 },
             }
         }
-        Ok(Seen::End)
+        Ok(ProbeResult::End)
     }
 
     /// The first offset after the batch that begins at `base` and holds `within`.
@@ -729,15 +729,17 @@ impl Probe {
         // A read at any offset of the batch fails with the same first offset.
         let mut outside = loop {
             let offset = inside.saturating_add(step).min(high);
-            if offset == high || self.look(topic, partition, offset)? != Seen::Undecodable(Some(base)) {
+            if offset == high
+                || self.read_at(topic, partition, offset)? != ProbeResult::Undecodable(Some(base))
+            {
                 break offset;
             }
             (inside, step) = (offset, step.saturating_mul(2));
         };
         while inside + 1 < outside {
             let middle = inside.midpoint(outside);
-            match self.look(topic, partition, middle)? {
-                Seen::Undecodable(Some(found)) if found == base => inside = middle,
+            match self.read_at(topic, partition, middle)? {
+                ProbeResult::Undecodable(Some(found)) if found == base => inside = middle,
                 _ => outside = middle,
             }
         }

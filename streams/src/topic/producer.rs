@@ -104,19 +104,19 @@ type Outcome = std::result::Result<Delivery, KafkaError>;
 /// Receiver of a record's outcome.
 enum Ticket {
     One(oneshot::Sender<Outcome>),
-    OfMany { index: usize, many: Arc<Many> },
+    InGroup { index: usize, group: Arc<DeliveryGroup> },
 }
 
 /// Records that one caller awaits together.
-struct Many {
+struct DeliveryGroup {
     outcomes: Mutex<Vec<Option<Outcome>>>,
     open: AtomicUsize,
     done: Notify,
 }
 
-impl Many {
-    fn new() -> Arc<Many> {
-        Arc::new(Many {
+impl DeliveryGroup {
+    fn new() -> Arc<DeliveryGroup> {
+        Arc::new(DeliveryGroup {
             outcomes: Mutex::new(Vec::new()),
             // One extra for the caller, so that the count cannot reach zero before all are queued.
             open: AtomicUsize::new(1),
@@ -125,10 +125,10 @@ impl Many {
     }
 
     /// The ticket of the next record.
-    fn ticket(self: &Arc<Many>, index: usize) -> Ticket {
+    fn ticket(self: &Arc<DeliveryGroup>, index: usize) -> Ticket {
         self.outcomes.lock().push(None);
         self.open.fetch_add(1, Ordering::AcqRel);
-        Ticket::OfMany { index, many: Arc::clone(self) }
+        Ticket::InGroup { index, group: Arc::clone(self) }
     }
 
     /// Takes back the ticket of a record that was not queued.
@@ -175,10 +175,10 @@ impl ProducerContext for Deliveries {
         match *ticket {
             // A dropped receiver only means that the caller no longer waits.
             Ticket::One(waiting) => drop(waiting.send(outcome)),
-            Ticket::OfMany { index, many } => {
-                many.outcomes.lock()[index] = Some(outcome);
-                if many.open.fetch_sub(1, Ordering::AcqRel) == 1 {
-                    many.done.notify_one();
+            Ticket::InGroup { index, group } => {
+                group.outcomes.lock()[index] = Some(outcome);
+                if group.open.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    group.done.notify_one();
                 }
             }
         }
@@ -307,15 +307,15 @@ impl Producer {
     where
         I: IntoIterator<Item = OutRecord>,
     {
-        let many = Many::new();
+        let group = DeliveryGroup::new();
         let mut topics: Vec<(usize, String)> = Vec::new();
         let mut refused = None;
         for (index, record) in records.into_iter().enumerate() {
             if topics.last().is_none_or(|(_, topic)| *topic != record.topic) {
                 topics.push((index, record.topic.clone()));
             }
-            if let Err(error) = self.enqueue(&record, many.ticket(index)).await {
-                many.withdraw();
+            if let Err(error) = self.enqueue(&record, group.ticket(index)).await {
+                group.withdraw();
                 refused = Some(error);
                 break;
             }
@@ -323,7 +323,7 @@ impl Producer {
                 tokio::task::yield_now().await;
             }
         }
-        let outcomes = many.outcomes().await;
+        let outcomes = group.outcomes().await;
         let mut deliveries = Vec::with_capacity(outcomes.len());
         let mut failed = None;
         for (index, outcome) in outcomes.into_iter().enumerate() {
@@ -359,17 +359,17 @@ impl Producer {
     /// The first error of [`Producer::send`] in record order, except [`Error::RecordTooLarge`]; the other
     /// records have been delivered or given up by then.
     pub async fn send_fitting(&self, records: &[OutRecord]) -> Result<Vec<usize>> {
-        let many = Many::new();
+        let group = DeliveryGroup::new();
         let (mut too_large, mut refused) = (Vec::new(), None);
         for (index, record) in records.iter().enumerate() {
-            match self.enqueue(record, many.ticket(index)).await {
+            match self.enqueue(record, group.ticket(index)).await {
                 Ok(()) => {}
                 Err(Error::RecordTooLarge { .. }) => {
-                    many.withdraw();
+                    group.withdraw();
                     too_large.push(index);
                 }
                 Err(error) => {
-                    many.withdraw();
+                    group.withdraw();
                     refused = Some(error);
                     break;
                 }
@@ -379,7 +379,7 @@ impl Producer {
             }
         }
         let mut alone = Vec::new();
-        let outcomes = many.outcomes().await;
+        let outcomes = group.outcomes().await;
         for ((index, record), outcome) in records.iter().enumerate().zip(outcomes) {
             let Some(Err(error)) = outcome else { continue };
             match self.undelivered(&record.topic, record.bytes(), error) {

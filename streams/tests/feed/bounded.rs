@@ -9,7 +9,7 @@ use millrace_streams::feed::{Feed, FeedOptions, Plan, PlanOptions, Shard};
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 
-use super::data::{Watched, parquet, put, rows};
+use super::data::{CountingStore, parquet, put, rows};
 
 const FILES: u64 = 10;
 const GROUPS: u64 = 24;
@@ -23,7 +23,7 @@ async fn row_groups_are_read_about_once_per_epoch_within_the_bound() {
             (0..GROUPS).map(|g| rows((f * GROUPS + g) * GROUP_ROWS, GROUP_ROWS)).collect();
         put(&memory, &format!("train/{f}.parquet"), parquet(&groups)).await;
     }
-    let watched = Watched::new(Arc::new(memory));
+    let watched = CountingStore::new(Arc::new(memory));
     let store: Arc<dyn ObjectStore> = watched.clone();
     let options = PlanOptions {
         batch_rows: 96,

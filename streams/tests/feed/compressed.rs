@@ -58,7 +58,7 @@ async fn a_record_batch_that_is_too_large_once_decompressed_is_refused() {
 }
 
 #[tokio::test]
-async fn a_length_that_cannot_be_true_asks_for_no_memory() {
+async fn impossible_length_allocates_no_memory() {
     let mut file = ipc_with(&zeros(), CompressionType::ZSTD);
     let length = COLUMN_BYTES.to_le_bytes();
     let at = file.windows(8).position(|bytes| bytes == length).unwrap();

@@ -88,14 +88,14 @@ pub(crate) async fn dataset(shape: &[Vec<u64>]) -> Arc<dyn ObjectStore> {
 
 /// A store that passes requests on to another one, counts ranged reads and fails some.
 #[derive(Debug)]
-pub(crate) struct Watched {
+pub(crate) struct CountingStore {
     inner: Arc<dyn ObjectStore>,
     pub(crate) reads: AtomicUsize,
     /// Number of following reads that fail.
     pub(crate) failures: AtomicUsize,
 }
 
-impl Watched {
+impl CountingStore {
     pub(crate) fn new(inner: Arc<dyn ObjectStore>) -> Arc<Self> {
         Arc::new(Self { inner, reads: AtomicUsize::new(0), failures: AtomicUsize::new(0) })
     }
@@ -114,14 +114,14 @@ impl Watched {
     }
 }
 
-impl fmt::Display for Watched {
+impl fmt::Display for CountingStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Watched({})", self.inner)
     }
 }
 
 #[async_trait::async_trait]
-impl ObjectStore for Watched {
+impl ObjectStore for CountingStore {
     async fn put_opts(&self, p: &Path, b: PutPayload, o: PutOptions) -> Result<PutResult> {
         self.inner.put_opts(p, b, o).await
     }

@@ -14,6 +14,7 @@ use arrow::ipc::CompressionType;
 use arrow::ipc::writer::{FileWriter, IpcWriteOptions};
 use futures::StreamExt;
 use futures::future::join_all;
+use millrace_leaf::error_chain::one_line;
 use millrace_streams::dataset::{Dataset, DatasetCache};
 use millrace_streams::feed::{Feed, FeedError, FeedOptions, Plan, PlanOptions, Result, Shard};
 use object_store::local::LocalFileSystem;
@@ -25,7 +26,7 @@ use parquet::basic::Compression;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use proptest::prelude::*;
 
-use super::data::{self, Watched, ipc, parquet, put, rows};
+use super::data::{self, CountingStore, ipc, parquet, put, rows};
 
 fn options() -> PlanOptions {
     PlanOptions { batch_rows: 8, seed: 1, ..PlanOptions::default() }
@@ -51,18 +52,8 @@ async fn read_epoch(store: &Arc<dyn ObjectStore>, path: &str) -> Result<Vec<Reco
     Ok(batches)
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(e) = source {
-        text = format!("{text}: {e}");
-        source = e.source();
-    }
-    text
-}
-
 #[tokio::test]
-async fn data_files_are_told_by_name_and_sorted_by_path() {
+async fn data_files_are_recognized_by_name_and_sorted_by_path() {
     let store = store_of(vec![
         ("train/b.parquet", parquet(&[rows(30, 10)])),
         ("train/a/z.PARQUET", parquet(&[rows(0, 10)])),
@@ -97,7 +88,7 @@ async fn a_local_directory_is_a_dataset() {
 }
 
 #[tokio::test]
-async fn empty_datasets_say_so() {
+async fn datasets_without_files_or_rows_are_refused() {
     let empty = parquet(&[rows(0, 0)]);
     let store = store_of(vec![("train/a.txt", vec![1]), ("rowless/a.parquet", empty)]).await;
     let error = read_epoch(&store, "train").await.unwrap_err();
@@ -200,7 +191,7 @@ async fn files_may_lack_columns_but_not_disagree_about_types() {
 }
 
 #[tokio::test]
-async fn a_conflict_in_a_column_that_is_not_read_does_not_matter() {
+async fn type_conflict_in_an_unread_column_is_ignored() {
     let id = || Arc::new(Int64Array::from(vec![1, 2, 3, 4])) as ArrayRef;
     let number = || ("odd", id());
     let text = || ("odd", Arc::new(StringArray::from(vec!["a"; 4])) as ArrayRef);
@@ -266,7 +257,7 @@ async fn every_codec_is_read() {
         let store = store_of(vec![(path, bytes)]).await;
         let read: usize = match read_epoch(&store, "t").await {
             Ok(batches) => batches.iter().map(RecordBatch::num_rows).sum(),
-            Err(error) => panic!("{codec}: {}", chain(&error)),
+            Err(error) => panic!("{codec}: {}", one_line(&error)),
         };
         assert_eq!(read, 200, "{codec}");
     }
@@ -319,7 +310,7 @@ async fn dictionary_columns_are_read_as_their_values() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn parts_of_a_large_row_group_bring_each_row_once() {
+async fn parts_of_a_large_row_group_yield_each_row_once() {
     const ROWS: u64 = 20_000;
     for pages in [true, false] {
         let batch = rows(0, ROWS);
@@ -351,7 +342,7 @@ async fn parts_of_a_large_row_group_bring_each_row_once() {
 }
 
 #[tokio::test]
-async fn files_that_change_or_vanish_under_a_plan_are_noticed() {
+async fn files_changed_or_removed_after_planning_are_detected() {
     let store =
         store_of(vec![("t/0.parquet", parquet(&[rows(0, 40)])), ("t/1.parquet", parquet(&[rows(40, 40)]))])
             .await;
@@ -378,14 +369,14 @@ async fn files_that_change_or_vanish_under_a_plan_are_noticed() {
 
 #[tokio::test]
 async fn a_failing_store_fails_the_batch_and_the_next_try_succeeds() {
-    let watched = Watched::new(data::dataset(&[vec![50, 50]]).await);
+    let watched = CountingStore::new(data::dataset(&[vec![50, 50]]).await);
     let store: Arc<dyn ObjectStore> = watched.clone();
     let plan = Plan::build(&store, "train", &options()).await.unwrap();
     let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
     watched.failures.store(1000, Ordering::SeqCst);
     let error = feed.batch(0, 0..8).await.unwrap_err();
     assert!(error.is_retryable(), "{error:?}");
-    assert!(chain(&error).contains("reset"), "{}", chain(&error));
+    assert!(one_line(&error).contains("reset"), "{}", one_line(&error));
     let mut stream = feed.stream(Shard::WHOLE, feed.plan().cursor(3)).unwrap();
     assert!(stream.next().await.unwrap().is_err());
     assert!(stream.next().await.is_none());
@@ -396,7 +387,7 @@ async fn a_failing_store_fails_the_batch_and_the_next_try_succeeds() {
 #[tokio::test]
 async fn each_row_group_is_read_once_per_epoch_and_once_for_many_tasks() {
     // 40 row groups that fit the cache; two reads each (footer once per file, then chunks).
-    let watched = Watched::new(data::dataset(&vec![vec![100; 10]; 4]).await);
+    let watched = CountingStore::new(data::dataset(&vec![vec![100; 10]; 4]).await);
     let store: Arc<dyn ObjectStore> = watched.clone();
     let options = PlanOptions { batch_rows: 64, window_rows: 200, ..options() };
     let plan = Plan::build(&store, "train", &options).await.unwrap();
@@ -419,9 +410,9 @@ async fn each_row_group_is_read_once_per_epoch_and_once_for_many_tasks() {
 }
 
 #[derive(Default)]
-struct Kept(Mutex<HashMap<String, Vec<u8>>>);
+struct MemoryCache(Mutex<HashMap<String, Vec<u8>>>);
 
-impl DatasetCache for Kept {
+impl DatasetCache for MemoryCache {
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String> {
         Ok(self.0.lock().unwrap().get(key).cloned())
     }
@@ -443,10 +434,10 @@ impl DatasetCache for Broken {
 }
 
 #[tokio::test]
-async fn footers_are_read_once_per_state_of_the_listing() {
-    let watched = Watched::new(data::dataset(&[vec![10], vec![20], vec![30]]).await);
+async fn footers_are_read_once_per_listing_version() {
+    let watched = CountingStore::new(data::dataset(&[vec![10], vec![20], vec![30]]).await);
     let store: Arc<dyn ObjectStore> = watched.clone();
-    let kept = Arc::new(Kept::default());
+    let kept = Arc::new(MemoryCache::default());
     let build = || async {
         let before = watched.reads();
         let cache: Arc<dyn DatasetCache> = kept.clone();
@@ -476,7 +467,7 @@ async fn footers_are_read_once_per_state_of_the_listing() {
 }
 
 #[tokio::test]
-async fn a_plan_travels_as_json_to_a_reader_that_reads_no_footer_for_it() {
+async fn plan_from_json_needs_no_footer_reads() {
     let store = data::dataset(&[vec![30, 20], vec![10], vec![7]]).await;
     let plan = Plan::build(&store, "train", &options()).await.unwrap();
     let sent: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();

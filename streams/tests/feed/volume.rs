@@ -7,7 +7,7 @@ use millrace_streams::feed::{Feed, FeedError, FeedOptions, PlanOptions};
 use super::data::{parquet, rows};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_snapshot_is_fed_whatever_happens_to_the_volume() {
+async fn snapshot_feed_ignores_later_volume_changes() {
     let home = tempfile::tempdir().unwrap();
     let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
     let name = "digits".parse().unwrap();
@@ -57,7 +57,7 @@ async fn a_snapshot_is_fed_whatever_happens_to_the_volume() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn feeding_removes_what_earlier_releases_left_in_the_volume() {
+async fn feed_removes_cache_keys_of_earlier_releases() {
     let home = tempfile::tempdir().unwrap();
     let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
     let name = "digits".parse().unwrap();

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use super::{broker_in, broker_with, kafka_of, rows, take};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hundred_thousand_records_come_back_in_order_and_after_a_restart() {
+async fn hundred_thousand_records_are_read_in_order_also_after_restart() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let address = broker.addr();
@@ -126,7 +126,7 @@ async fn batches_keep_to_rows_and_bytes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn starts_that_cannot_be_are_named() {
+async fn impossible_start_offsets_are_named() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let kafka = kafka_of(&broker);
@@ -159,7 +159,7 @@ async fn starts_that_cannot_be_are_named() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_topic_that_was_made_again_ends_its_consumer() {
+async fn recreated_topic_ends_its_consumer() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let kafka = kafka_of(&broker);
@@ -274,7 +274,7 @@ async fn records_that_are_too_large_do_not_keep_others_from_their_topic() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broker_that_is_not_there_is_named_in_bounded_time() {
+async fn unreachable_broker_is_named_in_bounded_time() {
     // A port that was free a moment ago.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -300,7 +300,7 @@ async fn a_broker_that_is_not_there_is_named_in_bounded_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_configuration_finds_the_broker_of_its_home() {
+async fn default_configuration_connects_to_the_home_broker() {
     let home = TempDir::new().unwrap();
     let broker = broker_in(&broker::dir(home.path())).await;
     let config =
@@ -321,7 +321,7 @@ async fn the_configuration_finds_the_broker_of_its_home() {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "takes 40 s: run it by name with --ignored"]
-async fn a_broker_that_goes_away_is_named_and_comes_back() {
+async fn lost_broker_is_named_and_reading_resumes_when_it_returns() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let (kafka, address) = (kafka_of(&broker), broker.addr());

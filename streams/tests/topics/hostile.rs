@@ -118,7 +118,7 @@ async fn connections_and_sizes_have_limits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_name_asked_for_often_is_answered_once() {
+async fn repeated_topic_name_is_answered_once() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let mut wire = Wire::connect(broker.addr());
@@ -132,7 +132,7 @@ async fn a_name_asked_for_often_is_answered_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_hangs_does_not_keep_the_broker_from_stopping() {
+async fn hanging_client_does_not_block_broker_stop() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let mut wire = Wire::connect(broker.addr());
@@ -144,7 +144,7 @@ async fn a_client_that_hangs_does_not_keep_the_broker_from_stopping() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn announced_bytes_that_do_not_come_leave_room_for_others() {
+async fn unsent_announced_bytes_do_not_block_other_requests() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let kafka = super::kafka_of(&broker);

@@ -65,7 +65,7 @@ impl Drop for Process {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn kill_nine_loses_and_doubles_nothing() {
+async fn broker_killed_with_sigkill_loses_and_duplicates_nothing() {
     let dir = TempDir::new().unwrap();
     let mut process = Process::start(dir.path(), "127.0.0.1:0");
     let address = running_address(dir.path()).unwrap().to_string();

@@ -45,7 +45,7 @@ fn create(wire: &mut Wire, topic: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_batch_sent_twice_is_there_once() {
+async fn batch_sent_twice_is_stored_once() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let address = broker.addr();
@@ -84,7 +84,7 @@ async fn a_batch_sent_twice_is_there_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn versions_are_told_in_every_version() {
+async fn api_versions_are_answered_in_every_version() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let mut wire = Wire::connect(broker.addr());
@@ -100,7 +100,7 @@ async fn versions_are_told_in_every_version() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_with_a_batch_is_told() {
+async fn refused_batch_gets_the_matching_error_code() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let mut wire = Wire::connect(broker.addr());
@@ -134,7 +134,7 @@ async fn what_is_wrong_with_a_batch_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fetch_waits_for_what_it_was_asked_for() {
+async fn fetch_waits_for_min_bytes_or_max_wait() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let address = broker.addr();
@@ -185,7 +185,7 @@ async fn fetch_waits_for_what_it_was_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn offsets_are_listed_by_place_and_time() {
+async fn offsets_are_listed_by_position_and_time() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let mut wire = Wire::connect(broker.addr());
@@ -245,7 +245,7 @@ async fn batches_that_no_consumer_can_decode_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn topics_are_created_only_as_they_can_be() {
+async fn invalid_topic_settings_are_refused() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     let mut wire = Wire::connect(broker.addr());

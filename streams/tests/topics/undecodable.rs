@@ -37,7 +37,7 @@ async fn produce(kafka: &KafkaConfig, count: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reading_goes_on_behind_a_batch_that_cannot_be_decoded() {
+async fn reading_continues_after_an_undecodable_batch() {
     let dir = TempDir::new().unwrap();
     let broker = broker_in(dir.path()).await;
     create_topic(&kafka_of(&broker), "t", 1).await.unwrap();

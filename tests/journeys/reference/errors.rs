@@ -30,7 +30,8 @@ const PAGES: [Errors; 5] = [
         "errors/serving.md",
         "Errors: models and serving",
         &[
-            ("Model server and pipes", "serving/src/error.rs", "Error", "serving"),
+            ("Model server", "serving/core/src/error.rs", "Error", "serving"),
+            ("Pipes", "serving/pipe/src/error.rs", "Error", "pipe"),
             ("Model bundles", "serving/bundle/src/error.rs", "Error", "bundle"),
         ],
     ),

@@ -23,7 +23,7 @@ const fn table(heading: &'static str, file: &'static str, name: &'static str, at
     Table { heading, file, name, at }
 }
 
-const SERVING: &str = "serving/src/config.rs";
+const SERVING: &str = "serving/core/src/config.rs";
 const OPTIMIZER: &str = "trainer/src/optim/config.rs";
 
 const PAGES: [(&str, &str, &[Table]); 9] = [
@@ -57,11 +57,11 @@ const PAGES: [(&str, &str, &[Table]); 9] = [
             table("[serving.tls]", SERVING, "Tls", "/serving/tls"),
             table(
                 "[serving.telemetry]",
-                "serving/src/config/telemetry.rs",
+                "serving/core/src/config/telemetry.rs",
                 "Telemetry",
                 "/serving/telemetry",
             ),
-            table("[serving.drift]", "serving/src/config/drift.rs", "Drift", "/serving/drift"),
+            table("[serving.drift]", "serving/core/src/config/drift.rs", "Drift", "/serving/drift"),
         ],
     ),
     (
@@ -70,7 +70,7 @@ const PAGES: [(&str, &str, &[Table]); 9] = [
         &[
             table(
                 "[serving.models.NAME]",
-                "serving/src/config/model.rs",
+                "serving/core/src/config/model.rs",
                 "ModelOptions",
                 "/serving/models/example",
             ),
@@ -273,7 +273,7 @@ impl Values {
         let mut choices = Vec::new();
         for key in &keys {
             let (kind, values) = kind(&shown(&key.rest));
-            let default = self.default(table, &key.name);
+            let default = self.default(table, &key.name, &kind);
             text +=
                 &format!("| `{}` | {kind} | {default} | {} |\n", key.name, cell(&plain(&key.doc, &tokens)));
             choices.extend(values.into_iter().map(|value| (key.name.clone(), value)));
@@ -285,7 +285,7 @@ impl Values {
     }
 
     /// The default of a key.
-    fn default(&self, table: &Table, key: &str) -> String {
+    fn default(&self, table: &Table, key: &str, kind: &str) -> String {
         let value = match self.plain.pointer(table.at) {
             Some(present) => &present[key],
             None => {
@@ -300,6 +300,10 @@ impl Values {
         match value {
             Value::Null => "unset".to_owned(),
             Value::Object(fields) if fields.is_empty() => "none".to_owned(),
+            // A choice between tables has no section of its own.
+            Value::Object(_) if kind.contains('{') => {
+                format!("`{}`", toml::Value::try_from(value).unwrap())
+            }
             Value::Object(_) => "see below".to_owned(),
             Value::Array(list) if list.is_empty() => "none".to_owned(),
             Value::Number(number) => format!("{number}{}", size(key, number.as_u64().unwrap_or(0))),

@@ -24,7 +24,11 @@ const PAGES: [(&str, &str, &[&str]); 3] = [
     (
         "metrics/serving.md",
         "Metrics: the model server",
-        &["serving/src/metrics.rs", "serving/src/metrics/drift.rs", "serving/src/metrics/triton.rs"],
+        &[
+            "serving/core/src/metrics.rs",
+            "serving/transport/src/scrape/drift.rs",
+            "serving/transport/src/scrape/triton.rs",
+        ],
     ),
 ];
 

@@ -1,26 +1,25 @@
 //! Tests of checkpoints in a volume: retention, adoption of format 1, and fencing of writers.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Config, Datafs, VolumeSpec};
 
-use super::{Checkpoints, FINISHED_RUNS_KEPT, Finish, Kept, Trail, UNFINISHED_RUNS_KEPT};
+use super::{CheckpointEntry, Checkpoints, FINISHED_RUNS_KEPT, Finish, RunRecord, UNFINISHED_RUNS_KEPT};
 use crate::engine::{Param, ParamLayout};
 use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
-use crate::state::State;
+use crate::state::RunState;
 
 fn layout() -> ParamLayout {
     // Larger than what the metadata stores inline.
     ParamLayout { params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }] }
 }
 
-fn state(step: u64) -> State {
+fn state(step: u64) -> RunState {
     let weights = (0..64 * 512).map(|i| (i as f32 + step as f32).sin()).collect();
     let optimizer = OptimizerState { step, slots: vec![] };
-    State { step, weights, optimizer, ledger: Ledger::default(), fraction_bits: None }
+    RunState { step, weights, optimizer, ledger: Ledger::default(), fraction_bits: None }
 }
 
 fn datafs(home: &Path) -> Datafs {
@@ -56,18 +55,18 @@ fn folders(checkpoints: &Checkpoints) -> Vec<String> {
 
 #[test]
 fn checkpoints_of_a_larger_budget_stay_while_a_smaller_one_runs() {
-    let mut trail = Trail::new("r");
-    let add = |trail: &mut Trail, step: u64| -> Vec<u64> {
-        trail.insert(Kept { step, folder: step.to_string(), sha256: None });
-        trail.prune(step, 2).into_iter().map(|kept| kept.step).collect()
+    let mut record = RunRecord::new("r");
+    let add = |record: &mut RunRecord, step: u64| -> Vec<u64> {
+        record.insert(CheckpointEntry { step, folder: step.to_string(), sha256: None });
+        record.prune(step, 2).into_iter().map(|kept| kept.step).collect()
     };
-    assert!(add(&mut trail, 100).is_empty());
-    assert!(add(&mut trail, 200).is_empty());
-    assert_eq!(add(&mut trail, 300), [100]);
+    assert!(add(&mut record, 100).is_empty());
+    assert!(add(&mut record, 200).is_empty());
+    assert_eq!(add(&mut record, 300), [100]);
     for (step, dropped) in [(10, vec![]), (20, vec![]), (30, vec![10]), (250, vec![20, 30])] {
-        assert_eq!(add(&mut trail, step), dropped);
+        assert_eq!(add(&mut record, step), dropped);
     }
-    let steps: Vec<u64> = trail.kept.iter().map(|kept| kept.step).collect();
+    let steps: Vec<u64> = record.kept.iter().map(|kept| kept.step).collect();
     assert_eq!(steps, [200, 250, 300]);
 }
 
@@ -88,7 +87,7 @@ fn objects(home: &Path) -> BTreeSet<PathBuf> {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_passed_over() {
+fn damaged_checkpoint_is_skipped() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
     run.begin(b"model", b"{}", |_, _| false).unwrap();
@@ -133,14 +132,14 @@ fn begin(datafs: &Datafs, run: &str, finish: Option<Finish>, begun: i64) -> Chec
     let run = checkpoints(datafs, run);
     run.begin(b"model", b"{}", |_, _| false).unwrap();
     run.write(&state(5), &layout(), finish).unwrap();
-    let (_, mut trail) = run.trail().unwrap().unwrap();
-    trail.begun = begun;
-    run.view.publish(millrace_datafs::Publish::new().put_key(run.key(), trail.value())).unwrap();
+    let (_, mut record) = run.run_record().unwrap().unwrap();
+    record.begun = begun;
+    run.view.publish(millrace_datafs::Publish::new().put_key(run.key(), record.value())).unwrap();
     run
 }
 
 #[test]
-fn other_runs_of_a_job_stay_but_for_the_oldest_finished_ones() {
+fn oldest_finished_runs_of_a_job_are_removed() {
     let home = tempfile::tempdir().unwrap();
     let datafs = datafs(home.path());
     let begin = |run: &str, finish: Option<Finish>, begun: i64| begin(&datafs, run, finish, begun);
@@ -163,7 +162,7 @@ fn other_runs_of_a_job_stay_but_for_the_oldest_finished_ones() {
 }
 
 #[test]
-fn of_unfinished_runs_of_a_job_the_newest_few_stay() {
+fn newest_unfinished_runs_of_a_job_are_kept() {
     let home = tempfile::tempdir().unwrap();
     let datafs = datafs(home.path());
     let finished = begin(&datafs, "f", Some(Finish::EpochsDone), 1);
@@ -183,7 +182,7 @@ fn of_unfinished_runs_of_a_job_the_newest_few_stay() {
 }
 
 #[test]
-fn runs_keep_their_order_when_the_clock_goes_back() {
+fn runs_keep_their_order_when_the_clock_is_set_back() {
     let home = tempfile::tempdir().unwrap();
     let datafs = datafs(home.path());
     let first = begin(&datafs, "a", None, i64::from(u32::MAX));
@@ -204,13 +203,17 @@ fn runs_keep_their_order_when_the_clock_goes_back() {
 
 /// Deleting the named directories removes the run and nothing else.
 #[test]
-fn the_directories_of_a_run_are_its_own_and_those_that_it_took_over() {
+fn run_owns_its_directories_and_those_of_format_1() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
-    let mut trail = Trail::new(&run.run);
+    let mut record = RunRecord::new(&run.run);
     for folder in ["000000000100", "rrrrrrrrrrrrrrrr/000000000200"] {
-        trail.insert(Kept { step: trail.kept.len() as u64, folder: folder.into(), sha256: None });
+        record.insert(CheckpointEntry {
+            step: record.kept.len() as u64,
+            folder: folder.into(),
+            sha256: None,
+        });
     }
-    let places = run.places(trail.folders());
+    let places = run.locations(record.folders());
     assert_eq!(places, "models:/checkpoints/job/rrrrrrrrrrrrrrrr, models:/checkpoints/job/000000000100");
 }

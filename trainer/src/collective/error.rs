@@ -7,7 +7,7 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum Error {
     /// A rank closed its connection or could not be reached: it is dead or has left.
-    #[error("rank {rank} ({address}) of membership epoch {epoch} is gone at step {step}: {reason}")]
+    #[error("rank {rank} ({address}) of membership epoch {epoch} was lost at step {step}: {reason}")]
     PeerLost {
         /// The missing rank.
         rank: usize,

@@ -3,6 +3,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
+use millrace_leaf::backoff::Backoff;
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -16,6 +17,9 @@ use super::{Error, Formation, Options, WORLD_MAX};
 const HANDSHAKES_MAX: usize = 64;
 /// Deadline for a handshake. A connection that sends nothing is dropped after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// First and longest pause between attempts to connect to the next rank.
+const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+const CONNECT_PAUSE_MAX: Duration = Duration::from_millis(250);
 const PROOF_BYTES: usize = 32;
 
 /// The two connections of a ring member.
@@ -97,7 +101,7 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
         phase: formation.addresses.len() as u32,
     };
     let payload = proof(&options.secret, formation.epoch, formation.rank, to);
-    let mut pause = Duration::from_millis(10);
+    let mut backoff = Backoff::new(CONNECT_PAUSE, CONNECT_PAUSE_MAX);
     loop {
         match greet(address, &header, &payload).await {
             Ok(stream) => return stream,
@@ -105,8 +109,7 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
                 tracing::debug!(epoch = formation.epoch, rank = to, %address, reason, "ring neighbour not ready");
             }
         }
-        sleep(pause).await;
-        pause = (pause * 2).min(Duration::from_millis(250));
+        sleep(backoff.pause()).await;
     }
 }
 
@@ -122,8 +125,8 @@ async fn greet(address: SocketAddr, header: &Header, payload: &[u8]) -> Result<T
     // No timeout here: the neighbor answers once it forms the same epoch. If it never does, the connection
     // breaks.
     let answer = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
-    let wanted = Header { kind: Kind::Welcome, rank: header.bucket as u16, ..*header };
-    if answer.header != wanted || answer.bytes != 0 {
+    let expected = Header { kind: Kind::Welcome, rank: header.bucket as u16, ..*header };
+    if answer.header != expected || answer.bytes != 0 {
         return Err(format!("unexpected answer {:?}", answer.header));
     }
     Ok(stream)
@@ -174,7 +177,7 @@ async fn receive(
 ) -> Result<TcpStream, String> {
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
     let hello = read_header(&mut stream).await.map_err(|fault| format!("{fault:?}"))?;
-    let wanted = Header {
+    let expected = Header {
         kind: Kind::Hello,
         rank: from as u16,
         epoch: formation.epoch,
@@ -182,7 +185,7 @@ async fn receive(
         bucket: formation.rank as u32,
         phase: formation.addresses.len() as u32,
     };
-    if hello.header != wanted || hello.bytes != PROOF_BYTES {
+    if hello.header != expected || hello.bytes != PROOF_BYTES {
         return Err(format!("unexpected greeting {:?}", hello.header));
     }
     let mut payload = Vec::new();
@@ -191,7 +194,7 @@ async fn receive(
     if payload != proof(&options.secret, formation.epoch, from, formation.rank) {
         return Err("wrong secret".to_owned());
     }
-    let welcome = Header { kind: Kind::Welcome, rank: formation.rank as u16, ..wanted };
+    let welcome = Header { kind: Kind::Welcome, rank: formation.rank as u16, ..expected };
     stream.write_all(&welcome.encode(&[])).await.map_err(|e| e.to_string())?;
     Ok(stream)
 }

@@ -194,9 +194,10 @@ impl Edge {
                     bytes.copy_from_slice(&value.to_le_bytes());
                 }
                 let out = self.header(kind, rank, step, bucket, phase);
-                let wanted = self.header(kind, self.prev_rank(), step, bucket, phase);
+                let expected = self.header(kind, self.prev_rank(), step, bucket, phase);
                 let bytes = take.len() * 8;
-                self.exchange(links, step, Some((&out, outgoing)), Some((&wanted, bytes)), incoming).await?;
+                self.exchange(links, step, Some((&out, outgoing)), Some((&expected, bytes)), incoming)
+                    .await?;
                 let keep = if kind == Kind::Reduce { -1i64 } else { 0 };
                 for (value, bytes) in values[take].iter_mut().zip(incoming.chunks_exact(8)) {
                     let mut word = [0u8; 8];
@@ -233,8 +234,8 @@ impl Edge {
         let (mut total, mut phase) = (None, 0usize);
         while total.is_none_or(|total: usize| state.len() < total) {
             let bytes = total.map_or(8, |total| (total - state.len()).min(STATE_PIECE_BYTES));
-            let wanted = self.header(Kind::State, self.prev_rank(), step, 0, phase);
-            self.exchange(links, step, None, Some((&wanted, bytes)), incoming).await?;
+            let expected = self.header(Kind::State, self.prev_rank(), step, 0, phase);
+            self.exchange(links, step, None, Some((&expected, bytes)), incoming).await?;
             if self.next_rank() != source {
                 let out = self.header(Kind::State, self.formation.rank, step, 0, phase);
                 self.exchange(links, step, Some((&out, incoming)), None, &mut unused).await?;
@@ -262,17 +263,17 @@ impl Edge {
         links: &mut Links,
         step: u64,
         out: Option<(&Header, &[u8])>,
-        wanted: Option<(&Header, usize)>,
+        expected: Option<(&Header, usize)>,
         into: &mut Vec<u8>,
     ) -> Result<(), Error> {
         let deadline = Instant::now() + self.timeout;
         let Links { next, prev } = links;
         let mut sent = out.is_none();
-        let mut received = wanted.is_none();
+        let mut received = expected.is_none();
         let mut next_lost = false;
         let cause = {
             let send = send_frame(next, out);
-            let receive = receive_frame(prev, wanted, into);
+            let receive = receive_frame(prev, expected, into);
             tokio::pin!(send, receive);
             let cause = loop {
                 if sent && received {
@@ -396,10 +397,10 @@ async fn send_frame(next: &mut TcpStream, out: Option<(&Header, &[u8])>) -> Resu
 
 async fn receive_frame(
     prev: &mut TcpStream,
-    wanted: Option<(&Header, usize)>,
+    expected: Option<(&Header, usize)>,
     into: &mut Vec<u8>,
 ) -> Result<(), Cause> {
-    let Some((wanted, bytes)) = wanted else { return Ok(()) };
+    let Some((expected, bytes)) = expected else { return Ok(()) };
     let fault = |fault| match fault {
         Fault::Closed(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
             Cause::PrevLost("connection closed".to_owned())
@@ -409,11 +410,11 @@ async fn receive_frame(
     };
     let received = read_header(prev).await.map_err(fault)?;
     let got = received.header;
-    if got.kind == Kind::Abort && got.epoch == wanted.epoch {
+    if got.kind == Kind::Abort && got.epoch == expected.epoch {
         return Err(Cause::Told(got.bucket));
     }
-    if got != *wanted {
-        return Err(Cause::PrevProtocol(format!("sent {got:?} where {wanted:?} belongs")));
+    if got != *expected {
+        return Err(Cause::PrevProtocol(format!("sent {got:?} where {expected:?} belongs")));
     }
     if received.bytes != bytes {
         return Err(Cause::PrevProtocol(format!("sent {} bytes, not {bytes}", received.bytes)));

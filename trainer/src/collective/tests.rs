@@ -1,5 +1,4 @@
 //! Tests of the ring: sums, state transfer, missing ranks, unauthorized connections.
-#![allow(clippy::unwrap_used)]
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
@@ -90,7 +89,7 @@ fn large_vectors_pass_full_socket_buffers() {
 }
 
 #[test]
-fn every_source_can_hand_over_its_state() {
+fn every_rank_can_send_its_state() {
     for (world, source, bytes) in [(2, 0, 0), (2, 1, 17), (3, 2, 3 << 20), (5, 3, (1 << 20) + 1)] {
         let state: Vec<u8> = (0..bytes).map(|i| (i * 31 % 251) as u8).collect();
         let results = on_ring(world, &options(), |rank, mut ring| {
@@ -109,7 +108,7 @@ fn every_source_can_hand_over_its_state() {
 }
 
 #[test]
-fn a_state_over_the_limit_is_refused() {
+fn state_over_the_size_limit_is_refused() {
     let results = on_ring(2, &options(), |rank, mut ring| {
         let state = [0u8; 100];
         ring.broadcast(0, 0, (rank == 0).then_some(&state[..]), 99).map(drop)
@@ -118,7 +117,7 @@ fn a_state_over_the_limit_is_refused() {
 }
 
 #[test]
-fn a_dead_rank_is_named_by_everybody() {
+fn dead_rank_is_named_by_all_ranks() {
     for victim in 0..4 {
         let results = on_ring(4, &options(), |rank, mut ring| {
             let mut values = vec![1i64; 1000];
@@ -140,7 +139,7 @@ fn a_dead_rank_is_named_by_everybody() {
 }
 
 #[test]
-fn a_silent_rank_is_named_by_everybody() {
+fn silent_rank_is_named_by_all_ranks() {
     let options = Options { exchange_timeout: Duration::from_millis(1200), ..options() };
     let done = Barrier::new(4);
     let results = on_ring(4, &options, |rank, mut ring| {
@@ -155,7 +154,7 @@ fn a_silent_rank_is_named_by_everybody() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named() {
+fn missing_rank_is_named_at_formation() {
     let options = Options { form_timeout: Duration::from_millis(600), ..options() };
     let (bound, mut addresses) = bind(2, &options);
     // A port without a listener.
@@ -209,7 +208,7 @@ fn hello(epoch: u64, secret: &str) -> Vec<u8> {
 }
 
 #[test]
-fn strangers_do_not_disturb_the_formation() {
+fn foreign_connections_do_not_disturb_the_formation() {
     let (mut bound, addresses) = bind(2, &options());
     let mut strangers = Vec::new();
     let greetings = [
@@ -301,7 +300,7 @@ fn frames_that_do_not_belong_are_refused() {
 }
 
 #[test]
-fn nonsense_calls_are_refused() {
+fn invalid_calls_are_refused() {
     let mine = Collective::bind(LOCAL, options()).unwrap();
     for (rank, world) in [(0, 0), (1, 1), (5, 3)] {
         let formation = Formation { epoch: 1, rank, addresses: vec![mine.address(); world] };

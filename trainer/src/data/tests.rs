@@ -1,5 +1,4 @@
 //! Tests of column checks, decoding and shards.
-#![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
 
@@ -80,7 +79,7 @@ fn lists_numbers_and_slices_decode_alike() {
 }
 
 #[test]
-fn what_does_not_fit_is_named() {
+fn columns_that_do_not_match_the_model_are_named() {
     let good_x = || lists(&[Some(vec![Some(1.0), Some(2.0)]), Some(vec![Some(3.0), Some(4.0)])]);
     let good_y = || -> ArrayRef { Arc::new(Int64Array::from(vec![0, 1])) };
     let int_list: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>([

@@ -18,7 +18,7 @@ use super::proto::coordinator_server::{Coordinator as Service, CoordinatorServer
 use super::proto::{self, from_worker, to_worker};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::launch::{Place, WorkerCommand, describe_exit};
+use crate::launch::{WorkerCommand, WorkerEnv, describe_exit};
 use crate::metrics;
 
 /// A worker alone may take this many times `exchange_timeout_ms` per step, since it computes all of it.
@@ -54,7 +54,7 @@ pub(crate) struct Outcome {
 }
 
 /// Parameters of a job's coordinator.
-pub(crate) struct Crew<'a> {
+pub(crate) struct CoordinatorParams<'a> {
     pub(crate) job: &'a str,
     pub(crate) workers: usize,
     pub(crate) config: &'a Config,
@@ -70,7 +70,7 @@ enum Event {
         outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
         reply: oneshot::Sender<Result<MemberId, String>>,
     },
-    Said {
+    Message {
         member: MemberId,
         message: from_worker::Message,
     },
@@ -89,26 +89,29 @@ enum Event {
 ///
 /// Dropping the future kills the worker processes.
 pub(crate) async fn run(
-    crew: Crew<'_>,
+    params: CoordinatorParams<'_>,
     cancel: CancellationToken,
     mut on_report: impl FnMut(Report),
 ) -> Result<Outcome> {
-    let listener = TcpListener::bind((crew.config.listen, 0))
+    let listener = TcpListener::bind((params.config.listen, 0))
         .await
-        .map_err(|e| Error::io(format!("listen on {}", crew.config.listen), e))?;
+        .map_err(|e| Error::io(format!("listen on {}", params.config.listen), e))?;
     let address = listener.local_addr().map_err(|e| Error::io("find the coordinator's address", e))?;
     let (events, mut inbox) = mpsc::channel(1024);
-    let over = CancellationToken::new();
-    let _over_on_drop = over.clone().drop_guard();
+    let shutdown = CancellationToken::new();
+    let _shutdown_on_drop = shutdown.clone().drop_guard();
     let tasks = TaskTracker::new();
     let server = tonic::transport::Server::builder()
-        .add_service(CoordinatorServer::new(Door { token: crew.token.clone(), events: events.clone() }))
-        .serve_with_incoming_shutdown(TcpListenerStream::new(listener), over.clone().cancelled_owned());
+        .add_service(CoordinatorServer::new(CoordinatorService {
+            token: params.token.clone(),
+            events: events.clone(),
+        }))
+        .serve_with_incoming_shutdown(TcpListenerStream::new(listener), shutdown.clone().cancelled_owned());
     let mut server = tokio::spawn(server);
 
-    let config = crew.config;
+    let config = params.config;
     let rules = Rules {
-        workers: crew.workers,
+        workers: params.workers,
         respawns_max: config.respawns_max,
         respawn_backoff: Duration::from_millis(config.respawn_backoff_ms),
         heartbeat_lost: config.heartbeat_lost(),
@@ -123,8 +126,8 @@ pub(crate) async fn run(
         kills: BTreeMap::new(),
         events,
         tasks: tasks.clone(),
-        over: over.clone(),
-        crew: &crew,
+        shutdown: shutdown.clone(),
+        params: &params,
         address,
         formed: None,
         report: Report::default(),
@@ -154,9 +157,9 @@ pub(crate) async fn run(
     // Workers exit on `Done`. One that does not is killed when its task is cancelled.
     tasks.close();
     if tokio::time::timeout(EXIT_TIMEOUT, tasks.wait()).await.is_err() {
-        tracing::warn!(job = crew.job, "workers did not exit in time and are killed");
+        tracing::warn!(job = params.job, "workers did not exit in time and are killed");
     }
-    over.cancel();
+    shutdown.cancel();
     tasks.wait().await;
     let outcome = Outcome {
         stopped: matches!(verdict, Verdict::Finished { stopped: true }),
@@ -168,7 +171,7 @@ pub(crate) async fn run(
         Verdict::Finished { .. } => Ok(outcome),
         Verdict::Failed { message, exit_code } => Err(Error::Worker { message, exit_code }),
         Verdict::WorkersLost { reason, exit_code } => Err(Error::WorkersLost {
-            job: crew.job.to_owned(),
+            job: params.job.to_owned(),
             respawns: state.membership.respawns(),
             reason,
             exit_code,
@@ -182,8 +185,8 @@ struct Actor<'a> {
     kills: BTreeMap<(usize, u64), CancellationToken>,
     events: mpsc::Sender<Event>,
     tasks: TaskTracker,
-    over: CancellationToken,
-    crew: &'a Crew<'a>,
+    shutdown: CancellationToken,
+    params: &'a CoordinatorParams<'a>,
     address: SocketAddr,
     formed: Option<Instant>,
     report: Report,
@@ -195,7 +198,7 @@ impl Actor<'_> {
     }
 
     fn stop(&mut self) {
-        tracing::info!(job = self.crew.job, "stopping after the current step");
+        tracing::info!(job = self.params.job, "stopping after the current step");
         self.membership.stop(Instant::now());
     }
 
@@ -207,7 +210,7 @@ impl Actor<'_> {
                 // If the connection is gone, the end of its stream reports that.
                 let _ = reply.send(joined);
             }
-            Event::Said { member, message } => self.on_message(member, message, now, on_report),
+            Event::Message { member, message } => self.on_message(member, message, now, on_report),
             Event::Disconnected { member, reason } => {
                 self.outboxes.remove(&member);
                 self.membership.lost(member, &reason, now);
@@ -230,9 +233,9 @@ impl Actor<'_> {
             .parse()
             .map_err(|_| format!("ring address {:?} is not ip:port", hello.ring_address))?;
         let member = self.membership.joined(hello.slot as usize, hello.launch, hello.pid, ring, now)?;
-        tracing::info!(job = self.crew.job, worker = hello.slot, pid = hello.pid, "worker joined");
-        let welcome = proto::Welcome { member, assignment: self.crew.assignment.clone() };
-        if outbox.try_send(Ok(wrap(to_worker::Message::Welcome(welcome)))).is_ok() {
+        tracing::info!(job = self.params.job, worker = hello.slot, pid = hello.pid, "worker joined");
+        let welcome = proto::Welcome { member, assignment: self.params.assignment.clone() };
+        if outbox.try_send(Ok(to_worker_message(to_worker::Message::Welcome(welcome)))).is_ok() {
             self.outboxes.insert(member, outbox);
         }
         Ok(member)
@@ -270,8 +273,8 @@ impl Actor<'_> {
                 self.membership.arrived(member, arrive.step, reason, now);
             }
             from_worker::Message::Progress(progress) => {
-                self.membership.heard(member, now);
-                self.membership.progressed(progress.step);
+                self.membership.record_contact(member, now);
+                self.membership.record_progress(progress.step);
                 let before = (self.report.step, self.report.rows);
                 self.report = Report {
                     step: progress.step,
@@ -282,7 +285,7 @@ impl Actor<'_> {
                     membership_epoch: self.membership.epoch(),
                 };
                 if before.0 > 0 {
-                    metrics::progressed(
+                    metrics::record_progress(
                         progress.step.saturating_sub(before.0),
                         progress.rows.saturating_sub(before.1),
                     );
@@ -332,12 +335,12 @@ impl Actor<'_> {
             self.formed.get_or_insert_with(Instant::now);
             metrics::epoch_formed();
             metrics::workers_alive(peers.len());
-            tracing::info!(job = self.crew.job, epoch, workers = peers.len(), "membership epoch formed");
+            tracing::info!(job = self.params.job, epoch, workers = peers.len(), "membership epoch formed");
         }
         let sent = self
             .outboxes
             .get(&member)
-            .is_some_and(|outbox| outbox.try_send(Ok(wrap(encode(message)))).is_ok());
+            .is_some_and(|outbox| outbox.try_send(Ok(to_worker_message(encode(message)))).is_ok());
         if !sent {
             self.outboxes.remove(&member);
             self.membership.lost(member, "does not read its messages", Instant::now());
@@ -345,20 +348,24 @@ impl Actor<'_> {
     }
 
     fn spawn(&mut self, slot: usize, launch: u64) {
-        let place =
-            Place { coordinator: self.address.to_string(), token: self.crew.token.clone(), slot, launch };
-        let mut child = match self.crew.command.spawn(&place, self.crew.workers) {
+        let worker_env = WorkerEnv {
+            coordinator: self.address.to_string(),
+            token: self.params.token.clone(),
+            slot,
+            launch,
+        };
+        let mut child = match self.params.command.spawn(&worker_env, self.params.workers) {
             Ok(child) => child,
             Err(error) => {
-                tracing::error!(job = self.crew.job, worker = slot, %error, "worker did not start");
+                tracing::error!(job = self.params.job, worker = slot, %error, "worker did not start");
                 self.membership.exited(slot, launch, &error.to_string(), Instant::now());
                 return;
             }
         };
-        tracing::debug!(job = self.crew.job, worker = slot, pid = child.id(), "worker started");
-        let kill = self.over.child_token();
+        tracing::debug!(job = self.params.job, worker = slot, pid = child.id(), "worker started");
+        let kill = self.shutdown.child_token();
         self.kills.insert((slot, launch), kill.clone());
-        let (events, over) = (self.events.clone(), self.over.clone());
+        let (events, shutdown) = (self.events.clone(), self.shutdown.clone());
         self.tasks.spawn(async move {
             let status = tokio::select! {
                 status = child.wait() => status,
@@ -371,13 +378,13 @@ impl Actor<'_> {
             // A full inbox must not lose an exit; once the job is over, the inbox is not read any more.
             let exited = Event::Exited { slot, launch, reason: describe_exit(status) };
             if let Err(mpsc::error::TrySendError::Full(exited)) = events.try_send(exited) {
-                over.run_until_cancelled(events.send(exited)).await;
+                shutdown.run_until_cancelled(events.send(exited)).await;
             }
         });
     }
 }
 
-fn wrap(message: to_worker::Message) -> proto::ToWorker {
+fn to_worker_message(message: to_worker::Message) -> proto::ToWorker {
     proto::ToWorker { message: Some(message) }
 }
 
@@ -403,13 +410,13 @@ fn encode(message: Message) -> to_worker::Message {
 }
 
 /// The gRPC service that admits workers with the right token.
-struct Door {
+struct CoordinatorService {
     token: String,
     events: mpsc::Sender<Event>,
 }
 
 #[tonic::async_trait]
-impl Service for Door {
+impl Service for CoordinatorService {
     type SessionStream = Pin<Box<dyn Stream<Item = Result<proto::ToWorker, Status>> + Send>>;
 
     async fn session(
@@ -436,7 +443,7 @@ impl Service for Door {
             let reason = loop {
                 match messages.next().await {
                     Some(Ok(proto::FromWorker { message: Some(message) })) => {
-                        if events.send(Event::Said { member, message }).await.is_err() {
+                        if events.send(Event::Message { member, message }).await.is_err() {
                             return;
                         }
                     }

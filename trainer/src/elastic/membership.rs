@@ -165,7 +165,7 @@ impl Membership {
 
     /// Process ids of the members of the current epoch, in rank order.
     pub(crate) fn pids(&self) -> Vec<u32> {
-        self.ranked().map(|(_, member)| member.pid).collect()
+        self.by_rank().map(|(_, member)| member.pid).collect()
     }
 
     /// Whether the job is stopping.
@@ -200,7 +200,7 @@ impl Membership {
         }
         match self.slots.get(slot) {
             Some(Slot::Starting { launch: started, .. }) if *started == launch => {}
-            _ => return Err(format!("no worker is expected in place {slot} with launch {launch}")),
+            _ => return Err(format!("no worker is expected in slot {slot} with launch {launch}")),
         }
         let id = self.member_next;
         self.member_next += 1;
@@ -213,7 +213,7 @@ impl Membership {
         Ok(id)
     }
 
-    pub(crate) fn heard(&mut self, id: MemberId, now: Instant) {
+    pub(crate) fn record_contact(&mut self, id: MemberId, now: Instant) {
         if let Some(member) = self.members.get_mut(&id) {
             member.heard = now;
         }
@@ -224,7 +224,7 @@ impl Membership {
     /// In a ring, the neighbors wait for a late member and report it. A member that trains alone has no
     /// neighbors, so its step has a deadline here.
     pub(crate) fn computing(&mut self, id: MemberId, computing: Duration, now: Instant) {
-        self.heard(id, now);
+        self.record_contact(id, now);
         let alone = self.in_epoch.len() == 1 && self.in_epoch.contains(&id);
         if alone && computing > self.rules.step_timeout {
             self.lost(id, &format!("did not complete a step for {} s", computing.as_secs()), now);
@@ -232,7 +232,7 @@ impl Membership {
     }
 
     /// The job has reached a step.
-    pub(crate) fn progressed(&mut self, step: u64) {
+    pub(crate) fn record_progress(&mut self, step: u64) {
         self.furthest = self.furthest.max(step);
     }
 
@@ -246,7 +246,7 @@ impl Membership {
         if self.in_epoch.contains(&id) {
             self.closing.get_or_insert(now);
             if reason == Reason::Broken {
-                self.tell_broken();
+                self.send_broken();
             }
         }
         self.settle(now);
@@ -293,7 +293,7 @@ impl Membership {
         self.actions.push(Action::Kill { slot: member.slot, launch: member.launch });
         if self.in_epoch.remove(&id) {
             self.closing.get_or_insert(now);
-            self.tell_broken();
+            self.send_broken();
         }
         self.settle(now);
     }
@@ -389,11 +389,11 @@ impl Membership {
                 .copied()
                 .collect();
             for id in missing {
-                self.lost(id, "did not come to the barrier in time", now);
+                self.lost(id, "did not reach the barrier in time", now);
             }
         }
         if self.stopping.is_some_and(|since| since + self.rules.stop_timeout <= now) {
-            tracing::warn!("workers did not stop in time; the last checkpoint stands");
+            tracing::warn!("workers did not stop in time; the last checkpoint remains valid");
             self.end(Verdict::Finished { stopped: true });
         }
         self.settle(now);
@@ -435,7 +435,7 @@ impl Membership {
         }
     }
 
-    fn ranked(&self) -> impl Iterator<Item = (MemberId, &Member)> {
+    fn by_rank(&self) -> impl Iterator<Item = (MemberId, &Member)> {
         let mut ranked: Vec<_> =
             self.in_epoch.iter().filter_map(|id| self.members.get(id).map(|member| (*id, member))).collect();
         ranked.sort_by_key(|(_, member)| member.slot);
@@ -443,10 +443,10 @@ impl Membership {
     }
 
     /// Tells the members that still compute in the epoch that it is over.
-    fn tell_broken(&mut self) {
+    fn send_broken(&mut self) {
         let epoch = self.epoch;
         let busy: Vec<MemberId> =
-            self.ranked().filter(|(_, m)| m.arrived.is_none()).map(|(id, _)| id).collect();
+            self.by_rank().filter(|(_, m)| m.arrived.is_none()).map(|(id, _)| id).collect();
         for id in busy {
             self.send(id, Message::Broken { epoch });
         }
@@ -459,7 +459,7 @@ impl Membership {
         }
         let running = self.closing.is_none() && !self.in_epoch.is_empty();
         if running {
-            let verdicts: Option<Vec<bool>> = self.ranked().map(|(_, m)| m.finished).collect();
+            let verdicts: Option<Vec<bool>> = self.by_rank().map(|(_, m)| m.finished).collect();
             if let Some(stopped) = verdicts {
                 self.end(Verdict::Finished { stopped: stopped.contains(&true) });
                 return;
@@ -497,7 +497,7 @@ impl Membership {
     }
 
     fn form(&mut self, now: Instant) {
-        let absent = self.ranked().any(|(_, member)| member.arrived.is_none());
+        let absent = self.by_rank().any(|(_, member)| member.arrived.is_none());
         let ready = self.members.values().filter(|member| member.arrived.is_some()).count();
         if absent || ready == 0 {
             return;
@@ -518,9 +518,9 @@ impl Membership {
         self.reform_told = false;
         self.in_epoch =
             self.members.iter().filter(|(_, member)| member.arrived.is_some()).map(|(id, _)| *id).collect();
-        let ranked: Vec<MemberId> = self.ranked().map(|(id, _)| id).collect();
+        let ranked: Vec<MemberId> = self.by_rank().map(|(id, _)| id).collect();
         let peers: Vec<Peer> = self
-            .ranked()
+            .by_rank()
             .map(|(_, member)| Peer {
                 address: member.address,
                 step: member.arrived.unwrap_or_default(),

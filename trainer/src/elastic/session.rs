@@ -18,7 +18,7 @@ use super::membership::{Peer, Reason};
 use super::proto::coordinator_client::CoordinatorClient;
 use super::proto::{self, from_worker, to_worker};
 use crate::error::{Error, Result};
-use crate::launch::Place;
+use crate::launch::WorkerEnv;
 
 /// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
 /// while (Ctrl-Z); if it is gone, the connection breaks at once.
@@ -33,7 +33,7 @@ const EXIT_COORDINATOR_LOST: i32 = 3;
 
 /// A formed membership epoch, as this worker sees it.
 #[derive(Debug)]
-pub(crate) struct Formed {
+pub(crate) struct EpochMembership {
     pub(crate) epoch: u64,
     pub(crate) rank: usize,
     pub(crate) peers: Vec<Peer>,
@@ -44,7 +44,7 @@ pub(crate) struct Formed {
 /// The outcome of waiting at the barrier.
 #[derive(Debug)]
 pub(crate) enum Barrier {
-    Formed(Formed),
+    Formed(EpochMembership),
     Done,
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct Report {
 }
 
 enum Notice {
-    Formed(Formed),
+    Formed(EpochMembership),
     Broken(u64),
     Done,
     Lost(String),
@@ -121,19 +121,24 @@ pub(crate) struct Timing {
 impl Session {
     /// Connects to the coordinator and says hello; returns the session and the assignment as JSON.
     ///
-    /// [`Greeted::start`] begins the heartbeats, since the assignment sets their interval.
-    pub(crate) fn connect(runtime: &Handle, place: &Place, ring: SocketAddr) -> Result<(Greeted, String)> {
-        let lost = |reason: String| Error::CoordinatorLost { address: place.coordinator.clone(), reason };
+    /// [`AcceptedSession::start`] begins the heartbeats, since the assignment sets their interval.
+    pub(crate) fn connect(
+        runtime: &Handle,
+        worker_env: &WorkerEnv,
+        ring: SocketAddr,
+    ) -> Result<(AcceptedSession, String)> {
+        let lost =
+            |reason: String| Error::CoordinatorLost { address: worker_env.coordinator.clone(), reason };
         let (outgoing, messages) = mpsc::channel(64);
         let hello = proto::Hello {
-            token: place.token.clone(),
-            slot: place.slot as u32,
-            launch: place.launch,
+            token: worker_env.token.clone(),
+            slot: worker_env.slot as u32,
+            launch: worker_env.launch,
             pid: std::process::id(),
             ring_address: ring.to_string(),
         };
         let greet = async {
-            let channel = Endpoint::from_shared(format!("http://{}", place.coordinator))
+            let channel = Endpoint::from_shared(format!("http://{}", worker_env.coordinator))
                 .map_err(|e| lost(e.to_string()))?
                 .connect_timeout(CONNECT_TIMEOUT)
                 .tcp_nodelay(true)
@@ -157,7 +162,7 @@ impl Session {
         let (incoming, assignment) = runtime
             .block_on(async { tokio::time::timeout(CONNECT_TIMEOUT, greet).await })
             .map_err(|_| lost("did not answer in time".to_owned()))??;
-        let greeted = Greeted { address: place.coordinator.clone(), outgoing, incoming };
+        let greeted = AcceptedSession { address: worker_env.coordinator.clone(), outgoing, incoming };
         Ok((greeted, assignment))
     }
 
@@ -255,13 +260,13 @@ impl Session {
 }
 
 /// A session that the coordinator has accepted but that sends no heartbeats yet.
-pub(crate) struct Greeted {
+pub(crate) struct AcceptedSession {
     address: String,
     outgoing: mpsc::Sender<proto::FromWorker>,
     incoming: tonic::Streaming<proto::ToWorker>,
 }
 
-impl Greeted {
+impl AcceptedSession {
     /// Starts the tasks for heartbeats and incoming messages on `runtime`.
     pub(crate) fn start(self, runtime: &Handle, timing: Timing) -> Session {
         let (notify, notices) = mpsc::unbounded_channel();
@@ -361,7 +366,7 @@ async fn listen(
     std::process::exit(EXIT_COORDINATOR_LOST);
 }
 
-fn decode(formed: proto::Formed) -> Result<Formed, String> {
+fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
     let peers = formed
         .members
         .into_iter()
@@ -376,7 +381,12 @@ fn decode(formed: proto::Formed) -> Result<Formed, String> {
     if formed.rank as usize >= peers.len() {
         return Err(format!("rank {} of {} members", formed.rank, peers.len()));
     }
-    Ok(Formed { epoch: formed.epoch, rank: formed.rank as usize, peers, abort: CancellationToken::new() })
+    Ok(EpochMembership {
+        epoch: formed.epoch,
+        rank: formed.rank as usize,
+        peers,
+        abort: CancellationToken::new(),
+    })
 }
 
 #[cfg(test)]
@@ -388,7 +398,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_that_goes_on_takes_time_and_a_stopped_process_does_not() {
+    fn step_clock_counts_running_steps_but_not_a_stopped_process() {
         let every = Duration::from_millis(500);
         let mut clock = StepClock::default();
         let mut tick =
@@ -400,10 +410,10 @@ mod tests {
     }
 
     /// A coordinator that accepts a worker with an assignment of that many bytes.
-    struct Welcoming(usize);
+    struct AcceptingCoordinator(usize);
 
     #[tonic::async_trait]
-    impl Coordinator for Welcoming {
+    impl Coordinator for AcceptingCoordinator {
         type SessionStream = tokio_stream::Once<Result<proto::ToWorker, Status>>;
 
         async fn session(
@@ -424,12 +434,12 @@ mod tests {
         let coordinator = listener.local_addr().expect("an address").to_string();
         runtime.spawn(
             tonic::transport::Server::builder()
-                .add_service(CoordinatorServer::new(Welcoming(BYTES)))
+                .add_service(CoordinatorServer::new(AcceptingCoordinator(BYTES)))
                 .serve_with_incoming(TcpListenerStream::new(listener)),
         );
-        let place = Place { coordinator, token: String::new(), slot: 0, launch: 1 };
+        let worker_env = WorkerEnv { coordinator, token: String::new(), slot: 0, launch: 1 };
         let ring = SocketAddr::from(([127, 0, 0, 1], 1));
-        let (_, assignment) = Session::connect(runtime.handle(), &place, ring).expect("a welcome");
+        let (_, assignment) = Session::connect(runtime.handle(), &worker_env, ring).expect("a welcome");
         assert_eq!(assignment.len(), BYTES);
     }
 }

@@ -1,5 +1,4 @@
 //! Tests of the membership state machine, without processes and without a real clock.
-#![allow(clippy::unwrap_used)]
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -7,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::membership::{Action, MemberId, Membership, Message, Peer, Reason, Rules, Verdict, source};
 
 /// A membership with a simulated clock.
-struct Job {
+struct SimulatedJob {
     membership: Membership,
     now: Instant,
 }
@@ -25,10 +24,10 @@ fn rules(workers: usize) -> Rules {
     }
 }
 
-impl Job {
-    fn new(workers: usize) -> Job {
+impl SimulatedJob {
+    fn new(workers: usize) -> SimulatedJob {
         let now = Instant::now();
-        Job { membership: Membership::new(rules(workers), now), now }
+        SimulatedJob { membership: Membership::new(rules(workers), now), now }
     }
 
     /// Advances time in steps during which every member of `living` sends heartbeats.
@@ -37,7 +36,7 @@ impl Job {
         while self.now < until {
             self.now += Duration::from_millis(50);
             for member in living {
-                self.membership.heard(*member, self.now);
+                self.membership.record_contact(*member, self.now);
             }
             self.membership.tick(self.now);
         }
@@ -55,8 +54,8 @@ impl Job {
     }
 
     /// A job whose workers have all arrived at step 0.
-    fn running(workers: usize) -> (Job, Vec<MemberId>) {
-        let mut job = Job::new(workers);
+    fn running(workers: usize) -> (SimulatedJob, Vec<MemberId>) {
+        let mut job = SimulatedJob::new(workers);
         let spawned = job.pass(Duration::from_millis(50), &[]);
         assert_eq!(spawned.len(), workers);
         let members: Vec<MemberId> = (0..workers).map(|slot| job.join(slot, slot as u64 + 1)).collect();
@@ -103,16 +102,16 @@ fn spawned(actions: &[Action]) -> Vec<(usize, u64)> {
 }
 
 #[test]
-fn the_first_epoch_waits_for_everybody() {
-    let (job, members) = Job::running(3);
+fn first_epoch_waits_for_all_workers() {
+    let (job, members) = SimulatedJob::running(3);
     assert_eq!(members.len(), 3);
     assert_eq!(job.membership.pids(), [1, 2, 3]);
     assert_eq!(job.membership.epoch(), 1);
 }
 
 #[test]
-fn the_first_epoch_goes_without_those_that_never_start() {
-    let mut job = Job::new(2);
+fn first_epoch_starts_without_workers_that_never_start() {
+    let mut job = SimulatedJob::new(2);
     job.pass(Duration::from_millis(50), &[]);
     let first = job.join(0, 1);
     assert!(formed(&job.arrive(first, 0, Reason::Fresh)).is_empty());
@@ -122,8 +121,8 @@ fn the_first_epoch_goes_without_those_that_never_start() {
 }
 
 #[test]
-fn survivors_go_on_alone_and_take_the_replacement_in() {
-    let (mut job, members) = Job::running(3);
+fn survivors_continue_and_admit_the_replacement() {
+    let (mut job, members) = SimulatedJob::running(3);
     job.membership.lost(members[1], "died", job.now);
     let actions = job.membership.take_actions();
     assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[0], members[2]]);
@@ -150,7 +149,7 @@ fn survivors_go_on_alone_and_take_the_replacement_in() {
 
 #[test]
 fn a_silent_member_is_killed_and_replaced() {
-    let (mut job, members) = Job::running(2);
+    let (mut job, members) = SimulatedJob::running(2);
     let actions = job.pass(Duration::from_secs(6), &members[..1]);
     assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }));
     assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[0]]);
@@ -158,8 +157,8 @@ fn a_silent_member_is_killed_and_replaced() {
 }
 
 #[test]
-fn a_member_that_does_not_come_to_the_barrier_is_killed() {
-    let (mut job, members) = Job::running(2);
+fn member_missing_at_the_barrier_is_killed() {
+    let (mut job, members) = SimulatedJob::running(2);
     let actions = job.arrive(members[0], 4, Reason::Broken);
     assert_eq!(sent(&actions, &Message::Broken { epoch: 1 }), [members[1]]);
     let actions = job.pass(Duration::from_secs(21), &members);
@@ -169,7 +168,7 @@ fn a_member_that_does_not_come_to_the_barrier_is_killed() {
 
 #[test]
 fn respawns_are_bounded_and_slow_down() {
-    let mut job = Job::new(1);
+    let mut job = SimulatedJob::new(1);
     let mut launches = Vec::new();
     let mut pauses = Vec::new();
     loop {
@@ -195,8 +194,8 @@ fn respawns_are_bounded_and_slow_down() {
 }
 
 #[test]
-fn training_time_gives_respawns_back() {
-    let (mut job, members) = Job::running(2);
+fn training_time_restores_the_respawn_budget() {
+    let (mut job, members) = SimulatedJob::running(2);
     let mut launch = 2;
     let mut member = members[1];
     // One death a minute, more than the limit of 3 respawns in all.
@@ -219,14 +218,14 @@ fn training_time_gives_respawns_back() {
         launch = next.1;
     }
     assert!(spawned(&job.pass(Duration::from_secs(120), &[members[0]])).is_empty());
-    job.membership.progressed(100);
+    job.membership.record_progress(100);
     assert_eq!(spawned(&job.pass(Duration::from_secs(30), &[members[0]])).len(), 1);
     assert!(member > 0);
 }
 
 #[test]
 fn a_stopped_coordinator_keeps_its_workers() {
-    let (mut job, members) = Job::running(2);
+    let (mut job, members) = SimulatedJob::running(2);
     job.pass(Duration::from_secs(2), &members);
     // For ten minutes no message arrives and no decision is made.
     job.now += Duration::from_secs(600);
@@ -239,12 +238,12 @@ fn a_stopped_coordinator_keeps_its_workers() {
     assert!(actions.contains(&Action::Kill { slot: 1, launch: 2 }), "{actions:?}");
 
     // The other deadlines move, too: a starting worker, a barrier, a stop.
-    let mut starting = Job::new(1);
+    let mut starting = SimulatedJob::new(1);
     starting.pass(Duration::from_millis(50), &[]);
     starting.now += Duration::from_secs(600);
     starting.membership.tick(starting.now);
     assert!(starting.membership.take_actions().is_empty());
-    let (mut closing, members) = Job::running(2);
+    let (mut closing, members) = SimulatedJob::running(2);
     closing.arrive(members[0], 4, Reason::Broken);
     closing.membership.stop(closing.now);
     closing.membership.take_actions();
@@ -255,7 +254,7 @@ fn a_stopped_coordinator_keeps_its_workers() {
 
 #[test]
 fn a_member_alone_that_hangs_in_a_step_is_replaced() {
-    let (mut job, members) = Job::running(1);
+    let (mut job, members) = SimulatedJob::running(1);
     job.membership.computing(members[0], Duration::from_secs(59), job.now);
     assert!(job.membership.take_actions().is_empty());
     job.membership.computing(members[0], Duration::from_secs(61), job.now);
@@ -263,14 +262,14 @@ fn a_member_alone_that_hangs_in_a_step_is_replaced() {
     job.membership.exited(0, 1, "was killed by signal 9", job.now);
     assert_eq!(spawned(&job.pass(Duration::from_millis(200), &[])), [(0, 2)]);
     // In a ring, the rank that waits computes as long as the one that hangs; the ring finds out which it is.
-    let (mut job, members) = Job::running(2);
+    let (mut job, members) = SimulatedJob::running(2);
     job.membership.computing(members[0], Duration::from_secs(61), job.now);
     assert!(job.membership.take_actions().is_empty());
 }
 
 #[test]
-fn an_error_of_one_worker_alone_takes_a_respawn_and_not_the_job() {
-    let (mut job, members) = Job::running(2);
+fn error_of_one_worker_costs_a_respawn_but_not_the_job() {
+    let (mut job, members) = SimulatedJob::running(2);
     let full = "read a.parquet: too many open files";
     job.membership.failed_alone(members[1], full, 5, job.now);
     let actions = job.membership.take_actions();
@@ -279,7 +278,7 @@ fn an_error_of_one_worker_alone_takes_a_respawn_and_not_the_job() {
     job.membership.exited(1, 2, "was killed by signal 9", job.now);
     assert_eq!(formed(&job.arrive(members[0], 3, Reason::Broken)), [(members[0], 2, 0, 1)]);
     // If every worker meets the error, the job ends with its message and exit code.
-    let (mut job, members) = Job::running(1);
+    let (mut job, members) = SimulatedJob::running(1);
     let (mut member, mut launch) = (members[0], 1);
     let verdict = loop {
         job.membership.failed_alone(member, full, 5, job.now);
@@ -297,8 +296,8 @@ fn an_error_of_one_worker_alone_takes_a_respawn_and_not_the_job() {
 }
 
 #[test]
-fn late_messages_of_the_dead_change_nothing() {
-    let (mut job, members) = Job::running(2);
+fn late_messages_of_lost_members_are_ignored() {
+    let (mut job, members) = SimulatedJob::running(2);
     job.membership.lost(members[1], "died", job.now);
     job.membership.exited(1, 2, "was killed by signal 9", job.now);
     job.membership.take_actions();
@@ -314,8 +313,8 @@ fn late_messages_of_the_dead_change_nothing() {
 }
 
 #[test]
-fn a_death_at_the_end_is_made_up_for() {
-    let (mut job, members) = Job::running(2);
+fn member_lost_at_the_end_is_replaced() {
+    let (mut job, members) = SimulatedJob::running(2);
     job.membership.finished(members[1], false, job.now);
     // Rank 0 dies before its checkpoint is durable.
     job.membership.lost(members[0], "died", job.now);
@@ -329,8 +328,8 @@ fn a_death_at_the_end_is_made_up_for() {
 }
 
 #[test]
-fn a_stop_reaches_everybody_and_late_comers() {
-    let (mut job, members) = Job::running(2);
+fn stop_reaches_all_members_and_late_joiners() {
+    let (mut job, members) = SimulatedJob::running(2);
     job.membership.stop(job.now);
     assert_eq!(sent(&job.membership.take_actions(), &Message::Stop), members);
     for member in &members {
@@ -338,7 +337,7 @@ fn a_stop_reaches_everybody_and_late_comers() {
     }
     assert!(job.membership.take_actions().contains(&Action::End(Verdict::Finished { stopped: true })));
 
-    let mut starting = Job::new(2);
+    let mut starting = SimulatedJob::new(2);
     starting.pass(Duration::from_millis(50), &[]);
     starting.membership.stop(starting.now);
     let actions = starting.membership.take_actions();
@@ -346,16 +345,16 @@ fn a_stop_reaches_everybody_and_late_comers() {
 }
 
 #[test]
-fn a_stop_does_not_wait_for_ever() {
-    let (mut job, members) = Job::running(2);
+fn stop_has_a_deadline() {
+    let (mut job, members) = SimulatedJob::running(2);
     job.membership.stop(job.now);
     let actions = job.pass(Duration::from_secs(11), &members);
     assert!(actions.contains(&Action::End(Verdict::Finished { stopped: true })));
 }
 
 #[test]
-fn a_failure_that_everybody_would_meet_ends_the_job() {
-    let (mut job, members) = Job::running(2);
+fn failure_common_to_all_members_ends_the_job() {
+    let (mut job, members) = SimulatedJob::running(2);
     job.membership.failed(members[1], "step 3: loss is NaN".into(), 6);
     let actions = job.membership.take_actions();
     assert_eq!(sent(&actions, &Message::Done), members);
@@ -364,7 +363,7 @@ fn a_failure_that_everybody_would_meet_ends_the_job() {
 }
 
 #[test]
-fn the_most_advanced_member_hands_over() {
+fn most_advanced_member_sends_its_state() {
     let peers = |steps: &[u64]| -> Vec<Peer> {
         let address = SocketAddr::from(([127, 0, 0, 1], 1));
         steps.iter().map(|step| Peer { address, step: *step, pid: 1 }).collect()
@@ -376,8 +375,8 @@ fn the_most_advanced_member_hands_over() {
 }
 
 #[test]
-fn an_error_of_the_last_member_while_the_job_stops_is_the_jobs() {
-    let (mut job, members) = Job::running(1);
+fn error_of_the_last_member_of_a_stopping_job_ends_the_job() {
+    let (mut job, members) = SimulatedJob::running(1);
     job.membership.stop(job.now);
     job.membership.failed_alone(members[0], "cannot write the checkpoint", 7, job.now);
     let actions = job.membership.take_actions();

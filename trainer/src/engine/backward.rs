@@ -4,7 +4,7 @@ use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, Slice, get_device_settings};
 
 use super::forward::{GELU_CUBIC, GELU_SCALE, gelu_tanh, inside, options};
-use super::tensor::{dims, expand, lift, reduce_to, reshape};
+use super::tensor::{dims, expand, pad_rank, reduce_to, reshape};
 use crate::graph::{Binary, ConvSpec, Op, Unary};
 
 /// The inputs of a derivative.
@@ -15,7 +15,7 @@ pub(super) struct Step<'a, B: Backend> {
     /// Positions of the maxima that max pooling chose.
     pub(super) picked: Option<&'a IntTensor<B>>,
     /// For each input, whether it depends on a parameter; the others get no gradient.
-    pub(super) wanted: &'a [bool],
+    pub(super) needs_gradient: &'a [bool],
 }
 
 /// The gradients of the wanted inputs, given that of the output.
@@ -93,11 +93,11 @@ fn matmul<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<Fl
         B::float_swap_dims(tensor.clone(), rank - 2, rank - 1)
     };
     let [left, right] = [&step.inputs[0], &step.inputs[1]];
-    let left_grad = step.wanted[0].then(|| {
+    let left_grad = step.needs_gradient[0].then(|| {
         let full = B::float_matmul(grad.clone(), turned(right));
         reduce_to::<B>(full, &dims::<B>(left))
     });
-    let right_grad = step.wanted[1].then(|| {
+    let right_grad = step.needs_gradient[1].then(|| {
         let full = B::float_matmul(turned(left), grad);
         reduce_to::<B>(full, &dims::<B>(right))
     });
@@ -106,9 +106,9 @@ fn matmul<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<Fl
 
 fn binary<B: Backend>(step: &Step<'_, B>, kind: Binary, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
     let rank = dims::<B>(&grad).len();
-    let input = |index: usize| lift::<B>(step.inputs[index].clone(), rank);
+    let input = |index: usize| pad_rank::<B>(step.inputs[index].clone(), rank);
     let fit = |grad, index: usize| reduce_to::<B>(grad, &dims::<B>(&step.inputs[index]));
-    let left = step.wanted[0].then(|| {
+    let left = step.needs_gradient[0].then(|| {
         let full = match kind {
             Binary::Add | Binary::Sub => grad.clone(),
             Binary::Mul => B::float_mul(grad.clone(), input(1)),
@@ -116,7 +116,7 @@ fn binary<B: Backend>(step: &Step<'_, B>, kind: Binary, grad: FloatTensor<B>) ->
         };
         fit(full, 0)
     });
-    let right = step.wanted[1].then(|| {
+    let right = step.needs_gradient[1].then(|| {
         let full = match kind {
             Binary::Add => grad,
             // Sum first: the negation then touches fewer elements.
@@ -139,12 +139,13 @@ fn conv<B: Backend>(
 ) -> Vec<Option<FloatTensor<B>>> {
     let (x, weight) = (&step.inputs[0], &step.inputs[1]);
     let mut grads = vec![
-        step.wanted[0].then(|| B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
-        step.wanted[1]
+        step.needs_gradient[0]
+            .then(|| B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
+        step.needs_gradient[1]
             .then(|| B::conv2d_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
     ];
     if step.inputs.len() > 2 {
-        grads.push(step.wanted[2].then(|| {
+        grads.push(step.needs_gradient[2].then(|| {
             // Sums along the contiguous axis first: the backend's own rule makes one more copy.
             let shape = dims::<B>(&grad);
             let planes = reshape::<B>(grad, &[shape[0], shape[1], shape[2] * shape[3]]);
@@ -159,12 +160,12 @@ fn concat<B: Backend>(step: &Step<'_, B>, axis: usize, grad: FloatTensor<B>) -> 
     let mut start = 0;
     step.inputs
         .iter()
-        .zip(step.wanted)
-        .map(|(input, wanted)| {
+        .zip(step.needs_gradient)
+        .map(|(input, needs_gradient)| {
             let shape = dims::<B>(input);
             let from = start;
             start += shape[axis];
-            wanted.then(|| {
+            needs_gradient.then(|| {
                 let part: Vec<Slice> = shape
                     .iter()
                     .enumerate()

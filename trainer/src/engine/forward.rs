@@ -4,7 +4,7 @@ use burn_backend::ops::ConvOptions;
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, Shape, Slice, TensorMetadata};
 
-use super::tensor::{dims, lift, reshape};
+use super::tensor::{dims, pad_rank, reshape};
 use crate::graph::{Binary, ConvSpec, Op, Unary};
 
 /// √(2/π), of the tanh approximation of Gelu.
@@ -22,7 +22,7 @@ pub(super) fn forward<B: Backend>(op: &Op, inputs: &[FloatTensor<B>], shape: &[u
         Op::MatMul => B::float_matmul(input(0), input(1)),
         Op::Binary(kind) => {
             let rank = shape.len();
-            let (a, b) = (lift::<B>(input(0), rank), lift::<B>(input(1), rank));
+            let (a, b) = (pad_rank::<B>(input(0), rank), pad_rank::<B>(input(1), rank));
             match kind {
                 Binary::Add => B::float_add(a, b),
                 Binary::Sub => B::float_sub(a, b),

@@ -7,7 +7,7 @@ use super::{EngineError, Labels, Loss};
 use crate::graph::Graph;
 
 /// The loss of an output.
-pub(super) struct Judged {
+pub(super) struct LossResult {
     pub(super) loss_sum: f64,
     pub(super) correct: u64,
     /// Gradient of the loss sum by the output, row-major.
@@ -76,47 +76,52 @@ pub(super) fn check_labels(
 }
 
 /// Computes the loss of an output with checked labels; fails on the first row with a loss that is not finite.
-pub(super) fn judge(loss: Loss, logits: &[f32], labels: &Labels, rows: usize) -> Result<Judged, EngineError> {
+pub(super) fn loss_and_gradient(
+    loss: Loss,
+    logits: &[f32],
+    labels: &Labels,
+    rows: usize,
+) -> Result<LossResult, EngineError> {
     let width = logits.len() / rows.max(1);
-    let mut judged = Judged { loss_sum: 0.0, correct: 0, slope: Vec::with_capacity(logits.len()) };
+    let mut result = LossResult { loss_sum: 0.0, correct: 0, slope: Vec::with_capacity(logits.len()) };
     for (row, outputs) in logits.chunks_exact(width.max(1)).enumerate() {
         let value = match labels {
             Labels::Class(classes) => {
                 let label = classes.get(row).copied().unwrap_or_default() as usize;
-                cross_entropy(outputs, label, &mut judged)
+                cross_entropy(outputs, label, &mut result)
             }
             Labels::Value(values) => {
                 let truth = &values[row * width..(row + 1) * width];
-                squared_error(outputs, truth, &mut judged.slope)
+                squared_error(outputs, truth, &mut result.slope)
             }
         };
         if !value.is_finite() {
             return Err(EngineError::NonFinite { row, value });
         }
-        judged.loss_sum += value;
+        result.loss_sum += value;
     }
     debug_assert!(matches!(
         (loss, labels),
         (Loss::CrossEntropy, Labels::Class(_)) | (Loss::Mse, Labels::Value(_))
     ));
-    Ok(judged)
+    Ok(result)
 }
 
 /// log Σ e^z − z_label; its slope is softmax(z) − one-hot(label).
-fn cross_entropy(outputs: &[f32], label: usize, judged: &mut Judged) -> f64 {
+fn cross_entropy(outputs: &[f32], label: usize, result: &mut LossResult) -> f64 {
     let mut best = 0;
     for (class, value) in outputs.iter().enumerate() {
         if *value > outputs[best] {
             best = class;
         }
     }
-    judged.correct += u64::from(best == label);
+    result.correct += u64::from(best == label);
     let largest = f64::from(outputs[best]);
     let shifted = |value: &f32| (f64::from(*value) - largest).exp();
     let total: f64 = outputs.iter().map(shifted).sum();
     for (class, value) in outputs.iter().enumerate() {
         let target = if class == label { 1.0 } else { 0.0 };
-        judged.slope.push((shifted(value) / total - target) as f32);
+        result.slope.push((shifted(value) / total - target) as f32);
     }
     total.ln() + largest - f64::from(outputs[label])
 }

@@ -18,17 +18,17 @@ pub(super) trait Compute: Send + Sync {
     fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError>;
     /// The output for checked, non-empty inputs.
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError>;
-    /// The flat gradient; `judge` turns the output into the gradient of the loss by the output.
+    /// The flat gradient; `loss_fn` turns the output into the gradient of the loss by the output.
     fn gradients(
         &self,
         inputs: &[f32],
         rows: usize,
-        judge: &mut Judge<'_, f32>,
+        loss_fn: &mut LossFn<'_, f32>,
     ) -> Result<Vec<f32>, EngineError>;
 }
 
 /// Turns the output into the gradient of the loss with respect to the output.
-pub(super) type Judge<'a, E> = dyn FnMut(&[E]) -> Result<Vec<E>, EngineError> + 'a;
+pub(super) type LossFn<'a, E> = dyn FnMut(&[E]) -> Result<Vec<E>, EngineError> + 'a;
 
 /// A graph with its constants and parameters as tensors with elements `E`.
 pub(super) struct Interpreter<B: Backend, E> {
@@ -36,7 +36,7 @@ pub(super) struct Interpreter<B: Backend, E> {
     device: BackendDevice<B>,
     label: Device,
     /// Constants and parameters, by value.
-    held: Vec<Option<FloatTensor<B>>>,
+    resident: Vec<Option<FloatTensor<B>>>,
     elements: PhantomData<fn() -> E>,
 }
 
@@ -47,7 +47,7 @@ struct Trace<B: Backend> {
 
 impl<B: Backend, E: Element> Interpreter<B, E> {
     pub(super) fn new(graph: Arc<Graph>, device: BackendDevice<B>, label: Device) -> Self {
-        let held = graph
+        let resident = graph
             .values()
             .iter()
             .map(|value| match &value.source {
@@ -58,7 +58,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
                 _ => None,
             })
             .collect();
-        Interpreter { graph, device, label, held, elements: PhantomData }
+        Interpreter { graph, device, label, resident, elements: PhantomData }
     }
 
     fn failed(&self, reason: impl Into<String>) -> EngineError {
@@ -75,18 +75,18 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
         if start != weights.len() {
             return Err(EngineError::Weights { expected: start, found: weights.len() });
         }
-        for (value, held) in self.graph.values().iter().zip(&mut self.held) {
+        for (value, resident) in self.graph.values().iter().zip(&mut self.resident) {
             if let Source::Param(index) = value.source {
                 let spec = &self.graph.params()[index];
                 let part = &weights[starts[index]..starts[index] + spec.elements()];
-                *held = Some(upload::<B, E>(part.to_vec(), &spec.shape, &self.device));
+                *resident = Some(upload::<B, E>(part.to_vec(), &spec.shape, &self.device));
             }
         }
         Ok(())
     }
 
     fn trace(&self, inputs: Vec<E>, rows: usize) -> Result<Trace<B>, EngineError> {
-        let mut values = self.held.clone();
+        let mut values = self.resident.clone();
         let input = self.graph.input();
         let shape = shape_of(&self.graph.values()[input].dims, rows);
         values[input] = Some(upload::<B, E>(inputs, &shape, &self.device));
@@ -132,10 +132,10 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
         &self,
         inputs: Vec<E>,
         rows: usize,
-        judge: &mut Judge<'_, E>,
+        loss_fn: &mut LossFn<'_, E>,
     ) -> Result<Vec<E>, EngineError> {
         let mut trace = self.trace(inputs, rows)?;
-        let slope = judge(&self.output(&trace)?)?;
+        let slope = loss_fn(&self.output(&trace)?)?;
         let values = self.graph.values();
         let output = self.graph.output();
         let mut grads: Vec<Option<FloatTensor<B>>> = vec![None; values.len()];
@@ -152,13 +152,13 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
             let inputs = self.read(&trace.values, &node.inputs)?;
             let output = self.read(&trace.values, &[node.output])?;
             trace.values[node.output] = None;
-            let wanted: Vec<bool> = node.inputs.iter().map(|id| values[*id].trained).collect();
+            let needs_gradient: Vec<bool> = node.inputs.iter().map(|id| values[*id].trained).collect();
             let step = Step {
                 op: &node.op,
                 inputs: &inputs,
                 output: &output[0],
                 picked: trace.picked[position].as_ref(),
-                wanted: &wanted,
+                needs_gradient: &needs_gradient,
             };
             for (id, found) in node.inputs.iter().zip(backward::<B>(&step, grad)) {
                 let Some(found) = found.filter(|_| values[*id].trained) else {
@@ -212,8 +212,8 @@ impl<B: Backend> Compute for Interpreter<B, f32> {
         &self,
         inputs: &[f32],
         rows: usize,
-        judge: &mut Judge<'_, f32>,
+        loss_fn: &mut LossFn<'_, f32>,
     ) -> Result<Vec<f32>, EngineError> {
-        self.differentiate(inputs.to_vec(), rows, judge)
+        self.differentiate(inputs.to_vec(), rows, loss_fn)
     }
 }

@@ -36,22 +36,22 @@ pub(super) fn reshape<B: Backend>(tensor: FloatTensor<B>, shape: &[usize]) -> Fl
 }
 
 /// The shape with leading ones, up to `rank`.
-pub(super) fn lifted(shape: &[usize], rank: usize) -> Vec<usize> {
+pub(super) fn with_rank(shape: &[usize], rank: usize) -> Vec<usize> {
     let mut lifted = vec![1; rank.saturating_sub(shape.len())];
     lifted.extend(shape);
     lifted
 }
 
 /// Adds leading ones to a tensor, since primitives broadcast equal ranks only.
-pub(super) fn lift<B: Backend>(tensor: FloatTensor<B>, rank: usize) -> FloatTensor<B> {
-    let shape = lifted(&dims::<B>(&tensor), rank);
+pub(super) fn pad_rank<B: Backend>(tensor: FloatTensor<B>, rank: usize) -> FloatTensor<B> {
+    let shape = with_rank(&dims::<B>(&tensor), rank);
     reshape::<B>(tensor, &shape)
 }
 
 /// Sums a gradient over the axes along which its value was broadcast.
 pub(super) fn reduce_to<B: Backend>(grad: FloatTensor<B>, shape: &[usize]) -> FloatTensor<B> {
     let from = dims::<B>(&grad);
-    let target = lifted(shape, from.len());
+    let target = with_rank(shape, from.len());
     let mut grad = grad;
     for axis in 0..from.len() {
         if target[axis] == 1 && from[axis] != 1 {

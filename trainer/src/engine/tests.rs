@@ -1,7 +1,8 @@
 //! Tests of the engine: derivatives against finite differences, outputs against ONNX Runtime, equal bits for
 //! any number of threads.
-#![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "cuda")]
+mod gpu;
 mod hostile;
 mod learning;
 mod measure;
@@ -228,6 +229,17 @@ fn batches_and_weights_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn weights_do_not_count_for_each_row_of_a_batch() {
+    let side = 1 << 10;
+    let engine =
+        Engine::load(&crate::init::mlp(side, &[side], 2, 0).unwrap(), Loss::CrossEntropy, Device::Cpu)
+            .unwrap();
+    let fits = |rows: usize| engine.graph().elements_max(rows).unwrap();
+    assert_eq!((fits(1), fits(side), fits(2 * side)), (side * side, side * side, 2 * side * side));
+    assert_eq!(engine.graph().elements_max(usize::MAX), None);
+}
+
+#[test]
 fn outputs_that_do_not_fit_the_loss_are_refused() {
     let mut probe = Probe::new(17, &[4]);
     let w = probe.param(&[4, 3]);
@@ -274,7 +286,7 @@ fn outputs_that_do_not_fit_the_loss_are_refused() {
 }
 
 #[test]
-fn devices_have_names_and_a_missing_one_says_why() {
+fn device_names_are_parsed_and_missing_devices_explained() {
     for (text, device) in [("cpu", Device::Cpu), ("cuda", Device::Cuda(0)), ("cuda:3", Device::Cuda(3))] {
         assert_eq!(text.parse::<Device>().unwrap(), device);
     }

@@ -1,5 +1,4 @@
 //! Property tests of exact sums: independent of order and grouping, no silent loss of range.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use proptest::prelude::*;

@@ -17,7 +17,7 @@ pub(super) fn join(
     left: ValueId,
     right: ValueId,
 ) -> Result<ValueId, GraphError> {
-    if let Some(op) = by_scalar(b, kind, left, right) {
+    if let Some(op) = unary_of_scalar(b, kind, left, right) {
         let dims = b.dims(left).to_vec();
         return b.push(Op::Unary(op), &[left], dims, &call.site);
     }
@@ -26,7 +26,7 @@ pub(super) fn join(
 }
 
 /// A constant scalar on the right needs neither broadcasting nor a gradient.
-fn by_scalar(b: &Builder, kind: Binary, left: ValueId, right: ValueId) -> Option<Unary> {
+fn unary_of_scalar(b: &Builder, kind: Binary, left: ValueId, right: ValueId) -> Option<Unary> {
     let Source::Constant(elements) = &b.values[right].source else {
         return None;
     };

@@ -11,13 +11,13 @@ pub(super) const VALUES_MAX: usize = 100_000;
 
 /// The node that an error refers to.
 #[derive(Debug, Clone)]
-pub(super) struct Site {
+pub(super) struct NodeRef {
     pub(super) op: String,
     pub(super) node: String,
 }
 
-impl Site {
-    pub(super) fn of(node: &NodeProto) -> Site {
+impl NodeRef {
+    pub(super) fn of(node: &NodeProto) -> NodeRef {
         let op = match node.domain() {
             "" | "ai.onnx" => node.op_type().to_owned(),
             domain => format!("{domain}.{}", node.op_type()),
@@ -26,7 +26,7 @@ impl Site {
             "" => node.output.first().cloned().unwrap_or_default(),
             name => name.to_owned(),
         };
-        Site { op, node: name }
+        NodeRef { op, node: name }
     }
 
     pub(super) fn unsupported(&self) -> GraphError {
@@ -48,7 +48,7 @@ impl Site {
 
 /// The meaning of a tensor name.
 #[derive(Debug, Clone)]
-pub(super) enum Named {
+pub(super) enum NamedValue {
     /// A float value of the graph.
     Float(ValueId),
     /// Integers known up to the number of rows, used for shapes and axes.
@@ -64,10 +64,10 @@ pub(super) enum Size {
     Rows(usize),
 }
 
-impl Named {
+impl NamedValue {
     /// Known integers.
-    pub(super) fn ints(values: &[i64]) -> Named {
-        Named::Ints(values.iter().copied().map(Size::Plain).collect())
+    pub(super) fn ints(values: &[i64]) -> NamedValue {
+        NamedValue::Ints(values.iter().copied().map(Size::Plain).collect())
     }
 }
 
@@ -77,7 +77,7 @@ pub(super) struct Builder {
     pub(super) values: Vec<Value>,
     pub(super) nodes: Vec<Node>,
     pub(super) params: Vec<ParamSpec>,
-    pub(super) names: HashMap<String, Named>,
+    pub(super) names: HashMap<String, NamedValue>,
     pub(super) opset: i64,
 }
 
@@ -91,7 +91,7 @@ impl Builder {
         dims: Vec<Dim>,
         source: Source,
         trained: bool,
-        site: &Site,
+        site: &NodeRef,
     ) -> Result<ValueId, GraphError> {
         shape::check(&dims, site)?;
         if self.values.len() >= VALUES_MAX {
@@ -111,7 +111,7 @@ impl Builder {
         op: Op,
         inputs: &[ValueId],
         dims: Vec<Dim>,
-        site: &Site,
+        site: &NodeRef,
     ) -> Result<ValueId, GraphError> {
         let trained = inputs.iter().any(|input| self.values[*input].trained);
         let output = self.value(dims, Source::Node, trained, site)?;
@@ -124,7 +124,7 @@ impl Builder {
         &mut self,
         value: ValueId,
         dims: Vec<Dim>,
-        site: &Site,
+        site: &NodeRef,
     ) -> Result<ValueId, GraphError> {
         if self.dims(value) == dims {
             return Ok(value);
@@ -136,21 +136,21 @@ impl Builder {
 /// A node while it is read: its inputs by position, and its attributes, each of which an operator must
 /// request.
 pub(super) struct Call<'a> {
-    pub(super) site: Site,
+    pub(super) site: NodeRef,
     node: &'a NodeProto,
-    asked: Vec<&'static str>,
+    read_attributes: Vec<&'static str>,
 }
 
 impl<'a> Call<'a> {
     pub(super) fn new(node: &'a NodeProto) -> Call<'a> {
-        Call { site: Site::of(node), node, asked: Vec::new() }
+        Call { site: NodeRef::of(node), node, read_attributes: Vec::new() }
     }
 
     pub(super) fn input_count(&self) -> usize {
         self.node.input.len()
     }
 
-    fn named<'b>(&self, builder: &'b Builder, index: usize) -> Option<&'b Named> {
+    fn named<'b>(&self, builder: &'b Builder, index: usize) -> Option<&'b NamedValue> {
         let name = self.node.input.get(index).filter(|name| !name.is_empty())?;
         builder.names.get(name)
     }
@@ -158,8 +158,8 @@ impl<'a> Call<'a> {
     /// The float value at an input position.
     pub(super) fn float(&self, builder: &Builder, index: usize) -> Result<ValueId, GraphError> {
         match self.named(builder, index) {
-            Some(Named::Float(value)) => Ok(*value),
-            Some(Named::Ints(_)) => {
+            Some(NamedValue::Float(value)) => Ok(*value),
+            Some(NamedValue::Ints(_)) => {
                 Err(self.site.form(format!("input {index} holds integers, a float tensor is needed")))
             }
             None => Err(self.site.form(format!("input {index} is missing"))),
@@ -181,7 +181,7 @@ impl<'a> Call<'a> {
     /// The constant integers at an optional input position.
     pub(super) fn ints_input(&self, builder: &Builder, index: usize) -> Result<Option<Vec<i64>>, GraphError> {
         match self.named(builder, index) {
-            Some(Named::Ints(sizes)) => {
+            Some(NamedValue::Ints(sizes)) => {
                 let values = sizes.iter().map(|size| match size {
                     Size::Plain(value) => Ok(*value),
                     Size::Rows(_) => {
@@ -190,7 +190,7 @@ impl<'a> Call<'a> {
                 });
                 values.collect::<Result<_, _>>().map(Some)
             }
-            Some(Named::Float(_)) => Err(self.not_constant(index)),
+            Some(NamedValue::Float(_)) => Err(self.not_constant(index)),
             None => Ok(None),
         }
     }
@@ -208,15 +208,15 @@ impl<'a> Call<'a> {
         index: usize,
     ) -> Result<Option<Vec<Size>>, GraphError> {
         match self.named(builder, index) {
-            Some(Named::Ints(sizes)) => Ok(Some(sizes.clone())),
-            Some(Named::Float(_)) => Err(self.not_constant(index)),
+            Some(NamedValue::Ints(sizes)) => Ok(Some(sizes.clone())),
+            Some(NamedValue::Float(_)) => Err(self.not_constant(index)),
             None => Ok(None),
         }
     }
 
     /// Whether the first input holds integers.
     pub(super) fn on_ints(&self, builder: &Builder) -> bool {
-        matches!(self.named(builder, 0), Some(Named::Ints(_)))
+        matches!(self.named(builder, 0), Some(NamedValue::Ints(_)))
     }
 
     fn attribute(
@@ -224,7 +224,7 @@ impl<'a> Call<'a> {
         name: &'static str,
         kind: AttributeType,
     ) -> Result<Option<&'a AttributeProto>, GraphError> {
-        self.asked.push(name);
+        self.read_attributes.push(name);
         let Some(found) = self.node.attribute.iter().find(|a| a.name() == name) else {
             return Ok(None);
         };
@@ -272,7 +272,7 @@ impl<'a> Call<'a> {
     /// Rejects attributes that the operator did not request, and inputs or outputs that it does not use.
     pub(super) fn finish(&self, inputs_max: usize) -> Result<(), GraphError> {
         for attribute in &self.node.attribute {
-            if !self.asked.iter().any(|name| *name == attribute.name()) {
+            if !self.read_attributes.iter().any(|name| *name == attribute.name()) {
                 return Err(self.site.form(format!("attribute {:?} is not supported", attribute.name())));
             }
         }

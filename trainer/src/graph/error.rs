@@ -49,7 +49,7 @@ pub enum GraphError {
     },
     /// A node reads a tensor that does not exist.
     #[error(
-        "node {node:?} reads {input:?}, which is neither an input, nor an initializer, nor made by a node"
+        "node {node:?} reads {input:?}, which is neither an input, nor an initializer, nor produced by a node"
     )]
     MissingInput {
         /// Name of the node.

@@ -41,15 +41,15 @@ fn product(b: &mut Builder, call: &Call<'_>, left: ValueId, right: ValueId) -> R
         }
     }
     let rank = l.len().max(r.len());
-    let left = b.reshape(left, lift(&l, rank), &call.site)?;
-    let right = b.reshape(right, lift(&r, rank), &call.site)?;
+    let left = b.reshape(left, pad_rank(&l, rank), &call.site)?;
+    let right = b.reshape(right, pad_rank(&r, rank), &call.site)?;
     let mut dims = shape::broadcast(&b.dims(left)[..rank - 2], &b.dims(right)[..rank - 2], &call.site)?;
     dims.extend([m, n]);
     b.push(Op::MatMul, &[left, right], dims, &call.site)
 }
 
 /// The shape with leading ones up to `rank`.
-fn lift(dims: &[Dim], rank: usize) -> Vec<Dim> {
+fn pad_rank(dims: &[Dim], rank: usize) -> Vec<Dim> {
     let mut lifted = vec![Dim::Fixed(1); rank - dims.len()];
     lifted.extend(dims);
     lifted

@@ -4,11 +4,11 @@ use std::collections::HashSet;
 
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
-use super::builder::{Builder, Call, Named, Site, VALUES_MAX};
+use super::builder::{Builder, Call, NamedValue, NodeRef, VALUES_MAX};
 use super::{
     Binary, Dim, Graph, GraphError, Node, Op, ParamSpec, Source, Unary, ValueId, arithmetic, linear, shape,
     sizes, spatial, tensor,
-    wiring::{input, makers, order, output},
+    wiring::{input, order, output, producers},
 };
 
 /// Operators whose derivatives tests check by finite differences and whose results they compare with ONNX
@@ -73,13 +73,13 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     let initializers = initializers(proto)?;
     let (input, input_dims) = input(proto, &initializers)?;
     let output = output(proto)?;
-    let makers = makers(proto, input, &initializers)?;
-    let order = order(proto, output, &makers, input, &initializers)?;
+    let producers = producers(proto, input, &initializers)?;
+    let order = order(proto, output, &producers, input, &initializers)?;
 
     let mut b = Builder { opset, ..Builder::default() };
-    let site = Site { op: "input".to_owned(), node: input.to_owned() };
+    let site = NodeRef { op: "input".to_owned(), node: input.to_owned() };
     let input_id = b.value(input_dims, Source::Input, false, &site)?;
-    b.names.insert(input.to_owned(), Named::Float(input_id));
+    b.names.insert(input.to_owned(), NamedValue::Float(input_id));
     let read_names: HashSet<&str> = order.iter().flat_map(|node| &node.input).map(String::as_str).collect();
     for tensor in &proto.initializer {
         if read_names.contains(tensor.name()) {
@@ -93,7 +93,7 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
         b.names.insert(name, named);
     }
     let output_id = match b.names.get(output) {
-        Some(Named::Float(value)) => *value,
+        Some(NamedValue::Float(value)) => *value,
         _ => {
             return Err(malformed(format!("output {output:?} is not a float tensor")));
         }
@@ -173,10 +173,10 @@ fn initializers(proto: &GraphProto) -> Result<HashSet<&str>, GraphError> {
     Ok(names)
 }
 
-fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<Named, GraphError> {
-    let site = Site { op: "initializer".to_owned(), node: tensor.name().to_owned() };
+fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<NamedValue, GraphError> {
+    let site = NodeRef { op: "initializer".to_owned(), node: tensor.name().to_owned() };
     if tensor::is_int(tensor) {
-        return Ok(Named::ints(&tensor::ints(tensor)?));
+        return Ok(NamedValue::ints(&tensor::ints(tensor)?));
     }
     let elements = tensor::floats(tensor)?;
     let shape = tensor::dims(tensor)?;
@@ -188,11 +188,11 @@ fn initializer(b: &mut Builder, tensor: &TensorProto) -> Result<Named, GraphErro
         b.params.push(ParamSpec { name: tensor.name().to_owned(), shape });
         value
     };
-    Ok(Named::Float(value))
+    Ok(NamedValue::Float(value))
 }
 
-fn constant(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
-    let site = Site::of(node);
+fn constant(b: &mut Builder, node: &NodeProto) -> Result<NamedValue, GraphError> {
+    let site = NodeRef::of(node);
     let [attribute] = &node.attribute[..] else {
         return Err(site.form("a constant has exactly one attribute"));
     };
@@ -200,14 +200,14 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
         ("value", AttributeType::Tensor) => {
             let tensor = attribute.t.as_ref().ok_or_else(|| site.form("its tensor is missing"))?;
             if tensor::is_int(tensor) {
-                return Ok(Named::ints(&tensor::ints(tensor)?));
+                return Ok(NamedValue::ints(&tensor::ints(tensor)?));
             }
             (tensor::dims(tensor)?, tensor::floats(tensor)?)
         }
         ("value_float", AttributeType::Float) => (vec![], vec![attribute.f()]),
         ("value_floats", AttributeType::Floats) => (vec![attribute.floats.len()], attribute.floats.clone()),
-        ("value_int", AttributeType::Int) => return Ok(Named::ints(&[attribute.i()])),
-        ("value_ints", AttributeType::Ints) => return Ok(Named::ints(&attribute.ints)),
+        ("value_int", AttributeType::Int) => return Ok(NamedValue::ints(&[attribute.i()])),
+        ("value_ints", AttributeType::Ints) => return Ok(NamedValue::ints(&attribute.ints)),
         (name, _) => return Err(site.form(format!("attribute {name:?} is not supported"))),
     };
     if elements.iter().any(|value| !value.is_finite()) {
@@ -215,10 +215,10 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
     }
     let dims = shape.into_iter().map(Dim::Fixed).collect();
     let value = b.value(dims, Source::Constant(elements), false, &site)?;
-    Ok(Named::Float(value))
+    Ok(NamedValue::Float(value))
 }
 
-fn lower(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
+fn lower(b: &mut Builder, node: &NodeProto) -> Result<NamedValue, GraphError> {
     let call = Call::new(node);
     if !matches!(node.domain(), "" | "ai.onnx") {
         return Err(call.site.unsupported());
@@ -228,7 +228,7 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
         "Shape" => return sizes::shape_of(b, call),
         "Gather" => return sizes::gather(b, call),
         "Concat" if call.on_ints(b) => return sizes::concat(b, call),
-        "Squeeze" | "Unsqueeze" if call.on_ints(b) => return sizes::same(b, call),
+        "Squeeze" | "Unsqueeze" if call.on_ints(b) => return sizes::sizes_unchanged(b, call),
         "Identity" => {
             call.finish(1)?;
             let name = node.input.first().map(String::as_str).unwrap_or_default();
@@ -267,5 +267,5 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<Named, GraphError> {
         "AveragePool" => spatial::pool(b, call, Op::AveragePool)?,
         _ => return Err(call.site.unsupported()),
     };
-    Ok(Named::Float(value))
+    Ok(NamedValue::Float(value))
 }

@@ -1,7 +1,7 @@
 //! Shapes with a dynamic number of rows, in checked arithmetic.
 
 use super::GraphError;
-use super::builder::Site;
+use super::builder::NodeRef;
 
 /// Most elements a value may have per row of the batch.
 pub(super) const ELEMENTS_MAX: usize = 1 << 30;
@@ -59,7 +59,7 @@ pub(super) fn rows_axis(dims: &[Dim]) -> Option<usize> {
 }
 
 /// Elements per row of the batch, refusing shapes beyond the limits or with two row dimensions.
-pub(super) fn check(dims: &[Dim], site: &Site) -> Result<usize, GraphError> {
+pub(super) fn check(dims: &[Dim], site: &NodeRef) -> Result<usize, GraphError> {
     if dims.len() > RANK_MAX {
         return Err(site.shape(format!("{} dimensions, the limit is {RANK_MAX}", dims.len())));
     }
@@ -80,7 +80,7 @@ pub(super) fn check(dims: &[Dim], site: &Site) -> Result<usize, GraphError> {
 }
 
 /// The shape that two shapes broadcast to.
-pub(super) fn broadcast(a: &[Dim], b: &[Dim], site: &Site) -> Result<Vec<Dim>, GraphError> {
+pub(super) fn broadcast(a: &[Dim], b: &[Dim], site: &NodeRef) -> Result<Vec<Dim>, GraphError> {
     let rank = a.len().max(b.len());
     let at = |dims: &[Dim], axis: usize| {
         (axis + dims.len()).checked_sub(rank).map_or(Dim::Fixed(1), |axis| dims[axis])
@@ -95,7 +95,7 @@ pub(super) fn broadcast(a: &[Dim], b: &[Dim], site: &Site) -> Result<Vec<Dim>, G
 }
 
 /// An axis given by a model, counted from the end when negative.
-pub(super) fn axis(value: i64, rank: usize, site: &Site) -> Result<usize, GraphError> {
+pub(super) fn axis(value: i64, rank: usize, site: &NodeRef) -> Result<usize, GraphError> {
     let signed = if value < 0 { value.checked_add(rank as i64) } else { Some(value) };
     signed
         .and_then(|axis| usize::try_from(axis).ok())
@@ -104,7 +104,7 @@ pub(super) fn axis(value: i64, rank: usize, site: &Site) -> Result<usize, GraphE
 }
 
 /// Distinct axes given by a model, in ascending order.
-pub(super) fn axes(values: &[i64], rank: usize, site: &Site) -> Result<Vec<usize>, GraphError> {
+pub(super) fn axes(values: &[i64], rank: usize, site: &NodeRef) -> Result<Vec<usize>, GraphError> {
     let mut found = values.iter().map(|value| axis(*value, rank, site)).collect::<Result<Vec<_>, _>>()?;
     found.sort_unstable();
     if found.windows(2).any(|pair| pair[0] == pair[1]) {
@@ -114,7 +114,7 @@ pub(super) fn axes(values: &[i64], rank: usize, site: &Site) -> Result<Vec<usize
 }
 
 /// The target of a reshape: one dimension may be open, and rows stay outermost.
-pub(super) fn reshape(from: &[Dim], to: &[Option<Dim>], site: &Site) -> Result<Vec<Dim>, GraphError> {
+pub(super) fn reshape(from: &[Dim], to: &[Option<Dim>], site: &NodeRef) -> Result<Vec<Dim>, GraphError> {
     let per_row = check(from, site)?;
     let open = to.iter().filter(|dim| dim.is_none()).count();
     let known: Vec<Dim> = to.iter().copied().flatten().collect();

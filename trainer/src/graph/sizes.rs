@@ -3,14 +3,14 @@
 //! Exporters write `x.view(x.size(0), -1)` as Shape → Gather → Unsqueeze → Concat → Reshape. All of it is
 //! known here except the number of rows, which stays symbolic.
 
-use super::builder::{Builder, Call, Named, Size};
+use super::builder::{Builder, Call, NamedValue, Size};
 use super::{Dim, GraphError, shape};
 
 /// Most integers in one list.
 const SIZES_MAX: usize = 1024;
 
 /// The dimensions of a float tensor.
-pub(super) fn shape_of(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphError> {
+pub(super) fn shape_of(b: &Builder, mut call: Call<'_>) -> Result<NamedValue, GraphError> {
     let input = call.float(b, 0)?;
     call.only("start", 0)?;
     call.finish(1)?;
@@ -19,11 +19,11 @@ pub(super) fn shape_of(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphEr
         Dim::Fixed(size) => Size::Plain(*size as i64),
         Dim::Rows(factor) => Size::Rows(*factor),
     });
-    Ok(Named::Ints(sizes.collect()))
+    Ok(NamedValue::Ints(sizes.collect()))
 }
 
 /// Picks integers by constant positions.
-pub(super) fn gather(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphError> {
+pub(super) fn gather(b: &Builder, mut call: Call<'_>) -> Result<NamedValue, GraphError> {
     let Some(sizes) = call.sizes_input(b, 0)? else {
         return Err(call.site.form("input 0 is missing"));
     };
@@ -36,11 +36,11 @@ pub(super) fn gather(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphErro
         .iter()
         .map(|position| Ok(sizes[shape::axis(*position, sizes.len(), &call.site)?]))
         .collect::<Result<_, GraphError>>()?;
-    Ok(Named::Ints(picked))
+    Ok(NamedValue::Ints(picked))
 }
 
 /// Joins lists of integers.
-pub(super) fn concat(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphError> {
+pub(super) fn concat(b: &Builder, mut call: Call<'_>) -> Result<NamedValue, GraphError> {
     let mut joined = Vec::new();
     for index in 0..call.input_count() {
         let Some(sizes) = call.sizes_input(b, index)? else {
@@ -53,15 +53,15 @@ pub(super) fn concat(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphErro
     }
     call.only("axis", 0)?;
     call.finish(call.input_count())?;
-    Ok(Named::Ints(joined))
+    Ok(NamedValue::Ints(joined))
 }
 
 /// Adding or removing a dimension of 1 does not change a list.
-pub(super) fn same(b: &Builder, mut call: Call<'_>) -> Result<Named, GraphError> {
+pub(super) fn sizes_unchanged(b: &Builder, mut call: Call<'_>) -> Result<NamedValue, GraphError> {
     let Some(sizes) = call.sizes_input(b, 0)? else {
         return Err(call.site.form("input 0 is missing"));
     };
     call.ints("axes")?;
     call.finish(2)?;
-    Ok(Named::Ints(sizes))
+    Ok(NamedValue::Ints(sizes))
 }

@@ -3,7 +3,7 @@
 //! One-dimensional forms become two-dimensional ones with a width of 1. Unequal padding of a convolution
 //! becomes a separate padding operation.
 
-use super::builder::{Builder, Call, Site};
+use super::builder::{Builder, Call, NodeRef};
 use super::{ConvSpec, Dim, GraphError, Op, PoolSpec, ValueId, shape};
 
 /// Largest kernel, stride, padding or dilation.
@@ -19,7 +19,7 @@ struct Window {
 }
 
 /// Rows, channels and the two spatial sizes of a value; whether it had one spatial dimension.
-fn spatial(b: &mut Builder, site: &Site, value: ValueId) -> Result<(ValueId, [Dim; 4], bool), GraphError> {
+fn spatial(b: &mut Builder, site: &NodeRef, value: ValueId) -> Result<(ValueId, [Dim; 4], bool), GraphError> {
     let mut dims = b.dims(value).to_vec();
     let line = dims.len() == 3;
     if line {
@@ -41,7 +41,7 @@ fn spatial(b: &mut Builder, site: &Site, value: ValueId) -> Result<(ValueId, [Di
 
 /// Per-axis sizes from an attribute, or 1 (0 for pads). A one-dimensional form gets a fixed width.
 fn sizes(
-    site: &Site,
+    site: &NodeRef,
     name: &str,
     given: Option<Vec<i64>>,
     line: bool,
@@ -118,7 +118,7 @@ fn fixed(dim: Dim) -> usize {
 }
 
 /// Restores the three dimensions of a one-dimensional form's output.
-fn restore(b: &mut Builder, site: &Site, value: ValueId, line: bool) -> Result<ValueId, GraphError> {
+fn restore(b: &mut Builder, site: &NodeRef, value: ValueId, line: bool) -> Result<ValueId, GraphError> {
     let mut dims = b.dims(value).to_vec();
     if line {
         dims.pop();

@@ -74,7 +74,10 @@ fn raw<const N: usize, T>(
 ) -> Result<Vec<T>, GraphError> {
     let (chunks, rest) = bytes.as_chunks::<N>();
     if !rest.is_empty() {
-        return Err(refuse(tensor, format!("its data of {} bytes is torn", bytes.len())));
+        return Err(refuse(
+            tensor,
+            format!("its data of {} bytes is not a whole number of elements", bytes.len()),
+        ));
     }
     sized(tensor, chunks.iter().map(|chunk| decode(*chunk)).collect())
 }

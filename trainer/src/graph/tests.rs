@@ -1,5 +1,4 @@
 //! Tests of models that the reader must reject, each with an error that names the location.
-#![allow(clippy::unwrap_used)]
 
 use millrace_bundle::onnx::{
     ModelProto, StringStringEntryProto, TensorProto, tensor_proto, tensor_shape_proto, type_proto,
@@ -43,7 +42,7 @@ fn a_plain_model_is_read() {
 }
 
 #[test]
-fn unsupported_operators_are_named_with_the_way_out() {
+fn unsupported_operators_are_named_with_the_remedy() {
     let error = refused(&one_op("HardSwish", &[4], vec![]), "uses operator HardSwish");
     assert!(matches!(error, GraphError::UnsupportedOperator { .. }));
     assert!(error.to_string().contains("MatMul"));
@@ -97,7 +96,7 @@ fn operations_across_rows_are_refused() {
 }
 
 #[test]
-fn gather_of_floats_and_shapes_with_rows_elsewhere_are_refused() {
+fn gather_of_floats_and_shapes_with_misplaced_rows_are_refused() {
     let mut probe = Probe::new(17, &[4]);
     let w = probe.param(&[4]);
     let first = probe.index(0);
@@ -139,9 +138,9 @@ fn broken_wiring_is_refused() {
     refused(&spoiled(|m| m.graph = None), "holds no graph");
     refused(&spoiled(|m| m.graph.as_mut().unwrap().output.clear()), "0 outputs");
     refused(&spoiled(|m| m.graph.as_mut().unwrap().output.push(info("w0", None))), "2 outputs");
-    refused(&spoiled(|m| m.graph.as_mut().unwrap().output[0].name = Some("x".into())), "no node makes");
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().output[0].name = Some("x".into())), "no node produces");
     refused(&spoiled(|m| m.graph.as_mut().unwrap().input.push(info("y", Some(&[1])))), "2 inputs");
-    refused(&spoiled(|m| m.graph.as_mut().unwrap().node[0].output[0] = "x".into()), "made twice");
+    refused(&spoiled(|m| m.graph.as_mut().unwrap().node[0].output[0] = "x".into()), "defined twice");
     refused(&spoiled(|m| m.opset_import.clear()), "no version");
     refused(&spoiled(|m| m.opset_import[0].version = Some(99)), "operator set 99");
     let nothing = spoiled(|m| {
@@ -153,7 +152,7 @@ fn broken_wiring_is_refused() {
 }
 
 #[test]
-fn nodes_may_come_in_any_order_and_unused_ones_do_not_matter() {
+fn nodes_are_accepted_in_any_order_and_unused_ones_ignored() {
     let mut probe = Probe::new(17, &[4]);
     let w = probe.param(&[4]);
     let scaled = probe.node("Mul", &["x", &w], vec![]);
@@ -181,7 +180,7 @@ fn initializers_must_match_their_dimensions() {
     refused(&spoiled(|m| weight(m).dims = vec![4, -3]), "negative");
     refused(&spoiled(|m| weight(m).dims = vec![0, 3]), "");
     refused(&spoiled(|m| weight(m).dims = vec![1; 12]), "12 dimensions");
-    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 47])), "torn");
+    refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 47])), "not a whole number of elements");
     refused(&spoiled(|m| weight(m).raw_data = Some(vec![0u8; 44])), "holds 11");
     refused(&spoiled(|m| weight(m).float_data[5] = f32::NAN), "element 5 is NaN");
     refused(&spoiled(|m| weight(m).data_type = Some(11)), "DOUBLE");

@@ -6,7 +6,7 @@ use millrace_bundle::onnx::{
     GraphProto, NodeProto, ValueInfoProto, tensor_proto, tensor_shape_proto, type_proto,
 };
 
-use super::builder::Site;
+use super::builder::NodeRef;
 use super::read::malformed;
 use super::{Dim, GraphError, shape, tensor};
 
@@ -73,28 +73,28 @@ pub(super) fn output(proto: &GraphProto) -> Result<&str, GraphError> {
 }
 
 /// The node that produces each tensor.
-pub(super) fn makers<'a>(
+pub(super) fn producers<'a>(
     proto: &'a GraphProto,
     input: &str,
     initializers: &HashSet<&str>,
 ) -> Result<HashMap<&'a str, usize>, GraphError> {
-    let mut makers = HashMap::new();
+    let mut producers = HashMap::new();
     for (index, node) in proto.node.iter().enumerate() {
         for name in node.output.iter().filter(|name| !name.is_empty()) {
             let taken = name == input || initializers.contains(name.as_str());
-            if taken || makers.insert(name.as_str(), index).is_some() {
-                return Err(malformed(format!("tensor {name:?} is made twice")));
+            if taken || producers.insert(name.as_str(), index).is_some() {
+                return Err(malformed(format!("tensor {name:?} is defined twice")));
             }
         }
     }
-    Ok(makers)
+    Ok(producers)
 }
 
 /// The nodes that the output depends on, each after the nodes that it reads from.
 pub(super) fn order<'a>(
     proto: &'a GraphProto,
     output: &str,
-    makers: &HashMap<&str, usize>,
+    producers: &HashMap<&str, usize>,
     input: &str,
     initializers: &HashSet<&str>,
 ) -> Result<Vec<&'a NodeProto>, GraphError> {
@@ -104,8 +104,8 @@ pub(super) fn order<'a>(
         Open,
         Done,
     }
-    let Some(last) = makers.get(output) else {
-        return Err(malformed(format!("no node makes its output {output:?}")));
+    let Some(last) = producers.get(output) else {
+        return Err(malformed(format!("no node produces its output {output:?}")));
     };
     let mut marks = vec![Mark::New; proto.node.len()];
     let mut ordered = Vec::new();
@@ -124,8 +124,8 @@ pub(super) fn order<'a>(
         if name.is_empty() || name == input || initializers.contains(name.as_str()) {
             continue;
         }
-        let site = || Site::of(node).node;
-        let Some(maker) = makers.get(name.as_str()) else {
+        let site = || NodeRef::of(node).node;
+        let Some(maker) = producers.get(name.as_str()) else {
             return Err(GraphError::MissingInput { node: site(), input: name.clone() });
         };
         match marks[*maker] {

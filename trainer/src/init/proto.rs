@@ -14,15 +14,15 @@ const IR_VERSION: i64 = 8;
 const OPSET: i64 = 17;
 
 /// A graph under construction.
-pub(super) struct Sketch {
+pub(super) struct GraphBuilder {
     graph: GraphProto,
     random: ChaCha8Rng,
     weights: usize,
 }
 
-impl Sketch {
-    pub(super) fn new(name: &str, inputs: usize, classes: usize, seed: u64) -> Sketch {
-        Sketch {
+impl GraphBuilder {
+    pub(super) fn new(name: &str, inputs: usize, classes: usize, seed: u64) -> GraphBuilder {
+        GraphBuilder {
             graph: GraphProto {
                 name: Some(name.to_owned()),
                 input: vec![tensor_info("input", inputs)],

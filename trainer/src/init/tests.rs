@@ -1,5 +1,4 @@
 //! Tests of new models: shapes, seeds, bounds.
-#![allow(clippy::unwrap_used)]
 
 use prost::Message;
 

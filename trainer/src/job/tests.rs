@@ -1,5 +1,4 @@
 //! Tests of job files: keys, bounds and digests.
-#![allow(clippy::unwrap_used)]
 
 use std::path::PathBuf;
 
@@ -16,7 +15,7 @@ fn reason(text: &str) -> String {
 }
 
 #[test]
-fn defaults_are_those_of_the_documentation() {
+fn defaults_match_the_documentation() {
     let job = JobFile::parse(MINIMAL).unwrap();
     assert_eq!((job.batch_rows, job.virtual_shards, job.epochs_max), (64, 12, 20));
     assert_eq!((job.checkpoint_every_steps, job.seed, job.workers), (500, 0, None));
@@ -66,7 +65,7 @@ fn mistakes_are_named_with_their_line() {
 }
 
 #[test]
-fn the_digest_knows_the_computation_and_not_the_budget() {
+fn digest_covers_the_computation_but_not_the_budget() {
     let job = JobFile::parse(MINIMAL).unwrap();
     let digest = |job: &JobFile| job.digest("model", "plan#1");
     let same = [
@@ -94,7 +93,7 @@ fn the_digest_knows_the_computation_and_not_the_budget() {
 
 /// The expected ids were computed by another program. A change of either form would orphan checkpoints.
 #[test]
-fn digests_of_both_formats_stay() {
+fn digests_of_both_formats_are_frozen() {
     let job = JobFile::parse(MINIMAL).unwrap();
     assert_eq!(
         job.digest("model", "plan#1"),

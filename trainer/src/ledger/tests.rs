@@ -1,5 +1,4 @@
 //! Tests of the ledger.
-#![allow(clippy::unwrap_used)]
 
 use super::{Ledger, Tally, epoch_digest};
 
@@ -65,7 +64,7 @@ fn lost_and_doubled_rows_are_found() {
 }
 
 #[test]
-fn books_survive_json() {
+fn ledger_round_trips_as_json() {
     let mut ledger = Ledger::default();
     let mut step = tally(0, 1, &[(0, 0), (0, 1), (1, 1)]);
     step.shard(1, 0.1 + 0.2, 1.0);

@@ -1,5 +1,4 @@
 //! Tests of models in files, with external weights.
-#![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 
@@ -48,7 +47,7 @@ fn write(folder: &Path, model: &ModelProto) -> std::path::PathBuf {
 }
 
 #[test]
-fn weights_in_another_file_become_part_of_the_model() {
+fn external_weights_are_embedded_in_the_model() {
     let whole = raw();
     for file in ["model.onnx.data", "weights/part/0.bin"] {
         let folder = tempfile::tempdir().unwrap();
@@ -62,7 +61,7 @@ fn weights_in_another_file_become_part_of_the_model() {
 }
 
 #[test]
-fn weights_that_are_not_in_the_folder_of_the_model_are_refused() {
+fn weights_outside_the_folder_of_the_model_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let elsewhere = tempfile::tempdir().unwrap();
     let mut model = raw();
@@ -78,7 +77,7 @@ fn weights_that_are_not_in_the_folder_of_the_model_are_refused() {
     std::fs::remove_file(folder.path().join("w.bin")).unwrap();
     std::fs::write(elsewhere.path().join("w.bin"), &weights).unwrap();
     std::os::unix::fs::symlink(elsewhere.path().join("w.bin"), folder.path().join("w.bin")).unwrap();
-    refused("out of its folder");
+    refused("outside its folder");
     let mut model = raw();
     outside(&mut model, "../w.bin");
     let reason = read(&write(folder.path(), &model)).unwrap_err();

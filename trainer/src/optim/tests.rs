@@ -1,5 +1,4 @@
 //! Tests of optimizers against steps computed by hand in f64, and of state round trips.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 

@@ -57,7 +57,7 @@ pub enum QuantizeError {
         operator: String,
     },
     /// No node has weights that can be quantized.
-    #[error("there is nothing to quantize: {reason}")]
+    #[error("the model has no node to quantize: {reason}")]
     Nothing {
         /// Why the nodes with weights were not changed.
         reason: String,
@@ -66,7 +66,7 @@ pub enum QuantizeError {
 
 impl QuantizeError {
     /// The error when no node was quantized.
-    pub(super) fn nothing(kept: &[Kept]) -> QuantizeError {
+    pub(super) fn no_layers(kept: &[Kept]) -> QuantizeError {
         let mut reasons: Vec<String> = Vec::new();
         for Kept { node, operator, reason } in kept {
             if reasons.len() < REASONS_MAX {

@@ -22,7 +22,7 @@ impl Names {
     }
 
     /// Allocates an unused name that begins with `base`.
-    pub(super) fn fresh(&mut self, base: String) -> String {
+    pub(super) fn unused(&mut self, base: String) -> String {
         let mut name = base.clone();
         // Each used name excludes one candidate, so the loop ends.
         for number in 2_u64.. {
@@ -59,11 +59,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_new_whatever_there_is() {
+    fn generated_names_are_unused() {
         let mut names = Names::default();
         names.taken.extend(["a", "a_2", "a_4"].map(str::to_owned));
-        let fresh: Vec<String> = (0..4).map(|_| names.fresh("a".into())).collect();
+        let fresh: Vec<String> = (0..4).map(|_| names.unused("a".into())).collect();
         assert_eq!(fresh, ["a_3", "a_5", "a_6", "a_7"]);
-        assert_eq!(names.fresh("b".into()), "b");
+        assert_eq!(names.unused("b".into()), "b");
     }
 }

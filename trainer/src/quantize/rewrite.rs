@@ -56,8 +56,8 @@ impl<'a> Rewrite<'a> {
         let (input, output) = (node.input[0].clone(), node.output[0].clone());
         let bias = node.input.get(2).filter(|name| !name.is_empty()).cloned();
         let old = tensor.name().to_owned();
-        let levels = self.names.fresh(format!("{old}_int8"));
-        let scales = self.names.fresh(format!("{old}_scales"));
+        let levels = self.names.unused(format!("{old}_int8"));
+        let scales = self.names.unused(format!("{old}_scales"));
         let doc_string = tensor.doc_string.take();
         *tensor = TensorProto {
             doc_string,
@@ -74,7 +74,7 @@ impl<'a> Rewrite<'a> {
         self.replaced.insert(old);
 
         let [integers, scale, zero] = self.integers(&input);
-        let value = |names: &mut Names, what: &str| names.fresh(format!("{output}_{what}"));
+        let value = |names: &mut Names, what: &str| names.unused(format!("{output}_{what}"));
         let sums = value(&mut self.names, "sums");
         let floats = value(&mut self.names, "float_sums");
         let factors = value(&mut self.names, "factors");
@@ -113,14 +113,14 @@ impl<'a> Rewrite<'a> {
         if let Some(there) = self.integers.get(input) {
             return there.clone();
         }
-        let made = ["uint8", "scale", "zero"].map(|what| self.names.fresh(format!("{input}_{what}")));
+        let made = ["uint8", "scale", "zero"].map(|what| self.names.unused(format!("{input}_{what}")));
         self.node("DynamicQuantizeLinear", &[input], &[&made[0], &made[1], &made[2]]);
         self.integers.insert(input.to_owned(), made.clone());
         made
     }
 
     fn node(&mut self, operator: &str, inputs: &[&str], outputs: &[&str]) -> &mut NodeProto {
-        let name = self.names.fresh(format!("{}_{operator}", outputs[0]));
+        let name = self.names.unused(format!("{}_{operator}", outputs[0]));
         let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
         self.nodes.push(NodeProto {
             input: owned(inputs),

@@ -1,5 +1,4 @@
 //! Tests of quantized graphs: outputs against the original graph, and the parts that must not change.
-#![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
 
@@ -105,7 +104,7 @@ fn range(values: &[f32]) -> f32 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn answers_are_as_close_as_the_steps_allow(
+    fn quantized_answers_stay_within_the_quantization_step(
         widths in prop::collection::vec(1usize..40, 2..4),
         gemm in any::<bool>(),
         transposed in any::<bool>(),
@@ -122,7 +121,7 @@ proptest! {
     }
 
     #[test]
-    fn bytes_of_any_kind_are_no_panic(cut in 0usize..2000, place in 0usize..2000, byte in any::<u8>()) {
+    fn random_bytes_do_not_panic(cut in 0usize..2000, place in 0usize..2000, byte in any::<u8>()) {
         let net = Net { widths: vec![8, 5, 3], gemm: true, transposed: false, seed: 1 };
         let mut bytes = net.model().encode_to_vec();
         let place = place % bytes.len();
@@ -212,7 +211,7 @@ fn products_of_one_input_share_its_integers() {
 }
 
 #[test]
-fn what_is_not_plain_stays_and_is_told() {
+fn unsupported_nodes_stay_unchanged_and_are_reported() {
     let mut probe = Probe::new(17, &[4]);
     let shared = probe.param(&[4, 4]);
     let a = probe.node("MatMul", &["x", &shared], vec![]);
@@ -241,11 +240,11 @@ fn what_is_not_plain_stays_and_is_told() {
     let expected = [
         "its weights are read in 2 places",
         "its weights are read in 2 places",
-        "its second input is no initializer of the graph",
+        "its second input is not an initializer of the graph",
         "its alpha is not the default",
         "its transA is not the default",
         "its weights have 3 dimensions",
-        "its second input is no initializer of the graph",
+        "its second input is not an initializer of the graph",
         "its weights are read in 2 places",
         "only matrix products are quantized",
     ];
@@ -259,7 +258,7 @@ fn what_is_not_plain_stays_and_is_told() {
 }
 
 #[test]
-fn names_that_are_taken_are_left_alone() {
+fn existing_names_are_not_reused() {
     let mut probe = Probe::new(17, &[4]);
     let weights = probe.param(&[4, 4]);
     let out = probe.node("MatMul", &["x", &weights], vec![]);
@@ -282,7 +281,7 @@ fn names_that_are_taken_are_left_alone() {
 }
 
 #[test]
-fn graphs_inside_of_nodes_stay_and_what_they_read_stays_too() {
+fn subgraphs_and_their_inputs_stay_unchanged() {
     let model = product(|model| {
         let inner = GraphProto {
             node: vec![NodeProto {
@@ -307,12 +306,12 @@ fn graphs_inside_of_nodes_stay_and_what_they_read_stays_too() {
         });
     });
     let error = quantize(model).unwrap_err().to_string();
-    assert!(error.contains("nothing to quantize") && error.contains("read in 2 places"), "{error}");
-    assert!(error.contains("control flow"), "{error}");
+    assert!(error.contains("no node to quantize") && error.contains("read in 2 places"), "{error}");
+    assert!(error.contains("control-flow"), "{error}");
 }
 
 #[test]
-fn weights_that_old_exporters_list_as_inputs_are_no_inputs_any_more() {
+fn weights_listed_as_inputs_by_old_exporters_are_removed_from_inputs() {
     let model = product(|model| graph(model).input.push(info("w0", Some(&[3]))));
     let made = quantize(model).unwrap().model;
     let inputs: Vec<&str> = made.graph.as_ref().unwrap().input.iter().map(|value| value.name()).collect();
@@ -320,7 +319,7 @@ fn weights_that_old_exporters_list_as_inputs_are_no_inputs_any_more() {
 }
 
 #[test]
-fn models_that_cannot_be_quantized_are_refused_with_the_way_out() {
+fn unquantizable_models_are_refused_with_the_remedy() {
     let refused = |change: &dyn Fn(&mut ModelProto), says: &str| {
         let error = quantize(product(|model| change(model))).unwrap_err().to_string();
         assert!(error.contains(says), "{error}");

@@ -72,7 +72,10 @@ fn floats(tensor: &TensorProto, count: Option<usize>) -> Result<Vec<f32>, String
         Some(bytes) if !bytes.is_empty() => {
             let (chunks, rest) = bytes.as_chunks::<4>();
             if !rest.is_empty() {
-                return Err(format!("its weights of {} bytes are torn", bytes.len()));
+                return Err(format!(
+                    "its weights of {} bytes are not a whole number of elements",
+                    bytes.len()
+                ));
             }
             chunks.iter().map(|chunk| f32::from_le_bytes(*chunk)).collect()
         }
@@ -93,7 +96,6 @@ fn floats(tensor: &TensorProto, count: Option<usize>) -> Result<Vec<f32>, String
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
     use proptest::prelude::*;
 
     use super::*;
@@ -108,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_have_scales_of_their_own() {
+    fn each_column_has_its_own_scale() {
         let weights = Weights::of(&tensor(&[2, 3], &[64.0, 0.5, 0.0, -32.0, 0.25, 0.0]), false).unwrap();
         assert_eq!((weights.rows, weights.columns), (2, 3));
         assert_eq!(weights.scales, [1.0, 0.5 / 64.0, f32::MIN_POSITIVE]);
@@ -122,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_matrix_of_numbers_is_refused() {
+    fn weights_that_are_not_a_finite_matrix_are_refused() {
         let refused = |tensor: &TensorProto, says: &str| {
             let reason = Weights::of(tensor, false).unwrap_err();
             assert!(reason.contains(says), "{reason}");
@@ -137,7 +139,7 @@ mod tests {
         refused(&tensor(&[131_073, 1], &[1.0]), "fit into 32 bits");
         refused(&tensor(&[2, 1], &[1.0, f32::NAN]), "NaN");
         refused(&tensor(&[2, 1], &[1.0, f32::NEG_INFINITY]), "inf");
-        refused(&TensorProto { raw_data: Some(vec![0; 7]), ..good.clone() }, "torn");
+        refused(&TensorProto { raw_data: Some(vec![0; 7]), ..good.clone() }, "whole number");
         refused(&TensorProto { data_type: Some(DataType::Float16 as i32), ..good.clone() }, "FLOAT16");
         refused(&TensorProto { data_type: Some(999), ..good.clone() }, "unknown type");
         refused(&TensorProto { segment: Some(Default::default()), ..good }, "segments");

@@ -33,7 +33,7 @@ fn of(dataset: &str, more: &str) -> String {
 }
 
 #[test]
-fn columns_and_labels_that_cannot_be_right_are_refused_before_any_worker_starts() {
+fn invalid_columns_and_labels_are_refused_before_workers_start() {
     let home = home();
     let halves: ArrayRef =
         Arc::new(Float64Array::from_iter_values((0..40).map(|row| f64::from(row % 3) + 0.5)));
@@ -86,7 +86,7 @@ fn columns_and_labels_that_cannot_be_right_are_refused_before_any_worker_starts(
 }
 
 #[test]
-fn a_wrong_label_in_one_row_ends_the_job_with_its_place() {
+fn wrong_label_ends_the_job_and_names_its_row() {
     let home = home();
     let mut labels: Vec<i64> = (0..ROWS as i64).map(|row| row % 3).collect();
     labels[250] = -1;

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::time::Duration;
 
+use millrace_leaf::error_chain;
 use tokio_postgres::error::{Severity, SqlState};
 
 use super::tls;
-use crate::error::{Error, in_full};
+use crate::error::Error;
 
 /// Why a call has no result.
 #[derive(Debug, Clone)]
@@ -44,8 +45,11 @@ pub(super) enum Fault {
 impl Fault {
     pub(super) fn from_postgres(error: &tokio_postgres::Error) -> Fault {
         let Some(db) = error.as_db_error() else {
-            let text = in_full(error);
-            return if tls::is_refusal(error) { Fault::Refused(text) } else { Fault::Lost(text) };
+            let text = error_chain::one_line(error);
+            // These errors of the library have no type.
+            let is_final = ["authentication error", "invalid configuration"];
+            let is_refused = tls::is_refusal(error) || is_final.iter().any(|kind| text.starts_with(kind));
+            return if is_refused { Fault::Refused(text) } else { Fault::Lost(text) };
         };
         let text = format!("{} ({})", db.message(), db.code().code());
         let code = db.code();

@@ -13,14 +13,14 @@ use tokio_postgres::{AsyncMessage, Client};
 
 use super::Shared;
 use super::fault::Fault;
-use super::pool::block_on;
+use super::pool::{GRACE, block_on};
 use super::schema;
 use crate::error::{Error, Result};
 use crate::meta::changes::{ChangeListener, Changed, Subscription};
 
 /// Longest time between requests to the server.
 const ASK_EVERY: Duration = Duration::from_secs(3);
-/// Records that wait for slow listeners; with more, listeners are told that anything may have changed.
+/// Most records that wait for slow listeners; these are told that anything may have changed beyond it.
 const UNTOLD_MAX: usize = 16_384;
 /// Interval of flushes when no caller flushes the log, so that few commits are kept for replay.
 const FLUSH_EVERY: Duration = Duration::from_secs(1);
@@ -45,8 +45,8 @@ struct Signal {
 #[derive(Default)]
 struct Wanted {
     notified: bool,
-    news: Option<Changed>,
-    /// The connection for notifications is gone.
+    news: Changed,
+    /// A connection for notifications has ended.
     deaf: bool,
     stopped: bool,
 }
@@ -61,14 +61,17 @@ impl Signal {
 impl Follower {
     pub(super) fn start(shared: &Arc<Shared>) -> Result<Follower> {
         let signal = Arc::new(Signal::default());
-        let listening = listen(shared, &signal).map_err(|fault| shared.error(fault))?;
+        // The registration of this process was just before.
+        let renewed = Instant::now();
+        let listening =
+            listen(shared, &signal, shared.pool.deadline() + GRACE).map_err(|fault| shared.error(fault))?;
         let work = Follow {
             lease: shared.lease,
             shared: Arc::downgrade(shared),
             signal: Arc::clone(&signal),
             listening: Some(listening),
             horizons: VecDeque::new(),
-            renewed: Instant::now(),
+            renewed,
             flushed: Instant::now(),
             trimmed: Instant::now(),
         };
@@ -113,8 +116,8 @@ fn tell(signal: &Signal) {
                 if wanted.stopped {
                     return;
                 }
-                if let Some(news) = wanted.news.take() {
-                    break news;
+                if !wanted.news.is_empty() {
+                    break std::mem::take(&mut wanted.news);
                 }
                 signal.changed.wait(&mut wanted);
             }
@@ -126,40 +129,43 @@ fn tell(signal: &Signal) {
 }
 
 /// Opens a connection that raises the signal for every commit of another client.
-fn listen(shared: &Shared, signal: &Arc<Signal>) -> std::result::Result<Client, Fault> {
-    let target = shared.pool.target().clone();
+fn listen(shared: &Shared, signal: &Arc<Signal>, deadline: Instant) -> std::result::Result<Listening, Fault> {
     let own = shared.client.to_string();
     let raised = Arc::clone(signal);
-    let client = shared
-        .pool
-        .threads()
-        .wait(async move {
-            let (client, mut connection) = target.connect().await?;
-            tokio::spawn(async move {
-                loop {
-                    match std::future::poll_fn(|context| connection.poll_message(context)).await {
-                        Some(Ok(AsyncMessage::Notification(note))) if note.payload() != own => {
-                            raised.raise(|wanted| wanted.notified = true);
-                        }
-                        Some(Ok(_)) => {}
-                        _ => return raised.raise(|wanted| wanted.deaf = true),
-                    }
+    let has_ended = Arc::new(AtomicBool::new(false));
+    let ended = Arc::clone(&has_ended);
+    let client = shared.pool.open(deadline, |mut connection| async move {
+        loop {
+            match std::future::poll_fn(|context| connection.poll_message(context)).await {
+                Some(Ok(AsyncMessage::Notification(note))) if note.payload() != own => {
+                    raised.raise(|wanted| wanted.notified = true);
                 }
-            });
-            Ok::<Client, tokio_postgres::Error>(client)
-        })
-        .ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))?
-        .map_err(|error| Fault::from_postgres(&error))?;
+                Some(Ok(_)) => {}
+                _ => {
+                    ended.store(true, Ordering::Release);
+                    return raised.raise(|wanted| wanted.deaf = true);
+                }
+            }
+        }
+    })?;
     let channel = schema::channel(shared.pool.target().schema());
-    block_on(client.batch_execute(&format!("LISTEN {channel}")), shared.pool.deadline())?;
-    Ok(client)
+    block_on(client.batch_execute(&format!("LISTEN {channel}")), deadline)?;
+    Ok(Listening { _client: client, has_ended })
+}
+
+/// A connection for notifications.
+struct Listening {
+    /// The connection lasts as long as its client.
+    _client: Client,
+    /// Of this connection: the end of an earlier one may be noticed after this one was opened.
+    has_ended: Arc<AtomicBool>,
 }
 
 struct Follow {
     lease: Duration,
     shared: Weak<Shared>,
     signal: Arc<Signal>,
-    listening: Option<Client>,
+    listening: Option<Listening>,
     /// Horizons of the last minutes, with their times.
     horizons: VecDeque<(Instant, i64)>,
     renewed: Instant,
@@ -181,16 +187,15 @@ impl Follow {
                     return self.leave();
                 }
                 wanted.notified = false;
-                if std::mem::take(&mut wanted.deaf) {
+                wanted.deaf = false;
+                let has_ended = |listening: &Listening| listening.has_ended.load(Ordering::Acquire);
+                if self.listening.as_ref().is_some_and(has_ended) {
                     self.listening = None;
                 }
             }
             let Some(shared) = self.shared.upgrade() else { return };
             match self.step(&shared) {
-                Ok(()) => {
-                    failing = false;
-                    shared.contact.lock().made(Instant::now(), shared.lease);
-                }
+                Ok(()) => failing = false,
                 Err(fault) => {
                     if !failing {
                         tracing::warn!(
@@ -208,30 +213,19 @@ impl Follow {
             }
             let news = shared.state.lock().rows.take_news();
             drop(shared);
-            if let Some(news) = news {
+            if !news.is_empty() {
                 self.signal.raise(|wanted| {
-                    wanted.news = Some(match (wanted.news.take(), news) {
-                        (None, news) => news,
-                        (Some(Changed::Records(mut known)), Changed::Records(more))
-                            if known.len() + more.len() <= UNTOLD_MAX =>
-                        {
-                            known.extend(more);
-                            Changed::Records(known)
-                        }
-                        _ => Changed::Anything,
-                    });
+                    wanted.news.anything |= news.anything;
+                    wanted.news.add(news.records, UNTOLD_MAX);
                 });
             }
         }
     }
 
     fn step(&mut self, shared: &Arc<Shared>) -> std::result::Result<(), Fault> {
-        if self.listening.is_none() {
-            self.listening = Some(listen(shared, &self.signal)?);
-        }
         let soon = Instant::now() + shared.pool.wait().min(ASK_EVERY);
-        shared.poll(soon)?;
         let name = shared.pool.target().schema();
+        // The lease comes first: it must not lapse while no connection for notifications can be opened.
         if self.renewed.elapsed() > shared.lease / 3 {
             let text = schema::renew(name, shared.client);
             let rows =
@@ -241,6 +235,14 @@ impl Follow {
             }
             self.renewed = Instant::now();
         }
+        // Without notifications, this process still asks for the commits of others.
+        let mut listened = Ok(());
+        if self.listening.is_none() {
+            let until = Instant::now() + (shared.pool.wait() + GRACE).min(shared.lease / 4);
+            listened = listen(shared, &self.signal, until).map(|listening| self.listening = Some(listening));
+        }
+        let soon = Instant::now() + shared.pool.wait().min(ASK_EVERY);
+        shared.poll(soon)?;
         if self.flushed.elapsed() > FLUSH_EVERY {
             self.flushed = Instant::now();
             if !shared.state.lock().kept.is_empty() {
@@ -260,7 +262,8 @@ impl Follow {
                 shared.pool.repeat(soon, |link, until| block_on(link.client.batch_execute(&text), until))?;
             }
         }
-        Ok(())
+        shared.contact.lock().made(Instant::now(), shared.lease);
+        listened
     }
 
     /// Unregisters this process, within a second.

@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use millrace_leaf::error_chain;
 use tokio_postgres::types::ToSql;
 
 use super::Shared;
@@ -19,7 +20,7 @@ use super::pool::{Lent, Link, Pause, block_on};
 use super::replay::Kept;
 use super::rows::{Reads, Rows, Value};
 use super::txn::Txn;
-use crate::error::{Error, Result, in_full};
+use crate::error::{Error, Result};
 use crate::meta::engine::Order;
 use crate::metrics;
 
@@ -206,9 +207,12 @@ impl Shared {
             return Outcome::Failed(match error {
                 Error::NoSpace { place, quota } => Fault::NoSpace { store: Some(place), quota },
                 Error::StoreAway { place, operation, tried_ms, source } => {
-                    Fault::Store { place, operation, tried_ms, cause: in_full(source.as_ref()) }
+                    Fault::Store { place, operation, tried_ms, cause: error_chain::one_line(source.as_ref()) }
                 }
-                other => Fault::Refused(format!("what the commit waits for failed: {}", in_full(&other))),
+                other => Fault::Refused(format!(
+                    "what the commit waits for failed: {}",
+                    error_chain::one_line(&other)
+                )),
             });
         }
         let deadline = self.pool.deadline();

@@ -7,8 +7,9 @@ use std::pin::pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
+use millrace_leaf::backoff::Backoff;
 use parking_lot::{Condvar, Mutex};
 use tokio::runtime::{Builder, Runtime};
 use tokio_postgres::{Client, Row, Statement};
@@ -16,13 +17,13 @@ use tokio_postgres::{Client, Row, Statement};
 use super::Shared;
 use super::fault::Fault;
 use super::schema;
-use super::target::Target;
+use super::target::{Connection, Target};
 
 /// First and longest pause between attempts to reach an unavailable server.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(1_000);
 /// How much later than the server the client gives up.
-const GRACE: Duration = Duration::from_secs(5);
+pub(super) const GRACE: Duration = Duration::from_secs(5);
 
 /// A connection with its prepared statements.
 pub(super) struct Link {
@@ -115,11 +116,6 @@ impl Pool {
         &self.target
     }
 
-    /// The threads that drive the connections.
-    pub(super) fn threads(&self) -> &Threads {
-        &self.threads
-    }
-
     pub(super) fn wait(&self) -> Duration {
         self.wait
     }
@@ -178,23 +174,34 @@ impl Pool {
 
     /// Opens a connection that works with an empty database.
     pub(super) fn connect_bare(&self, deadline: Instant) -> Result<Client, Fault> {
+        // Calls on the client report the errors of the connection.
+        let client = self.open(deadline + GRACE, |connection| connection)?;
+        let wait_ms = u64::try_from(self.wait.as_millis()).unwrap_or(u64::MAX);
+        block_on(client.batch_execute(&schema::settings(wait_ms)), deadline + GRACE)?;
+        Ok(client)
+    }
+
+    /// Connects without any settings. The future from `drive` must end when the client is dropped.
+    pub(super) fn open<F>(
+        &self,
+        deadline: Instant,
+        drive: impl FnOnce(Connection) -> F + Send + 'static,
+    ) -> Result<Client, Fault>
+    where
+        F: Future<Output: Send> + Send + 'static,
+    {
         let target = self.target.clone();
         // The library bounds the connection of the socket alone, not what the server says on it.
-        let until = tokio::time::Instant::from_std(deadline + GRACE);
+        let until = tokio::time::Instant::from_std(deadline);
         let connected = self.threads.wait(async move {
             let (client, connection) = tokio::time::timeout_at(until, target.connect())
                 .await
                 .map_err(|_| Fault::Lost("the server takes the connection and does not answer".into()))?
                 .map_err(|error| Fault::from_postgres(&error))?;
-            // This task ends when the client is dropped; calls on the client report its errors.
-            tokio::spawn(connection);
-            Ok::<Client, Fault>(client)
+            tokio::spawn(drive(connection));
+            Ok(client)
         });
-        let client =
-            connected.ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))??;
-        let wait_ms = u64::try_from(self.wait.as_millis()).unwrap_or(u64::MAX);
-        block_on(client.batch_execute(&schema::settings(wait_ms)), deadline + GRACE)?;
-        Ok(client)
+        connected.ok_or_else(|| Fault::Lost("the threads of the engine have stopped".into()))?
     }
 
     /// Runs `call` on a connection. Repeats it until the deadline while the server is unreachable or aborts
@@ -226,18 +233,19 @@ impl Pool {
 }
 
 /// Growing pauses with random jitter, so that clients do not move in step.
-#[derive(Debug, Default)]
-pub(super) struct Pause {
-    last: Option<Duration>,
+#[derive(Debug)]
+pub(super) struct Pause(Backoff);
+
+impl Default for Pause {
+    fn default() -> Pause {
+        Pause(Backoff::new(PAUSE_MIN, PAUSE_MAX))
+    }
 }
 
 impl Pause {
     /// Pauses. Returns `false`, without a pause, if the deadline would pass meanwhile.
     pub(super) fn before(&mut self, deadline: Instant) -> bool {
-        let pause = self.last.map_or(PAUSE_MIN, |last| (last * 2).min(PAUSE_MAX));
-        self.last = Some(pause);
-        let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.subsec_nanos());
-        let pause = pause.mul_f64(0.5 + f64::from(nanos % 1_000) / 2_000.0);
+        let pause = self.0.jittered();
         if Instant::now() + pause >= deadline {
             return false;
         }

@@ -39,7 +39,7 @@ pub(super) struct Rows {
     /// Changes up to this clock are not kept any more.
     forgotten: u64,
     position: Position,
-    news: Option<Changed>,
+    news: Changed,
 }
 
 #[derive(Debug)]
@@ -82,7 +82,7 @@ impl Rows {
             changes: VecDeque::new(),
             forgotten: 0,
             position: Position { horizon: i64::MAX, after: HashSet::new(), asked: None },
-            news: None,
+            news: Changed::default(),
         }
     }
 
@@ -245,7 +245,7 @@ impl Rows {
             match touched {
                 None => {
                     self.clear();
-                    self.news = Some(Changed::Anything);
+                    self.news.anything = true;
                 }
                 Some(keys) => {
                     self.forget_all(keys.iter().map(Vec::as_slice));
@@ -262,21 +262,13 @@ impl Rows {
 
     fn tell(&mut self, keys: &[Vec<u8>]) {
         let records = keys.iter().filter_map(|key| crate::meta::keys::live_record(key));
-        match self.news.get_or_insert_with(|| Changed::Records(Vec::new())) {
-            Changed::Anything => {}
-            Changed::Records(known) => {
-                known.extend(records);
-                if known.len() > NEWS_MAX {
-                    self.news = Some(Changed::Anything);
-                }
-            }
-        }
+        self.news.add(records, NEWS_MAX);
     }
 
     /// Drops all rows, and reports that anything may have changed.
     pub(super) fn start_over(&mut self) {
         self.clear();
-        self.news = Some(Changed::Anything);
+        self.news.anything = true;
     }
 
     /// Starts over with another server, which has a new order of commits.
@@ -286,8 +278,8 @@ impl Rows {
     }
 
     /// The changes by other clients since the last call.
-    pub(super) fn take_news(&mut self) -> Option<Changed> {
-        self.news.take()
+    pub(super) fn take_news(&mut self) -> Changed {
+        std::mem::take(&mut self.news)
     }
 }
 

@@ -11,9 +11,11 @@ use std::time::Duration;
 
 use rand::seq::SliceRandom as _;
 use tokio_postgres::config::{Host, LoadBalanceHosts, SslMode};
-use tokio_postgres::{Client, Config, Connection, Socket};
+use tokio_postgres::tls::MakeTlsConnect;
+use tokio_postgres::{Client, Config, Socket};
+use tokio_postgres_rustls::MakeRustlsConnect;
 
-use super::tls::{Stream, Tls, Wanted};
+use super::tls::Wanted;
 use crate::error::{Error, Result};
 
 /// Longest schema name: PostgreSQL cuts identifiers at 63 bytes, and some are derived from it.
@@ -21,13 +23,17 @@ const SCHEMA_BYTES_MAX: usize = 48;
 /// Longest wait for a connection that gets no answer at all.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
 
+/// A connection to drive, with or without TLS.
+pub(super) type Connection =
+    tokio_postgres::Connection<Socket, <MakeRustlsConnect as MakeTlsConnect<Socket>>::Stream>;
+
 /// A server, a database, a user and a schema.
 #[derive(Clone)]
 pub(crate) struct Target {
     config: Config,
     /// Configurations to connect with, in order: `config`, or one for each of its hosts.
     attempts: Vec<Config>,
-    tls: Tls,
+    tls: MakeRustlsConnect,
     schema: String,
     place: String,
 }
@@ -89,9 +95,7 @@ impl Target {
     }
 
     /// Connects to the first host that accepts; fails with the error of the last one.
-    pub(crate) async fn connect(
-        &self,
-    ) -> std::result::Result<(Client, Connection<Socket, Stream<Socket>>), tokio_postgres::Error> {
+    pub(super) async fn connect(&self) -> std::result::Result<(Client, Connection), tokio_postgres::Error> {
         let (last, others) = self.attempts.split_last().unwrap_or((&self.config, &[]));
         for attempt in others {
             if let Ok(connected) = attempt.connect(self.tls.clone()).await {

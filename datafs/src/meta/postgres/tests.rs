@@ -1,7 +1,9 @@
 //! Tests of the PostgreSQL engine against a real server.
 use std::collections::BTreeSet;
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use super::target::Target;
 use super::{Options, Postgres};
@@ -179,4 +181,62 @@ fn what_a_crashed_server_has_lost_is_committed_again() {
         }
     }
     engines[0].sync().unwrap();
+}
+
+/// A port that forwards connections to a server. While the flag is set, it accepts connections and stays silent.
+fn proxy(server: u16) -> (u16, Arc<AtomicBool>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let silent = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&silent);
+    std::thread::spawn(move || {
+        let mut held = Vec::new();
+        for client in listener.incoming().map_while(Result::ok) {
+            if flag.load(Ordering::Acquire) {
+                held.push(client);
+                continue;
+            }
+            let Ok(server) = TcpStream::connect(("127.0.0.1", server)) else { return };
+            for (mut from, mut to) in
+                [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)]
+            {
+                std::thread::spawn(move || {
+                    let _ = std::io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(std::net::Shutdown::Write);
+                });
+            }
+        }
+    });
+    (port, silent)
+}
+
+#[test]
+fn a_server_that_accepts_and_stays_silent_does_not_cost_the_lease() {
+    let Some(server) = Server::start_on_tcp(&["fsync=off"]) else { return };
+    let schema = server.new_schema();
+    let (port, silent) = proxy(server.port());
+    let url = format!("postgres://millrace@127.0.0.1:{port}/postgres?sslmode=disable");
+    let options = Options { lease: Duration::from_secs(5), ..options() };
+    let target = Target::parse(&url, &schema, None).unwrap();
+    let engine = Postgres::open(target, client(), &options).unwrap();
+    let listening = "FROM pg_stat_activity WHERE query LIKE 'LISTEN %'";
+    assert_eq!(server.sql(&format!("SELECT count(*) {listening}")), "1");
+
+    // The connection for notifications ends, and a new one gets no answer.
+    silent.store(true, Ordering::Release);
+    server.sql(&format!("SELECT pg_terminate_backend(pid) {listening}"));
+    let alive = format!("SELECT count(*) FROM {schema}.clients WHERE seen > now() - interval '5 s'");
+    let end = Instant::now() + options.lease * 3 / 2;
+    while Instant::now() < end {
+        assert_eq!(server.sql(&alive), "1");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+
+    silent.store(false, Ordering::Release);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while server.sql(&format!("SELECT count(*) {listening}")) != "1" {
+        assert!(Instant::now() < deadline, "nothing listens for notifications");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(engine);
 }

@@ -8,18 +8,13 @@
 //! may be in the file.
 
 use std::fmt;
-use std::future::Future;
 use std::io;
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use millrace_leaf::error_chain;
 use tokio_postgres::config::SslMode;
-use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream};
-use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream as Encrypted;
+use tokio_postgres_rustls::MakeRustlsConnect;
 use tokio_rustls::rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use tokio_rustls::rustls::client::{WebPkiServerVerifier, verify_server_name};
 use tokio_rustls::rustls::crypto::CryptoProvider;
@@ -69,7 +64,7 @@ impl Wanted {
     }
 
     /// The TLS connector, and the mode for the protocol.
-    pub(super) fn prepare(&self) -> Result<(Tls, SslMode)> {
+    pub(super) fn prepare(&self) -> Result<(MakeRustlsConnect, SslMode)> {
         let rooted = self.roots.is_some();
         let (mode, check) = match self.mode.as_deref().unwrap_or("prefer") {
             "disable" => (SslMode::Disable, Check::Nothing),
@@ -84,9 +79,6 @@ impl Wanted {
                 )));
             }
         };
-        if mode == SslMode::Disable {
-            return Ok((Tls { config: None }, SslMode::Disable));
-        }
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let issuer = match check {
             Check::Nothing => None,
@@ -99,7 +91,7 @@ impl Wanted {
             .dangerous()
             .with_custom_certificate_verifier(Arc::new(verifier))
             .with_no_client_auth();
-        Ok((Tls { config: Some(Arc::new(config)) }, mode))
+        Ok((MakeRustlsConnect::new(config), mode))
     }
 
     /// The trusted issuers of server certificates.
@@ -137,7 +129,8 @@ fn invalid(reason: String) -> Error {
 fn decode(text: &str) -> String {
     let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
     while let Some((&byte, after)) = rest.split_first() {
-        let digits = after.get(..2).filter(|_| byte == b'%').and_then(|two| std::str::from_utf8(two).ok());
+        let digits = after.get(..2).filter(|two| byte == b'%' && two.iter().all(u8::is_ascii_hexdigit));
+        let digits = digits.and_then(|two| std::str::from_utf8(two).ok());
         match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
             Some(decoded) => {
                 bytes.push(decoded);
@@ -216,93 +209,12 @@ impl ServerCertVerifier for Verifier {
     }
 }
 
-/// Maker of TLS connections for one target; without a configuration there is no TLS.
-#[derive(Clone)]
-pub(crate) struct Tls {
-    config: Option<Arc<ClientConfig>>,
-}
-
-/// One handshake.
-pub(crate) struct Handshake {
-    config: Option<Arc<ClientConfig>>,
-    host: String,
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> MakeTlsConnect<S> for Tls {
-    type Stream = Stream<S>;
-    type TlsConnect = Handshake;
-    type Error = io::Error;
-
-    fn make_tls_connect(&mut self, host: &str) -> io::Result<Handshake> {
-        Ok(Handshake { config: self.config.clone(), host: host.to_owned() })
-    }
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> TlsConnect<S> for Handshake {
-    type Stream = Stream<S>;
-    type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = io::Result<Stream<S>>> + Send>>;
-
-    fn connect(self, stream: S) -> Self::Future {
-        Box::pin(async move {
-            let config = self.config.ok_or_else(|| io::Error::other("TLS is not set up"))?;
-            let name = ServerName::try_from(self.host).map_err(io::Error::other)?;
-            TlsConnector::from(config).connect(name, stream).await.map(Stream)
-        })
-    }
-}
-
 /// Whether an error means that TLS will always fail, not that the connection was lost.
 pub(super) fn is_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if let Some(inner) = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref)
-            && inner.is::<rustls::Error>()
-        {
-            return true;
-        }
-        // This error of the protocol has no type.
-        if error.to_string() == "server does not support TLS" {
-            return true;
-        }
-        next = error.source();
-    }
-    false
-}
-
-/// A connection through TLS.
-pub(crate) struct Stream<S>(Encrypted<S>);
-
-impl<S: AsyncRead + AsyncWrite + Unpin> TlsStream for Stream<S> {
-    fn channel_binding(&self) -> ChannelBinding {
-        ChannelBinding::none()
-    }
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Stream<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(context, buffer)
-    }
-}
-
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Stream<S> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(context, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(context)
-    }
+    error_chain::causes(error).any(|cause| {
+        let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        // The error of the protocol has no type.
+        inner.is_some_and(|inner| inner.is::<rustls::Error>())
+            || cause.to_string() == "server does not support TLS"
+    })
 }

@@ -189,7 +189,7 @@ fn listeners_are_told_what_others_changed() {
         })
         .unwrap();
     let changed = changes.recv_timeout(LIMIT).unwrap();
-    assert_eq!(changed, Changed::Records(vec![(7, b"record".to_vec())]));
+    assert_eq!(changed, Changed::records(vec![(7, b"record".to_vec())]));
     // More than one entry of the change log holds.
     other
         .transact(Durability::Durable, |txn| {
@@ -197,7 +197,7 @@ fn listeners_are_told_what_others_changed() {
                 .try_for_each(|i| txn.put(&keys::live(7, &[&[0; 40][..], &i.to_be_bytes()].concat()), b""))
         })
         .unwrap();
-    assert_eq!(changes.recv_timeout(LIMIT).unwrap(), Changed::Anything);
+    assert!(changes.recv_timeout(LIMIT).unwrap().anything);
     drop(subscription);
     other.transact(Durability::Durable, |txn| txn.put(&keys::live(7, b"record"), b"2")).unwrap();
     // The thread ends, and its sender with it.

@@ -662,6 +662,7 @@ impl Filesystem for Adapter {
     ) {
         let wish = Wish {
             node: self.node(ino),
+            ino: ino.0,
             handle: fh.0,
             lock: wanted(request, lock_owner, (start, end), typ, pid),
             gives_up: typ == libc::F_UNLCK,

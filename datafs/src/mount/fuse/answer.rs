@@ -124,6 +124,15 @@ impl Adapter {
         errno
     }
 
+    /// Counts and logs an error that came after the reply, so that the caller does not learn of it.
+    fn failed_late(&self, operation: &'static str, node: Node, error: &Error) {
+        outcome::failure(errno(error));
+        metrics::MOUNT_ERRORS.inc();
+        let cause = std::error::Error::source(error).map(ToString::to_string);
+        let volume = self.handles.view.spec();
+        tracing::error!(%error, cause, %volume, node = node.to_u64(), operation, "a request failed after its reply");
+    }
+
     /// [`Adapter::failed`] for a request that names a node from an earlier lookup. When the node is gone,
     /// ESTALE makes the kernel look the path up again and find its replacement.
     pub(in crate::mount) fn failed_on(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
@@ -270,11 +279,10 @@ impl Adapter {
                     self.coherence.outdates(self.node(ino));
                 }
             }
-            Err(error) => {
-                if let Some(reply) = reply {
-                    reply.error(self.failed("write", self.node(ino), &error));
-                }
-            }
+            Err(error) => match reply {
+                Some(reply) => reply.error(self.failed("write", node, &error)),
+                None => self.failed_late("write", node, &error),
+            },
         }
     }
 
@@ -328,4 +336,58 @@ impl Adapter {
 /// The lifetime of attributes that the kernel may cache, or may not.
 pub(in crate::mount) fn lifetime_of(kept: bool) -> Duration {
     if kept { FOREVER } else { NOT_AT_ALL }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::path::Path;
+
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::fs::tests::setup;
+    use crate::mount::observe::watch::Watch;
+
+    /// Collects log lines.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn an_error_after_the_reply_is_counted_and_logged() {
+        let (_home, _datafs, view) = setup();
+        let handles = Arc::new(Handles::new(view.clone()));
+        let coherence = Arc::new(Coherence::new(&view, Inodes::new(view.root())));
+        let watch = Arc::new(Watch::new("v", Path::new("/none"), &handles));
+        let locks = Arc::new(Locks::new(Arc::clone(&coherence), watch));
+        let adapter = Adapter::new(handles, locks, coherence, Open::Pages);
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
+        outcome::reset();
+        tracing::subscriber::with_default(subscriber, || {
+            adapter.failed_late(
+                "write",
+                view.root(),
+                &Error::Busy { place: "a server".into(), waited_ms: 7 },
+            );
+        });
+        let text = String::from_utf8(lines.0.lock().clone()).unwrap();
+        assert!(
+            text.contains("ERROR") && text.contains("a server") && text.contains("after its reply"),
+            "{text}"
+        );
+        assert!(outcome::get().failed);
+    }
 }

@@ -3,17 +3,28 @@
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
-use std::io::{self, ErrorKind};
+use std::fs::File;
+use std::io::{self, ErrorKind, Read as _, Seek as _};
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
-use super::point::{Attach, READ_BYTES_MAX, in_path, run_quietly};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use super::point::{Attach, READ_BYTES_MAX, in_path};
 
 /// Read timeout for the descriptor of the helper.
 const ANSWER_MAX: Duration = Duration::from_secs(20);
+
+/// Time limit of the helper, which hangs where a file system on the path does not answer.
+const RUN_MAX: Duration = Duration::from_secs(30);
+/// Time for a killed helper to end.
+const DYING_MAX: Duration = Duration::from_secs(1);
+/// First and longest pause between looks at the helper.
+const PAUSE_MIN: Duration = Duration::from_millis(1);
+const PAUSE_MAX: Duration = Duration::from_millis(20);
 
 /// Path of the installed helper. The variable `FUSERMOUNT_PATH` takes precedence.
 pub(in crate::mount) fn program() -> Option<PathBuf> {
@@ -54,7 +65,7 @@ pub(in crate::mount) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedF
     command.arg("-o").arg(options).arg("--").arg(at);
     // The helper inherits the socket as its standard input, so close-on-exec stays set.
     command.env("_FUSE_COMMFD", "0").stdin(Stdio::from(OwnedFd::from(theirs)));
-    run_quietly(&mut command)?;
+    run(&mut command, RUN_MAX)?;
     // The other end of the socket is open only in `command` and the helper, and both end here.
     drop(command);
     receive_descriptor(&ours)
@@ -67,7 +78,47 @@ pub(in crate::mount) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
     if lazy {
         command.arg("-z");
     }
-    run_quietly(command.arg("--").arg(at).stdin(Stdio::null()))
+    run(command.arg("--").arg(at).stdin(Stdio::null()), RUN_MAX)
+}
+
+/// Runs a program to its end, and kills it at the time limit. The error is the last line of its standard error.
+fn run(command: &mut Command, limit: Duration) -> io::Result<()> {
+    // Unlike a pipe, a file in memory does not end later than the program.
+    let mut errors = File::from(memfd_create("fusermount", MFdFlags::MFD_CLOEXEC)?);
+    let mut child = command.stdout(Stdio::null()).stderr(errors.try_clone()?).spawn()?;
+    let Some(status) = wait(&mut child, limit)? else {
+        child.kill()?;
+        if wait(&mut child, DYING_MAX)?.is_none() {
+            tracing::warn!(pid = child.id(), "a killed mount helper has not ended");
+        }
+        let program = Path::new(command.get_program()).display();
+        let reason = format!(
+            "{program} did not end within {} s and was killed; check that the file systems on the path answer",
+            limit.as_secs_f64()
+        );
+        return Err(io::Error::new(ErrorKind::TimedOut, reason));
+    };
+    if status.success() {
+        return Ok(());
+    }
+    let mut text = Vec::new();
+    errors.rewind()?;
+    errors.read_to_end(&mut text)?;
+    let text = String::from_utf8_lossy(&text);
+    Err(io::Error::other(text.lines().last().unwrap_or("it gave no reason").to_owned()))
+}
+
+/// Waits for the end of a program; `None` at the time limit.
+fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
+    let (deadline, mut pause) = (Instant::now() + limit, PAUSE_MIN);
+    loop {
+        let ended = child.try_wait()?;
+        if ended.is_some() || Instant::now() >= deadline {
+            return Ok(ended);
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
 }
 
 /// Receives the one descriptor that the helper sends.
@@ -126,6 +177,31 @@ mod tests {
         detach(&at, true).unwrap();
         assert_eq!(point::find(&at).unwrap(), None);
         assert!(attach(&at.join("none"), &how).is_err());
+    }
+
+    #[test]
+    fn a_helper_that_hangs_is_killed_at_the_time_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pid");
+        let mut command = Command::new("/bin/sh");
+        // The shell becomes `sleep`, with the same process id.
+        command.args(["-c", "echo $$ > \"$0\"; exec sleep 600"]).arg(&path).stdin(Stdio::null());
+        let begun = Instant::now();
+        let error = run(&mut command, Duration::from_secs(2)).unwrap_err();
+        assert!(begun.elapsed() < Duration::from_secs(60));
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        assert!(error.to_string().contains("/bin/sh did not end within 2 s and was killed"), "{error}");
+        let pid = std::fs::read_to_string(&path).unwrap();
+        assert!(!Path::new("/proc").join(pid.trim()).exists(), "it runs on");
+    }
+
+    #[test]
+    fn the_last_line_of_a_helper_is_its_error() {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "echo first >&2; echo last >&2; exit 3"]).stdin(Stdio::null());
+        assert_eq!(run(&mut command, RUN_MAX).unwrap_err().to_string(), "last");
+        let mut command = Command::new("/bin/sh");
+        assert!(run(command.args(["-c", "echo ignored >&2"]).stdin(Stdio::null()), RUN_MAX).is_ok());
     }
 
     #[test]

@@ -48,11 +48,9 @@ impl InstrumentedFs {
         outcome::reset();
         let begun = Instant::now();
         answer(&self.adapter);
-        let took = begun.elapsed();
         let outcome = outcome::get();
-        self.watch.stats.end(request.op, took.as_nanos() as u64, outcome);
-        if self.watch.trace.is_on() {
-            self.watch.trace.note(&request, outcome, took);
+        if !outcome.comes_later {
+            self.watch.answered(&request, outcome, begun.elapsed());
         }
     }
 }

@@ -11,7 +11,6 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use nix::mount::{MntFlags, MsFlags, umount2};
 
@@ -266,17 +265,6 @@ pub(in crate::mount) fn abort(device: &str) -> bool {
 pub(in crate::mount) fn in_path(program: &OsStr) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| p.is_file())
-}
-
-/// Runs a program to its end. The error is the last line of its standard error.
-pub(in crate::mount) fn run_quietly(command: &mut Command) -> io::Result<()> {
-    let output = command.output()?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().last().unwrap_or("it gave no reason").to_owned();
-    Err(io::Error::other(line))
 }
 
 #[cfg(test)]

@@ -100,8 +100,8 @@ pub(in crate::mount) fn mount(view: View, at: &Path, options: &MountOptions) -> 
     let handles = Arc::new(Handles::new(view.as_writer()?));
     let device_fd = point::attach(&at, &attach)?;
     let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
-    let locks = Arc::new(Locks::new(Arc::clone(&coherence)));
     let watch = Arc::new(Watch::new(&source, &at, &handles));
+    let locks = Arc::new(Locks::new(Arc::clone(&coherence), Arc::clone(&watch)));
     let served = serve(device_fd, &handles, (&locks, &coherence), options, (opening.way, &watch), &at);
     let (thread, ended) = match served {
         Ok(served) => served,
@@ -193,10 +193,10 @@ fn serve(
     }
     if !handles.view.is_snapshot() {
         locks.start(handles)?;
-        let wake = Arc::clone(locks);
-        if let Err(error) =
-            coherence.start(&handles.view, session.notifier(), own_device, move || wake.wake())
-        {
+        // Weak: the volumes keep the listener, and `Locks` keeps the volumes open.
+        let wake = Arc::downgrade(locks);
+        let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
+        if let Err(error) = coherence.start(&handles.view, session.notifier(), own_device, wake) {
             tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
         }
     }

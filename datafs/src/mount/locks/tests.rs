@@ -17,7 +17,9 @@ fn a_lock_whose_release_failed_at_the_last_close_is_given_up_later() {
     let (_home, datafs, view) = faulty::with(&faults, setup);
     let node = view.create(view.root(), "f".as_ref(), 0o644, crate::fs::tests::owner(), OPEN).unwrap().0.node;
     let handles = Arc::new(Handles::new(view.clone()));
-    let locks = Arc::new(Locks::new(Arc::new(Coherence::new(&view, Inodes::new(view.root())))));
+    let coherence = Arc::new(Coherence::new(&view, Inodes::new(view.root())));
+    let watch = Watch::new("v", std::path::Path::new("/none"), &handles);
+    let locks = Arc::new(Locks::new(coherence, Arc::new(watch)));
     locks.start(&handles).unwrap();
     let lock = |owner| FileLock { owner, exclusive: true, start: 0, end: LOCK_END_MAX, pid: 1 };
     let take = || {

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use millrace_leaf::{error_chain, private};
 use nix::fcntl::{OFlag, open};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::Mode;
@@ -23,8 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::stats::MountStats;
 use super::trace::TraceOptions;
 use super::watch::Watch;
-use crate::error::{Error, Result, in_full};
-use crate::private;
+use crate::error::{Error, Result};
 
 /// The folder of the sockets, below the home.
 const FOLDER: &str = "run";
@@ -146,7 +146,7 @@ fn answer(mut stream: UnixStream, watch: &Watch) -> io::Result<()> {
         Ok(Question::Stats) => Answer::Stats(Box::new(watch.stats())),
         Ok(Question::Trace(options)) => match watch.trace.start(&options, watch.device()) {
             Ok(()) => Answer::Done,
-            Err(error) => Answer::Refused(in_full(&error)),
+            Err(error) => Answer::Refused(error_chain::one_line(&error)),
         },
         Ok(Question::EndTrace) => {
             watch.trace.stop();

@@ -97,7 +97,7 @@ impl Stats {
         self.cells(op).begun.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a request that the same thread has answered.
+    /// Counts a request that was answered, maybe by another thread.
     pub(in crate::mount) fn end(&self, op: Op, nanos: u64, outcome: Outcome) {
         let cells = self.cells(op);
         cells.buckets[bucket(nanos)].fetch_add(1, Ordering::Relaxed);

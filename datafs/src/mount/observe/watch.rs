@@ -2,12 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::stats::{MountStats, Stats};
-use super::trace::Trace;
+use super::trace::{self, Trace};
 use crate::metrics;
 use crate::mount::handles::Handles;
+use crate::mount::outcome::Outcome;
 
 /// The observable state of one mount: identity, statistics and trace.
 #[derive(Debug)]
@@ -60,6 +61,14 @@ impl Watch {
     /// The device number that `stat` shows for files of the mount.
     pub(in crate::mount) fn device(&self) -> Option<u64> {
         self.device.get()?.number
+    }
+
+    /// Counts and traces a request that was answered, or is about to be.
+    pub(in crate::mount) fn answered(&self, request: &trace::Request<'_>, outcome: Outcome, took: Duration) {
+        self.stats.end(request.op, took.as_nanos() as u64, outcome);
+        if self.trace.is_on() {
+            self.trace.note(request, outcome, took);
+        }
     }
 
     pub(in crate::mount) fn stats(&self) -> MountStats {

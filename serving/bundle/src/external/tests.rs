@@ -105,7 +105,7 @@ fn a_tensor_anywhere_names_a_file_of_its_own_version() {
         assert_eq!(files(&mut model).unwrap().into_iter().collect::<Vec<_>>(), ["w.bin"], "{place}");
         check(&mut model, |file| (file == "w.bin").then_some(32)).unwrap();
         let error = check(&mut model, |_| None).unwrap_err();
-        assert!(error.contains("there is no file \"w.bin\""), "{place}: {error}");
+        assert!(error.contains("the folder of the graph has no file \"w.bin\""), "{place}: {error}");
         let error = check(&mut model, |_| Some(31)).unwrap_err();
         assert!(error.contains("its 16 bytes from 16 on are not in \"w.bin\""), "{place}: {error}");
         let inlined = inline(&mut model, |_| Some(Bytes::from(vec![7; 32]))).unwrap();
@@ -138,7 +138,7 @@ fn a_tensor_anywhere_names_a_file_of_its_own_version() {
 }
 
 #[test]
-fn what_a_tensor_says_of_its_elements_has_to_fit_them() {
+fn external_data_of_the_wrong_length_is_refused() {
     let refused = |tensor: TensorProto, words: &str| {
         let (_, mut model) = everywhere(&tensor).remove(0);
         let error = check(&mut model, |_| Some(1000)).unwrap_err();
@@ -146,7 +146,7 @@ fn what_a_tensor_says_of_its_elements_has_to_fit_them() {
     };
     let with = |more: &[(&str, &str)]| outside(&[&[("location", "w.bin")], more].concat());
     refused(outside(&[("offset", "0")]), "which one");
-    refused(with(&[("location", "v.bin")]), "location is there twice");
+    refused(with(&[("location", "v.bin")]), "location appears twice");
     refused(with(&[("offset", "-1")]), "offset is not a number");
     refused(with(&[("length", "15")]), "its length is 15, and its elements have 16 bytes");
     refused(with(&[("offset", "985")]), "from 985 on are not in");
@@ -156,7 +156,7 @@ fn what_a_tensor_says_of_its_elements_has_to_fit_them() {
     refused(TensorProto { dims: vec![i64::MAX, 4], ..with(&[]) }, "extents");
     refused(
         TensorProto { data_type: Some(DataType::String as i32), ..with(&[]) },
-        "its type cannot lie there",
+        "its type cannot be stored in another file",
     );
     // An external location without the data_location field that announces it.
     refused(

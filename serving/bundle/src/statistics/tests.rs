@@ -53,7 +53,7 @@ fn many_values_fill_parts_of_equal_size() {
 }
 
 #[test]
-fn a_constant_is_one_part_and_all_else_is_outside() {
+fn constant_feature_has_one_bin_and_all_other_values_are_outside() {
     for values in [vec![2.5], vec![2.5; 100]] {
         let feature = feature(&values);
         assert_eq!((feature.edges.len(), feature.shares.clone(), feature.variance), (0, vec![1.0], 0.0));
@@ -70,7 +70,7 @@ fn a_constant_is_one_part_and_all_else_is_outside() {
 }
 
 #[test]
-fn files_that_are_none_are_refused_with_a_reason() {
+fn invalid_statistics_files_are_refused_with_a_reason() {
     let good = serde_json::to_value(Statistics::new("c", 4, vec![feature(&[1.0, 2.0, 3.0, 4.0])])).unwrap();
     let read = |value: &Value| Statistics::read(value.to_string().as_bytes());
     read(&good).unwrap();
@@ -95,8 +95,8 @@ fn files_that_are_none_are_refused_with_a_reason() {
     refused(&of("edges", json!([3.0, 2.0, 1.0])), "ascend");
     refused(&of("edges", json!([1.0, 2.0, 4.0])), "ascend");
     refused(&of("edges", json!([0.5, 2.0, 3.0])), "ascend");
-    refused(&of("shares", json!([0.5, 0.5, 0.5, 0.5])), "parts of a whole");
-    refused(&of("shares", json!([1.5, -0.5, 0.0, 0.0])), "parts of a whole");
+    refused(&of("shares", json!([0.5, 0.5, 0.5, 0.5])), "do not sum to 1");
+    refused(&of("shares", json!([1.5, -0.5, 0.0, 0.0])), "do not sum to 1");
     refused(&of("element", json!(-1)), "usize");
     assert!(Statistics::read(b"{").is_err());
     assert!(Statistics::read(&vec![b' '; (1 << 20) + 1]).unwrap_err().contains("the limit"));

@@ -83,7 +83,7 @@ fn with_file(manifest: &Bytes, path: &str) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn every_changed_byte_is_found() {
+async fn every_changed_byte_is_detected() {
     let bundle = bundle("m", 1);
     let store = store_with(std::slice::from_ref(&bundle)).await;
     let model = bundle.model_onnx();

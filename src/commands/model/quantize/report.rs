@@ -118,7 +118,7 @@ impl Report {
 /// Formats a share of a whole.
 pub(super) fn part(part: f64) -> String {
     if part.is_infinite() {
-        return "beyond all bounds".to_owned();
+        return "infinite".to_owned();
     }
     let percent = part * 100.0;
     if percent == 0.0 || percent >= 0.01 { format!("{percent:.2}%") } else { format!("{percent:.1e}%") }
@@ -133,10 +133,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_shown_with_the_digits_that_matter() {
+    fn percentages_are_shown_with_significant_digits() {
         assert_eq!(part(0.0), "0.00%");
         assert_eq!(part(0.0512), "5.12%");
         assert_eq!(part(0.000_001), "1.0e-4%");
-        assert_eq!(part(f64::INFINITY), "beyond all bounds");
+        assert_eq!(part(f64::INFINITY), "infinite");
     }
 }

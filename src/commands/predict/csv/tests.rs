@@ -1,5 +1,4 @@
 //! Tests of CSV rows, their line numbers and their cells.
-#![allow(clippy::unwrap_used)]
 
 use std::io::Cursor;
 
@@ -25,7 +24,7 @@ fn spec(datatype: Datatype, shape: &[i64]) -> TensorSpec {
 }
 
 #[test]
-fn rows_know_their_lines() {
+fn csv_rows_report_their_line_numbers() {
     assert_eq!(lines_of("a\n1\n2\n"), [2, 3]);
     assert_eq!(lines_of("a\r\n1\r\n2"), [2, 3]);
     assert_eq!(lines_of("\n\na\n\n1\n\r\n\n2\n\n"), [5, 8]);
@@ -40,7 +39,7 @@ fn rows_know_their_lines() {
 }
 
 #[test]
-fn rows_that_are_none_are_named() {
+fn malformed_csv_rows_are_named() {
     let mut uneven = rows("a,b\n1,2\n\n3\n");
     uneven.header("f").unwrap();
     let mut row = ByteRecord::new();
@@ -98,19 +97,19 @@ fn cells_are_read_as_the_type_of_the_input() {
     assert_eq!(one(Datatype::Bytes, ""), Ok(Data::Bytes(vec![Bytes::new()])));
     assert!(matches!(one(Datatype::Fp64, "NaN"), Ok(Data::Fp64(value)) if value[0].is_nan()));
     for (datatype, text, says) in [
-        (Datatype::Bool, "yes", "\"yes\" is no BOOL (true, false, 1 or 0)"),
+        (Datatype::Bool, "yes", "\"yes\" is not a valid BOOL (true, false, 1 or 0)"),
         (Datatype::Bool, "", "it is empty, BOOL is expected"),
-        (Datatype::Uint8, "256", "\"256\" is no UINT8"),
-        (Datatype::Uint8, "-1", "\"-1\" is no UINT8"),
-        (Datatype::Int32, "1.0", "\"1.0\" is no INT32"),
-        (Datatype::Int32, "1e3", "\"1e3\" is no INT32"),
+        (Datatype::Uint8, "256", "\"256\" is not a valid UINT8"),
+        (Datatype::Uint8, "-1", "\"-1\" is not a valid UINT8"),
+        (Datatype::Int32, "1.0", "\"1.0\" is not a valid INT32"),
+        (Datatype::Int32, "1e3", "\"1e3\" is not a valid INT32"),
         (Datatype::Fp32, " ", "it is empty, FP32 (nan where a value is missing) is expected"),
-        (Datatype::Fp32, "1,5", "\"1,5\" is no FP32"),
+        (Datatype::Fp32, "1,5", "\"1,5\" is not a valid FP32"),
         (Datatype::Fp32, "1e39", "is too large for FP32"),
         (Datatype::Fp16, "65536", "is too large for FP16"),
         (Datatype::Bf16, "3.4e38", "is too large for BF16"),
         (Datatype::Fp64, "1e999", "is too large for FP64"),
-        (Datatype::Fp64, "0x10", "\"0x10\" is no FP64"),
+        (Datatype::Fp64, "0x10", "\"0x10\" is not a valid FP64"),
     ] {
         let error = one(datatype, text).unwrap_err();
         assert!(error.starts_with("column \"c\": ") && error.contains(says), "{error}");
@@ -140,7 +139,7 @@ fn one_cell_or_several_make_an_input() {
         (&[-1, 0, -1], "a..c", "which takes shape [0, -1]"),
         (&[-1, i64::MAX, i64::MAX], "a..c", "3 columns"),
         (&[-1, 3], "list", "field \"list\": "),
-        (&[-1, 1], "list", "\"[4, 5.5]\" is no FP32"),
+        (&[-1, 1], "list", "\"[4, 5.5]\" is not a valid FP32"),
     ] {
         let error = read(shape, field).unwrap_err();
         assert!(error.contains(says), "{error}");

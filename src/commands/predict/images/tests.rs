@@ -1,5 +1,4 @@
 //! Tests of image files: valid, truncated, and with false sizes.
-#![allow(clippy::unwrap_used)]
 
 use image::{GrayImage, Rgb, RgbImage};
 
@@ -41,7 +40,7 @@ fn resized(mut png: Vec<u8>, width: u32, height: u32) -> Vec<u8> {
 }
 
 #[test]
-fn files_are_told_by_what_they_hold() {
+fn image_formats_are_detected_from_content() {
     for format in [ImageFormat::Png, ImageFormat::Jpeg] {
         let image = decode(&encoded(noise(), format)).unwrap();
         assert_eq!((image.width(), image.height()), (32, 24), "{format:?}");
@@ -66,11 +65,11 @@ fn files_that_are_cut_are_refused() {
     for length in 0..jpeg.len() {
         assert!(decode(&jpeg[..length]).is_err(), "{length} of {}", jpeg.len());
     }
-    assert!(refused(&jpeg[..jpeg.len() / 2]).contains("breaks off before the end of the picture"));
+    assert!(refused(&jpeg[..jpeg.len() / 2]).contains("the file ends before the end of the image"));
 }
 
 #[test]
-fn sizes_that_a_header_says_are_bounded() {
+fn image_sizes_in_headers_are_bounded() {
     let png = encoded(GrayImage::new(1, 1), ImageFormat::Png);
     let jpeg = encoded(noise(), ImageFormat::Jpeg);
     let frame = jpeg.windows(2).position(|pair| pair == [0xff, 0xc0]).unwrap();
@@ -90,7 +89,7 @@ fn sizes_that_a_header_says_are_bounded() {
 }
 
 #[test]
-fn pictures_are_turned_upright() {
+fn images_are_rotated_by_exif_orientation() {
     let jpeg = encoded(noise(), ImageFormat::Jpeg);
     // Exif with one entry: orientation 6, rotate clockwise.
     let exif = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";

@@ -1,5 +1,4 @@
 //! Tests of image conversion: layouts, sizes and value ranges.
-#![allow(clippy::unwrap_used)]
 
 use image::{GrayImage, ImageBuffer, Rgb, RgbImage, Rgba};
 
@@ -13,8 +12,8 @@ fn spec(datatype: Datatype, shape: &[i64]) -> TensorSpec {
     TensorSpec { name: "x".into(), datatype, shape: shape.to_vec() }
 }
 
-fn form(datatype: Datatype, shape: &[i64]) -> Form {
-    Form::new(&spec(datatype, shape), &args()).unwrap()
+fn form(datatype: Datatype, shape: &[i64]) -> ImageConversion {
+    ImageConversion::new(&spec(datatype, shape), &args()).unwrap()
 }
 
 /// Two pixels side by side.
@@ -23,18 +22,23 @@ fn pair() -> DynamicImage {
 }
 
 /// Shape of an input, --layout, --size.
-type Asked = (&'static [i64], Option<Layout>, Option<(u32, u32)>);
+type ConversionCase = (&'static [i64], Option<Layout>, Option<(u32, u32)>);
 
-fn asked((shape, layout, size): Asked) -> Result<Form, String> {
-    Form::new(&spec(Datatype::Uint8, shape), &ImageArgs { layout, size, ..args() })
+fn asked((shape, layout, size): ConversionCase) -> Result<ImageConversion, String> {
+    ImageConversion::new(&spec(Datatype::Uint8, shape), &ImageArgs { layout, size, ..args() })
 }
 
 #[test]
-fn shapes_and_flags_say_where_the_channels_are() {
+fn channel_layout_follows_shape_and_flags() {
     let (planar, interleaved) = (Some(Layout::Nchw), Some(Layout::Nhwc));
-    let of =
-        |layout, channels, height, width| Form { layout, channels, height, width, elements: Elements::Bytes };
-    let cases: [(Asked, Form); 12] = [
+    let of = |layout, channels, height, width| ImageConversion {
+        layout,
+        channels,
+        height,
+        width,
+        elements: Elements::Bytes,
+    };
+    let cases: [(ConversionCase, ImageConversion); 12] = [
         ((&[-1, 3, 4, 5], None, None), of(planar, 3, Some(4), Some(5))),
         ((&[-1, 4, 5, 3], None, None), of(interleaved, 3, Some(4), Some(5))),
         ((&[1, 1, 28, 28], None, None), of(planar, 1, Some(28), Some(28))),
@@ -51,7 +55,7 @@ fn shapes_and_flags_say_where_the_channels_are() {
     for (given, expected) in cases {
         assert_eq!(asked(given), Ok(expected), "{given:?}");
     }
-    let refused: [(Asked, &str); 11] = [
+    let refused: [(ConversionCase, &str); 11] = [
         ((&[-1, 3, 4, 3], None, None), "does not say which extent is that of the channels: say --layout"),
         ((&[-1, -1, -1, -1], None, None), "say --layout"),
         ((&[-1, 4, 5, 6], None, None), "say --layout"),
@@ -62,7 +66,7 @@ fn shapes_and_flags_say_where_the_channels_are() {
         ((&[-1, 3, 2, 2, 2], None, None), "takes shape [3, 2, 2, 2]"),
         ((&[-1, 3, 0, 4], None, None), "takes images of height 0"),
         ((&[-1, 3, 4, 4], None, Some((4, 5))), "--size: input \"x\" takes images of width 4, not 5"),
-        ((&[-1, 3, 4, i64::MAX], None, None), "which none has"),
+        ((&[-1, 3, 4, i64::MAX], None, None), "which no image has"),
     ];
     for (given, says) in refused {
         let error = asked(given).unwrap_err();
@@ -71,7 +75,7 @@ fn shapes_and_flags_say_where_the_channels_are() {
 }
 
 #[test]
-fn pixels_lie_as_the_layout_says() {
+fn pixels_are_ordered_by_layout() {
     let bytes = |shape: &[i64], image: DynamicImage| form(Datatype::Uint8, shape).elements(image).unwrap();
     let interleaved = |shape: &'static [i64], image: DynamicImage| {
         asked((shape, Some(Layout::Nhwc), None)).unwrap().elements(image).unwrap()
@@ -109,7 +113,7 @@ fn pictures_get_the_size_of_the_input() {
 #[test]
 fn values_are_scaled_as_the_flags_say() {
     let scaled = |channels: i64, given: ImageArgs| -> Result<Vec<f32>, String> {
-        let form = Form::new(
+        let form = ImageConversion::new(
             &spec(Datatype::Fp32, &[-1, 1, 2, channels]),
             &ImageArgs { layout: Some(Layout::Nhwc), ..given },
         )?;
@@ -147,7 +151,7 @@ fn values_are_scaled_as_the_flags_say() {
         (Datatype::Fp16, args(), "takes FP16, images become FP32 or UINT8"),
         (Datatype::Bytes, args(), "takes BYTES"),
     ] {
-        let error = Form::new(&spec(datatype, &[-1, 3, 2, 2]), &given).unwrap_err();
+        let error = ImageConversion::new(&spec(datatype, &[-1, 3, 2, 2]), &given).unwrap_err();
         assert!(error.contains(says), "{error}");
     }
 }

@@ -21,7 +21,7 @@ use crate::metrics;
 const WAIT_MAX: Duration = Duration::from_secs(300);
 
 /// One partition of a request.
-struct Wanted {
+struct PartitionRequest {
     index: i32,
     offset: i64,
     bytes_max: usize,
@@ -36,9 +36,9 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
     let bytes_max = usize::try_from(request.max_bytes).unwrap_or(0).min(shared.config.fetch_bytes_max);
     let bytes_min = usize::try_from(request.min_bytes).unwrap_or(0).min(bytes_max);
     let wait = Duration::from_millis(u64::try_from(request.max_wait_ms).unwrap_or(0)).min(WAIT_MAX);
-    let mut wanted: Vec<(TopicName, Vec<Wanted>)> = Vec::with_capacity(request.topics.len());
+    let mut requested: Vec<(TopicName, Vec<PartitionRequest>)> = Vec::with_capacity(request.topics.len());
     for topic in request.topics {
-        let partitions = topic.partitions.iter().map(|asked| Wanted {
+        let partitions = topic.partitions.iter().map(|asked| PartitionRequest {
             index: asked.partition,
             offset: asked.fetch_offset,
             bytes_max: usize::try_from(asked.partition_max_bytes).unwrap_or(0),
@@ -52,15 +52,15 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
             },
         });
         let partitions = partitions.collect();
-        wanted.push((topic.topic, partitions));
+        requested.push((topic.topic, partitions));
     }
 
-    let ready = wait_for(context, &wanted, bytes_min, bytes_max, wait).await;
+    let ready = wait_for(context, &requested, bytes_min, bytes_max, wait).await;
 
     // Responses count against the memory of all connections until they are sent. They count twice, because
     // the encoded frame is a copy.
     let held = shared.memory.reserve(ready.min(bytes_max).saturating_mul(2)).await;
-    let response = read(&wanted, bytes_max);
+    let response = read(&requested, bytes_max);
     context.reply_holding(&response, held)
 }
 
@@ -68,16 +68,16 @@ pub(super) async fn answer(context: &Context<'_>, request: FetchRequest) -> Repl
 /// how many bytes can be read.
 async fn wait_for(
     context: &Context<'_>,
-    wanted: &[(TopicName, Vec<Wanted>)],
+    requested: &[(TopicName, Vec<PartitionRequest>)],
     bytes_min: usize,
     bytes_max: usize,
     wait: Duration,
 ) -> usize {
     let deadline = Instant::now() + wait;
-    let all = || wanted.iter().flat_map(|(_, partitions)| partitions);
+    let all = || requested.iter().flat_map(|(_, partitions)| partitions);
     // Subscribed before the first check, so that no append in between is missed.
     let mut watches: Vec<watch::Receiver<i64>> = all()
-        .filter_map(|wanted| wanted.partition.as_ref().ok())
+        .filter_map(|requested| requested.partition.as_ref().ok())
         .map(|partition| partition.watch())
         .collect();
     loop {
@@ -85,16 +85,16 @@ async fn wait_for(
             watch.mark_unchanged();
         }
         let (mut ready, mut wrong) = (0usize, false);
-        for wanted in all() {
-            let bytes = wanted
+        for requested in all() {
+            let bytes = requested
                 .partition
                 .as_ref()
                 .map_err(Refused::clone)
-                .and_then(|partition| partition.bytes_from(wanted.offset, bytes_max as u64));
+                .and_then(|partition| partition.bytes_from(requested.offset, bytes_max as u64));
             match bytes {
                 Ok(bytes) => {
                     ready = ready.saturating_add(
-                        usize::try_from(bytes).unwrap_or(usize::MAX).min(wanted.bytes_max.max(1)),
+                        usize::try_from(bytes).unwrap_or(usize::MAX).min(requested.bytes_max.max(1)),
                     )
                 }
                 Err(_) => wrong = true,
@@ -112,19 +112,19 @@ async fn wait_for(
     }
 }
 
-fn read(wanted: &[(TopicName, Vec<Wanted>)], bytes_max: usize) -> FetchResponse {
+fn read(requested: &[(TopicName, Vec<PartitionRequest>)], bytes_max: usize) -> FetchResponse {
     let mut left = bytes_max;
     let mut empty = true;
-    let mut topics = Vec::with_capacity(wanted.len());
-    for (topic, partitions) in wanted {
+    let mut topics = Vec::with_capacity(requested.len());
+    for (topic, partitions) in requested {
         let mut answers = Vec::with_capacity(partitions.len());
-        for wanted in partitions {
-            let answer = PartitionData::default().with_partition_index(wanted.index);
-            let read = wanted.partition.as_ref().map_err(Refused::clone).and_then(|partition| {
+        for requested in partitions {
+            let answer = PartitionData::default().with_partition_index(requested.index);
+            let read = requested.partition.as_ref().map_err(Refused::clone).and_then(|partition| {
                 // The watermark is read before the records, so that it is never ahead of the log that they
                 // come from.
                 let high = partition.high_watermark();
-                let records = partition.read(wanted.offset, left.min(wanted.bytes_max), empty)?;
+                let records = partition.read(requested.offset, left.min(requested.bytes_max), empty)?;
                 Ok((high, partition.start_offset(), records))
             });
             answers.push(match read {

@@ -9,9 +9,13 @@ use kafka_protocol::protocol::StrBytes;
 use super::{Context, Reply};
 use crate::broker::code;
 use crate::broker::log::{Partition, Refused};
-use crate::broker::memory::Held;
+use crate::broker::memory::MemoryReservation;
 
-pub(super) async fn answer(context: &Context<'_>, request: ProduceRequest, held: Held) -> Reply {
+pub(super) async fn answer(
+    context: &Context<'_>,
+    request: ProduceRequest,
+    reservation: MemoryReservation,
+) -> Reply {
     let acks = request.acks;
     let whole = if !(-1..=1).contains(&acks) {
         Some(Refused::new(code::INVALID_REQUIRED_ACKS, "acks must be -1, 0 or 1"))
@@ -40,7 +44,7 @@ pub(super) async fn answer(context: &Context<'_>, request: ProduceRequest, held:
         topics
             .push(TopicProduceResponse::default().with_name(topic.name).with_partition_responses(partitions));
     }
-    drop(held);
+    drop(reservation);
     match (acks, failed) {
         // Without acknowledgements, closing the connection is the only way to report a failure.
         (0, Some(refused)) => {
@@ -53,7 +57,7 @@ pub(super) async fn answer(context: &Context<'_>, request: ProduceRequest, held:
 
 async fn append(partition: &Arc<Partition>, records: &[u8]) -> Result<(i64, i64), Refused> {
     let base_offset = partition.append(records)?;
-    partition.settled().await?;
+    partition.wait_durable().await?;
     Ok((base_offset, partition.start_offset()))
 }
 

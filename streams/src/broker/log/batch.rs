@@ -158,7 +158,7 @@ pub(crate) fn check_produced(bytes: &[u8]) -> Result<Header, Malformed> {
 }
 
 /// Position and time of one record.
-pub(crate) struct RecordPlace {
+pub(crate) struct RecordPosition {
     pub(crate) offset_delta: i32,
     pub(crate) timestamp: i64,
 }
@@ -170,7 +170,7 @@ pub(crate) struct RecordPlace {
 pub(crate) fn walk(
     header: &Header,
     batch: &[u8],
-    visit: impl FnMut(RecordPlace) -> bool,
+    visit: impl FnMut(RecordPosition) -> bool,
 ) -> Result<(), Malformed> {
     let bytes = &batch[HEADER_BYTES..header.bytes];
     match header.attributes & COMPRESSION_MASK {
@@ -218,12 +218,21 @@ fn snappy_chunks(bytes: &[u8]) -> impl Iterator<Item = Result<&[u8], Malformed>>
     })
 }
 
+/// Most bytes that a byte of Snappy yields: three bytes copy 64.
+const SNAPPY_GROWTH_MAX: usize = 22;
+
+/// Size of the decompressed payload. The decompressor reserves what a chunk announces, so that must be possible.
 fn snappy_bytes(bytes: &[u8]) -> Result<usize, Malformed> {
     let mut total = 0;
     for chunk in snappy_chunks(bytes) {
-        total += snap::raw::decompress_len(chunk?).map_err(|_| Malformed::Compressed)?;
+        let chunk = chunk?;
+        let announced = snap::raw::decompress_len(chunk).map_err(|_| Malformed::Compressed)?;
+        total += announced;
         if total as u64 > DECOMPRESSED_BYTES_MAX {
             return Err(Malformed::Large);
+        }
+        if announced / SNAPPY_GROWTH_MAX > chunk.len() {
+            return Err(Malformed::Compressed);
         }
     }
     Ok(total)
@@ -241,7 +250,7 @@ fn snappy(bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
 fn walk_records(
     header: &Header,
     bytes: impl BufRead,
-    mut visit: impl FnMut(RecordPlace) -> bool,
+    mut visit: impl FnMut(RecordPosition) -> bool,
 ) -> Result<(), Malformed> {
     let mut fields = Fields { bytes, left: DECOMPRESSED_BYTES_MAX };
     while !fields.is_at_end()? {
@@ -263,7 +272,7 @@ fn walk_records(
             return Err(Malformed::Records);
         }
         let timestamp = header.base_timestamp.saturating_add(timestamp_delta);
-        if !visit(RecordPlace { offset_delta, timestamp }) {
+        if !visit(RecordPosition { offset_delta, timestamp }) {
             break;
         }
     }

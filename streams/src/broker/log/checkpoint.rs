@@ -2,10 +2,10 @@
 //! when it stops in order; the next start reads only the batches appended since.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 
-use millrace_datafs::private;
+use millrace_leaf::atomic_file;
 use serde::{Deserialize, Serialize};
 
 use super::producers::Producers;
@@ -21,14 +21,14 @@ const VERSION: u32 = 1;
 pub(crate) struct Checkpoint {
     version: u32,
     /// In offset order.
-    pub(crate) segments: Vec<Known>,
+    pub(crate) segments: Vec<SegmentState>,
     pub(crate) producers: Producers,
 }
 
 /// State of one segment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Known {
+pub(crate) struct SegmentState {
     pub(crate) base_offset: i64,
     pub(crate) next_offset: i64,
     pub(crate) bytes: u64,
@@ -38,7 +38,7 @@ pub(crate) struct Known {
 }
 
 /// Whether a file of the log's folder belongs to this module.
-pub(crate) fn is_own(name: &str) -> bool {
+pub(crate) fn is_checkpoint_file(name: &str) -> bool {
     name == FILE || name == FILE_NEW
 }
 
@@ -50,14 +50,10 @@ pub(crate) fn read(dir: &Path) -> Option<Checkpoint> {
 }
 
 /// Replaces the checkpoint in `dir`. The log itself must be on the disk already.
-pub(crate) fn write(dir: &Path, segments: Vec<Known>, producers: &Producers) -> io::Result<()> {
+pub(crate) fn write(dir: &Path, segments: Vec<SegmentState>, producers: &Producers) -> io::Result<()> {
     let checkpoint = Checkpoint { version: VERSION, segments, producers: producers.clone() };
     let text = serde_json::to_vec(&checkpoint)?;
-    let (path, temporary) = (dir.join(FILE), dir.join(FILE_NEW));
-    let mut file = private::options().write(true).create(true).truncate(true).open(&temporary)?;
-    file.write_all(&text)?;
-    file.sync_all()?;
-    fs::rename(&temporary, &path)
+    atomic_file::replace(&dir.join(FILE), &dir.join(FILE_NEW), &text)
 }
 
 /// Removes a checkpoint that does not belong to the log, before anything is appended.

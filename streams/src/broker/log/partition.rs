@@ -79,7 +79,7 @@ impl Partition {
     }
 
     /// Appends a producer's batch; returns its first offset, also for a duplicate. Answer the producer only
-    /// after [`Partition::settled`].
+    /// after [`Partition::wait_durable`].
     pub(crate) fn append(&self, records: &[u8]) -> Result<i64, Refused> {
         if records.len() > self.batch_bytes_max {
             return Err(Refused::new(
@@ -128,7 +128,7 @@ impl Partition {
     /// promises. Callers that wait at the same time share one flush.
     ///
     /// Cancel safe.
-    pub(crate) async fn settled(&self) -> Result<(), Refused> {
+    pub(crate) async fn wait_durable(&self) -> Result<(), Refused> {
         if self.flush == Flush::Os {
             return Ok(());
         }
@@ -152,7 +152,7 @@ impl Partition {
         // Appends go on during the flush.
         drop(log);
         if let Some(Err(error)) = file.map(|file| file.sync_data()) {
-            self.log.lock().spoil();
+            self.log.lock().refuse_writes();
             return Err(error);
         }
         self.durable.fetch_max(end, Ordering::AcqRel);
@@ -232,7 +232,7 @@ impl Partition {
         if offset == high {
             return Ok(Vec::new());
         }
-        let place = self.log()?.place(offset).map_err(|error| self.storage_failed(&error))?;
+        let place = self.log()?.read_position(offset).map_err(|error| self.storage_failed(&error))?;
         place.read(offset, high, bytes_max, at_least_one).map_err(|error| self.storage_failed(&error))
     }
 
@@ -259,14 +259,14 @@ impl Partition {
     fn log(&self) -> Result<MutexGuard<'_, Segments>, Refused> {
         let log = self.log.lock();
         if self.deleted.load(Ordering::Acquire) {
-            return Err(self.gone());
+            return Err(self.topic_deleted());
         }
         Ok(log)
     }
 
     fn check(&self, offset: i64) -> Result<i64, Refused> {
         if self.deleted.load(Ordering::Acquire) {
-            return Err(self.gone());
+            return Err(self.topic_deleted());
         }
         let (low, high) = (self.start_offset(), self.high_watermark());
         if !(low..=high).contains(&offset) {
@@ -283,7 +283,7 @@ impl Partition {
         }
     }
 
-    fn gone(&self) -> Refused {
+    fn topic_deleted(&self) -> Refused {
         Refused::new(code::UNKNOWN_TOPIC_OR_PARTITION, format!("topic {} was deleted", self.topic))
     }
 

@@ -58,7 +58,7 @@ fn is_after(sequence: i32, than: i32) -> bool {
 }
 
 impl Producers {
-    pub(crate) fn judge(&self, header: &Header) -> Verdict {
+    pub(crate) fn check_sequence(&self, header: &Header) -> Verdict {
         if header.producer_id < 0 {
             return Verdict::Append;
         }
@@ -68,11 +68,14 @@ impl Producers {
                 Verdict::Append
             } else {
                 // On this error a client starts again with a fresh id once none of its batches is in flight.
-                Verdict::Refuse(code::UNKNOWN_PRODUCER_ID, "the log knows nothing of this producer")
+                Verdict::Refuse(code::UNKNOWN_PRODUCER_ID, "the log has no batch of this producer")
             };
         };
         if header.producer_epoch < known.epoch {
-            return Verdict::Refuse(code::INVALID_PRODUCER_EPOCH, "a newer instance of this producer writes");
+            return Verdict::Refuse(
+                code::INVALID_PRODUCER_EPOCH,
+                "a newer instance of this producer is active",
+            );
         }
         if header.producer_epoch > known.epoch {
             return if first == 0 {
@@ -92,7 +95,7 @@ impl Producers {
         } else if !is_after(last, newest.last) {
             Verdict::Refuse(
                 code::DUPLICATE_SEQUENCE_NUMBER,
-                "the batch is in the log, further back than can be told",
+                "the batch is already in the log, too far back to give its offset",
             )
         } else {
             Verdict::Refuse(
@@ -103,7 +106,7 @@ impl Producers {
     }
 
     /// Records a batch that is in the log.
-    pub(crate) fn note(&mut self, header: &Header, base_offset: i64) {
+    pub(crate) fn record_batch(&mut self, header: &Header, base_offset: i64) {
         if header.producer_id < 0 {
             return;
         }

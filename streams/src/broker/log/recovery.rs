@@ -1,7 +1,7 @@
 //! Recovery of segment files at start. It reads every header after the checkpoint, and verifies every
 //! checksum of the last segment there. Earlier segments were flushed before their successor was created, so
 //! only the last can end in a torn write, which recovery cuts off. The checksums of earlier segments are
-//! verified when batches are read ([`super::segment::Place`]).
+//! verified when batches are read ([`super::segment::ReadPosition`]).
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 const BUFFER_BYTES: usize = 256 << 10;
 
 /// End of the sound part of a segment, and the reason.
-pub(crate) struct Sound {
+pub(crate) struct ValidPrefix {
     pub(crate) bytes: u64,
     /// Defect of the batch that follows, if any.
     pub(crate) broken: Option<String>,
@@ -57,9 +57,9 @@ pub(crate) fn walk(
     (mut position, mut expected): (u64, i64),
     with_checksums: bool,
     mut seen: impl FnMut(&Header),
-) -> io::Result<Sound> {
+) -> io::Result<ValidPrefix> {
     let mut window = Window::new(file, bytes);
-    let broken = |bytes, reason: String| Ok(Sound { bytes, broken: Some(reason) });
+    let broken = |bytes, reason: String| Ok(ValidPrefix { bytes, broken: Some(reason) });
     while position < bytes {
         let header = match Header::parse(window.at(position, HEADER_BYTES)?) {
             Ok(header) => header,
@@ -79,12 +79,12 @@ pub(crate) fn walk(
         position += header.bytes as u64;
         expected = header.next_offset();
     }
-    Ok(Sound { bytes: position, broken: None })
+    Ok(ValidPrefix { bytes: position, broken: None })
 }
 
 /// Offset after the last sound batch of the same log after `position`. If there is one, the damage at
 /// `position` is not a torn end: cutting there would drop acknowledged records.
-fn continues_to(file: &File, bytes: u64, position: u64, mut expected: i64) -> io::Result<Option<i64>> {
+fn offset_after_damage(file: &File, bytes: u64, position: u64, mut expected: i64) -> io::Result<Option<i64>> {
     let mut window = Window::new(file, bytes);
     let mut at = position + 1;
     let mut end = None;
@@ -111,7 +111,7 @@ pub(crate) fn end_of(path: &Path, base_offset: i64) -> io::Result<i64> {
     let bytes = file.metadata()?.len();
     let mut end = base_offset;
     let sound = walk(&file, bytes, (0, base_offset), true, |header| end = header.next_offset())?;
-    Ok(continues_to(&file, bytes, sound.bytes, end)?.unwrap_or(end))
+    Ok(offset_after_damage(&file, bytes, sound.bytes, end)?.unwrap_or(end))
 }
 
 /// Cuts a torn end off the last segment; returns the number of bytes cut.
@@ -122,11 +122,11 @@ pub(crate) fn cut_torn_end(
     file: &File,
     path: &Path,
     bytes: u64,
-    sound: &Sound,
+    sound: &ValidPrefix,
     expected: i64,
 ) -> Result<u64> {
     let Some(reason) = &sound.broken else { return Ok(0) };
-    if continues_to(file, bytes, sound.bytes, expected).map_err(Error::io("read", path))?.is_some() {
+    if offset_after_damage(file, bytes, sound.bytes, expected).map_err(Error::io("read", path))?.is_some() {
         return Err(corrupt(path, sound.bytes, reason, None));
     }
     file.set_len(sound.bytes).map_err(Error::io("cut the torn end of", path))?;

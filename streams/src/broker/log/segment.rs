@@ -6,10 +6,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use millrace_leaf::private;
+
 use super::batch::{HEADER_BYTES, Header, REWRITTEN_BYTES};
-use super::checkpoint::Known;
+use super::checkpoint::SegmentState;
 use super::recovery;
-use millrace_datafs::private;
 
 /// Least distance in bytes between two indexed batches.
 const INDEX_BYTES: u64 = 32 << 10;
@@ -38,12 +39,12 @@ pub(crate) struct Segment {
     last: Option<(u64, u32)>,
     /// Set when a failed write could not be undone or a flush failed. Only a restart repairs that: recovery
     /// reads what the disk has.
-    spoilt: bool,
+    writes_refused: bool,
 }
 
 /// A read position: an open file, the byte range to read, and the next segment for error messages.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct ReadPosition {
     path: PathBuf,
     pub(crate) file: Arc<File>,
     pub(crate) position: u64,
@@ -76,12 +77,12 @@ impl Segment {
             index: Vec::new(),
             indexed: true,
             last: None,
-            spoilt: false,
+            writes_refused: false,
         }
     }
 
     /// The segment of a checkpoint; `None` when the file in `dir` is another one. The file may have grown.
-    pub(crate) fn known(dir: &Path, known: &Known) -> io::Result<Option<Self>> {
+    pub(crate) fn from_checkpoint(dir: &Path, known: &SegmentState) -> io::Result<Option<Self>> {
         let mut segment = Self {
             next_offset: known.next_offset,
             bytes: known.bytes,
@@ -108,8 +109,8 @@ impl Segment {
     }
 
     /// The entry of this segment in a checkpoint.
-    pub(crate) fn to_known(&self) -> Known {
-        Known {
+    pub(crate) fn to_checkpoint(&self) -> SegmentState {
+        SegmentState {
             base_offset: self.base_offset,
             next_offset: self.next_offset,
             bytes: self.bytes,
@@ -148,7 +149,7 @@ impl Segment {
     }
 
     /// Records the batch that follows the last known one in the file.
-    pub(crate) fn note(&mut self, header: &Header) {
+    pub(crate) fn record_batch(&mut self, header: &Header) {
         self.last = Some((self.bytes, header.crc));
         let due = self.index.last().is_none_or(|last| self.bytes - last.position >= INDEX_BYTES);
         if due {
@@ -164,14 +165,14 @@ impl Segment {
     }
 
     /// Refuses every further append and flush.
-    pub(crate) fn spoil(&mut self) {
-        self.spoilt = true;
+    pub(crate) fn refuse_writes(&mut self) {
+        self.writes_refused = true;
     }
 
     /// # Errors
-    /// After [`Segment::spoil`].
+    /// After [`Segment::refuse_writes`].
     pub(crate) fn check(&self) -> io::Result<()> {
-        if self.spoilt {
+        if self.writes_refused {
             return Err(io::Error::other("an earlier write or flush failed; restart the broker"));
         }
         Ok(())
@@ -187,10 +188,10 @@ impl Segment {
         head[..8].copy_from_slice(&header.base_offset.to_be_bytes());
         head[12..].copy_from_slice(&0i32.to_be_bytes());
         if let Err(error) = write_both(&file, &head, &batch[REWRITTEN_BYTES..]) {
-            self.spoilt = file.set_len(self.bytes).is_err();
+            self.writes_refused = file.set_len(self.bytes).is_err();
             return Err(error);
         }
-        self.note(header);
+        self.record_batch(header);
         Ok(())
     }
 
@@ -202,29 +203,35 @@ impl Segment {
         let file = self.file()?;
         let mut read = Self::unread(Path::new(""), self.base_offset);
         // The walk ends at damage, which later reads detect.
-        recovery::walk(&file, self.bytes, (0, self.base_offset), false, |header| read.note(header))?;
+        recovery::walk(&file, self.bytes, (0, self.base_offset), false, |header| read.record_batch(header))?;
         (self.index, self.indexed) = (read.index, true);
         Ok(())
     }
 
     /// The last indexed position at or before the batch that holds `offset`.
-    pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
+    pub(crate) fn read_position(&mut self, offset: i64) -> io::Result<ReadPosition> {
         self.complete_index()?;
         let at = self.index.partition_point(|entry| entry.offset <= offset);
         let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
-        self.place_at(position)
+        self.read_position_at(position)
     }
 
     /// The last indexed position with only older records before it.
-    pub(crate) fn place_by_time(&mut self, timestamp: i64) -> io::Result<Place> {
+    pub(crate) fn read_position_by_time(&mut self, timestamp: i64) -> io::Result<ReadPosition> {
         self.complete_index()?;
         let at = self.index.partition_point(|entry| entry.max_timestamp_before < timestamp);
         let position = at.checked_sub(1).map_or(0, |at| self.index[at].position);
-        self.place_at(position)
+        self.read_position_at(position)
     }
 
-    fn place_at(&mut self, position: u64) -> io::Result<Place> {
-        Ok(Place { path: self.path.clone(), file: self.file()?, position, end: self.bytes, next: None })
+    fn read_position_at(&mut self, position: u64) -> io::Result<ReadPosition> {
+        Ok(ReadPosition {
+            path: self.path.clone(),
+            file: self.file()?,
+            position,
+            end: self.bytes,
+            next: None,
+        })
     }
 }
 
@@ -242,7 +249,7 @@ fn write_both(mut file: &File, head: &[u8], rest: &[u8]) -> io::Result<()> {
     file.write_all(&rest[written - head.len()..])
 }
 
-impl Place {
+impl ReadPosition {
     /// The error for a batch whose bytes are not those that were written.
     pub(crate) fn damaged(&self, position: u64) -> io::Error {
         let error = recovery::corrupt(&self.path, position, "not what was written", self.next);

@@ -8,11 +8,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
+use millrace_leaf::error_chain;
+
 use super::batch::{HEADER_BYTES, Header, walk};
 use super::checkpoint::{self, Checkpoint};
 use super::producers::{Producers, Verdict};
 use super::recovery;
-use super::segment::{Place, Segment, base_offset_of};
+use super::segment::{ReadPosition, Segment, base_offset_of};
 use crate::error::{Error, Result};
 
 /// A partition's log. Not shared: [`super::Partition`] puts a lock around it.
@@ -83,7 +85,7 @@ impl Segments {
             });
             // The damaged part held at least one record.
             let end = held.unwrap_or(0).max(offset + 1);
-            log.damage = Some(Damage { offset, end, reason: error.with_cause() });
+            log.damage = Some(Damage { offset, end, reason: error_chain::one_line(&error) });
         }
         log
     }
@@ -94,10 +96,10 @@ impl Segments {
         for entry in fs::read_dir(&dir).map_err(Error::io(listing, &dir))? {
             let entry = entry.map_err(Error::io(listing, &dir))?;
             match entry.file_name().to_str() {
-                Some(name) if checkpoint::is_own(name) => {}
+                Some(name) if checkpoint::is_checkpoint_file(name) => {}
                 name => match name.and_then(base_offset_of) {
                     Some(base) => bases.push(base),
-                    None => tracing::warn!(path = %entry.path().display(), "not a segment, left alone"),
+                    None => tracing::warn!(path = %entry.path().display(), "not a segment file; ignored"),
                 },
             }
         }
@@ -143,7 +145,7 @@ impl Segments {
             if bases.get(list.len()) != Some(&known.base_offset) {
                 return Ok(false);
             }
-            let Some(mut segment) = Segment::known(&self.dir, known)? else { return Ok(false) };
+            let Some(mut segment) = Segment::from_checkpoint(&self.dir, known)? else { return Ok(false) };
             let follows = list.last().is_none_or(|last: &Segment| last.next_offset == known.base_offset);
             if !follows {
                 return Ok(false);
@@ -166,7 +168,7 @@ impl Segments {
     pub(crate) fn checkpoint(&mut self) -> io::Result<()> {
         let sound = self.damage.is_none() && self.list.last().is_some_and(|last| last.check().is_ok());
         if sound && !self.checkpointed {
-            let segments = self.list.iter().map(Segment::to_known).collect();
+            let segments = self.list.iter().map(Segment::to_checkpoint).collect();
             checkpoint::write(&self.dir, segments, &self.producers)?;
             self.checkpointed = true;
         }
@@ -186,8 +188,8 @@ impl Segments {
         let from = (segment.bytes, segment.next_offset);
         let sound = recovery::walk(&file, bytes, from, last, |header| {
             *checkpointed = false;
-            segment.note(header);
-            producers.note(header, header.base_offset);
+            segment.record_batch(header);
+            producers.record_batch(header, header.base_offset);
         })
         .map_err(Error::io("read", &path))?;
         let end = segment.next_offset;
@@ -251,7 +253,7 @@ impl Segments {
     /// # Errors
     /// The file system's; the log is then as before.
     pub(crate) fn append(&mut self, batch: &[u8], produced: &Header) -> io::Result<Appended> {
-        match self.producers.judge(produced) {
+        match self.producers.check_sequence(produced) {
             Verdict::Append => {}
             Verdict::Duplicate(base_offset) => return Ok(Appended::Duplicate { base_offset }),
             Verdict::Refuse(code, reason) => return Ok(Appended::Refused(code, reason)),
@@ -270,7 +272,7 @@ impl Segments {
         };
         self.checkpointed = false;
         active.append(batch, &header)?;
-        self.producers.note(&header, end);
+        self.producers.record_batch(&header, end);
         Ok(Appended::New { base_offset: end })
     }
 
@@ -280,7 +282,7 @@ impl Segments {
             // Recovery trusts all segments but the last.
             let flushed = active.file()?.sync_data();
             if flushed.is_err() {
-                active.spoil();
+                active.refuse_writes();
             }
             flushed?;
         }
@@ -307,9 +309,9 @@ impl Segments {
 
     /// Refuses appends and flushes after a failed flush: the kernel may have dropped the pages that it could
     /// not write, and the next flush would succeed all the same.
-    pub(crate) fn spoil(&mut self) {
+    pub(crate) fn refuse_writes(&mut self) {
         if let Some(active) = self.list.last_mut() {
-            active.spoil();
+            active.refuse_writes();
         }
     }
 
@@ -326,7 +328,7 @@ impl Segments {
     }
 
     /// Removes the oldest segments that are beyond `retention`; returns their number. The last one is removed
-    /// only when `settled` says that its records are durable.
+    /// only when `wait_durable` says that its records are durable.
     ///
     /// # Errors
     /// The file system's; the log is then consistent, and the next call continues.
@@ -361,13 +363,13 @@ impl Segments {
     }
 
     /// The read position of `offset`, which must be in the log.
-    pub(crate) fn place(&mut self, offset: i64) -> io::Result<Place> {
+    pub(crate) fn read_position(&mut self, offset: i64) -> io::Result<ReadPosition> {
         let index = self.list.partition_point(|segment| segment.base_offset <= offset).saturating_sub(1);
         self.open_for_reading(index);
         let next = self.list.get(index + 1).map(|next| next.base_offset);
         match self.list.get_mut(index) {
             Some(segment) => {
-                let mut place = segment.place(offset)?;
+                let mut place = segment.read_position(offset)?;
                 place.next = next;
                 Ok(place)
             }
@@ -394,7 +396,7 @@ impl Segments {
             return Ok(None);
         };
         self.open_for_reading(index);
-        let mut place = self.list[index].place_by_time(timestamp)?;
+        let mut place = self.list[index].read_position_by_time(timestamp)?;
         place.next = self.list.get(index + 1).map(|next| next.base_offset);
         let mut found = None;
         scan(&place, |header, batch| {
@@ -435,7 +437,7 @@ fn forget_pages(file: &File) -> io::Result<()> {
 }
 
 /// Passes whole batches to `stop` until it returns `true`.
-fn scan(place: &Place, mut stop: impl FnMut(&Header, &[u8]) -> bool) -> io::Result<()> {
+fn scan(place: &ReadPosition, mut stop: impl FnMut(&Header, &[u8]) -> bool) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
     let mut position = place.position;
     let mut head = [0; HEADER_BYTES];

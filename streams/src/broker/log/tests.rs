@@ -1,6 +1,5 @@
 //! Tests of logs on disk: recovery of torn ends at every byte, damage in the middle, reads from every offset,
 //! idempotent producers across a restart.
-#![allow(clippy::unwrap_used)]
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -107,7 +106,7 @@ fn values(log: &mut Segments, bytes_max: usize) -> Vec<(i64, Vec<u8>)> {
     let (mut next, end) = (log.start_offset(), log.end_offset());
     let mut found = Vec::new();
     while next < end {
-        let bytes = log.place(next).unwrap().read(next, end, bytes_max, true).unwrap();
+        let bytes = log.read_position(next).unwrap().read(next, end, bytes_max, true).unwrap();
         assert!(!bytes.is_empty(), "nothing at {next} of {end}");
         for set in RecordBatchDecoder::decode_all(&mut Bytes::from(bytes)).unwrap() {
             for record in set.records {
@@ -130,7 +129,7 @@ fn segment_files(dir: &Path) -> Vec<std::path::PathBuf> {
 }
 
 #[test]
-fn a_torn_end_is_cut_at_every_byte() {
+fn torn_end_is_cut_at_every_byte() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 1 << 20);
     let mut ends = vec![0];
@@ -169,7 +168,7 @@ fn garbage_and_zeros_after_the_end_are_cut() {
 }
 
 #[test]
-fn damage_in_the_middle_ends_reading_and_names_the_place() {
+fn damage_in_the_middle_ends_reading_and_names_the_offset() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 1 << 20);
     for index in 0..3u8 {
@@ -187,7 +186,7 @@ fn damage_in_the_middle_ends_reading_and_names_the_place() {
         assert_eq!((damage.offset, damage.end), (1, 3), "flipped {position}");
         assert!(damage.reason.contains(file.to_str().unwrap()), "{}", damage.reason);
         assert!(damage.reason.contains(&format!("byte {size} ")), "{}", damage.reason);
-        assert_eq!(log.place(0).unwrap().read(0, 3, 1 << 20, true).unwrap().len(), size);
+        assert_eq!(log.read_position(0).unwrap().read(0, 3, 1 << 20, true).unwrap().len(), size);
         assert_eq!(fs::read(&file).unwrap(), bytes, "opening changes nothing");
     }
     // The advice of the error works.
@@ -209,7 +208,7 @@ fn damage_in_an_earlier_segment_or_a_missing_one_ends_reading() {
     OpenOptions::new().write(true).open(&files[1]).unwrap().write_all_at(&[9], 16).unwrap();
     let (mut log, found) = damage(dir.path(), 200);
     assert_eq!((found.offset, found.end, log.start_offset(), log.end_offset()), (1, 4, 0, 4));
-    assert_eq!(log.place(0).unwrap().read(0, 4, 1 << 20, true).unwrap().len(), kept.len());
+    assert_eq!(log.read_position(0).unwrap().read(0, 4, 1 << 20, true).unwrap().len(), kept.len());
     fs::write(&files[1], &kept[..kept.len() - 1]).unwrap();
     assert_eq!(damage(dir.path(), 200).1.offset, 1);
     fs::remove_file(&files[1]).unwrap();
@@ -230,7 +229,7 @@ fn damage_in_an_earlier_segment_or_a_missing_one_ends_reading() {
 }
 
 #[test]
-fn a_flipped_byte_in_a_closed_segment_is_met_while_reading() {
+fn flipped_byte_in_a_closed_segment_is_detected_on_read() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 400);
     for index in 0..6u8 {
@@ -242,14 +241,14 @@ fn a_flipped_byte_in_a_closed_segment_is_met_while_reading() {
     // The value of the second record.
     OpenOptions::new().write(true).open(&file).unwrap().write_all_at(&[0xee], size + 90).unwrap();
     let mut log = open(dir.path(), 400);
-    assert_eq!(log.place(0).unwrap().read(0, 6, 1 << 20, true).unwrap().len() as u64, size);
+    assert_eq!(log.read_position(0).unwrap().read(0, 6, 1 << 20, true).unwrap().len() as u64, size);
     for bytes_max in [1, 1 << 20] {
-        let error = log.place(1).unwrap().read(1, 6, bytes_max, true).unwrap_err();
+        let error = log.read_position(1).unwrap().read(1, 6, bytes_max, true).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::InvalidData);
         assert!(error.to_string().contains(file.to_str().unwrap()), "{error}");
         assert!(error.to_string().contains(&format!("byte {size}")), "{error}");
     }
-    assert!(!log.place(2).unwrap().read(2, 6, 1 << 20, true).unwrap().is_empty());
+    assert!(!log.read_position(2).unwrap().read(2, 6, 1 << 20, true).unwrap().is_empty());
 }
 
 #[test]
@@ -295,15 +294,17 @@ fn reads_start_at_any_offset_and_respect_sizes() {
         assert!(found.iter().map(|(_, value)| value).eq(&expected));
     }
     for from in (0..600).step_by(7) {
-        let read = log.place(from).unwrap().read(from, 600, 3_000, false).unwrap();
+        let read = log.read_position(from).unwrap().read(from, 600, 3_000, false).unwrap();
         assert!(read.len() <= 3_000);
         let first = Header::parse(&read).unwrap();
         assert!(first.base_offset <= from && from < first.next_offset());
         // A read ends at the watermark.
-        let below = log.place(from).unwrap().read(from, first.next_offset(), 1 << 20, true).unwrap();
+        let below = log.read_position(from).unwrap().read(from, first.next_offset(), 1 << 20, true).unwrap();
         assert_eq!(below.len(), first.bytes);
-        assert!(log.place(from).unwrap().read(from, first.base_offset, 1 << 20, true).unwrap().is_empty());
-        assert!(log.place(from).unwrap().read(from, 600, 10, false).unwrap().is_empty());
+        assert!(
+            log.read_position(from).unwrap().read(from, first.base_offset, 1 << 20, true).unwrap().is_empty()
+        );
+        assert!(log.read_position(from).unwrap().read(from, 600, 10, false).unwrap().is_empty());
     }
     assert_eq!(log.by_time(0).unwrap(), Some((0, 0)));
     assert_eq!(log.by_time(1).unwrap(), Some((1, 1)));
@@ -406,7 +407,16 @@ fn compressed_batches_are_opened_and_checked() {
 }
 
 #[test]
-fn a_field_that_leaves_its_record_is_refused() {
+fn snappy_that_announces_more_than_it_can_hold_is_refused() {
+    let plain = batch((1, 0, 0), 1_000, &[&[0; 100_000]]);
+    assert!(check_produced(&compressed(2, &plain)).is_ok(), "the best compression");
+    // 99,999,999 bytes, for which the decompressor would reserve memory, out of one byte.
+    let announced = with_records(&plain[..61], 2, &[0xff, 0xc1, 0xd7, 0x2f, 0]);
+    assert_eq!(check_produced(&announced), Err(Malformed::Compressed));
+}
+
+#[test]
+fn field_beyond_its_record_is_refused() {
     let good = batch((1, 0, 0), 0, &[b"abc"]);
     // Length, attributes, time, offset, key -1, value 3 bytes, no headers.
     assert_eq!(good[61..], [18, 0, 0, 0, 1, 6, b'a', b'b', b'c', 0]);
@@ -435,7 +445,7 @@ fn a_time_inside_a_compressed_batch_finds_its_record() {
 }
 
 #[test]
-fn producers_are_judged_as_kafka_does() {
+fn producer_sequences_are_checked_as_in_kafka() {
     let mut producers = Producers::default();
     let header = |epoch, sequence, count: usize| {
         let values = vec![&b"v"[..]; count];
@@ -445,25 +455,29 @@ fn producers_are_judged_as_kafka_does() {
         Verdict::Refuse(code, _) => code,
         other => panic!("{other:?}"),
     };
-    assert_eq!(refusal(producers.judge(&header(0, 5, 1))), code::UNKNOWN_PRODUCER_ID);
+    assert_eq!(refusal(producers.check_sequence(&header(0, 5, 1))), code::UNKNOWN_PRODUCER_ID);
     let mut offset = 0;
     for sequence in (0..14).step_by(2) {
-        assert_eq!(producers.judge(&header(0, sequence, 2)), Verdict::Append);
-        producers.note(&header(0, sequence, 2), offset);
+        assert_eq!(producers.check_sequence(&header(0, sequence, 2)), Verdict::Append);
+        producers.record_batch(&header(0, sequence, 2), offset);
         offset += 2;
     }
-    assert_eq!(producers.judge(&header(0, 12, 2)), Verdict::Duplicate(12));
-    assert_eq!(producers.judge(&header(0, 4, 2)), Verdict::Duplicate(4));
-    assert_eq!(refusal(producers.judge(&header(0, 2, 2))), code::DUPLICATE_SEQUENCE_NUMBER);
-    assert_eq!(refusal(producers.judge(&header(0, 16, 2))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
-    assert_eq!(refusal(producers.judge(&header(0, 12, 3))), code::OUT_OF_ORDER_SEQUENCE_NUMBER, "overlap");
-    assert_eq!(refusal(producers.judge(&header(1, 14, 1))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
-    producers.note(&header(1, 0, 1), offset);
-    assert_eq!(refusal(producers.judge(&header(0, 14, 1))), code::INVALID_PRODUCER_EPOCH);
+    assert_eq!(producers.check_sequence(&header(0, 12, 2)), Verdict::Duplicate(12));
+    assert_eq!(producers.check_sequence(&header(0, 4, 2)), Verdict::Duplicate(4));
+    assert_eq!(refusal(producers.check_sequence(&header(0, 2, 2))), code::DUPLICATE_SEQUENCE_NUMBER);
+    assert_eq!(refusal(producers.check_sequence(&header(0, 16, 2))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
+    assert_eq!(
+        refusal(producers.check_sequence(&header(0, 12, 3))),
+        code::OUT_OF_ORDER_SEQUENCE_NUMBER,
+        "overlap"
+    );
+    assert_eq!(refusal(producers.check_sequence(&header(1, 14, 1))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
+    producers.record_batch(&header(1, 0, 1), offset);
+    assert_eq!(refusal(producers.check_sequence(&header(0, 14, 1))), code::INVALID_PRODUCER_EPOCH);
     // Sequence numbers wrap to 0.
-    producers.note(&Header { base_sequence: i32::MAX - 1, ..header(1, 0, 2) }, offset + 1);
-    assert_eq!(producers.judge(&header(1, 0, 2)), Verdict::Append);
-    assert_eq!(refusal(producers.judge(&header(1, 5, 1))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
+    producers.record_batch(&Header { base_sequence: i32::MAX - 1, ..header(1, 0, 2) }, offset + 1);
+    assert_eq!(producers.check_sequence(&header(1, 0, 2)), Verdict::Append);
+    assert_eq!(refusal(producers.check_sequence(&header(1, 5, 1))), code::OUT_OF_ORDER_SEQUENCE_NUMBER);
 }
 
 #[test]
@@ -471,11 +485,11 @@ fn forgotten_producers_keep_memory_bounded() {
     let mut producers = Producers::default();
     let template = check_produced(&batch((0, 0, 0), 0, &[b"v"])).unwrap();
     for id in 0..45_000 {
-        producers.note(&Header { producer_id: id, ..template }, id);
+        producers.record_batch(&Header { producer_id: id, ..template }, id);
     }
     assert!(producers.len() <= 20_000);
     let last = Header { producer_id: 44_999, ..template };
-    assert_eq!(producers.judge(&last), Verdict::Duplicate(44_999));
+    assert_eq!(producers.check_sequence(&last), Verdict::Duplicate(44_999));
 }
 
 #[test]
@@ -497,11 +511,11 @@ fn duplicates_are_recognised_after_a_restart() {
 }
 
 #[test]
-fn after_a_failed_flush_nothing_is_called_durable() {
+fn failed_flush_leaves_nothing_durable() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 1 << 20);
     append(&mut log, &batch((1, 0, 0), 0, &[b"one"]));
-    log.spoil();
+    log.refuse_writes();
     // A retry of the same batch is a duplicate; the point is that its flush fails again.
     assert!(log.sync_target().is_err());
     let next = batch((1, 0, 1), 0, &[b"two"]);
@@ -514,7 +528,7 @@ fn after_a_failed_flush_nothing_is_called_durable() {
 }
 
 #[test]
-fn a_segment_that_could_not_begin_leaves_no_gap() {
+fn failed_segment_creation_leaves_no_gap() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 300);
     append(&mut log, &batch(NOBODY, 0, &[&[1; 100]]));
@@ -532,7 +546,7 @@ fn a_segment_that_could_not_begin_leaves_no_gap() {
 }
 
 #[test]
-fn damage_met_while_reading_is_an_error_not_an_end() {
+fn damage_found_on_read_is_an_error_not_end_of_log() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 1 << 20);
     for index in 0..3u8 {
@@ -543,7 +557,7 @@ fn damage_met_while_reading_is_an_error_not_an_end() {
     let write = |at: u64, bytes: &[u8]| {
         OpenOptions::new().write(true).open(&file).unwrap().write_all_at(bytes, at).unwrap();
     };
-    let read = |log: &mut Segments, from| log.place(from).unwrap().read(from, 3, 1 << 20, true);
+    let read = |log: &mut Segments, from| log.read_position(from).unwrap().read(from, 3, 1 << 20, true);
     write(size + 16, &[9]);
     assert_eq!(read(&mut log, 0).unwrap().len() as u64, size, "what is sound comes");
     assert!(read(&mut log, 1).is_err());
@@ -561,7 +575,7 @@ fn spoil_first_header(dir: &Path) {
 }
 
 #[test]
-fn a_checkpoint_spares_reading_what_it_covers() {
+fn checkpoint_skips_reading_covered_batches() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 400);
     for sequence in 0..8 {
@@ -585,13 +599,13 @@ fn a_checkpoint_spares_reading_what_it_covers() {
         Appended::Duplicate { base_offset: 9 }
     );
     assert_eq!(
-        log.place(0).unwrap().read(0, 10, 1 << 20, true).unwrap_err().kind(),
+        log.read_position(0).unwrap().read(0, 10, 1 << 20, true).unwrap_err().kind(),
         std::io::ErrorKind::InvalidData
     );
 }
 
 #[test]
-fn a_checkpoint_of_other_files_is_not_believed() {
+fn checkpoint_of_other_files_is_ignored() {
     let dir = TempDir::new().unwrap();
     let mut log = open(dir.path(), 1 << 20);
     for index in 0..4u8 {
@@ -643,7 +657,7 @@ proptest! {
     /// After any sequence of appends, reopens and torn ends, a log holds a prefix of the appended records,
     /// and all of them but at most the torn batches.
     #[test]
-    fn logs_keep_what_was_appended(steps in steps(), segment_bytes in 300u64..3_000) {
+    fn random_appends_are_read_back(steps in steps(), segment_bytes in 300u64..3_000) {
         let dir = TempDir::new().unwrap();
         let mut log = open(dir.path(), segment_bytes);
         let mut model: Vec<Vec<Vec<u8>>> = Vec::new();

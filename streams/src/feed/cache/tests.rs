@@ -1,4 +1,3 @@
-#![allow(clippy::unwrap_used)]
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arrow::array::{ArrayRef, Int64Array};
@@ -23,7 +22,7 @@ fn immediately(_: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send
 }
 
 #[tokio::test]
-async fn many_waiters_share_one_decoding() {
+async fn concurrent_lookups_share_one_decoding() {
     let cache = GroupCache::new(1 << 20, 4);
     let gate = Arc::new(Semaphore::new(0));
     let count = Arc::new(AtomicUsize::new(0));
@@ -66,7 +65,7 @@ async fn failures_reach_all_waiters_and_are_not_remembered() {
 }
 
 #[tokio::test]
-async fn the_limit_holds_and_the_least_recent_goes_first() {
+async fn cache_stays_within_limit_and_evicts_least_recent() {
     let cache = GroupCache::new(30_000, 4);
     for (step, group) in [(0u64, 0u32), (1, 1), (2, 2), (3, 0), (4, 3), (5, 4)] {
         for lookup in cache.demand(step, &[group], &[], immediately) {
@@ -76,7 +75,7 @@ async fn the_limit_holds_and_the_least_recent_goes_first() {
     }
     let kept: Vec<u32> = (0..5)
         .filter(
-            |&g| matches!(cache.table.lock().entries.get(&g), Some(e) if matches!(e.state, State::Ready(_))),
+            |&g| matches!(cache.table.lock().entries.get(&g), Some(e) if matches!(e.state, EntryState::Ready(_))),
         )
         .collect();
     assert_eq!(kept, vec![0, 3, 4]);
@@ -92,7 +91,7 @@ async fn one_call_may_use_more_than_the_limit() {
 }
 
 #[tokio::test]
-async fn prefetching_never_pushes_out_what_is_in_use() {
+async fn prefetching_never_evicts_entries_in_use() {
     let cache = GroupCache::new(20_000, 4);
     for lookup in cache.demand(10, &[0, 1], &[], immediately) {
         ready(lookup).await.unwrap();

@@ -1,4 +1,3 @@
-#![allow(clippy::unwrap_used)]
 use proptest::prelude::*;
 
 use super::*;
@@ -103,7 +102,7 @@ proptest! {
     }
 
     #[test]
-    fn far_steps_stay_in_bounds(o in orders(), back in 0u64..1000) {
+    fn very_large_steps_stay_in_bounds(o in orders(), back in 0u64..1000) {
         let last = PLACES_MAX / o.batch - 1;
         let (_, row) = o.virtual_row(last - back, o.batch - 1);
         prop_assert!(row < o.rows);

@@ -169,10 +169,11 @@ impl TryFrom<PlanRecord> for Plan {
             batch: r.batch_rows,
         };
         let part_bytes = r.part_bytes.unwrap_or(0);
+        sizing::check_count(&r.dataset, part_bytes).map_err(|e| unusable(e.to_string()))?;
         let groups = sizing::groups(&r.dataset, part_bytes);
         let plan = Plan::assemble(r.dataset, r.source, order, part_bytes, groups);
         if plan.id != r.id {
-            return Err(unusable(format!("it says id {} but hashes to {}", r.id, plan.id)));
+            return Err(unusable(format!("it records id {} but hashes to {}", r.id, plan.id)));
         }
         Ok(plan)
     }

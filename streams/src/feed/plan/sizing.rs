@@ -3,7 +3,8 @@
 //!
 //! The result is part of the plan, so it depends on the dataset and the options alone, never on the machine.
 
-use crate::dataset::{Dataset, FileFormat};
+use crate::dataset::{DataFile, Dataset, FileFormat, ROW_GROUPS_MAX, RowGroup};
+use crate::feed::error::{FeedError, Result};
 use crate::feed::plan::{Group, GroupAddress, PlanOptions};
 
 /// Below this many rows a window is not shrunk to save memory; lanes are given up instead.
@@ -16,24 +17,42 @@ const PARTS: u64 = 32;
 /// window within the memory bound.
 pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
     let whole = Sizes::of(&groups(dataset, 0));
-    match within(&whole, options) {
+    match lanes_and_window_within(&whole, options) {
         Some(_) => 0,
         None => (options.working_set_bytes_max / PARTS).max(1),
     }
 }
 
+/// Number of parts into which a row group is split. Record batches of Arrow IPC files cannot be read in parts.
+fn parts(format: FileFormat, group: &RowGroup, part_bytes: u64) -> u64 {
+    match format {
+        FileFormat::Parquet if part_bytes > 0 => group.bytes.div_ceil(part_bytes).clamp(1, group.rows.max(1)),
+        _ => 1,
+    }
+}
+
+/// Refuses more units of reading than a dataset may have row groups: they are held in memory.
+pub(super) fn check_count(dataset: &Dataset, part_bytes: u64) -> Result<()> {
+    let of_file = |file: &DataFile| {
+        let parts = file.row_groups.iter().map(|group| parts(file.format, group, part_bytes));
+        parts.fold(0u64, u64::saturating_add)
+    };
+    let count = dataset.files().iter().map(of_file).fold(0u64, u64::saturating_add);
+    let limit = ROW_GROUPS_MAX as u64;
+    if count > limit {
+        let what = "the number of parts of row groups (raise working_set_bytes_max)";
+        return Err(FeedError::TooLarge { path: dataset.path().to_owned(), what, limit });
+    }
+    Ok(())
+}
+
 /// The units of reading: row groups, with those larger than `part_bytes` split into parts of about equal size
-/// (0: no split). Record batches of Arrow IPC files cannot be read in parts.
+/// (0: no split).
 pub(super) fn groups(dataset: &Dataset, part_bytes: u64) -> Vec<Group> {
     let mut all = Vec::new();
     for (f, file) in dataset.files().iter().enumerate() {
         for (g, group) in file.row_groups.iter().enumerate() {
-            let parts = match file.format {
-                FileFormat::Parquet if part_bytes > 0 => {
-                    group.bytes.div_ceil(part_bytes).clamp(1, group.rows.max(1))
-                }
-                _ => 1,
-            };
+            let parts = parts(file.format, group, part_bytes);
             // Products of rows and parts stay within 64 bits: both fit 32.
             let cut = |part: u64| group.rows * part / parts;
             for part in 0..parts {
@@ -91,15 +110,15 @@ pub(super) fn working_set_bytes(groups: &[Group], lanes: u64, window: u64) -> u6
 
 pub(super) fn lanes_and_window(groups: &[Group], options: &PlanOptions) -> (u64, u64) {
     let sizes = Sizes::of(groups);
-    let (lanes, window) =
-        within(&sizes, options).unwrap_or((1, options.window_rows.min(sizes.rows).min(WINDOW_ROWS_MIN)));
+    let (lanes, window) = lanes_and_window_within(&sizes, options)
+        .unwrap_or((1, options.window_rows.min(sizes.rows).min(WINDOW_ROWS_MIN)));
     // Windows of equal size: a short last one would be shuffled less than the others.
     let lane_rows = sizes.rows.div_ceil(lanes);
     (lanes, lane_rows.div_ceil(lane_rows.div_ceil(window)))
 }
 
 /// The most lanes, and the widest window for them, within the memory bound.
-fn within(sizes: &Sizes, options: &PlanOptions) -> Option<(u64, u64)> {
+fn lanes_and_window_within(sizes: &Sizes, options: &PlanOptions) -> Option<(u64, u64)> {
     let limit = options.working_set_bytes_max;
     let window_max = options.window_rows.min(sizes.rows);
     let window_min = window_max.min(WINDOW_ROWS_MIN);

@@ -1,4 +1,3 @@
-#![allow(clippy::unwrap_used)]
 use std::sync::Arc;
 
 use arrow::datatypes::{DataType, Field, Schema};
@@ -98,7 +97,7 @@ fn lanes_divide_the_batch_and_windows_fill_lanes_evenly() {
 }
 
 #[test]
-fn working_set_bound_holds_by_giving_up_window_then_lanes() {
+fn working_set_bound_reduces_window_then_lanes() {
     let groups: Vec<u64> = vec![20_000; 500]; // 2 MB each, 1 GB together
     for limit_mib in [64u64, 128, 256, 512] {
         let options = PlanOptions { working_set_bytes_max: limit_mib << 20, ..Default::default() };
@@ -137,6 +136,19 @@ fn row_groups_that_cannot_fit_are_read_in_parts() {
     let wide = Plan::new(data, &wide).unwrap();
     assert!(!wide.has_parts() && wide.id() != plan.id());
     assert!(!serde_json::to_string(&wide).unwrap().contains("part_bytes"));
+}
+
+#[test]
+fn row_groups_in_too_many_parts_are_refused() {
+    let options = PlanOptions { working_set_bytes_max: 1, ..options(1, 60, 6, 64) };
+    let refused = Plan::new(dataset(&[&[1 << 30]]), &options).unwrap_err();
+    assert!(refused.to_string().contains("working_set_bytes_max"), "{refused}");
+    let stored = Plan::new(dataset(&[&[1000]]), &options).unwrap();
+    let mut stored = serde_json::to_value(&stored).unwrap();
+    stored["dataset"]["files"][0]["row_groups"][0] =
+        serde_json::json!({ "rows": 1 << 30, "bytes": 1_u64 << 40 });
+    let refused = serde_json::from_value::<Plan>(stored).unwrap_err();
+    assert!(refused.to_string().contains("parts"), "{refused}");
 }
 
 #[test]
@@ -222,7 +234,7 @@ fn bounds_are_enforced_with_the_name_of_the_option() {
 }
 
 #[test]
-fn cursors_survive_json_and_refuse_strangers() {
+fn cursors_round_trip_as_json_and_refuse_other_plans() {
     let plan = Plan::new(dataset(&[&[10]]), &options(0, 4, 1, 10)).unwrap();
     let text = serde_json::to_string(&plan.cursor(12)).unwrap();
     assert_eq!(text, format!("{{\"plan_id\":\"{}\",\"step\":12}}", plan.id()));

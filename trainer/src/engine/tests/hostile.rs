@@ -25,7 +25,7 @@ proptest! {
         }
         let Ok(model) = ModelProto::decode(&bytes[..]) else { return Ok(()) };
         let Ok(graph) = Graph::read(&model) else { return Ok(()) };
-        prop_assume!(graph.elements_per_row_max() < 1 << 16);
+        prop_assume!(graph.elements_max(2).is_some_and(|elements| elements < 1 << 17));
         let weights = graph.initial_weights(&model).unwrap();
         let (inner, outer) = (graph.input_width(), graph.output_width());
         let mut interpreter = Interpreter::<Flex, f32>::new(Arc::new(graph), FlexDevice, Device::Cpu);

@@ -28,14 +28,14 @@ fn measure_training() {
         ("784-512-512-10", vec![784, 512, 512], 96),
     ] {
         let model = crate::init::mlp(widths[0], &widths[1..], 10, 1).unwrap();
-        measure(name, &model, widths[0], rows);
+        measure(name, &model, widths[0], rows, Device::Cpu);
     }
-    measure("cnn 8x8", &crate::init::cnn(8, 8, 1, 10, 1).unwrap(), 64, 8);
-    measure("cnn 28x28", &crate::init::cnn(28, 28, 1, 10, 1).unwrap(), 784, 8);
+    measure("cnn 8x8", &crate::init::cnn(8, 8, 1, 10, 1).unwrap(), 64, 8, Device::Cpu);
+    measure("cnn 28x28", &crate::init::cnn(28, 28, 1, 10, 1).unwrap(), 784, 8, Device::Cpu);
 }
 
-fn measure(name: &str, model: &ModelProto, width: usize, rows: usize) {
-    let mut engine = Engine::load(model, Loss::CrossEntropy, Device::Cpu).unwrap();
+pub(super) fn measure(name: &str, model: &ModelProto, width: usize, rows: usize, device: Device) {
+    let mut engine = Engine::load(model, Loss::CrossEntropy, device).unwrap();
     let elements = engine.layout().elements();
     let mut optimizer = Optimizer::new(&OptimizerConfig::default(), elements).unwrap();
     let scale = Scale::new(FRACTION_BITS_DEFAULT, 12).unwrap();
@@ -43,6 +43,8 @@ fn measure(name: &str, model: &ModelProto, width: usize, rows: usize) {
     let shards = (96 / rows).max(1);
     let mut mean = vec![0.0; elements];
     let mut parts = [0.0f64; 3];
+    // The first step of a GPU compiles its kernels.
+    engine.gradients(&batch).unwrap();
     let mut steps = 0;
     let start = std::time::Instant::now();
     while start.elapsed().as_secs_f64() < 1.5 {
@@ -69,6 +71,6 @@ fn measure(name: &str, model: &ModelProto, width: usize, rows: usize) {
     let rate = (steps * shards * rows) as f64 / start.elapsed().as_secs_f64();
     let [g, f, u] = parts.map(|p| p * 1e6 / steps as f64);
     eprintln!(
-        "{name} shards of {rows}: {rate:.0} samples/s; per step: gradients {g:.0} µs, fixed {f:.0} µs, update {u:.0} µs"
+        "{device}: {name} shards of {rows}: {rate:.0} samples/s; per step: gradients {g:.0} µs, fixed {f:.0} µs, update {u:.0} µs"
     );
 }

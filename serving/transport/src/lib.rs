@@ -1,0 +1,28 @@
+//! gRPC and REST transports of the model server.
+//!
+//! What is here: the server ([`server`]), both transports, connections and their limits, tokens, the access log, shared
+//! memory of clients, spans, the scrape of metrics.
+//!
+//! What is not here: the answers themselves, which `millrace-serving-repository` computes.
+
+mod access;
+mod bodies;
+mod body_read_limit;
+mod classification;
+mod compression;
+mod connections;
+mod control;
+mod grpc;
+pub mod logging;
+mod output_target;
+mod reflection;
+mod rest;
+mod scrape;
+pub mod server;
+mod shared_memory;
+mod telemetry;
+pub mod tokens;
+mod trace;
+
+#[doc(hidden)]
+pub use rest::fuzzing;

@@ -1,0 +1,140 @@
+//! Tests of the CUDA backend: outputs, gradients and a training against the processor, on a machine with a GPU.
+#![allow(clippy::print_stderr)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use millrace_testing::{Need, skip};
+
+use super::measure::measure;
+use super::*;
+use crate::optim::{Optimizer, OptimizerConfig};
+
+const GPU: Device = Device::Cuda(0);
+/// Largest difference from the processor, in parts of 1 + the value.
+const DIFFERENCE_MAX: f32 = 1e-3;
+
+/// Whether the first GPU computes; skips the calling test otherwise.
+fn gpu_is_here() -> bool {
+    let model = crate::init::mlp(4, &[], 3, 0).unwrap();
+    match Engine::load(&model, Loss::CrossEntropy, GPU) {
+        Ok(_) => true,
+        Err(error) => {
+            skip(Need::Gpu, error);
+            false
+        }
+    }
+}
+
+fn largest_difference(found: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    let differences = found.iter().zip(expected).map(|(f, e)| (f - e).abs() / (1.0 + e.abs()));
+    differences.fold(0.0, |most, difference| if difference <= most { most } else { difference })
+}
+
+/// Outputs and gradients of a model on the GPU against those on the processor; says what differs.
+fn compare(model: &ModelProto) -> Result<(f32, f32), String> {
+    let load = |device| Engine::load(model, Loss::Mse, device).map_err(|error| error.to_string());
+    let (gpu, cpu) = (load(GPU)?, load(Device::Cpu)?);
+    let batch = ShardBatch {
+        rows: ROWS,
+        inputs: numbers(ROWS * cpu.input_width(), 25),
+        labels: Labels::Value(numbers(ROWS * cpu.output_width(), 26)),
+    };
+    let outputs = |engine: &Engine| engine.logits(&batch.inputs, ROWS).map_err(|error| error.to_string());
+    let of_outputs = largest_difference(&outputs(&gpu)?, &outputs(&cpu)?);
+    let gradient = |engine: &Engine| engine.gradients(&batch).map_err(|error| error.to_string());
+    let (first, again) = (gradient(&gpu)?, gradient(&gpu)?);
+    let of_gradients = largest_difference(&first.grad, &gradient(&cpu)?.grad);
+    let bits = |found: &ShardGradients| found.grad.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    if bits(&first) != bits(&again) {
+        return Err("two gradients of the same batch have different bits".to_owned());
+    }
+    if of_outputs > DIFFERENCE_MAX || of_gradients > DIFFERENCE_MAX {
+        return Err(format!("outputs differ by {of_outputs:e}, gradients by {of_gradients:e}"));
+    }
+    Ok((of_outputs, of_gradients))
+}
+
+#[test]
+fn every_operator_on_a_gpu_equals_the_processor() {
+    if !gpu_is_here() {
+        return;
+    }
+    let mut models: Vec<(String, ModelProto)> =
+        every_operator().into_iter().map(|(name, model, _)| (name, model)).collect();
+    for spec in specs() {
+        models.push((format!("{spec:?}"), spec.build().unwrap()));
+    }
+    let mut most = (0f32, 0f32);
+    let mut failed = Vec::new();
+    for (name, model) in &models {
+        match catch_unwind(AssertUnwindSafe(|| compare(model))) {
+            Ok(Ok(found)) => most = (most.0.max(found.0), most.1.max(found.1)),
+            Ok(Err(reason)) => failed.push(format!("{name}: {reason}")),
+            Err(_) => failed.push(format!("{name}: a panic")),
+        }
+    }
+    eprintln!("{} models: outputs differ by {:e}, gradients by {:e} at most", models.len(), most.0, most.1);
+    assert!(failed.is_empty(), "{} of {}:\n{}", failed.len(), models.len(), failed.join("\n"));
+}
+
+#[test]
+fn training_on_a_gpu_has_the_losses_of_the_processor() {
+    if !gpu_is_here() {
+        return;
+    }
+    for spec in specs() {
+        let model = spec.build().unwrap();
+        let mut batch = clusters(40, 144, 10, 8);
+        batch.inputs.iter_mut().for_each(|x| *x *= 16.0);
+        let losses = [GPU, Device::Cpu].map(|device| {
+            let mut engine = Engine::load(&model, Loss::CrossEntropy, device).unwrap();
+            let mut optimizer =
+                Optimizer::new(&OptimizerConfig::default(), engine.layout().elements()).unwrap();
+            let losses = (0..40).map(|_| {
+                let found = engine.gradients(&batch).unwrap();
+                let mean: Vec<f32> = found.grad.iter().map(|g| g / batch.rows as f32).collect();
+                let step = engine.update(|weights| {
+                    optimizer.apply(weights, &mean).unwrap();
+                    Ok::<_, EngineError>(())
+                });
+                step.unwrap();
+                (found.loss_sum / batch.rows as f64) as f32
+            });
+            losses.collect::<Vec<f32>>()
+        });
+        let difference = largest_difference(&losses[0], &losses[1]);
+        eprintln!("{spec:?}: losses differ by {difference:e} at most, the last is {:?}", losses[0].last());
+        assert!(difference <= DIFFERENCE_MAX, "{spec:?}: {losses:?}");
+    }
+}
+
+#[test]
+#[ignore = "a measurement: run it by name with --nocapture"]
+fn measure_training_on_a_gpu() {
+    if !gpu_is_here() {
+        return;
+    }
+    let cnn = |side: usize, filters: &[usize], hidden: &[usize]| {
+        let spec = CnnSpec {
+            height: side,
+            width: side,
+            channels: 3,
+            filters: filters.to_vec(),
+            hidden: hidden.to_vec(),
+            classes: 10,
+            scale: 1.0,
+            seed: 1,
+        };
+        ModelSpec::Cnn(spec).build().unwrap()
+    };
+    for (name, model, width, rows) in [
+        ("mlp 64-128-10", crate::init::mlp(64, &[128], 10, 1).unwrap(), 64, 96),
+        ("mlp 784-2048-2048-10", crate::init::mlp(784, &[2048, 2048], 10, 1).unwrap(), 784, 1024),
+        ("cnn 32x32x3, 64-128-256", cnn(32, &[64, 128, 256], &[256]), 3072, 256),
+    ] {
+        for device in [GPU, Device::Cpu] {
+            measure(name, &model, width, rows, device);
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Tests of the list of runs against checkpoints in a volume.
+
+use millrace_datafs::{Config, Datafs, VolumeSpec};
+use serde_json::json;
+
+use super::*;
+use crate::checkpoint::{Checkpoints, Finish};
+use crate::engine::{Param, ParamLayout};
+use crate::optim::OptimizerState;
+use crate::state::RunState;
+
+const JOB: &str =
+    "name = \"digits\"\ndataset = \"v@s:/train\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m.onnx\"\n";
+
+fn layout() -> ParamLayout {
+    ParamLayout { params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }] }
+}
+
+/// A state after `epochs` epochs of ten steps, with falling losses.
+fn state(epochs: u64) -> RunState {
+    let records: Vec<_> = (1..=epochs)
+        .map(|epoch| json!({ "rows": 100, "loss": 1.0 / epoch as f64, "accuracy": 0.5 }))
+        .collect();
+    let ledger = json!({ "epochs": records, "open": {}, "rows": 0, "correct": 0, "loss": 0.0 });
+    RunState {
+        step: epochs * 10,
+        weights: vec![1.0; 64 * 512],
+        optimizer: OptimizerState { step: epochs * 10, slots: vec![] },
+        ledger: serde_json::from_value(ledger).unwrap(),
+        fraction_bits: None,
+    }
+}
+
+#[test]
+fn runs_are_listed_with_their_epochs_and_versions() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = Datafs::open(home.path(), &Config::default()).unwrap();
+    datafs.volume_create(&"models".parse().unwrap()).unwrap();
+    let view = datafs.view(&"models".parse::<VolumeSpec>().unwrap()).unwrap();
+    assert_eq!(list(&view, None).unwrap(), []);
+    let job = JobFile::parse(JOB).unwrap();
+    let begin = |job_name: &str, run: &str| {
+        let checkpoints = Checkpoints {
+            view: view.clone(),
+            job: job_name.into(),
+            run: run.repeat(32),
+            plan: "plan".into(),
+            owner: "owner".into(),
+            keep: 2,
+        };
+        let job = JobFile { name: job_name.parse().unwrap(), ..job.clone() };
+        checkpoints.begin(b"model", &serde_json::to_vec(&job).unwrap(), |_, _| false).unwrap();
+        (checkpoints, job)
+    };
+    let (first, first_job) = begin("digits", "1a");
+    for epochs in 1..=3 {
+        let finish = (epochs == 3).then_some(Finish::EpochsDone);
+        first.write(&state(epochs), &layout(), finish).unwrap();
+    }
+    let published = br#"{"version": 7, "model_sha256": "00"}"#;
+    let key = publish::key_of(&first_job, &first.run, 30);
+    view.publish(millrace_datafs::Publish::new().put_key(key, published.to_vec())).unwrap();
+    let (second, _) = begin("digits", "2b");
+    second.write(&state(1), &layout(), None).unwrap();
+    begin("other", "3c");
+
+    let runs = list(&view, None).unwrap();
+    let found: Vec<_> =
+        runs.iter().map(|run| (run.job.as_str(), &run.run[..2], run.step, run.finished)).collect();
+    assert_eq!(found, [("digits", "1a", 30, true), ("digits", "2b", 10, false), ("other", "3c", 0, false)]);
+    assert_eq!(runs[0].checkpoints, [20, 30]);
+    assert_eq!(runs[0].epochs.iter().map(|epoch| epoch.loss).collect::<Vec<_>>(), [1.0, 0.5, 1.0 / 3.0]);
+    assert_eq!((&runs[0].versions[..], &runs[1].versions[..]), (&[7][..], &[][..]));
+    assert_eq!(runs[0].settings["batch_rows"], 64);
+    assert_eq!(list(&view, Some("digits")).unwrap(), runs[..2]);
+    assert_eq!(list(&view, Some("dig")).unwrap(), []);
+
+    // The newest checkpoint is damaged: the one before it tells the history.
+    view.write_file(
+        &format!("checkpoints/digits/{}/000000000030/state.safetensors", "1a".repeat(8)),
+        b"short",
+    )
+    .unwrap();
+    assert_eq!(list(&view, Some("digits")).unwrap()[0].step, 20);
+    // A record of a newer program does not hide the others.
+    let key = format!("trainer/digits/checkpoint/{}", "4d".repeat(32));
+    view.publish(millrace_datafs::Publish::new().put_key(key, b"{\"format_version\": 9}".to_vec())).unwrap();
+    assert_eq!(list(&view, None).unwrap().len(), 3);
+}
