@@ -52,6 +52,7 @@ pub(crate) mod s3_server;
 #[cfg(test)]
 mod s3_tests;
 mod segment;
+mod space;
 #[cfg(test)]
 mod speed;
 mod store;

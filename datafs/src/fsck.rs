@@ -7,12 +7,14 @@
 //! lie beside the metadata and vanish with the process.
 
 mod catalog;
+mod fix;
 mod names;
 mod objects;
 mod repair;
 mod report;
 mod scan;
 mod sorter;
+mod table;
 #[cfg(test)]
 mod tests;
 mod tree;

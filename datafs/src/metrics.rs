@@ -1,6 +1,6 @@
 //! Counters of the process, in its default Prometheus registry and in the statistics of mounts.
 //!
-//! Most threads add to a separate cell, so that counting costs a few nanoseconds. `mount/stats.rs` has the
+//! Most threads add to a separate cell, so that counting costs a few nanoseconds. `mount/observe/stats.rs` has the
 //! counters per mount.
 
 use std::cell::Cell;

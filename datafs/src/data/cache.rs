@@ -28,15 +28,13 @@ use parking_lot::Mutex;
 use super::access_time;
 use super::deleted::is_deleted;
 use super::error::{ObjectError, Result};
-use super::evict::Evictor;
+use super::evict::{Evictor, MAP_SUFFIX};
 use super::image::Image;
 use crate::metrics;
 use crate::object::ObjectId;
 
 const MAGIC: &[u8; 8] = b"MRmap\x00v1";
 const HEADER_BYTES: usize = 48;
-/// Ending of a map's name.
-pub(super) const MAP_SUFFIX: &str = ".map";
 /// Most queued blocks: at 4 MiB each, this bounds the memory that waits for a slow disk.
 const QUEUE_MAX: usize = 16;
 /// Above this queue length the disk does not keep up. Blocks then go through the page cache, so that a burst

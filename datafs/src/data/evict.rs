@@ -10,10 +10,11 @@ use std::time::{Duration, SystemTime};
 use millrace_leaf::private;
 use nix::fcntl::{Flock, FlockArg};
 
-use super::cache::MAP_SUFFIX;
-use super::store::StoreSpace;
+use super::space::StoreSpace;
 use crate::metrics;
 
+/// Ending of a map's name.
+pub(super) const MAP_SUFFIX: &str = ".map";
 /// Eviction shrinks the cache to this share of its bound, so that it does not run for each block.
 const LOW_PERCENT: u64 = 90;
 /// The directory is scanned again after this many written bytes, or 1/16 of the bound if that is less,

@@ -12,7 +12,7 @@ use millrace_leaf::private;
 use super::access_time;
 use super::durable;
 use super::error::{ObjectError, Result};
-use super::store::StoreSpace;
+use super::space::StoreSpace;
 use crate::object::{Layout, ObjectId, SUMS_SUFFIX};
 
 /// The store's directory, with 256 fan-out directories below for the objects.

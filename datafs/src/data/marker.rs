@@ -10,13 +10,9 @@ use millrace_leaf::atomic_file;
 use super::durable;
 use super::error::{ObjectError, Result};
 use super::pool::ObjectPool;
+use super::remote::MARKER;
 use super::store::Store;
 use crate::object::Layout;
-
-/// Its name at the root of a local store, and below the prefix of a remote one.
-pub(super) const MARKER: &str = "store.json";
-/// Longest marker that is read from a remote store, in bytes.
-pub(super) const MARKER_BYTES_MAX: u64 = 4_096;
 
 impl ObjectPool {
     /// The name of the store in errors.

@@ -27,7 +27,8 @@ use super::remote::RemoteStore;
 use super::remote_pack::PendingPacks;
 use super::runtime::{Io, IoRuntime};
 use super::segment::Buffers;
-use super::store::{Store, StoreSpace};
+use super::space::StoreSpace;
+use super::store::Store;
 use super::writer::ObjectWriter;
 use crate::config::Config;
 #[cfg(test)]

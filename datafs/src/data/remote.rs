@@ -23,7 +23,6 @@ use tokio::sync::Semaphore;
 
 use super::error::{ObjectError, Result};
 use super::image;
-use super::marker::{MARKER, MARKER_BYTES_MAX};
 use super::retry::insist;
 use crate::object::{Layout, ObjectId, SUMS_SUFFIX};
 
@@ -36,6 +35,10 @@ const PARTS_KEPT: usize = PARTS_AT_A_TIME;
 const NOTE_BYTES_MAX: u64 = 64 * 1024;
 /// Longest time that aborting an upload may block the thread that dropped it.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
+/// Name of the marker at the root of a local store, and below the prefix of a remote one.
+pub(super) const MARKER: &str = "store.json";
+/// Longest marker that is read from a remote store, in bytes.
+const MARKER_BYTES_MAX: u64 = 4_096;
 /// Longest time to read the marker of the store.
 const MARKER_LIMIT: Duration = Duration::from_secs(5);
 /// Entries of a listing per page in memory.

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::repair::Fix;
+use super::fix::Fix;
 use super::report::{Findings, ProblemKind};
-use super::scan::{each, misplaced};
+use super::table::each;
 use crate::error::Result;
 use crate::meta::engine::{Order, ReadTxn};
 use crate::meta::keys;
@@ -37,7 +37,7 @@ fn rows<T>(
     each(txn, prefix, |_, page| {
         for (key, value) in page {
             let Some(number) = keys::number(&key[prefix.len()..]) else {
-                misplaced(findings, table, &key);
+                findings.misplaced(table, &key);
                 continue;
             };
             let row = decode(&value);

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::repair::Fix;
+use super::fix::Fix;
 use super::report::{Findings, ProblemKind};
 use super::scan::VolumeFacts;
 use super::sorter::Sorted;

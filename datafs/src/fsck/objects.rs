@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::repair::Fix;
+use super::fix::Fix;
 use super::report::{Findings, ProblemKind};
 use super::scan::object_fact;
 use super::sorter::{Sorted, Sorter};

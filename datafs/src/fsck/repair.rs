@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 
+use super::fix::{Fix, sum_of, version_of};
 use super::objects::known_now;
 use super::report::{Found, Remedy};
-use super::tree::sum_of;
 use crate::error::{Error, Result};
 use crate::fs::content::{self, FILE_BYTES_MAX};
 use crate::fs::dirty::lay_over;
@@ -20,44 +20,11 @@ use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
 use crate::meta::versioned::{At, Reader, Records as _, Writer, parts_of};
 use crate::node::{FileKind, ROOT_INO};
-use crate::object::ObjectId;
 
 /// The directory for inodes without a name, in the root of their volume.
 const LOST_AND_FOUND: &str = "lost+found";
 /// When something else has that name, `lost+found-2` is used, and so on up to this number.
 const LOST_AND_FOUND_MAX: u32 = 100;
-
-/// One repair.
-#[derive(Debug, Clone)]
-pub(super) enum Fix {
-    /// Removes a name that leads to no inode, or a directory's second one.
-    RemoveName { volume: u64, record: Vec<u8>, ino: u64 },
-    /// Gives an inode a name in `lost+found`.
-    Adopt { volume: u64, ino: u64 },
-    /// Adds an unlinked inode, or the remaining records of one, to the orphan list, from which it is freed.
-    Free { volume: u64, ino: u64 },
-    /// Removes an inode that has a name from the orphan list.
-    NoOrphan { volume: u64, ino: u64 },
-    /// Corrects the link count of an inode whose attributes still have this checksum.
-    SetLinks { volume: u64, ino: u64, sum: u32, links: u32 },
-    /// Corrects the parent of a directory whose attributes still have this checksum.
-    SetParent { volume: u64, ino: u64, sum: u32, parent: u64 },
-    /// Cuts the extents of a file so that they are disjoint: see [`separate`].
-    Separate { volume: u64, ino: u64 },
-    /// Replaces the value `was` of a key by `is`; `None` stands for no value. Does nothing unless the key
-    /// still has the value `was`, and the key in `beside` still has the value there.
-    Replace { key: Vec<u8>, was: Option<Vec<u8>>, is: Option<Vec<u8>>, beside: Option<(Vec<u8>, Vec<u8>)> },
-    /// Makes the next inode number at least this.
-    RaiseCounter { volume: u64, next: u64 },
-    /// Adds a version to the dead list of its last snapshot.
-    AddDead { volume: u64, key: Vec<u8> },
-    /// Removes an entry without a version from a dead list.
-    RemoveDead { volume: u64, key: Vec<u8> },
-    /// Removes an object in use from the garbage list.
-    NoGarbage { object: ObjectId },
-    /// Adds an object that nothing references to the garbage list.
-    Discard { object: ObjectId, was: Option<Vec<u8>> },
-}
 
 /// Applies the repairs of a pass. Returns the number of problems that were repaired, and marks them in the
 /// report.
@@ -200,12 +167,6 @@ impl Fix {
             }
         })
     }
-}
-
-/// The version's key that an entry of a dead list names, and the epoch since which the entry says it existed.
-pub(super) fn version_of(volume: u64, dead: &[u8]) -> Option<(Vec<u8>, u64)> {
-    let number = |at: usize| Some(u64::from_be_bytes(*dead.get(at..)?.first_chunk()?));
-    Some((keys::history_version(volume, dead.get(25..)?, number(9)?), u64::MAX - number(17)?))
 }
 
 /// Whether an entry of a dead list names an existing version; `None` when that version is too short to tell.

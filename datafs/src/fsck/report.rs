@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::repair::Fix;
+use super::fix::Fix;
 
 /// Most problems that a report lists one by one; all are counted.
 const LISTED_MAX: usize = 1_000;
@@ -192,5 +192,12 @@ impl<'p> Findings<'p> {
         {
             fixes.push((index, fix));
         }
+    }
+
+    /// Reports a record whose key does not belong to its table.
+    pub(super) fn misplaced(&mut self, table: &str, key: &[u8]) {
+        let detail =
+            format!("a key of {} bytes, which is none of this table: {}", key.len(), key.escape_ascii());
+        self.problem(ProblemKind::DamagedRecord, format!("list of {table}"), detail, None);
     }
 }

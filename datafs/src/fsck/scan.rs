@@ -8,12 +8,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::catalog;
-use super::repair::{Fix, version_of};
+use super::fix::{Fix, version_of};
 use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
+use super::table::{PAGE, each};
 use super::tree::TreeScan;
 use crate::error::Result;
-use crate::meta::engine::{Order, Pair, ReadTxn};
+use crate::meta::engine::ReadTxn;
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
@@ -21,8 +22,6 @@ use crate::meta::versioned::{At, Reader, VolumeRow, parts_of, record_of};
 use crate::node::FIRST_INO;
 use crate::object::ObjectId;
 
-/// Records read by one scan.
-const PAGE: usize = 4_096;
 /// Shortest key of a version in the history: table, volume and last snapshot.
 const HISTORY_KEY_BYTES_MIN: usize = 17;
 
@@ -64,24 +63,6 @@ pub(super) mod object_fact {
     pub(in crate::fsck) const EXTENT: u8 = 4;
 }
 
-/// Visits all pairs under a prefix.
-pub(super) fn each(
-    txn: &mut dyn ReadTxn,
-    prefix: &[u8],
-    mut visit: impl FnMut(&mut dyn ReadTxn, Vec<Pair>) -> Result<()>,
-) -> Result<()> {
-    let (mut start, end) = (prefix.to_vec(), keys::after_prefix(prefix));
-    loop {
-        let page = txn.scan(&start, &end, Order::Ascending, PAGE)?;
-        let last = (page.len() == PAGE).then(|| page.last().map(|(key, _)| key.clone())).flatten();
-        visit(txn, page)?;
-        match last {
-            Some(key) => start = [key.as_slice(), &[0]].concat(),
-            None => return Ok(()),
-        }
-    }
-}
-
 /// Reads all records.
 pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_>) -> Result<Picture> {
     meta.view(|txn| {
@@ -98,7 +79,7 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
                 for (key, _) in page {
                     match keys::number(&key[1..]) {
                         Some(id) => drop(picture.sessions.insert(id)),
-                        None => misplaced(findings, "sessions", &key),
+                        None => findings.misplaced("sessions", &key),
                     }
                 }
                 Ok(())
@@ -121,7 +102,7 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
                 page.iter().try_for_each(|(key, value)| match <&[u8; 16]>::try_from(&key[1..]) {
                     Ok(object) => picture.objects.push(&[object, &[fact], value]),
                     Err(_) => {
-                        misplaced(findings, "objects", key);
+                        findings.misplaced("objects", key);
                         Ok(())
                     }
                 })
@@ -247,7 +228,7 @@ fn live(
         page.iter().try_for_each(|(key, _)| match keys::number(&key[9..]) {
             Some(ino) => super::tree::orphan(&mut picture.names, id, ino),
             None => {
-                misplaced(findings, "unlinked files", key);
+                findings.misplaced("unlinked files", key);
                 Ok(())
             }
         })
@@ -339,12 +320,6 @@ fn place_of(record: &[u8], volume: &str) -> String {
         (None, Some(name)) => format!("application key {name:?} of {volume}"),
         (None, None) => format!("a record of volume {volume}"),
     }
-}
-
-/// Reports a record whose key does not belong to its table.
-pub(super) fn misplaced(findings: &mut Findings<'_>, table: &str, key: &[u8]) {
-    let detail = format!("a key of {} bytes, which is none of this table: {}", key.len(), key.escape_ascii());
-    findings.problem(ProblemKind::DamagedRecord, format!("list of {table}"), detail, None);
 }
 
 fn too_short(version: &[u8]) -> String {

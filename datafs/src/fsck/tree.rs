@@ -1,7 +1,7 @@
 //! Scan of the records of one tree, live or of a snapshot, in key order. It checks each inode separately.
 //! Facts that link inodes and names go to a sorter, and `names` joins them by inode.
 
-use super::repair::Fix;
+use super::fix::{Fix, sum_of};
 use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
 use crate::error::Result;
@@ -86,11 +86,6 @@ pub(super) fn parse(record: &[u8]) -> Result<(Whose, Fact)> {
 /// Adds the fact of an orphan's record.
 pub(super) fn orphan(facts: &mut Sorter, volume: u64, ino: u64) -> Result<()> {
     Whose { volume, snapshot: 0, ino }.push(facts, &Fact::Orphan)
-}
-
-/// Checksum by which a repair verifies that attributes are unchanged since the check.
-pub(super) fn sum_of(value: &[u8]) -> u32 {
-    crc32c::crc32c(value)
 }
 
 /// The scan of one tree.

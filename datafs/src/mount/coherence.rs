@@ -30,6 +30,10 @@
 //! told stay for the rest of their lifetime. It is short for directories, on which every path below depends.
 
 mod checks;
+pub(super) mod inode_table;
+pub(super) mod lifetime;
+pub(super) mod removed;
+pub(super) mod stale_retry;
 
 use std::collections::VecDeque;
 use std::ffi::OsStr;
@@ -43,29 +47,23 @@ use std::time::{Duration, Instant};
 use fuser::{INodeNo, Notifier};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::answer::FOREVER;
 use super::convert::Inodes;
-use super::inode_table::{EVERY_THREAD, InodeTable, name_stamp, stamp};
-use super::removed::Removed;
-use super::stale_retry::StaleRetries;
 use crate::error::Result;
 use crate::fs::View;
 use crate::fs::watch::Watch;
 use crate::meta::changes::Changed;
 use crate::meta::keys;
-use crate::node::{Attr, FileKind, Node};
+use crate::node::{Attr, Node};
+use inode_table::{EVERY_THREAD, InodeTable, name_stamp, stamp};
+use lifetime::IN_FLIGHT;
+use removed::Removed;
+use stale_retry::StaleRetries;
 
-/// A reply older than this has arrived in the kernel.
-pub(super) const IN_FLIGHT: Duration = Duration::from_millis(100);
 /// After an unknown change the kernel may cache no attributes for this time. A stream of unknown changes then
 /// costs no more than a request for each access.
 const DISTRUST: Duration = Duration::from_secs(1);
 /// Most queued notifications. With more, the mount treats everything as changed.
 const QUEUE_MAX: usize = 65_536;
-/// Lifetime of a directory's name in the kernel. A lookup costs about 15 µs.
-const DIRECTORY_NAME_LIFETIME: Duration = Duration::from_secs(2);
-/// Lifetime of other names. An open checks whether a file has lost a name.
-const NAME_LIFETIME: Duration = Duration::from_secs(60);
 /// Delay, and most delays, of a notification while a thread walks a path to refresh a size.
 const PUT_OFF: Duration = Duration::from_millis(5);
 const PUT_OFF_TIMES: u32 = 40;
@@ -574,14 +572,5 @@ fn expire(mut device: &File, parent: INodeNo, name: &[u8]) -> std::io::Result<()
         // The kernel does not know the name.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         written => written,
-    }
-}
-
-/// Lifetime of the name of a node whose attributes the kernel may cache.
-pub(super) fn name_lifetime(attr: &Attr) -> Duration {
-    match attr.kind {
-        _ if !attr.node.is_live() => FOREVER,
-        FileKind::Directory => DIRECTORY_NAME_LIFETIME,
-        _ => NAME_LIFETIME,
     }
 }

@@ -5,6 +5,8 @@
 //! Taking a lock makes the kernel drop cached data that others have changed; releasing one commits earlier
 //! writes. So a lock holder sees the writes of the previous holder, on any mount.
 
+pub(super) mod request;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,12 +18,12 @@ use parking_lot::{Condvar, Mutex};
 
 use super::caller::is_interrupted;
 use super::coherence::Coherence;
-use super::errno;
+use super::errno::errno;
 use super::handles::Handles;
-use super::instrumented::Watch;
+use super::observe::stats::Op;
+use super::observe::trace;
+use super::observe::watch::Watch;
 use super::outcome::{self, Outcome};
-use super::stats::Op;
-use super::trace;
 use crate::error::{Error, Result};
 use crate::fs::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
 use crate::metrics;

@@ -5,10 +5,10 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::time::Instant;
 
+use super::inode_table::{Asker, Told, access_of, name_stamp, stamp};
+use super::stale_retry::{Arrival, Refused};
 use super::{Coherence, Kept, NOTIFIED_MAX, News, QUEUE_MAX};
 use crate::fs::{Moved, NameTarget};
-use crate::mount::inode_table::{Asker, Told, access_of, name_stamp, stamp};
-use crate::mount::stale_retry::{Arrival, Refused};
 use crate::node::{Attr, Node};
 
 impl Coherence {
@@ -163,8 +163,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::mount::coherence::Telling;
+    use crate::mount::coherence::inode_table::{NO_LIST, list_stamp};
     use crate::mount::convert::Inodes;
-    use crate::mount::inode_table::{NO_LIST, list_stamp};
     use crate::{Config, Datafs};
 
     /// Runs `test` with the record of a mount that is not attached, and a file that its kernel knows by a name

@@ -7,15 +7,16 @@ use std::time::{Duration, Instant};
 
 use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
 
-use super::answer::{Adapter, ENTRIES_PLUS_MAX, FOREVER, Listing, NOT_AT_ALL, lifetime_of};
-use super::caller::is_in_group;
-use super::coherence::{Kept, Telling, name_lifetime};
-use super::inode_table::{NO_LIST, list_stamp};
-use super::outcome;
-use super::stale_retry::Arrival;
+use super::answer::{Adapter, ENTRIES_PLUS_MAX, Listing, NOT_AT_ALL, lifetime_of};
 use crate::error::{Error, Result};
 use crate::fs::acl::{self, is_acl};
 use crate::fs::{Allocate, OpenFile, OpenFlags, SetAttr, SetXattr};
+use crate::mount::caller::is_in_group;
+use crate::mount::coherence::inode_table::{NO_LIST, list_stamp};
+use crate::mount::coherence::lifetime::{FOREVER, name_lifetime};
+use crate::mount::coherence::stale_retry::Arrival;
+use crate::mount::coherence::{Kept, Telling};
+use crate::mount::outcome;
 use crate::node::{Attr, Node};
 
 /// Most bytes that one request copies: the reply has 32 bits for the length.
@@ -25,12 +26,12 @@ const COPY_BYTES_MAX: u64 = 1 << 30;
 const FIRST_ENTRIES_MAX: Duration = Duration::from_millis(2);
 
 /// Whether the caller may change a file without clearing its set-user-ID and set-group-ID bits.
-pub(super) fn is_privileged(request: &Request) -> bool {
+pub(in crate::mount) fn is_privileged(request: &Request) -> bool {
     request.uid() == 0
 }
 
 impl Adapter {
-    pub(super) fn set_xattr(
+    pub(in crate::mount) fn set_xattr(
         &self,
         request: &Request,
         node: Node,
@@ -57,7 +58,7 @@ impl Adapter {
         self.empty("setxattr", node, self.handles.view.xattr_set(node, name, value, how), reply);
     }
 
-    pub(super) fn get_xattr(&self, node: Node, name: &OsStr, size: u32, reply: ReplyXattr) {
+    pub(in crate::mount) fn get_xattr(&self, node: Node, name: &OsStr, size: u32, reply: ReplyXattr) {
         let found = self.handles.view.xattr_get(node, name);
         if name == acl::ACCESS
             && node.is_live()
@@ -78,7 +79,7 @@ impl Adapter {
     }
 
     /// Lists the names of extended attributes; `trusted.` names for root only.
-    pub(super) fn list_xattrs(&self, request: &Request, node: Node, size: u32, reply: ReplyXattr) {
+    pub(in crate::mount) fn list_xattrs(&self, request: &Request, node: Node, size: u32, reply: ReplyXattr) {
         match self.handles.view.xattr_list(node) {
             Ok(names) => {
                 let mut list = Vec::new();
@@ -95,7 +96,7 @@ impl Adapter {
         }
     }
 
-    pub(super) fn allocate(
+    pub(in crate::mount) fn allocate(
         &self,
         request: &Request,
         number: u64,
@@ -120,7 +121,7 @@ impl Adapter {
         self.drop_privileges(request, handle.node)
     }
 
-    pub(super) fn seek(&self, node: Node, offset: i64, whence: i32, reply: ReplyLseek) {
+    pub(in crate::mount) fn seek(&self, node: Node, offset: i64, whence: i32, reply: ReplyLseek) {
         let Ok(from) = u64::try_from(offset) else { return reply.error(outcome::refusal(Errno::ENXIO)) };
         let found = match whence {
             libc::SEEK_DATA => self.handles.view.seek_data(node, from),
@@ -134,7 +135,7 @@ impl Adapter {
         }
     }
 
-    pub(super) fn copy_range(
+    pub(in crate::mount) fn copy_range(
         &self,
         request: &Request,
         (from, offset): (u64, u64),
@@ -172,7 +173,7 @@ impl Adapter {
 
     /// Opens a file, unless its path is stale. Truncation by an unprivileged user also clears privilege bits.
     /// `arrival` tells how the thread reached the file, `executes` that the kernel opens it to run it.
-    pub(super) fn open_file(
+    pub(in crate::mount) fn open_file(
         &self,
         request: &Request,
         node: Node,
@@ -213,7 +214,7 @@ impl Adapter {
     }
 
     /// Lists a directory with the attributes of its entries, which the kernel may then cache.
-    pub(super) fn fill_directory_plus(
+    pub(in crate::mount) fn fill_directory_plus(
         &self,
         node: Node,
         number: u64,

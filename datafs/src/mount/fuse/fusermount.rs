@@ -27,7 +27,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(20);
 
 /// Path of the installed helper. The variable `FUSERMOUNT_PATH` takes precedence.
-pub(super) fn program() -> Option<PathBuf> {
+pub(in crate::mount) fn program() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("FUSERMOUNT_PATH") {
         return Some(path.into()).filter(|p: &PathBuf| p.is_file());
     }
@@ -41,7 +41,7 @@ fn command() -> io::Result<Command> {
 }
 
 /// Mounts through the helper.
-pub(super) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
+pub(in crate::mount) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
     if how.options.suid || how.options.dev {
         let reason = "set-user-ID programs and device nodes are honoured only in a mount by root: mount as root, \
                       or without --suid and --dev";
@@ -72,7 +72,7 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> io::Result<OwnedFd> {
 }
 
 /// Unmounts through the helper.
-pub(super) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
+pub(in crate::mount) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
     let mut command = command()?;
     command.arg("-u");
     if lazy {
@@ -158,8 +158,9 @@ fn receive_descriptor(socket: &UnixStream) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use super::super::{MountOptions, point};
     use super::*;
+    use crate::mount::fuse::point;
+    use crate::mount::options::MountOptions;
 
     #[test]
     fn the_helper_mounts_and_unmounts() {

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::meta::inode::Inode;
+use crate::node::FileKind;
 
 const NODE: Node = Node { snapshot: 0, ino: 20 };
 const OTHER: Node = Node { snapshot: 0, ino: 21 };

@@ -19,31 +19,41 @@ use std::ffi::OsStr;
 use fuser::{Errno, RenameFlags, ReplyEmpty, Request};
 
 use super::answer::Adapter;
-use super::caller::{CAP_FOWNER, has_capability};
-use super::inode_table::{Asker, Told};
-use super::outcome;
-use super::stale_retry::Refused;
 use crate::error::{Error, Result};
 use crate::fs::{NameChecks, NameTarget};
+use crate::mount::caller::{CAP_FOWNER, has_capability};
+use crate::mount::coherence::inode_table::{Asker, Told};
+use crate::mount::coherence::stale_retry::Refused;
+use crate::mount::outcome;
 use crate::node::Node;
 
 /// A directory and a name in it.
 type Name<'n> = (Node, &'n OsStr);
 
 impl Adapter {
-    pub(super) fn unlink_name(&self, request: &Request, (parent, name): Name<'_>, reply: ReplyEmpty) {
+    pub(in crate::mount) fn unlink_name(
+        &self,
+        request: &Request,
+        (parent, name): Name<'_>,
+        reply: ReplyEmpty,
+    ) {
         let change = Change { kind: Refused::Removal, ..Change::arrives(self, request, parent, true) };
         let removed = change.run(request, |checks| self.handles.view.unlink_by(parent, name, checks));
         self.changed(&change, "unlink", removed.map(|removed| self.note_removed(removed)), reply);
     }
 
-    pub(super) fn rmdir_name(&self, request: &Request, (parent, name): Name<'_>, reply: ReplyEmpty) {
+    pub(in crate::mount) fn rmdir_name(
+        &self,
+        request: &Request,
+        (parent, name): Name<'_>,
+        reply: ReplyEmpty,
+    ) {
         let change = Change { kind: Refused::Removal, ..Change::arrives(self, request, parent, false) };
         let removed = change.run(request, |checks| self.handles.view.rmdir_by(parent, name, checks));
         self.changed(&change, "rmdir", removed.map(|removed| self.note_removed(removed)), reply);
     }
 
-    pub(super) fn rename_name(
+    pub(in crate::mount) fn rename_name(
         &self,
         request: &Request,
         from: Name<'_>,
@@ -100,7 +110,7 @@ impl Adapter {
 struct Change<'a> {
     adapter: &'a Adapter,
     asker: Asker,
-    /// The kind that [`StaleRetries`](super::stale_retry::StaleRetries) notes for a refusal.
+    /// The kind that [`StaleRetries`](crate::mount::coherence::stale_retry::StaleRetries) notes for a refusal.
     kind: Refused,
     parent: Node,
     /// A name led elsewhere than the kernel was told, so the change was not made.

@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, MsFlags, umount2};
 
-use super::{MountOptions, fusermount};
+use super::fusermount;
 use crate::error::{Error, Result};
+use crate::mount::options::MountOptions;
 
 /// The kernel's device for FUSE.
-pub(super) const DEVICE: &str = "/dev/fuse";
+pub(in crate::mount) const DEVICE: &str = "/dev/fuse";
 /// File-system type of the mounts of this crate, as `/proc/self/mountinfo` shows it.
 const FS_TYPE: &str = "fuse.millrace";
 /// Bit of CAP_SYS_ADMIN in a capability mask.
@@ -28,35 +29,35 @@ const READ_AHEAD_KIB: u32 = 1024;
 
 /// Largest read request of the kernel. A read of 1 MiB then becomes four requests, which two threads serve at
 /// the same time. Direct I/O on two cores: 3.0 to 4.8 GiB/s, against 2.3 as one request.
-pub(super) const READ_BYTES_MAX: u32 = 256 * 1024;
+pub(in crate::mount) const READ_BYTES_MAX: u32 = 256 * 1024;
 
 /// A mount of this crate as the kernel lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(in crate::mount) struct Entry {
     /// The mount point.
-    pub(super) at: PathBuf,
+    pub(in crate::mount) at: PathBuf,
     /// `major:minor` of its device; the minor is also the number of its FUSE connection.
-    pub(super) device: String,
+    pub(in crate::mount) device: String,
 }
 
 /// Parameters of [`attach`].
 #[derive(Debug, Clone)]
-pub(super) struct Attach<'a> {
+pub(in crate::mount) struct Attach<'a> {
     /// The source that `mount` and `df` show: the volume.
-    pub(super) source: &'a str,
+    pub(in crate::mount) source: &'a str,
     /// The kernel refuses writes.
-    pub(super) read_only: bool,
+    pub(in crate::mount) read_only: bool,
     /// Further options of the mount.
-    pub(super) options: &'a MountOptions,
+    pub(in crate::mount) options: &'a MountOptions,
 }
 
 /// An error of the system. Not [`Error::io`], whose advice is about the home folder.
-pub(super) fn refused(operation: &'static str, at: impl Into<PathBuf>, source: io::Error) -> Error {
+pub(in crate::mount) fn refused(operation: &'static str, at: impl Into<PathBuf>, source: io::Error) -> Error {
     Error::Io { operation, path: at.into(), source }
 }
 
 /// Whether this process may mount. Otherwise the reason and the remedy, in one line.
-pub(super) fn can_mount() -> Result<(), String> {
+pub(in crate::mount) fn can_mount() -> Result<(), String> {
     match OpenOptions::new().read(true).write(true).open(DEVICE) {
         Ok(_) => {}
         Err(e) if matches!(e.kind(), ErrorKind::NotFound) => {
@@ -110,7 +111,7 @@ fn has_mount_privilege(status: &str) -> bool {
 
 /// Makes `at` an empty directory without a mount: creates it if missing, and detaches a mount of this crate
 /// whose process has died. Returns the absolute path.
-pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
+pub(in crate::mount) fn prepare(at: &Path) -> Result<PathBuf> {
     let absolute = absolute(at)?;
     // For a dead process the kernel still serves cached attributes, but not `statvfs`.
     let alive = nix::sys::statvfs::statvfs(&absolute).map_err(io::Error::from);
@@ -144,7 +145,7 @@ pub(super) fn prepare(at: &Path) -> Result<PathBuf> {
 
 /// `at` with symbolic links resolved, as the mount table lists it. The last component may be a dead mount: if
 /// it cannot be resolved, only its parent is.
-pub(super) fn absolute(at: &Path) -> Result<PathBuf> {
+pub(in crate::mount) fn absolute(at: &Path) -> Result<PathBuf> {
     let failed = |e| refused("open mount point", at, e);
     match fs::canonicalize(at) {
         Ok(path) => return Ok(path),
@@ -161,7 +162,7 @@ pub(super) fn absolute(at: &Path) -> Result<PathBuf> {
 }
 
 /// The topmost mount of this crate at exactly this absolute path.
-pub(super) fn find(at: &Path) -> Result<Option<Entry>> {
+pub(in crate::mount) fn find(at: &Path) -> Result<Option<Entry>> {
     let table = "/proc/self/mountinfo";
     let table = fs::read(table).map_err(|e| refused("read", table, e))?;
     Ok(parse_mountinfo(&table).into_iter().rfind(|entry| entry.at == at))
@@ -207,7 +208,7 @@ fn unescape(field: &[u8]) -> OsString {
 }
 
 /// Mounts on a prepared directory. Returns the descriptor that delivers the kernel's requests.
-pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
+pub(in crate::mount) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
     let failed = |e| refused("mount on", at, e);
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     if !has_mount_privilege(&status) {
@@ -236,7 +237,7 @@ pub(super) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
 
 /// Unmounts. With `lazy` the path is free at once, and open files stay usable until they are closed. Otherwise
 /// fails with EBUSY while a file is open.
-pub(super) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
+pub(in crate::mount) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
     let flags = if lazy { MntFlags::MNT_DETACH } else { MntFlags::empty() };
     match umount2(at, flags | MntFlags::UMOUNT_NOFOLLOW) {
         Ok(()) => Ok(()),
@@ -246,7 +247,7 @@ pub(super) fn detach(at: &Path, lazy: bool) -> io::Result<()> {
 }
 
 /// Raises the kernel's read-ahead. Needs privilege; without it reads are only slower.
-pub(super) fn raise_read_ahead(device: &str) {
+pub(in crate::mount) fn raise_read_ahead(device: &str) {
     let setting = format!("/sys/class/bdi/{device}/read_ahead_kb");
     if let Err(error) = fs::write(&setting, READ_AHEAD_KIB.to_string()) {
         tracing::debug!(%error, setting, "read-ahead stays at the kernel's default");
@@ -255,13 +256,13 @@ pub(super) fn raise_read_ahead(device: &str) {
 
 /// Aborts the FUSE connection: every waiting or new request gets an error. `false` when the system does not
 /// support it.
-pub(super) fn abort(device: &str) -> bool {
+pub(in crate::mount) fn abort(device: &str) -> bool {
     let Some((_, minor)) = device.split_once(':') else { return false };
     fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1").is_ok()
 }
 
 /// The path of a program in `PATH`.
-pub(super) fn in_path(program: &OsStr) -> Option<PathBuf> {
+pub(in crate::mount) fn in_path(program: &OsStr) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| p.is_file())
 }

@@ -29,7 +29,7 @@ mod ioctl {
 
 /// Most stacked file systems below a backing file, plus one for the mount. The kernel allows 2; with 1 an
 /// overlay above the mount is possible.
-pub(super) fn stack_depth(view: &View) -> u32 {
+pub(in crate::mount) fn stack_depth(view: &View) -> u32 {
     // The folder of a cache may not exist yet.
     let at = view.shared.pool.image_root().and_then(|root| root.ancestors().find_map(|at| statfs(at).ok()));
     let is_stacked =
@@ -42,7 +42,7 @@ pub(super) fn stack_depth(view: &View) -> u32 {
 ///
 /// # Errors
 /// Any refusal other than for lack of privilege; it says nothing of other files.
-pub(super) fn is_permitted(device: &File) -> io::Result<bool> {
+pub(in crate::mount) fn is_permitted(device: &File) -> io::Result<bool> {
     let file = File::open("/proc/self/exe")?;
     let map = Map { file: file.as_raw_fd(), flags: 0, padding: 0 };
     // SAFETY: the kernel reads the structure of the request, which lives until it has answered; both

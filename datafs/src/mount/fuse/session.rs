@@ -10,21 +10,23 @@ use std::time::{Duration, Instant};
 use fuser::{Session, SessionACL};
 use parking_lot::{Condvar, Mutex};
 
-use super::MountOptions;
 use super::answer::Adapter;
-use super::coherence::Coherence;
-use super::control::Control;
-use super::convert::Inodes;
-use super::handles::Handles;
-use super::instrumented::{InstrumentedFs, Watch};
-use super::locks::Locks;
-use super::opening::{self, Open, Opening};
+use super::instrumented::InstrumentedFs;
 use super::passthrough;
 use super::point::{self, Attach};
-use super::stats::{self, MountStats};
 use super::write_back::WriteBack;
 use crate::error::{Error, Result};
 use crate::fs::View;
+use crate::mount::coherence::Coherence;
+use crate::mount::convert::Inodes;
+use crate::mount::handles::Handles;
+use crate::mount::locks::Locks;
+use crate::mount::observe::control::Control;
+use crate::mount::observe::exported::export;
+use crate::mount::observe::stats::MountStats;
+use crate::mount::observe::watch::Watch;
+use crate::mount::opening::{self, Open, Opening};
+use crate::mount::options::MountOptions;
 
 /// Grace period for open files after an unmount; then the mount aborts the connection.
 const GRACE: Duration = Duration::from_secs(3);
@@ -82,7 +84,7 @@ impl Drop for SetAtEnd {
     }
 }
 
-pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mount> {
+pub(in crate::mount) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mount> {
     if !(1..=THREADS_MAX).contains(&options.threads) {
         return Err(Error::Invalid(format!(
             "a mount has 1 to {THREADS_MAX} threads, not {}",
@@ -122,7 +124,7 @@ pub(super) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mou
     }
     tracing::info!(volume = %source, path = %at.display(), %opening, "mounted");
     watch.attached(&opening.to_string(), &device);
-    stats::export(&watch);
+    export(&watch);
     let home = &handles.view.shared.home;
     let control = Control::start(home, &watch)
         .inspect_err(
@@ -223,7 +225,7 @@ impl Mount {
         &self.opening
     }
 
-    /// Statistics since the mount began. Other processes request them through [`super::served`].
+    /// Statistics since the mount began. Other processes request them through [`crate::mount::served`].
     pub fn stats(&self) -> MountStats {
         self.watch.stats()
     }
@@ -237,7 +239,7 @@ impl Mount {
         self.end()
     }
 
-    /// Waits until another process or thread ends the mount: [`super::umount`] or the `umount` command.
+    /// Waits until another process or thread ends the mount: [`crate::mount::umount`] or the `umount` command.
     ///
     /// # Errors
     /// Errors of the final commit, or a failure of the serving threads.

@@ -6,9 +6,9 @@ use parking_lot::Mutex;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::{self, MetricFamily, MetricType};
 
-use super::MountStats;
+use super::stats::MountStats;
+use super::watch::Watch;
 use crate::metrics;
-use crate::mount::instrumented::Watch;
 
 /// The mounts whose statistics are exported.
 #[derive(Debug, Clone, Default)]
@@ -128,7 +128,7 @@ fn gauge(value: f64) -> proto::Metric {
     metric
 }
 
-fn histogram(latency: &super::Latency) -> proto::Metric {
+fn histogram(latency: &super::stats::Latency) -> proto::Metric {
     let (mut metric, mut histogram) = (proto::Metric::default(), proto::Histogram::default());
     let bucket = |(bound, count)| {
         let mut bucket = proto::Bucket::default();

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::handles::Handles;
 use crate::error::Result;
 use crate::fs::WriteAges;
+use crate::mount::handles::Handles;
 
 /// Interval of the timer.
 const EVERY: Duration = Duration::from_secs(1);
@@ -19,7 +19,7 @@ const SYNC_EVERY: Duration = Duration::from_secs(5);
 
 /// The write-back thread of one mount.
 #[derive(Debug, Default)]
-pub(super) struct WriteBack {
+pub(in crate::mount) struct WriteBack {
     signal: Arc<Signal>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -31,14 +31,14 @@ struct Signal {
 }
 
 impl WriteBack {
-    pub(super) fn start(&self, handles: &Arc<Handles>) -> std::io::Result<()> {
+    pub(in crate::mount) fn start(&self, handles: &Arc<Handles>) -> std::io::Result<()> {
         let (signal, handles) = (Arc::clone(&self.signal), Arc::downgrade(handles));
         let thread = std::thread::Builder::new().name("datafs-write-back".into());
         *self.thread.lock() = Some(thread.spawn(move || run(&signal, &handles))?);
         Ok(())
     }
 
-    pub(super) fn stop(&self) {
+    pub(in crate::mount) fn stop(&self) {
         *self.signal.stopped.lock() = true;
         self.signal.changed.notify_all();
         if let Some(thread) = self.thread.lock().take()
@@ -96,11 +96,11 @@ impl Handles {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use super::super::handles::Handle;
     use super::*;
     use crate::config::Config;
     use crate::datafs::Datafs;
     use crate::fs::{OpenFlags, Owner};
+    use crate::mount::handles::Handle;
 
     #[test]
     fn old_data_of_open_files_is_committed_and_one_object_stays_one_for_longer() {

@@ -16,19 +16,21 @@ use fuser::{
 };
 
 use super::answer::{Adapter, NOT_AT_ALL};
-use super::coherence::{Kept, Telling, name_lifetime};
-use super::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use super::extended::is_privileged;
-use super::handles::{Handle, Registered};
-use super::lock_request::is_flock;
-use super::locks::Wish;
-use super::outcome;
 use super::passthrough::stack_depth;
-use super::stale_retry::{Created, Creation, Refused};
+use super::retry::{Created, Creation};
 use crate::error::Error;
 use crate::fs::acl::is_acl;
 use crate::fs::{FileLock, LOCK_END_MAX, LockFamily, Owner, SetAttr};
 use crate::metrics;
+use crate::mount::coherence::lifetime::name_lifetime;
+use crate::mount::coherence::stale_retry::Refused;
+use crate::mount::coherence::{Kept, Telling};
+use crate::mount::convert::{is_execution, kind_of_mode, open_flags, set_time};
+use crate::mount::handles::{Handle, Registered};
+use crate::mount::locks::Wish;
+use crate::mount::locks::request::is_flock;
+use crate::mount::outcome;
 
 /// Largest write request of the kernel.
 const WRITE_BYTES_MAX: u32 = 1024 * 1024;

@@ -11,27 +11,25 @@ use fuser::{
     BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite,
 };
 
-use super::coherence::{Coherence, Telling, name_lifetime};
-use super::convert::{Inodes, file_type};
-use super::errno;
-use super::handles::{Handle, Handles, NO_HANDLE};
-use super::locks::Locks;
-use super::opening::Open;
-use super::outcome;
 use crate::error::{Error, Result};
 use crate::fs::{OpenFlags, Page, ReadBuffer};
 use crate::metrics;
+use crate::mount::coherence::lifetime::{FOREVER, name_lifetime};
+use crate::mount::coherence::{Coherence, Telling};
+use crate::mount::convert::{Inodes, file_type};
+use crate::mount::errno::errno;
+use crate::mount::handles::{Handle, Handles, NO_HANDLE};
+use crate::mount::locks::Locks;
+use crate::mount::opening::Open;
+use crate::mount::outcome;
 use crate::node::{Attr, Node};
 
-/// Lifetime of attributes and names of a snapshot, which never changes, and of attributes that the mount can
-/// revoke.
-pub(super) const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Lifetime of data that other mounts may just have changed, or that the mount cannot revoke.
-pub(super) const NOT_AT_ALL: Duration = Duration::ZERO;
+pub(in crate::mount) const NOT_AT_ALL: Duration = Duration::ZERO;
 /// Entries that one call of the view lists for `readdir`.
 const ENTRIES_MAX: usize = 512;
 /// The same for `readdirplus`, whose entries are larger by their attributes.
-pub(super) const ENTRIES_PLUS_MAX: usize = 160;
+pub(in crate::mount) const ENTRIES_PLUS_MAX: usize = 160;
 /// Smallest file that is handed to the kernel: for smaller ones the setup costs more than reading them.
 const PASSTHROUGH_BYTES_MIN: u64 = 256 * 1024;
 
@@ -42,37 +40,37 @@ thread_local! {
 
 /// Parameters of one directory listing.
 #[derive(Debug)]
-pub(super) struct Listing {
-    pub(super) node: Node,
+pub(in crate::mount) struct Listing {
+    pub(in crate::mount) node: Node,
     /// The handle of the open directory.
-    pub(super) number: u64,
+    pub(in crate::mount) number: u64,
     /// The listing begins behind this cursor.
-    pub(super) offset: u64,
+    pub(in crate::mount) offset: u64,
     /// Most entries of a page.
-    pub(super) entries_max: usize,
+    pub(in crate::mount) entries_max: usize,
     /// Whether the entries carry attributes.
-    pub(super) attrs: bool,
+    pub(in crate::mount) attrs: bool,
     /// The listing reads no further page after this moment.
-    pub(super) until: Option<Instant>,
+    pub(in crate::mount) until: Option<Instant>,
 }
 
 /// The FUSE file system over a view.
 #[derive(Debug)]
-pub(super) struct Adapter {
-    pub(super) handles: Arc<Handles>,
-    pub(super) locks: Arc<Locks>,
-    pub(super) coherence: Arc<Coherence>,
-    pub(super) inodes: Inodes,
+pub(in crate::mount) struct Adapter {
+    pub(in crate::mount) handles: Arc<Handles>,
+    pub(in crate::mount) locks: Arc<Locks>,
+    pub(in crate::mount) coherence: Arc<Coherence>,
+    pub(in crate::mount) inodes: Inodes,
     /// The mount requests passthrough from the kernel.
-    pub(super) asks_for_passthrough: bool,
+    pub(in crate::mount) asks_for_passthrough: bool,
     /// The kernel opens and closes files and directories without requests; reads carry no handle.
-    pub(super) without_messages: bool,
+    pub(in crate::mount) without_messages: bool,
     /// The kernel can map files that are open with direct I/O.
-    pub(super) direct: bool,
+    pub(in crate::mount) direct: bool,
 }
 
 impl Adapter {
-    pub(super) fn new(
+    pub(in crate::mount) fn new(
         handles: Arc<Handles>,
         locks: Arc<Locks>,
         coherence: Arc<Coherence>,
@@ -84,13 +82,18 @@ impl Adapter {
         Adapter { handles, locks, coherence, inodes, asks_for_passthrough, without_messages, direct: false }
     }
 
-    pub(super) fn node(&self, ino: INodeNo) -> Node {
+    pub(in crate::mount) fn node(&self, ino: INodeNo) -> Node {
         self.inodes.node(ino)
     }
 
     /// How long the kernel may cache attributes that were read since a moment. With `named`, notes that the
     /// kernel knows the node by this name.
-    pub(super) fn lifetime(&self, attr: &Attr, moment: u64, named: Option<Telling<'_>>) -> Duration {
+    pub(in crate::mount) fn lifetime(
+        &self,
+        attr: &Attr,
+        moment: u64,
+        named: Option<Telling<'_>>,
+    ) -> Duration {
         if !attr.node.is_live() {
             return FOREVER;
         }
@@ -100,13 +103,13 @@ impl Adapter {
     }
 
     /// Makes later reads see every change that another process has reported as committed.
-    pub(super) fn catch_up(&self, node: Node) -> Result<()> {
+    pub(in crate::mount) fn catch_up(&self, node: Node) -> Result<()> {
         if node.is_live() { self.handles.view.catch_up() } else { Ok(()) }
     }
 
     /// The errno of an error, counted in the statistics. Failures of the mount (EIO, ENOSPC, EDQUOT) are
     /// logged; errors caused by the user are not.
-    pub(super) fn failed(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
+    pub(in crate::mount) fn failed(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
         let errno = errno(error);
         if errno == Errno::ENOENT {
             return outcome::refusal(errno);
@@ -132,7 +135,7 @@ impl Adapter {
 
     /// [`Adapter::failed`] for a request that names a node from an earlier lookup. When the node is gone,
     /// ESTALE makes the kernel look the path up again and find its replacement.
-    pub(super) fn failed_on(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
+    pub(in crate::mount) fn failed_on(&self, operation: &'static str, node: Node, error: &Error) -> Errno {
         if error.is_not_found() {
             outcome::refusal(Errno::ESTALE)
         } else {
@@ -140,7 +143,7 @@ impl Adapter {
         }
     }
 
-    pub(super) fn entry(
+    pub(in crate::mount) fn entry(
         &self,
         operation: &'static str,
         (parent, name): (Node, &OsStr),
@@ -158,7 +161,7 @@ impl Adapter {
     }
 
     /// Replies with the entry of a name; `believed` tells whether the kernel may cache the name as well.
-    pub(super) fn found_entry(
+    pub(in crate::mount) fn found_entry(
         &self,
         named: Telling<'_>,
         attr: &Attr,
@@ -171,7 +174,13 @@ impl Adapter {
         reply.entry_with_ttls(&lifetime, &name_lifetime, &self.inodes.attr(attr), Generation(0));
     }
 
-    pub(super) fn empty(&self, operation: &'static str, node: Node, result: Result<()>, reply: ReplyEmpty) {
+    pub(in crate::mount) fn empty(
+        &self,
+        operation: &'static str,
+        node: Node,
+        result: Result<()>,
+        reply: ReplyEmpty,
+    ) {
         match result {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(self.failed(operation, node, &error)),
@@ -179,7 +188,7 @@ impl Adapter {
     }
 
     /// The backing file for passthrough of this open file, if it is a large file of a snapshot.
-    pub(super) fn backing(
+    pub(in crate::mount) fn backing(
         &self,
         handle: &Handle,
         size: u64,
@@ -205,7 +214,14 @@ impl Adapter {
     }
 
     /// Replies with the bytes of a file in a range.
-    pub(super) fn read_bytes(&self, ino: INodeNo, number: u64, offset: u64, size: u32, reply: ReplyData) {
+    pub(in crate::mount) fn read_bytes(
+        &self,
+        ino: INodeNo,
+        number: u64,
+        offset: u64,
+        size: u32,
+        reply: ReplyData,
+    ) {
         READ_BUFFER.with_borrow_mut(|buffer| {
             let len = size as usize;
             let read = if number == NO_HANDLE {
@@ -225,12 +241,12 @@ impl Adapter {
 
     /// Whether the kernel may write through to a file that is empty, without caching pages. That saves one copy
     /// of each byte, and the memory.
-    pub(super) fn streams(&self, flags: OpenFlags) -> bool {
+    pub(in crate::mount) fn streams(&self, flags: OpenFlags) -> bool {
         self.direct && flags.write && !flags.read && !flags.append
     }
 
     /// Writes, and replies as soon as the writer may continue.
-    pub(super) fn write_bytes(
+    pub(in crate::mount) fn write_bytes(
         &self,
         (ino, number): (INodeNo, u64),
         offset: u64,
@@ -270,7 +286,7 @@ impl Adapter {
         }
     }
 
-    pub(super) fn fill_directory(
+    pub(in crate::mount) fn fill_directory(
         &self,
         node: Node,
         number: u64,
@@ -287,7 +303,7 @@ impl Adapter {
 
     /// Passes a directory to `show` page by page, until `show` returns that no more fits. Each page comes with
     /// the cursor before it and a moment before it was read.
-    pub(super) fn each_page(
+    pub(in crate::mount) fn each_page(
         &self,
         listing: &Listing,
         mut show: impl FnMut(&Page, u64, u64) -> bool,
@@ -318,7 +334,7 @@ impl Adapter {
 }
 
 /// The lifetime of attributes that the kernel may cache, or may not.
-pub(super) fn lifetime_of(kept: bool) -> Duration {
+pub(in crate::mount) fn lifetime_of(kept: bool) -> Duration {
     if kept { FOREVER } else { NOT_AT_ALL }
 }
 
@@ -331,7 +347,7 @@ mod tests {
 
     use super::*;
     use crate::fs::tests::setup;
-    use crate::mount::instrumented::Watch;
+    use crate::mount::observe::watch::Watch;
 
     /// Collects log lines.
     #[derive(Clone, Default)]

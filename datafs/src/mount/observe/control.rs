@@ -21,9 +21,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::Mode;
 use serde::{Deserialize, Serialize};
 
-use super::instrumented::Watch;
 use super::stats::MountStats;
 use super::trace::TraceOptions;
+use super::watch::Watch;
 use crate::error::{Error, Result};
 
 /// The folder of the sockets, below the home.
@@ -55,7 +55,7 @@ enum Answer {
 
 /// The control socket of a mount and the thread that serves it, until the value is dropped.
 #[derive(Debug)]
-pub(super) struct Control {
+pub(in crate::mount) struct Control {
     socket: PathBuf,
     /// The write end of a pipe; closing it ends the thread.
     ending: Option<OwnedFd>,
@@ -64,7 +64,7 @@ pub(super) struct Control {
 
 impl Control {
     /// Starts to serve a socket in a home, until the value is dropped.
-    pub(super) fn start(home: &Path, watch: &Arc<Watch>) -> io::Result<Control> {
+    pub(in crate::mount) fn start(home: &Path, watch: &Arc<Watch>) -> io::Result<Control> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = home.join(FOLDER);
         private::create_dir_all(&folder)?;

@@ -21,7 +21,7 @@ use std::hash::{DefaultHasher, Hasher as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::time::{Duration, SystemTime};
 
-use super::coherence::{IN_FLIGHT, name_lifetime};
+use super::lifetime::{IN_FLIGHT, name_lifetime};
 use super::removed::Removed;
 use crate::node::Attr;
 
@@ -39,31 +39,31 @@ const SPARE_MAX: usize = 1 << 8;
 /// Stamp of an access control list that the kernel was not told, see [`list_stamp`].
 const LIST_NOT_TOLD: u32 = 0;
 /// Stamp of a node without an access control list.
-pub(super) const NO_LIST: u32 = 1;
+pub(in crate::mount) const NO_LIST: u32 = 1;
 /// Factor of the names version in a stamp. It is odd, so that all versions of a name differ.
 const VERSION_STEP: u32 = 0x9e37_79b1;
 
 /// Stands for every thread: the kernel held the directory lock when it was told the name, as for a creation or
 /// a listing. No change of names in the directory was in progress.
-pub(super) const EVERY_THREAD: u32 = u32::MAX;
+pub(in crate::mount) const EVERY_THREAD: u32 = u32::MAX;
 
 /// The thread and the circumstances of a request to change a name.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asker {
-    pub(super) thread: u32,
+pub(in crate::mount) struct Asker {
+    pub(in crate::mount) thread: u32,
     /// The [`InodeTable::clock`] when the request arrived.
-    pub(super) arrived: u32,
+    pub(in crate::mount) arrived: u32,
     /// The arrival time in milliseconds since the mount.
-    pub(super) arrived_ms: u32,
+    pub(in crate::mount) arrived_ms: u32,
     /// The request was refused just before, and the kernel has looked the names up since.
-    pub(super) again: bool,
+    pub(in crate::mount) again: bool,
     /// The request removes a file and concerns only the name.
-    pub(super) unlinks: bool,
+    pub(in crate::mount) unlinks: bool,
 }
 
 /// Whether the kernel knows a name as the node that the name leads to now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Told {
+pub(in crate::mount) enum Told {
     No,
     /// Yes, unless the reply took longer than replies do.
     Likely,
@@ -72,7 +72,7 @@ pub(super) enum Told {
 
 /// What the kernel was told about a node.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Known {
+pub(in crate::mount) struct Known {
     /// Lookups that the kernel has not forgotten. A saturated count is never decreased.
     lookups: u32,
     /// The version of the names by which the kernel knows the node.
@@ -84,44 +84,44 @@ pub(super) struct Known {
     /// The thread that was told that name, or [`EVERY_THREAD`].
     named_to: u32,
     /// When the kernel was last told attributes, in milliseconds since the mount.
-    pub(super) answered_ms: u32,
+    pub(in crate::mount) answered_ms: u32,
     /// The last owner and permissions that the kernel was told, see [`access_of`].
-    pub(super) access: u32,
+    pub(in crate::mount) access: u32,
     /// The last access control list that the kernel was told, see [`list_stamp`].
     list: u32,
     /// The kernel was told other access data before and may still check by it: a notification makes it drop a
     /// reply that is in flight.
-    pub(super) access_in_doubt: bool,
+    pub(in crate::mount) access_in_doubt: bool,
     /// A thread without an ID in this namespace was refused the present access. On its retry the daemon
     /// decides.
     access_expected: bool,
     /// The oldest version of the contents that the kernel's pages may have.
-    pub(super) data_version: u64,
+    pub(in crate::mount) data_version: u64,
     /// The version of the contents whose size the kernel was last told. Only its lower half: one version in
     /// 2^32 looks the same.
-    pub(super) told_version: u32,
+    pub(in crate::mount) told_version: u32,
     /// The kernel was notified, or told another size, since its size was surely right.
     notified: bool,
     /// Threads that are sending the kernel a notification.
-    pub(super) notifying: u8,
+    pub(in crate::mount) notifying: u8,
     /// Change time of the attributes, see [`stamp`].
-    pub(super) ctime: u32,
+    pub(in crate::mount) ctime: u32,
     /// Whether the kernel was told a mode with the set-user-ID or set-group-ID bit.
-    pub(super) set_id: bool,
+    pub(in crate::mount) set_id: bool,
     /// Whether the kernel has surely dropped older pages. It drops them with the reply to an open, which has
     /// arrived once the file is closed again.
-    pub(super) pages_settled: bool,
+    pub(in crate::mount) pages_settled: bool,
 }
 
 impl Known {
     /// Whether the kernel surely has the size that it was last told. After a notification it drops replies to
     /// earlier requests.
-    pub(super) fn has_size(&self, attr: &Attr) -> bool {
+    pub(in crate::mount) fn has_size(&self, attr: &Attr) -> bool {
         self.told_version == attr.data_version as u32 && self.notifying == 0 && !self.notified
     }
 
     /// The kernel has walked the path of an open again, without a notification meanwhile.
-    pub(super) fn settle_size(&mut self) {
+    pub(in crate::mount) fn settle_size(&mut self) {
         self.notified = false;
     }
 
@@ -131,7 +131,7 @@ impl Known {
     }
 
     /// A thread without an ID in this namespace is refused and walks its path again.
-    pub(super) fn expects(&mut self, attr: &Attr, list: u32) {
+    pub(in crate::mount) fn expects(&mut self, attr: &Attr, list: u32) {
         self.expects_size(attr);
         self.settle_names(attr);
         self.access_in_doubt |= self.access != access_of(attr) || self.has_other_list(list);
@@ -143,22 +143,22 @@ impl Known {
     }
 
     /// Whether a thread without an ID in this namespace was refused this access before.
-    pub(super) fn expects_access(&self, access: u32, list: u32) -> bool {
+    pub(in crate::mount) fn expects_access(&self, access: u32, list: u32) -> bool {
         self.access_expected && self.access == access && !self.has_other_list(list)
     }
 
     /// The kernel, or the daemon, has checked access by the present owner and mode.
-    pub(super) fn settle_access(&mut self, access: u32) {
+    pub(in crate::mount) fn settle_access(&mut self, access: u32) {
         (self.access, self.access_in_doubt, self.access_expected) = (access, false, false);
     }
 
     /// Whether the kernel may check access by another access control list than this one.
-    pub(super) fn has_other_list(&self, list: u32) -> bool {
+    pub(in crate::mount) fn has_other_list(&self, list: u32) -> bool {
         self.list != LIST_NOT_TOLD && self.list != list
     }
 
     /// The kernel has checked access by the present access control list, or has none.
-    pub(super) fn settle_list(&mut self, list: u32) {
+    pub(in crate::mount) fn settle_list(&mut self, list: u32) {
         if self.list != list {
             self.list = LIST_NOT_TOLD;
         }
@@ -188,7 +188,7 @@ impl Known {
 
 /// The nodes of the live tree that the kernel knows, by inode number.
 #[derive(Debug)]
-pub(super) struct InodeTable {
+pub(in crate::mount) struct InodeTable {
     tables: [HashMap<u64, Known>; TABLES],
     removed: HashMap<u64, Removed>,
     /// Nodes that were found under a new name, with the time until which the kernel may keep an older one, in
@@ -215,7 +215,12 @@ impl InodeTable {
     /// Notes attributes of a reply. `named` is the stamp of a name by which the kernel then knows the node, and
     /// the thread that receives the reply. Returns false when the table is full: the kernel must not cache the
     /// attributes then.
-    pub(super) fn note(&mut self, attr: &Attr, named: Option<(u32, u32)>, answered_ms: u32) -> bool {
+    pub(in crate::mount) fn note(
+        &mut self,
+        attr: &Attr,
+        named: Option<(u32, u32)>,
+        answered_ms: u32,
+    ) -> bool {
         let ino = attr.node.ino;
         let table = &mut self.tables[place(ino)];
         make_room(table);
@@ -276,7 +281,7 @@ impl InodeTable {
     }
 
     /// Reverts the note of a name that was in a reply but that the kernel ignores.
-    pub(super) fn untell(&mut self, ino: u64) {
+    pub(in crate::mount) fn untell(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {
             entry.named = 0;
         }
@@ -284,13 +289,13 @@ impl InodeTable {
     }
 
     /// The number of names that the kernel was told so far.
-    pub(super) fn clock(&self) -> u32 {
+    pub(in crate::mount) fn clock(&self) -> u32 {
         self.clock
     }
 
     /// Whether the kernel knows a name, by its stamp, as a node that it leads to. If another thread was first
     /// told so a moment ago, the request may still use the previous meaning.
-    pub(super) fn is_told(&self, ino: u64, named: u32, asker: &Asker) -> Told {
+    pub(in crate::mount) fn is_told(&self, ino: u64, named: u32, asker: &Asker) -> Told {
         let likely = |is_likely| if is_likely { Told::Likely } else { Told::No };
         let is_own = |entry: &Known| asker.thread != 0 && entry.named_to == asker.thread;
         match self.get(ino) {
@@ -312,7 +317,7 @@ impl InodeTable {
     }
 
     /// Whether the kernel may know the node by a name that is gone.
-    pub(super) fn has_lost_name(&mut self, attr: &Attr, now_ms: u32) -> bool {
+    pub(in crate::mount) fn has_lost_name(&mut self, attr: &Attr, now_ms: u32) -> bool {
         let ino = attr.node.ino;
         match self.doubted.get(&ino) {
             Some(until) if is_after(*until, now_ms) => return true,
@@ -325,7 +330,7 @@ impl InodeTable {
     }
 
     /// Accepts the names of a node as right with these attributes.
-    pub(super) fn settle_names(&mut self, attr: &Attr) {
+    pub(in crate::mount) fn settle_names(&mut self, attr: &Attr) {
         self.doubted.remove(&attr.node.ino);
         if let Some(entry) = self.get_mut(attr.node.ino) {
             entry.settle_names(attr);
@@ -333,7 +338,7 @@ impl InodeTable {
     }
 
     /// This mount has removed a name of a node, which now has the given names version.
-    pub(super) fn loses_name(&mut self, ino: u64, names_version: u32) {
+    pub(in crate::mount) fn loses_name(&mut self, ino: u64, names_version: u32) {
         if let Some(entry) = self.get_mut(ino) {
             entry.loses_name(names_version);
         }
@@ -341,7 +346,7 @@ impl InodeTable {
 
     /// This mount has moved a node to the name of this stamp; the node now has the given names version. `told`
     /// says whether the kernel has made the same move.
-    pub(super) fn moves(&mut self, ino: u64, names_version: u32, named: u32, told: Told) {
+    pub(in crate::mount) fn moves(&mut self, ino: u64, names_version: u32, named: u32, told: Told) {
         if let Some(entry) = self.get_mut(ino) {
             entry.loses_name(names_version);
             entry.named = named;
@@ -352,7 +357,7 @@ impl InodeTable {
     }
 
     /// Notes the access control list of the next reply.
-    pub(super) fn tells_list(&mut self, ino: u64, list: u32) {
+    pub(in crate::mount) fn tells_list(&mut self, ino: u64, list: u32) {
         if let Some(entry) = self.get_mut(ino) {
             let before = std::mem::replace(&mut entry.list, list);
             // Of two replies in flight the kernel may keep the older one.
@@ -363,21 +368,21 @@ impl InodeTable {
     }
 
     /// The kernel has dropped the access control list of a node.
-    pub(super) fn drops_list(&mut self, ino: u64) {
+    pub(in crate::mount) fn drops_list(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {
             entry.list = LIST_NOT_TOLD;
         }
     }
 
     /// A notification of a node begins.
-    pub(super) fn notifies(&mut self, ino: u64) {
+    pub(in crate::mount) fn notifies(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {
             entry.notifying = entry.notifying.saturating_add(1);
         }
     }
 
     /// The notification has ended.
-    pub(super) fn notified(&mut self, ino: u64) {
+    pub(in crate::mount) fn notified(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {
             // The node may have been forgotten and looked up meanwhile.
             entry.notifying = entry.notifying.saturating_sub(1);
@@ -386,7 +391,7 @@ impl InodeTable {
     }
 
     /// The kernel has dropped lookups of a node.
-    pub(super) fn forget(&mut self, ino: u64, lookups: u64) {
+    pub(in crate::mount) fn forget(&mut self, ino: u64, lookups: u64) {
         let table = &mut self.tables[place(ino)];
         let Some(entry) = table.get_mut(&ino) else { return };
         if entry.lookups < u32::MAX {
@@ -405,7 +410,7 @@ impl InodeTable {
     }
 
     /// Keeps the last state of a removed node until the kernel forgets it.
-    pub(super) fn remove(&mut self, removed: Removed) {
+    pub(in crate::mount) fn remove(&mut self, removed: Removed) {
         let ino = removed.attr.node.ino;
         if self.get(ino).is_some_and(|known| known.lookups > 0) {
             self.removed.insert(ino, removed);
@@ -413,24 +418,24 @@ impl InodeTable {
     }
 
     /// The last state of a removed node that the kernel still knows.
-    pub(super) fn removed(&self, ino: u64) -> Option<Removed> {
+    pub(in crate::mount) fn removed(&self, ino: u64) -> Option<Removed> {
         self.removed.get(&ino).cloned()
     }
 
-    pub(super) fn get(&self, ino: u64) -> Option<&Known> {
+    pub(in crate::mount) fn get(&self, ino: u64) -> Option<&Known> {
         self.tables[place(ino)].get(&ino)
     }
 
-    pub(super) fn get_mut(&mut self, ino: u64) -> Option<&mut Known> {
+    pub(in crate::mount) fn get_mut(&mut self, ino: u64) -> Option<&mut Known> {
         self.tables[place(ino)].get_mut(&ino)
     }
 
-    pub(super) fn inos(&self) -> impl Iterator<Item = u64> {
+    pub(in crate::mount) fn inos(&self) -> impl Iterator<Item = u64> {
         self.tables.iter().flat_map(|table| table.keys().copied())
     }
 
     /// Whether the table was ever full, so that the kernel may know nodes outside it.
-    pub(super) fn was_crowded(&self) -> bool {
+    pub(in crate::mount) fn was_crowded(&self) -> bool {
         self.was_crowded
     }
 }
@@ -455,13 +460,13 @@ fn make_room(table: &mut HashMap<u64, Known>) {
 }
 
 /// A digest of owner, group and permissions: the data by which the kernel checks an open.
-pub(super) fn access_of(attr: &Attr) -> u32 {
+pub(in crate::mount) fn access_of(attr: &Attr) -> u32 {
     let ids = attr.uid.wrapping_mul(0x9e37_79b1) ^ attr.gid.wrapping_mul(0x85eb_ca77).rotate_left(16);
     ids.rotate_left(9) ^ (attr.mode & 0o777)
 }
 
 /// A digest of a name in a directory and of the names version of its node.
-pub(super) fn name_stamp(parent: u64, name: &OsStr, names_version: u32) -> u32 {
+pub(in crate::mount) fn name_stamp(parent: u64, name: &OsStr, names_version: u32) -> u32 {
     let mut hasher = DefaultHasher::new();
     hasher.write_u64(parent);
     hasher.write(name.as_bytes());
@@ -469,14 +474,14 @@ pub(super) fn name_stamp(parent: u64, name: &OsStr, names_version: u32) -> u32 {
 }
 
 /// A digest of an access control list, never [`NO_LIST`].
-pub(super) fn list_stamp(value: &[u8]) -> u32 {
+pub(in crate::mount) fn list_stamp(value: &[u8]) -> u32 {
     let mut hasher = DefaultHasher::new();
     hasher.write(value);
     (hasher.finish() as u32).max(NO_LIST + 1)
 }
 
 /// A digest of a time in nanoseconds, to detect changes.
-pub(super) fn stamp(time: SystemTime) -> u32 {
+pub(in crate::mount) fn stamp(time: SystemTime) -> u32 {
     let nanos = |duration: Duration| duration.as_nanos() as u64;
     let nanos = match time.duration_since(SystemTime::UNIX_EPOCH) {
         Ok(after) => nanos(after),

@@ -1,102 +1,39 @@
-//! Stale retries: the threads that the kernel makes walk a path a second time after ESTALE, and the files held
-//! for them.
-//!
-//! The mount refuses a node as stale when it has gone, or lost a name, since the kernel's lookup. The kernel
-//! then walks the path once more and looks up each name. The node found on that second walk may also go before
-//! the kernel uses it. A second ESTALE would reach the program, which a local disk never causes. So the mount
-//! holds the node that a thread finds on its second walk. It existed during the system call, which is all that
-//! the call may ask for.
-//!
-//! The mount opens a file for the thread as soon as it is found, so that its data is not freed. The kernel may
-//! not cache the names of a second walk: a later call must see changes that others have closed meanwhile.
-//!
-//! A thread that is refused a change of names also walks a second time. So does one that opens a file whose
-//! size in the kernel may be old: its lookup refreshes the size. Several threads may do so at once.
-//!
-//! Creation at an existing name is refused in the same way, since the kernel checks no permission after it. The
-//! mount holds the existing file for the second walk. If the name is gone by then, the held file answers the
-//! lookup. So creation and removal by others never make the call fail.
+//! Requests whose path the kernel walks a second time, and nodes that are gone: see `coherence/stale_retry.rs`
+//! and `coherence/removed.rs`.
 
-use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStringExt as _;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
 
 use fuser::{Errno, Request};
-use parking_lot::Mutex;
 
 use super::answer::Adapter;
-use super::caller::{CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_capability, is_in_group};
-use super::coherence::Kept;
-use super::outcome;
 use crate::error::{Error, Result};
-use crate::fs::{OpenFile, OpenFlags, Owner, acl};
+use crate::fs::{OpenFile, OpenFlags, Owner, Unlinked, acl};
+use crate::mount::caller::{
+    CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CallBy, call_by, has_capability, is_in_group,
+};
+use crate::mount::coherence::Kept;
+use crate::mount::coherence::removed::Removed;
+use crate::mount::coherence::stale_retry::{Arrival, Found, Refused};
+use crate::mount::outcome;
 use crate::node::{Attr, FileKind, Node};
 
-/// After ESTALE, allow 30 s for the retry. It comes at once unless the machine is overloaded.
-const EXPECTED: Duration = Duration::from_secs(30);
-/// Time limit of a lookup on the second walk, which may take as long as a commit by others.
-const SERVED: Duration = Duration::from_secs(300);
-/// How long the mount keeps what a thread has found. On a loaded machine the thread, or the request that it sends next,
-/// may wait for seconds. The mount must not read `/proc/THREAD/syscall` to find out: that read waits for an `execve` of
-/// the thread, which waits for the mount.
-const KEPT: Duration = Duration::from_secs(5);
 /// Most attempts to open a file at a name, when each one found is gone before the open.
 const ATTEMPTS: u32 = 100;
 
-/// The kind of a refused request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Refused {
-    Node,
-    /// An open of a file whose size the lookup on the second walk refreshes.
-    Size,
-    /// A lookup or creation in a directory.
-    Name,
-    /// A change of names, one of them in this directory, that lead elsewhere than the kernel was told.
-    Change,
-    /// The removal of such a name.
-    Removal,
-}
-
-/// How a thread reached the file that it opens.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Arrival {
-    /// The thread has found the file on its second walk.
-    pub(super) found: bool,
-    /// The thread was refused in order to refresh the size, and its lookup has done so.
-    pub(super) sized: bool,
-    /// The thread was refused the file just before. It cannot reach another file, as by `/proc/self/fd`.
-    pub(super) again: bool,
-}
-
-impl Arrival {
-    /// The file was found on the second walk.
-    pub(super) const FOUND: Arrival = Arrival { found: true, sized: false, again: false };
-}
-
-/// A node that a thread has found on its second walk.
-#[derive(Debug)]
-pub(super) struct Found {
-    pub(super) attr: Attr,
-    /// The target of a symbolic link.
-    pub(super) target: Option<OsString>,
-    /// Keeps a file's data from being freed.
-    _file: Option<OpenFile>,
-}
-
 /// A file that a create request has opened.
 #[derive(Debug)]
-pub(super) struct Created {
-    pub(super) attr: Attr,
-    pub(super) file: OpenFile,
+pub(in crate::mount) struct Created {
+    pub(in crate::mount) attr: Attr,
+    pub(in crate::mount) file: OpenFile,
     /// The request has created the file.
-    pub(super) is_new: bool,
+    pub(in crate::mount) is_new: bool,
 }
 
 /// Result of a create request.
 #[derive(Debug)]
-pub(super) enum Creation {
+pub(in crate::mount) enum Creation {
     /// The file is open.
     Opened(Box<Created>),
     /// The name exists. The kernel must walk the path again, since it has not checked whether the caller may
@@ -106,202 +43,15 @@ pub(super) enum Creation {
     Denied,
 }
 
-#[derive(Debug)]
-struct StaleRetry {
-    refused: Refused,
-    node: Node,
-    found: Option<Arc<Found>>,
-    /// The name in the directory `node` at which the thread tried to create a file, and the existing node.
-    existing: Option<(OsString, Arc<Found>)>,
-    since: Instant,
-    until: Instant,
-}
-
-/// The threads that were refused a request a short time ago.
-#[derive(Debug, Default)]
-pub(super) struct StaleRetries {
-    /// Number of threads; read at each lookup.
-    count: AtomicUsize,
-    threads: Mutex<HashMap<u32, StaleRetry>>,
-}
-
-impl StaleRetries {
-    /// Notes that a thread is refused a request. Returns false when a retry is useless: the thread was refused
-    /// the same just before and has found nothing else. Also false for a thread without an ID in this
-    /// namespace.
-    pub(super) fn refuse(&self, thread: u32, refused: Refused, node: Node) -> bool {
-        if thread == 0 {
-            return false;
-        }
-        let before = self.insert(thread, refused, node, None);
-        before.is_none_or(|before| (before.refused, before.node) != (refused, node) || before.found.is_some())
-    }
-
-    /// Notes that a thread is refused creation at an existing name of a directory.
-    fn refuse_creation(&self, thread: u32, parent: Node, name: &OsStr, existing: Found) {
-        if thread != 0 {
-            let existing = (name.to_owned(), Arc::new(existing));
-            drop(self.insert(thread, Refused::Name, parent, Some(existing)));
-        }
-    }
-
-    fn insert(
-        &self,
-        thread: u32,
-        refused: Refused,
-        node: Node,
-        existing: Option<(OsString, Arc<Found>)>,
-    ) -> Option<StaleRetry> {
-        let since = Instant::now();
-        let retry = StaleRetry { refused, node, found: None, existing, since, until: since + EXPECTED };
-        let mut threads = self.threads.lock();
-        let before = threads.insert(thread, retry);
-        self.count.store(threads.len(), Ordering::Release);
-        before
-    }
-
-    /// The existing node at a name where the thread was refused creation.
-    fn existing(&self, thread: u32, parent: Node, name: &OsStr) -> Option<Arc<Found>> {
-        let threads = self.threads.lock();
-        let retry = threads.get(&thread).filter(|retry| retry.node == parent)?;
-        let (at, found) = retry.existing.as_ref()?;
-        (at == name).then(|| Arc::clone(found))
-    }
-
-    /// Whether a thread is on its second walk. Extends its time limit to [`SERVED`].
-    fn serves(&self, thread: u32) -> bool {
-        if self.count.load(Ordering::Acquire) == 0 {
-            return false;
-        }
-        let mut threads = self.threads.lock();
-        let retry = threads.get_mut(&thread);
-        retry.map(|retry| retry.until = Instant::now() + SERVED).is_some()
-    }
-
-    /// Holds the node that a thread has found until it finds another. For a hard link the kernel looks up the
-    /// new name, which does not exist, after the file.
-    fn keep(&self, thread: u32, found: Option<Arc<Found>>) {
-        let mut threads = self.threads.lock();
-        let before = threads.get_mut(&thread).and_then(|retry| {
-            retry.until = Instant::now() + KEPT;
-            found.and_then(|found| retry.found.replace(found))
-        });
-        drop(threads);
-        // Closing the file may take a transaction.
-        drop(before);
-    }
-
-    /// The node that a thread has found, if it is this one.
-    pub(super) fn found(&self, thread: u32, node: Node) -> Option<Arc<Found>> {
-        if self.count.load(Ordering::Acquire) == 0 {
-            return None;
-        }
-        let found = self.threads.lock().get(&thread)?.found.clone()?;
-        Some(found).filter(|found| found.attr.node == node)
-    }
-
-    /// [`StaleRetries::found`] for a thread that has reached the node; ends its retry.
-    pub(super) fn take(&self, thread: u32, node: Node) -> Option<Arc<Found>> {
-        let found = self.found(thread, node)?;
-        let mut threads = self.threads.lock();
-        let retry = threads.remove(&thread);
-        self.count.store(threads.len(), Ordering::Release);
-        drop(threads);
-        drop(retry);
-        Some(found)
-    }
-
-    /// How a thread reached the file that it opens, and the handle that keeps the file's data until the open.
-    pub(super) fn arrive(&self, thread: u32, node: Node) -> (Arrival, Option<Arc<Found>>) {
-        if self.count.load(Ordering::Acquire) == 0 {
-            return (Arrival::default(), None);
-        }
-        let (mut sized, mut again) = (false, false);
-        if let Some(retry) = self.threads.lock().get_mut(&thread)
-            && retry.node == node
-            && matches!(retry.refused, Refused::Node | Refused::Size)
-        {
-            sized = retry.refused == Refused::Size;
-            again = true;
-            // The thread no longer walks the path.
-            retry.refused = Refused::Node;
-        }
-        let found = self.take(thread, node);
-        (Arrival { found: found.is_some(), sized: sized && found.is_some(), again }, found)
-    }
-
-    /// Ends the retry of a thread.
-    pub(super) fn forget(&self, thread: u32) {
-        let mut threads = self.threads.lock();
-        let retry = threads.remove(&thread);
-        self.count.store(threads.len(), Ordering::Release);
-        drop(threads);
-        // Closing what it has found may take a transaction.
-        drop(retry);
-    }
-
-    /// Whether a thread walks a path to refresh the size of a node.
-    pub(super) fn walks(&self, node: Node) -> bool {
-        // A thread may have reached another file, and its limit been extended there.
-        let walks = |retry: &StaleRetry| {
-            (retry.refused, retry.node) == (Refused::Size, node) && retry.since.elapsed() < EXPECTED
-        };
-        self.count.load(Ordering::Acquire) > 0 && self.threads.lock().values().any(walks)
-    }
-
-    /// Whether a thread retries a refused change of names in this directory. Ends the retry if so.
-    pub(super) fn changes_again(&self, thread: u32, parent: Node) -> bool {
-        if self.count.load(Ordering::Acquire) == 0 {
-            return false;
-        }
-        let is_change = |retry: &StaleRetry| {
-            matches!(retry.refused, Refused::Change | Refused::Removal) && retry.node == parent
-        };
-        let again = self.threads.lock().get(&thread).is_some_and(is_change);
-        if again {
-            self.forget(thread);
-        }
-        again
-    }
-
-    /// A name is missing on the second walk of a thread. A removal then fails in the kernel, so the thread
-    /// sends no retry.
-    fn misses(&self, thread: u32) {
-        let is_removal = |retry: &StaleRetry| retry.refused == Refused::Removal;
-        if self.threads.lock().get(&thread).is_some_and(is_removal) {
-            self.forget(thread);
-        }
-    }
-
-    /// The earliest expiry of a retry.
-    pub(super) fn due(&self) -> Option<Instant> {
-        if self.count.load(Ordering::Acquire) == 0 {
-            return None;
-        }
-        self.threads.lock().values().map(|retry| retry.until).min()
-    }
-
-    /// Gives up what no thread has come back for by then.
-    pub(super) fn give_up(&self, now: Instant) {
-        let mut threads = self.threads.lock();
-        let late: Vec<_> = threads.extract_if(|_, retry| retry.until <= now).collect();
-        self.count.store(threads.len(), Ordering::Release);
-        drop(threads);
-        drop(late);
-    }
-
-    /// Drops all retries.
-    pub(super) fn clear(&self) {
-        let all = std::mem::take(&mut *self.threads.lock());
-        self.count.store(0, Ordering::Release);
-        drop(all);
-    }
-}
-
 impl Adapter {
     /// Looks a name up in a live directory; also returns whether the kernel may cache the name. `None` when the
     /// name does not exist, [`Error::NotFound`] when the directory does not.
-    pub(super) fn find(&self, thread: u32, parent: Node, name: &OsStr) -> Result<Option<(Attr, bool)>> {
+    pub(in crate::mount) fn find(
+        &self,
+        thread: u32,
+        parent: Node,
+        name: &OsStr,
+    ) -> Result<Option<(Attr, bool)>> {
         let retries = &self.coherence.retries;
         if !retries.serves(thread) {
             return Ok(self.handles.view.find(parent, name)?.map(|attr| (attr, true)));
@@ -342,7 +92,7 @@ impl Adapter {
                 },
                 _ => None,
             };
-            return Ok(Some((attr, Some(Found { attr, target, _file: file }))));
+            return Ok(Some((attr, Some(Found::new(attr, target, file)))));
         }
         Ok(last)
     }
@@ -362,7 +112,7 @@ impl Adapter {
     ///
     /// The kernel retries once per system call. On the second walk this creates the file if the existing one
     /// goes again. It opens or refuses the existing file where owner and mode alone decide.
-    pub(super) fn create_new(
+    pub(in crate::mount) fn create_new(
         &self,
         request: &Request,
         (parent, name): (Node, &OsStr),
@@ -446,7 +196,7 @@ impl Adapter {
 
     /// Whether owner and mode of a file deny a caller the open. False where that is unknown, as with an access
     /// control list.
-    pub(super) fn mode_denies(&self, request: &Request, attr: &Attr, flags: OpenFlags) -> bool {
+    pub(in crate::mount) fn mode_denies(&self, request: &Request, attr: &Attr, flags: OpenFlags) -> bool {
         let wanted = u32::from(flags.read) << 2 | u32::from(flags.write || flags.truncate) << 1;
         let allows = |class: u32| attr.mode >> class & wanted == wanted;
         let has = |capability| has_capability(request.pid(), capability);
@@ -463,7 +213,7 @@ impl Adapter {
 
     /// The errno for a failed request that names a node from an earlier lookup. When the node is gone, ESTALE
     /// makes the kernel look the path up again and find its replacement.
-    pub(super) fn failed_for(
+    pub(in crate::mount) fn failed_for(
         &self,
         operation: &'static str,
         (thread, refused, node): (u32, Refused, Node),
@@ -476,14 +226,14 @@ impl Adapter {
     }
 
     /// Makes the kernel walk a path again, which may lead to the same node or another.
-    pub(super) fn walk_again(&self, thread: u32, refused: Refused, node: Node) -> Errno {
+    pub(in crate::mount) fn walk_again(&self, thread: u32, refused: Refused, node: Node) -> Errno {
         // The retry of the thread passes.
         self.coherence.retries.refuse(thread, refused, node);
         self.sent_again()
     }
 
     /// The ESTALE reply to a thread that is noted as walking its path again.
-    pub(super) fn sent_again(&self) -> Errno {
+    pub(in crate::mount) fn sent_again(&self) -> Errno {
         // The thread that drops expired retries must compute its deadline again.
         self.coherence.wake();
         outcome::refusal(Errno::ESTALE)
@@ -500,7 +250,7 @@ impl Adapter {
     /// Returns the node that the thread has found on its second walk, to be held until the change is made: it
     /// keeps the file's data. If that node is gone by then, the change succeeds, as it would have a moment
     /// before.
-    pub(super) fn check_named(
+    pub(in crate::mount) fn check_named(
         &self,
         operation: &'static str,
         thread: u32,
@@ -546,7 +296,7 @@ impl Adapter {
     }
 
     /// Makes the kernel walk the path again, or fails with ENOENT if that is useless.
-    pub(super) fn refused(&self, (thread, refused, node): (u32, Refused, Node)) -> Errno {
+    pub(in crate::mount) fn refused(&self, (thread, refused, node): (u32, Refused, Node)) -> Errno {
         let has_another_way = self.coherence.retries.refuse(thread, refused, node);
         // The coherence thread drops this when it expires.
         self.coherence.wake();
@@ -556,7 +306,15 @@ impl Adapter {
         let none = !has_another_way && (refused == Refused::Name || thread != 0);
         outcome::refusal(if none { Errno::ENOENT } else { Errno::ESTALE })
     }
-}
 
-#[cfg(test)]
-mod tests;
+    /// Notes that a node has lost a name. If it was the last one, keeps the node's state for as long as the
+    /// kernel knows it.
+    pub(in crate::mount) fn note_removed(&self, unlinked: Unlinked) {
+        let Unlinked { ino, inode, target } = unlinked;
+        self.coherence.loses_name(ino, inode.names_version);
+        if inode.nlink == 0 {
+            let attr = inode.attr(Node { snapshot: 0, ino });
+            self.coherence.removes(Removed { attr, target: target.map(OsString::from_vec) });
+        }
+    }
+}

@@ -19,9 +19,9 @@ use chrono::{DateTime, SecondsFormat, Utc};
 use parking_lot::{Condvar, Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
-use super::outcome::Outcome;
 use super::stats::{Op, TraceStats};
 use crate::error::{Error, Result};
+use crate::mount::outcome::Outcome;
 
 /// Most bytes of lines that wait for the disk.
 const PENDING_BYTES_MAX: usize = 8 << 20;
@@ -39,18 +39,18 @@ pub struct TraceOptions {
 
 /// The fields of a request in a trace line.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Request<'a> {
-    pub(super) op: Op,
-    pub(super) pid: u32,
-    pub(super) ino: u64,
-    pub(super) name: Option<&'a OsStr>,
-    pub(super) to: Option<(u64, &'a OsStr)>,
-    pub(super) range: Option<(u64, u64)>,
+pub(in crate::mount) struct Request<'a> {
+    pub(in crate::mount) op: Op,
+    pub(in crate::mount) pid: u32,
+    pub(in crate::mount) ino: u64,
+    pub(in crate::mount) name: Option<&'a OsStr>,
+    pub(in crate::mount) to: Option<(u64, &'a OsStr)>,
+    pub(in crate::mount) range: Option<(u64, u64)>,
 }
 
 /// The trace of one mount.
 #[derive(Debug, Default)]
-pub(super) struct Trace {
+pub(in crate::mount) struct Trace {
     on: AtomicBool,
     running: RwLock<Option<Running>>,
 }
@@ -82,12 +82,12 @@ thread_local! {
 }
 
 impl Trace {
-    pub(super) fn is_on(&self) -> bool {
+    pub(in crate::mount) fn is_on(&self) -> bool {
         self.on.load(Ordering::Relaxed)
     }
 
     /// Starts a trace, in place of a running one. `device` is the device number of the mount.
-    pub(super) fn start(&self, options: &TraceOptions, device: Option<u64>) -> Result<()> {
+    pub(in crate::mount) fn start(&self, options: &TraceOptions, device: Option<u64>) -> Result<()> {
         if options.file_bytes_max < FILE_BYTES_MIN {
             let message = format!("a trace file has at least {FILE_BYTES_MIN} bytes");
             return Err(Error::Invalid(message));
@@ -115,7 +115,7 @@ impl Trace {
     }
 
     /// Ends the trace, after all its lines are written to the file.
-    pub(super) fn stop(&self) {
+    pub(in crate::mount) fn stop(&self) {
         self.on.store(false, Ordering::Relaxed);
         let Some(running) = self.running.write().take() else { return };
         running.queue.pending.lock().ending = true;
@@ -125,7 +125,7 @@ impl Trace {
         }
     }
 
-    pub(super) fn stats(&self) -> Option<TraceStats> {
+    pub(in crate::mount) fn stats(&self) -> Option<TraceStats> {
         let running = self.running.read();
         let Running { options, queue, .. } = running.as_ref()?;
         Some(TraceStats {
@@ -138,7 +138,7 @@ impl Trace {
 
     /// Traces a request that was answered just now.
     #[cold]
-    pub(super) fn note(&self, request: &Request<'_>, outcome: Outcome, took: Duration) {
+    pub(in crate::mount) fn note(&self, request: &Request<'_>, outcome: Outcome, took: Duration) {
         let Some(queue) = self.running.read().as_ref().map(|running| Arc::clone(&running.queue)) else {
             return;
         };

@@ -19,7 +19,7 @@ const OPCODES: std::ops::RangeInclusive<u32> = 31..=33;
 const FLOCK: u32 = 1;
 
 /// Whether a request for a lock of `owner` comes from `flock`.
-pub(super) fn is_flock(request: &Request, owner: u64) -> bool {
+pub(in crate::mount) fn is_flock(request: &Request, owner: u64) -> bool {
     const { assert!(size_of::<Request>() == HEADER_BYTES) };
     let start = std::ptr::from_ref(request).cast::<u8>();
     let number = |at: usize| {
