@@ -94,10 +94,11 @@ impl Datafs {
         failpoint::hit("backup-metadata-copied");
         let objects = folder.path(OBJECTS);
         let file = Mutex::new(file);
-        let copied = for_each_object(&file, progress, |id| match shared.pool.export(id, &objects)? {
-            Copied::Missing => file.lock().note_missing(id).map(|()| Copied::Missing),
-            copied => Ok(copied),
-        })?;
+        let copied =
+            for_each_object(&file, progress, |id| match shared.pool.backend().export(id, &objects)? {
+                Copied::Missing => file.lock().note_missing(id).map(|()| Copied::Missing),
+                copied => Ok(copied),
+            })?;
         sync_names(&objects)?;
         file.into_inner().finish()?;
         failpoint::hit("backup-objects-copied");
@@ -133,13 +134,14 @@ impl Datafs {
         failpoint::hit("restore-held");
         let objects = folder.path(OBJECTS);
         let file = Mutex::new(file);
-        let copied = for_each_object(&file, progress, |id| match shared.pool.import(id, &objects)? {
-            Copied::Missing if !file.lock().was_missing(id)? => Err(Error::corrupt(
-                format!("the backup in {}", from.display()),
-                format!("object {id} is missing there and in the object store"),
-            )),
-            copied => Ok(copied),
-        })?;
+        let copied =
+            for_each_object(&file, progress, |id| match shared.pool.backend().import(id, &objects)? {
+                Copied::Missing if !file.lock().was_missing(id)? => Err(Error::corrupt(
+                    format!("the backup in {}", from.display()),
+                    format!("object {id} is missing there and in the object store"),
+                )),
+                copied => Ok(copied),
+            })?;
         failpoint::hit("restore-objects-copied");
         let file = file.into_inner();
         let store = match store {

@@ -11,6 +11,7 @@
 //! This module knows no files, no volumes and no references. The metadata records which files point at an object.
 
 mod access_time;
+mod backend;
 mod cache;
 #[cfg(test)]
 mod cache_tests;
@@ -33,6 +34,7 @@ mod keyring;
 mod local;
 mod local_data;
 mod local_file;
+mod local_pack;
 mod marker;
 mod pack;
 mod pack_ahead;
@@ -65,8 +67,9 @@ mod writer;
 pub(crate) use codec::Codec;
 pub(crate) use error::ObjectError;
 pub(crate) use local_file::Unsynced;
+pub(crate) use local_pack::LocalPack;
 pub(crate) use pack::{PACK_BYTES, PIECE_BYTES_MAX};
-pub(crate) use pack_writer::{LocalPack, Pack, Packed, Packs};
+pub(crate) use pack_writer::{Pack, Packed, Packs};
 pub(crate) use pool::ObjectPool;
 pub(crate) use raw::{Copied, sync_names};
 pub(crate) use remote_pack::{GATHER_BYTES, RemotePack};

@@ -50,7 +50,7 @@ impl StoreId {
 
     /// The id in the marker of a pool's store; `None` without a marker.
     pub(crate) fn of(pool: &ObjectPool) -> Result<Option<StoreId>> {
-        let Some(text) = pool.read_marker()? else { return Ok(None) };
+        let Some(text) = pool.backend().read_marker()? else { return Ok(None) };
         let marker: Option<Marker> = serde_json::from_slice(&text).ok();
         let id = marker.and_then(|marker| u128::from_str_radix(&marker.store, 16).ok());
         let damaged = || {
@@ -62,7 +62,7 @@ impl StoreId {
     /// Writes this id into the marker of a pool's store.
     pub(crate) fn mark(self, pool: &ObjectPool) -> Result<()> {
         let text = serde_json::json!(Marker { store: self.to_string() }).to_string() + "\n";
-        Ok(pool.write_marker(text.as_bytes())?)
+        Ok(pool.backend().write_marker(text.as_bytes())?)
     }
 }
 

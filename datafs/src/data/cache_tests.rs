@@ -261,7 +261,7 @@ fn a_cache_whose_thread_has_panicked_is_not_waited_for() {
     let bytes = pattern(5 * MIB);
     let id = pool.put(&bytes).unwrap().id;
     warm(&pool, id);
-    let cache = pool.cache().unwrap();
+    let cache = pool.backend().cache().unwrap();
     let entry = cache.entry(id).unwrap();
     // An invalid range of frames panics the writer thread.
     cache.put(&entry, std::ops::Range { start: 2, end: 1 }, 0, bytes::Bytes::new(), true);

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -17,7 +17,7 @@ use super::error::{ObjectError, Result};
 use super::index::Index;
 use super::remote::RemoteStore;
 use super::runtime::Io;
-use super::segment::{Buffers, Segment};
+use super::segment::{Buffers, HoldsSegments, Segment};
 use crate::metrics;
 use crate::object::ObjectId;
 
@@ -186,7 +186,8 @@ impl RemoteData {
     pub(super) fn send_for(self: &Arc<Self>, frames: Range<u64>, keep: bool) -> Arc<Segment> {
         let stored = self.index.stored(frames.clone());
         let segment = Segment::new(frames.clone(), stored.end - stored.start, &self.buffers);
-        self.buffers.remember(self, frames.start);
+        let holder: Weak<Self> = Arc::downgrade(self);
+        self.buffers.remember(holder, frames.start);
         let waiting = Segment::promise(&segment, self.store.place());
         let (store, index, id) = (Arc::clone(&self.store), Arc::clone(&self.index), self.id);
         let kept = self.kept.clone().filter(|_| keep);
@@ -314,9 +315,10 @@ impl RemoteData {
         }
         true
     }
+}
 
-    /// Drops the segment that begins at this frame.
-    pub(super) fn drop_segment(&self, first: u64) {
+impl HoldsSegments for RemoteData {
+    fn drop_segment(&self, first: u64) {
         self.progress.lock().segments.remove(&first);
     }
 }

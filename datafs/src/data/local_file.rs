@@ -12,8 +12,8 @@ use millrace_leaf::private;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use parking_lot::Mutex;
 
+use super::backend::Backend;
 use super::error::{ObjectError, Result};
-use super::pool::ObjectPool;
 use crate::failpoint;
 use crate::object::{Layout, ObjectId};
 
@@ -25,7 +25,7 @@ const UNFINISHED: &str = "#0";
 /// A file that becomes an object. Dropping it removes it.
 #[derive(Debug)]
 pub(super) struct LocalFile {
-    pool: ObjectPool,
+    backend: Backend,
     id: ObjectId,
     path: PathBuf,
     file: Arc<File>,
@@ -36,10 +36,18 @@ pub(super) struct LocalFile {
 }
 
 impl LocalFile {
-    pub(super) fn begin(pool: &ObjectPool, id: ObjectId) -> Result<LocalFile> {
-        let (path, file) = pool.create_local(&(id.data_name() + UNFINISHED))?;
+    pub(super) fn begin(backend: &Backend, id: ObjectId) -> Result<LocalFile> {
+        let (path, file) = backend.create_local(&(id.data_name() + UNFINISHED))?;
         failpoint::hit("object-begun");
-        Ok(LocalFile { pool: pool.clone(), id, path, file: Arc::new(file), len: 0, early: 0, named: false })
+        Ok(LocalFile {
+            backend: backend.clone(),
+            id,
+            path,
+            file: Arc::new(file),
+            len: 0,
+            early: 0,
+            named: false,
+        })
     }
 
     /// Appends all of the bytes or, on error, none.
@@ -59,7 +67,7 @@ impl LocalFile {
         let (offset, len) = (self.early as libc::off_t, (self.len - self.early) as libc::off_t);
         self.early = self.len;
         let file = Arc::clone(&self.file);
-        self.pool.runtime().handle().spawn_blocking(move || {
+        self.backend.runtime().handle().spawn_blocking(move || {
             // Starts writeback of dirty pages; pages under writeback stay in memory.
             let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
             if let Err(error) = posix_fadvise(file.as_ref(), offset, len, advice) {
@@ -77,7 +85,7 @@ impl LocalFile {
     /// Writes the trailer (after the data, or into a sidecar) and renames the file to its final name. The
     /// object is then readable, not yet durable. May be called again after an error.
     pub(super) fn finish(&mut self, trailer: &[u8]) -> Result<Unsynced> {
-        let root = self.pool.local_root();
+        let root = self.backend.local_root();
         let mut files = Vec::with_capacity(2);
         match self.id.layout() {
             Layout::Plain => files.push(self.put_sums(root, trailer)?),
@@ -94,7 +102,7 @@ impl LocalFile {
         failpoint::hit("object-named");
         self.named = true;
         files.push((name, file));
-        Ok(Unsynced { pool: self.pool.clone(), id: self.id, state: Mutex::new(State::Written(files)) })
+        Ok(Unsynced { backend: self.backend.clone(), id: self.id, state: Mutex::new(State::Written(files)) })
     }
 
     fn put_sums(&self, root: &Path, sums: &[u8]) -> Result<(PathBuf, Arc<File>)> {
@@ -126,13 +134,13 @@ impl Drop for LocalFile {
             return;
         }
         // The checksums of a plain object may have been written before the failure.
-        let sums = self.pool.local_root().join(self.id.sums_name());
+        let sums = self.backend.local_root().join(self.id.sums_name());
         for path in [&self.path, &sums] {
             if let Err(error) = fs::remove_file(path)
                 && error.kind() != std::io::ErrorKind::NotFound
             {
                 tracing::warn!(path = %path.display(), %error, "removing an object that was not finished");
-                self.pool.leave_behind();
+                self.backend.leave_behind();
             }
         }
     }
@@ -141,7 +149,7 @@ impl Drop for LocalFile {
 /// A complete object whose bytes may still be only in the page cache.
 #[derive(Debug)]
 pub(crate) struct Unsynced {
-    pool: ObjectPool,
+    backend: Backend,
     id: ObjectId,
     state: Mutex<State>,
 }
@@ -172,7 +180,7 @@ impl Unsynced {
                 })
                 .and_then(|()| {
                     failpoint::hit("object-synced");
-                    self.pool.make_name_durable(self.id)
+                    self.backend.make_name_durable(self.id)
                 }),
         };
         failpoint::hit("object-durable");

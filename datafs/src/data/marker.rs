@@ -7,19 +7,14 @@ use std::sync::Arc;
 
 use millrace_leaf::atomic_file;
 
+use super::backend::Backend;
 use super::durable;
 use super::error::{ObjectError, Result};
-use super::pool::ObjectPool;
 use super::remote::MARKER;
 use super::store::Store;
 use crate::object::Layout;
 
-impl ObjectPool {
-    /// The name of the store in errors.
-    pub(crate) fn place(&self) -> &str {
-        self.store().place()
-    }
-
+impl Backend {
     /// The marker of the store, if it has one.
     pub(crate) fn read_marker(&self) -> Result<Option<Vec<u8>>> {
         match self.store() {

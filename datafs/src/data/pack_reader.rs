@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -18,7 +18,6 @@ use super::deleted::{KeepsOpen, is_deleted, is_idle};
 use super::error::{ObjectError, Result};
 use super::pack::{HEADER_BYTES, Piece};
 use super::pack_ahead::{Budget, Strides};
-use super::pack_writer::LocalPack;
 use crate::metrics;
 use crate::object::ObjectId;
 
@@ -163,8 +162,6 @@ impl OpenPack {
 pub(super) struct OpenPacks {
     root: PathBuf,
     open: Mutex<HashMap<ObjectId, Slot>>,
-    /// Packs that this process appends to.
-    growing: Mutex<Vec<(ObjectId, Weak<LocalPack>)>>,
     ahead: Budget,
 }
 
@@ -176,23 +173,7 @@ struct Slot {
 
 impl OpenPacks {
     pub(super) fn new(root: PathBuf) -> OpenPacks {
-        OpenPacks { root, open: Mutex::default(), growing: Mutex::default(), ahead: Budget::default() }
-    }
-
-    /// Registers a pack that this process appends to.
-    pub(super) fn grows(&self, pack: &Arc<LocalPack>) {
-        let mut growing = self.growing.lock();
-        growing.retain(|(_, pack)| pack.strong_count() > 0);
-        growing.push((pack.id(), Arc::downgrade(pack)));
-    }
-
-    /// Writes out the bytes before `end` that this process appended to a pack and still holds in memory.
-    pub(super) fn write_out(&self, id: ObjectId, end: u64) -> Result<()> {
-        let pack = {
-            let growing = self.growing.lock();
-            growing.iter().find(|(known, _)| *known == id).and_then(|(_, pack)| pack.upgrade())
-        };
-        pack.map_or(Ok(()), |pack| pack.write_out_to(end))
+        OpenPacks { root, open: Mutex::default(), ahead: Budget::default() }
     }
 
     pub(super) fn get(&self, id: ObjectId) -> Result<Arc<OpenPack>> {
@@ -215,7 +196,6 @@ impl OpenPacks {
 
     /// Reads from a pack, see [`OpenPack::read_into`].
     pub(super) fn read_into(&self, id: ObjectId, start: u64, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        self.write_out(id, offset.saturating_add(buffer.len() as u64))?;
         let pack = self.get(id)?;
         pack.asked.ask(&self.ahead, &pack.file, &pack.path, offset, buffer.len() as u64);
         pack.read_into(start, offset, buffer)

@@ -1,32 +1,24 @@
 //! The object pool: writes, reads, lists and deletes the objects of one store.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
-use millrace_leaf::random;
-use object_store::PutPayload;
-use parking_lot::Mutex;
-use rand::rngs::StdRng;
-use rand::{Rng as _, SeedableRng};
-
+use super::backend::Backend;
 use super::cache::Cache;
 use super::codec::Codec;
 use super::deleted;
-use super::error::{ObjectError, Result, threads_gone};
+use super::error::{ObjectError, Result};
 use super::keyring::Keyring;
 #[cfg(test)]
 use super::local::LocalStore;
+use super::local_pack::{GrowingPacks, LocalPack};
 use super::pack::{HEADER_BYTES, Piece};
 use super::pack_reader::OpenPacks;
 use super::reader::{OpenObject, OpenObjects};
-use super::remote::RemoteStore;
-use super::remote_pack::PendingPacks;
-use super::runtime::{Io, IoRuntime};
-use super::segment::Buffers;
+use super::remote_pack::{PendingPacks, RemotePackWriters};
+use super::runtime::Io;
 use super::space::StoreSpace;
 use super::store::Store;
 use super::writer::ObjectWriter;
@@ -39,26 +31,11 @@ use crate::object::{ExpectedKeys, Layout, ObjectId};
 /// thread, inside or outside of an async runtime, and block until the store has answered.
 #[derive(Debug, Clone)]
 pub(crate) struct ObjectPool {
-    shared: Arc<Shared>,
-}
-
-#[derive(Debug)]
-struct Shared {
-    store: Store,
-    runtime: IoRuntime,
+    backend: Backend,
     open: Arc<OpenObjects>,
     packs: Arc<OpenPacks>,
-    pending: PendingPacks,
-    keys: Keyring,
-    /// Of a remote store, unless the configuration disables it.
-    cache: Option<Arc<Cache>>,
-    buffers: Arc<Buffers>,
-    /// First half of the names of this process's objects.
-    session: u64,
-    /// Source of the second half.
-    random: Mutex<StdRng>,
-    /// An unfinished object is in the store and could not be removed.
-    left_behind: AtomicBool,
+    growing: Arc<GrowingPacks>,
+    pending: Arc<PendingPacks>,
 }
 
 impl ObjectPool {
@@ -91,88 +68,60 @@ impl ObjectPool {
         cache: Option<Arc<Cache>>,
         config: &Config,
     ) -> Result<ObjectPool> {
-        let failed = |operation, e| ObjectError::io(operation, store.place(), e);
-        let runtime = IoRuntime::start().map_err(|e| failed("start the threads of the object store", e))?;
-        // Names must differ between processes.
-        let seed = random::bytes().map_err(|e| failed("seed object names for", e))?;
-        let buffers = Arc::new(Buffers::new(config.read_buffers_bytes_max));
-        if matches!(store, Store::Remote(_)) {
-            runtime.io().start_future(Buffers::look_after(Arc::downgrade(&buffers)));
+        let backend = Backend::over(store, session, keys, cache, config)?;
+        let open = Arc::<OpenObjects>::default();
+        let packs = Arc::new(OpenPacks::new(backend.local_root().to_owned()));
+        deleted::look_after(backend.runtime(), &open);
+        if backend.is_local() {
+            deleted::look_after(backend.runtime(), &packs);
         }
-        let (open, packs) =
-            (Arc::<OpenObjects>::default(), Arc::new(OpenPacks::new(store.root().to_owned())));
-        deleted::look_after(runtime.io(), &open);
-        if matches!(store, Store::Local(_)) {
-            deleted::look_after(runtime.io(), &packs);
-        }
-        Ok(ObjectPool {
-            shared: Arc::new(Shared {
-                session,
-                random: Mutex::new(StdRng::from_seed(seed)),
-                open,
-                packs,
-                pending: PendingPacks::new(config, store.place()),
-                keys,
-                cache,
-                buffers,
-                store,
-                runtime,
-                left_behind: AtomicBool::new(false),
-            }),
-        })
+        let pending = Arc::new(PendingPacks::new(config, backend.place()));
+        Ok(ObjectPool { backend, open, packs, growing: Arc::default(), pending })
+    }
+
+    /// The store, and what its readers and writers share.
+    pub(crate) fn backend(&self) -> &Backend {
+        &self.backend
+    }
+
+    /// Begins a pack of a local store.
+    pub(super) fn begin_pack(&self) -> Result<Arc<LocalPack>> {
+        let pack = Arc::new(LocalPack::begin(&self.backend, &self.packs)?);
+        self.growing.add(&pack);
+        Ok(pack)
+    }
+
+    /// The writers of packs for a remote store.
+    pub(super) fn remote_pack_writers(&self) -> RemotePackWriters {
+        RemotePackWriters::new(&self.backend, &self.open, &self.pending)
+    }
+
+    /// The name of the store in errors.
+    pub(crate) fn place(&self) -> &str {
+        self.backend.place()
     }
 
     /// The keys of encrypted objects.
     pub(crate) fn keys(&self) -> &Keyring {
-        &self.shared.keys
-    }
-
-    /// The local cache of a remote store.
-    pub(super) fn cache(&self) -> Option<&Arc<Cache>> {
-        self.shared.cache.as_ref()
-    }
-
-    /// The memory for segments of a remote store.
-    pub(super) fn buffers(&self) -> &Arc<Buffers> {
-        &self.shared.buffers
-    }
-
-    /// The packs that a remote store does not have yet.
-    pub(super) fn pending(&self) -> &PendingPacks {
-        &self.shared.pending
-    }
-
-    /// The store.
-    pub(super) fn store(&self) -> &Store {
-        &self.shared.store
-    }
-
-    /// Records that an unfinished object could not be removed from the store.
-    pub(super) fn leave_behind(&self) {
-        self.shared.left_behind.store(true, Ordering::Release);
+        self.backend.keys()
     }
 
     /// Whether this process leaves an unfinished object in the store, which the garbage collector has to remove.
     pub(crate) fn has_left_behind(&self) -> bool {
-        self.shared.left_behind.load(Ordering::Acquire)
-    }
-
-    /// A name that no other object has.
-    pub(super) fn new_id(&self, layout: Layout) -> ObjectId {
-        ObjectId::new(self.shared.session, self.shared.random.lock().random(), layout)
+        self.backend.has_left_behind()
     }
 
     /// The runtime on which the crate's futures run.
     pub(crate) fn runtime(&self) -> &Io {
-        self.shared.runtime.io()
+        self.backend.runtime()
     }
 
     /// Starts a new object, encoded as `codec` says. It is not readable before [`ObjectWriter::complete`];
     /// dropping the writer before that removes it.
     pub(crate) fn writer(&self, codec: &Codec) -> Result<ObjectWriter> {
         match codec.is_plain() {
-            true => Ok(ObjectWriter::new(self.clone())),
-            false => ObjectWriter::encoded(self.clone(), codec),
+            true => Ok(ObjectWriter::new(self.backend.clone())),
+            false => ObjectWriter::encoded(self.backend.clone(), codec),
         }
     }
 
@@ -187,7 +136,7 @@ impl ObjectPool {
     /// Exactly the bytes `range` of an object; otherwise as [`ObjectPool::read_into`].
     #[cfg(test)]
     pub(crate) fn read(&self, id: ObjectId, range: std::ops::Range<u64>) -> Result<bytes::Bytes> {
-        self.shared.open.get(self, id)?.read(range)
+        self.open.get(&self.backend, id)?.read(range)
     }
 
     /// Fills `buffer` with the bytes of an object from `offset` on, verified. Any protection of the object is
@@ -207,15 +156,18 @@ impl ObjectPool {
         buffer: &mut [u8],
     ) -> Result<()> {
         match id.layout() {
-            Layout::Pack => return self.shared.packs.read_into(id, start, offset, buffer),
-            Layout::RemotePack if self.shared.pending.read_into(id, offset, buffer)? => return Ok(()),
+            Layout::Pack => {
+                self.growing.write_out(id, offset.saturating_add(buffer.len() as u64))?;
+                return self.packs.read_into(id, start, offset, buffer);
+            }
+            Layout::RemotePack if self.pending.read_into(id, offset, buffer)? => return Ok(()),
             _ => {}
         }
         let mut read = |object: &OpenObject| {
             object.check_protection(expected).and_then(|()| object.read_into(offset, buffer))
         };
-        let object = self.shared.open.get(self, id)?;
-        match (read(&object), self.cache()) {
+        let object = self.open.get(&self.backend, id)?;
+        match (read(&object), self.backend.cache()) {
             // The cached copy may be damaged while the original is not.
             (Err(ObjectError::Corrupt { .. }), Some(cache)) if object.is_copy() => {
                 self.forget_copy(cache, id)
@@ -223,22 +175,22 @@ impl ObjectPool {
             (Err(ObjectError::Protection { .. }), Some(cache)) => self.forget_copy(cache, id),
             (done, _) => return done,
         }
-        read(&*self.shared.open.get(self, id)?)
+        read(&*self.open.get(&self.backend, id)?)
     }
 
     /// Drops the cached copy, so that the next read opens the object in the store.
     fn forget_copy(&self, cache: &Cache, id: ObjectId) {
-        self.shared.open.forget(id);
+        self.open.forget(id);
         cache.discard(id);
     }
 
     /// Brings all of an object into the cache; passes the bytes of each step to `progress`. Fetched frames
     /// are verified, frames in the cache are not verified again. Does nothing on a local store.
     pub(crate) fn warm(&self, id: ObjectId, progress: &mut dyn FnMut(u64)) -> Result<()> {
-        if self.is_local() || self.shared.pending.holds(id) {
+        if self.is_local() || self.pending.holds(id) {
             return Ok(());
         }
-        let object = self.shared.open.get(self, id)?;
+        let object = self.open.get(&self.backend, id)?;
         match object.remote() {
             Some(data) => data.warm(progress),
             None => {
@@ -250,19 +202,19 @@ impl ObjectPool {
 
     /// Waits until the cache has written or dropped everything queued. Fails when the cache's thread has stopped.
     pub(crate) fn settle_cache(&self) -> Result<()> {
-        self.cache().map_or(Ok(()), |cache| cache.settle())
+        self.backend.cache().map_or(Ok(()), |cache| cache.settle())
     }
 
     /// Bytes of data in an object; not for packs of a local store.
     pub(crate) fn data_bytes(&self, id: ObjectId) -> Result<u64> {
-        Ok(self.shared.open.get(self, id)?.data_bytes())
+        Ok(self.open.get(&self.backend, id)?.data_bytes())
     }
 
     /// The pieces of a pack, up to its end or to a torn tail: position of the data, and the header.
     pub(crate) fn pack_pieces(&self, id: ObjectId) -> Result<Vec<(u64, Piece)>> {
         if id.layout() == Layout::Pack {
-            self.shared.packs.write_out(id, u64::MAX)?;
-            return self.shared.packs.get(id)?.pieces();
+            self.growing.write_out(id, u64::MAX)?;
+            return self.packs.get(id)?.pieces();
         }
         let mut bytes = vec![0; usize::try_from(self.data_bytes(id)?).unwrap_or(0)];
         self.read_into(id, 0, &mut bytes)?;
@@ -275,10 +227,10 @@ impl ObjectPool {
         if id.layout() != Layout::Plain {
             return Ok(None);
         }
-        match &self.shared.store {
+        match self.backend.store() {
             Store::Local(local) => local.image(id).map(Some),
             Store::Remote(_) => {
-                let object = self.shared.open.get(self, id)?;
+                let object = self.open.get(&self.backend, id)?;
                 let Some(data) = object.remote() else { return Ok(None) };
                 let Some((cache, entry)) = &data.kept else { return Ok(None) };
                 match cache.image(entry, || data.verify_image()) {
@@ -295,44 +247,35 @@ impl ObjectPool {
     /// Deletes an object; a missing object is not an error. Another process that has the object open can
     /// read on while it reads at least once a second; afterwards it gets [`ObjectError::Missing`].
     pub(crate) fn delete(&self, id: ObjectId) -> Result<()> {
-        self.shared.open.forget(id);
-        self.shared.packs.forget(id);
-        match &self.shared.store {
-            Store::Local(local) => local.delete(id),
-            Store::Remote(remote) => {
-                if let Some(cache) = self.cache() {
-                    cache.discard(id);
-                }
-                let remote = Arc::clone(remote);
-                self.answer(self.runtime().wait(async move { remote.delete(id).await }))
-            }
-        }
+        self.open.forget(id);
+        self.packs.forget(id);
+        self.backend.delete(id)
     }
 
     /// [`ObjectPool::delete`] for many objects.
     pub(crate) fn delete_all(&self, ids: &[ObjectId]) -> Result<()> {
-        let Store::Remote(remote) = &self.shared.store else {
+        let Store::Remote(remote) = self.backend.store() else {
             return ids.iter().try_for_each(|id| self.delete(*id));
         };
         for id in ids {
-            self.shared.open.forget(*id);
-            if let Some(cache) = self.cache() {
+            self.open.forget(*id);
+            if let Some(cache) = self.backend.cache() {
                 cache.discard(*id);
             }
         }
         let (remote, ids) = (Arc::clone(remote), ids.to_vec());
-        self.answer(self.runtime().wait(async move { remote.delete_all(ids).await }))
+        self.backend.answer(self.runtime().wait(async move { remote.delete_all(ids).await }))
     }
 
     /// The objects that a session wrote, including unreferenced ones, in order of id. Scans the whole of a
     /// local store. On a remote store, unfinished uploads of another session, which must be dead, are
     /// aborted.
     pub(crate) fn list_session(&self, session: u64) -> Result<Vec<ObjectId>> {
-        let ids = match &self.shared.store {
+        let ids = match self.backend.store() {
             Store::Local(local) => local.list_session(session)?,
             Store::Remote(remote) => {
-                let (remote, own) = (Arc::clone(remote), self.shared.session);
-                self.answer(self.runtime().wait(async move {
+                let (remote, own) = (Arc::clone(remote), self.backend.session());
+                self.backend.answer(self.runtime().wait(async move {
                     if session != own {
                         remote.take_back_session(session).await?;
                     }
@@ -346,7 +289,7 @@ impl ObjectPool {
     /// Calls `visit` for every file in the store, in no order: object, whether it is the data (else the
     /// checksum sidecar), and bytes. Memory is bounded.
     pub(crate) fn survey(&self, visit: &mut dyn FnMut(ObjectId, bool, u64)) -> Result<()> {
-        match &self.shared.store {
+        match self.backend.store() {
             Store::Local(local) => local.survey(visit),
             Store::Remote(remote) => {
                 let remote = Arc::clone(remote);
@@ -356,7 +299,7 @@ impl ObjectPool {
                 for page in pages {
                     page.into_iter().for_each(|(id, is_data, bytes)| visit(id, is_data, bytes));
                 }
-                self.answer(done.wait())
+                self.backend.answer(done.wait())
             }
         }
     }
@@ -364,7 +307,7 @@ impl ObjectPool {
     /// Removes unfinished files (after a crash or kill) from a local store once they are as old as `age_of`
     /// says for their session; `None` keeps the file. Returns the number of removed files.
     pub(crate) fn remove_abandoned(&self, age_of: &dyn Fn(u64) -> Option<Duration>) -> Result<u64> {
-        match &self.shared.store {
+        match self.backend.store() {
             Store::Local(local) => local.remove_abandoned(age_of),
             Store::Remote(_) => Ok(0),
         }
@@ -372,82 +315,28 @@ impl ObjectPool {
 
     #[cfg(test)]
     pub(crate) fn open_files(&self) -> usize {
-        self.shared.open.len()
+        self.open.len()
     }
 
     /// Total, free and available space of the store.
     pub(crate) fn space(&self) -> Result<StoreSpace> {
-        match &self.shared.store {
+        match self.backend.store() {
             Store::Local(local) => local.space(),
             Store::Remote(_) => Ok(StoreSpace::BUCKET),
         }
     }
 
-    /// Stores the data of a new object in a remote store with one request.
-    pub(super) fn put_data(&self, id: ObjectId, pieces: Vec<Bytes>) -> Result<()> {
-        let remote = self.remote()?;
-        let payload = PutPayload::from_iter(pieces);
-        let put = async move { remote.put_new(&remote.data_path(id), payload).await };
-        self.answer(self.runtime().wait(put))
-    }
-
-    /// Stores the sidecar of a plain object in a remote store.
-    pub(super) fn put_sums(&self, id: ObjectId, sums: Bytes) -> Result<()> {
-        let remote = self.remote()?;
-        let put = async move { remote.put_new(&remote.sums_path(id), PutPayload::from(sums)).await };
-        self.answer(self.runtime().wait(put))
-    }
-
-    /// The packs that are open.
-    pub(super) fn open_packs(&self) -> &OpenPacks {
-        &self.shared.packs
-    }
-
     /// Whether the store is local: objects are files that are written in place.
     pub(crate) fn is_local(&self) -> bool {
-        matches!(self.shared.store, Store::Local(_))
-    }
-
-    /// Directory of the local store.
-    pub(super) fn local_root(&self) -> &Path {
-        self.shared.store.root()
+        self.backend.is_local()
     }
 
     /// The directory of the files that [`ObjectPool::image`] returns; `None` without a cache.
     pub(crate) fn image_root(&self) -> Option<&Path> {
         match self.is_local() {
-            true => Some(self.local_root()),
-            false => self.cache().map(|cache| cache.root()),
+            true => Some(self.backend.local_root()),
+            false => self.backend.cache().map(|cache| cache.root()),
         }
-    }
-
-    /// The remote store; an error when the store is local.
-    pub(super) fn remote(&self) -> Result<Arc<RemoteStore>> {
-        match &self.shared.store {
-            Store::Local(_) => self.answer(None),
-            Store::Remote(remote) => Ok(Arc::clone(remote)),
-        }
-    }
-
-    /// Creates a file in the local store, open for reading and writing; returns it with its path.
-    pub(super) fn create_local(&self, name: &str) -> Result<(PathBuf, File)> {
-        match &self.shared.store {
-            Store::Local(local) => local.create(name),
-            Store::Remote(_) => self.answer(None),
-        }
-    }
-
-    /// Makes the name of an object's file survive a power failure.
-    pub(super) fn make_name_durable(&self, id: ObjectId) -> Result<()> {
-        match &self.shared.store {
-            Store::Local(local) => local.make_name_durable(id),
-            Store::Remote(_) => Ok(()),
-        }
-    }
-
-    /// The result of a future; an error when the runtime is gone.
-    pub(super) fn answer<T>(&self, outcome: Option<Result<T>>) -> Result<T> {
-        outcome.unwrap_or_else(|| Err(threads_gone(self.shared.store.place())))
     }
 }
 

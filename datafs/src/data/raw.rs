@@ -12,10 +12,10 @@ use millrace_leaf::private;
 use object_store::PutPayload;
 use object_store::path::Path as StorePath;
 
+use super::backend::Backend;
 use super::error::{ObjectError, Result};
 use super::local::LocalStore;
 use super::local_data::LocalData;
-use super::pool::ObjectPool;
 use super::remote::RemoteStore;
 use super::store::Store;
 use crate::object::ObjectId;
@@ -32,7 +32,7 @@ pub(crate) enum Copied {
     Missing,
 }
 
-impl ObjectPool {
+impl Backend {
     /// Copies an object of the store into a directory. The files are synced; their names survive a power
     /// failure after [`sync_names`]. Files that are already complete there stay unchanged.
     pub(crate) fn export(&self, id: ObjectId, to: &Path) -> Result<Copied> {

@@ -5,15 +5,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+#[cfg(test)]
 use bytes::Bytes;
 use parking_lot::Mutex;
 
+use super::backend::Backend;
 use super::deleted::{KeepsOpen, is_idle};
 use super::error::{ObjectError, Result};
 use super::fetch::RemoteData;
 use super::index::Index;
 use super::local_data::LocalData;
-use super::pool::ObjectPool;
+use super::remote_open::Data;
 use super::store::Store;
 use super::verified::Verified;
 use crate::metrics;
@@ -37,29 +39,14 @@ pub(super) struct OpenObject {
     verified: Verified,
 }
 
-/// Where the bytes of an open object are.
-#[derive(Debug)]
-pub(super) enum Data {
-    /// In a local file.
-    Local {
-        data: LocalData,
-        /// The file is a copy in the cache.
-        cached: bool,
-    },
-    /// In memory: a small object of a remote store.
-    Whole(Bytes),
-    /// In the remote store.
-    Remote(Arc<RemoteData>),
-}
-
 impl OpenObject {
-    fn open(pool: &ObjectPool, id: ObjectId) -> Result<OpenObject> {
-        let (data, index) = match pool.store() {
+    fn open(backend: &Backend, id: ObjectId) -> Result<OpenObject> {
+        let (data, index) = match backend.store() {
             Store::Local(local) => {
-                let (data, index) = LocalData::open(local.root(), id, pool.keys())?;
+                let (data, index) = LocalData::open(local.root(), id, backend.keys())?;
                 (Data::Local { data, cached: false }, Arc::new(index))
             }
-            Store::Remote(remote) => pool.open_remote(remote, id)?,
+            Store::Remote(remote) => backend.open_remote(remote, id)?,
         };
         metrics::OBJECTS_OPENED.inc();
         let verified = Verified::new(index.data_bytes());
@@ -217,14 +204,14 @@ struct Slot {
 }
 
 impl OpenObjects {
-    pub(super) fn get(&self, pool: &ObjectPool, id: ObjectId) -> Result<Arc<OpenObject>> {
+    pub(super) fn get(&self, backend: &Backend, id: ObjectId) -> Result<Arc<OpenObject>> {
         let now = Instant::now();
         if let Some(slot) = self.open.lock().get_mut(&id) {
             slot.used = now;
             return Ok(Arc::clone(&slot.object));
         }
         // Opened outside of the lock; of two threads that race here, the first one's object stays.
-        let object = Arc::new(OpenObject::open(pool, id)?);
+        let object = Arc::new(OpenObject::open(backend, id)?);
         let mut open = self.open.lock();
         if let Some(slot) = open.get(&id) {
             return Ok(Arc::clone(&slot.object));

@@ -6,14 +6,13 @@ use bytes::Bytes;
 use object_store::GetRange;
 use object_store::path::Path as StorePath;
 
+use super::backend::Backend;
 use super::checksum::{OBJECT_BYTES_MAX, Sums, trailer_bytes_max};
 use super::encoded::{self, EncodedIndex};
 use super::error::{ObjectError, Result};
-use super::fetch::RemoteData;
+use super::fetch::{Kept, RemoteData};
 use super::index::Index;
 use super::local_data::{LocalData, check_length, torn};
-use super::pool::ObjectPool;
-use super::reader::Data;
 use super::remote::RemoteStore;
 use super::writer::FRAMED_BYTES_MAX;
 use crate::object::{Layout, ObjectId};
@@ -26,7 +25,22 @@ const SMALL_BYTES_MAX: u64 = FRAMED_BYTES_MAX as u64 + trailer_bytes_max(FRAMED_
 /// Most bytes of the sidecar of a plain object: 64 MiB.
 const SUMS_BYTES_MAX: u64 = trailer_bytes_max(OBJECT_BYTES_MAX);
 
-impl ObjectPool {
+/// Where the bytes of an open object are.
+#[derive(Debug)]
+pub(super) enum Data {
+    /// In a local file.
+    Local {
+        data: LocalData,
+        /// The file is a copy in the cache.
+        cached: bool,
+    },
+    /// In memory: a small object of a remote store.
+    Whole(Bytes),
+    /// In the remote store.
+    Remote(Arc<RemoteData>),
+}
+
+impl Backend {
     /// Opens a remote object: the source of its data, and its frame index.
     pub(super) fn open_remote(&self, store: &Arc<RemoteStore>, id: ObjectId) -> Result<(Data, Arc<Index>)> {
         match id.layout() {
@@ -149,7 +163,7 @@ impl ObjectPool {
         store: &Arc<RemoteStore>,
         id: ObjectId,
         index: Index,
-        kept: Option<super::fetch::Kept>,
+        kept: Option<Kept>,
     ) -> (Data, Arc<Index>) {
         let index = Arc::new(index);
         let data = RemoteData {

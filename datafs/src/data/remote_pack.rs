@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use parking_lot::{Condvar, Mutex};
 
+use super::backend::Backend;
 use super::checksum::FRAME_BYTES;
 use super::codec::Codec;
 use super::encoded::{self, Encoder};
 use super::error::{ObjectError, Result};
 use super::pack::{HEADER_BYTES, append_pieces};
-use super::pack_writer::{Pack, Packed};
-use super::pool::ObjectPool;
+use super::reader::OpenObjects;
 use crate::config::Config;
 use crate::failpoint;
 use crate::metrics;
@@ -34,7 +34,9 @@ pub(crate) const GATHER_BYTES: usize = 4 << 20;
 
 /// A pack that is being collected or sent. Dropping one that no transaction has referred to deletes it.
 pub(crate) struct RemotePack {
-    pool: ObjectPool,
+    backend: Backend,
+    open: Arc<OpenObjects>,
+    pending: Arc<PendingPacks>,
     id: ObjectId,
     codec: Codec,
     stage: Mutex<Stage>,
@@ -68,11 +70,13 @@ impl fmt::Debug for RemotePack {
 
 impl RemotePack {
     /// A new empty pack.
-    fn begin(pool: &ObjectPool, codec: &Codec) -> RemotePack {
-        let id = pool.new_id(Layout::RemotePack);
+    fn begin(packs: &RemotePackWriters, codec: &Codec) -> RemotePack {
+        let id = packs.backend.new_id(Layout::RemotePack);
         failpoint::hit("pack-begun");
         RemotePack {
-            pool: pool.clone(),
+            backend: packs.backend.clone(),
+            open: Arc::clone(&packs.open),
+            pending: Arc::clone(&packs.pending),
             id,
             codec: codec.clone(),
             stage: Mutex::new(Stage::Open(Vec::new())),
@@ -91,7 +95,7 @@ impl RemotePack {
 
     /// How long a commit may wait for more files to share the pack.
     pub(crate) fn linger(&self) -> Duration {
-        self.pool.pending().linger
+        self.pending.linger
     }
 
     /// Appends runs as pieces; `None` when the pack is closed. The flag says whether it is now full.
@@ -100,7 +104,7 @@ impl RemotePack {
         let Stage::Open(bytes) = &mut *stage else { return None };
         let before = bytes.len();
         let extents = append_pieces(bytes, (self.id, 0), owner, runs.iter().copied());
-        self.pool.pending().held.lock().bytes += bytes.len() - before;
+        self.pending.held.lock().bytes += bytes.len() - before;
         failpoint::hit("pack-appended");
         Some((extents, bytes.len() >= GATHER_BYTES))
     }
@@ -121,7 +125,7 @@ impl RemotePack {
     /// Closes the pack and sends it in the background.
     fn start(self: &Arc<Self>) {
         let pack = Arc::clone(self);
-        self.pool.runtime().handle().spawn_blocking(move || {
+        self.backend.runtime().handle().spawn_blocking(move || {
             // A commit that waits for the pack gets the error from `sync`, which sends again.
             if let Err(error) = pack.sync() {
                 tracing::debug!(object = %pack.id, %error, "a full pack could not be stored yet");
@@ -163,7 +167,7 @@ impl RemotePack {
     fn send(&self, data: &[u8]) -> Result<()> {
         let not_encoded = |reason: String| ObjectError::Store {
             operation: "encode",
-            place: self.pool.store().place().to_owned(),
+            place: self.backend.place().to_owned(),
             source: reason.into(),
         };
         let mut encoder = Encoder::new(&self.codec, self.id).map_err(not_encoded)?;
@@ -171,7 +175,7 @@ impl RemotePack {
         let done = encoder.update(data, &mut encoded).and_then(|()| encoder.finish(&mut encoded));
         done.map_err(not_encoded)?;
         let stored = Bytes::from(encoded);
-        self.pool.put_data(self.id, vec![stored.clone()])?;
+        self.backend.put_data(self.id, vec![stored.clone()])?;
         failpoint::hit("pack-synced");
         metrics::OBJECTS_WRITTEN.inc();
         metrics::OBJECT_WRITTEN_BYTES.inc_by(stored.len() as u64);
@@ -181,7 +185,7 @@ impl RemotePack {
 
     /// Puts the pack into the cache, since new data is often read soon. Skipped while the cache is busy.
     fn cache(&self, data_bytes: u64, stored: &Bytes) {
-        let Some(cache) = self.pool.cache() else { return };
+        let Some(cache) = self.backend.cache() else { return };
         let Some(footer) = stored.last_chunk::<{ encoded::FOOTER_BYTES }>() else { return };
         let Ok(trailer_bytes) = encoded::trailer_bytes(footer) else { return };
         let Some(frames_bytes) = (stored.len() as u64).checked_sub(trailer_bytes) else { return };
@@ -203,10 +207,10 @@ struct Attempt<'p> {
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let bytes = mem::take(&mut self.bytes);
-        let pending = self.pack.pool.pending();
+        let pending = &self.pack.pending;
         let panicked = || ObjectError::Store {
             operation: "write",
-            place: self.pack.pool.store().place().to_owned(),
+            place: self.pack.backend.place().to_owned(),
             source: "the thread that did it has panicked".into(),
         };
         let next = match self.outcome.take().unwrap_or_else(|| Err(panicked())) {
@@ -229,43 +233,58 @@ impl Drop for RemotePack {
         let stage = mem::replace(self.stage.get_mut(), Stage::Stored);
         let sent = !matches!(stage, Stage::Open(_));
         if let Some(bytes) = stage.bytes() {
-            self.pool.pending().stored(self.id, bytes.len());
+            self.pending.stored(self.id, bytes.len());
         }
         if !sent || self.referenced.load(Ordering::Acquire) {
             return;
         }
         if !matches!(stage, Stage::Stored) {
             // The store may have it after all; the garbage collector finds it.
-            self.pool.leave_behind();
+            self.backend.leave_behind();
             return;
         }
-        if let Err(error) = self.pool.delete(self.id) {
+        self.open.forget(self.id);
+        if let Err(error) = self.backend.delete(self.id) {
             tracing::warn!(object = %self.id, %error, "deleting a pack that nothing points at");
-            self.pool.leave_behind();
+            self.backend.leave_behind();
         }
     }
 }
 
 /// The packs that are appended to, one for each codec.
-#[derive(Debug, Default)]
-pub(super) struct RemotePackWriters(Mutex<Vec<Arc<RemotePack>>>);
+#[derive(Debug)]
+pub(super) struct RemotePackWriters {
+    backend: Backend,
+    open: Arc<OpenObjects>,
+    pending: Arc<PendingPacks>,
+    current: Mutex<Vec<Arc<RemotePack>>>,
+}
 
 impl RemotePackWriters {
-    /// See [`Packs::append`](super::pack_writer::Packs::append).
+    pub(super) fn new(
+        backend: &Backend,
+        open: &Arc<OpenObjects>,
+        pending: &Arc<PendingPacks>,
+    ) -> RemotePackWriters {
+        let (backend, open, pending) = (backend.clone(), Arc::clone(open), Arc::clone(pending));
+        RemotePackWriters { backend, open, pending, current: Mutex::default() }
+    }
+
+    /// Appends runs of a file (by file offset, disjoint, in order) as pieces; adjacent runs share one. Returns the
+    /// pack and the extents.
     pub(super) fn append<'a>(
         &self,
-        pool: &ObjectPool,
         codec: &Codec,
         owner: (u64, u64),
         runs: impl Iterator<Item = (u64, &'a [u8])>,
-    ) -> Result<Packed> {
+    ) -> Result<(Arc<RemotePack>, Vec<Extent>)> {
         let runs: Vec<(u64, &[u8])> = runs.collect();
-        pool.pending().wait_for_room(runs.iter().map(|(_, run)| run.len() + HEADER_BYTES).sum())?;
-        let mut packs = self.0.lock();
+        self.pending.wait_for_room(runs.iter().map(|(_, run)| run.len() + HEADER_BYTES).sum())?;
+        let mut packs = self.current.lock();
         loop {
             let at = packs.iter().position(|pack| pack.codec == *codec).unwrap_or_else(|| {
-                let pack = Arc::new(RemotePack::begin(pool, codec));
-                pool.pending().add(&pack);
+                let pack = Arc::new(RemotePack::begin(self, codec));
+                self.pending.add(&pack);
                 packs.push(pack);
                 packs.len() - 1
             });
@@ -278,16 +297,16 @@ impl RemotePackWriters {
             if full {
                 pack.start();
             }
-            return Ok(Packed { pack: Pack::RemotePack(pack), extents });
+            return Ok((pack, extents));
         }
     }
 
     pub(super) fn give_up(&self, pack: &Arc<RemotePack>) {
-        self.0.lock().retain(|current| !Arc::ptr_eq(current, pack));
+        self.current.lock().retain(|current| !Arc::ptr_eq(current, pack));
     }
 
     pub(super) fn close(&self) {
-        self.0.lock().clear();
+        self.current.lock().clear();
     }
 }
 

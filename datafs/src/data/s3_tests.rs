@@ -192,7 +192,7 @@ fn what_the_store_did_not_take_is_sent_again() {
 fn a_part_that_could_not_be_kept_is_never_forgotten() {
     let server = S3Server::start();
     let pool = pool_with(&Config { store_timeout_ms: 2_000, ..config(&server, "p") }, SESSION);
-    let kept = std::sync::Arc::clone(&pool.remote().unwrap().kept);
+    let kept = std::sync::Arc::clone(&pool.backend().remote().unwrap().kept);
     let room = kept.available_permits() as u32;
     let taken = kept.try_acquire_many_owned(room).unwrap();
     server.faults.always(Some(("part", Fault::Status(503))));

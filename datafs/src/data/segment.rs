@@ -11,7 +11,6 @@ use bytes::Bytes;
 use parking_lot::{Condvar, Mutex};
 
 use super::error::{ObjectError, Result, threads_gone};
-use super::fetch::RemoteData;
 
 /// A segment is dropped this long after its request began, so that an idle process holds no memory.
 const AGE_MAX: Duration = Duration::from_secs(20);
@@ -110,6 +109,12 @@ impl Drop for Promise {
     }
 }
 
+/// A holder of segments, by their first frames.
+pub(super) trait HoldsSegments: Send + Sync + 'static {
+    /// Drops the segment that begins at this frame.
+    fn drop_segment(&self, first: u64);
+}
+
 /// The memory of all segments of a pool.
 #[derive(Debug)]
 pub(super) struct Buffers {
@@ -121,7 +126,7 @@ pub(super) struct Buffers {
 
 #[derive(Debug)]
 struct Note {
-    data: Weak<RemoteData>,
+    holder: Weak<dyn HoldsSegments>,
     first: u64,
     made: Instant,
 }
@@ -141,9 +146,9 @@ impl Buffers {
         self.held_bytes.load(Ordering::Acquire) < self.bytes_max / 4 * 3
     }
 
-    /// Records a new segment of `data` that begins at frame `first`.
-    pub(super) fn remember(&self, data: &Arc<RemoteData>, first: u64) {
-        let note = Note { data: Arc::downgrade(data), first, made: Instant::now() };
+    /// Records a new segment of `holder` that begins at frame `first`.
+    pub(super) fn remember(&self, holder: Weak<dyn HoldsSegments>, first: u64) {
+        let note = Note { holder, first, made: Instant::now() };
         self.notes.lock().push_back(note);
     }
 
@@ -167,8 +172,8 @@ impl Buffers {
                 }
             };
             let Some(note) = note else { return };
-            if let Some(data) = note.data.upgrade() {
-                data.drop_segment(note.first);
+            if let Some(holder) = note.holder.upgrade() {
+                holder.drop_segment(note.first);
             }
         }
     }

@@ -10,8 +10,8 @@ use object_store::{MultipartId, PutPayload};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::AbortHandle;
 
+use super::backend::Backend;
 use super::error::{ObjectError, Result};
-use super::pool::ObjectPool;
 use super::remote::{ABORT_LIMIT, RemoteStore};
 use super::runtime::Pending;
 use crate::object::ObjectId;
@@ -30,7 +30,7 @@ const PARTS_IN_FLIGHT: usize = 8;
 /// again. An upload fails for good only when more parts wait in memory than [`RemoteStore`] allows.
 #[derive(Debug)]
 pub(super) struct Upload {
-    pool: ObjectPool,
+    backend: Backend,
     store: Arc<RemoteStore>,
     id: ObjectId,
     upload: MultipartId,
@@ -66,13 +66,13 @@ pub(super) fn part_bytes(index: usize) -> usize {
 }
 
 impl Upload {
-    pub(super) fn begin(pool: &ObjectPool, id: ObjectId) -> Result<Upload> {
-        let store = pool.remote()?;
+    pub(super) fn begin(backend: &Backend, id: ObjectId) -> Result<Upload> {
+        let store = backend.remote()?;
         let remote = Arc::clone(&store);
         let begun = async move { remote.begin_upload(id).await };
-        let upload = pool.answer(pool.runtime().wait(begun))?;
+        let upload = backend.answer(backend.runtime().wait(begun))?;
         Ok(Upload {
-            pool: pool.clone(),
+            backend: backend.clone(),
             store,
             id,
             upload,
@@ -103,8 +103,8 @@ impl Upload {
         // Acquired here, so that the caller blocks instead of a growing number of tasks. The semaphore is
         // never closed; a part without a slot would only be one more in flight.
         let slots = Arc::clone(&self.store.sending);
-        let slot = self.pool.runtime().wait(async move { slots.acquire_owned().await.ok() });
-        let (outcome, task) = self.pool.runtime().start_task(async move {
+        let slot = self.backend.runtime().wait(async move { slots.acquire_owned().await.ok() });
+        let (outcome, task) = self.backend.runtime().start_task(async move {
             let sent = store.put_part(id, &upload, index, PutPayload::from(part.clone())).await;
             drop(slot);
             sent.map_err(|error| (error, part))
@@ -142,7 +142,7 @@ impl Upload {
             Part::Sent { outcome, .. } => match outcome.wait() {
                 Some(Ok(part)) => (Part::Taken(part), Ok(())),
                 Some(Err((error, bytes))) => (self.keep(bytes), Err(error)),
-                None => (Part::Lost, self.pool.answer(None)),
+                None => (Part::Lost, self.backend.answer(None)),
             },
             other => (other, Ok(())),
         };
@@ -172,7 +172,7 @@ impl Upload {
         let (store, upload) = (Arc::clone(&self.store), self.upload.clone());
         let (id, parts, bytes) = (self.id, self.parts.clone(), self.bytes);
         let completed = async move { store.complete_upload(id, &upload, parts, bytes).await };
-        self.pool.answer(self.pool.runtime().wait(completed))?;
+        self.backend.answer(self.backend.runtime().wait(completed))?;
         self.completed = true;
         Ok(())
     }
@@ -191,13 +191,13 @@ impl Drop for Upload {
                 && outcome.wait_until(deadline).is_none()
             {
                 task.abort();
-                self.pool.leave_behind();
+                self.backend.leave_behind();
             }
         }
         let (store, id, upload) = (Arc::clone(&self.store), self.id, std::mem::take(&mut self.upload));
-        let taken = self.pool.runtime().wait(async move { store.take_back(id, &upload).await });
+        let taken = self.backend.runtime().wait(async move { store.take_back(id, &upload).await });
         if taken != Some(true) {
-            self.pool.leave_behind();
+            self.backend.leave_behind();
         }
     }
 }

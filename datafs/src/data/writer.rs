@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::backend::Backend;
 use super::checksum::{OBJECT_BYTES_MAX, Summer};
 use super::codec::Codec;
 use super::encoded::Encoder;
 use super::error::{ObjectError, Result};
 use super::local_file::{LocalFile, Unsynced};
-use super::pool::ObjectPool;
 use super::upload::{Upload, part_bytes};
 use crate::metrics;
 use crate::object::{Layout, ObjectId, StoredObject};
@@ -26,7 +26,7 @@ const GATHER_BYTES: usize = 256 * 1024;
 /// then on the writer only returns errors, so that no later success can hide the loss.
 #[derive(Debug)]
 pub(crate) struct ObjectWriter {
-    pool: ObjectPool,
+    backend: Backend,
     buffer: Vec<u8>,
     summer: Summer,
     /// Assigned before the object is finished: unless encoded, it is then plain, however small it stays.
@@ -57,9 +57,9 @@ pub(crate) struct Finished {
 }
 
 impl ObjectWriter {
-    pub(super) fn new(pool: ObjectPool) -> ObjectWriter {
+    pub(super) fn new(backend: Backend) -> ObjectWriter {
         ObjectWriter {
-            pool,
+            backend,
             buffer: Vec::new(),
             summer: Summer::default(),
             id: None,
@@ -72,9 +72,9 @@ impl ObjectWriter {
     }
 
     /// A writer whose object is compressed or encrypted.
-    pub(super) fn encoded(pool: ObjectPool, codec: &Codec) -> Result<ObjectWriter> {
-        let id = pool.new_id(Layout::Encoded);
-        let mut writer = ObjectWriter::new(pool);
+    pub(super) fn encoded(backend: Backend, codec: &Codec) -> Result<ObjectWriter> {
+        let id = backend.new_id(Layout::Encoded);
+        let mut writer = ObjectWriter::new(backend);
         let encoder = Encoder::new(codec, id).map_err(|reason| writer.not_encoded(reason))?;
         writer.id = Some(id);
         writer.encoder = Some(Box::new(encoder));
@@ -101,13 +101,13 @@ impl ObjectWriter {
 
     /// The id of the object; assigns one if needed.
     pub(crate) fn id(&mut self) -> ObjectId {
-        let pool = &self.pool;
-        *self.id.get_or_insert_with(|| pool.new_id(Layout::Plain))
+        let backend = &self.backend;
+        *self.id.get_or_insert_with(|| backend.new_id(Layout::Plain))
     }
 
     /// Whether [`ObjectWriter::read_into`] works; otherwise the object has to be finished first.
     pub(crate) fn is_readable(&self) -> bool {
-        self.pool.is_local() && self.id.is_none_or(|id| !id.is_encoded())
+        self.backend.is_local() && self.id.is_none_or(|id| !id.is_encoded())
     }
 
     /// Fills `buffer` with appended bytes, from `offset` on. Not verified.
@@ -140,7 +140,7 @@ impl ObjectWriter {
         if self.len().saturating_add(bytes.len() as u64) > OBJECT_BYTES_MAX {
             return Err(self.refusal("an object holds at most 1 TiB"));
         }
-        match (self.encoder.is_some(), self.pool.is_local()) {
+        match (self.encoder.is_some(), self.backend.is_local()) {
             (false, true) => self.append_local(bytes),
             (true, true) => {
                 // Bytes that the disk refused before; if it still does, none of the new ones are taken.
@@ -220,7 +220,7 @@ impl ObjectWriter {
     fn upload(&mut self) -> Result<&mut Upload> {
         let id = self.id();
         if self.sink.is_none() {
-            self.sink = Some(Sink::Upload(Upload::begin(&self.pool, id)?));
+            self.sink = Some(Sink::Upload(Upload::begin(&self.backend, id)?));
         }
         match &mut self.sink {
             Some(Sink::Upload(upload)) => Ok(upload),
@@ -279,7 +279,7 @@ impl ObjectWriter {
     fn local_file(&mut self) -> Result<&mut LocalFile> {
         let id = self.id();
         if self.sink.is_none() {
-            self.sink = Some(Sink::Local(LocalFile::begin(&self.pool, id)?));
+            self.sink = Some(Sink::Local(LocalFile::begin(&self.backend, id)?));
         }
         match &mut self.sink {
             Some(Sink::Local(file)) => Ok(file),
@@ -305,7 +305,7 @@ impl ObjectWriter {
         if self.failed {
             return Err(self.refusal("an earlier write of this object failed"));
         }
-        let finished = if !self.pool.is_local() {
+        let finished = if !self.backend.is_local() {
             self.complete_remote()?
         } else if self.id.is_some_and(|id| id.is_encoded()) {
             self.complete_encoded()?
@@ -328,7 +328,7 @@ impl ObjectWriter {
             let ended = encoder.finish(&mut self.buffer);
             ended.map_err(|reason| self.not_encoded(reason)).inspect_err(|_| self.failed = true)?;
         } else if self.id.is_none() && self.sink.is_none() && self.buffer.len() <= FRAMED_BYTES_MAX {
-            let id = self.pool.new_id(Layout::Framed);
+            let id = self.backend.new_id(Layout::Framed);
             self.buffer.extend_from_slice(&std::mem::take(&mut self.summer).finish(id));
             self.id = Some(id);
         }
@@ -348,13 +348,13 @@ impl ObjectWriter {
             self.upload()?.complete()?;
         } else {
             let data = Bytes::from(std::mem::take(&mut self.buffer));
-            let put = self.pool.put_data(object.id, vec![data.clone()]);
+            let put = self.backend.put_data(object.id, vec![data.clone()]);
             put.inspect_err(|_| self.buffer = data.into())?;
         }
         if object.id.has_sums_beside() {
             // Last, because the sidecar makes the object readable.
             let sums = Bytes::from(self.summer.clone().finish(object.id));
-            self.pool.put_sums(object.id, sums)?;
+            self.backend.put_sums(object.id, sums)?;
         }
         self.sink = None;
         // A finished object takes no more bytes.
@@ -364,7 +364,7 @@ impl ObjectWriter {
 
     fn complete_local(&mut self) -> Result<Finished> {
         if self.id.is_none() && self.sink.is_none() && self.buffer.len() <= FRAMED_BYTES_MAX {
-            self.id = Some(self.pool.new_id(Layout::Framed));
+            self.id = Some(self.backend.new_id(Layout::Framed));
         }
         self.write_gathered()?;
         let (id, len) = (self.id(), self.len());
