@@ -228,7 +228,8 @@ impl Prepared {
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
         let engine = Engine::load(&model, job.loss.clone(), Device::Cpu)?;
-        let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
+        let groups =
+            Groups::new(engine.layout(), &job.freeze, &job.no_decay).map_err(|e| unfit(e.to_string()))?;
         Optimizer::with_groups(&job.optimizer, &groups)?;
 
         let plan = runtime
