@@ -105,16 +105,20 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     };
     let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
     let published_best = job.validation.as_ref().is_some_and(|validation| validation.best);
-    let evaluations = report.validation.last().map(|last| {
+    let last = report.validation.last().map(|last| {
         let names: Vec<&str> = last.figures().map(|(name, _)| name).collect();
         let values: Vec<String> = last.figures().map(|(_, value)| format!("{value:.4}")).collect();
-        let figures = format!("{} after epoch {}", values.join(", "), last.epoch);
-        let best = report.validation.iter().find(|found| Some(found.epoch) == report.best_epoch);
-        let best = best.map_or(String::new(), |best| {
-            let published = if published_best { ", published" } else { "" };
-            format!("; lowest loss {:.4} after epoch {}{published}", best.loss, best.epoch)
-        });
-        vec![format!("validation {}", names.join(", ")), figures + &best]
+        vec![
+            format!("validation {}", names.join(", ")),
+            format!("{} after epoch {}", values.join(", "), last.epoch),
+        ]
+    });
+    let best = report.validation.iter().find(|found| Some(found.epoch) == report.best_epoch).map(|best| {
+        let published = if published_best { ", published" } else { "" };
+        vec![
+            "lowest validation loss".to_owned(),
+            format!("{:.4} after epoch {}{published}", best.loss, best.epoch),
+        ]
     });
     let mut rows = vec![
         vec!["ended".to_owned(), ended.to_owned()],
@@ -154,7 +158,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         vec!["sha256".to_owned(), report.model_sha256.clone().unwrap_or_default()],
     ];
     // Behind the figures of the training.
-    rows.splice(4..4, evaluations);
+    rows.splice(4..4, last.into_iter().chain(best));
     context.out.table(&report, &["job", &report.job], rows)?;
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
 }

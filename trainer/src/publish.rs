@@ -45,6 +45,7 @@ pub(crate) struct Origin {
     /// The run's id in format 1.
     pub(crate) former_run: String,
     pub(crate) offsets: BTreeMap<String, BTreeMap<i32, i64>>,
+    pub(crate) labels: LabelFacts,
 }
 
 /// The next offset of every partition that was ingested into a volume at a snapshot.
@@ -116,7 +117,6 @@ pub(crate) fn publish(
     origin: &Origin,
     engine: &mut Engine,
     state: &RunState,
-    labels: &LabelFacts,
     statistics: impl FnOnce() -> Option<Statistics>,
     runtime: &Handle,
 ) -> Result<(Published, bool)> {
@@ -140,7 +140,7 @@ pub(crate) fn publish(
     // The evaluation whose weights are published instead of the last ones.
     let published_at = validation::best(&state.evaluations).filter(|_| state.best.is_some());
     let mut model = engine.export();
-    if let Some(scale) = &labels.scale {
+    if let Some(scale) = &origin.labels.scale {
         scale.undo(&mut model, engine.graph().output_name(), &engine.output_row());
     }
     let model = model.encode_to_vec();
@@ -181,7 +181,7 @@ pub(crate) fn publish(
                     Some(statistics) => bundle.with_statistics(statistics),
                     None => Ok(bundle),
                 })
-                .and_then(|bundle| match &labels.dictionary {
+                .and_then(|bundle| match &origin.labels.dictionary {
                     Some(dictionary) => bundle.with_file(LABELS_FILE, dictionary.file(&job.label).into()),
                     None => Ok(bundle),
                 })

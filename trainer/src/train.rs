@@ -25,6 +25,7 @@ use crate::job::{JobFile, Validation};
 use crate::join::Listen;
 use crate::launch::WorkerCommand;
 use crate::lock::JobLock;
+use crate::metrics;
 use crate::model;
 use crate::optim::{Groups, Optimizer};
 use crate::publish::{self, Origin};
@@ -256,7 +257,6 @@ struct Prepared {
     dataset: OpenDataset,
     plan: Arc<Plan>,
     validation_plan: Option<Arc<Plan>>,
-    labels: LabelFacts,
     checkpoints: Checkpoints,
     origin: Origin,
     /// The step of the checkpoint from which the job continues, and whether that checkpoint ends the job.
@@ -281,7 +281,8 @@ impl Prepared {
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
         let engine = Engine::load(&model, job.loss.clone(), Device::Cpu)?;
-        let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
+        let groups =
+            Groups::new(engine.layout(), &job.freeze, &job.no_decay).map_err(|e| unfit(e.to_string()))?;
         Optimizer::with_groups(&job.optimizer, &groups)?;
 
         let plan = runtime
@@ -344,7 +345,7 @@ impl Prepared {
             .datafs
             .view(&job.dataset.source)
             .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
-        let origin = Origin { run, former_run, offsets: publish::offsets(&snapshot)? };
+        let origin = Origin { run, former_run, offsets: publish::offsets(&snapshot)?, labels };
         Ok(Prepared {
             job,
             setup,
@@ -352,7 +353,6 @@ impl Prepared {
             dataset,
             plan,
             validation_plan,
-            labels,
             checkpoints,
             origin,
             resumed_from_step,
@@ -381,7 +381,7 @@ impl Prepared {
             owner: self.checkpoints.owner.clone(),
             plan: (*self.plan).clone(),
             validation_plan: self.validation_plan.as_deref().cloned(),
-            labels: self.labels.clone(),
+            labels: self.origin.labels.clone(),
         };
         let encode = |assignment: &Assignment| {
             serde_json::to_string(assignment).map_err(|e| Error::Job {
@@ -465,8 +465,12 @@ impl Prepared {
                 steps as f64 * self.job.batch_rows as f64 / outcome.trained.as_secs_f64();
         }
         fill(&mut report, &state, self.job.loss.kind());
+        if let Some(last) = report.validation.last() {
+            // The workers may have ended before they reported it.
+            metrics::record_evaluation(last.loss, last.accuracy);
+        }
         if report.end != End::Stopped {
-            let columns = source::columns(&self.job, &self.engine, &self.labels);
+            let columns = source::columns(&self.job, &self.engine, &self.origin.labels);
             let input = self.engine.graph().input_name().to_owned();
             let statistics = || {
                 let feed = {
@@ -489,7 +493,6 @@ impl Prepared {
                 &self.origin,
                 &mut self.engine,
                 &state,
-                &self.labels,
                 statistics,
                 &self.runtime,
             )?;

@@ -127,6 +127,26 @@ fn weighted_losses_and_every_optimizer_do_not_depend_on_the_workers() {
 }
 
 #[test]
+fn batches_without_any_weight_change_nothing() {
+    let home = home();
+    let ignored = labelled(0..ROWS, |row, class| ArrayItem::Class(if row % 3 == 0 { class } else { -100 }));
+    datasets(home.path(), &[("ignored", ignored)]);
+    let job = |name: &str, workers: usize| {
+        let more = format!(
+            "workers = {workers}\nepochs_max = 4\nvirtual_shards = 2\n\
+             loss = {{ kind = \"cross_entropy\", ignore_index = -100 }}"
+        );
+        // About half of the batches have two ignored rows.
+        trained(home.path(), &on(name, "ignored", &more).replace("batch_rows = 32", "batch_rows = 2"))
+    };
+    let alone = job("alone", 1);
+    assert!(alone.loss_per_epoch[3] < alone.loss_per_epoch[0], "{alone:?}");
+    assert_eq!(alone.rows_per_epoch, [ROWS as u64; 4]);
+    let together = job("together", 2);
+    assert_eq!((together.model_sha256, together.loss_per_epoch), (alone.model_sha256, alone.loss_per_epoch));
+}
+
+#[test]
 fn texts_and_booleans_are_labels() {
     let home = home();
     let words = ["ant", "bee", "cat"];
