@@ -7,6 +7,7 @@ use std::time::Duration;
 use futures::future::{BoxFuture, FutureExt as _};
 use hyper_util::rt::TokioIo;
 use millrace_leaf::error_chain;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
@@ -31,6 +32,10 @@ use crate::proof::{Nonce, is_valid, nonce, prove};
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Deadline for the assignment, whose plan names every file and row group of the dataset.
 const ASSIGNMENT_TIMEOUT: Duration = Duration::from_secs(120);
+/// Deadline for the first bytes of a server that may be another one.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The first bytes of an HTTP/2 client: the preface and an empty SETTINGS frame.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 /// Purposes of proofs.
 const OF_COORDINATOR: &str = "millrace coordinator";
 const OF_WORKER: &str = "millrace worker";
@@ -88,7 +93,38 @@ pub(crate) fn own_address(to: SocketAddr) -> io::Result<IpAddr> {
 /// Connects to the coordinator, proves the token both ways and receives the assignment. `ring` is the address
 /// of this worker's ring for other workers.
 pub(crate) fn connect(runtime: &Handle, join: &Join, ring: &str) -> Result<Admission, NotAdmitted> {
-    runtime.block_on(greet(join, ring))
+    runtime.block_on(async {
+        match greet(join, ring).await {
+            // Whether the error shows it depends on the order of reads and writes, so this looks for itself.
+            Err(NotAdmitted::Yet(_)) if join.tls.is_none() && is_foreign(&join.coordinator).await => {
+                Err(foreign(join))
+            }
+            result => result,
+        }
+    })
+}
+
+/// Whether a server answers there that does not speak HTTP/2.
+async fn is_foreign(address: &str) -> bool {
+    let first_frame = async {
+        let mut stream = TcpStream::connect(address).await?;
+        stream.write_all(PREFACE).await?;
+        let mut header = [0; 9];
+        stream.read_exact(&mut header).await?;
+        io::Result::Ok(header)
+    };
+    // An HTTP/2 server begins with a SETTINGS frame (type 4) of stream 0.
+    let is_settings = |header: [u8; 9]| header[0] == 0 && header[3] == 4 && header[5..] == [0; 4];
+    matches!(timeout(PROBE_TIMEOUT, first_frame).await, Ok(Ok(header)) if !is_settings(header))
+}
+
+fn foreign(join: &Join) -> NotAdmitted {
+    let hint = match join.tls {
+        Some(_) => "",
+        None => "; if it is one with TLS, name its authority with --ca",
+    };
+    let reason = format!("what answers there is not a coordinator of millrace train{hint}");
+    NotAdmitted::Ever(Error::Join { coordinator: join.coordinator.clone(), reason })
 }
 
 async fn greet(join: &Join, ring: &str) -> Result<Admission, NotAdmitted> {
@@ -174,17 +210,8 @@ async fn answer(
 fn judge(join: &Join, status: &Status) -> NotAdmitted {
     let ever =
         |reason: String| NotAdmitted::Ever(Error::Join { coordinator: join.coordinator.clone(), reason });
-    let foreign = error_chain::causes(status)
-        .filter_map(|cause| cause.downcast_ref::<h2::Error>())
-        .any(|error| !error.is_remote() && !error.is_io());
-    if foreign || status.code() == Code::Unimplemented {
-        let hint = match join.tls {
-            Some(_) => "",
-            None => "; if it is one with TLS, name its authority with --ca",
-        };
-        return ever(format!("what answers there is not a coordinator of millrace train{hint}"));
-    }
     match status.code() {
+        Code::Unimplemented => foreign(join),
         Code::PermissionDenied | Code::FailedPrecondition | Code::InvalidArgument => {
             ever(status.message().to_owned())
         }

@@ -1,10 +1,12 @@
 //! Workers that join over the network, with homes of their own that share the metadata and the store.
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use millrace_datafs::Datafs;
@@ -191,7 +193,7 @@ fn come_and_go(setup: &(dyn Fn() -> Setup + Sync), share: &(dyn Fn(&mut Orders) 
     let plain = run(setup(), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
 
     let mut workers: Vec<Worker> = Vec::new();
-    let mut waited_for = Vec::new();
+    let (mut waited_for, mut killed) = (Vec::new(), false);
     let own = setup();
     let own = Setup { listen: Some(listen(&own.home, "127.0.0.1:0")), ..own };
     let report = run(own, job("joined", &format!("workers_min = 2\n{more}")), |seen| {
@@ -202,11 +204,12 @@ fn come_and_go(setup: &(dyn Fn() -> Setup + Sync), share: &(dyn Fn(&mut Orders) 
         let members = seen.worker_pids.len();
         match workers.len() {
             0 => workers.extend([start(), start()]),
-            // The first one dies: the job is below its minimum until another one joins.
-            2 if members == 2 && seen.step >= 150 => {
+            // The first one dies: the job is below its minimum, and pauses, until another one joins.
+            2 if members == 2 && seen.step >= 150 && !killed => {
                 signal("KILL", workers[0].pid());
-                workers.push(start());
+                killed = true;
             }
+            2 if killed && seen.workers_missing == 1 => workers.push(start()),
             3 if members == 2 && seen.step >= 500 && !seen.worker_pids.contains(&workers[0].pid()) => {
                 workers.push(start());
             }
@@ -378,13 +381,23 @@ fn refused(shared: &Path, address: SocketAddr) -> Worker {
 fn a_port_without_a_coordinator_is_reported() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let web = listener.local_addr().unwrap();
+    let ended = Arc::new(AtomicBool::new(false));
+    let over = Arc::clone(&ended);
     let server = std::thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.write_all(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n").unwrap();
-        std::thread::sleep(Duration::from_secs(2));
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let answer = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n";
+            if over.load(Ordering::Relaxed) || stream.write_all(answer).is_err() {
+                return;
+            }
+            let mut rest = Vec::new();
+            let _ = stream.read_to_end(&mut rest);
+        }
     });
     let error = Worker::with(web, |_| {}).error();
     assert!(error.contains("not a coordinator") && error.contains(&web.to_string()), "{error}");
+    ended.store(true, Ordering::Relaxed);
+    drop(std::net::TcpStream::connect(web).unwrap());
     server.join().unwrap();
 
     // The listener is gone.
