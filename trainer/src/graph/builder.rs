@@ -254,9 +254,17 @@ impl<'a> Call<'a> {
 
     /// The float value at an input position, which may be merged, and whether it is.
     pub(super) fn merged(&self, builder: &mut Builder, index: usize) -> Result<(ValueId, bool), GraphError> {
+        match self.merged_value(builder, index) {
+            Some(value) => Ok((value, true)),
+            None => Ok((self.value(builder, index)?, false)),
+        }
+    }
+
+    /// The value at an input position if it is merged.
+    pub(super) fn merged_value(&self, builder: &Builder, index: usize) -> Option<ValueId> {
         match self.named(builder, index) {
-            Some(NamedValue::Float(value)) if builder.merged.contains(value) => Ok((*value, true)),
-            _ => Ok((self.value(builder, index)?, false)),
+            Some(NamedValue::Float(value)) if builder.merged.contains(value) => Some(*value),
+            _ => None,
         }
     }
 

@@ -173,6 +173,10 @@ pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
         Err(error @ GraphError::MixesRows { .. }) => return merge(b, &call, input, &to).ok_or(error)?,
         Err(error) => return Err(error),
     };
+    if is_merged {
+        // A value of its own, whose rows are apart again.
+        return b.push(Op::Reshape, &[input], dims, &call.site);
+    }
     b.reshape(input, dims, &call.site)
 }
 
