@@ -4,9 +4,15 @@ use super::builder::{Builder, Call, NodeRef};
 use super::{Binary, Compare, Dim, GraphError, Op, Source, Unary, ValueId, shape};
 
 pub(super) fn binary(b: &mut Builder, call: Call<'_>, kind: Binary) -> Result<ValueId, GraphError> {
-    let (left, right) = (call.value(b, 0)?, call.value(b, 1)?);
+    let ((left, is_left), (right, is_right)) = (call.merged(b, 0)?, call.merged(b, 1)?);
     call.finish(2)?;
-    join(b, &call, kind, left, right)
+    // A vector along the last axis means the same for a merged value.
+    let fits = |b: &Builder, other: ValueId, is_merged: bool| is_merged || b.dims(other).len() <= 1;
+    if is_left && !fits(b, right, is_right) || is_right && !fits(b, left, is_left) {
+        return Err(call.site.mixes_rows("a reshape merged the batch with another axis"));
+    }
+    let out = join(b, &call, kind, left, right)?;
+    Ok(b.mark(out, is_left || is_right))
 }
 
 /// Appends a broadcasting element-wise operation.

@@ -1,6 +1,6 @@
 //! Graph builder: maps tensor names to values while a model is read, and locates errors.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
@@ -64,6 +64,9 @@ pub(super) struct Builder {
     pub(super) params: Vec<ParamSpec>,
     pub(super) names: HashMap<String, NamedValue>,
     pub(super) opset: i64,
+    /// Values `[steps, rows, …]` that the graph sees as `[steps · rows, …]`: products with weights and sums keep the
+    /// rows apart, a reshape separates them again.
+    pub(super) merged: HashSet<ValueId>,
     /// Whether the input holds integers, as token ids.
     pub(super) input_is_index: bool,
     /// Rows of the smallest table that the integers of the input select from.
@@ -121,6 +124,14 @@ impl Builder {
             return Ok(value);
         }
         self.push(Op::Reshape, &[value], dims, site)
+    }
+
+    /// Marks a value as merged if the one that it is computed from is.
+    pub(super) fn mark(&mut self, value: ValueId, is_merged: bool) -> ValueId {
+        if is_merged {
+            self.merged.insert(value);
+        }
+        value
     }
 
     /// Appends a constant tensor.
@@ -230,11 +241,30 @@ impl<'a> Call<'a> {
     /// The float value at an input position.
     pub(super) fn float(&self, builder: &Builder, index: usize) -> Result<ValueId, GraphError> {
         match self.named(builder, index) {
+            Some(NamedValue::Float(value)) if builder.merged.contains(value) => {
+                Err(self.site.mixes_rows("a reshape merged the batch with another axis"))
+            }
             Some(NamedValue::Float(value)) => Ok(*value),
             Some(NamedValue::Ints(_)) => {
                 Err(self.site.form(format!("input {index} holds integers, a float tensor is needed")))
             }
             None => Err(self.site.form(format!("input {index} is missing"))),
+        }
+    }
+
+    /// The float value at an input position, which may be merged, and whether it is.
+    pub(super) fn merged(&self, builder: &mut Builder, index: usize) -> Result<(ValueId, bool), GraphError> {
+        match self.merged_value(builder, index) {
+            Some(value) => Ok((value, true)),
+            None => Ok((self.value(builder, index)?, false)),
+        }
+    }
+
+    /// The value at an input position if it is merged.
+    pub(super) fn merged_value(&self, builder: &Builder, index: usize) -> Option<ValueId> {
+        match self.named(builder, index) {
+            Some(NamedValue::Float(value)) if builder.merged.contains(value) => Some(*value),
+            _ => None,
         }
     }
 

@@ -37,6 +37,8 @@ fn constant_inputs(op: &str) -> &'static [usize] {
 pub(super) struct Roles<'a> {
     /// Operands that must be constant.
     constants: HashSet<&'a str>,
+    /// Tensors that nodes compute; the exporter may fold their shapes.
+    computed: HashSet<&'a str>,
     /// Metadata by name, if PyTorch's exporter wrote any kind.
     exported: Option<HashMap<&'a str, &'a ValueInfoProto>>,
     /// Whether PyTorch's earlier exporter wrote the model.
@@ -46,15 +48,26 @@ pub(super) struct Roles<'a> {
 impl<'a> Roles<'a> {
     pub(super) fn of(model: &'a ModelProto, graph: &'a GraphProto) -> Roles<'a> {
         let mut constants = HashSet::new();
+        // Exporters write equal tensors once and give the second one a name by Identity.
+        let aliases: HashMap<&str, &str> = graph
+            .node
+            .iter()
+            .filter(|node| node.op_type() == "Identity")
+            .filter_map(|node| Some((node.output.first()?.as_str(), node.input.first()?.as_str())))
+            .collect();
         for node in &graph.node {
             let needed = constant_inputs(node.op_type()).iter().filter_map(|index| node.input.get(*index));
-            constants.extend(needed.map(String::as_str));
+            constants.extend(needed.flat_map(|name| {
+                let name = name.as_str();
+                [name, aliases.get(name).copied().unwrap_or(name)]
+            }));
         }
         let infos: HashMap<&str, &ValueInfoProto> =
             graph.value_info.iter().chain(&graph.input).map(|info| (info.name(), info)).collect();
         let exported = infos.values().any(|info| entry(&info.metadata_props, KIND).is_some());
         Roles {
             constants,
+            computed: graph.node.iter().flat_map(|node| &node.output).map(String::as_str).collect(),
             keeps_scalars: !exported && model.producer_name() == "pytorch",
             exported: exported.then_some(infos),
         }
@@ -71,7 +84,9 @@ impl<'a> Roles<'a> {
         let metadata = infos.get(name).map(|info| info.metadata_props.as_slice()).unwrap_or_default();
         match (entry(metadata, KIND), entry(metadata, FOLDED_FROM)) {
             (Some(kind), _) => kind == "PARAMETER",
-            (None, Some(origins)) => origins.split(['[', ']', ',', '\'', ' ']).any(names_parameter),
+            (None, Some(origins)) => origins
+                .split(['[', ']', ',', '\'', ' '])
+                .any(|origin| names_parameter(origin) && !self.computed.contains(origin)),
             (None, None) => false,
         }
     }

@@ -6,9 +6,13 @@ use super::ints::Size;
 use super::{Binary, Dim, GraphError, Op, Unary, ValueId, shape};
 
 pub(super) fn matmul(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
-    let (left, right) = (call.float(b, 0)?, call.float(b, 1)?);
+    let ((left, is_merged), right) = (call.merged(b, 0)?, call.float(b, 1)?);
     call.finish(2)?;
-    product(b, &call, left, right)
+    if is_merged && b.dims(right).len() != 2 {
+        return Err(call.site.mixes_rows("a reshape merged the batch with another axis"));
+    }
+    let out = product(b, &call, left, right)?;
+    Ok(b.mark(out, is_merged))
 }
 
 /// Appends a matrix product.
@@ -99,13 +103,16 @@ fn pad_rank(dims: &[Dim], rank: usize) -> Vec<Dim> {
 }
 
 pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
-    let (mut left, mut right) = (call.float(b, 0)?, call.float(b, 1)?);
+    let ((mut left, is_merged), mut right) = (call.merged(b, 0)?, call.float(b, 1)?);
     let bias = call.float_optional(b, 2)?;
     let alpha = call.float_attribute("alpha", 1.0)?;
     let beta = call.float_attribute("beta", 1.0)?;
     let turns = [call.int("transA", 0)? != 0, call.int("transB", 0)? != 0];
     call.finish(3)?;
-    for (side, turn) in [&mut left, &mut right].into_iter().zip(turns) {
+    if is_merged && turns[0] {
+        return Err(call.site.mixes_rows("a reshape merged the batch with another axis"));
+    }
+    for (side, turn) in [&mut left, &mut right].into_iter().zip(turns).skip(usize::from(is_merged)) {
         let dims = b.dims(*side).to_vec();
         let [rows, columns] = dims[..] else {
             return Err(call.site.shape(format!("{} is not a matrix", shape::display(&dims))));
@@ -119,7 +126,7 @@ pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     if alpha != 1.0 {
         out = apply(b, &call, Unary::Scale(alpha), out)?;
     }
-    let Some(mut bias) = bias else { return Ok(out) };
+    let Some(mut bias) = bias else { return Ok(b.mark(out, is_merged)) };
     if beta != 1.0 {
         bias = apply(b, &call, Unary::Scale(beta), bias)?;
     }
@@ -131,11 +138,12 @@ pub(super) fn gemm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
             shape::display(&dims)
         )));
     }
-    join(b, &call, Binary::Add, out, bias)
+    let out = join(b, &call, Binary::Add, out, bias)?;
+    Ok(b.mark(out, is_merged))
 }
 
 pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
-    let input = call.float(b, 0)?;
+    let (input, is_merged) = call.merged(b, 0)?;
     let target = call.needed_numbers(b, 1)?.elements.clone();
     // With allowzero a 0 is an empty dimension, otherwise it copies the input's.
     if call.int("allowzero", 0)? != 0 && target.contains(&Size::plain(0)) {
@@ -157,8 +165,45 @@ pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
             },
         })
         .collect::<Result<Vec<_>, _>>()?;
-    let dims = shape::reshape(&from, &to, &call.site)?;
+    if is_merged && target.contains(&Size::plain(0)) {
+        return Err(call.site.mixes_rows("a reshape merged the batch with another axis"));
+    }
+    let dims = match shape::reshape(&from, &to, &call.site) {
+        Ok(dims) => dims,
+        Err(error @ GraphError::MixesRows { .. }) => return merge(b, &call, input, &to).ok_or(error)?,
+        Err(error) => return Err(error),
+    };
+    if is_merged {
+        // A value of its own, whose rows are apart again.
+        return b.push(Op::Reshape, &[input], dims, &call.site);
+    }
     b.reshape(input, dims, &call.site)
+}
+
+/// A reshape of `[steps, rows, …]` to `[steps · rows, width]`, as attention layers write it before a product.
+fn merge(
+    b: &mut Builder,
+    call: &Call<'_>,
+    input: ValueId,
+    to: &[Option<Dim>],
+) -> Option<Result<ValueId, GraphError>> {
+    let [Dim::Fixed(steps), Dim::Rows(factor), ..] = *b.dims(input) else { return None };
+    let [first, width] = to else { return None };
+    let all = steps.checked_mul(factor).map(Dim::Rows);
+    if first.is_some() && *first != all {
+        return None;
+    }
+    let rest = shape::elements_at(&b.dims(input)[2..], 1);
+    if width.is_some_and(|width| width != Dim::Fixed(rest)) {
+        return None;
+    }
+    let dims = vec![Dim::Fixed(steps), Dim::Rows(factor), Dim::Fixed(rest)];
+    let value = match b.dims(input) == dims {
+        // A value of its own, since the unmerged one keeps its meaning.
+        true => b.push(Op::Reshape, &[input], dims, &call.site),
+        false => b.reshape(input, dims, &call.site),
+    };
+    Some(value.map(|value| b.mark(value, true)))
 }
 
 pub(super) fn flatten(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {

@@ -112,13 +112,18 @@ fn select(b: &Builder, call: &Call<'_>) -> Result<Ints, GraphError> {
 
 /// The dimensions of a value.
 pub(super) fn shape_of(b: &Builder, mut call: Call<'_>) -> Folded {
-    let input = call.float(b, 0)?;
+    let merged = call.merged_value(b, 0);
+    let input = merged.map_or_else(|| call.float(b, 0), Ok)?;
     let sizes = b.dims(input).iter().map(|dim| match *dim {
         // The limits on a value bound it.
         Dim::Fixed(size) => Size::plain(size as i64),
         Dim::Rows(factor) => Size { rows: factor as i64, plain: 0 },
     });
-    let sizes: Vec<Size> = sizes.collect();
+    let mut sizes: Vec<Size> = sizes.collect();
+    if merged.is_some() {
+        let steps = sizes.remove(0);
+        sizes[0] = sizes[0].mul(steps).ok_or_else(|| depends_on_rows(&call.site))?;
+    }
     part_of_shape(&mut call, sizes).map(NamedValue::Ints)
 }
 

@@ -99,6 +99,18 @@ pub(super) fn sequences() -> Vec<Case> {
             }
         }
     }
+    cases.push(case("steps merged with rows around a product", 17, &[3, 4], |p, x| {
+        let (w, v, bias) = (p.param(&[4]), p.param(&[4, 4]), p.param(&[4]));
+        let scaled = p.node("Mul", &[x, &w], vec![]);
+        let steps = p.node("Transpose", &[&scaled], vec![ints("perm", &[1, 0, 2])]);
+        let (flat, apart) = (p.shape(&[-1, 4]), p.shape(&[3, -1, 2, 2]));
+        let merged = p.node("Reshape", &[&steps, &flat], vec![]);
+        let product = p.node("Gemm", &[&merged, &v, &bias], vec![int("transB", 1)]);
+        let product = p.node("MatMul", &[&product, &v], vec![]);
+        let sum = p.node("Add", &[&bias, &product], vec![]);
+        let heads = p.node("Reshape", &[&sum, &apart], vec![]);
+        p.node("Transpose", &[&heads], vec![ints("perm", &[1, 0, 2, 3])])
+    }));
     cases.push(case("Attention of four axes", 23, &[2, 3, 4], |p, x| {
         let w = p.param(&[4]);
         let query = p.node("Mul", &[x, &w], vec![]);
