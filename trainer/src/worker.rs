@@ -252,7 +252,8 @@ fn evaluate(
 ) -> Result<Option<EpochEnd>> {
     let mut partial = Partial::default();
     loop {
-        let leave = session.leave_wanted() || session.preempted();
+        // A worker that joins waits for the end: each new membership epoch begins the evaluation again.
+        let leave = session.preempted();
         let stop = session.stop_wanted();
         let round = session.step(|| replica.evaluate(&mut partial, ring, leave, stop))?;
         if round.complete {
