@@ -249,15 +249,25 @@ impl Session {
     /// Leaves in order, with the state after `step` steps; waits until the coordinator has taken note.
     pub(crate) fn leave(&mut self, step: u64) -> Result<()> {
         self.send(from_worker::Message::Leaving(proto::Leaving { step }))?;
-        let deadline = Instant::now() + LEAVE_TIMEOUT;
-        while Instant::now() < deadline {
+        self.end_within(LEAVE_TIMEOUT);
+        Ok(())
+    }
+
+    /// How the session has ended, or does within `limit`: with the job, or with the coordinator's loss. None if
+    /// it goes on. Other notices are dropped.
+    pub(crate) fn end_within(&mut self, limit: Duration) -> Option<Result<()>> {
+        let deadline = Instant::now() + limit;
+        loop {
             match self.notices.try_recv() {
-                Ok(Notice::Lost(_) | Notice::Done) | Err(mpsc::error::TryRecvError::Disconnected) => break,
+                Ok(Notice::Done) => return Some(Ok(())),
+                Ok(Notice::Lost(reason)) => return Some(Err(self.lost(reason))),
                 Ok(_) => {}
-                Err(mpsc::error::TryRecvError::Empty) => std::thread::sleep(LEAVE_POLL),
+                Err(mpsc::error::TryRecvError::Empty) if Instant::now() < deadline => {
+                    std::thread::sleep(LEAVE_POLL);
+                }
+                Err(_) => return None,
             }
         }
-        Ok(())
     }
 
     /// Whether this worker was asked to leave: its machine is needed elsewhere.
@@ -538,6 +548,15 @@ mod tests {
         assert!(matches!(ended([Notice::Done]).finish(5, false), Ok(Ending::Done)));
         let mut lost = ended([Notice::Broken(1), Notice::Lost("closed the stream".to_owned())]);
         assert!(matches!(lost.arrive(5, Reason::Broken, None), Err(Error::CoordinatorLost { .. })));
+    }
+
+    #[test]
+    fn the_end_of_a_session_is_found_behind_other_notices() {
+        let lost = || Notice::Lost("closed the stream".to_owned());
+        let now = Duration::ZERO;
+        assert!(matches!(ended([Notice::Broken(1), lost()]).end_within(now), Some(Err(_))));
+        assert!(matches!(ended([Notice::Broken(1), Notice::Done]).end_within(now), Some(Ok(()))));
+        assert!(ended([Notice::Broken(1)]).end_within(now).is_none());
     }
 
     /// A coordinator that accepts a worker with an assignment of that many bytes.

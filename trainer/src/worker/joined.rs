@@ -187,12 +187,21 @@ fn attempt(
     match result {
         Ok(Part::Done) => Ok(Ended::Job(JoinEnd::Done)),
         Ok(Part::Left) => Ok(Ended::Job(JoinEnd::Left)),
-        Err(error @ Error::CoordinatorLost { .. }) => Ok(Ended::Lost(error)),
+        // Another coordinator runs the job now, and this one will end.
+        Err(error @ (Error::CoordinatorLost { .. } | Error::Busy { .. })) => Ok(Ended::Lost(error)),
         Err(error) => {
+            // The error may follow from the coordinator's loss: another one writes to the volumes. Before the first
+            // step, the loss may not be noticed yet.
+            let end = session.end_within(if is_loaded { Duration::ZERO } else { join.silence });
+            if let Some(Err(lost)) = end {
+                return Ok(Ended::Lost(lost));
+            }
             // Before its first step, a worker of another machine may have settings that are wrong here alone.
             let alone = !is_loaded || error.is_local() || is_own_place(&error);
-            // The answer is the end of the stream.
-            let _ = session.fail(error.one_line(), exit_code(&error), alone);
+            if end.is_none() {
+                // The answer is the end of the stream.
+                let _ = session.fail(error.one_line(), exit_code(&error), alone);
+            }
             Err(NotAdmitted::Ever(error))
         }
     }
