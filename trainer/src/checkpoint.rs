@@ -307,6 +307,21 @@ impl Checkpoints {
     /// Adds `state` to the run's checkpoints, replaces one of the same step, and removes the oldest beyond
     /// the number to keep. Durable when it returns.
     pub(crate) fn write(&self, state: &RunState, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
+        self.add(state, layout, finish, false)
+    }
+
+    /// Like [`Checkpoints::write`], unless the run has a checkpoint of this step or of a later one.
+    pub(crate) fn write_if_newest(&self, state: &RunState, layout: &ParamLayout) -> Result<()> {
+        self.add(state, layout, None, true)
+    }
+
+    fn add(
+        &self,
+        state: &RunState,
+        layout: &ParamLayout,
+        finish: Option<Finish>,
+        if_newest: bool,
+    ) -> Result<()> {
         let folder = format!("{}/{:012}", directory(&self.run), state.step);
         let path = format!("{}/{folder}", self.folder());
         let bytes = state
@@ -318,6 +333,9 @@ impl Checkpoints {
                 Some((bytes, record)) => (Some(bytes), record),
                 None => (None, RunRecord::new(&self.run)),
             };
+            if if_newest && record.kept.iter().any(|kept| kept.step >= state.step) {
+                return Ok(());
+            }
             record.finished = finish.is_some();
             let (mut dropped, others): (Vec<CheckpointEntry>, Vec<CheckpointEntry>) =
                 std::mem::take(&mut record.kept).into_iter().partition(|kept| kept.step == state.step);

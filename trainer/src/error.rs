@@ -210,6 +210,7 @@ impl Error {
                     | E::Metadata { .. }
                     | E::Failed { .. }
                     | E::Busy { .. }
+                    | E::StoreAway { .. }
                     | E::Stale { .. } => true,
                     // A missing or damaged object affects every worker.
                     E::Object(source) => error.is_store_trouble() || has_io(source.as_ref()),

@@ -423,6 +423,12 @@ impl Replica {
         self.checkpoints.write(&self.state(), self.engine.layout(), finish)
     }
 
+    /// Writes a checkpoint, unless the run has one of this step or of a later one.
+    pub(crate) fn checkpoint_if_newest(&mut self) -> Result<()> {
+        self.close()?;
+        self.checkpoints.write_if_newest(&self.state(), self.engine.layout())
+    }
+
     /// Waits for the checkpoint that is being written, if any.
     pub(crate) fn close(&mut self) -> Result<()> {
         match self.writing.take().map(JoinHandle::join) {

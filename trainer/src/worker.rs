@@ -161,9 +161,12 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
             Barrier::Formed(formed) => formed,
             Barrier::Done => return replica.close().map(|()| Part::Done),
             Barrier::Preempted => {
-                // The others have this state, too, unless they leave as well.
-                if lead {
-                    replica.checkpoint(None)?;
+                // The others have this state, too, unless they leave as well. After a broken epoch they may be gone,
+                // or ahead.
+                match reason {
+                    Reason::Broken => replica.checkpoint_if_newest()?,
+                    Reason::Left if lead => replica.checkpoint(None)?,
+                    Reason::Left | Reason::Fresh => {}
                 }
                 replica.close()?;
                 session.leave(replica.step())?;
@@ -252,7 +255,8 @@ fn evaluate(
 ) -> Result<Option<EpochEnd>> {
     let mut partial = Partial::default();
     loop {
-        let leave = session.leave_wanted() || session.preempted();
+        // A worker that joins waits for the end: each new membership epoch begins the evaluation again.
+        let leave = session.preempted();
         let stop = session.stop_wanted();
         let round = session.step(|| replica.evaluate(&mut partial, ring, leave, stop))?;
         if round.complete {

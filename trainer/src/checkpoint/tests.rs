@@ -117,6 +117,20 @@ fn damaged_checkpoint_is_skipped() {
 }
 
 #[test]
+fn a_leaving_worker_that_is_behind_changes_no_checkpoint() {
+    let home = tempfile::tempdir().unwrap();
+    let run = checkpoints(&datafs(home.path()), "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.write_if_newest(&state(10), &layout()).unwrap();
+    assert_eq!(newest(&run, 99), Some(10));
+    run.write(&state(20), &layout(), None).unwrap();
+    let before = run.run_record().unwrap().unwrap().0;
+    run.write_if_newest(&state(15), &layout()).unwrap();
+    run.write_if_newest(&state(20), &layout()).unwrap();
+    assert_eq!(run.run_record().unwrap().unwrap().0, before);
+}
+
+#[test]
 fn removed_checkpoints_free_their_space_without_the_background_collection() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");

@@ -394,7 +394,8 @@ impl Actor<'_> {
                         "ring broke: rank missing"
                     );
                 }
-                self.membership.arrived(member, arrive.step, reason, now);
+                let suspect = arrive.suspect_rank.map(|rank| (arrive.epoch, rank));
+                self.membership.arrived(member, arrive.step, reason, suspect, now);
             }
             from_worker::Message::Progress(progress) => {
                 self.membership.record_contact(member, now);

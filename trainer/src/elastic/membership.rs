@@ -163,7 +163,11 @@ pub(crate) struct Membership {
     epoch: u64,
     in_epoch: BTreeSet<MemberId>,
     /// The members of the newest epoch as it formed, in rank order.
-    formed: Vec<Peer>,
+    formed: Vec<(MemberId, Peer)>,
+    /// Members of the newest epoch that reported a missing rank, with the member that has it.
+    suspects: BTreeMap<MemberId, MemberId>,
+    /// How many reports blamed a member when the epoch before broke without progress.
+    blamed: BTreeMap<MemberId, usize>,
     /// Since when the current epoch is over; none once the next one has formed.
     closing: Option<Instant>,
     reform_told: bool,
@@ -202,6 +206,8 @@ impl Membership {
             epoch: 0,
             in_epoch: BTreeSet::new(),
             formed: Vec::new(),
+            suspects: BTreeMap::new(),
+            blamed: BTreeMap::new(),
             closing: None,
             reform_told: false,
             stopping: None,
@@ -318,7 +324,11 @@ impl Membership {
 
     /// The member that has that rank in the newest epoch, for messages.
     pub(crate) fn describe(&self, epoch: u64, rank: u32) -> Option<Peer> {
-        if epoch == self.epoch { self.formed.get(rank as usize).cloned() } else { None }
+        self.formed_as(epoch, rank).map(|(_, peer)| peer.clone())
+    }
+
+    fn formed_as(&self, epoch: u64, rank: u32) -> Option<&(MemberId, Peer)> {
+        if epoch == self.epoch { self.formed.get(rank as usize) } else { None }
     }
 
     /// Workers that have to join before the next epoch can form; 0 while one runs. Launched workers that are
@@ -388,8 +398,17 @@ impl Membership {
         self.furthest = self.furthest.max(step);
     }
 
-    /// A member waits at the barrier with the state after `step` steps.
-    pub(crate) fn arrived(&mut self, id: MemberId, step: u64, reason: Reason, now: Instant) {
+    /// A member waits at the barrier with the state after `step` steps. `suspect` is the epoch and the rank that
+    /// broke its ring.
+    pub(crate) fn arrived(
+        &mut self,
+        id: MemberId,
+        step: u64,
+        reason: Reason,
+        suspect: Option<(u64, u32)>,
+        now: Instant,
+    ) {
+        let suspect = suspect.and_then(|(epoch, rank)| self.formed_as(epoch, rank)).map(|(id, _)| *id);
         let Some(member) = self.members.get_mut(&id) else { return };
         member.heard = now;
         member.arrived = Some(step);
@@ -398,6 +417,7 @@ impl Membership {
         if self.in_epoch.contains(&id) {
             self.closing.get_or_insert(now);
             if reason == Reason::Broken {
+                self.suspects.extend(suspect.map(|suspect| (id, suspect)));
                 self.send_broken();
             }
         }
@@ -669,14 +689,19 @@ impl Membership {
         if self.epoch == 0 && !everyone && now < self.started + self.rules.start_timeout {
             return;
         }
+        if let Some(id) = self.take_blamed() {
+            let reason = "broke two rings in succession: other workers do not reach its ring port, or it does not \
+                          reach theirs; check --advertise and firewalls";
+            return self.lost(id, reason, now);
+        }
         self.epoch += 1;
         self.closing = None;
         self.reform_told = false;
         self.in_epoch =
             self.members.iter().filter(|(_, member)| member.arrived.is_some()).map(|(id, _)| *id).collect();
         let ranked: Vec<MemberId> = self.by_rank().map(|(id, _)| id).collect();
-        let peers: Vec<Peer> = self.by_rank().map(|(_, member)| member.peer()).collect();
-        self.formed.clone_from(&peers);
+        self.formed = self.by_rank().map(|(id, member)| (id, member.peer())).collect();
+        let peers: Vec<Peer> = self.formed.iter().map(|(_, peer)| peer.clone()).collect();
         for (rank, id) in ranked.into_iter().enumerate() {
             if let Some(member) = self.members.get_mut(&id) {
                 member.arrived = None;
@@ -684,6 +709,42 @@ impl Membership {
             }
             let epoch = self.epoch;
             self.send(id, Message::Formed { epoch, rank, peers: peers.clone() });
+        }
+    }
+
+    /// The worker of another machine that keeps rings from forming: the one that reports of two successive
+    /// epochs without progress blame most, the newest of several.
+    fn take_blamed(&mut self) -> Option<MemberId> {
+        let suspects = std::mem::take(&mut self.suspects);
+        let before = std::mem::take(&mut self.blamed);
+        let began = self.formed.iter().map(|(_, peer)| peer.step).max();
+        if self.by_rank().filter_map(|(_, member)| member.arrived).max() > began {
+            return None;
+        }
+        let mut blamed = BTreeMap::new();
+        for (reporter, suspect) in &suspects {
+            let mutual = suspects.get(suspect) == Some(reporter);
+            if let Some(id) = self.blame(*reporter, *suspect, mutual) {
+                *blamed.entry(id).or_insert(0) += 1;
+            }
+        }
+        let twice = blamed.iter().filter_map(|(id, now)| before.get(id).map(|then| (now + then, *id)));
+        let worst = twice.max().map(|(_, id)| id);
+        if worst.is_none() {
+            self.blamed = blamed;
+        }
+        worst
+    }
+
+    /// The end of a broken connection that is blamed. A launched worker never is: it is not the one whose
+    /// network may be another.
+    fn blame(&self, reporter: MemberId, suspect: MemberId, mutual: bool) -> Option<MemberId> {
+        let in_place = |id: &MemberId| self.members.get(id).is_some_and(|member| self.is_place(member.slot));
+        match (in_place(&reporter), in_place(&suspect)) {
+            (true, true) if mutual => Some(reporter.max(suspect)),
+            (_, true) => Some(suspect),
+            (true, false) => Some(reporter),
+            (false, false) => None,
         }
     }
 

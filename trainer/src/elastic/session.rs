@@ -207,7 +207,7 @@ impl Session {
             Reason::Left => proto::Reason::Left,
             Reason::Broken => proto::Reason::Broken,
         });
-        self.send(from_worker::Message::Arrive(arrive))?;
+        self.send_or_end(from_worker::Message::Arrive(arrive));
         loop {
             match self.notice()? {
                 Notice::Formed(formed) => {
@@ -223,7 +223,7 @@ impl Session {
 
     /// Reports that nothing is left to compute, and waits for the other members.
     pub(crate) fn finish(&mut self, step: u64, stopped: bool) -> Result<Ending> {
-        self.send(from_worker::Message::Finished(proto::Finished { step, stopped }))?;
+        self.send_or_end(from_worker::Message::Finished(proto::Finished { step, stopped }));
         loop {
             match self.notice()? {
                 Notice::Done => return Ok(Ending::Done),
@@ -249,15 +249,25 @@ impl Session {
     /// Leaves in order, with the state after `step` steps; waits until the coordinator has taken note.
     pub(crate) fn leave(&mut self, step: u64) -> Result<()> {
         self.send(from_worker::Message::Leaving(proto::Leaving { step }))?;
-        let deadline = Instant::now() + LEAVE_TIMEOUT;
-        while Instant::now() < deadline {
+        self.end_within(LEAVE_TIMEOUT);
+        Ok(())
+    }
+
+    /// How the session has ended, or does within `limit`: with the job, or with the coordinator's loss. None if
+    /// it goes on. Other notices are dropped.
+    pub(crate) fn end_within(&mut self, limit: Duration) -> Option<Result<()>> {
+        let deadline = Instant::now() + limit;
+        loop {
             match self.notices.try_recv() {
-                Ok(Notice::Lost(_) | Notice::Done) | Err(mpsc::error::TryRecvError::Disconnected) => break,
+                Ok(Notice::Done) => return Some(Ok(())),
+                Ok(Notice::Lost(reason)) => return Some(Err(self.lost(reason))),
                 Ok(_) => {}
-                Err(mpsc::error::TryRecvError::Empty) => std::thread::sleep(LEAVE_POLL),
+                Err(mpsc::error::TryRecvError::Empty) if Instant::now() < deadline => {
+                    std::thread::sleep(LEAVE_POLL);
+                }
+                Err(_) => return None,
             }
         }
-        Ok(())
     }
 
     /// Whether this worker was asked to leave: its machine is needed elsewhere.
@@ -286,6 +296,14 @@ impl Session {
     /// Reports progress. Never blocks; only the newest report is sent.
     pub(crate) fn report(&self, report: Report) {
         self.reports.send_replace(Some(report));
+    }
+
+    /// Sends a message whose answer the caller then awaits. On a stream that has ended, the answer is the notice
+    /// of that end: the coordinator may have said before that the job is over.
+    fn send_or_end(&self, message: from_worker::Message) {
+        if let Err(error) = self.send(message) {
+            tracing::debug!(error = error.one_line(), "the stream to the coordinator has ended");
+        }
     }
 
     fn send(&self, message: from_worker::Message) -> Result<()> {
@@ -503,6 +521,42 @@ mod tests {
         assert_eq!([tick(1, 500), tick(1, 500), tick(1, 500)], [0, 500, 1_000]);
         assert_eq!([tick(1, 60_000), tick(1, 500)], [2_000, 2_500]);
         assert_eq!([tick(3, 500), tick(4, 500), tick(4, 500)], [0, 0, 0]);
+    }
+
+    /// A session whose stream has ended after these notices.
+    fn ended(told: impl IntoIterator<Item = Notice>) -> Session {
+        let (outgoing, _) = mpsc::channel(1);
+        let (notify, notices) = mpsc::unbounded_channel();
+        for notice in told {
+            assert!(notify.send(notice).is_ok());
+        }
+        Session {
+            address: "127.0.0.1:1".to_owned(),
+            outgoing,
+            notices,
+            flags: Arc::default(),
+            reports: watch::channel(None).0,
+            epoch: 1,
+            _over: CancellationToken::new().drop_guard(),
+        }
+    }
+
+    #[test]
+    fn done_before_the_end_of_the_stream_is_not_a_lost_coordinator() {
+        let mut session = ended([Notice::Done]);
+        assert!(matches!(session.arrive(5, Reason::Left, None), Ok(Barrier::Done)));
+        assert!(matches!(ended([Notice::Done]).finish(5, false), Ok(Ending::Done)));
+        let mut lost = ended([Notice::Broken(1), Notice::Lost("closed the stream".to_owned())]);
+        assert!(matches!(lost.arrive(5, Reason::Broken, None), Err(Error::CoordinatorLost { .. })));
+    }
+
+    #[test]
+    fn the_end_of_a_session_is_found_behind_other_notices() {
+        let lost = || Notice::Lost("closed the stream".to_owned());
+        let now = Duration::ZERO;
+        assert!(matches!(ended([Notice::Broken(1), lost()]).end_within(now), Some(Err(_))));
+        assert!(matches!(ended([Notice::Broken(1), Notice::Done]).end_within(now), Some(Ok(()))));
+        assert!(ended([Notice::Broken(1)]).end_within(now).is_none());
     }
 
     /// A coordinator that accepts a worker with an assignment of that many bytes.

@@ -50,7 +50,14 @@ impl SimulatedJob {
     }
 
     fn arrive(&mut self, member: MemberId, step: u64, reason: Reason) -> Vec<Action> {
-        self.membership.arrived(member, step, reason, self.now);
+        self.membership.arrived(member, step, reason, None, self.now);
+        self.membership.take_actions()
+    }
+
+    /// A member arrives because it misses that rank.
+    fn suspect(&mut self, member: MemberId, step: u64, rank: u32) -> Vec<Action> {
+        let suspect = Some((self.membership.epoch(), rank));
+        self.membership.arrived(member, step, Reason::Broken, suspect, self.now);
         self.membership.take_actions()
     }
 
@@ -491,4 +498,92 @@ fn launched_workers_that_are_too_few_for_ever_end_the_job() {
     let actions = job.membership.take_actions();
     let reason = "exited with code 1; 1 left of workers_min = 2".to_owned();
     assert!(actions.contains(&Action::End(Verdict::WorkersLost { reason, exit_code: 1 })), "{actions:?}");
+}
+
+/// The members of other machines whose streams the coordinator ends.
+fn closed(actions: &[Action]) -> Vec<MemberId> {
+    actions
+        .iter()
+        .filter_map(|action| match action {
+            Action::Close { member, lost: true, .. } => Some(*member),
+            _ => None,
+        })
+        .collect()
+}
+
+/// A job of three workers of other machines that has reached step 5.
+fn three_joined() -> (SimulatedJob, [MemberId; 3]) {
+    let mut job = SimulatedJob::listening(3, 3);
+    let members = [1, 2, 3].map(|pid| job.admit(pid).unwrap());
+    for member in members {
+        job.arrive(member, 5, Reason::Fresh);
+    }
+    assert_eq!(job.membership.epoch(), 1);
+    job.membership.take_actions();
+    (job, members)
+}
+
+#[test]
+fn a_joined_worker_that_breaks_two_rings_without_progress_is_lost() {
+    let (mut job, launched) = SimulatedJob::running(2);
+    let now = Instant::now();
+    job.membership = Membership::new(Rules { places: 1, ..rules(2) }, now);
+    job.now = now;
+    job.pass(Duration::from_millis(50), &[]);
+    assert_eq!([job.join(0, 1), job.join(1, 2)], launched[..]);
+    let joiner = job.admit(3).unwrap();
+    for member in [launched[0], launched[1], joiner] {
+        job.arrive(member, 5, Reason::Fresh);
+    }
+    // The launched worker before the joiner and the joiner itself suspect each other.
+    for epoch in [1, 2] {
+        assert_eq!(job.membership.epoch(), epoch);
+        job.suspect(launched[0], 5, 1);
+        assert!(closed(&job.suspect(joiner, 5, 1)).is_empty());
+        let actions = job.suspect(launched[1], 5, 2);
+        let lost = if epoch == 2 { vec![joiner] } else { vec![] };
+        assert_eq!(closed(&actions), lost, "{actions:?}");
+    }
+    assert_eq!(job.membership.epoch(), 3);
+    assert_eq!(job.membership.pids().len(), 2);
+    assert_eq!(job.membership.respawns(), 0);
+}
+
+#[test]
+fn a_suspect_is_kept_after_one_broken_ring_or_progress() {
+    let (mut job, [first, second, third]) = three_joined();
+    for step in [5, 6, 7] {
+        job.arrive(third, step, Reason::Broken);
+        job.arrive(first, step, Reason::Broken);
+        assert!(closed(&job.suspect(second, step, 2)).is_empty());
+    }
+    // An epoch that breaks for another reason begins the count again.
+    for member in [first, second, third] {
+        assert!(closed(&job.arrive(member, 7, Reason::Broken)).is_empty());
+    }
+    job.arrive(first, 7, Reason::Broken);
+    job.arrive(third, 7, Reason::Broken);
+    assert!(closed(&job.suspect(second, 7, 2)).is_empty());
+    assert_eq!(job.membership.lost_total(), 0);
+}
+
+#[test]
+fn the_newest_of_two_workers_that_suspect_each_other_is_lost() {
+    let (mut job, [first, second, third]) = three_joined();
+    let mut lost = Vec::new();
+    for _ in 0..2 {
+        job.suspect(first, 5, 1);
+        job.suspect(second, 5, 2);
+        lost.extend(closed(&job.suspect(third, 5, 1)));
+    }
+    assert_eq!(lost, [third]);
+    // A later member that only follows the others is not at fault.
+    let (mut job, [first, second, third]) = three_joined();
+    let mut lost = Vec::new();
+    for _ in 0..2 {
+        job.suspect(first, 5, 1);
+        job.suspect(second, 5, 0);
+        lost.extend(closed(&job.suspect(third, 5, 1)));
+    }
+    assert_eq!(lost, [second]);
 }

@@ -187,12 +187,21 @@ fn attempt(
     match result {
         Ok(Part::Done) => Ok(Ended::Job(JoinEnd::Done)),
         Ok(Part::Left) => Ok(Ended::Job(JoinEnd::Left)),
-        Err(error @ Error::CoordinatorLost { .. }) => Ok(Ended::Lost(error)),
+        // Another coordinator runs the job now, and this one will end.
+        Err(error @ (Error::CoordinatorLost { .. } | Error::Busy { .. })) => Ok(Ended::Lost(error)),
         Err(error) => {
+            // The error may follow from the coordinator's loss: another one writes to the volumes. Before the first
+            // step, the loss may not be noticed yet.
+            let end = session.end_within(if is_loaded { Duration::ZERO } else { join.silence });
+            if let Some(Err(lost)) = end {
+                return Ok(Ended::Lost(lost));
+            }
             // Before its first step, a worker of another machine may have settings that are wrong here alone.
-            let alone = !is_loaded || error.is_local();
-            // The answer is the end of the stream.
-            let _ = session.fail(error.one_line(), exit_code(&error), alone);
+            let alone = !is_loaded || error.is_local() || is_own_place(&error);
+            if end.is_none() {
+                // The answer is the end of the stream.
+                let _ = session.fail(error.one_line(), exit_code(&error), alone);
+            }
             Err(NotAdmitted::Ever(error))
         }
     }
@@ -238,7 +247,37 @@ fn check_volumes(datafs: &Datafs, assignment: &Assignment) -> Result<()> {
 
 /// Whether a volume does not exist.
 fn is_missing(error: &Error) -> bool {
-    millrace_leaf::error_chain::causes(error)
-        .filter_map(|cause| cause.downcast_ref::<millrace_datafs::Error>())
-        .any(|cause| matches!(cause, millrace_datafs::Error::NotFound { .. }))
+    of_datafs(error).any(|cause| matches!(cause, millrace_datafs::Error::NotFound { .. }))
+}
+
+/// Whether this machine's home or disk, which other workers do not share, cannot take a write.
+fn is_own_place(error: &Error) -> bool {
+    use millrace_datafs::Error as E;
+    of_datafs(error)
+        .any(|cause| matches!(cause, E::NotWritable { .. } | E::NoSpace { .. } | E::NoSpaceToCommit { .. }))
+}
+
+fn of_datafs(error: &Error) -> impl Iterator<Item = &millrace_datafs::Error> {
+    millrace_leaf::error_chain::causes(error).filter_map(|cause| cause.downcast_ref())
+}
+
+#[cfg(test)]
+mod tests {
+    use millrace_datafs::Error as E;
+
+    use super::*;
+
+    #[test]
+    fn a_full_disk_or_a_store_away_concerns_a_joined_worker_alone() {
+        let own = |error: E| {
+            let error = Error::volume("write a checkpoint", error);
+            is_own_place(&error) || error.is_local()
+        };
+        assert!(own(E::NoSpace { place: "/home".into(), quota: false }));
+        let source = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+        assert!(own(E::NotWritable { place: "/home".into(), source }));
+        let source = "timeout".into();
+        assert!(own(E::StoreAway { place: "s3://b".into(), operation: "read", tried_ms: 1, source }));
+        assert!(!own(E::Unsupported("this")));
+    }
 }
