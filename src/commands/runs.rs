@@ -8,6 +8,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::VolumeSpec;
+use millrace_trainer::EpochRecord;
 use millrace_trainer::runs::{self, Run};
 use serde_json::Value;
 
@@ -99,8 +100,16 @@ fn loss(run: &Run) -> String {
     run.epochs.last().map_or(String::new(), |epoch| format!("{:.6}", epoch.loss))
 }
 
+/// The accuracy after an epoch; empty for regression.
+fn accuracy_of(run: &Run, epoch: Option<&EpochRecord>) -> String {
+    let loss = &run.settings["loss"];
+    let loss = loss.as_str().or_else(|| loss["kind"].as_str()).unwrap_or("cross_entropy");
+    let classifies = matches!(loss, "cross_entropy" | "bce");
+    epoch.filter(|_| classifies).map_or(String::new(), |epoch| format!("{:.4}", epoch.accuracy))
+}
+
 fn accuracy(run: &Run) -> String {
-    run.epochs.last().map_or(String::new(), |epoch| format!("{:.4}", epoch.accuracy))
+    accuracy_of(run, run.epochs.last())
 }
 
 fn versions(run: &Run) -> String {
@@ -140,7 +149,7 @@ fn shown(run: &Run) -> String {
             (at + 1).to_string(),
             count(epoch.rows),
             format!("{:.6}", epoch.loss),
-            format!("{:.4}", epoch.accuracy),
+            accuracy_of(run, Some(epoch)),
         ]
     });
     format!("{facts}\n\n{}", table(&["epoch", "rows", "loss", "accuracy"], epochs))

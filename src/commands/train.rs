@@ -1,11 +1,13 @@
 //! `millrace train`, and the `millrace worker` processes that it launches.
 
+use std::collections::BTreeSet;
+
 use anyhow::Result;
 use millrace_trainer::job::JobFile;
 use millrace_trainer::join::{Listen, ServerTls, Token};
 use millrace_trainer::launch::WorkerCommand;
 use millrace_trainer::tensorboard::EventFile;
-use millrace_trainer::{End, Progress, Setup, TrainReport};
+use millrace_trainer::{End, Evaluation, Progress, Setup, TrainReport};
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::TrainArgs;
@@ -44,7 +46,8 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let host = listen.as_ref().and_then(|listen| listen.advertise.clone());
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
-    let (out, mut listening, mut missing, mut evaluated) = (context.out, None, 0, None);
+    let (out, mut listening, mut missing) = (context.out, None, 0);
+    let mut evaluated = BTreeSet::new();
     let report = train_with(context, &job, listen, context.stop.clone(), |progress| {
         if let Some(address) = progress.listening.filter(|_| listening.is_none()) {
             listening = Some(address);
@@ -82,12 +85,11 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
             ("train/workers", progress.worker_pids.len() as f64),
         ];
         write_events(&mut events, progress.step, &values);
-        if let Some(evaluation) = progress.evaluation.filter(|new| evaluated != Some(new.epoch)) {
-            evaluated = Some(evaluation.epoch);
-            let figures: Vec<_> =
-                evaluation.figures().map(|(name, value)| (format!("validation/{name}"), value)).collect();
-            let values: Vec<_> = figures.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
-            write_events(&mut events, evaluation.epoch, &values);
+        // Quick evaluations are seen at the end only.
+        if let Some(evaluation) = progress.evaluation
+            && evaluated.insert(evaluation.epoch)
+        {
+            write_evaluation(&mut events, &evaluation);
         }
     })
     .await;
@@ -95,6 +97,9 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let report = report?;
     for (epoch, loss) in (1..).zip(&report.loss_per_epoch) {
         write_events(&mut events, epoch, &[("epoch/loss", *loss)]);
+    }
+    for evaluation in report.validation.iter().filter(|evaluation| !evaluated.contains(&evaluation.epoch)) {
+        write_evaluation(&mut events, evaluation);
     }
     let ended = match (report.end, report.already_published) {
         (_, true) => "published by an earlier run",
@@ -104,7 +109,8 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
         (End::Stopped, _) => "stopped with a checkpoint, run it again to continue",
     };
     let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
-    let published_best = job.validation.as_ref().is_some_and(|validation| validation.best);
+    let published_best =
+        report.version.is_some() && job.validation.as_ref().is_some_and(|validation| validation.best);
     let last = report.validation.last().map(|last| {
         let names: Vec<&str> = last.figures().map(|(name, _)| name).collect();
         let values: Vec<String> = last.figures().map(|(_, value)| format!("{value:.4}")).collect();
@@ -161,6 +167,13 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     rows.splice(4..4, last.into_iter().chain(best));
     context.out.table(&report, &["job", &report.job], rows)?;
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
+}
+
+fn write_evaluation(events: &mut Option<EventFile>, evaluation: &Evaluation) {
+    let figures: Vec<_> =
+        evaluation.figures().map(|(name, value)| (format!("validation/{name}"), value)).collect();
+    let values: Vec<_> = figures.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
+    write_events(events, evaluation.epoch, &values);
 }
 
 /// Appends values to an event file. A full disk ends the file, not the training.

@@ -127,6 +127,13 @@ impl Columns {
                 None => Ok(()),
             };
         }
+        if self.dictionary.is_some() {
+            // Numbers would be taken for places in the sorted list of texts.
+            return Err(self.bad(format!(
+                "column {:?} is {label}; the labels of the training data are texts",
+                self.label
+            )));
+        }
         if label.is_integer() || *label == DataType::Boolean {
             return Ok(());
         }

@@ -31,7 +31,10 @@ mod tensor;
 mod tests;
 mod wiring;
 
+use std::collections::HashSet;
+
 use millrace_bundle::onnx::ModelProto;
+use millrace_bundle::onnx::tensor_proto::DataType;
 
 pub use error::GraphError;
 pub use read::SUPPORTED_OPERATORS;
@@ -404,6 +407,25 @@ impl Graph {
             shape::elements_at(&value.dims, 1).checked_mul(factor)
         };
         self.values.iter().try_fold(0, |most, value| Some(elements(value)?.max(most)))
+    }
+
+    /// Whether the trained parameters of `model`, which this graph was read from, are not just its float32
+    /// initializers of rank 1 or more that nodes read.
+    pub fn tells_buffers(&self, model: &ModelProto) -> bool {
+        let graph = model.graph.as_ref();
+        let read: HashSet<&str> = graph
+            .iter()
+            .flat_map(|graph| &graph.node)
+            .flat_map(|node| &node.input)
+            .map(String::as_str)
+            .collect();
+        let mut plain = graph.iter().flat_map(|graph| &graph.initializer).filter(|tensor| {
+            tensor.data_type == Some(DataType::Float as i32)
+                && !tensor.dims.is_empty()
+                && read.contains(tensor.name())
+        });
+        self.params.iter().any(|param| param.shape.is_empty())
+            || plain.any(|tensor| self.params.iter().all(|param| param.name != tensor.name()))
     }
 
     /// The parameters of `model`, which this graph was read from, as one flat vector.

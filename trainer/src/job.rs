@@ -420,6 +420,9 @@ impl JobFile {
             checkpoint_every_steps: 0,
             shuffle: &self.shuffle,
             output: &self.output,
+            standardize_labels: self.standardize_labels,
+            freeze: &self.freeze,
+            no_decay: &self.no_decay,
         };
         let text = serde_json::to_string(&former).unwrap_or_default();
         digest_of(&["millrace job 1", &text, model_sha256, data])
@@ -483,6 +486,13 @@ struct FormerJob<'a> {
     checkpoint_every_steps: u64,
     shuffle: &'a Shuffle,
     output: &'a Output,
+    // Jobs of that format had no such keys: with one of them, no former run is this one.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    standardize_labels: bool,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    freeze: &'a [String],
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    no_decay: &'a [String],
 }
 
 #[derive(Serialize)]

@@ -237,15 +237,17 @@ impl Ledger {
         if count.rows != rows {
             return Err(EpochError::Rows { delivered: count.rows, rows });
         }
-        if self.rows > 0 && self.weight() == 0.0 {
+        // The steps since the last epoch may be few: only as many rows as an epoch has tell that none counts.
+        let is_weightless = self.rows > 0 && self.weight() == 0.0;
+        if is_weightless && (self.rows >= rows || self.epochs.is_empty()) {
             return Err(EpochError::Weightless);
         }
         if count.digest != digest {
             return Err(EpochError::Twice { rows });
         }
         // Several epochs may end with one step; the later ones share the figures of the first.
-        let record = match (self.rows, self.epochs.last()) {
-            (0, Some(last)) => EpochRecord { rows: count.rows, ..*last },
+        let record = match (self.rows == 0 || is_weightless, self.epochs.last()) {
+            (true, Some(last)) => EpochRecord { rows: count.rows, ..*last },
             _ => EpochRecord {
                 rows: count.rows,
                 loss: mean(self.loss, self.weight()),

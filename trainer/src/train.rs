@@ -299,9 +299,13 @@ impl Prepared {
         let columns = source::columns(&job, &engine, &labels);
         runtime.block_on(source::probe(&feed, &columns))?;
 
-        let model = model.encode_to_vec();
         let mut data =
             format!("{}#{}", plan.id(), source::snapshot_number(&setup.datafs, &job, &job.dataset)?);
+        if engine.graph().tells_buffers(&model) {
+            // Earlier programs trained the buffers as well: their checkpoints are of another computation.
+            data += " buffers";
+        }
+        let model = model.encode_to_vec();
         let validation_plan = match &job.validation {
             Some(validation) => {
                 let plan = plan_validation(&runtime, &setup.datafs, &job, validation, &columns)?;

@@ -236,6 +236,14 @@ impl Validator {
         }
         let share = |count: u64| count as f64 / sum.rows.saturating_sub(sum.ignored).max(1) as f64;
         let loss = sum.loss / sum.weight;
+        if !loss.is_finite() {
+            return Err(Error::Data {
+                dataset: self.columns.dataset.clone(),
+                reason: format!(
+                    "the validation loss is {loss}: training diverged, or values are out of range"
+                ),
+            });
+        }
         let classes = self.loss.takes_classes();
         Ok(Evaluation {
             epoch,

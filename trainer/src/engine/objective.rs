@@ -143,11 +143,9 @@ impl Objective {
                     return Err(format!("loss.label_smoothing = {label_smoothing}: allowed are 0 to 1"));
                 }
                 if let Some(weight) =
-                    class_weights.iter().find(|weight| !weight.is_finite() || **weight < 0.0)
+                    class_weights.iter().find(|weight| **weight != 0.0 && !WEIGHTS.contains(*weight))
                 {
-                    return Err(format!(
-                        "loss.class_weights has {weight}: allowed are numbers of at least 0"
-                    ));
+                    return Err(format!("loss.class_weights has {weight}: allowed are 0 and 1e-30 to 1e30"));
                 }
                 if !class_weights.is_empty() && class_weights.iter().all(|weight| *weight == 0.0) {
                     return Err("loss.class_weights are all 0: give at least one class a weight".to_owned());
@@ -161,6 +159,9 @@ impl Objective {
         Ok(())
     }
 }
+
+/// Weights of classes: products with losses and slopes stay within f32.
+const WEIGHTS: std::ops::RangeInclusive<f64> = 1e-30..=1e30;
 
 /// The table of an objective with settings.
 #[derive(Serialize, Deserialize)]

@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::OptimError;
 
+/// Bound of numbers that are used as f32.
+const ABOVE_0: &str = "at least 1e-45";
+
 /// Learning rate over steps, as a factor of the base rate.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
@@ -110,7 +113,7 @@ impl Schedule {
                     half_cosine(first, 1.0, if top > 0.0 { step / top } else { 1.0 })
                 } else {
                     let top = top.max(0.0);
-                    half_cosine(1.0, last, (step - top) / (end - top).max(1.0))
+                    half_cosine(1.0, last, (step - top) / (end - top).max(f64::MIN_POSITIVE))
                 }
             }
         }
@@ -356,17 +359,23 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
             for beta in *betas {
                 below_one("betas", beta)?;
             }
-            check("epsilon", *epsilon, "above 0", *epsilon > 0.0)?;
+            check("epsilon", *epsilon, ABOVE_0, *epsilon as f32 > 0.0)?;
         }
         OptimizerConfig::AdaGrad(c) => {
             check("learning_rate_decay", c.learning_rate_decay, "0 or more", c.learning_rate_decay >= 0.0)?;
-            check("initial_accumulator", c.initial_accumulator, "0 or more", c.initial_accumulator >= 0.0)?;
-            check("epsilon", c.epsilon, "above 0", c.epsilon > 0.0)?;
+            let start = c.initial_accumulator as f32;
+            check(
+                "initial_accumulator",
+                c.initial_accumulator,
+                "0 to 3e38",
+                start >= 0.0 && start.is_finite(),
+            )?;
+            check("epsilon", c.epsilon, ABOVE_0, c.epsilon as f32 > 0.0)?;
         }
         OptimizerConfig::RmsProp(c) => {
             below_one("alpha", c.alpha)?;
             below_one("momentum", c.momentum)?;
-            check("epsilon", c.epsilon, "above 0", c.epsilon > 0.0)?;
+            check("epsilon", c.epsilon, ABOVE_0, c.epsilon as f32 > 0.0)?;
         }
     }
     let Common { learning_rate, weight_decay, clip_norm, schedule } = config.common();
