@@ -94,7 +94,7 @@ fn repeat_heads(
     if heads == wanted {
         return Ok(value);
     }
-    if wanted % heads != 0 {
+    if !wanted.is_multiple_of(heads) {
         return Err(site.shape(format!("{heads} heads of the key for {wanted} of the query")));
     }
     let mut wide = dims.clone();

@@ -10,6 +10,9 @@ use super::{Dim, GraphError, Node, Op, ParamSpec, Source, Value, ValueId, shape}
 /// Most values a graph may have.
 pub(super) const VALUES_MAX: usize = 100_000;
 
+/// Shape and elements of constant floats.
+pub(super) type ShapedFloats = (Vec<usize>, Vec<f32>);
+
 /// The node that an error refers to.
 #[derive(Debug, Clone)]
 pub(super) struct NodeRef {
@@ -329,7 +332,7 @@ impl<'a> Call<'a> {
         &self,
         builder: &Builder,
         index: usize,
-    ) -> Result<Option<(Vec<usize>, Vec<f32>)>, GraphError> {
+    ) -> Result<Option<ShapedFloats>, GraphError> {
         let value = match self.named(builder, index) {
             None => return Ok(None),
             Some(NamedValue::Ints(ints)) => {
