@@ -9,7 +9,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use crate::collective::Formation;
@@ -765,9 +764,9 @@ impl Membership {
     }
 }
 
-/// The ring that a `Formed` message describes, with the resolved addresses of its members.
-pub(crate) fn formation(epoch: u64, rank: usize, addresses: &[SocketAddr]) -> Formation {
-    Formation { epoch, rank, addresses: addresses.to_vec() }
+/// The ring that a `Formed` message describes.
+pub(crate) fn formation(epoch: u64, rank: usize, peers: &[Peer]) -> Formation {
+    Formation { epoch, rank, addresses: peers.iter().map(|peer| peer.address.clone()).collect() }
 }
 
 /// The rank that sends its state to ranks that are behind: the most advanced one, the lowest of several. None
