@@ -31,7 +31,7 @@ use crate::proof::{Nonce, is_valid, nonce, prove};
 /// Deadline for a connection, and for each answer before the assignment.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Deadline for the assignment, whose plan names every file and row group of the dataset.
-const ASSIGNMENT_TIMEOUT: Duration = Duration::from_secs(120);
+pub(super) const ASSIGNMENT_TIMEOUT: Duration = Duration::from_secs(120);
 /// Deadline for the first bytes of a server that may be another one.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The first bytes of an HTTP/2 client: the preface and an empty SETTINGS frame.
