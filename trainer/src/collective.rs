@@ -66,8 +66,8 @@ pub struct Formation {
     pub epoch: u64,
     /// This process's rank.
     pub rank: usize,
-    /// The listening address of each rank, in rank order; 1 to [`WORLD_MAX`] entries.
-    pub addresses: Vec<SocketAddr>,
+    /// The listening address of each rank, `HOST:PORT`, in rank order; 1 to [`WORLD_MAX`] entries.
+    pub addresses: Vec<String>,
 }
 
 /// A process's endpoint for the job's rings: one listener and one single-threaded runtime, so that an
@@ -112,7 +112,7 @@ impl Collective {
 
     /// Connects to the next rank and waits for the previous one.
     ///
-    /// Blocks up to `form_timeout`. Drops connections that do not speak the protocol, belong to another epoch
+    /// Blocks up to `form_timeout`. Looks up a name of the next rank at each attempt to connect. Drops connections that do not speak the protocol, belong to another epoch
     /// or do not know the secret; they do not disturb the formation.
     pub fn form(&self, formation: &Formation, abort: CancellationToken) -> Result<Ring<'_>, Error> {
         form::check(formation)?;

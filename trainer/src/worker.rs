@@ -198,7 +198,7 @@ fn epoch(
     collective: &Collective,
     formed: &EpochMembership,
 ) -> Result<EpochEnd> {
-    let shape = formation(formed.epoch, formed.rank, &formed.addresses);
+    let shape = formation(formed.epoch, formed.rank, &formed.peers);
     let mut ring = collective.form(&shape, formed.abort.clone())?;
     // The positions of the peers' states.
     let ahead = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();

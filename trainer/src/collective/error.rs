@@ -1,5 +1,4 @@
 //! Errors of a collective operation, with the rank that caused them.
-use std::net::SocketAddr;
 use std::time::Duration;
 
 /// A collective operation that did not complete. The ring is unusable after any of these.
@@ -14,7 +13,7 @@ pub enum Error {
         /// The missing rank.
         rank: usize,
         /// Its listening address.
-        address: SocketAddr,
+        address: String,
         /// The membership epoch.
         epoch: u64,
         /// The step, 0 while the ring formed.
@@ -32,7 +31,7 @@ pub enum Error {
         /// The missing rank.
         rank: usize,
         /// Its listening address.
-        address: SocketAddr,
+        address: String,
         /// The membership epoch.
         epoch: u64,
         /// The step, 0 while the ring formed.
@@ -50,7 +49,7 @@ pub enum Error {
         /// The offending rank.
         rank: usize,
         /// Its listening address.
-        address: SocketAddr,
+        address: String,
         /// The membership epoch.
         epoch: u64,
         /// The step.

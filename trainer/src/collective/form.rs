@@ -2,14 +2,13 @@
 //!
 //! Each side of a connection sends a nonce and proves that it knows the job's secret, so a recorded handshake is
 //! of no use. What the ring carries afterwards is neither encrypted nor signed.
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
 use millrace_leaf::backoff::Backoff;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::AsyncWriteExt;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, lookup_host};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
@@ -71,7 +70,7 @@ pub(crate) async fn form(
                 let rank = if prev.is_none() { prev_rank } else { next_rank };
                 return Err(Error::Timeout {
                     rank,
-                    address: formation.addresses[rank],
+                    address: formation.addresses[rank].clone(),
                     epoch: formation.epoch,
                     step: 0,
                     during: "the formation of the ring",
@@ -121,7 +120,7 @@ fn watch_link(stream: &TcpStream, silence: Duration) -> std::io::Result<()> {
 
 /// Retries until the next rank accepts the connection; the caller sets the deadline.
 async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStream {
-    let address = formation.addresses[to];
+    let address = &formation.addresses[to];
     let header = Header {
         kind: Kind::Hello,
         rank: formation.rank as u16,
@@ -142,7 +141,9 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
     }
 }
 
-async fn greet(address: SocketAddr, header: &Header, options: &Options) -> Result<TcpStream, String> {
+async fn greet(address: &str, header: &Header, options: &Options) -> Result<TcpStream, String> {
+    let found = lookup_host(address).await.map_err(|e| format!("look up its name: {e}"))?.next();
+    let address = found.ok_or_else(|| "its name has no address".to_owned())?;
     let mut stream = timeout(HANDSHAKE_TIMEOUT, TcpStream::connect(address))
         .await
         .map_err(|_| "connect timed out".to_owned())?

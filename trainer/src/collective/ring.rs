@@ -354,7 +354,7 @@ impl Edge {
         }
         let epoch = self.formation.epoch;
         let rank = culprit as usize;
-        let Some(&address) = self.formation.addresses.get(rank) else {
+        let Some(address) = self.formation.addresses.get(rank).cloned() else {
             return Error::Aborted { epoch };
         };
         match cause {

@@ -1,7 +1,7 @@
 //! Tests of the ring: sums, state transfer, missing ranks, unauthorized connections.
 
 use std::io::{Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,9 +23,9 @@ fn options() -> Options {
     }
 }
 
-fn bind(world: usize, options: &Options) -> (Vec<Collective>, Vec<SocketAddr>) {
+fn bind(world: usize, options: &Options) -> (Vec<Collective>, Vec<String>) {
     let bound: Vec<_> = (0..world).map(|_| Collective::bind(LOCAL, options.clone()).unwrap()).collect();
-    let addresses = bound.iter().map(Collective::address).collect();
+    let addresses = bound.iter().map(|member| member.address().to_string()).collect();
     (bound, addresses)
 }
 
@@ -156,19 +156,21 @@ fn silent_rank_is_named_by_all_ranks() {
 #[test]
 fn missing_rank_is_named_at_formation() {
     let options = Options { form_timeout: Duration::from_millis(600), ..options() };
-    let (bound, mut addresses) = bind(2, &options);
-    // A port without a listener.
-    addresses.push(std::net::TcpListener::bind((LOCAL, 0)).unwrap().local_addr().unwrap());
-    thread::scope(|scope| {
-        for (rank, collective) in bound.into_iter().enumerate() {
-            let formation = Formation { epoch: 1, rank, addresses: addresses.clone() };
-            scope.spawn(move || {
-                let error = collective.form(&formation, CancellationToken::new()).unwrap_err();
-                assert!(matches!(error, Error::Timeout { rank: 2, .. }), "{error}");
-                assert!(error.to_string().contains("rank 2"));
-            });
-        }
-    });
+    let unheard = std::net::TcpListener::bind((LOCAL, 0)).unwrap().local_addr().unwrap().to_string();
+    for missing in [unheard, "no.such.invalid:1".to_owned()] {
+        let (bound, mut addresses) = bind(2, &options);
+        addresses.push(missing);
+        thread::scope(|scope| {
+            for (rank, collective) in bound.into_iter().enumerate() {
+                let formation = Formation { epoch: 1, rank, addresses: addresses.clone() };
+                scope.spawn(move || {
+                    let error = collective.form(&formation, CancellationToken::new()).unwrap_err();
+                    assert!(matches!(error, Error::Timeout { rank: 2, .. }), "{error}");
+                    assert!(error.to_string().contains("rank 2"));
+                });
+            }
+        });
+    }
 }
 
 #[test]
@@ -208,7 +210,7 @@ fn hello(epoch: u64) -> Vec<u8> {
 }
 
 /// Greets `to` as rank 1 of epoch 7, with `secret`; returns the connection after the proof was sent.
-fn connect_as_rank_1(to: SocketAddr, secret: &str) -> TcpStream {
+fn connect_as_rank_1(to: &str, secret: &str) -> TcpStream {
     let mut stream = TcpStream::connect(to).unwrap();
     stream.write_all(&hello(7)).unwrap();
     let mut challenge = [0u8; 44 + 64];
@@ -231,16 +233,16 @@ fn foreign_connections_do_not_disturb_the_formation() {
         hello(8),
     ];
     for greeting in &greetings {
-        let mut stranger = TcpStream::connect(addresses[0]).unwrap();
+        let mut stranger = TcpStream::connect(&addresses[0]).unwrap();
         stranger.write_all(greeting).unwrap();
         strangers.push(stranger);
     }
     let second = bound.pop().unwrap();
     let first = bound.pop().unwrap();
-    let to = addresses[0];
+    let to = addresses[0].clone();
     thread::scope(|scope| {
         scope.spawn(move || {
-            let mut stranger = connect_as_rank_1(to, "another secret");
+            let mut stranger = connect_as_rank_1(&to, "another secret");
             stranger.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
             let mut answer = Vec::new();
             if stranger.read_to_end(&mut answer).is_ok() {
@@ -273,8 +275,8 @@ fn foreign_connections_do_not_disturb_the_formation() {
 fn answer_to(frame: &[u8]) -> Error {
     let mine = Collective::bind(LOCAL, options()).unwrap();
     let listener = std::net::TcpListener::bind((LOCAL, 0)).unwrap();
-    let addresses = vec![mine.address(), listener.local_addr().unwrap()];
-    let to = addresses[0];
+    let addresses = vec![mine.address().to_string(), listener.local_addr().unwrap().to_string()];
+    let to = addresses[0].clone();
     thread::scope(|scope| {
         let rank = scope.spawn(move || {
             let formation = Formation { epoch: 7, rank: 0, addresses };
@@ -290,7 +292,7 @@ fn answer_to(frame: &[u8]) -> Error {
         from.write_all(&[header.encode(&answer).as_slice(), &answer].concat()).unwrap();
         from.read_exact(&mut greeting).unwrap();
         from.write_all(&Header { kind: Kind::Welcome, ..header }.encode(&[])).unwrap();
-        let mut peer = connect_as_rank_1(to, SECRET);
+        let mut peer = connect_as_rank_1(&to, SECRET);
         let mut welcome = [0u8; 44];
         peer.read_exact(&mut welcome).unwrap();
         peer.write_all(frame).unwrap();
@@ -328,11 +330,11 @@ fn frames_that_do_not_belong_are_refused() {
 fn invalid_calls_are_refused() {
     let mine = Collective::bind(LOCAL, options()).unwrap();
     for (rank, world) in [(0, 0), (1, 1), (5, 3)] {
-        let formation = Formation { epoch: 1, rank, addresses: vec![mine.address(); world] };
+        let formation = Formation { epoch: 1, rank, addresses: vec![mine.address().to_string(); world] };
         let error = mine.form(&formation, CancellationToken::new()).unwrap_err();
         assert!(matches!(error, Error::Invalid { .. }), "{error}");
     }
-    let formation = Formation { epoch: 1, rank: 0, addresses: vec![mine.address()] };
+    let formation = Formation { epoch: 1, rank: 0, addresses: vec![mine.address().to_string()] };
     let mut ring = mine.form(&formation, CancellationToken::new()).unwrap();
     assert!(matches!(ring.broadcast(0, 1, None, 10), Err(Error::Invalid { .. })));
     assert!(matches!(ring.broadcast(0, 0, None, 10), Err(Error::Invalid { .. })));

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::joining::{coordinator_proof, is_worker_proof, ring_secret};
+use super::joining::{ASSIGNMENT_TIMEOUT, coordinator_proof, is_worker_proof, ring_secret};
 use super::listener::{self, Standing};
 use super::membership::{Action, MemberId, Membership, Message, Reason, Rules, Verdict};
 use super::proto::coordinator_server::{Coordinator as Service, CoordinatorServer};
@@ -171,6 +171,7 @@ pub(crate) async fn run(
         respawns_max: config.respawns_max,
         respawn_backoff: Duration::from_millis(config.respawn_backoff_ms),
         heartbeat_lost: config.heartbeat_lost(),
+        assignment_timeout: ASSIGNMENT_TIMEOUT,
         start_timeout: config.start_timeout(),
         rendezvous_timeout: config.rendezvous_timeout(),
         stop_timeout: config.stop_timeout(),

@@ -31,7 +31,7 @@ use crate::proof::{Nonce, is_valid, nonce, prove};
 /// Deadline for a connection, and for each answer before the assignment.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Deadline for the assignment, whose plan names every file and row group of the dataset.
-const ASSIGNMENT_TIMEOUT: Duration = Duration::from_secs(120);
+pub(super) const ASSIGNMENT_TIMEOUT: Duration = Duration::from_secs(120);
 /// Deadline for the first bytes of a server that may be another one.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// The first bytes of an HTTP/2 client: the preface and an empty SETTINGS frame.
@@ -109,13 +109,16 @@ async fn is_foreign(address: &str) -> bool {
     let first_frame = async {
         let mut stream = TcpStream::connect(address).await?;
         stream.write_all(PREFACE).await?;
-        let mut header = [0; 9];
-        stream.read_exact(&mut header).await?;
+        let mut header = Vec::new();
+        // A server with TLS answers with an alert of 7 bytes and closes the connection, perhaps with an error.
+        let _ = stream.take(9).read_to_end(&mut header).await;
         io::Result::Ok(header)
     };
     // An HTTP/2 server begins with a SETTINGS frame (type 4) of stream 0.
-    let is_settings = |header: [u8; 9]| header[0] == 0 && header[3] == 4 && header[5..] == [0; 4];
-    matches!(timeout(PROBE_TIMEOUT, first_frame).await, Ok(Ok(header)) if !is_settings(header))
+    let is_settings =
+        |header: &[u8]| header.len() == 9 && header[0] == 0 && header[3] == 4 && header[5..] == [0; 4];
+    let answer = timeout(PROBE_TIMEOUT, first_frame).await;
+    matches!(answer, Ok(Ok(header)) if !header.is_empty() && !is_settings(&header))
 }
 
 fn foreign(join: &Join) -> NotAdmitted {

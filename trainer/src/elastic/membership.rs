@@ -9,7 +9,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use crate::collective::Formation;
@@ -34,6 +33,8 @@ pub(crate) struct Rules {
     pub(crate) respawns_max: u32,
     pub(crate) respawn_backoff: Duration,
     pub(crate) heartbeat_lost: Duration,
+    /// How long a worker of another machine may take to receive its assignment.
+    pub(crate) assignment_timeout: Duration,
     pub(crate) start_timeout: Duration,
     pub(crate) rendezvous_timeout: Duration,
     pub(crate) stop_timeout: Duration,
@@ -138,11 +139,18 @@ struct Member {
     address: String,
     host: String,
     heard: Instant,
+    /// Whether it has sent a message since it was admitted.
+    has_spoken: bool,
     arrived: Option<u64>,
     finished: Option<bool>,
 }
 
 impl Member {
+    fn hear(&mut self, now: Instant) {
+        self.heard = now;
+        self.has_spoken = true;
+    }
+
     fn peer(&self) -> Peer {
         Peer {
             address: self.address.clone(),
@@ -309,7 +317,17 @@ impl Membership {
         let id = self.member_next;
         self.member_next += 1;
         self.slots[slot] = Slot::Live { launch, member: id };
-        let member = Member { slot, launch, pid, address, host, heard: now, arrived: None, finished: None };
+        let member = Member {
+            slot,
+            launch,
+            pid,
+            address,
+            host,
+            heard: now,
+            has_spoken: false,
+            arrived: None,
+            finished: None,
+        };
         self.members.insert(id, member);
         if self.stopping.is_some() {
             self.send(id, Message::Stop);
@@ -377,7 +395,7 @@ impl Membership {
 
     pub(crate) fn record_contact(&mut self, id: MemberId, now: Instant) {
         if let Some(member) = self.members.get_mut(&id) {
-            member.heard = now;
+            member.hear(now);
         }
     }
 
@@ -410,7 +428,7 @@ impl Membership {
     ) {
         let suspect = suspect.and_then(|(epoch, rank)| self.formed_as(epoch, rank)).map(|(id, _)| *id);
         let Some(member) = self.members.get_mut(&id) else { return };
-        member.heard = now;
+        member.hear(now);
         member.arrived = Some(step);
         member.finished = None;
         self.furthest = self.furthest.max(step);
@@ -427,7 +445,7 @@ impl Membership {
     /// A member has nothing left to compute in this epoch.
     pub(crate) fn finished(&mut self, id: MemberId, stopped: bool, now: Instant) {
         let Some(member) = self.members.get_mut(&id) else { return };
-        member.heard = now;
+        member.hear(now);
         member.finished = Some(stopped);
         self.settle(now);
     }
@@ -543,7 +561,7 @@ impl Membership {
         let silent: Vec<MemberId> = self
             .members
             .iter()
-            .filter(|(_, member)| member.heard + self.rules.heartbeat_lost <= now)
+            .filter(|(_, member)| member.heard + self.silence_max(member) <= now)
             .map(|(id, _)| *id)
             .collect();
         for id in silent {
@@ -565,6 +583,15 @@ impl Membership {
             self.end(Verdict::Finished { stopped: true });
         }
         self.settle(now);
+    }
+
+    /// How long a member may send nothing. A worker of another machine sends its first heartbeat once it has
+    /// received its assignment, which takes its time on a slow link.
+    fn silence_max(&self, member: &Member) -> Duration {
+        match self.is_place(member.slot) && !member.has_spoken {
+            true => self.rules.heartbeat_lost.max(self.rules.assignment_timeout),
+            false => self.rules.heartbeat_lost,
+        }
     }
 
     /// Accounts for the time since the last tick. If the coordinator itself did not run, this moves all
@@ -765,9 +792,9 @@ impl Membership {
     }
 }
 
-/// The ring that a `Formed` message describes, with the resolved addresses of its members.
-pub(crate) fn formation(epoch: u64, rank: usize, addresses: &[SocketAddr]) -> Formation {
-    Formation { epoch, rank, addresses: addresses.to_vec() }
+/// The ring that a `Formed` message describes.
+pub(crate) fn formation(epoch: u64, rank: usize, peers: &[Peer]) -> Formation {
+    Formation { epoch, rank, addresses: peers.iter().map(|peer| peer.address.clone()).collect() }
 }
 
 /// The rank that sends its state to ranks that are behind: the most advanced one, the lowest of several. None

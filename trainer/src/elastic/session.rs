@@ -4,7 +4,6 @@
 //! thread computes. The training thread blocks here at barriers only. When the stream breaks, the task ends
 //! the process of a launched worker, which never outlives its coordinator. A worker that joined over the network
 //! ([`super::joining`]) notices at its next exchange or barrier, and joins again.
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,7 +20,6 @@ use super::proto::coordinator_client::CoordinatorClient;
 use super::proto::{self, from_worker, to_worker};
 use crate::collective;
 use crate::error::{Error, Result};
-use crate::join;
 use crate::launch::WorkerEnv;
 use crate::validation::Evaluation;
 
@@ -45,8 +43,6 @@ pub(crate) struct EpochMembership {
     pub(crate) epoch: u64,
     pub(crate) rank: usize,
     pub(crate) peers: Vec<Peer>,
-    /// The resolved ring addresses of the members.
-    pub(crate) addresses: Vec<SocketAddr>,
     /// Cancelled when the epoch is over.
     pub(crate) abort: CancellationToken,
 }
@@ -275,6 +271,11 @@ impl Session {
         self.flags.preempted.load(Ordering::Relaxed)
     }
 
+    /// Whether this worker has begun a step in a ring that formed.
+    pub(crate) fn has_trained(&self) -> bool {
+        self.flags.steps.load(Ordering::Relaxed) > 0
+    }
+
     /// Whether another worker waits to join.
     pub(crate) fn leave_wanted(&self) -> bool {
         self.flags.leave.load(Ordering::Relaxed)
@@ -433,7 +434,7 @@ async fn listen(
         };
         // If the training thread has ended, it needs no notices.
         match message {
-            to_worker::Message::Formed(formed) => match decode(formed).await {
+            to_worker::Message::Formed(formed) => match decode(formed) {
                 Ok(formed) => {
                     flags.leave.store(false, Ordering::Relaxed);
                     (epoch, abort) = (formed.epoch, formed.abort.clone());
@@ -475,17 +476,7 @@ async fn listen(
     std::process::exit(EXIT_COORDINATOR_LOST);
 }
 
-async fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
-    let mut addresses = Vec::with_capacity(formed.members.len());
-    for member in &formed.members {
-        let address = match member.ring_address.parse() {
-            Ok(address) => address,
-            Err(_) => join::resolve("ring address", &member.ring_address)
-                .await
-                .map_err(|error| format!("named a member that this machine does not find: {error}"))?,
-        };
-        addresses.push(address);
-    }
+fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
     let peers: Vec<Peer> = formed
         .members
         .into_iter()
@@ -498,7 +489,6 @@ async fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
         epoch: formed.epoch,
         rank: formed.rank as usize,
         peers,
-        addresses,
         abort: CancellationToken::new(),
     })
 }

@@ -18,6 +18,7 @@ fn rules(workers: usize) -> Rules {
         respawns_max: 3,
         respawn_backoff: Duration::from_millis(100),
         heartbeat_lost: Duration::from_secs(5),
+        assignment_timeout: Duration::from_secs(120),
         start_timeout: Duration::from_secs(30),
         rendezvous_timeout: Duration::from_secs(20),
         stop_timeout: Duration::from_secs(10),
@@ -586,4 +587,16 @@ fn the_newest_of_two_workers_that_suspect_each_other_is_lost() {
         lost.extend(closed(&job.suspect(third, 5, 1)));
     }
     assert_eq!(lost, [second]);
+}
+
+#[test]
+fn a_joined_worker_may_take_long_to_receive_its_assignment() {
+    let mut job = SimulatedJob::listening(2, 1);
+    let slow = job.admit(1).unwrap();
+    assert!(job.pass(Duration::from_secs(119), &[]).is_empty());
+    // After its first message, silence counts.
+    job.membership.record_contact(slow, job.now);
+    assert_eq!(closed(&job.pass(Duration::from_secs(6), &[])), [slow]);
+    let silent = job.admit(2).unwrap();
+    assert_eq!(closed(&job.pass(Duration::from_secs(121), &[])), [silent]);
 }

@@ -19,6 +19,10 @@ use crate::replica::{Replica, open_output};
 /// First and longest pause before another attempt to join.
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// First and longest pause after a session without a step: if this worker's network broke the rings, the others
+/// train meanwhile.
+const SETBACK_PAUSE: Duration = Duration::from_secs(1);
+const SETBACK_PAUSE_MAX: Duration = Duration::from_secs(300);
 /// Interval at which a pause notices the end of the process.
 const POLL: Duration = Duration::from_millis(50);
 
@@ -87,8 +91,8 @@ const EXIT_FORCED: i32 = 1;
 /// How one session with a coordinator ended.
 enum Ended {
     Job(JoinEnd),
-    /// The coordinator was lost: join again.
-    Lost(Error),
+    /// The coordinator was lost: join again. Tells whether this worker has trained before.
+    Lost(Error, bool),
 }
 
 fn serve(
@@ -103,22 +107,31 @@ fn serve(
         runtime.block_on(resolve("--advertise", &host_port(name, 1)))?;
     }
     let mut backoff = Backoff::new(PAUSE, PAUSE_MAX);
+    let mut setbacks = Backoff::new(SETBACK_PAUSE, SETBACK_PAUSE_MAX);
     let mut lost_at = Instant::now();
     let mut told = false;
     loop {
         if leave.is_cancelled() {
             return Ok(JoinEnd::Left);
         }
-        let reason = match attempt(join, datafs, runtime, leave, exit_code) {
+        let began = Instant::now();
+        let (reason, time) = match attempt(join, datafs, runtime, leave, exit_code) {
             Ok(Ended::Job(end)) => return Ok(end),
-            Ok(Ended::Lost(error)) => {
-                // It had admitted this worker.
-                (lost_at, told) = (Instant::now(), false);
+            Ok(Ended::Lost(error, has_trained)) => {
+                told = false;
                 backoff.reset();
-                error.one_line()
+                if has_trained {
+                    lost_at = Instant::now();
+                    setbacks.reset();
+                    (error.one_line(), backoff.jittered())
+                } else {
+                    // The wait goes on, less the time as a member.
+                    lost_at += began.elapsed();
+                    (error.one_line(), setbacks.jittered())
+                }
             }
             Err(NotAdmitted::Ever(error)) => return Err(error),
-            Err(NotAdmitted::Yet(reason)) => reason,
+            Err(NotAdmitted::Yet(reason)) => (reason, backoff.jittered()),
         };
         let left = join.wait.saturating_sub(lost_at.elapsed());
         if left.is_zero() {
@@ -137,7 +150,7 @@ fn serve(
             );
             told = true;
         }
-        pause(backoff.jittered().min(left), leave);
+        pause(time.min(left), leave);
     }
 }
 
@@ -188,13 +201,15 @@ fn attempt(
         Ok(Part::Done) => Ok(Ended::Job(JoinEnd::Done)),
         Ok(Part::Left) => Ok(Ended::Job(JoinEnd::Left)),
         // Another coordinator runs the job now, and this one will end.
-        Err(error @ (Error::CoordinatorLost { .. } | Error::Busy { .. })) => Ok(Ended::Lost(error)),
+        Err(error @ (Error::CoordinatorLost { .. } | Error::Busy { .. })) => {
+            Ok(Ended::Lost(error, session.has_trained()))
+        }
         Err(error) => {
             // The error may follow from the coordinator's loss: another one writes to the volumes. Before the first
             // step, the loss may not be noticed yet.
             let end = session.end_within(if is_loaded { Duration::ZERO } else { join.silence });
             if let Some(Err(lost)) = end {
-                return Ok(Ended::Lost(lost));
+                return Ok(Ended::Lost(lost, session.has_trained()));
             }
             // Before its first step, a worker of another machine may have settings that are wrong here alone.
             let alone = !is_loaded || error.is_local() || is_own_place(&error);
