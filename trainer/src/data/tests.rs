@@ -146,11 +146,15 @@ fn classes_come_from_integers_of_any_width_booleans_and_texts() {
         Arc::new(Int64Array::from(vec![1, 0, 1])),
         Arc::new(UInt64Array::from(vec![1, 0, 1])),
         Arc::new(BooleanArray::from(vec![true, false, true])),
-        Arc::new(StringArray::from(vec!["yes", "no", "yes"])),
     ];
+    let texts: ArrayRef = Arc::new(StringArray::from(vec!["yes", "no", "yes"]));
     let dictionary = serde_json::from_str(r#"{"texts":["no","yes"]}"#).unwrap();
     let classes = Columns { dictionary: Some(Arc::new(dictionary)), ..columns(1, 2, Loss::CrossEntropy) };
-    for y in integers {
+    let numbers = Columns { dictionary: None, ..classes.clone() };
+    let mixed = classes.check_schema(&batch(x(), integers[0].clone()).schema()).unwrap_err().to_string();
+    assert!(mixed.contains("are texts"), "{mixed}");
+    let all = integers.into_iter().map(|y| (&numbers, y)).chain([(&classes, texts)]);
+    for (classes, y) in all {
         let batch = batch(x(), y);
         classes.check_schema(&batch.schema()).unwrap();
         assert_eq!(classes.decode(&batch, &name).unwrap().shard(0..3).labels, Labels::Class(vec![1, 0, 1]));
@@ -161,11 +165,11 @@ fn classes_come_from_integers_of_any_width_booleans_and_texts() {
     let narrow = Columns { output_width: 1, ..classes.clone() };
     let error = narrow.check_schema(&unseen.schema()).unwrap_err().to_string();
     assert!(error.contains("2 different labels") && error.contains("1 classes"), "{error}");
-    let ignoring = Columns { ignore_index: Some(-1), ..classes };
+    let ignoring = Columns { ignore_index: Some(-1), ..classes.clone() };
     let error = ignoring.check_schema(&unseen.schema()).unwrap_err().to_string();
     assert!(error.contains("loss.ignore_index = -1"), "{error}");
     let ignored = batch(x(), Arc::new(Int8Array::from(vec![1, -1, 0])));
-    let rows = ignoring.decode(&ignored, &name).unwrap();
+    let rows = Columns { ignore_index: Some(-1), ..numbers.clone() }.decode(&ignored, &name).unwrap();
     assert_eq!(rows.shard(0..3).labels, Labels::Class(vec![1, -1, 0]));
 }
 
