@@ -4,7 +4,7 @@ use super::{Page, page, program};
 use crate::support::Home;
 
 /// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
-const PAGES: [(&str, &str, &[&str]); 11] = [
+const PAGES: [(&str, &str, &[&str]); 12] = [
     (
         "cli/service.md",
         "Commands: the program and its service",
@@ -19,11 +19,8 @@ const PAGES: [(&str, &str, &[&str]); 11] = [
     ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "stats", "trace"]),
     ("cli/topics.md", "Commands: topics and data sets", &["produce", "topic", "ingest", "feed", "broker"]),
     ("cli/models.md", "Commands: models", &["model"]),
-    (
-        "cli/training.md",
-        "Commands: training, runs and quantizing",
-        &["train", "runs", "worker", "model quantize"],
-    ),
+    ("cli/training.md", "Commands: training and quantizing", &["train", "model quantize"]),
+    ("cli/runs.md", "Commands: workers and runs", &["worker", "runs"]),
     ("cli/rollout.md", "Commands: labels, splits, shadows", &["model label", "model split", "model shadow"]),
     ("cli/serving.md", "Commands: serving", &["serve"]),
     ("cli/bench.md", "Commands: measuring a server", &["serve bench"]),

@@ -2,13 +2,13 @@
 
 use thiserror::Error;
 
-use super::read::SUPPORTED_OPERATORS;
-
 /// Why a model cannot be trained. Nothing was computed yet.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum GraphError {
     /// The trainer has no exact derivative for an operator.
-    #[error("node {node:?} uses operator {op}, which cannot be trained (supported: {})", SUPPORTED_OPERATORS.join(", "))]
+    #[error(
+        "node {node:?} uses operator {op}, which cannot be trained: cut the graph before it (millrace model edit), or export the model without it; docs/reference/operators.md lists the operators"
+    )]
     UnsupportedOperator {
         /// Operator, with its domain when it is not ONNX's own.
         op: String,
