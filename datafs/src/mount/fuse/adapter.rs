@@ -561,8 +561,7 @@ impl Filesystem for Adapter {
     ) {
         let node = self.node(ino);
         match self.check_named("setxattr", request.pid(), node, true) {
-            // `_held` keeps the file that the second walk has found until the attribute is set.
-            Ok(_held) => self.set_xattr(request, node, name, value, flags, reply),
+            Ok(held) => self.set_xattr(request, (node, held), name, value, flags, reply),
             Err(errno) => reply.error(errno),
         }
     }
@@ -582,11 +581,10 @@ impl Filesystem for Adapter {
             Err(errno) => return reply.error(errno),
         };
         let removed = self.handles.view.xattr_remove(node, name);
-        drop(held);
         if is_acl(name) {
             self.coherence.drops_list(node);
         }
-        self.empty("removexattr", node, removed, reply);
+        self.changed_by_path("removexattr", (request.pid(), node), held, removed, reply);
     }
 
     fn fallocate(

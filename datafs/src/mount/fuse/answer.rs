@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::fs::{OpenFlags, Page, ReadBuffer};
 use crate::metrics;
 use crate::mount::coherence::lifetime::{FOREVER, name_lifetime};
+use crate::mount::coherence::stale_retry::{Found, Refused};
 use crate::mount::coherence::{Coherence, Telling};
 use crate::mount::convert::{Inodes, file_type};
 use crate::mount::errno::errno;
@@ -184,6 +185,25 @@ impl Adapter {
         match result {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(self.failed(operation, node, &error)),
+        }
+    }
+
+    /// Answers a change of a node by its path, whose name was checked before. The node may have gone since: what
+    /// the second walk has found (`held`) existed during the call and counts as changed, else the kernel walks
+    /// the path again.
+    pub(in crate::mount) fn changed_by_path(
+        &self,
+        operation: &'static str,
+        (thread, node): (u32, Node),
+        held: Option<Arc<Found>>,
+        result: Result<()>,
+        reply: ReplyEmpty,
+    ) {
+        match result {
+            Err(error) if held.is_none() || !error.is_not_found() => {
+                reply.error(self.failed_for(operation, (thread, Refused::Node, node), &error));
+            }
+            _ => reply.ok(),
         }
     }
 

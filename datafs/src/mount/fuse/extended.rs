@@ -3,6 +3,7 @@
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fuser::{Errno, Generation, ReplyDirectoryPlus, ReplyEmpty, ReplyLseek, ReplyWrite, ReplyXattr, Request};
@@ -14,7 +15,7 @@ use crate::fs::{Allocate, OpenFile, OpenFlags, SetAttr, SetXattr};
 use crate::mount::caller::is_in_group;
 use crate::mount::coherence::inode_table::{NO_LIST, list_stamp};
 use crate::mount::coherence::lifetime::{FOREVER, name_lifetime};
-use crate::mount::coherence::stale_retry::Arrival;
+use crate::mount::coherence::stale_retry::{Arrival, Found};
 use crate::mount::coherence::{Kept, Telling};
 use crate::mount::outcome;
 use crate::node::{Attr, Node};
@@ -34,12 +35,13 @@ impl Adapter {
     pub(in crate::mount) fn set_xattr(
         &self,
         request: &Request,
-        node: Node,
+        (node, held): (Node, Option<Arc<Found>>),
         name: &OsStr,
         value: &[u8],
         flags: i32,
         reply: ReplyEmpty,
     ) {
+        let by = (request.pid(), node);
         if is_acl(name) {
             // If this process may not inspect the thread, the group counts as not its own.
             let in_group = |group| is_in_group(request, group).unwrap_or(false);
@@ -47,7 +49,7 @@ impl Adapter {
                 || self.handles.view.getattr(node).is_ok_and(|attr| in_group(attr.gid));
             let set = self.handles.view.acl_set(node, name, value, keeps_group);
             self.coherence.drops_list(node);
-            return self.empty("setxattr", node, set, reply);
+            return self.changed_by_path("setxattr", by, held, set, reply);
         }
         let how = match flags {
             0 => SetXattr::Any,
@@ -55,7 +57,8 @@ impl Adapter {
             libc::XATTR_REPLACE => SetXattr::Replace,
             _ => return reply.error(outcome::refusal(Errno::EINVAL)),
         };
-        self.empty("setxattr", node, self.handles.view.xattr_set(node, name, value, how), reply);
+        let set = self.handles.view.xattr_set(node, name, value, how);
+        self.changed_by_path("setxattr", by, held, set, reply);
     }
 
     pub(in crate::mount) fn get_xattr(&self, node: Node, name: &OsStr, size: u32, reply: ReplyXattr) {
