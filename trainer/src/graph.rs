@@ -6,7 +6,7 @@
 //! Gradients of row subsets therefore add up to the gradient of the batch.
 //!
 //! **Trained parameters**: the float32 initializers that the output depends on, apart from buffers, which keep
-//! their values. [`initializers`] says which are buffers. `Constant` nodes are not changed.
+//! their values. `initializers.rs` says which are buffers. `Constant` nodes are not changed.
 
 mod arithmetic;
 mod attention;

@@ -1,7 +1,7 @@
 //! The runs of training jobs, as the checkpoints of a volume record them.
 //!
 //! Nothing is written for this list: it reads the key and the newest checkpoint of each run
-//! ([`crate::checkpoint`]) and the keys of publications ([`crate::publish`]). A run therefore leaves the list
+//! (`checkpoint.rs`) and the keys of publications (`publish.rs`). A run therefore leaves the list
 //! when its checkpoints are removed: a job keeps its current run, and few finished and unfinished ones.
 use millrace_datafs::{OpenFlags, View};
 use serde::Serialize;
