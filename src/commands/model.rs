@@ -232,7 +232,7 @@ fn show_file(out: Output, file: &Path, lists_parameters: bool) -> Result<()> {
     )
 }
 
-/// Lists the weights of a graph, and whether training changes them; nobody knows without a checked graph.
+/// Lists the weights of a graph, and whether training changes them, which only a checked graph can tell.
 fn show_parameters(out: Output, graph: &GraphProto, checked: Option<&Graph>) -> Result<()> {
     let trained: HashSet<&str> =
         checked.iter().flat_map(|graph| graph.params()).map(|param| param.name.as_str()).collect();

@@ -1,4 +1,4 @@
-//! What the two sides of a join over the network share: tokens, TLS, addresses and the protocol's number.
+//! Parts that both sides of a join over the network share: tokens, TLS, addresses and the protocol's number.
 use std::fmt;
 use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};

@@ -136,7 +136,7 @@ impl Postgres {
         let _ = shared.pool.owner.set(Arc::downgrade(&shared));
         shared.prepare()?;
         shared.register().map_err(|fault| shared.error(fault))?;
-        // Nobody listens yet.
+        // No listener is registered yet.
         shared.state.lock().rows.take_news();
         let follower = Follower::start(&shared)?;
         Ok(Postgres { shared, follower })

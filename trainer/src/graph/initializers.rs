@@ -1,4 +1,4 @@
-//! Which initializers are trained parameters, and which are buffers.
+//! Roles of initializers: trained parameters and buffers.
 //!
 //! - PyTorch's exporter says of each tensor whether it is a parameter or a buffer (`InputSpec.kind` in the
 //!   metadata of its value). A tensor that the exporter folded from others is trained if a parameter is among
