@@ -37,8 +37,10 @@ use millrace_bundle::onnx::ModelProto;
 use millrace_bundle::onnx::tensor_proto::DataType;
 
 pub use error::GraphError;
+pub(crate) use initializers::origin as initializer_origin;
 pub use read::SUPPORTED_OPERATORS;
 pub use shape::Dim;
+pub(crate) use tensor::float_elements;
 
 /// Index of a value in a [`Graph`].
 pub type ValueId = usize;

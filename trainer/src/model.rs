@@ -1,5 +1,7 @@
 //! The first model of a run: read from an ONNX file, with weights in files beside it, or built from the job
 //! file.
+mod sharing;
+
 use std::path::{Path, PathBuf};
 
 use millrace_bundle::Bundle;
@@ -9,6 +11,7 @@ use prost::Message;
 use crate::error::{Error, Result};
 use crate::init::{CnnSpec, MlpSpec, ModelSpec};
 use crate::job::{JobFile, ModelSource};
+use sharing::Restored;
 
 /// Largest ONNX file, and largest model including external weights: the exported model is one file.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
@@ -32,7 +35,8 @@ pub(crate) fn load(job: &JobFile) -> Result<ModelProto> {
     }
 }
 
-/// Reads an ONNX file and embeds the weights that it keeps in other files.
+/// Reads an ONNX file, embeds the weights that it keeps in other files, and undoes what the exporter merged
+/// ([`sharing`]).
 pub(crate) fn read(path: &Path) -> Result<ModelProto, String> {
     let mut left = MODEL_BYTES_MAX;
     let bytes = read_bounded(path, &mut left)?;
@@ -45,6 +49,15 @@ pub(crate) fn read(path: &Path) -> Result<ModelProto, String> {
         read_bounded(&place, &mut left).map_err(|e| format!("its weights {}: {e}", place.display()))
     };
     Bundle::embed_weights(&mut model, weights).map_err(|e| e.to_string())?;
+    let restored = sharing::restore(&mut model);
+    if restored != Restored::default() {
+        tracing::info!(
+            model = %path.display(),
+            separated = ?restored.separated,
+            tied = ?restored.tied,
+            "weights that the exporter merged are separate again, and those that it copied are tied"
+        );
+    }
     Ok(model)
 }
 

@@ -1,5 +1,7 @@
 //! Tests of checkpoints in a volume: retention, adoption of format 1, and fencing of writers.
 
+mod kills;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 

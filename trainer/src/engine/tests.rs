@@ -7,6 +7,7 @@ mod hostile;
 mod learning;
 mod losses;
 mod measure;
+mod zoo;
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};

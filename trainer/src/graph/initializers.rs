@@ -169,6 +169,21 @@ fn entry<'a>(metadata: &'a [StringStringEntryProto], key: &str) -> Option<&'a st
     metadata.iter().find(|entry| entry.key() == key).map(StringStringEntryProto::value)
 }
 
+/// The name of the parameter that the initializer `name` holds or was folded from, if PyTorch's exporter says so.
+pub(crate) fn origin(graph: &GraphProto, name: &str) -> Option<String> {
+    let info = graph.value_info.iter().chain(&graph.input).find(|info| info.name() == name)?;
+    match (entry(&info.metadata_props, KIND), entry(&info.metadata_props, FOLDED_FROM)) {
+        (Some(kind), _) => (kind == "PARAMETER").then(|| name.to_owned()),
+        (None, Some(origins)) => {
+            let mut parameters =
+                origins.split(['[', ']', ',', '\'', ' ']).filter(|name| names_parameter(name));
+            let first = parameters.next()?;
+            parameters.next().is_none().then(|| first.to_owned())
+        }
+        (None, None) => None,
+    }
+}
+
 /// The value of an initializer; registers it if it is a parameter.
 pub(super) fn initializer(
     b: &mut Builder,

@@ -113,6 +113,11 @@ pub(super) fn floats_or_infinite(tensor: &TensorProto) -> Result<Vec<f32>, Graph
     }
 }
 
+/// The elements of a complete float32 tensor without NaN.
+pub(crate) fn float_elements(tensor: &TensorProto) -> Option<Vec<f32>> {
+    is_float(tensor).then(|| floats_or_infinite(tensor).ok()).flatten()
+}
+
 /// The elements of a constant of type FLOAT or DOUBLE; none is NaN.
 pub(super) fn constants(tensor: &TensorProto) -> Result<Vec<f32>, GraphError> {
     if tensor.data_type() != tensor_proto::DataType::Double as i32 {

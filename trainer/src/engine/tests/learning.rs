@@ -7,7 +7,12 @@ use crate::init::ModelSpec;
 use crate::optim::{AdamWConfig, Optimizer, OptimizerConfig, SgdConfig};
 use crate::probe::{digits, numbers, run_reference, runtime};
 
-fn fit(engine: &mut Engine, optimizer: &OptimizerConfig, batch: &ShardBatch, steps: usize) -> Vec<f64> {
+pub(super) fn fit(
+    engine: &mut Engine,
+    optimizer: &OptimizerConfig,
+    batch: &ShardBatch,
+    steps: usize,
+) -> Vec<f64> {
     let mut optimizer = Optimizer::new(optimizer, engine.layout().elements()).unwrap();
     (0..steps)
         .map(|_| {

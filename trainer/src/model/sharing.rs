@@ -1,0 +1,287 @@
+//! Weights that an exporter wrote once for several parameters, or twice for one.
+//!
+//! PyTorch's exporters write equal tensors once: layers that begin with the same values share one tensor in the file.
+//! They also transpose weights ahead: a weight that the model uses in both forms becomes two tensors. Predictions stay
+//! the same, but training would tie what is separate, and separate what is tied. [`restore`] undoes both where the
+//! model says which parameters were meant:
+//!
+//! - The earlier exporter gives the second of two equal tensors its own name, by an `Identity` node.
+//! - The default exporter names the module of each node. A tensor that modules of one class read stands for a parameter
+//!   of each of them, if all its elements are equal (initial scales and biases), or if one module is a copy of the other:
+//!   their paths differ in numbers only, and all their tensors, two or more, are equal. Other equal weights are tied, as
+//!   those of an embedding and an output layer.
+//! - A transposed tensor is tied to the parameter that it was folded from. The earlier exporter does not name that one;
+//!   there the elements must be equal.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use millrace_bundle::onnx::attribute_proto::AttributeType;
+use millrace_bundle::onnx::{AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
+
+use crate::graph::{float_elements, initializer_origin};
+
+#[cfg(test)]
+mod tests;
+
+const SCOPES: &str = "pkg.torch.onnx.name_scopes";
+const CLASSES: &str = "pkg.torch.onnx.class_hierarchy";
+
+/// What [`restore`] changed; names of tensors.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Restored {
+    /// Parameters that have a tensor of their own again.
+    pub(crate) separated: Vec<String>,
+    /// Tensors that are computed from a parameter again.
+    pub(crate) tied: Vec<String>,
+}
+
+/// Undoes what the exporter merged or copied. Leaves predictions as they are, to the bit.
+pub(crate) fn restore(model: &mut ModelProto) -> Restored {
+    let mut restored = Restored::default();
+    let is_of_pytorch = model.producer_name() == "pytorch";
+    let Some(graph) = model.graph.as_mut().filter(|_| is_of_pytorch) else { return restored };
+    separate_aliases(graph, &mut restored);
+    separate_modules(graph, &mut restored);
+    tie_transposed(graph, &mut restored);
+    restored
+}
+
+/// Gives each parameter that is an `Identity` of another one its own tensor.
+fn separate_aliases(graph: &mut GraphProto, restored: &mut Restored) {
+    let tensors: HashMap<&str, &TensorProto> = graph
+        .initializer
+        .iter()
+        .filter(|tensor| float_elements(tensor).is_some())
+        .map(|tensor| (tensor.name(), tensor))
+        .collect();
+    let outputs: HashSet<&str> = graph.output.iter().map(|output| output.name()).collect();
+    let mut copies = BTreeMap::new();
+    for (index, node) in graph.node.iter().enumerate() {
+        let ([input], [output]) = (&node.input[..], &node.output[..]) else { continue };
+        // Names of values that are computed have a scope.
+        let is_parameter = !output.contains([':', '/']) && !outputs.contains(output.as_str());
+        if let Some(tensor) =
+            tensors.get(input.as_str()).filter(|_| node.op_type() == "Identity" && is_parameter)
+        {
+            copies.insert(index, TensorProto { name: Some(output.clone()), ..(*tensor).clone() });
+        }
+    }
+    let mut index = 0;
+    graph.node.retain(|_| {
+        index += 1;
+        !copies.contains_key(&(index - 1))
+    });
+    restored.separated.extend(copies.values().map(|tensor| tensor.name().to_owned()));
+    graph.initializer.extend(copies.into_values());
+}
+
+/// The module that a node belongs to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Module {
+    path: String,
+    class: String,
+}
+
+impl Module {
+    fn of(node: &NodeProto) -> Option<Module> {
+        let (paths, classes) = (list(node, SCOPES)?, list(node, CLASSES)?);
+        // The last entry of both is the operation.
+        let at = paths.len().checked_sub(2).filter(|_| paths.len() == classes.len())?;
+        Some(Module { path: paths[at].to_owned(), class: classes[at].to_owned() })
+    }
+
+    /// The rest of `parameter` behind this module's path, if the module holds it.
+    fn holds<'a>(&self, parameter: &'a str) -> Option<&'a str> {
+        match self.path.as_str() {
+            "" => Some(parameter),
+            path => parameter.strip_prefix(path)?.strip_prefix('.'),
+        }
+    }
+}
+
+/// The parts of two paths up to the last difference, if the paths differ in numbers only.
+fn numbered<'a>(one: &'a str, other: &'a str) -> Option<(&'a str, &'a str)> {
+    let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    let (mut ends, mut found) = ((0, 0), None);
+    if one.split('.').count() != other.split('.').count() {
+        return None;
+    }
+    for (mine, theirs) in one.split('.').zip(other.split('.')) {
+        ends = (ends.0 + mine.len(), ends.1 + theirs.len());
+        if mine != theirs {
+            if !is_number(mine) || !is_number(theirs) {
+                return None;
+            }
+            found = Some((&one[..ends.0], &other[..ends.1]));
+        }
+        ends = (ends.0 + 1, ends.1 + 1);
+    }
+    found
+}
+
+/// Whether `path` is `outer` or inside it.
+fn is_within(path: &str, outer: &str) -> bool {
+    path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+/// A tensor of a parameter, and what reads it.
+struct Weight {
+    tensor: String,
+    parameter: String,
+    is_uniform: bool,
+    /// Node, place among its inputs, and module.
+    readers: Vec<(usize, usize, Module)>,
+}
+
+/// The tensors of parameters of which every reader's module is known.
+fn weights(graph: &GraphProto) -> Vec<Weight> {
+    let mut readers: HashMap<&str, Vec<(usize, usize)>> = HashMap::new();
+    for (index, node) in graph.node.iter().enumerate() {
+        for (at, input) in node.input.iter().enumerate() {
+            readers.entry(input).or_default().push((index, at));
+        }
+    }
+    let weight = |tensor: &TensorProto| {
+        let read = readers.get(tensor.name())?.iter();
+        let readers: Option<Vec<_>> =
+            read.map(|(node, at)| Some((*node, *at, Module::of(&graph.node[*node])?))).collect();
+        Some(Weight {
+            tensor: tensor.name().to_owned(),
+            parameter: initializer_origin(graph, tensor.name())?,
+            is_uniform: is_uniform(&float_elements(tensor)?),
+            readers: readers?,
+        })
+    };
+    graph.initializer.iter().filter_map(weight).collect()
+}
+
+/// Whether the module at `copy` has no tensor of its own and two or more of the module at `original`. Uniform tensors
+/// say nothing.
+fn is_copy(weights: &[Weight], original: &str, copy: &str) -> bool {
+    let mut read = weights
+        .iter()
+        .filter(|weight| !weight.is_uniform)
+        .filter(|weight| weight.readers.iter().any(|(_, _, module)| is_within(&module.path, copy)));
+    let mut count = 0;
+    read.all(|weight| {
+        count += 1;
+        is_within(&weight.parameter, original)
+    }) && count > 1
+}
+
+/// The elements of a list of texts that the exporter wrote as Python does: `['', 'layer']`.
+fn list<'a>(node: &'a NodeProto, key: &str) -> Option<Vec<&'a str>> {
+    let entry = node.metadata_props.iter().find(|entry| entry.key() == key)?;
+    Some(entry.value().split('\'').skip(1).step_by(2).collect())
+}
+
+/// Gives each module its own tensor where the exporter merged those of several.
+fn separate_modules(graph: &mut GraphProto, restored: &mut Restored) {
+    let outputs = graph.node.iter().flat_map(|node| &node.output).cloned();
+    let tensors = graph.initializer.iter().map(|tensor| tensor.name().to_owned());
+    let inputs = graph.input.iter().map(|input| input.name().to_owned());
+    let mut names: HashSet<String> = outputs.chain(tensors).chain(inputs).collect();
+    let weights = weights(graph);
+    for weight in &weights {
+        // The module that holds the parameter by its name.
+        let holders = weight.readers.iter().map(|(_, _, module)| module);
+        let holders = holders.filter(|module| module.holds(&weight.parameter).is_some());
+        let Some(owner) = holders.max_by_key(|module| module.path.len()) else { continue };
+        let rest = owner.holds(&weight.parameter).unwrap_or_default();
+        let mut separated: HashMap<&str, String> = HashMap::new();
+        for (node, at, module) in &weight.readers {
+            let is_other = module.path != owner.path && module.class == owner.class;
+            let is_copied = || {
+                numbered(&owner.path, &module.path)
+                    .is_some_and(|(original, copy)| is_copy(&weights, original, copy))
+            };
+            if !is_other || !(weight.is_uniform || is_copied()) {
+                continue;
+            }
+            let name = separated.entry(&module.path).or_insert_with(|| {
+                let mut name = format!("{}.{rest}", module.path);
+                while !names.insert(name.clone()) {
+                    name.push('_');
+                }
+                add_copy(graph, &weight.tensor, &name);
+                restored.separated.push(name.clone());
+                name
+            });
+            graph.node[*node].input[*at].clone_from(name);
+        }
+    }
+}
+
+/// Adds a copy of a tensor and of what the exporter says about it.
+fn add_copy(graph: &mut GraphProto, from: &str, to: &str) {
+    let tensor = graph.initializer.iter().find(|tensor| tensor.name() == from).cloned();
+    graph.initializer.extend(tensor.map(|tensor| TensorProto { name: Some(to.to_owned()), ..tensor }));
+    let info = graph.value_info.iter().find(|info| info.name() == from).cloned();
+    graph.value_info.extend(info.map(|info| ValueInfoProto { name: Some(to.to_owned()), ..info }));
+}
+
+fn is_uniform(elements: &[f32]) -> bool {
+    elements.windows(2).all(|pair| pair[0].to_bits() == pair[1].to_bits())
+}
+
+/// Replaces a tensor that is the transpose of a parameter by a `Transpose` node.
+fn tie_transposed(graph: &mut GraphProto, restored: &mut Restored) {
+    let square = |tensor: &TensorProto| match tensor.dims[..] {
+        [rows, columns] => Some((rows, columns)),
+        _ => None,
+    };
+    let mut nodes = Vec::new();
+    for tensor in &graph.initializer {
+        let Some((rows, columns)) = square(tensor) else { continue };
+        let origin = initializer_origin(graph, tensor.name());
+        let is_nameless = tensor.name().starts_with("onnx::");
+        let is_candidate = |other: &&TensorProto| match &origin {
+            Some(origin) if !is_nameless => origin == other.name() && origin != tensor.name(),
+            _ => is_nameless && !other.name().starts_with("onnx::"),
+        };
+        let others = graph.initializer.iter().filter(|other| square(other) == Some((columns, rows)));
+        let mut others = others.filter(is_candidate).peekable();
+        let Some(elements) =
+            others.peek().and_then(|_| float_elements(tensor)).filter(|all| !is_uniform(all))
+        else {
+            continue;
+        };
+        let tied = others.find(|other| {
+            float_elements(other).is_some_and(|other| is_transposed(&elements, &other, columns as usize))
+        });
+        if let Some(tied) = tied {
+            nodes.push(transpose(tied.name(), tensor.name()));
+            restored.tied.push(tensor.name().to_owned());
+        }
+    }
+    graph.initializer.retain(|tensor| !restored.tied.iter().any(|tied| tied == tensor.name()));
+    graph.node.splice(0..0, nodes);
+}
+
+/// Whether `tensor`, with rows of `columns` elements, is the transpose of `other`.
+fn is_transposed(tensor: &[f32], other: &[f32], columns: usize) -> bool {
+    let rows = tensor.len().checked_div(columns).unwrap_or(0);
+    tensor.len() == other.len()
+        && (0..rows).all(|row| {
+            (0..columns).all(|column| {
+                tensor[row * columns + column].to_bits() == other[column * rows + row].to_bits()
+            })
+        })
+}
+
+fn transpose(from: &str, to: &str) -> NodeProto {
+    let order = AttributeProto {
+        name: Some("perm".to_owned()),
+        r#type: Some(AttributeType::Ints as i32),
+        ints: vec![1, 0],
+        ..AttributeProto::default()
+    };
+    NodeProto {
+        op_type: Some("Transpose".to_owned()),
+        name: Some(format!("{to}/Transpose")),
+        input: vec![from.to_owned()],
+        output: vec![to.to_owned()],
+        attribute: vec![order],
+        ..NodeProto::default()
+    }
+}

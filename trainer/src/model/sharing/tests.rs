@@ -1,0 +1,88 @@
+//! Tests of merged and copied weights, on models of the zoo.
+
+use std::path::Path;
+
+use millrace_bundle::onnx::ModelProto;
+use prost::Message;
+
+use super::{Restored, numbered, restore};
+use crate::graph::Graph;
+use crate::probe::{self, run_reference, runtime};
+
+fn exported(name: &str) -> ModelProto {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/zoo").join(name).with_extension("onnx");
+    ModelProto::decode(&std::fs::read(path).unwrap()[..]).unwrap()
+}
+
+fn restored(name: &str) -> Restored {
+    let mut model = exported(name);
+    let restored = restore(&mut model);
+    assert_eq!(restore(&mut model), Restored::default(), "{name}: a second time");
+    restored
+}
+
+#[test]
+fn merged_parameters_of_new_layers_are_separate() {
+    for exporter in ["default", "earlier"] {
+        let found = restored(&format!("{exporter}/encoder_layer"));
+        let names = ["layer.norm2.weight", "layer.norm2.bias"];
+        assert!(
+            names.iter().all(|name| found.separated.iter().any(|found| found == name)),
+            "{exporter}: {found:?}"
+        );
+        assert_eq!(found.tied, [""; 0]);
+    }
+    let copies = restored("default/bert_4_layers").separated;
+    for layer in 1..4 {
+        let weight = format!("layers.layers.{layer}.self_attn.out_proj.weight");
+        assert!(copies.contains(&weight), "{copies:?}");
+    }
+}
+
+#[test]
+fn tied_and_transposed_weights_are_tied() {
+    assert_eq!(restored("default/tied_embedding"), Restored { separated: vec![], tied: vec!["t".into()] });
+    assert_eq!(restored("earlier/tied_embedding").tied.len(), 1);
+    assert_eq!(restored("earlier/transposed_weight").tied.len(), 1);
+    for model in ["default/tied_layers", "default/layer_called_twice", "earlier/layer_called_twice"] {
+        assert_eq!(restored(model), Restored::default(), "{model}");
+    }
+}
+
+#[test]
+fn outputs_stay_equal() {
+    let models = [
+        ("default/bert_4_layers", 8),
+        ("earlier/bert_4_layers", 8),
+        ("default/tied_embedding", 6),
+        ("earlier/transposed_weight", 8),
+    ];
+    for (name, width) in models {
+        let before = exported(name);
+        let mut after = before.clone();
+        assert_ne!(restore(&mut after), Restored::default());
+        let inputs = probe::inputs(&Graph::read(&after).unwrap(), 3, 1);
+        let outputs =
+            [before, after].map(|model| run_reference(runtime(), &model, &[width], 3, &inputs).unwrap());
+        assert_eq!(outputs[0], outputs[1], "{name}");
+    }
+}
+
+#[test]
+fn models_of_other_origin_stay_as_they_are() {
+    let mut model = exported("default/encoder_layer");
+    model.producer_name = Some("another".into());
+    assert_eq!(restore(&mut model), Restored::default());
+    assert_eq!(restore(&mut ModelProto::default()), Restored::default());
+}
+
+#[test]
+fn paths_that_differ_in_numbers_only_are_those_of_copies() {
+    assert_eq!(numbered("layers.0.a", "layers.12.a"), Some(("layers.0", "layers.12")));
+    assert_eq!(numbered("a.0.b.1", "a.2.b.3"), Some(("a.0.b.1", "a.2.b.3")));
+    for (one, other) in
+        [("layers.0", "layers.0"), ("layers.0", "layers.a"), ("a.0", "b.0"), ("0.a", "0"), ("", "1")]
+    {
+        assert_eq!(numbered(one, other), None, "{one} {other}");
+    }
+}
