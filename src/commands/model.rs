@@ -18,7 +18,7 @@ use millrace_bundle::onnx::{GraphProto, ModelProto};
 use millrace_bundle::{Bundle, Lineage, TensorSpec};
 use millrace_serving::hazards::{self, Divisors, Hazard};
 use millrace_serving::rows::Rows;
-use millrace_trainer::graph::Graph;
+use millrace_trainer::graph::{Graph, ParamSpec};
 use millrace_trainer::init::edit::{self, Edit, EditError};
 use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
 use prost::Message;
@@ -234,12 +234,15 @@ fn show_file(out: Output, file: &Path, lists_parameters: bool) -> Result<()> {
 
 /// Lists the weights of a graph, and whether training changes them, which only a checked graph can tell.
 fn show_parameters(out: Output, graph: &GraphProto, checked: Option<&Graph>) -> Result<()> {
-    let trained: HashSet<&str> =
-        checked.iter().flat_map(|graph| graph.params()).map(|param| param.name.as_str()).collect();
-    let kind = |name: &str| match (checked, trained.contains(name)) {
-        (None, _) => "not trainable",
-        (Some(_), true) => "trained",
-        (Some(_), false) => "fixed",
+    let names = |of: fn(&Graph) -> &[ParamSpec]| -> HashSet<&str> {
+        checked.into_iter().flat_map(of).map(|param| param.name.as_str()).collect()
+    };
+    let (trained, moving) = (names(Graph::params), names(Graph::states));
+    let kind = |name: &str| match checked {
+        None => "not trainable",
+        Some(_) if trained.contains(name) => "trained",
+        Some(_) if moving.contains(name) => "moving",
+        Some(_) => "fixed",
     };
     let rows: Vec<_> = graph
         .initializer

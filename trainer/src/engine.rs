@@ -5,10 +5,14 @@
 //! parameters live in ONE flat f32 vector, described by [`ParamLayout`], so that optimizers,
 //! all-reduces and checkpoints never see a tensor.
 //!
-//! [`Engine::gradients`] is a pure function of the weights and the shard: the same bits for any number of
+//! [`Engine::gradients_at`] is a pure function of the weights, the shard and its key: the same bits for any number of
 //! threads on one kind of processor. The backend chooses matrix kernels by vector instructions, so machines
-//! need the same kind of processor, or the same device, for equal bits. It sums over the rows of the shard
-//! and never mixes rows, hence shards can be computed on any worker and summed by [`crate::fixed`].
+//! need the same kind of processor, or the same device, for equal bits. It sums over the rows of the shard, hence
+//! shards can be computed on any worker and summed by [`crate::fixed`].
+//!
+//! In training, rows of one shard may mix: a batch normalisation takes its statistics over them. Rows of two shards
+//! never mix. Evaluation ([`Engine::logits`]) mixes no rows. The running statistics are in a second flat vector, the
+//! states, which steps move by the statistics of all shards ([`Engine::move_states`]).
 
 mod backward;
 mod device;
@@ -17,21 +21,24 @@ mod forward;
 mod loss;
 mod objective;
 mod run;
+mod states;
 mod tensor;
 #[cfg(test)]
 mod tests;
+mod training;
 
 use std::ops::Range;
 
 use millrace_bundle::onnx::ModelProto;
 use thiserror::Error;
 
-use crate::graph::{Dim, Graph, GraphError};
+use crate::graph::{Dim, Graph, GraphError, ParamSpec};
 
 pub use device::{Device, UnknownDevice};
 pub(crate) use loss::Measures;
 pub use objective::{CrossEntropy, Huber, Loss, Objective};
 use run::Compute;
+pub use states::ChannelMoments;
 
 /// Most elements a single value of the graph may have for one batch (4 GiB of f32).
 const ELEMENTS_MAX: usize = 1 << 30;
@@ -92,6 +99,40 @@ pub enum EngineError {
         /// The loss of that row.
         value: f64,
     },
+    /// Shards are too small for a batch normalisation in training mode.
+    #[error(
+        "node {node:?} (BatchNormalization) trains with the statistics of a virtual shard, and a shard of {rows} row{} \
+         has one value for each channel, whose variance is 0: use fewer virtual_shards or more batch_rows; 16 rows or \
+         more for each shard are advised", if *rows == 1 { "" } else { "s" }
+    )]
+    ShardTooSmall {
+        /// The node.
+        node: String,
+        /// Rows of the shard.
+        rows: usize,
+    },
+    /// A running statistic is not finite.
+    #[error(
+        "running statistic {name:?} became {value}: training diverged or the inputs are not finite (lower the learning rate, scale the inputs, or check the data)"
+    )]
+    State {
+        /// The initializer.
+        name: String,
+        /// The value.
+        value: f64,
+    },
+    /// Patterns freeze one of two running statistics.
+    #[error(
+        "freeze matches {frozen:?} but not {other:?}, the other running statistic of node {node:?}: match both or neither"
+    )]
+    FrozenHalf {
+        /// The node.
+        node: String,
+        /// The initializer that a pattern matches.
+        frozen: String,
+        /// The other one.
+        other: String,
+    },
     /// The device failed while computing.
     #[error("device {device} failed: {reason}")]
     Execution {
@@ -122,6 +163,17 @@ pub struct ShardBatch {
     pub labels: Labels,
 }
 
+/// The key of a shard's random numbers: the same key gives the same dropout, on every worker and device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ShardKey {
+    /// Seed of the job.
+    pub seed: u64,
+    /// Steps before this one.
+    pub step: u64,
+    /// The virtual shard.
+    pub shard: u64,
+}
+
 /// A virtual shard's contribution to a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ShardGradients {
@@ -139,6 +191,8 @@ pub struct ShardGradients {
     pub rows: usize,
     /// SUM over rows of the loss gradient, laid out by [`ParamLayout`].
     pub grad: Vec<f32>,
+    /// Statistics of each channel whose running statistics move, in the order of the nodes.
+    pub moments: Vec<ChannelMoments>,
 }
 
 /// One parameter of the model.
@@ -152,31 +206,38 @@ pub struct Param {
     pub range: Range<usize>,
 }
 
-/// The place of each parameter in the flat vector, in the order of the model's initializers.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The place of each parameter in the flat vector, in the order of the model's initializers, and of each state in
+/// another one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ParamLayout {
     /// The parameters; ranges are contiguous and start at 0.
     pub params: Vec<Param>,
+    /// The running statistics that steps move; ranges are contiguous and start at 0.
+    pub states: Vec<Param>,
 }
 
 impl ParamLayout {
     fn of(graph: &Graph) -> ParamLayout {
-        let mut start = 0;
-        let params = graph
-            .params()
-            .iter()
-            .map(|spec| {
+        let place = |specs: &[ParamSpec]| {
+            let mut start = 0;
+            let placed = specs.iter().map(|spec| {
                 let range = start..start + spec.elements();
                 start = range.end;
                 Param { name: spec.name.clone(), shape: spec.shape.clone(), range }
-            })
-            .collect();
-        ParamLayout { params }
+            });
+            placed.collect()
+        };
+        ParamLayout { params: place(graph.params()), states: place(graph.states()) }
     }
 
     /// Elements of the flat vector.
     pub fn elements(&self) -> usize {
         self.params.last().map_or(0, |p| p.range.end)
+    }
+
+    /// Elements of the flat vector of states.
+    pub fn state_elements(&self) -> usize {
+        self.states.last().map_or(0, |state| state.range.end)
     }
 
     /// The parameter that holds element `index` of the flat vector.
@@ -193,6 +254,9 @@ pub struct Engine {
     loss: Objective,
     device: Device,
     weights: Vec<f32>,
+    states: Vec<f32>,
+    /// For each batch normalisation, whether training leaves its running statistics alone.
+    frozen: Vec<bool>,
     compute: Box<dyn Compute>,
 }
 
@@ -223,7 +287,10 @@ impl Engine {
         let weights = graph.initial_weights(model)?;
         let mut compute = device::open(device, &graph)?;
         compute.set_weights(&weights)?;
-        Ok(Engine { model: model.clone(), graph, layout, loss, device, weights, compute })
+        let states = graph.initial_states(model)?;
+        compute.set_states(&states)?;
+        let frozen = vec![false; graph.normalizations().len()];
+        Ok(Engine { model: model.clone(), graph, layout, loss, device, weights, states, frozen, compute })
     }
 
     /// The place of each parameter in the flat vector.
@@ -290,10 +357,18 @@ impl Engine {
         Ok(self.compute.set_weights(&self.weights)?)
     }
 
-    /// Loss and gradient of one shard at the current weights, summed over its rows.
+    /// [`Engine::gradients_at`] with the random numbers of the first shard of a job with seed 0.
+    pub fn gradients(&self, shard: &ShardBatch) -> Result<ShardGradients, EngineError> {
+        self.gradients_at(shard, ShardKey::default())
+    }
+
+    /// Loss and gradient of one shard at the current weights, in training mode, summed over its rows.
+    ///
+    /// Rows of the shard mix where a batch normalisation takes its statistics over them. The gradients of two shards
+    /// are therefore not those of one larger shard. `key` decides what dropouts drop.
     ///
     /// Fails, naming the row, on labels out of range and on losses that are not finite.
-    pub fn gradients(&self, shard: &ShardBatch) -> Result<ShardGradients, EngineError> {
+    pub fn gradients_at(&self, shard: &ShardBatch, key: ShardKey) -> Result<ShardGradients, EngineError> {
         self.check_batch(&shard.inputs, shard.rows)?;
         loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         if shard.rows == 0 {
@@ -304,19 +379,30 @@ impl Engine {
                 ignored: 0,
                 rows: 0,
                 grad: vec![0.0; self.weights.len()],
+                moments: vec![ChannelMoments::default(); self.moving_channels()],
             });
         }
+        self.check_shard_rows(shard.rows)?;
         let mut judged = None;
-        let grad = self.compute.gradients(&shard.inputs, shard.rows, &mut |logits| {
+        let found = self.compute.gradients(&shard.inputs, shard.rows, key, &mut |logits| {
             let found = loss::loss_and_gradient(&self.loss, logits, &shard.labels, shard.rows)?;
             judged = Some((found.loss_sum, found.weight, found.correct, found.ignored));
             Ok(found.slope)
         })?;
         let (loss_sum, weight, correct, ignored) = judged.unwrap_or_default();
-        Ok(ShardGradients { loss_sum, weight, correct, ignored, rows: shard.rows, grad })
+        let moments = found.moments.into_iter().map(|[mean, variance]| ChannelMoments { mean, variance });
+        Ok(ShardGradients {
+            loss_sum,
+            weight,
+            correct,
+            ignored,
+            rows: shard.rows,
+            grad: found.flat,
+            moments: moments.collect(),
+        })
     }
 
-    /// The model's output for `rows` rows of `input_width` values: `rows · output_width`, row-major.
+    /// The model's output in evaluation for `rows` rows of `input_width` values: `rows · output_width`, row-major.
     pub fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError> {
         self.check_batch(inputs, rows)?;
         if rows == 0 {
@@ -346,9 +432,11 @@ impl Engine {
         loss::measure(&self.loss, &logits, &shard.labels, shard.rows, (top, units))
     }
 
-    /// The model as it was loaded, with the current weights; byte-deterministic when encoded.
+    /// The model as it was loaded, with the current weights and states, for inference: nodes with a training mode get
+    /// the form of evaluation. Byte-deterministic when encoded.
     pub fn export(&self) -> ModelProto {
-        export::with_weights(&self.model, &self.layout, &self.weights)
+        let model = export::with_weights(&self.model, &self.layout, &self.weights);
+        export::for_inference(model, &self.graph, &self.layout, &self.states)
     }
 
     fn check_batch(&self, inputs: &[f32], rows: usize) -> Result<(), EngineError> {

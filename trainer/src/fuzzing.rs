@@ -4,7 +4,7 @@ use crate::collective::frame::{HEADER_BYTES, Header, Kind, PAYLOAD_BYTES_MAX};
 use crate::engine::{Param, ParamLayout};
 use crate::state::RunState;
 
-/// Decodes the state of a run whose model has two small parameters, and encodes it again; `None` when it is
+/// Decodes the state of a run whose model has two small parameters and a state, and encodes it again; `None` when it is
 /// refused.
 pub fn state(bytes: &[u8]) -> Option<Vec<u8>> {
     let layout = layout();
@@ -25,6 +25,8 @@ pub fn first_state() -> Vec<u8> {
         fraction_bits: Some(20),
         evaluations: Vec::new(),
         best: None,
+        states: vec![0.125; layout.state_elements()],
+        best_states: Vec::new(),
     };
     state.encode(&layout).unwrap_or_default()
 }
@@ -32,7 +34,10 @@ pub fn first_state() -> Vec<u8> {
 fn layout() -> ParamLayout {
     let param =
         |name: &str, shape: &[usize], range| Param { name: name.into(), shape: shape.to_vec(), range };
-    ParamLayout { params: vec![param("w", &[2, 3], 0..6), param("b", &[3], 6..9)] }
+    ParamLayout {
+        params: vec![param("w", &[2, 3], 0..6), param("b", &[3], 6..9)],
+        states: vec![param("mean", &[2], 0..2)],
+    }
 }
 
 /// Decodes the header of a ring frame, after its checksum was set right; panics where the header is another one

@@ -2,11 +2,14 @@
 //!
 //! Reading resolves names, orders nodes, infers every shape with a dynamic number of rows and folds shape
 //! constants. It rejects, before any training, everything that the engine cannot differentiate exactly. An
-//! accepted graph has one float input `[rows, …]`, one float output `[rows, …]`, and never mixes rows.
-//! Gradients of row subsets therefore add up to the gradient of the batch.
+//! accepted graph has one float input `[rows, …]` and one float output `[rows, …]`. Only batch normalisations with
+//! moving statistics mix rows, and only in training ([`Graph::normalizations`]). In every other graph, gradients of row
+//! subsets add up to the gradient of the batch.
 //!
 //! **Trained parameters**: the float32 initializers that the output depends on, apart from buffers, which keep
 //! their values. `initializers.rs` says which are buffers. `Constant` nodes are not changed.
+//!
+//! **States**: the running statistics of batch normalisations in training mode. Steps move them ([`Graph::states`]).
 
 mod arithmetic;
 mod attention;
@@ -29,6 +32,7 @@ mod spatial;
 mod tensor;
 #[cfg(test)]
 mod tests;
+mod training;
 mod wiring;
 
 use std::collections::HashSet;
@@ -41,6 +45,7 @@ pub(crate) use initializers::origin as initializer_origin;
 pub use read::SUPPORTED_OPERATORS;
 pub use shape::Dim;
 pub(crate) use tensor::float_elements;
+pub use training::{Dropout, Normalization};
 
 /// Index of a value in a [`Graph`].
 pub type ValueId = usize;
@@ -264,6 +269,16 @@ pub enum Op {
     Mean(Vec<usize>),
     /// Maximum over axes; equal maxima share the gradient.
     Max(Vec<usize>),
+    /// Normalisation of each channel, the second axis of the first input. The others are scale, bias, running mean and
+    /// running variance. Training uses the statistics of the shard, evaluation the running ones.
+    BatchNorm {
+        /// Its place in [`Graph::normalizations`].
+        index: usize,
+        /// Added to the variance.
+        epsilon: f32,
+    },
+    /// The input; in training, random elements are 0 and the others are scaled up. Its place in [`Graph::dropouts`].
+    Dropout(usize),
 }
 
 impl Op {
@@ -291,6 +306,8 @@ pub enum Source {
     Input,
     /// A trained parameter, by index into [`Graph::params`].
     Param(usize),
+    /// A running statistic, by index into [`Graph::states`].
+    State(usize),
     /// Fixed elements, row-major.
     Constant(Vec<f32>),
     /// A node.
@@ -308,7 +325,7 @@ pub struct Value {
     pub trained: bool,
 }
 
-/// A trained parameter.
+/// A trained parameter, or a state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamSpec {
     /// Name of the initializer.
@@ -330,6 +347,9 @@ pub struct Graph {
     values: Vec<Value>,
     nodes: Vec<Node>,
     params: Vec<ParamSpec>,
+    states: Vec<ParamSpec>,
+    normalizations: Vec<Normalization>,
+    dropouts: Vec<Dropout>,
     input: ValueId,
     output: ValueId,
     input_name: String,
@@ -359,6 +379,26 @@ impl Graph {
     /// Trained parameters, in the order of the model's initializers.
     pub fn params(&self) -> &[ParamSpec] {
         &self.params
+    }
+
+    /// Running statistics that training moves, in the order of the nodes that own them.
+    pub fn states(&self) -> &[ParamSpec] {
+        &self.states
+    }
+
+    /// The batch normalisations with moving statistics, in order.
+    pub fn normalizations(&self) -> &[Normalization] {
+        &self.normalizations
+    }
+
+    /// The dropouts that are active in training, in order.
+    pub fn dropouts(&self) -> &[Dropout] {
+        &self.dropouts
+    }
+
+    /// Whether the graph computes something else in training than in evaluation.
+    pub fn has_training_mode(&self) -> bool {
+        !self.normalizations.is_empty() || !self.dropouts.is_empty()
     }
 
     /// The value that holds the batch.
@@ -428,6 +468,19 @@ impl Graph {
         });
         self.params.iter().any(|param| param.shape.is_empty())
             || plain.any(|tensor| self.params.iter().all(|param| param.name != tensor.name()))
+    }
+
+    /// The states of `model`, which this graph was read from, as one flat vector.
+    pub fn initial_states(&self, model: &ModelProto) -> Result<Vec<f32>, GraphError> {
+        let mut flat = Vec::with_capacity(self.states.iter().map(ParamSpec::elements).sum());
+        for state in &self.states {
+            let mut initializers = model.graph.iter().flat_map(|graph| &graph.initializer);
+            let tensor = initializers.find(|tensor| tensor.name() == state.name).ok_or_else(|| {
+                GraphError::Malformed { reason: format!("initializer {:?} is not in the model", state.name) }
+            })?;
+            flat.extend(tensor::floats(tensor)?);
+        }
+        Ok(flat)
     }
 
     /// The parameters of `model`, which this graph was read from, as one flat vector.

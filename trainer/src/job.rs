@@ -73,7 +73,8 @@ pub struct JobFile {
     /// original numbers; for `mse`, `l1` and `huber`. Losses are those of the scaled labels.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub standardize_labels: bool,
-    /// Parameters that stay as they are: patterns of their names, in which `*` stands for any characters.
+    /// Parameters and running statistics that stay as they are: patterns of their names, in which `*` stands for any
+    /// characters. A batch normalisation whose running statistics both stay normalises by them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub freeze: Vec<String>,
     /// Parameters without weight decay: patterns of their names, such as `"*.bias"`.
@@ -83,7 +84,8 @@ pub struct JobFile {
     #[serde(default = "default_batch_rows")]
     pub batch_rows: usize,
     /// Number of fixed parts of a batch, 1 to [`VIRTUAL_SHARDS_MAX`] and at most `batch_rows`. A job never
-    /// uses more workers than this.
+    /// uses more workers than this. A batch normalisation in training mode takes the statistics of each part, which
+    /// should then have 16 rows or more.
     #[serde(default = "default_virtual_shards")]
     pub virtual_shards: usize,
     /// Rows on which the weights are evaluated, and what follows from that.
@@ -95,7 +97,7 @@ pub struct JobFile {
     /// The job ends as converged when an epoch's mean training loss is at most this.
     #[serde(default)]
     pub loss_target: Option<f64>,
-    /// Seed of the row order and of a built-in model's first weights.
+    /// Seed of the row order, of dropouts and of a built-in model's first weights.
     #[serde(default)]
     pub seed: u64,
     /// The device on which workers compute.

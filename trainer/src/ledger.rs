@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::engine::ChannelMoments;
+
 #[cfg(test)]
 mod tests;
 
@@ -75,6 +77,9 @@ pub(crate) struct Tally {
     first_epoch: u64,
     counts: Vec<Count>,
     shards: Vec<Shard>,
+    /// Statistics of the channels whose running statistics move, for each virtual shard.
+    moments: Vec<ChannelMoments>,
+    channels: usize,
 }
 
 /// A virtual shard's figures of a step. Only one worker computes a shard, so the sum over the workers has
@@ -101,12 +106,22 @@ impl Tally {
             first_epoch: first,
             counts: vec![Count::default(); epochs],
             shards: vec![Shard::default(); shards],
+            moments: Vec::new(),
+            channels: 0,
         }
+    }
+
+    /// Makes room for the statistics of `channels` channels of each virtual shard.
+    pub(crate) fn with_channels(mut self, channels: usize) -> Tally {
+        self.channels = channels;
+        self.moments = vec![ChannelMoments::default(); channels * self.shards.len()];
+        self
     }
 
     /// The number of integers that [`Tally::encode`] appends.
     pub(crate) fn lanes(&self) -> usize {
-        LANES_FIXED + LANES_PER_EPOCH * self.counts.len() + LANES_PER_SHARD * self.shards.len()
+        let shards = LANES_PER_SHARD * self.shards.len() + self.moments.len();
+        LANES_FIXED + LANES_PER_EPOCH * self.counts.len() + shards
     }
 
     /// Records the loss of a virtual shard, its rows' weight and the largest magnitude of its gradient.
@@ -114,6 +129,20 @@ impl Tally {
         if let Some(noted) = self.shards.get_mut(shard) {
             *noted = Shard { loss, weight, largest };
         }
+    }
+
+    /// Records the statistics of a virtual shard's channels.
+    pub(crate) fn record_moments(&mut self, shard: usize, moments: &[ChannelMoments]) {
+        if let Some(places) = self.moments.chunks_exact_mut(self.channels.max(1)).nth(shard)
+            && places.len() == moments.len()
+        {
+            places.copy_from_slice(moments);
+        }
+    }
+
+    /// The statistics of the channels of each virtual shard, in order.
+    pub(crate) fn moments(&self) -> impl Iterator<Item = &[ChannelMoments]> {
+        self.moments.chunks_exact(self.channels.max(1))
     }
 
     /// The largest magnitude of all gradients.
@@ -152,6 +181,7 @@ impl Tally {
             let (loss, weight) = (shard.loss.to_bits() as i64, shard.weight.to_bits() as i64);
             into.extend([loss, weight, i64::from(shard.largest.to_bits())]);
         }
+        into.extend(self.moments.iter().map(|moments| moments.to_bits() as i64));
     }
 
     /// Decodes a sum of tallies that have the epochs of this one.
@@ -160,7 +190,8 @@ impl Tally {
             return None;
         }
         let (fixed, others) = lanes.split_at(LANES_FIXED);
-        let (epochs, shards) = others.split_at(LANES_PER_EPOCH * self.counts.len());
+        let (epochs, others) = others.split_at(LANES_PER_EPOCH * self.counts.len());
+        let (shards, moments) = others.split_at(LANES_PER_SHARD * self.shards.len());
         Some(Tally {
             rows: fixed[0] as u64,
             correct: fixed[1] as u64,
@@ -180,6 +211,8 @@ impl Tally {
                     largest: f32::from_bits(shard[2] as u32),
                 })
                 .collect(),
+            moments: moments.iter().map(|bits| ChannelMoments::from_bits(*bits as u64)).collect(),
+            channels: self.channels,
         })
     }
 

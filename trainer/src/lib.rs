@@ -72,6 +72,7 @@ pub mod quantize;
 mod replica;
 pub mod runs;
 mod scaling;
+mod shards;
 mod source;
 mod state;
 mod statistics;

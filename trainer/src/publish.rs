@@ -137,6 +137,7 @@ pub(crate) fn publish(
     }
     let statistics = statistics();
     engine.set_weights(state.published())?;
+    engine.set_states(state.published_states())?;
     // The evaluation whose weights are published instead of the last ones.
     let published_at = validation::best(&state.evaluations).filter(|_| state.best.is_some());
     let mut model = engine.export();

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::collective::Ring;
 use crate::data::{Columns, Rows, rank_shards, shard_slots};
-use crate::engine::{Engine, EngineError, ParamLayout};
+use crate::engine::{ChannelMoments, Engine, EngineError, ParamLayout, ShardKey};
 use crate::error::{Error, Result};
 use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
 use crate::job::JobFile;
@@ -56,6 +56,8 @@ pub(crate) struct Replica {
     evaluations: Vec<Evaluation>,
     /// The weights of the evaluation with the lowest loss, if the job publishes them.
     best: Option<Vec<f32>>,
+    /// The running statistics of `best`.
+    best_states: Vec<f32>,
     step: u64,
     sums: Vec<i64>,
     mean: Vec<f32>,
@@ -85,9 +87,10 @@ impl Replica {
             keep: config.checkpoints_keep,
         };
         let model = read_model(&checkpoints)?;
-        let engine = Engine::load(&model, job.loss.clone(), job.device)?;
+        let mut engine = Engine::load(&model, job.loss.clone(), job.device)?;
         let parameters = engine.layout().elements();
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
+        engine.freeze_states(groups.frozen_states())?;
         let columns = source::columns(&job, &engine, &labels);
         let validator = match (&job.validation, validation_plan) {
             (Some(validation), Some(plan)) => {
@@ -104,6 +107,7 @@ impl Replica {
             groups,
             evaluations: Vec::new(),
             best: None,
+            best_states: Vec::new(),
             scale: Scale::new(FRACTION_BITS_DEFAULT, contributions(&job))?,
             ledger: Ledger::default(),
             step: 0,
@@ -179,6 +183,7 @@ impl Replica {
             let keeps = self.job.validation.as_ref().is_some_and(|validation| validation.best);
             if keeps && validation::best(&self.evaluations) == Some(&evaluation) {
                 self.best = Some(self.engine.weights().to_vec());
+                self.best_states = self.engine.states().to_vec();
             }
         }
         Ok(round)
@@ -228,12 +233,15 @@ impl Replica {
             fraction_bits: Some(self.scale.fraction_bits()),
             evaluations: self.evaluations.clone(),
             best: self.best.clone(),
+            states: self.engine.states().to_vec(),
+            best_states: self.best_states.clone(),
         }
     }
 
     fn restore(&mut self, state: RunState) -> Result<()> {
         check_weights(self.engine.layout(), &state.weights, state.step.saturating_sub(1))?;
         self.engine.set_weights(&state.weights)?;
+        self.engine.set_states(&state.states).map_err(|error| self.diverged(error))?;
         self.optimizer.load_state(state.optimizer)?;
         self.check_optimizer(state.step.saturating_sub(1))?;
         let fraction_bits = state.fraction_bits.unwrap_or(FRACTION_BITS_DEFAULT);
@@ -241,6 +249,7 @@ impl Replica {
         self.ledger = state.ledger;
         self.evaluations = state.evaluations;
         self.best = state.best;
+        self.best_states = state.best_states;
         self.step = state.step;
         Ok(())
     }
@@ -270,7 +279,8 @@ impl Replica {
         let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
 
         let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
-        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), shards);
+        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), shards)
+            .with_channels(self.engine.moving_channels());
         tally.leave = u64::from(leave);
         tally.stop = u64::from(stop);
         for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
@@ -299,6 +309,10 @@ impl Replica {
             check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
             self.check_optimizer(self.step)?;
         }
+        let rows_of = |shard: usize| shard_slots(shard, shards, batch_rows).len();
+        let moments: Vec<(usize, &[ChannelMoments])> =
+            total.moments().enumerate().map(|(shard, moments)| (rows_of(shard), moments)).collect();
+        self.engine.move_states(&moments).map_err(|error| self.diverged(error))?;
         self.scale = scale;
         self.step += 1;
         self.ledger.add(&total);
@@ -343,13 +357,15 @@ impl Replica {
         self.sums.resize(parameters, 0);
         for shard in own {
             let range = shard_slots(shard, shards, batch_rows);
+            let key = ShardKey { seed: self.job.seed, step: self.step, shard: shard as u64 };
             let mut part = self
                 .engine
-                .gradients(&rows.shard(range.start - first_slot..range.end - first_slot))
+                .gradients_at(&rows.shard(range.start - first_slot..range.end - first_slot), key)
                 .map_err(|error| self.diverged(error))?;
             self.groups.clear_frozen(&mut part.grad);
             let largest = scale.add(&part.grad, &mut self.sums).map_err(|e| self.not_finite(&e))?;
             tally.shard(shard, part.loss_sum, part.weight, largest);
+            tally.record_moments(shard, &part.moments);
             tally.correct += part.correct;
             tally.ignored += part.ignored;
         }
@@ -453,7 +469,7 @@ impl Replica {
 
     fn diverged(&self, error: EngineError) -> Error {
         match error {
-            EngineError::NonFinite { .. } => {
+            EngineError::NonFinite { .. } | EngineError::State { .. } => {
                 let reason = format!("{error}{}", self.advice());
                 Error::Diverged { step: self.step, reason }
             }

@@ -1,7 +1,8 @@
 //! The replicated state of a run: everything that a worker needs to apply the next step.
 //!
 //! One encoding serves checkpoints and state transfers to joining workers: safetensors with every parameter
-//! under its own name (`model.NAME`, `best.NAME`, `optimizer.SLOT.NAME`), and the counters as JSON in the file's metadata.
+//! under its own name (`model.NAME`, `best.NAME`, `optimizer.SLOT.NAME`), running statistics as `state.NAME` and
+//! `best_state.NAME`, and the counters as JSON in the file's metadata.
 //! Nothing in it depends on the number of workers.
 use std::collections::HashMap;
 
@@ -9,7 +10,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use safetensors::{SafeTensors, serialize};
 use serde::{Deserialize, Serialize};
 
-use crate::engine::ParamLayout;
+use crate::engine::{Param, ParamLayout};
 use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
 use crate::validation::Evaluation;
@@ -36,6 +37,10 @@ pub(crate) struct RunState {
     pub(crate) evaluations: Vec<Evaluation>,
     /// The weights of the evaluation with the lowest loss, in a run that publishes them.
     pub(crate) best: Option<Vec<f32>>,
+    /// The running statistics of the model; empty if it has none that move.
+    pub(crate) states: Vec<f32>,
+    /// Those of `best`.
+    pub(crate) best_states: Vec<f32>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -98,10 +103,17 @@ impl RunState {
         self.best.as_ref().unwrap_or(&self.weights)
     }
 
+    /// The running statistics to publish.
+    pub(crate) fn published_states(&self) -> &[f32] {
+        if self.best.is_some() { &self.best_states } else { &self.states }
+    }
+
     /// The largest encoding a state with this layout may have.
     pub(crate) fn bytes_max(layout: &ParamLayout) -> u64 {
         let vector = 4 * layout.elements() as u64;
-        vector.saturating_mul(2 + SLOTS_MAX).saturating_add(OVERHEAD_BYTES_MAX)
+        let states = 4 * layout.state_elements() as u64;
+        let vectors = vector.saturating_mul(2 + SLOTS_MAX).saturating_add(states.saturating_mul(2));
+        vectors.saturating_add(OVERHEAD_BYTES_MAX)
     }
 
     /// Encodes the state; equal states have equal bytes.
@@ -116,16 +128,18 @@ impl RunState {
             best: self.best.is_some(),
         };
         let counters = serde_json::to_string(&counters).map_err(|e| e.to_string())?;
-        let mut vectors = vec![("model".to_owned(), &self.weights)];
+        let mut vectors = vec![("model".to_owned(), &layout.params, &self.weights)];
         if let Some(best) = &self.best {
-            vectors.push(("best".to_owned(), best));
+            vectors.push(("best".to_owned(), &layout.params, best));
+            vectors.push(("best_state".to_owned(), &layout.states, &self.best_states));
         }
         for (slot, values) in &self.optimizer.slots {
-            vectors.push((format!("optimizer.{slot}"), values));
+            vectors.push((format!("optimizer.{slot}"), &layout.params, values));
         }
+        vectors.push(("state".to_owned(), &layout.states, &self.states));
         let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
-        for (prefix, values) in vectors {
-            for param in &layout.params {
+        for (prefix, params, values) in vectors {
+            for param in params {
                 let part = values
                     .get(param.range.clone())
                     .ok_or_else(|| format!("{prefix} has {} elements", values.len()))?;
@@ -147,7 +161,7 @@ impl RunState {
         serialize(views, Some(metadata)).map_err(|e| e.to_string())
     }
 
-    /// Decodes a state; every parameter of the layout must be present with its shape.
+    /// Decodes a state; every parameter and state of the layout must be present with its shape.
     pub(crate) fn decode(layout: &ParamLayout, bytes: &[u8]) -> Result<RunState, String> {
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
         let counters = metadata
@@ -157,9 +171,9 @@ impl RunState {
             .ok_or("the counters are missing")?;
         let counters: Counters = serde_json::from_str(counters).map_err(|e| e.to_string())?;
         let tensors = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
-        let vector = |prefix: &str| {
-            let mut values = vec![0f32; layout.elements()];
-            for param in &layout.params {
+        let vector_of = |prefix: &str, params: &[Param]| {
+            let mut values = vec![0f32; params.last().map_or(0, |param| param.range.end)];
+            for param in params {
                 let name = format!("{prefix}.{}", param.name);
                 let tensor = tensors.tensor(&name).map_err(|e| format!("{name}: {e}"))?;
                 if tensor.dtype() != Dtype::F32 || tensor.shape() != param.shape {
@@ -179,12 +193,18 @@ impl RunState {
             }
             Ok::<_, String>(values)
         };
+        let vector = |prefix: &str| vector_of(prefix, &layout.params);
         let slots = counters.optimizer_slots.len();
         if slots as u64 > SLOTS_MAX {
             return Err(format!("it has {slots} optimizer vectors, at most {SLOTS_MAX} are allowed"));
         }
         let weights = vector("model")?;
         let best = counters.best.then(|| vector("best")).transpose()?;
+        let states = vector_of("state", &layout.states)?;
+        let best_states = match best {
+            Some(_) => vector_of("best_state", &layout.states)?,
+            None => Vec::new(),
+        };
         let slots = counters
             .optimizer_slots
             .iter()
@@ -198,6 +218,8 @@ impl RunState {
             fraction_bits: counters.fraction_bits,
             evaluations: counters.evaluations,
             best,
+            states,
+            best_states,
         })
     }
 }

@@ -30,6 +30,7 @@ use crate::model;
 use crate::optim::{Groups, Optimizer};
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
+use crate::shards;
 use crate::source::{self, LabelFacts};
 use crate::state::RunState;
 use crate::statistics;
@@ -280,10 +281,12 @@ impl Prepared {
         let output = open_output(&setup.datafs, &job)?;
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
-        let engine = Engine::load(&model, job.loss.clone(), Device::Cpu)?;
+        let mut engine = Engine::load(&model, job.loss.clone(), Device::Cpu)?;
         let groups =
             Groups::new(engine.layout(), &job.freeze, &job.no_decay).map_err(|e| unfit(e.to_string()))?;
         Optimizer::with_groups(&job.optimizer, &groups)?;
+        engine.freeze_states(groups.frozen_states()).map_err(|e| unfit(e.to_string()))?;
+        shards::check(&engine, &job)?;
 
         let plan = runtime
             .block_on(dataset.plan(&source::plan_options(&job)))
@@ -304,6 +307,10 @@ impl Prepared {
         if engine.graph().tells_buffers(&model) {
             // Earlier programs trained the buffers as well: their checkpoints are of another computation.
             data += " buffers";
+        }
+        if engine.graph().has_training_mode() {
+            // Earlier programs refused these nodes, or took dropouts of old operator sets for the identity.
+            data += " training";
         }
         let model = model.encode_to_vec();
         let validation_plan = match &job.validation {

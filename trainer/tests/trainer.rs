@@ -10,6 +10,8 @@ mod data;
 mod goals;
 #[path = "trainer/joined.rs"]
 mod joined;
+#[path = "trainer/modes.rs"]
+mod modes;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
 

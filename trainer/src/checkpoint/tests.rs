@@ -15,14 +15,27 @@ use crate::state::RunState;
 
 fn layout() -> ParamLayout {
     // Larger than what the metadata stores inline.
-    ParamLayout { params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }] }
+    ParamLayout {
+        params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }],
+        states: vec![],
+    }
 }
 
 fn state(step: u64) -> RunState {
     let weights = (0..64 * 512).map(|i| (i as f32 + step as f32).sin()).collect();
     let optimizer = OptimizerState { step, slots: vec![] };
     let ledger = Ledger::default();
-    RunState { step, weights, optimizer, ledger, fraction_bits: None, evaluations: Vec::new(), best: None }
+    RunState {
+        step,
+        weights,
+        optimizer,
+        ledger,
+        fraction_bits: None,
+        evaluations: Vec::new(),
+        best: None,
+        states: Vec::new(),
+        best_states: Vec::new(),
+    }
 }
 
 fn datafs(home: &Path) -> Datafs {

@@ -1,13 +1,14 @@
 //! Derivatives of each operation: from the gradient of its output to those of its inputs.
 
 use burn_backend::ops::ConvOptions;
-use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, Slice, TensorMetadata, get_device_settings};
 
 use super::forward::{
     GELU_CUBIC, GELU_SCALE, flat_table, gelu_tanh, holds, inside, options, options3, region, rows_of,
 };
 use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reduce_to, reshape, zeros_like};
+use super::training::{self, Kept};
 use crate::graph::{Binary, ConvSpec, Op, Unary};
 
 /// The inputs of a derivative.
@@ -15,8 +16,8 @@ pub(super) struct Step<'a, B: Backend> {
     pub(super) op: &'a Op,
     pub(super) inputs: &'a [FloatTensor<B>],
     pub(super) output: &'a FloatTensor<B>,
-    /// Positions of the maxima that max pooling chose.
-    pub(super) picked: Option<&'a IntTensor<B>>,
+    /// What the forward computation kept.
+    pub(super) kept: Option<&'a Kept<B>>,
     /// For each input, whether it depends on a parameter; the others get no gradient.
     pub(super) needs_gradient: &'a [bool],
 }
@@ -40,19 +41,22 @@ pub(super) fn backward<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> 
             let share = B::float_mul(B::float_exp(step.output.clone()), total);
             vec![Some(B::float_sub(grad, share))]
         }
-        Op::MaxPool(spec) => vec![step.picked.map(|picked| {
-            B::max_pool2d_with_indices_backward(
-                step.inputs[0].clone(),
-                spec.kernel,
-                spec.strides,
-                spec.padding,
-                spec.dilations,
-                false,
-                grad,
-                picked.clone(),
-            )
-            .x_grad
-        })],
+        Op::MaxPool(spec) => {
+            let Some(Kept::Picked(picked)) = step.kept else { return vec![None] };
+            vec![Some(
+                B::max_pool2d_with_indices_backward(
+                    step.inputs[0].clone(),
+                    spec.kernel,
+                    spec.strides,
+                    spec.padding,
+                    spec.dilations,
+                    false,
+                    grad,
+                    picked.clone(),
+                )
+                .x_grad,
+            )]
+        }
         Op::AveragePool(spec) => vec![Some(B::avg_pool2d_backward(
             step.inputs[0].clone(),
             grad,
@@ -112,6 +116,11 @@ pub(super) fn backward<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> 
             let share = B::float_mul_scalar(grad, (1.0 / count as f64).into());
             vec![Some(unfold::<B>(share, &shape, axes))]
         }
+        Op::BatchNorm { .. } => training::denormalize::<B>(step, grad),
+        Op::Dropout(_) => match step.kept {
+            Some(Kept::Mask(mask)) => vec![Some(B::float_mul(grad, mask.clone()))],
+            _ => vec![Some(grad)],
+        },
     }
 }
 

@@ -5,6 +5,7 @@ use burn_backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn_backend::{Backend, Shape, Slice, TensorMetadata, get_device_settings};
 
 use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reshape};
+use super::training::{self, Kept};
 use crate::graph::{Binary, Compare, Conv3Spec, ConvSpec, Op, Unary};
 
 /// √(2/π), of the tanh approximation of Gelu.
@@ -12,10 +13,10 @@ pub(super) const GELU_SCALE: f64 = 0.797_884_560_802_865_4;
 /// The cubic coefficient of the tanh approximation of Gelu.
 pub(super) const GELU_CUBIC: f64 = 0.044_715;
 
-/// The output of an operation, and for max pooling the positions of the maxima.
-pub(super) type Forward<B> = (FloatTensor<B>, Option<IntTensor<B>>);
+/// The output of an operation, and what its derivative needs besides inputs and output.
+pub(super) type Forward<B> = (FloatTensor<B>, Option<Kept<B>>);
 
-/// Computes one operation; `shape` is the shape of its output.
+/// Computes one operation as in evaluation; `shape` is the shape of its output.
 pub(super) fn forward<B: Backend>(op: &Op, inputs: &[FloatTensor<B>], shape: &[usize]) -> Forward<B> {
     let input = |index: usize| inputs[index].clone();
     let output = match op {
@@ -73,7 +74,7 @@ pub(super) fn forward<B: Backend>(op: &Op, inputs: &[FloatTensor<B>], shape: &[u
                 spec.dilations,
                 false,
             );
-            return (found.output, Some(found.indices));
+            return (found.output, Some(Kept::Picked(found.indices)));
         }
         Op::AveragePool(spec) => {
             B::avg_pool2d(input(0), spec.kernel, spec.strides, spec.padding, spec.count_include_pad, false)
@@ -116,6 +117,11 @@ pub(super) fn forward<B: Backend>(op: &Op, inputs: &[FloatTensor<B>], shape: &[u
             let most = axes.iter().fold(input(0), |tensor, axis| B::float_max_dim(tensor, *axis));
             reshape::<B>(most, shape)
         }
+        Op::BatchNorm { epsilon, .. } => {
+            let (output, kept) = training::by_running_statistics::<B>(inputs, *epsilon);
+            return (output, Some(kept));
+        }
+        Op::Dropout(_) => input(0),
     };
     (output, None)
 }

@@ -3,28 +3,41 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use burn_backend::tensor::{Device as BackendDevice, FloatTensor, IntTensor};
+use burn_backend::tensor::{Device as BackendDevice, FloatTensor};
 use burn_backend::{Backend, Element, ElementConversion};
 
 use super::backward::{Step, add_slice, backward};
 use super::forward::forward;
 use super::tensor::{download, upload};
-use super::{Device, EngineError, shape_of};
-use crate::graph::{Dim, Graph, Op, Source};
+use super::training::{Kept, mask, normalize};
+use super::{Device, EngineError, ShardKey, shape_of};
+use crate::graph::{Dim, Graph, Op, ParamSpec, Source};
 
 /// A loaded graph on a device, independent of the backend.
 pub(super) trait Compute: Send + Sync {
     /// Copies the flat weights to the device; the caller has checked the length.
     fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError>;
-    /// The output for checked, non-empty inputs.
+    /// Copies the flat states to the device; the caller has checked the length.
+    fn set_states(&mut self, states: &[f32]) -> Result<(), EngineError>;
+    /// Says of each normalisation whether training leaves its running statistics alone and normalises by them.
+    fn set_frozen(&mut self, frozen: &[bool]);
+    /// The output for checked, non-empty inputs, as in evaluation.
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError>;
-    /// The flat gradient; `loss_fn` turns the output into the gradient of the loss by the output.
+    /// The flat gradient, and the mean and variance of each channel whose running statistics move. `loss_fn` turns the
+    /// output into the gradient of the loss by the output.
     fn gradients(
         &self,
         inputs: &[f32],
         rows: usize,
+        key: ShardKey,
         loss_fn: &mut LossFn<'_, f32>,
-    ) -> Result<Vec<f32>, EngineError>;
+    ) -> Result<Gradients<f32>, EngineError>;
+}
+
+/// The flat gradient of a shard, and its [mean, variance] of each channel whose running statistics move.
+pub(super) struct Gradients<E> {
+    pub(super) flat: Vec<E>,
+    pub(super) moments: Vec<[E; 2]>,
 }
 
 /// Turns the output into the gradient of the loss with respect to the output.
@@ -35,14 +48,18 @@ pub(super) struct Interpreter<B: Backend, E> {
     graph: Arc<Graph>,
     device: BackendDevice<B>,
     label: Device,
-    /// Constants, what they alone determine, and parameters, by value.
+    /// Constants, what they alone determine, parameters and states, by value.
     resident: Vec<Option<FloatTensor<B>>>,
+    /// For each normalisation, whether training leaves its running statistics alone.
+    frozen: Vec<bool>,
     elements: PhantomData<fn() -> E>,
 }
 
 struct Trace<B: Backend> {
     values: Vec<Option<FloatTensor<B>>>,
-    picked: Vec<Option<IntTensor<B>>>,
+    kept: Vec<Option<Kept<B>>>,
+    /// Mean and variance of each normalisation whose running statistics move.
+    moments: Vec<[FloatTensor<B>; 2]>,
 }
 
 impl<B: Backend, E: Element> Interpreter<B, E> {
@@ -59,7 +76,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
             })
             .collect();
         // What depends on constants alone is computed once.
-        for node in graph.nodes() {
+        for node in graph.nodes().iter().filter(|node| !matches!(node.op, Op::Dropout(_))) {
             let read: Option<Vec<FloatTensor<B>>> =
                 node.inputs.iter().map(|input| resident[*input].clone()).collect();
             let dims = &graph.values()[node.output].dims;
@@ -67,7 +84,8 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
                 resident[node.output] = Some(forward::<B>(&node.op, &read, &shape_of(dims, 1)).0);
             }
         }
-        Interpreter { graph, device, label, resident, elements: PhantomData }
+        let frozen = vec![false; graph.normalizations().len()];
+        Interpreter { graph, device, label, resident, frozen, elements: PhantomData }
     }
 
     fn failed(&self, reason: impl Into<String>) -> EngineError {
@@ -75,43 +93,85 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
     }
 
     pub(super) fn hold(&mut self, weights: &[E]) -> Result<(), EngineError> {
-        let mut starts = Vec::with_capacity(self.graph.params().len());
+        let graph = Arc::clone(&self.graph);
+        self.hold_parts(graph.params(), weights, |source| match source {
+            Source::Param(index) => Some(*index),
+            _ => None,
+        })
+    }
+
+    pub(super) fn hold_states(&mut self, states: &[E]) -> Result<(), EngineError> {
+        let graph = Arc::clone(&self.graph);
+        self.hold_parts(graph.states(), states, |source| match source {
+            Source::State(index) => Some(*index),
+            _ => None,
+        })
+    }
+
+    /// Uploads the parts of a flat vector for the values whose source has an index into `specs`.
+    fn hold_parts(
+        &mut self,
+        specs: &[ParamSpec],
+        flat: &[E],
+        index_of: impl Fn(&Source) -> Option<usize>,
+    ) -> Result<(), EngineError> {
+        let mut starts = Vec::with_capacity(specs.len());
         let mut start = 0usize;
-        for param in self.graph.params() {
+        for spec in specs {
             starts.push(start);
-            start += param.elements();
+            start += spec.elements();
         }
-        if start != weights.len() {
-            return Err(EngineError::Weights { expected: start, found: weights.len() });
+        if start != flat.len() {
+            return Err(EngineError::Weights { expected: start, found: flat.len() });
         }
         for (value, resident) in self.graph.values().iter().zip(&mut self.resident) {
-            if let Source::Param(index) = value.source {
-                let spec = &self.graph.params()[index];
-                let part = &weights[starts[index]..starts[index] + spec.elements()];
+            if let Some(index) = index_of(&value.source) {
+                let spec = &specs[index];
+                let part = &flat[starts[index]..starts[index] + spec.elements()];
                 *resident = Some(upload::<B, E>(part.to_vec(), &spec.shape, &self.device));
             }
         }
         Ok(())
     }
 
-    fn trace(&self, inputs: Vec<E>, rows: usize) -> Result<Trace<B>, EngineError> {
+    /// Computes every value; in training with a key.
+    fn trace(
+        &self,
+        inputs: Vec<E>,
+        rows: usize,
+        training: Option<ShardKey>,
+    ) -> Result<Trace<B>, EngineError> {
         let mut values = self.resident.clone();
         let input = self.graph.input();
         let shape = shape_of(&self.graph.values()[input].dims, rows);
         values[input] = Some(upload::<B, E>(inputs, &shape, &self.device));
-        let mut picked = Vec::with_capacity(self.graph.nodes().len());
+        let mut all_kept = Vec::with_capacity(self.graph.nodes().len());
+        let mut moments = Vec::new();
         for node in self.graph.nodes() {
             if self.resident[node.output].is_some() {
-                picked.push(None);
+                all_kept.push(None);
                 continue;
             }
             let read = self.read(&values, &node.inputs)?;
             let shape = shape_of(&self.graph.values()[node.output].dims, rows);
-            let (value, indices) = forward::<B>(&node.op, &read, &shape);
+            let (value, kept) = match (training, &node.op) {
+                (Some(_), Op::BatchNorm { index, epsilon }) if !self.frozen[*index] => {
+                    let found = normalize::<B>(&read, *epsilon);
+                    moments.push(found.moments);
+                    (found.output, Some(found.kept))
+                }
+                (Some(key), Op::Dropout(index)) => {
+                    let count = shape.iter().product();
+                    let mask = mask::<E>(key, *index, &self.graph.dropouts()[*index], count);
+                    let mask = upload::<B, E>(mask, &shape, &self.device);
+                    (B::float_mul(read[0].clone(), mask.clone()), Some(Kept::Mask(mask)))
+                }
+                _ => forward::<B>(&node.op, &read, &shape),
+            };
             values[node.output] = Some(value);
-            picked.push(indices);
+            all_kept.push(kept);
         }
-        Ok(Trace { values, picked })
+        Ok(Trace { values, kept: all_kept, moments })
     }
 
     fn read(
@@ -138,16 +198,18 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
     }
 
     pub(super) fn evaluate(&self, inputs: Vec<E>, rows: usize) -> Result<Vec<E>, EngineError> {
-        self.output(&self.trace(inputs, rows)?)
+        self.output(&self.trace(inputs, rows, None)?)
     }
 
-    pub(super) fn differentiate(
+    /// Computes in training mode and differentiates.
+    pub(super) fn train(
         &self,
         inputs: Vec<E>,
         rows: usize,
+        key: ShardKey,
         loss_fn: &mut LossFn<'_, E>,
-    ) -> Result<Vec<E>, EngineError> {
-        let mut trace = self.trace(inputs, rows)?;
+    ) -> Result<Gradients<E>, EngineError> {
+        let mut trace = self.trace(inputs, rows, Some(key))?;
         let slope = loss_fn(&self.output(&trace)?)?;
         let values = self.graph.values();
         let output = self.graph.output();
@@ -177,7 +239,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
                 op: &node.op,
                 inputs: &inputs,
                 output: &output[0],
-                picked: trace.picked[position].as_ref(),
+                kept: trace.kept[position].as_ref(),
                 needs_gradient: &needs_gradient,
             };
             for (id, found) in node.inputs.iter().zip(backward::<B>(&step, grad)) {
@@ -190,7 +252,22 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
                 });
             }
         }
-        self.collect(grads)
+        let moments = self.moments(trace.moments)?;
+        Ok(Gradients { flat: self.collect(grads)?, moments })
+    }
+
+    /// The mean and the variance of each channel, in one transfer.
+    fn moments(&self, moments: Vec<[FloatTensor<B>; 2]>) -> Result<Vec<[E; 2]>, EngineError> {
+        if moments.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (means, variances): (Vec<_>, Vec<_>) =
+            moments.into_iter().map(|[mean, variance]| (mean, variance)).unzip();
+        let all = B::float_cat(vec![B::float_cat(means, 1), B::float_cat(variances, 1)], 1);
+        let mut flat = Vec::new();
+        download::<B, E>(all, &mut flat).map_err(|reason| self.failed(reason))?;
+        let (means, variances) = flat.split_at(flat.len() / 2);
+        Ok(means.iter().zip(variances).map(|(mean, variance)| [*mean, *variance]).collect())
     }
 
     /// The gradients of the parameters, one after another.
@@ -224,6 +301,14 @@ impl<B: Backend> Compute for Interpreter<B, f32> {
         self.hold(weights)
     }
 
+    fn set_states(&mut self, states: &[f32]) -> Result<(), EngineError> {
+        self.hold_states(states)
+    }
+
+    fn set_frozen(&mut self, frozen: &[bool]) {
+        self.frozen = frozen.to_vec();
+    }
+
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError> {
         self.evaluate(inputs.to_vec(), rows)
     }
@@ -232,8 +317,9 @@ impl<B: Backend> Compute for Interpreter<B, f32> {
         &self,
         inputs: &[f32],
         rows: usize,
+        key: ShardKey,
         loss_fn: &mut LossFn<'_, f32>,
-    ) -> Result<Vec<f32>, EngineError> {
-        self.differentiate(inputs.to_vec(), rows, loss_fn)
+    ) -> Result<Gradients<f32>, EngineError> {
+        self.train(inputs.to_vec(), rows, key, loss_fn)
     }
 }

@@ -7,6 +7,8 @@ mod hostile;
 mod learning;
 mod losses;
 mod measure;
+
+mod training;
 mod zoo;
 
 use std::collections::BTreeSet;
@@ -23,6 +25,18 @@ use crate::init::{CnnSpec, ModelSpec};
 use crate::probe::{self, Probe, every_operator, int, numbers, run_reference, runtime};
 
 const ROWS: usize = 3;
+
+impl<B: burn_backend::Backend, E: burn_backend::Element> Interpreter<B, E> {
+    /// The gradient with the key of the first shard.
+    fn differentiate(
+        &self,
+        inputs: Vec<E>,
+        rows: usize,
+        loss_fn: &mut super::run::LossFn<'_, E>,
+    ) -> Result<Vec<E>, EngineError> {
+        Ok(self.train(inputs, rows, ShardKey::default(), loss_fn)?.flat)
+    }
+}
 
 /// An interpreter in f64, for precise finite differences.
 fn exact(model: &ModelProto) -> (Interpreter<Flex, f64>, Graph, Vec<f64>) {

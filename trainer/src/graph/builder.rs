@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
 use super::ints::Ints;
-use super::{Dim, GraphError, Node, Op, ParamSpec, Source, Value, ValueId, shape};
+use super::{Dim, Dropout, GraphError, Node, Normalization, Op, ParamSpec, Source, Value, ValueId, shape};
 
 /// Most values a graph may have.
 pub(super) const VALUES_MAX: usize = 100_000;
@@ -65,11 +65,20 @@ pub(super) struct Builder {
     pub(super) values: Vec<Value>,
     pub(super) nodes: Vec<Node>,
     pub(super) params: Vec<ParamSpec>,
+    pub(super) states: Vec<ParamSpec>,
+    pub(super) normalizations: Vec<Normalization>,
+    pub(super) dropouts: Vec<Dropout>,
     pub(super) names: HashMap<String, NamedValue>,
     pub(super) opset: i64,
     /// Values `[steps, rows, …]` that the graph sees as `[steps · rows, …]`: products with weights and sums keep the
     /// rows apart, a reshape separates them again.
     pub(super) merged: HashSet<ValueId>,
+    /// How often nodes read each tensor; an output of the graph counts as well.
+    pub(super) reads: HashMap<String, usize>,
+    /// Names of float32 initializers.
+    pub(super) float_initializers: HashSet<String>,
+    /// Whether PyTorch exported the model.
+    pub(super) is_from_pytorch: bool,
     /// Whether the input holds integers, as token ids.
     pub(super) input_is_index: bool,
     /// Rows of the smallest table that the integers of the input select from.
@@ -232,6 +241,16 @@ impl<'a> Call<'a> {
         self.node.output.len()
     }
 
+    /// Names of the outputs after the first one.
+    pub(super) fn more_outputs(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.node.output.iter().skip(1).map(String::as_str).filter(|name| !name.is_empty())
+    }
+
+    /// The name of the tensor at an input position.
+    pub(super) fn input_name(&self, index: usize) -> &'a str {
+        self.node.input.get(index).map(String::as_str).unwrap_or_default()
+    }
+
     pub(super) fn input_count(&self) -> usize {
         self.node.input.len()
     }
@@ -386,6 +405,11 @@ impl<'a> Call<'a> {
     /// Whether every given input holds integers.
     pub(super) fn all_ints(&self, builder: &Builder) -> bool {
         (0..self.input_count()).filter(|index| self.has(*index)).all(|index| self.is_ints(builder, index))
+    }
+
+    /// Whether the node has an attribute of this name.
+    pub(super) fn has_attribute(&self, name: &str) -> bool {
+        self.node.attribute.iter().any(|attribute| attribute.name() == name)
     }
 
     fn attribute(

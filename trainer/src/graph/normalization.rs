@@ -3,7 +3,7 @@
 use super::arithmetic::{join_at, map};
 use super::builder::{Builder, Call, NodeRef};
 use super::reduction::{Reduction, fold};
-use super::{Binary, Dim, GraphError, Unary, ValueId, shape};
+use super::{Binary, Dim, GraphError, Unary, ValueId, shape, training};
 
 /// (x − mean) / √(variance + ε) over some axes.
 fn standardize(
@@ -176,30 +176,31 @@ pub(super) fn norm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     join_at(b, &call.site, Binary::Div, input, size)
 }
 
-/// Normalisation by running statistics, which stay; scale and bias are trained.
+/// Normalisation by running statistics, which stay; scale and bias are trained. In training mode, see
+/// [`training::normalization`].
 pub(super) fn batch(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let input = call.float(b, 0)?;
     let (scale, bias) = (call.float(b, 1)?, call.float(b, 2)?);
     let epsilon = call.float_attribute("epsilon", 1e-5)?;
-    call.float_attribute("momentum", 0.9)?;
-    let training = call.int("training_mode", 0)? != 0;
-    if training || call.output_count() > 1 {
-        return Err(call.site.form(
-            "statistics of the batch mix its rows; export the model in evaluation mode (model.eval()), which uses the running statistics",
-        ));
-    }
+    let momentum = call.float_attribute("momentum", 0.9)?;
+    // Before operator set 14, further outputs say that the node trains.
+    let has_more = call.more_outputs().next().is_some();
+    let trains = call.int("training_mode", 0)? != 0 || b.opset < 14 && has_more;
     call.only("spatial", 1)?;
-    call.finish(5)?;
+    call.finish_with(5, if trains { 5 } else { 1 })?;
     let site = &call.site;
-    let statistic = |b: &Builder, index: usize| match call.constant(b, index)? {
-        Some((_, elements)) => Ok(elements),
-        None => Err(site.form(format!("input {index} is missing"))),
-    };
-    let (mean, variance) = (statistic(b, 3)?, statistic(b, 4)?);
     let dims = b.dims(input).to_vec();
     let [_, Dim::Fixed(channels), ref spatial @ ..] = dims[..] else {
         return Err(site.shape(format!("{} has no channels", shape::display(&dims))));
     };
+    let statistic = |b: &Builder, index: usize| match call.constant(b, index)? {
+        Some((_, elements)) => Ok(elements),
+        None => Err(site.form(format!("input {index} is missing"))),
+    };
+    if trains {
+        training::check_statistics(b, &call)?;
+    }
+    let (mean, variance) = (statistic(b, 3)?, statistic(b, 4)?);
     if mean.len() != channels || variance.len() != channels {
         return Err(site.shape(format!(
             "{} means and {} variances for {channels} channels",
@@ -209,6 +210,9 @@ pub(super) fn batch(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Grap
     }
     if let Some(value) = variance.iter().find(|value| **value + epsilon <= 0.0) {
         return Err(site.form(format!("a variance is {value}")));
+    }
+    if trains {
+        return training::normalization(b, &call, [input, scale, bias], [epsilon, momentum]);
     }
     let inverse = variance.iter().map(|value| 1.0 / (value + epsilon).sqrt()).collect();
     let inverse = b.constant(&[channels], inverse, site)?;

@@ -12,6 +12,7 @@ use super::spatial::Pool;
 use super::{
     Binary, Compare, Dim, Graph, GraphError, Node, Op, Source, Unary, ValueId, arithmetic, attention, einsum,
     gather, linear, movement, normalization, recurrent, reduction, resize, shape, sizes, spatial, tensor,
+    training,
     wiring::{input, order, output, producers},
 };
 
@@ -168,7 +169,13 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     let producers = producers(proto, input, &initializers)?;
     let order = order(proto, output, &producers, input, &initializers)?;
 
-    let mut b = Builder { opset, input_is_index, ..Builder::default() };
+    let mut b = Builder {
+        opset,
+        input_is_index,
+        is_from_pytorch: model.producer_name() == "pytorch",
+        reads: training::reads(proto),
+        ..Builder::default()
+    };
     let site = NodeRef { op: "input".to_owned(), node: input.to_owned() };
     let input_id = b.value(input_dims, Source::Input, false, &site)?;
     b.names.insert(input.to_owned(), NamedValue::Float(input_id));
@@ -176,6 +183,9 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     for tensor in &proto.initializer {
         if read_names.contains(tensor.name()) {
             let named = initializer(&mut b, &roles, tensor)?;
+            if tensor::is_float(tensor) {
+                b.float_initializers.insert(tensor.name().to_owned());
+            }
             b.names.insert(tensor.name().to_owned(), named);
         }
     }
@@ -220,6 +230,9 @@ fn finish(
         values: std::mem::take(&mut b.values),
         nodes: b.nodes,
         params: b.params,
+        states: b.states,
+        normalizations: b.normalizations,
+        dropouts: b.dropouts,
         input: input_id,
         output: output_id,
         input_name: input.to_owned(),
@@ -323,26 +336,17 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<Vec<NamedValue>, GraphErro
         "ConstantOfShape" => sizes::constant_of_shape(b, call)?,
         "Cast" | "CastLike" => sizes::cast(b, call)?,
         "Expand" => sizes::expand(b, call)?,
-        "Identity" | "Dropout" => identity(b, call, node)?,
+        "Identity" => identity(b, &call)?,
+        "Dropout" => training::dropout(b, call)?,
         op => NamedValue::Float(lower_float(b, call, op)?),
     };
     Ok(vec![named])
 }
 
-/// The input itself. Dropout changes nothing outside its training mode.
-fn identity(b: &Builder, mut call: Call<'_>, node: &NodeProto) -> Result<NamedValue, GraphError> {
-    if node.op_type() == "Dropout" {
-        call.float_attribute("ratio", 0.5)?;
-        call.int("seed", 0)?;
-        if call.ints_input(b, 2)?.is_some_and(|training| training != [0]) {
-            return Err(call
-                .site
-                .form("its training mode is on; export the model in evaluation mode (model.eval())"));
-        }
-    }
-    call.finish_with(3, 2)?;
-    let name = node.input.first().map(String::as_str).unwrap_or_default();
-    b.names.get(name).cloned().ok_or_else(|| call.site.form("input 0 is missing"))
+/// The input itself.
+fn identity(b: &Builder, call: &Call<'_>) -> Result<NamedValue, GraphError> {
+    call.finish_with(1, 1)?;
+    b.names.get(call.input_name(0)).cloned().ok_or_else(|| call.site.form("input 0 is missing"))
 }
 
 fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, GraphError> {

@@ -103,3 +103,24 @@ fn ledgers_of_earlier_programs_are_read_and_written_alike() {
     let ledger: Ledger = serde_json::from_str(text).unwrap();
     assert_eq!(serde_json::to_string(&ledger).unwrap(), text);
 }
+
+#[test]
+fn statistics_of_shards_keep_their_bits_in_the_sum() {
+    let moments = |mean, variance| ChannelMoments { mean, variance };
+    let empty = || Tally::new(0, 0, 3).with_channels(2);
+    let (mut first, mut second) = (empty(), empty());
+    first.record_moments(0, &[moments(-0.0, 1e-40), moments(f32::MAX, 0.1)]);
+    second.record_moments(1, &[moments(-3.5, f32::MIN_POSITIVE), moments(0.0, 7.0)]);
+    second.record_moments(2, &[moments(1e-45, 0.0), moments(f32::NAN, f32::INFINITY)]);
+    // Of another number of channels, or of a shard that does not exist.
+    second.record_moments(0, &[moments(1.0, 1.0)]);
+    second.record_moments(3, &[moments(1.0, 1.0); 2]);
+    let total = all_reduce(&[first.clone(), second.clone()]);
+    // NaN is not equal to itself.
+    assert_eq!(format!("{total:?}"), format!("{:?}", all_reduce(&[second.clone(), first.clone()])));
+    let bits =
+        |tally: &Tally| -> Vec<u64> { tally.moments().flatten().map(|found| found.to_bits()).collect() };
+    let expected: Vec<u64> = bits(&first)[..2].iter().chain(&bits(&second)[2..]).copied().collect();
+    assert_eq!(bits(&total), expected);
+    assert_eq!(Tally::new(0, 0, 3).moments().count(), 0);
+}

@@ -21,22 +21,30 @@ pub(super) struct Stretch {
 pub struct Groups {
     elements: usize,
     stretches: Vec<Stretch>,
+    /// For each state, whether it stays as it is.
+    frozen_states: Vec<bool>,
 }
 
 impl Groups {
     /// All `elements` weights train and decay.
     pub fn all(elements: usize) -> Groups {
-        Groups { elements, stretches: vec![Stretch { range: 0..elements, decays: true }] }
+        Groups {
+            elements,
+            stretches: vec![Stretch { range: 0..elements, decays: true }],
+            frozen_states: Vec::new(),
+        }
     }
 
     /// Parameters that a pattern of `freeze` matches do not train, and those that one of `no_decay` matches do
-    /// not decay. In a pattern, `*` stands for any characters.
+    /// not decay. States that a pattern of `freeze` matches do not move. In a pattern, `*` stands for any characters.
     ///
     /// Fails when a pattern matches no parameter, or when nothing is left to train.
     pub fn new(layout: &ParamLayout, freeze: &[String], no_decay: &[String]) -> Result<Groups, OptimError> {
         for (key, patterns) in [("freeze", freeze), ("no_decay", no_decay)] {
-            let unmatched =
-                |pattern: &&String| layout.params.iter().all(|param| !matches(pattern, &param.name));
+            let states = if key == "freeze" { &layout.states[..] } else { &[] };
+            let unmatched = |pattern: &&String| {
+                layout.params.iter().chain(states).all(|param| !matches(pattern, &param.name))
+            };
             if let Some(pattern) = patterns.iter().find(unmatched) {
                 let names: Vec<&str> = layout.params.iter().take(LISTED).map(|p| p.name.as_str()).collect();
                 let more = if layout.params.len() > LISTED { ", …" } else { "" };
@@ -60,12 +68,18 @@ impl Groups {
             let reason = "the patterns match every parameter of the model, so that nothing is left to train";
             return Err(OptimError::Pattern { key: "freeze", reason: reason.to_owned() });
         }
-        Ok(Groups { elements: layout.elements(), stretches })
+        let frozen_states = layout.states.iter().map(|state| any(freeze, &state.name)).collect();
+        Ok(Groups { elements: layout.elements(), stretches, frozen_states })
     }
 
     /// Elements of the flat vector.
     pub fn elements(&self) -> usize {
         self.elements
+    }
+
+    /// For each state of the layout, whether it stays as it is.
+    pub fn frozen_states(&self) -> &[bool] {
+        &self.frozen_states
     }
 
     pub(super) fn stretches(&self) -> &[Stretch] {
@@ -115,7 +129,7 @@ mod tests {
                 Param { name: name.into(), shape: vec![2], range }
             })
             .collect();
-        ParamLayout { params }
+        ParamLayout { params, states: vec![] }
     }
 
     fn groups(freeze: &[&str], no_decay: &[&str]) -> Result<Vec<(Range<usize>, bool)>, String> {
@@ -156,6 +170,24 @@ mod tests {
         let mut grad = [1.0; 10];
         groups.clear_frozen(&mut grad);
         assert_eq!(grad, [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn patterns_freeze_states_too() {
+        let mut layout = layout();
+        layout.states = ["body.norm.mean", "head.norm.mean"]
+            .into_iter()
+            .enumerate()
+            .map(|(at, name)| Param { name: name.into(), shape: vec![1], range: at..at + 1 })
+            .collect();
+        let frozen = |patterns: &[&str]| {
+            let owned: Vec<String> = patterns.iter().map(|p| (*p).to_owned()).collect();
+            Groups::new(&layout, &owned, &[]).map(|groups| groups.frozen_states().to_vec())
+        };
+        assert_eq!(frozen(&[]).unwrap(), [false, false]);
+        assert_eq!(frozen(&["body.*"]).unwrap(), [true, false]);
+        assert_eq!(frozen(&["*.norm.mean"]).unwrap(), [true, true]);
+        assert!(Groups::new(&layout, &[], &["*.norm.mean".to_owned()]).is_err());
     }
 
     #[test]

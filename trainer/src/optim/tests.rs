@@ -273,7 +273,10 @@ fn layout_of_two() -> crate::engine::ParamLayout {
         shape: vec![range.len()],
         range,
     };
-    crate::engine::ParamLayout { params: vec![param("head.weight", 0..2), param("head.bias", 2..3)] }
+    crate::engine::ParamLayout {
+        params: vec![param("head.weight", 0..2), param("head.bias", 2..3)],
+        states: vec![],
+    }
 }
 
 #[test]

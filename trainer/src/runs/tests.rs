@@ -13,7 +13,10 @@ const JOB: &str =
     "name = \"digits\"\ndataset = \"v@s:/train\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m.onnx\"\n";
 
 fn layout() -> ParamLayout {
-    ParamLayout { params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }] }
+    ParamLayout {
+        params: vec![Param { name: "w".into(), shape: vec![64, 512], range: 0..64 * 512 }],
+        states: vec![],
+    }
 }
 
 /// A state after `epochs` epochs of ten steps, with falling losses.
@@ -30,6 +33,8 @@ fn state(epochs: u64) -> RunState {
         fraction_bits: None,
         evaluations: Vec::new(),
         best: None,
+        states: Vec::new(),
+        best_states: Vec::new(),
     }
 }
 

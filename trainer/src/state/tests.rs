@@ -10,7 +10,7 @@ use crate::optim::OptimizerState;
 fn layout() -> ParamLayout {
     let param =
         |name: &str, shape: &[usize], range| Param { name: name.into(), shape: shape.to_vec(), range };
-    ParamLayout { params: vec![param("w", &[2, 3], 0..6), param("b", &[3], 6..9)] }
+    ParamLayout { params: vec![param("w", &[2, 3], 0..6), param("b", &[3], 6..9)], states: vec![] }
 }
 
 fn state() -> RunState {
@@ -25,6 +25,8 @@ fn state() -> RunState {
         fraction_bits: Some(-3),
         evaluations: Vec::new(),
         best: None,
+        states: Vec::new(),
+        best_states: Vec::new(),
     }
 }
 
@@ -85,4 +87,35 @@ fn evaluations_and_the_best_weights_are_part_of_the_state() {
     let (_, metadata) = SafeTensors::read_metadata(&plain).unwrap();
     let counters = &metadata.metadata().as_ref().unwrap()[super::COUNTERS];
     assert!(!counters.contains("evaluations") && !counters.contains("best"), "{counters}");
+}
+
+#[test]
+fn running_statistics_are_part_of_the_state() {
+    let mut with = layout();
+    with.states = vec![Param { name: "norm.mean".into(), shape: vec![2], range: 0..2 }];
+    let best = RunState {
+        states: vec![0.5, -0.25],
+        best: Some(vec![-1.0; 9]),
+        best_states: vec![0.125, 3.0],
+        ..state()
+    };
+    let bytes = best.encode(&with).unwrap();
+    assert_eq!(RunState::decode(&with, &bytes).unwrap(), best);
+    assert!(bytes.len() as u64 <= RunState::bytes_max(&with));
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(tensors.tensor("state.norm.mean").unwrap().shape(), [2]);
+    assert_eq!(tensors.tensor("best_state.norm.mean").unwrap().shape(), [2]);
+    assert_eq!(best.published_states(), [0.125, 3.0]);
+    let last = RunState { best: None, best_states: Vec::new(), ..best };
+    assert_eq!(last.published_states(), [0.5, -0.25]);
+    assert_eq!(RunState::decode(&with, &last.encode(&with).unwrap()).unwrap(), last);
+    // The state of a model without them has the tensors of earlier programs, and theirs does not suit a model with them.
+    let plain = state().encode(&layout()).unwrap();
+    let tensors = SafeTensors::deserialize(&plain).unwrap();
+    let is_earlier = |name: &str| ["model.", "optimizer."].iter().any(|prefix| name.starts_with(prefix));
+    assert!(tensors.names().into_iter().all(|name| is_earlier(name)), "{:?}", tensors.names());
+    assert_eq!(RunState::decode(&layout(), &plain).unwrap(), state());
+    assert!(RunState::decode(&with, &plain).unwrap_err().contains("state.norm.mean"));
+    let short = RunState { states: vec![0.0], ..last };
+    assert!(short.encode(&with).unwrap_err().contains("state has 1 elements"));
 }
