@@ -1,13 +1,13 @@
 //! `millrace train`, and the `millrace worker` processes that it launches.
 
-use std::collections::BTreeSet;
+use std::net::SocketAddr;
 
 use anyhow::Result;
 use millrace_trainer::job::JobFile;
-use millrace_trainer::join::{Listen, ServerTls, Token};
+use millrace_trainer::join::{Listen, ServerTls, Token, host_port};
 use millrace_trainer::launch::WorkerCommand;
-use millrace_trainer::tensorboard::EventFile;
-use millrace_trainer::{End, Evaluation, Progress, Setup, TrainReport};
+use millrace_trainer::tensorboard::Curves;
+use millrace_trainer::{End, Progress, Setup, TrainReport};
 use tokio_util::sync::CancellationToken;
 
 use crate::cli::TrainArgs;
@@ -31,8 +31,8 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     if let Some(device) = args.device {
         job.device = device.as_str().parse()?;
     }
-    let mut events = match &args.tensorboard {
-        Some(directory) => Some(EventFile::create(&directory.join(job.name.as_str()))?),
+    let mut curves = match &args.tensorboard {
+        Some(directory) => Some(Curves::create(&directory.join(job.name.as_str()))?),
         None => None,
     };
     if let Some(count) = args.workers_min {
@@ -47,17 +47,11 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
     let (out, mut listening, mut missing) = (context.out, None, 0);
-    let mut evaluated = BTreeSet::new();
+    let mut reached = 0;
     let report = train_with(context, &job, listen, context.stop.clone(), |progress| {
         if let Some(address) = progress.listening.filter(|_| listening.is_none()) {
             listening = Some(address);
-            let host = host.clone().map_or(address.ip().to_string(), |host| host);
-            let port = address.port();
-            shown.suspend(|| {
-                out.note(&format!(
-                    "workers of other machines join with: millrace worker --join {host}:{port} --token-file FILE"
-                ));
-            });
+            shown.suspend(|| out.note(&join_hint(host.as_deref(), address)));
         }
         if progress.workers_missing != missing {
             missing = progress.workers_missing;
@@ -66,6 +60,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
                 shown.suspend(|| out.note(&format!("train waits for {missing} more {workers} to join")));
             }
         }
+        reached = reached.max(progress.step);
         shown.set_length(progress.steps_max);
         shown.set_position(progress.step);
         let validation = progress
@@ -78,35 +73,22 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
             progress.worker_pids.len(),
             count(progress.samples_per_second as u64)
         ));
-        let values = [
-            ("train/loss", progress.loss),
-            ("train/epoch", progress.epoch as f64),
-            ("train/samples_per_second", progress.samples_per_second),
-            ("train/workers", progress.worker_pids.len() as f64),
-        ];
-        write_events(&mut events, progress.step, &values);
-        // Quick evaluations are seen at the end only.
-        if let Some(evaluation) = progress.evaluation
-            && evaluated.insert(evaluation.epoch)
-        {
-            write_evaluation(&mut events, &evaluation);
+        if let Some(curves) = &mut curves {
+            curves.progress(&progress);
         }
     })
     .await;
     bar.finish_and_clear();
     let report = report?;
-    for (epoch, loss) in (1..).zip(&report.loss_per_epoch) {
-        write_events(&mut events, epoch, &[("epoch/loss", *loss)]);
-    }
-    for evaluation in report.validation.iter().filter(|evaluation| !evaluated.contains(&evaluation.epoch)) {
-        write_evaluation(&mut events, evaluation);
+    if let Some(curves) = &mut curves {
+        curves.end(&report);
     }
     let ended = match (report.end, report.already_published) {
-        (_, true) => "published by an earlier run",
-        (End::Converged, _) => "converged",
-        (End::EpochsDone, _) => "all epochs done",
-        (End::NoImprovement, _) => "ended early, the validation loss fell no more",
-        (End::Stopped, _) => "stopped with a checkpoint, run it again to continue",
+        (_, true) => "published by an earlier run".to_owned(),
+        (End::Converged, _) => "converged".to_owned(),
+        (End::EpochsDone, _) => "all epochs done".to_owned(),
+        (End::NoImprovement, _) => "ended early, the validation loss fell no more".to_owned(),
+        (End::Stopped, _) => stopped(report.steps, reached),
     };
     let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:.4}"));
     let published_best =
@@ -169,20 +151,30 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     if report.end == End::Stopped { context.interrupted("train") } else { Ok(()) }
 }
 
-fn write_evaluation(events: &mut Option<EventFile>, evaluation: &Evaluation) {
-    let figures: Vec<_> =
-        evaluation.figures().map(|(name, value)| (format!("validation/{name}"), value)).collect();
-    let values: Vec<_> = figures.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
-    write_events(events, evaluation.epoch, &values);
+/// How a stopped training ended: `durable` is the step of its newest checkpoint, `reached` the last step that the
+/// workers reported.
+fn stopped(durable: u64, reached: u64) -> String {
+    match durable {
+        0 => "stopped without a checkpoint, run it again to begin anew".to_owned(),
+        _ if durable < reached => format!(
+            "stopped without a last checkpoint, run it again to continue from step {durable}, {} steps back",
+            reached - durable
+        ),
+        _ => "stopped with a checkpoint, run it again to continue".to_owned(),
+    }
 }
 
-/// Appends values to an event file. A full disk ends the file, not the training.
-fn write_events(events: &mut Option<EventFile>, step: u64, values: &[(&str, f64)]) {
-    let written = events.as_mut().map_or(Ok(()), |events| events.scalars(step, values));
-    if let Err(error) = written {
-        tracing::warn!(%error, "no more events are written for TensorBoard");
-        *events = None;
-    }
+/// How workers of other machines join a coordinator at `address`, which advertises `host`.
+fn join_hint(host: Option<&str>, address: SocketAddr) -> String {
+    let (place, meaning) = match host {
+        Some(host) => (host_port(host, address.port()), ""),
+        None if address.ip().is_unspecified() => (
+            format!("NAME:{}", address.port()),
+            "; NAME is a name or an address of this machine that they reach",
+        ),
+        None => (address.to_string(), ""),
+    };
+    format!("workers of other machines join with: millrace worker --join {place} --token-file FILE{meaning}")
 }
 
 /// How workers of other machines join, as the flags say.
@@ -236,4 +228,33 @@ async fn train_with(
 /// Runs a `millrace worker` that a coordinator of this machine launched.
 pub(crate) fn worker() -> Result<()> {
     Ok(millrace_trainer::worker::run(|error| exit::of(error) as u8)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hint_to_join_can_be_typed_as_it_is() {
+        let hint = |host, address: &str| join_hint(host, address.parse().unwrap());
+        assert!(hint(None, "[fd00::7]:9000").contains("--join [fd00::7]:9000 --token-file FILE"));
+        assert!(hint(Some("fd00::7"), "0.0.0.0:9000").contains("--join [fd00::7]:9000 "));
+        assert!(hint(Some("a.example.org"), "[::]:9000").contains("--join a.example.org:9000 "));
+        assert!(hint(None, "192.0.2.1:9000").ends_with("--join 192.0.2.1:9000 --token-file FILE"));
+        for any in ["0.0.0.0:9000", "[::]:9000"] {
+            let hint = hint(None, any);
+            assert!(hint.contains("--join NAME:9000 ") && hint.contains("NAME is"), "{hint}");
+        }
+    }
+
+    #[test]
+    fn a_stop_tells_the_checkpoint_that_it_has() {
+        assert!(stopped(120, 118).starts_with("stopped with a checkpoint"));
+        let lost = stopped(100, 118);
+        assert!(
+            lost.contains("without a last checkpoint") && lost.contains("step 100, 18 steps back"),
+            "{lost}"
+        );
+        assert!(stopped(0, 118).starts_with("stopped without a checkpoint"));
+    }
 }

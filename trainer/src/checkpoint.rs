@@ -304,15 +304,28 @@ impl Checkpoints {
         }
     }
 
-    /// Adds `state` to the run's checkpoints, replaces one of the same step, and removes the oldest beyond
-    /// the number to keep. Durable when it returns.
-    pub(crate) fn write(&self, state: &RunState, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
-        self.add(state, layout, finish, false)
+    /// The step of the run's newest checkpoint up to `step`. Does not read it.
+    pub(crate) fn newest_step(&self, step: u64) -> Result<Option<u64>> {
+        let Some((_, record)) = self.run_record()? else { return Ok(None) };
+        Ok(record.kept.iter().map(|kept| kept.step).filter(|kept| *kept <= step).max())
     }
 
-    /// Like [`Checkpoints::write`], unless the run has a checkpoint of this step or of a later one.
-    pub(crate) fn write_if_newest(&self, state: &RunState, layout: &ParamLayout) -> Result<()> {
-        self.add(state, layout, None, true)
+    /// Adds `state` to the run's checkpoints and removes the oldest beyond the number to keep. Replaces one of the
+    /// same step, unless that has more evaluations. Durable when it returns.
+    pub(crate) fn write(&self, state: &RunState, layout: &ParamLayout, finish: Option<Finish>) -> Result<()> {
+        self.add(state, layout, finish, None)
+    }
+
+    /// Like [`Checkpoints::write`], unless the run has a readable checkpoint that `is_usable` accepts, of this
+    /// position or of a later one.
+    pub(crate) fn write_if_newest(
+        &self,
+        state: &RunState,
+        layout: &ParamLayout,
+        is_usable: impl Fn(&RunState) -> bool,
+    ) -> Result<()> {
+        let makes_up = |found: &RunState| position(found) >= position(state) && is_usable(found);
+        self.add(state, layout, None, Some(&makes_up))
     }
 
     fn add(
@@ -320,7 +333,7 @@ impl Checkpoints {
         state: &RunState,
         layout: &ParamLayout,
         finish: Option<Finish>,
-        if_newest: bool,
+        makes_up: Option<&dyn Fn(&RunState) -> bool>,
     ) -> Result<()> {
         let folder = format!("{}/{:012}", directory(&self.run), state.step);
         let path = format!("{}/{folder}", self.folder());
@@ -333,10 +346,12 @@ impl Checkpoints {
                 Some((bytes, record)) => (Some(bytes), record),
                 None => (None, RunRecord::new(&self.run)),
             };
-            if if_newest && record.kept.iter().any(|kept| kept.step >= state.step) {
+            if self.is_superseded(state, &record, layout, makes_up) {
                 return Ok(());
             }
-            record.finished = finish.is_some();
+            // A late write of an earlier state does not undo the end.
+            let is_behind = record.kept.last().is_some_and(|newest| newest.step > state.step);
+            record.finished = finish.is_some() || (record.finished && is_behind);
             let (mut dropped, others): (Vec<CheckpointEntry>, Vec<CheckpointEntry>) =
                 std::mem::take(&mut record.kept).into_iter().partition(|kept| kept.step == state.step);
             record.kept = others;
@@ -382,6 +397,26 @@ impl Checkpoints {
         })
     }
 
+    /// Whether the run has a checkpoint that makes up for `state`, or one of the same step that is ahead.
+    fn is_superseded(
+        &self,
+        state: &RunState,
+        record: &RunRecord,
+        layout: &ParamLayout,
+        makes_up: Option<&dyn Fn(&RunState) -> bool>,
+    ) -> bool {
+        // No state of the same step is ahead of one that was evaluated after it.
+        let may_lag = state.evaluations.last().is_none_or(|evaluation| evaluation.step < state.step);
+        let newer = record.kept.iter().rev().take_while(|kept| kept.step >= state.step);
+        newer.filter(|kept| makes_up.is_some() || (may_lag && kept.step == state.step)).any(|kept| {
+            // A checkpoint that cannot be read makes up for nothing.
+            self.load(kept, layout).is_ok_and(|found| {
+                let is_ahead = kept.step == state.step && position(&found) > position(state);
+                is_ahead || makes_up.is_some_and(|makes_up| makes_up(&found))
+            })
+        })
+    }
+
     /// Claims the job for `owner` and stores the run's model and job file.
     ///
     /// Adopts a run of format 1 if `is_same` recognizes its id and its job file. Of the job's other runs,
@@ -398,6 +433,7 @@ impl Checkpoints {
                 Some((bytes, record)) => (Some(bytes), record),
                 None => (None, RunRecord::new(&self.run)),
             };
+            self.log_takeover()?;
             let others = self.other_runs()?;
             // Later than all other runs, even after the clock was set back.
             let latest = others.iter().map(|(_, _, other)| other.begun).max().unwrap_or(i64::MIN);
@@ -441,7 +477,9 @@ impl Checkpoints {
             }
             match self.view.publish(publish) {
                 Ok(()) => {
+                    self.drop_leftovers(&record);
                     for (_, _, other) in &removed {
+                        self.drop_leftovers(&RunRecord::new(&other.run));
                         self.drop_folders(other.kept.iter().map(|kept| kept.folder.as_str()));
                         self.drop_folders([directory(&other.run)].into_iter());
                     }
@@ -454,6 +492,21 @@ impl Checkpoints {
             job: self.job.clone(),
             reason: "another process writes its checkpoints; try again".to_owned(),
         })
+    }
+
+    /// Names the coordinator that this one replaces. If it still runs, its next write fails.
+    fn log_takeover(&self) -> Result<()> {
+        let former = self.get(&Self::owner_key(&self.job))?.filter(|former| *former != self.owner.as_bytes());
+        if let Some(former) = former {
+            let short = |owner: &[u8]| String::from_utf8_lossy(owner).chars().take(12).collect::<String>();
+            tracing::info!(
+                job = self.job,
+                former = short(&former),
+                owner = short(self.owner.as_bytes()),
+                "this coordinator takes the job over; a former one that still runs can write no more"
+            );
+        }
+        Ok(())
     }
 
     fn format_1_pointer(&self) -> Result<Option<(Vec<u8>, FormerPointer)>> {
@@ -563,9 +616,27 @@ impl Checkpoints {
         }
     }
 
-    /// Ignores a conflict over the run's key, so that the caller retries; returns any other error.
+    /// Removes empty directories of checkpoints that `record` does not list. A process that was killed after it had
+    /// removed their files leaves them.
+    fn drop_leftovers(&self, record: &RunRecord) {
+        let run = directory(&record.run);
+        // A run that has written nothing has no directory.
+        let Ok(entries) = self.view.list(&format!("{}/{run}", self.folder())) else { return };
+        let is_step = |name: &str| name.bytes().all(|byte| byte.is_ascii_digit());
+        let folders: Vec<String> = entries
+            .iter()
+            .filter(|entry| is_step(&entry.name))
+            .map(|entry| format!("{run}/{}", entry.name))
+            .filter(|folder| record.kept.iter().all(|kept| kept.folder != *folder))
+            .collect();
+        self.drop_folders(folders.iter().map(String::as_str));
+    }
+
+    /// Ignores a conflict over the run's key and a file that was deleted meanwhile, so that the caller retries;
+    /// returns any other error.
     fn on_conflict(&self, error: millrace_datafs::Error) -> Result<()> {
         match &error {
+            millrace_datafs::Error::NotFound { .. } => Ok(()),
             millrace_datafs::Error::Conflict { key } if *key == self.key() => Ok(()),
             millrace_datafs::Error::Conflict { .. } => Err(Error::Busy {
                 job: self.job.clone(),
@@ -608,4 +679,9 @@ pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
 /// Name of a run's directory inside the job's directory.
 pub(crate) fn directory(run: &str) -> &str {
     run.get(..16).unwrap_or(run)
+}
+
+/// Steps and evaluations of a state: of two states of a run, the one with more is ahead.
+fn position(state: &RunState) -> u64 {
+    state.step + state.evaluations.len() as u64
 }

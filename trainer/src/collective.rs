@@ -112,8 +112,9 @@ impl Collective {
 
     /// Connects to the next rank and waits for the previous one.
     ///
-    /// Blocks up to `form_timeout`. Looks up a name of the next rank at each attempt to connect. Drops connections that do not speak the protocol, belong to another epoch
-    /// or do not know the secret; they do not disturb the formation.
+    /// Blocks up to `form_timeout`. Looks up a name of the next rank at each attempt to connect, and tries all of its
+    /// addresses. Drops connections that do not speak the protocol, belong to another epoch or do not know the
+    /// secret; they do not disturb the formation.
     pub fn form(&self, formation: &Formation, abort: CancellationToken) -> Result<Ring<'_>, Error> {
         form::check(formation)?;
         let links = match formation.addresses.len() {

@@ -1,12 +1,14 @@
 //! Parts that both sides of a join over the network share: tokens, TLS, addresses and the protocol's number.
 use std::fmt;
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::stream::{FuturesUnordered, StreamExt as _};
+use tokio::net::TcpStream;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -24,6 +26,9 @@ const TOKEN_CHARS_MIN: usize = 16;
 const TOKEN_BYTES_MAX: u64 = 4096;
 /// Longest wait for a name server.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest wait for an answer before another address of the same name is tried as well, and for all of them.
+const DIAL_STAGGER: Duration = Duration::from_millis(250);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(2);
 /// HTTP/2 in ALPN.
 const HTTP2: &[u8] = b"h2";
 
@@ -200,18 +205,18 @@ fn unusable(what: &str, path: &Path, reason: &str) -> Error {
 }
 
 /// `host:port`, with brackets around an IPv6 address.
-pub(crate) fn host_port(host: &str, port: u16) -> String {
+pub fn host_port(host: &str, port: u16) -> String {
     match host.parse::<IpAddr>() {
         Ok(ip) => SocketAddr::new(ip, port).to_string(),
         Err(_) => format!("{host}:{port}"),
     }
 }
 
-/// The address of `host:port`; a name is resolved.
+/// The addresses of `host:port`, at least one; a name may have several.
 ///
 /// # Errors
 /// [`Error::Access`] names the address and the problem.
-pub(crate) async fn resolve(what: &str, address: &str) -> Result<SocketAddr> {
+pub(crate) async fn resolve(what: &str, address: &str) -> Result<Vec<SocketAddr>> {
     let fail =
         |reason: &str| Error::Access { what: format!("resolve {what} {address}"), reason: reason.to_owned() };
     let has_port =
@@ -219,12 +224,42 @@ pub(crate) async fn resolve(what: &str, address: &str) -> Result<SocketAddr> {
     if !has_port {
         return Err(fail("it is not HOST:PORT"));
     }
-    let found = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(address))
+    let found: Vec<SocketAddr> = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(address))
         .await
         .map_err(|_| fail("the name server does not answer"))?
         .map_err(|e| fail(&e.to_string()))?
-        .next();
-    found.ok_or_else(|| fail("the name has no address"))
+        .collect();
+    if found.is_empty() {
+        return Err(fail("the name has no address"));
+    }
+    Ok(found)
+}
+
+/// Connects to one of these addresses of a name: to the first that answers. Another one is tried when one fails, or
+/// does not answer at once.
+///
+/// # Errors
+/// The error of the address that failed last.
+pub(crate) async fn dial(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
+    let mut left = addresses.iter();
+    let mut dialed = FuturesUnordered::new();
+    let mut last = io::Error::other("the name has no address");
+    loop {
+        match left.next() {
+            Some(address) => dialed.push(TcpStream::connect(*address)),
+            None if dialed.is_empty() => return Err(last),
+            None => {}
+        }
+        // With no address left, only the connections end the wait.
+        let wait = if left.len() > 0 { DIAL_STAGGER } else { DIAL_TIMEOUT };
+        match tokio::time::timeout(wait, dialed.next()).await {
+            Ok(Some(Ok(stream))) => return Ok(stream),
+            Ok(Some(Err(error))) => last = error,
+            Ok(None) => {}
+            Err(_) if left.len() > 0 => {}
+            Err(_) => return Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
 }
 
 impl Listen {
@@ -289,10 +324,24 @@ mod tests {
         assert_eq!(host_port("a.example.org", 7), "a.example.org:7");
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let found = |address: &str| runtime.block_on(resolve("coordinator", address));
-        assert_eq!(found("127.0.0.1:7").unwrap(), "127.0.0.1:7".parse().unwrap());
+        assert_eq!(found("127.0.0.1:7").unwrap(), ["127.0.0.1:7".parse().unwrap()]);
         for wrong in ["127.0.0.1", ":7", "a:x", "name.invalid:7"] {
             let error = found(wrong).unwrap_err().to_string();
             assert!(error.contains(wrong), "{error}");
         }
+    }
+
+    /// Addresses of a name whose first one leads nowhere: as of a service on IPv4 whose name has an IPv6 address.
+    #[tokio::test]
+    async fn the_addresses_of_a_name_are_tried_in_turn() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let there = listener.local_addr().unwrap();
+        let gone = tokio::net::TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let nowhere = gone.local_addr().unwrap();
+        drop(gone);
+        let stream = dial(&[nowhere, nowhere, there]).await.unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), there);
+        assert_eq!(dial(&[nowhere]).await.unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        assert!(dial(&[]).await.is_err());
     }
 }

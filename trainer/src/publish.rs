@@ -7,6 +7,7 @@
 //!
 //! Programs of checkpoint format 1 used the run's former id as the identity; such keys are read, too.
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 
 use millrace_bundle::{Bundle, Lineage, Statistics};
 use millrace_datafs::{Publish, View};
@@ -108,7 +109,7 @@ fn bundle_exists(
 }
 
 /// Publishes the finished run `state` as the next version, or finds the version that it has already. The flag
-/// says whether it had one. Calls `statistics` only for a new version.
+/// says whether it had one. Calls `statistics` only for a new version, and publishes nothing if that is stopped.
 ///
 /// Blocks on `runtime`, so it must not be called from async code.
 pub(crate) fn publish(
@@ -117,9 +118,9 @@ pub(crate) fn publish(
     origin: &Origin,
     engine: &mut Engine,
     state: &RunState,
-    statistics: impl FnOnce() -> Option<Statistics>,
+    statistics: impl FnOnce() -> ControlFlow<(), Option<Statistics>>,
     runtime: &Handle,
-) -> Result<(Published, bool)> {
+) -> Result<Option<(Published, bool)>> {
     let (output, root) = (&checkpoints.view, job.output.path.trim_matches('/'));
     let name = job.model_name();
     let store = output.object_store();
@@ -132,10 +133,10 @@ pub(crate) fn publish(
     check_weights(engine.layout(), state.published(), state.step.saturating_sub(1))?;
     for key in [&key, &former_key] {
         if let Some(published) = standing(key)? {
-            return Ok((published, true));
+            return Ok(Some((published, true)));
         }
     }
-    let statistics = statistics();
+    let ControlFlow::Continue(statistics) = statistics() else { return Ok(None) };
     engine.set_weights(state.published())?;
     engine.set_states(state.published_states())?;
     // The evaluation whose weights are published instead of the last ones.
@@ -148,7 +149,7 @@ pub(crate) fn publish(
     let latest_key = format!("{root}/{name}/latest");
     for _ in 0..ATTEMPTS {
         if let Some(published) = standing(&key)? {
-            return Ok((published, true));
+            return Ok(Some((published, true)));
         }
         let before = recorded(output, &key)?.map(|(value, _)| value);
         let bad = |e| Error::Bundle { what: format!("publish model {name}"), source: Box::new(e) };
@@ -200,7 +201,7 @@ pub(crate) fn publish(
             Ok(()) => {
                 metrics::model_published();
                 tracing::info!(job = %job.name, model = %name, version, "model published");
-                return Ok((published, false));
+                return Ok(Some((published, false)));
             }
             Err(millrace_datafs::Error::Conflict { .. }) => {}
             Err(error) => {

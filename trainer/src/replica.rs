@@ -1,7 +1,6 @@
 //! A worker's replica of the run: model, optimizer and ledger, and the steps that change them.
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use millrace_bundle::onnx::ModelProto;
@@ -23,6 +22,10 @@ use crate::source;
 use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
 use crate::worker::Assignment;
+
+mod writer;
+
+use writer::Writer;
 
 /// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
 const READ_ATTEMPTS: u64 = 5;
@@ -65,7 +68,7 @@ pub(crate) struct Replica {
     prefetched: Option<(u64, Range<usize>, Reading)>,
     dataset_digest: Option<u64>,
     checkpoints: Checkpoints,
-    writing: Option<JoinHandle<Result<()>>>,
+    writer: Writer,
 }
 
 impl Replica {
@@ -115,7 +118,7 @@ impl Replica {
             mean: vec![0.0; parameters],
             prefetched: None,
             dataset_digest: None,
-            writing: None,
+            writer: Writer::default(),
             job,
             runtime,
             plan,
@@ -417,20 +420,29 @@ impl Replica {
         Ok(batch)
     }
 
-    /// Writes a checkpoint in the background if one is due at this step.
+    /// Writes a checkpoint in the background if one is due at this step, or if the last due one is missing. While
+    /// another one is being written, it is left out.
     pub(crate) fn checkpoint_when_due(&mut self) -> Result<()> {
-        if !self.step.is_multiple_of(self.job.checkpoint_every_steps) || self.finish().is_some() {
+        if self.finish().is_some() || !self.writer.is_due(self.step, self.job.checkpoint_every_steps) {
             return Ok(());
         }
-        self.close()?;
         let (checkpoints, state) = (self.checkpoints.clone(), self.state());
         let layout = self.engine.layout().clone();
-        let writing = std::thread::Builder::new()
-            .name("checkpoint".to_owned())
-            .spawn(move || checkpoints.write(&state, &layout, None))
-            .map_err(|e| Error::io("start a thread for the checkpoint", e))?;
-        self.writing = Some(writing);
-        Ok(())
+        self.writer.write(self.step, move || checkpoints.write(&state, &layout, None))
+    }
+
+    /// Looks in the background whether the last due checkpoint was written. The worker that had to may have died.
+    pub(crate) fn check_last_due(&mut self) -> Result<()> {
+        let Some(due) = self.writer.unknown_due(self.step, self.job.checkpoint_every_steps) else {
+            return Ok(());
+        };
+        let (checkpoints, step) = (self.checkpoints.clone(), self.step);
+        self.writer.look(due, move || checkpoints.newest_step(step))
+    }
+
+    /// Fails if a checkpoint in the background has failed. Never waits.
+    pub(crate) fn poll_writer(&mut self) -> Result<()> {
+        self.writer.poll()
     }
 
     /// Writes a checkpoint; durable when it returns.
@@ -439,19 +451,25 @@ impl Replica {
         self.checkpoints.write(&self.state(), self.engine.layout(), finish)
     }
 
-    /// Writes a checkpoint, unless the run has one of this step or of a later one.
+    /// Writes a checkpoint, unless the job would continue from one of this position or of a later one. Durable when
+    /// it returns.
     pub(crate) fn checkpoint_if_newest(&mut self) -> Result<()> {
-        self.close()?;
-        self.checkpoints.write_if_newest(&self.state(), self.engine.layout())
+        self.save_if_newest()?;
+        self.close()
+    }
+
+    /// Like [`Replica::checkpoint_if_newest`], in the background.
+    pub(crate) fn save_if_newest(&mut self) -> Result<()> {
+        let (checkpoints, state) = (self.checkpoints.clone(), self.state());
+        let (layout, job, plan) = (self.engine.layout().clone(), self.job.clone(), Arc::clone(&self.plan));
+        self.writer.write(self.step, move || {
+            checkpoints.write_if_newest(&state, &layout, |found| is_usable(&job, &plan, found))
+        })
     }
 
     /// Waits for the checkpoint that is being written, if any.
     pub(crate) fn close(&mut self) -> Result<()> {
-        match self.writing.take().map(JoinHandle::join) {
-            None => Ok(()),
-            Some(Ok(result)) => result,
-            Some(Err(_)) => Err(self.bad_state("writing the checkpoint panicked".to_owned())),
-        }
+        self.writer.wait()
     }
 
     fn miscounted(&self, epoch: u64, reason: String) -> Error {
@@ -533,13 +551,16 @@ pub(crate) fn newest_usable_state(
     plan: &Plan,
     engine: &Engine,
 ) -> Result<Option<RunState>> {
-    checkpoints.newest(engine.layout(), |state| {
-        let ends = |epoch: &EpochRecord| job.loss_target.is_some_and(|target| epoch.loss <= target);
-        let converged = state.ledger.epochs.iter().position(ends).map(|index| index as u64 + 1);
-        let epochs = converged.unwrap_or(u64::MAX).min(job.epochs_max);
-        let early = validation::early_end(job, &state.evaluations).map(|end| end.step);
-        state.step <= plan.steps_for_epochs(epochs).min(early.unwrap_or(u64::MAX))
-    })
+    checkpoints.newest(engine.layout(), |state| is_usable(job, plan, state))
+}
+
+/// Whether the job can continue from a state of its run, or is finished with it.
+fn is_usable(job: &JobFile, plan: &Plan, state: &RunState) -> bool {
+    let ends = |epoch: &EpochRecord| job.loss_target.is_some_and(|target| epoch.loss <= target);
+    let converged = state.ledger.epochs.iter().position(ends).map(|index| index as u64 + 1);
+    let epochs = converged.unwrap_or(u64::MAX).min(job.epochs_max);
+    let early = validation::early_end(job, &state.evaluations).map(|end| end.step);
+    state.step <= plan.steps_for_epochs(epochs).min(early.unwrap_or(u64::MAX))
 }
 
 /// Opens the volume of checkpoints and bundles.

@@ -1,7 +1,10 @@
 //! Input statistics of a run's dataset, published with the model: servers compare live inputs with them.
 //!
 //! They come from a second read of the rows of the first epoch, in its order. They depend on the run alone,
-//! not on its workers or on interruptions of the training. Only an interruption of this read shortens them.
+//! not on its workers or on interruptions. An interruption of this read publishes nothing: the next start reads
+//! again.
+
+use std::ops::ControlFlow;
 
 use millrace_bundle::{FEATURES_MAX, Feature, Moments, Statistics};
 use millrace_streams::feed::Feed;
@@ -21,18 +24,21 @@ const SAMPLE_ROWS: usize = 4096;
 /// Seed of the sample.
 const SEED: u64 = 7;
 
-/// Collects statistics of the job's features, which feed the model input `input`. If `stop` fires, they cover
-/// the rows read by then; `None` if there are none. Blocks.
+/// Collects statistics of the job's features, which feed the model input `input`; none of a dataset without rows.
+/// Breaks off when `stop` fires. Blocks.
 pub(crate) fn collect(
     feed: &Feed,
     columns: &Columns,
     input: &str,
     runtime: &Handle,
     stop: &CancellationToken,
-) -> Result<Option<Statistics>> {
+) -> Result<ControlFlow<(), Option<Statistics>>> {
     let plan = feed.plan();
     let mut collector = Collector::new(columns.input_width);
     for step in 0..plan.steps_for_epochs(1) {
+        if stop.is_cancelled() {
+            return Ok(ControlFlow::Break(()));
+        }
         let batch = runtime
             .block_on(feed.batch(step, 0..plan.batch_rows()))
             .map_err(|e| Error::feed(format!("read dataset {} for its statistics", columns.dataset), e))?;
@@ -42,11 +48,11 @@ pub(crate) fn collect(
             collector.add(row);
         }
         // Rows come in the shuffled order of the training, so the first ones represent all.
-        if collector.rows >= ROWS_MAX || stop.is_cancelled() {
+        if collector.rows >= ROWS_MAX {
             break;
         }
     }
-    Ok((collector.rows > 0).then(|| collector.finish(input, &columns.features)))
+    Ok(ControlFlow::Continue((collector.rows > 0).then(|| collector.finish(input, &columns.features))))
 }
 
 /// Accumulates rows one by one; memory does not grow with their number.

@@ -11,8 +11,14 @@ use prost::Message;
 
 use crate::error::{Error, Result};
 
+mod curves;
+
+pub use curves::Curves;
+
 /// The first event of a file names the format.
 const FILE_VERSION: &str = "brain.Event:2";
+/// `SessionLog.START`: a program starts, and its first step is that of the event.
+const SESSION_START: i32 = 1;
 /// Added to a rotated checksum, so that a checksum of data with checksums stays useful.
 const MASK: u32 = 0xa282_ead8;
 
@@ -27,6 +33,15 @@ struct Event {
     file_version: Option<String>,
     #[prost(message, optional, tag = "5")]
     summary: Option<Summary>,
+    #[prost(message, optional, tag = "7")]
+    session_log: Option<SessionLog>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct SessionLog {
+    /// [`SESSION_START`], the only one that readers use.
+    #[prost(int32, optional, tag = "1")]
+    status: Option<i32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -73,6 +88,17 @@ impl EventFile {
         &self.path
     }
 
+    /// Tells that a program starts whose first step is `step`: readers drop what an earlier one has written from there
+    /// on, as after a crash.
+    pub fn start(&mut self, step: u64) -> Result<()> {
+        self.append(&Event {
+            wall_time: now(),
+            step: i64::try_from(step).unwrap_or(i64::MAX),
+            session_log: Some(SessionLog { status: Some(SESSION_START) }),
+            ..Event::default()
+        })
+    }
+
     /// Appends values at a step, by tag. Tags with a common part before `/` are shown together.
     pub fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> Result<()> {
         let values = values
@@ -82,8 +108,8 @@ impl EventFile {
         self.append(&Event {
             wall_time: now(),
             step: i64::try_from(step).unwrap_or(i64::MAX),
-            file_version: None,
             summary: Some(Summary { values }),
+            ..Event::default()
         })
     }
 
@@ -119,6 +145,21 @@ fn masked_crc(data: &[u8]) -> u32 {
 mod tests {
     use super::*;
 
+    /// The events of a file; checks their checksums.
+    pub(super) fn read(path: &Path) -> Vec<Event> {
+        let bytes = fs::read(path).unwrap();
+        let mut rest = &bytes[..];
+        let mut read = Vec::new();
+        while !rest.is_empty() {
+            let length = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
+            let data = &rest[12..12 + length];
+            assert_eq!(rest[12 + length..16 + length], masked_crc(data).to_le_bytes());
+            read.push(Event::decode(data).unwrap());
+            rest = &rest[16 + length..];
+        }
+        read
+    }
+
     #[test]
     fn records_match_those_of_tensorflow() {
         // The first record that TensorFlow's writer makes: version "brain.Event:2" at second 0.
@@ -139,16 +180,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut events = EventFile::create(&dir.path().join("runs/digits")).unwrap();
         events.scalars(3, &[("train/loss", 0.5), ("train/workers", 2.0)]).unwrap();
-        let bytes = fs::read(events.path()).unwrap();
-        let mut rest = &bytes[..];
-        let mut read = Vec::new();
-        while !rest.is_empty() {
-            let length = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
-            let data = &rest[12..12 + length];
-            assert_eq!(rest[12 + length..16 + length], masked_crc(data).to_le_bytes());
-            read.push(Event::decode(data).unwrap());
-            rest = &rest[16 + length..];
-        }
+        let read = read(events.path());
         assert_eq!(read.len(), 2);
         assert_eq!(read[1].step, 3);
         let values = &read[1].summary.as_ref().unwrap().values;

@@ -1,5 +1,6 @@
 //! Training of one job, from its job file to its published bundle: [`train`] and its report.
 use std::net::SocketAddr;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -61,6 +62,8 @@ pub struct Progress {
     pub step: u64,
     /// The step after which the last allowed epoch is complete.
     pub steps_max: u64,
+    /// The step from which this call of [`train`] continues.
+    pub first_step: u64,
     /// Epochs completed.
     pub epoch: u64,
     /// The last epoch the job may run.
@@ -431,6 +434,7 @@ impl Prepared {
             on_progress(Progress {
                 step: seen.step,
                 steps_max,
+                first_step,
                 epoch: seen.epoch,
                 epochs_max: job.epochs_max,
                 loss: seen.loss,
@@ -445,8 +449,8 @@ impl Prepared {
         .await
     }
 
-    /// Publishes a finished run and fills in the report. `trained` says how the workers ended, if any ran;
-    /// `stop` shortens the collection of input statistics.
+    /// Publishes a finished run and fills in the report. `trained` says how the workers ended, if any ran. After
+    /// `stop`, the publication is left to the next call.
     fn conclude(
         mut self,
         mut report: TrainReport,
@@ -495,10 +499,10 @@ impl Prepared {
             let statistics = || {
                 statistics().unwrap_or_else(|error| {
                     tracing::warn!(%error, "cannot compute the input statistics; publishing the model without them");
-                    None
+                    ControlFlow::Continue(None)
                 })
             };
-            let (published, already) = publish::publish(
+            let published = publish::publish(
                 &self.checkpoints,
                 &self.job,
                 &self.origin,
@@ -507,9 +511,14 @@ impl Prepared {
                 statistics,
                 &self.runtime,
             )?;
-            report.already_published = already;
-            report.version = Some(published.version);
-            report.model_sha256 = Some(published.model_sha256);
+            match published {
+                Some((published, already)) => {
+                    report.already_published = already;
+                    report.version = Some(published.version);
+                    report.model_sha256 = Some(published.model_sha256);
+                }
+                None => report.end = End::Stopped,
+            }
         }
         Ok(report)
     }

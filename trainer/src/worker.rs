@@ -9,6 +9,7 @@ use std::time::Duration;
 use millrace_datafs::Datafs;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::collective::{Collective, Options, Ring};
@@ -79,10 +80,23 @@ pub fn run(exit_code: impl Fn(&Error) -> u8) -> Result<()> {
         .enable_all()
         .build()
         .map_err(|e| Error::io("start the worker's runtime", e))?;
+    outlive_stop_signals(&runtime)?;
     let result = serve(&worker_env, &runtime, &exit_code);
     // Prefetches and heartbeats need no orderly end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     result
+}
+
+/// Ignores the signals with which a service manager or a terminal ends all processes of a job at once. The
+/// coordinator gets them as well, and its stop needs the workers for the last checkpoint. A worker ends with its
+/// stream to the coordinator.
+fn outlive_stop_signals(runtime: &Runtime) -> Result<()> {
+    let _context = runtime.enter();
+    for kind in [SignalKind::terminate(), SignalKind::hangup(), SignalKind::interrupt()] {
+        // The handler stays when the stream of signals is dropped.
+        drop(signal(kind).map_err(|e| Error::io("handle signals", e))?);
+    }
+    Ok(())
 }
 
 fn serve(worker_env: &WorkerEnv, runtime: &Runtime, exit_code: &impl Fn(&Error) -> u8) -> Result<()> {
@@ -155,25 +169,28 @@ enum Part {
 /// Runs membership epochs, from barrier to barrier, until the job is over or this worker was asked to leave.
 fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<Part> {
     let (mut reason, mut trouble) = (Reason::Fresh, None);
-    let mut lead = false;
     loop {
-        let formed = match session.arrive(replica.position(), reason, trouble.as_ref())? {
-            Barrier::Formed(formed) => formed,
-            Barrier::Done => return replica.close().map(|()| Part::Done),
-            Barrier::Preempted => {
-                // The others have this state, too, unless they leave as well. After a broken epoch they may be gone,
-                // or ahead.
-                match reason {
-                    Reason::Broken => replica.checkpoint_if_newest()?,
-                    Reason::Left if lead => replica.checkpoint(None)?,
-                    Reason::Left | Reason::Fresh => {}
+        let mut barrier = session.arrive(replica.position(), reason, trouble.as_ref())?;
+        let formed = loop {
+            match barrier {
+                Barrier::Formed(formed) => break formed,
+                Barrier::Done => return replica.close().map(|()| Part::Done),
+                Barrier::Save => {
+                    replica.save_if_newest()?;
+                    barrier = session.wait()?;
                 }
-                replica.close()?;
-                session.leave(replica.step())?;
-                return Ok(Part::Left);
+                Barrier::Preempted => {
+                    // The others go on meanwhile. They have this state, too, but may leave or die at any time.
+                    if reason != Reason::Fresh {
+                        session.begin_to_leave(replica.step());
+                        replica.checkpoint_if_newest()?;
+                    }
+                    replica.close()?;
+                    session.leave(replica.step())?;
+                    return Ok(Part::Left);
+                }
             }
         };
-        lead = formed.rank == 0;
         trouble = None;
         match epoch(replica, session, collective, &formed) {
             Ok(EpochEnd::Done) => return replica.close().map(|()| Part::Done),
@@ -214,6 +231,9 @@ fn epoch(
         }
     }
     let lead = formed.rank == 0;
+    if lead {
+        replica.check_last_due()?;
+    }
     loop {
         if replica.evaluation_due()
             && let Some(end) = evaluate(replica, session, &mut ring, lead)?
@@ -222,20 +242,21 @@ fn epoch(
         }
         if let Some(finish) = replica.finish() {
             if lead {
-                replica.checkpoint(Some(finish))?;
+                session.step(|| replica.checkpoint(Some(finish)))?;
             }
             return Ok(session.finish(replica.step(), false)?.into());
         }
         let leave = session.leave_wanted() || session.preempted();
         let stop = session.stop_wanted();
         let done = session.step(|| replica.step_once(&mut ring, leave, stop))?;
+        replica.poll_writer()?;
         if lead {
             session.report(report(replica, done.loss));
             replica.checkpoint_when_due()?;
         }
         if done.stop && replica.finish().is_none() {
             if lead {
-                replica.checkpoint(None)?;
+                session.step(|| replica.checkpoint(None))?;
             }
             return Ok(session.finish(replica.step(), true)?.into());
         }
@@ -267,7 +288,7 @@ fn evaluate(
         }
         if round.stop {
             if lead {
-                replica.checkpoint(None)?;
+                session.step(|| replica.checkpoint(None))?;
             }
             return Ok(Some(session.finish(replica.step(), true)?.into()));
         }

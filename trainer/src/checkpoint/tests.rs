@@ -7,11 +7,15 @@ use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Config, Datafs, VolumeSpec};
 
-use super::{CheckpointEntry, Checkpoints, FINISHED_RUNS_KEPT, Finish, RunRecord, UNFINISHED_RUNS_KEPT};
+use super::{
+    CheckpointEntry, Checkpoints, FINISHED_RUNS_KEPT, Finish, MANIFEST_FILE, RunRecord, STATE_FILE,
+    UNFINISHED_RUNS_KEPT, directory,
+};
 use crate::engine::{Param, ParamLayout};
 use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
 use crate::state::RunState;
+use crate::validation::Evaluation;
 
 fn layout() -> ParamLayout {
     // Larger than what the metadata stores inline.
@@ -136,13 +140,110 @@ fn a_leaving_worker_that_is_behind_changes_no_checkpoint() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
     run.begin(b"model", b"{}", |_, _| false).unwrap();
-    run.write_if_newest(&state(10), &layout()).unwrap();
+    run.write_if_newest(&state(10), &layout(), |_| true).unwrap();
     assert_eq!(newest(&run, 99), Some(10));
     run.write(&state(20), &layout(), None).unwrap();
     let before = run.run_record().unwrap().unwrap().0;
-    run.write_if_newest(&state(15), &layout()).unwrap();
-    run.write_if_newest(&state(20), &layout()).unwrap();
+    run.write_if_newest(&state(15), &layout(), |_| true).unwrap();
+    run.write_if_newest(&state(20), &layout(), |_| true).unwrap();
     assert_eq!(run.run_record().unwrap().unwrap().0, before);
+    // Evaluations count as well.
+    run.write_if_newest(&evaluated(20), &layout(), |_| true).unwrap();
+    assert_ne!(run.run_record().unwrap().unwrap().0, before);
+}
+
+/// A state with an evaluation after its last step.
+fn evaluated(step: u64) -> RunState {
+    let evaluation = Evaluation {
+        epoch: 1,
+        step,
+        rows: 8,
+        loss: 0.5,
+        accuracy: None,
+        top_k: None,
+        mae: None,
+        perplexity: None,
+    };
+    RunState { evaluations: vec![evaluation], ..state(step) }
+}
+
+#[test]
+fn a_leaving_worker_compares_itself_with_usable_checkpoints_only() {
+    let home = tempfile::tempdir().unwrap();
+    let run = checkpoints(&datafs(home.path()), "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.write(&state(400), &layout(), Some(Finish::EpochsDone)).unwrap();
+    // One of a larger budget.
+    run.write_if_newest(&state(15), &layout(), |found| found.step <= 100).unwrap();
+    assert_eq!(newest(&run, 100), Some(15));
+    // A damaged one.
+    let folder = run.run_record().unwrap().unwrap().1.kept[0].folder.clone();
+    let path = format!("{}/{folder}/{STATE_FILE}", run.folder());
+    run.view.write_file(&path, b"damaged").unwrap();
+    assert_eq!(newest(&run, 100), None);
+    run.write_if_newest(&state(12), &layout(), |found| found.step <= 100).unwrap();
+    assert_eq!(newest(&run, 100), Some(12));
+    run.write_if_newest(&state(15), &layout(), |found| found.step <= 100).unwrap();
+    assert_eq!(newest(&run, 100), Some(15));
+}
+
+#[test]
+fn a_late_write_does_not_undo_the_end() {
+    let home = tempfile::tempdir().unwrap();
+    let run = checkpoints(&datafs(home.path()), "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    let record = || run.run_record().unwrap().unwrap().1;
+    run.write(&evaluated(20), &layout(), Some(Finish::EpochsDone)).unwrap();
+    run.write(&state(10), &layout(), None).unwrap();
+    assert!(record().finished);
+    run.write(&state(20), &layout(), None).unwrap();
+    assert!(record().finished);
+    let newest = || run.newest(&layout(), |_| true).unwrap().unwrap();
+    assert_eq!((newest().step, newest().evaluations.len()), (20, 1));
+    // A larger budget goes on, and its stop is no end.
+    run.write(&state(30), &layout(), None).unwrap();
+    assert!(!record().finished);
+    // A smaller one ends.
+    run.write(&state(5), &layout(), Some(Finish::Converged)).unwrap();
+    assert!(record().finished);
+}
+
+#[test]
+fn a_file_that_another_mount_deletes_meanwhile_is_no_error() {
+    let home = tempfile::tempdir().unwrap();
+    let run = checkpoints(&datafs(home.path()), "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.write(&state(10), &layout(), None).unwrap();
+    let kept = run.run_record().unwrap().unwrap().1.kept[0].clone();
+    let publish = run.drop_checkpoint(millrace_datafs::Publish::new(), &kept);
+    run.view.remove_file(&format!("{}/{}/{MANIFEST_FILE}", run.folder(), kept.folder)).unwrap();
+    let error = run.view.publish(publish).unwrap_err();
+    assert!(error.is_not_found(), "{error}");
+    run.on_conflict(error).unwrap();
+    // The next attempt leaves the file out.
+    let again = run.drop_checkpoint(millrace_datafs::Publish::new(), &kept);
+    run.view.publish(again).unwrap();
+}
+
+#[test]
+fn empty_folders_of_a_killed_process_are_removed_at_the_next_start() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = datafs(home.path());
+    let run = checkpoints(&datafs, "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.write(&state(10), &layout(), None).unwrap();
+    let own = format!("{}/{}", run.folder(), directory(&run.run));
+    let names = || -> Vec<String> {
+        let entries = run.view.list(&own).unwrap();
+        entries.into_iter().map(|entry| entry.name).filter(|name| name.starts_with('0')).collect()
+    };
+    run.view.create_dir_all(&format!("{own}/000000000005")).unwrap();
+    // A folder with a file of somebody stays.
+    run.view.write_file(&format!("{own}/000000000006/notes"), b"mine").unwrap();
+    assert_eq!(names().len(), 3);
+    checkpoints(&datafs, "r").begin(b"model", b"{}", |_, _| false).unwrap();
+    assert_eq!(names(), ["000000000006", "000000000010"]);
+    assert_eq!(newest(&run, 99), Some(10));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //!
 //! Each side of a connection sends a nonce and proves that it knows the job's secret, so a recorded handshake is
 //! of no use. What the ring carries afterwards is neither encrypted nor signed.
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt};
@@ -9,11 +10,12 @@ use millrace_leaf::backoff::Backoff;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream, lookup_host};
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind, read_header, read_payload};
 use super::{Error, Formation, Options, WORLD_MAX};
+use crate::join::dial;
 use crate::proof::{NONCE_BYTES, Nonce, PROOF_BYTES, is_valid, nonce, prove};
 
 /// Connections that may be in their handshake at once; more wait in the listen queue.
@@ -130,24 +132,31 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
         phase: formation.addresses.len() as u32,
     };
     let mut backoff = Backoff::new(CONNECT_PAUSE, CONNECT_PAUSE_MAX);
+    let mut attempt = 0;
     loop {
-        match greet(address, &header, options).await {
+        match greet(address, attempt, &header, options).await {
             Ok(stream) => return stream,
             Err(reason) => {
                 tracing::debug!(epoch = formation.epoch, rank = to, %address, reason, "ring neighbour not ready");
             }
         }
+        attempt += 1;
         sleep(backoff.pause()).await;
     }
 }
 
-async fn greet(address: &str, header: &Header, options: &Options) -> Result<TcpStream, String> {
-    let found = lookup_host(address).await.map_err(|e| format!("look up its name: {e}"))?.next();
-    let address = found.ok_or_else(|| "its name has no address".to_owned())?;
-    let mut stream = timeout(HANDSHAKE_TIMEOUT, TcpStream::connect(address))
-        .await
-        .map_err(|_| "connect timed out".to_owned())?
-        .map_err(|e| e.to_string())?;
+async fn greet(
+    address: &str,
+    attempt: usize,
+    header: &Header,
+    options: &Options,
+) -> Result<TcpStream, String> {
+    let found = lookup_host(address).await.map_err(|e| format!("look up its name: {e}"))?;
+    let mut found: Vec<SocketAddr> = found.collect();
+    // At one of them another server may answer: the next attempt begins with the next address.
+    let first = attempt % found.len().max(1);
+    found.rotate_left(first);
+    let mut stream = dial(&found).await.map_err(|e| e.to_string())?;
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
     watch_link(&stream, options.silence).map_err(|e| e.to_string())?;
     let own = nonce().map_err(|e| e.one_line())?;

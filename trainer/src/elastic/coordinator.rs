@@ -372,6 +372,9 @@ impl Actor<'_> {
             from_worker::Message::Hello(_) | from_worker::Message::Proof(_) => {
                 self.membership.lost(member, "introduced itself twice", now);
             }
+            from_worker::Message::Leaving(proto::Leaving { writing: true, .. }) => {
+                self.membership.leaving(member, now);
+            }
             from_worker::Message::Leaving(_) => self.membership.left(member, now),
             from_worker::Message::Heartbeat(beat) => {
                 let computing = Duration::from_millis(beat.computing_ms);
@@ -398,6 +401,8 @@ impl Actor<'_> {
                 let suspect = arrive.suspect_rank.map(|rank| (arrive.epoch, rank));
                 self.membership.arrived(member, arrive.step, reason, suspect, now);
             }
+            // A member that was removed may have sent it before.
+            from_worker::Message::Progress(_) if !self.membership.is_member(member) => {}
             from_worker::Message::Progress(progress) => {
                 self.membership.record_contact(member, now);
                 self.membership.record_progress(progress.step);
@@ -432,7 +437,7 @@ impl Actor<'_> {
                 if failed.alone {
                     self.membership.failed_alone(member, &failed.message, exit_code, now);
                 } else {
-                    self.membership.failed(member, failed.message, exit_code);
+                    self.membership.failed(member, failed.message, exit_code, now);
                 }
             }
         }
@@ -548,6 +553,7 @@ fn encode(message: Message) -> to_worker::Message {
         }),
         Message::Broken { epoch } => to_worker::Message::Broken(proto::Broken { epoch }),
         Message::Reform { epoch } => to_worker::Message::Reform(proto::Reform { epoch }),
+        Message::Save => to_worker::Message::Save(proto::Save {}),
         Message::Stop => to_worker::Message::Stop(proto::Stop {}),
         Message::Done => to_worker::Message::Done(proto::Done {}),
     }
@@ -810,5 +816,49 @@ mod tests {
         .await;
         assert_eq!(status.code(), Code::FailedPrecondition);
         assert!(status.message().contains("no.such.invalid:1"), "{status}");
+    }
+
+    #[tokio::test]
+    async fn late_progress_of_a_removed_member_changes_no_report() {
+        let (config, command) = (Config::default(), WorkerCommand::current_exe(["worker"]));
+        let params = CoordinatorParams {
+            job: "j",
+            workers: 0,
+            workers_min: 1,
+            config: &config,
+            command: &command,
+            token: String::new(),
+            assignment: String::new(),
+            joining: None,
+        };
+        let now = Instant::now();
+        let rules = Rules { places: 2, ..super::super::tests::rules(0) };
+        let mut actor = Actor {
+            membership: Membership::new(rules, now),
+            outboxes: BTreeMap::new(),
+            joined: BTreeSet::new(),
+            kills: BTreeMap::new(),
+            events: mpsc::channel(1).0,
+            tasks: TaskTracker::new(),
+            shutdown: CancellationToken::new(),
+            params: &params,
+            address: "127.0.0.1:1".parse().unwrap(),
+            formed: None,
+            report: Report::default(),
+            ring_nonce: nonce().unwrap(),
+        };
+        let [old, new] =
+            [1, 2].map(|pid| actor.membership.admitted(pid, "b:1".into(), "b".into(), now).unwrap());
+        let mut seen = Vec::new();
+        let mut progress = |actor: &mut Actor<'_>, member, step| {
+            let progress = proto::Progress { step, ..Default::default() };
+            let message = from_worker::Message::Progress(progress);
+            actor.on_message(member, message, now, &mut |report| seen.push(report.step));
+        };
+        progress(&mut actor, old, 5);
+        actor.membership.lost(old, "died", now);
+        progress(&mut actor, new, 9);
+        progress(&mut actor, old, 6);
+        assert_eq!((actor.report.step, seen), (9, vec![5, 9]));
     }
 }

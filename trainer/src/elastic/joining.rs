@@ -1,6 +1,5 @@
 //! A worker's way to a coordinator on another machine: connection, proof of the token, assignment.
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -77,17 +76,6 @@ pub(super) fn is_worker_proof(token: &Token, worker: &[u8], own: &Nonce, ring: &
 /// The secret of a job's rings.
 pub(super) fn ring_secret(token: &Token, ring_nonce: &[u8]) -> String {
     hex::encode(prove(token.bytes(), OF_RING, &[ring_nonce]))
-}
-
-/// The address of this machine that leads to `to`. Sends nothing.
-pub(crate) fn own_address(to: SocketAddr) -> io::Result<IpAddr> {
-    let any: IpAddr = match to {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let socket = UdpSocket::bind((any, 0))?;
-    socket.connect(to)?;
-    Ok(socket.local_addr()?.ip())
 }
 
 /// Connects to the coordinator, proves the token both ways and receives the assignment. `ring` is the address

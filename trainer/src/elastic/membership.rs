@@ -68,9 +68,19 @@ pub(crate) enum Action {
 /// A message to a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
-    Formed { epoch: u64, rank: usize, peers: Vec<Peer> },
-    Broken { epoch: u64 },
-    Reform { epoch: u64 },
+    Formed {
+        epoch: u64,
+        rank: usize,
+        peers: Vec<Peer>,
+    },
+    Broken {
+        epoch: u64,
+    },
+    Reform {
+        epoch: u64,
+    },
+    /// Make the state with which the member waits at the barrier durable.
+    Save,
     Stop,
     Done,
 }
@@ -139,8 +149,12 @@ struct Member {
     address: String,
     host: String,
     heard: Instant,
-    /// Whether it has sent a message since it was admitted.
-    has_spoken: bool,
+    /// When it sent its first message since it was admitted.
+    spoke: Option<Instant>,
+    /// Whether it has ever reached the barrier.
+    has_arrived: bool,
+    /// Since when it leaves. It is in no epoch any more and makes its state durable.
+    leaving: Option<Instant>,
     arrived: Option<u64>,
     finished: Option<bool>,
 }
@@ -148,7 +162,7 @@ struct Member {
 impl Member {
     fn hear(&mut self, now: Instant) {
         self.heard = now;
-        self.has_spoken = true;
+        self.spoke.get_or_insert(now);
     }
 
     fn peer(&self) -> Peer {
@@ -179,7 +193,11 @@ pub(crate) struct Membership {
     /// Since when the current epoch is over; none once the next one has formed.
     closing: Option<Instant>,
     reform_told: bool,
+    /// The member that was told to make its state durable, as too few wait at the barrier.
+    saving: Option<MemberId>,
     stopping: Option<Instant>,
+    /// The verdict of a job that stops because too few workers are left.
+    shortage: Option<Verdict>,
     ended: bool,
     started: Instant,
     ticked: Instant,
@@ -218,7 +236,9 @@ impl Membership {
             blamed: BTreeMap::new(),
             closing: None,
             reform_told: false,
+            saving: None,
             stopping: None,
+            shortage: None,
             ended: false,
             started: now,
             ticked: now,
@@ -245,6 +265,10 @@ impl Membership {
     /// Process ids of the members of the current epoch, in rank order.
     pub(crate) fn pids(&self) -> Vec<u32> {
         self.by_rank().map(|(_, member)| member.pid).collect()
+    }
+
+    pub(crate) fn is_member(&self, id: MemberId) -> bool {
+        self.members.contains_key(&id)
     }
 
     /// Whether the job is stopping.
@@ -324,7 +348,9 @@ impl Membership {
             address,
             host,
             heard: now,
-            has_spoken: false,
+            spoke: None,
+            has_arrived: false,
+            leaving: None,
             arrived: None,
             finished: None,
         };
@@ -359,6 +385,19 @@ impl Membership {
         let starting = |slot: &&Slot| matches!(slot, Slot::Waiting { .. } | Slot::Starting { .. });
         let there = self.members.len() + self.slots.iter().filter(starting).count();
         self.rules.workers_min.saturating_sub(there)
+    }
+
+    /// A member leaves as soon as its state is durable: the others go on without it.
+    pub(crate) fn leaving(&mut self, id: MemberId, now: Instant) {
+        if self.ended {
+            return;
+        }
+        let Some(member) = self.members.get_mut(&id) else { return };
+        member.hear(now);
+        member.arrived = None;
+        member.leaving.get_or_insert(now);
+        self.close_epoch_of(id, now);
+        self.settle(now);
     }
 
     /// A member leaves in order: its place is free at once.
@@ -399,13 +438,14 @@ impl Membership {
         }
     }
 
-    /// A member has computed its current step for `computing` so far.
+    /// A member has computed its current step, or written its last checkpoint, for `computing` so far.
     ///
-    /// In a ring, the neighbors wait for a late member and report it. A member that trains alone has no
-    /// neighbors, so its step has a deadline here.
+    /// In a ring, the neighbors wait for a late member and report it. A member that trains alone, or for which all
+    /// others wait at the end, has no such neighbors, so it has a deadline here.
     pub(crate) fn computing(&mut self, id: MemberId, computing: Duration, now: Instant) {
         self.record_contact(id, now);
-        let alone = self.in_epoch.len() == 1 && self.in_epoch.contains(&id);
+        let alone = self.in_epoch.contains(&id)
+            && self.by_rank().all(|(other, member)| other == id || member.finished.is_some());
         if alone && computing > self.rules.step_timeout {
             self.lost(id, &format!("did not complete a step for {} s", computing.as_secs()), now);
         }
@@ -430,6 +470,7 @@ impl Membership {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.hear(now);
         member.arrived = Some(step);
+        member.has_arrived = true;
         member.finished = None;
         self.furthest = self.furthest.max(step);
         if self.in_epoch.contains(&id) {
@@ -451,18 +492,28 @@ impl Membership {
     }
 
     /// A member met an error that every other member would meet, too.
-    pub(crate) fn failed(&mut self, id: MemberId, message: String, exit_code: u8) {
-        if self.members.contains_key(&id) {
-            self.end(Verdict::Failed { message, exit_code });
+    ///
+    /// Others that hold the state go on without a replacement that has not reached the barrier yet, as they need not
+    /// read what it could not. They also go on without a member that leaves.
+    pub(crate) fn failed(&mut self, id: MemberId, message: String, exit_code: u8, now: Instant) {
+        let Some(member) = self.members.get(&id) else { return };
+        let is_spare = self.epoch > 0 && !member.has_arrived && !self.in_epoch.is_empty();
+        if is_spare || member.leaving.is_some() {
+            return self.lost_alone(id, &message, exit_code, now);
         }
+        self.end(Verdict::Failed { message, exit_code });
     }
 
     /// A member met an error that may be local to it: the coordinator replaces the process.
     pub(crate) fn failed_alone(&mut self, id: MemberId, message: &str, exit_code: u8, now: Instant) {
         // A stopping job replaces no process, so the error of its last member is the job's error.
         if self.stopping.is_some() && self.members.len() == 1 {
-            return self.failed(id, message.to_owned(), exit_code);
+            return self.failed(id, message.to_owned(), exit_code, now);
         }
+        self.lost_alone(id, message, exit_code, now);
+    }
+
+    fn lost_alone(&mut self, id: MemberId, message: &str, exit_code: u8, now: Instant) {
         if self.members.contains_key(&id) {
             self.lost(id, message, now);
             self.last_exit_code = exit_code;
@@ -567,6 +618,14 @@ impl Membership {
         for id in silent {
             self.lost(id, "fell silent", now);
         }
+        let late: Vec<(MemberId, String)> = self
+            .members
+            .iter()
+            .filter_map(|(id, member)| self.late(member, now).map(|reason| (*id, reason)))
+            .collect();
+        for (id, reason) in late {
+            self.lost(id, &reason, now);
+        }
         if self.closing.is_some_and(|since| since + self.rules.rendezvous_timeout <= now) {
             let missing: Vec<MemberId> = self
                 .in_epoch
@@ -588,10 +647,24 @@ impl Membership {
     /// How long a member may send nothing. A worker of another machine sends its first heartbeat once it has
     /// received its assignment, which takes its time on a slow link.
     fn silence_max(&self, member: &Member) -> Duration {
-        match self.is_place(member.slot) && !member.has_spoken {
+        match self.is_place(member.slot) && member.spoke.is_none() {
             true => self.rules.heartbeat_lost.max(self.rules.assignment_timeout),
             false => self.rules.heartbeat_lost,
         }
+    }
+
+    /// Why a member is overdue that sends heartbeats and is in no epoch, if it is.
+    fn late(&self, member: &Member, now: Instant) -> Option<String> {
+        if let Some(since) = member.leaving {
+            let is_over = since + self.rules.step_timeout <= now;
+            return is_over.then(|| "did not leave in time".to_owned());
+        }
+        let limit = match self.is_place(member.slot) {
+            true => self.rules.start_timeout.max(self.rules.assignment_timeout),
+            false => self.rules.start_timeout,
+        };
+        let is_over = !member.has_arrived && member.spoke.is_some_and(|since| since + limit <= now);
+        is_over.then(|| format!("did not reach the barrier within {} s (start_timeout_ms)", limit.as_secs()))
     }
 
     /// Accounts for the time since the last tick. If the coordinator itself did not run, this moves all
@@ -607,6 +680,8 @@ impl Membership {
             self.stopping = self.stopping.map(moved);
             for member in self.members.values_mut() {
                 member.heard = moved(member.heard);
+                member.spoke = member.spoke.map(moved);
+                member.leaving = member.leaving.map(moved);
             }
             for slot in &mut self.slots {
                 if let Slot::Starting { since, .. } = slot {
@@ -686,11 +761,18 @@ impl Membership {
                     Verdict::WorkersLost { reason, exit_code: self.last_exit_code }
                 }
             };
-            self.end(verdict);
+            if self.in_epoch.is_empty() {
+                self.end(verdict);
+            } else {
+                // The survivors hold the state: they write it before the job ends.
+                self.shortage = Some(verdict);
+                self.stop(now);
+            }
             return;
         }
-        // No member computes, so the last durable checkpoint is all there is to keep.
-        if self.stopping.is_some() && self.in_epoch.is_empty() {
+        // No member has a state, so the last durable checkpoint is all there is to keep.
+        let leaves = self.members.values().any(|member| member.leaving.is_some());
+        if self.stopping.is_some() && self.in_epoch.is_empty() && !leaves {
             self.end(Verdict::Finished { stopped: true });
             return;
         }
@@ -703,6 +785,9 @@ impl Membership {
         // A job that stops needs an epoch for its last checkpoint, with as many as there are.
         let needed = if self.stopping.is_some() { 1 } else { self.rules.workers_min.max(1) };
         if absent || ready < needed {
+            if !absent && self.epoch > 0 {
+                self.save();
+            }
             return;
         }
         // The first epoch waits for all workers; later ones wait only for the survivors.
@@ -724,6 +809,7 @@ impl Membership {
         self.epoch += 1;
         self.closing = None;
         self.reform_told = false;
+        self.saving = None;
         self.in_epoch =
             self.members.iter().filter(|(_, member)| member.arrived.is_some()).map(|(id, _)| *id).collect();
         let ranked: Vec<MemberId> = self.by_rank().map(|(id, _)| id).collect();
@@ -736,6 +822,20 @@ impl Membership {
             }
             let epoch = self.epoch;
             self.send(id, Message::Formed { epoch, rank, peers: peers.clone() });
+        }
+    }
+
+    /// Lets a member that is ahead make its state durable while too few wait at the barrier: none of them may be
+    /// there when the others come.
+    fn save(&mut self) {
+        if self.saving.is_some_and(|id| self.members.contains_key(&id)) {
+            return;
+        }
+        let ahead =
+            self.by_rank().filter_map(|(id, member)| Some((member.arrived?, std::cmp::Reverse(id)))).max();
+        self.saving = ahead.map(|(_, std::cmp::Reverse(id))| id);
+        if let Some(id) = self.saving {
+            self.send(id, Message::Save);
         }
     }
 
@@ -780,6 +880,11 @@ impl Membership {
             return;
         }
         self.ended = true;
+        // A job that was stopped for want of workers is not finished.
+        let verdict = match (verdict, self.shortage.take()) {
+            (Verdict::Finished { stopped: true }, Some(shortage)) => shortage,
+            (verdict, _) => verdict,
+        };
         let all: Vec<MemberId> = self.members.keys().copied().collect();
         for id in all {
             self.send(id, Message::Done);

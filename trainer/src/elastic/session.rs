@@ -54,6 +54,8 @@ pub(crate) enum Barrier {
     Done,
     /// This worker was asked to leave.
     Preempted,
+    /// Too few workers are here: make the state durable, then wait on ([`Session::wait`]).
+    Save,
 }
 
 /// The outcome of waiting after the last step.
@@ -80,6 +82,7 @@ enum Notice {
     Broken(u64),
     Done,
     Preempted,
+    Save,
     Lost(String),
 }
 
@@ -204,6 +207,11 @@ impl Session {
             Reason::Broken => proto::Reason::Broken,
         });
         self.send_or_end(from_worker::Message::Arrive(arrive));
+        self.wait()
+    }
+
+    /// Waits on at the barrier.
+    pub(crate) fn wait(&mut self) -> Result<Barrier> {
         loop {
             match self.notice()? {
                 Notice::Formed(formed) => {
@@ -212,6 +220,7 @@ impl Session {
                 }
                 Notice::Done => return Ok(Barrier::Done),
                 Notice::Preempted => return Ok(Barrier::Preempted),
+                Notice::Save => return Ok(Barrier::Save),
                 Notice::Broken(_) | Notice::Lost(_) => {}
             }
         }
@@ -242,9 +251,14 @@ impl Session {
         }
     }
 
+    /// Tells that this worker leaves as soon as its state after `step` steps is durable. The others go on.
+    pub(crate) fn begin_to_leave(&mut self, step: u64) {
+        self.send_or_end(from_worker::Message::Leaving(proto::Leaving { step, writing: true }));
+    }
+
     /// Leaves in order, with the state after `step` steps; waits until the coordinator has taken note.
     pub(crate) fn leave(&mut self, step: u64) -> Result<()> {
-        self.send(from_worker::Message::Leaving(proto::Leaving { step }))?;
+        self.send(from_worker::Message::Leaving(proto::Leaving { step, writing: false }))?;
         self.end_within(LEAVE_TIMEOUT);
         Ok(())
     }
@@ -452,6 +466,9 @@ async fn listen(
                 if epoch == reform.epoch {
                     flags.leave.store(true, Ordering::Relaxed);
                 }
+            }
+            to_worker::Message::Save(_) => {
+                let _ = notify.send(Notice::Save);
             }
             to_worker::Message::Stop(_) => flags.stop.store(true, Ordering::Relaxed),
             to_worker::Message::Done(_) => {

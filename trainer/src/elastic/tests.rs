@@ -10,7 +10,7 @@ struct SimulatedJob {
     now: Instant,
 }
 
-fn rules(workers: usize) -> Rules {
+pub(super) fn rules(workers: usize) -> Rules {
     Rules {
         workers,
         places: 0,
@@ -314,7 +314,7 @@ fn late_messages_of_lost_members_are_ignored() {
     job.membership.lost(members[1], "closed its connection", job.now);
     assert!(job.arrive(members[1], 3, Reason::Broken).is_empty());
     job.membership.finished(members[1], false, job.now);
-    job.membership.failed(members[1], "no".into(), 1);
+    job.membership.failed(members[1], "no".into(), 1, job.now);
     assert!(job.membership.take_actions().is_empty());
     let address = || "127.0.0.1:1".to_owned();
     assert!(job.membership.joined(1, 2, 9, address(), job.now).is_err());
@@ -364,7 +364,7 @@ fn stop_has_a_deadline() {
 #[test]
 fn failure_common_to_all_members_ends_the_job() {
     let (mut job, members) = SimulatedJob::running(2);
-    job.membership.failed(members[1], "step 3: loss is NaN".into(), 6);
+    job.membership.failed(members[1], "step 3: loss is NaN".into(), 6, job.now);
     let actions = job.membership.take_actions();
     assert_eq!(sent(&actions, &Message::Done), members);
     let verdict = Verdict::Failed { message: "step 3: loss is NaN".into(), exit_code: 6 };
@@ -599,4 +599,156 @@ fn a_joined_worker_may_take_long_to_receive_its_assignment() {
     assert_eq!(closed(&job.pass(Duration::from_secs(6), &[])), [slow]);
     let silent = job.admit(2).unwrap();
     assert_eq!(closed(&job.pass(Duration::from_secs(121), &[])), [silent]);
+}
+
+#[test]
+fn a_member_that_never_reaches_the_barrier_is_replaced() {
+    let mut job = SimulatedJob::new(1);
+    job.pass(Duration::from_millis(50), &[]);
+    let hanging = job.join(0, 1);
+    let actions = job.pass(Duration::from_secs(31), &[hanging]);
+    assert!(actions.contains(&Action::Kill { slot: 0, launch: 1 }), "{actions:?}");
+    job.membership.exited(0, 1, "was killed by signal 9", job.now);
+    assert_eq!(spawned(&job.pass(Duration::from_millis(200), &[])), [(0, 2)]);
+    // A replacement that hangs does not disturb the others; time at the barrier does not count.
+    let (mut job, members) = SimulatedJob::running(2);
+    job.membership.exited(1, 2, "was killed by signal 9", job.now);
+    job.arrive(members[0], 3, Reason::Broken);
+    let (slot, launch) = spawned(&job.pass(Duration::from_secs(1), &members))[0];
+    let hanging = job.join(slot, launch);
+    let actions = job.pass(Duration::from_secs(31), &[members[0], hanging]);
+    assert!(actions.contains(&Action::Kill { slot, launch }), "{actions:?}");
+    assert!(sent(&actions, &Message::Broken { epoch: 2 }).is_empty());
+    // A worker of another machine may take as long as for its assignment.
+    let mut job = SimulatedJob::listening(1, 1);
+    let hanging = job.admit(1).unwrap();
+    assert!(job.pass(Duration::from_secs(119), &[hanging]).is_empty());
+    assert_eq!(closed(&job.pass(Duration::from_secs(2), &[hanging])), [hanging]);
+}
+
+#[test]
+fn a_member_that_hangs_while_all_others_wait_at_the_end_is_replaced() {
+    let (mut job, members) = SimulatedJob::running(2);
+    let hangs = Duration::from_secs(61);
+    job.membership.computing(members[0], hangs, job.now);
+    assert!(job.membership.take_actions().is_empty());
+    job.membership.finished(members[1], false, job.now);
+    job.membership.computing(members[0], hangs, job.now);
+    let actions = job.membership.take_actions();
+    assert!(actions.contains(&Action::Kill { slot: 0, launch: 1 }), "{actions:?}");
+    assert_eq!(formed(&job.arrive(members[1], 9, Reason::Broken)), [(members[1], 2, 0, 1)]);
+}
+
+#[test]
+fn survivors_that_are_too_few_write_their_state_before_the_job_ends() {
+    let now = Instant::now();
+    let rules = Rules { workers_min: 2, respawns_max: 0, ..rules(2) };
+    let begun = || {
+        let mut job = SimulatedJob { membership: Membership::new(rules.clone(), now), now };
+        job.pass(Duration::from_millis(50), &[]);
+        let members = [job.join(0, 1), job.join(1, 2)];
+        for member in members {
+            job.arrive(member, 0, Reason::Fresh);
+        }
+        job.membership.exited(1, 2, "exited with code 1", job.now);
+        let actions = job.membership.take_actions();
+        assert_eq!(sent(&actions, &Message::Stop), [members[0]]);
+        assert!(!actions.iter().any(|action| matches!(action, Action::End(_))), "{actions:?}");
+        (job, members[0])
+    };
+    let reason = || "exited with code 1; 1 left of workers_min = 2".to_owned();
+    let (mut job, survivor) = begun();
+    assert_eq!(formed(&job.arrive(survivor, 7, Reason::Broken)), [(survivor, 2, 0, 1)]);
+    job.membership.finished(survivor, true, job.now);
+    let end = Action::End(Verdict::WorkersLost { reason: reason(), exit_code: 1 });
+    assert_eq!(job.membership.take_actions().last(), Some(&end));
+    // A survivor that hangs does not keep the job from its end.
+    let (mut job, survivor) = begun();
+    assert_eq!(job.pass(Duration::from_secs(11), &[survivor]).last(), Some(&end));
+    // One that dies is the reason of the end.
+    let (mut job, survivor) = begun();
+    job.membership.exited(0, 1, "was killed by signal 9", job.now);
+    assert!(job.membership.take_actions().contains(&end), "{survivor}");
+}
+
+#[test]
+fn a_job_that_waits_for_its_minimum_makes_its_state_durable_once() {
+    let mut job = SimulatedJob::listening(4, 3);
+    let members = [1, 2, 3].map(|pid| job.admit(pid).unwrap());
+    let actions = members.map(|member| job.arrive(member, 0, Reason::Fresh));
+    assert!(actions.iter().all(|actions| sent(actions, &Message::Save).is_empty()));
+    job.membership.lost(members[2], "died", job.now);
+    assert!(sent(&job.arrive(members[0], 7, Reason::Broken), &Message::Save).is_empty());
+    // The one that is ahead.
+    assert_eq!(sent(&job.arrive(members[1], 8, Reason::Broken), &Message::Save), [members[1]]);
+    assert!(job.pass(Duration::from_secs(60), &members[..2]).is_empty());
+    // When it dies, another one has the newest state.
+    job.membership.lost(members[1], "died", job.now);
+    assert_eq!(sent(&job.membership.take_actions(), &Message::Save), [members[0]]);
+    let joined = [4, 5].map(|pid| job.admit(pid).unwrap());
+    job.arrive(joined[0], 0, Reason::Fresh);
+    assert_eq!(formed(&job.arrive(joined[1], 0, Reason::Fresh)).len(), 3);
+}
+
+#[test]
+fn a_member_that_leaves_stays_until_its_state_is_durable_and_delays_nobody() {
+    let mut job = SimulatedJob::listening(2, 1);
+    let members = [1, 2].map(|pid| job.admit(pid).unwrap());
+    job.arrive(members[0], 0, Reason::Fresh);
+    job.arrive(members[1], 0, Reason::Fresh);
+    job.arrive(members[0], 0, Reason::Left);
+    let epoch = job.membership.epoch();
+    job.arrive(members[0], 5, Reason::Left);
+    job.membership.leaving(members[1], job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(formed(&actions), [(members[0], epoch + 1, 0, 1)]);
+    assert!(job.admit(3).is_none(), "its place is taken until it has left");
+    // A stop waits for the state of the last member.
+    job.membership.lost(members[0], "died", job.now);
+    job.membership.stop(job.now);
+    assert!(!job.membership.take_actions().iter().any(|action| matches!(action, Action::End(_))));
+    job.membership.left(members[1], job.now);
+    let actions = job.membership.take_actions();
+    assert!(actions.contains(&Action::End(Verdict::Finished { stopped: true })), "{actions:?}");
+    assert_eq!(job.membership.lost_total(), 1);
+}
+
+#[test]
+fn a_member_that_cannot_leave_is_removed_and_its_error_ends_no_job() {
+    let mut job = SimulatedJob::listening(2, 1);
+    let first = job.admit(1).unwrap();
+    job.arrive(first, 0, Reason::Fresh);
+    job.membership.leaving(first, job.now);
+    job.membership.take_actions();
+    assert_eq!(closed(&job.pass(Duration::from_secs(61), &[first])), [first]);
+    let second = job.admit(2).unwrap();
+    job.arrive(second, 0, Reason::Fresh);
+    job.membership.leaving(second, job.now);
+    job.membership.take_actions();
+    job.membership.failed(second, "cannot write".into(), 7, job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(closed(&actions), [second]);
+    assert!(!actions.iter().any(|action| matches!(action, Action::End(_))), "{actions:?}");
+}
+
+#[test]
+fn an_error_of_a_replacement_before_its_first_barrier_costs_a_respawn() {
+    let (mut job, members) = SimulatedJob::running(2);
+    job.membership.exited(1, 2, "was killed by signal 9", job.now);
+    job.arrive(members[0], 3, Reason::Broken);
+    let (slot, launch) = spawned(&job.pass(Duration::from_secs(1), &members[..1]))[0];
+    let replacement = job.join(slot, launch);
+    let unreadable = "read a.parquet: it does not exist";
+    job.membership.failed(replacement, unreadable.into(), 4, job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(actions, [Action::Kill { slot, launch }]);
+    job.membership.exited(slot, launch, "was killed by signal 9", job.now);
+    assert_eq!(spawned(&job.pass(Duration::from_secs(1), &members[..1])).len(), 1);
+    // Where no other member holds the state, the error is the job's.
+    let mut job = SimulatedJob::new(1);
+    job.pass(Duration::from_millis(50), &[]);
+    let first = job.join(0, 1);
+    job.membership.failed(first, unreadable.into(), 4, job.now);
+    let failed = Verdict::Failed { message: unreadable.into(), exit_code: 4 };
+    assert!(job.membership.take_actions().contains(&Action::End(failed)));
 }

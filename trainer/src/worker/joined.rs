@@ -1,5 +1,5 @@
 //! A worker of another machine: joins a coordinator, and joins again when it was lost.
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use millrace_datafs::Datafs;
@@ -10,10 +10,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Assignment, Part, train};
 use crate::checkpoint::Checkpoints;
-use crate::collective::{Collective, Options};
+use crate::collective::{self, Collective, Options};
 use crate::elastic::joining::{self, Admission, NotAdmitted};
 use crate::error::{Error, Result};
-use crate::join::{Join, host_port, resolve};
+use crate::join::{Join, dial, host_port, resolve};
 use crate::replica::{Replica, open_output};
 
 /// First and longest pause before another attempt to join.
@@ -171,20 +171,25 @@ fn attempt(
 ) -> Result<Ended, NotAdmitted> {
     // A name server that does not know the coordinator yet is as one that does not answer.
     let coordinator = match runtime.block_on(resolve("--join", &join.coordinator)) {
-        Ok(address) => address,
+        Ok(addresses) => addresses,
         Err(error) if join.wait.is_zero() => return Err(error.into()),
         Err(error) => return Err(NotAdmitted::Yet(error.one_line())),
     };
-    let listen = match join.listen_ring {
-        Some(address) => address,
+    let mut collective = match join.listen_ring {
+        Some(address) => Collective::bind_to(address, Options::new("")),
         None => {
-            let own = joining::own_address(coordinator)
-                .map_err(|e| NotAdmitted::Yet(format!("this machine has no way to {coordinator} ({e})")))?;
-            SocketAddr::new(own, 0)
+            let own = runtime.block_on(dial(&coordinator)).and_then(|stream| stream.local_addr());
+            let own = own.map_err(|e| NotAdmitted::Yet(format!("cannot connect to it ({e})")))?;
+            let advertised = match &join.advertise {
+                Some(name) => runtime
+                    .block_on(resolve("--advertise", &host_port(name, 1)))
+                    .map_err(|error| NotAdmitted::Yet(error.one_line()))?,
+                None => Vec::new(),
+            };
+            bind_ring(own.ip(), &advertised)
         }
-    };
-    let mut collective =
-        Collective::bind_to(listen, Options::new("")).map_err(|error| NotAdmitted::Ever(error.into()))?;
+    }
+    .map_err(|error| NotAdmitted::Ever(error.into()))?;
     let ring = ring_address(join, collective.address())?;
     let Admission { session, assignment, secret } = joining::connect(runtime.handle(), join, &ring)?;
     let assignment = Assignment::read(&assignment)?;
@@ -220,6 +225,19 @@ fn attempt(
             Err(NotAdmitted::Ever(error))
         }
     }
+}
+
+/// Listens where the addresses of the advertised name lead: on `own`, the address that leads to the coordinator, or
+/// on all if the name has another one.
+fn bind_ring(own: IpAddr, advertised: &[SocketAddr]) -> Result<Collective, collective::Error> {
+    let mut places = match advertised.iter().all(|address| address.ip() == own) {
+        true => vec![own],
+        // The first one accepts IPv4 as well. It fails where IPv6 is turned off.
+        false => vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()],
+    };
+    let last = places.pop().unwrap_or(own);
+    let mut bound = places.into_iter().filter_map(|ip| Collective::bind(ip, Options::new("")).ok());
+    bound.next().map_or_else(|| Collective::bind(last, Options::new("")), Ok)
 }
 
 /// The address of this worker's ring for other workers.
@@ -281,6 +299,21 @@ mod tests {
     use millrace_datafs::Error as E;
 
     use super::*;
+
+    #[test]
+    fn a_ring_listens_where_its_advertised_name_leads() {
+        let own: IpAddr = Ipv4Addr::LOCALHOST.into();
+        let connects =
+            |ring: &Collective, ip: &str| std::net::TcpStream::connect((ip, ring.address().port())).is_ok();
+        for advertised in [vec![], vec!["127.0.0.1:1".parse().unwrap()]] {
+            let ring = bind_ring(own, &advertised).unwrap();
+            assert_eq!(ring.address().ip(), own);
+        }
+        // A name of two addresses, of which the coordinator sees one.
+        let advertised = ["127.0.0.2:1".parse().unwrap(), "127.0.0.1:1".parse().unwrap()];
+        let ring = bind_ring(own, &advertised).unwrap();
+        assert!(connects(&ring, "127.0.0.1") && connects(&ring, "127.0.0.2"), "{}", ring.address());
+    }
 
     #[test]
     fn a_full_disk_or_a_store_away_concerns_a_joined_worker_alone() {

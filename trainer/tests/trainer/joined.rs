@@ -327,6 +327,43 @@ fn the_last_worker_that_leaves_writes_a_checkpoint() {
 }
 
 #[test]
+fn the_state_of_a_worker_that_left_outlives_the_death_of_all_others() {
+    let home = home();
+    let more = "epochs_max = 250\ncheckpoint_every_steps = 100000";
+    let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
+    let mut workers: Vec<Worker> = Vec::new();
+    let (mut leaving, mut left_at, mut killed) = (None, 0, false);
+    let report = run_listening(home.path(), "left", more, |seen| {
+        let address = seen.listening.unwrap();
+        let start = || Worker::start(home.path(), address);
+        if workers.is_empty() {
+            workers.extend([start(), start()]);
+        }
+        if leaving.is_none() && seen.worker_pids.len() == 2 && seen.step >= 200 {
+            // Not the one that writes the checkpoints.
+            leaving = workers.iter().position(|worker| worker.pid() == seen.worker_pids[1]);
+            left_at = seen.step;
+            signal("TERM", seen.worker_pids[1]);
+        }
+        if let Some(index) = leaving.filter(|_| !killed)
+            && workers[index].child.try_wait().unwrap().is_some()
+        {
+            killed = true;
+            signal("KILL", workers[1 - index].pid());
+        }
+        if killed && seen.workers_missing > 0 && workers.len() == 2 {
+            workers.push(start());
+        }
+        assert!(seen.step >= left_at, "{seen:?}");
+    })
+    .unwrap();
+    assert_eq!(report.model_sha256, plain.model_sha256);
+    assert_eq!((report.workers_joined, report.workers_lost), (3, 1));
+    assert_eq!(workers[leaving.unwrap()].ended(), succeeded("Left"));
+    assert_eq!(workers[2].ended(), succeeded("Done"));
+}
+
+#[test]
 fn workers_that_do_not_fit_are_refused_and_the_job_goes_on() {
     let home = home();
     let more = "epochs_max = 20";
