@@ -174,7 +174,7 @@ pub(crate) enum Command {
     /// List, show and compare the runs of training jobs
     #[command(
         subcommand,
-        after_help = "Runs are read from the checkpoints in a volume. A job keeps the checkpoints of its current run and of a\nfew finished and unfinished ones. RUN is the first digits of a run's id, or the name of a job for its\nnewest run.\n\nExamples:\n  millrace runs list --volume digits\n  millrace runs show digits --volume digits --svg loss.svg\n  millrace runs compare 3f2a 90bc --volume digits"
+        after_help = "Runs are read from the checkpoints in a volume. A job keeps the checkpoints of its current run and of a\nfew finished and unfinished ones. RUN is the first digits of a run's id, the name of a job for its\nnewest run, or JOB/DIGITS.\n\nExamples:\n  millrace runs list --volume digits\n  millrace runs show digits --volume digits --svg loss.svg\n  millrace runs compare 3f2a 90bc --volume digits"
     )]
     Runs(RunsCommand),
     /// Serve models over gRPC and HTTP (Open Inference Protocol)

@@ -449,7 +449,8 @@ pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 }
 
 fn replace(path: &Path, bytes: &[u8], mode: u32) -> std::io::Result<()> {
-    let parent = path.parent().unwrap_or(Path::new("."));
+    // The parent of a bare name is an empty path.
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut staged =
         tempfile::Builder::new().permissions(fs::Permissions::from_mode(mode)).tempfile_in(parent)?;
     staged.write_all(bytes)?;

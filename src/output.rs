@@ -130,15 +130,16 @@ impl Output {
     }
 }
 
-/// A table without lines, at most as wide as the terminal.
+/// A table without lines, at most as wide as the terminal. Control characters are escaped, so that names from files
+/// neither command the terminal nor look like rows.
 pub(crate) fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
     if !headers.is_empty() {
-        table.set_header(headers.iter().copied());
+        table.set_header(headers.iter().map(|header| printable(header)));
     }
     for row in rows {
-        table.add_row(row);
+        table.add_row(row.iter().map(|cell| printable(cell)));
     }
     table.to_string()
 }
@@ -163,9 +164,9 @@ fn error_output(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
 
-/// One line on standard error for an error and its causes.
+/// One line on standard error for an error and its causes, with control characters escaped.
 pub(crate) fn error_line(error: &anyhow::Error) {
-    error_output(&format!("millrace: {}", one_line(error)));
+    error_output(&format!("millrace: {}", printable(&one_line(error))));
 }
 
 /// An error and its causes in one line.
@@ -213,4 +214,18 @@ pub(crate) fn quoted(text: &str) -> String {
         return text.to_owned();
     }
     format!("'{}'", text.replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::table;
+
+    #[test]
+    fn control_characters_of_a_table_are_escaped() {
+        let hostile = "a\x1b[31m\n| fake row\r\x07";
+        let shown = table(&["name", hostile], [vec![hostile.to_owned(), "é — ñ".to_owned()]]);
+        assert_eq!(shown.lines().count(), 2, "{shown}");
+        assert!(!shown.contains(['\x1b', '\r', '\x07']) && shown.contains("\\u{1b}"), "{shown}");
+        assert!(shown.contains("é — ñ"), "{shown}");
+    }
 }

@@ -109,6 +109,8 @@ pub(crate) fn graph(input: &[u8]) {
     if let Ok(graph) = Graph::read(&model) {
         let weights = graph.initial_weights(&model).expect("a graph that was read has weights");
         assert_eq!(weights.len(), graph.params().iter().map(|param| param.elements()).sum::<usize>());
+        let states = graph.initial_states(&model).expect("a graph that was read has its states");
+        assert_eq!(states.len(), graph.states().iter().map(|state| state.elements()).sum::<usize>());
     }
     if let Ok(quantized) = quantize(model) {
         let bytes = quantized.model.encode_to_vec();

@@ -55,7 +55,7 @@ pub(crate) enum ModelCommand {
     Quantize(QuantizeArgs),
     /// Cut an ONNX graph at a value and add new layers behind it, for transfer learning
     #[command(
-        after_help = "What the cut leaves behind is removed. New layers get seeded weights: flatten, pool (the mean of each\nchannel), relu, linear=N. A job trains the result.\n\nExamples:\n  millrace model show resnet18.onnx --parameters\n  millrace model edit resnet18.onnx flowers.onnx --cut /avgpool --add flatten --add linear=5\n  millrace model edit mlp.onnx deeper.onnx --cut dense1.relu --add linear=64 --add relu --add linear=10"
+        after_help = "What the cut leaves behind is removed. New layers get seeded weights: flatten, pool (the mean of each\nchannel), relu, linear=N. A job trains the result.\n\nExamples:\n  millrace model show resnet18.onnx --nodes\n  millrace model edit resnet18.onnx flowers.onnx --cut avgpool --add flatten --add linear=5\n  millrace model edit mlp.onnx deeper.onnx --cut dense1.relu --add linear=64 --add relu --add linear=10"
     )]
     Edit(EditArgs),
     /// Version routing: labels, splits and shadows
@@ -77,6 +77,9 @@ pub(crate) enum ModelCommand {
         /// List the trained parameters and the other weights of a file, by name
         #[arg(long, conflicts_with = "volume")]
         parameters: bool,
+        /// List the nodes of a file, with the values that they give: the names to cut it at
+        #[arg(long, conflicts_with_all = ["volume", "parameters"])]
+        nodes: bool,
     },
 }
 
@@ -87,7 +90,8 @@ pub(crate) struct EditArgs {
     pub(crate) file: PathBuf,
     /// The file to write
     pub(crate) output: PathBuf,
-    /// The node or value whose result the new layers read [default: the model's output]
+    /// What the new layers read: a value, or a node or PyTorch module that gives one value [default: the
+    /// model's output]
     #[arg(long, value_name = "NODE")]
     pub(crate) cut: Option<String>,
     /// A layer to add: flatten, pool, relu or linear=N; may be repeated
@@ -277,7 +281,7 @@ pub(crate) enum RunsCommand {
     /// Show a run: its settings, checkpoints, model versions and epochs
     #[command(after_help = "Example:\n  millrace runs show digits --volume digits --svg loss.svg")]
     Show {
-        /// First digits of the run's id, or a job's name for its newest run
+        /// First digits of the run's id, a job's name for its newest run, or JOB/DIGITS
         run: String,
         /// Volume with the checkpoints, or a snapshot of it
         #[arg(long)]
@@ -289,7 +293,7 @@ pub(crate) enum RunsCommand {
     /// Compare runs: the settings that differ, and how far each came
     #[command(after_help = "Example:\n  millrace runs compare 3f2a 90bc --volume digits --svg losses.svg")]
     Compare {
-        /// First digits of the runs' ids, or jobs' names for their newest runs
+        /// First digits of the runs' ids, jobs' names for their newest runs, or JOB/DIGITS
         #[arg(required = true, num_args = 2..=16)]
         runs: Vec<String>,
         /// Volume with the checkpoints, or a snapshot of it

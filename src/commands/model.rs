@@ -14,21 +14,22 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use millrace_bundle::onnx::{GraphProto, ModelProto};
+use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto};
 use millrace_bundle::{Bundle, Lineage, TensorSpec};
 use millrace_serving::hazards::{self, Divisors, Hazard};
 use millrace_serving::rows::Rows;
 use millrace_trainer::graph::{Graph, ParamSpec};
-use millrace_trainer::init::edit::{self, Edit, EditError};
+use millrace_trainer::init::edit::{self, Edit, EditError, ModelFileError};
 use millrace_trainer::init::{CnnSpec, MlpSpec, ModelSpec};
 use prost::Message;
 use sha2::{Digest, Sha256};
 
 use crate::cli::{EditArgs, ImportArgs, ModelCommand, ModelInit, WeightArgs};
 use crate::context::Context;
+use crate::exit;
 use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
-use crate::output::{Output, bytes, count, printable, quoted};
+use crate::output::{Output, bytes, count, quoted};
 
 /// Largest ONNX file; protobuf itself is limited to 2 GiB.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
@@ -90,7 +91,14 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
     match command {
         ModelCommand::Init { kind } => init(out, kind),
         ModelCommand::Edit(args) => edit(out, &args),
-        ModelCommand::Show { model, parameters, .. } => show_file(out, Path::new(&model), parameters),
+        ModelCommand::Show { model, parameters, nodes, .. } => {
+            let listing = match (parameters, nodes) {
+                (true, _) => Listing::Parameters,
+                (false, true) => Listing::Nodes,
+                (false, false) => Listing::Summary,
+            };
+            show_file(out, Path::new(&model), listing)
+        }
         ModelCommand::Import(ImportArgs { file, name, models, .. }) => {
             // Clap requires a folder if no volume is given.
             let Some(models) = models else { return Ok(()) };
@@ -129,7 +137,14 @@ fn edit(out: Output, args: &EditArgs) -> Result<()> {
         return fail(Exit::NotFound, format!("{} does not exist", args.file.display()));
     }
     let edit = Edit { cut: args.cut.clone(), layers: args.add.clone(), seed: args.seed };
-    let refused = |error: EditError| failure(Exit::Usage, format!("{}: {error}", args.file.display()));
+    let refused = |error: EditError| {
+        let exit = match &error {
+            EditError::File(ModelFileError::NotOnnx(_)) => Exit::Corrupt,
+            EditError::File(ModelFileError::Io(error)) => exit::of(error),
+            _ => Exit::Usage,
+        };
+        failure(exit, format!("{}: {error}", args.file.display()))
+    };
     let model = edit::read(&args.file).and_then(|model| edit::edit(&model, &edit)).map_err(refused)?;
     write(out, &model, &args.output)
 }
@@ -147,7 +162,7 @@ fn write(out: Output, model: &ModelProto, file: impl AsRef<Path>) -> Result<()> 
     }
     write_atomically(&file, &model.encode_to_vec())
         .with_context(|| format!("cannot write {}", file.display()))?;
-    show_file(out, &file, false)
+    show_file(out, &file, Listing::Summary)
 }
 
 /// Reads an ONNX file of bounded size.
@@ -184,20 +199,39 @@ fn graph<'a>(model: &'a ModelProto, file: &Path) -> Result<&'a GraphProto> {
     model.graph.as_ref().ok_or_else(|| failure(Exit::Corrupt, format!("{} holds no graph", file.display())))
 }
 
-fn show_file(out: Output, file: &Path, lists_parameters: bool) -> Result<()> {
+/// What to show of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Listing {
+    Summary,
+    Parameters,
+    Nodes,
+}
+
+/// The checked graph of a file, with the weights that it keeps beside it: as a job reads it.
+fn checked(file: &Path, raw: &[u8], model: &ModelProto) -> Result<Graph> {
+    if Bundle::weight_files(raw).is_ok_and(|files| files.is_empty()) {
+        return Ok(Graph::read(model)?);
+    }
+    Ok(Graph::read(&edit::read(file)?)?)
+}
+
+fn show_file(out: Output, file: &Path, listing: Listing) -> Result<()> {
     let (raw, model) = read(file)?;
     let length = raw.len() as u64;
     let graph = graph(&model, file)?;
+    if listing == Listing::Nodes {
+        return show_nodes(out, graph);
+    }
     let signature = millrace_bundle::Signature::of_graph(graph)?;
     let parameters = graph.initializer.iter().fold(0i64, |sum, tensor| {
         sum.saturating_add(tensor.dims.iter().fold(1i64, |count, extent| count.saturating_mul(*extent)))
     });
-    let trained = Graph::read(&model);
+    let trained = checked(file, &raw, &model);
     let trainable = match &trained {
         Ok(_) => "yes".to_owned(),
         Err(error) => format!("no: {error}"),
     };
-    if lists_parameters {
+    if listing == Listing::Parameters {
         return show_parameters(out, graph, trained.ok().as_ref());
     }
     let mut operators = std::collections::BTreeMap::<&str, u64>::new();
@@ -232,6 +266,23 @@ fn show_file(out: Output, file: &Path, lists_parameters: bool) -> Result<()> {
     )
 }
 
+/// Lists the nodes of a graph: the names that an edit can cut it at.
+fn show_nodes(out: Output, graph: &GraphProto) -> Result<()> {
+    let values = |node: &NodeProto| -> Vec<String> {
+        node.output.iter().filter(|output| !output.is_empty()).cloned().collect()
+    };
+    let json: Vec<_> = graph
+        .node
+        .iter()
+        .map(|node| {
+            serde_json::json!({ "name": node.name(), "operator": node.op_type(), "values": values(node) })
+        })
+        .collect();
+    let row =
+        |node: &NodeProto| vec![node.name().to_owned(), node.op_type().to_owned(), values(node).join(", ")];
+    out.table(&json, &["node", "operator", "values"], graph.node.iter().map(row))
+}
+
 /// Lists the weights of a graph, and whether training changes them, which only a checked graph can tell.
 fn show_parameters(out: Output, graph: &GraphProto, checked: Option<&Graph>) -> Result<()> {
     let names = |of: fn(&Graph) -> &[ParamSpec]| -> HashSet<&str> {
@@ -264,7 +315,7 @@ fn show_parameters(out: Output, graph: &GraphProto, checked: Option<&Graph>) -> 
         &json,
         &["parameter", "shape", "elements", "kind"],
         rows.into_iter().map(|(name, shape, elements, kind)| {
-            vec![printable(name), shape, count(elements), kind.to_owned()]
+            vec![name.to_owned(), shape, count(elements), kind.to_owned()]
         }),
     )
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::VolumeSpec;
-use millrace_trainer::EpochRecord;
 use millrace_trainer::runs::{self, Run};
+use millrace_trainer::{EpochRecord, Evaluation};
 use serde_json::Value;
 
 use crate::cli::RunsCommand;
@@ -22,6 +22,8 @@ use crate::output::{count, table, time};
 const SHOWN_DIGITS: usize = 12;
 /// Epochs at the end of a run that are shown.
 const SHOWN_EPOCHS: usize = 20;
+/// Runs that an error lists.
+const LISTED_MAX: usize = 8;
 
 /// Runs the command.
 pub(crate) fn run(context: &Context, command: &RunsCommand) -> Result<()> {
@@ -31,52 +33,89 @@ pub(crate) fn run(context: &Context, command: &RunsCommand) -> Result<()> {
             let found = runs::list(&context.datafs()?.view(volume)?, job)?;
             context.out.table(
                 &found,
-                &["job", "run", "begun (UTC)", "state", "steps", "epochs", "loss", "accuracy", "versions"],
+                &[
+                    "job",
+                    "run",
+                    "begun (UTC)",
+                    "state",
+                    "steps",
+                    "epochs",
+                    "loss",
+                    "accuracy",
+                    "validation loss",
+                    "best epoch",
+                    "versions",
+                ],
                 found.iter().map(summary),
             )
         }
         RunsCommand::Show { run, volume, svg } => {
             let found = runs::list(&context.datafs()?.view(volume)?, None)?;
             let run = find(&found, run, volume)?;
-            draw(svg.as_deref(), &[run])?;
             if context.out.is_json() {
-                return context.out.object(run);
+                context.out.object(run)?;
+            } else {
+                context.out.raw(&shown(run))?;
             }
-            context.out.raw(&shown(run))
+            draw(svg.as_deref(), &[run])
         }
         RunsCommand::Compare { runs: names, volume, svg } => {
             let found = runs::list(&context.datafs()?.view(volume)?, None)?;
             let compared = names.iter().map(|name| find(&found, name, volume)).collect::<Result<Vec<_>>>()?;
-            draw(svg.as_deref(), &compared)?;
             let differences = differences(&compared);
+            let units = different_units(&compared);
             if context.out.is_json() {
-                return context
-                    .out
-                    .object(&serde_json::json!({ "runs": compared, "differences": differences }));
+                let losses_compare = units.is_empty();
+                context.out.object(&serde_json::json!({
+                    "runs": compared, "differences": differences, "losses_compare": losses_compare,
+                }))?;
+            } else {
+                let ids: Vec<_> = compared.iter().map(|run| short(run).to_owned()).collect();
+                let headers: Vec<_> = std::iter::once("").chain(ids.iter().map(String::as_str)).collect();
+                context.out.raw(&table(&headers, compare(&compared, &differences)))?;
+                if !units.is_empty() {
+                    context.out.note(&format!(
+                        "the runs differ in {}: their losses have different units and do not compare",
+                        units.join(", ")
+                    ));
+                }
             }
-            let ids: Vec<_> = compared.iter().map(|run| short(run).to_owned()).collect();
-            let headers: Vec<_> = std::iter::once("").chain(ids.iter().map(String::as_str)).collect();
-            context.out.raw(&table(&headers, compare(&compared, &differences)))
+            draw(svg.as_deref(), &compared)
         }
     }
 }
 
-/// The run that a name means: a job's newest, or the one whose id begins with it.
+/// The run that a name means: a job's newest, the one whose id begins with it, or both parts as `JOB/DIGITS`.
 fn find<'r>(found: &'r [Run], name: &str, volume: &VolumeSpec) -> Result<&'r Run> {
-    if let Some(run) = found.iter().rev().find(|run| run.job == name) {
-        return Ok(run);
-    }
-    let mut matching = found.iter().filter(|run| !name.is_empty() && run.run.starts_with(name));
-    match (matching.next(), matching.next()) {
-        (Some(run), None) => Ok(run),
-        (Some(_), Some(_)) => fail(
-            Exit::Usage,
-            format!("several runs of volume {volume} begin with {name:?}: give more digits"),
-        ),
-        (None, _) => fail(
+    let (job, digits) = match name.split_once('/') {
+        Some((job, digits)) => (Some(job), digits),
+        None => (None, name),
+    };
+    let newest = found.iter().rposition(|run| job.is_none() && run.job == name);
+    let is_meant = |at: usize, run: &Run| {
+        let by_id = !digits.is_empty() && run.run.starts_with(digits) && job.is_none_or(|job| run.job == job);
+        by_id || newest == Some(at)
+    };
+    let meant: Vec<&Run> =
+        found.iter().enumerate().filter(|(at, run)| is_meant(*at, run)).map(|(_, run)| run).collect();
+    match &meant[..] {
+        [run] => Ok(run),
+        [] => fail(
             Exit::NotFound,
             format!("volume {volume} has no run or job {name:?}: see millrace runs list --volume {volume}"),
         ),
+        several => {
+            let id = |run: &'r Run| if digits.len() < SHOWN_DIGITS { short(run) } else { run.run.as_str() };
+            let first = several.iter().take(LISTED_MAX).map(|run| format!("{}/{}", run.job, id(run)));
+            let mut names = first.collect::<Vec<_>>().join(", ");
+            if several.len() > LISTED_MAX {
+                names += ", …";
+            }
+            fail(
+                Exit::Usage,
+                format!("{name:?} stands for several runs of volume {volume}: name one of {names}"),
+            )
+        }
     }
 }
 
@@ -100,16 +139,33 @@ fn loss(run: &Run) -> String {
     run.epochs.last().map_or(String::new(), |epoch| format!("{:.6}", epoch.loss))
 }
 
+/// The kind of a run's loss.
+fn loss_kind(run: &Run) -> &str {
+    let loss = &run.settings["loss"];
+    loss.as_str().or_else(|| loss["kind"].as_str()).unwrap_or("cross_entropy")
+}
+
 /// The accuracy after an epoch; empty for regression.
 fn accuracy_of(run: &Run, epoch: Option<&EpochRecord>) -> String {
-    let loss = &run.settings["loss"];
-    let loss = loss.as_str().or_else(|| loss["kind"].as_str()).unwrap_or("cross_entropy");
-    let classifies = matches!(loss, "cross_entropy" | "bce");
+    let classifies = matches!(loss_kind(run), "cross_entropy" | "bce");
     epoch.filter(|_| classifies).map_or(String::new(), |epoch| format!("{:.4}", epoch.accuracy))
 }
 
 fn accuracy(run: &Run) -> String {
     accuracy_of(run, run.epochs.last())
+}
+
+fn validation_loss(run: &Run) -> String {
+    run.evaluations.last().map_or(String::new(), |evaluation| format!("{:.6}", evaluation.loss))
+}
+
+/// The epoch with the lowest validation loss.
+fn best_epoch(run: &Run) -> String {
+    run.best().map_or(String::new(), |best| best.epoch.to_string())
+}
+
+fn best_loss(run: &Run) -> String {
+    run.best().map_or(String::new(), |best| format!("{:.6}", best.loss))
 }
 
 fn versions(run: &Run) -> String {
@@ -127,6 +183,8 @@ fn summary(run: &Run) -> Vec<String> {
         count(run.epochs.len() as u64),
         loss(run),
         accuracy(run),
+        validation_loss(run),
+        best_epoch(run),
         versions(run),
     ]
 }
@@ -141,6 +199,12 @@ fn shown(run: &Run) -> String {
         vec!["checkpoints".to_owned(), checkpoints.join(", ")],
         vec!["model versions".to_owned(), versions(run)],
     ];
+    if run.best().is_some() {
+        rows.push(vec![
+            "best epoch".to_owned(),
+            format!("{}, validation loss {}", best_epoch(run), best_loss(run)),
+        ]);
+    }
     rows.extend(settings(run).into_iter().map(|(key, value)| vec![key, value]));
     let facts = table(&["job", &run.job], rows);
     let first = run.epochs.len().saturating_sub(SHOWN_EPOCHS);
@@ -152,7 +216,27 @@ fn shown(run: &Run) -> String {
             accuracy_of(run, Some(epoch)),
         ]
     });
-    format!("{facts}\n\n{}", table(&["epoch", "rows", "loss", "accuracy"], epochs))
+    let shown = format!("{facts}\n\n{}", table(&["epoch", "rows", "loss", "accuracy"], epochs));
+    if run.evaluations.is_empty() { shown } else { format!("{shown}\n\n{}", evaluations(run)) }
+}
+
+/// The last evaluations of a run, with the figures that they have.
+fn evaluations(run: &Run) -> String {
+    let last = &run.evaluations[run.evaluations.len().saturating_sub(SHOWN_EPOCHS)..];
+    let mut names: Vec<&str> = Vec::new();
+    for (name, _) in last.iter().flat_map(Evaluation::figures) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    let rows = last.iter().map(|evaluation| {
+        let figures: BTreeMap<_, _> = evaluation.figures().collect();
+        let figures = names.iter().map(|name| figures.get(name).map_or(String::new(), |f| format!("{f:.6}")));
+        [evaluation.epoch.to_string(), count(evaluation.rows)].into_iter().chain(figures).collect()
+    });
+    let headers: Vec<&str> =
+        ["validation after epoch", "rows"].into_iter().chain(names.iter().copied()).collect();
+    table(&headers, rows)
 }
 
 /// The settings of a run by key, tables with dots.
@@ -184,6 +268,35 @@ fn differences(runs: &[&Run]) -> BTreeMap<String, Vec<Option<String>>> {
         .collect()
 }
 
+/// The keys that give the losses of the runs different units.
+fn different_units(runs: &[&Run]) -> Vec<&'static str> {
+    let scales = |run: &Run| run.settings["standardize_labels"] == true;
+    let differs = |of: &dyn Fn(&Run) -> Value| runs.iter().any(|run| of(run) != of(runs[0]));
+    let loss = |run: &Run| match &run.settings["loss"] {
+        Value::Object(loss) => {
+            let loss: serde_json::Map<_, _> = loss
+                .iter()
+                .filter(|(_, value)| !value.is_null())
+                .map(|(k, v)| (k.clone(), v.clone()))
+                .collect();
+            if loss.len() == 1 { loss_kind(run).into() } else { loss.into() }
+        }
+        _ => loss_kind(run).into(),
+    };
+    // Labels are scaled by those of the dataset.
+    let data = |run: &Run| if scales(run) { run.settings["dataset"].clone() } else { Value::Null };
+    let mut keys = Vec::new();
+    if differs(&loss) {
+        keys.push("loss");
+    }
+    if differs(&|run| scales(run).into()) {
+        keys.push("standardize_labels");
+    } else if differs(&data) {
+        keys.push("dataset");
+    }
+    keys
+}
+
 fn compare(runs: &[&Run], differences: &BTreeMap<String, Vec<Option<String>>>) -> Vec<Vec<String>> {
     let row = |name: &str, of: &dyn Fn(&Run) -> String| {
         std::iter::once(name.to_owned()).chain(runs.iter().map(|run| of(run))).collect::<Vec<_>>()
@@ -195,6 +308,9 @@ fn compare(runs: &[&Run], differences: &BTreeMap<String, Vec<Option<String>>>) -
         row("epochs", &|run| count(run.epochs.len() as u64)),
         row("loss", &loss),
         row("accuracy", &accuracy),
+        row("validation loss", &validation_loss),
+        row("best epoch", &best_epoch),
+        row("best validation loss", &best_loss),
         row("model versions", &versions),
     ];
     rows.extend(differences.iter().map(|(key, values)| {
@@ -206,11 +322,17 @@ fn compare(runs: &[&Run], differences: &BTreeMap<String, Vec<Option<String>>>) -
 
 fn draw(file: Option<&Path>, runs: &[&Run]) -> Result<()> {
     let Some(file) = file else { return Ok(()) };
+    let same_unit = different_units(runs).is_empty();
+    let unit = |run: &Run| match (same_unit, run.settings["standardize_labels"] == true) {
+        (true, _) => String::new(),
+        (false, true) => format!(", {} of scaled labels", loss_kind(run)),
+        (false, false) => format!(", {}", loss_kind(run)),
+    };
     let lines: Vec<_> = runs
         .iter()
         .map(|run| {
             let losses = run.epochs.iter().map(|epoch| epoch.loss).collect();
-            (format!("{} {}", run.job, short(run)), losses)
+            (format!("{} {}{}", run.job, short(run), unit(run)), losses)
         })
         .collect();
     if lines.iter().all(|(_, losses): &(String, Vec<f64>)| losses.is_empty()) {
@@ -219,3 +341,6 @@ fn draw(file: Option<&Path>, runs: &[&Run]) -> Result<()> {
     let picture = picture::losses(&lines)?;
     write_atomically(file, picture.as_bytes()).with_context(|| format!("write {}", file.display()))
 }
+
+#[cfg(test)]
+mod tests;

@@ -108,7 +108,39 @@ fn model_file_commands_need_no_home_and_use_the_default_mode() {
         assert_eq!(code, expected, "{line}");
     }
     let readme = project().join("README.md");
-    assert_eq!(home.fails(["model", "show", readme.to_str().unwrap()]).0, 6);
+    let readme = readme.to_str().unwrap();
+    assert_eq!(home.fails(["model", "show", readme]).0, 6);
+    let edited = home.dir.path().join("edited.onnx");
+    let (code, line) = home.fails(["model", "edit", readme, edited.to_str().unwrap(), "--add", "relu"]);
+    assert!(code == 6 && line.matches("README.md").count() == 1, "{code} {line}");
+    // A pipe has no end to wait for.
+    let pipe = home.dir.path().join("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let (code, line) = home.fails(["model", "edit", pipe.to_str().unwrap(), "x.onnx", "--add", "relu"]);
+    assert!(code == 2 && line.contains("not a regular file"), "{code} {line}");
+}
+
+/// A head is added to a model from PyTorch's exporter, whose nodes are listed, and weights beside a file count.
+#[test]
+fn exported_models_are_listed_and_cut_by_their_modules() {
+    let home = Home::new();
+    let exported = project().join("trainer/tests/fixtures/folded.onnx");
+    let exported = exported.to_str().unwrap();
+    let nodes = home.json(["model", "show", exported, "--nodes"]);
+    let names: Vec<_> =
+        nodes.as_array().unwrap().iter().map(|node| node["values"][0].as_str().unwrap()).collect();
+    assert_eq!(names, ["getitem", "relu", "mean", "view", "mul_6", "linear"]);
+    let flowers = home.dir.path().join("flowers.onnx");
+    let flowers = flowers.to_str().unwrap();
+    home.ok([
+        "model", "edit", exported, flowers, "--cut", "avgpool", "--add", "flatten", "--add", "linear=5",
+    ]);
+    let weights = home.json(["model", "show", flowers, "--parameters"]);
+    let kinds: Vec<_> = weights.as_array().unwrap().iter().map(|w| (&w["name"], &w["kind"])).collect();
+    for name in ["conv.weight", "head.2.weight", "head.2.bias"] {
+        assert!(kinds.contains(&(&name.into(), &"trained".into())), "{kinds:?}");
+    }
+    assert!(!kinds.iter().any(|(name, _)| *name == "level"), "{kinds:?}");
 }
 
 /// The process of a detached mount outlives the command that started it, however much it logs.

@@ -57,6 +57,16 @@ fn runs_are_listed_compared_and_drawn() {
     assert!(shown.contains(second["run"].as_str().unwrap()) && shown.contains("learning_rate"), "{shown}");
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(picture.contains(&ids[1]) && !picture.contains(&ids[0]), "{picture}");
+    // A bare name is a file of the working folder.
+    let bare = ["runs", "show", "digits", "--volume", "digits", "--svg", "bare.svg"];
+    let output = home.command().current_dir(home.dir.path()).args(bare).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(std::fs::read_to_string(home.dir.path().join("bare.svg")).unwrap(), picture);
+    // A picture that cannot be written does not take the table away.
+    let name = format!("digits/{}", ids[0]);
+    let nowhere = ["runs", "show", name.as_str(), "--volume", "digits", "--svg", "/nowhere/a.svg"];
+    let output = home.run(nowhere);
+    assert!(!output.status.success() && String::from_utf8_lossy(&output.stdout).contains("learning_rate"));
     let compared = home.json(["runs", "compare", &ids[0], &ids[1], "--volume", "digits"]);
     let differences = compared["differences"].as_object().unwrap();
     assert_eq!(differences.keys().collect::<Vec<_>>(), ["epochs_max", "optimizer.learning_rate"]);

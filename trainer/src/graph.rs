@@ -37,11 +37,14 @@ mod wiring;
 
 use std::collections::HashSet;
 
-use millrace_bundle::onnx::ModelProto;
 use millrace_bundle::onnx::tensor_proto::DataType;
+use millrace_bundle::onnx::{ModelProto, TensorProto};
+
+use initializers::Roles;
 
 pub use error::GraphError;
 pub(crate) use initializers::origin as initializer_origin;
+pub(crate) use initializers::{has_marks, mark_parameter};
 pub use read::SUPPORTED_OPERATORS;
 pub use shape::Dim;
 pub(crate) use tensor::float_elements;
@@ -366,6 +369,11 @@ impl Graph {
         read::read(model)
     }
 
+    /// [`Graph::read`], but also accepts a model without a trained parameter.
+    pub(crate) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
+        read::infer(model)
+    }
+
     /// Values, indexed by [`ValueId`].
     pub fn values(&self) -> &[Value] {
         &self.values
@@ -454,6 +462,19 @@ impl Graph {
     /// Whether the trained parameters of `model`, which this graph was read from, are not just its float32
     /// initializers of rank 1 or more that nodes read.
     pub fn tells_buffers(&self, model: &ModelProto) -> bool {
+        self.params.iter().any(|param| param.shape.is_empty())
+            || self.fixed(model).iter().any(|tensor| !tensor.dims.is_empty())
+    }
+
+    /// Whether a parameter of `model`, which this graph was read from, is one by its use alone: PyTorch's exporter
+    /// marked others, but not this one.
+    pub(crate) fn has_unmarked_params(&self, model: &ModelProto) -> bool {
+        model.graph.as_ref().is_some_and(|graph| Roles::of(model, graph).has_unmarked(&self.params))
+    }
+
+    /// The float32 initializers of `model`, which this graph was read from, that nodes read and training does not
+    /// change.
+    pub(crate) fn fixed<'m>(&self, model: &'m ModelProto) -> Vec<&'m TensorProto> {
         let graph = model.graph.as_ref();
         let read: HashSet<&str> = graph
             .iter()
@@ -461,13 +482,15 @@ impl Graph {
             .flat_map(|node| &node.input)
             .map(String::as_str)
             .collect();
-        let mut plain = graph.iter().flat_map(|graph| &graph.initializer).filter(|tensor| {
-            tensor.data_type == Some(DataType::Float as i32)
-                && !tensor.dims.is_empty()
-                && read.contains(tensor.name())
-        });
-        self.params.iter().any(|param| param.shape.is_empty())
-            || plain.any(|tensor| self.params.iter().all(|param| param.name != tensor.name()))
+        let trained: HashSet<&str> = self.params.iter().map(|param| param.name.as_str()).collect();
+        let initializers = graph.into_iter().flat_map(|graph| &graph.initializer);
+        initializers
+            .filter(|tensor| {
+                tensor.data_type == Some(DataType::Float as i32)
+                    && read.contains(tensor.name())
+                    && !trained.contains(tensor.name())
+            })
+            .collect()
     }
 
     /// The states of `model`, which this graph was read from, as one flat vector.

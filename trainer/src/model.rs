@@ -2,11 +2,14 @@
 //! file.
 mod sharing;
 
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use millrace_bundle::Bundle;
 use millrace_bundle::onnx::ModelProto;
 use prost::Message;
+use thiserror::Error;
 
 use crate::error::{Error, Result};
 use crate::init::{CnnSpec, MlpSpec, ModelSpec};
@@ -35,20 +38,39 @@ pub(crate) fn load(job: &JobFile) -> Result<ModelProto> {
     }
 }
 
+/// Why a file cannot be read as a model. No message names the file itself.
+#[derive(Debug, Error)]
+pub enum ModelFileError {
+    /// The operating system refused.
+    #[error("cannot be read ({0})")]
+    Io(io::Error),
+    /// A folder, a pipe, a socket or a device.
+    #[error("is not a regular file")]
+    NotRegular,
+    /// More bytes than a model may have.
+    #[error("is too large: a model with all its weights has at most {MODEL_BYTES_MAX} bytes")]
+    TooLarge,
+    /// The bytes are no model.
+    #[error("is not an ONNX model ({0})")]
+    NotOnnx(prost::DecodeError),
+    /// The weights that it keeps in other files cannot be read, or do not fit.
+    #[error("{0}")]
+    Weights(millrace_bundle::Error),
+}
+
 /// Reads an ONNX file, embeds the weights that it keeps in other files, and undoes what the exporter merged
 /// ([`sharing`]).
-pub(crate) fn read(path: &Path) -> Result<ModelProto, String> {
+pub(crate) fn read(path: &Path) -> Result<ModelProto, ModelFileError> {
     let mut left = MODEL_BYTES_MAX;
     let bytes = read_bounded(path, &mut left)?;
-    let mut model =
-        ModelProto::decode(bytes.as_slice()).map_err(|e| format!("is not an ONNX model ({e})"))?;
+    let mut model = ModelProto::decode(bytes.as_slice()).map_err(ModelFileError::NotOnnx)?;
     // The bytes hold the weights a second time.
     drop(bytes);
     let weights = |file: &str| {
         let place = weight_path(path, file)?;
         read_bounded(&place, &mut left).map_err(|e| format!("its weights {}: {e}", place.display()))
     };
-    Bundle::embed_weights(&mut model, weights).map_err(|e| e.to_string())?;
+    Bundle::embed_weights(&mut model, weights).map_err(ModelFileError::Weights)?;
     let restored = sharing::restore(&mut model);
     if restored != Restored::default() {
         tracing::info!(
@@ -61,13 +83,23 @@ pub(crate) fn read(path: &Path) -> Result<ModelProto, String> {
     Ok(model)
 }
 
-fn read_bounded(path: &Path, left: &mut u64) -> Result<Vec<u8>, String> {
-    let unreadable = |e: std::io::Error| format!("cannot be read ({e})");
-    let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
-    *left = left.checked_sub(bytes).ok_or_else(|| {
-        format!("{bytes} bytes; a model with all its weights has at most {MODEL_BYTES_MAX}")
-    })?;
-    std::fs::read(path).map_err(unreadable)
+/// Reads a regular file of at most `left` bytes, and subtracts its length.
+fn read_bounded(path: &Path, left: &mut u64) -> Result<Vec<u8>, ModelFileError> {
+    // Opening a pipe would wait for its writer.
+    let metadata = std::fs::metadata(path).map_err(ModelFileError::Io)?;
+    if !metadata.is_file() {
+        return Err(ModelFileError::NotRegular);
+    }
+    if metadata.len() > *left {
+        return Err(ModelFileError::TooLarge);
+    }
+    let mut bytes = Vec::new();
+    // The file may grow meanwhile, and files of the kernel have no length.
+    File::open(path)
+        .and_then(|file| file.take(left.saturating_add(1)).read_to_end(&mut bytes))
+        .map_err(ModelFileError::Io)?;
+    *left = left.checked_sub(bytes.len() as u64).ok_or(ModelFileError::TooLarge)?;
+    Ok(bytes)
 }
 
 /// The path of a weight file: in the folder of the graph or below it. If the graph is a symbolic link, as in

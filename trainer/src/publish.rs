@@ -75,7 +75,12 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
 pub(crate) fn key_of(job: &JobFile, run: &str, step: u64) -> String {
     let root = job.output.path.trim_matches('/');
     let identity = digest_of(&[run, &step.to_string(), root, job.model_name().as_str()]);
-    format!("trainer/{}/published/{identity}", job.name)
+    prefix_of(job) + &identity
+}
+
+/// What the keys of a job's publications begin with.
+pub(crate) fn prefix_of(job: &JobFile) -> String {
+    format!("trainer/{}/published/", job.name)
 }
 
 /// The version that a key names, with the key's value.
@@ -83,11 +88,16 @@ pub(crate) fn recorded(output: &View, key: &str) -> Result<Option<(Vec<u8>, Publ
     let value =
         output.key_get(key).map_err(|e| Error::volume(format!("read key {key} of {}", output.spec()), e))?;
     let Some(value) = value else { return Ok(None) };
-    let published = serde_json::from_slice(&value).map_err(|e| Error::Bundle {
+    let published = published(output, key, &value)?;
+    Ok(Some((value, published)))
+}
+
+/// The value of the key of a publication.
+pub(crate) fn published(output: &View, key: &str, value: &[u8]) -> Result<Published> {
+    serde_json::from_slice(value).map_err(|e| Error::Bundle {
         what: format!("read key {key} of {}", output.spec()),
         source: Box::new(e),
-    })?;
-    Ok(Some((value, published)))
+    })
 }
 
 /// Whether the bundle of a published version still exists.

@@ -3,6 +3,8 @@
 //! Nothing is written for this list: it reads the key and the newest checkpoint of each run
 //! (`checkpoint.rs`) and the keys of publications (`publish.rs`). A run therefore leaves the list
 //! when its checkpoints are removed: a job keeps its current run, and few finished and unfinished ones.
+use std::collections::{BTreeSet, HashMap};
+
 use millrace_datafs::{OpenFlags, View};
 use serde::Serialize;
 
@@ -12,6 +14,7 @@ use crate::job::JobFile;
 use crate::ledger::EpochRecord;
 use crate::publish;
 use crate::state::History;
+use crate::validation::{self, Evaluation};
 
 #[cfg(test)]
 mod tests;
@@ -33,27 +36,44 @@ pub struct Run {
     pub checkpoints: Vec<u64>,
     /// The complete epochs up to `step`.
     pub epochs: Vec<EpochRecord>,
-    /// Model versions published from the checkpoints that are kept, ascending.
+    /// The evaluations on the validation data up to `step`.
+    pub evaluations: Vec<Evaluation>,
+    /// Model versions published from the run, ascending.
     pub versions: Vec<u64>,
     /// The job file of the last start, with all defaults; null when it cannot be read.
     pub settings: serde_json::Value,
 }
 
+impl Run {
+    /// The evaluation with the lowest loss.
+    pub fn best(&self) -> Option<&Evaluation> {
+        validation::best(&self.evaluations)
+    }
+}
+
 /// The runs in a volume, or at a snapshot of it, the most recently begun last. With `job`, only its runs.
 ///
-/// Costs one read per run and kilobytes per checkpoint; the weights are not read. A checkpoint that cannot be
-/// read, and a run of a newer format, is left out with a warning.
+/// Costs one read per run and kilobytes per checkpoint; the weights are not read. What cannot be read (a
+/// checkpoint, the record of a publication, a run of another format) is left out with a warning.
 ///
 /// # Errors
 /// [`Error::Volume`]
 pub fn list(view: &View, job: Option<&str>) -> Result<Vec<Run>> {
-    let prefix = job.map_or("trainer/".to_owned(), |job| format!("trainer/{job}/checkpoint/"));
+    let prefix = job.map_or("trainer/".to_owned(), |job| format!("trainer/{job}/checkpoint"));
     let found = view
         .key_scan(&prefix)
         .map_err(|e| Error::volume(format!("read keys {prefix} of {}", view.spec()), e))?;
     let mut runs = Vec::new();
     for (key, bytes) in found {
-        let Some(job) = job_of(&key) else { continue };
+        let Some(job) = job_of(&key) else {
+            if let Some(job) = former_job_of(&key) {
+                tracing::warn!(
+                    job,
+                    "a run of checkpoint format 1 is left out: start its job, which changes the run to the newer format"
+                );
+            }
+            continue;
+        };
         match RunRecord::parse(&key, &bytes, &format!("{}:/checkpoints/{job}", view.spec())) {
             Ok(record) => runs.push(read(view, job, record)?),
             Err(error) => tracing::warn!(%error, "a run is left out"),
@@ -67,6 +87,12 @@ pub fn list(view: &View, job: Option<&str>) -> Result<Vec<Run>> {
 fn job_of(key: &str) -> Option<&str> {
     let (job, rest) = key.strip_prefix("trainer/")?.split_once('/')?;
     rest.strip_prefix("checkpoint/").is_some_and(|run| !run.is_empty()).then_some(job)
+}
+
+/// The job of the key of checkpoint format 1, `trainer/<job>/checkpoint`.
+fn former_job_of(key: &str) -> Option<&str> {
+    let (job, rest) = key.strip_prefix("trainer/")?.split_once('/')?;
+    (rest == "checkpoint").then_some(job)
 }
 
 fn read(view: &View, job: &str, record: RunRecord) -> Result<Run> {
@@ -87,16 +113,17 @@ fn read(view: &View, job: &str, record: RunRecord) -> Result<Run> {
         .ok()
         .and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok())
         .unwrap_or_default();
-    let mut versions = Vec::new();
+    let (step, epochs, evaluations) = history.map_or((0, Vec::new(), Vec::new()), |history| {
+        (history.step, history.ledger.epochs, history.evaluations)
+    });
     // A job file of a newer program may have keys that this one does not know.
-    if let Ok(job) = serde_json::from_value::<JobFile>(settings.clone()) {
-        for kept in &record.kept {
-            let key = publish::key_of(&job, &record.run, kept.step);
-            versions.extend(publish::recorded(view, &key)?.map(|(_, published)| published.version));
+    let versions = match serde_json::from_value::<JobFile>(settings.clone()) {
+        Ok(job) => {
+            let kept = record.kept.iter().map(|kept| kept.step);
+            versions(view, &job, &record.run, kept.chain(ends(&epochs, &evaluations, &job)).collect())?
         }
-    }
-    versions.sort_unstable();
-    let (step, epochs) = history.map_or((0, Vec::new()), |history| (history.step, history.ledger.epochs));
+        Err(_) => Vec::new(),
+    };
     Ok(Run {
         job: job.to_owned(),
         run: record.run,
@@ -105,9 +132,42 @@ fn read(view: &View, job: &str, record: RunRecord) -> Result<Run> {
         step,
         checkpoints: record.kept.iter().map(|kept| kept.step).collect(),
         epochs,
+        evaluations,
         versions,
         settings,
     })
+}
+
+/// The steps at which epochs ended. A run is published at the end of an epoch, and its checkpoint may be gone since.
+fn ends(epochs: &[EpochRecord], evaluations: &[Evaluation], job: &JobFile) -> Vec<u64> {
+    // A step takes rows of the next epoch where those of one do not suffice.
+    let ends = epochs.iter().scan(0u64, |rows, epoch| {
+        *rows = rows.saturating_add(epoch.rows);
+        Some(rows.div_ceil(job.batch_rows.max(1) as u64))
+    });
+    ends.chain(evaluations.iter().map(|evaluation| evaluation.step)).collect()
+}
+
+/// The versions that were published from a run after any of these steps, ascending.
+fn versions(view: &View, job: &JobFile, run: &str, steps: BTreeSet<u64>) -> Result<Vec<u64>> {
+    let prefix = publish::prefix_of(job);
+    let recorded = view
+        .key_scan(&prefix)
+        .map_err(|e| Error::volume(format!("read keys {prefix} of {}", view.spec()), e))?;
+    let recorded: HashMap<String, Vec<u8>> = recorded.into_iter().collect();
+    if recorded.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut versions = BTreeSet::new();
+    for step in steps {
+        let key = publish::key_of(job, run, step);
+        let Some(value) = recorded.get(&key) else { continue };
+        match publish::published(view, &key, value) {
+            Ok(published) => drop(versions.insert(published.version)),
+            Err(error) => tracing::warn!(%error, "a published version is left out"),
+        }
+    }
+    Ok(versions.into_iter().collect())
 }
 
 /// Reads the counters at the head of a state.

@@ -64,6 +64,8 @@ struct Counters {
 pub(crate) struct History {
     pub(crate) step: u64,
     pub(crate) ledger: Ledger,
+    #[serde(default)]
+    pub(crate) evaluations: Vec<Evaluation>,
 }
 
 /// The header of a safetensors file, without its tensors.

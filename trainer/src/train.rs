@@ -290,6 +290,8 @@ impl Prepared {
         Optimizer::with_groups(&job.optimizer, &groups)?;
         engine.freeze_states(groups.frozen_states()).map_err(|e| unfit(e.to_string()))?;
         shards::check(&engine, &job)?;
+        let (trained, fixed) = (engine.graph().params().len(), engine.graph().fixed(&model).len());
+        tracing::info!(job = %job.name, trained, fixed, "float tensors that the job trains, and that stay fixed");
 
         let plan = runtime
             .block_on(dataset.plan(&source::plan_options(&job)))
@@ -314,6 +316,10 @@ impl Prepared {
         if engine.graph().has_training_mode() {
             // Earlier programs refused these nodes, or took dropouts of old operator sets for the identity.
             data += " training";
+        }
+        if engine.graph().has_unmarked_params(&model) {
+            // Earlier programs kept these parameters.
+            data += " unmarked";
         }
         let model = model.encode_to_vec();
         let validation_plan = match &job.validation {

@@ -71,6 +71,11 @@ fn weights_of(graph: &Path, path: &str) -> Result<Bytes> {
         Ok(real.starts_with(folder) || real.parent() == graph.parent())
     };
     match found() {
+        // Reading a pipe would wait, and a device may have no end.
+        Ok(true) if !place.is_file() => {
+            let message = format!("its weights {} are not a regular file", place.display());
+            return fail(Exit::Usage, format!("cannot import {}: {message}", graph.display()));
+        }
         Ok(true) => {}
         Ok(false) => {
             let message = format!("{} is outside the folder of {}", place.display(), graph.display());

@@ -15,7 +15,7 @@ use super::columns::Columns;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
 use crate::inference::{Accuracy, Answer, RecordInfo};
-use crate::output::count;
+use crate::output::{count, printable};
 
 /// Predictions shown to people; programs get all.
 const SHOWN: usize = 10;
@@ -150,7 +150,7 @@ impl Predictions {
                 } else {
                     &["record", "output", "largest"]
                 };
-                context.out.table(&(), headers, lines)?;
+                context.out.table(&(), headers, lines.into_iter().flat_map(rows))?;
                 context.out.text(&said(&more))
             }
             // Standard output holds only the predictions.
@@ -211,8 +211,8 @@ fn object(one: RowOutputs, known: &RecordInfo) -> Value {
     Value::Object(object)
 }
 
-/// A prediction as a table row: the record's number or file, and each output with its first elements and the
-/// index of its largest.
+/// A prediction as the cells of a table, with a line for each output: the record's number or file, and each output
+/// with its first elements and the index of its largest.
 fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &RecordInfo) -> Vec<String> {
     let elements = |values: &[Value]| {
         let first: Vec<String> = values.iter().take(ELEMENTS_SHOWN).map(element).collect();
@@ -221,7 +221,7 @@ fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &RecordInfo) -
     };
     let shown = outputs.iter().filter_map(|output| {
         let values = one.outputs.get(&output.name)?.as_array()?;
-        Some(format!("{}: {}", output.name, elements(values)))
+        Some(format!("{}: {}", printable(&output.name), elements(values)))
     });
     let largest = outputs.iter().filter_map(|output| {
         let at = *one.argmax.get(&output.name)?;
@@ -229,12 +229,19 @@ fn line(number: u64, outputs: &[Tensor], one: &RowOutputs, known: &RecordInfo) -
         Some(format!("{at} ({value})"))
     });
     let mut cells = vec![
-        known.file.clone().unwrap_or_else(|| number.to_string()),
+        known.file.as_deref().map_or_else(|| number.to_string(), printable),
         shown.collect::<Vec<_>>().join("\n"),
         largest.collect::<Vec<_>>().join("\n"),
     ];
     cells.extend(known.label.map(|label| label.to_string()));
     cells
+}
+
+/// The rows of a table for the lines of a prediction's cells.
+fn rows(cells: Vec<String>) -> Vec<Vec<String>> {
+    let height = cells.iter().map(|cell| cell.lines().count()).max().unwrap_or_default();
+    let row = |at| cells.iter().map(|cell| cell.lines().nth(at).unwrap_or_default().to_owned()).collect();
+    (0..height).map(row).collect()
 }
 
 /// Formats an element: text in quotes and shortened, floats with four digits after the point.

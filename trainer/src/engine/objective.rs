@@ -75,7 +75,7 @@ pub struct CrossEntropy {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub class_weights: Vec<f64>,
     /// Rows with this label count neither for the loss nor for the accuracy. When absent, every label has to be
-    /// a class.
+    /// a class. Refused where labels are texts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ignore_index: Option<i64>,
 }

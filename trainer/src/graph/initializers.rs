@@ -2,7 +2,8 @@
 //!
 //! - PyTorch's exporter says of each tensor whether it is a parameter or a buffer (`InputSpec.kind` in the
 //!   metadata of its value). A tensor that the exporter folded from others is trained if a parameter is among
-//!   their names.
+//!   their names. A batch normalisation that it folded into the weights of a convolution takes their marks away.
+//!   In a marked model, a tensor without marks is therefore trained if an operator reads it as weight or bias.
 //! - In every other model a float32 initializer is trained if it has a dimension. PyTorch's earlier exporter also
 //!   keeps parameters without one under their own names.
 //! - Running statistics, bounds, factors and other operands that an operator needs as constants are buffers, and
@@ -10,13 +11,16 @@
 
 use std::collections::{HashMap, HashSet};
 
-use millrace_bundle::onnx::{GraphProto, ModelProto, StringStringEntryProto, TensorProto, ValueInfoProto};
+use millrace_bundle::onnx::{
+    GraphProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, ValueInfoProto,
+};
 
 use super::builder::{Builder, NamedValue, NodeRef};
 use super::ints::Ints;
 use super::{Dim, GraphError, ParamSpec, Source, tensor};
 
 const KIND: &str = "pkg.torch.export.graph_signature.InputSpec.kind";
+const PARAMETER: &str = "PARAMETER";
 const FOLDED_FROM: &str = "pkg.onnxscript.optimizer.folded_from";
 
 /// The inputs that an operator needs as constants.
@@ -33,10 +37,42 @@ fn constant_inputs(op: &str) -> &'static [usize] {
     }
 }
 
+/// The inputs that an operator reads as weight or bias.
+fn weight_inputs(op: &str) -> &'static [usize] {
+    match op {
+        "MatMul" => &[0, 1],
+        "Conv" | "ConvTranspose" | "Gemm" => &[1, 2],
+        "BatchNormalization" | "InstanceNormalization" | "GroupNormalization" | "LayerNormalization" => {
+            &[1, 2]
+        }
+        "RMSNormalization" => &[1],
+        "LSTM" | "GRU" | "RNN" => &[1, 2, 3],
+        _ => &[],
+    }
+}
+
+/// Whether PyTorch's exporter says of a tensor of the graph what it is.
+pub(crate) fn has_marks(graph: &GraphProto) -> bool {
+    described(graph).any(|info| entry(&info.metadata_props, KIND).is_some())
+}
+
+/// Marks a tensor as a parameter, as PyTorch's exporter does.
+pub(crate) fn mark_parameter(info: &mut ValueInfoProto) {
+    info.metadata_props
+        .push(StringStringEntryProto { key: Some(KIND.to_owned()), value: Some(PARAMETER.to_owned()) });
+}
+
+/// The values whose metadata count.
+fn described(graph: &GraphProto) -> impl Iterator<Item = &ValueInfoProto> {
+    graph.value_info.iter().chain(&graph.input)
+}
+
 /// What a model says about its initializers.
 pub(super) struct Roles<'a> {
     /// Operands that must be constant.
     constants: HashSet<&'a str>,
+    /// Operands that are weights or biases.
+    weights: HashSet<&'a str>,
     /// Tensors that nodes compute; the exporter may fold their shapes.
     computed: HashSet<&'a str>,
     /// Metadata by name, if PyTorch's exporter wrote any kind.
@@ -47,7 +83,6 @@ pub(super) struct Roles<'a> {
 
 impl<'a> Roles<'a> {
     pub(super) fn of(model: &'a ModelProto, graph: &'a GraphProto) -> Roles<'a> {
-        let mut constants = HashSet::new();
         // Exporters write equal tensors once and give the second one a name by Identity.
         let aliases: HashMap<&str, &str> = graph
             .node
@@ -55,21 +90,20 @@ impl<'a> Roles<'a> {
             .filter(|node| node.op_type() == "Identity")
             .filter_map(|node| Some((node.output.first()?.as_str(), node.input.first()?.as_str())))
             .collect();
-        for node in &graph.node {
-            let needed = constant_inputs(node.op_type()).iter().filter_map(|index| node.input.get(*index));
-            constants.extend(needed.flat_map(|name| {
-                let name = name.as_str();
-                [name, aliases.get(name).copied().unwrap_or(name)]
-            }));
-        }
-        let infos: HashMap<&str, &ValueInfoProto> =
-            graph.value_info.iter().chain(&graph.input).map(|info| (info.name(), info)).collect();
-        let exported = infos.values().any(|info| entry(&info.metadata_props, KIND).is_some());
+        let operands = |inputs: fn(&str) -> &'static [usize]| -> HashSet<&'a str> {
+            let read = |node: &'a NodeProto| {
+                inputs(node.op_type()).iter().filter_map(|index| node.input.get(*index)).map(String::as_str)
+            };
+            let names = graph.node.iter().flat_map(read);
+            names.flat_map(|name| [name, aliases.get(name).copied().unwrap_or(name)]).collect()
+        };
+        let exported = has_marks(graph);
         Roles {
-            constants,
+            constants: operands(constant_inputs),
+            weights: operands(weight_inputs),
             computed: graph.node.iter().flat_map(|node| &node.output).map(String::as_str).collect(),
             keeps_scalars: !exported && model.producer_name() == "pytorch",
-            exported: exported.then_some(infos),
+            exported: exported.then(|| described(graph).map(|info| (info.name(), info)).collect()),
         }
     }
 
@@ -83,12 +117,21 @@ impl<'a> Roles<'a> {
         };
         let metadata = infos.get(name).map(|info| info.metadata_props.as_slice()).unwrap_or_default();
         match (entry(metadata, KIND), entry(metadata, FOLDED_FROM)) {
-            (Some(kind), _) => kind == "PARAMETER",
+            (Some(kind), _) => kind == PARAMETER,
             (None, Some(origins)) => origins
                 .split(['[', ']', ',', '\'', ' '])
                 .any(|origin| names_parameter(origin) && !self.computed.contains(origin)),
-            (None, None) => false,
+            (None, None) => !shape.is_empty() && self.weights.contains(name),
         }
+    }
+
+    /// Whether a trained parameter has no mark, in a model with marks.
+    pub(super) fn has_unmarked(&self, params: &[ParamSpec]) -> bool {
+        let unmarked = |infos: &HashMap<&str, &ValueInfoProto>, name: &str| {
+            let marks = infos.get(name).map(|info| info.metadata_props.as_slice()).unwrap_or_default();
+            entry(marks, KIND).or(entry(marks, FOLDED_FROM)).is_none()
+        };
+        self.exported.as_ref().is_some_and(|infos| params.iter().any(|param| unmarked(infos, &param.name)))
     }
 }
 

@@ -154,6 +154,17 @@ pub(super) fn malformed(reason: impl Into<String>) -> GraphError {
 }
 
 pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
+    let graph = infer(model)?;
+    if graph.values[graph.output].trained {
+        return Ok(graph);
+    }
+    Err(malformed(
+        "its output depends on no trained parameter (a float initializer of rank 1 or more): there is nothing to train",
+    ))
+}
+
+/// Reads a model that need not have a trained parameter.
+pub(super) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
     let opset = opset(model)?;
     let proto = model.graph.as_ref().ok_or_else(|| malformed("it holds no graph"))?;
     if !proto.sparse_initializer.is_empty() {
@@ -218,11 +229,6 @@ fn finish(
             "its output {output:?} has the shape {}, [rows, …] is needed",
             shape::display(dims)
         )));
-    }
-    if !b.values[output_id].trained {
-        return Err(malformed(
-            "its output depends on no trained parameter (a float initializer of rank 1 or more): there is nothing to train",
-        ));
     }
     let ends_in_softmax = ends_in_softmax(&b, output_id);
     // Parameters are numbered in the order of the initializers.

@@ -237,6 +237,44 @@ fn a_deep_chain_does_not_exhaust_the_stack() {
     assert_eq!(Graph::read(&probe.finish(&value)).unwrap().nodes().len(), 20_001);
 }
 
+/// A convolution with batch normalisation, as PyTorch's default exporter writes it; see folded.py beside it.
+fn exported() -> ModelProto {
+    ModelProto::decode(&include_bytes!("../../tests/fixtures/folded.onnx")[..]).unwrap()
+}
+
+fn names(graph: &Graph) -> Vec<&str> {
+    graph.params().iter().map(|param| param.name.as_str()).collect()
+}
+
+#[test]
+fn weights_that_the_exporter_folded_are_trained_and_buffers_are_not() {
+    let model = exported();
+    let graph = Graph::read(&model).unwrap();
+    assert_eq!(names(&graph), ["conv.weight", "fc.weight", "fc.bias", "conv.weight_bias"]);
+    let fixed: Vec<_> = graph.fixed(&model).iter().map(|tensor| tensor.name()).collect();
+    assert_eq!(fixed, ["level"]);
+    // Checkpoints of programs that kept the folded weights are of another run.
+    assert!(graph.has_unmarked_params(&model));
+
+    // A mark of a buffer counts more than the operator.
+    let mut marked = model.clone();
+    let mut info = info("conv.weight", None);
+    let kind = "pkg.torch.export.graph_signature.InputSpec.kind";
+    info.metadata_props =
+        vec![StringStringEntryProto { key: Some(kind.into()), value: Some("BUFFER".into()) }];
+    let infos = &mut marked.graph.as_mut().unwrap().value_info;
+    infos.retain(|info| info.name() != "conv.weight");
+    infos.push(info);
+    assert_eq!(names(&Graph::read(&marked).unwrap()), ["fc.weight", "fc.bias", "conv.weight_bias"]);
+    // So does the origin of a folded tensor.
+    let infos = &mut marked.graph.as_mut().unwrap().value_info;
+    let last = infos.last_mut().unwrap();
+    last.metadata_props[0].key = Some("pkg.onnxscript.optimizer.folded_from".into());
+    last.metadata_props[0].value = Some("['ones']".into());
+    assert_eq!(names(&Graph::read(&marked).unwrap()), ["fc.weight", "fc.bias", "conv.weight_bias"]);
+    assert!(!Graph::read(&spoiled(|_| {})).unwrap().has_unmarked_params(&spoiled(|_| {})));
+}
+
 proptest! {
     /// Reading a valid model with changed bytes always returns.
     #[test]

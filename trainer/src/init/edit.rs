@@ -12,7 +12,8 @@ use thiserror::Error;
 
 use super::InitError;
 use super::proto::{GraphBuilder, rows_info};
-use crate::graph::{Dim, Graph, GraphError};
+use crate::graph::{Dim, Graph, GraphError, has_marks};
+pub use crate::model::ModelFileError;
 
 /// First IR version in which a weight need not be an input as well.
 const IR_VERSION_MIN: i64 = 4;
@@ -52,8 +53,8 @@ impl FromStr for Layer {
 /// An edit of a model.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Edit {
-    /// The value that becomes the output, by its name or by the name of its node; the model's output when
-    /// absent.
+    /// The value that becomes the output: its name, or the name of the node or of the module that makes it, if that
+    /// makes one value alone. The model's output when absent.
     pub cut: Option<String>,
     /// Layers behind it, in order.
     pub layers: Vec<Layer>,
@@ -65,10 +66,10 @@ pub struct Edit {
 #[derive(Debug, Error)]
 pub enum EditError {
     /// The file cannot be read as a model.
-    #[error("{0}")]
-    Unreadable(String),
+    #[error(transparent)]
+    File(#[from] ModelFileError),
     /// No value or node has the name.
-    #[error("the graph has no node or value {name:?}; the last ones are {last}")]
+    #[error("the graph has no node, value or module {name:?}; the last nodes are {last}")]
     NoValue {
         /// The name given.
         name: String,
@@ -76,12 +77,12 @@ pub enum EditError {
         last: String,
     },
     /// The name does not say which value is meant.
-    #[error("node {name:?} has several outputs: name one of {outputs}")]
+    #[error("{name:?} stands for several values: cut at one of {values}")]
     Ambiguous {
         /// The name given.
         name: String,
-        /// Its outputs.
-        outputs: String,
+        /// The values.
+        values: String,
     },
     /// A layer does not fit behind the values before it.
     #[error("layer {position} ({layer}) does not fit behind values of shape {shape}: {remedy}")]
@@ -95,9 +96,15 @@ pub enum EditError {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// What is left cannot be trained.
+    /// What is left cannot be read or trained.
     #[error("the edited model could not be trained: {0}")]
     Graph(#[from] GraphError),
+    /// Training would not change a new layer.
+    #[error("the edited model could not be trained: its new weights {name:?} would stay fixed")]
+    Fixed {
+        /// The weights.
+        name: String,
+    },
     /// A new layer exceeds a limit.
     #[error(transparent)]
     Init(#[from] InitError),
@@ -105,24 +112,25 @@ pub enum EditError {
 
 /// Reads an ONNX file with the weights that it keeps beside it.
 pub fn read(path: &Path) -> Result<ModelProto, EditError> {
-    crate::model::read(path).map_err(|reason| EditError::Unreadable(format!("{}: {reason}", path.display())))
+    Ok(crate::model::read(path)?)
 }
 
-/// The edited model. It can be trained, and depends on the model and the edit alone.
+/// The edited model, which depends on the model and the edit alone. With new layers, it can be trained.
 pub fn edit(model: &ModelProto, edit: &Edit) -> Result<ModelProto, EditError> {
     let mut model = model.clone();
     let graph = model.graph.get_or_insert_default();
+    let marks = has_marks(graph);
     if let Some(cut) = &edit.cut {
         let value = value_named(graph, cut)?;
         cut_at(graph, &value);
     }
     model.ir_version = Some(model.ir_version.unwrap_or_default().max(IR_VERSION_MIN));
-    let body = Graph::read(&model)?;
+    let body = Graph::infer(&model)?;
     let mut row = row_of(&body);
     let mut value = body.output_name().to_owned();
     let graph = model.graph.take().unwrap_or_default();
     let prefix = free_prefix(&graph);
-    let mut builder = GraphBuilder::on(graph, edit.seed);
+    let mut builder = GraphBuilder::on(graph, edit.seed, marks);
     for (at, layer) in edit.layers.iter().enumerate() {
         let unfit =
             |layer, remedy| EditError::Layer { position: at + 1, layer, shape: format!("{row:?}"), remedy };
@@ -144,14 +152,22 @@ pub fn edit(model: &ModelProto, edit: &Edit) -> Result<ModelProto, EditError> {
                 value = builder.gemm(&name, &value, row[0], outputs, gain)?;
                 row = vec![outputs];
             }
+            Layer::Linear(_) if row.is_empty() => return Err(unfit("linear", "add flatten before it")),
             Layer::Linear(_) => return Err(unfit("linear", "add flatten or pool before it")),
         }
     }
-    let mut graph = builder.into_graph();
+    let (mut graph, added) = builder.into_graph();
     graph.output = vec![rows_info(&value, &row)];
     model.graph = Some(graph);
-    Graph::read(&model)?;
-    Ok(model)
+    if edit.layers.is_empty() {
+        return Ok(model);
+    }
+    let edited = Graph::read(&model)?;
+    let trained: HashSet<&str> = edited.params().iter().map(|param| param.name.as_str()).collect();
+    match added.into_iter().find(|name| !trained.contains(name.as_str())) {
+        Some(name) => Err(EditError::Fixed { name }),
+        None => Ok(model),
+    }
 }
 
 /// The shape of a row of the graph's output.
@@ -160,20 +176,36 @@ fn row_of(graph: &Graph) -> Vec<usize> {
     dims.iter().filter_map(|dim| if let Dim::Fixed(size) = dim { Some(*size) } else { None }).collect()
 }
 
-/// The value that a name means: a value, or the only output of a node.
+/// The value that a name means: a value, or the only one that a node or a module of this name gives.
 fn value_named(graph: &GraphProto, name: &str) -> Result<String, EditError> {
-    if graph.node.iter().any(|node| node.output.iter().any(|output| output == name)) {
+    let outputs = |node: &NodeProto| node.output.clone().into_iter().filter(|output| !output.is_empty());
+    let no_value = || {
+        let last: Vec<_> = graph.node.iter().rev().take(LISTED_MAX).map(called).collect();
+        EditError::NoValue { name: name.to_owned(), last: last.join(", ") }
+    };
+    if name.is_empty() {
+        return Err(no_value());
+    }
+    if graph.node.iter().flat_map(outputs).any(|output| output == name) {
         return Ok(name.to_owned());
     }
-    let found = graph.node.iter().find(|node| !name.is_empty() && node.name() == name);
-    let Some(node) = found else {
-        let last: Vec<_> = graph.node.iter().rev().take(LISTED_MAX).map(called).collect();
-        return Err(EditError::NoValue { name: name.to_owned(), last: last.join(", ") });
-    };
-    match &node.output[..] {
-        [output] => Ok(output.clone()),
-        outputs => Err(EditError::Ambiguous { name: name.to_owned(), outputs: outputs.join(", ") }),
+    let mut found: Vec<String> =
+        graph.node.iter().filter(|node| node.name() == name).flat_map(outputs).collect();
+    if found.is_empty() {
+        found = module::results(graph, name);
     }
+    match &found[..] {
+        [] => Err(no_value()),
+        [value] => Ok(value.clone()),
+        values => Err(EditError::Ambiguous { name: name.to_owned(), values: listed(values) }),
+    }
+}
+
+/// The first names of a list.
+fn listed(names: &[String]) -> String {
+    let more = names.len().saturating_sub(LISTED_MAX);
+    let first = names[..names.len() - more].join(", ");
+    if more == 0 { first } else { format!("{first} and {more} more") }
 }
 
 /// The name of a node, or of its first output when it has none.
@@ -191,6 +223,8 @@ fn cut_at(graph: &mut GraphProto, value: &str) {
         .iter()
         .enumerate()
         .flat_map(|(at, node)| node.output.iter().map(move |output| (output.as_str(), at)))
+        // An output without a name is one that the node does not give, and such an input one that it does not read.
+        .filter(|(output, _)| !output.is_empty())
         .collect();
     let mut kept = BTreeSet::new();
     let mut needed = HashSet::from([value]);
@@ -221,8 +255,9 @@ fn free_prefix(graph: &GraphProto) -> String {
     let values =
         graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str).chain([node.name()]));
     let inputs = graph.input.iter().map(ValueInfoProto::name);
+    let infos = graph.value_info.iter().map(ValueInfoProto::name);
     let weights = graph.initializer.iter().map(|tensor| tensor.name());
-    let names: Vec<&str> = values.chain(inputs).chain(weights).collect();
+    let names: Vec<&str> = values.chain(inputs).chain(infos).chain(weights).collect();
     let free = |prefix: &String| !names.iter().any(|name| name.starts_with(prefix.as_str()));
     std::iter::once("head".to_owned())
         .chain((2..).map(|number: u64| format!("head{number}")))
@@ -230,5 +265,6 @@ fn free_prefix(graph: &GraphProto) -> String {
         .unwrap_or_default()
 }
 
+mod module;
 #[cfg(test)]
 mod tests;

@@ -2,12 +2,17 @@
 
 use millrace_bundle::onnx::{
     AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
-    TypeProto, ValueInfoProto, attribute_proto::AttributeType, tensor_proto, tensor_shape_proto, type_proto,
+    TypeProto, ValueInfoProto,
+    attribute_proto::AttributeType,
+    tensor_proto,
+    tensor_shape_proto::{Dimension, dimension::Value},
+    type_proto,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use super::{InitError, WEIGHTS_MAX};
+use crate::graph::mark_parameter;
 
 /// IR version of ONNX 1.12, the release of operator set 17.
 const IR_VERSION: i64 = 8;
@@ -18,6 +23,10 @@ pub(super) struct GraphBuilder {
     graph: GraphProto,
     random: ChaCha8Rng,
     weights: usize,
+    /// Whether new weights are marked as parameters.
+    marks: bool,
+    /// Names of the weights and biases that this builder added.
+    added: Vec<String>,
 }
 
 impl GraphBuilder {
@@ -31,16 +40,19 @@ impl GraphBuilder {
             },
             random: ChaCha8Rng::seed_from_u64(seed),
             weights: 0,
+            marks: false,
+            added: Vec::new(),
         }
     }
 
-    /// Continues a graph.
-    pub(super) fn on(graph: GraphProto, seed: u64) -> GraphBuilder {
-        GraphBuilder { graph, random: ChaCha8Rng::seed_from_u64(seed), weights: 0 }
+    /// Continues a graph. With `marks`, new weights are marked as parameters, as PyTorch's exporter does.
+    pub(super) fn on(graph: GraphProto, seed: u64, marks: bool) -> GraphBuilder {
+        GraphBuilder { graph, random: ChaCha8Rng::seed_from_u64(seed), weights: 0, marks, added: Vec::new() }
     }
 
-    pub(super) fn into_graph(self) -> GraphProto {
-        self.graph
+    /// The graph, and the names of the weights and biases that were added to it.
+    pub(super) fn into_graph(self) -> (GraphProto, Vec<String>) {
+        (self.graph, self.added)
     }
 
     pub(super) fn finish(self) -> ModelProto {
@@ -74,6 +86,13 @@ impl GraphBuilder {
             raw_data: Some(data.iter().flat_map(|value| value.to_le_bytes()).collect()),
             ..TensorProto::default()
         });
+        if self.marks {
+            let fixed = dims.iter().map(|size| Value::DimValue(*size as i64));
+            let mut info = float_info(name, fixed.collect());
+            mark_parameter(&mut info);
+            self.graph.value_info.push(info);
+        }
+        self.added.push(name.to_owned());
     }
 
     /// Weights from the uniform distribution with variance `gain / (3 · fan_in)`, and zero biases.
@@ -208,18 +227,18 @@ fn tensor_info(name: &str, width: usize) -> ValueInfoProto {
 
 /// A float tensor `[batch, …]` whose rows have a shape.
 pub(super) fn rows_info(name: &str, row: &[usize]) -> ValueInfoProto {
-    use tensor_shape_proto::{Dimension, dimension::Value};
+    let rows = std::iter::once(Value::DimParam("batch".to_owned()));
+    float_info(name, rows.chain(row.iter().map(|size| Value::DimValue(*size as i64))).collect())
+}
+
+fn float_info(name: &str, dims: Vec<Value>) -> ValueInfoProto {
     let dim = |value| Dimension { value: Some(value), ..Dimension::default() };
     ValueInfoProto {
         name: Some(name.to_owned()),
         r#type: Some(TypeProto {
             value: Some(type_proto::Value::TensorType(type_proto::Tensor {
                 elem_type: Some(tensor_proto::DataType::Float as i32),
-                shape: Some(TensorShapeProto {
-                    dim: std::iter::once(dim(Value::DimParam("batch".to_owned())))
-                        .chain(row.iter().map(|size| dim(Value::DimValue(*size as i64))))
-                        .collect(),
-                }),
+                shape: Some(TensorShapeProto { dim: dims.into_iter().map(dim).collect() }),
             })),
             ..TypeProto::default()
         }),

@@ -1,5 +1,7 @@
 //! Tests of the ledger.
 
+use crate::engine::ChannelMoments;
+
 use super::{EpochError, Ledger, Tally, epoch_digest};
 
 /// Encodes, sums lane by lane and decodes, as a ring of workers does.

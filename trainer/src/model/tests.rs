@@ -6,7 +6,7 @@ use millrace_bundle::onnx::tensor_proto::DataLocation;
 use millrace_bundle::onnx::{ModelProto, StringStringEntryProto};
 use prost::Message;
 
-use super::read;
+use super::{MODEL_BYTES_MAX, ModelFileError, read};
 
 /// Moves the weights of a model to one file, one after the other.
 fn outside(model: &mut ModelProto, file: &str) -> Vec<u8> {
@@ -68,7 +68,7 @@ fn weights_outside_the_folder_of_the_model_are_refused() {
     let weights = outside(&mut model, "w.bin");
     let path = write(folder.path(), &model);
     let refused = |words: &str| {
-        let reason = read(&path).unwrap_err();
+        let reason = read(&path).unwrap_err().to_string();
         assert!(reason.contains("w.bin") && reason.contains(words), "{reason}");
     };
     refused("cannot be read");
@@ -80,6 +80,27 @@ fn weights_outside_the_folder_of_the_model_are_refused() {
     refused("outside its folder");
     let mut model = raw();
     outside(&mut model, "../w.bin");
-    let reason = read(&write(folder.path(), &model)).unwrap_err();
+    let reason = read(&write(folder.path(), &model)).unwrap_err().to_string();
     assert!(reason.contains("../w.bin"), "{reason}");
+}
+
+#[test]
+fn special_and_endless_files_are_refused_without_reading_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for path in [&pipe, folder.path(), Path::new("/dev/zero")] {
+        assert!(matches!(read(path), Err(ModelFileError::NotRegular)), "{}", path.display());
+    }
+    let large = folder.path().join("large");
+    std::fs::File::create(&large).unwrap().set_len(MODEL_BYTES_MAX + 1).unwrap();
+    assert!(matches!(read(&large), Err(ModelFileError::TooLarge)));
+    assert!(matches!(read(&folder.path().join("none")), Err(ModelFileError::Io(_))));
+    // Weight files have the same bounds.
+    let mut model = raw();
+    outside(&mut model, "pipe");
+    let reason = read(&write(folder.path(), &model)).unwrap_err().to_string();
+    assert!(reason.contains("pipe is not a regular file"), "{reason}");
+    std::fs::write(&large, "no model").unwrap();
+    assert!(matches!(read(&large), Err(ModelFileError::NotOnnx(_))));
 }

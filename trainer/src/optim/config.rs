@@ -4,8 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::OptimError;
 
-/// Bound of numbers that are used as f32.
-const ABOVE_0: &str = "at least 1e-45";
+/// Bounds of numbers that are used as f32.
+const ABOVE_0: &str = "1e-45 to 3e38";
+const NOT_BELOW_0: &str = "0, or 1e-45 to 3e38";
 
 /// Learning rate over steps, as a factor of the base rate.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
@@ -338,12 +339,23 @@ impl Default for OptimizerConfig {
     }
 }
 
-/// Rejects settings outside their bounds.
+/// Whether a number is above 0 and finite as f32.
+fn is_above_0(value: f64) -> bool {
+    let single = value as f32;
+    single > 0.0 && single.is_finite()
+}
+
+/// Rejects settings outside their bounds. Steps use them as f32, in which tiny ones are 0 and huge ones infinite.
 pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
     let check = |setting, value: f64, expected, ok: bool| {
         if ok && value.is_finite() { Ok(()) } else { Err(OptimError::Setting { setting, value, expected }) }
     };
-    let below_one = |setting, value: f64| check(setting, value, "0 to below 1", (0.0..1.0).contains(&value));
+    let above_0 = |setting, value: f64| check(setting, value, ABOVE_0, is_above_0(value));
+    let not_below_0 =
+        |setting, value: f64| check(setting, value, NOT_BELOW_0, value == 0.0 || is_above_0(value));
+    let below_one = |setting, value: f64| {
+        check(setting, value, "0 to 0.9999999", value >= 0.0 && (0.0..1.0).contains(&(value as f32)))
+    };
     match config {
         OptimizerConfig::Sgd(c) => {
             below_one("momentum", c.momentum)?;
@@ -351,7 +363,7 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
                 "nesterov",
                 f64::from(u8::from(c.nesterov)),
                 "false without momentum",
-                !c.nesterov || c.momentum > 0.0,
+                !c.nesterov || is_above_0(c.momentum),
             )?;
         }
         OptimizerConfig::AdamW(AdamWConfig { betas, epsilon, .. })
@@ -359,35 +371,28 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
             for beta in *betas {
                 below_one("betas", beta)?;
             }
-            check("epsilon", *epsilon, ABOVE_0, *epsilon as f32 > 0.0)?;
+            above_0("epsilon", *epsilon)?;
         }
         OptimizerConfig::AdaGrad(c) => {
             check("learning_rate_decay", c.learning_rate_decay, "0 or more", c.learning_rate_decay >= 0.0)?;
-            let start = c.initial_accumulator as f32;
-            check(
-                "initial_accumulator",
-                c.initial_accumulator,
-                "0 to 3e38",
-                start >= 0.0 && start.is_finite(),
-            )?;
-            check("epsilon", c.epsilon, ABOVE_0, c.epsilon as f32 > 0.0)?;
+            not_below_0("initial_accumulator", c.initial_accumulator)?;
+            above_0("epsilon", c.epsilon)?;
         }
         OptimizerConfig::RmsProp(c) => {
             below_one("alpha", c.alpha)?;
             below_one("momentum", c.momentum)?;
-            check("epsilon", c.epsilon, ABOVE_0, c.epsilon as f32 > 0.0)?;
+            above_0("epsilon", c.epsilon)?;
         }
     }
     let Common { learning_rate, weight_decay, clip_norm, schedule } = config.common();
-    check("learning_rate", learning_rate, "above 0", learning_rate > 0.0)?;
-    check("weight_decay", weight_decay, "0 or more", weight_decay >= 0.0)?;
+    above_0("learning_rate", learning_rate)?;
+    not_below_0("weight_decay", weight_decay)?;
     if let Some(norm) = clip_norm {
-        check("clip_norm", norm, "above 0", norm > 0.0)?;
+        above_0("clip_norm", norm)?;
     }
     let at_least =
         |setting, value: u64, least: u64, expected| check(setting, value as f64, expected, value >= least);
-    let factor =
-        |value: f64| check("schedule.gamma", value, "above 0 and at most 1", value > 0.0 && value <= 1.0);
+    let factor = |value: f64| check("schedule.gamma", value, "1e-45 to 1", is_above_0(value) && value <= 1.0);
     match schedule {
         Schedule::Constant => {}
         Schedule::Cosine { warmup_steps, total_steps, floor } => {
@@ -410,8 +415,11 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
         Schedule::OneCycle { total_steps, rise, start_divisor, end_divisor } => {
             at_least("schedule.total_steps", total_steps, 2, "at least 2")?;
             below_one("schedule.rise", rise)?;
-            check("schedule.start_divisor", start_divisor, "at least 1", start_divisor >= 1.0)?;
-            check("schedule.end_divisor", end_divisor, "at least 1", end_divisor >= 1.0)?;
+            for (setting, divisor) in
+                [("schedule.start_divisor", start_divisor), ("schedule.end_divisor", end_divisor)]
+            {
+                check(setting, divisor, "1 to 3e38", divisor >= 1.0 && is_above_0(divisor))?;
+            }
         }
     }
     Ok(())

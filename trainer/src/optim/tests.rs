@@ -136,6 +136,42 @@ fn settings_are_read_strictly_and_checked() {
 }
 
 #[test]
+fn settings_that_vanish_or_overflow_as_f32_are_refused() {
+    let refused = |text: &str, setting: &str| {
+        let config: OptimizerConfig = toml::from_str(text).unwrap();
+        let error = Optimizer::new(&config, 1).unwrap_err().to_string();
+        assert!(error.contains(setting), "{text}: {error}");
+    };
+    for (kind, settings) in [
+        ("sgd", &["momentum = 0.99999999999", "momentum = 1e-60\nnesterov = true"][..]),
+        ("adamw", &["epsilon = 1e300", "epsilon = 1e-60", "betas = [0.9, 0.99999999999]"]),
+        ("adam", &["epsilon = 1e300", "betas = [0.99999999999, 0.9]"]),
+        ("adagrad", &["epsilon = 1e39", "initial_accumulator = 1e39", "initial_accumulator = 1e-60"]),
+        ("rmsprop", &["epsilon = 1e300", "alpha = 0.99999999999", "momentum = 0.99999999999"]),
+    ] {
+        let common = [
+            "learning_rate = 1e-60",
+            "learning_rate = 1e300",
+            "weight_decay = 1e-60",
+            "weight_decay = 1e39",
+            "clip_norm = 1e-300",
+            "clip_norm = 1e39",
+            "schedule = { kind = \"exponential\", gamma = 1e-60 }",
+            "schedule = { kind = \"one_cycle\", total_steps = 9, start_divisor = 1e300 }",
+            "schedule = { kind = \"one_cycle\", total_steps = 9, end_divisor = 1e300 }",
+        ];
+        for setting in settings.iter().chain(&common) {
+            let name = setting.split(' ').next().unwrap();
+            let name = if setting.contains("nesterov") { "nesterov" } else { name };
+            refused(&format!("kind = \"{kind}\"\n{setting}"), name);
+        }
+        let bounds = "learning_rate = 1e-44\nweight_decay = 3e38\nclip_norm = 1e-44";
+        let config: OptimizerConfig = toml::from_str(&format!("kind = \"{kind}\"\n{bounds}")).unwrap();
+        assert!(Optimizer::new(&config, 1).is_ok(), "{kind}");
+    }
+}
+
+#[test]
 fn a_gradient_that_overflows_the_memory_is_noticed() {
     let mut optimizer = Optimizer::new(&OptimizerConfig::AdamW(AdamWConfig::default()), 3).unwrap();
     let mut weights = [1.0; 3];

@@ -17,8 +17,11 @@ proptest! {
         which in any::<prop::sample::Index>(),
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
     ) {
-        let cases = every_operator();
-        let mut bytes = cases[which.index(cases.len())].1.encode_to_vec();
+        let mut cases: Vec<ModelProto> = every_operator().into_iter().map(|(_, model, _)| model).collect();
+        // As often as all others together: they have more to get wrong.
+        let own = super::training::models();
+        cases.extend(own.iter().cycle().take(cases.len()).cloned().collect::<Vec<_>>());
+        let mut bytes = cases[which.index(cases.len())].encode_to_vec();
         for (index, value) in flips {
             let index = index.index(bytes.len());
             bytes[index] = value;
@@ -27,10 +30,12 @@ proptest! {
         let Ok(graph) = Graph::read(&model) else { return Ok(()) };
         prop_assume!(graph.elements_max(2).is_some_and(|elements| elements < 1 << 17));
         let weights = graph.initial_weights(&model).unwrap();
+        let states = graph.initial_states(&model).unwrap();
         let outer = graph.output_width();
         let inputs = probe::inputs(&graph, 2, 1);
         let mut interpreter = Interpreter::<Flex, f32>::new(Arc::new(graph), FlexDevice, Device::Cpu);
         interpreter.hold(&weights).unwrap();
+        interpreter.hold_states(&states).unwrap();
         let grad = interpreter
             .differentiate(inputs, 2, &mut |outputs| {
                 assert_eq!(outputs.len(), 2 * outer);

@@ -144,10 +144,14 @@ fn dropped(ratio: f32) -> ModelProto {
     })
 }
 
+/// Models with a node in training mode.
+pub(super) fn models() -> Vec<ModelProto> {
+    vec![normalized(17, &[3]), normalized(9, &[2, 3]), normalized(15, &[2, 2, 2]), dropped(0.4)]
+}
+
 #[test]
 fn derivatives_in_training_match_finite_differences() {
-    let models = [normalized(17, &[3]), normalized(9, &[2, 3]), normalized(15, &[2, 2, 2]), dropped(0.4)];
-    for (number, model) in models.into_iter().enumerate() {
+    for (number, model) in models().into_iter().enumerate() {
         let (mut interpreter, graph, weights) = exact(&model);
         interpreter.hold_states(&wide(graph.initial_states(&model).unwrap())).unwrap();
         let rows = 4;
