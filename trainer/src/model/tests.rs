@@ -100,7 +100,7 @@ fn special_and_endless_files_are_refused_without_reading_them() {
     let mut model = raw();
     outside(&mut model, "pipe");
     let reason = read(&write(folder.path(), &model)).unwrap_err().to_string();
-    assert!(reason.contains("pipe is not a regular file"), "{reason}");
+    assert!(reason.contains("pipe: is not a regular file"), "{reason}");
     std::fs::write(&large, "no model").unwrap();
     assert!(matches!(read(&large), Err(ModelFileError::NotOnnx(_))));
 }

@@ -113,7 +113,7 @@ fn running_statistics_are_part_of_the_state() {
     let plain = state().encode(&layout()).unwrap();
     let tensors = SafeTensors::deserialize(&plain).unwrap();
     let is_earlier = |name: &str| ["model.", "optimizer."].iter().any(|prefix| name.starts_with(prefix));
-    assert!(tensors.names().into_iter().all(|name| is_earlier(name)), "{:?}", tensors.names());
+    assert!(tensors.names().into_iter().all(is_earlier), "{:?}", tensors.names());
     assert_eq!(RunState::decode(&layout(), &plain).unwrap(), state());
     assert!(RunState::decode(&with, &plain).unwrap_err().contains("state.norm.mean"));
     let short = RunState { states: vec![0.0], ..last };

@@ -171,7 +171,9 @@ fn repeated_steps_move_the_statistics_once() {
     let statistics: Vec<_> = (0..2)
         .map(|number| {
             let name = format!("prices-{number}");
-            let more = format!("workers = 2\nepochs_max = 3\n{SHARDS}\nloss = \"mse\"");
+            // With a trained scale in front of trained weights, steps on such labels would diverge.
+            let freeze = "freeze = [\"0.weight\", \"0.bias\"]";
+            let more = format!("workers = 2\nepochs_max = 3\n{SHARDS}\nloss = \"mse\"\n{freeze}");
             let text = text(home.path(), NORM_FIRST, &name, &more)
                 .replace("data@v1:/train", &format!("data@prices:/{name}"))
                 .replace("label = \"label\"", "label = \"price\"")

@@ -221,7 +221,7 @@ fn outputs_without_a_name_are_no_values() {
     graph.node.push(node("other", "Dropout", &["logits"], &["", "other.mask"]));
     let edited = apply(&model, Some("drop"), &["linear=2"]).unwrap();
     let names: Vec<_> = edited.graph.as_ref().unwrap().node.iter().map(NodeProto::name).collect();
-    assert_eq!(names, ["logits", "drop", "head.1"]);
+    assert_eq!(names, ["logits", "drop", "head2.1"]);
 }
 
 #[test]
