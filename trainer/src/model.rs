@@ -77,7 +77,8 @@ pub(crate) fn read(path: &Path) -> Result<ModelProto, ModelFileError> {
             model = %path.display(),
             separated = ?restored.separated,
             tied = ?restored.tied,
-            "weights that the exporter merged are separate again, and those that it copied are tied"
+            training = ?restored.training,
+            "what the exporter merged is separate again, what it copied is tied, and training modes are back"
         );
     }
     Ok(model)

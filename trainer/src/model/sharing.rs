@@ -1,4 +1,4 @@
-//! Weights that an exporter wrote once for several parameters, or twice for one.
+//! What PyTorch's exporters merge, copy or leave out, although training needs it.
 //!
 //! PyTorch's exporters write equal tensors once: layers that begin with the same values share one tensor in the file.
 //! They also transpose weights ahead: a weight that the model uses in both forms becomes two tensors. Predictions stay
@@ -8,10 +8,11 @@
 //! - The earlier exporter gives the second of two equal tensors its own name, by an `Identity` node.
 //! - The default exporter names the module of each node. A tensor that modules of one class read stands for a parameter
 //!   of each of them, if all its elements are equal (initial scales and biases), or if one module is a copy of the other:
-//!   their paths differ in numbers only, and all their tensors, two or more, are equal. Other equal weights are tied, as
-//!   those of an embedding and an output layer.
+//!   their paths differ in numbers only, all their tensors, two or more, are equal, and the original is computed first.
+//!   Other equal weights are tied, as those of an embedding and an output layer.
 //! - A transposed tensor is tied to the parameter that it was folded from. The earlier exporter does not name that one;
 //!   there the elements must be equal.
+//! - The default exporter writes a batch normalisation in training as one in evaluation, but names the operation.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -26,16 +27,21 @@ mod tests;
 const SCOPES: &str = "pkg.torch.onnx.name_scopes";
 const CLASSES: &str = "pkg.torch.onnx.class_hierarchy";
 
-/// What [`restore`] changed; names of tensors.
+/// The operation of a batch normalisation in training; the default exporter writes it as one in evaluation.
+const TRAINING: &str = "aten._native_batch_norm_legit_functional.default";
+
+/// What [`restore`] changed; names of tensors and nodes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Restored {
     /// Parameters that have a tensor of their own again.
     pub(crate) separated: Vec<String>,
     /// Tensors that are computed from a parameter again.
     pub(crate) tied: Vec<String>,
+    /// Batch normalisations that are in training mode again.
+    pub(crate) training: Vec<String>,
 }
 
-/// Undoes what the exporter merged or copied. Leaves predictions as they are, to the bit.
+/// Undoes what the exporter merged, copied or left out. Leaves predictions in evaluation as they are, to the bit.
 pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     let mut restored = Restored::default();
     let is_of_pytorch = model.producer_name() == "pytorch";
@@ -43,6 +49,7 @@ pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     separate_aliases(graph, &mut restored);
     separate_modules(graph, &mut restored);
     tie_transposed(graph, &mut restored);
+    restore_training(graph, &mut restored);
     restored
 }
 
@@ -101,7 +108,7 @@ impl Module {
 
 /// The parts of two paths up to the last difference, if the paths differ in numbers only.
 fn numbered<'a>(one: &'a str, other: &'a str) -> Option<(&'a str, &'a str)> {
-    let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
     let (mut ends, mut found) = ((0, 0), None);
     if one.split('.').count() != other.split('.').count() {
         return None;
@@ -188,12 +195,14 @@ fn separate_modules(graph: &mut GraphProto, restored: &mut Restored) {
         let holders = holders.filter(|module| module.holds(&weight.parameter).is_some());
         let Some(owner) = holders.max_by_key(|module| module.path.len()) else { continue };
         let rest = owner.holds(&weight.parameter).unwrap_or_default();
+        // The exporter keeps the first of equal tensors, and the last name of a module that is called twice.
+        let is_first = weight.readers.first().is_some_and(|(_, _, first)| first == owner);
         let mut separated: HashMap<&str, String> = HashMap::new();
         for (node, at, module) in &weight.readers {
             let is_other = module.path != owner.path && module.class == owner.class;
             let is_copied = || {
-                numbered(&owner.path, &module.path)
-                    .is_some_and(|(original, copy)| is_copy(&weights, original, copy))
+                let parts = numbered(&owner.path, &module.path).filter(|_| is_first);
+                parts.is_some_and(|(original, copy)| is_copy(&weights, original, copy))
             };
             if !is_other || !(weight.is_uniform || is_copied()) {
                 continue;
@@ -256,6 +265,27 @@ fn tie_transposed(graph: &mut GraphProto, restored: &mut Restored) {
     }
     graph.initializer.retain(|tensor| !restored.tied.iter().any(|tied| tied == tensor.name()));
     graph.node.splice(0..0, nodes);
+}
+
+/// Puts batch normalisations that were exported in training into training mode.
+fn restore_training(graph: &mut GraphProto, restored: &mut Restored) {
+    for node in &mut graph.node {
+        let has_mode = node.attribute.iter().any(|attribute| attribute.name() == "training_mode");
+        let is_training = list(node, CLASSES).is_some_and(|classes| classes.last() == Some(&TRAINING));
+        let ([_, _, _, mean, variance], [output]) = (&node.input[..], &node.output[..]) else { continue };
+        if node.op_type() != "BatchNormalization" || has_mode || !is_training {
+            continue;
+        }
+        let moved = [format!("{output}_{mean}"), format!("{output}_{variance}")];
+        node.output.extend(moved);
+        node.attribute.push(AttributeProto {
+            name: Some("training_mode".to_owned()),
+            r#type: Some(AttributeType::Int as i32),
+            i: Some(1),
+            ..AttributeProto::default()
+        });
+        restored.training.push(node.name().to_owned());
+    }
 }
 
 /// Whether `tensor`, with rows of `columns` elements, is the transpose of `other`.

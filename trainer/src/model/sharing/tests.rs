@@ -41,7 +41,10 @@ fn merged_parameters_of_new_layers_are_separate() {
 
 #[test]
 fn tied_and_transposed_weights_are_tied() {
-    assert_eq!(restored("default/tied_embedding"), Restored { separated: vec![], tied: vec!["t".into()] });
+    assert_eq!(
+        restored("default/tied_embedding"),
+        Restored { tied: vec!["t".into()], ..Restored::default() }
+    );
     assert_eq!(restored("earlier/tied_embedding").tied.len(), 1);
     assert_eq!(restored("earlier/transposed_weight").tied.len(), 1);
     for model in ["default/tied_layers", "default/layer_called_twice", "earlier/layer_called_twice"] {
@@ -66,6 +69,13 @@ fn outputs_stay_equal() {
             [before, after].map(|model| run_reference(runtime(), &model, &[width], 3, &inputs).unwrap());
         assert_eq!(outputs[0], outputs[1], "{name}");
     }
+}
+
+#[test]
+fn batch_normalizations_exported_in_training_are_in_training_mode() {
+    let found = restored("default/resnet18_narrow");
+    assert_eq!(found.training.len(), 20, "{found:?}");
+    assert_eq!(restored("earlier/resnet18_narrow").training, [""; 0]);
 }
 
 #[test]
