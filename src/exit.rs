@@ -108,7 +108,7 @@ fn trainer(error: &millrace_trainer::Error) -> Exit {
     use millrace_trainer::Error as E;
     match error {
         E::JobFile { .. } | E::Job { .. } | E::Access { .. } | E::Join { .. } => Exit::Usage,
-        E::Busy { .. } => Exit::Conflict,
+        E::Busy { .. } | E::Lease { .. } => Exit::Conflict,
         E::Launch { .. } | E::CoordinatorLost { .. } => Exit::Unavailable,
         E::Worker { exit_code, .. } | E::WorkersLost { exit_code, .. } => {
             Exit::from_code(i32::from(*exit_code))

@@ -257,6 +257,10 @@ pub(crate) struct TrainArgs {
     /// Worker processes of this machine beside those that join; may be 0 [default: as without --listen]
     #[arg(long, value_name = "N", requires = "listen", conflicts_with = "workers")]
     pub(crate) workers_local: Option<u32>,
+    /// Wait while another process coordinates this job, and take its place when it ends or is lost. SIGTERM then
+    /// hands the job over: workers of other machines stay
+    #[arg(long)]
+    pub(crate) standby: bool,
     /// Workers to wait for before training begins or goes on [default: from the job file, else 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) workers_min: Option<u32>,
@@ -308,8 +312,9 @@ pub(crate) enum RunsCommand {
 /// `millrace worker`
 #[derive(Debug, Args)]
 pub(crate) struct WorkerArgs {
-    /// The coordinator: a `millrace train --listen` on any machine
-    #[arg(long, value_name = "HOST:PORT", requires = "token_file")]
+    /// The coordinator: a `millrace train --listen` on any machine. Several addresses, as of standbys, are separated
+    /// by commas
+    #[arg(long, value_name = "HOST:PORT[,…]", requires = "token_file")]
     pub(crate) join: Option<String>,
     /// File with the coordinator's secret, which only its owner may read
     #[arg(long, value_name = "FILE", requires = "join")]
@@ -324,7 +329,7 @@ pub(crate) struct WorkerArgs {
     /// Name or address of this machine for the other workers [default: the address of --listen-ring]
     #[arg(long, value_name = "NAME", requires = "join")]
     pub(crate) advertise: Option<String>,
-    /// Seconds to wait for a coordinator that does not answer, or that was lost
+    /// Seconds to wait for a coordinator that does not answer, or that was lost. The state stays in memory meanwhile
     #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "join")]
     pub(crate) wait: u64,
 }

@@ -48,7 +48,12 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let shown = bar.clone();
     let (out, mut listening, mut missing) = (context.out, None, 0);
     let mut reached = 0;
-    let report = train_with(context, &job, listen, context.stop.clone(), |progress| {
+    let how = How { listen, standby: args.standby };
+    let report = train_with(context, &job, how, context.stop.clone(), |progress| {
+        if let Some(coordinator) = &progress.waiting_for {
+            shown.suspend(|| out.note(&format!("train waits: the job has a coordinator, {coordinator}")));
+            return;
+        }
         if let Some(address) = progress.listening.filter(|_| listening.is_none()) {
             listening = Some(address);
             shown.suspend(|| out.note(&join_hint(host.as_deref(), address)));
@@ -201,14 +206,20 @@ pub(crate) async fn train(
     stop: CancellationToken,
     progress: impl FnMut(Progress) + Send,
 ) -> Result<TrainReport> {
-    train_with(context, job, None, stop, progress).await
+    train_with(context, job, How { listen: None, standby: false }, stop, progress).await
 }
 
-/// [`train`], also with workers of other machines.
+/// How a job is coordinated.
+struct How {
+    listen: Option<Listen>,
+    standby: bool,
+}
+
+/// [`train`], also with workers of other machines and with standbys.
 async fn train_with(
     context: &Context,
     job: &JobFile,
-    listen: Option<Listen>,
+    how: How,
     stop: CancellationToken,
     progress: impl FnMut(Progress) + Send,
 ) -> Result<TrainReport> {
@@ -220,7 +231,8 @@ async fn train_with(
         datafs_config: settings.datafs.clone(),
         config: settings.trainer.clone(),
         worker: WorkerCommand::current_exe(["worker"]),
-        listen,
+        listen: how.listen,
+        standby: how.standby,
     };
     Ok(millrace_trainer::train(job.clone(), setup, stop, progress).await?)
 }

@@ -3,8 +3,8 @@
 //! A checkpoint is `checkpoints/<job>/<run>/<step>/state.safetensors` with `manifest.json` beside it; `<run>`
 //! is the first 16 digits of the run's id. The application key `trainer/<job>/checkpoint/<run>` lists the
 //! run's checkpoints; a directory that it does not list is ignored. The key `trainer/<job>/owner` fences
-//! writers: the coordinator sets it to its token when it starts the job, and each checkpoint expects that
-//! value. A worker that outlived its coordinator can therefore publish nothing.
+//! writers: a coordinator sets it when it takes the job's lease (`lease.rs`), and each write here expects that
+//! value. A worker that outlived its coordinator, and a deposed coordinator, can therefore write nothing.
 //!
 //! A run is identified by what a job computes ([`crate::job::JobFile::digest`]), so jobs that differ in their
 //! budget alone share checkpoints. Checkpoints of the job's other runs stay beside it, see
@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 
 use crate::engine::ParamLayout;
 use crate::error::{Error, Result};
+use crate::job::JobFile;
 use crate::state::RunState;
 
 #[cfg(test)]
@@ -195,6 +196,14 @@ impl Checkpoints {
     /// The key that fences writers.
     pub(crate) fn owner_key(job: &str) -> String {
         format!("trainer/{job}/owner")
+    }
+
+    /// Makes the owner of these checkpoints the job's, as a coordinator does with its lease.
+    #[cfg(test)]
+    pub(crate) fn own(self) -> Checkpoints {
+        let owner = Publish::new().put_key(Self::owner_key(&self.job), self.owner.clone());
+        self.view.publish(owner).unwrap();
+        self
     }
 
     fn former_key(&self) -> String {
@@ -417,7 +426,7 @@ impl Checkpoints {
         })
     }
 
-    /// Claims the job for `owner` and stores the run's model and job file.
+    /// Makes the run the job's current one and stores its model and its job file.
     ///
     /// Adopts a run of format 1 if `is_same` recognizes its id and its job file. Of the job's other runs,
     /// keeps the newest [`UNFINISHED_RUNS_KEPT`] unfinished and the newest [`FINISHED_RUNS_KEPT`] finished
@@ -433,14 +442,13 @@ impl Checkpoints {
                 Some((bytes, record)) => (Some(bytes), record),
                 None => (None, RunRecord::new(&self.run)),
             };
-            self.log_takeover()?;
             let others = self.other_runs()?;
             // Later than all other runs, even after the clock was set back.
             let latest = others.iter().map(|(_, _, other)| other.begun).max().unwrap_or(i64::MIN);
             record.begun = chrono::Utc::now().timestamp().max(latest.saturating_add(1));
             let folder = directory(&self.run);
             let mut publish = Publish::new()
-                .put_key(Self::owner_key(&self.job), self.owner.clone().into_bytes())
+                .expect_key(Self::owner_key(&self.job), Some(self.owner.clone().into_bytes()))
                 .expect_key(self.key(), before)
                 .file(self.model_path(), self.stage(model)?)
                 .file(format!("{}/{folder}/{JOB_FILE}", self.folder()), self.stage(job)?);
@@ -492,21 +500,6 @@ impl Checkpoints {
             job: self.job.clone(),
             reason: "another process writes its checkpoints; try again".to_owned(),
         })
-    }
-
-    /// Names the coordinator that this one replaces. If it still runs, its next write fails.
-    fn log_takeover(&self) -> Result<()> {
-        let former = self.get(&Self::owner_key(&self.job))?.filter(|former| *former != self.owner.as_bytes());
-        if let Some(former) = former {
-            let short = |owner: &[u8]| String::from_utf8_lossy(owner).chars().take(12).collect::<String>();
-            tracing::info!(
-                job = self.job,
-                former = short(&former),
-                owner = short(self.owner.as_bytes()),
-                "this coordinator takes the job over; a former one that still runs can write no more"
-            );
-        }
-        Ok(())
     }
 
     fn format_1_pointer(&self) -> Result<Option<(Vec<u8>, FormerPointer)>> {
@@ -638,12 +631,14 @@ impl Checkpoints {
         match &error {
             millrace_datafs::Error::NotFound { .. } => Ok(()),
             millrace_datafs::Error::Conflict { key } if *key == self.key() => Ok(()),
-            millrace_datafs::Error::Conflict { .. } => Err(Error::Busy {
-                job: self.job.clone(),
-                reason: "another coordinator has taken it over".to_owned(),
-            }),
+            millrace_datafs::Error::Conflict { .. } => Err(self.deposed()),
             _ => Err(Error::volume(format!("write checkpoint {}", self.location(&self.folder())), error)),
         }
+    }
+
+    /// The error of a writer whose coordinator is no longer the job's owner.
+    pub(crate) fn deposed(&self) -> Error {
+        Error::Busy { job: self.job.clone(), reason: "another coordinator has taken it over".to_owned() }
     }
 
     fn stage(&self, bytes: &[u8]) -> Result<StagedFile> {
@@ -674,6 +669,16 @@ pub(crate) fn stage(view: &View, bytes: &[u8]) -> Result<StagedFile> {
     let mut writer = view.stage().map_err(fail)?;
     writer.append(bytes).map_err(fail)?;
     writer.finish().map_err(fail)
+}
+
+/// The job file with which a run of a job was last begun; none if it is missing or of another program.
+pub(crate) fn job_of_run(view: &View, job: &str, run: &str) -> Result<Option<JobFile>> {
+    let path = format!("checkpoints/{job}/{}/{JOB_FILE}", directory(run));
+    match view.read_file(&path) {
+        Ok(text) => Ok(serde_json::from_slice(&text).ok()),
+        Err(error) if error.is_not_found() => Ok(None),
+        Err(error) => Err(Error::volume(format!("read {}:/{path}", view.spec()), error)),
+    }
 }
 
 /// Name of a run's directory inside the job's directory.

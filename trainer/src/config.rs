@@ -4,6 +4,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::lease::{LEASE_MS_MAX, LEASE_MS_MIN};
+
+/// The usual lease of a coordinator.
+const LEASE_MS: u64 = 10_000;
+
 /// Settings that decide how a job runs, never what it computes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -34,8 +39,17 @@ pub struct Config {
     pub stop_timeout_ms: u64,
     /// Shortest time between two progress reports.
     pub progress_ms: u64,
+    /// How long a coordinator may be silent before another one may take its place, 500 to 600000; 10000 when
+    /// absent. The coordinator renews its lease in the metadata four times as often.
+    #[serde(skip_serializing_if = "is_usual_lease")]
+    pub lease_ms: u64,
     /// Decoded rows that a worker may keep in memory, in bytes.
     pub feed_cache_bytes: u64,
+}
+
+/// Left out of a worker's assignment, so that workers without this key can join.
+fn is_usual_lease(lease_ms: &u64) -> bool {
+    *lease_ms == LEASE_MS
 }
 
 impl Default for Config {
@@ -53,6 +67,7 @@ impl Default for Config {
             exchange_timeout_ms: 60_000,
             stop_timeout_ms: 30_000,
             progress_ms: 100,
+            lease_ms: LEASE_MS,
             feed_cache_bytes: 32 << 20,
         }
     }
@@ -73,7 +88,17 @@ impl Config {
                 self.heartbeat_lost_ms, self.heartbeat_ms
             ));
         }
+        if !(LEASE_MS_MIN..=LEASE_MS_MAX).contains(&self.lease_ms) {
+            return Err(format!(
+                "[trainer] lease_ms = {}: allowed are {LEASE_MS_MIN} to {LEASE_MS_MAX}",
+                self.lease_ms
+            ));
+        }
         Ok(())
+    }
+
+    pub(crate) fn lease(&self) -> Duration {
+        Duration::from_millis(self.lease_ms)
     }
 
     pub(crate) fn heartbeat(&self) -> Duration {

@@ -120,6 +120,14 @@ pub enum Error {
         /// The holder, if known, and the remedy.
         reason: String,
     },
+    /// This process lost the job's lease to another coordinator, or the lease cannot be read.
+    #[error("lease of job {job}: {reason}")]
+    Lease {
+        /// The job's name.
+        job: String,
+        /// The cause, the new coordinator if known, and the remedy.
+        reason: String,
+    },
     /// A checkpoint cannot be read: delete it to start over.
     #[error("checkpoint {place}: {reason}")]
     Checkpoint {
@@ -185,6 +193,7 @@ impl Error {
             Error::CoordinatorLost { .. }
             | Error::WorkersLost { .. }
             | Error::Busy { .. }
+            | Error::Lease { .. }
             | Error::Io { .. } => true,
             _ => false,
         }

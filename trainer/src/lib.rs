@@ -23,6 +23,8 @@
 //!   and state transfers.
 //! - Survivors of a dead worker never restart.
 //! - A checkpoint or a bundle is visible whole or not at all; a run is published once.
+//! - One process coordinates a job at a time. A numbered lease in the output volume's metadata elects it, and every
+//!   write of it and of its workers expects that number.
 //!
 //! ```no_run
 //! use millrace_trainer::{Setup, config::Config, job::JobFile, launch::WorkerCommand, train};
@@ -37,6 +39,7 @@
 //!     // Must end in `millrace_trainer::worker::run()`.
 //!     worker: WorkerCommand::current_exe(["worker"]),
 //!     listen: None,
+//!     standby: false,
 //! };
 //! let job = JobFile::load("train.toml".as_ref())?;
 //! let report = train(job, setup, CancellationToken::new(), |p| println!("step {}", p.step)).await?;
@@ -61,6 +64,7 @@ pub mod job;
 pub mod join;
 mod labels;
 pub mod launch;
+mod lease;
 mod ledger;
 mod lock;
 pub mod metrics;

@@ -1,5 +1,5 @@
 //! Job lock: a locked file that admits one coordinator per job and home, and names its process.
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use millrace_leaf::lock_file::{LockFile, NotTaken};
 use millrace_leaf::private;
@@ -9,7 +9,9 @@ use crate::error::{Error, Result};
 /// The lock of a running job; the operating system releases it whenever the process ends.
 #[derive(Debug)]
 pub(crate) struct JobLock {
-    _file: LockFile,
+    file: LockFile,
+    path: PathBuf,
+    former: Option<String>,
 }
 
 impl JobLock {
@@ -19,17 +21,37 @@ impl JobLock {
         let path = folder.join(format!("{job}.lock"));
         let io = |e| Error::io(format!("lock {}", path.display()), e);
         private::create_dir_all(&folder).map_err(io)?;
-        let mut file = LockFile::take(&path).map_err(|error| match error {
+        let file = LockFile::take(&path).map_err(|error| match error {
             NotTaken::Held { holder } => Error::Busy {
                 job: job.to_owned(),
                 reason: format!(
                     "it is already running in process {} (wait for it, or stop it)",
-                    holder.trim()
+                    holder.lines().next().unwrap_or_default().trim()
                 ),
             },
             NotTaken::Io(error) => io(error),
         })?;
-        file.describe(&format!("{}\n", std::process::id())).map_err(io)?;
-        Ok(JobLock { _file: file })
+        // Not text only after damage, and then it names no holder.
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let former = text.lines().nth(1).map(str::to_owned);
+        let mut lock = JobLock { file, path, former: former.clone() };
+        // The former holder stays until this process holds the lease.
+        lock.write(former.as_deref())?;
+        Ok(lock)
+    }
+
+    /// The holder of the job's lease in the last process with this lock. That process has ended.
+    pub(crate) fn former(&self) -> Option<&str> {
+        self.former.as_deref()
+    }
+
+    /// Names this process as a holder of the job's lease.
+    pub(crate) fn name(&mut self, holder: &str) -> Result<()> {
+        self.write(Some(holder))
+    }
+
+    fn write(&mut self, holder: Option<&str>) -> Result<()> {
+        let text = format!("{}\n{}\n", std::process::id(), holder.unwrap_or_default());
+        self.file.describe(&text).map_err(|e| Error::io(format!("write {}", self.path.display()), e))
     }
 }

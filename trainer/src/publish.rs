@@ -3,7 +3,8 @@
 //! The identity of a publication is the run, its step and the model name; the key is
 //! `trainer/<job>/published/<identity>`. One transaction adds the bundle's files and the key, and expects the
 //! key as it was read. One identity therefore never becomes two versions. Only if the version that the key
-//! names was deleted, the state is published again as a new version.
+//! names was deleted, the state is published again as a new version. The transaction also expects the owner
+//! key (`checkpoint.rs`): a deposed coordinator publishes no model.
 //!
 //! Programs of checkpoint format 1 used the run's former id as the identity; such keys are read, too.
 use std::collections::BTreeMap;
@@ -199,7 +200,9 @@ pub(crate) fn publish(
                 })
                 .map_err(bad)?;
         let published = Published { version, model_sha256: bundle.model_sha256().to_owned() };
+        let owner_key = Checkpoints::owner_key(job.name.as_str());
         let mut publish = Publish::new()
+            .expect_key(owner_key.clone(), Some(checkpoints.owner.clone().into_bytes()))
             .expect_key(key.clone(), before)
             .put_key(key.clone(), serde_json::to_vec(&published).unwrap_or_default())
             .expect_key(latest_key.clone(), latest)
@@ -212,6 +215,9 @@ pub(crate) fn publish(
                 metrics::model_published();
                 tracing::info!(job = %job.name, model = %name, version, "model published");
                 return Ok(Some((published, false)));
+            }
+            Err(millrace_datafs::Error::Conflict { key }) if key == owner_key => {
+                return Err(checkpoints.deposed());
             }
             Err(millrace_datafs::Error::Conflict { .. }) => {}
             Err(error) => {

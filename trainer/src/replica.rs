@@ -74,7 +74,8 @@ pub(crate) struct Replica {
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, datafs: Datafs, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, volumes: _, config, run, owner, plan, validation_plan, labels } = assignment;
+        let Assignment { job, volumes: _, config, run, owner, fence: _, plan, validation_plan, labels } =
+            assignment;
         let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &job.dataset))?;
         let plan = Arc::new(plan);
         let feed = {
@@ -131,6 +132,32 @@ impl Replica {
             replica.restore(state)?;
         }
         Ok(replica)
+    }
+
+    /// Whether this state belongs to the run of an assignment, within its budget.
+    pub(crate) fn continues(&self, assignment: &Assignment) -> bool {
+        // These keys say how a job runs, and no state depends on them.
+        let of = |job: &JobFile| JobFile {
+            workers: None,
+            workers_min: None,
+            workers_max: None,
+            checkpoint_every_steps: 1,
+            ..job.clone()
+        };
+        self.checkpoints.run == assignment.run && of(&self.job) == of(&assignment.job)
+    }
+
+    /// Goes on under the next coordinator of the run, which gave `assignment`.
+    pub(crate) fn follow(mut self, assignment: Assignment) -> Replica {
+        if let Err(error) = self.close() {
+            // The former coordinator was deposed.
+            tracing::info!(step = self.step, error = error.one_line(), "the last checkpoint was not written");
+        }
+        self.checkpoints.owner = assignment.owner;
+        self.checkpoints.keep = assignment.config.checkpoints_keep;
+        self.job = assignment.job;
+        tracing::info!(step = self.step, "going on from the state in memory");
+        self
     }
 
     /// Steps applied.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use millrace_datafs::Datafs;
+use millrace_datafs::{Datafs, View};
 use millrace_leaf::blocking::{self, Stopping};
 use millrace_leaf::random;
 use millrace_streams::dataset::OpenDataset;
@@ -16,15 +16,16 @@ use sha2::{Digest, Sha256};
 use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
-use crate::checkpoint::{Checkpoints, Finish};
+use crate::checkpoint::{self, Checkpoints, Finish};
 use crate::config::Config;
 use crate::data::Columns;
 use crate::elastic::coordinator::{self, CoordinatorParams, Joining, Outcome};
 use crate::engine::{Device, Engine, Loss};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, Validation};
-use crate::join::Listen;
+use crate::join::{Listen, host_port};
 use crate::launch::WorkerCommand;
+use crate::lease::{Candidate, Lease, Look, Standing, Terms, boot_time};
 use crate::lock::JobLock;
 use crate::metrics;
 use crate::model;
@@ -37,6 +38,13 @@ use crate::state::RunState;
 use crate::statistics;
 use crate::validation::{self, Evaluation, Validator};
 use crate::worker::{Assignment, VolumesSetup};
+
+/// Looks at the lease within its time: of a standby, and of a process that must know whether the holder lives.
+const STANDBY_LOOKS: u32 = 10;
+const STARTING_LOOKS: u32 = 20;
+/// Shortest and longest time between two looks.
+const LOOK_MIN: Duration = Duration::from_millis(50);
+const LOOK_MAX: Duration = Duration::from_secs(1);
 
 /// The environment of a job: its volumes, its settings and its worker program.
 #[derive(Debug, Clone)]
@@ -53,6 +61,9 @@ pub struct Setup {
     pub worker: WorkerCommand,
     /// How workers of other machines join; none when only workers of this one train.
     pub listen: Option<Listen>,
+    /// Waits while another process coordinates the job, and takes its place when it has ended, also when it was
+    /// killed, stopped or cut off. A stop of this process then hands the job over: workers of other machines stay.
+    pub standby: bool,
 }
 
 /// A running job, as its progress callback sees it.
@@ -82,6 +93,9 @@ pub struct Progress {
     pub workers_missing: usize,
     /// Where workers of other machines join.
     pub listening: Option<SocketAddr>,
+    /// The coordinator whose lease this process waits for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waiting_for: Option<String>,
 }
 
 /// Why [`train`] returned.
@@ -147,6 +161,36 @@ pub struct TrainReport {
     pub seconds: f64,
 }
 
+impl TrainReport {
+    /// The report of a job of which nothing is done.
+    fn of(checked: &Checked, crew: Crew) -> TrainReport {
+        TrainReport {
+            job: checked.job.name.to_string(),
+            run: checked.run.clone(),
+            end: End::Stopped,
+            steps: 0,
+            epochs: 0,
+            rows_per_epoch: Vec::new(),
+            loss_per_epoch: Vec::new(),
+            loss: None,
+            accuracy: None,
+            validation: Vec::new(),
+            best_epoch: None,
+            model: checked.job.model_name().to_string(),
+            version: None,
+            model_sha256: None,
+            already_published: false,
+            resumed_from_step: None,
+            workers: crew.local,
+            workers_joined: 0,
+            workers_lost: 0,
+            membership_epochs: 0,
+            samples_per_second: 0.0,
+            seconds: 0.0,
+        }
+    }
+}
+
 /// Trains `job` and publishes its bundle.
 ///
 /// The coordinator runs in the calling task, the workers are processes. All checks of the job, its data and
@@ -157,6 +201,10 @@ pub struct TrainReport {
 /// Its state after a step is published once per model name. Another call after a crash at any moment, or
 /// after the end, gives the same version and the same `model_sha256`, independent of the workers. A version
 /// that was deleted is published again, under a new number.
+///
+/// One process at a time coordinates a job: it holds a lease in the metadata of the output volume, and without it
+/// nothing is written. Another call fails with [`Error::Busy`] or, with [`Setup::standby`], waits and takes over. A
+/// coordinator whose lease was lost fails with [`Error::Lease`].
 ///
 /// `cancel` ends the job after the current step with a checkpoint ([`End::Stopped`]). Dropping the
 /// future kills the workers; what the last checkpoint holds is kept. `on_progress` is called at most
@@ -170,50 +218,159 @@ pub async fn train(
     mut on_progress: impl FnMut(Progress) + Send,
 ) -> Result<TrainReport> {
     let began = Instant::now();
-    let prepared = blocking(move || Prepared::new(job, setup)).await?;
-    let job = &prepared.job;
-    let crew = Crew::of(job, &prepared.setup)?;
-    if let Some(listen) = &prepared.setup.listen {
+    let (declared, again) = (job.clone(), setup.clone());
+    let checked = blocking(move || Checked::new(job, setup)).await?;
+    let crew = Crew::of(&checked.job, &checked.setup)?;
+    if let Some(listen) = &checked.setup.listen {
         listen.check(crew.local).await?;
     }
-    let workers = crew.local;
-    let mut report = TrainReport {
-        job: job.name.to_string(),
-        run: prepared.checkpoints.run.clone(),
-        end: End::Stopped,
-        steps: 0,
-        epochs: 0,
-        rows_per_epoch: Vec::new(),
-        loss_per_epoch: Vec::new(),
-        loss: None,
-        accuracy: None,
-        validation: Vec::new(),
-        best_epoch: None,
-        model: job.model_name().to_string(),
-        version: None,
-        model_sha256: None,
-        already_published: false,
-        resumed_from_step: prepared.resumed_from_step,
-        workers,
-        workers_joined: 0,
-        workers_lost: 0,
-        membership_epochs: 0,
-        samples_per_second: 0.0,
-        seconds: 0.0,
+    let Some(claim) = claim(&checked, &cancel, &mut on_progress).await? else {
+        return Ok(TrainReport { seconds: began.elapsed().as_secs_f64(), ..TrainReport::of(&checked, crew) });
     };
+    let Claim { lock, lease, predecessor } = claim;
+    let lease = Arc::new(lease);
+    let coordinated = async {
+        let checked = blocking(move || match predecessor {
+            Some(run) => checked.or_run_of(&run, declared, again),
+            None => Ok(checked),
+        })
+        .await?;
+        coordinate(checked, crew, Arc::clone(&lease), cancel, on_progress).await
+    };
+    let outcome = coordinated.await;
+    let is_finished = outcome.as_ref().is_ok_and(|report| report.end != End::Stopped);
+    let outcome = blocking(move || {
+        let outcome = outcome.map_err(|error| lease.explain(error));
+        // Nothing else has the lease any more.
+        if let Some(lease) = Arc::into_inner(lease) {
+            lease.release(is_finished);
+        }
+        drop(lock);
+        outcome
+    })
+    .await;
+    let mut report = outcome?;
+    report.seconds = began.elapsed().as_secs_f64();
+    Ok(report)
+}
+
+/// Trains and publishes a checked job whose lease this process holds.
+async fn coordinate(
+    checked: Checked,
+    crew: Crew,
+    lease: Arc<Lease>,
+    cancel: CancellationToken,
+    mut on_progress: impl FnMut(Progress) + Send,
+) -> Result<TrainReport> {
+    let mut report = TrainReport::of(&checked, crew);
+    let held = Arc::clone(&lease);
+    let prepared = blocking(move || checked.begin(held)).await?;
+    report.resumed_from_step = prepared.resumed_from_step;
     let mut trained = None;
     if !prepared.finished {
         let first_step = report.resumed_from_step.unwrap_or_default();
-        let outcome = prepared.run_workers(crew, first_step, cancel.clone(), &mut on_progress).await?;
+        let outcome = tokio::select! {
+            outcome = prepared.run_workers(crew, first_step, cancel.clone(), &mut on_progress) => outcome?,
+            error = lease.lost() => return Err(error),
+        };
         report.workers_joined = outcome.workers_joined;
         report.workers_lost = outcome.workers_lost;
         report.membership_epochs = outcome.membership_epochs;
         trained = Some(outcome);
     }
-    let stop = cancel;
-    let mut report = blocking(move || prepared.conclude(report, trained, &stop)).await?;
-    report.seconds = began.elapsed().as_secs_f64();
-    Ok(report)
+    lease.check()?;
+    blocking(move || prepared.conclude(report, trained, &cancel)).await
+}
+
+/// The right to coordinate a job.
+struct Claim {
+    /// None while a process that was stopped or cut off has the lock of this home.
+    lock: Option<JobLock>,
+    lease: Lease,
+    /// The run of a coordinator that this process replaces.
+    predecessor: Option<String>,
+}
+
+/// Takes the job's lock and its lease. A standby waits for both; without [`Setup::standby`], a coordinator that
+/// still renews its lease is an error. None if `cancel` came first.
+async fn claim(
+    checked: &Checked,
+    cancel: &CancellationToken,
+    on_progress: &mut (impl FnMut(Progress) + Send),
+) -> Result<Option<Claim>> {
+    let (job, setup) = (checked.job.name.to_string(), &checked.setup);
+    let standby = setup.standby;
+    let lease = setup.config.lease();
+    let terms = Terms { job: job.clone(), run: checked.run.clone(), lease, strict: standby };
+    let mut candidate = Candidate::new(checked.output.clone(), terms)?;
+    let mut lock: Option<JobLock> = None;
+    let mut first: Option<Vec<u8>> = None;
+    let mut told = None;
+    let pause = if standby { STANDBY_LOOKS } else { STARTING_LOOKS };
+    let pause = (lease / pause).clamp(LOOK_MIN, LOOK_MAX);
+    loop {
+        let (home, name) = (setup.home.clone(), job.clone());
+        let look;
+        (candidate, lock, look) = blocking(move || {
+            if lock.is_none() {
+                match JobLock::take(&home, &name) {
+                    Ok(taken) => lock = Some(taken),
+                    // Its holder may have been stopped, and then its lease tells.
+                    Err(Error::Busy { .. }) if standby => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            let dead = lock.as_ref().and_then(JobLock::former).map(str::to_owned);
+            let look = candidate.look(dead.as_deref(), &boot_time);
+            Ok((candidate, lock, look))
+        })
+        .await?;
+        let by = match look {
+            Ok(Look::Taken(holding)) => {
+                if let Some(lock) = &mut lock {
+                    lock.name(candidate.holder())?;
+                }
+                let before = candidate
+                    .predecessor
+                    .filter(|before| standby && (first.is_some() || before.standing != Standing::Finished));
+                if let Some(before) = &before {
+                    tracing::info!(
+                        job,
+                        before = before.describe(),
+                        "this process takes the coordination over"
+                    );
+                }
+                let predecessor = before.map(|before| before.run).filter(|run| *run != checked.run);
+                return Ok(Some(Claim { lock, lease: Lease::start(*holding)?, predecessor }));
+            }
+            Ok(Look::Held { by, value }) => {
+                let known = first.get_or_insert_with(|| value.clone());
+                if !standby && *known != value {
+                    return Err(Error::Busy {
+                        job,
+                        reason: format!(
+                            "its coordinator is {by}, which is alive (wait for it, stop it, or add --standby to take \
+                             its place when it ends)"
+                        ),
+                    });
+                }
+                by
+            }
+            // A standby outlasts a failure of the metadata, as its coordinator may.
+            Err(error) if standby && error.is_local() => error.one_line(),
+            Err(error) => return Err(error),
+        };
+        let holder = candidate.predecessor.as_ref().map(|before| before.holder.clone());
+        if told.as_ref() != Some(&holder) {
+            tracing::info!(job, coordinator = by, "waiting for the coordinator's lease");
+            on_progress(Progress { waiting_for: Some(by), ..Progress::default() });
+            told = Some(holder);
+        }
+        tokio::select! {
+            () = cancel.cancelled() => return Ok(None),
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
 }
 
 /// How many workers a job has.
@@ -253,6 +410,26 @@ impl Crew {
     }
 }
 
+/// A job that was checked with its data and its model, before it has its lease.
+struct Checked {
+    job: JobFile,
+    setup: Setup,
+    engine: Engine,
+    dataset: OpenDataset,
+    plan: Arc<Plan>,
+    validation_plan: Option<Arc<Plan>>,
+    output: View,
+    /// The first model.
+    model: Vec<u8>,
+    model_sha256: String,
+    /// What identifies the rows and their order.
+    data: String,
+    run: String,
+    former_run: String,
+    labels: LabelFacts,
+    runtime: Handle,
+}
+
 /// A checked job that owns its checkpoints.
 struct Prepared {
     job: JobFile,
@@ -263,15 +440,15 @@ struct Prepared {
     validation_plan: Option<Arc<Plan>>,
     checkpoints: Checkpoints,
     origin: Origin,
+    lease: Arc<Lease>,
     /// The step of the checkpoint from which the job continues, and whether that checkpoint ends the job.
     resumed_from_step: Option<u64>,
     finished: bool,
     runtime: Handle,
-    _lock: JobLock,
 }
 
-impl Prepared {
-    fn new(mut job: JobFile, setup: Setup) -> Result<Prepared> {
+impl Checked {
+    fn new(mut job: JobFile, setup: Setup) -> Result<Checked> {
         let runtime = Handle::current();
         source::resolve(&setup.datafs, &job.name, &mut job.dataset)?;
         if let Some(validation) = &mut job.validation {
@@ -334,13 +511,70 @@ impl Prepared {
         let model_sha256 = hex::encode(Sha256::digest(&model));
         let run = job.digest(&model_sha256, &data);
         let former_run = job.former_digest(&model_sha256, &data);
-        let lock = JobLock::take(&setup.home, job.name.as_str())?;
+        Ok(Checked {
+            job,
+            setup,
+            engine,
+            dataset,
+            plan,
+            validation_plan,
+            output,
+            model,
+            model_sha256,
+            data,
+            run,
+            former_run,
+            labels,
+            runtime,
+        })
+    }
+
+    /// This job, or, if it names the newest snapshot, the one of the coordinator that it replaces: a run stays on
+    /// its snapshot. `run` is that coordinator's, `declared` the job as its file has it.
+    fn or_run_of(self, run: &str, declared: JobFile, setup: Setup) -> Result<Checked> {
+        let latest = |job: &JobFile| {
+            let validation = job.validation.as_ref().is_some_and(|data| data.dataset.source.is_latest());
+            job.dataset.source.is_latest() || validation
+        };
+        if !latest(&declared) {
+            return Ok(self);
+        }
+        let Some(theirs) = checkpoint::job_of_run(&self.output, self.job.name.as_str(), run)? else {
+            return Ok(self);
+        };
+        let mut job = declared;
+        job.dataset = theirs.dataset;
+        if let (Some(own), Some(other)) = (&mut job.validation, theirs.validation) {
+            own.dataset = other.dataset;
+        }
+        let other = Checked::new(job, setup)?;
+        Ok(if other.run == run { other } else { self })
+    }
+
+    /// Makes the run the job's current one, and finds where to go on.
+    fn begin(self, lease: Arc<Lease>) -> Result<Prepared> {
+        let Checked {
+            job,
+            setup,
+            engine,
+            dataset,
+            plan,
+            validation_plan,
+            output,
+            model,
+            model_sha256,
+            data,
+            run,
+            former_run,
+            labels,
+            runtime,
+        } = self;
         let checkpoints = Checkpoints {
             view: output,
             job: job.name.to_string(),
             run: run.clone(),
             plan: plan.id().to_string(),
-            owner: random_token()?,
+            owner: lease.owner().to_owned(),
             keep: setup.config.checkpoints_keep,
         };
         let text = serde_json::to_vec_pretty(&job).unwrap_or_default();
@@ -375,13 +609,15 @@ impl Prepared {
             validation_plan,
             checkpoints,
             origin,
+            lease,
             resumed_from_step,
             finished,
             runtime,
-            _lock: lock,
         })
     }
+}
 
+impl Prepared {
     async fn run_workers(
         &self,
         crew: Crew,
@@ -399,6 +635,7 @@ impl Prepared {
             config: self.setup.config.clone(),
             run: self.checkpoints.run.clone(),
             owner: self.checkpoints.owner.clone(),
+            fence: self.lease.fence(),
             plan: (*self.plan).clone(),
             validation_plan: self.validation_plan.as_deref().cloned(),
             labels: self.origin.labels.clone(),
@@ -427,10 +664,19 @@ impl Prepared {
             token: random_token()?,
             assignment,
             joining,
+            hand_over: self.setup.standby,
         };
         let steps_max = self.plan.steps_for_epochs(job.epochs_max);
         let mut first_report: Option<(Instant, u64)> = None;
+        let host = self.setup.listen.as_ref().and_then(Listen::host);
+        let mut announced = None;
         coordinator::run(params, cancel, |seen| {
+            if seen.listening != announced {
+                announced = seen.listening;
+                if let Some((host, address)) = host.as_ref().zip(seen.listening) {
+                    self.lease.announce(host_port(host, address.port()));
+                }
+            }
             if seen.step > 0 {
                 first_report.get_or_insert((Instant::now(), seen.step));
             }
@@ -450,6 +696,7 @@ impl Prepared {
                 membership_epoch: seen.membership_epoch,
                 workers_missing: seen.missing,
                 listening: seen.listening,
+                waiting_for: None,
             });
         })
         .await

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::collective::{Collective, Options, Ring};
 use crate::config::Config;
 use crate::elastic::membership::{Reason, formation, source};
-use crate::elastic::session::{Barrier, Ending, EpochMembership, Report, Session, Timing};
+use crate::elastic::session::{Barrier, Ending, EpochMembership, Exchange, Report, Session, Timing};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
 use crate::join::host_port;
@@ -40,6 +40,9 @@ pub(crate) struct Assignment {
     pub(crate) run: String,
     /// The token that permits writing checkpoints; see [`crate::checkpoint`].
     pub(crate) owner: String,
+    /// The number of the coordinator's lease; 0 of a program without leases.
+    #[serde(default)]
+    pub(crate) fence: u64,
     pub(crate) plan: millrace_streams::feed::Plan,
     /// The order of the validation data.
     pub(crate) validation_plan: Option<millrace_streams::feed::Plan>,
@@ -216,10 +219,12 @@ fn epoch(
     formed: &EpochMembership,
 ) -> Result<EpochEnd> {
     let shape = formation(formed.epoch, formed.rank, &formed.peers);
+    session.enter(replica.step(), Exchange::Formation);
     let mut ring = collective.form(&shape, formed.abort.clone())?;
     // The positions of the peers' states.
     let ahead = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
     if let Some(source) = source(&formed.peers) {
+        session.enter(replica.step(), Exchange::State);
         if source == formed.rank {
             let state = replica.export()?;
             ring.broadcast(ahead, source, Some(&state), replica.state_bytes_max())?;
@@ -248,6 +253,7 @@ fn epoch(
         }
         let leave = session.leave_wanted() || session.preempted();
         let stop = session.stop_wanted();
+        session.enter(replica.step(), Exchange::Gradients);
         let done = session.step(|| replica.step_once(&mut ring, leave, stop))?;
         replica.poll_writer()?;
         if lead {
@@ -275,6 +281,7 @@ fn evaluate(
     lead: bool,
 ) -> Result<Option<EpochEnd>> {
     let mut partial = Partial::default();
+    session.enter(replica.step(), Exchange::Evaluation);
     loop {
         // A worker that joins waits for the end: each new membership epoch begins the evaluation again.
         let leave = session.preempted();

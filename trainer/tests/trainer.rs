@@ -6,6 +6,8 @@
 
 #[path = "trainer/data.rs"]
 mod data;
+#[path = "trainer/failover.rs"]
+mod failover;
 #[path = "trainer/goals.rs"]
 mod goals;
 #[path = "trainer/joined.rs"]
@@ -165,6 +167,7 @@ fn setup_with(home: &Path, datafs_config: millrace_datafs::Config) -> Setup {
         },
         worker: WorkerCommand::current_exe(["--exact", "worker_entry", "--nocapture"]),
         listen: None,
+        standby: false,
     }
 }
 

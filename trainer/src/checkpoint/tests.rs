@@ -59,6 +59,7 @@ fn checkpoints(datafs: &Datafs, run: &str) -> Checkpoints {
         owner: "owner".into(),
         keep: 2,
     }
+    .own()
 }
 
 fn newest(checkpoints: &Checkpoints, up_to: u64) -> Option<u64> {
@@ -133,6 +134,27 @@ fn damaged_checkpoint_is_skipped() {
     run.write(&state(10), &layout(), None).unwrap();
     run.write(&state(20), &layout(), None).unwrap();
     assert_eq!(newest(&run, 99), Some(20));
+}
+
+#[test]
+fn a_deposed_coordinator_and_its_workers_write_nothing() {
+    let home = tempfile::tempdir().unwrap();
+    let datafs = datafs(home.path());
+    let run = checkpoints(&datafs, "r");
+    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.write(&state(10), &layout(), None).unwrap();
+    let next = Checkpoints { owner: "next".into(), ..run.clone() }.own();
+    let before = run.run_record().unwrap();
+    let refused = |result: crate::error::Result<()>| {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("taken it over"), "{error}");
+        assert_eq!(run.run_record().unwrap(), before);
+    };
+    refused(run.write(&state(20), &layout(), Some(Finish::EpochsDone)));
+    refused(run.write_if_newest(&state(20), &layout()));
+    refused(run.begin(b"another", b"{}", |_, _| false));
+    next.write(&state(20), &layout(), None).unwrap();
+    assert_eq!(newest(&next, 99), Some(20));
 }
 
 #[test]

@@ -41,6 +41,8 @@ const OUTBOX_MAX: usize = 256;
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 /// Streams per connection of a worker of another machine; it needs one.
 const STREAMS_MAX: u32 = 4;
+/// Longest name of an exchange in a heartbeat.
+const EXCHANGE_CHARS_MAX: usize = 60;
 /// Longest ring address or host name that a worker may have.
 const NAME_BYTES_MAX: usize = 300;
 
@@ -85,6 +87,8 @@ pub(crate) struct CoordinatorParams<'a> {
     pub(crate) assignment: String,
     /// How workers of other machines join; none when only launched ones may.
     pub(crate) joining: Option<Joining<'a>>,
+    /// Whether a stop leaves workers of other machines to the next coordinator.
+    pub(crate) hand_over: bool,
 }
 
 /// How workers of other machines join a job.
@@ -377,6 +381,10 @@ impl Actor<'_> {
             }
             from_worker::Message::Leaving(_) => self.membership.left(member, now),
             from_worker::Message::Heartbeat(beat) => {
+                if let Some(step) = beat.step {
+                    let exchange = beat.exchange.chars().filter(|c| !c.is_control()).take(EXCHANGE_CHARS_MAX);
+                    self.membership.record_place(member, step, exchange.collect());
+                }
                 let computing = Duration::from_millis(beat.computing_ms);
                 self.membership.computing(member, computing, now);
             }
@@ -478,6 +486,15 @@ impl Actor<'_> {
     }
 
     fn send(&mut self, member: MemberId, message: Message) {
+        let is_over = matches!(message, Message::Done);
+        if is_over && self.params.hand_over && self.stopping() && self.joined.contains(&member) {
+            if let Some(outbox) = self.outboxes.remove(&member) {
+                // A full outbox belongs to a worker that finds the next coordinator without this message.
+                let _ =
+                    outbox.try_send(Err(Status::unavailable("it hands the run over to another coordinator")));
+            }
+            return;
+        }
         if let Message::Formed { epoch, rank: 0, peers } = &message {
             self.formed.get_or_insert_with(Instant::now);
             metrics::epoch_formed();

@@ -220,7 +220,8 @@ async fn open(join: &Join) -> Result<Channel, NotAdmitted> {
     let scheme = if join.tls.is_some() { "https" } else { "http" };
     let endpoint = Endpoint::from_shared(format!("{scheme}://{}", join.coordinator))
         .map_err(|_| wrong("it is not HOST:PORT".to_owned()))?
-        .connect_timeout(ANSWER_TIMEOUT)
+        // A machine that is lost must not keep this worker from the next address.
+        .connect_timeout(join.silence.min(ANSWER_TIMEOUT))
         .tcp_nodelay(true)
         .http2_keep_alive_interval(half)
         .keep_alive_timeout(half)

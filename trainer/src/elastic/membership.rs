@@ -157,6 +157,8 @@ struct Member {
     leaving: Option<Instant>,
     arrived: Option<u64>,
     finished: Option<bool>,
+    /// The step and the exchange of its last heartbeat, for messages.
+    place: Option<(u64, String)>,
 }
 
 impl Member {
@@ -353,6 +355,7 @@ impl Membership {
             leaving: None,
             arrived: None,
             finished: None,
+            place: None,
         };
         self.members.insert(id, member);
         if self.stopping.is_some() {
@@ -435,6 +438,13 @@ impl Membership {
     pub(crate) fn record_contact(&mut self, id: MemberId, now: Instant) {
         if let Some(member) = self.members.get_mut(&id) {
             member.hear(now);
+        }
+    }
+
+    /// Where a member is, for messages.
+    pub(crate) fn record_place(&mut self, id: MemberId, step: u64, exchange: String) {
+        if let Some(member) = self.members.get_mut(&id) {
+            member.place = Some((step, exchange));
         }
     }
 
@@ -526,9 +536,20 @@ impl Membership {
             return;
         }
         let Some(member) = self.members.remove(&id) else { return };
-        tracing::warn!(worker = member.slot, pid = member.pid, host = member.host, reason, "worker lost");
+        let place = match &member.place {
+            Some((step, exchange)) if exchange.is_empty() => format!(", last heard of at step {step}"),
+            Some((step, exchange)) => format!(", last heard of at step {step} in {exchange}"),
+            None => String::new(),
+        };
+        let who = member.peer().to_string();
+        tracing::warn!(
+            worker = member.slot,
+            pid = member.pid,
+            host = member.host,
+            "worker lost: {who} {reason}{place}"
+        );
         self.lost += 1;
-        self.last_loss = reason.to_owned();
+        self.last_loss = format!("{reason}{place}");
         self.last_exit_code = 1;
         self.release(id, &member, reason, true);
         self.close_epoch_of(id, now);

@@ -6,7 +6,7 @@
 //! ([`super::joining`]) notices at its next exchange or barrier, and joins again.
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
@@ -86,6 +86,29 @@ enum Notice {
     Lost(String),
 }
 
+/// An exchange between workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Exchange {
+    Formation = 1,
+    State,
+    Gradients,
+    Evaluation,
+}
+
+impl Exchange {
+    /// The exchange of a number in [`Flags`], for messages.
+    fn name(number: u8) -> &'static str {
+        const NAMES: [(Exchange, &str); 4] = [
+            (Exchange::Formation, "the formation of the ring"),
+            (Exchange::State, "the transfer of the state"),
+            (Exchange::Gradients, "the sum of the gradients"),
+            (Exchange::Evaluation, "the sum of an evaluation"),
+        ];
+        NAMES.iter().find(|(exchange, _)| *exchange as u8 == number).map_or("", |(_, name)| name)
+    }
+}
+
 #[derive(Default)]
 struct Flags {
     leave: AtomicBool,
@@ -93,6 +116,9 @@ struct Flags {
     preempted: AtomicBool,
     /// Incremented when a step begins and when it ends: odd while the training thread computes one.
     steps: AtomicU64,
+    /// The step that the training thread is at, and its [`Exchange`]; 0 outside of one.
+    step: AtomicU64,
+    exchange: AtomicU8,
 }
 
 /// Measures for the heartbeat how long the current step has taken.
@@ -194,6 +220,7 @@ impl Session {
         if self.preempted() {
             return Ok(Barrier::Preempted);
         }
+        self.flags.exchange.store(0, Ordering::Relaxed);
         let mut arrive = proto::Arrive {
             step,
             epoch: self.epoch,
@@ -300,6 +327,12 @@ impl Session {
         self.flags.stop.load(Ordering::Relaxed)
     }
 
+    /// Notes for heartbeats which exchange of which step the training thread begins.
+    pub(crate) fn enter(&self, step: u64, exchange: Exchange) {
+        self.flags.step.store(step, Ordering::Relaxed);
+        self.flags.exchange.store(exchange as u8, Ordering::Relaxed);
+    }
+
     /// Runs the computation of a step, so that heartbeats report how long it takes.
     pub(crate) fn step<T>(&self, compute: impl FnOnce() -> T) -> T {
         self.flags.steps.fetch_add(1, Ordering::Relaxed);
@@ -403,7 +436,11 @@ async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration, f
         ticks.tick().await;
         let computing = clock.tick(flags.steps.load(Ordering::Relaxed), ticked.elapsed(), every);
         ticked = Instant::now();
-        let beat = proto::Heartbeat { computing_ms: computing.as_millis() as u64 };
+        let beat = proto::Heartbeat {
+            computing_ms: computing.as_millis() as u64,
+            step: Some(flags.step.load(Ordering::Relaxed)),
+            exchange: Exchange::name(flags.exchange.load(Ordering::Relaxed)).to_owned(),
+        };
         let beat = from_worker::Message::Heartbeat(beat);
         if outgoing.send(proto::FromWorker { message: Some(beat) }).await.is_err() {
             return;

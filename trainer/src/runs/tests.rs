@@ -60,7 +60,8 @@ fn runs_are_listed_with_their_epochs_and_versions() {
             plan: "plan".into(),
             owner: "owner".into(),
             keep: 2,
-        };
+        }
+        .own();
         let job = JobFile { name: job_name.parse().unwrap(), ..job.clone() };
         checkpoints.begin(b"model", &serde_json::to_vec(&job).unwrap(), |_, _| false).unwrap();
         (checkpoints, job)

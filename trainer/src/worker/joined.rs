@@ -2,7 +2,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use millrace_datafs::Datafs;
+use millrace_datafs::{Datafs, View};
 use millrace_leaf::backoff::Backoff;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
@@ -14,11 +14,12 @@ use crate::collective::{self, Collective, Options};
 use crate::elastic::joining::{self, Admission, NotAdmitted};
 use crate::error::{Error, Result};
 use crate::join::{Join, dial, host_port, resolve};
+use crate::lease::{self, Standing};
 use crate::replica::{Replica, open_output};
 
 /// First and longest pause before another attempt to join.
 const PAUSE: Duration = Duration::from_millis(100);
-const PAUSE_MAX: Duration = Duration::from_secs(10);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// First and longest pause after a session without a step: if this worker's network broke the rings, the others
 /// train meanwhile.
 const SETBACK_PAUSE: Duration = Duration::from_secs(1);
@@ -38,8 +39,9 @@ pub enum JoinEnd {
 /// Runs this process as a worker of a coordinator on another machine, on its own volumes, until the job is
 /// over or SIGTERM (or Ctrl-C) asks it to leave. Then it finishes its step and leaves; the others go on.
 ///
-/// A coordinator that is lost or does not answer is tried again for [`Join::wait`], so that the worker goes on
-/// with a job that was started again.
+/// A coordinator that is lost or does not answer is tried again for [`Join::wait`], at each address of
+/// [`Join::coordinator`] and at the one in the run's lease. The worker keeps its state meanwhile, and goes on with it
+/// under the next coordinator of the run. It never follows one whose lease is older than the newest that it has seen.
 ///
 /// Blocks; must be called from a plain thread, usually the main one. The process should exit afterwards.
 ///
@@ -93,6 +95,85 @@ enum Ended {
     Job(JoinEnd),
     /// The coordinator was lost: join again. Tells whether this worker has trained before.
     Lost(Error, bool),
+    /// This worker cannot go on.
+    Failed(Error),
+}
+
+/// What a worker keeps between two sessions.
+#[derive(Default)]
+struct Memory {
+    run: Option<KnownRun>,
+    /// The state after the last step of a coordinator that was lost.
+    replica: Option<Replica>,
+}
+
+/// The run that a worker trains.
+struct KnownRun {
+    job: String,
+    run: String,
+    output: View,
+    /// The highest number of a coordinator's lease that this worker has seen.
+    fence: u64,
+}
+
+impl Memory {
+    /// The addresses to try: the one in the lease, then those of `--join`. None once the run is over.
+    fn targets(&mut self, listed: &[String]) -> Option<Vec<String>> {
+        let Some(known) = &mut self.run else { return Some(listed.to_vec()) };
+        let record = match lease::read(&known.output, &known.job) {
+            Ok(record) => record.filter(|record| record.fence >= known.fence),
+            Err(error) => {
+                tracing::debug!(error = error.one_line(), "cannot read the coordinator's lease");
+                None
+            }
+        };
+        let Some(record) = record else { return Some(listed.to_vec()) };
+        known.fence = record.fence;
+        if record.standing == Standing::Finished && record.run == known.run {
+            return None;
+        }
+        let announced = record.address.filter(|_| record.standing == Standing::Held);
+        let announced = announced.filter(|address| !listed.contains(address));
+        Some(announced.into_iter().chain(listed.iter().cloned()).collect())
+    }
+
+    /// Fails for a coordinator that another one has replaced.
+    fn check_fence(&self, assignment: &Assignment) -> Result<(), NotAdmitted> {
+        let job = assignment.job.name.as_str();
+        match &self.run {
+            Some(known)
+                if known.job == job
+                    && *known.output.spec() == assignment.job.output_volume()
+                    && assignment.fence < known.fence =>
+            {
+                Err(NotAdmitted::Yet(format!(
+                    "it was replaced as the coordinator of job {job} (its lease has number {}, the newest one {})",
+                    assignment.fence, known.fence
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The run, for messages.
+    fn describe(&self) -> String {
+        match &self.run {
+            Some(known) => format!("run {:.12} of job {}", known.run, known.job),
+            None => "a job".to_owned(),
+        }
+    }
+}
+
+/// The addresses of `--join`.
+fn addresses(join: &Join) -> Result<Vec<String>> {
+    let listed: Vec<String> = join.coordinator.split(',').map(|address| address.trim().to_owned()).collect();
+    if listed.iter().any(String::is_empty) {
+        return Err(Error::Access {
+            what: format!("join {:?}", join.coordinator),
+            reason: "it is not HOST:PORT, nor several of them with commas".to_owned(),
+        });
+    }
+    Ok(listed)
 }
 
 fn serve(
@@ -106,6 +187,8 @@ fn serve(
         // Fails here rather than at the other workers.
         runtime.block_on(resolve("--advertise", &host_port(name, 1)))?;
     }
+    let listed = addresses(join)?;
+    let mut memory = Memory::default();
     let mut backoff = Backoff::new(PAUSE, PAUSE_MAX);
     let mut setbacks = Backoff::new(SETBACK_PAUSE, SETBACK_PAUSE_MAX);
     let mut lost_at = Instant::now();
@@ -114,10 +197,15 @@ fn serve(
         if leave.is_cancelled() {
             return Ok(JoinEnd::Left);
         }
+        let Some(targets) = memory.targets(&listed) else {
+            tracing::info!("the run is finished");
+            return Ok(JoinEnd::Done);
+        };
         let began = Instant::now();
-        let (reason, time) = match attempt(join, datafs, runtime, leave, exit_code) {
-            Ok(Ended::Job(end)) => return Ok(end),
-            Ok(Ended::Lost(error, has_trained)) => {
+        let (reason, time) = match round(join, &targets, &mut memory, datafs, runtime, leave, exit_code)? {
+            Round::Ended(Ended::Job(end)) => return Ok(end),
+            Round::Ended(Ended::Failed(error)) => return Err(error),
+            Round::Ended(Ended::Lost(error, has_trained)) => {
                 told = false;
                 backoff.reset();
                 if has_trained {
@@ -130,21 +218,24 @@ fn serve(
                     (error.one_line(), setbacks.jittered())
                 }
             }
-            Err(NotAdmitted::Ever(error)) => return Err(error),
-            Err(NotAdmitted::Yet(reason)) => (reason, backoff.jittered()),
+            Round::Nowhere(reason) => (reason, backoff.jittered()),
         };
         let left = join.wait.saturating_sub(lost_at.elapsed());
         if left.is_zero() {
-            let waited = join.wait.as_secs();
+            let (waited, run) = (join.wait.as_secs(), memory.describe());
             return Err(Error::CoordinatorLost {
-                address: join.coordinator.clone(),
-                reason: format!("cannot join ({reason}); gave up after {waited} s (--wait)"),
+                address: targets.join(", "),
+                reason: format!(
+                    "cannot join {run} ({reason}); gave up after {waited} s (--wait): start millrace train there, or \
+                     name the right addresses with --join, then start this worker again"
+                ),
             });
         }
         if !told {
             let seconds = left.as_secs();
             tracing::warn!(
-                coordinator = join.coordinator,
+                coordinator = targets.join(", "),
+                run = memory.describe(),
                 reason,
                 "waiting for the coordinator, for up to {seconds} s"
             );
@@ -152,6 +243,49 @@ fn serve(
         }
         pause(time.min(left), leave);
     }
+}
+
+/// One attempt at each address.
+enum Round {
+    Ended(Ended),
+    /// No address admits this worker yet.
+    Nowhere(String),
+}
+
+/// Tries the addresses in turn until one admits this worker, and trains there. Fails if none of them ever will.
+fn round(
+    join: &Join,
+    targets: &[String],
+    memory: &mut Memory,
+    datafs: &Datafs,
+    runtime: &Runtime,
+    leave: &CancellationToken,
+    exit_code: &impl Fn(&Error) -> u8,
+) -> Result<Round> {
+    let (mut reasons, mut refusals) = (Vec::new(), Vec::new());
+    for target in targets {
+        let join = Join { coordinator: target.clone(), ..join.clone() };
+        match attempt(&join, memory, datafs, runtime, leave, exit_code) {
+            Ok(ended) => return Ok(Round::Ended(ended)),
+            Err(NotAdmitted::Yet(reason)) => reasons.push((target, reason)),
+            Err(NotAdmitted::Ever(error)) => {
+                reasons.push((target, error.one_line()));
+                refusals.push(error);
+            }
+        }
+        if leave.is_cancelled() {
+            break;
+        }
+    }
+    if refusals.len() == targets.len()
+        && let Some(error) = refusals.into_iter().next()
+    {
+        return Err(error);
+    }
+    Ok(Round::Nowhere(match &reasons[..] {
+        [(_, reason)] => reason.clone(),
+        _ => reasons.iter().map(|(at, reason)| format!("{at}: {reason}")).collect::<Vec<_>>().join("; "),
+    }))
 }
 
 fn pause(time: Duration, leave: &CancellationToken) {
@@ -164,6 +298,7 @@ fn pause(time: Duration, leave: &CancellationToken) {
 /// Joins once and trains until the job is over or the coordinator is lost.
 fn attempt(
     join: &Join,
+    memory: &mut Memory,
     datafs: &Datafs,
     runtime: &Runtime,
     leave: &CancellationToken,
@@ -193,23 +328,36 @@ fn attempt(
     let ring = ring_address(join, collective.address())?;
     let Admission { session, assignment, secret } = joining::connect(runtime.handle(), join, &ring)?;
     let assignment = Assignment::read(&assignment)?;
+    memory.check_fence(&assignment)?;
     let timing = assignment.apply(Options::new(secret), &mut collective, true);
     let mut session = session.start(runtime.handle(), timing, leave.clone());
     tracing::info!(coordinator = join.coordinator, ring, "joined");
-    let loaded = check_volumes(datafs, &assignment)
-        .and_then(|()| Replica::load(assignment, datafs.clone(), runtime.handle().clone()));
-    let (is_loaded, result) = match loaded {
-        Ok(mut replica) => (true, train(&mut replica, &mut session, &collective)),
-        Err(error) => (false, Err(error)),
+    let former = memory.replica.take();
+    let loaded = check_volumes(datafs, &assignment).and_then(|output| {
+        let (job, run) = (assignment.job.name.to_string(), assignment.run.clone());
+        memory.run = Some(KnownRun { job, run, output, fence: assignment.fence });
+        match former.filter(|replica| replica.continues(&assignment)) {
+            Some(replica) => Ok(replica.follow(assignment)),
+            None => Replica::load(assignment, datafs.clone(), runtime.handle().clone()),
+        }
+    });
+    let (mut replica, result) = match loaded {
+        Ok(mut replica) => {
+            let result = train(&mut replica, &mut session, &collective);
+            (Some(replica), result)
+        }
+        Err(error) => (None, Err(error)),
     };
     match result {
         Ok(Part::Done) => Ok(Ended::Job(JoinEnd::Done)),
         Ok(Part::Left) => Ok(Ended::Job(JoinEnd::Left)),
         // Another coordinator runs the job now, and this one will end.
         Err(error @ (Error::CoordinatorLost { .. } | Error::Busy { .. })) => {
+            memory.replica = replica.take();
             Ok(Ended::Lost(error, session.has_trained()))
         }
         Err(error) => {
+            let is_loaded = replica.is_some();
             // The error may follow from the coordinator's loss: another one writes to the volumes. Before the first
             // step, the loss may not be noticed yet.
             let end = session.end_within(if is_loaded { Duration::ZERO } else { join.silence });
@@ -222,7 +370,7 @@ fn attempt(
                 // The answer is the end of the stream.
                 let _ = session.fail(error.one_line(), exit_code(&error), alone);
             }
-            Err(NotAdmitted::Ever(error))
+            Ok(Ended::Failed(error))
         }
     }
 }
@@ -252,12 +400,13 @@ fn ring_address(join: &Join, own: SocketAddr) -> Result<String> {
     }
 }
 
-/// Fails unless this worker and the coordinator open the same volumes. The coordinator has written a random
-/// value of this run into the output volume's metadata, and no other metadata has it.
-fn check_volumes(datafs: &Datafs, assignment: &Assignment) -> Result<()> {
+/// Opens the output volume. Fails unless this worker and the coordinator open the same volumes: the coordinator has
+/// written a random value of this run into the output volume's metadata, and no other metadata has it.
+fn check_volumes(datafs: &Datafs, assignment: &Assignment) -> Result<View> {
     let volume = assignment.job.output_volume();
+    let job = assignment.job.name.as_str();
     let differs = |reason: &str| Error::Job {
-        job: assignment.job.name.to_string(),
+        job: job.to_owned(),
         reason: format!(
             "the volumes of this worker are not those of the coordinator: {reason}; set meta_url, meta_schema and \
              store_url in [datafs] as they are there"
@@ -270,10 +419,16 @@ fn check_volumes(datafs: &Datafs, assignment: &Assignment) -> Result<()> {
         }
         Err(error) => return Err(error),
     };
-    let key = Checkpoints::owner_key(assignment.job.name.as_str());
+    let key = Checkpoints::owner_key(job);
     let found = view.key_get(&key).map_err(|e| Error::volume(format!("read key {key} of {volume}"), e))?;
-    match found {
-        Some(owner) if owner == assignment.owner.as_bytes() => Ok(()),
+    if found.is_some_and(|owner| owner == assignment.owner.as_bytes()) {
+        return Ok(view);
+    }
+    match lease::read(&view, job)? {
+        Some(record) if assignment.fence > 0 && record.fence > assignment.fence => Err(Error::Busy {
+            job: job.to_owned(),
+            reason: format!("{} has taken it over from this coordinator", record.describe()),
+        }),
         _ => Err(differs(&format!("volume {volume} here is another one"))),
     }
 }

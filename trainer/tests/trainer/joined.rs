@@ -21,7 +21,7 @@ const ENV_JOIN: &str = "MILLRACE_TEST_JOIN";
 const ENV_ORDERS: &str = "MILLRACE_TEST_JOIN_ORDERS";
 const ENV_LISTEN: &str = "MILLRACE_TEST_LISTEN";
 const ENV_LISTEN_TOKEN: &str = "MILLRACE_TEST_LISTEN_TOKEN";
-const TOKEN: &str = "a token of the tests";
+pub(super) const TOKEN: &str = "a token of the tests";
 
 /// A worker that joins, when this binary was launched as one: writes how it ended to a file.
 #[test]
@@ -52,18 +52,18 @@ fn join_entry() {
 }
 
 #[derive(serde::Serialize, serde::Deserialize)]
-struct Orders {
+pub(super) struct Orders {
     home: PathBuf,
-    datafs: millrace_datafs::Config,
+    pub(super) datafs: millrace_datafs::Config,
     token: PathBuf,
     advertise: Option<String>,
     ca: Option<PathBuf>,
-    wait: u64,
+    pub(super) wait: u64,
 }
 
 impl Orders {
     /// Uses the metadata and the store of another home.
-    fn share(&mut self, home: &Path) {
+    pub(super) fn share(&mut self, home: &Path) {
         let usual = millrace_datafs::Config::default();
         self.datafs.meta_file = home.join(usual.meta_file);
         self.datafs.store_dir = home.join(usual.store_dir);
@@ -77,7 +77,7 @@ pub(super) fn listen_from_env() -> Option<Listen> {
     Some(Listen { address, advertise: None, token, tls: None, workers_local: Some(0) })
 }
 
-fn private_file(folder: &Path, name: &str, text: &str) -> PathBuf {
+pub(super) fn private_file(folder: &Path, name: &str, text: &str) -> PathBuf {
     let path = folder.join(name);
     std::fs::write(&path, text).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
@@ -91,8 +91,8 @@ fn listen(home: &Path, address: &str) -> Listen {
 }
 
 /// A worker process with a home of its own.
-struct Worker {
-    child: Child,
+pub(super) struct Worker {
+    pub(super) child: Child,
     home: TempDir,
 }
 
@@ -104,6 +104,11 @@ impl Worker {
 
     /// With volumes of its own, unless `change` gives it others.
     fn with(coordinator: SocketAddr, change: impl FnOnce(&mut Orders)) -> Worker {
+        Worker::join(&coordinator.to_string(), change)
+    }
+
+    /// [`Worker::with`] several coordinators.
+    pub(super) fn join(coordinators: &str, change: impl FnOnce(&mut Orders)) -> Worker {
         let home = tempfile::tempdir().unwrap();
         let mut orders = Orders {
             home: home.path().to_owned(),
@@ -116,7 +121,7 @@ impl Worker {
         change(&mut orders);
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "joined::join_entry", "--nocapture"])
-            .env(ENV_JOIN, coordinator.to_string())
+            .env(ENV_JOIN, coordinators)
             .env(ENV_ORDERS, serde_json::to_string(&orders).unwrap())
             .stdout(Stdio::null())
             .spawn()
@@ -129,14 +134,14 @@ impl Worker {
     }
 
     /// Waits for the end: whether it succeeded, and what it wrote.
-    fn ended(&mut self) -> (bool, String) {
+    pub(super) fn ended(&mut self) -> (bool, String) {
         wait_until("a worker's end", || self.child.try_wait().unwrap().is_some());
         let text = std::fs::read_to_string(self.home.path().join("ended")).unwrap_or_default();
         (self.child.wait().unwrap().success(), text)
     }
 
     /// The error with which it ended.
-    fn error(mut self) -> String {
+    pub(super) fn error(mut self) -> String {
         let (succeeded, text) = self.ended();
         assert!(!succeeded && !text.is_empty(), "{text}");
         text
@@ -161,7 +166,7 @@ fn run_listening(
     run(setup, job(name, more), on_progress)
 }
 
-fn succeeded(text: &str) -> (bool, String) {
+pub(super) fn succeeded(text: &str) -> (bool, String) {
     (true, text.to_owned())
 }
 

@@ -1,0 +1,332 @@
+//! Coordinators that are killed, stopped, cut off or asked to end, and the standbys that take their place.
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use millrace_datafs::Datafs;
+use millrace_trainer::join::{Listen, Token};
+use millrace_trainer::{Config, Setup, train};
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+
+use super::joined::{TOKEN, Worker, private_file, succeeded};
+use super::server::Server;
+use super::{fill, job_text, run, runtime, setup_with, signal, wait_until};
+
+const ENV_COORDINATE: &str = "MILLRACE_TEST_COORDINATE";
+
+#[derive(serde::Serialize, serde::Deserialize)]
+struct Orders {
+    home: PathBuf,
+    datafs: millrace_datafs::Config,
+    token: PathBuf,
+    address: String,
+    standby: bool,
+    lease_ms: u64,
+}
+
+/// A coordinator, when this binary was launched as one: writes progress, and how it ended, to files.
+#[test]
+fn coordinate_entry() {
+    let Ok(orders) = std::env::var(ENV_COORDINATE) else { return };
+    let orders: Orders = serde_json::from_str(&orders).unwrap();
+    let usual = setup_with(&orders.home, orders.datafs);
+    let setup = Setup {
+        config: Config { lease_ms: orders.lease_ms, ..usual.config.clone() },
+        listen: Some(Listen {
+            address: orders.address.parse().unwrap(),
+            advertise: None,
+            token: Token::read(&orders.token).unwrap(),
+            tls: None,
+            workers_local: Some(0),
+        }),
+        standby: orders.standby,
+        ..usual
+    };
+    let job = millrace_trainer::job::JobFile::load(&orders.home.join("train.toml")).unwrap();
+    let write = |name: &str, bytes: Vec<u8>| {
+        std::fs::write(orders.home.join("new"), bytes).unwrap();
+        std::fs::rename(orders.home.join("new"), orders.home.join(name)).unwrap();
+    };
+    let ended = runtime().block_on(async {
+        let cancel = CancellationToken::new();
+        let kind = tokio::signal::unix::SignalKind::terminate();
+        let mut terminate = tokio::signal::unix::signal(kind).unwrap();
+        let told = cancel.clone();
+        tokio::spawn(async move {
+            terminate.recv().await;
+            told.cancel();
+        });
+        train(job, setup, cancel, |seen| write("progress", serde_json::to_vec(&seen).unwrap())).await
+    });
+    match ended {
+        Ok(report) => write("report", serde_json::to_vec(&report).unwrap()),
+        Err(error) => {
+            write("error", error.one_line().into_bytes());
+            std::process::exit(1);
+        }
+    }
+}
+
+/// Volumes that several homes share, and a job.
+struct World {
+    datafs: millrace_datafs::Config,
+    job: String,
+    lease_ms: u64,
+    plain: Value,
+    _store: TempDir,
+    _server: Option<Arc<Server>>,
+}
+
+impl World {
+    /// Embedded metadata, which the homes of one machine share.
+    fn embedded(name: &str, more: &str, lease_ms: u64) -> World {
+        let store = tempfile::tempdir().unwrap();
+        let usual = millrace_datafs::Config::default();
+        let datafs = millrace_datafs::Config {
+            meta_file: store.path().join(&usual.meta_file),
+            store_dir: store.path().join(&usual.store_dir),
+            ..usual
+        };
+        World::new(datafs, store, None, (name, more), lease_ms)
+    }
+
+    /// PostgreSQL; none without a server.
+    fn postgres(name: &str, more: &str, lease_ms: u64) -> Option<World> {
+        let server = Server::shared()?;
+        let store = tempfile::tempdir().unwrap();
+        let datafs = millrace_datafs::Config {
+            meta_url: Some(server.url().into()),
+            meta_schema: server.new_schema(),
+            meta_connections_max: 4,
+            store_dir: store.path().join("objects"),
+            ..millrace_datafs::Config::default()
+        };
+        Some(World::new(datafs, store, Some(server), (name, more), lease_ms))
+    }
+
+    /// Trains the job once without interruption, by one worker, under another name.
+    fn new(
+        datafs: millrace_datafs::Config,
+        store: TempDir,
+        server: Option<Arc<Server>>,
+        (name, more): (&str, &str),
+        lease_ms: u64,
+    ) -> World {
+        let home = tempfile::tempdir().unwrap();
+        fill(&Datafs::open(home.path(), &datafs).unwrap());
+        let plain = super::job("plain", &format!("workers = 1\n{more}"));
+        let plain = run(setup_with(home.path(), datafs.clone()), plain, |_| {}).unwrap();
+        let plain = serde_json::to_value(plain).unwrap();
+        let job = job_text(name, &format!("workers_min = 2\n{more}"));
+        World { datafs, job, lease_ms, plain, _store: store, _server: server }
+    }
+
+    /// Compares a report with the one of the uninterrupted run.
+    fn check(&self, report: &Value) {
+        let same = ["end", "model_sha256", "loss_per_epoch", "rows_per_epoch", "validation", "best_epoch"];
+        for key in same {
+            assert_eq!(report[key], self.plain[key], "{key}: {report}");
+        }
+    }
+
+    fn coordinator(&self, standby: bool) -> Coordinator {
+        let home = tempfile::tempdir().unwrap();
+        std::fs::write(home.path().join("train.toml"), &self.job).unwrap();
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let orders = Orders {
+            home: home.path().to_owned(),
+            datafs: self.datafs.clone(),
+            token: private_file(home.path(), "token", TOKEN),
+            address: address.clone(),
+            standby,
+            lease_ms: self.lease_ms,
+        };
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "failover::coordinate_entry", "--nocapture"])
+            .env(ENV_COORDINATE, serde_json::to_string(&orders).unwrap())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        Coordinator { child, home, address }
+    }
+
+    fn worker(&self, coordinators: &str) -> Worker {
+        Worker::join(coordinators, |orders| orders.datafs = self.datafs.clone())
+    }
+}
+
+struct Coordinator {
+    child: Child,
+    home: TempDir,
+    address: String,
+}
+
+impl Coordinator {
+    fn read(&self, name: &str) -> Option<Vec<u8>> {
+        std::fs::read(self.home.path().join(name)).ok()
+    }
+
+    fn progress(&self) -> Value {
+        self.read("progress").map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap())
+    }
+
+    fn step(&self) -> u64 {
+        self.progress()["step"].as_u64().unwrap_or_default()
+    }
+
+    fn listens(&self) -> bool {
+        self.progress()["listening"].is_string()
+    }
+
+    fn waits(&self) -> bool {
+        self.progress()["waiting_for"].is_string()
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn report(&mut self) -> Value {
+        wait_until("a coordinator's end", || self.child.try_wait().unwrap().is_some());
+        let error = self.read("error").map(|text| String::from_utf8(text).unwrap());
+        assert_eq!(error, None);
+        serde_json::from_slice(&self.read("report").unwrap()).unwrap()
+    }
+
+    fn error(&mut self) -> String {
+        wait_until("a coordinator's end", || self.child.try_wait().unwrap().is_some());
+        String::from_utf8(self.read("error").unwrap()).unwrap()
+    }
+}
+
+impl Drop for Coordinator {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+/// No checkpoint before the end: what the workers hold is all there is of a run.
+const IN_MEMORY: &str = "epochs_max = 250\ncheckpoint_every_steps = 1000000";
+/// Evaluations, their early end and the best weights are in the workers' state as well.
+const EVALUATED: &str = "epochs_max = 250\ncheckpoint_every_steps = 1000000\n[validation]\n\
+    dataset = \"data@v1:/train\"\nevery_epochs = 3\nearly_stopping = 20\nbest = true";
+
+#[test]
+fn standbys_replace_killed_coordinators_and_workers_keep_their_state() {
+    let Some(world) = World::postgres("killed", IN_MEMORY, 1_000) else { return };
+    let mut first = world.coordinator(true);
+    wait_until("a coordinator", || first.listens());
+    let mut standbys = [world.coordinator(true), world.coordinator(true)];
+    wait_until("two standbys", || standbys.iter().all(Coordinator::waits));
+    // One worker knows the first coordinator alone, and finds the others through the lease.
+    let several = format!("127.0.0.1:1,{}", first.address);
+    let mut workers = [world.worker(&first.address), world.worker(&several)];
+    wait_until("a step", || first.step() >= 150);
+    first.kill();
+    let at = first.step();
+    let leads = |standby: &Coordinator| standby.step() > 0;
+    wait_until("a new coordinator", || standbys.iter().any(leads));
+    let leading = usize::from(leads(&standbys[1]));
+    assert!(!leads(&standbys[1 - leading]), "two coordinators");
+    assert!(standbys[leading].step() >= at, "the state of the workers was lost");
+    wait_until("more steps", || standbys[leading].step() >= at + 150);
+    standbys[leading].kill();
+    let at = standbys[leading].step();
+
+    let last = &mut standbys[1 - leading];
+    let report = last.report();
+    world.check(&report);
+    assert_eq!(report["workers_joined"], 2, "{report}");
+    assert_eq!(report["resumed_from_step"], Value::Null, "{report}");
+    assert!(last.step() >= at);
+    for worker in &mut workers {
+        assert_eq!(worker.ended(), succeeded("Done"));
+    }
+}
+
+#[test]
+fn a_coordinator_that_was_stopped_longer_than_its_lease_ends_and_the_run_goes_on() {
+    let Some(world) = World::postgres("paused", EVALUATED, 1_000) else { return };
+    let mut first = world.coordinator(true);
+    wait_until("a coordinator", || first.listens());
+    let mut standby = world.coordinator(true);
+    wait_until("a standby", || standby.waits());
+    let mut workers = [world.worker(&first.address), world.worker(&first.address)];
+    wait_until("a step", || first.step() >= 150);
+    signal("STOP", first.child.id());
+    wait_until("steps under the next coordinator", || standby.step() > 0);
+    signal("CONT", first.child.id());
+    let error = first.error();
+    assert!(error.contains("no longer the coordinator") && error.contains("--standby"), "{error}");
+    let report = standby.report();
+    world.check(&report);
+    for worker in &mut workers {
+        assert_eq!(worker.ended(), succeeded("Done"));
+    }
+}
+
+#[test]
+fn a_coordinator_that_is_asked_to_end_hands_the_run_over() {
+    // The lease would expire after ten minutes.
+    let world = World::embedded("handed", IN_MEMORY, 600_000);
+    let mut first = world.coordinator(true);
+    wait_until("a coordinator", || first.listens());
+    let mut standby = world.coordinator(true);
+    wait_until("a standby", || standby.waits());
+    let mut workers = [world.worker(&first.address), world.worker(&first.address)];
+    wait_until("a step", || first.step() >= 150);
+    signal("TERM", first.child.id());
+    let stopped = first.report();
+    assert_eq!(stopped["end"], "stopped", "{stopped}");
+    let report = standby.report();
+    world.check(&report);
+    assert_eq!(report["resumed_from_step"], stopped["steps"], "{report}");
+    for worker in &mut workers {
+        assert_eq!(worker.ended(), succeeded("Done"));
+    }
+    // The next one finds the run finished.
+    let again = world.coordinator(true).report();
+    assert_eq!((&again["already_published"], &again["version"]), (&true.into(), &1.into()), "{again}");
+}
+
+#[test]
+fn without_standby_a_second_coordinator_is_refused_and_a_lost_one_replaced() {
+    let world = World::embedded("single", IN_MEMORY, 1_000);
+    let mut first = world.coordinator(false);
+    wait_until("a coordinator", || first.listens());
+    let error = world.coordinator(false).error();
+    let pid = first.child.id().to_string();
+    assert!(error.contains(&pid) && error.contains("--standby"), "{error}");
+    let mut workers = [world.worker(&first.address), world.worker(&first.address)];
+    wait_until("a step", || first.step() >= 150);
+    first.kill();
+    // From another home, where no lock tells that the first one is dead.
+    let report = world.coordinator(false).report();
+    world.check(&report);
+    for worker in &mut workers {
+        assert_eq!(worker.ended(), succeeded("Done"));
+    }
+}
+
+#[test]
+fn a_worker_without_a_coordinator_gives_up_with_the_run_and_the_remedy() {
+    let world = World::embedded("left", IN_MEMORY, 1_000);
+    let mut first = world.coordinator(false);
+    wait_until("a coordinator", || first.listens());
+    let address = first.address.clone();
+    let join =
+        |wait| Worker::join(&address, |orders| (orders.datafs, orders.wait) = (world.datafs.clone(), wait));
+    let (worker, _other) = (join(5), join(600));
+    wait_until("a step", || first.step() > 0);
+    first.kill();
+    let error = worker.error();
+    for part in [address.as_str(), "run ", "of job left", "--wait", "millrace train", "--join"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
