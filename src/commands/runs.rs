@@ -147,7 +147,7 @@ fn loss_kind(run: &Run) -> &str {
 
 /// The accuracy after an epoch; empty for regression.
 fn accuracy_of(run: &Run, epoch: Option<&EpochRecord>) -> String {
-    let classifies = matches!(loss_kind(run), "cross_entropy" | "bce");
+    let classifies = matches!(loss_kind(run), "cross_entropy" | "bce" | "kl");
     epoch.filter(|_| classifies).map_or(String::new(), |epoch| format!("{:.4}", epoch.accuracy))
 }
 

@@ -39,6 +39,7 @@ const UNFINISHED_RUNS_KEPT: usize = 3;
 pub(crate) const STATE_FILE: &str = "state.safetensors";
 const MANIFEST_FILE: &str = "manifest.json";
 const MODEL_FILE: &str = "model.onnx";
+const TEACHER_FILE: &str = "teacher.onnx";
 pub(crate) const JOB_FILE: &str = "job.json";
 
 /// Why a run has nothing left to do.
@@ -226,6 +227,11 @@ impl Checkpoints {
     /// Path of the run's first model. Workers read it from the volume, not from the file that the job names.
     pub(crate) fn model_path(&self) -> String {
         format!("{}/{}/{MODEL_FILE}", self.folder(), directory(&self.run))
+    }
+
+    /// Path of the model from which the run learns, if its loss has one.
+    pub(crate) fn teacher_path(&self) -> String {
+        format!("{}/{}/{TEACHER_FILE}", self.folder(), directory(&self.run))
     }
 
     /// `volume:/path`, for messages.
@@ -426,7 +432,7 @@ impl Checkpoints {
         })
     }
 
-    /// Makes the run the job's current one and stores its model and its job file.
+    /// Makes the run the job's current one and stores its model, its teacher if it has one, and its job file.
     ///
     /// Adopts a run of format 1 if `is_same` recognizes its id and its job file. Of the job's other runs,
     /// keeps the newest [`UNFINISHED_RUNS_KEPT`] unfinished and the newest [`FINISHED_RUNS_KEPT`] finished
@@ -434,6 +440,7 @@ impl Checkpoints {
     pub(crate) fn begin(
         &self,
         model: &[u8],
+        teacher: Option<&[u8]>,
         job: &[u8],
         is_same: impl Fn(&str, Option<&[u8]>) -> bool,
     ) -> Result<()> {
@@ -452,6 +459,9 @@ impl Checkpoints {
                 .expect_key(self.key(), before)
                 .file(self.model_path(), self.stage(model)?)
                 .file(format!("{}/{folder}/{JOB_FILE}", self.folder()), self.stage(job)?);
+            if let Some(teacher) = teacher {
+                publish = publish.file(self.teacher_path(), self.stage(teacher)?);
+            }
             if let Some((bytes, former)) = self.format_1_pointer()? {
                 let former_job = self.view.read_file(&format!("{}/{JOB_FILE}", self.folder())).ok();
                 if is_same(&former.run, former_job.as_deref()) {
@@ -478,7 +488,7 @@ impl Checkpoints {
                 for kept in &other.kept {
                     publish = self.drop_checkpoint(publish, kept);
                 }
-                for file in [MODEL_FILE, JOB_FILE] {
+                for file in [MODEL_FILE, TEACHER_FILE, JOB_FILE] {
                     let path = format!("{}/{}/{file}", self.folder(), directory(&other.run));
                     publish = self.drop_file(publish, path);
                 }

@@ -138,8 +138,8 @@ impl Columns {
             return Ok(());
         }
         Err(self.bad(format!(
-            "column {:?} is {label}; loss cross_entropy needs whole class numbers, true and false, or texts",
-            self.label
+            "column {:?} is {label}; loss {} needs whole class numbers, true and false, or texts",
+            self.label, self.loss
         )))
     }
 
@@ -147,7 +147,7 @@ impl Columns {
     pub(crate) fn decode(&self, batch: &RecordBatch, row_name: &dyn Fn(usize) -> String) -> Result<Rows> {
         let inputs = self.numbers(batch, &self.features, self.input_width, row_name)?;
         let labels = match self.loss {
-            Loss::CrossEntropy => Labels::Class(self.classes(batch, row_name)?),
+            loss if loss.takes_classes() => Labels::Class(self.classes(batch, row_name)?),
             loss => {
                 let mut values = self.label_values(batch, row_name)?;
                 if let Some(scale) = &self.scale {

@@ -33,10 +33,12 @@ use millrace_bundle::onnx::ModelProto;
 use thiserror::Error;
 
 use crate::graph::{Dim, Graph, GraphError, ParamSpec};
+use crate::validation::Scores;
 
 pub use device::{Device, UnknownDevice};
 pub(crate) use loss::Measures;
-pub use objective::{CrossEntropy, Huber, Loss, Objective};
+use loss::Truth;
+pub use objective::{CrossEntropy, Distillation, Huber, Loss, Objective};
 use run::Compute;
 pub use states::ChannelMoments;
 
@@ -63,6 +65,12 @@ pub enum EngineError {
         /// The requested loss.
         loss: Loss,
         /// The problem with the output.
+        reason: String,
+    },
+    /// The teacher of the loss does not fit the model.
+    #[error("the teacher of loss kl cannot be used: {reason}")]
+    Teacher {
+        /// The mismatch, or why the teacher cannot be loaded.
         reason: String,
     },
     /// The weights do not fit the model.
@@ -146,7 +154,7 @@ pub enum EngineError {
 /// The labels of a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Labels {
-    /// One class per row, 0 to classes − 1 or the ignored label; for [`Loss::CrossEntropy`].
+    /// One class per row, 0 to classes − 1 or the ignored label; for [`Loss::CrossEntropy`] and [`Loss::Kl`].
     Class(Vec<i64>),
     /// `output_width` values per row, row-major; for the other losses.
     Value(Vec<f32>),
@@ -258,6 +266,8 @@ pub struct Engine {
     /// For each batch normalisation, whether training leaves its running statistics alone.
     frozen: Vec<bool>,
     compute: Box<dyn Compute>,
+    /// The model whose outputs the loss asks for.
+    teacher: Option<Box<Engine>>,
 }
 
 impl std::fmt::Debug for Engine {
@@ -290,7 +300,49 @@ impl Engine {
         let states = graph.initial_states(model)?;
         compute.set_states(&states)?;
         let frozen = vec![false; graph.normalizations().len()];
-        Ok(Engine { model: model.clone(), graph, layout, loss, device, weights, states, frozen, compute })
+        Ok(Engine {
+            model: model.clone(),
+            graph,
+            layout,
+            loss,
+            device,
+            weights,
+            states,
+            frozen,
+            compute,
+            teacher: None,
+        })
+    }
+
+    /// Loads the model from which [`Loss::Kl`] learns, onto the same device. Its weights stay.
+    ///
+    /// Rejects a model that this one cannot learn from.
+    pub fn set_teacher(&mut self, model: &ModelProto) -> Result<(), EngineError> {
+        let teacher = Engine::load(model, self.loss.clone(), self.device).map_err(|error| match error {
+            EngineError::Device { .. } | EngineError::Execution { .. } => error,
+            other => EngineError::Teacher { reason: other.to_string() },
+        })?;
+        let sizes = [
+            ("takes", "inputs", teacher.input_width(), self.input_width()),
+            ("gives", "outputs", teacher.output_width(), self.output_width()),
+        ];
+        if let Some((verb, what, found, own)) = sizes.into_iter().find(|(_, _, found, own)| found != own) {
+            let reason = format!("it {verb} {found} {what} per row, the trained model {own}");
+            return Err(EngineError::Teacher { reason });
+        }
+        self.teacher = Some(Box::new(teacher));
+        Ok(())
+    }
+
+    /// The teacher's outputs for the rows of `shard`; empty without one.
+    fn taught(&self, shard: &ShardBatch) -> Result<Vec<f32>, EngineError> {
+        match &self.teacher {
+            None if self.loss.teacher().is_some() => {
+                Err(EngineError::Teacher { reason: "none was loaded".to_owned() })
+            }
+            None => Ok(Vec::new()),
+            Some(teacher) => teacher.logits(&shard.inputs, shard.rows),
+        }
     }
 
     /// The place of each parameter in the flat vector.
@@ -383,9 +435,11 @@ impl Engine {
             });
         }
         self.check_shard_rows(shard.rows)?;
+        let taught = self.taught(shard)?;
         let mut judged = None;
         let found = self.compute.gradients(&shard.inputs, shard.rows, key, &mut |logits| {
-            let found = loss::loss_and_gradient(&self.loss, logits, &shard.labels, shard.rows)?;
+            let truth = Truth { labels: &shard.labels, taught: &taught };
+            let found = loss::loss_and_gradient(&self.loss, logits, truth, shard.rows)?;
             judged = Some((found.loss_sum, found.weight, found.correct, found.ignored));
             Ok(found.slope)
         })?;
@@ -415,21 +469,27 @@ impl Engine {
     pub fn evaluate(&self, shard: &ShardBatch) -> Result<(f64, u64), EngineError> {
         loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         let logits = self.logits(&shard.inputs, shard.rows)?;
-        let found = loss::loss_and_gradient(&self.loss, &logits, &shard.labels, shard.rows)?;
+        let taught = self.taught(shard)?;
+        let truth = Truth { labels: &shard.labels, taught: &taught };
+        let found = loss::loss_and_gradient(&self.loss, &logits, truth, shard.rows)?;
         Ok((found.loss_sum, found.correct))
     }
 
     /// Judges the rows of `shard` at the current weights, without a gradient; see [`Measures`].
-    /// `units` are the sizes of the outputs' errors of 1; all 1 if it is empty.
+    /// `units` are the sizes of the outputs' errors of 1; all 1 if it is empty. `scores` gets the rows' scores
+    /// for the area under the ROC curve; the outputs are of two classes.
     pub(crate) fn measure(
         &self,
         shard: &ShardBatch,
         top: usize,
         units: &[f64],
+        scores: Option<&mut Scores>,
     ) -> Result<Measures, EngineError> {
         loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         let logits = self.logits(&shard.inputs, shard.rows)?;
-        loss::measure(&self.loss, &logits, &shard.labels, shard.rows, (top, units))
+        let taught = self.taught(shard)?;
+        let truth = Truth { labels: &shard.labels, taught: &taught };
+        loss::measure(&self.loss, &logits, truth, shard.rows, (top, units), scores)
     }
 
     /// The model as it was loaded, with the current weights and states, for inference: nodes with a training mode get

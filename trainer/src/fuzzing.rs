@@ -27,6 +27,7 @@ pub fn first_state() -> Vec<u8> {
         best: None,
         states: vec![0.125; layout.state_elements()],
         best_states: Vec::new(),
+        ema: None,
     };
     state.encode(&layout).unwrap_or_default()
 }

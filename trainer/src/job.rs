@@ -1,4 +1,5 @@
 //! The job file: dataset, model, optimizer, stopping rule and output of a training job.
+use std::borrow::Cow;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -9,10 +10,11 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::engine::{Device, Loss, Objective};
+use crate::engine::{Device, Distillation, Loss, Objective};
 use crate::error::{Error, Result};
 use crate::init::ModelSpec;
-use crate::optim::OptimizerConfig;
+use crate::optim::{EmaConfig, OptimizerConfig};
+use crate::teacher;
 
 #[cfg(test)]
 mod tests;
@@ -63,12 +65,16 @@ pub struct JobFile {
     /// that describes a built-in model.
     pub model: ModelSource,
     /// The loss to minimize: `"cross_entropy"`, `"mse"`, `"bce"`, `"l1"`, `"huber"`, or a table with `kind` and
-    /// the settings of that loss.
+    /// the settings of that loss. `{ kind = "kl", teacher = "models:/models/big/3" }` learns from another model.
     #[serde(default = "default_loss")]
     pub loss: Objective,
     /// The optimizer and its settings.
     #[serde(default)]
     pub optimizer: OptimizerConfig,
+    /// An exponential moving average of the weights. Evaluations judge it, and the published model has it: the
+    /// average at the end, or with `validation.best` that of the best evaluation. When absent, none is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ema: Option<EmaConfig>,
     /// Trains on labels that are shifted and scaled to mean 0 and deviation 1, and publishes a model that gives the
     /// original numbers; for `mse`, `l1` and `huber`. Losses are those of the scaled labels.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -88,6 +94,11 @@ pub struct JobFile {
     /// should then have 16 rows or more.
     #[serde(default = "default_virtual_shards")]
     pub virtual_shards: usize,
+    /// Batches whose gradients make one step of the optimizer, 1 when absent. A step is then one of
+    /// `accumulate_steps` · `batch_rows` rows, while workers hold the rows of one batch at a time. The products of
+    /// this number with `batch_rows` and with `virtual_shards` stay within the bounds of these keys.
+    #[serde(default = "default_accumulate_steps", skip_serializing_if = "is_one")]
+    pub accumulate_steps: usize,
     /// Rows on which the weights are evaluated, and what follows from that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
@@ -140,9 +151,14 @@ pub struct Validation {
     /// Publishes the weights of the evaluation with the lowest loss instead of the last weights.
     #[serde(default)]
     pub best: bool,
-    /// Counts rows whose label is among this many classes with the largest outputs; for `cross_entropy`.
+    /// Counts rows whose label is among this many classes with the largest outputs; for `cross_entropy` and
+    /// `kl`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub top_k: Option<usize>,
+    /// Measures the area under the ROC curve of two classes: for `cross_entropy` and `kl` with two outputs and `bce`
+    /// with one. Workers keep 8 bytes per validation row meanwhile, so that at most 16,777,216 rows are allowed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub auc: bool,
 }
 
 /// The `[shuffle]` table; the defaults suit most datasets.
@@ -228,6 +244,14 @@ fn default_virtual_shards() -> usize {
     12
 }
 
+fn default_accumulate_steps() -> usize {
+    1
+}
+
+fn is_one(value: &usize) -> bool {
+    *value == 1
+}
+
 fn default_every_epochs() -> u64 {
     1
 }
@@ -253,6 +277,11 @@ impl JobFile {
         if let (ModelSource::File(model), Some(folder)) = (&mut job.model, path.parent()) {
             *model = folder.join(&*model);
         }
+        if let (Objective::Kl(Distillation { teacher, .. }), Some(folder)) = (&mut job.loss, path.parent())
+            && !teacher::is_in_volume(teacher)
+        {
+            *teacher = folder.join(&*teacher).to_string_lossy().into_owned();
+        }
         Ok(job)
     }
 
@@ -271,6 +300,14 @@ impl JobFile {
         within("batch_rows", self.batch_rows as u64, BATCH_ROWS_MAX as u64)?;
         let shards_max = VIRTUAL_SHARDS_MAX.min(self.batch_rows) as u64;
         within("virtual_shards", self.virtual_shards as u64, shards_max)?;
+        let together = (BATCH_ROWS_MAX / self.batch_rows).min(VIRTUAL_SHARDS_MAX / self.virtual_shards);
+        within("accumulate_steps", self.accumulate_steps as u64, together as u64).map_err(|e| {
+            format!(
+                "{e} (a step has at most {BATCH_ROWS_MAX} rows and {VIRTUAL_SHARDS_MAX} parts, and each of its batches \
+                 has batch_rows = {} and virtual_shards = {})",
+                self.batch_rows, self.virtual_shards
+            )
+        })?;
         within("epochs_max", self.epochs_max, EPOCHS_MAX)?;
         within("checkpoint_every_steps", self.checkpoint_every_steps, u64::MAX)?;
         within("shuffle.lanes", u64::from(self.shuffle.lanes), 1 << 16)?;
@@ -302,17 +339,31 @@ impl JobFile {
         if self.features == self.label {
             return Err(format!("features and label are both {:?}", self.label));
         }
+        if let Some(ema) = self.ema.filter(|ema| !(0.0..1.0).contains(&ema.decay)) {
+            return Err(format!("ema.decay = {}: allowed are 0 to below 1", ema.decay));
+        }
+        if self.optimizer.needs_validation() && self.validation.is_none() {
+            return Err(
+                "optimizer.schedule of kind \"plateau\" follows the validation loss: add a [validation] table, or choose \
+                 another schedule"
+                    .to_owned(),
+            );
+        }
         has_snapshot("dataset", &self.dataset)?;
         if let Some(validation) = &self.validation {
             has_snapshot("validation.dataset", &validation.dataset)?;
             within("validation.every_epochs", validation.every_epochs, self.epochs_max)
                 .map_err(|e| format!("{e} (epochs_max), or no evaluation would take place"))?;
             within("validation.early_stopping", validation.early_stopping.unwrap_or(1), EPOCHS_MAX)?;
+            if validation.auc && !self.loss.kind().counts_classes() {
+                let loss = self.loss.kind();
+                return Err(format!("validation.auc = true needs loss cross_entropy, bce or kl, not {loss}"));
+            }
             if let Some(top) = validation.top_k {
                 within("validation.top_k", top as u64, u64::MAX)?;
                 if !self.loss.kind().takes_classes() {
                     return Err(format!(
-                        "validation.top_k needs loss cross_entropy, not {}",
+                        "validation.top_k needs loss cross_entropy or kl, not {}",
                         self.loss.kind()
                     ));
                 }
@@ -328,6 +379,16 @@ impl JobFile {
         Ok(())
     }
 
+    /// Rows of a step of the optimizer.
+    pub(crate) fn step_rows(&self) -> usize {
+        self.batch_rows * self.accumulate_steps
+    }
+
+    /// Parts of a step of the optimizer: its virtual shards.
+    pub(crate) fn step_shards(&self) -> usize {
+        self.virtual_shards * self.accumulate_steps
+    }
+
     /// The volume of checkpoints and bundles.
     pub fn output_volume(&self) -> VolumeSpec {
         let volume = self.output.volume.as_ref().unwrap_or(&self.dataset.source.volume);
@@ -340,7 +401,7 @@ impl JobFile {
     }
 
     /// SHA-256, in hex, of what the job computes: `Computation`, the first model's digest `model_sha256`, and
-    /// `data`, which identifies the rows and their order.
+    /// `data`, which identifies the rows and their order, and the teacher.
     ///
     /// The budget (`epochs_max`, `loss_target`, `validation.early_stopping`), the workers, the checkpoints, the job's name and its
     /// output are not part of it.
@@ -360,11 +421,13 @@ impl JobFile {
             model: _,
             loss,
             optimizer,
+            ema,
             standardize_labels,
             freeze,
             no_decay,
             batch_rows,
             virtual_shards,
+            accumulate_steps,
             validation,
             epochs_max: _,
             loss_target: _,
@@ -381,10 +444,12 @@ impl JobFile {
             dataset,
             features,
             label,
-            loss,
+            loss: loss.without_place(),
             optimizer,
             batch_rows: *batch_rows,
             virtual_shards: *virtual_shards,
+            accumulate_steps: *accumulate_steps,
+            ema: *ema,
             seed: *seed,
             device: *device,
             shuffle,
@@ -393,8 +458,14 @@ impl JobFile {
             no_decay,
             validation: validation.as_ref().map(|validation| {
                 // The patience is part of the budget.
-                let Validation { dataset, every_epochs, early_stopping: _, best, top_k } = validation;
-                ValidationComputation { dataset, every_epochs: *every_epochs, best: *best, top_k: *top_k }
+                let Validation { dataset, every_epochs, early_stopping: _, best, top_k, auc } = validation;
+                ValidationComputation {
+                    dataset,
+                    every_epochs: *every_epochs,
+                    best: *best,
+                    top_k: *top_k,
+                    auc: *auc,
+                }
             }),
         }
     }
@@ -425,6 +496,8 @@ impl JobFile {
             standardize_labels: self.standardize_labels,
             freeze: &self.freeze,
             no_decay: &self.no_decay,
+            accumulate_steps: self.accumulate_steps,
+            ema: self.ema,
         };
         let text = serde_json::to_string(&former).unwrap_or_default();
         digest_of(&["millrace job 1", &text, model_sha256, data])
@@ -441,7 +514,7 @@ struct Computation<'a> {
     dataset: &'a DatasetSpec,
     features: &'a str,
     label: &'a str,
-    loss: &'a Objective,
+    loss: Cow<'a, Objective>,
     optimizer: &'a OptimizerConfig,
     batch_rows: usize,
     virtual_shards: usize,
@@ -454,6 +527,10 @@ struct Computation<'a> {
     freeze: &'a [String],
     #[serde(skip_serializing_if = "<[String]>::is_empty")]
     no_decay: &'a [String],
+    #[serde(skip_serializing_if = "is_one")]
+    accumulate_steps: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ema: Option<EmaConfig>,
     #[serde(skip_serializing_if = "Option::is_none")]
     validation: Option<ValidationComputation<'a>>,
 }
@@ -466,6 +543,8 @@ struct ValidationComputation<'a> {
     best: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     top_k: Option<usize>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    auc: bool,
 }
 
 /// The form that format 1 hashed. It must never change.
@@ -495,6 +574,10 @@ struct FormerJob<'a> {
     freeze: &'a [String],
     #[serde(skip_serializing_if = "<[String]>::is_empty")]
     no_decay: &'a [String],
+    #[serde(skip_serializing_if = "is_one")]
+    accumulate_steps: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ema: Option<EmaConfig>,
 }
 
 #[derive(Serialize)]

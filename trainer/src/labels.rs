@@ -57,6 +57,11 @@ impl Dictionary {
         self.texts.iter().map(String::as_str).find(|text| other.class_of(text).is_none())
     }
 
+    /// Whether these are its texts, in order.
+    pub(crate) fn is(&self, texts: &[String]) -> bool {
+        self.texts == texts
+    }
+
     /// The content of [`LABELS_FILE`].
     pub(crate) fn file(&self, column: &str) -> Vec<u8> {
         let file = LabelsFile { format_version: 1, column, labels: &self.texts };

@@ -80,6 +80,7 @@ mod shards;
 mod source;
 mod state;
 mod statistics;
+mod teacher;
 pub mod tensorboard;
 pub mod train;
 mod validation;

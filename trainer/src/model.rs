@@ -17,7 +17,7 @@ use crate::job::{JobFile, ModelSource};
 use sharing::Restored;
 
 /// Largest ONNX file, and largest model including external weights: the exported model is one file.
-const MODEL_BYTES_MAX: u64 = 2 << 30;
+pub(crate) const MODEL_BYTES_MAX: u64 = 2 << 30;
 
 /// The run's first model, complete: it refers to no other file.
 pub(crate) fn load(job: &JobFile) -> Result<ModelProto> {

@@ -4,20 +4,25 @@
 //! the same mean gradient to the same weights therefore gets the same bits. All parameters decay alike, as in
 //! PyTorch's optimizers without parameter groups, unless [`Groups`] freeze some or exempt them from decay.
 
+mod average;
 mod config;
 mod groups;
+mod plateau;
 mod steps;
 #[cfg(test)]
 mod tests;
 
 use thiserror::Error;
 
+pub(crate) use average::Average;
+pub use average::EmaConfig;
 use config::validate;
 pub use config::{
     AdaGradConfig, AdamConfig, AdamWConfig, OptimizerConfig, RmsPropConfig, Schedule, SgdConfig,
 };
 pub use groups::Groups;
 use groups::Stretch;
+pub use plateau::Plateau;
 use steps::Step;
 
 /// An error of building, restoring or applying an optimizer.
@@ -81,6 +86,8 @@ pub struct Optimizer {
     stretches: Vec<Stretch>,
     step: u64,
     slots: Vec<Vec<f32>>,
+    /// The learning rate after the evaluations so far, for [`Schedule::Plateau`].
+    plateau_rate: Option<f64>,
 }
 
 impl Optimizer {
@@ -103,7 +110,17 @@ impl Optimizer {
             parameters,
             stretches: groups.stretches().to_vec(),
             step: 0,
+            plateau_rate: None,
         })
+    }
+
+    /// Sets the learning rate that follows from the losses of all evaluations so far, for
+    /// [`Schedule::Plateau`]. It is not part of [`Optimizer::state`].
+    pub fn follow(&mut self, losses: impl IntoIterator<Item = f64>) {
+        let common = self.config.common();
+        if let Schedule::Plateau(plateau) = common.schedule {
+            self.plateau_rate = Some(plateau.rate(common.learning_rate, losses));
+        }
     }
 
     /// Steps applied so far.
@@ -114,7 +131,7 @@ impl Optimizer {
     /// The learning rate that the next [`Optimizer::apply`] uses.
     pub fn learning_rate(&self) -> f64 {
         let common = self.config.common();
-        common.learning_rate * common.schedule.factor(self.step)
+        self.plateau_rate.unwrap_or_else(|| common.learning_rate * common.schedule.factor(self.step))
     }
 
     /// Moves `weights` one step against the mean gradient `grad`.

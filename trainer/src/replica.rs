@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
 use crate::job::JobFile;
 use crate::ledger::{EpochError, EpochRecord, Ledger, Tally, epoch_digest};
-use crate::optim::{Groups, Optimizer};
+use crate::optim::{Average, Groups, Optimizer};
 use crate::source;
 use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
@@ -43,6 +43,13 @@ pub(crate) struct StepOutcome {
 
 type Reading = tokio::task::JoinHandle<Result<FeedBatch, FeedError>>;
 
+/// Rows of a step that a worker holds at a time, beside those that are read ahead.
+struct Pass {
+    shards: Range<usize>,
+    batch: FeedBatch,
+    rows: Rows,
+}
+
 /// A worker's copy of the run.
 pub(crate) struct Replica {
     job: JobFile,
@@ -54,6 +61,8 @@ pub(crate) struct Replica {
     engine: Engine,
     groups: Groups,
     optimizer: Optimizer,
+    /// The moving average of the weights, if the job keeps one.
+    average: Option<Average>,
     scale: Scale,
     ledger: Ledger,
     evaluations: Vec<Evaluation>,
@@ -64,7 +73,7 @@ pub(crate) struct Replica {
     step: u64,
     sums: Vec<i64>,
     mean: Vec<f32>,
-    /// The prefetched next batch: its step, its slots and the read in progress.
+    /// The prefetched next rows: their step, their slots and the read in progress.
     prefetched: Option<(u64, Range<usize>, Reading)>,
     dataset_digest: Option<u64>,
     checkpoints: Checkpoints,
@@ -90,8 +99,11 @@ impl Replica {
             owner,
             keep: config.checkpoints_keep,
         };
-        let model = read_model(&checkpoints)?;
+        let model = read_model(&checkpoints.view, &checkpoints.model_path())?;
         let mut engine = Engine::load(&model, job.loss.clone(), job.device)?;
+        if job.loss.teacher().is_some() {
+            engine.set_teacher(&read_model(&checkpoints.view, &checkpoints.teacher_path())?)?;
+        }
         let parameters = engine.layout().elements();
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
         engine.freeze_states(groups.frozen_states())?;
@@ -109,6 +121,7 @@ impl Replica {
             validator,
             optimizer: Optimizer::with_groups(&job.optimizer, &groups)?,
             groups,
+            average: job.ema.map(Average::new),
             evaluations: Vec::new(),
             best: None,
             best_states: Vec::new(),
@@ -196,27 +209,52 @@ impl Replica {
         leave: bool,
         stop: bool,
     ) -> Result<Round> {
+        // Also after an error: a state transfer may follow.
+        self.exchange_average()?;
+        let round = self.evaluate_engine(partial, ring, leave, stop);
+        self.exchange_average()?;
+        let round = round?;
+        if let (true, Some(validator)) = (round.complete, &self.validator) {
+            let evaluation = validator.conclude(partial, self.epochs(), self.step)?;
+            self.evaluations.push(evaluation);
+            let keeps = self.job.validation.as_ref().is_some_and(|validation| validation.best);
+            if keeps && validation::best(&self.evaluations) == Some(&evaluation) {
+                let average = self.average.as_ref().and_then(Average::values);
+                self.best = Some(average.map_or(self.engine.weights(), Vec::as_slice).to_vec());
+                self.best_states = self.engine.states().to_vec();
+            }
+            self.optimizer.follow(losses(&self.evaluations));
+        }
+        Ok(round)
+    }
+
+    fn evaluate_engine(
+        &self,
+        partial: &mut Partial,
+        ring: &mut Ring<'_>,
+        leave: bool,
+        stop: bool,
+    ) -> Result<Round> {
         let Some(validator) = &self.validator else {
             return Err(
                 self.bad_state("it waits for an evaluation, but there is no validation data".to_owned())
             );
         };
-        let round = validator
-            .round(&self.engine, partial, ring, (self.position(), leave, stop), &self.runtime)
-            .map_err(|error| match error {
+        validator.round(&self.engine, partial, ring, (self.position(), leave, stop), &self.runtime).map_err(
+            |error| match error {
                 Error::Engine(error) => self.diverged(error),
                 other => other,
-            })?;
-        if round.complete {
-            let evaluation = validator.conclude(partial, self.epochs(), self.step)?;
-            self.evaluations.push(evaluation);
-            let keeps = self.job.validation.as_ref().is_some_and(|validation| validation.best);
-            if keeps && validation::best(&self.evaluations) == Some(&evaluation) {
-                self.best = Some(self.engine.weights().to_vec());
-                self.best_states = self.engine.states().to_vec();
-            }
-        }
-        Ok(round)
+            },
+        )
+    }
+
+    /// Exchanges the engine's weights and their average, if there is one.
+    fn exchange_average(&mut self) -> Result<()> {
+        let Some(values) = self.average.as_mut().and_then(Average::values_mut) else { return Ok(()) };
+        Ok(self.engine.update(|weights| {
+            weights.swap_with_slice(values);
+            Ok::<_, EngineError>(())
+        })?)
     }
 
     /// Epochs completed.
@@ -265,6 +303,7 @@ impl Replica {
             best: self.best.clone(),
             states: self.engine.states().to_vec(),
             best_states: self.best_states.clone(),
+            ema: self.average.as_ref().and_then(Average::values).cloned(),
         }
     }
 
@@ -274,6 +313,10 @@ impl Replica {
         self.engine.set_states(&state.states).map_err(|error| self.diverged(error))?;
         self.optimizer.load_state(state.optimizer)?;
         self.check_optimizer(state.step.saturating_sub(1))?;
+        if let Some(average) = &mut self.average {
+            average.restore(state.ema, &self.groups, self.optimizer.step())?;
+        }
+        self.optimizer.follow(losses(&state.evaluations));
         let fraction_bits = state.fraction_bits.unwrap_or(FRACTION_BITS_DEFAULT);
         self.scale = Scale::new(fraction_bits, contributions(&self.job))?;
         self.ledger = state.ledger;
@@ -301,33 +344,26 @@ impl Replica {
     /// On an error nothing was applied, and the step can be computed again in another ring.
     pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, leave: bool, stop: bool) -> Result<StepOutcome> {
         let began = Instant::now();
-        let (shards, batch_rows) = (self.job.virtual_shards, self.plan.batch_rows());
+        let (shards, batch_rows) = (self.job.step_shards(), self.plan.batch_rows());
         let own = rank_shards(ring.rank(), ring.world(), shards);
-        let slots =
-            shard_slots(own.start, shards, batch_rows).start..shard_slots(own.end, shards, batch_rows).start;
-        let batch = self.read(slots)?;
-        let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
-
+        let passes = passes(own, self.job.accumulate_steps);
         let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
         let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), shards)
             .with_channels(self.engine.moving_channels());
         tally.leave = u64::from(leave);
         tally.stop = u64::from(stop);
-        for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
-            if !tally.count(*epoch, *row) {
-                return Err(self.miscounted(*epoch, format!("step {} delivered its row {row}", self.step)));
-            }
-        }
         // Stored only once the step is applied: a step that a broken ring interrupted begins again with the
         // scale that every worker holds.
         let mut scale = self.scale;
-        let mut total = self.sum(ring, scale, &rows, own.clone(), tally.clone())?;
+        let mut held = None;
+        let mut total = self.sum(ring, scale, &passes, &mut held, tally.clone())?;
         if !scale.suits(total.largest()) {
             let largest = total.largest();
             tracing::debug!(step = self.step, largest, "computing the step in another scale");
             scale = scale.for_largest(largest);
-            total = self.sum(ring, scale, &rows, own, tally)?;
+            total = self.sum(ring, scale, &passes, &mut held, tally)?;
         }
+        drop(held);
         let summed = began.elapsed();
 
         // Rows without any weight have no mean: the step changes neither the weights nor the optimizer.
@@ -338,6 +374,9 @@ impl Replica {
             self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
             check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
             self.check_optimizer(self.step)?;
+            if let Some(average) = &mut self.average {
+                average.add(&self.groups, self.engine.weights(), self.optimizer.step());
+            }
         }
         let rows_of = |shard: usize| shard_slots(shard, shards, batch_rows).len();
         let moments: Vec<(usize, &[ChannelMoments])> =
@@ -370,34 +409,48 @@ impl Replica {
         Ok(StepOutcome { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
     }
 
-    /// Computes the gradients of the shards `own` and sums them over the ring, into `self.sums`. Returns the
-    /// total tally.
+    /// Computes the gradients of the shards of `passes` and sums them over the ring, into `self.sums`. Returns
+    /// the total tally. `held` are the rows of the last pass, which need not be read again.
     fn sum(
         &mut self,
         ring: &mut Ring<'_>,
         scale: Scale,
-        rows: &Rows,
-        own: Range<usize>,
+        passes: &[Range<usize>],
+        held: &mut Option<Pass>,
         mut tally: Tally,
     ) -> Result<Tally> {
-        let (shards, batch_rows) = (self.job.virtual_shards, self.plan.batch_rows());
-        let first_slot = shard_slots(own.start, shards, batch_rows).start;
+        let (shards, batch_rows) = (self.job.step_shards(), self.plan.batch_rows());
         let parameters = self.engine.layout().elements();
         self.sums.clear();
         self.sums.resize(parameters, 0);
-        for shard in own {
-            let range = shard_slots(shard, shards, batch_rows);
-            let key = ShardKey { seed: self.job.seed, step: self.step, shard: shard as u64 };
-            let mut part = self
-                .engine
-                .gradients_at(&rows.shard(range.start - first_slot..range.end - first_slot), key)
-                .map_err(|error| self.diverged(error))?;
-            self.groups.clear_frozen(&mut part.grad);
-            let largest = scale.add(&part.grad, &mut self.sums).map_err(|e| self.not_finite(&e))?;
-            tally.shard(shard, part.loss_sum, part.weight, largest);
-            tally.record_moments(shard, &part.moments);
-            tally.correct += part.correct;
-            tally.ignored += part.ignored;
+        for (at, own) in passes.iter().enumerate() {
+            if held.as_ref().is_none_or(|held| held.shards != *own) {
+                *held = None;
+                let next = passes.get(at + 1).map_or((self.step + 1, &passes[0]), |next| (self.step, next));
+                *held = Some(self.pass(own, next)?);
+            }
+            let Some(Pass { batch, rows, .. }) = held else { continue };
+            for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
+                if !tally.count(*epoch, *row) {
+                    let reason = format!("step {} delivered its row {row}", self.step);
+                    return Err(self.miscounted(*epoch, reason));
+                }
+            }
+            let first_slot = shard_slots(own.start, shards, batch_rows).start;
+            for shard in own.clone() {
+                let range = shard_slots(shard, shards, batch_rows);
+                let key = ShardKey { seed: self.job.seed, step: self.step, shard: shard as u64 };
+                let mut part = self
+                    .engine
+                    .gradients_at(&rows.shard(range.start - first_slot..range.end - first_slot), key)
+                    .map_err(|error| self.diverged(error))?;
+                self.groups.clear_frozen(&mut part.grad);
+                let largest = scale.add(&part.grad, &mut self.sums).map_err(|e| self.not_finite(&e))?;
+                tally.shard(shard, part.loss_sum, part.weight, largest);
+                tally.record_moments(shard, &part.moments);
+                tally.correct += part.correct;
+                tally.ignored += part.ignored;
+            }
         }
         tally.encode(&mut self.sums);
         ring.all_reduce(self.step, &mut self.sums)?;
@@ -409,8 +462,17 @@ impl Replica {
         })
     }
 
-    /// The batch of this step, prefetched if its slots were predicted; starts prefetching the next one.
-    fn read(&mut self, slots: Range<usize>) -> Result<FeedBatch> {
+    /// Reads the rows of the shards `own` of this step; starts prefetching those of the pass `next`.
+    fn pass(&mut self, own: &Range<usize>, (next_step, next): (u64, &Range<usize>)) -> Result<Pass> {
+        let (shards, batch_rows) = (self.job.step_shards(), self.plan.batch_rows());
+        let cut = |at| shard_slots(at, shards, batch_rows).start;
+        let batch = self.read(cut(own.start)..cut(own.end), (next_step, cut(next.start)..cut(next.end)))?;
+        let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
+        Ok(Pass { shards: own.clone(), batch, rows })
+    }
+
+    /// Rows of this step, prefetched if their slots were predicted; starts prefetching those of `next`.
+    fn read(&mut self, slots: Range<usize>, next: (u64, Range<usize>)) -> Result<FeedBatch> {
         let foreseen = self.prefetched.take().and_then(|(step, prefetched, reading)| {
             if step == self.step && prefetched == slots {
                 return Some(reading);
@@ -440,10 +502,9 @@ impl Replica {
             Some(Err(error)) => return Err(Error::feed(what(), error)),
             None => return Err(Error::feed(what(), "the runtime stopped")),
         };
-        let (feed, next) = (self.feed.clone(), self.step + 1);
-        let wanted = slots.clone();
-        let reading = self.runtime.spawn(async move { feed.batch(next, wanted).await });
-        self.prefetched = Some((next, slots, reading));
+        let (feed, (step, wanted)) = (self.feed.clone(), next.clone());
+        let reading = self.runtime.spawn(async move { feed.batch(step, wanted).await });
+        self.prefetched = Some((next.0, next.1, reading));
         Ok(batch)
     }
 
@@ -548,9 +609,20 @@ pub(crate) fn check_weights(layout: &ParamLayout, weights: &[f32], step: u64) ->
     Err(Error::Diverged { step, reason })
 }
 
+/// The losses of evaluations, in order.
+fn losses(evaluations: &[Evaluation]) -> impl Iterator<Item = f64> {
+    evaluations.iter().map(|evaluation| evaluation.loss)
+}
+
 /// Contributions to a sum: one per virtual shard; nothing else is summed in the gradient's lanes.
 fn contributions(job: &JobFile) -> u32 {
-    u32::try_from(job.virtual_shards).unwrap_or(u32::MAX)
+    u32::try_from(job.step_shards()).unwrap_or(u32::MAX)
+}
+
+/// A rank's shards in the passes in which it computes them: one for each accumulated batch, or fewer.
+fn passes(own: Range<usize>, accumulate_steps: usize) -> Vec<Range<usize>> {
+    let size = own.len().div_ceil(accumulate_steps).max(1);
+    own.clone().step_by(size).map(|first| first..(first + size).min(own.end)).collect()
 }
 
 /// Whether a run with this ledger and these evaluations has nothing left to do.
@@ -598,14 +670,11 @@ pub(crate) fn open_output(datafs: &Datafs, job: &JobFile) -> Result<View> {
         .map_err(|e| Error::volume(format!("job {}: open output volume {volume}", job.name), e))
 }
 
-/// The run's model as the coordinator stored it when the run began.
-pub(crate) fn read_model(checkpoints: &Checkpoints) -> Result<ModelProto> {
-    let path = checkpoints.model_path();
-    let place = format!("{}:/{path}", checkpoints.view.spec());
-    let bytes = checkpoints
-        .view
-        .read_file(&path)
-        .map_err(|e| Error::volume(format!("read the run's model {place}"), e))?;
+/// A model of the run as the coordinator stored it when the run began.
+fn read_model(view: &View, path: &str) -> Result<ModelProto> {
+    let place = format!("{}:/{path}", view.spec());
+    let bytes =
+        view.read_file(path).map_err(|e| Error::volume(format!("read the run's model {place}"), e))?;
     ModelProto::decode(bytes)
         .map_err(|e| Error::Checkpoint { place, reason: format!("not an ONNX model ({e})") })
 }

@@ -143,7 +143,7 @@ fn ends(epochs: &[EpochRecord], evaluations: &[Evaluation], job: &JobFile) -> Ve
     // A step takes rows of the next epoch where those of one do not suffice.
     let ends = epochs.iter().scan(0u64, |rows, epoch| {
         *rows = rows.saturating_add(epoch.rows);
-        Some(rows.div_ceil(job.batch_rows.max(1) as u64))
+        Some(rows.div_ceil(job.step_rows().max(1) as u64))
     });
     ends.chain(evaluations.iter().map(|evaluation| evaluation.step)).collect()
 }

@@ -28,7 +28,7 @@ pub(crate) fn check(engine: &Engine, job: &JobFile) -> Result<()> {
     engine.check_shard_rows(rows).map_err(|error| {
         unfit(format!("batch_rows = {}, virtual_shards = {}: {error}", job.batch_rows, job.virtual_shards))
     })?;
-    if channels.saturating_mul(job.virtual_shards) > STATISTICS_MAX {
+    if channels.saturating_mul(job.step_shards()) > STATISTICS_MAX {
         return Err(unfit(format!(
             "virtual_shards = {}: the statistics of {channels} channels of each shard exceed 1 GiB; use fewer shards",
             job.virtual_shards

@@ -45,7 +45,7 @@ pub(crate) fn resolve(datafs: &Datafs, job: &Name, dataset: &mut DatasetSpec) ->
 pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
     PlanOptions {
         seed: job.seed,
-        batch_rows: job.batch_rows,
+        batch_rows: job.step_rows(),
         lanes: job.shuffle.lanes,
         window_rows: job.shuffle.window_rows,
         working_set_bytes_max: job

@@ -1,8 +1,8 @@
 //! The replicated state of a run: everything that a worker needs to apply the next step.
 //!
 //! One encoding serves checkpoints and state transfers to joining workers: safetensors with every parameter
-//! under its own name (`model.NAME`, `best.NAME`, `optimizer.SLOT.NAME`), running statistics as `state.NAME` and
-//! `best_state.NAME`, and the counters as JSON in the file's metadata.
+//! under its own name (`model.NAME`, `best.NAME`, `ema.NAME`, `optimizer.SLOT.NAME`), running statistics as `state.NAME`
+//! and `best_state.NAME`, and the counters as JSON in the file's metadata.
 //! Nothing in it depends on the number of workers.
 use std::collections::HashMap;
 
@@ -41,6 +41,8 @@ pub(crate) struct RunState {
     pub(crate) states: Vec<f32>,
     /// Those of `best`.
     pub(crate) best_states: Vec<f32>,
+    /// The moving average of the weights, in a run that keeps one and has changed its weights.
+    pub(crate) ema: Option<Vec<f32>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -57,6 +59,8 @@ struct Counters {
     evaluations: Vec<Evaluation>,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     best: bool,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    ema: bool,
 }
 
 /// The counters that people ask for, as any program has written them.
@@ -102,7 +106,7 @@ impl History {
 impl RunState {
     /// The weights to publish.
     pub(crate) fn published(&self) -> &[f32] {
-        self.best.as_ref().unwrap_or(&self.weights)
+        self.best.as_ref().or(self.ema.as_ref()).unwrap_or(&self.weights)
     }
 
     /// The running statistics to publish.
@@ -114,7 +118,7 @@ impl RunState {
     pub(crate) fn bytes_max(layout: &ParamLayout) -> u64 {
         let vector = 4 * layout.elements() as u64;
         let states = 4 * layout.state_elements() as u64;
-        let vectors = vector.saturating_mul(2 + SLOTS_MAX).saturating_add(states.saturating_mul(2));
+        let vectors = vector.saturating_mul(3 + SLOTS_MAX).saturating_add(states.saturating_mul(2));
         vectors.saturating_add(OVERHEAD_BYTES_MAX)
     }
 
@@ -128,12 +132,16 @@ impl RunState {
             fraction_bits: self.fraction_bits,
             evaluations: self.evaluations.clone(),
             best: self.best.is_some(),
+            ema: self.ema.is_some(),
         };
         let counters = serde_json::to_string(&counters).map_err(|e| e.to_string())?;
         let mut vectors = vec![("model".to_owned(), &layout.params, &self.weights)];
         if let Some(best) = &self.best {
             vectors.push(("best".to_owned(), &layout.params, best));
             vectors.push(("best_state".to_owned(), &layout.states, &self.best_states));
+        }
+        if let Some(ema) = &self.ema {
+            vectors.push(("ema".to_owned(), &layout.params, ema));
         }
         for (slot, values) in &self.optimizer.slots {
             vectors.push((format!("optimizer.{slot}"), &layout.params, values));
@@ -207,6 +215,7 @@ impl RunState {
             Some(_) => vector_of("best_state", &layout.states)?,
             None => Vec::new(),
         };
+        let ema = counters.ema.then(|| vector("ema")).transpose()?;
         let slots = counters
             .optimizer_slots
             .iter()
@@ -222,6 +231,7 @@ impl RunState {
             best,
             states,
             best_states,
+            ema,
         })
     }
 }

@@ -36,6 +36,7 @@ use crate::shards;
 use crate::source::{self, LabelFacts};
 use crate::state::RunState;
 use crate::statistics;
+use crate::teacher;
 use crate::validation::{self, Evaluation, Validator};
 use crate::worker::{Assignment, VolumesSetup};
 
@@ -462,6 +463,10 @@ impl Checked {
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
         let mut engine = Engine::load(&model, job.loss.clone(), Device::Cpu)?;
+        let teacher = teacher::read(&setup.datafs, &job)?;
+        if let Some(teacher) = &teacher {
+            engine.set_teacher(&teacher.model)?;
+        }
         let groups =
             Groups::new(engine.layout(), &job.freeze, &job.no_decay).map_err(|e| unfit(e.to_string()))?;
         Optimizer::with_groups(&job.optimizer, &groups)?;
@@ -481,6 +486,9 @@ impl Checked {
             source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
         };
         let labels = runtime.block_on(LabelFacts::read(&job, &engine, &dataset, &plan))?;
+        if let Some(teacher) = &teacher {
+            teacher.check_labels(&job, labels.dictionary.as_ref())?;
+        }
         let columns = source::columns(&job, &engine, &labels);
         runtime.block_on(source::probe(&feed, &columns))?;
 
@@ -508,6 +516,10 @@ impl Checked {
             }
             None => None,
         };
+        let teacher = teacher.map(|teacher| teacher.model.encode_to_vec());
+        if let Some(teacher) = &teacher {
+            data += &format!(" teacher {}", hex::encode(Sha256::digest(teacher)));
+        }
         let model_sha256 = hex::encode(Sha256::digest(&model));
         let run = job.digest(&model_sha256, &data);
         let former_run = job.former_digest(&model_sha256, &data);
@@ -579,7 +591,7 @@ impl Checked {
         };
         let text = serde_json::to_vec_pretty(&job).unwrap_or_default();
         // The id of a format 1 run includes its budget, which is in its job file.
-        checkpoints.begin(&model, &text, |id, former_job| {
+        checkpoints.begin(&model, teacher.as_deref(), &text, |id, former_job| {
             let former_job = former_job.and_then(|text| serde_json::from_slice::<JobFile>(text).ok());
             id == former_run
                 || former_job.is_some_and(|former| {
@@ -681,7 +693,7 @@ impl Prepared {
                 first_report.get_or_insert((Instant::now(), seen.step));
             }
             let (since, step) = first_report.unwrap_or_else(|| (Instant::now(), seen.step));
-            let rows = seen.step.saturating_sub(step.max(first_step)) as f64 * job.batch_rows as f64;
+            let rows = seen.step.saturating_sub(step.max(first_step)) as f64 * job.step_rows() as f64;
             let elapsed = since.elapsed().max(Duration::from_micros(1)).as_secs_f64();
             on_progress(Progress {
                 step: seen.step,
@@ -730,7 +742,7 @@ impl Prepared {
         if let Some(outcome) = trained.filter(|outcome| !outcome.trained.is_zero()) {
             let steps = state.step.saturating_sub(report.resumed_from_step.unwrap_or_default());
             report.samples_per_second =
-                steps as f64 * self.job.batch_rows as f64 / outcome.trained.as_secs_f64();
+                steps as f64 * self.job.step_rows() as f64 / outcome.trained.as_secs_f64();
         }
         fill(&mut report, &state, self.job.loss.kind());
         if let Some(last) = report.validation.last() {

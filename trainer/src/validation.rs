@@ -20,8 +20,11 @@ use crate::error::{Error, Result};
 use crate::job::{JobFile, Validation};
 use crate::source;
 
+mod auc;
 #[cfg(test)]
 mod tests;
+
+pub(crate) use auc::Scores;
 
 /// Integers that carry the figures of a batch.
 const LANES: usize = 7;
@@ -41,7 +44,7 @@ pub struct Evaluation {
     pub rows: u64,
     /// Mean loss.
     pub loss: f64,
-    /// Share of the rows that were classified correctly; for `cross_entropy` and `bce`.
+    /// Share of the rows that were classified correctly; for `cross_entropy`, `bce` and `kl`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
     /// Share of the rows whose label is among the `top_k` classes with the largest outputs.
@@ -53,6 +56,10 @@ pub struct Evaluation {
     /// The exponential of the loss, for `cross_entropy`; none above the range of numbers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub perplexity: Option<f64>,
+    /// Area under the ROC curve of two classes, 0.5 for guesses; none unless `validation.auc` asks for it, and
+    /// none on rows of one class.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub auc: Option<f64>,
 }
 
 impl Evaluation {
@@ -63,6 +70,7 @@ impl Evaluation {
             ("top_k", self.top_k),
             ("mae", self.mae),
             ("perplexity", self.perplexity),
+            ("auc", self.auc),
         ];
         let present = optional.into_iter().filter_map(|(name, value)| Some((name, value?)));
         std::iter::once(("loss", self.loss)).chain(present)
@@ -107,6 +115,7 @@ pub(crate) struct Validator {
     columns: Columns,
     loss: Loss,
     top_k: Option<usize>,
+    auc: bool,
     /// Rows that are computed at a time: those of a virtual shard, so that memory suffices as in training.
     chunk_rows: usize,
 }
@@ -114,6 +123,8 @@ pub(crate) struct Validator {
 /// An evaluation in progress.
 #[derive(Debug, Default)]
 pub(crate) struct Partial {
+    /// The scores of the rows, for the area under the ROC curve.
+    scores: Scores,
     /// Batches whose figures are in `sum`.
     batches: u64,
     sum: Measures,
@@ -140,11 +151,21 @@ impl Validator {
         trained: &Columns,
         cache_bytes_max: u64,
     ) -> Result<Validator> {
+        if validation.auc {
+            let workers = job.workers_max.unwrap_or(job.virtual_shards);
+            auc::check(trained.loss, trained.output_width, plan.rows(), batch_rows(&plan), workers).map_err(
+                |error| Error::Job {
+                    job: job.name.to_string(),
+                    reason: format!("validation.auc = true on {}: {error}", validation.dataset),
+                },
+            )?;
+        }
         Ok(Validator {
             feed: source::open_feed(job, plan, dataset, cache_bytes_max)?,
             columns: Columns { dataset: validation.dataset.to_string(), ..trained.clone() },
             loss: job.loss.kind(),
             top_k: validation.top_k,
+            auc: validation.auc,
             chunk_rows: job.batch_rows.div_ceil(job.virtual_shards).max(1),
         })
     }
@@ -171,24 +192,30 @@ impl Validator {
         runtime: &Handle,
     ) -> Result<Round> {
         let own = partial.batches + ring.rank() as u64;
-        let mut lanes = vec![0i64; LANES_FIXED + LANES * ring.world()];
+        let size = LANES + if self.auc { 1 + batch_rows(self.feed.plan()) } else { 0 };
+        let mut lanes = vec![0i64; LANES_FIXED + size * ring.world()];
         (lanes[0], lanes[1]) = (i64::from(leave), i64::from(stop));
         if own < self.batches() {
-            let measures = self.batch(engine, own, runtime)?;
-            let start = LANES_FIXED + LANES * ring.rank();
-            lanes[start..start + LANES].copy_from_slice(&encode(&measures));
+            let mut scores = Scores::default();
+            let measures = self.batch(engine, own, runtime, &mut scores)?;
+            let lanes = &mut lanes[LANES_FIXED + size * ring.rank()..][..size];
+            lanes[..LANES].copy_from_slice(&encode(&measures));
+            scores.encode(&mut lanes[LANES..]);
         }
         ring.all_reduce(position, &mut lanes)?;
         let left = self.batches().saturating_sub(partial.batches);
         let computed = left.min(ring.world() as u64);
-        for batch in lanes[LANES_FIXED..].chunks_exact(LANES).take(computed as usize) {
-            add(&mut partial.sum, &decode(batch));
+        for batch in lanes[LANES_FIXED..].chunks_exact(size).take(computed as usize) {
+            let measures = decode(batch);
+            add(&mut partial.sum, &measures);
+            let scored = measures.rows.saturating_sub(measures.ignored) as usize;
+            partial.scores.add_encoded(&batch[LANES..], scored);
         }
         partial.batches += computed;
         Ok(Round { complete: computed == left, leave: lanes[0] > 0, stop: lanes[1] > 0 })
     }
 
-    fn batch(&self, engine: &Engine, batch: u64, runtime: &Handle) -> Result<Measures> {
+    fn batch(&self, engine: &Engine, batch: u64, runtime: &Handle, scores: &mut Scores) -> Result<Measures> {
         let plan = self.feed.plan();
         let left = plan.rows() - batch * plan.batch_rows() as u64;
         let count = usize::try_from(left).map_or(plan.batch_rows(), |left| left.min(plan.batch_rows()));
@@ -198,7 +225,8 @@ impl Validator {
         let mut sum = Measures::default();
         for first in (0..count).step_by(self.chunk_rows) {
             let shard = rows.shard(first..(first + self.chunk_rows).min(count));
-            add(&mut sum, &engine.measure(&shard, self.top_k.unwrap_or(0), units)?);
+            let scores = self.auc.then_some(&mut *scores);
+            add(&mut sum, &engine.measure(&shard, self.top_k.unwrap_or(0), units, scores)?);
         }
         Ok(sum)
     }
@@ -224,7 +252,12 @@ impl Validator {
     }
 
     /// The figures of a complete evaluation.
-    pub(crate) fn conclude(&self, partial: &Partial, epoch: u64, step: u64) -> Result<Evaluation> {
+    pub(crate) fn conclude(&self, partial: &mut Partial, epoch: u64, step: u64) -> Result<Evaluation> {
+        let auc = partial.scores.area();
+        if self.auc && auc.is_none() {
+            let dataset = &self.columns.dataset;
+            tracing::warn!(dataset, "no auc: the validation data has rows of one class only");
+        }
         let sum = &partial.sum;
         if sum.weight <= 0.0 {
             return Err(Error::Data {
@@ -244,7 +277,7 @@ impl Validator {
                 ),
             });
         }
-        let classes = self.loss.takes_classes();
+        let entropy = self.loss == Loss::CrossEntropy;
         Ok(Evaluation {
             epoch,
             step,
@@ -253,9 +286,15 @@ impl Validator {
             accuracy: self.loss.counts_classes().then(|| share(sum.correct)),
             top_k: self.top_k.map(|_| share(sum.within_top)),
             mae: (!self.loss.counts_classes()).then(|| sum.absolute / sum.rows.max(1) as f64),
-            perplexity: Some(loss.exp()).filter(|value| classes && value.is_finite()),
+            perplexity: Some(loss.exp()).filter(|value| entropy && value.is_finite()),
+            auc,
         })
     }
+}
+
+/// Rows of the largest batch.
+fn batch_rows(plan: &Plan) -> usize {
+    usize::try_from(plan.rows()).map_or(plan.batch_rows(), |rows| rows.min(plan.batch_rows()))
 }
 
 fn add(sum: &mut Measures, part: &Measures) {
@@ -289,14 +328,14 @@ fn decode(lanes: &[i64]) -> Measures {
 
 impl From<Evaluation> for proto::Evaluation {
     fn from(evaluation: Evaluation) -> proto::Evaluation {
-        let Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity } = evaluation;
-        proto::Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity }
+        let Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity, auc } = evaluation;
+        proto::Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity, auc }
     }
 }
 
 impl From<proto::Evaluation> for Evaluation {
     fn from(message: proto::Evaluation) -> Evaluation {
-        let proto::Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity } = message;
-        Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity }
+        let proto::Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity, auc } = message;
+        Evaluation { epoch, step, rows, loss, accuracy, top_k, mae, perplexity, auc }
     }
 }

@@ -14,6 +14,8 @@ mod goals;
 mod joined;
 #[path = "trainer/modes.rs"]
 mod modes;
+#[path = "trainer/objectives.rs"]
+mod objectives;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
 

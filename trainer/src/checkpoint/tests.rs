@@ -39,6 +39,7 @@ fn state(step: u64) -> RunState {
         best: None,
         states: Vec::new(),
         best_states: Vec::new(),
+        ema: None,
     }
 }
 
@@ -111,7 +112,7 @@ fn objects(home: &Path) -> BTreeSet<PathBuf> {
 fn damaged_checkpoint_is_skipped() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write(&state(10), &layout(), None).unwrap();
     let first = objects(home.path());
     run.write(&state(20), &layout(), None).unwrap();
@@ -161,7 +162,7 @@ fn a_deposed_coordinator_and_its_workers_write_nothing() {
 fn a_leaving_worker_that_is_behind_changes_no_checkpoint() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write_if_newest(&state(10), &layout(), |_| true).unwrap();
     assert_eq!(newest(&run, 99), Some(10));
     run.write(&state(20), &layout(), None).unwrap();
@@ -272,7 +273,7 @@ fn empty_folders_of_a_killed_process_are_removed_at_the_next_start() {
 fn removed_checkpoints_free_their_space_without_the_background_collection() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     for step in 1..=12 {
         run.write(&state(step), &layout(), None).unwrap();
         let there = objects(home.path()).len();
@@ -283,7 +284,7 @@ fn removed_checkpoints_free_their_space_without_the_background_collection() {
 /// Begins a run with one checkpoint at the given time.
 fn begin(datafs: &Datafs, run: &str, finish: Option<Finish>, begun: i64) -> Checkpoints {
     let run = checkpoints(datafs, run);
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write(&state(5), &layout(), finish).unwrap();
     let (_, mut record) = run.run_record().unwrap().unwrap();
     record.begun = begun;
@@ -298,14 +299,14 @@ fn oldest_finished_runs_of_a_job_are_removed() {
     let begin = |run: &str, finish: Option<Finish>, begun: i64| begin(&datafs, run, finish, begun);
     let unfinished = begin("u", None, 1);
     // A run that never wrote a checkpoint.
-    checkpoints(&datafs, "e").begin(b"model", b"{}", |_, _| false).unwrap();
+    checkpoints(&datafs, "e").begin(b"model", None, b"{}", |_, _| false).unwrap();
     let finished: Vec<Checkpoints> = ["a", "b", "c", "d", "f"]
         .iter()
         .zip(2..)
         .map(|(run, begun)| begin(run, Some(Finish::EpochsDone), begun))
         .collect();
     let last = checkpoints(&datafs, "z");
-    last.begin(b"model", b"{}", |_, _| false).unwrap();
+    last.begin(b"model", None, b"{}", |_, _| false).unwrap();
     assert_eq!(newest(&unfinished, 9), Some(5));
     assert_eq!(newest(&last, 9), None);
     let kept: Vec<bool> = finished.iter().map(|run| newest(run, 9).is_some()).collect();
@@ -323,13 +324,13 @@ fn newest_unfinished_runs_of_a_job_are_kept() {
     let unfinished: Vec<Checkpoints> =
         names.iter().zip(2..).map(|(run, begun)| begin(&datafs, run, None, begun)).collect();
     let last = checkpoints(&datafs, "z");
-    last.begin(b"model", b"{}", |_, _| false).unwrap();
+    last.begin(b"model", None, b"{}", |_, _| false).unwrap();
     let kept: Vec<bool> = unfinished.iter().map(|run| newest(run, 9).is_some()).collect();
     assert_eq!(kept, [false, false, true, true, true]);
     assert_eq!(newest(&finished, 9), Some(5));
     assert_eq!(folders(&last).len(), UNFINISHED_RUNS_KEPT + 2);
     // A run that is begun again counts as the newest.
-    unfinished[2].begin(b"model", b"{}", |_, _| false).unwrap();
+    unfinished[2].begin(b"model", None, b"{}", |_, _| false).unwrap();
     assert_eq!(newest(&unfinished[2], 9), Some(5));
     assert!(unfinished[3..].iter().all(|run| newest(run, 9).is_some()));
 }
@@ -343,12 +344,12 @@ fn runs_keep_their_order_when_the_clock_is_set_back() {
         .into_iter()
         .map(|run| {
             let run = checkpoints(&datafs, run);
-            run.begin(b"model", b"{}", |_, _| false).unwrap();
+            run.begin(b"model", None, b"{}", |_, _| false).unwrap();
             run.write(&state(5), &layout(), None).unwrap();
             run
         })
         .collect();
-    checkpoints(&datafs, "z").begin(b"model", b"{}", |_, _| false).unwrap();
+    checkpoints(&datafs, "z").begin(b"model", None, b"{}", |_, _| false).unwrap();
     assert_eq!(newest(&first, 9), None);
     let kept: Vec<bool> = later.iter().map(|run| newest(run, 9).is_some()).collect();
     assert_eq!(kept, [false, true, true, true]);

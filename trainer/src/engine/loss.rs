@@ -3,9 +3,10 @@
 //! Computed on the host in f64, row by row in order: outputs are small, and the sum must have the same bits
 //! on every machine.
 
-use super::objective::CrossEntropy;
+use super::objective::{CrossEntropy, Distillation};
 use super::{EngineError, Labels, Loss, Objective};
 use crate::graph::{Graph, Op, Unary};
+use crate::validation::Scores;
 
 /// The loss of an output.
 pub(super) struct LossResult {
@@ -16,6 +17,20 @@ pub(super) struct LossResult {
     pub(super) ignored: u64,
     /// Gradient of the loss sum by the output, row-major.
     pub(super) slope: Vec<f32>,
+}
+
+/// What an output should be.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Truth<'a> {
+    pub(super) labels: &'a Labels,
+    /// The outputs of the teacher; empty without one.
+    pub(super) taught: &'a [f32],
+}
+
+impl<'a> From<&'a Labels> for Truth<'a> {
+    fn from(labels: &'a Labels) -> Truth<'a> {
+        Truth { labels, taught: &[] }
+    }
 }
 
 /// What an evaluation measures beside the loss.
@@ -38,7 +53,7 @@ pub(super) fn check_output(objective: &Objective, graph: &Graph) -> Result<(), E
     let refuse = |reason: String| Err(EngineError::Loss { loss, reason });
     let rank = graph.values()[graph.output()].dims.len();
     match objective {
-        Objective::CrossEntropy(settings) => {
+        Objective::CrossEntropy(_) | Objective::Kl(_) => {
             let classes = graph.output_width();
             if rank != 2 || classes < 2 {
                 return refuse(format!(
@@ -48,11 +63,14 @@ pub(super) fn check_output(objective: &Objective, graph: &Graph) -> Result<(), E
             }
             if graph.ends_in_softmax() {
                 return refuse(format!(
-                    "its output {:?} is made by Softmax, cross-entropy takes the logits before it (remove that node)",
+                    "its output {:?} is made by Softmax, {loss} takes the logits before it (remove that node)",
                     graph.output_name()
                 ));
             }
-            let weights = settings.class_weights.len();
+            let weights = match objective {
+                Objective::CrossEntropy(settings) => settings.class_weights.len(),
+                _ => 0,
+            };
             if weights != 0 && weights != classes {
                 return refuse(format!(
                     "loss.class_weights has {weights} weights, its output {:?} has {classes} classes",
@@ -125,7 +143,7 @@ pub(super) fn check_labels(
             }
         }
         Labels::Value(_) => {
-            refuse("cross_entropy needs integer classes, the labels are floats (loss = \"mse\"?)".into())
+            refuse(format!("{loss} needs integer classes, the labels are floats (loss = \"mse\"?)"))
         }
         Labels::Class(_) => {
             refuse(format!("{loss} needs float labels, the labels are integers (loss = \"cross_entropy\"?)"))
@@ -134,12 +152,13 @@ pub(super) fn check_labels(
 }
 
 /// Computes the loss of an output with checked labels; fails on the first row with a loss that is not finite.
-pub(super) fn loss_and_gradient(
+pub(super) fn loss_and_gradient<'a>(
     objective: &Objective,
     logits: &[f32],
-    labels: &Labels,
+    truth: impl Into<Truth<'a>>,
     rows: usize,
 ) -> Result<LossResult, EngineError> {
+    let Truth { labels, taught } = truth.into();
     let width = logits.len() / rows.max(1);
     let slope = Vec::with_capacity(logits.len());
     let mut result = LossResult { loss_sum: 0.0, weight: 0.0, correct: 0, ignored: 0, slope };
@@ -148,6 +167,10 @@ pub(super) fn loss_and_gradient(
             (Objective::CrossEntropy(settings), Labels::Class(classes)) => {
                 let label = classes.get(row).copied().unwrap_or_default();
                 cross_entropy(settings, outputs, label, &mut result)
+            }
+            (Objective::Kl(settings), Labels::Class(classes)) if taught.len() == logits.len() => {
+                let label = classes.get(row).copied().unwrap_or_default();
+                distillation(settings, outputs, &taught[row * width..(row + 1) * width], label, &mut result)
             }
             (_, Labels::Value(values)) => {
                 let truth = &values[row * width..(row + 1) * width];
@@ -173,16 +196,23 @@ pub(super) fn loss_and_gradient(
 }
 
 /// Judges an output with checked labels. `top` is the number of classes among which a label counts as found;
-/// `units` are the sizes of the outputs' errors of 1, all 1 if it is empty.
-pub(super) fn measure(
+/// `units` are the sizes of the outputs' errors of 1, all 1 if it is empty. `scores` gets the rows' scores for
+/// the area under the ROC curve; the outputs suit that.
+pub(super) fn measure<'a>(
     objective: &Objective,
     logits: &[f32],
-    labels: &Labels,
+    truth: impl Into<Truth<'a>>,
     rows: usize,
     (top, units): (usize, &[f64]),
+    scores: Option<&mut Scores>,
 ) -> Result<Measures, EngineError> {
+    let truth: Truth<'_> = truth.into();
+    let labels = truth.labels;
     let LossResult { loss_sum, weight, correct, ignored, .. } =
-        loss_and_gradient(objective, logits, labels, rows)?;
+        loss_and_gradient(objective, logits, truth, rows)?;
+    if let Some(scores) = scores {
+        scores.add_rows(logits, labels, objective.ignore_index());
+    }
     let rows = rows as u64;
     let mut measures = Measures { rows, loss: loss_sum, weight, correct, ignored, ..Measures::default() };
     let width = (logits.len() / (rows as usize).max(1)).max(1);
@@ -223,12 +253,7 @@ fn cross_entropy(settings: &CrossEntropy, outputs: &[f32], label: i64, result: &
         return 0.0;
     }
     let label = label as usize;
-    let mut best = 0;
-    for (class, value) in outputs.iter().enumerate() {
-        if *value > outputs[best] {
-            best = class;
-        }
-    }
+    let best = largest(outputs);
     result.correct += u64::from(best == label);
     let largest = f64::from(outputs[best]);
     let shifted = |value: &f32| (f64::from(*value) - largest).exp();
@@ -252,6 +277,50 @@ fn cross_entropy(settings: &CrossEntropy, outputs: &[f32], label: i64, result: &
     }
     result.weight += weight(label);
     value
+}
+
+/// The place of the largest output, the first one of equals.
+fn largest(outputs: &[f32]) -> usize {
+    let mut best = 0;
+    for (class, value) in outputs.iter().enumerate() {
+        if *value > outputs[best] {
+            best = class;
+        }
+    }
+    best
+}
+
+/// The logarithms of softmax(outputs / temperature).
+fn log_softmax(outputs: &[f32], temperature: f64) -> Vec<f64> {
+    let top = f64::from(outputs[largest(outputs)]);
+    let shifted: Vec<f64> = outputs.iter().map(|value| (f64::from(*value) - top) / temperature).collect();
+    let log_total = shifted.iter().map(|value| value.exp()).sum::<f64>().ln();
+    shifted.into_iter().map(|value| value - log_total).collect()
+}
+
+/// The loss of [`Distillation`]. With q = softmax(z / T) and p = softmax(u / T), its slope is
+/// a T (q − p) + (1 − a) (softmax(z) − one-hot(y)).
+fn distillation(
+    settings: &Distillation,
+    outputs: &[f32],
+    taught: &[f32],
+    label: i64,
+    result: &mut LossResult,
+) -> f64 {
+    let (label, temperature, alpha) = (label as usize, settings.temperature, settings.alpha);
+    result.correct += u64::from(largest(outputs) == label);
+    result.weight += 1.0;
+    let own = log_softmax(outputs, 1.0);
+    let (soft, target) = (log_softmax(outputs, temperature), log_softmax(taught, temperature));
+    let mut divergence = 0.0;
+    for (class, ((own, soft), target)) in own.iter().zip(&soft).zip(&target).enumerate() {
+        let share = target.exp();
+        divergence += share * (target - soft);
+        let hit = if class == label { 1.0 } else { 0.0 };
+        let slope = alpha * temperature * (soft.exp() - share) + (1.0 - alpha) * (own.exp() - hit);
+        result.slope.push(slope as f32);
+    }
+    alpha * temperature * temperature * divergence - (1.0 - alpha) * own[label]
 }
 
 /// The mean over the outputs of an error of output and label; appends its slope.
@@ -285,6 +354,8 @@ fn error_of_output(objective: &Objective, z: f64, y: f64) -> (f64, f64) {
             (delta * (distance.abs() - 0.5 * delta), delta * distance.signum())
         }
         Objective::Huber(_) => (0.5 * distance * distance, distance),
-        Objective::CrossEntropy(_) | Objective::Mse => (distance * distance, 2.0 * distance),
+        Objective::CrossEntropy(_) | Objective::Kl(_) | Objective::Mse => {
+            (distance * distance, 2.0 * distance)
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Training objectives: the loss function of a job and its settings.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use serde::de::value::{MapAccessDeserializer, StrDeserializer};
@@ -20,17 +21,20 @@ pub enum Loss {
     L1,
     /// Squared error up to a distance and absolute error beyond it, averaged over the outputs of a row.
     Huber,
+    /// Kullback-Leibler divergence from the classes of a teacher, mixed with the cross-entropy with a class per
+    /// row.
+    Kl,
 }
 
 impl Loss {
     /// Whether an output is right or wrong, so that an accuracy exists.
     pub(crate) fn counts_classes(self) -> bool {
-        matches!(self, Loss::CrossEntropy | Loss::Bce)
+        matches!(self, Loss::CrossEntropy | Loss::Bce | Loss::Kl)
     }
 
     /// Whether the labels are classes instead of numbers.
     pub(crate) fn takes_classes(self) -> bool {
-        self == Loss::CrossEntropy
+        matches!(self, Loss::CrossEntropy | Loss::Kl)
     }
 }
 
@@ -42,6 +46,7 @@ impl fmt::Display for Loss {
             Loss::Bce => "bce",
             Loss::L1 => "l1",
             Loss::Huber => "huber",
+            Loss::Kl => "kl",
         })
     }
 }
@@ -62,6 +67,31 @@ pub enum Objective {
     L1,
     /// [`Loss::Huber`].
     Huber(Huber),
+    /// [`Loss::Kl`].
+    Kl(Distillation),
+}
+
+/// Settings of the distillation. With the temperature T, the logits z of the model and u of the teacher, the loss
+/// of a row is `alpha` · T² · KL(softmax(u / T) ‖ softmax(z / T)) + (1 − `alpha`) · cross-entropy.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Distillation {
+    /// The model to learn from: the folder of a bundle version or an ONNX file, in a volume
+    /// (`volume:/models/NAME/VERSION`) or relative to the job file. It gives as many logits as the trained model,
+    /// for the same inputs. It is read when a job starts, and another content is another run.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub teacher: String,
+    /// Divides the logits of both models before their softmax, 0.01 to 1000; 2.0 when absent. More makes small
+    /// logits of the teacher count more.
+    pub temperature: f64,
+    /// Share of the divergence in the loss, 0 to 1; the labels have the rest. 0.5 when absent.
+    pub alpha: f64,
+}
+
+impl Default for Distillation {
+    fn default() -> Distillation {
+        Distillation { teacher: String::new(), temperature: 2.0, alpha: 0.5 }
+    }
 }
 
 /// Settings of the cross-entropy; the defaults change nothing.
@@ -111,6 +141,7 @@ impl From<Loss> for Objective {
             Loss::Bce => Objective::Bce,
             Loss::L1 => Objective::L1,
             Loss::Huber => Objective::Huber(Huber::default()),
+            Loss::Kl => Objective::Kl(Distillation::default()),
         }
     }
 }
@@ -124,6 +155,25 @@ impl Objective {
             Objective::Bce => Loss::Bce,
             Objective::L1 => Loss::L1,
             Objective::Huber(_) => Loss::Huber,
+            Objective::Kl(_) => Loss::Kl,
+        }
+    }
+
+    /// Where the teacher is.
+    pub(crate) fn teacher(&self) -> Option<&str> {
+        match self {
+            Objective::Kl(settings) => Some(&settings.teacher),
+            _ => None,
+        }
+    }
+
+    /// The objective without the place of its teacher, which does not decide what is computed.
+    pub(crate) fn without_place(&self) -> Cow<'_, Objective> {
+        match self {
+            Objective::Kl(settings) => {
+                Cow::Owned(Objective::Kl(Distillation { teacher: String::new(), ..settings.clone() }))
+            }
+            _ => Cow::Borrowed(self),
         }
     }
 
@@ -154,6 +204,20 @@ impl Objective {
             Objective::Huber(Huber { delta }) if !delta.is_finite() || *delta <= 0.0 => {
                 return Err(format!("loss.delta = {delta}: allowed are numbers above 0"));
             }
+            Objective::Kl(Distillation { teacher, temperature, alpha }) => {
+                if teacher.is_empty() {
+                    return Err(
+                        "loss.teacher is missing: name the folder of a bundle, such as \"models:/models/NAME/VERSION\""
+                            .to_owned(),
+                    );
+                }
+                if !(0.01..=1e3).contains(temperature) {
+                    return Err(format!("loss.temperature = {temperature}: allowed are 0.01 to 1000"));
+                }
+                if !(0.0..=1.0).contains(alpha) {
+                    return Err(format!("loss.alpha = {alpha}: allowed are 0 to 1"));
+                }
+            }
             _ => {}
         }
         Ok(())
@@ -172,6 +236,7 @@ enum Table {
     Bce {},
     L1 {},
     Huber(Huber),
+    Kl(Distillation),
 }
 
 // A word where the settings have their defaults, as before there were settings: digests of jobs contain it.
@@ -186,6 +251,7 @@ impl Serialize for Objective {
             Objective::Bce => Table::Bce {},
             Objective::L1 => Table::L1 {},
             Objective::Huber(settings) => Table::Huber(settings),
+            Objective::Kl(settings) => Table::Kl(settings),
         }
         .serialize(serializer)
     }
@@ -214,6 +280,7 @@ impl<'de> Deserialize<'de> for Objective {
                     Table::Bce {} => Objective::Bce,
                     Table::L1 {} => Objective::L1,
                     Table::Huber(settings) => Objective::Huber(settings),
+                    Table::Kl(settings) => Objective::Kl(settings),
                 })
             }
         }

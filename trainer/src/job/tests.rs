@@ -168,6 +168,32 @@ fn new_keys_are_checked_and_named() {
             "loss = \"mse\"\n[validation]\ndataset = \"d@s:/v\"\ntop_k = 2",
             ["validation.top_k", "cross_entropy"],
         ),
+        ("loss = \"kl\"", ["loss.teacher is missing", "models:/models"]),
+        (
+            "loss = { kind = \"kl\", teacher = \"t\", temperature = 0.0 }",
+            ["loss.temperature = 0", "0.01 to 1000"],
+        ),
+        (
+            "loss = { kind = \"kl\", teacher = \"t\", temperature = inf }",
+            ["loss.temperature = inf", "to 1000"],
+        ),
+        ("loss = { kind = \"kl\", teacher = \"t\", alpha = 1.5 }", ["loss.alpha = 1.5", "0 to 1"]),
+        ("loss = { kind = \"kl\", teacher = \"t\", class_weights = [1] }", ["line 6", "class_weights"]),
+        (
+            "standardize_labels = true\nloss = { kind = \"kl\", teacher = \"t\" }",
+            ["standardize_labels", "not kl"],
+        ),
+        ("accumulate_steps = 0", ["accumulate_steps = 0", "1 to 341"]),
+        ("accumulate_steps = 342", ["accumulate_steps = 342", "virtual_shards = 12"]),
+        ("batch_rows = 4194304\naccumulate_steps = 2", ["accumulate_steps = 2", "1 to 1 "]),
+        ("ema = { decay = 1.0 }", ["ema.decay = 1", "below 1"]),
+        ("ema = { decay = nan }", ["ema.decay = NaN", "below 1"]),
+        ("ema = { rate = 0.9 }", ["line 6", "rate"]),
+        (
+            "optimizer = { kind = \"sgd\", schedule = { kind = \"plateau\" } }",
+            ["optimizer.schedule", "[validation]"],
+        ),
+        ("loss = \"mse\"\n[validation]\ndataset = \"d@s:/v\"\nauc = true", ["validation.auc", "not mse"]),
     ] {
         let line = reason(&format!("{MINIMAL}{lines}\n"));
         for word in words {
@@ -185,6 +211,10 @@ fn digest_covers_new_keys_except_the_patience() {
     for patience in [1, 2] {
         assert_eq!(digest(&with(&format!("{validation}early_stopping = {patience}"))), digest(&base));
     }
+    assert_eq!(digest(&with("accumulate_steps = 1")), digest(&plain));
+    // The content of a teacher counts, not its place; `data` has its digest.
+    let kl = |teacher: &str| with(&format!("loss = {{ kind = \"kl\", teacher = \"{teacher}\" }}"));
+    assert_eq!(digest(&kl("a/b")), digest(&kl("v@s:/b/1")));
     assert_eq!(digest(&with("freeze = []\nloss = { kind = \"cross_entropy\" }")), digest(&plain));
     let all = [
         plain,
@@ -199,6 +229,16 @@ fn digest_covers_new_keys_except_the_patience() {
         with("no_decay = [\"a\"]"),
         with("loss = { kind = \"cross_entropy\", label_smoothing = 0.1 }"),
         with("optimizer = { kind = \"adam\" }"),
+        kl("t"),
+        with("loss = { kind = \"kl\", teacher = \"t\", temperature = 3.0 }"),
+        with("loss = { kind = \"kl\", teacher = \"t\", alpha = 1.0 }"),
+        with("accumulate_steps = 2"),
+        with("ema = {}"),
+        with("ema = { warmup = true }"),
+        with(&format!("{validation}auc = true")),
+        with(&format!(
+            "optimizer = {{ kind = \"adamw\", schedule = {{ kind = \"plateau\" }} }}\n{validation}"
+        )),
     ];
     let distinct: std::collections::BTreeSet<String> = all.iter().map(digest).collect();
     assert_eq!(distinct.len(), all.len());

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::OptimError;
+use super::{OptimError, Plateau};
 
 /// Bounds of numbers that are used as f32.
 const ABOVE_0: &str = "1e-45 to 3e38";
@@ -60,6 +60,8 @@ pub enum Schedule {
         #[serde(default = "default_end_divisor")]
         end_divisor: f64,
     },
+    /// The base rate, reduced each time that the validation loss has stopped falling; needs `[validation]`.
+    Plateau(Plateau),
 }
 
 fn default_gamma() -> f64 {
@@ -84,10 +86,12 @@ fn half_cosine(start: f64, end: f64, progress: f64) -> f64 {
 }
 
 impl Schedule {
-    /// The factor of the base rate at `step`, counted from 0.
+    /// The factor of the base rate at `step`, counted from 0; 1 for [`Schedule::Plateau`], see
+    /// [`Plateau::rate`].
     pub fn factor(&self, step: u64) -> f64 {
         match *self {
-            Schedule::Constant => 1.0,
+            // The plateau's rate follows from evaluations, not from the step.
+            Schedule::Constant | Schedule::Plateau(_) => 1.0,
             Schedule::Cosine { warmup_steps, total_steps, floor } => {
                 if step < warmup_steps {
                     return (step + 1) as f64 / warmup_steps as f64;
@@ -312,6 +316,11 @@ pub(super) struct Common {
 }
 
 impl OptimizerConfig {
+    /// Whether the learning rate follows the validation loss.
+    pub(crate) fn needs_validation(&self) -> bool {
+        matches!(self.common().schedule, Schedule::Plateau(_))
+    }
+
     pub(super) fn common(&self) -> Common {
         macro_rules! common {
             ($config:expr) => {
@@ -409,6 +418,12 @@ pub(super) fn validate(config: &OptimizerConfig) -> Result<(), OptimError> {
             factor(gamma)?;
         }
         Schedule::Exponential { gamma } => factor(gamma)?,
+        Schedule::Plateau(Plateau { factor, patience: _, threshold, cooldown: _, min }) => {
+            check("schedule.factor", factor, "above 0 and below 1", factor > 0.0 && factor < 1.0)?;
+            below_one("schedule.threshold", threshold)?;
+            let expected = "0 to below learning_rate";
+            check("schedule.min", min, expected, (0.0..learning_rate).contains(&min))?;
+        }
         Schedule::Linear { warmup_steps } => {
             at_least("schedule.warmup_steps", warmup_steps, 1, "at least 1")?;
         }

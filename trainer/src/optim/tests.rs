@@ -412,9 +412,161 @@ fn settings_of_every_kind_are_checked() {
             "kind = \"sgd\"\nschedule = { kind = \"one_cycle\", total_steps = 5, end_divisor = 0.5 }",
             "schedule.end_divisor",
         ),
+        ("kind = \"sgd\"\nschedule = { kind = \"plateau\", factor = 1.0 }", "schedule.factor"),
+        ("kind = \"sgd\"\nschedule = { kind = \"plateau\", factor = nan }", "schedule.factor"),
+        ("kind = \"sgd\"\nschedule = { kind = \"plateau\", threshold = 1.0 }", "schedule.threshold"),
+        ("kind = \"sgd\"\nschedule = { kind = \"plateau\", min = 0.1 }", "schedule.min"),
+        ("kind = \"sgd\"\nschedule = { kind = \"plateau\", min = -1e-9 }", "schedule.min"),
     ] {
         let config: OptimizerConfig = toml::from_str(text).unwrap();
         let error = Optimizer::new(&config, 1).unwrap_err().to_string();
         assert!(error.contains(&format!("setting {setting} is")), "{error}");
+    }
+}
+
+/// The rates were recorded from PyTorch 2.15's `ReduceLROnPlateau`.
+#[test]
+fn the_rate_of_a_plateau_equals_that_of_pytorch() {
+    let losses = [
+        3.0, 2.5, 2.49999, 2.6, 2.4, 2.4, 2.4, 2.39, 2.39, 2.5, 2.5, 2.5, 2.38, 2.39, 2.39, 2.39, 2.39, 2.39,
+        2.39, 2.39,
+    ];
+    let cases = [
+        (
+            "factor = 0.5\npatience = 1",
+            vec![
+                0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125, 0.00625, 0.00625,
+                0.00625, 0.003125, 0.003125, 0.0015625, 0.0015625, 0.00078125, 0.00078125,
+            ],
+        ),
+        (
+            "factor = 0.5\npatience = 0\ncooldown = 2",
+            vec![
+                0.1, 0.1, 0.05, 0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125, 0.0125, 0.00625, 0.00625,
+                0.00625, 0.003125, 0.003125, 0.003125, 0.0015625, 0.0015625, 0.0015625,
+            ],
+        ),
+        (
+            "patience = 2\nthreshold = 0.05\nmin = 0.003",
+            [vec![0.1; 4], vec![0.010000000000000002; 3], vec![0.003; 13]].concat(),
+        ),
+        (
+            "factor = 0.3\npatience = 0",
+            vec![
+                0.1,
+                0.1,
+                0.03,
+                0.009,
+                0.009,
+                0.0026999999999999997,
+                0.0008099999999999998,
+                0.0008099999999999998,
+                0.00024299999999999994,
+                7.289999999999998e-05,
+                2.1869999999999996e-05,
+                6.560999999999999e-06,
+                6.560999999999999e-06,
+                1.9682999999999994e-06,
+                5.904899999999998e-07,
+                1.7714699999999994e-07,
+                5.314409999999998e-08,
+                1.5943229999999993e-08,
+                4.782968999999998e-09,
+                4.782968999999998e-09,
+            ],
+        ),
+        ("", vec![0.1; 20]),
+    ];
+    for (settings, expected) in cases {
+        let text =
+            format!("kind = \"sgd\"\nlearning_rate = 0.1\n[schedule]\nkind = \"plateau\"\n{settings}\n");
+        let config: OptimizerConfig = toml::from_str(&text).unwrap();
+        assert!(config.needs_validation());
+        let mut optimizer = Optimizer::new(&config, 1).unwrap();
+        assert_eq!(optimizer.learning_rate(), 0.1);
+        for (count, expected) in (1..).zip(expected) {
+            // The rate depends on the losses alone, not on earlier rates, so that a copy of them suffices.
+            optimizer.follow(losses.iter().copied().take(count));
+            assert_eq!(optimizer.learning_rate(), expected, "{settings} after {count}");
+        }
+        optimizer.follow([]);
+        assert_eq!(optimizer.learning_rate(), 0.1);
+    }
+    // Without the schedule, evaluations change nothing.
+    let mut constant = Optimizer::new(&OptimizerConfig::default(), 1).unwrap();
+    let rate = constant.learning_rate();
+    constant.follow([1.0; 99]);
+    assert_eq!(constant.learning_rate(), rate);
+}
+
+/// The averages were recorded from PyTorch 2.15's `AveragedModel`.
+#[test]
+fn the_average_of_weights_equals_that_of_pytorch() {
+    let cases = [
+        (
+            EmaConfig { decay: 0.9, warmup: false },
+            [
+                [0.949999988, -1.89999998, 0.474999994],
+                [0.952499986, -1.91999996, 0.474999994],
+                [0.944749951, -1.93924999, 0.479999989],
+                [0.930274963, -1.95157504, 0.483874977],
+                [0.93224746, -1.96516752, 0.477362484],
+            ],
+        ),
+        (
+            EmaConfig { decay: 0.3, warmup: false },
+            [
+                [0.949999988, -1.89999998, 0.474999994],
+                [0.967499971, -2.03999996, 0.474999994],
+                [0.902749956, -2.09074998, 0.50999999],
+                [0.830824971, -2.07097507, 0.516124964],
+                [0.914247453, -2.08254266, 0.447962463],
+            ],
+        ),
+        (
+            EmaConfig { decay: 0.9, warmup: true },
+            [
+                [0.949999988, -1.89999998, 0.474999994],
+                [0.970454514, -2.0636363, 0.474999994],
+                [0.898863554, -2.1002841, 0.512499988],
+                [0.83041954, -2.07412577, 0.516826868],
+                [0.907292664, -2.08272362, 0.453777432],
+            ],
+        ),
+    ];
+    let sgd = OptimizerConfig::Sgd(SgdConfig { learning_rate: 0.1, momentum: 0.0, ..SgdConfig::default() });
+    for (config, expected) in cases {
+        let groups = Groups::all(3);
+        let mut optimizer = Optimizer::new(&sgd, 3).unwrap();
+        let mut average = Average::new(config);
+        let mut weights = [1.0f32, -2.0, 0.5];
+        for (grad, expected) in GRADIENTS.iter().zip(expected) {
+            optimizer.apply(&mut weights, grad).unwrap();
+            average.add(&groups, &weights, optimizer.step());
+            // A restored copy goes on alike.
+            let mut copy = Average::new(config);
+            copy.restore(average.values().cloned(), &groups, optimizer.step()).unwrap();
+            average = copy;
+            for (found, expected) in average.values().unwrap().iter().zip(expected) {
+                assert!((f64::from(*found) - expected).abs() < 2e-7, "{config:?}: {found} is not {expected}");
+            }
+        }
+        let mut other = Average::new(config);
+        for (values, step) in [(None, 1), (Some(vec![0.0; 3]), 0), (Some(vec![0.0; 2]), 1)] {
+            assert!(matches!(other.restore(values, &groups, step), Err(OptimError::Length { .. })));
+        }
+    }
+}
+
+#[test]
+fn frozen_parameters_are_their_own_average_bit_for_bit() {
+    let groups = Groups::new(&layout_of_two(), &["head.weight".into()], &[]).unwrap();
+    let mut average = Average::new(EmaConfig { decay: 0.37, warmup: false });
+    let mut weights = [-0.0f32, 1e-40, 1.0];
+    for step in 1..9 {
+        average.add(&groups, &weights, step);
+        let values = average.values().unwrap();
+        assert_eq!([values[0], values[1]].map(f32::to_bits), [weights[0], weights[1]].map(f32::to_bits));
+        weights[2] += 1.0;
     }
 }

@@ -41,6 +41,7 @@ fn state(epochs: u64) -> RunState {
         best: None,
         states: Vec::new(),
         best_states: Vec::new(),
+        ema: None,
     }
 }
 
@@ -63,7 +64,7 @@ fn runs_are_listed_with_their_epochs_and_versions() {
         }
         .own();
         let job = JobFile { name: job_name.parse().unwrap(), ..job.clone() };
-        checkpoints.begin(b"model", &serde_json::to_vec(&job).unwrap(), |_, _| false).unwrap();
+        checkpoints.begin(b"model", None, &serde_json::to_vec(&job).unwrap(), |_, _| false).unwrap();
         (checkpoints, job)
     };
     let (first, first_job) = begin("digits", "1a");

@@ -27,6 +27,7 @@ fn state() -> RunState {
         best: None,
         states: Vec::new(),
         best_states: Vec::new(),
+        ema: None,
     }
 }
 
@@ -76,6 +77,7 @@ fn evaluations_and_the_best_weights_are_part_of_the_state() {
         top_k: None,
         mae: Some(1.5),
         perplexity: None,
+        auc: None,
     };
     let plain = state().encode(&layout()).unwrap();
     let with = RunState { evaluations: vec![evaluation], best: Some(vec![-1.0; 9]), ..state() };
@@ -83,10 +85,19 @@ fn evaluations_and_the_best_weights_are_part_of_the_state() {
     assert_eq!(RunState::decode(&layout(), &bytes).unwrap(), with);
     assert_eq!((with.published(), state().published()), (&[-1.0; 9][..], &state().weights[..]));
     assert!(bytes.len() as u64 <= RunState::bytes_max(&layout()));
+    // The average is published unless there is a best one, which is an average then.
+    let averaged = RunState { ema: Some(vec![2.0; 9]), ..state() };
+    let bytes = averaged.encode(&layout()).unwrap();
+    assert_eq!(RunState::decode(&layout(), &bytes).unwrap(), averaged);
+    assert_eq!(SafeTensors::deserialize(&bytes).unwrap().tensor("ema.w").unwrap().shape(), [2, 3]);
+    let both = RunState { ema: averaged.ema.clone(), ..with.clone() };
+    assert_eq!((averaged.published(), both.published()), (&[2.0; 9][..], &[-1.0; 9][..]));
+    assert!(both.encode(&layout()).unwrap().len() as u64 <= RunState::bytes_max(&layout()));
     // A state without them has the metadata of earlier programs.
     let (_, metadata) = SafeTensors::read_metadata(&plain).unwrap();
     let counters = &metadata.metadata().as_ref().unwrap()[super::COUNTERS];
     assert!(!counters.contains("evaluations") && !counters.contains("best"), "{counters}");
+    assert!(!counters.contains("ema"), "{counters}");
 }
 
 #[test]

@@ -495,3 +495,24 @@ fn with_tls_only_workers_that_trust_the_certificate_join() {
     assert_eq!((report.workers_joined, report.workers_lost), (1, 0));
     assert_eq!(trusting.unwrap().join().unwrap().ended(), succeeded("Done"));
 }
+
+/// The teacher is a file of the coordinator, which no worker of another machine can read.
+#[test]
+fn joined_workers_read_the_teacher_of_the_run_from_the_volume() {
+    let home = home();
+    let teacher = tempfile::tempdir().unwrap();
+    std::fs::write(teacher.path().join("model.onnx"), super::objectives::formula_model(3, 5)).unwrap();
+    let place = teacher.path().to_str().unwrap().to_owned();
+    let more = format!("epochs_max = 3\nloss = {{ kind = \"kl\", teacher = \"{place}\" }}");
+    let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
+    let (mut worker, mut teacher) = (None, Some(teacher));
+    let report = run_listening(home.path(), "joined", &more, |seen| {
+        if let (Some(address), Some(teacher)) = (seen.listening, teacher.take()) {
+            teacher.close().unwrap();
+            worker = Some(Worker::start(home.path(), address));
+        }
+    })
+    .unwrap();
+    assert_eq!(worker.unwrap().ended(), succeeded("Done"));
+    assert_eq!((report.run, report.model_sha256), (plain.run, plain.model_sha256));
+}

@@ -1,6 +1,6 @@
 //! Tests of the loss functions: against values of PyTorch 2.15 in f64, and against finite differences.
 
-use super::super::loss::{loss_and_gradient, measure};
+use super::super::loss::{Truth, loss_and_gradient, measure};
 use super::super::*;
 use crate::probe::{Probe, numbers};
 
@@ -236,15 +236,16 @@ fn measures_count_ranks_and_distances() {
     let classes = Labels::Class(vec![0, 2, 1, 9]);
     let logits = [1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 0.0, 5.0, 5.0, 1.0, 0.0, 0.0];
     let objective = cross_entropy(0.0, &[], Some(9));
-    let within = |top| measure(&objective, &logits, &classes, 4, (top, &[])).unwrap().within_top;
+    let within = |top| measure(&objective, &logits, &classes, 4, (top, &[]), None).unwrap().within_top;
     // Of equal outputs the first one is ahead: the ranks are 2, 2 and 0.
     assert_eq!([within(0), within(1), within(2), within(3)], [0, 1, 1, 3]);
-    let measures = measure(&objective, &logits, &classes, 4, (1, &[])).unwrap();
+    let measures = measure(&objective, &logits, &classes, 4, (1, &[]), None).unwrap();
     assert_eq!((measures.rows, measures.correct, measures.ignored), (4, 1, 1));
     let values = Labels::Value(vec![1.0, 2.0, 3.0, 4.0]);
-    let measures = measure(&Objective::Mse, &[2.0, 2.0, 0.0, 5.0], &values, 2, (0, &[])).unwrap();
+    let measures = measure(&Objective::Mse, &[2.0, 2.0, 0.0, 5.0], &values, 2, (0, &[]), None).unwrap();
     assert_eq!((measures.absolute, measures.weight), (0.5 + 2.0, 2.0));
-    let measures = measure(&Objective::Mse, &[2.0, 2.0, 0.0, 5.0], &values, 2, (0, &[10.0, 1.0])).unwrap();
+    let measures =
+        measure(&Objective::Mse, &[2.0, 2.0, 0.0, 5.0], &values, 2, (0, &[10.0, 1.0]), None).unwrap();
     assert_eq!(measures.absolute, 5.0 + 15.5);
 }
 
@@ -274,4 +275,122 @@ fn models_and_labels_that_do_not_fit_are_refused() {
             engine.gradients(&ShardBatch { rows: 1, inputs: vec![0.5; 2], labels }).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     }
+}
+
+/// Values and slopes of PyTorch 2.15 in f64: `alpha * T**2 * kl_div(log_softmax(z / T), softmax(u / T))` with the
+/// sum of the rows, plus `(1 - alpha) * cross_entropy(z, y)`.
+#[test]
+fn distillation_equals_that_of_pytorch() {
+    let logits = [1.0, -2.0, 0.5, 0.0, 30.0, -30.0, 0.25, 0.25, 0.25];
+    let taught = [0.5, 1.5, -1.0, 10.0, 0.0, 0.0, 2.0, 0.0, -2.0];
+    let labels = Labels::Class(vec![0, 1, 2]);
+    let cases = [
+        (
+            (1.0, 1.0),
+            32.49169061546313,
+            [
+                0.3500327169895172,
+                -0.6596131920814514,
+                0.3095804750919342,
+                -0.9999092221260071,
+                0.9999545812606812,
+                -4.539580913842656e-05,
+                -0.5334799885749817,
+                0.21602290868759155,
+                0.31745707988739014,
+            ],
+        ),
+        (
+            (4.0, 0.25),
+            30.0672476830125,
+            [
+                -0.20908662676811218,
+                -0.20900443196296692,
+                0.4180910587310791,
+                -0.8584282994270325,
+                0.9289374351501465,
+                -0.0705091580748558,
+                0.076852947473526,
+                0.27613744139671326,
+                -0.35299038887023926,
+            ],
+        ),
+        (
+            (0.5, 0.0),
+            1.6032091910104866,
+            [
+                -0.3962511122226715,
+                0.030058886855840683,
+                0.3661922216415405,
+                0.0,
+                0.0,
+                0.0,
+                0.3333333432674408,
+                0.3333333432674408,
+                -0.6666666865348816,
+            ],
+        ),
+        (
+            (2.0, 0.5),
+            32.24782262299202,
+            [
+                -0.019008934497833252,
+                -0.40176522731781006,
+                0.4207741618156433,
+                -0.9867029786109924,
+                0.9933513402938843,
+                -0.006648354697972536,
+                -0.16524095833301544,
+                0.2552715241909027,
+                -0.09003058075904846,
+            ],
+        ),
+    ];
+    for ((temperature, alpha), loss, slopes) in cases {
+        let objective = Objective::Kl(Distillation { teacher: "t".into(), temperature, alpha });
+        let truth = Truth { labels: &labels, taught: &taught };
+        let found = loss_and_gradient(&objective, &logits, truth, 3).unwrap();
+        close(found.loss_sum, loss, "the loss");
+        assert_eq!((found.weight, found.correct), (3.0, 2));
+        for (found, expected) in found.slope.iter().zip(slopes) {
+            close(f64::from(*found), expected, "a slope");
+        }
+    }
+    // Outputs of a teacher that are missing or not finite are never taken for something else.
+    let objective = Objective::Kl(Distillation { teacher: "t".into(), ..Distillation::default() });
+    assert!(matches!(loss_and_gradient(&objective, &logits, &labels, 3), Err(EngineError::Batch { .. })));
+    let taught = [0.0, 0.0, 0.0, f32::NAN, 0.0, 0.0, 0.0, 0.0, 0.0];
+    let truth = Truth { labels: &labels, taught: &taught };
+    let found = loss_and_gradient(&objective, &logits, truth, 3);
+    assert!(matches!(found, Err(EngineError::NonFinite { row: 1, .. })));
+}
+
+#[test]
+fn unfit_teachers_are_refused_and_fit_ones_do_not_learn() {
+    let kl = Objective::Kl(Distillation { teacher: "t".into(), ..Distillation::default() });
+    let model = |inputs, outputs, seed| crate::init::mlp(inputs, &[4], outputs, seed).unwrap();
+    let mut engine = Engine::load(&model(3, 2, 1), kl, Device::Cpu).unwrap();
+    let shard = ShardBatch { rows: 1, inputs: vec![0.5, 1.0, -1.0], labels: Labels::Class(vec![1]) };
+    assert!(matches!(engine.gradients(&shard), Err(EngineError::Teacher { .. })));
+    for (teacher, words) in [
+        (model(4, 2, 1), "takes 4 inputs per row, the trained model 3"),
+        (model(3, 3, 1), "gives 3 outputs per row, the trained model 2"),
+        (model(3, 1, 1), "two or more classes"),
+    ] {
+        let line = engine.set_teacher(&teacher).unwrap_err().to_string();
+        assert!(line.contains("teacher of loss kl") && line.contains(words), "{line}");
+    }
+    let teacher = model(3, 2, 2);
+    engine.set_teacher(&teacher).unwrap();
+    let before = engine.gradients(&shard).unwrap();
+    engine.set_weights(&vec![0.25; engine.layout().elements()]).unwrap();
+    assert_ne!(engine.gradients(&shard).unwrap().grad, before.grad);
+    // As its own teacher, a model has only the labels to learn from.
+    let mut own = Engine::load(&teacher, engine.loss.clone(), Device::Cpu).unwrap();
+    own.set_teacher(&teacher).unwrap();
+    let entropy = Engine::load(&teacher, Loss::CrossEntropy, Device::Cpu).unwrap();
+    let (mixed, alone) = (own.gradients(&shard).unwrap(), entropy.gradients(&shard).unwrap());
+    close(mixed.loss_sum, 0.5 * alone.loss_sum, "the mixed loss");
+    let mean = own.measure(&shard, 1, &[], None).unwrap();
+    assert_eq!((mean.loss, mean.correct), (mixed.loss_sum, mixed.correct));
 }
