@@ -422,6 +422,8 @@ struct Checked {
     output: View,
     /// The first model.
     model: Vec<u8>,
+    /// The model whose outputs the loss asks for.
+    teacher: Option<Vec<u8>>,
     model_sha256: String,
     /// What identifies the rows and their order.
     data: String,
@@ -532,6 +534,7 @@ impl Checked {
             validation_plan,
             output,
             model,
+            teacher,
             model_sha256,
             data,
             run,
@@ -574,6 +577,7 @@ impl Checked {
             validation_plan,
             output,
             model,
+            teacher,
             model_sha256,
             data,
             run,

@@ -142,7 +142,7 @@ fn a_deposed_coordinator_and_its_workers_write_nothing() {
     let home = tempfile::tempdir().unwrap();
     let datafs = datafs(home.path());
     let run = checkpoints(&datafs, "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write(&state(10), &layout(), None).unwrap();
     let next = Checkpoints { owner: "next".into(), ..run.clone() }.own();
     let before = run.run_record().unwrap();
@@ -152,8 +152,8 @@ fn a_deposed_coordinator_and_its_workers_write_nothing() {
         assert_eq!(run.run_record().unwrap(), before);
     };
     refused(run.write(&state(20), &layout(), Some(Finish::EpochsDone)));
-    refused(run.write_if_newest(&state(20), &layout()));
-    refused(run.begin(b"another", b"{}", |_, _| false));
+    refused(run.write_if_newest(&state(20), &layout(), |_| true));
+    refused(run.begin(b"another", None, b"{}", |_, _| false));
     next.write(&state(20), &layout(), None).unwrap();
     assert_eq!(newest(&next, 99), Some(20));
 }
@@ -185,6 +185,7 @@ fn evaluated(step: u64) -> RunState {
         accuracy: None,
         top_k: None,
         mae: None,
+        auc: None,
         perplexity: None,
     };
     RunState { evaluations: vec![evaluation], ..state(step) }
@@ -194,7 +195,7 @@ fn evaluated(step: u64) -> RunState {
 fn a_leaving_worker_compares_itself_with_usable_checkpoints_only() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write(&state(400), &layout(), Some(Finish::EpochsDone)).unwrap();
     // One of a larger budget.
     run.write_if_newest(&state(15), &layout(), |found| found.step <= 100).unwrap();
@@ -214,7 +215,7 @@ fn a_leaving_worker_compares_itself_with_usable_checkpoints_only() {
 fn a_late_write_does_not_undo_the_end() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     let record = || run.run_record().unwrap().unwrap().1;
     run.write(&evaluated(20), &layout(), Some(Finish::EpochsDone)).unwrap();
     run.write(&state(10), &layout(), None).unwrap();
@@ -235,7 +236,7 @@ fn a_late_write_does_not_undo_the_end() {
 fn a_file_that_another_mount_deletes_meanwhile_is_no_error() {
     let home = tempfile::tempdir().unwrap();
     let run = checkpoints(&datafs(home.path()), "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write(&state(10), &layout(), None).unwrap();
     let kept = run.run_record().unwrap().unwrap().1.kept[0].clone();
     let publish = run.drop_checkpoint(millrace_datafs::Publish::new(), &kept);
@@ -253,7 +254,7 @@ fn empty_folders_of_a_killed_process_are_removed_at_the_next_start() {
     let home = tempfile::tempdir().unwrap();
     let datafs = datafs(home.path());
     let run = checkpoints(&datafs, "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write(&state(10), &layout(), None).unwrap();
     let own = format!("{}/{}", run.folder(), directory(&run.run));
     let names = || -> Vec<String> {
@@ -264,7 +265,7 @@ fn empty_folders_of_a_killed_process_are_removed_at_the_next_start() {
     // A folder with a file of somebody stays.
     run.view.write_file(&format!("{own}/000000000006/notes"), b"mine").unwrap();
     assert_eq!(names().len(), 3);
-    checkpoints(&datafs, "r").begin(b"model", b"{}", |_, _| false).unwrap();
+    checkpoints(&datafs, "r").begin(b"model", None, b"{}", |_, _| false).unwrap();
     assert_eq!(names(), ["000000000006", "000000000010"]);
     assert_eq!(newest(&run, 99), Some(10));
 }

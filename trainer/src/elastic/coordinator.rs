@@ -847,6 +847,7 @@ mod tests {
             token: String::new(),
             assignment: String::new(),
             joining: None,
+            hand_over: false,
         };
         let now = Instant::now();
         let rules = Rules { places: 2, ..super::super::tests::rules(0) };

@@ -106,6 +106,7 @@ mod tests {
             accuracy: None,
             top_k: None,
             mae: None,
+            auc: None,
             perplexity: None,
         }
     }

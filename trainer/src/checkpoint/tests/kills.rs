@@ -22,7 +22,7 @@ fn publishing_entry() {
     let Some(home) = std::env::var_os(ENV_HOME) else { return };
     let datafs = datafs(Path::new(&home));
     let run = checkpoints(&datafs, "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     let first = newest(&run, u64::MAX).unwrap_or_default() + 1;
     for step in first.. {
         run.write(&state(step), &layout(), None).unwrap();
@@ -80,7 +80,7 @@ fn checkpoints_survive_kills_at_any_moment() {
     // A last publication removes what interrupted ones left.
     let datafs = datafs(home.path());
     let run = checkpoints(&datafs, "r");
-    run.begin(b"model", b"{}", |_, _| false).unwrap();
+    run.begin(b"model", None, b"{}", |_, _| false).unwrap();
     run.write(&state(durable + 1), &layout(), None).unwrap();
     datafs.gc().unwrap();
     let there = objects(home.path()).len();
