@@ -509,16 +509,17 @@ impl Engine {
                 ),
             });
         }
-        if let Some(below) = self.graph.index_below() {
-            let is_index = |value: &f32| value.fract() == 0.0 && (0.0..below as f32).contains(value);
-            if let Some(at) = inputs.iter().position(|value| !is_index(value)) {
+        if let Some(bounds) = self.graph.index_bounds() {
+            let is_index =
+                |(value, below): (&f32, &u32)| value.fract() == 0.0 && (0.0..*below as f32).contains(value);
+            if let Some(at) = inputs.iter().zip(bounds.iter().cycle()).position(|pair| !is_index(pair)) {
                 return Err(EngineError::Batch {
                     reason: format!(
-                        "row {} holds {} in input {:?}, which takes whole numbers from 0 to {}",
+                        "row {} holds {} in input {:?}, which takes whole numbers from 0 to {} there",
                         at / width.max(1),
                         inputs[at],
                         self.graph.input_name(),
-                        below - 1
+                        bounds[at % width.max(1)] - 1
                     ),
                 });
             }

@@ -13,7 +13,9 @@
 
 mod arithmetic;
 mod attention;
+mod budget;
 mod builder;
+mod determined;
 mod einsum;
 mod error;
 mod gather;
@@ -33,6 +35,7 @@ mod tensor;
 #[cfg(test)]
 mod tests;
 mod training;
+mod types;
 mod wiring;
 
 use std::collections::HashSet;
@@ -42,6 +45,7 @@ use millrace_bundle::onnx::{ModelProto, TensorProto};
 
 use initializers::Roles;
 
+use determined::Determined;
 pub use error::GraphError;
 pub(crate) use initializers::origin as initializer_origin;
 pub(crate) use initializers::{has_marks, mark_parameter};
@@ -358,7 +362,8 @@ pub struct Graph {
     input_name: String,
     output_name: String,
     ends_in_softmax: bool,
-    index_below: Option<usize>,
+    index_bounds: Option<Vec<u32>>,
+    determined: Determined,
 }
 
 impl Graph {
@@ -434,10 +439,15 @@ impl Graph {
         self.ends_in_softmax
     }
 
-    /// The bound of an input of integers, as token ids: each is a whole number from 0 to below it. `None` for an
-    /// input of floats.
-    pub fn index_below(&self) -> Option<usize> {
-        self.index_below
+    /// The bounds of an input of integers, as token ids, for each element of a row: a whole number from 0 to below the
+    /// bound. `None` for an input of floats.
+    pub fn index_bounds(&self) -> Option<&[u32]> {
+        self.index_bounds.as_deref()
+    }
+
+    /// The values that constants alone determine.
+    pub(crate) fn determined(&self) -> &Determined {
+        &self.determined
     }
 
     /// Elements of one row of the input.

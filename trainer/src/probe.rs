@@ -25,9 +25,12 @@ pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
 /// Inputs for a graph: numbers, or positions in its tables.
 pub(crate) fn inputs(graph: &Graph, rows: usize, seed: u64) -> Vec<f32> {
     let plain = numbers(rows * graph.input_width(), seed);
-    match graph.index_below() {
+    match graph.index_bounds() {
         None => plain,
-        Some(below) => plain.into_iter().map(|x| ((x + 1.0) * 0.5 * below as f32).floor()).collect(),
+        Some(bounds) => {
+            let pairs = plain.into_iter().zip(bounds.iter().cycle());
+            pairs.map(|(x, below)| ((x + 1.0) * 0.5 * (*below).min(1 << 10) as f32).floor()).collect()
+        }
     }
 }
 
@@ -137,6 +140,19 @@ impl Probe {
             data_type: Some(tensor_proto::DataType::Int64 as i32),
             name: Some(name.clone()),
             int64_data: values.to_vec(),
+            ..Default::default()
+        });
+        name
+    }
+
+    /// A constant of truth values.
+    pub(crate) fn flags(&mut self, dims: &[i64], values: &[bool]) -> String {
+        let name = format!("b{}", self.graph.initializer.len());
+        self.graph.initializer.push(TensorProto {
+            dims: dims.to_vec(),
+            data_type: Some(tensor_proto::DataType::Bool as i32),
+            name: Some(name.clone()),
+            int32_data: values.iter().map(|value| i32::from(*value)).collect(),
             ..Default::default()
         });
         name
@@ -259,7 +275,7 @@ pub(crate) fn run_reference(
         .map_err(|e| e.to_string())?;
     let mut shape = vec![rows];
     shape.extend(row);
-    let is_index = Graph::read(model).is_ok_and(|graph| graph.index_below().is_some());
+    let is_index = Graph::read(model).is_ok_and(|graph| graph.index_bounds().is_some());
     let outputs = if is_index {
         let whole: Vec<i64> = inputs.iter().map(|value| *value as i64).collect();
         let tensor = ort::value::Tensor::from_array((shape, whole)).map_err(|e| e.to_string())?;

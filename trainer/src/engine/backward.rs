@@ -222,8 +222,12 @@ fn binary<B: Backend>(step: &Step<'_, B>, kind: Binary, grad: FloatTensor<B>) ->
             Binary::Max | Binary::Min => share_of_extreme::<B>(step, kind, 0, grad.clone()),
             Binary::Pow => {
                 let (a, b) = (wide(0), wide(1));
-                let power = B::float_powf(a, B::float_add_scalar(b.clone(), (-1.0).into()));
-                B::float_mul(grad.clone(), B::float_mul(b, power))
+                let power = B::float_powf(a.clone(), B::float_add_scalar(b.clone(), (-1.0).into()));
+                let found = B::float_mul(grad.clone(), B::float_mul(b.clone(), power));
+                // A constant 1 has no slope, also at 0.
+                let flags = flag_type::<B>(&a);
+                let [base, exponent] = [a, b].map(|side| B::float_equal_elem(side, 0.0.into(), flags));
+                B::float_mask_fill(found, B::bool_and(base, exponent), 0.0.into())
             }
         };
         fit(full, 0)
@@ -375,6 +379,11 @@ fn unary<B: Backend>(
         Unary::Abs => B::float_mul(grad, B::float_sign(x)),
         Unary::Reciprocal => B::float_neg(B::float_mul(grad, square(y))),
         Unary::Pow(exponent) => {
+            if exponent == 0.0 {
+                // A constant 1 has no slope, also at 0.
+                let shape = dims::<B>(&grad);
+                return zeros_like::<B>(&grad, &shape);
+            }
             let exponent = f64::from(exponent);
             let power = B::float_powf_scalar(x, (exponent - 1.0).into());
             B::float_mul(grad, scaled(power, exponent))

@@ -11,7 +11,7 @@ use super::forward::forward;
 use super::tensor::{download, upload};
 use super::training::{Kept, mask, normalize};
 use super::{Device, EngineError, ShardKey, shape_of};
-use crate::graph::{Dim, Graph, Op, ParamSpec, Source};
+use crate::graph::{Graph, Op, ParamSpec, Source};
 
 /// A loaded graph on a device, independent of the backend.
 pub(super) trait Compute: Send + Sync {
@@ -76,12 +76,14 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
             })
             .collect();
         // What depends on constants alone is computed once.
-        for node in graph.nodes().iter().filter(|node| !matches!(node.op, Op::Dropout(_))) {
+        let determined = graph.determined();
+        for (at, node) in graph.nodes().iter().enumerate().filter(|(_, node)| determined.is(node.output)) {
             let read: Option<Vec<FloatTensor<B>>> =
                 node.inputs.iter().map(|input| resident[*input].clone()).collect();
             let dims = &graph.values()[node.output].dims;
-            if let Some(read) = read.filter(|_| dims.iter().all(|dim| matches!(dim, Dim::Fixed(_)))) {
-                resident[node.output] = Some(forward::<B>(&node.op, &read, &shape_of(dims, 1)).0);
+            resident[node.output] = read.map(|read| forward::<B>(&node.op, &read, &shape_of(dims, 1)).0);
+            for value in determined.dropped(at, node) {
+                resident[value] = None;
             }
         }
         let frozen = vec![false; graph.normalizations().len()];
@@ -148,7 +150,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
         let mut all_kept = Vec::with_capacity(self.graph.nodes().len());
         let mut moments = Vec::new();
         for node in self.graph.nodes() {
-            if self.resident[node.output].is_some() {
+            if self.graph.determined().is(node.output) {
                 all_kept.push(None);
                 continue;
             }

@@ -1,6 +1,7 @@
 //! Tests of the engine: derivatives against finite differences, outputs against ONNX Runtime, equal bits for
 //! any number of threads.
 
+mod edges;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod hostile;

@@ -1,6 +1,7 @@
 //! Element-wise operators and softmax.
 
 use super::builder::{Builder, Call, NodeRef};
+use super::types::{self, Kind};
 use super::{Binary, Compare, Dim, GraphError, Op, Source, Unary, ValueId, shape};
 
 pub(super) fn binary(b: &mut Builder, call: Call<'_>, kind: Binary) -> Result<ValueId, GraphError> {
@@ -13,6 +14,19 @@ pub(super) fn binary(b: &mut Builder, call: Call<'_>, kind: Binary) -> Result<Va
     }
     let out = join(b, &call, kind, left, right)?;
     Ok(b.mark(out, is_left || is_right))
+}
+
+/// A quotient; that of integers is truncated.
+pub(super) fn divide(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
+    let is_whole = call.element(b, 0).is_some_and(|element| types::kind(element) == Kind::Integer);
+    let site = call.site.clone();
+    let quotient = binary(b, call, Binary::Div)?;
+    if !is_whole {
+        return Ok(quotient);
+    }
+    let is_merged = b.merged.contains(&quotient);
+    let whole = map(b, &site, Unary::Trunc, quotient)?;
+    Ok(b.mark(whole, is_merged))
 }
 
 /// Appends a broadcasting element-wise operation.
@@ -185,9 +199,19 @@ pub(super) fn activation(b: &mut Builder, mut call: Call<'_>, op: &str) -> Resul
             if alpha == 0.0 {
                 return Err(site.form("alpha = 0"));
             }
+            let input = call.float(b, 0)?;
             let narrow = unary(b, call, Unary::Scale(1.0 / alpha))?;
-            let bent = map(b, &site, Unary::Elu(1.0), narrow)?;
-            map(b, &site, Unary::Scale(alpha), bent)
+            if alpha > 0.0 {
+                let bent = map(b, &site, Unary::Elu(1.0), narrow)?;
+                return map(b, &site, Unary::Scale(alpha), bent);
+            }
+            // max(x, 0) + min(α · (e^(x/α) − 1), 0)
+            let power = map(b, &site, Unary::Exp, narrow)?;
+            let lower = map(b, &site, Unary::Shift(-1.0), power)?;
+            let bent = map(b, &site, Unary::Scale(alpha), lower)?;
+            let below = map(b, &site, Unary::Clip(f32::NEG_INFINITY, 0.0), bent)?;
+            let above = map(b, &site, Unary::Relu, input)?;
+            join_at(b, &site, Binary::Add, above, below)
         }
         "HardSigmoid" => {
             let alpha = call.float_attribute("alpha", 0.2)?;
@@ -308,6 +332,12 @@ pub(super) fn pow(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError
         },
         _ => None,
     };
+    let is_whole = call.element(b, 0).is_some_and(|element| types::kind(element) == Kind::Integer);
+    if is_whole && !matches!(constant, Some(1.0 | 2.0 | 3.0)) {
+        return Err(call.site.form(
+            "powers of integers are supported with the constant exponents 1, 2 and 3 only (cast the base to FLOAT before)",
+        ));
+    }
     match constant {
         Some(1.0) => Ok(base),
         Some(2.0) => join(b, &call, Binary::Mul, base, base),

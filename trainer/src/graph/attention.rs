@@ -1,14 +1,16 @@
 //! Attention (operator set 23), as products and a softmax.
 
-use super::arithmetic::{choose, join_at, map};
+use super::arithmetic::{choose, compare_values, join_at, map};
 use super::builder::{Builder, Call, NodeRef};
 use super::linear::product;
-use super::{Binary, Dim, GraphError, Op, Unary, ValueId, shape};
+use super::reduction::{Reduction, fold};
+use super::types::{self, Kind};
+use super::{Binary, Compare, Dim, GraphError, Op, Unary, ValueId, shape};
 
 pub(super) fn attention(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let site = call.site.clone();
     let inputs = [call.float(b, 0)?, call.float(b, 1)?, call.float(b, 2)?];
-    let mask = if call.has(3) { Some((call.value(b, 3)?, call.is_ints(b, 3))) } else { None };
+    let mask = if call.has(3) { Some((call.value(b, 3)?, is_truth(b, &call)?)) } else { None };
     let causal = call.int("is_causal", 0)? != 0;
     let heads = [call.int("q_num_heads", 0)?, call.int("kv_num_heads", 0)?];
     let scale = call.float_attribute("scale", 0.0)?;
@@ -49,14 +51,32 @@ pub(super) fn attention(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, 
         let seen = b.constant(&[length, past], seen.collect(), &site)?;
         scores = choose(b, &site, seen, scores, hidden)?;
     }
-    scores = match mask {
-        None => scores,
-        Some((mask, true)) => choose(b, &site, mask, scores, hidden)?,
-        Some((mask, false)) if b.is_whole(mask) => choose(b, &site, mask, scores, hidden)?,
-        Some((mask, false)) => join_at(b, &site, Binary::Add, scores, mask)?,
-    };
     let dims = b.dims(scores).to_vec();
-    let shares = b.push(Op::Softmax(3), &[scores], dims, &site)?;
+    let shares = match mask {
+        None => b.push(Op::Softmax(3), &[scores], dims, &site)?,
+        Some((mask, is_truth)) => {
+            // From operator set 24 on, a shorter mask hides the keys behind its end.
+            if b.opset >= 24 && b.dims(mask).last() != Some(&Dim::Fixed(past)) {
+                return Err(site.shape(format!(
+                    "a mask {} for {past} keys: its last dimension must be {past}",
+                    shape::display(b.dims(mask))
+                )));
+            }
+            let masked = if is_truth {
+                choose(b, &site, mask, scores, hidden)?
+            } else {
+                join_at(b, &site, Binary::Add, scores, mask)?
+            };
+            if b.dims(masked) != dims {
+                return Err(site.shape(format!(
+                    "a mask {} does not broadcast to {}",
+                    shape::display(b.dims(mask)),
+                    shape::display(&dims)
+                )));
+            }
+            shares_of(b, &site, masked, hidden)?
+        }
+    };
     let out = product(b, &call, shares, value)?;
     if !flat {
         return Ok(out);
@@ -64,6 +84,31 @@ pub(super) fn attention(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, 
     let joined = b.permute(out, vec![0, 2, 1, 3], &site)?;
     let inner = shape::check(&b.dims(joined)[2..], &site)?;
     b.reshape(joined, vec![rows, Dim::Fixed(length), Dim::Fixed(inner)], &site)
+}
+
+/// Whether the mask holds truth values; the others are added to the scores.
+fn is_truth(b: &Builder, call: &Call<'_>) -> Result<bool, GraphError> {
+    match call.element(b, 3).map(types::kind) {
+        Some(Kind::Bool) => Ok(true),
+        Some(Kind::Float) => Ok(false),
+        _ => Err(call.site.form("its mask holds neither truth values nor floats")),
+    }
+}
+
+/// Softmax of masked scores; 0 for a query that no key is visible to.
+fn shares_of(
+    b: &mut Builder,
+    site: &NodeRef,
+    scores: ValueId,
+    hidden: ValueId,
+) -> Result<ValueId, GraphError> {
+    let dims = b.dims(scores).to_vec();
+    let most = fold(b, site, Reduction::Max, scores, &[3], true)?;
+    let is_empty = compare_values(b, site, Compare::Equal, most, hidden)?;
+    let zero = b.scalar(0.0, site)?;
+    let safe = choose(b, site, is_empty, zero, scores)?;
+    let shares = b.push(Op::Softmax(3), &[safe], dims, site)?;
+    choose(b, site, is_empty, zero, shares)
 }
 
 /// `[rows, steps, heads · values]` as `[rows, heads, steps, values]`.

@@ -1,10 +1,13 @@
 //! Graph builder: maps tensor names to values while a model is read, and locates errors.
 
 use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
 
+use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
-use super::ints::Ints;
+use super::budget::Budget;
+use super::ints::{Ints, step, strides};
 use super::{Dim, Dropout, GraphError, Node, Normalization, Op, ParamSpec, Source, Value, ValueId, shape};
 
 /// Most values a graph may have.
@@ -69,6 +72,9 @@ pub(super) struct Builder {
     pub(super) normalizations: Vec<Normalization>,
     pub(super) dropouts: Vec<Dropout>,
     pub(super) names: HashMap<String, NamedValue>,
+    /// Element types of the names.
+    pub(super) elements: HashMap<String, DataType>,
+    pub(super) budget: Budget,
     pub(super) opset: i64,
     /// Values `[steps, rows, …]` that the graph sees as `[steps · rows, …]`: products with weights and sums keep the
     /// rows apart, a reshape separates them again.
@@ -81,8 +87,10 @@ pub(super) struct Builder {
     pub(super) is_from_pytorch: bool,
     /// Whether the input holds integers, as token ids.
     pub(super) input_is_index: bool,
-    /// Rows of the smallest table that the integers of the input select from.
-    pub(super) index_below: Option<usize>,
+    /// For each element of an input row of integers, the number that it stays below.
+    pub(super) index_bounds: Vec<u32>,
+    /// For each value that holds elements of an input of integers, unchanged, their places in a row of the input.
+    pub(super) origins: HashMap<ValueId, Rc<[u32]>>,
 }
 
 impl Builder {
@@ -121,6 +129,12 @@ impl Builder {
         let steps = matches!(op, Op::Compare(_)) || matches!(op, Op::Unary(kind) if kind.is_step());
         let trained = !steps && inputs.iter().any(|input| self.values[*input].trained);
         let output = self.value(dims, Source::Node, trained, site)?;
+        if op.moves()
+            && let Some(origin) = self.origins.get(&inputs[0]).map(Rc::clone)
+        {
+            let moved = self.moved(&op, inputs[0], output, origin, site)?;
+            self.origins.insert(output, moved);
+        }
         self.nodes.push(Node { op, inputs: inputs.to_vec(), output });
         Ok(output)
     }
@@ -153,6 +167,7 @@ impl Builder {
         elements: Vec<f32>,
         site: &NodeRef,
     ) -> Result<ValueId, GraphError> {
+        self.budget.charge(elements.len(), site)?;
         let dims = dims.iter().copied().map(Dim::Fixed).collect();
         self.value(dims, Source::Constant(elements), false, site)
     }
@@ -211,16 +226,46 @@ impl Builder {
         self.nodes.binary_search_by_key(&value, |node| node.output).ok().map(|at| &self.nodes[at])
     }
 
-    /// Whether a value holds whole numbers or truth values: those of the input, moved, or a comparison.
-    pub(super) fn is_whole(&self, mut value: ValueId) -> bool {
-        loop {
-            match self.node_of(value) {
-                Some(Node { op: Op::Compare(_), .. }) => return true,
-                Some(Node { op, inputs, .. }) if op.moves() => value = inputs[0],
-                Some(_) => return false,
-                None => return self.input_is_index && self.values[value].source == Source::Input,
-            }
+    /// The places in an input row of the elements of a value that `op` moves from another one.
+    fn moved(
+        &mut self,
+        op: &Op,
+        from: ValueId,
+        to: ValueId,
+        origin: Rc<[u32]>,
+        site: &NodeRef,
+    ) -> Result<Rc<[u32]>, GraphError> {
+        if matches!(op, Op::Reshape) {
+            return Ok(origin);
         }
+        let sizes = |value: ValueId| self.dims(value).iter().map(|dim| dim.at(1)).collect::<Vec<_>>();
+        let (from, to) = (sizes(from), sizes(to));
+        let count = to.iter().product();
+        self.budget.charge(count, site)?;
+        let strides = strides(&from);
+        let lead = to.len() - from.len();
+        let mut index = vec![0; to.len()];
+        let mut places = Vec::with_capacity(count);
+        for _ in 0..count {
+            let place: usize = match op {
+                Op::Permute(order) => order.iter().zip(&index).map(|(axis, at)| strides[*axis] * at).sum(),
+                _ => (0..from.len())
+                    .map(|axis| {
+                        let at = index[lead + axis];
+                        let at = match op {
+                            Op::Slice { axis: cut, start } if *cut == axis => start + at,
+                            Op::Select { axis: cut, positions } if *cut == axis => positions[at],
+                            _ if from[axis] == 1 => 0,
+                            _ => at,
+                        };
+                        strides[axis] * at
+                    })
+                    .sum(),
+            };
+            places.push(origin[place]);
+            step(&mut index, &to);
+        }
+        Ok(places.into())
     }
 }
 
@@ -355,9 +400,11 @@ impl<'a> Call<'a> {
         let value = match self.named(builder, index) {
             None => return Ok(None),
             Some(NamedValue::Ints(ints)) => {
-                return Ok(ints.known().map(|values| {
-                    (ints.dims.clone(), values.into_iter().map(|value| value as f32).collect())
-                }));
+                let values = ints.known().ok_or_else(|| {
+                    self.site
+                        .form(format!("input {index} depends on the number of rows, a constant is needed"))
+                })?;
+                return Ok(Some((ints.dims.clone(), values.into_iter().map(|value| value as f32).collect())));
             }
             Some(NamedValue::Float(value)) => *value,
         };
@@ -397,7 +444,13 @@ impl<'a> Call<'a> {
         self.node.input.get(index).is_some_and(|name| !name.is_empty())
     }
 
-    /// Whether an input holds integers.
+    /// The element type of an input.
+    pub(super) fn element(&self, builder: &Builder, index: usize) -> Option<DataType> {
+        let name = self.node.input.get(index).filter(|name| !name.is_empty())?;
+        builder.elements.get(name).copied()
+    }
+
+    /// Whether an input holds integers that are known.
     pub(super) fn is_ints(&self, builder: &Builder, index: usize) -> bool {
         matches!(self.named(builder, index), Some(NamedValue::Ints(_)))
     }
@@ -410,6 +463,11 @@ impl<'a> Call<'a> {
     /// Whether the node has an attribute of this name.
     pub(super) fn has_attribute(&self, name: &str) -> bool {
         self.node.attribute.iter().any(|attribute| attribute.name() == name)
+    }
+
+    /// Whether the node has an attribute of this name and kind.
+    pub(super) fn has_attribute_of(&self, name: &str, kind: AttributeType) -> bool {
+        self.node.attribute.iter().any(|attribute| attribute.name() == name && attribute.r#type() == kind)
     }
 
     fn attribute(

@@ -1,8 +1,12 @@
 //! Gather: elements at constant positions, and rows of a table at the positions that the input holds.
 
+use std::rc::Rc;
+
 use super::builder::{Builder, Call};
 use super::movement::select;
-use super::{Dim, GraphError, Op, Source, ValueId, shape};
+use super::read::INDEX_BELOW;
+use super::types::{self, Kind};
+use super::{Dim, GraphError, Op, ValueId, shape};
 
 pub(super) fn gather(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let data = call.value(b, 0)?;
@@ -38,24 +42,27 @@ fn lookup(
     size: usize,
 ) -> Result<ValueId, GraphError> {
     let positions = call.float(b, 1)?;
-    let mut root = positions;
-    while let Some(node) = b.node_of(root)
-        && node.op.moves()
-    {
-        root = node.inputs[0];
-    }
-    if !b.input_is_index || b.values[root].source != Source::Input {
+    let is_whole = call.element(b, 1).is_some_and(|element| types::kind(element) == Kind::Integer);
+    let Some(origin) = b.origins.get(&positions).filter(|_| is_whole).map(Rc::clone) else {
         return Err(call.site.form(
             "its positions are computed; constant ones, and whole numbers of an int64 input, are supported",
         ));
-    }
+    };
     if axis != 0 || shape::rows_axis(b.dims(data)).is_some() {
         return Err(call.site.form(format!(
             "positions of the input select from axis 0 of a table, not from axis {axis} of {}",
             shape::display(b.dims(data))
         )));
     }
-    b.index_below = Some(b.index_below.map_or(size, |below| below.min(size)));
+    let bound = u32::try_from(size).ok().filter(|size| *size <= INDEX_BELOW).ok_or_else(|| {
+        call.site.form(format!(
+            "a table of {size} rows: positions are float32 numbers, which tell at most {INDEX_BELOW} rows apart (split the table)"
+        ))
+    })?;
+    for place in origin.iter() {
+        let below = &mut b.index_bounds[*place as usize];
+        *below = (*below).min(bound);
+    }
     let mut target = b.dims(positions).to_vec();
     target.extend(&b.dims(data)[1..]);
     b.push(Op::Lookup, &[data, positions], target, &call.site)

@@ -4,8 +4,10 @@
 
 use std::cmp::Ordering;
 
+use millrace_bundle::onnx::tensor_proto::DataType;
+
 use super::builder::NodeRef;
-use super::{Dim, GraphError, shape};
+use super::{Dim, GraphError, shape, types};
 
 /// Most integers in one tensor.
 const ELEMENTS_MAX: usize = 1 << 20;
@@ -68,6 +70,23 @@ impl Size {
         }
     }
 
+    /// The power with a known exponent that is not negative.
+    pub(super) fn pow(self, exponent: Size) -> Option<Size> {
+        match (self.known(), exponent.known()?) {
+            (_, 1) => Some(self),
+            (Some(base), exponent) => base.checked_pow(u32::try_from(exponent).ok()?).map(Size::plain),
+            (None, _) => None,
+        }
+    }
+
+    /// The remainder with the dividend's sign.
+    pub(super) fn remainder(self, other: Size) -> Option<Size> {
+        match (self.known(), other.known()?) {
+            (Some(value), divisor) => value.checked_rem(divisor).map(Size::plain),
+            (None, _) => self.div(other).map(|_| Size::plain(0)),
+        }
+    }
+
     /// The remainder with the divisor's sign.
     pub(super) fn modulo(self, other: Size) -> Option<Size> {
         let divisor = other.known()?;
@@ -118,11 +137,27 @@ impl Ints {
         self.elements.iter().map(|size| size.known()).collect()
     }
 
-    /// Elements of a shape, within the limit.
+    /// Refuses integers that the element type does not hold.
+    pub(super) fn fit(&self, element: DataType, site: &NodeRef) -> Result<(), GraphError> {
+        let Some((low, high)) = types::range(element) else { return Ok(()) };
+        let known = self.elements.iter().filter_map(|size| size.known());
+        match known.map(i128::from).find(|value| !(low..=high).contains(value)) {
+            None => Ok(()),
+            Some(value) => {
+                Err(site.form(format!("its result {value} does not fit {}", element.as_str_name())))
+            }
+        }
+    }
+
+    /// Elements of a shape, within the limit. An empty dimension does not hide the size of another one.
     pub(super) fn count(dims: &[usize], site: &NodeRef) -> Result<usize, GraphError> {
+        if dims.len() > shape::RANK_MAX {
+            return Err(site.shape(format!("{} dimensions, the limit is {}", dims.len(), shape::RANK_MAX)));
+        }
         dims.iter()
-            .try_fold(1usize, |count, size| count.checked_mul(*size))
-            .filter(|c| *c <= ELEMENTS_MAX)
+            .try_fold(1usize, |count, size| count.checked_mul((*size).max(1)))
+            .filter(|count| *count <= ELEMENTS_MAX)
+            .map(|count| if dims.contains(&0) { 0 } else { count })
             .ok_or_else(|| {
                 site.form(format!("integers of the shape {dims:?}, at most {ELEMENTS_MAX} are supported"))
             })
@@ -147,11 +182,7 @@ impl Ints {
 
     /// Steps between neighbours along each axis.
     pub(super) fn strides(&self) -> Vec<usize> {
-        let mut strides = vec![1; self.dims.len()];
-        for axis in (1..self.dims.len()).rev() {
-            strides[axis - 1] = strides[axis] * self.dims[axis];
-        }
-        strides
+        strides(&self.dims)
     }
 
     /// The elements repeated to a shape that this one broadcasts to.
@@ -197,7 +228,17 @@ pub(super) fn depends_on_rows(site: &NodeRef) -> GraphError {
     site.form("its integers cannot be computed: they divide by 0, overflow, or it depends on the number of rows in a form that is not supported")
 }
 
-fn step(index: &mut [usize], dims: &[usize]) {
+/// Steps between neighbours along each axis of a shape, row-major.
+pub(super) fn strides(dims: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; dims.len()];
+    for axis in (1..dims.len()).rev() {
+        strides[axis - 1] = strides[axis] * dims[axis];
+    }
+    strides
+}
+
+/// Moves an index to the next element, row-major.
+pub(super) fn step(index: &mut [usize], dims: &[usize]) {
     for axis in (0..dims.len()).rev() {
         index[axis] += 1;
         if index[axis] < dims[axis] {

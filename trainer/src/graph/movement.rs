@@ -118,6 +118,8 @@ pub(super) fn select(
         return b.slice(value, axis, *first, positions.len(), site);
     }
     dims[axis] = Dim::Fixed(positions.len());
+    // A position takes 8 bytes.
+    b.budget.charge(2 * positions.len(), site)?;
     b.push(Op::Select { axis, positions }, &[value], dims, site)
 }
 

@@ -1,9 +1,9 @@
 //! Normalisations, written as primitive operations.
 
-use super::arithmetic::{join_at, map};
+use super::arithmetic::{choose, compare_values, join_at, map};
 use super::builder::{Builder, Call, NodeRef};
 use super::reduction::{Reduction, fold};
-use super::{Binary, Dim, GraphError, Unary, ValueId, shape, training};
+use super::{Binary, Compare, Dim, GraphError, Unary, ValueId, shape, training};
 
 /// (x − mean) / √(variance + ε) over some axes.
 fn standardize(
@@ -172,8 +172,14 @@ pub(super) fn norm(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
         2 => Reduction::L2,
         _ => return Err(call.site.form(format!("p = {power} is not supported, only 1 and 2"))),
     };
-    let size = fold(b, &call.site, kind, input, &[axis], true)?;
-    join_at(b, &call.site, Binary::Div, input, size)
+    let site = &call.site;
+    let size = fold(b, site, kind, input, &[axis], true)?;
+    // A vector of zeros stays, with a slope of 0.
+    let (zero, one) = (b.scalar(0.0, site)?, b.scalar(1.0, site)?);
+    let is_zero = compare_values(b, site, Compare::Equal, size, zero)?;
+    let divisor = choose(b, site, is_zero, one, size)?;
+    let normal = join_at(b, site, Binary::Div, input, divisor)?;
+    choose(b, site, is_zero, zero, normal)
 }
 
 /// Normalisation by running statistics, which stay; scale and bias are trained. In training mode, see

@@ -1,23 +1,27 @@
 //! Model reader: turns an ONNX model into a checked graph; resolves names, order and operators.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
+use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, attribute_proto::AttributeType};
 
+use super::budget::Budget;
 use super::builder::{Builder, Call, NamedValue, NodeRef, VALUES_MAX};
+use super::determined::Determined;
 use super::initializers::{Roles, initializer};
 use super::ints::Ints;
 use super::reduction::Reduction;
 use super::spatial::Pool;
+use super::types::Kind;
 use super::{
     Binary, Compare, Dim, Graph, GraphError, Node, Op, Source, Unary, ValueId, arithmetic, attention, einsum,
     gather, linear, movement, normalization, recurrent, reduction, resize, shape, sizes, spatial, tensor,
-    training,
+    training, types,
     wiring::{input, order, output, producers},
 };
 
-/// Rows that an input of integers may select from where no table bounds it: float32 holds these numbers exactly.
-const INDEX_BELOW: usize = 1 << 24;
+/// Bound of an input's integers, also where no table bounds them: float32 holds all numbers below it exactly.
+pub(super) const INDEX_BELOW: u32 = 1 << 24;
 
 /// Operators whose derivatives tests check by finite differences and whose results they compare with ONNX
 /// Runtime.
@@ -175,7 +179,8 @@ pub(super) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
     }
     let initializers = initializers(proto)?;
     let roles = Roles::of(model, proto);
-    let (input, input_dims, input_is_index) = input(proto, &initializers)?;
+    let (input, input_dims, element) = input(proto, &initializers)?;
+    let input_is_index = types::kind(element) == Kind::Integer;
     let output = output(proto)?;
     let producers = producers(proto, input, &initializers)?;
     let order = order(proto, output, &producers, input, &initializers)?;
@@ -185,11 +190,19 @@ pub(super) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
         input_is_index,
         is_from_pytorch: model.producer_name() == "pytorch",
         reads: training::reads(proto),
+        budget: Budget::of(proto),
         ..Builder::default()
     };
     let site = NodeRef { op: "input".to_owned(), node: input.to_owned() };
     let input_id = b.value(input_dims, Source::Input, false, &site)?;
     b.names.insert(input.to_owned(), NamedValue::Float(input_id));
+    b.elements.insert(input.to_owned(), element);
+    if input_is_index {
+        let width = shape::elements_at(b.dims(input_id), 1);
+        b.budget.charge(width.saturating_mul(2), &site)?;
+        b.index_bounds = vec![INDEX_BELOW; width];
+        b.origins.insert(input_id, (0..width as u32).collect());
+    }
     let read_names: HashSet<&str> = order.iter().flat_map(|node| &node.input).map(String::as_str).collect();
     for tensor in &proto.initializer {
         if read_names.contains(tensor.name()) {
@@ -198,12 +211,37 @@ pub(super) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
                 b.float_initializers.insert(tensor.name().to_owned());
             }
             b.names.insert(tensor.name().to_owned(), named);
+            let element = DataType::try_from(tensor.data_type()).unwrap_or(DataType::Undefined);
+            b.elements.insert(tensor.name().to_owned(), element);
         }
     }
+    let mut reads: HashMap<&str, usize> = HashMap::from([(output, 1)]);
+    for name in order.iter().flat_map(|node| &node.input) {
+        *reads.entry(name).or_default() += 1;
+    }
     for node in &order {
-        let found = lower(&mut b, node)?;
+        let (element, found) = lower(&mut b, node)?;
         for (name, named) in node.output.iter().zip(found) {
+            if let NamedValue::Ints(ints) = &named {
+                let site = NodeRef::of(node);
+                ints.fit(element, &site)?;
+                b.budget.charge_integers(ints.elements.len(), &site)?;
+            }
+            b.elements.insert(name.clone(), element);
             b.names.insert(name.clone(), named);
+        }
+        // Known integers go once all nodes that read them were lowered.
+        for name in node.input.iter().map(String::as_str) {
+            let left = reads.entry(name).or_default();
+            *left = left.saturating_sub(1);
+            if *left == 0
+                && let Some(NamedValue::Ints(ints)) = b.names.get(name)
+            {
+                if producers.contains_key(name) {
+                    b.budget.release_integers(ints.elements.len());
+                }
+                b.names.remove(name);
+            }
         }
     }
     let output_id = match b.names.get(output) {
@@ -231,6 +269,8 @@ fn finish(
         )));
     }
     let ends_in_softmax = ends_in_softmax(&b, output_id);
+    let index_bounds = b.input_is_index.then(|| std::mem::take(&mut b.index_bounds));
+    let determined = Determined::of(&mut b, output_id)?;
     // Parameters are numbered in the order of the initializers.
     Ok(Graph {
         values: std::mem::take(&mut b.values),
@@ -239,12 +279,13 @@ fn finish(
         states: b.states,
         normalizations: b.normalizations,
         dropouts: b.dropouts,
+        determined,
         input: input_id,
         output: output_id,
         input_name: input.to_owned(),
         output_name: output.to_owned(),
         ends_in_softmax,
-        index_below: b.input_is_index.then(|| b.index_below.unwrap_or(INDEX_BELOW)),
+        index_bounds,
     })
 }
 
@@ -253,7 +294,7 @@ fn ends_in_softmax(b: &Builder, output: ValueId) -> bool {
     let classes = Dim::Fixed(shape::elements_at(b.dims(output), 1));
     let mut value = output;
     loop {
-        match b.nodes.iter().find(|node| node.output == value) {
+        match b.node_of(value) {
             Some(Node { op: Op::Softmax(axis), .. }) => return b.dims(value)[*axis] == classes,
             Some(Node { op: Op::Reshape | Op::Permute(_), inputs, .. }) => value = inputs[0],
             Some(Node { op: Op::Concat(_), inputs, .. }) if inputs.len() == 1 => value = inputs[0],
@@ -317,13 +358,14 @@ fn constant(b: &mut Builder, node: &NodeProto) -> Result<NamedValue, GraphError>
     b.constant(&shape, elements, &site).map(NamedValue::Float)
 }
 
-/// Lowers a node to values of its outputs.
-fn lower(b: &mut Builder, node: &NodeProto) -> Result<Vec<NamedValue>, GraphError> {
+/// Lowers a node to the element type and the values of its outputs.
+fn lower(b: &mut Builder, node: &NodeProto) -> Result<(DataType, Vec<NamedValue>), GraphError> {
     let call = Call::new(node);
     if !matches!(node.domain(), "" | "ai.onnx") || !SUPPORTED_OPERATORS.contains(&node.op_type()) {
         return Err(call.site.unsupported());
     }
-    let floats = |values: Vec<ValueId>| values.into_iter().map(NamedValue::Float).collect();
+    let element = types::infer(b, &mut Call::new(node))?;
+    let floats = |values: Vec<ValueId>| (element, values.into_iter().map(NamedValue::Float).collect());
     match node.op_type() {
         "LSTM" | "GRU" | "RNN" => return recurrent::recurrent(b, call).map(floats),
         "Split" => return movement::split(b, call).map(floats),
@@ -333,20 +375,20 @@ fn lower(b: &mut Builder, node: &NodeProto) -> Result<Vec<NamedValue>, GraphErro
         && call.all_ints(b)
         && let Some(folded) = sizes::fold(b, Call::new(node), node.op_type())
     {
-        return Ok(vec![folded?]);
+        return Ok((element, vec![folded?]));
     }
     let named = match node.op_type() {
         "Constant" => constant(b, node)?,
         "Shape" => sizes::shape_of(b, call)?,
         "Size" => sizes::size_of(b, call)?,
         "ConstantOfShape" => sizes::constant_of_shape(b, call)?,
-        "Cast" | "CastLike" => sizes::cast(b, call)?,
+        "Cast" | "CastLike" => sizes::cast(b, call, element)?,
         "Expand" => sizes::expand(b, call)?,
         "Identity" => identity(b, &call)?,
         "Dropout" => training::dropout(b, call)?,
         op => NamedValue::Float(lower_float(b, call, op)?),
     };
-    Ok(vec![named])
+    Ok((element, vec![named]))
 }
 
 /// The input itself.
@@ -360,7 +402,7 @@ fn lower_float(b: &mut Builder, call: Call<'_>, op: &str) -> Result<ValueId, Gra
         "Add" => arithmetic::binary(b, call, Binary::Add),
         "Sub" => arithmetic::binary(b, call, Binary::Sub),
         "Mul" => arithmetic::binary(b, call, Binary::Mul),
-        "Div" => arithmetic::binary(b, call, Binary::Div),
+        "Div" => arithmetic::divide(b, call),
         "Pow" => arithmetic::pow(b, call),
         "Max" => arithmetic::several(b, call, Binary::Max, false),
         "Min" => arithmetic::several(b, call, Binary::Min, false),

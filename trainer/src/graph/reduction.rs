@@ -1,8 +1,8 @@
 //! Reductions over axes that do not hold the batch.
 
-use super::arithmetic::{join_at, map};
+use super::arithmetic::{choose, compare_values, join_at, map};
 use super::builder::{Builder, Call, NodeRef};
-use super::{Binary, Dim, GraphError, Op, Unary, ValueId, shape};
+use super::{Binary, Compare, Dim, GraphError, Op, Unary, ValueId, shape};
 
 /// Most elements that ReduceProd multiplies: it becomes one product per element.
 const FACTORS_MAX: usize = 256;
@@ -42,7 +42,11 @@ pub(super) fn reduce(b: &mut Builder, mut call: Call<'_>, kind: Reduction) -> Re
     call.finish(inputs)?;
     let axes = match given.filter(|axes| !axes.is_empty()) {
         Some(axes) => shape::axes(&axes, rank, &call.site)?,
-        None if none_is_identity => return Ok(input),
+        // No element joins another one: the largest, the sum, the mean and the product of one element are itself.
+        None if none_is_identity => match kind {
+            Reduction::L1 | Reduction::L2 | Reduction::LogSum | Reduction::SumSquare => vec![],
+            _ => return Ok(input),
+        },
         None => (0..rank).collect(),
     };
     fold(b, &call.site, kind, input, &axes, keep)
@@ -106,12 +110,20 @@ pub(super) fn fold(
             let kept =
                 (0..dims.len()).map(|axis| if reduced(&axis) { Dim::Fixed(1) } else { dims[axis] }).collect();
             let most = largest(b, input, kept)?;
-            let lower = join_at(b, site, Binary::Sub, input, most)?;
+            // An infinite one would leave no number; it is the result.
+            let size = map(b, site, Unary::Abs, most)?;
+            let (zero, infinity) = (b.scalar(0.0, site)?, b.scalar(f32::INFINITY, site)?);
+            let is_infinite = compare_values(b, site, Compare::Equal, size, infinity)?;
+            let base = choose(b, site, is_infinite, zero, most)?;
+            let kept = choose(b, site, is_infinite, zero, input)?;
+            let lower = join_at(b, site, Binary::Sub, kept, base)?;
             let powers = map(b, site, Unary::Exp, lower)?;
             let total = sum(b, powers)?;
             let log = map(b, site, Unary::Log, total)?;
-            let most = b.reshape(most, target.clone(), site)?;
-            join_at(b, site, Binary::Add, log, most)
+            let [most, base, is_infinite] =
+                [most, base, is_infinite].map(|value| b.reshape(value, target.clone(), site));
+            let finite = join_at(b, site, Binary::Add, log, base?)?;
+            choose(b, site, is_infinite?, most?, finite)
         }
         Reduction::Prod => product(b, site, input, axes, target),
     }

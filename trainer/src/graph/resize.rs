@@ -7,6 +7,9 @@ use super::{Dim, GraphError, ValueId};
 /// Largest size of a resized axis: its matrix is computed when the model is read.
 const SIZE_MAX: usize = 4096;
 
+/// The rule for the nearest element before operator set 11, which had no attribute for it.
+const SIMPLE: &str = "simple";
+
 /// How a position of the output maps to one of the input.
 struct Mapping {
     mode: String,
@@ -36,12 +39,34 @@ impl Mapping {
         })
     }
 
-    fn nearest(&self, position: f64) -> Option<f64> {
+    /// [`Mapping::position`] in float32, whose rounding decides which element is nearest in ONNX Runtime.
+    fn narrow_position(&self, at: usize, from: usize, to: usize, scale: f32) -> Option<f32> {
+        let (at, from, length) = (at as f32, from as f32, to as f32);
+        Some(match self.coordinates.as_str() {
+            "half_pixel" => (at + 0.5) / scale - 0.5,
+            "pytorch_half_pixel" if to <= 1 => 0.0,
+            "pytorch_half_pixel" => (at + 0.5) / scale - 0.5,
+            "half_pixel_symmetric" => {
+                let adjusted = length / (scale * from);
+                from / 2.0 * (1.0 - adjusted) + (at + 0.5) / scale - 0.5
+            }
+            "align_corners" if to <= 1 => 0.0,
+            "align_corners" => at * (from - 1.0) / (length - 1.0),
+            "asymmetric" => at / scale,
+            _ => return None,
+        })
+    }
+
+    fn nearest(&self, position: f32, scale: f32) -> Option<f32> {
         Some(match self.nearest.as_str() {
-            "round_prefer_floor" => (position - 0.5).ceil(),
-            "round_prefer_ceil" => (position + 0.5).floor(),
+            "round_prefer_floor" if is_half(position) => position.floor(),
+            "round_prefer_ceil" if is_half(position) => position.ceil(),
+            "round_prefer_floor" | "round_prefer_ceil" => position.round(),
             "floor" => position.floor(),
             "ceil" => position.ceil(),
+            // Before operator set 11.
+            SIMPLE if scale < 1.0 => position.ceil(),
+            SIMPLE => position.trunc(),
             _ => return None,
         })
     }
@@ -55,6 +80,11 @@ impl Mapping {
     }
 }
 
+/// Whether a position lies between two elements, with the tolerance of ONNX Runtime.
+fn is_half(position: f32) -> bool {
+    (position - position.floor() - 0.5).abs() < 1e-6
+}
+
 pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let mut value = call.float(b, 0)?;
     let is_upsample = call.site.op == "Upsample";
@@ -65,7 +95,7 @@ pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
         coordinates: call.string("coordinate_transformation_mode")?.unwrap_or_else(|| default.to_owned()),
         nearest: call
             .string("nearest_mode")?
-            .unwrap_or_else(|| if old { "floor" } else { "round_prefer_floor" }.to_owned()),
+            .unwrap_or_else(|| if old { SIMPLE } else { "round_prefer_floor" }.to_owned()),
         cubic: f64::from(call.float_attribute("cubic_coeff_a", -0.75)?),
         exclude_outside: call.int("exclude_outside", 0)? != 0,
     };
@@ -74,6 +104,7 @@ pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
     if call.string("keep_aspect_ratio_policy")?.is_some_and(|policy| policy != "stretch") {
         return Err(call.site.form("keep_aspect_ratio_policy is not supported, only stretch"));
     }
+    let axes = call.ints("axes")?;
     let (scales, sizes) = if is_upsample && b.opset < 9 {
         let scales = call.floats("scales")?;
         call.finish(1)?;
@@ -87,7 +118,7 @@ pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
         (scales, call.numbers(b, 3)?.map(|sizes| sizes.elements.clone()))
     };
     let rank = b.dims(value).len();
-    let axes = match call.ints("axes")? {
+    let axes = match axes {
         Some(axes) => axes
             .iter()
             .map(|axis| super::shape::axis(*axis, rank, &call.site))
@@ -98,9 +129,10 @@ pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
     if count != Some(axes.len()) {
         return Err(call.site.form(format!("{count:?} factors for {} axes", axes.len())));
     }
+    let mut changes = Vec::with_capacity(axes.len());
     for (at, axis) in axes.into_iter().enumerate() {
         let dim = b.dims(value)[axis];
-        let factor = scales.as_ref().map(|scales| f64::from(scales[at]));
+        let factor = scales.as_ref().map(|scales| scales[at]);
         let size = sizes.as_ref().map(|sizes| sizes[at]);
         if factor == Some(1.0) || size.is_some_and(|size| size.dim() == Some(dim)) {
             continue;
@@ -109,7 +141,7 @@ pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
             return Err(call.site.mixes_rows("it resizes the batch"));
         };
         let to = match (factor, size.and_then(super::ints::Size::known)) {
-            (Some(factor), _) if factor > 0.0 => (from as f64 * factor).floor() as usize,
+            (Some(factor), _) if factor > 0.0 => (from as f32 * factor) as usize,
             (None, Some(size)) => usize::try_from(size).unwrap_or(0),
             _ => 0,
         };
@@ -118,8 +150,16 @@ pub(super) fn resize(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
                 "axis {axis} of {from} to {to}: sizes of 1 to {SIZE_MAX} by a constant factor are supported"
             )));
         }
-        let scale = factor.unwrap_or(to as f64 / from as f64);
-        value = axis_to(b, &call.site, value, &mapping, axis, [from, to], scale)?;
+        let narrow = factor.unwrap_or(to as f32 / from as f32);
+        let scale = factor.map_or(to as f64 / from as f64, f64::from);
+        changes.push((axis, [from, to], (scale, narrow)));
+    }
+    // A shape that stays is not resampled, whatever the factors are.
+    if changes.iter().all(|(_, [from, to], _)| from == to) {
+        return Ok(value);
+    }
+    for (axis, sizes, scales) in changes {
+        value = axis_to(b, &call.site, value, &mapping, axis, sizes, scales)?;
     }
     Ok(value)
 }
@@ -132,7 +172,7 @@ fn axis_to(
     mapping: &Mapping,
     axis: usize,
     [from, to]: [usize; 2],
-    scale: f64,
+    (scale, narrow): (f64, f32),
 ) -> Result<ValueId, GraphError> {
     let mode = mapping.mode.as_str();
     let unknown = || {
@@ -141,16 +181,23 @@ fn axis_to(
             mapping.coordinates, mapping.nearest
         ))
     };
+    // ONNX Runtime rounds these positions in an order of its own.
+    let is_symmetric = mapping.coordinates == "half_pixel_symmetric";
+    if mode == "nearest" && is_symmetric && matches!(mapping.nearest.as_str(), "floor" | "ceil") {
+        return Err(unknown());
+    }
+    if mode == "nearest" {
+        let place = |at: usize| {
+            let position = mapping.narrow_position(at, from, to, narrow)?;
+            Some(mapping.nearest(position, narrow)?.clamp(0.0, from as f32 - 1.0) as usize)
+        };
+        let picked: Option<Vec<usize>> = (0..to).map(place).collect();
+        return select(b, site, value, axis, picked.ok_or_else(unknown)?);
+    }
     let last = from as f64 - 1.0;
     let positions: Option<Vec<f64>> = (0..to).map(|at| mapping.position(at, from, to, scale)).collect();
     let positions = positions.ok_or_else(unknown)?;
-    if mode == "nearest" {
-        let picked: Option<Vec<usize>> = positions
-            .iter()
-            .map(|position| mapping.nearest(*position).map(|place| place.clamp(0.0, last) as usize))
-            .collect();
-        return select(b, site, value, axis, picked.ok_or_else(unknown)?);
-    }
+    b.budget.check(from * to, site)?;
     // Column `at` holds the weights of the input's elements in element `at` of the output.
     let mut matrix = vec![0.0f64; from * to];
     for (at, position) in positions.iter().enumerate() {

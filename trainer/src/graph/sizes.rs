@@ -9,6 +9,7 @@ use millrace_bundle::onnx::tensor_proto::DataType;
 
 use super::builder::{Builder, Call, NamedValue, NodeRef};
 use super::ints::{Ints, Size, depends_on_rows};
+use super::types::{self, Kind};
 use super::{
     Compare, Dim, GraphError, Op, Source, Unary, ValueId, arithmetic, linear, movement, shape, tensor,
 };
@@ -22,7 +23,10 @@ pub(super) fn fold(b: &Builder, mut call: Call<'_>, op: &str) -> Option<Folded> 
         "Sub" => zip(b, &call, Size::sub),
         "Mul" => zip(b, &call, Size::mul),
         "Div" => zip(b, &call, Size::div),
-        "Mod" => call.int("fmod", 0).and_then(|_| zip(b, &call, Size::modulo)),
+        "Mod" => call
+            .int("fmod", 0)
+            .and_then(|like_c| zip(b, &call, if like_c != 0 { Size::remainder } else { Size::modulo })),
+        "Pow" => zip(b, &call, Size::pow),
         "Equal" => zip(b, &call, |x, y| Some(truth(x.compare(y)?.is_eq()))),
         "Less" => zip(b, &call, |x, y| Some(truth(x.compare(y)?.is_lt()))),
         "LessOrEqual" => zip(b, &call, |x, y| Some(truth(x.compare(y)?.is_le()))),
@@ -160,12 +164,13 @@ fn range(b: &Builder, call: &Call<'_>) -> Result<Ints, GraphError> {
         call.int_input(b, index)?.ok_or_else(|| call.site.form(format!("input {index} is missing")))
     };
     let (start, limit, delta) = (bound(0)?, bound(1)?, bound(2)?);
-    let span = i128::from(limit) - i128::from(start);
-    let delta_wide = i128::from(delta);
     if delta == 0 {
         return Err(call.site.form("its step is 0"));
     }
-    let count = (span + delta_wide - delta_wide.signum()).div_euclid(delta_wide).max(0);
+    // The way in the direction of the step, in steps, rounded up.
+    let step = i128::from(delta);
+    let way = (i128::from(limit) - i128::from(start)) * step.signum();
+    let count = ((way + step.abs() - 1) / step.abs()).max(0);
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     Ints::count(&[count], &call.site)?;
     let values: Vec<i64> = (0..count).map(|at| start.wrapping_add(delta.wrapping_mul(at as i64))).collect();
@@ -207,68 +212,75 @@ pub(super) fn dims_of(sizes: &Ints, site: &NodeRef) -> Result<Vec<Dim>, GraphErr
     Ok(dims)
 }
 
-/// A change of the element type.
-pub(super) fn cast(b: &mut Builder, mut call: Call<'_>) -> Folded {
+/// A change of the element type to `to`.
+pub(super) fn cast(b: &mut Builder, mut call: Call<'_>, to: DataType) -> Folded {
     call.int("saturate", 1)?;
     call.string("round_mode")?;
-    let to = if call.site.op == "CastLike" {
-        call.finish(2)?;
-        // An integer that is known is like an integer, a value is like a float.
-        if call.is_ints(b, 1) { DataType::Int64 } else { DataType::Float }
-    } else {
-        let to = call.int("to", 0)?;
-        call.finish(1)?;
-        i32::try_from(to)
-            .ok()
-            .and_then(|to| DataType::try_from(to).ok())
-            .ok_or_else(|| call.site.form(format!("type {to} is not known")))?
+    call.int("to", 0)?;
+    call.finish(if call.site.op == "CastLike" { 2 } else { 1 })?;
+    let from = call.element(b, 0).ok_or_else(|| call.site.form("input 0 is missing"))?;
+    let refuse = |reason: &str| {
+        Err(call.site.form(format!(
+            "casts of {} to {} are not supported{reason}",
+            from.as_str_name(),
+            to.as_str_name()
+        )))
     };
-    let is_float = matches!(to, DataType::Float | DataType::Double | DataType::Float16 | DataType::Bfloat16);
-    let is_whole = matches!(
-        to,
-        DataType::Int64
-            | DataType::Int32
-            | DataType::Int16
-            | DataType::Int8
-            | DataType::Uint8
-            | DataType::Uint16
-            | DataType::Uint32
-            | DataType::Uint64
-    );
-    if !is_float && !is_whole && to != DataType::Bool {
-        return Err(call.site.form(format!("casts to {} are not supported", to.as_str_name())));
+    if types::kind(to) == Kind::Other {
+        return refuse("");
     }
     if call.is_ints(b, 0) {
         let ints = call.needed_numbers(b, 0)?;
-        return match to {
-            DataType::Bool => {
-                let zero = Ints::of(vec![], &[0]);
-                ints.zip(&zero, &call.site, |x, y| Some(truth(!x.compare(y)?.is_eq()))).map(NamedValue::Ints)
-            }
-            _ if is_float => Ok(NamedValue::Float(call.value(b, 0)?)),
-            _ => Ok(NamedValue::Ints(ints.clone())),
+        let change = |size: &Size| match (types::kind(to), size.known()) {
+            (Kind::Bool, _) => Some(truth(!size.compare(Size::plain(0))?.is_eq())),
+            (_, Some(value)) => types::wrap(value, to).map(Size::plain),
+            // Numbers of rows fit into these types.
+            (_, None) => matches!(to, DataType::Int64 | DataType::Int32).then_some(*size),
+        };
+        if types::kind(to) == Kind::Float {
+            return Ok(NamedValue::Float(call.value(b, 0)?));
+        }
+        let elements: Option<Vec<Size>> = ints.elements.iter().map(change).collect();
+        return match elements {
+            Some(elements) => Ok(NamedValue::Ints(Ints::new(ints.dims.clone(), elements))),
+            None => refuse(" for these integers, INT64 is"),
         };
     }
     let input = call.float(b, 0)?;
-    if is_float || b.is_whole(input) && is_whole {
+    if types::kind(to) == Kind::Float || from == to {
         return Ok(NamedValue::Float(input));
     }
     if let Source::Constant(elements) = &b.values[input].source {
+        let (low, high) = types::range(to).unwrap_or((0, 1));
         let whole = |value: &f32| match to {
-            DataType::Bool => i64::from(*value != 0.0),
-            _ => *value as i64,
+            DataType::Bool => Some(i64::from(*value != 0.0)),
+            // The cast saturates, hence it keeps numbers out of the range.
+            _ => i64::try_from(*value as i128).ok().filter(|x| (low..=high).contains(&i128::from(*x))),
         };
-        let values: Vec<i64> = elements.iter().map(whole).collect();
+        let values: Option<Vec<i64>> = elements.iter().map(whole).collect();
         let dims = b.dims(input).iter().map(|dim| dim.at(1)).collect();
-        return Ok(NamedValue::Ints(Ints::of(dims, &values)));
+        return match values {
+            Some(values) => Ok(NamedValue::Ints(Ints::of(dims, &values))),
+            None => refuse(" for values that the type does not hold"),
+        };
     }
-    let found: ValueId = if to == DataType::Bool {
-        let zero = b.scalar(0.0, &call.site)?;
-        let equal = arithmetic::compare_values(b, &call.site, Compare::Equal, input, zero)?;
-        arithmetic::not(b, &call.site, equal)?
-    } else {
-        let dims = b.dims(input).to_vec();
-        b.push(Op::Unary(Unary::Trunc), &[input], dims, &call.site)?
+    let found: ValueId = match (types::kind(from), to) {
+        (Kind::Bool, _) => input,
+        (_, DataType::Bool) => {
+            let zero = b.scalar(0.0, &call.site)?;
+            let equal = arithmetic::compare_values(b, &call.site, Compare::Equal, input, zero)?;
+            arithmetic::not(b, &call.site, equal)?
+        }
+        (Kind::Integer, DataType::Int32 | DataType::Int64) => input,
+        (Kind::Float, DataType::Int32 | DataType::Int64) => {
+            let dims = b.dims(input).to_vec();
+            b.push(Op::Unary(Unary::Trunc), &[input], dims, &call.site)?
+        }
+        _ => {
+            return refuse(
+                " where the values are not known (they may not fit the type), INT64 and INT32 are",
+            );
+        }
     };
     Ok(NamedValue::Float(found))
 }
@@ -302,13 +314,18 @@ fn gather(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {
 fn slice(b: &Builder, mut call: Call<'_>) -> Result<Ints, GraphError> {
     let data = call.needed_numbers(b, 0)?.clone();
     let cuts = movement::slice_cuts(b, &mut call, data.dims.len())?;
-    let mut taken: Vec<Vec<usize>> = data.dims.iter().map(|size| (0..*size).collect()).collect();
+    // An axis that is not cut has no list of positions.
+    let mut taken: Vec<Option<Vec<usize>>> = vec![None; data.dims.len()];
     for cut in cuts {
-        taken[cut.axis] = cut.places(data.dims[cut.axis], &call.site)?;
+        taken[cut.axis] = Some(cut.places(data.dims[cut.axis], &call.site)?);
     }
-    let dims = taken.iter().map(Vec::len).collect();
+    let dims =
+        data.dims.iter().zip(&taken).map(|(size, list)| list.as_ref().map_or(*size, Vec::len)).collect();
     let strides = data.strides();
-    data.pick(dims, &call.site, |index| (0..strides.len()).map(|a| taken[a][index[a]] * strides[a]).sum())
+    data.pick(dims, &call.site, |index| {
+        let place = |a: usize| taken[a].as_ref().map_or(index[a], |list| list[index[a]]);
+        (0..strides.len()).map(|a| place(a) * strides[a]).sum()
+    })
 }
 
 /// Joins lists of integers.
@@ -462,8 +479,11 @@ fn reduce(
     let keep = call.int("keepdims", 1)? != 0;
     let (given, inputs) =
         if b.opset >= axes_are_input_from { (call.ints_input(b, 1)?, 2) } else { (call.ints("axes")?, 1) };
-    call.int("noop_with_empty_axes", 0)?;
+    let none_is_identity = call.int("noop_with_empty_axes", 0)? != 0;
     call.finish(inputs)?;
+    if none_is_identity && given.as_ref().is_none_or(Vec::is_empty) {
+        return Ok(data);
+    }
     let rank = data.dims.len();
     let all = given
         .filter(|axes| !axes.is_empty())

@@ -492,22 +492,23 @@ fn pool_plane(
         Pool::Max => Op::MaxPool,
         Pool::Average => Op::AveragePool,
     };
-    if w.before == w.reached {
+    // Elements that a cut window reaches behind the padding do not count, and the pool would count them as padding.
+    if w.before == w.reached && (w.reached == w.after || !plane.count_include_pad) {
         return b.push(op(spec), &[input], dims, site);
     }
-    // Elements of a window on one axis that lie in a range of the padded input.
-    let inside = |a: usize, at: usize, from: usize, to: usize| {
-        let places = (0..kernel[a]).map(|k| at * w.strides[a] + k * w.dilations[a]);
-        places.filter(|place| (from..to).contains(place)).count()
-    };
-    let counts = [0, 1].map(|a| {
+    shape::check(&dims, site)?;
+    // Elements of window `at` on axis `a` that count.
+    let inside = |a: usize, at: usize| {
         let (from, to) = match plane.count_include_pad {
             true => (0, w.before[a] + size[a] + w.after[a]),
             false => (w.before[a], w.before[a] + size[a]),
         };
-        (0..w.out[a]).map(|at| inside(a, at, from, to)).collect::<Vec<_>>()
-    });
-    if counts.iter().flatten().any(|count| *count == 0) {
+        // Elements of the window that lie before a place of the padded input.
+        let before =
+            |place: usize| place.saturating_sub(at * w.strides[a]).div_ceil(w.dilations[a]).min(kernel[a]);
+        before(to) - before(from)
+    };
+    if (0..2).any(|a| (0..w.out[a]).any(|at| inside(a, at) == 0)) {
         return Err(site.form("a window holds padding alone"));
     }
     let value = if average { 0.0 } else { f32::NEG_INFINITY };
@@ -519,9 +520,11 @@ fn pool_plane(
     }
     // The mean of a whole window becomes that of the elements that count.
     let area = (kernel[0] * kernel[1]) as f32;
-    let factors = counts[0]
-        .iter()
-        .flat_map(|down| counts[1].iter().map(move |across| area / (down * across) as f32))
+    b.budget.check(w.out[0] * w.out[1], site)?;
+    let across: Vec<usize> = (0..w.out[1]).map(|at| inside(1, at)).collect();
+    let factors = (0..w.out[0])
+        .map(|at| inside(0, at))
+        .flat_map(|down| across.iter().map(move |across| area / (down * across) as f32))
         .collect();
     let factors = b.constant(&w.out, factors, site)?;
     join_at(b, site, Binary::Mul, out, factors)

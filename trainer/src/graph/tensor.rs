@@ -19,7 +19,8 @@ pub(super) fn dims(tensor: &TensorProto) -> Result<Vec<usize>, GraphError> {
     for dim in &tensor.dims {
         let size =
             usize::try_from(*dim).map_err(|_| refuse(tensor, format!("dimension {dim} is negative")))?;
-        total = total.checked_mul(size).filter(|total| *total <= ELEMENTS_MAX).ok_or_else(|| {
+        // An empty dimension does not hide the size of another one.
+        total = total.checked_mul(size.max(1)).filter(|total| *total <= ELEMENTS_MAX).ok_or_else(|| {
             refuse(tensor, format!("dimensions {:?} exceed {ELEMENTS_MAX} elements", tensor.dims))
         })?;
         dims.push(size);
@@ -144,6 +145,10 @@ pub(super) fn ints(tensor: &TensorProto) -> Result<Vec<i64>, GraphError> {
         (Ok(DataType::Int64), None) => sized(tensor, tensor.int64_data.clone()),
         (Ok(DataType::Int32), Some(bytes)) => {
             raw(tensor, bytes, |bytes| i64::from(i32::from_le_bytes(bytes)))
+        }
+        (Ok(DataType::Bool), Some(bytes)) => raw(tensor, bytes, |[byte]: [u8; 1]| i64::from(byte != 0)),
+        (Ok(DataType::Bool), None) => {
+            sized(tensor, tensor.int32_data.iter().map(|value| i64::from(*value != 0)).collect())
         }
         (Ok(DataType::Int8), Some(bytes)) => raw(tensor, bytes, |bytes| i64::from(i8::from_le_bytes(bytes))),
         (_, Some(bytes)) => raw(tensor, bytes, |[byte]: [u8; 1]| i64::from(byte)),

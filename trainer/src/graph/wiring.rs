@@ -2,19 +2,18 @@
 
 use std::collections::{HashMap, HashSet};
 
-use millrace_bundle::onnx::{
-    GraphProto, NodeProto, ValueInfoProto, tensor_proto, tensor_shape_proto, type_proto,
-};
+use millrace_bundle::onnx::tensor_proto::DataType;
+use millrace_bundle::onnx::{GraphProto, NodeProto, ValueInfoProto, tensor_shape_proto, type_proto};
 
 use super::builder::NodeRef;
 use super::read::malformed;
 use super::{Dim, GraphError, shape, tensor};
 
-/// The one input that is not an initializer, its shape, and whether it holds integers.
+/// The one input that is not an initializer, its shape, and its element type.
 pub(super) fn input<'a>(
     proto: &'a GraphProto,
     initializers: &HashSet<&str>,
-) -> Result<(&'a str, Vec<Dim>, bool), GraphError> {
+) -> Result<(&'a str, Vec<Dim>, DataType), GraphError> {
     let found: Vec<&ValueInfoProto> =
         proto.input.iter().filter(|info| !initializers.contains(info.name())).collect();
     let [info] = found[..] else {
@@ -26,10 +25,8 @@ pub(super) fn input<'a>(
     else {
         return Err(malformed(format!("input {name:?} is not a tensor")));
     };
-    use tensor_proto::DataType;
-    let is_index = match DataType::try_from(tensor.elem_type()) {
-        Ok(DataType::Float) => false,
-        Ok(DataType::Int64 | DataType::Int32) => true,
+    let element = match DataType::try_from(tensor.elem_type()) {
+        Ok(element @ (DataType::Float | DataType::Int64 | DataType::Int32)) => element,
         _ => {
             return Err(malformed(format!(
                 "input {name:?} holds {}, FLOAT, INT64 or INT32 is needed",
@@ -64,7 +61,7 @@ pub(super) fn input<'a>(
     if dims.is_empty() {
         return Err(malformed(format!("input {name:?} has no batch dimension")));
     }
-    Ok((name, dims, is_index))
+    Ok((name, dims, element))
 }
 
 pub(super) fn output(proto: &GraphProto) -> Result<&str, GraphError> {

@@ -201,6 +201,29 @@ pub(super) fn shapes() -> Vec<Case> {
         let masked = p.node("Where", &[&later, &low, &scores], vec![]);
         p.node("Softmax", &[&masked], vec![])
     }));
+    cases.push(case("integers that count down, wrap and keep their sign", 18, &[6], |p, x| {
+        let w = p.param(&[6]);
+        let scaled = p.node("Mul", &[x, &w], vec![]);
+        let [four, zero, down, three] = [4, 0, -2, 3].map(|value| p.index(value));
+        // 4, 2
+        let steps = p.node("Range", &[&four, &zero, &down], vec![]);
+        let list = p.shape(&[-1]);
+        let three_list = p.shape(&[3]);
+        // −1, and 300 as UINT8 is 44, which is 2 mod 3.
+        let rest = p.node("Mod", &[&list, &three_list], vec![int("fmod", 1)]);
+        let large = p.shape(&[300]);
+        let narrow = p.node("Cast", &[&large], vec![int("to", 2)]);
+        let wide = p.node("Cast", &[&narrow], vec![int("to", 7)]);
+        let wrapped = p.node("Mod", &[&wide, &three], vec![]);
+        let same = p.node("ReduceSum", &[&steps], vec![int("noop_with_empty_axes", 1)]);
+        let two = p.index(2);
+        // 2² = 4
+        let square = p.node("Pow", &[&two, &two], vec![]);
+        let axes = p.shape(&[0]);
+        let square = p.node("Unsqueeze", &[&square, &axes], vec![]);
+        let places = p.node("Concat", &[&same, &rest, &wrapped, &square], vec![int("axis", 0)]);
+        p.node("Gather", &[&scaled, &places], vec![int("axis", 1)])
+    }));
     cases.push(case("scale from a shape", 17, &[3, 4], |p, x| {
         let w = p.param(&[4]);
         let scaled = p.node("Mul", &[x, &w], vec![]);

@@ -34,6 +34,24 @@ pub(super) fn reductions() -> Vec<Case> {
             }));
         }
     }
+    for op in [
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceSumSquare",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "ReduceMean",
+        "ReduceProd",
+    ] {
+        cases.push(case(&format!("{op} over no axis"), 18, &[2, 3], |p, x| {
+            let w = p.param(&[3]);
+            let mut value = p.node("Mul", &[x, &w], vec![]);
+            if op == "ReduceLogSum" {
+                value = p.node("Exp", &[&value], vec![]);
+            }
+            p.node(op, &[&value], vec![int("noop_with_empty_axes", 1), int("keepdims", 0)])
+        }));
+    }
     cases.push(after_mul("GlobalMaxPool", "GlobalMaxPool", 17, &[2, 3, 4], vec![]));
     cases
 }

@@ -116,6 +116,76 @@ pub(super) fn sequences() -> Vec<Case> {
         let query = p.node("Mul", &[x, &w], vec![]);
         p.node("Attention", &[&query, x, &query], vec![int("is_causal", 1)])
     }));
+    // Masks of truth values hide keys, also those that a node computes; a mask of floats is added.
+    for mask in ["And", "Or", "Where", "Concat", "Cast"] {
+        cases.push(case(&format!("Attention masked by {mask}"), 23, &[4], |p, x| {
+            p.of_integers();
+            let (table, w) = (p.param(&[3, 2]), p.param(&[2]));
+            let (zero, axes, head) = (p.index(0), p.shape(&[1, 2]), p.shape(&[1]));
+            let words = p.node("Gather", &[&table, x], vec![]);
+            let values = p.node("Unsqueeze", &[&words, &head], vec![]);
+            let query = p.node("Mul", &[&values, &w], vec![]);
+            let empty = p.node("Equal", &[x, &zero], vec![]);
+            let seen = p.node("Not", &[&empty], vec![]);
+            let seen = p.node("Unsqueeze", &[&seen, &axes], vec![]);
+            let causal: Vec<bool> = (0..16).map(|at| at % 4 <= at / 4).collect();
+            let causal = p.flags(&[4, 4], &causal);
+            let mask = match mask {
+                "Where" => {
+                    // ONNX Runtime selects integers, not truth values.
+                    let seen = p.node("Cast", &[&seen], vec![int("to", 7)]);
+                    let chosen = p.node("Where", &[&causal, &seen, &zero], vec![]);
+                    p.node("Cast", &[&chosen], vec![int("to", 9)])
+                }
+                "Concat" => {
+                    let cut = p.shape(&[3]);
+                    let parts = [p.shape(&[0]), p.shape(&[2]), p.shape(&[4])];
+                    let both = p.node("And", &[&seen, &causal], vec![]);
+                    let first = p.node("Slice", &[&both, &parts[0], &parts[1], &cut], vec![]);
+                    let last = p.node("Slice", &[&both, &parts[1], &parts[2], &cut], vec![]);
+                    p.node("Concat", &[&last, &first], vec![int("axis", 3)])
+                }
+                "Cast" => {
+                    let both = p.node("And", &[&seen, &causal], vec![]);
+                    p.node("Cast", &[&both], vec![int("to", 1)])
+                }
+                op => p.node(op, &[&seen, &causal], vec![]),
+            };
+            p.node("Attention", &[&query, &values, &values, &mask], vec![])
+        }));
+    }
+    cases.push(case("Attention with a query that sees no key", 23, &[1, 3, 2], |p, x| {
+        let w = p.param(&[2]);
+        let query = p.node("Mul", &[x, &w], vec![]);
+        let mask = p.flags(&[3, 3], &[true, false, true, false, false, false, true, true, true]);
+        p.node("Attention", &[&query, x, &query, &mask], vec![])
+    }));
+    cases.push(case("quotients and powers of integers", 17, &[3], |p, x| {
+        p.of_integers();
+        let w = p.param(&[3]);
+        let (two, three) = (p.index(2), p.index(3));
+        let shifted = p.node("Sub", &[x, &three], vec![]);
+        let half = p.node("Div", &[&shifted, &two], vec![]);
+        let odd = p.node("Pow", &[&half, &three], vec![]);
+        let like = p.node("CastLike", &[&odd, &w], vec![]);
+        let bent = p.node("Tanh", &[&w], vec![]);
+        let whole = p.node("CastLike", &[&like, x], vec![]);
+        let third = p.node("Div", &[&whole, &three], vec![]);
+        let third = p.node("Cast", &[&third], vec![int("to", 1)]);
+        p.node("Mul", &[&third, &bent], vec![])
+    }));
+    cases.push(case("tables of different sizes for parts of the input", 17, &[3], |p, x| {
+        p.of_integers();
+        let (large, small) = (p.param(&[700, 2]), p.param(&[2, 2]));
+        let (axis, ends) = (p.shape(&[1]), [p.shape(&[0]), p.shape(&[2]), p.shape(&[3])]);
+        let first = p.node("Slice", &[x, &ends[0], &ends[1], &axis], vec![]);
+        let last = p.node("Slice", &[x, &ends[1], &ends[2], &axis], vec![]);
+        let turned = p.node("Transpose", &[&first], vec![]);
+        let (words, kinds) =
+            (p.node("Gather", &[&large, &turned], vec![]), p.node("Gather", &[&small, &last], vec![]));
+        let words = p.node("Transpose", &[&words], vec![ints("perm", &[1, 0, 2])]);
+        p.node("Add", &[&words, &kinds], vec![])
+    }));
     cases.push(case("Attention of three axes", 23, &[3, 4], |p, x| {
         let w = p.param(&[4]);
         let query = p.node("Mul", &[x, &w], vec![]);

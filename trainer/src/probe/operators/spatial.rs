@@ -184,6 +184,26 @@ pub(super) fn pools() -> Vec<Case> {
             &[2, 5, 5],
             vec![three(), twos(), ints("pads", &[0, 1, 1, 0]), int("count_include_pad", 1)],
         ),
+        after_mul(
+            "AveragePool counting pads before the input, with a cut window",
+            "AveragePool",
+            19,
+            &[2, 4, 5],
+            vec![
+                square(),
+                twos(),
+                ints("pads", &[1, 1, 0, 0]),
+                int("ceil_mode", 1),
+                int("count_include_pad", 1),
+            ],
+        ),
+        after_mul(
+            "AveragePool counting pads on both sides, with a cut window",
+            "AveragePool",
+            19,
+            &[2, 6, 5],
+            vec![three(), twos(), ring(), int("ceil_mode", 1), int("count_include_pad", 1)],
+        ),
         after_mul("AveragePool", "AveragePool", 17, &[2, 4, 4], vec![square(), twos()]),
         after_mul("AveragePool uneven", "AveragePool", 17, &[2, 5, 5], vec![square(), twos()]),
         after_mul("AveragePool padded", "AveragePool", 17, &[2, 5, 6], vec![three(), twos(), ring()]),
@@ -273,6 +293,49 @@ pub(super) fn resizes() -> Vec<Case> {
             }));
         }
     }
+    for (factor, size) in [(0.7, 10), (2.3, 10), (0.9, 20), (1.3, 3)] {
+        cases.push(case(&format!("Resize of {size} by {factor}"), 13, &[2, size], |p, x| {
+            let w = p.param(&[size]);
+            let scaled = p.node("Mul", &[x, &w], vec![]);
+            let scales = p.constant(&[3], vec![1.0, 1.0, factor]);
+            p.node("Resize", &[&scaled, "", &scales], vec![])
+        }));
+    }
+    // Float32 decides which element is nearest.
+    for (coordinates, nearest, from, to) in [
+        ("half_pixel", "floor", 7, 1),
+        ("half_pixel", "round_prefer_floor", 14, 17),
+        ("half_pixel", "ceil", 7, 17),
+        ("half_pixel", "round_prefer_ceil", 14, 9),
+        ("half_pixel", "round_prefer_floor", 14, 19),
+        ("half_pixel", "round_prefer_ceil", 14, 1),
+        ("asymmetric", "floor", 14, 2),
+        ("asymmetric", "round_prefer_ceil", 7, 18),
+        ("pytorch_half_pixel", "floor", 7, 9),
+    ] {
+        cases.push(case(
+            &format!("Resize {coordinates} {nearest} {from} to {to}"),
+            18,
+            &[2, from],
+            |p, x| {
+                let w = p.param(&[from]);
+                let scaled = p.node("Mul", &[x, &w], vec![]);
+                let size = p.shape(&[to]);
+                let attributes = vec![
+                    ints("axes", &[-1]),
+                    text("coordinate_transformation_mode", coordinates),
+                    text("nearest_mode", nearest),
+                ];
+                p.node("Resize", &[&scaled, "", "", &size], attributes)
+            },
+        ));
+    }
+    cases.push(case("Resize of operator set 10 to fewer elements", 10, &[2, 10], |p, x| {
+        let w = p.param(&[10]);
+        let scaled = p.node("Mul", &[x, &w], vec![]);
+        let scales = p.constant(&[3], vec![1.0, 1.0, 0.6]);
+        p.node("Resize", &[&scaled, &scales], vec![])
+    }));
     cases.push(case("Resize of operator set 10", 10, &[2, 3, 4], |p, x| {
         let w = p.param(&[4]);
         let scaled = p.node("Mul", &[x, &w], vec![]);
