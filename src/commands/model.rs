@@ -208,10 +208,7 @@ enum Listing {
 }
 
 /// The checked graph of a file, with the weights that it keeps beside it: as a job reads it.
-fn checked(file: &Path, raw: &[u8], model: &ModelProto) -> Result<Graph> {
-    if Bundle::weight_files(raw).is_ok_and(|files| files.is_empty()) {
-        return Ok(Graph::read(model)?);
-    }
+fn checked(file: &Path) -> Result<Graph> {
     Ok(Graph::read(&edit::read(file)?)?)
 }
 
@@ -226,7 +223,7 @@ fn show_file(out: Output, file: &Path, listing: Listing) -> Result<()> {
     let parameters = graph.initializer.iter().fold(0i64, |sum, tensor| {
         sum.saturating_add(tensor.dims.iter().fold(1i64, |count, extent| count.saturating_mul(*extent)))
     });
-    let trained = checked(file, &raw, &model);
+    let trained = checked(file);
     let trainable = match &trained {
         Ok(_) => "yes".to_owned(),
         Err(error) => format!("no: {error}"),
