@@ -321,16 +321,9 @@ fn areas_do_not_depend_on_the_workers() {
     assert_eq!(runs[0].evaluations[5].auc, Some(areas[5]));
 
     let before = versions(home.path());
-    for (text, words) in [
-        (text("bad", 1, 3, "auc = true"), ["two classes", "model of 2 outputs"]),
-        (
-            text("bad", 1, 2, "auc = true").replace("[validation]", "loss = \"bce\"\n[validation]"),
-            ["model of 1 outputs", "has 2"],
-        ),
-    ] {
-        let line = run(setup(home.path()), JobFile::parse(&text).unwrap(), |_| {}).unwrap_err().one_line();
-        assert!(words.iter().all(|word| line.contains(word)), "{line}");
-    }
+    let job = JobFile::parse(&text("bad", 1, 3, "auc = true")).unwrap();
+    let line = run(setup(home.path()), job, |_| {}).unwrap_err().one_line();
+    assert!(["two classes", "model of 2 outputs", "has 3"].iter().all(|word| line.contains(word)), "{line}");
     assert_eq!(versions(home.path()), before);
 }
 
