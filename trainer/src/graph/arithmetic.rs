@@ -321,6 +321,9 @@ pub(super) fn clip(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Graph
     apply(b, &call, Unary::Clip(low, high), input)
 }
 
+/// Bound of constant exponents: backends take whole ones as integers.
+const EXPONENT_BELOW: f32 = (1u64 << 31) as f32;
+
 /// A constant exponent needs no logarithm.
 pub(super) fn pow(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
     let (base, exponent) = (call.value(b, 0)?, call.value(b, 1)?);
@@ -347,7 +350,8 @@ pub(super) fn pow(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError
         }
         Some(0.5) => apply(b, &call, Unary::Sqrt, base),
         Some(-1.0) => apply(b, &call, Unary::Reciprocal, base),
-        Some(value) => apply(b, &call, Unary::Pow(value), base),
+        Some(value) if value.abs() < EXPONENT_BELOW => apply(b, &call, Unary::Pow(value), base),
+        Some(value) => Err(call.site.form(format!("its exponent is {value}, less than 2^31 is supported"))),
         None => join(b, &call, Binary::Pow, base, exponent),
     }
 }

@@ -52,6 +52,17 @@ fn integers_that_an_operator_does_not_take_are_refused() {
 }
 
 #[test]
+fn powers_beyond_integers_are_refused() {
+    for exponent in [1e30, f32::INFINITY, -3e9] {
+        let model = scaled(17, &[3], |p, x| {
+            let exponent = p.constant(&[], vec![exponent]);
+            p.node("Pow", &[x, &exponent], vec![])
+        });
+        refused(&model, "less than 2^31");
+    }
+}
+
+#[test]
 fn casts_that_may_not_fit_are_refused() {
     let narrow = scaled(17, &[3], |p, x| {
         let whole = p.node("Cast", &[x], vec![int("to", 2)]);
