@@ -1,4 +1,4 @@
-//! Collective operations between worker processes: a TCP ring that sums `i64` vectors exactly
+//! Collective operations between worker processes: a TCP ring that sums vectors of `i64` or `f32`
 //! and hands one member's state to the others.
 //!
 //! A [`Collective`] is bound once per process; a [`Ring`] lives for one membership epoch. Every frame carries
@@ -9,6 +9,7 @@
 //! All operations block the calling thread (never call them from async code) and end early when
 //! the cancellation token given to [`Collective::form`] is cancelled.
 
+mod element;
 mod error;
 mod form;
 pub(crate) mod frame;
@@ -23,6 +24,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
+pub use element::{Dtype, Element};
 pub use error::Error;
 pub use ring::Ring;
 
@@ -39,7 +41,7 @@ pub struct Options {
     /// Deadline for one exchange with a neighbor. It includes the neighbor's computation, so it must be
     /// longer than a step.
     pub exchange_timeout: Duration,
-    /// Elements summed per bucket, at least 1; each costs 8 bytes of buffer.
+    /// Elements summed per bucket, at least 1; each costs its bytes in a buffer.
     pub bucket_elements_max: usize,
     /// A neighbor whose machine acknowledges nothing for about this long is lost. A process that only computes
     /// is not: its kernel acknowledges.
@@ -47,7 +49,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Options for ordinary use: 10 s to form, 60 s per exchange, 5 s of silence, buckets of 2 MiB.
+    /// Options for ordinary use: 10 s to form, 60 s per exchange, 5 s of silence, buckets of 2^18 elements.
     pub fn new(secret: impl Into<String>) -> Options {
         Options {
             secret: secret.into(),

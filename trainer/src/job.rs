@@ -14,6 +14,7 @@ use crate::engine::{Device, Distillation, Loss, Objective};
 use crate::error::{Error, Result};
 use crate::init::ModelSpec;
 use crate::optim::{EmaConfig, OptimizerConfig};
+use crate::strategy::Strategy;
 use crate::teacher;
 
 #[cfg(test)]
@@ -99,6 +100,10 @@ pub struct JobFile {
     /// this number with `batch_rows` and with `virtual_shards` stay within the bounds of these keys.
     #[serde(default = "default_accumulate_steps", skip_serializing_if = "is_one")]
     pub accumulate_steps: usize,
+    /// How gradients become one update: `"strict"`, the same model for any number of workers, or `"allreduce"`, one
+    /// pass per worker and float sums, which is faster. A table with `name` says the same.
+    #[serde(default, skip_serializing_if = "Strategy::is_default")]
+    pub strategy: Strategy,
     /// Rows on which the weights are evaluated, and what follows from that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
@@ -428,6 +433,7 @@ impl JobFile {
             batch_rows,
             virtual_shards,
             accumulate_steps,
+            strategy,
             validation,
             epochs_max: _,
             loss_target: _,
@@ -456,6 +462,7 @@ impl JobFile {
             standardize_labels: *standardize_labels,
             freeze,
             no_decay,
+            strategy: *strategy,
             validation: validation.as_ref().map(|validation| {
                 // The patience is part of the budget.
                 let Validation { dataset, every_epochs, early_stopping: _, best, top_k, auc } = validation;
@@ -498,6 +505,7 @@ impl JobFile {
             no_decay: &self.no_decay,
             accumulate_steps: self.accumulate_steps,
             ema: self.ema,
+            strategy: self.strategy,
         };
         let text = serde_json::to_string(&former).unwrap_or_default();
         digest_of(&["millrace job 1", &text, model_sha256, data])
@@ -531,6 +539,8 @@ struct Computation<'a> {
     accumulate_steps: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     ema: Option<EmaConfig>,
+    #[serde(skip_serializing_if = "Strategy::is_default")]
+    strategy: Strategy,
     #[serde(skip_serializing_if = "Option::is_none")]
     validation: Option<ValidationComputation<'a>>,
 }
@@ -578,6 +588,8 @@ struct FormerJob<'a> {
     accumulate_steps: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     ema: Option<EmaConfig>,
+    #[serde(skip_serializing_if = "Strategy::is_default")]
+    strategy: Strategy,
 }
 
 #[derive(Serialize)]

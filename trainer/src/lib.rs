@@ -7,7 +7,7 @@
 //! Contents:
 //! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
 //! - [`quantize`]: graphs that compute with 8-bit integers;
-//! - [`fixed`], [`collective`]: sums that do not depend on the order or the grouping of workers;
+//! - [`strategy`], [`fixed`], [`collective`]: how the gradients of the workers are summed;
 //! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them;
 //! - [`runs`]: what the checkpoints of a volume tell of its runs;
 //! - [`tensorboard`]: event files for TensorBoard;
@@ -18,7 +18,8 @@
 //!
 //! Invariants:
 //! - The published `model.onnx` depends on the job file, the rows and the first weights alone. The number of
-//!   workers, their joins and deaths, restarts and the clock do not change it.
+//!   workers, their joins and deaths, restarts and the clock do not change it. With [`strategy::Strategy::Allreduce`]
+//!   the number of workers changes it by rounding.
 //! - Every row is part of exactly one applied step per epoch; the counts are part of the state in checkpoints
 //!   and state transfers.
 //! - Survivors of a dead worker never restart.
@@ -80,6 +81,7 @@ mod shards;
 mod source;
 mod state;
 mod statistics;
+pub mod strategy;
 mod teacher;
 pub mod tensorboard;
 pub mod train;

@@ -14,7 +14,7 @@ use crate::collective::Ring;
 use crate::data::{Columns, Rows, rank_shards, shard_slots};
 use crate::engine::{ChannelMoments, Engine, EngineError, ParamLayout, ShardKey};
 use crate::error::{Error, Result};
-use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
+use crate::fixed::FixedError;
 use crate::job::JobFile;
 use crate::ledger::{EpochError, EpochRecord, Ledger, Tally, epoch_digest};
 use crate::optim::{Average, Groups, Optimizer};
@@ -23,8 +23,10 @@ use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
 use crate::worker::Assignment;
 
+mod reduce;
 mod writer;
 
+use reduce::{ReduceError, Reduction};
 use writer::Writer;
 
 /// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
@@ -45,7 +47,7 @@ type Reading = tokio::task::JoinHandle<Result<FeedBatch, FeedError>>;
 
 /// Rows of a step that a worker holds at a time, beside those that are read ahead.
 struct Pass {
-    shards: Range<usize>,
+    parts: Range<usize>,
     batch: FeedBatch,
     rows: Rows,
 }
@@ -63,7 +65,7 @@ pub(crate) struct Replica {
     optimizer: Optimizer,
     /// The moving average of the weights, if the job keeps one.
     average: Option<Average>,
-    scale: Scale,
+    reduction: Box<dyn Reduction>,
     ledger: Ledger,
     evaluations: Vec<Evaluation>,
     /// The weights of the evaluation with the lowest loss, if the job publishes them.
@@ -71,7 +73,6 @@ pub(crate) struct Replica {
     /// The running statistics of `best`.
     best_states: Vec<f32>,
     step: u64,
-    sums: Vec<i64>,
     mean: Vec<f32>,
     /// The prefetched next rows: their step, their slots and the read in progress.
     prefetched: Option<(u64, Range<usize>, Reading)>,
@@ -104,7 +105,6 @@ impl Replica {
         if job.loss.teacher().is_some() {
             engine.set_teacher(&read_model(&checkpoints.view, &checkpoints.teacher_path())?)?;
         }
-        let parameters = engine.layout().elements();
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
         engine.freeze_states(groups.frozen_states())?;
         let columns = source::columns(&job, &engine, &labels);
@@ -125,11 +125,10 @@ impl Replica {
             evaluations: Vec::new(),
             best: None,
             best_states: Vec::new(),
-            scale: Scale::new(FRACTION_BITS_DEFAULT, contributions(&job))?,
+            reduction: reduce::of(&job)?,
             ledger: Ledger::default(),
             step: 0,
-            sums: Vec::new(),
-            mean: vec![0.0; parameters],
+            mean: Vec::new(),
             prefetched: None,
             dataset_digest: None,
             writer: Writer::default(),
@@ -298,7 +297,7 @@ impl Replica {
             weights: self.engine.weights().to_vec(),
             optimizer: self.optimizer.state(),
             ledger: self.ledger.clone(),
-            fraction_bits: Some(self.scale.fraction_bits()),
+            fraction_bits: self.reduction.fraction_bits(),
             evaluations: self.evaluations.clone(),
             best: self.best.clone(),
             states: self.engine.states().to_vec(),
@@ -317,8 +316,7 @@ impl Replica {
             average.restore(state.ema, &self.groups, self.optimizer.step())?;
         }
         self.optimizer.follow(losses(&state.evaluations));
-        let fraction_bits = state.fraction_bits.unwrap_or(FRACTION_BITS_DEFAULT);
-        self.scale = Scale::new(fraction_bits, contributions(&self.job))?;
+        self.reduction.restore(state.fraction_bits)?;
         self.ledger = state.ledger;
         self.evaluations = state.evaluations;
         self.best = state.best;
@@ -339,37 +337,39 @@ impl Replica {
         Err(Error::Diverged { step, reason })
     }
 
-    /// Computes this rank's virtual shards, sums over the ring and applies the step.
+    /// Computes this rank's rows, reduces the gradients over the ring and applies the step.
     ///
     /// On an error nothing was applied, and the step can be computed again in another ring.
     pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, leave: bool, stop: bool) -> Result<StepOutcome> {
         let began = Instant::now();
-        let (shards, batch_rows) = (self.job.step_shards(), self.plan.batch_rows());
-        let own = rank_shards(ring.rank(), ring.world(), shards);
-        let passes = passes(own, self.job.accumulate_steps);
+        let batch_rows = self.plan.batch_rows();
+        let parts = self.reduction.parts(ring.world());
+        let passes = passes(rank_shards(ring.rank(), ring.world(), parts), self.job.accumulate_steps);
         let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
-        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), shards)
+        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), parts)
             .with_channels(self.engine.moving_channels());
         tally.leave = u64::from(leave);
         tally.stop = u64::from(stop);
-        // Stored only once the step is applied: a step that a broken ring interrupted begins again with the
-        // scale that every worker holds.
-        let mut scale = self.scale;
+        self.reduction.begin();
         let mut held = None;
-        let mut total = self.sum(ring, scale, &passes, &mut held, tally.clone())?;
-        if !scale.suits(total.largest()) {
-            let largest = total.largest();
-            tracing::debug!(step = self.step, largest, "computing the step in another scale");
-            scale = scale.for_largest(largest);
-            total = self.sum(ring, scale, &passes, &mut held, tally)?;
-        }
+        let total = loop {
+            let own = self.compute(&passes, parts, &mut held, tally.clone())?;
+            let total = self.reduction.reduce(self.step, own, ring).map_err(|error| self.unreduced(error))?;
+            if let Some(total) = total {
+                break total;
+            }
+        };
         drop(held);
+        if total.rows != batch_rows as u64 {
+            let reason = format!("step {} summed {} rows of {batch_rows}", self.step, total.rows);
+            return Err(self.miscounted(self.epochs(), reason));
+        }
         let summed = began.elapsed();
 
         // Rows without any weight have no mean: the step changes neither the weights nor the optimizer.
         if total.weight() > 0.0 {
-            let gradient = &self.sums[..self.engine.layout().elements()];
-            scale.weighted_mean_into(gradient, total.weight(), &mut self.mean)?;
+            let mean = self.reduction.mean(total.weight(), &mut self.mean);
+            mean.map_err(|error| self.not_finite(&error))?;
             let (optimizer, mean) = (&mut self.optimizer, &self.mean);
             self.engine.update(|weights| optimizer.apply(weights, mean).map_err(Error::from))?;
             check_weights(self.engine.layout(), self.engine.weights(), self.step)?;
@@ -378,11 +378,11 @@ impl Replica {
                 average.add(&self.groups, self.engine.weights(), self.optimizer.step());
             }
         }
-        let rows_of = |shard: usize| shard_slots(shard, shards, batch_rows).len();
+        let rows_of = |shard: usize| shard_slots(shard, parts, batch_rows).len();
         let moments: Vec<(usize, &[ChannelMoments])> =
             total.moments().enumerate().map(|(shard, moments)| (rows_of(shard), moments)).collect();
         self.engine.move_states(&moments).map_err(|error| self.diverged(error))?;
-        self.scale = scale;
+        self.reduction.commit();
         self.step += 1;
         self.ledger.add(&total);
         while self.plan.epochs_after(self.step) > self.epochs() {
@@ -409,25 +409,22 @@ impl Replica {
         Ok(StepOutcome { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
     }
 
-    /// Computes the gradients of the shards of `passes` and sums them over the ring, into `self.sums`. Returns
-    /// the total tally. `held` are the rows of the last pass, which need not be read again.
-    fn sum(
+    /// Computes the gradients of the parts of `passes`, and adds them to the reduction. Returns this rank's tally.
+    /// `held` are the rows of the last pass, which need not be read again.
+    fn compute(
         &mut self,
-        ring: &mut Ring<'_>,
-        scale: Scale,
         passes: &[Range<usize>],
+        parts: usize,
         held: &mut Option<Pass>,
         mut tally: Tally,
     ) -> Result<Tally> {
-        let (shards, batch_rows) = (self.job.step_shards(), self.plan.batch_rows());
-        let parameters = self.engine.layout().elements();
-        self.sums.clear();
-        self.sums.resize(parameters, 0);
+        let batch_rows = self.plan.batch_rows();
+        self.reduction.clear(self.engine.layout().elements());
         for (at, own) in passes.iter().enumerate() {
-            if held.as_ref().is_none_or(|held| held.shards != *own) {
+            if held.as_ref().is_none_or(|held| held.parts != *own) {
                 *held = None;
                 let next = passes.get(at + 1).map_or((self.step + 1, &passes[0]), |next| (self.step, next));
-                *held = Some(self.pass(own, next)?);
+                *held = Some(self.pass(own, next, parts)?);
             }
             let Some(Pass { batch, rows, .. }) = held else { continue };
             for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
@@ -436,39 +433,37 @@ impl Replica {
                     return Err(self.miscounted(*epoch, reason));
                 }
             }
-            let first_slot = shard_slots(own.start, shards, batch_rows).start;
-            for shard in own.clone() {
-                let range = shard_slots(shard, shards, batch_rows);
-                let key = ShardKey { seed: self.job.seed, step: self.step, shard: shard as u64 };
-                let mut part = self
+            let first_slot = shard_slots(own.start, parts, batch_rows).start;
+            for part in own.clone() {
+                let range = shard_slots(part, parts, batch_rows);
+                let key = ShardKey { seed: self.job.seed, step: self.step, shard: part as u64 };
+                let mut found = self
                     .engine
                     .gradients_at(&rows.shard(range.start - first_slot..range.end - first_slot), key)
                     .map_err(|error| self.diverged(error))?;
-                self.groups.clear_frozen(&mut part.grad);
-                let largest = scale.add(&part.grad, &mut self.sums).map_err(|e| self.not_finite(&e))?;
-                tally.shard(shard, part.loss_sum, part.weight, largest);
-                tally.record_moments(shard, &part.moments);
-                tally.correct += part.correct;
-                tally.ignored += part.ignored;
+                self.groups.clear_frozen(&mut found.grad);
+                let largest = self.reduction.add(found.grad).map_err(|e| self.not_finite(&e))?;
+                tally.shard(part, found.loss_sum, found.weight, largest);
+                tally.record_moments(part, &found.moments);
+                tally.correct += found.correct;
+                tally.ignored += found.ignored;
             }
         }
-        tally.encode(&mut self.sums);
-        ring.all_reduce(self.step, &mut self.sums)?;
-        let total = tally.decode(&self.sums[parameters..]).filter(|total| total.rows == batch_rows as u64);
-        total.ok_or_else(|| {
-            let counted = self.sums[parameters];
-            let reason = format!("step {} summed {counted} rows of {batch_rows}", self.step);
-            self.miscounted(self.epochs(), reason)
-        })
+        Ok(tally)
     }
 
-    /// Reads the rows of the shards `own` of this step; starts prefetching those of the pass `next`.
-    fn pass(&mut self, own: &Range<usize>, (next_step, next): (u64, &Range<usize>)) -> Result<Pass> {
-        let (shards, batch_rows) = (self.job.step_shards(), self.plan.batch_rows());
-        let cut = |at| shard_slots(at, shards, batch_rows).start;
+    /// Reads the rows of the parts `own` of this step; starts prefetching those of the pass `next`.
+    fn pass(
+        &mut self,
+        own: &Range<usize>,
+        (next_step, next): (u64, &Range<usize>),
+        parts: usize,
+    ) -> Result<Pass> {
+        let batch_rows = self.plan.batch_rows();
+        let cut = |at| shard_slots(at, parts, batch_rows).start;
         let batch = self.read(cut(own.start)..cut(own.end), (next_step, cut(next.start)..cut(next.end)))?;
         let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
-        Ok(Pass { shards: own.clone(), batch, rows })
+        Ok(Pass { parts: own.clone(), batch, rows })
     }
 
     /// Rows of this step, prefetched if their slots were predicted; starts prefetching those of `next`.
@@ -573,6 +568,13 @@ impl Replica {
         }
     }
 
+    fn unreduced(&self, error: ReduceError) -> Error {
+        match error {
+            ReduceError::Collective(error) => Error::Collective(error),
+            ReduceError::Tally => self.miscounted(self.epochs(), format!("step {}: {error}", self.step)),
+        }
+    }
+
     fn diverged(&self, error: EngineError) -> Error {
         match error {
             EngineError::NonFinite { .. } | EngineError::State { .. } => {
@@ -614,12 +616,7 @@ fn losses(evaluations: &[Evaluation]) -> impl Iterator<Item = f64> {
     evaluations.iter().map(|evaluation| evaluation.loss)
 }
 
-/// Contributions to a sum: one per virtual shard; nothing else is summed in the gradient's lanes.
-fn contributions(job: &JobFile) -> u32 {
-    u32::try_from(job.step_shards()).unwrap_or(u32::MAX)
-}
-
-/// A rank's shards in the passes in which it computes them: one for each accumulated batch, or fewer.
+/// A rank's parts in the passes in which it computes them: one for each accumulated batch, or fewer.
 fn passes(own: Range<usize>, accumulate_steps: usize) -> Vec<Range<usize>> {
     let size = own.len().div_ceil(accumulate_steps).max(1);
     own.clone().step_by(size).map(|first| first..(first + size).min(own.end)).collect()

@@ -8,6 +8,8 @@
 mod data;
 #[path = "trainer/failover.rs"]
 mod failover;
+#[path = "trainer/fast.rs"]
+mod fast;
 #[path = "trainer/goals.rs"]
 mod goals;
 #[path = "trainer/joined.rs"]

@@ -231,7 +231,7 @@ optimizer = { kind = "rmsprop", schedule = { kind = "exponential", gamma = 0.999
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 44] = [
+const TYPES: [(&str, &str); 45] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
@@ -275,6 +275,7 @@ const TYPES: [(&str, &str); 44] = [
     ("Output", "table"),
     ("UnknownFields", "word"),
     ("Objective", "word or table"),
+    ("Strategy", "word or table"),
     ("Validation", "table"),
 ];
 

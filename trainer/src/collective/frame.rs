@@ -23,9 +23,9 @@ pub(crate) enum Kind {
     Hello = 1,
     /// The response to `Proof`, which ends the handshake.
     Welcome = 2,
-    /// A partial sum.
+    /// A partial sum of `i64`.
     Reduce = 3,
-    /// A complete sum.
+    /// A complete sum of `i64`.
     Gather = 4,
     /// A piece of a replica's state.
     State = 5,
@@ -35,6 +35,10 @@ pub(crate) enum Kind {
     Challenge = 7,
     /// The response to `Challenge`: the sender's proof of the secret.
     Proof = 8,
+    /// A partial sum of `f32`.
+    ReduceF32 = 9,
+    /// A complete sum of `f32`.
+    GatherF32 = 10,
 }
 
 impl Kind {
@@ -48,6 +52,8 @@ impl Kind {
             6 => Kind::Abort,
             7 => Kind::Challenge,
             8 => Kind::Proof,
+            9 => Kind::ReduceF32,
+            10 => Kind::GatherF32,
             _ => return None,
         })
     }

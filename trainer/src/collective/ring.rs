@@ -1,4 +1,4 @@
-//! The ring of one membership epoch: exact sums and state transfer.
+//! The ring of one membership epoch: sums and state transfer.
 use std::ops::Range;
 use std::time::Duration;
 
@@ -8,6 +8,7 @@ use tokio::runtime::Runtime;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use super::element::{self, Dtype, Element};
 use super::form::Links;
 use super::frame::{Fault, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, read_header, read_payload};
 use super::{Error, Formation, Options};
@@ -69,11 +70,12 @@ impl<'a> Ring<'a> {
         self.edge.formation.epoch
     }
 
-    /// Replaces `values` by the element-wise sum over all ranks, in two's complement.
+    /// Replaces `values` by the element-wise sum over all ranks.
     ///
-    /// The sum is exact and the same on every rank, whatever the order of arrival. On an error
-    /// `values` is unspecified; some ranks may have completed.
-    pub fn all_reduce(&mut self, step: u64, values: &mut [i64]) -> Result<(), Error> {
+    /// Every rank gets the same bits, whatever the order of arrival: one rank completes the sum of an element,
+    /// and the others copy it. Sums of `i64` are exact. Sums of `f32` are added in the order of the ring, so they
+    /// depend on the number of ranks. On an error `values` is unspecified; some ranks may have completed.
+    pub fn all_reduce<T: Element>(&mut self, step: u64, values: &mut [T]) -> Result<(), Error> {
         self.usable()?;
         let Some(links) = &mut self.links else { return Ok(()) };
         let (edge, outgoing, incoming) = (&self.edge, &mut self.outgoing, &mut self.incoming);
@@ -173,37 +175,36 @@ impl Edge {
     }
 
     /// Reduce-scatter, then all-gather.
-    async fn reduce_bucket(
+    async fn reduce_bucket<T: Element>(
         &self,
         links: &mut Links,
         step: u64,
         bucket: u32,
-        values: &mut [i64],
+        values: &mut [T],
         outgoing: &mut Vec<u8>,
         incoming: &mut Vec<u8>,
     ) -> Result<(), Error> {
         let (world, rank) = (self.world(), self.formation.rank);
-        for kind in [Kind::Reduce, Kind::Gather] {
+        let (reduce, gather) = match T::DTYPE {
+            Dtype::I64 => (Kind::Reduce, Kind::Gather),
+            Dtype::F32 => (Kind::ReduceF32, Kind::GatherF32),
+        };
+        for kind in [reduce, gather] {
             // After reduce-scatter, rank r holds the complete chunk r + 1.
-            let first = if kind == Kind::Reduce { rank } else { rank + 1 };
+            let first = if kind == reduce { rank } else { rank + 1 };
             for phase in 0..world - 1 {
                 let give = chunk(values.len(), (first + world - phase) % world, world);
                 let take = chunk(values.len(), (first + 2 * world - phase - 1) % world, world);
-                outgoing.resize(give.len() * 8, 0);
-                for (bytes, value) in outgoing.chunks_exact_mut(8).zip(&values[give]) {
-                    bytes.copy_from_slice(&value.to_le_bytes());
-                }
+                element::write(&values[give], outgoing);
                 let out = self.header(kind, rank, step, bucket, phase);
                 let expected = self.header(kind, self.prev_rank(), step, bucket, phase);
-                let bytes = take.len() * 8;
+                let bytes = take.len() * T::BYTES;
                 self.exchange(links, step, Some((&out, outgoing)), Some((&expected, bytes)), incoming)
                     .await?;
-                let keep = if kind == Kind::Reduce { -1i64 } else { 0 };
-                for (value, bytes) in values[take].iter_mut().zip(incoming.chunks_exact(8)) {
-                    let mut word = [0u8; 8];
-                    word.copy_from_slice(bytes);
+                match kind == reduce {
+                    true => element::add(&mut values[take], incoming),
                     // A complete sum replaces the local value.
-                    *value = (*value & keep).wrapping_add(i64::from_le_bytes(word));
+                    false => element::read(&mut values[take], incoming),
                 }
             }
         }

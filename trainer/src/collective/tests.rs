@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind};
-use super::{Collective, Error, Formation, Options, Ring, form};
+use super::{Collective, Element, Error, Formation, Options, Ring, form};
 
 const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const SECRET: &str = "a secret";
@@ -68,11 +68,51 @@ proptest! {
         let results = on_ring(world, &options, |rank, mut ring| {
             let mut values = vectors[rank].clone();
             ring.all_reduce(3, &mut values).unwrap();
-            ring.all_reduce(4, &mut []).unwrap();
+            ring.all_reduce(4, &mut [0i64; 0]).unwrap();
             values
         });
         for values in results {
             prop_assert_eq!(&values, &sum);
+        }
+    }
+}
+
+/// The chunk of each element of a bucket, which is also the first rank of its sum.
+fn first_rank(at: usize, elements: usize, world: usize) -> usize {
+    (0..world).find(|chunk| at < elements * (chunk + 1) / world).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Any bit pattern is data: infinities, NaN and subnormal numbers.
+    #[test]
+    fn every_rank_gets_the_same_bits_of_float_sums(
+        world in 1usize..=5,
+        bucket_elements_max in 1usize..40,
+        seed in proptest::collection::vec(any::<u32>(), 0..60),
+    ) {
+        let vectors: Vec<Vec<f32>> = (0..world as u32)
+            .map(|rank| seed.iter().map(|v| f32::from_bits(v.wrapping_mul(rank * 2 + 1).rotate_left(rank))).collect())
+            .collect();
+        let options = Options { bucket_elements_max, ..options() };
+        let results = on_ring(world, &options, |rank, mut ring| {
+            let mut values = vectors[rank].clone();
+            ring.all_reduce(3, &mut values).unwrap();
+            let mut counts = [rank as i64];
+            ring.all_reduce(3, &mut counts).unwrap();
+            (values, counts)
+        });
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        for (values, counts) in &results {
+            prop_assert_eq!(bits(values), bits(&results[0].0));
+            prop_assert_eq!(counts[0], (world * (world - 1) / 2) as i64);
+        }
+        for (at, sum) in results[0].0.iter().enumerate() {
+            let elements = bucket_elements_max.min(seed.len() - at / bucket_elements_max * bucket_elements_max);
+            let first = first_rank(at % bucket_elements_max, elements, world);
+            let expected = (1..world).fold(vectors[first][at], |sum, next| vectors[(first + next) % world][at] + sum);
+            prop_assert!(sum.to_bits() == expected.to_bits() || sum.is_nan() && expected.is_nan());
         }
     }
 }
@@ -186,7 +226,7 @@ fn an_aborted_epoch_ends_waiting_at_once() {
             let formation = Formation { epoch: 1, rank: 0, addresses: addresses.clone() };
             let mut ring = waiting.form(&formation, abort.clone()).unwrap();
             formed.send(()).unwrap();
-            ring.all_reduce(0, &mut [1]).unwrap_err()
+            ring.all_reduce(0, &mut [1i64]).unwrap_err()
         });
         let formation = Formation { epoch: 1, rank: 1, addresses: addresses.clone() };
         let _ring = silent.form(&formation, CancellationToken::new()).unwrap();
@@ -271,8 +311,8 @@ fn foreign_connections_do_not_disturb_the_formation() {
     }
 }
 
-/// Runs a peer that greets as the protocol says and then sends `frame`; returns rank 0's error.
-fn answer_to(frame: &[u8]) -> Error {
+/// Runs a peer that greets as the protocol says and then sends `frame`; returns rank 0's sum or error.
+fn answer_to<T: Element>(values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> {
     let mine = Collective::bind(LOCAL, options()).unwrap();
     let listener = std::net::TcpListener::bind((LOCAL, 0)).unwrap();
     let addresses = vec![mine.address().to_string(), listener.local_addr().unwrap().to_string()];
@@ -281,7 +321,8 @@ fn answer_to(frame: &[u8]) -> Error {
         let rank = scope.spawn(move || {
             let formation = Formation { epoch: 7, rank: 0, addresses };
             let mut ring = mine.form(&formation, CancellationToken::new()).unwrap();
-            ring.all_reduce(2, &mut [1, 2]).unwrap_err()
+            let mut values = values;
+            ring.all_reduce(2, &mut values).map(|()| values)
         });
         let (mut from, _) = listener.accept().unwrap();
         let mut greeting = [0u8; 44 + 32];
@@ -304,6 +345,7 @@ fn answer_to(frame: &[u8]) -> Error {
 fn frames_that_do_not_belong_are_refused() {
     let right = Header { kind: Kind::Reduce, rank: 1, epoch: 7, step: 2, bucket: 0, phase: 0 };
     let payload = [0u8; 8];
+    let right_f32 = Header { kind: Kind::ReduceF32, ..right };
     let frame = |header: Header, payload: &[u8]| [header.encode(payload).as_slice(), payload].concat();
     let mut corrupt = frame(right, &payload);
     corrupt[44] ^= 1;
@@ -318,11 +360,37 @@ fn frames_that_do_not_belong_are_refused() {
         (corrupt, "payload checksum"),
         (torn_header, "header checksum"),
         (vec![b'x'; 44], "not a ring frame"),
+        (frame(right_f32, &payload), "ReduceF32"),
     ];
-    for (frame, reason) in cases {
-        let error = answer_to(&frame);
+    let cases = cases.map(|(frame, reason)| (answer_to([1i64, 2], &frame).unwrap_err(), reason));
+    let of_floats = [
+        (frame(right_f32, &[0; 3]), "3 bytes, not 4"),
+        (frame(right_f32, &[0; 8]), "8 bytes, not 4"),
+        (frame(right_f32, &[]), "0 bytes, not 4"),
+        (frame(right, &[0; 4]), "sent Header { kind: Reduce,"),
+        (frame(Header { kind: Kind::GatherF32, ..right }, &[0; 4]), "GatherF32"),
+    ];
+    let of_floats = of_floats.map(|(frame, reason)| (answer_to([1f32, 2.0], &frame).unwrap_err(), reason));
+    for (error, reason) in cases.into_iter().chain(of_floats) {
         assert!(matches!(error, Error::Protocol { rank: 1, .. }), "{error}");
         assert!(error.to_string().contains(reason), "{error} lacks {reason}");
+    }
+}
+
+#[test]
+fn float_frames_with_any_payload_are_data() {
+    for bits in [f32::NAN.to_bits(), 0x7f80_0001, u32::MAX, f32::INFINITY.to_bits(), 1] {
+        let (kinds, payload) = ([Kind::ReduceF32, Kind::GatherF32], bits.to_le_bytes());
+        let frames: Vec<u8> = kinds
+            .iter()
+            .flat_map(|kind| {
+                let header = Header { kind: *kind, rank: 1, epoch: 7, step: 2, bucket: 0, phase: 0 };
+                [header.encode(&payload).as_slice(), &payload].concat()
+            })
+            .collect();
+        let [gathered, reduced] = answer_to([0.0, 0.0], &frames).unwrap();
+        assert_eq!(gathered.to_bits(), bits);
+        assert!(reduced.to_bits() == bits || reduced.is_nan() && f32::from_bits(bits).is_nan());
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::{JobFile, ModelSource, Output, Shuffle};
 use crate::engine::{Device, Loss};
+use crate::strategy::Strategy;
 
 const MINIMAL: &str =
     "name = \"j\"\ndataset = \"d@s:/t\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m.onnx\"\n";
@@ -85,6 +86,7 @@ fn digest_covers_the_computation_but_not_the_budget() {
         JobFile { device: Device::Cuda(0), ..job.clone() },
         JobFile { loss: Loss::Mse.into(), ..job.clone() },
         JobFile { shuffle: Shuffle { lanes: 2, ..Shuffle::default() }, ..job.clone() },
+        JobFile { strategy: Strategy::Allreduce, ..job.clone() },
     ];
     assert!(others.iter().all(|other| digest(other) != digest(&job)));
     assert_ne!(job.digest("model", "plan#2"), digest(&job));
@@ -142,12 +144,39 @@ fn losses_are_words_or_tables() {
 }
 
 #[test]
+fn strategies_are_words_or_tables() {
+    for (word, strategy) in [("strict", Strategy::Strict), ("allreduce", Strategy::Allreduce)] {
+        for lines in [
+            format!("strategy = \"{word}\""),
+            format!("strategy = {{ name = \"{word}\" }}"),
+            format!("[strategy]\nname = \"{word}\""),
+        ] {
+            let job = with(&lines);
+            assert_eq!(job.strategy, strategy);
+            let json = serde_json::to_value(&job).unwrap();
+            let written = (strategy != Strategy::Strict).then(|| word.into());
+            assert_eq!(json.get("strategy").cloned(), written);
+            assert_eq!(serde_json::from_value::<JobFile>(json).unwrap(), job);
+        }
+    }
+    // The key at its default changes no id, and format 1 had no other strategy.
+    let ids = |lines: &str| (with(lines).digest("m", "d"), with(lines).former_digest("m", "d"));
+    assert_eq!(ids("strategy = \"strict\""), ids(""));
+    assert_ne!(ids("strategy = \"allreduce\"").0, ids("").0);
+    assert_ne!(ids("strategy = \"allreduce\"").1, ids("").1);
+}
+
+#[test]
 fn new_keys_are_checked_and_named() {
     for (lines, words) in [
         ("loss = { kind = \"hinge\" }", ["line 6", "hinge"]),
         ("loss = { kind = \"mse\", delta = 1.0 }", ["line 6", "delta"]),
         ("loss = { kind = \"cross_entropy\", smoothing = 0.1 }", ["line 6", "smoothing"]),
         ("loss = 3", ["line 6", "a loss such as"]),
+        ("strategy = \"async\"", ["line 6", "allreduce"]),
+        ("strategy = true", ["line 6", "\"allreduce\""]),
+        ("strategy = {}", ["line 6", "name"]),
+        ("[strategy]\nname = \"allreduce\"\ncompress = 8", ["line 8", "compress"]),
         (
             "loss = { kind = \"cross_entropy\", label_smoothing = 1.5 }",
             ["loss.label_smoothing = 1.5", "0 to 1"],
