@@ -66,7 +66,12 @@ bench-datafs: setup-test ## Volumes and mounts against the local file system (AR
 bench-serving: setup-test ## The model server against servers that do less (ARGS="--help" says more)
 	cargo bench --locked --bench serving -- $(ARGS)
 
-bench-%: setup-test ## One area: feed, ingest, trainer
+# PYTHON names an interpreter that has PyTorch; without it one is installed.
+bench-trainer: setup-bench-trainer ## Training against PyTorch and DDP, one thread each (ARGS="--help" says more)
+	cargo build --release --locked
+	$(or $(PYTHON),.local/python-bench-trainer/bin/python) benches/trainer.py --program $(BUILDS)/release/millrace $(ARGS)
+
+bench-%: setup-test ## One area: feed, ingest
 	cargo bench --locked --bench pipeline -- $*
 
 install: setup-test ## Install the release binary, and ONNX Runtime beside it
@@ -77,7 +82,7 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-gpu setup-docs
+.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-bench-trainer
 # The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
@@ -87,3 +92,5 @@ setup-gpu:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup gpu
 setup-docs:
 	@scripts/setup docs
+setup-bench-trainer: setup-test
+	@[ -n "$(PYTHON)" ] || scripts/setup bench-trainer
