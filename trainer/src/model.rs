@@ -1,6 +1,6 @@
 //! The first model of a run: read from an ONNX file, with weights in files beside it, or built from the job
 //! file.
-mod sharing;
+pub(crate) mod sharing;
 
 use std::fs::File;
 use std::io::{self, Read as _};

@@ -13,7 +13,8 @@ pub enum Strategy {
     #[default]
     Strict,
     /// One pass of each worker over its rows of the batch, and sums of floating-point numbers: faster, with a
-    /// result that depends on the number of workers by rounding.
+    /// result that depends on the number of workers: by rounding, and by the rows of which batch normalisations in
+    /// training take statistics.
     Allreduce,
 }
 

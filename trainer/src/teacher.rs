@@ -71,6 +71,8 @@ pub(crate) fn read(datafs: &Datafs, job: &JobFile) -> Result<Option<Teacher>> {
         read_bounded(job, &view, &format!("{folder}/{file}"), &mut left).map_err(|error| error.one_line())
     };
     Bundle::embed_weights(&mut model, weights).map_err(|e| bad(e.to_string()))?;
+    // As for a file: the place of a teacher is no part of the run's identity.
+    model::sharing::restore(&mut model);
     let labels = format!("{folder}/{LABELS_FILE}");
     let labels = match view.stat(&labels) {
         Ok(_) => Some(read_bounded(job, &view, &labels, &mut { LABELS_BYTES_MAX })?),

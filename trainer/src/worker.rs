@@ -184,7 +184,8 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
                 }
                 Barrier::Preempted => {
                     // The others go on meanwhile. They have this state, too, but may leave or die at any time.
-                    if reason != Reason::Fresh {
+                    // A worker that kept its state between two coordinators may hold the newest one.
+                    if replica.position() > 0 {
                         session.begin_to_leave(replica.step());
                         replica.checkpoint_if_newest()?;
                     }

@@ -28,7 +28,7 @@ const OPTIMIZER: &str = "trainer/src/optim/config.rs";
 
 const OBJECTIVE: &str = "trainer/src/engine/objective.rs";
 
-const PAGES: [(&str, &str, &[Table]); 10] = [
+const PAGES: [(&str, &str, &[Table]); 12] = [
     ("config/datafs.md", "Keys: datafs", &[table("[datafs]", "datafs/src/config.rs", "Config", "/datafs")]),
     (
         "config/streams.md",
@@ -93,8 +93,6 @@ const PAGES: [(&str, &str, &[Table]); 10] = [
         "Keys of a training job",
         &[
             table("The job file", "trainer/src/job.rs", "JobFile", "/mlp"),
-            table("[model] with kind = \"mlp\"", "trainer/src/init.rs", "MlpSpec", "/mlp/model"),
-            table("[model] with kind = \"cnn\"", "trainer/src/init.rs", "CnnSpec", "/cnn/model"),
             table("[validation]", "trainer/src/job.rs", "Validation", "/mlp/validation"),
             table("[shuffle]", "trainer/src/job.rs", "Shuffle", "/mlp/shuffle"),
             table("[output]", "trainer/src/job.rs", "Output", "/mlp/output"),
@@ -102,15 +100,23 @@ const PAGES: [(&str, &str, &[Table]); 10] = [
     ),
     (
         "config/train-objective.md",
-        "Keys of losses, optimizers and schedules",
+        "Keys of losses, optimizers and averages",
         &[
             table("loss = { kind = \"cross_entropy\" }", OBJECTIVE, "CrossEntropy", "/mlp/loss"),
             table("loss = { kind = \"huber\" }", OBJECTIVE, "Huber", "/mlp/loss"),
+            table("loss = { kind = \"kl\" }", OBJECTIVE, "Distillation", "/kl/loss"),
+            table("[ema]", "trainer/src/optim/average.rs", "EmaConfig", "/kl/ema"),
             table("[optimizer] with kind = \"sgd\"", OPTIMIZER, "SgdConfig", "/cnn/optimizer"),
             table("[optimizer] with kind = \"adamw\"", OPTIMIZER, "AdamWConfig", "/mlp/optimizer"),
             table("[optimizer] with kind = \"adam\"", OPTIMIZER, "AdamConfig", "/adam/optimizer"),
             table("[optimizer] with kind = \"adagrad\"", OPTIMIZER, "AdaGradConfig", "/adagrad/optimizer"),
             table("[optimizer] with kind = \"rmsprop\"", OPTIMIZER, "RmsPropConfig", "/rmsprop/optimizer"),
+        ],
+    ),
+    (
+        "config/train-schedule.md",
+        "Keys of learning rate schedules",
+        &[
             table(
                 "schedule = { kind = \"cosine\" }",
                 OPTIMIZER,
@@ -141,6 +147,20 @@ const PAGES: [(&str, &str, &[Table]); 10] = [
                 "Schedule::Linear",
                 "/cnn/optimizer/schedule",
             ),
+            table(
+                "schedule = { kind = \"plateau\" }",
+                "trainer/src/optim/plateau.rs",
+                "Plateau",
+                "/kl/optimizer/schedule",
+            ),
+        ],
+    ),
+    (
+        "config/train-model.md",
+        "Keys of models that a job builds",
+        &[
+            table("[model] with kind = \"mlp\"", "trainer/src/init.rs", "MlpSpec", "/mlp/model"),
+            table("[model] with kind = \"cnn\"", "trainer/src/init.rs", "CnnSpec", "/cnn/model"),
         ],
     ),
 ];
@@ -171,7 +191,7 @@ snapshots = [{ volume = "example", every_s = 3600, keep = 48 }]
 "#;
 
 /// Job files with their required keys.
-const JOBS: [(&str, &str); 5] = [
+const JOBS: [(&str, &str); 6] = [
     (
         "mlp",
         r#"
@@ -228,10 +248,24 @@ model = "example.onnx"
 optimizer = { kind = "rmsprop", schedule = { kind = "exponential", gamma = 0.999 } }
 "#,
     ),
+    (
+        "kl",
+        r#"
+name = "example"
+dataset = "example@monday:/train"
+features = "pixels"
+label = "label"
+model = "example.onnx"
+loss = { kind = "kl", teacher = "example:/models/large/1" }
+optimizer = { kind = "sgd", schedule = { kind = "plateau" } }
+ema = {}
+validation = { dataset = "example@monday:/test" }
+"#,
+    ),
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 45] = [
+const TYPES: [(&str, &str); 46] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
@@ -259,6 +293,7 @@ const TYPES: [(&str, &str); 45] = [
     ("ModelSource", "path or table"),
     ("OptimizerConfig", "table"),
     ("Schedule", "table"),
+    ("EmaConfig", "table"),
     ("broker::Config", "table"),
     ("TopicConfig", "table"),
     ("JobConfig", "table"),

@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::{AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 
-use crate::graph::{float_elements, initializer_origin};
+use crate::graph::{float_elements, has_marks, initializer_origin};
 
 #[cfg(test)]
 mod tests;
@@ -29,6 +29,11 @@ const CLASSES: &str = "pkg.torch.onnx.class_hierarchy";
 
 /// The operation of a batch normalisation in training; the default exporter writes it as one in evaluation.
 const TRAINING: &str = "aten._native_batch_norm_legit_functional.default";
+
+/// From this version of the format on, initializers need not be inputs.
+const IR_VERSION_MIN: i64 = 4;
+/// Most nodes and initializers of a graph that is restored; each pair of initializers may be compared.
+const TENSORS_MAX: usize = 10_000;
 
 /// What [`restore`] changed; names of tensors and nodes.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -45,8 +50,17 @@ pub(crate) struct Restored {
 pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     let mut restored = Restored::default();
     let is_of_pytorch = model.producer_name() == "pytorch";
-    let Some(graph) = model.graph.as_mut().filter(|_| is_of_pytorch) else { return restored };
-    separate_aliases(graph, &mut restored);
+    // Of former versions of the format, in which every initializer is an input as well, and of oversized graphs, nothing
+    // is changed.
+    let is_current = model.ir_version() >= IR_VERSION_MIN;
+    let fits = |graph: &GraphProto| graph.node.len().max(graph.initializer.len()) <= TENSORS_MAX;
+    let Some(graph) = model.graph.as_mut().filter(|graph| is_of_pytorch && is_current && fits(graph)) else {
+        return restored;
+    };
+    // The default exporter gives computed values plain names, too.
+    if !has_marks(graph) {
+        separate_aliases(graph, &mut restored);
+    }
     separate_modules(graph, &mut restored);
     tie_transposed(graph, &mut restored);
     restore_training(graph, &mut restored);
@@ -126,6 +140,11 @@ fn numbered<'a>(one: &'a str, other: &'a str) -> Option<(&'a str, &'a str)> {
     found
 }
 
+/// The number at the end of a path.
+fn number(path: &str) -> u64 {
+    path.rsplit('.').next().and_then(|last| last.parse().ok()).unwrap_or(0)
+}
+
 /// Whether `path` is `outer` or inside it.
 fn is_within(path: &str, outer: &str) -> bool {
     path.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
@@ -197,6 +216,11 @@ fn separate_modules(graph: &mut GraphProto, restored: &mut Restored) {
         let rest = owner.holds(&weight.parameter).unwrap_or_default();
         // The exporter keeps the first of equal tensors, and the last name of a module that is called twice.
         let is_first = weight.readers.first().is_some_and(|(_, _, first)| first == owner);
+        // Where numbers alone tell the modules apart, they tell their order as well.
+        let is_distinct = |module: &Module| {
+            numbered(&owner.path, &module.path)
+                .map_or(is_first, |(owner, other)| number(owner) < number(other))
+        };
         let mut separated: HashMap<&str, String> = HashMap::new();
         for (node, at, module) in &weight.readers {
             let is_other = module.path != owner.path && module.class == owner.class;
@@ -204,7 +228,7 @@ fn separate_modules(graph: &mut GraphProto, restored: &mut Restored) {
                 let parts = numbered(&owner.path, &module.path).filter(|_| is_first);
                 parts.is_some_and(|(original, copy)| is_copy(&weights, original, copy))
             };
-            if !is_other || !(weight.is_uniform || is_copied()) {
+            if !is_other || !(weight.is_uniform && is_distinct(module) || is_copied()) {
                 continue;
             }
             let name = separated.entry(&module.path).or_insert_with(|| {
@@ -250,11 +274,11 @@ fn tie_transposed(graph: &mut GraphProto, restored: &mut Restored) {
         };
         let others = graph.initializer.iter().filter(|other| square(other) == Some((columns, rows)));
         let mut others = others.filter(is_candidate).peekable();
-        let Some(elements) =
-            others.peek().and_then(|_| float_elements(tensor)).filter(|all| !is_uniform(all))
-        else {
+        let Some(elements) = others.peek().and_then(|_| float_elements(tensor)) else { continue };
+        // A matrix that is its own transpose may be another parameter with the same start.
+        if is_uniform(&elements) || rows == columns && is_transposed(&elements, &elements, columns as usize) {
             continue;
-        };
+        }
         let tied = others.find(|other| {
             float_elements(other).is_some_and(|other| is_transposed(&elements, &other, columns as usize))
         });
