@@ -675,7 +675,7 @@ fn bad_jobs_are_refused_before_any_worker_starts() {
         (job_text("bad", "device = \"tpu\""), vec!["line 10", "tpu", "cuda"]),
         (
             replace("optimizer", "optimizer = { kind = \"adamw\", learning_rate = -1.0 }"),
-            vec!["learning_rate", "above 0"],
+            vec!["learning_rate", "1e-45 to 3e38"],
         ),
         (replace("optimizer", "optimizer = { kind = \"lamb\" }"), vec!["line 6", "lamb"]),
         (replace("name", "name = \"../up\""), vec!["line 1", "../up"]),
