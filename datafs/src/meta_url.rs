@@ -21,7 +21,9 @@ impl MetaUrl {
 
     /// The URL without its password.
     pub fn redacted(&self) -> MetaUrl {
-        let Some((scheme, rest)) = self.0.split_once("://") else {
+        let is_scheme =
+            |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
+        let Some((scheme, rest)) = self.0.split_once("://").filter(|(scheme, _)| is_scheme(scheme)) else {
             // Not a URL: opening it fails later; hide all of it.
             return MetaUrl("***".into());
         };
@@ -85,6 +87,7 @@ mod tests {
             ("postgres://me@h/d", "postgres://me@h/d"),
             ("postgres:///d?host=/run&password=s3cret&user=u", "postgres:///d?host=/run&password=***&user=u"),
             ("me:s3cret@h", "***"),
+            ("password=s3cret postgres://h/d", "***"),
             ("postgres://me/x:s3cret@h/d", "postgres://me:***@h/d"),
             ("postgres:///d?host=/run&p%61ssword=s3cret", "postgres:///d?host=/run&p%61ssword=***"),
             ("postgres://a?b=c@h/d?password=s3?cret", "postgres://a?b=c@h/d?password=***"),
