@@ -203,6 +203,8 @@ pub(crate) enum Look {
     Held {
         by: String,
         value: Vec<u8>,
+        /// How long its record has to stay the same until the lease is free.
+        lease: Duration,
     },
 }
 
@@ -276,13 +278,18 @@ impl Candidate {
             let times = (began, now());
             let bytes = value.clone().unwrap_or_default();
             if !is_free && !self.watch.has_expired(&bytes, lease, times) {
-                return Ok(Look::Held { by, value: bytes });
+                return Ok(Look::Held { by, value: bytes, lease });
             }
             let of_owner =
                 owner.as_deref().and_then(|owner| std::str::from_utf8(owner).ok()).map_or(0, fence_of);
             let last = match &seen {
                 Seen::Record(record) => record.fence.max(of_owner),
                 _ => of_owner,
+            };
+            // A standby goes on with the run that it takes over, until it says otherwise.
+            let run = match &seen {
+                Seen::Record(record) if self.terms.strict => record.run.clone(),
+                _ => self.terms.run.clone(),
             };
             let fence = last.checked_add(1).ok_or_else(|| {
                 lease_error(job, format!("the fencing number in key {lease_key} is the largest there is: give the job another name"))
@@ -291,7 +298,7 @@ impl Candidate {
                 format_version: FORMAT_VERSION,
                 fence,
                 holder: self.holder.clone(),
-                run: self.terms.run.clone(),
+                run,
                 host: host_name(),
                 pid: std::process::id(),
                 address: None,
@@ -424,9 +431,18 @@ impl Holding {
 #[derive(Debug)]
 pub(crate) struct Lease {
     shared: Arc<Shared>,
-    /// Changes of the address; dropping it ends the thread.
-    wake: mpsc::Sender<String>,
+    /// Dropping it ends the thread.
+    wake: mpsc::Sender<Change>,
     owner: String,
+}
+
+/// A change of the record that a holder makes.
+#[derive(Debug)]
+enum Change {
+    /// Where workers join.
+    Address(String),
+    /// The run that the holder trains.
+    Run(String),
 }
 
 #[derive(Debug)]
@@ -483,11 +499,12 @@ impl Shared {
         }
     }
 
-    fn run(&self, changes: &mpsc::Receiver<String>) {
-        let mut address = None;
+    fn run(&self, changes: &mpsc::Receiver<Change>) {
+        let (mut address, mut run) = (None, None);
         loop {
             match changes.recv_timeout(self.lease / RENEWALS) {
-                Ok(changed) => address = Some(changed),
+                Ok(Change::Address(changed)) => address = Some(changed),
+                Ok(Change::Run(changed)) => run = Some(changed),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
             }
@@ -496,7 +513,12 @@ impl Shared {
             if self.told.is_cancelled() {
                 return;
             }
-            self.renew(|record| record.address.clone_from(&address));
+            self.renew(|record| {
+                record.address.clone_from(&address);
+                if let Some(run) = &run {
+                    record.run.clone_from(run);
+                }
+            });
         }
     }
 }
@@ -535,7 +557,13 @@ impl Lease {
     /// Writes into the record where workers join.
     pub(crate) fn announce(&self, address: String) {
         // The thread has ended if the lease is lost.
-        let _ = self.wake.send(address);
+        let _ = self.wake.send(Change::Address(address));
+    }
+
+    /// Writes into the record which run this holder trains, so that a standby goes on with it.
+    pub(crate) fn train(&self, run: String) {
+        // As above.
+        let _ = self.wake.send(Change::Run(run));
     }
 
     /// Waits until the lease is lost.

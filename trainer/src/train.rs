@@ -236,6 +236,7 @@ pub async fn train(
             None => Ok(checked),
         })
         .await?;
+        lease.train(checked.run.clone());
         coordinate(checked, crew, Arc::clone(&lease), cancel, on_progress).await
     };
     let outcome = coordinated.await;
@@ -307,8 +308,8 @@ async fn claim(
     let mut lock: Option<JobLock> = None;
     let mut first: Option<Vec<u8>> = None;
     let mut told = None;
-    let pause = if standby { STANDBY_LOOKS } else { STARTING_LOOKS };
-    let pause = (lease / pause).clamp(LOOK_MIN, LOOK_MAX);
+    let looks = if standby { STANDBY_LOOKS } else { STARTING_LOOKS };
+    let mut pause = (lease / looks).clamp(LOOK_MIN, LOOK_MAX);
     loop {
         let (home, name) = (setup.home.clone(), job.clone());
         let look;
@@ -344,7 +345,9 @@ async fn claim(
                 let predecessor = before.map(|before| before.run).filter(|run| *run != checked.run);
                 return Ok(Some(Claim { lock, lease: Lease::start(*holding)?, predecessor }));
             }
-            Ok(Look::Held { by, value }) => {
+            Ok(Look::Held { by, value, lease: held }) => {
+                // A record that is looked at too seldom is not known to have stayed the same.
+                pause = (lease.min(held) / looks).clamp(LOOK_MIN, LOOK_MAX);
                 let known = first.get_or_insert_with(|| value.clone());
                 if !standby && *known != value {
                     return Err(Error::Busy {

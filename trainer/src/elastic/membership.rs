@@ -503,11 +503,11 @@ impl Membership {
 
     /// A member met an error that every other member would meet, too.
     ///
-    /// Others that hold the state go on without a replacement that has not reached the barrier yet, as they need not
-    /// read what it could not. They also go on without a member that leaves.
+    /// Others that hold the state go on without a member that has not reached the barrier yet, as they need not read
+    /// what it could not. They also go on without a member that leaves.
     pub(crate) fn failed(&mut self, id: MemberId, message: String, exit_code: u8, now: Instant) {
         let Some(member) = self.members.get(&id) else { return };
-        let is_spare = self.epoch > 0 && !member.has_arrived && !self.in_epoch.is_empty();
+        let is_spare = !member.has_arrived && self.holds_state();
         if is_spare || member.leaving.is_some() {
             return self.lost_alone(id, &message, exit_code, now);
         }
@@ -792,12 +792,18 @@ impl Membership {
             return;
         }
         // No member has a state, so the last durable checkpoint is all there is to keep.
-        let leaves = self.members.values().any(|member| member.leaving.is_some());
-        if self.stopping.is_some() && self.in_epoch.is_empty() && !leaves {
+        if self.stopping.is_some() && !self.holds_state() {
             self.end(Verdict::Finished { stopped: true });
             return;
         }
         self.form(now);
+    }
+
+    /// Whether a member may hold a state that no checkpoint has. Workers keep theirs between two coordinators, so that
+    /// one may arrive with it before the first epoch of this one.
+    fn holds_state(&self) -> bool {
+        let holds = |member: &Member| member.leaving.is_some() || member.arrived.is_some_and(|step| step > 0);
+        !self.in_epoch.is_empty() || self.members.values().any(holds)
     }
 
     fn form(&mut self, now: Instant) {
@@ -806,7 +812,7 @@ impl Membership {
         // A job that stops needs an epoch for its last checkpoint, with as many as there are.
         let needed = if self.stopping.is_some() { 1 } else { self.rules.workers_min.max(1) };
         if absent || ready < needed {
-            if !absent && self.epoch > 0 {
+            if !absent && self.holds_state() {
                 self.save();
             }
             return;
@@ -819,7 +825,8 @@ impl Membership {
             Slot::GivenUp | Slot::Free => true,
             _ => false,
         });
-        if self.epoch == 0 && !everyone && now < self.started + self.rules.start_timeout {
+        let may_wait = self.epoch == 0 && self.stopping.is_none();
+        if may_wait && !everyone && now < self.started + self.rules.start_timeout {
             return;
         }
         if let Some(id) = self.take_blamed() {
@@ -852,8 +859,8 @@ impl Membership {
         if self.saving.is_some_and(|id| self.members.contains_key(&id)) {
             return;
         }
-        let ahead =
-            self.by_rank().filter_map(|(id, member)| Some((member.arrived?, std::cmp::Reverse(id)))).max();
+        let waiting = self.members.iter();
+        let ahead = waiting.filter_map(|(id, member)| Some((member.arrived?, std::cmp::Reverse(*id)))).max();
         self.saving = ahead.map(|(_, std::cmp::Reverse(id))| id);
         if let Some(id) = self.saving {
             self.send(id, Message::Save);

@@ -671,6 +671,36 @@ fn survivors_that_are_too_few_write_their_state_before_the_job_ends() {
     assert!(job.membership.take_actions().contains(&end), "{survivor}");
 }
 
+/// Workers that kept their state come to a coordinator that has formed no epoch yet.
+#[test]
+fn state_that_workers_bring_to_a_new_coordinator_is_not_lost() {
+    let mut job = SimulatedJob::listening(3, 2);
+    let first = job.admit(1).unwrap();
+    assert_eq!(sent(&job.arrive(first, 150, Reason::Fresh), &Message::Save), [first]);
+    // A stop lets it write a checkpoint.
+    job.membership.stop(job.now);
+    let actions = job.membership.take_actions();
+    assert_eq!(formed(&actions), [(first, 1, 0, 1)]);
+    assert!(!actions.iter().any(|action| matches!(action, Action::End(_))), "{actions:?}");
+
+    // Another worker's failure is its own.
+    let mut job = SimulatedJob::listening(3, 2);
+    let holder = job.admit(1).unwrap();
+    job.arrive(holder, 150, Reason::Fresh);
+    let broken = job.admit(2).unwrap();
+    job.membership.failed(broken, "no GPU".into(), 1, job.now);
+    let actions = job.membership.take_actions();
+    assert!(!actions.iter().any(|action| matches!(action, Action::End(_))), "{actions:?}");
+
+    // Without any state, both end the job at once.
+    let mut job = SimulatedJob::listening(3, 2);
+    let fresh = job.admit(1).unwrap();
+    job.arrive(fresh, 0, Reason::Fresh);
+    job.membership.stop(job.now);
+    let end = Action::End(Verdict::Finished { stopped: true });
+    assert_eq!(job.membership.take_actions().last(), Some(&end));
+}
+
 #[test]
 fn a_job_that_waits_for_its_minimum_makes_its_state_durable_once() {
     let mut job = SimulatedJob::listening(4, 3);

@@ -65,7 +65,7 @@ fn model(view: &View, seed: u64, steps: usize) {
     let (mut fence, mut newest, mut taken, mut intruded) = (0, String::new(), 0, false);
     for step in 0..steps {
         time.set(time.get() + Duration::from_millis(below(LEASE.as_millis() as u64 / 8)));
-        // Mostly nobody runs late; sometimes everybody does.
+        // Mostly no candidate runs late; sometimes all do.
         if below(40) == 0 {
             time.set(time.get() + LEASE + LEASE);
         }

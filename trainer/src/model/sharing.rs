@@ -1,4 +1,4 @@
-//! What PyTorch's exporters merge, copy or leave out, although training needs it.
+//! Restoration of weights and modes that PyTorch's exporters merge, copy or leave out, although training needs them.
 //!
 //! PyTorch's exporters write equal tensors once: layers that begin with the same values share one tensor in the file.
 //! They also transpose weights ahead: a weight that the model uses in both forms becomes two tensors. Predictions stay

@@ -243,7 +243,8 @@ fn standbys_replace_killed_coordinators_and_workers_keep_their_state() {
     let report = last.report();
     world.check(&report);
     assert_eq!(report["workers_joined"], 2, "{report}");
-    assert_eq!(report["resumed_from_step"], Value::Null, "{report}");
+    // A coordinator that waits for the second worker lets the first one make its state durable.
+    assert!(report["resumed_from_step"].as_u64().is_none_or(|step| step >= 150), "{report}");
     assert!(last.step() >= at);
     for worker in &mut workers {
         assert_eq!(worker.ended(), succeeded("Done"));
