@@ -109,7 +109,7 @@ fn trainer(error: &millrace_trainer::Error) -> Exit {
     match error {
         E::JobFile { .. } | E::Job { .. } | E::Access { .. } | E::Join { .. } => Exit::Usage,
         E::Busy { .. } | E::Lease { .. } => Exit::Conflict,
-        E::Launch { .. } | E::CoordinatorLost { .. } => Exit::Unavailable,
+        E::Launch { .. } | E::CoordinatorLost { .. } | E::Outage { .. } => Exit::Unavailable,
         E::Worker { exit_code, .. } | E::WorkersLost { exit_code, .. } => {
             Exit::from_code(i32::from(*exit_code))
         }

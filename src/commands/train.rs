@@ -47,7 +47,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
     let (out, mut listening, mut missing) = (context.out, None, 0);
-    let mut reached = 0;
+    let (mut reached, mut unsaved) = (0, false);
     let how = How { listen, standby: args.standby };
     let report = train_with(context, &job, how, context.stop.clone(), |progress| {
         if let Some(coordinator) = &progress.waiting_for {
@@ -64,6 +64,15 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
                 let workers = if missing == 1 { "worker" } else { "workers" };
                 shown.suspend(|| out.note(&format!("train waits for {missing} more {workers} to join")));
             }
+        }
+        if (progress.unsaved_seconds > 0) != unsaved {
+            unsaved = progress.unsaved_seconds > 0;
+            let text = if unsaved {
+                "train goes on, but the volumes take no checkpoint; see that the metadata and the store answer"
+            } else {
+                "train writes checkpoints again"
+            };
+            shown.suspend(|| out.note(text));
         }
         reached = reached.max(progress.step);
         shown.set_length(progress.steps_max);

@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::lease::{LEASE_MS_MAX, LEASE_MS_MIN};
 
+/// A worker alone may take this many times `exchange_timeout_ms` per step, since it computes all of it.
+const STEP_EXCHANGES: u32 = 10;
 /// The usual lease of a coordinator.
 const LEASE_MS: u64 = 10_000;
 
@@ -119,6 +121,17 @@ impl Config {
 
     pub(crate) fn exchange_timeout(&self) -> Duration {
         Duration::from_millis(self.exchange_timeout_ms)
+    }
+
+    /// How long the volumes may take no checkpoint until the job ends: half of what a step may take, because the
+    /// last checkpoint counts as one.
+    pub(crate) fn outage_timeout(&self) -> Duration {
+        self.step_timeout() / 2
+    }
+
+    /// How long a worker may compute a step alone.
+    pub(crate) fn step_timeout(&self) -> Duration {
+        self.exchange_timeout().saturating_mul(STEP_EXCHANGES)
     }
 
     pub(crate) fn stop_timeout(&self) -> Duration {

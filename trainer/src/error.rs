@@ -88,6 +88,12 @@ pub enum Error {
         /// The exit code that the function passed to [`crate::worker::run`] gives for its error.
         exit_code: u8,
     },
+    /// The volumes did not take a checkpoint for too long: start the job again once they answer.
+    #[error("{reason}")]
+    Outage {
+        /// The job, the checkpoint, the time, the cause and the remedy.
+        reason: String,
+    },
     /// A worker process could not be started.
     #[error("start worker {program}: {reason}")]
     Launch {
@@ -192,6 +198,7 @@ impl Error {
             Error::Collective(error) => error.is_retryable(),
             Error::CoordinatorLost { .. }
             | Error::WorkersLost { .. }
+            | Error::Outage { .. }
             | Error::Busy { .. }
             | Error::Lease { .. }
             | Error::Io { .. } => true,
@@ -231,6 +238,16 @@ impl Error {
             }
         }
         false
+    }
+
+    /// Whether the metadata or the store of the volumes did not answer: the same call may succeed later.
+    pub(crate) fn is_outage(&self) -> bool {
+        use millrace_datafs::Error as E;
+        let Error::Volume { source, .. } = self else { return false };
+        // A process that others declared dead has to open its volumes again.
+        let is_final = |cause: &E| matches!(cause, E::Stale { .. } | E::Failed { .. });
+        let mut causes = error_chain::causes(source.as_ref()).filter_map(|cause| cause.downcast_ref());
+        self.is_local() && !causes.any(is_final)
     }
 
     /// The message with all its causes, on one line.

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 
 /// The protocol between a coordinator and workers of other machines. It grows with every change of the
 /// messages, the ring's frames or the values that a step computes: all workers of a job must have the same.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// Fewest characters of a token.
 const TOKEN_CHARS_MIN: usize = 16;
@@ -212,6 +212,11 @@ pub fn host_port(host: &str, port: u16) -> String {
     }
 }
 
+/// Whether an address is `HOST:PORT`.
+pub(crate) fn has_port(address: &str) -> bool {
+    address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+}
+
 /// The addresses of `host:port`, at least one; a name may have several.
 ///
 /// # Errors
@@ -219,9 +224,7 @@ pub fn host_port(host: &str, port: u16) -> String {
 pub(crate) async fn resolve(what: &str, address: &str) -> Result<Vec<SocketAddr>> {
     let fail =
         |reason: &str| Error::Access { what: format!("resolve {what} {address}"), reason: reason.to_owned() };
-    let has_port =
-        address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
-    if !has_port {
+    if !has_port(address) {
         return Err(fail("it is not HOST:PORT"));
     }
     let found: Vec<SocketAddr> = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(address))

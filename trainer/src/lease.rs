@@ -39,6 +39,8 @@ const RENEWALS: u32 = 4;
 const ATTEMPTS: usize = 8;
 /// Longest record that is parsed.
 const RECORD_BYTES_MAX: usize = 64 << 10;
+/// Longest error message in a record.
+const FAILURE_CHARS_MAX: usize = 4_000;
 /// Interval at which a holder compares the time with the end of its lease.
 const CHECK: Duration = Duration::from_millis(50);
 
@@ -61,6 +63,17 @@ pub(crate) struct Record {
     lease_ms: u64,
     renewals: u64,
     pub(crate) standing: Standing,
+    /// The error of a run that failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    failure: Option<Failure>,
+}
+
+/// The error with which a run failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Failure {
+    pub(crate) message: String,
+    pub(crate) exit_code: u8,
 }
 
 /// How a lease stands.
@@ -72,11 +85,34 @@ pub(crate) enum Standing {
     Released,
     /// The holder has ended in order, and the run is finished and published.
     Finished,
+    /// The run met an error that it would meet again, and its workers have ended.
+    Failed,
+}
+
+/// How a holder gives its lease up.
+#[derive(Debug)]
+pub(crate) enum Release {
+    /// Another process may go on with the run.
+    Unfinished,
+    Finished,
+    Failed(Failure),
 }
 
 impl Record {
     fn lease(&self) -> Duration {
         Duration::from_millis(self.lease_ms.clamp(LEASE_MS_MIN, LEASE_MS_MAX))
+    }
+
+    /// The error of a run that failed.
+    pub(crate) fn failure(&self, job: &str) -> Error {
+        let (message, exit_code) = match &self.failure {
+            Some(failure) => (failure.message.as_str(), failure.exit_code),
+            None => ("the cause is in its log", 1),
+        };
+        // The record may hold anything.
+        let message: String = message.chars().filter(|c| !c.is_control()).take(FAILURE_CHARS_MAX).collect();
+        let message = format!("job {job} failed under its coordinator, {}: {message}", self.describe());
+        Error::Worker { message, exit_code: exit_code.max(1) }
     }
 
     /// The holder, for messages.
@@ -206,6 +242,8 @@ pub(crate) enum Look {
         /// How long its record has to stay the same until the lease is free.
         lease: Duration,
     },
+    /// The holder for which this standby waited has ended with the run's error.
+    Failed(Error),
 }
 
 /// A process that wants the lease.
@@ -217,6 +255,8 @@ pub(crate) struct Candidate {
     watch: Watch,
     /// When the last take-over whose outcome is unknown began.
     tried: Duration,
+    /// Whether another process had the lease before.
+    has_waited: bool,
     /// The last record of another holder.
     pub(crate) predecessor: Option<Record>,
 }
@@ -233,6 +273,7 @@ impl Candidate {
             secret: hex::encode(secret),
             watch: Watch::default(),
             tried: Duration::ZERO,
+            has_waited: false,
             predecessor: None,
         })
     }
@@ -242,7 +283,7 @@ impl Candidate {
     }
 
     /// Takes the lease if it is free, has expired, or its holder is `dead`: a holder whose process has certainly
-    /// ended.
+    /// ended. A standby that has waited for a run does not try again what failed; one that starts afterwards does.
     pub(crate) fn look(&mut self, dead: Option<&str>, now: &impl Fn() -> Duration) -> Result<Look> {
         let (job, lease_key) = (&self.terms.job, lease_key(&self.terms.job));
         let owner_key = Checkpoints::owner_key(job);
@@ -262,6 +303,11 @@ impl Candidate {
                         until,
                     ))));
                 }
+                Seen::Record(record)
+                    if record.standing == Standing::Failed && self.terms.strict && self.has_waited =>
+                {
+                    return Ok(Look::Failed(record.failure(job)));
+                }
                 Seen::Record(record) => {
                     let is_dead = dead == Some(record.holder.as_str());
                     (record.describe(), record.lease(), is_dead || record.standing != Standing::Held)
@@ -278,6 +324,7 @@ impl Candidate {
             let times = (began, now());
             let bytes = value.clone().unwrap_or_default();
             if !is_free && !self.watch.has_expired(&bytes, lease, times) {
+                self.has_waited = true;
                 return Ok(Look::Held { by, value: bytes, lease });
             }
             let of_owner =
@@ -305,6 +352,7 @@ impl Candidate {
                 lease_ms: u64::try_from(self.terms.lease.as_millis()).unwrap_or(LEASE_MS_MAX),
                 renewals: 0,
                 standing: Standing::Held,
+                failure: None,
             };
             let (bytes, own) = (value_of(&record), owner_value(fence, &self.secret));
             let publish = Publish::new()
@@ -480,13 +528,14 @@ impl Shared {
         }
     }
 
-    fn renew(&self, change: impl Fn(&mut Record)) {
+    /// Renews the lease; fails if the metadata did not answer. A loss is noted.
+    fn renew(&self, change: impl Fn(&mut Record)) -> Result<()> {
         let mut holding = lock(&self.holding);
         let renewed = holding.renew(change, &boot_time);
         self.valid_until.store(holding.valid_until().as_millis() as u64, Ordering::Release);
         drop(holding);
         match renewed {
-            Renewal::Renewed => {}
+            Renewal::Renewed => return Ok(()),
             Renewal::Unknown(error) => {
                 tracing::warn!(
                     job = self.job,
@@ -494,9 +543,11 @@ impl Shared {
                     "cannot renew the coordinator's lease yet"
                 );
                 self.check_time();
+                return Err(error);
             }
             Renewal::Lost(reason) => self.lose(reason),
         }
+        Ok(())
     }
 
     fn run(&self, changes: &mpsc::Receiver<Change>) {
@@ -513,7 +564,8 @@ impl Shared {
             if self.told.is_cancelled() {
                 return;
             }
-            self.renew(|record| {
+            // The next renewal may succeed.
+            let _ = self.renew(|record| {
                 record.address.clone_from(&address);
                 if let Some(run) = &run {
                     record.run.clone_from(run);
@@ -583,6 +635,20 @@ impl Lease {
         self.error().map_or(Ok(()), Err)
     }
 
+    /// Renews the lease in the metadata now. Fails if it is lost, or if the metadata does not answer: then another
+    /// process may have it.
+    pub(crate) fn confirm(&self) -> Result<()> {
+        self.check()?;
+        self.shared.renew(|_| {})?;
+        self.check()
+    }
+
+    /// Whether the lease was renewed lately: the metadata answers this process.
+    pub(crate) fn is_fresh(&self) -> bool {
+        let until = Duration::from_millis(self.shared.valid_until.load(Ordering::Acquire));
+        boot_time() + self.shared.lease / 2 < until
+    }
+
     fn error(&self) -> Option<Error> {
         let reason = lock(&self.shared.lost).clone()?;
         Some(lease_error(
@@ -604,17 +670,21 @@ impl Lease {
         self.error().unwrap_or(error)
     }
 
-    /// Gives the lease up, so that another process need not wait for its end. `is_finished` says that the run is
-    /// published.
-    pub(crate) fn release(self, is_finished: bool) {
+    /// Gives the lease up, so that another process need not wait for its end.
+    pub(crate) fn release(self, how: Release) {
         let Lease { shared, wake, .. } = self;
         drop(wake);
         if shared.told.is_cancelled() {
             // It has expired or is another's, and the metadata may not answer.
             return;
         }
-        let standing = if is_finished { Standing::Finished } else { Standing::Released };
-        let released = lock(&shared.holding).renew(|record| record.standing = standing, &boot_time);
+        let (standing, failure) = match how {
+            Release::Unfinished => (Standing::Released, None),
+            Release::Finished => (Standing::Finished, None),
+            Release::Failed(failure) => (Standing::Failed, Some(failure)),
+        };
+        let change = |record: &mut Record| (record.standing, record.failure) = (standing, failure.clone());
+        let released = lock(&shared.holding).renew(change, &boot_time);
         if let Renewal::Unknown(error) = released {
             let seconds = shared.lease.as_secs();
             let error = error.one_line();

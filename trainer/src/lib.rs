@@ -67,6 +67,7 @@ mod labels;
 pub mod launch;
 mod lease;
 mod ledger;
+mod lineage;
 mod lock;
 pub mod metrics;
 mod model;

@@ -17,6 +17,7 @@ use crate::error::{Error, Result};
 use crate::fixed::FixedError;
 use crate::job::JobFile;
 use crate::ledger::{EpochError, EpochRecord, Ledger, Tally, epoch_digest};
+use crate::lineage::Lineage;
 use crate::optim::{Average, Groups, Optimizer};
 use crate::source;
 use crate::state::RunState;
@@ -27,6 +28,7 @@ mod reduce;
 mod writer;
 
 use reduce::{ReduceError, Reduction};
+pub(crate) use writer::Unsaved;
 use writer::Writer;
 
 /// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
@@ -73,6 +75,7 @@ pub(crate) struct Replica {
     /// The running statistics of `best`.
     best_states: Vec<f32>,
     step: u64,
+    lineage: Lineage,
     mean: Vec<f32>,
     /// The prefetched next rows: their step, their slots and the read in progress.
     prefetched: Option<(u64, Range<usize>, Reading)>,
@@ -128,10 +131,11 @@ impl Replica {
             reduction: reduce::of(&job)?,
             ledger: Ledger::default(),
             step: 0,
+            lineage: Lineage::new(job.strategy),
             mean: Vec::new(),
             prefetched: None,
             dataset_digest: None,
-            writer: Writer::default(),
+            writer: Writer::new(job.name.to_string(), config.outage_timeout()),
             job,
             runtime,
             plan,
@@ -142,6 +146,10 @@ impl Replica {
         let newest = newest_usable_state(&replica.checkpoints, &replica.job, &replica.plan, &replica.engine)?;
         if let Some(state) = newest {
             replica.restore(state)?;
+            if replica.lineage.is_tracked() {
+                let state = replica.export()?;
+                replica.lineage.begin(&state);
+            }
         }
         Ok(replica)
     }
@@ -161,10 +169,8 @@ impl Replica {
 
     /// Goes on under the next coordinator of the run, which gave `assignment`.
     pub(crate) fn follow(mut self, assignment: Assignment) -> Replica {
-        if let Err(error) = self.close() {
-            // The former coordinator was deposed.
-            tracing::info!(step = self.step, error = error.one_line(), "the last checkpoint was not written");
-        }
+        self.abandon();
+        self.writer.set_patience(assignment.config.outage_timeout());
         self.checkpoints.owner = assignment.owner;
         self.checkpoints.keep = assignment.config.checkpoints_keep;
         self.job = assignment.job;
@@ -180,6 +186,21 @@ impl Replica {
     /// Steps and evaluations applied: of two states of a run, the one with more is ahead.
     pub(crate) fn position(&self) -> u64 {
         self.step + self.evaluations.len() as u64
+    }
+
+    /// What identifies the state among those of other workers: its position, and its lineage if that matters.
+    pub(crate) fn arrival(&self) -> (u64, Vec<u8>) {
+        (self.position(), self.lineage.digest().to_vec())
+    }
+
+    /// The ring of this membership epoch begins, with the same state on every rank.
+    pub(crate) fn enter(&mut self, epoch: u64) {
+        self.lineage.enter(&self.checkpoints.owner, epoch);
+    }
+
+    /// How long the volumes have not taken a checkpoint.
+    pub(crate) fn unsaved(&self) -> Arc<Unsaved> {
+        self.writer.unsaved()
     }
 
     /// Whether the state waits for an evaluation before the next step.
@@ -223,6 +244,7 @@ impl Replica {
                 self.best_states = self.engine.states().to_vec();
             }
             self.optimizer.follow(losses(&self.evaluations));
+            self.lineage.advance();
         }
         Ok(round)
     }
@@ -281,10 +303,12 @@ impl Replica {
         self.state().encode(self.engine.layout()).map_err(|reason| self.bad_state(reason))
     }
 
-    /// Replaces the state by that of a worker that is ahead.
-    pub(crate) fn import(&mut self, state: &[u8]) -> Result<()> {
+    /// Replaces the state by that of another worker, which has that lineage.
+    pub(crate) fn import(&mut self, state: &[u8], lineage: &[u8]) -> Result<()> {
         let state = RunState::decode(self.engine.layout(), state).map_err(|reason| self.bad_state(reason))?;
-        self.restore(state)
+        self.restore(state)?;
+        self.lineage.take(lineage.to_vec());
+        Ok(())
     }
 
     fn bad_state(&self, reason: String) -> Error {
@@ -384,6 +408,7 @@ impl Replica {
         self.engine.move_states(&moments).map_err(|error| self.diverged(error))?;
         self.reduction.commit();
         self.step += 1;
+        self.lineage.advance();
         self.ledger.add(&total);
         while self.plan.epochs_after(self.step) > self.epochs() {
             let rows = self.plan.rows();
@@ -530,8 +555,10 @@ impl Replica {
 
     /// Writes a checkpoint; durable when it returns.
     pub(crate) fn checkpoint(&mut self, finish: Option<Finish>) -> Result<()> {
-        self.close()?;
-        self.checkpoints.write(&self.state(), self.engine.layout(), finish)
+        let (checkpoints, state) = (self.checkpoints.clone(), self.state());
+        let layout = self.engine.layout().clone();
+        self.writer.write(self.step, move || checkpoints.write(&state, &layout, finish))?;
+        self.close()
     }
 
     /// Writes a checkpoint, unless the job would continue from one of this position or of a later one. Durable when
@@ -548,6 +575,14 @@ impl Replica {
         self.writer.write(self.step, move || {
             checkpoints.write_if_newest(&state, &layout, |found| is_usable(&job, &plan, found))
         })
+    }
+
+    /// Gives up a checkpoint that the volumes do not take, and waits for one that they take.
+    pub(crate) fn abandon(&mut self) {
+        if let Err(error) = self.writer.abandon() {
+            // A coordinator that was replaced, or an outage.
+            tracing::info!(step = self.step, error = error.one_line(), "the last checkpoint was not written");
+        }
     }
 
     /// Waits for the checkpoint that is being written, if any.

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::job::{JobFile, Validation};
 use crate::join::{Listen, host_port};
 use crate::launch::WorkerCommand;
-use crate::lease::{Candidate, Lease, Look, Standing, Terms, boot_time};
+use crate::lease::{Candidate, Failure, Lease, Look, Release, Standing, Terms, boot_time};
 use crate::lock::JobLock;
 use crate::metrics;
 use crate::model;
@@ -92,11 +92,18 @@ pub struct Progress {
     pub membership_epoch: u64,
     /// Workers that have to join before training can go on; 0 while it does.
     pub workers_missing: usize,
+    /// How long the volumes have not taken a checkpoint that is due; 0 while they do.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub unsaved_seconds: u64,
     /// Where workers of other machines join.
     pub listening: Option<SocketAddr>,
     /// The coordinator whose lease this process waits for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub waiting_for: Option<String>,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// Why [`train`] returned.
@@ -230,6 +237,7 @@ pub async fn train(
     };
     let Claim { lock, lease, predecessor } = claim;
     let lease = Arc::new(lease);
+    let stop = cancel.clone();
     let coordinated = async {
         let checked = blocking(move || match predecessor {
             Some(run) => checked.or_run_of(&run, declared, again),
@@ -240,12 +248,19 @@ pub async fn train(
         coordinate(checked, crew, Arc::clone(&lease), cancel, on_progress).await
     };
     let outcome = coordinated.await;
-    let is_finished = outcome.as_ref().is_ok_and(|report| report.end != End::Stopped);
     let outcome = blocking(move || {
         let outcome = outcome.map_err(|error| lease.explain(error));
+        let how = match &outcome {
+            Ok(report) if report.end != End::Stopped => Release::Finished,
+            // The workers would meet it again, and were told to end. A stop hands even a failing run over.
+            Err(Error::Worker { message, exit_code }) if !stop.is_cancelled() => {
+                Release::Failed(Failure { message: message.clone(), exit_code: *exit_code })
+            }
+            _ => Release::Unfinished,
+        };
         // Nothing else has the lease any more.
         if let Some(lease) = Arc::into_inner(lease) {
-            lease.release(is_finished);
+            lease.release(how);
         }
         drop(lock);
         outcome
@@ -360,6 +375,7 @@ async fn claim(
                 }
                 by
             }
+            Ok(Look::Failed(error)) => return Err(error),
             // A standby outlasts a failure of the metadata, as its coordinator may.
             Err(error) if standby && error.is_local() => error.one_line(),
             Err(error) => return Err(error),
@@ -476,7 +492,8 @@ impl Checked {
             Groups::new(engine.layout(), &job.freeze, &job.no_decay).map_err(|e| unfit(e.to_string()))?;
         Optimizer::with_groups(&job.optimizer, &groups)?;
         engine.freeze_states(groups.frozen_states()).map_err(|e| unfit(e.to_string()))?;
-        shards::check(&engine, &job)?;
+        let crew = Crew::of(&job, &setup)?;
+        shards::check(&engine, &job, crew.local + crew.places)?;
         let (trained, fixed) = (engine.graph().params().len(), engine.graph().fixed(&model).len());
         tracing::info!(job = %job.name, trained, fixed, "float tensors that the job trains, and that stay fixed");
 
@@ -684,6 +701,7 @@ impl Prepared {
             assignment,
             joining,
             hand_over: self.setup.standby,
+            lease: Some(Arc::clone(&self.lease)),
         };
         let steps_max = self.plan.steps_for_epochs(job.epochs_max);
         let mut first_report: Option<(Instant, u64)> = None;
@@ -714,6 +732,7 @@ impl Prepared {
                 worker_pids: seen.pids,
                 membership_epoch: seen.membership_epoch,
                 workers_missing: seen.missing,
+                unsaved_seconds: seen.unsaved.as_secs(),
                 listening: seen.listening,
                 waiting_for: None,
             });

@@ -14,8 +14,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::collective::{Collective, Options, Ring};
 use crate::config::Config;
-use crate::elastic::membership::{Reason, formation, source};
-use crate::elastic::session::{Barrier, Ending, EpochMembership, Exchange, Report, Session, Timing};
+use crate::elastic::membership::{Reason, formation, has_state_of, source};
+use crate::elastic::session::{Barrier, Ending, EpochMembership, Exchange, Report, Scope, Session, Timing};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
 use crate::join::host_port;
@@ -124,7 +124,7 @@ fn serve(worker_env: &WorkerEnv, runtime: &Runtime, exit_code: &impl Fn(&Error) 
         .and_then(|mut replica| train(&mut replica, &mut session, &collective));
     match result {
         Err(error @ Error::CoordinatorLost { .. }) => Err(error),
-        Err(error) => session.fail(error.one_line(), exit_code(&error), error.is_local()),
+        Err(error) => session.fail(error.one_line(), exit_code(&error), Scope::of(&error)),
         Ok(_) => Ok(()),
     }
 }
@@ -172,12 +172,13 @@ enum Part {
 /// Runs membership epochs, from barrier to barrier, until the job is over or this worker was asked to leave.
 fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<Part> {
     let (mut reason, mut trouble) = (Reason::Fresh, None);
+    session.watch(replica.unsaved());
     loop {
-        let mut barrier = session.arrive(replica.position(), reason, trouble.as_ref())?;
+        let mut barrier = session.arrive(replica.arrival(), reason, trouble.as_ref())?;
         let formed = loop {
             match barrier {
                 Barrier::Formed(formed) => break formed,
-                Barrier::Done => return replica.close().map(|()| Part::Done),
+                Barrier::Done => return Ok(end(replica)),
                 Barrier::Save => {
                     replica.save_if_newest()?;
                     barrier = session.wait()?;
@@ -197,7 +198,7 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
         };
         trouble = None;
         match epoch(replica, session, collective, &formed) {
-            Ok(EpochEnd::Done) => return replica.close().map(|()| Part::Done),
+            Ok(EpochEnd::Done) => return Ok(end(replica)),
             Ok(EpochEnd::Left) => reason = Reason::Left,
             Ok(EpochEnd::Broken) => reason = Reason::Broken,
             Err(Error::Collective(error)) if error.is_retryable() => {
@@ -212,6 +213,12 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
     }
 }
 
+/// The job is over, with the checkpoint that it needs.
+fn end(replica: &mut Replica) -> Part {
+    replica.abandon();
+    Part::Done
+}
+
 /// One membership epoch: form the ring, catch up, train until an event ends it.
 fn epoch(
     replica: &mut Replica,
@@ -222,20 +229,21 @@ fn epoch(
     let shape = formation(formed.epoch, formed.rank, &formed.peers);
     session.enter(replica.step(), Exchange::Formation);
     let mut ring = collective.form(&shape, formed.abort.clone())?;
-    // The positions of the peers' states.
-    let ahead = formed.peers.iter().map(|peer| peer.step).max().unwrap_or_default();
-    if let Some(source) = source(&formed.peers) {
+    let peers = &formed.peers;
+    if let Some((source, from)) = source(peers).and_then(|rank| Some((rank, peers.get(rank)?))) {
         session.enter(replica.step(), Exchange::State);
         if source == formed.rank {
             let state = replica.export()?;
-            ring.broadcast(ahead, source, Some(&state), replica.state_bytes_max())?;
+            ring.broadcast(from.step, source, Some(&state), replica.state_bytes_max())?;
         } else {
-            let state = ring.broadcast(ahead, source, None, replica.state_bytes_max())?;
-            if let Some(state) = state.filter(|_| replica.position() < ahead) {
-                replica.import(&state)?;
+            let state = ring.broadcast(from.step, source, None, replica.state_bytes_max())?;
+            let is_same = peers.get(formed.rank).is_some_and(|own| has_state_of(own, from));
+            if let Some(state) = state.filter(|_| !is_same) {
+                replica.import(&state, &from.lineage)?;
             }
         }
     }
+    replica.enter(formed.epoch);
     let lead = formed.rank == 0;
     if lead {
         replica.check_last_due()?;

@@ -2,9 +2,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::Stream;
+use millrace_leaf::blocking;
 use subtle::ConstantTimeEq as _;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
@@ -23,12 +25,11 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::join::{self, Listen, PROTOCOL, Token};
 use crate::launch::{RingEnv, WorkerCommand, WorkerEnv, describe_exit};
+use crate::lease::Lease;
 use crate::metrics;
 use crate::proof::{NONCE_BYTES, Nonce, nonce};
 use crate::validation::Evaluation;
 
-/// A worker alone may take this many times `exchange_timeout_ms` per step, since it computes all of it.
-const STEP_EXCHANGES: u32 = 10;
 /// Interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(25);
 /// Deadline for the first message of a connection.
@@ -43,6 +44,8 @@ const MESSAGE_BYTES_MAX: usize = 256 << 10;
 const STREAMS_MAX: u32 = 4;
 /// Longest name of an exchange in a heartbeat.
 const EXCHANGE_CHARS_MAX: usize = 60;
+/// What workers of another machine are told when another coordinator goes on.
+const HANDED_OVER: &str = "it hands the run over to another coordinator";
 /// Longest ring address or host name that a worker may have.
 const NAME_BYTES_MAX: usize = 300;
 
@@ -58,6 +61,8 @@ pub(crate) struct Report {
     pub(crate) membership_epoch: u64,
     /// Workers that have to join before training can go on.
     pub(crate) missing: usize,
+    /// How long the volumes have not taken a checkpoint; zero while they do.
+    pub(crate) unsaved: Duration,
     /// Where workers of other machines join.
     pub(crate) listening: Option<SocketAddr>,
 }
@@ -89,6 +94,8 @@ pub(crate) struct CoordinatorParams<'a> {
     pub(crate) joining: Option<Joining<'a>>,
     /// Whether a stop leaves workers of other machines to the next coordinator.
     pub(crate) hand_over: bool,
+    /// The lease without which no worker of another machine is dismissed; none in tests.
+    pub(crate) lease: Option<Arc<Lease>>,
 }
 
 /// How workers of other machines join a job.
@@ -179,7 +186,7 @@ pub(crate) async fn run(
         start_timeout: config.start_timeout(),
         rendezvous_timeout: config.rendezvous_timeout(),
         stop_timeout: config.stop_timeout(),
-        step_timeout: config.exchange_timeout().saturating_mul(STEP_EXCHANGES),
+        step_timeout: config.step_timeout(),
     };
     let mut state = Actor {
         membership: Membership::new(rules, Instant::now()),
@@ -193,6 +200,8 @@ pub(crate) async fn run(
         address,
         formed: None,
         report: Report { listening, ..Report::default() },
+        unsaved: None,
+        dismissed: Vec::new(),
         ring_nonce,
     };
     if listening.is_some() {
@@ -220,6 +229,13 @@ pub(crate) async fn run(
     };
     let ended = Instant::now();
     metrics::workers_alive(0);
+    if !state.dismissed.is_empty() {
+        let reason = match state.keeps_joined(&verdict) {
+            Some(reason) => Some(reason.to_owned()),
+            None => confirm(params.lease.clone(), config.stop_timeout()).await.err(),
+        };
+        state.dismiss(reason.as_deref());
+    }
     // Without its last message, a worker of another machine would wait for the coordinator to come back.
     let farewell = async {
         while !state.joined.is_empty() {
@@ -250,12 +266,25 @@ pub(crate) async fn run(
     match verdict {
         Verdict::Finished { .. } => Ok(outcome),
         Verdict::Failed { message, exit_code } => Err(Error::Worker { message, exit_code }),
+        Verdict::Outage { message } => Err(Error::Outage { reason: message }),
         Verdict::WorkersLost { reason, exit_code } => Err(Error::WorkersLost {
             job: params.job.to_owned(),
             respawns: state.membership.respawns(),
             reason,
             exit_code,
         }),
+    }
+}
+
+/// Fails unless the metadata says now that this process has the lease.
+async fn confirm(lease: Option<Arc<Lease>>, limit: Duration) -> Result<(), String> {
+    let Some(lease) = lease else { return Ok(()) };
+    let confirmed = blocking::run(move || lease.confirm());
+    match tokio::time::timeout(limit, confirmed).await {
+        Ok(Ok(Ok(()))) => Ok(()),
+        Ok(Ok(Err(error))) => Err(error.one_line()),
+        Ok(Err(stopping)) => Err(stopping.to_string()),
+        Err(_) => Err("the metadata does not answer it".to_owned()),
     }
 }
 
@@ -272,6 +301,10 @@ struct Actor<'a> {
     address: SocketAddr,
     formed: Option<Instant>,
     report: Report,
+    /// The member whose checkpoint the volumes do not take.
+    unsaved: Option<MemberId>,
+    /// Members of other machines for which the job is over. They are told once it is certain that this process may.
+    dismissed: Vec<MemberId>,
     ring_nonce: Nonce,
 }
 
@@ -315,6 +348,7 @@ impl Actor<'_> {
             Event::Disconnected { member, reason } => {
                 self.outboxes.remove(&member);
                 self.joined.remove(&member);
+                self.record_unsaved(member, Duration::ZERO, on_report);
                 self.membership.lost(member, &reason, now);
             }
             Event::Exited { slot, launch, reason } => {
@@ -385,6 +419,7 @@ impl Actor<'_> {
                     let exchange = beat.exchange.chars().filter(|c| !c.is_control()).take(EXCHANGE_CHARS_MAX);
                     self.membership.record_place(member, step, exchange.collect());
                 }
+                self.record_unsaved(member, Duration::from_millis(beat.unsaved_ms), on_report);
                 let computing = Duration::from_millis(beat.computing_ms);
                 self.membership.computing(member, computing, now);
             }
@@ -407,7 +442,8 @@ impl Actor<'_> {
                     );
                 }
                 let suspect = arrive.suspect_rank.map(|rank| (arrive.epoch, rank));
-                self.membership.arrived(member, arrive.step, reason, suspect, now);
+                let state = (arrive.step, arrive.lineage);
+                self.membership.arrived(member, state, reason, suspect, now);
             }
             // A member that was removed may have sent it before.
             from_worker::Message::Progress(_) if !self.membership.is_member(member) => {}
@@ -424,6 +460,7 @@ impl Actor<'_> {
                     pids: self.membership.pids(),
                     membership_epoch: self.membership.epoch(),
                     missing: self.report.missing,
+                    unsaved: self.report.unsaved,
                     listening: self.report.listening,
                 };
                 if let Some(evaluation) = &self.report.evaluation {
@@ -442,12 +479,71 @@ impl Actor<'_> {
             }
             from_worker::Message::Failed(failed) => {
                 let exit_code = u8::try_from(failed.exit_code).unwrap_or(1);
-                if failed.alone {
+                if failed.outage {
+                    // Without a lease that is renewed, the metadata does not answer here either.
+                    let is_everywhere = self.params.lease.as_ref().is_some_and(|lease| !lease.is_fresh());
+                    self.membership.unsaved(member, &failed.message, exit_code, is_everywhere, now);
+                } else if failed.alone {
                     self.membership.failed_alone(member, &failed.message, exit_code, now);
                 } else {
                     self.membership.failed(member, failed.message, exit_code, now);
                 }
             }
+        }
+    }
+
+    /// Takes note of how long the volumes have not taken a member's checkpoint.
+    fn record_unsaved(&mut self, member: MemberId, time: Duration, on_report: &mut impl FnMut(Report)) {
+        let is_known = self.unsaved == Some(member);
+        match (is_known, time.is_zero()) {
+            (false, true) => return,
+            (true, true) => {
+                tracing::info!(job = self.params.job, "the volumes take checkpoints again");
+                self.unsaved = None;
+            }
+            (false, false) if self.unsaved.is_some() => return,
+            (false, false) => {
+                tracing::warn!(
+                    job = self.params.job,
+                    "the volumes take no checkpoint: training goes on, and the worker tries again"
+                );
+                self.unsaved = Some(member);
+            }
+            (true, false) => {}
+        }
+        self.report.unsaved = time;
+        on_report(self.report.clone());
+    }
+
+    /// Why workers of other machines stay after this verdict, and look for the next coordinator; none if the job is
+    /// over for them.
+    fn keeps_joined(&self, verdict: &Verdict) -> Option<&'static str> {
+        match verdict {
+            Verdict::Outage { .. } => Some("the volumes take no checkpoint, so keep the state"),
+            Verdict::WorkersLost { .. } if self.params.hand_over => Some(HANDED_OVER),
+            _ if self.params.hand_over && self.stopping() => Some(HANDED_OVER),
+            _ => None,
+        }
+    }
+
+    /// Tells the workers of other machines that the job is over or, for a reason why this process may not say so,
+    /// to look for the coordinator that may.
+    fn dismiss(&mut self, reason: Option<&str>) {
+        if let Some(reason) = reason {
+            tracing::info!(
+                job = self.params.job,
+                reason,
+                "workers of other machines look for another coordinator"
+            );
+        }
+        for member in std::mem::take(&mut self.dismissed) {
+            // Without it, the stream ends.
+            let Some(outbox) = self.outboxes.remove(&member) else { continue };
+            // A full outbox belongs to a worker that finds the next coordinator without this message.
+            let _ = outbox.try_send(match reason {
+                Some(reason) => Err(Status::unavailable(reason)),
+                None => Ok(to_worker_message(to_worker::Message::Done(proto::Done {}))),
+            });
         }
     }
 
@@ -486,13 +582,8 @@ impl Actor<'_> {
     }
 
     fn send(&mut self, member: MemberId, message: Message) {
-        let is_over = matches!(message, Message::Done);
-        if is_over && self.params.hand_over && self.stopping() && self.joined.contains(&member) {
-            if let Some(outbox) = self.outboxes.remove(&member) {
-                // A full outbox belongs to a worker that finds the next coordinator without this message.
-                let _ =
-                    outbox.try_send(Err(Status::unavailable("it hands the run over to another coordinator")));
-            }
+        if message == Message::Done && self.joined.contains(&member) {
+            self.dismissed.push(member);
             return;
         }
         if let Message::Formed { epoch, rank: 0, peers } = &message {
@@ -563,6 +654,7 @@ fn encode(message: Message) -> to_worker::Message {
                 .map(|peer| proto::Peer {
                     ring_address: peer.address,
                     step: peer.step,
+                    lineage: peer.lineage,
                     pid: peer.pid,
                     host: peer.host,
                 })
@@ -721,9 +813,12 @@ async fn challenge(
         ));
     }
     standing.prove();
-    // Other workers have to find this one.
+    if !join::has_port(&hello.ring_address) {
+        return Err(Status::invalid_argument("the worker's ring address is not HOST:PORT"));
+    }
+    // Other workers have to find this one. A name server that does not know it may do so soon.
     join::resolve("--advertise", &hello.ring_address).await.map_err(|error| {
-        Status::failed_precondition(format!("the coordinator's machine does not find the worker: {error}"))
+        Status::unavailable(format!("the coordinator's machine does not find the worker: {error}"))
     })?;
     let host: String = join.host.chars().filter(|c| !c.is_control()).take(NAME_BYTES_MAX).collect();
     let (reply, admitted) = oneshot::channel();
@@ -823,35 +918,28 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_worker_that_others_do_not_find_is_refused() {
-        let mut greeting = hello(PROTOCOL);
-        greeting.ring_address = "no.such.invalid:1".into();
-        let status = told(greeting, |challenge| {
-            let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, b"no.such.invalid:1"];
-            prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
-        })
-        .await;
-        assert_eq!(status.code(), Code::FailedPrecondition);
+    async fn a_worker_that_others_do_not_find_may_come_again() {
+        let told_of = async |address: &str| {
+            let greeting = proto::Hello { ring_address: address.to_owned(), ..hello(PROTOCOL) };
+            let proof = |challenge: &proto::Challenge| {
+                let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, address.as_bytes()];
+                prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
+            };
+            told(greeting, proof).await
+        };
+        // As of a name server that does not answer for a moment.
+        let status = told_of("no.such.invalid:1").await;
+        assert_eq!(status.code(), Code::Unavailable);
         assert!(status.message().contains("no.such.invalid:1"), "{status}");
+        for never in ["no.such.invalid", ":1", "a:b"] {
+            assert_eq!(told_of(never).await.code(), Code::InvalidArgument, "{never}");
+        }
     }
 
-    #[tokio::test]
-    async fn late_progress_of_a_removed_member_changes_no_report() {
-        let (config, command) = (Config::default(), WorkerCommand::current_exe(["worker"]));
-        let params = CoordinatorParams {
-            job: "j",
-            workers: 0,
-            workers_min: 1,
-            config: &config,
-            command: &command,
-            token: String::new(),
-            assignment: String::new(),
-            joining: None,
-            hand_over: false,
-        };
-        let now = Instant::now();
+    /// The coordinator of a job without launched workers.
+    fn actor<'a>(params: &'a CoordinatorParams<'a>, now: Instant) -> Actor<'a> {
         let rules = Rules { places: 2, ..super::super::tests::rules(0) };
-        let mut actor = Actor {
+        Actor {
             membership: Membership::new(rules, now),
             outboxes: BTreeMap::new(),
             joined: BTreeSet::new(),
@@ -859,12 +947,82 @@ mod tests {
             events: mpsc::channel(1).0,
             tasks: TaskTracker::new(),
             shutdown: CancellationToken::new(),
-            params: &params,
+            params,
             address: "127.0.0.1:1".parse().unwrap(),
             formed: None,
             report: Report::default(),
+            unsaved: None,
+            dismissed: Vec::new(),
             ring_nonce: nonce().unwrap(),
-        };
+        }
+    }
+
+    fn params<'a>(config: &'a Config, command: &'a WorkerCommand) -> CoordinatorParams<'a> {
+        CoordinatorParams {
+            job: "j",
+            workers: 0,
+            workers_min: 1,
+            config,
+            command,
+            token: String::new(),
+            assignment: String::new(),
+            joining: None,
+            hand_over: false,
+            lease: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_coordinator_without_its_lease_dismisses_no_worker() {
+        let (config, command) = (Config::default(), WorkerCommand::current_exe(["worker"]));
+        let params = params(&config, &command);
+        let now = Instant::now();
+        for reason in [None, Some("another process has the lease")] {
+            let mut actor = actor(&params, now);
+            let member = actor.membership.admitted(1, "b:1".into(), "b".into(), now).unwrap();
+            let (outbox, mut told) = mpsc::channel(4);
+            actor.outboxes.insert(member, outbox);
+            actor.joined.insert(member);
+            let failed = proto::Failed { message: "loss is NaN".into(), exit_code: 6, ..Default::default() };
+            actor.on_message(member, from_worker::Message::Failed(failed), now, &mut |_| {});
+            let verdict = actor.act().unwrap();
+            assert!(matches!(verdict, Verdict::Failed { .. }) && actor.keeps_joined(&verdict).is_none());
+            assert!(told.try_recv().is_err(), "told before the lease was looked at");
+            actor.dismiss(reason);
+            match (reason, told.try_recv().unwrap()) {
+                (None, Ok(proto::ToWorker { message: Some(to_worker::Message::Done(_)) })) => {}
+                (Some(_), Err(status)) => assert_eq!(status.code(), Code::Unavailable),
+                (_, other) => panic!("{other:?}"),
+            }
+        }
+        // After an outage, the state in the workers' memory is all there may be.
+        let verdict = Verdict::Outage { message: String::new() };
+        assert!(actor(&params, now).keeps_joined(&verdict).is_some());
+    }
+
+    #[tokio::test]
+    async fn the_time_without_a_checkpoint_is_reported_until_it_ends() {
+        let (config, command) = (Config::default(), WorkerCommand::current_exe(["worker"]));
+        let params = params(&config, &command);
+        let now = Instant::now();
+        let mut actor = actor(&params, now);
+        let [first, second] =
+            [1, 2].map(|pid| actor.membership.admitted(pid, "b:1".into(), "b".into(), now).unwrap());
+        let mut seen = Vec::new();
+        for (member, unsaved_ms) in [(first, 0), (second, 70), (first, 0), (second, 90), (second, 0)] {
+            let beat = proto::Heartbeat { unsaved_ms, ..Default::default() };
+            let message = from_worker::Message::Heartbeat(beat);
+            actor.on_message(member, message, now, &mut |report| seen.push(report.unsaved.as_millis()));
+        }
+        assert_eq!(seen, [70, 90, 0]);
+    }
+
+    #[tokio::test]
+    async fn late_progress_of_a_removed_member_changes_no_report() {
+        let (config, command) = (Config::default(), WorkerCommand::current_exe(["worker"]));
+        let params = params(&config, &command);
+        let now = Instant::now();
+        let mut actor = actor(&params, now);
         let [old, new] =
             [1, 2].map(|pid| actor.membership.admitted(pid, "b:1".into(), "b".into(), now).unwrap());
         let mut seen = Vec::new();

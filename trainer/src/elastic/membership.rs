@@ -91,6 +91,8 @@ pub(crate) struct Peer {
     /// The ring's address, `HOST:PORT`.
     pub(crate) address: String,
     pub(crate) step: u64,
+    /// Which steps made its state; see [`crate::lineage`].
+    pub(crate) lineage: Vec<u8>,
     pub(crate) pid: u32,
     /// The machine's name; empty for the coordinator's own.
     pub(crate) host: String,
@@ -107,9 +109,21 @@ impl fmt::Display for Peer {
 /// How a job ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    Finished { stopped: bool },
-    Failed { message: String, exit_code: u8 },
-    WorkersLost { reason: String, exit_code: u8 },
+    Finished {
+        stopped: bool,
+    },
+    Failed {
+        message: String,
+        exit_code: u8,
+    },
+    WorkersLost {
+        reason: String,
+        exit_code: u8,
+    },
+    /// The volumes did not take a checkpoint for too long.
+    Outage {
+        message: String,
+    },
 }
 
 /// A member's reason to be at the barrier.
@@ -156,6 +170,8 @@ struct Member {
     /// Since when it leaves. It is in no epoch any more and makes its state durable.
     leaving: Option<Instant>,
     arrived: Option<u64>,
+    /// The lineage of the state with which it arrived last.
+    lineage: Vec<u8>,
     finished: Option<bool>,
     /// The step and the exchange of its last heartbeat, for messages.
     place: Option<(u64, String)>,
@@ -171,6 +187,7 @@ impl Member {
         Peer {
             address: self.address.clone(),
             step: self.arrived.unwrap_or_default(),
+            lineage: self.lineage.clone(),
             pid: self.pid,
             host: self.host.clone(),
         }
@@ -218,6 +235,8 @@ pub(crate) struct Membership {
     last_loss: String,
     /// The exit code that the last lost member reported; 1 if it reported none.
     last_exit_code: u8,
+    /// When a member was lost that could not write its checkpoint.
+    unsaved: Option<Instant>,
     actions: Vec<Action>,
 }
 
@@ -255,6 +274,7 @@ impl Membership {
             admitted: 0,
             last_loss: "never started".to_owned(),
             last_exit_code: 1,
+            unsaved: None,
             actions: Vec::new(),
         }
     }
@@ -354,6 +374,7 @@ impl Membership {
             has_arrived: false,
             leaving: None,
             arrived: None,
+            lineage: Vec::new(),
             finished: None,
             place: None,
         };
@@ -466,12 +487,12 @@ impl Membership {
         self.furthest = self.furthest.max(step);
     }
 
-    /// A member waits at the barrier with the state after `step` steps. `suspect` is the epoch and the rank that
-    /// broke its ring.
+    /// A member waits at the barrier with the state after `step` steps, which has that lineage. `suspect` is the
+    /// epoch and the rank that broke its ring.
     pub(crate) fn arrived(
         &mut self,
         id: MemberId,
-        step: u64,
+        (step, lineage): (u64, Vec<u8>),
         reason: Reason,
         suspect: Option<(u64, u32)>,
         now: Instant,
@@ -480,6 +501,7 @@ impl Membership {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.hear(now);
         member.arrived = Some(step);
+        member.lineage = lineage;
         member.has_arrived = true;
         member.finished = None;
         self.furthest = self.furthest.max(step);
@@ -519,6 +541,32 @@ impl Membership {
         // A stopping job replaces no process, so the error of its last member is the job's error.
         if self.stopping.is_some() && self.members.len() == 1 {
             return self.failed(id, message.to_owned(), exit_code, now);
+        }
+        self.lost_alone(id, message, exit_code, now);
+    }
+
+    /// The volumes did not take a member's checkpoint for too long. `is_everywhere` says that they do not answer the
+    /// coordinator either.
+    ///
+    /// One member of several may be cut off from the volumes, and the next one writes the checkpoint. If that one
+    /// fails as well, a third would, too.
+    pub(crate) fn unsaved(
+        &mut self,
+        id: MemberId,
+        message: &str,
+        exit_code: u8,
+        is_everywhere: bool,
+        now: Instant,
+    ) {
+        let Some(member) = self.members.get(&id) else { return };
+        let is_leaving = member.leaving.is_some();
+        let is_second = self.unsaved.is_some_and(|at| now < at + self.rules.step_timeout.saturating_mul(2));
+        let is_common = is_everywhere || is_second || self.members.len() == 1;
+        if is_common && !is_leaving {
+            return self.end(Verdict::Outage { message: message.to_owned() });
+        }
+        if !is_leaving {
+            self.unsaved = Some(now);
         }
         self.lost_alone(id, message, exit_code, now);
     }
@@ -699,6 +747,7 @@ impl Membership {
             self.started = moved(self.started);
             self.closing = self.closing.map(moved);
             self.stopping = self.stopping.map(moved);
+            self.unsaved = self.unsaved.map(moved);
             for member in self.members.values_mut() {
                 member.heard = moved(member.heard);
                 member.spoke = member.spoke.map(moved);
@@ -930,12 +979,15 @@ pub(crate) fn formation(epoch: u64, rank: usize, peers: &[Peer]) -> Formation {
     Formation { epoch, rank, addresses: peers.iter().map(|peer| peer.address.clone()).collect() }
 }
 
-/// The rank that sends its state to ranks that are behind: the most advanced one, the lowest of several. None
-/// if all ranks are at the same step.
+/// The rank that sends its state to those that have another one: the most advanced, the lowest of several. None if
+/// all ranks have the same state.
 pub(crate) fn source(peers: &[Peer]) -> Option<usize> {
     let ahead = peers.iter().map(|peer| peer.step).max()?;
-    if peers.iter().all(|peer| peer.step == ahead) {
-        return None;
-    }
-    peers.iter().position(|peer| peer.step == ahead)
+    let rank = peers.iter().position(|peer| peer.step == ahead)?;
+    peers.iter().any(|peer| !has_state_of(peer, &peers[rank])).then_some(rank)
+}
+
+/// Whether two members have the same state.
+pub(crate) fn has_state_of(peer: &Peer, other: &Peer) -> bool {
+    peer.step == other.step && peer.lineage == other.lineage
 }

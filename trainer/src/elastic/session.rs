@@ -5,8 +5,8 @@
 //! the process of a launched worker, which never outlives its coordinator. A worker that joined over the network
 //! ([`super::joining`]) notices at its next exchange or barrier, and joins again.
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
@@ -21,6 +21,7 @@ use super::proto::{self, from_worker, to_worker};
 use crate::collective;
 use crate::error::{Error, Result};
 use crate::launch::WorkerEnv;
+use crate::replica::Unsaved;
 use crate::validation::Evaluation;
 
 /// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
@@ -31,8 +32,10 @@ const VANISH_GRACE: Duration = Duration::from_secs(2);
 /// Largest message accepted from the coordinator, which launched this process. A plan names every file and
 /// row group of its dataset.
 pub(super) const MESSAGE_BYTES_MAX: usize = 2 << 30;
-/// How long a leaving worker waits for the coordinator's answer.
+/// How long a worker waits for the coordinator's answer when it leaves or fails. The coordinator also reads what it
+/// has been sent after that.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
+const FAIL_TIMEOUT: Duration = Duration::from_secs(10);
 const LEAVE_POLL: Duration = Duration::from_millis(5);
 /// Exit code of a worker that lost its coordinator.
 const EXIT_COORDINATOR_LOST: i32 = 3;
@@ -86,6 +89,27 @@ enum Notice {
     Lost(String),
 }
 
+/// Whom an error of a worker concerns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// Perhaps this worker alone.
+    Worker,
+    /// The whole job: every worker would meet it.
+    Job,
+    /// The volumes, which did not take a checkpoint for too long. The coordinator finds out whose.
+    Volumes,
+}
+
+impl Scope {
+    pub(crate) fn of(error: &Error) -> Scope {
+        match error {
+            Error::Outage { .. } => Scope::Volumes,
+            error if error.is_local() => Scope::Worker,
+            _ => Scope::Job,
+        }
+    }
+}
+
 /// An exchange between workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -119,6 +143,8 @@ struct Flags {
     /// The step that the training thread is at, and its [`Exchange`]; 0 outside of one.
     step: AtomicU64,
     exchange: AtomicU8,
+    /// The checkpoint that the volumes do not take.
+    unsaved: OnceLock<Arc<Unsaved>>,
 }
 
 /// Measures for the heartbeat how long the current step has taken.
@@ -149,6 +175,8 @@ pub(crate) struct Session {
     flags: Arc<Flags>,
     reports: watch::Sender<Option<Report>>,
     epoch: u64,
+    /// Whether the coordinator has said that the job is over.
+    is_done: bool,
     _over: DropGuard,
 }
 
@@ -209,11 +237,11 @@ impl Session {
         Ok((AcceptedSession::new(worker_env.coordinator.clone(), outgoing, incoming), assignment))
     }
 
-    /// Waits at the barrier, with the state after `step` steps, until an epoch forms. `trouble` is the error
-    /// that broke the last ring.
+    /// Waits at the barrier, with the state after `step` steps and its lineage, until an epoch forms. `trouble` is
+    /// the error that broke the last ring.
     pub(crate) fn arrive(
         &mut self,
-        step: u64,
+        (step, lineage): (u64, Vec<u8>),
         reason: Reason,
         trouble: Option<&collective::Error>,
     ) -> Result<Barrier> {
@@ -226,6 +254,7 @@ impl Session {
             epoch: self.epoch,
             suspect_rank: trouble.and_then(collective::Error::suspect).map(|rank| rank as u32),
             trouble: trouble.map(ToString::to_string).unwrap_or_default(),
+            lineage,
             ..Default::default()
         };
         arrive.set_reason(match reason {
@@ -265,16 +294,27 @@ impl Session {
         }
     }
 
-    /// Reports that this worker (`alone`) or the whole job (not `alone`) cannot continue. The process should
-    /// exit afterwards.
-    pub(crate) fn fail(&mut self, message: String, exit_code: u8, alone: bool) -> Result<()> {
-        let failed = proto::Failed { message, exit_code: u32::from(exit_code), alone };
-        self.send(from_worker::Message::Failed(failed))?;
-        // The coordinator answers with Done, or kills a worker that failed alone.
-        loop {
-            if matches!(self.notice()?, Notice::Done) {
-                return Ok(());
-            }
+    /// Reports an error with which this worker cannot continue, and waits for the answer, not for long. The process
+    /// should exit afterwards.
+    pub(crate) fn fail(&mut self, message: String, exit_code: u8, scope: Scope) -> Result<()> {
+        self.fail_within(FAIL_TIMEOUT, message, exit_code, scope)
+    }
+
+    fn fail_within(&mut self, limit: Duration, message: String, exit_code: u8, scope: Scope) -> Result<()> {
+        if self.is_done {
+            return Ok(());
+        }
+        let failed = proto::Failed {
+            message,
+            exit_code: u32::from(exit_code),
+            alone: scope == Scope::Worker,
+            outage: scope == Scope::Volumes,
+        };
+        // The coordinator answers with Done, or ends a worker that failed alone.
+        self.send_within(limit, from_worker::Message::Failed(failed))?;
+        match self.end_within(limit) {
+            Some(end) => end,
+            None => Err(self.lost("does not answer".to_owned())),
         }
     }
 
@@ -285,7 +325,8 @@ impl Session {
 
     /// Leaves in order, with the state after `step` steps; waits until the coordinator has taken note.
     pub(crate) fn leave(&mut self, step: u64) -> Result<()> {
-        self.send(from_worker::Message::Leaving(proto::Leaving { step, writing: false }))?;
+        let left = from_worker::Message::Leaving(proto::Leaving { step, writing: false });
+        self.send_within(LEAVE_TIMEOUT, left)?;
         self.end_within(LEAVE_TIMEOUT);
         Ok(())
     }
@@ -296,7 +337,10 @@ impl Session {
         let deadline = Instant::now() + limit;
         loop {
             match self.notices.try_recv() {
-                Ok(Notice::Done) => return Some(Ok(())),
+                Ok(Notice::Done) => {
+                    self.is_done = true;
+                    return Some(Ok(()));
+                }
                 Ok(Notice::Lost(reason)) => return Some(Err(self.lost(reason))),
                 Ok(_) => {}
                 Err(mpsc::error::TryRecvError::Empty) if Instant::now() < deadline => {
@@ -310,6 +354,12 @@ impl Session {
     /// Whether this worker was asked to leave: its machine is needed elsewhere.
     pub(crate) fn preempted(&self) -> bool {
         self.flags.preempted.load(Ordering::Relaxed)
+    }
+
+    /// Reports with the heartbeats for how long the volumes do not take a checkpoint.
+    pub(crate) fn watch(&self, unsaved: Arc<Unsaved>) {
+        // A session has one replica.
+        let _ = self.flags.unsaved.set(unsaved);
     }
 
     /// Whether this worker has begun a step in a ring that formed.
@@ -354,6 +404,20 @@ impl Session {
         }
     }
 
+    /// Sends a message to a coordinator that may read none any more.
+    fn send_within(&self, limit: Duration, message: from_worker::Message) -> Result<()> {
+        let deadline = Instant::now() + limit;
+        let mut message = proto::FromWorker { message: Some(message) };
+        loop {
+            message = match self.outgoing.try_send(message) {
+                Ok(()) => return Ok(()),
+                Err(mpsc::error::TrySendError::Full(message)) if Instant::now() < deadline => message,
+                Err(_) => return Err(self.lost("closed the stream".to_owned())),
+            };
+            std::thread::sleep(LEAVE_POLL);
+        }
+    }
+
     fn send(&self, message: from_worker::Message) -> Result<()> {
         self.outgoing
             .blocking_send(proto::FromWorker { message: Some(message) })
@@ -363,7 +427,10 @@ impl Session {
     fn notice(&mut self) -> Result<Notice> {
         match self.notices.blocking_recv() {
             Some(Notice::Lost(reason)) => Err(self.lost(reason)),
-            Some(notice) => Ok(notice),
+            Some(notice) => {
+                self.is_done |= matches!(notice, Notice::Done);
+                Ok(notice)
+            }
             None => Err(self.lost("closed the stream".to_owned())),
         }
     }
@@ -423,6 +490,7 @@ impl AcceptedSession {
             flags,
             reports,
             epoch: 0,
+            is_done: false,
             _over: over.drop_guard(),
         }
     }
@@ -440,6 +508,7 @@ async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration, f
             computing_ms: computing.as_millis() as u64,
             step: Some(flags.step.load(Ordering::Relaxed)),
             exchange: Exchange::name(flags.exchange.load(Ordering::Relaxed)).to_owned(),
+            unsaved_ms: flags.unsaved.get().map_or(0, |unsaved| unsaved.elapsed().as_millis() as u64),
         };
         let beat = from_worker::Message::Heartbeat(beat);
         if outgoing.send(proto::FromWorker { message: Some(beat) }).await.is_err() {
@@ -534,7 +603,13 @@ fn decode(formed: proto::Formed) -> Result<EpochMembership, String> {
     let peers: Vec<Peer> = formed
         .members
         .into_iter()
-        .map(|peer| Peer { address: peer.ring_address, step: peer.step, pid: peer.pid, host: peer.host })
+        .map(|peer| Peer {
+            address: peer.ring_address,
+            step: peer.step,
+            lineage: peer.lineage,
+            pid: peer.pid,
+            host: peer.host,
+        })
         .collect();
     if formed.rank as usize >= peers.len() {
         return Err(format!("rank {} of {} members", formed.rank, peers.len()));
@@ -570,28 +645,66 @@ mod tests {
     /// A session whose stream has ended after these notices.
     fn ended(told: impl IntoIterator<Item = Notice>) -> Session {
         let (outgoing, _) = mpsc::channel(1);
+        with(outgoing, told).0
+    }
+
+    /// A session that goes on after these notices as long as the other end of its notices lives.
+    fn with(
+        outgoing: mpsc::Sender<proto::FromWorker>,
+        told: impl IntoIterator<Item = Notice>,
+    ) -> (Session, mpsc::UnboundedSender<Notice>) {
         let (notify, notices) = mpsc::unbounded_channel();
         for notice in told {
             assert!(notify.send(notice).is_ok());
         }
-        Session {
+        let session = Session {
             address: "127.0.0.1:1".to_owned(),
             outgoing,
             notices,
             flags: Arc::default(),
             reports: watch::channel(None).0,
             epoch: 1,
+            is_done: false,
             _over: CancellationToken::new().drop_guard(),
-        }
+        };
+        (session, notify)
+    }
+
+    #[test]
+    fn a_failure_waits_for_no_coordinator_that_answers_nothing() {
+        let limit = Duration::from_millis(20);
+        let fail = |session: &mut Session| session.fail_within(limit, "full".to_owned(), 1, Scope::Job);
+        let lost = |result: Result<()>| matches!(result, Err(Error::CoordinatorLost { .. }));
+        // Done was read before the last checkpoint failed, so nothing follows it.
+        let (outgoing, mut sent) = mpsc::channel(1);
+        let (mut session, _notify) = with(outgoing, [Notice::Done]);
+        assert!(matches!(session.wait(), Ok(Barrier::Done)));
+        assert!(fail(&mut session).is_ok() && sent.try_recv().is_err());
+        // The coordinator reads and does not answer.
+        let (outgoing, mut sent) = mpsc::channel(1);
+        let (mut session, _notify) = with(outgoing, []);
+        assert!(lost(fail(&mut session)) && sent.try_recv().is_ok());
+        // It reads nothing.
+        let (outgoing, _full) = mpsc::channel(1);
+        outgoing.try_send(proto::FromWorker { message: None }).unwrap();
+        let (mut session, _notify) = with(outgoing, []);
+        assert!(lost(fail(&mut session)));
+        // The usual answer.
+        let (outgoing, _sent) = mpsc::channel(1);
+        let (mut session, _notify) = with(outgoing, [Notice::Broken(1), Notice::Done]);
+        assert!(fail(&mut session).is_ok());
     }
 
     #[test]
     fn done_before_the_end_of_the_stream_is_not_a_lost_coordinator() {
         let mut session = ended([Notice::Done]);
-        assert!(matches!(session.arrive(5, Reason::Left, None), Ok(Barrier::Done)));
+        assert!(matches!(session.arrive((5, Vec::new()), Reason::Left, None), Ok(Barrier::Done)));
         assert!(matches!(ended([Notice::Done]).finish(5, false), Ok(Ending::Done)));
         let mut lost = ended([Notice::Broken(1), Notice::Lost("closed the stream".to_owned())]);
-        assert!(matches!(lost.arrive(5, Reason::Broken, None), Err(Error::CoordinatorLost { .. })));
+        assert!(matches!(
+            lost.arrive((5, Vec::new()), Reason::Broken, None),
+            Err(Error::CoordinatorLost { .. })
+        ));
     }
 
     #[test]

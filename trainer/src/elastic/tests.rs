@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::membership::{Action, MemberId, Membership, Message, Peer, Reason, Rules, Verdict, source};
+use super::membership::{
+    Action, MemberId, Membership, Message, Peer, Reason, Rules, Verdict, has_state_of, source,
+};
 
 /// A membership with a simulated clock.
 struct SimulatedJob {
@@ -51,14 +53,14 @@ impl SimulatedJob {
     }
 
     fn arrive(&mut self, member: MemberId, step: u64, reason: Reason) -> Vec<Action> {
-        self.membership.arrived(member, step, reason, None, self.now);
+        self.membership.arrived(member, (step, Vec::new()), reason, None, self.now);
         self.membership.take_actions()
     }
 
     /// A member arrives because it misses that rank.
     fn suspect(&mut self, member: MemberId, step: u64, rank: u32) -> Vec<Action> {
         let suspect = Some((self.membership.epoch(), rank));
-        self.membership.arrived(member, step, Reason::Broken, suspect, self.now);
+        self.membership.arrived(member, (step, Vec::new()), Reason::Broken, suspect, self.now);
         self.membership.take_actions()
     }
 
@@ -371,16 +373,80 @@ fn failure_common_to_all_members_ends_the_job() {
     assert_eq!(actions.last(), Some(&Action::End(verdict)));
 }
 
+fn peer(step: u64, lineage: &[u8]) -> Peer {
+    Peer { address: String::new(), step, lineage: lineage.to_vec(), pid: 1, host: String::new() }
+}
+
 #[test]
 fn most_advanced_member_sends_its_state() {
-    let peers = |steps: &[u64]| -> Vec<Peer> {
-        let peer = |step: &u64| Peer { address: String::new(), step: *step, pid: 1, host: String::new() };
-        steps.iter().map(peer).collect()
-    };
+    let peers = |steps: &[u64]| -> Vec<Peer> { steps.iter().map(|step| peer(*step, b"")).collect() };
     assert_eq!(source(&peers(&[4, 4, 4])), None);
     assert_eq!(source(&peers(&[3, 4, 4])), Some(1));
     assert_eq!(source(&peers(&[4, 3, 0])), Some(0));
     assert_eq!(source(&peers(&[9])), None);
+    assert_eq!(source(&[]), None);
+}
+
+#[test]
+fn members_at_the_same_step_take_the_state_of_one_lineage() {
+    let source = |peers: &[(u64, &[u8])]| -> Option<usize> {
+        let peers: Vec<Peer> = peers.iter().map(|(step, lineage)| peer(*step, lineage)).collect();
+        let source = source(&peers)?;
+        let takers = peers.iter().filter(|peer| !has_state_of(peer, &peers[source])).count();
+        assert!(takers > 0 && has_state_of(&peers[source], &peers[source]));
+        Some(source)
+    };
+    assert_eq!(source(&[(4, b"a"), (4, b"a")]), None);
+    assert_eq!(source(&[(4, b"a"), (4, b"b")]), Some(0));
+    // A member that is behind may have the first part of the same lineage, or another one.
+    assert_eq!(source(&[(3, b"a"), (4, b"b"), (4, b"a")]), Some(1));
+
+    // Members learn the lineages of all others with which they form a ring.
+    let mut job = SimulatedJob::listening(2, 2);
+    let members = [1, 2].map(|pid| job.admit(pid).unwrap());
+    for (member, lineage) in members.iter().zip([b"a", b"b"]) {
+        job.membership.arrived(*member, (4, lineage.to_vec()), Reason::Fresh, None, job.now);
+    }
+    let actions = job.membership.take_actions();
+    let Some(Action::Send { message: Message::Formed { peers, .. }, .. }) = actions.last() else {
+        panic!("{actions:?}")
+    };
+    assert_eq!(peers.iter().map(|peer| &peer.lineage[..]).collect::<Vec<_>>(), [b"a", b"b"]);
+}
+
+#[test]
+fn an_outage_ends_the_job_and_one_that_concerns_a_member_alone_costs_that_member() {
+    let outage = || Action::End(Verdict::Outage { message: "cannot write".into() });
+    let unsaved = |job: &mut SimulatedJob, member, is_everywhere| {
+        job.membership.unsaved(member, "cannot write", 5, is_everywhere, job.now);
+        job.membership.take_actions()
+    };
+    // The coordinator does not reach the metadata either.
+    let (mut job, [first, ..]) = three_joined();
+    assert_eq!(unsaved(&mut job, first, true).last(), Some(&outage()));
+    assert_eq!(job.membership.lost_total(), 0);
+    // It does, but nor does the next member.
+    let (mut job, [first, second, third]) = three_joined();
+    assert_eq!(closed(&unsaved(&mut job, first, false)), [first]);
+    job.arrive(second, 6, Reason::Broken);
+    job.arrive(third, 6, Reason::Broken);
+    assert_eq!(unsaved(&mut job, second, false).last(), Some(&outage()));
+    assert_eq!(job.membership.lost_total(), 1);
+    // Another failure much later is another member's own.
+    let (mut job, [first, second, third]) = three_joined();
+    unsaved(&mut job, first, false);
+    job.arrive(second, 6, Reason::Broken);
+    job.arrive(third, 6, Reason::Broken);
+    job.pass(Duration::from_secs(121), &[second, third]);
+    assert_eq!(closed(&unsaved(&mut job, second, false)), [second]);
+    // There is no other member.
+    assert_eq!(unsaved(&mut job, third, false).last(), Some(&outage()));
+    // A member that leaves ends nothing.
+    let (mut job, [first, ..]) = three_joined();
+    job.membership.leaving(first, job.now);
+    job.membership.take_actions();
+    assert_eq!(closed(&unsaved(&mut job, first, true)), [first]);
+    assert_eq!(job.membership.lost_total(), 1);
 }
 
 #[test]

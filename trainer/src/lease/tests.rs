@@ -76,6 +76,7 @@ fn model(view: &View, seed: u64, steps: usize) {
         let Some(holding) = &mut process.holding else {
             match process.candidate.look(None, &now).unwrap() {
                 Look::Held { by, .. } => assert!(!by.is_empty()),
+                Look::Failed(error) => panic!("{error}"),
                 Look::Taken(holding) => {
                     let number = fence_of(holding.owner());
                     assert!(number > fence, "seed {seed}, step {step}: fence {number} after {fence}");
@@ -171,7 +172,7 @@ fn candidates_in_threads_take_the_lease_one_after_the_other() {
                             return fence;
                         }
                         Ok(Look::Held { .. }) | Err(Error::Busy { .. }) => std::thread::yield_now(),
-                        Err(error) => panic!("{error}"),
+                        Ok(Look::Failed(error)) | Err(error) => panic!("{error}"),
                     }
                 }
             })
@@ -187,6 +188,7 @@ fn taken(look: Look) -> Holding {
     match look {
         Look::Taken(holding) => *holding,
         Look::Held { by, .. } => panic!("held by {by}"),
+        Look::Failed(error) => panic!("{error}"),
     }
 }
 
@@ -244,7 +246,7 @@ fn hostile_records_are_waited_for_or_refused() {
         for _ in 0..10 {
             match own.look(None, &now).unwrap() {
                 Look::Held { by, .. } => assert!(by.contains("trainer/job/lease"), "{by}"),
-                Look::Taken(_) => panic!("taken from an unknown holder that may live"),
+                _ => panic!("taken from an unknown holder that may live"),
             }
             time.set(time.get() + LEASE / 10);
         }
@@ -292,12 +294,42 @@ fn a_lost_lease_is_told_with_the_new_coordinator() {
     let other = || Error::io("write", std::io::Error::from(std::io::ErrorKind::Other));
     assert!(matches!(lease.explain(other()), Error::Io { .. }));
 
+    assert!(lease.is_fresh());
+    lease.confirm().unwrap();
+
     let next = taken(candidate(&view).look(Some(first.holder()), &boot_time).unwrap());
+    assert!(lease.check().is_ok(), "the loss is not noticed yet");
+    let error = lease.confirm().unwrap_err();
+    assert!(matches!(error, Error::Lease { .. }), "{error}");
     let Error::Lease { job, reason } = lease.explain(other()) else { panic!("no loss") };
     assert!(job == "job" && reason.contains("process ") && reason.contains("--standby"), "{reason}");
     assert!(lease.check().is_err());
     // Its end leaves the next holder alone.
-    lease.release(true);
+    lease.release(Release::Finished);
     assert!(writes(&next));
     assert_eq!(read(&view, "job").unwrap().unwrap().standing, Standing::Held);
+}
+
+#[test]
+fn a_standby_that_waited_for_a_run_that_failed_gets_its_error() {
+    let home = tempfile::tempdir().unwrap();
+    let view = embedded(home.path());
+    let mut first = candidate(&view);
+    let lease = Lease::start(taken(first.look(None, &boot_time).unwrap())).unwrap();
+    let mut standby = candidate(&view);
+    let mut single = Candidate::new(view.clone(), terms(false)).unwrap();
+    for waiting in [&mut standby, &mut single] {
+        assert!(matches!(waiting.look(None, &boot_time).unwrap(), Look::Held { .. }));
+    }
+    let message = "step 3: loss is NaN\u{1b}[2J".to_owned();
+    lease.release(Release::Failed(Failure { message, exit_code: 6 }));
+    let Look::Failed(error) = standby.look(None, &boot_time).unwrap() else { panic!("taken") };
+    let text = error.one_line();
+    assert!(text.contains("step 3: loss is NaN[2J") && text.contains("process "), "{text}");
+    assert!(matches!(error, Error::Worker { exit_code: 6, .. }), "{error}");
+    // Its job may have been mended since.
+    let held = taken(single.look(None, &boot_time).unwrap());
+    assert_eq!(fence_of(held.owner()), 2);
+    let record = read(&view, "job").unwrap().unwrap();
+    assert_eq!((record.standing, record.failure), (Standing::Held, None));
 }

@@ -1,7 +1,13 @@
 //! The background thread that writes a replica's checkpoints, one at a time.
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+use std::time::Duration;
+
+use millrace_leaf::backoff::Backoff;
 
 use crate::error::{Error, Result};
+use crate::lease::boot_time;
 
 /// What the thread did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,10 +18,59 @@ pub(super) enum Done {
     Found(Option<u64>),
 }
 
-/// Writes in the background. A step never waits for it.
+/// First and longest pause before another attempt at a write that the volumes did not answer.
+const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+
+/// How long the volumes have not taken a checkpoint, for any thread.
 #[derive(Debug, Default)]
+pub(crate) struct Unsaved {
+    /// Milliseconds of [`boot_time`] at the first failure; 0 while checkpoints are written.
+    since: AtomicU64,
+}
+
+impl Unsaved {
+    /// Zero while checkpoints are written.
+    pub(crate) fn elapsed(&self) -> Duration {
+        match self.since.load(Ordering::Relaxed) {
+            0 => Duration::ZERO,
+            // At least one millisecond, so that it is never zero.
+            since => (boot_time() + MILLISECOND).saturating_sub(Duration::from_millis(since)),
+        }
+    }
+
+    /// A write has failed; gives the time since the first one.
+    fn note(&self) -> Duration {
+        let now = (boot_time().as_millis() as u64).max(1);
+        // An error means that an earlier one is noted.
+        let _ = self.since.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
+        self.elapsed()
+    }
+
+    fn clear(&self) -> bool {
+        self.since.swap(0, Ordering::Relaxed) > 0
+    }
+}
+
+const MILLISECOND: Duration = Duration::from_millis(1);
+
+/// The thread in progress. Without `retries`, it makes no further attempt.
+#[derive(Debug)]
+struct Running {
+    thread: JoinHandle<Result<Done>>,
+    retries: mpsc::Sender<()>,
+}
+
+/// Writes in the background. A step never waits for it.
+///
+/// A write that the volumes do not answer is tried again, for as long as `patience` allows. Every other failure is
+/// definite.
+#[derive(Debug)]
 pub(super) struct Writer {
-    running: Option<JoinHandle<Result<Done>>>,
+    job: String,
+    patience: Duration,
+    unsaved: Arc<Unsaved>,
+    running: Option<Running>,
     /// The newest step that is known to be durable.
     durable: u64,
     /// The due step whose checkpoint is missing, as another worker died before it was written.
@@ -26,14 +81,87 @@ pub(super) struct Writer {
     told: bool,
 }
 
+/// What a thread needs to try again.
+struct Attempts {
+    job: String,
+    patience: Duration,
+    unsaved: Arc<Unsaved>,
+    /// Disconnected when the writer gives this write up.
+    retries: mpsc::Receiver<()>,
+}
+
+impl Attempts {
+    /// Writes until the volumes take the checkpoint of `step`, or refuse it.
+    fn write(&self, step: u64, write: impl Fn() -> Result<()>) -> Result<()> {
+        let mut backoff = Backoff::new(PAUSE, PAUSE_MAX);
+        loop {
+            let error = match write() {
+                Ok(()) => {
+                    if self.unsaved.clear() {
+                        tracing::info!(job = self.job, step, "the volumes take checkpoints again");
+                    }
+                    return Ok(());
+                }
+                Err(error) if !error.is_outage() => {
+                    self.unsaved.clear();
+                    return Err(error);
+                }
+                Err(error) => error,
+            };
+            let failing = self.unsaved.note();
+            let (seconds, cause) = (failing.as_secs(), error.one_line());
+            if failing >= self.patience {
+                return Err(Error::Outage {
+                    reason: format!(
+                        "job {}: the volumes took no checkpoint for {seconds} s, up to that of step {step} ({cause}): \
+                         start the job again when they answer, and it goes on from the last one",
+                        self.job
+                    ),
+                });
+            }
+            tracing::warn!(
+                job = self.job,
+                step,
+                error = cause,
+                "cannot write a checkpoint for {seconds} s; trying again, for up to {} s",
+                self.patience.as_secs()
+            );
+            if let Err(mpsc::RecvTimeoutError::Disconnected) = self.retries.recv_timeout(backoff.jittered()) {
+                return Err(error);
+            }
+        }
+    }
+}
+
 impl Writer {
+    pub(super) fn new(job: String, patience: Duration) -> Writer {
+        Writer {
+            job,
+            patience,
+            unsaved: Arc::default(),
+            running: None,
+            durable: 0,
+            missing: None,
+            is_looking: false,
+            told: false,
+        }
+    }
+
+    pub(super) fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    pub(super) fn unsaved(&self) -> Arc<Unsaved> {
+        Arc::clone(&self.unsaved)
+    }
+
     /// Whether a checkpoint has to be written after `step`. Not while another one is being written.
     pub(super) fn is_due(&mut self, step: u64, every: u64) -> bool {
         let is_due = step.is_multiple_of(every);
         if self.running.is_none() || self.is_looking {
             return is_due || (self.missing.is_some() && !self.is_looking);
         }
-        if is_due && !self.told {
+        if is_due && !self.told && self.unsaved.elapsed().is_zero() {
             self.told = true;
             tracing::warn!(
                 step,
@@ -56,7 +184,7 @@ impl Writer {
         due: u64,
         look: impl FnOnce() -> Result<Option<u64>> + Send + 'static,
     ) -> Result<()> {
-        self.begin(move || {
+        self.begin(move |_| {
             Ok(Done::Found(look().unwrap_or_else(|error| {
                 tracing::warn!(error = error.one_line(), "cannot look for the newest checkpoint");
                 None
@@ -66,45 +194,63 @@ impl Writer {
         Ok(())
     }
 
-    /// Begins to write the state after `step` steps, once the write before it has ended.
-    pub(super) fn write(
-        &mut self,
-        step: u64,
-        write: impl FnOnce() -> Result<()> + Send + 'static,
-    ) -> Result<()> {
+    /// Begins to write the state after `step` steps, once the write before it has ended. That one makes no further
+    /// attempt.
+    pub(super) fn write(&mut self, step: u64, write: impl Fn() -> Result<()> + Send + 'static) -> Result<()> {
         (self.missing, self.is_looking) = (None, false);
-        self.begin(move || write().map(|()| Done::Written(step)))
+        self.begin(move |attempts| attempts.write(step, write).map(|()| Done::Written(step)))
     }
 
-    fn begin(&mut self, work: impl FnOnce() -> Result<Done> + Send + 'static) -> Result<()> {
-        let former = self.running.take();
-        let running = std::thread::Builder::new()
+    fn begin(&mut self, work: impl FnOnce(&Attempts) -> Result<Done> + Send + 'static) -> Result<()> {
+        let former = self.running.take().map(|running| running.thread);
+        let (retries, told) = mpsc::channel();
+        let attempts = Attempts {
+            job: self.job.clone(),
+            patience: self.patience,
+            unsaved: Arc::clone(&self.unsaved),
+            retries: told,
+        };
+        let thread = std::thread::Builder::new()
             .name("checkpoint".to_owned())
             .spawn(move || {
                 if let Some(Ok(Err(error))) = former.map(JoinHandle::join) {
                     // The newer state makes up for it, or fails as well.
                     tracing::warn!(error = error.one_line(), "a checkpoint was not written");
                 }
-                work()
+                work(&attempts)
             })
             .map_err(|e| Error::io("start a thread for the checkpoint", e))?;
-        self.running = Some(running);
+        self.running = Some(Running { thread, retries });
         Ok(())
     }
 
     /// Takes note of a write that has ended. Never waits.
     pub(super) fn poll(&mut self) -> Result<()> {
         match &self.running {
-            Some(running) if running.is_finished() => self.wait(),
+            Some(running) if running.thread.is_finished() => self.wait(),
             _ => Ok(()),
         }
     }
 
-    /// Waits for the write in progress, if there is one.
+    /// Waits for the write in progress, if there is one, with all its attempts.
     pub(super) fn wait(&mut self) -> Result<()> {
-        let Some(running) = self.running.take() else { return Ok(()) };
+        let Some(Running { thread, retries }) = self.running.take() else { return Ok(()) };
+        let ended = thread.join();
+        drop(retries);
+        self.conclude(ended)
+    }
+
+    /// Waits for the attempt in progress, if there is one.
+    pub(super) fn abandon(&mut self) -> Result<()> {
+        let thread = self.running.take().map(|running| running.thread);
+        let ended = thread.map(JoinHandle::join);
+        self.unsaved.clear();
+        ended.map_or(Ok(()), |ended| self.conclude(ended))
+    }
+
+    fn conclude(&mut self, ended: std::thread::Result<Result<Done>>) -> Result<()> {
         self.is_looking = false;
-        match running.join() {
+        match ended {
             Ok(Ok(Done::Written(step))) => self.durable = self.durable.max(step),
             Ok(Ok(Done::Found(newest))) => {
                 self.durable = self.durable.max(newest.unwrap_or_default());
@@ -124,9 +270,22 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
+
+    /// Longer than any test.
+    const LONG: Duration = Duration::from_secs(3_600);
+
+    fn writer(patience: Duration) -> Writer {
+        Writer::new("j".to_owned(), patience)
+    }
+
+    fn away() -> Error {
+        let source = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
+        let place = "postgres://db".to_owned();
+        Error::volume("write a checkpoint", millrace_datafs::Error::Metadata { place, source: source.into() })
+    }
 
     fn failed() -> Error {
         Error::Busy { job: "j".to_owned(), reason: "another coordinator has taken it over".to_owned() }
@@ -141,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_due_checkpoint_is_left_out_while_another_one_is_written() {
-        let mut writer = Writer::default();
+        let mut writer = writer(LONG);
         assert!(writer.is_due(10, 10) && !writer.is_due(11, 10));
         let release = held(&mut writer, 10);
         assert!(!writer.is_due(20, 10) && !writer.is_due(21, 10));
@@ -155,7 +314,7 @@ mod tests {
 
     #[test]
     fn a_failed_write_is_reported_by_the_next_poll_after_its_end() {
-        let mut writer = Writer::default();
+        let mut writer = writer(LONG);
         held(&mut writer, 10).send(Err(failed())).unwrap();
         let error = loop {
             match writer.poll() {
@@ -172,7 +331,7 @@ mod tests {
         for (newest, is_missing) in
             [(Ok(None), true), (Ok(Some(100)), true), (Ok(Some(200)), false), (Err(failed()), true)]
         {
-            let mut writer = Writer::default();
+            let mut writer = writer(LONG);
             assert_eq!((writer.unknown_due(99, 100), writer.unknown_due(203, 100)), (None, Some(200)));
             let (release, looked) = mpsc::channel();
             writer.look(200, move || looked.recv().unwrap()).unwrap();
@@ -189,12 +348,61 @@ mod tests {
 
     #[test]
     fn a_newer_state_is_written_after_the_write_in_progress() {
-        let mut writer = Writer::default();
+        let mut writer = writer(LONG);
         let first = held(&mut writer, 10);
         let second = held(&mut writer, 15);
         second.send(Ok(())).unwrap();
         first.send(Err(failed())).unwrap();
         writer.wait().unwrap();
         assert_eq!(writer.durable, 15);
+    }
+
+    #[test]
+    fn a_write_that_the_volumes_do_not_answer_is_tried_again() {
+        let mut writer = writer(LONG);
+        let (unsaved, tries) = (writer.unsaved(), Arc::new(AtomicUsize::new(0)));
+        let (seen, count) = (Arc::clone(&unsaved), Arc::clone(&tries));
+        writer
+            .write(10, move || match count.fetch_add(1, Ordering::Relaxed) {
+                0 => Err(away()),
+                1 => {
+                    assert!(!seen.elapsed().is_zero());
+                    Err(away())
+                }
+                _ => Ok(()),
+            })
+            .unwrap();
+        writer.wait().unwrap();
+        assert_eq!((tries.load(Ordering::Relaxed), writer.durable), (3, 10));
+        assert!(unsaved.elapsed().is_zero());
+    }
+
+    #[test]
+    fn only_a_refusal_or_a_long_outage_is_an_error() {
+        let mut own = writer(LONG);
+        held(&mut own, 10).send(Err(failed())).unwrap();
+        assert!(matches!(own.wait(), Err(Error::Busy { .. })));
+        // As if the time were over.
+        let mut own = writer(Duration::ZERO);
+        held(&mut own, 10).send(Err(away())).unwrap();
+        let error = own.wait().unwrap_err();
+        let text = error.one_line();
+        assert!(
+            text.contains("job j") && text.contains("step 10") && text.contains("start the job again"),
+            "{text}"
+        );
+        assert!(matches!(error, Error::Outage { .. }) && error.is_retryable() && !error.is_local());
+    }
+
+    #[test]
+    fn a_newer_write_and_the_end_take_the_place_of_further_attempts() {
+        let mut writer = writer(LONG);
+        writer.write(10, || Err(away())).unwrap();
+        held(&mut writer, 15).send(Ok(())).unwrap();
+        writer.wait().unwrap();
+        assert_eq!((writer.durable, writer.unsaved().elapsed()), (15, Duration::ZERO));
+        writer.write(20, || Err(away())).unwrap();
+        assert!(writer.abandon().unwrap_err().is_outage());
+        assert_eq!((writer.durable, writer.unsaved().elapsed()), (15, Duration::ZERO));
     }
 }

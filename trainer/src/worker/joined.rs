@@ -12,6 +12,7 @@ use super::{Assignment, Part, train};
 use crate::checkpoint::Checkpoints;
 use crate::collective::{self, Collective, Options};
 use crate::elastic::joining::{self, Admission, NotAdmitted};
+use crate::elastic::session::Scope;
 use crate::error::{Error, Result};
 use crate::join::{Join, dial, host_port, resolve};
 use crate::lease::{self, Standing};
@@ -117,9 +118,12 @@ struct KnownRun {
 }
 
 impl Memory {
-    /// The addresses to try: the one in the lease, then those of `--join`. None once the run is over.
-    fn targets(&mut self, listed: &[String]) -> Option<Vec<String>> {
-        let Some(known) = &mut self.run else { return Some(listed.to_vec()) };
+    /// The addresses to try: the one in the lease, then those of `--join`. None once the run is finished.
+    ///
+    /// # Errors
+    /// The error with which the run failed.
+    fn targets(&mut self, listed: &[String]) -> Result<Option<Vec<String>>> {
+        let Some(known) = &mut self.run else { return Ok(Some(listed.to_vec())) };
         let record = match lease::read(&known.output, &known.job) {
             Ok(record) => record.filter(|record| record.fence >= known.fence),
             Err(error) => {
@@ -127,14 +131,35 @@ impl Memory {
                 None
             }
         };
-        let Some(record) = record else { return Some(listed.to_vec()) };
+        let Some(record) = record else { return Ok(Some(listed.to_vec())) };
         known.fence = record.fence;
-        if record.standing == Standing::Finished && record.run == known.run {
-            return None;
+        if record.run == known.run {
+            match record.standing {
+                Standing::Finished => return Ok(None),
+                Standing::Failed => return Err(record.failure(&known.job)),
+                Standing::Held | Standing::Released => {}
+            }
         }
         let announced = record.address.filter(|_| record.standing == Standing::Held);
         let announced = announced.filter(|address| !listed.contains(address));
-        Some(announced.into_iter().chain(listed.iter().cloned()).collect())
+        Ok(Some(announced.into_iter().chain(listed.iter().cloned()).collect()))
+    }
+
+    /// Fails if the coordinator that said that the job is over had been replaced: its word ends nothing.
+    fn check_dismissal(&self) -> Result<()> {
+        let Some(known) = &self.run else { return Ok(()) };
+        match lease::read(&known.output, &known.job) {
+            Ok(Some(record)) if known.fence > 0 && record.fence > known.fence => Err(Error::Busy {
+                job: known.job.clone(),
+                reason: format!("{} has taken it over from the coordinator that ended it", record.describe()),
+            }),
+            Ok(_) => Ok(()),
+            Err(error) => {
+                // The coordinator has looked as well, before it said so.
+                tracing::debug!(error = error.one_line(), "cannot read the coordinator's lease");
+                Ok(())
+            }
+        }
     }
 
     /// Fails for a coordinator that another one has replaced.
@@ -197,7 +222,7 @@ fn serve(
         if leave.is_cancelled() {
             return Ok(JoinEnd::Left);
         }
-        let Some(targets) = memory.targets(&listed) else {
+        let Some(targets) = memory.targets(&listed)? else {
             tracing::info!("the run is finished");
             return Ok(JoinEnd::Done);
         };
@@ -332,12 +357,12 @@ fn attempt(
     let timing = assignment.apply(Options::new(secret), &mut collective, true);
     let mut session = session.start(runtime.handle(), timing, leave.clone());
     tracing::info!(coordinator = join.coordinator, ring, "joined");
-    let former = memory.replica.take();
     let loaded = check_volumes(datafs, &assignment).and_then(|output| {
         let (job, run) = (assignment.job.name.to_string(), assignment.run.clone());
         memory.run = Some(KnownRun { job, run, output, fence: assignment.fence });
-        match former.filter(|replica| replica.continues(&assignment)) {
-            Some(replica) => Ok(replica.follow(assignment)),
+        // A state of another run goes first: both may not fit.
+        match memory.replica.take().filter(|former| former.continues(&assignment)) {
+            Some(former) => Ok(former.follow(assignment)),
             None => Replica::load(assignment, datafs.clone(), runtime.handle().clone()),
         }
     });
@@ -348,30 +373,52 @@ fn attempt(
         }
         Err(error) => (None, Err(error)),
     };
-    match result {
-        Ok(Part::Done) => Ok(Ended::Job(JoinEnd::Done)),
-        Ok(Part::Left) => Ok(Ended::Job(JoinEnd::Left)),
-        // Another coordinator runs the job now, and this one will end.
-        Err(error @ (Error::CoordinatorLost { .. } | Error::Busy { .. })) => {
-            memory.replica = replica.take();
-            Ok(Ended::Lost(error, session.has_trained()))
+    let result = result.and_then(|part| match part {
+        Part::Done => memory.check_dismissal().map(|()| part),
+        Part::Left => Ok(part),
+    });
+    let error = match result {
+        Ok(Part::Done) => return Ok(Ended::Job(JoinEnd::Done)),
+        Ok(Part::Left) => return Ok(Ended::Job(JoinEnd::Left)),
+        Err(error) => error,
+    };
+    let is_loaded = replica.is_some();
+    if leaves_state(&error) {
+        memory.replica = replica.take().or(memory.replica.take());
+    }
+    // Another coordinator runs the job now, and this one will end. Or the volumes do not answer a worker that
+    // comes back: no other place has its state.
+    let is_away = !is_loaded && memory.replica.is_some() && error.is_outage();
+    if is_away || matches!(error, Error::CoordinatorLost { .. } | Error::Busy { .. }) {
+        return Ok(Ended::Lost(error, session.has_trained()));
+    }
+    // The error may follow from the coordinator's loss: another one writes to the volumes. Before the first
+    // step, the loss may not be noticed yet.
+    let end = session.end_within(if is_loaded { Duration::ZERO } else { join.silence });
+    if let Some(Err(lost)) = end {
+        return Ok(Ended::Lost(lost, session.has_trained()));
+    }
+    // Before its first step, a worker of another machine may have settings that are wrong here alone.
+    let scope = if !is_loaded || is_own_place(&error) { Scope::Worker } else { Scope::of(&error) };
+    if end.is_none() {
+        // The answer is the end of the stream.
+        let _ = session.fail(error.one_line(), exit_code(&error), scope);
+    }
+    match error {
+        // The state waits for the volumes in this process.
+        Error::Outage { .. } => Ok(Ended::Lost(error, session.has_trained())),
+        error => Ok(Ended::Failed(error)),
+    }
+}
+
+/// Whether the state that a worker has after this error is that of its last complete step.
+fn leaves_state(error: &Error) -> bool {
+    match error {
+        Error::CoordinatorLost { .. } | Error::Busy { .. } | Error::Collective(_) | Error::Outage { .. } => {
+            true
         }
-        Err(error) => {
-            let is_loaded = replica.is_some();
-            // The error may follow from the coordinator's loss: another one writes to the volumes. Before the first
-            // step, the loss may not be noticed yet.
-            let end = session.end_within(if is_loaded { Duration::ZERO } else { join.silence });
-            if let Some(Err(lost)) = end {
-                return Ok(Ended::Lost(lost, session.has_trained()));
-            }
-            // Before its first step, a worker of another machine may have settings that are wrong here alone.
-            let alone = !is_loaded || error.is_local() || is_own_place(&error);
-            if end.is_none() {
-                // The answer is the end of the stream.
-                let _ = session.fail(error.one_line(), exit_code(&error), alone);
-            }
-            Ok(Ended::Failed(error))
-        }
+        Error::Volume { .. } | Error::Feed { .. } => error.is_local(),
+        _ => false,
     }
 }
 

@@ -1,9 +1,11 @@
 //! Coordinators that are killed, stopped, cut off or asked to end, and the standbys that take their place.
 
-use std::net::TcpListener;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use millrace_datafs::Datafs;
 use millrace_trainer::join::{Listen, Token};
@@ -72,18 +74,18 @@ fn coordinate_entry() {
 }
 
 /// Volumes that several homes share, and a job.
-struct World {
+pub(super) struct World {
     datafs: millrace_datafs::Config,
-    job: String,
+    pub(super) job: String,
     lease_ms: u64,
     plain: Value,
     _store: TempDir,
-    _server: Option<Arc<Server>>,
+    server: Option<Arc<Server>>,
 }
 
 impl World {
     /// Embedded metadata, which the homes of one machine share.
-    fn embedded(name: &str, more: &str, lease_ms: u64) -> World {
+    pub(super) fn embedded(name: &str, more: &str, lease_ms: u64) -> World {
         let store = tempfile::tempdir().unwrap();
         let usual = millrace_datafs::Config::default();
         let datafs = millrace_datafs::Config {
@@ -95,7 +97,7 @@ impl World {
     }
 
     /// PostgreSQL; none without a server.
-    fn postgres(name: &str, more: &str, lease_ms: u64) -> Option<World> {
+    pub(super) fn postgres(name: &str, more: &str, lease_ms: u64) -> Option<World> {
         let server = Server::shared()?;
         let store = tempfile::tempdir().unwrap();
         let datafs = millrace_datafs::Config {
@@ -122,18 +124,18 @@ impl World {
         let plain = run(setup_with(home.path(), datafs.clone()), plain, |_| {}).unwrap();
         let plain = serde_json::to_value(plain).unwrap();
         let job = job_text(name, &format!("workers_min = 2\n{more}"));
-        World { datafs, job, lease_ms, plain, _store: store, _server: server }
+        World { datafs, job, lease_ms, plain, _store: store, server }
     }
 
     /// Compares a report with the one of the uninterrupted run.
-    fn check(&self, report: &Value) {
+    pub(super) fn check(&self, report: &Value) {
         let same = ["end", "model_sha256", "loss_per_epoch", "rows_per_epoch", "validation", "best_epoch"];
         for key in same {
             assert_eq!(report[key], self.plain[key], "{key}: {report}");
         }
     }
 
-    fn coordinator(&self, standby: bool) -> Coordinator {
+    pub(super) fn coordinator(&self, standby: bool) -> Coordinator {
         let home = tempfile::tempdir().unwrap();
         std::fs::write(home.path().join("train.toml"), &self.job).unwrap();
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
@@ -145,27 +147,39 @@ impl World {
             standby,
             lease_ms: self.lease_ms,
         };
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "failover::coordinate_entry", "--nocapture"])
-            .env(ENV_COORDINATE, serde_json::to_string(&orders).unwrap())
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
-        Coordinator { child, home, address }
+        let orders = serde_json::to_string(&orders).unwrap();
+        Coordinator { child: Coordinator::launch(&orders), home, address, orders }
     }
 
-    fn worker(&self, coordinators: &str) -> Worker {
+    pub(super) fn worker(&self, coordinators: &str) -> Worker {
         Worker::join(coordinators, |orders| orders.datafs = self.datafs.clone())
     }
 }
 
-struct Coordinator {
+pub(super) struct Coordinator {
     child: Child,
     home: TempDir,
-    address: String,
+    pub(super) address: String,
+    orders: String,
 }
 
 impl Coordinator {
+    fn launch(orders: &str) -> Child {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "failover::coordinate_entry", "--nocapture"])
+            .env(ENV_COORDINATE, orders)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap()
+    }
+
+    /// Kills it, and starts it again in its home, at its address.
+    fn restart(&mut self) {
+        self.kill();
+        std::fs::remove_file(self.home.path().join("progress")).ok();
+        self.child = Coordinator::launch(&self.orders);
+    }
+
     fn read(&self, name: &str) -> Option<Vec<u8>> {
         std::fs::read(self.home.path().join(name)).ok()
     }
@@ -174,31 +188,49 @@ impl Coordinator {
         self.read("progress").map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap())
     }
 
-    fn step(&self) -> u64 {
+    pub(super) fn step(&self) -> u64 {
         self.progress()["step"].as_u64().unwrap_or_default()
     }
 
-    fn listens(&self) -> bool {
+    pub(super) fn listens(&self) -> bool {
         self.progress()["listening"].is_string()
     }
 
-    fn waits(&self) -> bool {
+    pub(super) fn waits(&self) -> bool {
         self.progress()["waiting_for"].is_string()
     }
 
-    fn kill(&mut self) {
+    pub(super) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether a process is one of the members that trained last.
+    pub(super) fn trains_with(&self, pid: u32) -> bool {
+        self.progress()["worker_pids"].as_array().is_some_and(|pids| pids.contains(&pid.into()))
+    }
+
+    /// Whether the members train, or wait for others, without this process.
+    pub(super) fn trains_without(&self, pid: u32) -> bool {
+        self.progress()["workers_missing"].as_u64() > Some(0) || !self.trains_with(pid)
+    }
+
+    pub(super) fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
+    pub(super) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    fn report(&mut self) -> Value {
+    pub(super) fn report(&mut self) -> Value {
         wait_until("a coordinator's end", || self.child.try_wait().unwrap().is_some());
         let error = self.read("error").map(|text| String::from_utf8(text).unwrap());
         assert_eq!(error, None);
         serde_json::from_slice(&self.read("report").unwrap()).unwrap()
     }
 
-    fn error(&mut self) -> String {
+    pub(super) fn error(&mut self) -> String {
         wait_until("a coordinator's end", || self.child.try_wait().unwrap().is_some());
         String::from_utf8(self.read("error").unwrap()).unwrap()
     }
@@ -329,5 +361,156 @@ fn a_worker_without_a_coordinator_gives_up_with_the_run_and_the_remedy() {
     let error = worker.error();
     for part in [address.as_str(), "run ", "of job left", "--wait", "millrace train", "--join"] {
         assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
+/// Puts another holder into the job's lease, as a coordinator that takes over does.
+fn depose(world: &World, coordinator: &Coordinator, job: &str) {
+    let datafs = Datafs::open(coordinator.home.path(), &world.datafs).unwrap();
+    let models = super::volume(&datafs, "models");
+    let key = format!("trainer/{job}/lease");
+    let mut record: Value = serde_json::from_slice(&models.key_get(&key).unwrap().unwrap()).unwrap();
+    let fence = record["fence"].as_u64().unwrap() + 1;
+    (record["fence"], record["holder"]) = (fence.into(), "another".into());
+    // It dies at once.
+    (record["lease_ms"], record["address"]) = (500.into(), Value::Null);
+    let publish = millrace_datafs::Publish::new()
+        .put_key(key, serde_json::to_vec(&record).unwrap())
+        .put_key(format!("trainer/{job}/owner"), format!("{fence:020}-secret"));
+    models.publish(publish).unwrap();
+}
+
+#[test]
+fn a_coordinator_that_was_replaced_dismisses_no_worker() {
+    // So long that the first one does not find out by itself.
+    let world = World::embedded("deposed", IN_MEMORY, 600_000);
+    let mut first = world.coordinator(false);
+    wait_until("a coordinator", || first.listens());
+    let mut standby = world.coordinator(true);
+    wait_until("a standby", || standby.waits());
+    let several = format!("{},{}", first.address, standby.address);
+    let mut worker = world.worker(&several);
+    wait_until("a worker", || first.progress()["workers_missing"] == 1);
+    depose(&world, &first, "deposed");
+    signal("TERM", first.child.id());
+    let error = first.error();
+    assert!(error.contains("no longer the coordinator"), "{error}");
+    let mut other = world.worker(&several);
+    world.check(&standby.report());
+    for worker in [&mut worker, &mut other] {
+        assert_eq!(worker.ended(), succeeded("Done"));
+    }
+}
+
+#[test]
+fn a_standby_ends_with_the_error_of_a_job_that_failed() {
+    let mut world = World::embedded("failing", IN_MEMORY, 600_000);
+    world.job = world.job.replace("learning_rate = 0.01", "learning_rate = 1e30");
+    let mut first = world.coordinator(true);
+    wait_until("a coordinator", || first.listens());
+    let mut standby = world.coordinator(true);
+    wait_until("a standby", || standby.waits());
+    let mut workers = [world.worker(&first.address), world.worker(&first.address)];
+    let error = first.error();
+    assert!(error.contains("step "), "{error}");
+    let pid = first.child.id();
+    let told = standby.error();
+    assert!(told.contains(&error) && told.contains(&format!("process {pid}")), "{told}");
+    for worker in &mut workers {
+        worker.ended();
+    }
+    // One that starts afterwards tries again.
+    let again = world.coordinator(true);
+    wait_until("a coordinator", || again.listens());
+}
+
+/// Forwards connections to the server of the metadata while it is open.
+struct Gate {
+    address: std::net::SocketAddr,
+    is_open: Arc<AtomicBool>,
+    connections: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Gate {
+    fn new(server: &Server) -> Gate {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let gate = Gate {
+            address: listener.local_addr().unwrap(),
+            is_open: Arc::new(AtomicBool::new(true)),
+            connections: Arc::default(),
+        };
+        let (is_open, connections) = (Arc::clone(&gate.is_open), Arc::clone(&gate.connections));
+        let socket = server.folder().join(format!(".s.PGSQL.{}", server.port()));
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let Ok(client) = stream else { return };
+                let mut known = connections.lock().unwrap();
+                if !is_open.load(Ordering::Relaxed) {
+                    continue;
+                }
+                let Ok(there) = UnixStream::connect(&socket) else { continue };
+                known.push(client.try_clone().unwrap());
+                let (mut to, mut from) = (there.try_clone().unwrap(), client.try_clone().unwrap());
+                std::thread::spawn(move || {
+                    std::io::copy(&mut from, &mut to).ok();
+                    to.shutdown(Shutdown::Both).ok();
+                });
+                std::thread::spawn(move || {
+                    let (mut there, mut client) = (there, client);
+                    std::io::copy(&mut there, &mut client).ok();
+                    client.shutdown(Shutdown::Both).ok();
+                });
+            }
+        });
+        gate
+    }
+
+    fn close(&self) {
+        self.is_open.store(false, Ordering::Relaxed);
+        for connection in self.connections.lock().unwrap().drain(..) {
+            connection.shutdown(Shutdown::Both).ok();
+        }
+    }
+
+    fn open(&self) {
+        self.is_open.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn an_outage_of_the_metadata_costs_no_worker_and_no_state() {
+    let more = "epochs_max = 2000\ncheckpoint_every_steps = 50";
+    let Some(world) = World::postgres("outage", more, 600_000) else { return };
+    let gate = Gate::new(world.server.as_ref().unwrap());
+    let mut first = world.coordinator(false);
+    wait_until("a coordinator", || first.listens());
+    let worker = || {
+        Worker::join(&first.address, |orders| {
+            orders.datafs = world.datafs.clone();
+            let port = gate.address.port();
+            let url = format!("postgres://millrace@127.0.0.1:{port}/postgres?sslmode=disable");
+            orders.datafs.meta_url = Some(url.into());
+            orders.datafs.lock_wait_ms = 200;
+        })
+    };
+    let mut workers = [worker(), worker()];
+    wait_until("a step", || first.step() >= 150);
+    gate.close();
+    wait_until("a failed checkpoint", || first.progress()["unsaved_seconds"].as_u64() > Some(0));
+    let at = first.step();
+    wait_until("more steps", || first.step() >= at + 150);
+
+    // The workers lose the coordinator as well. Without the metadata they cannot come back to it.
+    first.restart();
+    let missing = |coordinator: &Coordinator| coordinator.progress()["workers_missing"].as_u64();
+    wait_until("a coordinator", || missing(&first) == Some(2));
+    wait_until("an attempt to come back", || missing(&first) < Some(2));
+    wait_until("its failure", || missing(&first) == Some(2));
+    gate.open();
+    wait_until("a step", || first.step() > 0);
+    assert!(first.step() >= at + 150, "the state of the workers was lost");
+    world.check(&first.report());
+    for worker in &mut workers {
+        assert_eq!(worker.ended(), succeeded("Done"));
     }
 }

@@ -129,7 +129,7 @@ impl Worker {
         Worker { child, home }
     }
 
-    fn pid(&self) -> u32 {
+    pub(super) fn pid(&self) -> u32 {
         self.child.id()
     }
 
