@@ -4,6 +4,8 @@
 //! the process.
 #![allow(clippy::unwrap_used)]
 
+#[path = "trainer/chaos.rs"]
+mod chaos;
 #[path = "trainer/data.rs"]
 mod data;
 #[path = "trainer/failover.rs"]

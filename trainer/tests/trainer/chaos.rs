@@ -1,0 +1,182 @@
+//! Seeded runs in which workers and coordinators are killed, suspended, asked to leave and replaced. The model is that
+//! of one worker without interruption, and each row is part of one applied step per epoch.
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore as _, SeedableRng as _};
+
+use super::failover::{Coordinator, World};
+use super::joined::{Worker, succeeded};
+use super::{job_text, signal, wait_until};
+
+/// Number of seeds; every run of the tests takes a few of them.
+const ENV_SEEDS: &str = "MILLRACE_CHAOS_SEEDS";
+const SEEDS: u64 = 2;
+/// Blows of one seed.
+const BLOWS: usize = 5;
+const WORKERS_MAX: u64 = 4;
+/// More than what a run does until its last blow.
+const MORE: &str = "epochs_max = 2000\ncheckpoint_every_steps = 150";
+/// Fewest and most steps between two blows.
+const PAUSE: (u64, u64) = (40, 300);
+
+/// What happens to a run.
+#[derive(Debug, Clone, Copy)]
+enum Blow {
+    KillWorker,
+    /// Longer than the heartbeat limit.
+    SuspendWorker,
+    AskWorkerToLeave,
+    Join,
+    KillCoordinator,
+    /// Longer than the lease.
+    SuspendCoordinator,
+    HandOver,
+}
+
+impl Blow {
+    const ALL: [Blow; 7] = [
+        Blow::KillWorker,
+        Blow::SuspendWorker,
+        Blow::AskWorkerToLeave,
+        Blow::Join,
+        Blow::KillCoordinator,
+        Blow::SuspendCoordinator,
+        Blow::HandOver,
+    ];
+}
+
+/// A run with its processes.
+struct Run<'a> {
+    world: &'a World,
+    random: ChaCha8Rng,
+    leader: Coordinator,
+    standby: Coordinator,
+    workers: Vec<Worker>,
+    workers_min: usize,
+}
+
+impl Run<'_> {
+    fn begin(world: &World, random: ChaCha8Rng, workers_min: usize, workers: usize) -> Run<'_> {
+        let leader = world.coordinator(true);
+        wait_until("a coordinator", || leader.listens());
+        let standby = world.coordinator(true);
+        wait_until("a standby", || standby.waits());
+        let mut run = Run { world, random, leader, standby, workers: Vec::new(), workers_min };
+        (0..workers).for_each(|_| run.start_worker());
+        for worker in &run.workers {
+            wait_until("a member", || run.leader.trains_with(worker.pid()));
+        }
+        run
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.random.next_u64() % limit
+    }
+
+    fn start_worker(&mut self) {
+        self.workers.push(self.world.worker(&format!("{},{}", self.leader.address, self.standby.address)));
+    }
+
+    /// Starts a worker, which later finds the run by its lease alone.
+    fn join(&mut self) {
+        self.start_worker();
+        let (worker, leader) = (&self.workers[self.workers.len() - 1], &mut self.leader);
+        wait_until("a member", || leader.trains_with(worker.pid()) || leader.has_ended());
+    }
+
+    /// Takes a worker out of the run, and starts another one if there would be too few.
+    fn take_worker(&mut self) -> Worker {
+        let at = self.below(self.workers.len() as u64) as usize;
+        let taken = self.workers.swap_remove(at);
+        if self.workers.len() < self.workers_min || self.below(2) == 0 {
+            self.join();
+        }
+        taken
+    }
+
+    /// The standby leads, and another one waits. Gives the former leader.
+    fn replace_leader(&mut self) -> Coordinator {
+        let standby = &self.standby;
+        wait_until("the next coordinator", || standby.listens());
+        let next = self.world.coordinator(true);
+        wait_until("a standby", || next.waits());
+        let leader = std::mem::replace(&mut self.standby, next);
+        std::mem::replace(&mut self.leader, leader)
+    }
+
+    fn strike(&mut self, blow: Blow) {
+        match blow {
+            Blow::KillWorker => drop(self.take_worker()),
+            Blow::SuspendWorker => {
+                let at = self.below(self.workers.len() as u64) as usize;
+                let pid = self.workers[at].pid();
+                signal("STOP", pid);
+                let leader = &self.leader;
+                wait_until("a lost worker", || leader.trains_without(pid));
+                signal("CONT", pid);
+            }
+            Blow::AskWorkerToLeave => {
+                let mut worker = self.take_worker();
+                signal("TERM", worker.pid());
+                assert_eq!(worker.ended(), succeeded("Left"));
+            }
+            Blow::Join if (self.workers.len() as u64) < WORKERS_MAX => self.join(),
+            Blow::Join => {}
+            Blow::KillCoordinator => {
+                self.leader.kill();
+                self.replace_leader();
+            }
+            Blow::SuspendCoordinator => {
+                signal("STOP", self.leader.pid());
+                let mut former = self.replace_leader();
+                signal("CONT", former.pid());
+                let error = former.error();
+                assert!(error.contains("no longer the coordinator"), "{error}");
+            }
+            Blow::HandOver => {
+                signal("TERM", self.leader.pid());
+                let stopped = self.leader.report();
+                assert_eq!(stopped["end"], "stopped", "{stopped}");
+                self.replace_leader();
+            }
+        }
+    }
+}
+
+fn batter(world: &mut World, seed: u64) {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let workers = 1 + random.next_u64() % WORKERS_MAX;
+    let workers_min = 1 + random.next_u64() % workers;
+    world.job =
+        job_text(&format!("chaos-{seed}"), &format!("workers_min = {workers_min}\nworkers_max = 8\n{MORE}"));
+    let mut run = Run::begin(world, random, workers_min as usize, workers as usize);
+    let mut blows = Vec::new();
+    for _ in 0..BLOWS {
+        let at = run.leader.step() + PAUSE.0 + run.below(PAUSE.1 - PAUSE.0);
+        let leader = &mut run.leader;
+        wait_until("steps", || leader.step() >= at || leader.has_ended());
+        if leader.has_ended() {
+            break;
+        }
+        let blow = Blow::ALL[run.below(Blow::ALL.len() as u64) as usize];
+        blows.push((at, blow));
+        println!("seed {seed}: {workers} workers, at least {workers_min}, blows {blows:?}");
+        run.strike(blow);
+    }
+    assert!(!blows.is_empty(), "the run was over before the first blow");
+    let report = run.leader.report();
+    world.check(&report);
+    for worker in &mut run.workers {
+        assert_eq!(worker.ended(), succeeded("Done"), "seed {seed}, {blows:?}");
+    }
+}
+
+#[test]
+fn any_sequence_of_blows_gives_the_model_of_one_worker() {
+    let seeds = std::env::var(ENV_SEEDS).map_or(SEEDS, |text| text.parse().unwrap());
+    let mut world =
+        World::postgres("chaos", MORE, 1_000).unwrap_or_else(|| World::embedded("chaos", MORE, 1_000));
+    for seed in 0..seeds {
+        batter(&mut world, seed);
+    }
+}
