@@ -8,7 +8,7 @@ use futures::{Stream, StreamExt, stream};
 use millrace_bundle::{Signature, TensorSpec};
 use millrace_serving::InferError;
 use millrace_serving::client::{Client, ClientError, Prediction};
-use millrace_serving::record::{Mapping, Row, row_outputs};
+use millrace_serving::record::{self, Mapping, Row, row_outputs};
 use millrace_serving::rows;
 use millrace_serving::tensor::{Data, Tensor};
 use millrace_serving::wire::Form;
@@ -101,14 +101,19 @@ pub(crate) struct Intake {
 
 impl Intake {
     /// An intake for a signature. `fields` holds `INPUT=FIELD`, or `FIELD` for a model with one input. An
-    /// input that is not named takes the field of its name.
-    pub(crate) fn new(signature: &Signature, fields: &[String], rows_max: usize) -> Result<Intake> {
-        let mapping = Mapping::new(signature, &columns(signature, fields)?)?;
+    /// input that is not named takes the fields of its training, as `trained` has them, or the field of its name.
+    pub(crate) fn new(
+        signature: &Signature,
+        fields: &[String],
+        trained: &BTreeMap<String, Vec<String>>,
+        rows_max: usize,
+    ) -> Result<Intake> {
+        let mapping = Mapping::of_trained(signature, &columns(signature, fields)?, trained)?;
         Ok(Intake { mapping, rows_max: rows_within(signature, rows_max) })
     }
 
-    /// The model's inputs, each with the field that feeds it.
-    pub(crate) fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
+    /// The model's inputs, each with the fields that feed it.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &[String])> {
         self.mapping.inputs()
     }
 
@@ -154,7 +159,8 @@ pub(crate) struct Predictor {
 
 impl Predictor {
     /// Requests the model's signature from the server. `fields` holds `INPUT=FIELD`, or `FIELD` for a model
-    /// with one input. An input that is not named takes the field of its name.
+    /// with one input. An input that is not named takes the fields of its training, if the server tells them, or the
+    /// field of its name.
     pub(crate) async fn new(
         mut client: Client,
         model: &str,
@@ -164,15 +170,20 @@ impl Predictor {
     ) -> Result<Predictor> {
         let asked = version.map(|version| version.to_string()).unwrap_or_default();
         let signature = client.signature(model, &asked).await?;
-        let batch_max = match client.model_config(model, &asked).await {
-            // Rows that depend on each other are sent one by one, whatever the batch limit.
-            Ok(config) if depend(&config) => 1,
-            Ok(config) => usize::try_from(config.max_batch_size).unwrap_or(0).max(1),
+        let config = match client.model_config(model, &asked).await {
+            Ok(config) => Some(config),
             // Not every server of the protocol has Triton's calls.
-            Err(ClientError::Refused { code: tonic::Code::Unimplemented, .. }) => usize::MAX,
+            Err(ClientError::Refused { code: tonic::Code::Unimplemented, .. }) => None,
             Err(error) => return Err(error.into()),
         };
-        let intake = Intake::new(&signature, fields, rows_max.min(batch_max))?;
+        let batch_max = match &config {
+            // Rows that depend on each other are sent one by one, whatever the batch limit.
+            Some(config) if depend(config) => 1,
+            Some(config) => usize::try_from(config.max_batch_size).unwrap_or(0).max(1),
+            None => usize::MAX,
+        };
+        let trained = config.as_ref().map(trained).unwrap_or_default();
+        let intake = Intake::new(&signature, fields, &trained, rows_max.min(batch_max))?;
         Ok(Predictor { client, model: model.to_owned(), version, intake })
     }
 
@@ -231,6 +242,12 @@ impl Predictor {
 fn depend(config: &ModelConfig) -> bool {
     let said = config.parameters.get(rows::PARAMETER);
     said.is_some_and(|parameter| parameter.string_value.starts_with(rows::DEPENDENT))
+}
+
+/// The fields that fed each input in the training, if the server tells them.
+fn trained(config: &ModelConfig) -> BTreeMap<String, Vec<String>> {
+    let said = config.parameters.get(record::PARAMETER);
+    said.and_then(|said| serde_json::from_str(&said.string_value).ok()).unwrap_or_default()
 }
 
 /// The field of each named input.

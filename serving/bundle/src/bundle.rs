@@ -89,6 +89,7 @@ impl Bundle {
             signature: Signature::of_graph(graph)?,
             lineage,
             metrics,
+            fields: BTreeMap::new(),
             created_at: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
         };
         manifest.check().map_err(|reason| Error::InvalidManifest { reason })?;
@@ -110,6 +111,22 @@ impl Bundle {
     pub fn with_signature(mut self, signature: Signature) -> Result<Bundle> {
         signature.check().map_err(|reason| Error::InvalidManifest { reason })?;
         self.manifest.signature = signature;
+        Ok(self)
+    }
+
+    /// Names the fields of a record that feed each input, in the order of their values.
+    ///
+    /// # Errors
+    /// [`Error::InvalidManifest`] for an input without a field, and for too many bytes.
+    pub fn with_fields(mut self, fields: BTreeMap<String, Vec<String>>) -> Result<Bundle> {
+        self.manifest.fields = fields;
+        self.manifest.check().map_err(|reason| Error::InvalidManifest { reason })?;
+        let bytes = self.manifest_bytes().len();
+        if bytes as u64 > MANIFEST_BYTES_MAX {
+            return Err(Error::InvalidManifest {
+                reason: format!("{bytes} bytes, the limit is {MANIFEST_BYTES_MAX}"),
+            });
+        }
         Ok(self)
     }
 

@@ -44,6 +44,10 @@ pub struct Manifest {
     /// Metrics of the training, finite, by name (`loss`, `accuracy`).
     #[serde(default)]
     pub metrics: BTreeMap<String, f64>,
+    /// The fields of a record that feed each input, in the order of their values, where the training named them by
+    /// input. Absent for other models.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub fields: BTreeMap<String, Vec<String>>,
     /// Creation time of the bundle: RFC 3339, UTC.
     pub created_at: String,
 }
@@ -136,6 +140,7 @@ impl Manifest {
             signature,
             lineage: Lineage::default(),
             metrics: BTreeMap::new(),
+            fields: BTreeMap::new(),
             created_at: chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
         })
     }
@@ -179,6 +184,11 @@ impl Manifest {
             return Err(format!("{MODEL_FILE} is not listed"));
         }
         self.signature.check()?;
+        if let Some((input, _)) =
+            self.fields.iter().find(|(_, names)| names.is_empty() || names.iter().any(String::is_empty))
+        {
+            return Err(format!("input {:?} has no field, or one without a name", shorten(input)));
+        }
         if self.metrics.len() > METRICS_MAX {
             return Err(format!("{} metrics, the limit is {METRICS_MAX}", self.metrics.len()));
         }

@@ -367,7 +367,8 @@ pub struct PipeConfig {
     /// Volume whose keys hold the progress; if absent, the served volume.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub volume: Option<VolumeSpec>,
-    /// Record field of each model input. An input without an entry takes the field of its own name.
+    /// Record field of each model input. An input without an entry takes the fields that fed it in the training, if the
+    /// model's bundle names them (`fields`), or else the field of its own name.
     pub columns: BTreeMap<String, String>,
     /// Fields of a record that are copied into its prediction.
     pub carry: Vec<String>,

@@ -14,10 +14,22 @@ use crate::tensor::{Data, Tensor, element_count};
 /// Mapping of record fields to the inputs of a model, checked against its signature.
 #[derive(Debug, Clone)]
 pub struct Mapping {
-    /// Input and field, in the signature's order.
-    inputs: Vec<(TensorSpec, String)>,
+    /// In the signature's order.
+    inputs: Vec<Fed>,
     /// Whether several records fit into one call.
     batched: bool,
+}
+
+/// The parameter of a model's configuration with the fields that fed its inputs in the training, as a JSON object.
+pub const PARAMETER: &str = "fields";
+
+/// An input and its fields.
+#[derive(Debug, Clone)]
+struct Fed {
+    spec: TensorSpec,
+    fields: Vec<String>,
+    /// Whether the training named the fields. It takes truth values for numbers, and numbers for truth values.
+    is_trained: bool,
 }
 
 /// The inputs of one record.
@@ -42,6 +54,19 @@ impl Mapping {
     /// [`Error::Config`] when `columns` names an input that the model lacks, or an input has no batch
     /// dimension (first extent -1 or 1).
     pub fn new(signature: &Signature, columns: &BTreeMap<String, String>) -> Result<Mapping> {
+        Mapping::of_trained(signature, columns, &BTreeMap::new())
+    }
+
+    /// [`Mapping::new`] for a model whose training named the fields of its inputs: an input without an entry in `columns`
+    /// takes those. The values of several fields follow one another in the last dimension, as in the training.
+    ///
+    /// # Errors
+    /// As [`Mapping::new`], and [`Error::Config`] when several fields feed an input whose shape is open.
+    pub fn of_trained(
+        signature: &Signature,
+        columns: &BTreeMap<String, String>,
+        trained: &BTreeMap<String, Vec<String>>,
+    ) -> Result<Mapping> {
         let config = |reason: String| Error::Config { reason };
         let names: Vec<&str> = signature.inputs.iter().map(|spec| spec.name.as_str()).collect();
         if let Some(unknown) = columns.keys().find(|input| !names.contains(&input.as_str())) {
@@ -56,14 +81,32 @@ impl Mapping {
             }
         }
         let batched = signature.inputs.iter().all(|spec| spec.shape.first() == Some(&-1));
-        let column = |spec: &TensorSpec| columns.get(&spec.name).unwrap_or(&spec.name).clone();
-        let inputs = signature.inputs.iter().map(|spec| (spec.clone(), column(spec))).collect();
+        let fed = |spec: &TensorSpec| {
+            let (fields, is_trained) = match (columns.get(&spec.name), trained.get(&spec.name)) {
+                (Some(column), _) => (vec![column.clone()], false),
+                (None, Some(fields)) => (fields.clone(), true),
+                (None, None) => (vec![spec.name.clone()], false),
+            };
+            Fed { spec: spec.clone(), fields, is_trained }
+        };
+        let inputs: Vec<Fed> = signature.inputs.iter().map(fed).collect();
+        let is_open = |spec: &TensorSpec| spec.shape.iter().skip(1).any(|extent| *extent < 0);
+        if let Some(Fed { spec, fields, .. }) =
+            inputs.iter().find(|fed| fed.fields.len() > 1 && is_open(&fed.spec))
+        {
+            return Err(config(format!(
+                "input {:?} has the open shape {:?}, so that fields {} cannot be joined: name one field",
+                spec.name,
+                spec.shape,
+                fields.join(", ")
+            )));
+        }
         Ok(Mapping { inputs, batched })
     }
 
-    /// The inputs, each with its field.
-    pub fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &str)> {
-        self.inputs.iter().map(|(spec, column)| (spec, column.as_str()))
+    /// The inputs, each with its fields.
+    pub fn inputs(&self) -> impl Iterator<Item = (&TensorSpec, &[String])> {
+        self.inputs.iter().map(|fed| (&fed.spec, fed.fields.as_slice()))
     }
 
     /// Reads the inputs of one record.
@@ -71,11 +114,16 @@ impl Mapping {
     /// # Errors
     /// [`InferError::Invalid`] when a field is missing or does not fit the input.
     pub fn row(&self, record: &Map<String, Value>) -> Result<Row, InferError> {
-        let read = |(spec, column): &(TensorSpec, String)| {
-            let value = record
-                .get(column)
-                .ok_or_else(|| InferError::invalid(format!("the record has no field {column:?}")))?;
-            input(spec, column, value)
+        let value = |field: &String| {
+            record.get(field).ok_or_else(|| InferError::invalid(format!("the record has no field {field:?}")))
+        };
+        let read = |Fed { spec, fields, is_trained }: &Fed| match &fields[..] {
+            [field] if !is_trained => input(spec, field, value(field)?),
+            [field] => input(spec, field, &as_trained(value(field)?, spec.datatype)),
+            several => {
+                let values = several.iter().map(value).collect::<Result<Vec<_>, _>>()?;
+                input(spec, &several.join(", "), &joined(spec, several, &values)?)
+            }
         };
         Ok(Row { inputs: self.inputs.iter().map(read).collect::<Result<_, _>>()? })
     }
@@ -90,7 +138,7 @@ impl Mapping {
             let reason = format!("{} inputs, the model takes {}", inputs.len(), self.inputs.len());
             return Err(InferError::invalid(reason));
         }
-        for ((spec, column), (shape, data)) in self.inputs.iter().zip(&inputs) {
+        for (Fed { spec, fields, .. }, (shape, data)) in self.inputs.iter().zip(&inputs) {
             let declared = spec.shape.get(1..).unwrap_or_default();
             let reason = if !fits(declared, shape) {
                 format!("it has shape {shape:?}, the model takes {declared:?}")
@@ -101,7 +149,7 @@ impl Mapping {
             } else {
                 continue;
             };
-            return Err(InferError::invalid(format!("field {column:?}: {reason}")));
+            return Err(InferError::invalid(format!("field {:?}: {reason}", fields.join(", "))));
         }
         Ok(Row { inputs })
     }
@@ -124,7 +172,7 @@ impl Mapping {
         let uneven = || InferError::invalid("the rows of a batch differ in shape");
         let first = rows.first().ok_or_else(|| InferError::invalid("the batch has no rows"))?;
         let mut tensors = Vec::with_capacity(self.inputs.len());
-        for (index, (spec, _)) in self.inputs.iter().enumerate() {
+        for (index, Fed { spec, .. }) in self.inputs.iter().enumerate() {
             let (row_shape, data) = first.inputs.get(index).ok_or_else(uneven)?;
             let mut stacked = data.clone();
             for row in &rows[1..] {
@@ -138,6 +186,57 @@ impl Mapping {
             tensors.push(Tensor { name: spec.name.clone(), shape, data: stacked });
         }
         Ok(tensors)
+    }
+}
+
+/// The values of several fields as one list: in each group of values of the last dimension, equal parts of each field.
+fn joined(spec: &TensorSpec, fields: &[String], values: &[&Value]) -> Result<Value, InferError> {
+    let outer = spec.shape.get(1..).unwrap_or_default().split_last().map_or(&[][..], |(_, outer)| outer);
+    let groups: usize = outer
+        .iter()
+        .map(|extent| usize::try_from(*extent).unwrap_or(1))
+        .fold(1, usize::saturating_mul)
+        .max(1);
+    let mut flat = Vec::with_capacity(values.len());
+    for (field, value) in fields.iter().zip(values) {
+        let mut leaves = Vec::new();
+        take_leaves(as_trained(value, spec.datatype), &mut leaves);
+        if leaves.is_empty() || leaves.len() % groups != 0 {
+            let (shape, found) = (spec.shape.get(1..).unwrap_or_default(), leaves.len());
+            return Err(InferError::invalid(format!(
+                "field {field:?}: {found} elements, input {} of shape {shape:?} needs a multiple of {groups}",
+                quote(&spec.name)
+            )));
+        }
+        flat.push(leaves);
+    }
+    let group = |group: usize| {
+        flat.iter().flat_map(move |leaves| {
+            let together = leaves.len() / groups;
+            leaves[group * together..(group + 1) * together].iter().cloned()
+        })
+    };
+    Ok(Value::Array((0..groups).flat_map(group).collect()))
+}
+
+/// Appends the elements of a value.
+fn take_leaves(value: Value, leaves: &mut Vec<Value>) {
+    match value {
+        Value::Array(items) => items.into_iter().for_each(|item| take_leaves(item, leaves)),
+        leaf => leaves.push(leaf),
+    }
+}
+
+/// A value as the training reads it: truth values that feed numbers are 0 and 1, and these are truth values.
+fn as_trained(value: &Value, datatype: Datatype) -> Value {
+    match value {
+        Value::Array(items) => Value::Array(items.iter().map(|item| as_trained(item, datatype)).collect()),
+        Value::Bool(flag) if !matches!(datatype, Datatype::Bool | Datatype::Bytes) => u8::from(*flag).into(),
+        Value::Number(number) if datatype == Datatype::Bool => match number.as_u64() {
+            Some(bit @ (0 | 1)) => Value::Bool(bit == 1),
+            _ => value.clone(),
+        },
+        leaf => leaf.clone(),
     }
 }
 

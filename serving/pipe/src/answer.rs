@@ -102,7 +102,7 @@ impl Pipe<'_> {
             Some((known, mapping)) if Arc::ptr_eq(known, &model) => mapping.clone(),
             _ => {
                 self.answer_bytes = None;
-                Mapping::new(model.signature(), &self.config.columns)?
+                Mapping::of_trained(model.signature(), &self.config.columns, &model.manifest().fields)?
             }
         };
         self.mapping = Some((model.clone(), mapping.clone()));

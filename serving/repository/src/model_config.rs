@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::model::{BACKEND, Model, ensemble};
 use millrace_serving_core::config::{Device, Engine, VersionPolicy};
+use millrace_serving_core::record;
 use millrace_serving_core::wire::inference as pb;
 use millrace_serving_runtime::rows;
 
@@ -125,10 +126,17 @@ fn optimization(model: &Model) -> Option<pb::ModelOptimizationPolicy> {
     })
 }
 
-/// Extra parameters: row independence, and the configured devices if other devices run the model.
+/// Extra parameters: row independence, the configured devices if other devices run the model, and the fields of its
+/// training.
 fn parameters(model: &Model) -> HashMap<String, pb::ModelParameter> {
     let instead_of = model.pool.placement().instead_of().map(ToString::to_string);
-    let parameters = [(rows::PARAMETER, Some(model.rows().to_string())), ("runs_instead_of", instead_of)];
+    let fields = &model.manifest().fields;
+    let fields = (!fields.is_empty()).then(|| serde_json::to_string(fields).ok()).flatten();
+    let parameters = [
+        (rows::PARAMETER, Some(model.rows().to_string())),
+        ("runs_instead_of", instead_of),
+        (record::PARAMETER, fields),
+    ];
     let given = parameters
         .into_iter()
         .filter_map(|(name, value)| Some((name.to_owned(), pb::ModelParameter { string_value: value? })));

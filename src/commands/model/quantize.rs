@@ -198,7 +198,7 @@ fn each_run(
         }
         return Ok(format!("random inputs, seed {}", args.seed));
     }
-    let intake = Intake::new(signature, &args.input, batch_rows)?;
+    let intake = Intake::new(signature, &args.input, &source.manifest().fields, batch_rows)?;
     predict::sample(&args.sample, args.format, intake.clone(), u64::from(args.records), |batch| {
         run(intake.tensors(batch)?)
     })?;
@@ -238,7 +238,8 @@ fn bundle(source: &Bundle, made: &Bundle, report: &Report, version: u64) -> Resu
     metrics.extend(report.metrics());
     let onnx = made.model_onnx().to_vec();
     let mut bundle = Bundle::new(&manifest.name, version, onnx, lineage, metrics)?
-        .with_signature(manifest.signature.clone())?;
+        .with_signature(manifest.signature.clone())?
+        .with_fields(manifest.fields.clone())?;
     for (path, content) in source.files() {
         if ![MODEL_FILE, MANIFEST_FILE].contains(&path.as_str()) {
             bundle = bundle.with_file(&path, content)?;

@@ -35,9 +35,10 @@ impl Source {
         let unknown = |reason: String| fail(Exit::Usage, format!("{name} {reason}"));
         let conversion = records.conversion;
         let mut inputs = Vec::new();
-        for (spec, field) in conversion.intake.inputs() {
-            match header.range(field) {
-                Ok(columns) => inputs.push((spec, columns)),
+        for (spec, fields) in conversion.intake.inputs() {
+            let ranges = fields.iter().map(|field| header.range(field)).collect::<Result<Vec<_>, _>>();
+            match ranges {
+                Ok(ranges) => inputs.push((spec, ranges.into_iter().flatten().collect::<Vec<_>>())),
                 Err(reason) => return unknown(reason),
             }
         }
@@ -106,10 +107,10 @@ impl Header {
     fn elements(
         &self,
         spec: &TensorSpec,
-        columns: &Range<usize>,
+        columns: &[usize],
         row: &ByteRecord,
     ) -> Result<(Vec<i64>, Data), String> {
-        let cells: Vec<Cell<'_>> = columns.clone().map(|column| self.cell(column, row)).collect();
+        let cells: Vec<Cell<'_>> = columns.iter().map(|column| self.cell(*column, row)).collect();
         let declared = spec.shape.get(1..).unwrap_or_default();
         let fits = shape(declared, cells.len());
         if let [cell] = &cells[..]

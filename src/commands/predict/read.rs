@@ -186,7 +186,8 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
             .conversion
             .intake
             .inputs()
-            .map(|(_, field)| field)
+            .flat_map(|(_, fields)| fields)
+            .map(String::as_str)
             .chain(self.conversion.label.as_deref())
             .collect();
         fields.sort_unstable();

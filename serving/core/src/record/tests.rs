@@ -81,6 +81,44 @@ fn rows_of_free_extents_batch_with_their_likes() {
 }
 
 #[test]
+fn fields_of_the_training_are_joined_as_there() {
+    let trained = |fields: &[&str]| -> BTreeMap<String, Vec<String>> {
+        [("input".to_owned(), fields.iter().map(|field| (*field).to_owned()).collect())].into()
+    };
+    let of = |shape: Vec<i64>, fields: &[&str], record: &str| {
+        let mapping = Mapping::of_trained(&signature(shape), &BTreeMap::new(), &trained(fields))
+            .map_err(|error| error.to_string())?;
+        let row = mapping.row(&parse(record.as_bytes()).unwrap()).map_err(|error| error.to_string())?;
+        match &mapping.batch(&[row]).unwrap()[0].data {
+            Data::Fp32(values) => Ok::<_, String>(values.clone()),
+            other => panic!("{other:?}"),
+        }
+    };
+    let record = r#"{"age":7,"seen":true,"history":[1,2],"four":[[1,2],[3,4]],"input":[5,6]}"#;
+    assert_eq!(of(vec![-1, 4], &["age", "history", "seen"], record).unwrap(), [7.0, 1.0, 2.0, 1.0]);
+    assert_eq!(of(vec![-1, 2, 3], &["four", "history"], record).unwrap(), [1.0, 2.0, 1.0, 3.0, 4.0, 2.0]);
+    assert_eq!(of(vec![-1, 2], &["history"], record).unwrap(), [1.0, 2.0]);
+    for (shape, fields, reason) in [
+        (vec![-1, 4], &["age", "history"][..], "3 elements, shape [4] takes 4"),
+        (vec![-1, 4], &["age", "none"], "no field \"none\""),
+        (
+            vec![-1, 2, 3],
+            &["four", "age"],
+            "field \"age\": 1 elements, input \"input\" of shape [2, 3] needs a multiple",
+        ),
+        (vec![-1, -1], &["age", "seen"], "fields age, seen cannot be joined"),
+    ] {
+        let error = of(shape, fields, record).unwrap_err();
+        assert!(error.contains(reason), "{error} lacks {reason}");
+    }
+    // What is configured comes first, and inputs that the training did not name take the field of their name.
+    let named = Mapping::of_trained(&signature(vec![-1, 2]), &columns(), &trained(&["a", "b"])).unwrap();
+    assert_eq!(named.inputs().next().unwrap().1, ["pixels"]);
+    let plain = Mapping::of_trained(&signature(vec![-1, 2]), &BTreeMap::new(), &BTreeMap::new()).unwrap();
+    assert_eq!(plain.inputs().next().unwrap().1, ["input"]);
+}
+
+#[test]
 fn inputs_from_other_sources_are_checked() {
     let mapping = Mapping::new(&signature(vec![-1, 2, -1]), &columns()).unwrap();
     let row = mapping.row_of(vec![(vec![2, 3], Data::Fp32(vec![0.5; 6]))]).unwrap();

@@ -47,6 +47,7 @@ fn manifest(name: &str, version: u64, sha256: &str) -> Manifest {
         },
         lineage: Lineage::default(),
         metrics: Default::default(),
+        fields: Default::default(),
         created_at: String::new(),
     }
 }
