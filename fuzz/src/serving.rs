@@ -96,6 +96,9 @@ fn bundle(model: &[u8]) -> Option<Bundle> {
     Bundle::new("m", 1, model.to_vec(), Lineage::default(), BTreeMap::new()).ok()
 }
 
+/// Outputs of a model that are read as that of a loss.
+const OUTPUTS_READ: usize = 4;
+
 /// An ONNX file: its bundle, its hazards, the independence of its rows, its quantization and its training.
 pub(crate) fn graph(input: &[u8]) {
     if let Some(bundle) = bundle(input) {
@@ -106,7 +109,8 @@ pub(crate) fn graph(input: &[u8]) {
     }
     let Ok(model) = ModelProto::decode(input) else { return };
     fuzzing::graph(&model);
-    if let Ok(graph) = Graph::read(&model) {
+    let outputs = model.graph.iter().flat_map(|graph| &graph.output).take(OUTPUTS_READ);
+    for graph in outputs.filter_map(|output| Graph::read_output(&model, Some(output.name())).ok()) {
         let weights = graph.initial_weights(&model).expect("a graph that was read has weights");
         assert_eq!(weights.len(), graph.params().iter().map(|param| param.elements()).sum::<usize>());
         let states = graph.initial_states(&model).expect("a graph that was read has its states");

@@ -31,6 +31,8 @@ use crate::failure::{Exit, fail, failure};
 use crate::home::write_atomically;
 use crate::output::{Output, bytes, count, quoted};
 
+/// Outputs of a model that are tried as that of a loss.
+const OUTPUTS_SHOWN: usize = 64;
 /// Largest ONNX file; protobuf itself is limited to 2 GiB.
 const MODEL_BYTES_MAX: u64 = 2 << 30;
 
@@ -207,9 +209,23 @@ enum Listing {
     Nodes,
 }
 
-/// The checked graph of a file, with the weights that it keeps beside it: as a job reads it.
-fn checked(file: &Path) -> Result<Graph> {
-    Ok(Graph::read(&edit::read(file)?)?)
+/// The checked graphs of a file, with the weights that it keeps beside it, as jobs read it: one for each output that a
+/// loss may read.
+fn checked(file: &Path) -> Result<Vec<Graph>> {
+    let model = edit::read(file)?;
+    let (mut graphs, mut refused) = (Vec::new(), None);
+    let outputs = model.graph.iter().flat_map(|graph| &graph.output).take(OUTPUTS_SHOWN);
+    for output in outputs {
+        match Graph::read_output(&model, Some(output.name())) {
+            Ok(graph) => graphs.push(graph),
+            Err(error) => refused = refused.or(Some(error)),
+        }
+    }
+    match refused {
+        Some(error) if graphs.is_empty() => Err(error.into()),
+        None if graphs.is_empty() => Ok(vec![Graph::read(&model)?]),
+        _ => Ok(graphs),
+    }
 }
 
 fn show_file(out: Output, file: &Path, listing: Listing) -> Result<()> {
@@ -225,11 +241,15 @@ fn show_file(out: Output, file: &Path, listing: Listing) -> Result<()> {
     });
     let trained = checked(file);
     let trainable = match &trained {
-        Ok(_) => "yes".to_owned(),
+        Ok(_) if graph.output.len() < 2 => "yes".to_owned(),
+        Ok(graphs) => {
+            let names: Vec<&str> = graphs.iter().map(Graph::output_name).collect();
+            format!("yes, with loss_output = {}", names.join(" or "))
+        }
         Err(error) => format!("no: {error}"),
     };
     if listing == Listing::Parameters {
-        return show_parameters(out, graph, trained.ok().as_ref());
+        return show_parameters(out, graph, trained.ok().as_deref());
     }
     let mut operators = std::collections::BTreeMap::<&str, u64>::new();
     for node in &graph.node {
@@ -280,10 +300,10 @@ fn show_nodes(out: Output, graph: &GraphProto) -> Result<()> {
     out.table(&json, &["node", "operator", "values"], graph.node.iter().map(row))
 }
 
-/// Lists the weights of a graph, and whether training changes them, which only a checked graph can tell.
-fn show_parameters(out: Output, graph: &GraphProto, checked: Option<&Graph>) -> Result<()> {
+/// Lists the weights of a graph, and whether training changes them, at least for one output. Only checked graphs tell.
+fn show_parameters(out: Output, graph: &GraphProto, checked: Option<&[Graph]>) -> Result<()> {
     let names = |of: fn(&Graph) -> &[ParamSpec]| -> HashSet<&str> {
-        checked.into_iter().flat_map(of).map(|param| param.name.as_str()).collect()
+        checked.into_iter().flatten().flat_map(of).map(|param| param.name.as_str()).collect()
     };
     let (trained, moving) = (names(Graph::params), names(Graph::states));
     let kind = |name: &str| match checked {
@@ -332,6 +352,9 @@ fn show_bundle(out: Output, bundle: &Bundle) -> Result<()> {
     ];
     let of_rows = Rows::of(bundle.graph(), &manifest.signature);
     rows.push(vec!["rows".into(), of_rows.to_string()]);
+    rows.extend(
+        manifest.fields.iter().map(|(input, fields)| vec![format!("fields of {input}"), fields.join(", ")]),
+    );
     rows.extend(origin(&manifest.lineage));
     if let Some(quantized) = &manifest.lineage.quantized {
         rows.push(vec!["quantized from".into(), format!("version {}", quantized.version)]);

@@ -1,4 +1,5 @@
 //! Conversion of feed batches to the virtual shards of a step: column checks, decoding and slicing.
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -12,17 +13,22 @@ use crate::error::{Error, Result};
 use crate::labels::{self, Dictionary};
 use crate::scaling::LabelScale;
 
+mod inputs;
 #[cfg(test)]
 mod tests;
+
+pub(crate) use inputs::{InputColumns, list_length};
 
 /// The columns that a job reads, with their expected types and widths.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Columns {
     /// The dataset, for messages.
     pub(crate) dataset: String,
-    pub(crate) features: String,
+    /// The columns of each input of the model, in the order in which a row has them.
+    pub(crate) inputs: Vec<InputColumns>,
+    /// Values per row of columns whose lists have no fixed length, where several columns feed an input.
+    pub(crate) lengths: Arc<BTreeMap<String, usize>>,
     pub(crate) label: String,
-    pub(crate) input_width: usize,
     pub(crate) output_width: usize,
     pub(crate) loss: Loss,
     /// The label whose rows do not count.
@@ -88,15 +94,9 @@ pub(crate) fn rank_shards(rank: usize, world: usize, shards: usize) -> Range<usi
 impl Columns {
     /// Rejects a dataset with unsuitable column types before any row is read.
     pub(crate) fn check_schema(&self, schema: &arrow::datatypes::Schema) -> Result<()> {
-        let features = self.field(schema, &self.features)?;
-        let (kind, width) = element(features);
-        if !kind.is_numeric() {
-            return Err(self.bad(format!(
-                "column {:?} is {features}; features are numbers or lists of numbers",
-                self.features
-            )));
+        for input in &self.inputs {
+            self.check_input(schema, input)?;
         }
-        self.check_width(&self.features, width, self.input_width, "the model takes")?;
         let label = self.field(schema, &self.label)?;
         let (kind, width) = element(label);
         if self.loss.takes_classes() {
@@ -145,7 +145,7 @@ impl Columns {
 
     /// Decodes a batch; `row_name` names a row of the batch in errors.
     pub(crate) fn decode(&self, batch: &RecordBatch, row_name: &dyn Fn(usize) -> String) -> Result<Rows> {
-        let inputs = self.numbers(batch, &self.features, self.input_width, row_name)?;
+        let inputs = self.inputs(batch, row_name)?;
         let labels = match self.loss {
             loss if loss.takes_classes() => Labels::Class(self.classes(batch, row_name)?),
             loss => {
@@ -165,7 +165,7 @@ impl Columns {
                 Labels::Value(values)
             }
         };
-        Ok(Rows { input_width: self.input_width, output_width: self.output_width, inputs, labels })
+        Ok(Rows { input_width: self.input_width(), output_width: self.output_width, inputs, labels })
     }
 
     /// The labels of a batch as the dataset has them, for losses of numbers.
@@ -174,7 +174,7 @@ impl Columns {
         batch: &RecordBatch,
         row_name: &dyn Fn(usize) -> String,
     ) -> Result<Vec<f32>> {
-        self.numbers(batch, &self.label, self.output_width, row_name)
+        self.numbers(batch, &self.label, self.output_width, None, row_name)
     }
 
     fn field<'s>(&self, schema: &'s arrow::datatypes::Schema, name: &str) -> Result<&'s DataType> {
@@ -236,11 +236,14 @@ impl Columns {
         classes.collect()
     }
 
+    /// The values of a column, `width` in each row. `bound` gives for each of these the number that a whole number stays
+    /// below, where the column feeds an input of such numbers.
     fn numbers(
         &self,
         batch: &RecordBatch,
         name: &str,
         width: usize,
+        bound: Option<&dyn Fn(usize) -> u32>,
         row_name: &dyn Fn(usize) -> String,
     ) -> Result<Vec<f32>> {
         let column = self.column(batch, name)?;
@@ -288,7 +291,21 @@ impl Columns {
                 };
                 return Err(self.bad(format!("{} has {found} in column {name:?}", row_name(row))));
             }
-            flat.extend_from_slice(&numbers.values()[range]);
+            let found = &numbers.values()[range.clone()];
+            if let Some(bound) = bound {
+                let fits = |(at, value): (usize, &f32)| {
+                    value.fract() == 0.0 && (0.0..bound(at) as f32).contains(value)
+                };
+                if let Some(at) = found.iter().enumerate().position(|pair| !fits(pair)) {
+                    return Err(self.bad(format!(
+                        "{} has {} in column {name:?}; the model takes whole numbers from 0 to {} there",
+                        row_name(row),
+                        array_value_to_string(values, range.start + at).unwrap_or_default(),
+                        bound(at).saturating_sub(1)
+                    )));
+                }
+            }
+            flat.extend_from_slice(found);
         }
         match flat.iter().position(|value| !value.is_finite()) {
             Some(at) => {

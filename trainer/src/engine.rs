@@ -20,6 +20,7 @@ mod export;
 mod forward;
 mod loss;
 mod objective;
+mod outputs;
 mod run;
 mod states;
 mod tensor;
@@ -57,6 +58,12 @@ pub enum EngineError {
         /// The requested device.
         device: Device,
         /// The reason and the remedy.
+        reason: String,
+    },
+    /// The model has several outputs, of which the loss could read none, or any.
+    #[error("the model has several outputs: {reason}")]
+    Outputs {
+        /// What each of them is, and the remedy.
         reason: String,
     },
     /// The graph does not fit the loss.
@@ -165,7 +172,7 @@ pub enum Labels {
 pub struct ShardBatch {
     /// Rows; 0 is allowed and yields zeros.
     pub rows: usize,
-    /// `rows · input_width` values, row-major.
+    /// `rows · input_width` values, row-major: in each row those of all inputs, in the model's order.
     pub inputs: Vec<f32>,
     /// One label per row.
     pub labels: Labels,
@@ -267,7 +274,14 @@ pub struct Engine {
     frozen: Vec<bool>,
     compute: Box<dyn Compute>,
     /// The model whose outputs the loss asks for.
-    teacher: Option<Box<Engine>>,
+    teacher: Option<Teacher>,
+}
+
+/// A model from which another one learns.
+struct Teacher {
+    engine: Box<Engine>,
+    /// Where a row of the learner has the inputs of the teacher, in its order. `None` if their rows are the same.
+    inputs: Option<Vec<Range<usize>>>,
 }
 
 impl std::fmt::Debug for Engine {
@@ -284,15 +298,25 @@ impl Engine {
     /// Checks the model and loads it onto the device.
     ///
     /// Rejects unsupported operators, shapes that do not match, an output that does not suit the loss, and a
-    /// device that is missing.
+    /// device that is missing. Of several outputs, the loss reads the only one that suits it.
     pub fn load(
         model: &ModelProto,
         loss: impl Into<Objective>,
         device: Device,
     ) -> Result<Engine, EngineError> {
+        Engine::load_output(model, None, loss, device)
+    }
+
+    /// [`Engine::load`] of a model whose loss reads `output`, if that is named. Other outputs stay in the model; only
+    /// what `output` depends on is trained.
+    pub fn load_output(
+        model: &ModelProto,
+        output: Option<&str>,
+        loss: impl Into<Objective>,
+        device: Device,
+    ) -> Result<Engine, EngineError> {
         let loss = loss.into();
-        let graph = Graph::read(model)?;
-        loss::check_output(&loss, &graph)?;
+        let graph = outputs::read(model, output, &loss)?;
         let layout = ParamLayout::of(&graph);
         let weights = graph.initial_weights(model)?;
         let mut compute = device::open(device, &graph)?;
@@ -316,22 +340,60 @@ impl Engine {
 
     /// Loads the model from which [`Loss::Kl`] learns, onto the same device. Its weights stay.
     ///
-    /// Rejects a model that this one cannot learn from.
+    /// Rejects a model that this one cannot learn from. Of several inputs, the teacher takes those of the same names.
+    /// Of several outputs, it gives the one that this model trains, if it has that name, or the only one that suits the
+    /// loss.
     pub fn set_teacher(&mut self, model: &ModelProto) -> Result<(), EngineError> {
-        let teacher = Engine::load(model, self.loss.clone(), self.device).map_err(|error| match error {
-            EngineError::Device { .. } | EngineError::Execution { .. } => error,
-            other => EngineError::Teacher { reason: other.to_string() },
-        })?;
-        let sizes = [
-            ("takes", "inputs", teacher.input_width(), self.input_width()),
-            ("gives", "outputs", teacher.output_width(), self.output_width()),
-        ];
-        if let Some((verb, what, found, own)) = sizes.into_iter().find(|(_, _, found, own)| found != own) {
-            let reason = format!("it {verb} {found} {what} per row, the trained model {own}");
+        let own = self.graph.output_name();
+        let mut outputs = model.graph.iter().flat_map(|graph| &graph.output);
+        let output = outputs.find(|info| info.name() == own).map(|_| own);
+        let teacher = Engine::load_output(model, output, self.loss.clone(), self.device).map_err(
+            |error| match error {
+                EngineError::Device { .. } | EngineError::Execution { .. } => error,
+                other => EngineError::Teacher { reason: other.to_string() },
+            },
+        )?;
+        let inputs = self.inputs_of(&teacher)?;
+        let (found, own) = (teacher.output_width(), self.output_width());
+        if found != own {
+            let reason = format!("it gives {found} outputs per row, the trained model {own}");
             return Err(EngineError::Teacher { reason });
         }
-        self.teacher = Some(Box::new(teacher));
+        self.teacher = Some(Teacher { engine: Box::new(teacher), inputs });
         Ok(())
+    }
+
+    /// Where a row of this model has the inputs of `teacher`. `None` if it is a row of the teacher as well.
+    fn inputs_of(&self, teacher: &Engine) -> Result<Option<Vec<Range<usize>>>, EngineError> {
+        let (own, theirs) = (self.graph.inputs(), teacher.graph.inputs());
+        let bad = |reason: String| Err(EngineError::Teacher { reason });
+        if let ([own], [theirs]) = (own, theirs) {
+            let (own, found) = (own.range.len(), theirs.range.len());
+            return match own == found {
+                true => Ok(None),
+                false => bad(format!("it takes {found} inputs per row, the trained model {own}")),
+            };
+        }
+        let mut ranges = Vec::with_capacity(theirs.len());
+        for input in theirs {
+            match own.iter().find(|own| own.name == input.name) {
+                Some(own) if own.range.len() == input.range.len() => ranges.push(own.range.clone()),
+                Some(own) => {
+                    let (name, found, own) = (&input.name, input.range.len(), own.range.len());
+                    return bad(format!(
+                        "its input {name:?} has {found} values per row, that of the trained model {own}"
+                    ));
+                }
+                None => {
+                    let names: Vec<&str> = own.iter().map(|own| own.name.as_str()).collect();
+                    let (name, names) = (&input.name, names.join(", "));
+                    return bad(format!("it takes input {name:?}, the trained model takes {names}"));
+                }
+            }
+        }
+        let is_same =
+            own.len() == theirs.len() && ranges.iter().zip(theirs).all(|(own, theirs)| *own == theirs.range);
+        Ok((!is_same).then_some(ranges))
     }
 
     /// The teacher's outputs for the rows of `shard`; empty without one.
@@ -341,7 +403,15 @@ impl Engine {
                 Err(EngineError::Teacher { reason: "none was loaded".to_owned() })
             }
             None => Ok(Vec::new()),
-            Some(teacher) => teacher.logits(&shard.inputs, shard.rows),
+            Some(Teacher { engine, inputs: None }) => engine.logits(&shard.inputs, shard.rows),
+            Some(Teacher { engine, inputs: Some(ranges) }) => {
+                let rows = shard.inputs.chunks_exact(self.input_width().max(1));
+                let inputs: Vec<f32> = rows
+                    .flat_map(|row| ranges.iter().flat_map(|range| &row[range.clone()]))
+                    .copied()
+                    .collect();
+                engine.logits(&inputs, shard.rows)
+            }
         }
     }
 
@@ -365,7 +435,7 @@ impl Engine {
         self.device
     }
 
-    /// Values per row of the input.
+    /// Values per row of all inputs.
     pub fn input_width(&self) -> usize {
         self.graph.input_width()
     }
@@ -509,19 +579,21 @@ impl Engine {
                 ),
             });
         }
-        if let Some(bounds) = self.graph.index_bounds() {
-            let is_index =
-                |(value, below): (&f32, &u32)| value.fract() == 0.0 && (0.0..*below as f32).contains(value);
-            if let Some(at) = inputs.iter().zip(bounds.iter().cycle()).position(|pair| !is_index(pair)) {
-                return Err(EngineError::Batch {
-                    reason: format!(
-                        "row {} holds {} in input {:?}, which takes whole numbers from 0 to {} there",
-                        at / width.max(1),
-                        inputs[at],
-                        self.graph.input_name(),
-                        bounds[at % width.max(1)] - 1
-                    ),
-                });
+        let is_index =
+            |(value, below): &(&f32, &u32)| value.fract() == 0.0 && (0.0..**below as f32).contains(*value);
+        for input in self.graph.inputs() {
+            let Some(bounds) = &input.below else { continue };
+            for (row, values) in inputs.chunks_exact(width.max(1)).enumerate() {
+                let mut pairs = values[input.range.clone()].iter().zip(bounds);
+                if let Some((value, below)) = pairs.find(|pair| !is_index(pair)) {
+                    return Err(EngineError::Batch {
+                        reason: format!(
+                            "row {row} holds {value} in input {:?}, which takes whole numbers from 0 to {} there",
+                            input.name,
+                            below - 1
+                        ),
+                    });
+                }
             }
         }
         let fits = self.graph.elements_max(rows).is_some_and(|elements| elements <= ELEMENTS_MAX);

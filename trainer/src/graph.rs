@@ -2,8 +2,8 @@
 //!
 //! Reading resolves names, orders nodes, infers every shape with a dynamic number of rows and folds shape
 //! constants. It rejects, before any training, everything that the engine cannot differentiate exactly. An
-//! accepted graph has one float input `[rows, …]` and one float output `[rows, …]`. Only batch normalisations with
-//! moving statistics mix rows, and only in training ([`Graph::normalizations`]). In every other graph, gradients of row
+//! accepted graph has inputs `[rows, …]` of floats, whole numbers or truth values, and one float output `[rows, …]` that
+//! the loss reads; the model may have others. Only batch normalisations with moving statistics mix rows, and only in training ([`Graph::normalizations`]). In every other graph, gradients of row
 //! subsets add up to the gradient of the batch.
 //!
 //! **Trained parameters**: the float32 initializers that the output depends on, apart from buffers, which keep
@@ -39,6 +39,7 @@ mod types;
 mod wiring;
 
 use std::collections::HashSet;
+use std::ops::Range;
 
 use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{ModelProto, TensorProto};
@@ -309,7 +310,7 @@ pub struct Node {
 /// The origin of a value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Source {
-    /// The batch.
+    /// A part of the batch: see [`Graph::inputs`].
     Input,
     /// A trained parameter, by index into [`Graph::params`].
     Param(usize),
@@ -330,6 +331,22 @@ pub struct Value {
     pub source: Source,
     /// Whether it depends on a parameter.
     pub trained: bool,
+}
+
+/// An input of the model. A row of the batch has the elements of all inputs, one input after another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Input {
+    /// Name of the tensor.
+    pub name: String,
+    /// The value that holds it.
+    pub value: ValueId,
+    /// Its elements in a row of the batch.
+    pub range: Range<usize>,
+    /// For whole numbers, as token ids, and for truth values: the number that each of its elements stays below; all are
+    /// at least 0. `None` for floats.
+    pub below: Option<Vec<u32>>,
+    /// Its shape, as `[rows, 8]`, behind the type of its elements, for messages.
+    pub form: String,
 }
 
 /// A trained parameter, or a state.
@@ -357,12 +374,10 @@ pub struct Graph {
     states: Vec<ParamSpec>,
     normalizations: Vec<Normalization>,
     dropouts: Vec<Dropout>,
-    input: ValueId,
+    inputs: Vec<Input>,
     output: ValueId,
-    input_name: String,
     output_name: String,
     ends_in_softmax: bool,
-    index_bounds: Option<Vec<u32>>,
     determined: Determined,
 }
 
@@ -371,12 +386,18 @@ impl Graph {
     ///
     /// Never panics, whatever the bytes contain. Every error names the node or tensor.
     pub fn read(model: &ModelProto) -> Result<Graph, GraphError> {
-        read::read(model)
+        read::read(model, None)
+    }
+
+    /// [`Graph::read`] of the part of a model that gives `output`, one of its outputs; of its only output if that is
+    /// not named.
+    pub fn read_output(model: &ModelProto, output: Option<&str>) -> Result<Graph, GraphError> {
+        read::read(model, output)
     }
 
     /// [`Graph::read`], but also accepts a model without a trained parameter.
     pub(crate) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
-        read::infer(model)
+        read::infer(model, None)
     }
 
     /// Values, indexed by [`ValueId`].
@@ -414,19 +435,14 @@ impl Graph {
         !self.normalizations.is_empty() || !self.dropouts.is_empty()
     }
 
-    /// The value that holds the batch.
-    pub fn input(&self) -> ValueId {
-        self.input
+    /// The model's inputs, in its order, whether or not the output depends on them.
+    pub fn inputs(&self) -> &[Input] {
+        &self.inputs
     }
 
-    /// The value that is the model's output.
+    /// The value that the loss reads.
     pub fn output(&self) -> ValueId {
         self.output
-    }
-
-    /// Name of the input tensor.
-    pub fn input_name(&self) -> &str {
-        &self.input_name
     }
 
     /// Name of the output tensor.
@@ -434,15 +450,14 @@ impl Graph {
         &self.output_name
     }
 
+    /// Shape of the output, as `[rows, 10]`.
+    pub(crate) fn output_form(&self) -> String {
+        shape::display(&self.values[self.output].dims)
+    }
+
     /// Whether Softmax produces the output; cross-entropy would apply it a second time.
     pub fn ends_in_softmax(&self) -> bool {
         self.ends_in_softmax
-    }
-
-    /// The bounds of an input of integers, as token ids, for each element of a row: a whole number from 0 to below the
-    /// bound. `None` for an input of floats.
-    pub fn index_bounds(&self) -> Option<&[u32]> {
-        self.index_bounds.as_deref()
     }
 
     /// The values that constants alone determine.
@@ -450,9 +465,14 @@ impl Graph {
         &self.determined
     }
 
-    /// Elements of one row of the input.
+    /// Elements of one row of the batch: those of all inputs.
     pub fn input_width(&self) -> usize {
-        shape::elements_at(&self.values[self.input].dims, 1)
+        self.inputs.last().map_or(0, |input| input.range.end)
+    }
+
+    /// The dimensions of an input behind the rows.
+    pub(crate) fn row_of(&self, input: &Input) -> Vec<usize> {
+        self.values[input.value].dims.iter().skip(1).map(|dim| dim.at(1)).collect()
     }
 
     /// Elements of one row of the output.

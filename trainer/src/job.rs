@@ -1,5 +1,6 @@
 //! The job file: dataset, model, optimizer, stopping rule and output of a training job.
 use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -17,8 +18,11 @@ use crate::optim::{EmaConfig, OptimizerConfig};
 use crate::strategy::Strategy;
 use crate::teacher;
 
+mod features;
 #[cfg(test)]
 mod tests;
+
+pub use features::Features;
 
 /// Largest job file.
 const JOB_BYTES_MAX: u64 = 1 << 20;
@@ -26,6 +30,9 @@ const JOB_BYTES_MAX: u64 = 1 << 20;
 pub const VIRTUAL_SHARDS_MAX: usize = 4096;
 /// Most rows of a global batch.
 pub const BATCH_ROWS_MAX: usize = 1 << 22;
+/// Most columns with inputs, and most bytes of their names: the bundle's manifest lists them.
+const FEATURES_MAX: u64 = 4096;
+const FEATURE_BYTES_MAX: usize = 1 << 18;
 /// Most epochs a job may run.
 pub const EPOCHS_MAX: u64 = 100_000;
 
@@ -57,14 +64,24 @@ pub struct JobFile {
     /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable. `volume@latest` is the newest
     /// one when the run begins.
     pub dataset: DatasetSpec,
-    /// The column with the inputs: a list of numbers, or one number.
-    pub features: String,
+    /// The column with the inputs: a list of numbers, or one number, or true and false. Several columns, as in
+    /// `["age", "income", "history"]`, follow one another in the last dimension of the model's input.
+    #[serde(default, skip_serializing_if = "Features::is_empty")]
+    pub features: Features,
+    /// The column of each input of a model that has several, or its columns, instead of `features`: a table such as
+    /// `inputs = { input_ids = "tokens", attention_mask = "mask" }`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub inputs: BTreeMap<String, Features>,
     /// The column with the labels: for `cross_entropy` whole class numbers, true and false, or texts; otherwise
     /// a number, a list of numbers, or true and false.
     pub label: String,
     /// An ONNX file (relative to the job file), which may keep its weights in files beside it, or a table
     /// that describes a built-in model.
     pub model: ModelSource,
+    /// The model's output that the loss reads. When absent, the only one that suits the loss. The published model keeps
+    /// its other outputs; what these alone depend on is not trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_output: Option<String>,
     /// The loss to minimize: `"cross_entropy"`, `"mse"`, `"bce"`, `"l1"`, `"huber"`, or a table with `kind` and
     /// the settings of that loss. `{ kind = "kl", teacher = "models:/models/big/3" }` learns from another model.
     #[serde(default = "default_loss")]
@@ -144,7 +161,7 @@ pub struct JobFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Validation {
-    /// `volume@snapshot:/path` of rows with the columns `features` and `label` that are not trained on.
+    /// `volume@snapshot:/path` of rows with the columns of the inputs and of the label that are not trained on.
     pub dataset: DatasetSpec,
     /// Epochs between evaluations, at least 1 and at most `epochs_max`.
     #[serde(default = "default_every_epochs")]
@@ -336,14 +353,7 @@ impl JobFile {
             let loss = self.loss.kind();
             return Err(format!("standardize_labels = true needs loss mse, l1 or huber, not {loss}"));
         }
-        for (key, column) in [("features", &self.features), ("label", &self.label)] {
-            if column.is_empty() {
-                return Err(format!("{key} is empty: name a column of the dataset"));
-            }
-        }
-        if self.features == self.label {
-            return Err(format!("features and label are both {:?}", self.label));
-        }
+        self.check_columns()?;
         if let Some(ema) = self.ema.filter(|ema| !(0.0..1.0).contains(&ema.decay)) {
             return Err(format!("ema.decay = {}: allowed are 0 to below 1", ema.decay));
         }
@@ -384,6 +394,62 @@ impl JobFile {
         Ok(())
     }
 
+    fn check_columns(&self) -> Result<(), String> {
+        if self.inputs.is_empty() && self.features.is_empty() {
+            return Err(
+                "features is missing: name a column of the dataset, or the columns of each input of the model in a table \
+                 [inputs]"
+                    .to_owned(),
+            );
+        }
+        if !self.inputs.is_empty() && !self.features.is_empty() {
+            return Err("features and inputs are both given: write the columns of features into the table [inputs], by the \
+                        name of the model's input"
+                .to_owned());
+        }
+        if self.label.is_empty() {
+            return Err("label is empty: name a column of the dataset".to_owned());
+        }
+        let features = (!self.features.is_empty()).then(|| ("features".to_owned(), &self.features));
+        let inputs = self.inputs.iter().map(|(input, columns)| (format!("inputs.{input}"), columns));
+        let (mut total, mut bytes) = (0, 0);
+        for (key, columns) in features.into_iter().chain(inputs) {
+            let names = columns.names();
+            total += names.len() as u64;
+            bytes += key.len() + names.iter().map(String::len).sum::<usize>();
+            if names.is_empty() || names.iter().any(String::is_empty) {
+                return Err(format!("{key} is empty: name a column of the dataset"));
+            }
+            if names.contains(&self.label) {
+                return Err(format!("{key} and label are both {:?}", self.label));
+            }
+            let mut distinct = BTreeSet::new();
+            if let Some(twice) = names.iter().find(|name| !distinct.insert(*name)) {
+                return Err(format!("{key} has column {twice:?} twice"));
+            }
+        }
+        if total > FEATURES_MAX {
+            return Err(format!("the inputs have {total} columns, at most {FEATURES_MAX} are allowed"));
+        }
+        if bytes > FEATURE_BYTES_MAX {
+            return Err(format!(
+                "the names of the inputs and their columns have {bytes} bytes, at most {FEATURE_BYTES_MAX} are allowed"
+            ));
+        }
+        Ok(())
+    }
+
+    /// The columns that the job reads, each once: those of the inputs, then the label.
+    pub(crate) fn columns(&self) -> Vec<String> {
+        let inputs = self.features.names().iter().chain(self.inputs.values().flat_map(Features::names));
+        let mut columns: Vec<String> = Vec::new();
+        let mut seen = BTreeSet::new();
+        for name in inputs.chain([&self.label]).filter(|name| seen.insert(*name)) {
+            columns.push(name.clone());
+        }
+        columns
+    }
+
     /// Rows of a step of the optimizer.
     pub(crate) fn step_rows(&self) -> usize {
         self.batch_rows * self.accumulate_steps
@@ -421,9 +487,11 @@ impl JobFile {
             name: _,
             dataset,
             features,
+            inputs,
             label,
             // Represented by the digest of the first model.
             model: _,
+            loss_output,
             loss,
             optimizer,
             ema,
@@ -450,6 +518,8 @@ impl JobFile {
             dataset,
             features,
             label,
+            inputs,
+            loss_output: loss_output.as_deref(),
             loss: loss.without_place(),
             optimizer,
             batch_rows: *batch_rows,
@@ -506,6 +576,8 @@ impl JobFile {
             accumulate_steps: self.accumulate_steps,
             ema: self.ema,
             strategy: self.strategy,
+            inputs: &self.inputs,
+            loss_output: self.loss_output.as_deref(),
         };
         let text = serde_json::to_string(&former).unwrap_or_default();
         digest_of(&["millrace job 1", &text, model_sha256, data])
@@ -520,7 +592,8 @@ impl JobFile {
 #[derive(Serialize)]
 struct Computation<'a> {
     dataset: &'a DatasetSpec,
-    features: &'a str,
+    #[serde(skip_serializing_if = "Features::is_empty")]
+    features: &'a Features,
     label: &'a str,
     loss: Cow<'a, Objective>,
     optimizer: &'a OptimizerConfig,
@@ -543,6 +616,10 @@ struct Computation<'a> {
     strategy: Strategy,
     #[serde(skip_serializing_if = "Option::is_none")]
     validation: Option<ValidationComputation<'a>>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    inputs: &'a BTreeMap<String, Features>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_output: Option<&'a str>,
 }
 
 /// What decides the evaluations of a run, which are part of its state.
@@ -562,7 +639,8 @@ struct ValidationComputation<'a> {
 struct FormerJob<'a> {
     name: &'a Name,
     dataset: &'a DatasetSpec,
-    features: &'a str,
+    #[serde(skip_serializing_if = "Features::is_empty")]
+    features: &'a Features,
     label: &'a str,
     model: FormerModel<'a>,
     loss: &'a Objective,
@@ -590,6 +668,10 @@ struct FormerJob<'a> {
     ema: Option<EmaConfig>,
     #[serde(skip_serializing_if = "Strategy::is_default")]
     strategy: Strategy,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    inputs: &'a BTreeMap<String, Features>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_output: Option<&'a str>,
 }
 
 #[derive(Serialize)]

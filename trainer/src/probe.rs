@@ -4,6 +4,8 @@
 pub(crate) mod digits;
 mod operators;
 
+use std::collections::BTreeMap;
+
 use millrace_bundle::onnx::{
     AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
     TypeProto, ValueInfoProto, attribute_proto::AttributeType, tensor_proto, tensor_shape_proto, type_proto,
@@ -24,14 +26,15 @@ pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
 
 /// Inputs for a graph: numbers, or positions in its tables.
 pub(crate) fn inputs(graph: &Graph, rows: usize, seed: u64) -> Vec<f32> {
-    let plain = numbers(rows * graph.input_width(), seed);
-    match graph.index_bounds() {
-        None => plain,
-        Some(bounds) => {
-            let pairs = plain.into_iter().zip(bounds.iter().cycle());
-            pairs.map(|(x, below)| ((x + 1.0) * 0.5 * (*below).min(1 << 10) as f32).floor()).collect()
+    let mut values = numbers(rows * graph.input_width(), seed);
+    for row in values.chunks_exact_mut(graph.input_width()) {
+        for input in graph.inputs() {
+            for (x, below) in row[input.range.clone()].iter_mut().zip(input.below.iter().flatten()) {
+                *x = ((*x + 1.0) * 0.5 * (*below).min(1 << 10) as f32).floor();
+            }
         }
     }
+    values
 }
 
 pub(crate) fn int(name: &str, value: i64) -> AttributeProto {
@@ -259,6 +262,44 @@ pub(crate) fn runtime() -> &'static ort::environment::Environment {
     })
 }
 
+/// All outputs, by name, of a model with several inputs, in ONNX Runtime. `graph` was read from it.
+pub(crate) fn run_all(
+    environment: &ort::environment::Environment,
+    model: &ModelProto,
+    graph: &Graph,
+    rows: usize,
+    values: &[f32],
+) -> BTreeMap<String, Vec<f32>> {
+    use ort::session::SessionInputValue;
+    use ort::value::Tensor;
+    let builder = ort::session::Session::builder(environment).unwrap();
+    let mut session =
+        builder.with_intra_threads(1).unwrap().commit_from_memory(&model.encode_to_vec()).unwrap();
+    let mut given: Vec<(String, SessionInputValue<'_>)> = Vec::new();
+    for input in graph.inputs() {
+        let rows_of = values.chunks_exact(graph.input_width());
+        let part: Vec<f32> = rows_of.flat_map(|row| row[input.range.clone()].to_vec()).collect();
+        let shape = [vec![rows], graph.row_of(input)].concat();
+        let whole = part.iter().map(|value| *value as i64);
+        let tensor = match input.form.split(' ').next().unwrap() {
+            "INT64" => Tensor::from_array((shape, whole.collect::<Vec<_>>())).unwrap().into(),
+            "INT32" => Tensor::from_array((shape, whole.map(|value| value as i32).collect::<Vec<_>>()))
+                .unwrap()
+                .into(),
+            "BOOL" => {
+                Tensor::from_array((shape, whole.map(|value| value != 0).collect::<Vec<_>>())).unwrap().into()
+            }
+            _ => Tensor::from_array((shape, part)).unwrap().into(),
+        };
+        given.push((input.name.clone(), tensor));
+    }
+    let outputs = session.run(given).unwrap();
+    let of = |(name, value): (&str, ort::value::ValueRef<'_>)| {
+        (name.to_owned(), value.try_extract_tensor::<f32>().unwrap().1.to_vec())
+    };
+    outputs.iter().map(of).collect()
+}
+
 /// The model's output for `inputs` in ONNX Runtime.
 pub(crate) fn run_reference(
     environment: &ort::environment::Environment,
@@ -275,7 +316,7 @@ pub(crate) fn run_reference(
         .map_err(|e| e.to_string())?;
     let mut shape = vec![rows];
     shape.extend(row);
-    let is_index = Graph::read(model).is_ok_and(|graph| graph.index_bounds().is_some());
+    let is_index = Graph::read(model).is_ok_and(|graph| graph.inputs()[0].below.is_some());
     let outputs = if is_index {
         let whole: Vec<i64> = inputs.iter().map(|value| *value as i64).collect();
         let tensor = ort::value::Tensor::from_array((shape, whole)).map_err(|e| e.to_string())?;

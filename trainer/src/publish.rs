@@ -24,7 +24,7 @@ use crate::job::{JobFile, digest_of};
 use crate::labels::LABELS_FILE;
 use crate::metrics;
 use crate::replica::check_weights;
-use crate::source::LabelFacts;
+use crate::source::DataFacts;
 use crate::state::RunState;
 use crate::validation::{self, Evaluation};
 
@@ -47,7 +47,9 @@ pub(crate) struct Origin {
     /// The run's id in format 1.
     pub(crate) former_run: String,
     pub(crate) offsets: BTreeMap<String, BTreeMap<i32, i64>>,
-    pub(crate) labels: LabelFacts,
+    pub(crate) facts: DataFacts,
+    /// The columns of each input, unless one column feeds the only input of the model.
+    pub(crate) fields: BTreeMap<String, Vec<String>>,
 }
 
 /// The next offset of every partition that was ingested into a volume at a snapshot.
@@ -153,7 +155,7 @@ pub(crate) fn publish(
     // The evaluation whose weights are published instead of the last ones.
     let published_at = validation::best(&state.evaluations).filter(|_| state.best.is_some());
     let mut model = engine.export();
-    if let Some(scale) = &origin.labels.scale {
+    if let Some(scale) = &origin.facts.scale {
         scale.undo(&mut model, engine.graph().output_name(), &engine.output_row());
     }
     let model = model.encode_to_vec();
@@ -194,7 +196,11 @@ pub(crate) fn publish(
                     Some(statistics) => bundle.with_statistics(statistics),
                     None => Ok(bundle),
                 })
-                .and_then(|bundle| match &origin.labels.dictionary {
+                .and_then(|bundle| match &origin.fields {
+                    fields if fields.is_empty() => Ok(bundle),
+                    fields => bundle.with_fields(fields.clone()),
+                })
+                .and_then(|bundle| match &origin.facts.dictionary {
                     Some(dictionary) => bundle.with_file(LABELS_FILE, dictionary.file(&job.label).into()),
                     None => Ok(bundle),
                 })

@@ -87,7 +87,7 @@ pub(crate) struct Replica {
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, datafs: Datafs, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, volumes: _, config, run, owner, fence: _, plan, validation_plan, labels } =
+        let Assignment { job, volumes: _, config, run, owner, fence: _, plan, validation_plan, facts } =
             assignment;
         let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &job.dataset))?;
         let plan = Arc::new(plan);
@@ -104,13 +104,14 @@ impl Replica {
             keep: config.checkpoints_keep,
         };
         let model = read_model(&checkpoints.view, &checkpoints.model_path())?;
-        let mut engine = Engine::load(&model, job.loss.clone(), job.device)?;
+        let mut engine =
+            Engine::load_output(&model, job.loss_output.as_deref(), job.loss.clone(), job.device)?;
         if job.loss.teacher().is_some() {
             engine.set_teacher(&read_model(&checkpoints.view, &checkpoints.teacher_path())?)?;
         }
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
         engine.freeze_states(groups.frozen_states())?;
-        let columns = source::columns(&job, &engine, &labels);
+        let columns = source::columns(&job, &engine, &facts)?;
         let validator = match (&job.validation, validation_plan) {
             (Some(validation), Some(plan)) => {
                 let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &validation.dataset))?;

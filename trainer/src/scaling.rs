@@ -7,6 +7,7 @@ use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{AttributeProto, ModelProto, NodeProto, TensorProto};
 use millrace_streams::dataset::OpenDataset;
 use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
 use crate::data::Columns;
 use crate::error::Result;
@@ -20,6 +21,27 @@ mod tests;
 pub(crate) struct LabelScale {
     means: Vec<f64>,
     deviations: Vec<f64>,
+}
+
+/// Why labels cannot be standardized.
+#[derive(Debug, Error)]
+#[error(
+    "standardize_labels = true: node {node:?} computes on with output {output:?}, and would get the standardized numbers; \
+     set standardize_labels = false, or keep that output alone (millrace model edit --cut {output})"
+)]
+pub(crate) struct Reread {
+    node: String,
+    output: String,
+}
+
+/// Rejects a model of several outputs in which a node reads the one whose numbers [`LabelScale::undo`] changes.
+pub(crate) fn check(model: &ModelProto, output: &str) -> Result<(), Reread> {
+    let graph = model.graph.as_ref().filter(|graph| graph.output.len() > 1);
+    let mut nodes = graph.into_iter().flat_map(|graph| &graph.node);
+    match nodes.find(|node| node.input.iter().any(|input| input == output)) {
+        Some(node) => Err(Reread { node: node.name().to_owned(), output: output.to_owned() }),
+        None => Ok(()),
+    }
 }
 
 impl LabelScale {

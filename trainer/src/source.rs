@@ -1,4 +1,5 @@
 //! The dataset of a job: its plan, its feed and its columns, as the coordinator and the workers open them.
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use millrace_datafs::{Datafs, Name};
@@ -6,7 +7,7 @@ use millrace_streams::dataset::{DatasetSpec, OpenDataset};
 use millrace_streams::feed::{Feed, FeedBatch, FeedError, FeedOptions, Plan, PlanOptions};
 use serde::{Deserialize, Serialize};
 
-use crate::data::{Columns, Rows};
+use crate::data::{Columns, InputColumns, Rows, list_length};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::job::JobFile;
@@ -66,7 +67,7 @@ pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile, dataset: &DatasetS
     Ok(found.map_or(0, |snapshot| snapshot.id))
 }
 
-/// Opens the feed of the job's two columns.
+/// Opens the feed of the job's columns.
 pub(crate) fn open_feed(
     job: &JobFile,
     plan: Arc<Plan>,
@@ -74,7 +75,7 @@ pub(crate) fn open_feed(
     cache_bytes_max: u64,
 ) -> Result<Feed> {
     let options = FeedOptions {
-        columns: Some(vec![job.features.clone(), job.label.clone()]),
+        columns: Some(job.columns()),
         cache_bytes_max: cache_bytes_max.max(plan.working_set_bytes()),
         decode_concurrency: 1,
         ..FeedOptions::default()
@@ -88,32 +89,56 @@ pub(crate) fn open_feed(
     })
 }
 
-/// What the labels of the whole training data have told.
+/// What the training data has told.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct LabelFacts {
+pub(crate) struct DataFacts {
     /// The classes, if the labels are texts.
     pub(crate) dictionary: Option<Dictionary>,
     /// Their scale, if the job standardizes them.
     pub(crate) scale: Option<LabelScale>,
+    /// Values per row of columns whose lists have no fixed length, where several columns feed an input.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) lengths: BTreeMap<String, usize>,
 }
 
-impl LabelFacts {
-    /// Reads the labels if that is needed.
+impl DataFacts {
+    /// Reads the lengths of lists and the labels if that is needed.
     pub(crate) async fn read(
         job: &JobFile,
         engine: &Engine,
         dataset: &OpenDataset,
-        plan: &Plan,
-    ) -> Result<LabelFacts> {
+        feed: &Feed,
+    ) -> Result<DataFacts> {
+        let plan = feed.plan();
         let dictionary = dictionary(job, dataset, plan).await?;
-        let mut facts = LabelFacts { dictionary, scale: None };
+        let mut facts = DataFacts { dictionary, ..DataFacts::default() };
+        let inputs = InputColumns::of(job, engine.graph())?;
+        let schema = plan.dataset().schema();
+        let open: Vec<&str> = inputs.iter().flat_map(|input| input.open(schema)).collect();
+        if !open.is_empty() {
+            facts.lengths = lengths(feed, &job.dataset, &open).await?;
+        }
         if job.standardize_labels {
-            let columns = columns(job, engine, &facts);
+            let columns = columns(job, engine, &facts)?;
             columns.check_schema(plan.dataset().schema())?;
             facts.scale = Some(LabelScale::read(dataset, &columns).await?);
         }
         Ok(facts)
     }
+}
+
+/// The lengths of the lists of the first row; other rows must have the same.
+async fn lengths(feed: &Feed, dataset: &DatasetSpec, columns: &[&str]) -> Result<BTreeMap<String, usize>> {
+    let read = feed.batch(0, 0..1).await.map_err(|e| Error::feed(format!("read dataset {dataset}"), e))?;
+    let length = |name: &&str| {
+        let found = read.batch.column_by_name(name).and_then(|column| list_length(column, 0));
+        let length = found.ok_or_else(|| Error::Data {
+            dataset: dataset.to_string(),
+            reason: format!("{} has no value in column {name:?}", row_name(feed.plan(), &read.rows, 0)),
+        })?;
+        Ok(((*name).to_owned(), length))
+    };
+    columns.iter().map(length).collect()
 }
 
 /// Reads one column of a dataset, in the order of its files.
@@ -142,19 +167,20 @@ pub(crate) async fn read_column(
     Ok(())
 }
 
-/// The column requirements of the job's model.
-pub(crate) fn columns(job: &JobFile, engine: &Engine, labels: &LabelFacts) -> Columns {
-    Columns {
+/// The column requirements of the job's model. Refuses columns of inputs that the model lacks, and inputs without
+/// columns.
+pub(crate) fn columns(job: &JobFile, engine: &Engine, facts: &DataFacts) -> Result<Columns> {
+    Ok(Columns {
         dataset: job.dataset.to_string(),
-        features: job.features.clone(),
+        inputs: InputColumns::of(job, engine.graph())?,
+        lengths: Arc::new(facts.lengths.clone()),
         label: job.label.clone(),
-        input_width: engine.input_width(),
         output_width: engine.output_width(),
         loss: job.loss.kind(),
         ignore_index: job.loss.ignore_index(),
-        dictionary: labels.dictionary.clone().map(Arc::new),
-        scale: labels.scale.clone().map(Arc::new),
-    }
+        dictionary: facts.dictionary.clone().map(Arc::new),
+        scale: facts.scale.clone().map(Arc::new),
+    })
 }
 
 /// The classes of the job's labels, if these are texts. Reads all of them.

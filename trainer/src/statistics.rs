@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::data::Columns;
 use crate::error::{Error, Result};
+use crate::graph::Input;
 use crate::source;
 
 /// Most rows that are read. The order of an epoch is shuffled, so these rows represent all of it.
@@ -24,17 +25,17 @@ const SAMPLE_ROWS: usize = 4096;
 /// Seed of the sample.
 const SEED: u64 = 7;
 
-/// Collects statistics of the job's features, which feed the model input `input`; none of a dataset without rows.
+/// Collects statistics of what feeds the model's inputs; none of a dataset without rows.
 /// Breaks off when `stop` fires. Blocks.
 pub(crate) fn collect(
     feed: &Feed,
     columns: &Columns,
-    input: &str,
+    inputs: &[Input],
     runtime: &Handle,
     stop: &CancellationToken,
 ) -> Result<ControlFlow<(), Option<Statistics>>> {
     let plan = feed.plan();
-    let mut collector = Collector::new(columns.input_width);
+    let mut collector = Collector::new(columns.input_width());
     for step in 0..plan.steps_for_epochs(1) {
         if stop.is_cancelled() {
             return Ok(ControlFlow::Break(()));
@@ -52,7 +53,8 @@ pub(crate) fn collect(
             break;
         }
     }
-    Ok(ControlFlow::Continue((collector.rows > 0).then(|| collector.finish(input, &columns.features))))
+    let found = (collector.rows > 0).then(|| collector.finish(inputs, &columns.feature_names()));
+    Ok(ControlFlow::Continue(found))
 }
 
 /// Accumulates rows one by one; memory does not grow with their number.
@@ -101,11 +103,14 @@ impl Collector {
         self.rows += 1;
     }
 
-    fn finish(self, input: &str, column: &str) -> Statistics {
+    fn finish(self, inputs: &[Input], column: &str) -> Statistics {
         let count = self.elements.len();
         let features = (0..count).filter_map(|feature| {
             let sample = self.sample.iter().skip(feature).step_by(count).map(|value| f64::from(*value));
-            Feature::new(input, self.elements[feature], &self.moments[feature], sample.collect())
+            let element = self.elements[feature];
+            let input = inputs.iter().find(|input| input.range.contains(&element))?;
+            let element = element - input.range.start;
+            Feature::new(&input.name, element, &self.moments[feature], sample.collect())
         });
         Statistics::new(column, self.rows, features.collect())
     }
@@ -118,10 +123,20 @@ mod tests {
     use super::*;
     use crate::probe::numbers;
 
+    fn inputs(widths: &[(&str, usize)]) -> Vec<Input> {
+        let mut end = 0;
+        let input = |(name, width): &(&str, usize)| {
+            let start = end;
+            end += width;
+            Input { name: (*name).to_owned(), value: 0, range: start..end, below: None, form: String::new() }
+        };
+        widths.iter().map(input).collect()
+    }
+
     fn collected(rows: &[Vec<f32>]) -> Statistics {
         let mut collector = Collector::new(rows[0].len());
         rows.iter().for_each(|row| collector.add(row));
-        collector.finish("x", "pixels")
+        collector.finish(&inputs(&[("x", rows[0].len())]), "pixels")
     }
 
     proptest! {
@@ -166,6 +181,15 @@ mod tests {
         let places: Vec<usize> = statistics.features.iter().map(|feature| feature.element).collect();
         assert!(places.is_sorted_by(|a, b| a < b) && places[0] == 0 && places[63] == 984, "{places:?}");
         assert!(statistics.features.iter().all(|feature| feature.mean == feature.element as f64));
-        assert!(Collector::new(0).finish("x", "pixels").features.is_empty());
+        assert!(Collector::new(0).finish(&inputs(&[("x", 0)]), "pixels").features.is_empty());
+    }
+
+    #[test]
+    fn elements_belong_to_the_inputs_of_a_row() {
+        let mut collector = Collector::new(3);
+        collector.add(&[1.0, 2.0, 3.0]);
+        let statistics = collector.finish(&inputs(&[("a", 2), ("b", 1)]), "x, y");
+        let found: Vec<_> = statistics.features.iter().map(|f| (f.name(), f.mean)).collect();
+        assert_eq!(found, [("a[0]".into(), 1.0), ("a[1]".into(), 2.0), ("b[0]".into(), 3.0)]);
     }
 }

@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::checkpoint::{self, Checkpoints, Finish};
 use crate::config::Config;
 use crate::data::Columns;
+use crate::data::InputColumns;
 use crate::elastic::coordinator::{self, CoordinatorParams, Joining, Outcome};
 use crate::engine::{Device, Engine, Loss};
 use crate::error::{Error, Result};
@@ -32,8 +33,9 @@ use crate::model;
 use crate::optim::{Groups, Optimizer};
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
+use crate::scaling;
 use crate::shards;
-use crate::source::{self, LabelFacts};
+use crate::source::{self, DataFacts};
 use crate::state::RunState;
 use crate::statistics;
 use crate::teacher;
@@ -448,7 +450,7 @@ struct Checked {
     data: String,
     run: String,
     former_run: String,
-    labels: LabelFacts,
+    facts: DataFacts,
     runtime: Handle,
 }
 
@@ -483,7 +485,9 @@ impl Checked {
         let output = open_output(&setup.datafs, &job)?;
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
-        let mut engine = Engine::load(&model, job.loss.clone(), Device::Cpu)?;
+        let mut engine =
+            Engine::load_output(&model, job.loss_output.as_deref(), job.loss.clone(), Device::Cpu)?;
+        InputColumns::of(&job, engine.graph())?;
         let teacher = teacher::read(&setup.datafs, &job)?;
         if let Some(teacher) = &teacher {
             engine.set_teacher(&teacher.model)?;
@@ -494,8 +498,12 @@ impl Checked {
         engine.freeze_states(groups.frozen_states()).map_err(|e| unfit(e.to_string()))?;
         let crew = Crew::of(&job, &setup)?;
         shards::check(&engine, &job, crew.local + crew.places)?;
+        if job.standardize_labels {
+            scaling::check(&model, engine.graph().output_name()).map_err(|e| unfit(e.to_string()))?;
+        }
         let (trained, fixed) = (engine.graph().params().len(), engine.graph().fixed(&model).len());
-        tracing::info!(job = %job.name, trained, fixed, "float tensors that the job trains, and that stay fixed");
+        let loss_output = engine.graph().output_name();
+        tracing::info!(job = %job.name, trained, fixed, loss_output, "float tensors that the job trains, and that stay fixed");
 
         let plan = runtime
             .block_on(dataset.plan(&source::plan_options(&job)))
@@ -507,11 +515,11 @@ impl Checked {
             let _context = runtime.enter();
             source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
         };
-        let labels = runtime.block_on(LabelFacts::read(&job, &engine, &dataset, &plan))?;
+        let facts = runtime.block_on(DataFacts::read(&job, &engine, &dataset, &feed))?;
         if let Some(teacher) = &teacher {
-            teacher.check_labels(&job, labels.dictionary.as_ref())?;
+            teacher.check_labels(&job, facts.dictionary.as_ref())?;
         }
-        let columns = source::columns(&job, &engine, &labels);
+        let columns = source::columns(&job, &engine, &facts)?;
         runtime.block_on(source::probe(&feed, &columns))?;
 
         let mut data =
@@ -559,7 +567,7 @@ impl Checked {
             data,
             run,
             former_run,
-            labels,
+            facts,
             runtime,
         })
     }
@@ -602,7 +610,7 @@ impl Checked {
             data,
             run,
             former_run,
-            labels,
+            facts,
             runtime,
         } = self;
         let checkpoints = Checkpoints {
@@ -635,7 +643,8 @@ impl Checked {
             .datafs
             .view(&job.dataset.source)
             .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
-        let origin = Origin { run, former_run, offsets: publish::offsets(&snapshot)?, labels };
+        let fields = InputColumns::fields(&job, engine.graph());
+        let origin = Origin { run, former_run, offsets: publish::offsets(&snapshot)?, facts, fields };
         Ok(Prepared {
             job,
             setup,
@@ -674,7 +683,7 @@ impl Prepared {
             fence: self.lease.fence(),
             plan: (*self.plan).clone(),
             validation_plan: self.validation_plan.as_deref().cloned(),
-            labels: self.origin.labels.clone(),
+            facts: self.origin.facts.clone(),
         };
         let encode = |assignment: &Assignment| {
             serde_json::to_string(assignment).map_err(|e| Error::Job {
@@ -776,15 +785,15 @@ impl Prepared {
             metrics::record_evaluation(last.loss, last.accuracy);
         }
         if report.end != End::Stopped {
-            let columns = source::columns(&self.job, &self.engine, &self.origin.labels);
-            let input = self.engine.graph().input_name().to_owned();
+            let columns = source::columns(&self.job, &self.engine, &self.origin.facts)?;
+            let inputs = self.engine.graph().inputs().to_vec();
             let statistics = || {
                 let feed = {
                     let _context = self.runtime.enter();
                     let cache = self.setup.config.feed_cache_bytes;
                     source::open_feed(&self.job, Arc::clone(&self.plan), &self.dataset, cache)?
                 };
-                statistics::collect(&feed, &columns, &input, &self.runtime, stop)
+                statistics::collect(&feed, &columns, &inputs, &self.runtime, stop)
             };
             // The model is published even if its inputs cannot be read a second time.
             let statistics = || {

@@ -21,7 +21,7 @@ use crate::job::JobFile;
 use crate::join::host_port;
 use crate::launch::WorkerEnv;
 use crate::replica::Replica;
-use crate::source::LabelFacts;
+use crate::source::DataFacts;
 use crate::validation::Partial;
 
 mod joined;
@@ -46,7 +46,9 @@ pub(crate) struct Assignment {
     pub(crate) plan: millrace_streams::feed::Plan,
     /// The order of the validation data.
     pub(crate) validation_plan: Option<millrace_streams::feed::Plan>,
-    pub(crate) labels: LabelFacts,
+    /// What the training data has told.
+    #[serde(rename = "labels")]
+    pub(crate) facts: DataFacts,
 }
 
 /// The home and the settings with which a launched worker opens the volumes.

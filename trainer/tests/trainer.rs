@@ -6,6 +6,8 @@
 
 #[path = "trainer/chaos.rs"]
 mod chaos;
+#[path = "trainer/columns.rs"]
+mod columns;
 #[path = "trainer/data.rs"]
 mod data;
 #[path = "trainer/failover.rs"]

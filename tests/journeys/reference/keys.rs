@@ -265,7 +265,7 @@ validation = { dataset = "example@monday:/test" }
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 46] = [
+const TYPES: [(&str, &str); 47] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
@@ -276,6 +276,7 @@ const TYPES: [(&str, &str); 46] = [
     ("f64", "number"),
     ("[f64;2]", "list of 2 numbers"),
     ("String", "text"),
+    ("Features", "text or list"),
     ("PathBuf", "path"),
     ("SocketAddr", "IP:PORT"),
     ("IpAddr", "IP address"),

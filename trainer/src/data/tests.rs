@@ -3,21 +3,33 @@
 use std::sync::Arc;
 
 use arrow::array::{
-    ArrayRef, BooleanArray, Float64Array, Int8Array, Int16Array, Int32Array, Int64Array, ListArray,
-    RecordBatch, StringArray, UInt8Array, UInt16Array, UInt32Array, UInt64Array,
+    ArrayRef, BooleanArray, FixedSizeListArray, Float32Array, Float64Array, Int8Array, Int16Array,
+    Int32Array, Int64Array, ListArray, RecordBatch, StringArray, UInt8Array, UInt16Array, UInt32Array,
+    UInt64Array,
 };
-use arrow::datatypes::{Float32Type, Int32Type};
+use arrow::datatypes::{DataType, Field, Float32Type, Int32Type, Int64Type};
 use proptest::prelude::*;
 
-use super::{Columns, rank_shards, shard_slots};
+use super::{Columns, InputColumns, list_length, rank_shards, shard_slots};
 use crate::engine::{Labels, Loss};
+
+fn input(columns: &[&str], width: usize, last: usize) -> InputColumns {
+    InputColumns {
+        input: None,
+        columns: columns.iter().map(|name| (*name).to_owned()).collect(),
+        width,
+        last,
+        below: None,
+        is_strict: columns.len() > 1,
+    }
+}
 
 fn columns(input_width: usize, output_width: usize, loss: Loss) -> Columns {
     Columns {
         dataset: "d@s:/p".into(),
-        features: "x".into(),
+        inputs: vec![input(&["x"], input_width, input_width)],
+        lengths: Arc::default(),
         label: "y".into(),
-        input_width,
         output_width,
         loss,
         ignore_index: None,
@@ -114,7 +126,11 @@ fn columns_that_do_not_match_the_model_are_named() {
         (good_x(), Arc::new(Float64Array::from(vec![0.0, 1.0])), "whole class numbers"),
         (good_x(), int_list, "whole class numbers"),
         (Arc::new(StringArray::from(vec!["a", "b"])), good_y(), "numbers"),
-        (Arc::new(BooleanArray::from(vec![true, false])), good_y(), "numbers"),
+        (
+            Arc::new(BooleanArray::from(vec![true, false])),
+            good_y(),
+            "has 1 values per row, the model takes 2",
+        ),
     ];
     let wanted = columns(2, 3, Loss::CrossEntropy);
     for (x, y, reason) in cases {
@@ -127,7 +143,7 @@ fn columns_that_do_not_match_the_model_are_named() {
         assert!(error.starts_with("dataset d@s:/p: ") && error.contains(reason), "{error} lacks {reason}");
     }
     let error = columns(2, 3, Loss::CrossEntropy);
-    let error = Columns { features: "z".into(), ..error }
+    let error = Columns { inputs: vec![input(&["z"], 2, 2)], ..error }
         .check_schema(&batch(good_x(), good_y()).schema())
         .unwrap_err();
     assert!(error.to_string().contains("no column \"z\"; it has x, y"), "{error}");
@@ -189,4 +205,126 @@ fn binary_labels_are_booleans_or_numbers_from_0_to_1() {
     let batch = batch(x(), Arc::new(Int8Array::from(vec![1, 2])));
     let error = bce.decode(&batch, &name).unwrap_err().to_string();
     assert!(error.contains("row 1 has 2 in column \"y\"") && error.contains("from 0 to 1"), "{error}");
+}
+
+fn fixed_lists(size: i32, values: Vec<f32>) -> ArrayRef {
+    let item = Arc::new(Field::new("item", DataType::Float32, true));
+    Arc::new(FixedSizeListArray::new(item, size, Arc::new(Float32Array::from(values)), None))
+}
+
+/// Two rows of columns of all kinds.
+fn table() -> RecordBatch {
+    let list = lists(&[Some(vec![Some(1.0), Some(2.0)]), Some(vec![Some(3.0), Some(4.0)])]);
+    let ragged = lists(&[Some(vec![Some(1.0)]), Some(vec![Some(3.0), Some(4.0)])]);
+    let ids = ListArray::from_iter_primitive::<Int64Type, _, _>([
+        Some(vec![Some(1), Some(2)]),
+        Some(vec![Some(3), Some((1 << 24) + 1)]),
+    ]);
+    RecordBatch::try_from_iter_with_nullable([
+        ("list", list, true),
+        ("ragged", ragged, true),
+        ("ids", Arc::new(ids) as ArrayRef, true),
+        ("number", Arc::new(Int32Array::from(vec![7, 8])), true),
+        ("flag", Arc::new(BooleanArray::from(vec![true, false])), true),
+        ("text", Arc::new(StringArray::from(vec!["a", "b"])), true),
+        ("fixed", fixed_lists(2, vec![-1.0, -2.0, -3.0, -4.0]), true),
+        ("four", fixed_lists(4, (10..18).map(|value| value as f32).collect()), true),
+        ("y", Arc::new(Int64Array::from(vec![0, 1])), true),
+    ])
+    .unwrap()
+}
+
+/// The rows that the inputs take from [`table`], or the refusal.
+fn rows_of(inputs: Vec<InputColumns>) -> Result<Vec<Vec<f32>>, String> {
+    let batch = table();
+    let schema = batch.schema();
+    let length = |name: &str| Some((name.to_owned(), list_length(batch.column_by_name(name)?, 0)?));
+    let lengths = inputs.iter().flat_map(|input| input.open(&schema)).filter_map(length).collect();
+    let columns = Columns { inputs, lengths: Arc::new(lengths), ..columns(0, 2, Loss::CrossEntropy) };
+    columns.check_schema(&schema).map_err(|e| e.to_string())?;
+    let rows = columns.decode(&batch, &name).map_err(|e| e.to_string())?;
+    Ok(rows.inputs().map(<[f32]>::to_vec).collect())
+}
+
+#[test]
+fn several_columns_make_one_row_in_their_order() {
+    let of = |names: &[&str], width: usize| rows_of(vec![input(names, width, width)]);
+    assert_eq!(of(&["number", "list", "flag"], 4).unwrap(), [[7.0, 1.0, 2.0, 1.0], [8.0, 3.0, 4.0, 0.0]]);
+    assert_eq!(
+        of(&["fixed", "list", "number"], 5).unwrap(),
+        [[-1.0, -2.0, 1.0, 2.0, 7.0], [-3.0, -4.0, 3.0, 4.0, 8.0]]
+    );
+    for (names, width, reason) in [
+        (
+            &["number", "fixed"][..],
+            4,
+            "columns number (1), fixed (2) have 3 values per row together, the model takes 4",
+        ),
+        (&["list", "ragged"][..], 3, "row 1 has 2 values in column \"ragged\", not 1"),
+        (&["list", "ids"][..], 4, ""),
+        (&["number", "nothing"][..], 2, "no column \"nothing\"; it has list, "),
+        (&["number", "text"][..], 2, "column \"text\" is Utf8; features are numbers, true and false"),
+    ] {
+        match (of(names, width), reason) {
+            (Ok(_), "") => {}
+            (Err(error), reason) if !reason.is_empty() => {
+                assert!(error.contains(reason), "{error} lacks {reason}")
+            }
+            (found, _) => panic!("{names:?}: {found:?}"),
+        }
+    }
+}
+
+#[test]
+fn columns_stand_side_by_side_in_the_last_dimension() {
+    // An input [rows, 2, 3]: two values of a column of four stand together.
+    let found = rows_of(vec![input(&["four", "list"], 6, 3)]).unwrap();
+    assert_eq!(found, [[10.0, 11.0, 1.0, 12.0, 13.0, 2.0], [14.0, 15.0, 3.0, 16.0, 17.0, 4.0]]);
+    let error = rows_of(vec![input(&["four", "number"], 6, 3)]).unwrap_err();
+    assert!(
+        error.contains("column \"number\" has 1 values per row; the model takes 2 times 3 values"),
+        "{error}"
+    );
+}
+
+#[test]
+fn inputs_follow_one_another_and_keep_whole_numbers_exact() {
+    let named = |name: &str, columns: &[&str], width: usize, below: Option<Vec<u32>>| InputColumns {
+        input: Some(name.to_owned()),
+        is_strict: true,
+        below,
+        ..input(columns, width, width)
+    };
+    let found = rows_of(vec![
+        named("mask", &["flag"], 1, Some(vec![2])),
+        named("a", &["fixed"], 2, None),
+        named("b", &["number", "flag"], 2, Some(vec![9, 2])),
+    ]);
+    assert_eq!(found.unwrap(), [[1.0, -1.0, -2.0, 7.0, 1.0], [0.0, -3.0, -4.0, 8.0, 0.0]]);
+    for (columns, below, reason) in [
+        (
+            &["ids"][..],
+            vec![1 << 24; 2],
+            "row 1 has 16777217 in column \"ids\"; the model takes whole numbers from 0 to 16777215",
+        ),
+        (
+            &["number", "flag"][..],
+            vec![8, 2],
+            "row 1 has 8 in column \"number\"; the model takes whole numbers from 0 to 7",
+        ),
+        (&["flag", "number"][..], vec![2, 8], "row 1 has 8 in column \"number\""),
+        (
+            &["list"][..],
+            vec![9, 9],
+            "; input \"ids\" of the model takes whole numbers: write the column as integers",
+        ),
+    ] {
+        let error = rows_of(vec![named("ids", columns, 2, Some(below))]).unwrap_err();
+        assert!(error.contains(reason), "{error} lacks {reason}");
+    }
+    let error = rows_of(vec![named("a", &["four"], 2, None)]).unwrap_err();
+    assert!(
+        error.contains("column \"four\" has 4 values per row, input \"a\" of the model takes 2"),
+        "{error}"
+    );
 }

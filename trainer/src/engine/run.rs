@@ -11,7 +11,7 @@ use super::forward::forward;
 use super::tensor::{download, upload};
 use super::training::{Kept, mask, normalize};
 use super::{Device, EngineError, ShardKey, shape_of};
-use crate::graph::{Graph, Op, ParamSpec, Source};
+use crate::graph::{Graph, Input, Op, ParamSpec, Source};
 
 /// A loaded graph on a device, independent of the backend.
 pub(super) trait Compute: Send + Sync {
@@ -144,9 +144,17 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
         training: Option<ShardKey>,
     ) -> Result<Trace<B>, EngineError> {
         let mut values = self.resident.clone();
-        let input = self.graph.input();
-        let shape = shape_of(&self.graph.values()[input].dims, rows);
-        values[input] = Some(upload::<B, E>(inputs, &shape, &self.device));
+        let place = |input: &Input| shape_of(&self.graph.values()[input.value].dims, rows);
+        match self.graph.inputs() {
+            [input] => values[input.value] = Some(upload::<B, E>(inputs, &place(input), &self.device)),
+            several => {
+                for input in several {
+                    let rows = inputs.chunks_exact(self.graph.input_width().max(1));
+                    let part = rows.flat_map(|row| &row[input.range.clone()]).copied().collect();
+                    values[input.value] = Some(upload::<B, E>(part, &place(input), &self.device));
+                }
+            }
+        }
         let mut all_kept = Vec::with_capacity(self.graph.nodes().len());
         let mut moments = Vec::new();
         for node in self.graph.nodes() {

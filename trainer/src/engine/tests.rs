@@ -5,6 +5,7 @@ mod edges;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod hostile;
+mod inputs;
 mod learning;
 mod losses;
 mod measure;

@@ -85,11 +85,10 @@ pub(super) struct Builder {
     pub(super) float_initializers: HashSet<String>,
     /// Whether PyTorch exported the model.
     pub(super) is_from_pytorch: bool,
-    /// Whether the input holds integers, as token ids.
-    pub(super) input_is_index: bool,
-    /// For each element of an input row of integers, the number that it stays below.
+    /// For each element of a row of the inputs of whole numbers and truth values, one input after another, the number
+    /// that it stays below.
     pub(super) index_bounds: Vec<u32>,
-    /// For each value that holds elements of an input of integers, unchanged, their places in a row of the input.
+    /// For each value that holds elements of these inputs, unchanged, their places in `index_bounds`.
     pub(super) origins: HashMap<ValueId, Rc<[u32]>>,
 }
 

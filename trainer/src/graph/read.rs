@@ -14,10 +14,10 @@ use super::reduction::Reduction;
 use super::spatial::Pool;
 use super::types::Kind;
 use super::{
-    Binary, Compare, Dim, Graph, GraphError, Node, Op, Source, Unary, ValueId, arithmetic, attention, einsum,
-    gather, linear, movement, normalization, recurrent, reduction, resize, shape, sizes, spatial, tensor,
-    training, types,
-    wiring::{input, order, output, producers},
+    Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, arithmetic, attention,
+    einsum, gather, linear, movement, normalization, recurrent, reduction, resize, shape, sizes, spatial,
+    tensor, training, types,
+    wiring::{Declared, inputs, order, output, producers},
 };
 
 /// Bound of an input's integers, also where no table bounds them: float32 holds all numbers below it exactly.
@@ -157,8 +157,8 @@ pub(super) fn malformed(reason: impl Into<String>) -> GraphError {
     GraphError::Malformed { reason: reason.into() }
 }
 
-pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
-    let graph = infer(model)?;
+pub(super) fn read(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, GraphError> {
+    let graph = infer(model, wanted)?;
     if graph.values[graph.output].trained {
         return Ok(graph);
     }
@@ -167,8 +167,8 @@ pub(super) fn read(model: &ModelProto) -> Result<Graph, GraphError> {
     ))
 }
 
-/// Reads a model that need not have a trained parameter.
-pub(super) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
+/// Reads a model that need not have a trained parameter: what its output `wanted`, or its only one, depends on.
+pub(super) fn infer(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, GraphError> {
     let opset = opset(model)?;
     let proto = model.graph.as_ref().ok_or_else(|| malformed("it holds no graph"))?;
     if !proto.sparse_initializer.is_empty() {
@@ -179,29 +179,22 @@ pub(super) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
     }
     let initializers = initializers(proto)?;
     let roles = Roles::of(model, proto);
-    let (input, input_dims, element) = input(proto, &initializers)?;
-    let input_is_index = types::kind(element) == Kind::Integer;
-    let output = output(proto)?;
-    let producers = producers(proto, input, &initializers)?;
-    let order = order(proto, output, &producers, input, &initializers)?;
+    let declared = inputs(proto, &initializers)?;
+    let output = output(proto, wanted)?;
+    let producers = producers(proto, &declared, &initializers)?;
+    let order = order(proto, output, &producers, &declared, &initializers)?;
+    training::check_others(model, opset, &order, output)?;
 
     let mut b = Builder {
         opset,
-        input_is_index,
         is_from_pytorch: model.producer_name() == "pytorch",
         reads: training::reads(proto),
         budget: Budget::of(proto),
         ..Builder::default()
     };
-    let site = NodeRef { op: "input".to_owned(), node: input.to_owned() };
-    let input_id = b.value(input_dims, Source::Input, false, &site)?;
-    b.names.insert(input.to_owned(), NamedValue::Float(input_id));
-    b.elements.insert(input.to_owned(), element);
-    if input_is_index {
-        let width = shape::elements_at(b.dims(input_id), 1);
-        b.budget.charge(width.saturating_mul(2), &site)?;
-        b.index_bounds = vec![INDEX_BELOW; width];
-        b.origins.insert(input_id, (0..width as u32).collect());
+    let mut inputs = Vec::with_capacity(declared.len());
+    for input in &declared {
+        inputs.push(add_input(&mut b, &inputs, input)?);
     }
     let read_names: HashSet<&str> = order.iter().flat_map(|node| &node.input).map(String::as_str).collect();
     for tensor in &proto.initializer {
@@ -250,14 +243,42 @@ pub(super) fn infer(model: &ModelProto) -> Result<Graph, GraphError> {
             return Err(malformed(format!("output {output:?} is not a float tensor")));
         }
     };
-    finish(b, input_id, output_id, input, output)
+    finish(b, inputs, output_id, output)
+}
+
+/// Adds an input behind the ones `before` it.
+fn add_input(b: &mut Builder, before: &[Input], declared: &Declared<'_>) -> Result<Input, GraphError> {
+    let Declared { name, dims, element } = declared;
+    let site = NodeRef { op: "input".to_owned(), node: (*name).to_owned() };
+    let form = format!("{} {}", element.as_str_name(), shape::display(dims));
+    let value = b.value(dims.clone(), Source::Input, false, &site)?;
+    b.names.insert((*name).to_owned(), NamedValue::Float(value));
+    b.elements.insert((*name).to_owned(), *element);
+    let width = shape::elements_at(b.dims(value), 1);
+    let start = before.last().map_or(0, |last| last.range.end);
+    if start + width > shape::ELEMENTS_MAX {
+        return Err(site.shape(format!("the inputs have more than {} elements per row", shape::ELEMENTS_MAX)));
+    }
+    let below = match types::kind(*element) {
+        Kind::Integer => Some(INDEX_BELOW),
+        Kind::Bool => Some(2),
+        Kind::Float | Kind::Other => None,
+    };
+    if let Some(below) = below {
+        b.budget.charge(width.saturating_mul(2), &site)?;
+        let first = b.index_bounds.len();
+        b.index_bounds.resize(first + width, below);
+        b.origins.insert(value, (first as u32..(first + width) as u32).collect());
+    }
+    // Filled in once all tables are known.
+    let below = below.map(|_| Vec::new());
+    Ok(Input { name: (*name).to_owned(), value, range: start..start + width, below, form })
 }
 
 fn finish(
     mut b: Builder,
-    input_id: usize,
+    mut inputs: Vec<Input>,
     output_id: usize,
-    input: &str,
     output: &str,
 ) -> Result<Graph, GraphError> {
     let dims = b.dims(output_id);
@@ -269,7 +290,12 @@ fn finish(
         )));
     }
     let ends_in_softmax = ends_in_softmax(&b, output_id);
-    let index_bounds = b.input_is_index.then(|| std::mem::take(&mut b.index_bounds));
+    let mut bounds = std::mem::take(&mut b.index_bounds).into_iter();
+    for input in &mut inputs {
+        if let Some(below) = &mut input.below {
+            below.extend(bounds.by_ref().take(input.range.len()));
+        }
+    }
     let determined = Determined::of(&mut b, output_id)?;
     // Parameters are numbered in the order of the initializers.
     Ok(Graph {
@@ -280,12 +306,10 @@ fn finish(
         normalizations: b.normalizations,
         dropouts: b.dropouts,
         determined,
-        input: input_id,
+        inputs,
         output: output_id,
-        input_name: input.to_owned(),
         output_name: output.to_owned(),
         ends_in_softmax,
-        index_bounds,
     })
 }
 

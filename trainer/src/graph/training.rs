@@ -7,11 +7,11 @@
 //!   in models of PyTorch, whose exporter leaves dropouts out in evaluation mode. In models of other exporters it is the
 //!   identity.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
-use millrace_bundle::onnx::GraphProto;
+use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto};
 
-use super::builder::{Builder, Call, NamedValue};
+use super::builder::{Builder, Call, NamedValue, NodeRef};
 use super::{Dim, GraphError, Op, ParamSpec, Source, ValueId, shape};
 
 /// The remedy for statistics that are not a node's own.
@@ -61,6 +61,36 @@ pub(super) fn reads(proto: &GraphProto) -> HashMap<String, usize> {
         *reads.entry(name.to_owned()).or_default() += 1;
     }
     reads
+}
+
+/// Refuses nodes in training mode on which the model's other outputs alone depend: the published model, which keeps
+/// these outputs, would stay in training there. `order` are the nodes of `output`.
+pub(super) fn check_others(
+    model: &ModelProto,
+    opset: i64,
+    order: &[&NodeProto],
+    output: &str,
+) -> Result<(), GraphError> {
+    let Some(proto) = model.graph.as_ref().filter(|graph| graph.output.len() > 1) else { return Ok(()) };
+    let read: HashSet<*const NodeProto> = order.iter().map(|node| std::ptr::from_ref(*node)).collect();
+    let is_given = |name: Option<&String>| name.is_some_and(|name| !name.is_empty());
+    let trains = |node: &&NodeProto| match (node.op_type(), opset) {
+        ("BatchNormalization", ..14) => node.output.iter().skip(1).any(|name| !name.is_empty()),
+        ("BatchNormalization", _) => {
+            node.attribute.iter().any(|attribute| attribute.name() == "training_mode" && attribute.i() != 0)
+        }
+        ("Dropout", ..12) => model.producer_name() == "pytorch",
+        ("Dropout", _) => is_given(node.input.get(2)),
+        _ => false,
+    };
+    let mut others = proto.node.iter().filter(|node| !read.contains(&std::ptr::from_ref(*node)));
+    match others.find(trains) {
+        None => Ok(()),
+        Some(node) => Err(NodeRef::of(node).form(format!(
+            "it is in training mode, and output {output:?}, which the loss reads, does not depend on it: export the \
+             model in evaluation mode, or keep that output alone (millrace model edit --cut {output})"
+        ))),
+    }
 }
 
 /// Checks that the running statistics of a node in training mode are its own.

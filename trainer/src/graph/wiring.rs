@@ -1,4 +1,4 @@
-//! Wiring of a model's tensors: its input, its output, and the order of its nodes.
+//! Wiring of a model's tensors: its inputs, its output, and the order of its nodes.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,27 +9,47 @@ use super::builder::NodeRef;
 use super::read::malformed;
 use super::{Dim, GraphError, shape, tensor};
 
-/// The one input that is not an initializer, its shape, and its element type.
-pub(super) fn input<'a>(
+/// Most inputs of a model.
+const INPUTS_MAX: usize = 256;
+
+/// An input as the model declares it.
+pub(super) struct Declared<'a> {
+    pub(super) name: &'a str,
+    pub(super) dims: Vec<Dim>,
+    pub(super) element: DataType,
+}
+
+/// The inputs that are not initializers.
+pub(super) fn inputs<'a>(
     proto: &'a GraphProto,
     initializers: &HashSet<&str>,
-) -> Result<(&'a str, Vec<Dim>, DataType), GraphError> {
+) -> Result<Vec<Declared<'a>>, GraphError> {
     let found: Vec<&ValueInfoProto> =
         proto.input.iter().filter(|info| !initializers.contains(info.name())).collect();
-    let [info] = found[..] else {
-        let names: Vec<&str> = found.iter().map(|info| info.name()).collect();
-        return Err(malformed(format!("it has {} inputs {names:?}, exactly one is supported", names.len())));
-    };
+    if found.is_empty() {
+        return Err(malformed("it has no input"));
+    }
+    if found.len() > INPUTS_MAX {
+        return Err(GraphError::Limit { what: "inputs", found: found.len(), limit: INPUTS_MAX });
+    }
+    let mut names = HashSet::new();
+    if let Some(twice) = found.iter().find(|info| !names.insert(info.name())) {
+        return Err(malformed(format!("input {:?} is defined twice", twice.name())));
+    }
+    found.into_iter().map(declared).collect()
+}
+
+fn declared(info: &ValueInfoProto) -> Result<Declared<'_>, GraphError> {
     let name = info.name();
     let Some(type_proto::Value::TensorType(tensor)) = info.r#type.as_ref().and_then(|t| t.value.as_ref())
     else {
         return Err(malformed(format!("input {name:?} is not a tensor")));
     };
     let element = match DataType::try_from(tensor.elem_type()) {
-        Ok(element @ (DataType::Float | DataType::Int64 | DataType::Int32)) => element,
+        Ok(element @ (DataType::Float | DataType::Int64 | DataType::Int32 | DataType::Bool)) => element,
         _ => {
             return Err(malformed(format!(
-                "input {name:?} holds {}, FLOAT, INT64 or INT32 is needed",
+                "input {name:?} holds {}, FLOAT, INT64, INT32 or BOOL is needed",
                 tensor::type_name(tensor.elem_type())
             )));
         }
@@ -61,29 +81,38 @@ pub(super) fn input<'a>(
     if dims.is_empty() {
         return Err(malformed(format!("input {name:?} has no batch dimension")));
     }
-    Ok((name, dims, element))
+    Ok(Declared { name, dims, element })
 }
 
-pub(super) fn output(proto: &GraphProto) -> Result<&str, GraphError> {
-    match &proto.output[..] {
-        [info] => Ok(info.name()),
-        several => {
-            let names: Vec<&str> = several.iter().map(|info| info.name()).collect();
-            Err(malformed(format!("it has {} outputs {names:?}, exactly one is supported", names.len())))
-        }
+/// The output of the name `wanted`, or the only one.
+pub(super) fn output<'a>(proto: &'a GraphProto, wanted: Option<&str>) -> Result<&'a str, GraphError> {
+    let mut names = proto.output.iter().map(|info| info.name());
+    let all = || proto.output.iter().map(|info| format!("{:?}", info.name())).collect::<Vec<_>>().join(", ");
+    match (wanted, proto.output.len()) {
+        (_, 0) => Err(malformed("it has no output")),
+        (Some(wanted), _) => names
+            .find(|name| *name == wanted)
+            .ok_or_else(|| malformed(format!("it has no output {wanted:?}; its outputs are {}", all()))),
+        (None, 1) => Ok(names.next().unwrap_or_default()),
+        (None, count) => Err(malformed(format!(
+            "it has {count} outputs, {}: a job names the one that its loss reads (loss_output = \"NAME\"), millrace \
+             model edit the one to keep (--cut NAME)",
+            all()
+        ))),
     }
 }
 
 /// The node that produces each tensor.
 pub(super) fn producers<'a>(
     proto: &'a GraphProto,
-    input: &str,
+    inputs: &[Declared<'_>],
     initializers: &HashSet<&str>,
 ) -> Result<HashMap<&'a str, usize>, GraphError> {
+    let given: HashSet<&str> = inputs.iter().map(|input| input.name).collect();
     let mut producers = HashMap::new();
     for (index, node) in proto.node.iter().enumerate() {
         for name in node.output.iter().filter(|name| !name.is_empty()) {
-            let taken = name == input || initializers.contains(name.as_str());
+            let taken = given.contains(name.as_str()) || initializers.contains(name.as_str());
             if taken || producers.insert(name.as_str(), index).is_some() {
                 return Err(malformed(format!("tensor {name:?} is defined twice")));
             }
@@ -97,9 +126,10 @@ pub(super) fn order<'a>(
     proto: &'a GraphProto,
     output: &str,
     producers: &HashMap<&str, usize>,
-    input: &str,
+    inputs: &[Declared<'_>],
     initializers: &HashSet<&str>,
 ) -> Result<Vec<&'a NodeProto>, GraphError> {
+    let given: HashSet<&str> = inputs.iter().map(|input| input.name).collect();
     #[derive(Clone, Copy, PartialEq)]
     enum Mark {
         New,
@@ -123,7 +153,7 @@ pub(super) fn order<'a>(
             continue;
         };
         stack.push((index, position + 1));
-        if name.is_empty() || name == input || initializers.contains(name.as_str()) {
+        if name.is_empty() || given.contains(name.as_str()) || initializers.contains(name.as_str()) {
             continue;
         }
         let site = || NodeRef::of(node).node;

@@ -34,7 +34,7 @@ const GOLDEN: [u32; 3] = [1_023_243_437, 1_026_246_218, 1_027_362_611];
 fn both_kinds_take_flat_rows() {
     let graph = Graph::read(&cnn(28, 28, 3, 10, 0).unwrap()).unwrap();
     assert_eq!((graph.input_width(), graph.output_width()), (28 * 28 * 3, 10));
-    assert_eq!((graph.input_name(), graph.output_name()), ("input", "logits"));
+    assert_eq!((graph.inputs()[0].name.as_str(), graph.output_name()), ("input", "logits"));
     let graph = Graph::read(&cnn(1, 5, 1, 2, 0).unwrap()).unwrap();
     assert_eq!(graph.input_width(), 5);
 }

@@ -197,6 +197,17 @@ fn new_keys_are_checked_and_named() {
             "loss = \"mse\"\n[validation]\ndataset = \"d@s:/v\"\ntop_k = 2",
             ["validation.top_k", "cross_entropy"],
         ),
+        ("features = []", ["features is missing", "[inputs]"]),
+        ("features = [\"a\", \"\"]", ["features is empty", "column"]),
+        ("features = [\"a\", \"y\"]", ["features and label", "\"y\""]),
+        ("features = [\"a\", \"b\", \"a\"]", ["\"a\"", "twice"]),
+        ("features = [1]", ["line 5", "string"]),
+        ("features = { x = 1 }", ["line 5", "a list of columns"]),
+        ("inputs = { a = \"x\" }", ["features and inputs are both given", "[inputs]"]),
+        ("features = []\ninputs = { a = [] }", ["inputs.a is empty", "column"]),
+        ("features = []\ninputs = { a = \"x\", b = [\"z\", \"y\"] }", ["inputs.b and label", "\"y\""]),
+        ("features = []\ninputs = { a = [\"x\", \"x\"] }", ["inputs.a has column", "twice"]),
+        ("features = []\ninputs = { a = 3 }", ["line 6", "a list of columns"]),
         ("loss = \"kl\"", ["loss.teacher is missing", "models:/models"]),
         (
             "loss = { kind = \"kl\", teacher = \"t\", temperature = 0.0 }",
@@ -224,11 +235,33 @@ fn new_keys_are_checked_and_named() {
         ),
         ("loss = \"mse\"\n[validation]\ndataset = \"d@s:/v\"\nauc = true", ["validation.auc", "not mse"]),
     ] {
-        let line = reason(&format!("{MINIMAL}{lines}\n"));
+        let text = match lines.starts_with("features") {
+            true => MINIMAL.replace("features = \"x\"\n", ""),
+            false => MINIMAL.to_owned(),
+        };
+        let line = reason(&format!("{text}{lines}\n"));
         for word in words {
             assert!(line.contains(word), "{line:?} lacks {word:?}");
         }
     }
+}
+
+#[test]
+fn inputs_are_columns_or_lists_of_them() {
+    let several = |lines: &str| {
+        JobFile::parse(&format!("{}{lines}\n", MINIMAL.replace("features = \"x\"\n", ""))).unwrap()
+    };
+    let job = several("loss_output = \"logits\"\n[inputs]\nids = \"tokens\"\nb = [\"age\", \"tokens\"]");
+    assert_eq!(job.columns(), ["age", "tokens", "y"]);
+    let json = serde_json::to_value(&job).unwrap();
+    assert_eq!(json["inputs"], serde_json::json!({"b": ["age", "tokens"], "ids": "tokens"}));
+    assert!(json.get("features").is_none());
+    assert_eq!(serde_json::from_value::<JobFile>(json).unwrap(), job);
+    // Jobs of one column are what they were.
+    let json = serde_json::to_value(with("")).unwrap();
+    assert_eq!(json["features"], "x");
+    assert!(json.get("inputs").is_none() && json.get("loss_output").is_none());
+    assert_eq!(several("features = [\"x\"]"), with(""));
 }
 
 #[test]
@@ -241,6 +274,14 @@ fn digest_covers_new_keys_except_the_patience() {
         assert_eq!(digest(&with(&format!("{validation}early_stopping = {patience}"))), digest(&base));
     }
     assert_eq!(digest(&with("accumulate_steps = 1")), digest(&plain));
+    let features = |lines: &str| JobFile::parse(&MINIMAL.replace("features = \"x\"", lines)).unwrap();
+    assert_eq!(digest(&features("features = [\"x\"]")), digest(&plain));
+    let former = |job: &JobFile| job.former_digest("model", "plan#1");
+    assert_ne!(former(&features("inputs = { x = \"x\" }")), former(&plain));
+    assert_eq!(
+        digest(&features("inputs = { a = \"x\", b = \"z\" }")),
+        digest(&features("inputs = { b = \"z\", a = [\"x\"] }"))
+    );
     // The content of a teacher counts, not its place; `data` has its digest.
     let kl = |teacher: &str| with(&format!("loss = {{ kind = \"kl\", teacher = \"{teacher}\" }}"));
     assert_eq!(digest(&kl("a/b")), digest(&kl("v@s:/b/1")));
@@ -258,6 +299,12 @@ fn digest_covers_new_keys_except_the_patience() {
         with("no_decay = [\"a\"]"),
         with("loss = { kind = \"cross_entropy\", label_smoothing = 0.1 }"),
         with("optimizer = { kind = \"adam\" }"),
+        with("loss_output = \"a\""),
+        features("features = [\"x\", \"z\"]"),
+        features("features = [\"z\", \"x\"]"),
+        features("inputs = { a = \"x\", b = \"z\" }"),
+        features("inputs = { a = \"z\", b = \"x\" }"),
+        features("inputs = { a = [\"x\", \"z\"] }"),
         kl("t"),
         with("loss = { kind = \"kl\", teacher = \"t\", temperature = 3.0 }"),
         with("loss = { kind = \"kl\", teacher = \"t\", alpha = 1.0 }"),

@@ -28,8 +28,11 @@ HERE = pathlib.Path(__file__).parent
 MODELS = {}
 
 
-def model(name, row, module, vocabulary=None, train=False, pretrained=False):
+def model(name, row, module, vocabulary=None, train=False, pretrained=False, outputs=("y",)):
     """Adds a model whose input has rows of shape `row`: whole numbers below `vocabulary`, or floats.
+
+    For a model with several inputs, `row` has the shape and the vocabulary of each by its name. An input with "mask" in
+    its name has ones and then zeros. Of several outputs, the first one is trained.
 
     With `train`, the model is exported and trained in PyTorch's mode for training. With `pretrained`, no two of its
     parameters are equal, and none is 0: the exporters merge and drop such ones.
@@ -38,15 +41,30 @@ def model(name, row, module, vocabulary=None, train=False, pretrained=False):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    MODELS[name] = (row, module, vocabulary, train)
+    MODELS[name] = (row, module, vocabulary, train, list(outputs))
+
+
+def mask(rows, length, vocabulary):
+    values = [[at < length - row % 3 for at in range(length)] for row in range(rows)]
+    return torch.tensor(values) if vocabulary is bool else torch.tensor(values).long()
 
 
 def inputs(rows, row, vocabulary):
+    """The inputs of a model, in the order of its arguments."""
+    if isinstance(row, dict):
+        return tuple(
+            mask(rows, *shape, below) if "mask" in name else values(rows, shape, below)
+            for name, (shape, below) in row.items()
+        )
+    return (values(rows, row, vocabulary),)
+
+
+def values(rows, row, vocabulary):
     count = rows * math.prod(row)
     if vocabulary:
         return torch.tensor([(7 * i + i // 5) % vocabulary for i in range(count)]).reshape([rows] + row)
-    values = [math.sin(0.7391 * i + 0.0013 * i * i) for i in range(count)]
-    return torch.tensor(values, dtype=torch.float64).float().reshape([rows] + row)
+    numbers = [math.sin(0.7391 * i + 0.0013 * i * i) for i in range(count)]
+    return torch.tensor(numbers, dtype=torch.float64).float().reshape([rows] + row)
 
 
 def labels(classes):
@@ -603,14 +621,85 @@ def networks():
     model("squeeze_excite", [3, 8, 8], SqueezeExcite())
 
 
+class TwoTowers(nn.Module):
+    """A model of a user and an item: their embeddings meet at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.user = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.items, self.item = nn.Embedding(20, 6), nn.Sequential(nn.Linear(6 + 3, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, user, item, details):
+        one, other = self.user(user), self.item(torch.cat([self.items(item), details], 1))
+        return self.out(one * other)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.out, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x, hidden):
+        split = lambda y: y.view(y.shape[0], y.shape[1], 4, 4).transpose(1, 2)  # noqa: E731
+        scores = split(self.query(x)) @ split(self.key(x)).transpose(2, 3) / 2 + hidden
+        found = (scores.softmax(-1) @ split(self.value(x))).transpose(1, 2).reshape(x.shape)
+        return self.norm(x + self.out(found))
+
+
+class TokenClassifier(nn.Module):
+    """A BERT with the three inputs and two of the outputs of those that people export."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions, self.kinds = nn.Embedding(30, 16), nn.Embedding(8, 16), nn.Embedding(2, 16)
+        self.norm, self.attention = nn.LayerNorm(16), nn.ModuleList([Attention(), Attention()])
+        self.wide = nn.ModuleList([nn.Linear(16, 32), nn.Linear(16, 32)])
+        self.narrow = nn.ModuleList([nn.Linear(32, 16), nn.Linear(32, 16)])
+        self.norms = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)])
+        self.pool, self.out = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, input_ids, attention_mask, token_type_ids):
+        hidden = (1.0 - attention_mask[:, None, None, :].to(torch.float32)) * torch.finfo(torch.float32).min
+        x = self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1])) + self.kinds(token_type_ids)
+        x = self.norm(x)
+        for attention, wide, narrow, norm in zip(self.attention, self.wide, self.narrow, self.norms):
+            x = attention(x, hidden)
+            x = norm(x + narrow(F.gelu(wide(x))))
+        return self.out(torch.tanh(self.pool(x[:, 0]))), x
+
+
+class KeyPadding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(12, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, ids, mask):
+        x = self.layer(self.words(ids), src_key_padding_mask=~mask)
+        weights = mask[:, :, None].float()
+        return self.out((x * weights).sum(1) / weights.sum(1))
+
+
+def several_inputs():
+    model("two_towers", {"user": ([5], None), "item": ([], 20), "details": ([3], None)}, TwoTowers())
+    ids = ([8], 30)
+    bert = {"input_ids": ids, "attention_mask": ([8], None), "token_type_ids": ([8], 2)}
+    model("bert_with_mask", bert, TokenClassifier(), pretrained=True, outputs=["y", "hidden"])
+    model("key_padding_mask", {"ids": ([6], 12), "mask": ([6], bool)}, KeyPadding(), pretrained=True)
+
+
 def export(name, exporter):
-    row, module, vocabulary, train = MODELS[name]
+    row, module, vocabulary, train, outputs = MODELS[name]
     path = HERE / exporter / f"{name}.onnx"
     path.parent.mkdir(exist_ok=True)
-    arguments = (inputs(3, row, vocabulary),)
-    names = {"input_names": ["x"], "output_names": ["y"]}
+    arguments = inputs(3, row, vocabulary)
+    given = list(row) if isinstance(row, dict) else ["x"]
+    names = {"input_names": given, "output_names": outputs}
     if exporter == "default":
-        shapes = ({0: torch.export.Dim("batch", min=2 if train else 1, max=1024)},)
+        batch = torch.export.Dim("batch", min=2 if train else 1, max=1024)
+        shapes = tuple({0: batch} for _ in given)
         # The optimization folds batch normalizations as if the model were not in training.
         torch.onnx.export(
             module, arguments, path, **names, dynamo=True, dynamic_shapes=shapes, verbose=False,
@@ -618,7 +707,7 @@ def export(name, exporter):
         )
     else:
         mode = torch.onnx.TrainingMode.TRAINING if train else torch.onnx.TrainingMode.EVAL
-        axes = {"x": {0: "batch"}, "y": {0: "batch"}}
+        axes = {tensor: {0: "batch"} for tensor in given + outputs}
         torch.onnx.export(module, arguments, path, **names, dynamo=False, dynamic_axes=axes, training=mode)
     strip(path)
 
@@ -636,16 +725,21 @@ def strip(path):
 
 
 def trained(name):
-    row, module, vocabulary, train = MODELS[name]
+    row, module, vocabulary, train, _ = MODELS[name]
     module.train(train)
     x = inputs(ROWS, row, vocabulary)
-    y = labels(module(x).shape[-1]) if not train else labels(4)
+
+    def trained_output():
+        found = module(*x)
+        return found[0] if isinstance(found, tuple) else found
+
+    y = labels(trained_output().shape[-1]) if not train else labels(4)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=RATE)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = F.cross_entropy(module(x), y)
+        loss = F.cross_entropy(trained_output(), y)
         losses.append(loss.item())
         loss.backward()
         optimizer.step()
@@ -659,14 +753,14 @@ def main():
     wanted = set(sys.argv[1:])
     groups = [
         activations, convolutions, pools_and_resizing, normalizations, recurrent, attention, parameters, shapes,
-        arithmetic, networks,
+        arithmetic, networks, several_inputs,
     ]
     for seed, group in enumerate(groups):
         torch.manual_seed(seed)
         group()
     recorded = HERE / "losses.json"
     losses = json.loads(recorded.read_text()) if recorded.exists() else {}
-    for name, (_, module, _, train) in MODELS.items():
+    for name, (_, module, _, train, _) in MODELS.items():
         if wanted and name not in wanted:
             continue
         module.train(train)

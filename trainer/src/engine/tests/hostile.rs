@@ -21,6 +21,7 @@ proptest! {
         // As often as all others together: they have more to get wrong.
         let own = super::training::models();
         cases.extend(own.iter().cycle().take(cases.len()).cloned().collect::<Vec<_>>());
+        cases.extend(vec![super::inputs::model(&["logits"]); cases.len() / 8]);
         let mut bytes = cases[which.index(cases.len())].encode_to_vec();
         for (index, value) in flips {
             let index = index.index(bytes.len());

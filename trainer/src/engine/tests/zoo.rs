@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::super::*;
 use super::learning::fit;
+use crate::graph::Input;
 use crate::optim::{OptimizerConfig, SgdConfig};
 
 const ROWS: usize = 8;
@@ -46,13 +47,23 @@ fn models() -> Vec<(&'static str, String, PathBuf)> {
 
 /// The rows that `export.py` trains on.
 fn batch(engine: &Engine) -> ShardBatch {
-    let count = ROWS * engine.input_width();
-    let inputs = match engine.graph.index_bounds() {
-        Some(below) => {
-            (0..count).map(|i| ((7 * i + i / 5) % below[i % below.len()] as usize) as f32).collect()
+    let value = |input: &Input, row: usize, at: usize| {
+        let i = row * input.range.len() + at;
+        match &input.below {
+            Some(_) if input.name.contains("mask") => f32::from(u8::from(at < input.range.len() - row % 3)),
+            Some(below) => ((7 * i + i / 5) % below[at] as usize) as f32,
+            None => {
+                let i = i as f64;
+                (0.7391 * i + 0.0013 * i * i).sin() as f32
+            }
         }
-        None => (0..count).map(|i| i as f64).map(|i| (0.7391 * i + 0.0013 * i * i).sin() as f32).collect(),
     };
+    let mut inputs = Vec::new();
+    for row in 0..ROWS {
+        for input in engine.graph.inputs() {
+            inputs.extend((0..input.range.len()).map(|at| value(input, row, at)));
+        }
+    }
     let labels = (0..ROWS).map(|row| ((5 * row + 1) % engine.output_width()) as i64).collect();
     ShardBatch { rows: ROWS, inputs, labels: Labels::Class(labels) }
 }
