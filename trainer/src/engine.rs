@@ -15,6 +15,7 @@
 //! states, which steps move by the statistics of all shards ([`Engine::move_states`]).
 
 mod backward;
+mod conv;
 mod device;
 mod export;
 mod forward;

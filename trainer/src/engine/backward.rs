@@ -4,6 +4,7 @@ use burn_backend::ops::ConvOptions;
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, Slice, TensorMetadata, get_device_settings};
 
+use super::conv::Kernels;
 use super::forward::{
     GELU_CUBIC, GELU_SCALE, flat_table, gelu_tanh, holds, inside, options, options3, region, rows_of,
 };
@@ -23,7 +24,7 @@ pub(super) struct Step<'a, B: Backend> {
 }
 
 /// The gradients of the wanted inputs, given that of the output.
-pub(super) fn backward<B: Backend>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
+pub(super) fn backward<B: Kernels>(step: &Step<'_, B>, grad: FloatTensor<B>) -> Vec<Option<FloatTensor<B>>> {
     let shape = |index: usize| dims::<B>(&step.inputs[index]);
     match step.op {
         Op::MatMul => matmul::<B>(step, grad),
@@ -275,7 +276,7 @@ fn share_of_extreme<B: Backend>(
     B::float_mul(grad, B::float_mul_scalar(B::float_add(wins, ties), 0.5.into()))
 }
 
-fn conv<B: Backend>(
+fn conv<B: Kernels>(
     step: &Step<'_, B>,
     spec: &ConvSpec,
     grad: FloatTensor<B>,
@@ -283,9 +284,9 @@ fn conv<B: Backend>(
     let (x, weight) = (&step.inputs[0], &step.inputs[1]);
     let mut grads = vec![
         step.needs_gradient[0]
-            .then(|| B::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
+            .then(|| B::convolution_x_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
         step.needs_gradient[1]
-            .then(|| B::conv2d_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
+            .then(|| B::convolution_weight_backward(x.clone(), weight.clone(), grad.clone(), options(spec))),
     ];
     if step.inputs.len() > 2 {
         grads.push(step.needs_gradient[2].then(|| {

@@ -97,8 +97,11 @@ mod cuda {
 
     use burn_cuda::{Cuda, CudaDevice};
 
+    use super::super::conv::Kernels;
     use super::super::tensor::{download, upload};
     use super::{Arc, Compute, Device, EngineError, Graph, Interpreter};
+
+    impl Kernels for Cuda {}
 
     pub(super) fn open(
         ordinal: usize,

@@ -4,6 +4,7 @@ use burn_backend::ops::{ConvOptions, ConvTransposeOptions};
 use burn_backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn_backend::{Backend, Shape, Slice, TensorMetadata, get_device_settings};
 
+use super::conv::Kernels;
 use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reshape};
 use super::training::{self, Kept};
 use crate::graph::{Binary, Compare, Conv3Spec, ConvSpec, Op, Unary};
@@ -17,7 +18,7 @@ pub(super) const GELU_CUBIC: f64 = 0.044_715;
 pub(super) type Forward<B> = (FloatTensor<B>, Option<Kept<B>>);
 
 /// Computes one operation as in evaluation; `shape` is the shape of its output.
-pub(super) fn forward<B: Backend>(op: &Op, inputs: &[FloatTensor<B>], shape: &[usize]) -> Forward<B> {
+pub(super) fn forward<B: Kernels>(op: &Op, inputs: &[FloatTensor<B>], shape: &[usize]) -> Forward<B> {
     let input = |index: usize| inputs[index].clone();
     let output = match op {
         Op::MatMul => B::float_matmul(input(0), input(1)),
@@ -57,7 +58,7 @@ pub(super) fn forward<B: Backend>(op: &Op, inputs: &[FloatTensor<B>], shape: &[u
         Op::Unary(kind) => unary::<B>(*kind, input(0)),
         Op::Softmax(axis) => B::softmax(input(0), *axis),
         Op::LogSoftmax(axis) => B::log_softmax(input(0), *axis),
-        Op::Conv(spec) => B::conv2d(input(0), input(1), inputs.get(2).cloned(), options(spec)),
+        Op::Conv(spec) => B::convolution(input(0), input(1), inputs.get(2).cloned(), options(spec)),
         Op::Conv3(spec) => B::conv3d(input(0), input(1), None, options3(spec)),
         Op::ConvTranspose(spec) => B::conv_transpose2d(
             input(0),

@@ -7,6 +7,7 @@ use burn_backend::tensor::{Device as BackendDevice, FloatTensor};
 use burn_backend::{Backend, Element, ElementConversion};
 
 use super::backward::{Step, add_slice, backward};
+use super::conv::Kernels;
 use super::forward::forward;
 use super::tensor::{download, upload};
 use super::training::{Kept, mask, normalize};
@@ -62,7 +63,7 @@ struct Trace<B: Backend> {
     moments: Vec<[FloatTensor<B>; 2]>,
 }
 
-impl<B: Backend, E: Element> Interpreter<B, E> {
+impl<B: Kernels, E: Element> Interpreter<B, E> {
     pub(super) fn new(graph: Arc<Graph>, device: BackendDevice<B>, label: Device) -> Self {
         let mut resident: Vec<Option<FloatTensor<B>>> = graph
             .values()
@@ -306,7 +307,7 @@ impl<B: Backend, E: Element> Interpreter<B, E> {
     }
 }
 
-impl<B: Backend> Compute for Interpreter<B, f32> {
+impl<B: Kernels> Compute for Interpreter<B, f32> {
     fn set_weights(&mut self, weights: &[f32]) -> Result<(), EngineError> {
         self.hold(weights)
     }

@@ -1,0 +1,446 @@
+//! Convolutions of the processor's backend: rows of the image are laid out as columns and multiplied.
+//!
+//! The backend's own convolutions cost two to five times as much, most of all the gradient of the weights. Images
+//! are computed in parallel, and sums over images are added in groups of a fixed size: the same bits for any number
+//! of threads.
+#![allow(unsafe_code)]
+
+use burn_backend::ops::{ConvOptions, ModuleOps};
+use burn_backend::tensor::FloatTensor;
+use burn_backend::{Backend, DType, Shape, TensorData};
+use burn_flex::{Flex, FlexTensor};
+use rayon::prelude::*;
+
+/// Elements of the columns that are laid out at a time: they stay in the second-level cache.
+const COLUMNS_MAX: usize = 1 << 16;
+/// Images whose weight gradients one thread adds up.
+const GROUP: usize = 8;
+
+/// A backend, with kernels of the engine's own where it has any.
+pub(super) trait Kernels: Backend {
+    /// The convolution of `x`.
+    fn convolution(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        bias: Option<FloatTensor<Self>>,
+        options: ConvOptions<2>,
+    ) -> FloatTensor<Self> {
+        Self::conv2d(x, weight, bias, options)
+    }
+
+    /// The gradient of a convolution's input.
+    fn convolution_x_backward(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        options: ConvOptions<2>,
+    ) -> FloatTensor<Self> {
+        Self::conv2d_x_backward(x, weight, grad, options)
+    }
+
+    /// The gradient of a convolution's weights.
+    fn convolution_weight_backward(
+        x: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        options: ConvOptions<2>,
+    ) -> FloatTensor<Self> {
+        Self::conv2d_weight_backward(x, weight, grad, options)
+    }
+}
+
+impl Kernels for Flex {
+    fn convolution(
+        x: FlexTensor,
+        weight: FlexTensor,
+        bias: Option<FlexTensor>,
+        options: ConvOptions<2>,
+    ) -> FlexTensor {
+        let Some(plan) = Plan::of(&x, &weight, &options) else {
+            return Flex::conv2d(x, weight, bias, options);
+        };
+        let (x, weight) = (x.to_contiguous(), weight.to_contiguous());
+        let bias = bias.map(|bias| bias.to_contiguous());
+        let bias = bias.as_ref().map(FlexTensor::storage::<f32>);
+        plan.tensor(plan.output(), plan.forward(x.storage(), weight.storage(), bias))
+    }
+
+    fn convolution_x_backward(
+        x: FlexTensor,
+        weight: FlexTensor,
+        grad: FlexTensor,
+        options: ConvOptions<2>,
+    ) -> FlexTensor {
+        let Some(plan) = Plan::of(&x, &weight, &options) else {
+            return Flex::conv2d_x_backward(x, weight, grad, options);
+        };
+        let (weight, grad) = (weight.to_contiguous(), grad.to_contiguous());
+        plan.tensor(plan.input(), plan.x_backward(weight.storage(), grad.storage()))
+    }
+
+    fn convolution_weight_backward(
+        x: FlexTensor,
+        weight: FlexTensor,
+        grad: FlexTensor,
+        options: ConvOptions<2>,
+    ) -> FlexTensor {
+        let Some(plan) = Plan::of(&x, &weight, &options) else {
+            return Flex::conv2d_weight_backward(x, weight, grad, options);
+        };
+        let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
+        plan.tensor(plan.weight(), plan.weight_backward(x.storage(), grad.storage()))
+    }
+}
+
+/// The sizes of a convolution of f32 without groups.
+#[derive(Debug, Clone, Copy)]
+struct Plan {
+    images: usize,
+    channels: usize,
+    filters: usize,
+    size: [usize; 2],
+    kernel: [usize; 2],
+    out: [usize; 2],
+    strides: [usize; 2],
+    padding: [usize; 2],
+    dilations: [usize; 2],
+}
+
+/// Rows of an output image that are computed at a time.
+#[derive(Debug, Clone, Copy)]
+struct Tile {
+    first: usize,
+    rows: usize,
+}
+
+impl Plan {
+    /// None for what is left to the backend: groups and other types.
+    fn of(x: &FlexTensor, weight: &FlexTensor, options: &ConvOptions<2>) -> Option<Plan> {
+        if options.groups != 1 || x.dtype() != DType::F32 {
+            return None;
+        }
+        let [images, channels, height, width] = *x.layout().shape().as_slice() else { return None };
+        let [filters, _, kernel_height, kernel_width] = *weight.layout().shape().as_slice() else {
+            return None;
+        };
+        let (size, kernel) = ([height, width], [kernel_height, kernel_width]);
+        let out = |axis: usize| {
+            let reach = options.dilation[axis] * (kernel[axis] - 1) + 1;
+            let padded = size[axis] + 2 * options.padding[axis];
+            Some(padded.checked_sub(reach)? / options.stride[axis] + 1)
+        };
+        let out = [out(0)?, out(1)?];
+        let (strides, padding, dilations) = (options.stride, options.padding, options.dilation);
+        Some(Plan { images, channels, filters, size, kernel, out, strides, padding, dilations })
+    }
+
+    fn input(&self) -> [usize; 4] {
+        [self.images, self.channels, self.size[0], self.size[1]]
+    }
+
+    fn weight(&self) -> [usize; 4] {
+        [self.filters, self.channels, self.kernel[0], self.kernel[1]]
+    }
+
+    fn output(&self) -> [usize; 4] {
+        [self.images, self.filters, self.out[0], self.out[1]]
+    }
+
+    fn tensor(&self, shape: [usize; 4], values: Vec<f32>) -> FlexTensor {
+        FlexTensor::from_data(TensorData::new(values, Shape::from(shape.to_vec())))
+    }
+
+    /// Elements of an image, of a filter and of an output image's plane.
+    fn image(&self) -> usize {
+        self.channels * self.size[0] * self.size[1]
+    }
+
+    fn taps(&self) -> usize {
+        self.channels * self.kernel[0] * self.kernel[1]
+    }
+
+    fn plane(&self) -> usize {
+        self.out[0] * self.out[1]
+    }
+
+    fn tiles(&self) -> impl Iterator<Item = Tile> + use<> {
+        let most = (COLUMNS_MAX / (self.taps() * self.out[1]).max(1)).max(1);
+        let rows = self.out[0];
+        (0..rows).step_by(most).map(move |first| Tile { first, rows: most.min(rows - first) })
+    }
+
+    /// The columns of the output row `row` that read column `inside + kernel offset` of an image: their range, and
+    /// the first column that the first of them reads.
+    fn span(&self, tap: usize) -> (std::ops::Range<usize>, usize) {
+        let (stride, offset) = (self.strides[1], tap * self.dilations[1]);
+        let first = self.padding[1].saturating_sub(offset).div_ceil(stride).min(self.out[1]);
+        let end = (self.size[1] + self.padding[1]).saturating_sub(offset).div_ceil(stride).min(self.out[1]);
+        (first..end.max(first), first * stride + offset - self.padding[1].min(first * stride + offset))
+    }
+
+    /// Calls `visit` for each run of elements of an image that a tile of columns holds: the place of the run in the
+    /// columns, its length, and its place in the image, if it is not padding.
+    fn runs(&self, tile: Tile, mut visit: impl FnMut(usize, usize, Option<usize>)) {
+        let [height, width] = self.size;
+        let row_length = self.out[1];
+        let mut at = 0;
+        for channel in 0..self.channels {
+            for tap_row in 0..self.kernel[0] {
+                for tap in 0..self.kernel[1] {
+                    let (inside, from) = self.span(tap);
+                    for row in tile.first..tile.first + tile.rows {
+                        let read = (row * self.strides[0] + tap_row * self.dilations[0])
+                            .checked_sub(self.padding[0])
+                            .filter(|read| *read < height && !inside.is_empty());
+                        match read {
+                            None => visit(at, row_length, None),
+                            Some(read) => {
+                                visit(at, inside.start, None);
+                                let place = (channel * height + read) * width + from;
+                                visit(at + inside.start, inside.len(), Some(place));
+                                visit(at + inside.end, row_length - inside.end, None);
+                            }
+                        }
+                        at += row_length;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Lays a tile of an image out as columns: for each tap, the elements that the tile's outputs read.
+    fn columns(&self, image: &[f32], tile: Tile, columns: &mut Vec<f32>) {
+        columns.resize(self.taps() * tile.rows * self.out[1], 0.0);
+        let stride = self.strides[1];
+        self.runs(tile, |at, length, place| {
+            let run = &mut columns[at..at + length];
+            match place {
+                None => run.fill(0.0),
+                Some(place) if stride == 1 => run.copy_from_slice(&image[place..place + length]),
+                Some(place) => {
+                    for (value, from) in run.iter_mut().zip(image[place..].iter().step_by(stride)) {
+                        *value = *from;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Adds columns to the image that they were laid out from.
+    fn add_columns(&self, columns: &[f32], tile: Tile, image: &mut [f32]) {
+        let stride = self.strides[1];
+        self.runs(tile, |at, length, place| {
+            let Some(place) = place else { return };
+            let run = &columns[at..at + length];
+            if stride == 1 {
+                for (sum, value) in image[place..place + length].iter_mut().zip(run) {
+                    *sum += value;
+                }
+            } else {
+                for (sum, value) in image[place..].iter_mut().step_by(stride).zip(run) {
+                    *sum += value;
+                }
+            }
+        });
+    }
+
+    fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
+        let (taps, plane) = (self.taps(), self.plane());
+        let mut output = vec![0.0; self.images * self.filters * plane];
+        let images = x.par_chunks_exact(self.image()).zip(output.par_chunks_exact_mut(self.filters * plane));
+        images.for_each_init(Vec::new, |columns, (image, output)| {
+            if let Some(bias) = bias {
+                for (output, bias) in output.chunks_exact_mut(plane).zip(bias) {
+                    output.fill(*bias);
+                }
+            }
+            for tile in self.tiles() {
+                self.columns(image, tile, columns);
+                let count = tile.rows * self.out[1];
+                let output = &mut output[tile.first * self.out[1]..];
+                multiply_add(
+                    [self.filters, count, taps],
+                    (output, [plane, 1]),
+                    (weight, [taps, 1]),
+                    (columns, [count, 1]),
+                );
+            }
+        });
+        output
+    }
+
+    fn x_backward(&self, weight: &[f32], grad: &[f32]) -> Vec<f32> {
+        let (taps, plane) = (self.taps(), self.plane());
+        let mut result = vec![0.0; self.images * self.image()];
+        let images =
+            grad.par_chunks_exact(self.filters * plane).zip(result.par_chunks_exact_mut(self.image()));
+        images.for_each_init(Vec::new, |columns: &mut Vec<f32>, (grad, image)| {
+            for tile in self.tiles() {
+                let count = tile.rows * self.out[1];
+                columns.clear();
+                columns.resize(taps * count, 0.0);
+                let grad = &grad[tile.first * self.out[1]..];
+                multiply_add(
+                    [taps, count, self.filters],
+                    (columns, [count, 1]),
+                    (weight, [1, taps]),
+                    (grad, [plane, 1]),
+                );
+                self.add_columns(columns, tile, image);
+            }
+        });
+        result
+    }
+
+    fn weight_backward(&self, x: &[f32], grad: &[f32]) -> Vec<f32> {
+        let (taps, plane, filters) = (self.taps(), self.plane(), self.filters);
+        let images = x.par_chunks(self.image() * GROUP).zip(grad.par_chunks(filters * plane * GROUP));
+        // Sums with the filters side by side, so that the columns need no transpose.
+        let parts: Vec<Vec<f32>> = images
+            .map_init(Vec::new, |columns, (x, grad)| {
+                let mut sum = vec![0.0; taps * filters];
+                for (image, grad) in x.chunks_exact(self.image()).zip(grad.chunks_exact(filters * plane)) {
+                    for tile in self.tiles() {
+                        self.columns(image, tile, columns);
+                        let count = tile.rows * self.out[1];
+                        let grad = &grad[tile.first * self.out[1]..];
+                        multiply_add(
+                            [filters, taps, count],
+                            (&mut sum, [1, filters]),
+                            (grad, [plane, 1]),
+                            (columns, [1, count]),
+                        );
+                    }
+                }
+                sum
+            })
+            .collect();
+        let mut result = vec![0.0; filters * taps];
+        for part in parts {
+            for (tap, sums) in part.chunks_exact(filters).enumerate() {
+                for (filter, sum) in sums.iter().enumerate() {
+                    result[filter * taps + tap] += sum;
+                }
+            }
+        }
+        result
+    }
+}
+
+/// Elements of a matrix, with the steps between its rows and between its columns.
+type Matrix<'a> = (&'a [f32], [usize; 2]);
+
+/// Adds the product of an `m × k` and a `k × n` matrix to an `m × n` matrix, on this thread.
+fn multiply_add(
+    [m, n, k]: [usize; 3],
+    (sum, sum_steps): (&mut [f32], [usize; 2]),
+    left: Matrix<'_>,
+    right: Matrix<'_>,
+) {
+    let holds = |elements: usize, rows: usize, columns: usize, steps: [usize; 2]| {
+        rows == 0 || columns == 0 || (rows - 1) * steps[0] + (columns - 1) * steps[1] < elements
+    };
+    assert!(holds(sum.len(), m, n, sum_steps), "the sum is too short for {m} × {n}");
+    assert!(holds(left.0.len(), m, k, left.1), "the left matrix is too short for {m} × {k}");
+    assert!(holds(right.0.len(), k, n, right.1), "the right matrix is too short for {k} × {n}");
+    let [sum_row, sum_column] = sum_steps.map(|step| step as isize);
+    let [[left_row, left_column], [right_row, right_column]] =
+        [left.1, right.1].map(|steps| steps.map(|step| step as isize));
+    // SAFETY: the assertions bound each element that the three matrices name by its slice, and `sum` is borrowed
+    // mutably, so that it overlaps neither of the others.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            sum.as_mut_ptr(),
+            sum_column,
+            sum_row,
+            true,
+            left.0.as_ptr(),
+            left_column,
+            left_row,
+            right.0.as_ptr(),
+            right_column,
+            right_row,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tensor(shape: [usize; 4], seed: usize) -> FlexTensor {
+        let values: Vec<f32> =
+            (0..shape.iter().product()).map(|at: usize| ((at * 31 + seed * 17) % 23) as f32 - 11.0).collect();
+        FlexTensor::from_data(TensorData::new(values, Shape::from(shape.to_vec())))
+    }
+
+    fn assert_equal(ours: &FlexTensor, theirs: &FlexTensor) {
+        assert_eq!(ours.layout().shape(), theirs.layout().shape());
+        // Whole numbers: every order of summation is exact.
+        assert_eq!(ours.to_contiguous().storage::<f32>(), theirs.to_contiguous().storage::<f32>());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+        #[test]
+        fn convolutions_and_their_gradients_equal_the_backends(
+            (images, channels, filters) in (1usize..20, 1usize..4, 1usize..5),
+            size in [1usize..12, 1usize..12],
+            kernel in [1usize..4, 1usize..4],
+            strides in [1usize..4, 1usize..4],
+            padding in [0usize..3, 0usize..3],
+            dilations in [1usize..3, 1usize..3],
+        ) {
+            let fits = (0..2).all(|a| size[a] + 2 * padding[a] > dilations[a] * (kernel[a] - 1));
+            prop_assume!(fits);
+            let x = tensor([images, channels, size[0], size[1]], 1);
+            let weight = tensor([filters, channels, kernel[0], kernel[1]], 2);
+            let bias = FlexTensor::from_data(TensorData::new((0..filters).map(|f| f as f32).collect(), [filters]));
+            let options = || ConvOptions::new(strides, padding, dilations, 1);
+            let plan = Plan::of(&x, &weight, &options()).unwrap();
+            let grad = tensor(plan.output(), 3);
+            for bias in [None, Some(bias)] {
+                let ours = Flex::convolution(x.clone(), weight.clone(), bias.clone(), options());
+                assert_equal(&ours, &Flex::conv2d(x.clone(), weight.clone(), bias, options()));
+            }
+            let arguments = || (x.clone(), weight.clone(), grad.clone(), options());
+            let (x, w, g, o) = arguments();
+            let ours = Flex::convolution_x_backward(x, w, g, o);
+            let (x, w, g, o) = arguments();
+            assert_equal(&ours, &Flex::conv2d_x_backward(x, w, g, o));
+            let (x, w, g, o) = arguments();
+            let ours = Flex::convolution_weight_backward(x, w, g, o);
+            let (x, w, g, o) = arguments();
+            assert_equal(&ours, &Flex::conv2d_weight_backward(x, w, g, o));
+        }
+    }
+
+    /// Columns in several tiles, and sums over several groups of images.
+    #[test]
+    fn large_images_are_computed_in_tiles() {
+        let (x, weight) = (tensor([17, 8, 70, 66], 1), tensor([4, 8, 3, 3], 2));
+        let options = || ConvOptions::new([1, 1], [1, 1], [1, 1], 1);
+        let plan = Plan::of(&x, &weight, &options()).unwrap();
+        assert!(plan.tiles().count() > 1);
+        let grad = tensor(plan.output(), 3);
+        let ours = Flex::convolution(x.clone(), weight.clone(), None, options());
+        assert_equal(&ours, &Flex::conv2d(x.clone(), weight.clone(), None, options()));
+        let ours = Flex::convolution_x_backward(x.clone(), weight.clone(), grad.clone(), options());
+        let theirs = Flex::conv2d_x_backward(x.clone(), weight.clone(), grad.clone(), options());
+        assert_equal(&ours, &theirs);
+        let ours = Flex::convolution_weight_backward(x.clone(), weight.clone(), grad.clone(), options());
+        assert_equal(&ours, &Flex::conv2d_weight_backward(x, weight, grad, options()));
+    }
+}
