@@ -15,10 +15,10 @@
 //! states, which steps move by the statistics of all shards ([`Engine::move_states`]).
 
 mod backward;
-mod conv;
 mod device;
 mod export;
 mod forward;
+mod kernels;
 mod loss;
 mod objective;
 mod outputs;

@@ -4,10 +4,10 @@ use burn_backend::ops::ConvOptions;
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, Slice, TensorMetadata, get_device_settings};
 
-use super::conv::Kernels;
 use super::forward::{
     GELU_CUBIC, GELU_SCALE, flat_table, gelu_tanh, holds, inside, options, options3, region, rows_of,
 };
+use super::kernels::Kernels;
 use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reduce_to, reshape, zeros_like};
 use super::training::{self, Kept};
 use crate::graph::{Binary, ConvSpec, Op, Unary};

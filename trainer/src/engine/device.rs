@@ -97,7 +97,7 @@ mod cuda {
 
     use burn_cuda::{Cuda, CudaDevice};
 
-    use super::super::conv::Kernels;
+    use super::super::kernels::Kernels;
     use super::super::tensor::{download, upload};
     use super::{Arc, Compute, Device, EngineError, Graph, Interpreter};
 

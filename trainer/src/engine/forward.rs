@@ -4,10 +4,10 @@ use burn_backend::ops::{ConvOptions, ConvTransposeOptions};
 use burn_backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn_backend::{Backend, Shape, Slice, TensorMetadata, get_device_settings};
 
-use super::conv::Kernels;
+use super::kernels::{Kernels, Windows};
 use super::tensor::{dims, expand, flag_type, pad_rank, positions_tensor, reshape};
 use super::training::{self, Kept};
-use crate::graph::{Binary, Compare, Conv3Spec, ConvSpec, Op, Unary};
+use crate::graph::{Binary, Compare, Conv3Spec, ConvSpec, Op, PoolSpec, Unary};
 
 /// √(2/π), of the tanh approximation of Gelu.
 pub(super) const GELU_SCALE: f64 = 0.797_884_560_802_865_4;
@@ -67,15 +67,9 @@ pub(super) fn forward<B: Kernels>(op: &Op, inputs: &[FloatTensor<B>], shape: &[u
             ConvTransposeOptions::new(spec.strides, [0; 2], [0; 2], spec.dilations, spec.groups),
         ),
         Op::MaxPool(spec) => {
-            let found = B::max_pool2d_with_indices(
-                input(0),
-                spec.kernel,
-                spec.strides,
-                spec.padding,
-                spec.dilations,
-                false,
-            );
-            return (found.output, Some(Kept::Picked(found.indices)));
+            let PoolSpec { kernel, strides, padding, dilations, .. } = *spec;
+            let (output, places) = B::max_pool(input(0), Windows { kernel, strides, padding, dilations });
+            return (output, Some(Kept::Picked(places)));
         }
         Op::AveragePool(spec) => {
             B::avg_pool2d(input(0), spec.kernel, spec.strides, spec.padding, spec.count_include_pad, false)

@@ -7,8 +7,8 @@ use burn_backend::tensor::{Device as BackendDevice, FloatTensor};
 use burn_backend::{Backend, Element, ElementConversion};
 
 use super::backward::{Step, add_slice, backward};
-use super::conv::Kernels;
 use super::forward::forward;
+use super::kernels::Kernels;
 use super::tensor::{download, upload};
 use super::training::{Kept, mask, normalize};
 use super::{Device, EngineError, ShardKey, shape_of};

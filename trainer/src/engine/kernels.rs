@@ -1,12 +1,12 @@
-//! Convolutions of the processor's backend: rows of the image are laid out as columns and multiplied.
+//! Kernels of the engine's own for the processor: convolution and max pooling of f32.
 //!
-//! The backend's own convolutions cost two to five times as much, most of all the gradient of the weights. Images
-//! are computed in parallel, and sums over images are added in groups of a fixed size: the same bits for any number
-//! of threads.
+//! A convolution lays rows of an image out as columns and multiplies. The backend's own convolutions cost about
+//! twice as much, most of all the gradient of the weights. Images are computed in parallel, and sums over images
+//! are added in groups of a fixed size: the same bits for any number of threads.
 #![allow(unsafe_code)]
 
 use burn_backend::ops::{ConvOptions, ModuleOps};
-use burn_backend::tensor::FloatTensor;
+use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, DType, Shape, TensorData};
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
@@ -47,6 +47,22 @@ pub(super) trait Kernels: Backend {
     ) -> FloatTensor<Self> {
         Self::conv2d_weight_backward(x, weight, grad, options)
     }
+
+    /// The largest element of each window, the first one of equals, and its place in its plane.
+    fn max_pool(x: FloatTensor<Self>, windows: Windows) -> (FloatTensor<Self>, IntTensor<Self>) {
+        let Windows { kernel, strides, padding, dilations } = windows;
+        let found = Self::max_pool2d_with_indices(x, kernel, strides, padding, dilations, false);
+        (found.output, found.indices)
+    }
+}
+
+/// The windows of a pooling.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Windows {
+    pub(super) kernel: [usize; 2],
+    pub(super) strides: [usize; 2],
+    pub(super) padding: [usize; 2],
+    pub(super) dilations: [usize; 2],
 }
 
 impl Kernels for Flex {
@@ -90,6 +106,53 @@ impl Kernels for Flex {
         let (x, grad) = (x.to_contiguous(), grad.to_contiguous());
         plan.tensor(plan.weight(), plan.weight_backward(x.storage(), grad.storage()))
     }
+
+    fn max_pool(x: FlexTensor, windows: Windows) -> (FlexTensor, FlexTensor) {
+        let Windows { kernel, strides, padding, dilations } = windows;
+        let shape = x.layout().shape().as_slice().to_vec();
+        let fits = |size: &[usize]| size[0] >= kernel[0] && size[1] >= kernel[1];
+        if x.dtype() != DType::F32 || padding != [0, 0] || dilations != [1, 1] || !fits(&shape[2..]) {
+            let found = Flex::max_pool2d_with_indices(x, kernel, strides, padding, dilations, false);
+            return (found.output, found.indices);
+        }
+        let out = [0, 1].map(|axis| (shape[2 + axis] - kernel[axis]) / strides[axis] + 1);
+        let (values, places) =
+            maxima(x.to_contiguous().storage(), [shape[2], shape[3]], kernel, strides, out);
+        let shape = Shape::from(vec![shape[0], shape[1], out[0], out[1]]);
+        let values = FlexTensor::from_data(TensorData::new(values, shape.clone()));
+        (values, FlexTensor::from_data(TensorData::new(places, shape)))
+    }
+}
+
+/// The largest element of each window of planes of `size`, and its place in its plane.
+fn maxima(
+    planes: &[f32],
+    [height, width]: [usize; 2],
+    kernel: [usize; 2],
+    strides: [usize; 2],
+    out: [usize; 2],
+) -> (Vec<f32>, Vec<i64>) {
+    let (size, windows) = (height * width, out[0] * out[1]);
+    let mut values = vec![0.0; planes.len() / size * windows];
+    let mut places = vec![0; values.len()];
+    let outputs = values.par_chunks_exact_mut(windows).zip(places.par_chunks_exact_mut(windows));
+    planes.par_chunks_exact(size).zip(outputs).for_each(|(plane, (values, places))| {
+        let corners = (0..out[0])
+            .flat_map(|row| (0..out[1]).map(move |column| row * strides[0] * width + column * strides[1]));
+        for (first, (value, place)) in corners.zip(values.iter_mut().zip(places)) {
+            let (mut largest, mut at) = (plane[first], first);
+            for row in 0..kernel[0] {
+                let start = first + row * width;
+                for (offset, found) in plane[start..start + kernel[1]].iter().enumerate() {
+                    if *found > largest {
+                        (largest, at) = (*found, start + offset);
+                    }
+                }
+            }
+            (*value, *place) = (largest, at as i64);
+        }
+    });
+    (values, places)
 }
 
 /// The sizes of a convolution of f32 without groups.
@@ -424,6 +487,35 @@ mod tests {
             let ours = Flex::convolution_weight_backward(x, w, g, o);
             let (x, w, g, o) = arguments();
             assert_equal(&ours, &Flex::conv2d_weight_backward(x, w, g, o));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn maxima_equal_the_backends(
+            shape in [1usize..4, 1usize..4, 1usize..12, 1usize..12],
+            kernel in [1usize..4, 1usize..4],
+            strides in [1usize..4, 1usize..4],
+            nan in 0usize..40,
+        ) {
+            prop_assume!(shape[2] >= kernel[0] && shape[3] >= kernel[1]);
+            let mut values: Vec<f32> =
+                (0..shape.iter().product()).map(|at: usize| ((at * 31) % 7) as f32 - 3.0).collect();
+            if let Some(value) = values.get_mut(nan) {
+                *value = f32::NAN;
+            }
+            let x = FlexTensor::from_data(TensorData::new(values, Shape::from(shape.to_vec())));
+            for (padding, dilations) in [([0, 0], [1, 1]), ([kernel[0] / 2, kernel[1] / 2], [1, 1])] {
+                let windows = Windows { kernel, strides, padding, dilations };
+                let (values, places) = Flex::max_pool(x.clone(), windows);
+                let found = Flex::max_pool2d_with_indices(x.clone(), kernel, strides, padding, dilations, false);
+                prop_assert_eq!(values.layout().shape(), found.output.layout().shape());
+                let bits = |tensor: &FlexTensor| -> Vec<u32> {
+                    tensor.storage::<f32>().iter().map(|value| value.to_bits()).collect()
+                };
+                prop_assert_eq!(bits(&values), bits(&found.output));
+                prop_assert_eq!(places.storage::<i64>(), found.indices.storage::<i64>());
+            }
         }
     }
 
