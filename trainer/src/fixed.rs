@@ -22,6 +22,8 @@ mod tests;
 
 use thiserror::Error;
 
+use crate::wide::wide;
+
 /// Fraction bits at the start of a run.
 pub const FRACTION_BITS_DEFAULT: i32 = 40;
 /// Range of fraction bits that float32 elements can need.
@@ -42,6 +44,8 @@ const BLOCK: usize = 1024;
 const SIGN: u32 = 1 << 31;
 /// Below this magnitude [`round_near`] is exact.
 const NEAR: f64 = (1u64 << 51) as f64;
+/// 1.5 · 2^52: the unit of an f64 of about this size is 1.
+const MAGIC: f64 = 6_755_399_441_055_744.0;
 
 /// Why a value cannot enter an exact sum.
 #[derive(Debug, Error, Clone, PartialEq)]
@@ -144,6 +148,11 @@ impl Scale {
         if values.len() != sum.len() {
             return Err(FixedError::Length { expected: sum.len(), found: values.len() });
         }
+        wide(|| self.add_blocks(values, sum))
+    }
+
+    #[inline(always)]
+    fn add_blocks(&self, values: &[f32], sum: &mut [i64]) -> Result<f32, FixedError> {
         let factor = self.factor();
         let mut largest = 0.0f32;
         for (block, (slots, values)) in sum.chunks_mut(BLOCK).zip(values.chunks(BLOCK)).enumerate() {
@@ -190,10 +199,7 @@ impl Scale {
         if sum.len() != out.len() {
             return Err(FixedError::Length { expected: out.len(), found: sum.len() });
         }
-        let scale = self.factor() * weight;
-        for (target, value) in out.iter_mut().zip(sum) {
-            *target = (*value as f64 / scale) as f32;
-        }
+        wide(|| divide(sum, self.factor() * weight, out));
         Ok(())
     }
 }
@@ -204,10 +210,34 @@ fn non_finite_value(block: &[f32], start: usize) -> FixedError {
     FixedError::NonFinite { index: start + at, value: block[at] }
 }
 
+/// Each sum divided by `scale`, rounded to f32.
+#[inline(always)]
+fn divide(sum: &[i64], scale: f64, out: &mut [f32]) {
+    // The reciprocal of a power of two is exact, and multiplications take less time.
+    let reciprocal = 1.0 / scale;
+    let is_exact = scale.to_bits() << 12 == 0 && scale.is_normal() && reciprocal.is_normal();
+    for (targets, sums) in out.chunks_mut(BLOCK).zip(sum.chunks(BLOCK)) {
+        // Whether a sum is outside -2^51..2^51. No early exit, so that the loop vectorizes.
+        let high = sums.iter().fold(0, |high, sum| high | (sum.wrapping_add(1 << 51) as u64 >> 52));
+        let pairs = targets.iter_mut().zip(sums);
+        match (high == 0, is_exact) {
+            (true, true) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) * reciprocal) as f32),
+            (true, false) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) / scale) as f32),
+            (false, _) => pairs.for_each(|(target, sum)| *target = (*sum as f64 / scale) as f32),
+        }
+    }
+}
+
+/// The f64 of a whole number in -2^51..2^51: the inverse of [`round_near`].
+#[inline(always)]
+fn near_float(value: i64) -> f64 {
+    f64::from_bits((MAGIC.to_bits() as i64).wrapping_add(value) as u64) - MAGIC
+}
+
 /// The nearest whole number, ties to even, of a value of at most 2^51: adding 1.5 · 2^52 leaves it in the low
 /// bits of the mantissa. Unlike a cast, this vectorizes on every processor.
+#[inline(always)]
 fn round_near(value: f64) -> i64 {
-    const MAGIC: f64 = 6_755_399_441_055_744.0;
     ((value + MAGIC).to_bits() as i64).wrapping_sub(MAGIC.to_bits() as i64)
 }
 

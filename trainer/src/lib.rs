@@ -87,6 +87,7 @@ mod teacher;
 pub mod tensorboard;
 pub mod train;
 mod validation;
+mod wide;
 pub mod worker;
 
 pub use checkpoint::Finish;

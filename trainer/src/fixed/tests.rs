@@ -139,3 +139,24 @@ fn rounding_does_not_depend_on_the_neighbours() {
     assert_eq!(mixed[..7], alone);
     assert_eq!(mixed[7..], [600_000 << 40, -600_000 << 40, 3000 << 40]);
 }
+
+/// Every path of the division gives the bits of the plain expression.
+#[test]
+fn means_have_the_bits_of_one_division() {
+    let mut sums: Vec<i64> =
+        (0..5000).map(|i: i64| (i - 2500).wrapping_mul(0x0012_3456_789a_bcd1) >> (i % 40)).collect();
+    sums.extend([0, -1, 1, (1 << 51) - 1, -(1 << 51), 1 << 51, -(1 << 51) - 1, i64::MAX, i64::MIN]);
+    // Blocks of small sums alone, too.
+    sums.extend((0..5000).map(|i: i64| (i * 7919 - 20_000_000) << (i % 24)));
+    for fraction_bits in [-100, 0, 40, 200] {
+        for weight in [1.0, 128.0, 0.125, 301.0, 0.3, 1e-30, 1e30] {
+            let scale = Scale::new(fraction_bits, 12).unwrap();
+            let mut means = vec![0f32; sums.len()];
+            scale.weighted_mean_into(&sums, weight, &mut means).unwrap();
+            let divisor = 2f64.powi(fraction_bits) * weight;
+            for (sum, mean) in sums.iter().zip(means) {
+                assert_eq!(mean.to_bits(), ((*sum as f64 / divisor) as f32).to_bits(), "{sum} / {divisor}");
+            }
+        }
+    }
+}

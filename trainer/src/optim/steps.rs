@@ -17,6 +17,7 @@ pub(super) struct Step {
     pub(super) decay: f64,
 }
 
+#[inline(always)]
 pub(super) fn sgd(
     config: &SgdConfig,
     step: Step,
@@ -51,6 +52,7 @@ fn corrections(betas: [f64; 2], step: Step) -> (f32, f32) {
     (step_size, root_correction)
 }
 
+#[inline(always)]
 pub(super) fn adamw(
     config: &AdamWConfig,
     step: Step,
@@ -73,6 +75,7 @@ pub(super) fn adamw(
     }
 }
 
+#[inline(always)]
 pub(super) fn adam(
     config: &AdamConfig,
     step: Step,
@@ -94,6 +97,7 @@ pub(super) fn adam(
     }
 }
 
+#[inline(always)]
 pub(super) fn adagrad(
     config: &AdaGradConfig,
     step: Step,
@@ -111,6 +115,7 @@ pub(super) fn adagrad(
     }
 }
 
+#[inline(always)]
 pub(super) fn rmsprop(
     config: &RmsPropConfig,
     step: Step,

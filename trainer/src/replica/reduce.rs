@@ -10,6 +10,7 @@ use crate::fixed::{FRACTION_BITS_DEFAULT, FixedError, Scale};
 use crate::job::JobFile;
 use crate::ledger::Tally;
 use crate::strategy::Strategy;
+use crate::wide::wide;
 
 /// Why a step has no total. Nothing was applied.
 #[derive(Debug, Error)]
@@ -196,9 +197,7 @@ fn divide(sum: &mut [f32], weight: f64) -> Result<(), FixedError> {
         return Err(FixedError::NonFinite { index, value: sum[index] });
     }
     let share = 1.0 / weight;
-    for value in sum {
-        *value = (f64::from(*value) * share) as f32;
-    }
+    wide(|| sum.iter_mut().for_each(|value| *value = (f64::from(*value) * share) as f32));
     Ok(())
 }
 

@@ -23,15 +23,18 @@ fn measure_training() {
     }
     for (name, widths, rows) in [
         ("64-128-10", vec![64, 128], 8),
-        ("64-128-10", vec![64, 128], 96),
-        ("784-512-512-10", vec![784, 512, 512], 8),
-        ("784-512-512-10", vec![784, 512, 512], 96),
+        ("64-128-10", vec![64, 128], 128),
+        ("784-512-512-10", vec![784, 512, 512], 11),
+        ("784-512-512-10", vec![784, 512, 512], 32),
+        ("784-512-512-10", vec![784, 512, 512], 128),
     ] {
         let model = crate::init::mlp(widths[0], &widths[1..], 10, 1).unwrap();
         measure(name, &model, widths[0], rows, Device::Cpu);
     }
     measure("cnn 8x8", &crate::init::cnn(8, 8, 1, 10, 1).unwrap(), 64, 8, Device::Cpu);
-    measure("cnn 28x28", &crate::init::cnn(28, 28, 1, 10, 1).unwrap(), 784, 8, Device::Cpu);
+    for rows in [5, 16, 64] {
+        measure("cnn 28x28", &crate::init::cnn(28, 28, 1, 10, 1).unwrap(), 784, rows, Device::Cpu);
+    }
 }
 
 pub(super) fn measure(name: &str, model: &ModelProto, width: usize, rows: usize, device: Device) {
@@ -40,7 +43,7 @@ pub(super) fn measure(name: &str, model: &ModelProto, width: usize, rows: usize,
     let mut optimizer = Optimizer::new(&OptimizerConfig::default(), elements).unwrap();
     let scale = Scale::new(FRACTION_BITS_DEFAULT, 12).unwrap();
     let batch = clusters(rows, width, 10, 3);
-    let shards = (96 / rows).max(1);
+    let shards = (128 / rows).max(1);
     let mut mean = vec![0.0; elements];
     let mut parts = [0.0f64; 3];
     // The first step of a GPU compiles its kernels.
@@ -58,7 +61,7 @@ pub(super) fn measure(name: &str, model: &ModelProto, width: usize, rows: usize,
             parts[1] += at.elapsed().as_secs_f64();
         }
         let at = std::time::Instant::now();
-        scale.mean_into(&sum, 96, &mut mean).unwrap();
+        scale.mean_into(&sum, 128, &mut mean).unwrap();
         engine
             .update(|w| {
                 optimizer.apply(w, &mean).unwrap();
