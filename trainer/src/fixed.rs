@@ -148,12 +148,43 @@ impl Scale {
         if values.len() != sum.len() {
             return Err(FixedError::Length { expected: sum.len(), found: values.len() });
         }
-        wide(|| self.add_blocks(values, sum))
+        add_blocks(*self, values, sum)
     }
 
-    #[inline(always)]
-    fn add_blocks(&self, values: &[f32], sum: &mut [i64]) -> Result<f32, FixedError> {
-        let factor = self.factor();
+    /// The fixed-point form of `values`; for tests and measurements.
+    pub fn encode(&self, values: &[f32]) -> Result<Vec<i64>, FixedError> {
+        let mut sum = vec![0i64; values.len()];
+        self.add(values, &mut sum)?;
+        Ok(sum)
+    }
+
+    /// The float value of every sum divided by `divisor` (the rows of the global batch), into `out`.
+    ///
+    /// One rounding to f64, one division, one rounding to f32: the same bits on every worker.
+    pub fn mean_into(&self, sum: &[i64], divisor: u64, out: &mut [f32]) -> Result<(), FixedError> {
+        self.weighted_mean_into(sum, divisor.max(1) as f64, out)
+    }
+
+    /// As [`Scale::mean_into`], for a positive sum of weights as the divisor.
+    pub fn weighted_mean_into(&self, sum: &[i64], weight: f64, out: &mut [f32]) -> Result<(), FixedError> {
+        if sum.len() != out.len() {
+            return Err(FixedError::Length { expected: out.len(), found: sum.len() });
+        }
+        divide(sum, self.factor() * weight, out);
+        Ok(())
+    }
+}
+
+#[cold]
+fn non_finite_value(block: &[f32], start: usize) -> FixedError {
+    let at = block.iter().position(|value| !value.is_finite()).unwrap_or_default();
+    FixedError::NonFinite { index: start + at, value: block[at] }
+}
+
+wide! {
+    /// See [`Scale::add`], for slices of equal length.
+    fn add_blocks(scale: Scale, values: &[f32], sum: &mut [i64]) -> Result<f32, FixedError> {
+        let factor = scale.factor();
         let mut largest = 0.0f32;
         for (block, (slots, values)) in sum.chunks_mut(BLOCK).zip(values.chunks(BLOCK)).enumerate() {
             // The bits of magnitudes sort like their values, with infinity and NaN last. No early exit, so
@@ -179,51 +210,23 @@ impl Scale {
         }
         Ok(largest)
     }
-
-    /// The fixed-point form of `values`; for tests and measurements.
-    pub fn encode(&self, values: &[f32]) -> Result<Vec<i64>, FixedError> {
-        let mut sum = vec![0i64; values.len()];
-        self.add(values, &mut sum)?;
-        Ok(sum)
-    }
-
-    /// The float value of every sum divided by `divisor` (the rows of the global batch), into `out`.
-    ///
-    /// One rounding to f64, one division, one rounding to f32: the same bits on every worker.
-    pub fn mean_into(&self, sum: &[i64], divisor: u64, out: &mut [f32]) -> Result<(), FixedError> {
-        self.weighted_mean_into(sum, divisor.max(1) as f64, out)
-    }
-
-    /// As [`Scale::mean_into`], for a positive sum of weights as the divisor.
-    pub fn weighted_mean_into(&self, sum: &[i64], weight: f64, out: &mut [f32]) -> Result<(), FixedError> {
-        if sum.len() != out.len() {
-            return Err(FixedError::Length { expected: out.len(), found: sum.len() });
-        }
-        wide(|| divide(sum, self.factor() * weight, out));
-        Ok(())
-    }
 }
 
-#[cold]
-fn non_finite_value(block: &[f32], start: usize) -> FixedError {
-    let at = block.iter().position(|value| !value.is_finite()).unwrap_or_default();
-    FixedError::NonFinite { index: start + at, value: block[at] }
-}
-
-/// Each sum divided by `scale`, rounded to f32.
-#[inline(always)]
-fn divide(sum: &[i64], scale: f64, out: &mut [f32]) {
-    // The reciprocal of a power of two is exact, and multiplications take less time.
-    let reciprocal = 1.0 / scale;
-    let is_exact = scale.to_bits() << 12 == 0 && scale.is_normal() && reciprocal.is_normal();
-    for (targets, sums) in out.chunks_mut(BLOCK).zip(sum.chunks(BLOCK)) {
-        // Whether a sum is outside -2^51..2^51. No early exit, so that the loop vectorizes.
-        let high = sums.iter().fold(0, |high, sum| high | (sum.wrapping_add(1 << 51) as u64 >> 52));
-        let pairs = targets.iter_mut().zip(sums);
-        match (high == 0, is_exact) {
-            (true, true) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) * reciprocal) as f32),
-            (true, false) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) / scale) as f32),
-            (false, _) => pairs.for_each(|(target, sum)| *target = (*sum as f64 / scale) as f32),
+wide! {
+    /// Each sum divided by `scale`, rounded to f32.
+    fn divide(sum: &[i64], scale: f64, out: &mut [f32]) {
+        // The reciprocal of a power of two is exact, and multiplications take less time.
+        let reciprocal = 1.0 / scale;
+        let is_exact = scale.to_bits() << 12 == 0 && scale.is_normal() && reciprocal.is_normal();
+        for (targets, sums) in out.chunks_mut(BLOCK).zip(sum.chunks(BLOCK)) {
+            // Whether a sum is outside -2^51..2^51. No early exit, so that the loop vectorizes.
+            let high = sums.iter().fold(0, |high, sum| high | (sum.wrapping_add(1 << 51) as u64 >> 52));
+            let pairs = targets.iter_mut().zip(sums);
+            match (high == 0, is_exact) {
+                (true, true) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) * reciprocal) as f32),
+                (true, false) => pairs.for_each(|(target, sum)| *target = (near_float(*sum) / scale) as f32),
+                (false, _) => pairs.for_each(|(target, sum)| *target = (*sum as f64 / scale) as f32),
+            }
         }
     }
 }

@@ -25,8 +25,6 @@ use groups::Stretch;
 pub use plateau::Plateau;
 use steps::Step;
 
-use crate::wide::wide;
-
 /// An error of building, restoring or applying an optimizer.
 #[derive(Debug, Error, Clone, PartialEq)]
 pub enum OptimError {
@@ -153,13 +151,13 @@ impl Optimizer {
             let (weights, grad) = (&mut weights[range.clone()], &grad[range.clone()]);
             let mut slots: Vec<&mut [f32]> =
                 self.slots.iter_mut().map(|slot| &mut slot[range.clone()]).collect();
-            wide(|| match &self.config {
+            match &self.config {
                 OptimizerConfig::Sgd(config) => steps::sgd(config, step, weights, grad, &mut slots),
                 OptimizerConfig::AdamW(config) => steps::adamw(config, step, weights, grad, &mut slots),
                 OptimizerConfig::Adam(config) => steps::adam(config, step, weights, grad, &mut slots),
                 OptimizerConfig::AdaGrad(config) => steps::adagrad(config, step, weights, grad, &mut slots),
                 OptimizerConfig::RmsProp(config) => steps::rmsprop(config, step, weights, grad, &mut slots),
-            });
+            }
         }
         self.step += 1;
         Ok(())

@@ -1,22 +1,31 @@
 //! Loops compiled for the wider vectors that a processor has.
 //!
-//! The program is built for the oldest processors of its kind. A loop over every weight in [`wide`] is compiled a
-//! second time with AVX2. It does the same operations on each element, so that its results have the same bits.
-#![allow(unsafe_code)]
+//! The program is built for the oldest processors of its kind. A function in [`wide`] is compiled a second time with
+//! AVX2. It does the same operations on each element, so that its results have the same bits.
 
-/// Runs `work`, with AVX2 where the processor has it. Functions that `work` calls should be `#[inline(always)]`.
-#[inline]
-pub(crate) fn wide<R>(work: impl FnOnce() -> R) -> R {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has AVX2, the only feature that the function needs.
-        return unsafe { with_avx2(work) };
-    }
-    work()
+/// Defines a function that runs with AVX2 where the processor has it. Its callees should be `#[inline(always)]`.
+macro_rules! wide {
+    ($(#[$attribute:meta])* $visible:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block) => {
+        $(#[$attribute])*
+        #[allow(unsafe_code)]
+        $visible fn $name($($argument: $type),*) $(-> $result)? {
+            #[inline(always)]
+            fn plain($($argument: $type),*) $(-> $result)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2")]
+                fn with_avx2($($argument: $type),*) $(-> $result)? {
+                    plain($($argument),*)
+                }
+                if std::arch::is_x86_feature_detected!("avx2") {
+                    // SAFETY: the processor has AVX2, the only feature that the function needs.
+                    return unsafe { with_avx2($($argument),*) };
+                }
+            }
+            plain($($argument),*)
+        }
+    };
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
-    work()
-}
+pub(crate) use wide;

@@ -17,7 +17,6 @@ pub(super) struct Step {
     pub(super) decay: f64,
 }
 
-#[inline(always)]
 pub(super) fn sgd(
     config: &SgdConfig,
     step: Step,
@@ -52,7 +51,6 @@ fn corrections(betas: [f64; 2], step: Step) -> (f32, f32) {
     (step_size, root_correction)
 }
 
-#[inline(always)]
 pub(super) fn adamw(
     config: &AdamWConfig,
     step: Step,
@@ -75,7 +73,6 @@ pub(super) fn adamw(
     }
 }
 
-#[inline(always)]
 pub(super) fn adam(
     config: &AdamConfig,
     step: Step,
@@ -97,7 +94,6 @@ pub(super) fn adam(
     }
 }
 
-#[inline(always)]
 pub(super) fn adagrad(
     config: &AdaGradConfig,
     step: Step,
@@ -115,7 +111,6 @@ pub(super) fn adagrad(
     }
 }
 
-#[inline(always)]
 pub(super) fn rmsprop(
     config: &RmsPropConfig,
     step: Step,

@@ -196,9 +196,16 @@ fn divide(sum: &mut [f32], weight: f64) -> Result<(), FixedError> {
         let index = sum.iter().position(|value| !value.is_finite()).unwrap_or_default();
         return Err(FixedError::NonFinite { index, value: sum[index] });
     }
-    let share = 1.0 / weight;
-    wide(|| sum.iter_mut().for_each(|value| *value = (f64::from(*value) * share) as f32));
+    scale_all(sum, 1.0 / weight);
     Ok(())
+}
+
+wide! {
+    fn scale_all(values: &mut [f32], factor: f64) {
+        for value in values {
+            *value = (f64::from(*value) * factor) as f32;
+        }
+    }
 }
 
 #[cfg(test)]
