@@ -49,7 +49,7 @@ use initializers::Roles;
 use determined::Determined;
 pub use error::GraphError;
 pub(crate) use initializers::origin as initializer_origin;
-pub(crate) use initializers::{has_marks, mark_parameter};
+pub(crate) use initializers::{float_info, has_marks, parameter_info};
 pub use read::SUPPORTED_OPERATORS;
 pub use shape::Dim;
 pub(crate) use tensor::float_elements;

@@ -77,8 +77,9 @@ pub(crate) fn read(path: &Path) -> Result<ModelProto, ModelFileError> {
             model = %path.display(),
             separated = ?restored.separated,
             tied = ?restored.tied,
+            biases = ?restored.biases,
             training = ?restored.training,
-            "what the exporter merged is separate again, what it copied is tied, and training modes are back"
+            "what the exporter merged is separate again, what it copied is tied, and what it left out is back"
         );
     }
     Ok(model)

@@ -519,6 +519,40 @@ mod tests {
         }
     }
 
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+
+        /// Fractions, in every layout that the convolutions use: within the rounding of f32 of the exact product.
+        #[test]
+        fn products_are_those_of_f64(
+            [m, n, k] in [1usize..70, 1usize..70, 1usize..70],
+            turned in [any::<bool>(), any::<bool>(), any::<bool>()],
+            seed in 0usize..1000,
+        ) {
+            let steps = |turned: bool, rows: usize, columns: usize| if turned { [1, rows] } else { [columns, 1] };
+            let values = |count: usize, by: usize| -> Vec<f32> {
+                (0..count).map(|at| ((at * by + seed) as f32 * 0.7391).sin()).collect()
+            };
+            let (left, right) = (values(m * k, 31), values(k * n, 17));
+            let [sums, lefts, rights] =
+                [steps(turned[0], m, n), steps(turned[1], m, k), steps(turned[2], k, n)];
+            let mut sum = values(m * n, 7);
+            let before = sum.clone();
+            multiply_add([m, n, k], (&mut sum, sums), (&left, lefts), (&right, rights));
+            for row in 0..m {
+                for column in 0..n {
+                    let at = row * sums[0] + column * sums[1];
+                    let exact = (0..k).fold(f64::from(before[at]), |total, step| {
+                        let left = left[row * lefts[0] + step * lefts[1]];
+                        total + f64::from(left) * f64::from(right[step * rights[0] + column * rights[1]])
+                    });
+                    let rounding = 1e-6 * (k as f64 + 1.0);
+                    prop_assert!((f64::from(sum[at]) - exact).abs() < rounding, "{row} {column}: {} {exact}", sum[at]);
+                }
+            }
+        }
+    }
+
     /// Columns in several tiles, and sums over several groups of images.
     #[test]
     fn large_images_are_computed_in_tiles() {

@@ -28,7 +28,7 @@ use crate::probe::{self, Probe, every_operator, int, numbers, run_reference, run
 
 const ROWS: usize = 3;
 
-impl<B: burn_backend::Backend, E: burn_backend::Element> Interpreter<B, E> {
+impl<B: super::kernels::Kernels, E: burn_backend::Element> Interpreter<B, E> {
     /// The gradient with the key of the first shard.
     fn differentiate(
         &self,

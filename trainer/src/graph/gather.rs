@@ -18,7 +18,8 @@ pub(super) fn gather(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
         return Err(call.site.mixes_rows("it picks rows of the batch"));
     };
     if !call.is_ints(b, 1) {
-        return lookup(b, &call, data, axis, size);
+        let positions = call.float(b, 1)?;
+        return lookup(b, &call, data, axis, size, positions);
     }
     let positions = call.needed_numbers(b, 1)?.clone();
     let known = positions.known().ok_or_else(|| call.site.form("its positions are not constant"))?;
@@ -40,8 +41,8 @@ fn lookup(
     data: ValueId,
     axis: usize,
     size: usize,
+    positions: ValueId,
 ) -> Result<ValueId, GraphError> {
-    let positions = call.float(b, 1)?;
     let is_whole = call.element(b, 1).is_some_and(|element| types::kind(element) == Kind::Integer);
     let Some(origin) = b.origins.get(&positions).filter(|_| is_whole).map(Rc::clone) else {
         return Err(call.site.form(
@@ -68,11 +69,30 @@ fn lookup(
     b.push(Op::Lookup, &[data, positions], target, &call.site)
 }
 
+/// Rows of a table by positions of one axis.
+fn rows_of_table(b: &mut Builder, call: &Call<'_>, data: ValueId) -> Result<ValueId, GraphError> {
+    let positions = call.float(b, 1)?;
+    let dims = b.dims(positions).to_vec();
+    let (Some((Dim::Fixed(1), outer)), Some(Dim::Fixed(size))) =
+        (dims.split_last(), b.dims(data).first().copied())
+    else {
+        return Err(call.site.form(format!(
+            "positions {} of several axes are computed; constant ones are supported",
+            shape::display(&dims)
+        )));
+    };
+    let positions = b.reshape(positions, outer.to_vec(), &call.site)?;
+    lookup(b, call, data, 0, size, positions)
+}
+
 /// Elements, or parts, at constant positions along the first axes.
 pub(super) fn gather_nd(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let data = call.value(b, 0)?;
     call.only("batch_dims", 0)?;
     call.finish(2)?;
+    if !call.is_ints(b, 1) {
+        return rows_of_table(b, &call, data);
+    }
     let positions = call.needed_numbers(b, 1)?.clone();
     let known = positions.known().ok_or_else(|| call.site.form("its positions are not constant"))?;
     let dims = b.dims(data).to_vec();

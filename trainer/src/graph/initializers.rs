@@ -11,8 +11,10 @@
 
 use std::collections::{HashMap, HashSet};
 
+use millrace_bundle::onnx::tensor_shape_proto::{Dimension, dimension};
 use millrace_bundle::onnx::{
-    GraphProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, ValueInfoProto,
+    GraphProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, TensorShapeProto, TypeProto,
+    ValueInfoProto, tensor_proto, type_proto,
 };
 
 use super::builder::{Builder, NamedValue, NodeRef};
@@ -56,10 +58,27 @@ pub(crate) fn has_marks(graph: &GraphProto) -> bool {
     described(graph).any(|info| entry(&info.metadata_props, KIND).is_some())
 }
 
-/// Marks a tensor as a parameter, as PyTorch's exporter does.
-pub(crate) fn mark_parameter(info: &mut ValueInfoProto) {
-    info.metadata_props
-        .push(StringStringEntryProto { key: Some(KIND.to_owned()), value: Some(PARAMETER.to_owned()) });
+/// The description of a float tensor, marked as a parameter as PyTorch's exporter does.
+pub(crate) fn parameter_info(name: &str, shape: &[usize]) -> ValueInfoProto {
+    let dims = shape.iter().map(|size| dimension::Value::DimValue(*size as i64)).collect();
+    let kind = StringStringEntryProto { key: Some(KIND.to_owned()), value: Some(PARAMETER.to_owned()) };
+    ValueInfoProto { metadata_props: vec![kind], ..float_info(name, dims) }
+}
+
+/// The description of a float tensor.
+pub(crate) fn float_info(name: &str, dims: Vec<dimension::Value>) -> ValueInfoProto {
+    let dim = |value| Dimension { value: Some(value), ..Dimension::default() };
+    ValueInfoProto {
+        name: Some(name.to_owned()),
+        r#type: Some(TypeProto {
+            value: Some(type_proto::Value::TensorType(type_proto::Tensor {
+                elem_type: Some(tensor_proto::DataType::Float as i32),
+                shape: Some(TensorShapeProto { dim: dims.into_iter().map(dim).collect() }),
+            })),
+            ..TypeProto::default()
+        }),
+        ..ValueInfoProto::default()
+    }
 }
 
 /// The values whose metadata count.
@@ -118,11 +137,29 @@ impl<'a> Roles<'a> {
         let metadata = infos.get(name).map(|info| info.metadata_props.as_slice()).unwrap_or_default();
         match (entry(metadata, KIND), entry(metadata, FOLDED_FROM)) {
             (Some(kind), _) => kind == PARAMETER,
+            // A number of an operation in the type of its operand.
+            (None, Some(_)) if name.ends_with("_cast") && !name.contains('.') => false,
             (None, Some(origins)) => origins
                 .split(['[', ']', ',', '\'', ' '])
                 .any(|origin| names_parameter(origin) && !self.computed.contains(origin)),
             (None, None) => !shape.is_empty() && self.weights.contains(name),
         }
+    }
+
+    /// The parameters from which the exporter computed a trained tensor, so that training would move a stand-in.
+    fn computed_from(&self, name: &str) -> Option<String> {
+        let metadata = &self.exported.as_ref()?.get(name)?.metadata_props;
+        let origins = entry(metadata, FOLDED_FROM).filter(|_| entry(metadata, KIND).is_none())?;
+        let origins = origins.split(['[', ']', ',', '\'', ' ']).filter(|origin| !origin.is_empty());
+        let (computed, rest): (Vec<&str>, Vec<&str>) =
+            origins.partition(|origin| !origin.contains('.') && COMPUTED.contains(&stem(origin)));
+        let is_rearranged = name.contains('.') || REARRANGED.contains(&stem(name));
+        if is_rearranged && computed.is_empty() {
+            return None;
+        }
+        let parameters =
+            rest.into_iter().filter(|origin| names_parameter(origin) && !self.computed.contains(origin));
+        Some(parameters.collect::<Vec<_>>().join(", "))
     }
 
     /// Whether a trained parameter has no mark, in a model with marks.
@@ -195,6 +232,107 @@ const FUNCTIONS: &[&str] = &[
     "zeros_like",
 ];
 
+/// Names of tensors whose elements are those of a parameter, each at most once, in another order or negated.
+const REARRANGED: &[&str] = &[
+    "alias",
+    "cat",
+    "clone",
+    "contiguous",
+    "detach",
+    "embedding",
+    "flatten",
+    "flip",
+    "getitem",
+    "neg",
+    "permute",
+    "reshape",
+    "roll",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "stack",
+    "t",
+    "to",
+    "_to_copy",
+    "transpose",
+    "unbind",
+    "unflatten",
+    "unsqueeze",
+    "val",
+    "view",
+];
+
+/// Names of tensors that PyTorch computes from the elements of others.
+const COMPUTED: &[&str] = &[
+    "abs",
+    "add",
+    "addmm",
+    "amax",
+    "amin",
+    "bmm",
+    "broadcast_in_dim",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "cos",
+    "cosh",
+    "cumsum",
+    "div",
+    "dot",
+    "einsum",
+    "elu",
+    "erf",
+    "exp",
+    "expand",
+    "expm1",
+    "gelu",
+    "index",
+    "linalg_vector_norm",
+    "log",
+    "log1p",
+    "log_softmax",
+    "logsumexp",
+    "masked_fill",
+    "matmul",
+    "maximum",
+    "mean",
+    "minimum",
+    "mm",
+    "mul",
+    "mv",
+    "norm",
+    "outer",
+    "pow",
+    "prod",
+    "reciprocal",
+    "relu",
+    "repeat",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sin",
+    "sinh",
+    "softmax",
+    "softplus",
+    "sqrt",
+    "square",
+    "std",
+    "sub",
+    "sum",
+    "tanh",
+    "tril",
+    "triu",
+    "var",
+    "where",
+];
+
+/// The name of a tensor without its number.
+fn stem(name: &str) -> &str {
+    name.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches('_')
+}
+
 /// Whether the name of a folded tensor is that of a parameter.
 fn names_parameter(name: &str) -> bool {
     let leaf = name.rsplit_once('.').map_or(name, |(_, leaf)| leaf);
@@ -203,8 +341,7 @@ fn names_parameter(name: &str) -> bool {
             leaf,
             "running_mean" | "running_var" | "num_batches_tracked" | "inv_freq" | "position_ids"
         );
-    let stem = leaf.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches('_');
-    let is_function = !name.contains('.') && FUNCTIONS.contains(&stem);
+    let is_function = !name.contains('.') && FUNCTIONS.contains(&stem(leaf));
     !name.is_empty() && !is_buffer && !is_function
 }
 
@@ -249,6 +386,12 @@ pub(super) fn initializer(
         return Ok(NamedValue::Ints(Ints::of(shape, &[])));
     }
     let trained = tensor::is_float(tensor) && roles.is_trained(tensor.name(), &shape, &elements);
+    if trained && let Some(parameters) = roles.computed_from(tensor.name()) {
+        return Err(site.form(format!(
+            "the exporter computed it ahead from the parameters {parameters}, which training could not move (export \
+             with optimize=False)"
+        )));
+    }
     let value = if trained {
         let value = b.value(dims, Source::Param(b.params.len()), true, &site)?;
         b.params.push(ParamSpec { name: tensor.name().to_owned(), shape });

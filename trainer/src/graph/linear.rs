@@ -180,7 +180,7 @@ pub(super) fn reshape(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gr
     b.reshape(input, dims, &call.site)
 }
 
-/// A reshape of `[steps, rows, …]` to `[steps · rows, width]`, as attention layers write it before a product.
+/// A reshape of `[steps, rows · heads, …]` to `[steps · rows, width]`, as attention layers write it before a product.
 fn merge(
     b: &mut Builder,
     call: &Call<'_>,
@@ -189,15 +189,22 @@ fn merge(
 ) -> Option<Result<ValueId, GraphError>> {
     let [Dim::Fixed(steps), Dim::Rows(factor), ..] = *b.dims(input) else { return None };
     let [first, width] = to else { return None };
-    let all = steps.checked_mul(factor).map(Dim::Rows);
-    if first.is_some() && *first != all {
-        return None;
-    }
-    let rest = shape::elements_at(&b.dims(input)[2..], 1);
+    // Elements of a row in each step.
+    let inner = shape::elements_at(&b.dims(input)[1..], 1);
+    let quotient =
+        |whole: usize, part: usize| whole.checked_rem(part).filter(|rest| *rest == 0).map(|_| whole / part);
+    let kept = match (first, width) {
+        (Some(Dim::Rows(all)), _) => quotient(*all, steps)?,
+        (None, Some(Dim::Fixed(width))) => quotient(inner, *width)?,
+        _ => return None,
+    };
+    // Whole heads move into the width.
+    quotient(factor, kept)?;
+    let rest = quotient(inner, kept)?;
     if width.is_some_and(|width| width != Dim::Fixed(rest)) {
         return None;
     }
-    let dims = vec![Dim::Fixed(steps), Dim::Rows(factor), Dim::Fixed(rest)];
+    let dims = vec![Dim::Fixed(steps), Dim::Rows(kept), Dim::Fixed(rest)];
     let value = match b.dims(input) == dims {
         // A value of its own, since the unmerged one keeps its meaning.
         true => b.push(Op::Reshape, &[input], dims, &call.site),

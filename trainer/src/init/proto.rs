@@ -1,18 +1,14 @@
 //! ONNX graph writer: appends the nodes, weights and constants of a new model.
 
 use millrace_bundle::onnx::{
-    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
-    TypeProto, ValueInfoProto,
-    attribute_proto::AttributeType,
-    tensor_proto,
-    tensor_shape_proto::{Dimension, dimension::Value},
-    type_proto,
+    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto,
+    attribute_proto::AttributeType, tensor_proto, tensor_shape_proto::dimension::Value,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use super::{InitError, WEIGHTS_MAX};
-use crate::graph::mark_parameter;
+use crate::graph::{float_info, parameter_info};
 
 /// IR version of ONNX 1.12, the release of operator set 17.
 const IR_VERSION: i64 = 8;
@@ -87,10 +83,7 @@ impl GraphBuilder {
             ..TensorProto::default()
         });
         if self.marks {
-            let fixed = dims.iter().map(|size| Value::DimValue(*size as i64));
-            let mut info = float_info(name, fixed.collect());
-            mark_parameter(&mut info);
-            self.graph.value_info.push(info);
+            self.graph.value_info.push(parameter_info(name, dims));
         }
         self.added.push(name.to_owned());
     }
@@ -229,19 +222,4 @@ fn tensor_info(name: &str, width: usize) -> ValueInfoProto {
 pub(super) fn rows_info(name: &str, row: &[usize]) -> ValueInfoProto {
     let rows = std::iter::once(Value::DimParam("batch".to_owned()));
     float_info(name, rows.chain(row.iter().map(|size| Value::DimValue(*size as i64))).collect())
-}
-
-fn float_info(name: &str, dims: Vec<Value>) -> ValueInfoProto {
-    let dim = |value| Dimension { value: Some(value), ..Dimension::default() };
-    ValueInfoProto {
-        name: Some(name.to_owned()),
-        r#type: Some(TypeProto {
-            value: Some(type_proto::Value::TensorType(type_proto::Tensor {
-                elem_type: Some(tensor_proto::DataType::Float as i32),
-                shape: Some(TensorShapeProto { dim: dims.into_iter().map(dim).collect() }),
-            })),
-            ..TypeProto::default()
-        }),
-        ..ValueInfoProto::default()
-    }
 }

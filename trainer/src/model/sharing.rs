@@ -5,13 +5,16 @@
 //! the same, but training would tie what is separate, and separate what is tied. [`restore`] undoes both where the
 //! model says which parameters were meant:
 //!
-//! - The earlier exporter gives the second of two equal tensors its own name, by an `Identity` node.
-//! - The default exporter names the module of each node. A tensor that modules of one class read stands for a parameter
-//!   of each of them, if all its elements are equal (initial scales and biases), or if one module is a copy of the other:
+//! - The earlier exporter gives the second of two equal tensors its own name, by an `Identity` node ([`separate_aliases`]).
+//! - The default exporter quotes the call in PyTorch at each node, which names its parameters ([`calls`]). A tensor that
+//!   calls read under several names stands for as many parameters.
+//! - Where calls are missing, the module of each node is known. A tensor that modules of one class read stands for a
+//!   parameter of each of them, if all its elements are equal (initial scales and biases), or if one module is a copy of the other:
 //!   their paths differ in numbers only, all their tensors, two or more, are equal, and the original is computed first.
 //!   Other equal weights are tied, as those of an embedding and an output layer.
 //! - A transposed tensor is tied to the parameter that it was folded from. The earlier exporter does not name that one;
 //!   there the elements must be equal.
+//! - The default exporter removes a bias whose elements are all 0, and names the rule ([`biases`]).
 //! - The default exporter writes a batch normalisation in training as one in evaluation, but names the operation.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -21,9 +24,13 @@ use millrace_bundle::onnx::{AttributeProto, GraphProto, ModelProto, NodeProto, T
 
 use crate::graph::{float_elements, has_marks, initializer_origin};
 
+mod biases;
+mod calls;
 #[cfg(test)]
 mod tests;
 
+/// The start of names that the earlier exporter makes up.
+const NAMELESS: &str = "onnx::";
 const SCOPES: &str = "pkg.torch.onnx.name_scopes";
 const CLASSES: &str = "pkg.torch.onnx.class_hierarchy";
 
@@ -42,11 +49,14 @@ pub(crate) struct Restored {
     pub(crate) separated: Vec<String>,
     /// Tensors that are computed from a parameter again.
     pub(crate) tied: Vec<String>,
+    /// Biases of zeros that are there again.
+    pub(crate) biases: Vec<String>,
     /// Batch normalisations that are in training mode again.
     pub(crate) training: Vec<String>,
 }
 
-/// Undoes what the exporter merged, copied or left out. Leaves predictions in evaluation as they are, to the bit.
+/// Undoes what the exporter merged, copied or left out. Leaves predictions in evaluation as they are, to the bit, but for
+/// the sign of a 0 to which a restored bias is added.
 pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     let mut restored = Restored::default();
     let is_of_pytorch = model.producer_name() == "pytorch";
@@ -61,13 +71,19 @@ pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     if !has_marks(graph) {
         separate_aliases(graph, &mut restored);
     }
-    separate_modules(graph, &mut restored);
+    let mut names = names(graph);
+    separate_modules(graph, &mut names, &mut restored);
+    restored.biases = biases::restore(graph, &mut names);
     tie_transposed(graph, &mut restored);
     restore_training(graph, &mut restored);
     restored
 }
 
 /// Gives each parameter that is an `Identity` of another one its own tensor.
+///
+/// Weights that the earlier exporter transposed ahead have no names. Such an `Identity` stands for a weight of its own if
+/// the nodes that read both are those of different modules, and the second one's named parameters are all `Identity` of
+/// others: a copy of a layer, not a layer that is called twice or tied to another one.
 fn separate_aliases(graph: &mut GraphProto, restored: &mut Restored) {
     let tensors: HashMap<&str, &TensorProto> = graph
         .initializer
@@ -76,15 +92,38 @@ fn separate_aliases(graph: &mut GraphProto, restored: &mut Restored) {
         .map(|tensor| (tensor.name(), tensor))
         .collect();
     let outputs: HashSet<&str> = graph.output.iter().map(|output| output.name()).collect();
+    let aliases: HashMap<&str, &str> = graph.node.iter().filter_map(alias).collect();
+    let mut readers: HashMap<&str, HashSet<String>> = HashMap::new();
+    for node in graph.node.iter().filter(|node| alias(node).is_none()) {
+        for input in &node.input {
+            readers.entry(input).or_default().extend(module_path(node));
+        }
+    }
+    let is_alias_of_copy = |output: &str, input: &str| {
+        let (Some(own), Some(other)) = (readers.get(output), readers.get(input)) else { return false };
+        let named = |path: &str| -> Vec<&str> {
+            let names = aliases.keys().chain(tensors.keys()).copied();
+            names.filter(|name| name.strip_prefix(path).is_some_and(|rest| is_leaf(rest))).collect()
+        };
+        own.is_disjoint(other)
+            && own.iter().all(|path| {
+                let named = named(path);
+                !named.is_empty() && named.iter().all(|name| aliases.contains_key(name))
+            })
+    };
     let mut copies = BTreeMap::new();
     for (index, node) in graph.node.iter().enumerate() {
-        let ([input], [output]) = (&node.input[..], &node.output[..]) else { continue };
+        let Some((output, input)) = alias(node).filter(|(output, _)| !outputs.contains(output)) else {
+            continue;
+        };
+        let Some(tensor) = tensors.get(input) else { continue };
         // Names of values that are computed have a scope.
-        let is_parameter = !output.contains([':', '/']) && !outputs.contains(output.as_str());
-        if let Some(tensor) =
-            tensors.get(input.as_str()).filter(|_| node.op_type() == "Identity" && is_parameter)
-        {
-            copies.insert(index, TensorProto { name: Some(output.clone()), ..(*tensor).clone() });
+        let is_parameter = match output.starts_with(NAMELESS) {
+            true => is_alias_of_copy(output, input),
+            false => !output.contains([':', '/']),
+        };
+        if is_parameter {
+            copies.insert(index, TensorProto { name: Some(output.to_owned()), ..(*tensor).clone() });
         }
     }
     let mut index = 0;
@@ -94,6 +133,25 @@ fn separate_aliases(graph: &mut GraphProto, restored: &mut Restored) {
     });
     restored.separated.extend(copies.values().map(|tensor| tensor.name().to_owned()));
     graph.initializer.extend(copies.into_values());
+}
+
+/// The output and the input of an `Identity`.
+fn alias(node: &NodeProto) -> Option<(&str, &str)> {
+    match (node.op_type(), &node.input[..], &node.output[..]) {
+        ("Identity", [input], [output]) => Some((output, input)),
+        _ => None,
+    }
+}
+
+/// The path of the module in the name that the earlier exporter gives a node: `/layers/layers.1/linear/MatMul`.
+fn module_path(node: &NodeProto) -> Option<String> {
+    let (path, _) = node.name().strip_prefix('/')?.rsplit_once('/')?;
+    Some(path.replace('/', "."))
+}
+
+/// Whether the rest of a name behind a module's path is that of a tensor which the module itself holds.
+fn is_leaf(rest: &str) -> bool {
+    rest.strip_prefix('.').is_some_and(|leaf| !leaf.contains(['.', ':', '/']))
 }
 
 /// The module that a node belongs to.
@@ -122,7 +180,6 @@ impl Module {
 
 /// The parts of two paths up to the last difference, if the paths differ in numbers only.
 fn numbered<'a>(one: &'a str, other: &'a str) -> Option<(&'a str, &'a str)> {
-    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
     let (mut ends, mut found) = ((0, 0), None);
     if one.split('.').count() != other.split('.').count() {
         return None;
@@ -201,14 +258,24 @@ fn list<'a>(node: &'a NodeProto, key: &str) -> Option<Vec<&'a str>> {
     Some(entry.value().split('\'').skip(1).step_by(2).collect())
 }
 
-/// Gives each module its own tensor where the exporter merged those of several.
-fn separate_modules(graph: &mut GraphProto, restored: &mut Restored) {
+/// The names of all values.
+fn names(graph: &GraphProto) -> HashSet<String> {
     let outputs = graph.node.iter().flat_map(|node| &node.output).cloned();
     let tensors = graph.initializer.iter().map(|tensor| tensor.name().to_owned());
     let inputs = graph.input.iter().map(|input| input.name().to_owned());
-    let mut names: HashSet<String> = outputs.chain(tensors).chain(inputs).collect();
+    outputs.chain(tensors).chain(inputs).collect()
+}
+
+/// Gives each module its own tensor where the exporter merged those of several.
+fn separate_modules(graph: &mut GraphProto, names: &mut HashSet<String>, restored: &mut Restored) {
     let weights = weights(graph);
     for weight in &weights {
+        let parameters = weight.readers.iter().map(|(node, at, _)| calls::parameter(&graph.node[*node], *at));
+        if let Some(parameters) = parameters.collect::<Option<Vec<_>>>() {
+            let parameters = parameters.into_iter().map(str::to_owned).collect();
+            separate_calls(graph, weight, parameters, names, restored);
+            continue;
+        }
         // The module that holds the parameter by its name.
         let holders = weight.readers.iter().map(|(_, _, module)| module);
         let holders = holders.filter(|module| module.holds(&weight.parameter).is_some());
@@ -245,6 +312,62 @@ fn separate_modules(graph: &mut GraphProto, restored: &mut Restored) {
     }
 }
 
+/// Gives each parameter that calls in PyTorch name its own tensor; `parameters` are those of the weight's readers.
+fn separate_calls(
+    graph: &mut GraphProto,
+    weight: &Weight,
+    parameters: Vec<String>,
+    names: &mut HashSet<String>,
+    restored: &mut Restored,
+) {
+    let plain = |name: &str| name.replace('.', "_");
+    // The exporter keeps one of the names; the first reader stands for a name that no call has.
+    let own = plain(&weight.parameter);
+    let kept = parameters.iter().find(|parameter| **parameter == own).or(parameters.first()).cloned();
+    let mut separated: HashMap<&str, String> = HashMap::new();
+    for (parameter, (node, at, module)) in parameters.iter().zip(&weight.readers) {
+        if Some(parameter) == kept.as_ref() {
+            continue;
+        }
+        let name = separated.entry(parameter).or_insert_with(|| {
+            let path = plain(&module.path);
+            let leaf = parameter.strip_prefix(&path).and_then(|rest| rest.strip_prefix('_'));
+            let in_module = || leaf.map(|leaf| format!("{}.{leaf}", module.path));
+            let mut name = like(&weight.parameter, parameter).or_else(in_module).unwrap_or(parameter.clone());
+            while !names.insert(name.clone()) {
+                name.push('_');
+            }
+            add_copy(graph, &weight.tensor, &name);
+            restored.separated.push(name.clone());
+            name
+        });
+        graph.node[*node].input[*at].clone_from(name);
+    }
+}
+
+/// The name with underscores `plain` with the dots of `model`, if they differ in numbers only.
+fn like(model: &str, plain: &str) -> Option<String> {
+    let mut parts = plain.split('_');
+    let mut name = String::new();
+    for part in model.split_inclusive(['.', '_']) {
+        let (word, end) = match part.char_indices().last() {
+            Some((at, end @ ('.' | '_'))) => (&part[..at], Some(end)),
+            _ => (part, None),
+        };
+        let own = parts.next()?;
+        if own != word && !(is_number(own) && is_number(word)) {
+            return None;
+        }
+        name.push_str(own);
+        name.extend(end);
+    }
+    parts.next().is_none().then_some(name)
+}
+
+fn is_number(part: &str) -> bool {
+    !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
+}
+
 /// Adds a copy of a tensor and of what the exporter says about it.
 fn add_copy(graph: &mut GraphProto, from: &str, to: &str) {
     let tensor = graph.initializer.iter().find(|tensor| tensor.name() == from).cloned();
@@ -267,10 +390,10 @@ fn tie_transposed(graph: &mut GraphProto, restored: &mut Restored) {
     for tensor in &graph.initializer {
         let Some((rows, columns)) = square(tensor) else { continue };
         let origin = initializer_origin(graph, tensor.name());
-        let is_nameless = tensor.name().starts_with("onnx::");
+        let is_nameless = tensor.name().starts_with(NAMELESS);
         let is_candidate = |other: &&TensorProto| match &origin {
             Some(origin) if !is_nameless => origin == other.name() && origin != tensor.name(),
-            _ => is_nameless && !other.name().starts_with("onnx::"),
+            _ => is_nameless && !other.name().starts_with(NAMELESS),
         };
         let others = graph.initializer.iter().filter(|other| square(other) == Some((columns, rows)));
         let mut others = others.filter(is_candidate).peekable();

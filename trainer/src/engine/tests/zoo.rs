@@ -17,18 +17,12 @@ const TOLERANCE: f64 = 1e-5;
 
 /// Models that are refused, or that train in another way than PyTorch, and why.
 const EXCEPTIONS: &[(&str, &str, &str)] = &[
-    ("default", "bert_4_layers", DROPPED_BIASES),
-    ("default", "encoder_layer", DROPPED_BIASES),
-    ("default", "multihead", DROPPED_BIASES),
-    ("default", "vision_transformer", DROPPED_BIASES),
     ("default", "frozen_weight", FROZEN),
     ("default", "weight_norm", "the exporter multiplies the parts of the weight ahead"),
-    ("earlier", "bert_4_layers", "equal weights of the layers have no names of their own"),
     ("earlier", "buffers", "the exporter tells buffers from parameters by nothing"),
     ("earlier", "frozen_weight", FROZEN),
     ("earlier", "local_response_norm", "the exporter writes an If"),
 ];
-const DROPPED_BIASES: &str = "the exporter drops biases that are 0";
 const FROZEN: &str = "ONNX does not say that a parameter is frozen";
 
 /// The exported models: the exporter, the model and its file.
