@@ -1,0 +1,308 @@
+//! The gRPC service that admits workers, and the port for those of other machines.
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::time::Duration;
+
+use futures::Stream;
+use subtle::ConstantTimeEq as _;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{Event, to_worker_message};
+use crate::config::Config;
+use crate::elastic::joining::{coordinator_proof, is_worker_proof};
+use crate::elastic::listener::{self, Standing};
+use crate::elastic::membership::MemberId;
+use crate::elastic::proto::coordinator_server::{Coordinator as Service, CoordinatorServer};
+use crate::elastic::proto::{self, from_worker, to_worker};
+use crate::error::{Error, Result};
+use crate::join::{self, Listen, PROTOCOL, Token};
+use crate::proof::{NONCE_BYTES, nonce};
+
+/// Deadline for the first message of a connection.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// Largest message from a worker of another machine; none of them has long parts.
+const MESSAGE_BYTES_MAX: usize = 256 << 10;
+/// Streams per connection of a worker of another machine; it needs one.
+const STREAMS_MAX: u32 = 4;
+/// Longest ring address or host name that a worker may have.
+const NAME_BYTES_MAX: usize = 300;
+/// Messages queued for one worker. A worker that lets more accumulate counts as lost.
+const OUTBOX_MAX: usize = 256;
+
+/// Listens for workers of other machines until `shutdown`; returns the address.
+pub(super) async fn admit(
+    listen: &Listen,
+    service: CoordinatorService,
+    config: &Config,
+    shutdown: CancellationToken,
+) -> Result<SocketAddr> {
+    let what = || format!("listen on {} for workers of other machines", listen.address);
+    let listener = TcpListener::bind(listen.address).await.map_err(|e| Error::io(what(), e))?;
+    let address = listener.local_addr().map_err(|e| Error::io(what(), e))?;
+    let half = config.heartbeat_lost() / 2;
+    let server = tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(half))
+        .http2_keepalive_timeout(Some(half))
+        .max_concurrent_streams(STREAMS_MAX)
+        .add_service(CoordinatorServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX))
+        .serve_with_incoming_shutdown(
+            listener::accept(listener, listen.tls.clone(), listener::PROOF_TIMEOUT),
+            shutdown.cancelled_owned(),
+        );
+    tokio::spawn(async move {
+        if let Err(error) = server.await {
+            tracing::error!(%address, %error, "the port for workers of other machines failed");
+        }
+    });
+    Ok(address)
+}
+
+/// Which workers a port admits.
+#[derive(Clone)]
+pub(super) enum Admission {
+    /// Those that the coordinator launched; the token reached them in their environment.
+    Launched { token: String },
+    /// Those of other machines; the token is never sent.
+    Joining { token: Token },
+}
+
+/// The gRPC service that admits workers with the right token.
+pub(super) struct CoordinatorService {
+    pub(super) admission: Admission,
+    pub(super) events: mpsc::Sender<Event>,
+}
+
+pub(super) type Outbox = mpsc::Sender<Result<proto::ToWorker, Status>>;
+
+pub(super) fn gone() -> Status {
+    Status::unavailable("the job is over")
+}
+
+#[tonic::async_trait]
+impl Service for CoordinatorService {
+    type SessionStream = Pin<Box<dyn Stream<Item = Result<proto::ToWorker, Status>> + Send>>;
+
+    async fn session(
+        &self,
+        request: Request<Streaming<proto::FromWorker>>,
+    ) -> Result<Response<Self::SessionStream>, Status> {
+        let standing = request.extensions().get::<Standing>().cloned().unwrap_or_default();
+        let mut messages = request.into_inner();
+        let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("no greeting"))??;
+        let Some(from_worker::Message::Hello(hello)) = first.and_then(|first| first.message) else {
+            return Err(Status::invalid_argument("the first message must be a greeting"));
+        };
+        let (outbox, outgoing) = mpsc::channel(OUTBOX_MAX);
+        let events = self.events.clone();
+        match &self.admission {
+            Admission::Launched { token } => {
+                if !bool::from(hello.token.as_bytes().ct_eq(token.as_bytes())) {
+                    return Err(Status::permission_denied("wrong token"));
+                }
+                let (reply, answer) = oneshot::channel();
+                events.send(Event::Joined { hello, outbox, reply }).await.map_err(|_| gone())?;
+                let member = answer.await.map_err(|_| gone())?.map_err(Status::failed_precondition)?;
+                tokio::spawn(relay(member, messages, events));
+            }
+            Admission::Joining { token } => {
+                // The worker reads the challenge from the reply, so the reply begins before the proof.
+                let token = token.clone();
+                tokio::spawn(async move {
+                    let refuse = outbox.clone();
+                    match challenge(&token, hello, &mut messages, outbox, &standing, &events).await {
+                        Ok(member) => {
+                            // The stream closes when the coordinator drops its end.
+                            drop(refuse);
+                            relay(member, messages, events).await;
+                        }
+                        Err(status) => {
+                            tracing::warn!(reason = status.message(), "a worker was not admitted");
+                            let _ = refuse.send(Err(status)).await;
+                        }
+                    }
+                });
+            }
+        }
+        Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
+    }
+}
+
+/// Lets a worker of another machine prove the token, and makes it a member.
+pub(super) async fn challenge(
+    token: &Token,
+    hello: proto::Hello,
+    messages: &mut Streaming<proto::FromWorker>,
+    outbox: Outbox,
+    standing: &Standing,
+    events: &mpsc::Sender<Event>,
+) -> Result<MemberId, Status> {
+    let Some(join) = &hello.join else {
+        return Err(Status::invalid_argument("this port is for workers that join with --join"));
+    };
+    if join.protocol != PROTOCOL {
+        return Err(Status::failed_precondition(format!(
+            "the coordinator is millrace {} with protocol {PROTOCOL}, this is millrace {:.20} with protocol {}: install \
+             the same version on both machines",
+            env!("CARGO_PKG_VERSION"),
+            join.version,
+            join.protocol
+        )));
+    }
+    if join.nonce.len() != NONCE_BYTES || hello.ring_address.len() > NAME_BYTES_MAX {
+        return Err(Status::invalid_argument("the greeting is not one of a millrace worker"));
+    }
+    let own = nonce().map_err(|error| Status::internal(error.one_line()))?;
+    let asked = to_worker::Message::Challenge(proto::Challenge {
+        protocol: PROTOCOL,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        nonce: own.to_vec(),
+        proof: coordinator_proof(token, &join.nonce, &own),
+    });
+    outbox.send(Ok(to_worker_message(asked))).await.map_err(|_| gone())?;
+    let answer = tokio::time::timeout(HELLO_TIMEOUT, messages.message())
+        .await
+        .map_err(|_| Status::deadline_exceeded("no proof of the token"))??;
+    let proof = match answer.and_then(|answer| answer.message) {
+        Some(from_worker::Message::Proof(proof)) => proof.proof,
+        _ => return Err(Status::invalid_argument("no proof of the token")),
+    };
+    if !is_worker_proof(token, &join.nonce, &own, &hello.ring_address, &proof) {
+        return Err(Status::permission_denied(
+            "the worker has another token than the coordinator: copy the coordinator's token file",
+        ));
+    }
+    standing.prove();
+    if !join::has_port(&hello.ring_address) {
+        return Err(Status::invalid_argument("the worker's ring address is not HOST:PORT"));
+    }
+    // Other workers have to find this one. A name server that does not know it may do so soon.
+    join::resolve("--advertise", &hello.ring_address).await.map_err(|error| {
+        Status::unavailable(format!("the coordinator's machine does not find the worker: {error}"))
+    })?;
+    let host: String = join.host.chars().filter(|c| !c.is_control()).take(NAME_BYTES_MAX).collect();
+    let (reply, admitted) = oneshot::channel();
+    events.send(Event::Admitted { hello, host, outbox, reply }).await.map_err(|_| gone())?;
+    admitted.await.map_err(|_| gone())?.ok_or_else(|| {
+        Status::resource_exhausted("the job has all the workers that it may have (workers_max)")
+    })
+}
+
+/// Hands a member's messages to the coordinator until its stream ends.
+pub(super) async fn relay(
+    member: MemberId,
+    mut messages: Streaming<proto::FromWorker>,
+    events: mpsc::Sender<Event>,
+) {
+    let reason = loop {
+        match messages.next().await {
+            Some(Ok(proto::FromWorker { message: Some(message) })) => {
+                if events.send(Event::Message { member, message }).await.is_err() {
+                    return;
+                }
+            }
+            Some(Ok(proto::FromWorker { message: None })) => break "sent an unknown message".to_owned(),
+            Some(Err(status)) => break format!("lost its connection ({})", status.message()),
+            None => break "closed its connection".to_owned(),
+        }
+    };
+    // Once the job is over, the inbox is closed.
+    let _ = events.send(Event::Disconnected { member, reason }).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+    use crate::elastic::proto::coordinator_client::CoordinatorClient;
+    use crate::proof::prove;
+
+    /// What a worker says, and the coordinator's last answer to it.
+    async fn told(hello: proto::Hello, proof: impl Fn(&proto::Challenge) -> Vec<u8>) -> Status {
+        let listen = Listen {
+            address: "127.0.0.1:0".parse().unwrap(),
+            advertise: None,
+            token: Token::of("0123456789abcdef"),
+            tls: None,
+            workers_local: Some(0),
+        };
+        let (events, _inbox) = mpsc::channel(8);
+        let service =
+            CoordinatorService { admission: Admission::Joining { token: listen.token.clone() }, events };
+        let shutdown = CancellationToken::new();
+        let _stop = shutdown.clone().drop_guard();
+        let address = admit(&listen, service, &Config::default(), shutdown).await.unwrap();
+        let mut client = CoordinatorClient::connect(format!("http://{address}")).await.unwrap();
+        let (outgoing, messages) = mpsc::channel(8);
+        let send = |message| outgoing.try_send(proto::FromWorker { message: Some(message) }).unwrap();
+        send(from_worker::Message::Hello(hello));
+        let mut answers = match client.session(ReceiverStream::new(messages)).await {
+            Ok(answers) => answers.into_inner(),
+            Err(status) => return status,
+        };
+        loop {
+            match answers.message().await {
+                Ok(Some(proto::ToWorker { message: Some(to_worker::Message::Challenge(challenge)) })) => {
+                    let proof = proof(&challenge);
+                    send(from_worker::Message::Proof(proto::Proof { proof }));
+                }
+                Ok(other) => panic!("admitted with {other:?}"),
+                Err(status) => return status,
+            }
+        }
+    }
+
+    fn hello(protocol: u32) -> proto::Hello {
+        let join =
+            proto::Join { protocol, version: "9.9.9".into(), host: "b".into(), nonce: vec![3; NONCE_BYTES] };
+        proto::Hello { ring_address: "127.0.0.1:1".into(), join: Some(join), ..Default::default() }
+    }
+
+    #[tokio::test]
+    async fn workers_without_the_protocol_or_the_token_are_refused() {
+        let no_proof = |_: &proto::Challenge| Vec::new();
+        let status = told(hello(PROTOCOL + 1), no_proof).await;
+        assert_eq!(status.code(), Code::FailedPrecondition);
+        assert!(status.message().contains("9.9.9") && status.message().contains("same version"), "{status}");
+        // A worker of this machine, which came to the wrong port.
+        let status = told(proto::Hello::default(), no_proof).await;
+        assert_eq!(status.code(), Code::InvalidArgument);
+        let status = told(hello(PROTOCOL), no_proof).await;
+        assert_eq!(status.code(), Code::PermissionDenied);
+        // The coordinator's own proof, sent back.
+        let status = told(hello(PROTOCOL), |challenge| challenge.proof.clone()).await;
+        assert_eq!(status.code(), Code::PermissionDenied);
+        // The right token for another ring address.
+        let elsewhere = |challenge: &proto::Challenge| {
+            let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, b"10.0.0.9:1"];
+            prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
+        };
+        assert_eq!(told(hello(PROTOCOL), elsewhere).await.code(), Code::PermissionDenied);
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_others_do_not_find_may_come_again() {
+        let told_of = async |address: &str| {
+            let greeting = proto::Hello { ring_address: address.to_owned(), ..hello(PROTOCOL) };
+            let proof = |challenge: &proto::Challenge| {
+                let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, address.as_bytes()];
+                prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
+            };
+            told(greeting, proof).await
+        };
+        // As of a name server that does not answer for a moment.
+        let status = told_of("no.such.invalid:1").await;
+        assert_eq!(status.code(), Code::Unavailable);
+        assert!(status.message().contains("no.such.invalid:1"), "{status}");
+        for never in ["no.such.invalid", ":1", "a:b"] {
+            assert_eq!(told_of(never).await.code(), Code::InvalidArgument, "{never}");
+        }
+    }
+}

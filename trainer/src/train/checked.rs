@@ -1,0 +1,316 @@
+//! A job that was checked with its data and its model.
+use std::sync::Arc;
+
+use millrace_datafs::{Datafs, View};
+use millrace_streams::dataset::OpenDataset;
+use millrace_streams::feed::Plan;
+use prost::Message;
+use sha2::{Digest, Sha256};
+use tokio::runtime::Handle;
+
+use super::Setup;
+use super::prepared::Prepared;
+use crate::checkpoint::{self, Checkpoints};
+use crate::data::{Columns, InputColumns};
+use crate::engine::{Device, Engine};
+use crate::error::{Error, Result};
+use crate::job::{JobFile, Validation};
+use crate::lease::Lease;
+use crate::model;
+use crate::optim::{Groups, Optimizer};
+use crate::publish::{self, Origin};
+use crate::replica::{self, open_output};
+use crate::scaling;
+use crate::shards;
+use crate::source::{self, DataFacts};
+use crate::teacher;
+use crate::validation::{self, Validator};
+
+/// How many workers a job has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Crew {
+    /// Launched by the coordinator.
+    pub(super) local: usize,
+    /// Most workers of other machines.
+    pub(super) places: usize,
+    /// Fewest workers that train.
+    pub(super) min: usize,
+}
+
+impl Crew {
+    pub(super) fn of(job: &JobFile, setup: &Setup) -> Result<Crew> {
+        let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
+        let max = job.workers_max.unwrap_or(job.virtual_shards);
+        let usual = job.workers.unwrap_or(setup.config.workers).min(max);
+        let (local, places) = match &setup.listen {
+            None => (usual, 0),
+            Some(listen) => {
+                let local = listen.workers_local.unwrap_or(usual);
+                let places = max.checked_sub(local).ok_or_else(|| {
+                    unfit(format!("--workers-local {local} is above the {max} workers that the job may have"))
+                })?;
+                (local, places)
+            }
+        };
+        let min = job.workers_min.unwrap_or(1);
+        if min > local + places {
+            return Err(unfit(format!(
+                "workers_min = {min}, but there are {local} workers: raise workers, or admit workers of other machines \
+                 with millrace train --listen"
+            )));
+        }
+        Ok(Crew { local, places, min })
+    }
+}
+
+/// A job that was checked with its data and its model, before it has its lease.
+pub(super) struct Checked {
+    pub(super) job: JobFile,
+    pub(super) setup: Setup,
+    pub(super) engine: Engine,
+    pub(super) dataset: OpenDataset,
+    pub(super) plan: Arc<Plan>,
+    pub(super) validation_plan: Option<Arc<Plan>>,
+    pub(super) output: View,
+    /// The first model.
+    pub(super) model: Vec<u8>,
+    /// The model whose outputs the loss asks for.
+    pub(super) teacher: Option<Vec<u8>>,
+    pub(super) model_sha256: String,
+    /// What identifies the rows and their order.
+    pub(super) data: String,
+    pub(super) run: String,
+    pub(super) former_run: String,
+    pub(super) facts: DataFacts,
+    pub(super) runtime: Handle,
+}
+
+impl Checked {
+    pub(super) fn new(mut job: JobFile, setup: Setup) -> Result<Checked> {
+        let runtime = Handle::current();
+        source::resolve(&setup.datafs, &job.name, &mut job.dataset)?;
+        if let Some(validation) = &mut job.validation {
+            source::resolve(&setup.datafs, &job.name, &mut validation.dataset)?;
+        }
+        let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
+        job.check().map_err(unfit)?;
+        setup.config.check().map_err(unfit)?;
+        let dataset = runtime.block_on(source::open_dataset(&setup.datafs, &job, &job.dataset))?;
+        let output = open_output(&setup.datafs, &job)?;
+        let model = model::load(&job)?;
+        // The graph is checked on the CPU; workers load it onto the job's device.
+        let mut engine =
+            Engine::load_output(&model, job.loss_output.as_deref(), job.loss.clone(), Device::Cpu)?;
+        InputColumns::of(&job, engine.graph())?;
+        let teacher = teacher::read(&setup.datafs, &job)?;
+        if let Some(teacher) = &teacher {
+            engine.set_teacher(&teacher.model)?;
+        }
+        let groups =
+            Groups::new(engine.layout(), &job.freeze, &job.no_decay).map_err(|e| unfit(e.to_string()))?;
+        Optimizer::with_groups(&job.optimizer, &groups)?;
+        engine.freeze_states(groups.frozen_states()).map_err(|e| unfit(e.to_string()))?;
+        let crew = Crew::of(&job, &setup)?;
+        shards::check(&engine, &job, crew.local + crew.places)?;
+        if job.standardize_labels {
+            scaling::check(&model, engine.graph().output_name()).map_err(|e| unfit(e.to_string()))?;
+        }
+        let (trained, fixed) = (engine.graph().params().len(), engine.graph().fixed(&model).len());
+        let loss_output = engine.graph().output_name();
+        tracing::info!(job = %job.name, trained, fixed, loss_output, "float tensors that the job trains, and that stay fixed");
+
+        let plan = runtime
+            .block_on(dataset.plan(&source::plan_options(&job)))
+            .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
+        let plan = Arc::new(plan);
+        // First: the schema omits columns that files have twice or with several types, and the feed names
+        // these.
+        let feed = {
+            let _context = runtime.enter();
+            source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
+        };
+        let facts = runtime.block_on(DataFacts::read(&job, &engine, &dataset, &feed))?;
+        if let Some(teacher) = &teacher {
+            teacher.check_labels(&job, facts.dictionary.as_ref())?;
+        }
+        let columns = source::columns(&job, &engine, &facts)?;
+        runtime.block_on(source::probe(&feed, &columns))?;
+
+        let mut data =
+            format!("{}#{}", plan.id(), source::snapshot_number(&setup.datafs, &job, &job.dataset)?);
+        if engine.graph().tells_buffers(&model) {
+            // Earlier programs trained the buffers as well: their checkpoints are of another computation.
+            data += " buffers";
+        }
+        if engine.graph().has_training_mode() {
+            // Earlier programs refused these nodes, or took dropouts of old operator sets for the identity.
+            data += " training";
+        }
+        if engine.graph().has_unmarked_params(&model) {
+            // Earlier programs kept these parameters.
+            data += " unmarked";
+        }
+        let model = model.encode_to_vec();
+        let validation_plan = match &job.validation {
+            Some(validation) => {
+                let plan = plan_validation(&runtime, &setup.datafs, &job, validation, &columns)?;
+                let number = source::snapshot_number(&setup.datafs, &job, &validation.dataset)?;
+                data += &format!(" {}#{number}", plan.id());
+                Some(plan)
+            }
+            None => None,
+        };
+        let teacher = teacher.map(|teacher| teacher.model.encode_to_vec());
+        if let Some(teacher) = &teacher {
+            data += &format!(" teacher {}", hex::encode(Sha256::digest(teacher)));
+        }
+        let model_sha256 = hex::encode(Sha256::digest(&model));
+        let run = job.digest(&model_sha256, &data);
+        let former_run = job.former_digest(&model_sha256, &data);
+        Ok(Checked {
+            job,
+            setup,
+            engine,
+            dataset,
+            plan,
+            validation_plan,
+            output,
+            model,
+            teacher,
+            model_sha256,
+            data,
+            run,
+            former_run,
+            facts,
+            runtime,
+        })
+    }
+
+    /// This job, or, if it names the newest snapshot, the one of the coordinator that it replaces: a run stays on
+    /// its snapshot. `run` is that coordinator's, `declared` the job as its file has it.
+    pub(super) fn or_run_of(self, run: &str, declared: JobFile, setup: Setup) -> Result<Checked> {
+        let latest = |job: &JobFile| {
+            let validation = job.validation.as_ref().is_some_and(|data| data.dataset.source.is_latest());
+            job.dataset.source.is_latest() || validation
+        };
+        if !latest(&declared) {
+            return Ok(self);
+        }
+        let Some(theirs) = checkpoint::job_of_run(&self.output, self.job.name.as_str(), run)? else {
+            return Ok(self);
+        };
+        let mut job = declared;
+        job.dataset = theirs.dataset;
+        if let (Some(own), Some(other)) = (&mut job.validation, theirs.validation) {
+            own.dataset = other.dataset;
+        }
+        let other = Checked::new(job, setup)?;
+        Ok(if other.run == run { other } else { self })
+    }
+
+    /// Makes the run the job's current one, and finds where to go on.
+    pub(super) fn begin(self, lease: Arc<Lease>) -> Result<Prepared> {
+        let Checked {
+            job,
+            setup,
+            engine,
+            dataset,
+            plan,
+            validation_plan,
+            output,
+            model,
+            teacher,
+            model_sha256,
+            data,
+            run,
+            former_run,
+            facts,
+            runtime,
+        } = self;
+        let checkpoints = Checkpoints {
+            view: output,
+            job: job.name.to_string(),
+            run: run.clone(),
+            plan: plan.id().to_string(),
+            owner: lease.owner().to_owned(),
+            keep: setup.config.checkpoints_keep,
+        };
+        let text = serde_json::to_vec_pretty(&job).unwrap_or_default();
+        // The id of a format 1 run includes its budget, which is in its job file.
+        checkpoints.begin(&model, teacher.as_deref(), &text, |id, former_job| {
+            let former_job = former_job.and_then(|text| serde_json::from_slice::<JobFile>(text).ok());
+            id == former_run
+                || former_job.is_some_and(|former| {
+                    former.former_digest(&model_sha256, &data) == id
+                        && former.digest(&model_sha256, &data) == run
+                })
+        })?;
+        let resumed = replica::newest_usable_state(&checkpoints, &job, &plan, &engine)?;
+        if let Some(state) = &resumed {
+            tracing::info!(job = %job.name, step = state.step, "continuing from the last checkpoint");
+        }
+        let finished = resumed
+            .as_ref()
+            .is_some_and(|state| replica::finish(&job, &state.ledger, &state.evaluations).is_some());
+        let resumed_from_step = resumed.map(|state| state.step);
+        let snapshot = setup
+            .datafs
+            .view(&job.dataset.source)
+            .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
+        let fields = InputColumns::fields(&job, engine.graph());
+        let origin = Origin { run, former_run, offsets: publish::offsets(&snapshot)?, facts, fields };
+        Ok(Prepared {
+            job,
+            setup,
+            engine,
+            dataset,
+            plan,
+            validation_plan,
+            checkpoints,
+            origin,
+            lease,
+            resumed_from_step,
+            finished,
+            runtime,
+        })
+    }
+}
+
+/// Checks the validation data and plans its order.
+pub(super) fn plan_validation(
+    runtime: &Handle,
+    datafs: &Datafs,
+    job: &JobFile,
+    validation: &Validation,
+    columns: &Columns,
+) -> Result<Arc<Plan>> {
+    let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
+    let classes = columns.output_width;
+    if let Some(top) = validation.top_k.filter(|top| *top > classes) {
+        return Err(unfit(format!("validation.top_k = {top}: the model has {classes} classes")));
+    }
+    let dataset = runtime.block_on(source::open_dataset(datafs, job, &validation.dataset))?;
+    let plan = runtime.block_on(dataset.plan(&validation::plan_options(job))).map_err(|e| {
+        Error::feed(format!("job {}: validation dataset {}", job.name, validation.dataset), e)
+    })?;
+    let plan = Arc::new(plan);
+    let validator = {
+        let _context = runtime.enter();
+        Validator::open(job, validation, Arc::clone(&plan), &dataset, columns, 0)?
+    };
+    runtime.block_on(validator.probe())?;
+    if let Some(known) = &columns.dictionary
+        && let Some(found) = runtime.block_on(source::dictionary(job, &dataset, &plan))?
+        && let Some(unknown) = found.first_missing_in(known)
+    {
+        return Err(Error::Data {
+            dataset: validation.dataset.to_string(),
+            reason: format!(
+                "column {:?} has label {unknown:?}, which the training data does not have; its labels are {}",
+                job.label,
+                known.listed()
+            ),
+        });
+    }
+    Ok(plan)
+}
