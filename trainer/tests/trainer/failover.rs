@@ -223,16 +223,21 @@ impl Coordinator {
         self.child.wait().unwrap();
     }
 
+    /// Its report or its error, once it has ended.
+    pub(super) fn outcome(&mut self) -> Result<Value, String> {
+        wait_until("a coordinator's end", || self.has_ended());
+        match self.read("error") {
+            Some(text) => Err(String::from_utf8(text).unwrap()),
+            None => Ok(serde_json::from_slice(&self.read("report").unwrap()).unwrap()),
+        }
+    }
+
     pub(super) fn report(&mut self) -> Value {
-        wait_until("a coordinator's end", || self.child.try_wait().unwrap().is_some());
-        let error = self.read("error").map(|text| String::from_utf8(text).unwrap());
-        assert_eq!(error, None);
-        serde_json::from_slice(&self.read("report").unwrap()).unwrap()
+        self.outcome().unwrap()
     }
 
     pub(super) fn error(&mut self) -> String {
-        wait_until("a coordinator's end", || self.child.try_wait().unwrap().is_some());
-        String::from_utf8(self.read("error").unwrap()).unwrap()
+        self.outcome().unwrap_err()
     }
 }
 
