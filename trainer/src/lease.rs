@@ -304,7 +304,10 @@ impl Candidate {
                     ))));
                 }
                 Seen::Record(record)
-                    if record.standing == Standing::Failed && self.terms.strict && self.has_waited =>
+                    if record.standing == Standing::Failed
+                        && record.run == self.terms.run
+                        && self.terms.strict
+                        && self.has_waited =>
                 {
                     return Ok(Look::Failed(record.failure(job)));
                 }
@@ -681,7 +684,10 @@ impl Lease {
         let (standing, failure) = match how {
             Release::Unfinished => (Standing::Released, None),
             Release::Finished => (Standing::Finished, None),
-            Release::Failed(failure) => (Standing::Failed, Some(failure)),
+            Release::Failed(mut failure) => {
+                failure.message = failure.message.chars().take(FAILURE_CHARS_MAX).collect();
+                (Standing::Failed, Some(failure))
+            }
         };
         let change = |record: &mut Record| (record.standing, record.failure) = (standing, failure.clone());
         let released = lock(&shared.holding).renew(change, &boot_time);

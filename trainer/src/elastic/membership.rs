@@ -233,8 +233,8 @@ pub(crate) struct Membership {
     last_loss: String,
     /// The exit code that the last lost member reported; 1 if it reported none.
     last_exit_code: u8,
-    /// When a member was lost that could not write its checkpoint.
-    unsaved: Option<Instant>,
+    /// When a member was lost that could not write its checkpoint, and its host.
+    unsaved: Option<(Instant, String)>,
     actions: Vec<Action>,
 }
 

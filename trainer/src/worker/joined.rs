@@ -25,6 +25,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// train meanwhile.
 const SETBACK_PAUSE: Duration = Duration::from_secs(1);
 const SETBACK_PAUSE_MAX: Duration = Duration::from_secs(300);
+/// Longest such pause of a worker with a state, which no other worker may have.
+const HOLDER_PAUSE_MAX: Duration = Duration::from_secs(10);
 /// Interval at which a pause notices the end of the process.
 const POLL: Duration = Duration::from_millis(50);
 
@@ -230,6 +232,10 @@ fn serve(
         let (reason, time) = match round(join, &targets, &mut memory, datafs, runtime, leave, exit_code)? {
             Round::Ended(Ended::Job(end)) => return Ok(end),
             Round::Ended(Ended::Failed(error)) => return Err(error),
+            // Its state was not written, and nobody takes it over.
+            Round::Ended(Ended::Lost(error @ Error::Outage { .. }, _)) if leave.is_cancelled() => {
+                return Err(error);
+            }
             Round::Ended(Ended::Lost(error, has_trained)) => {
                 told = false;
                 backoff.reset();
@@ -240,7 +246,12 @@ fn serve(
                 } else {
                     // The wait goes on, less the time as a member.
                     lost_at += began.elapsed();
-                    (error.one_line(), setbacks.jittered())
+                    let pause = setbacks.jittered();
+                    // No other worker may have the state.
+                    (
+                        error.one_line(),
+                        if memory.replica.is_some() { pause.min(HOLDER_PAUSE_MAX) } else { pause },
+                    )
                 }
             }
             Round::Nowhere(reason) => (reason, backoff.jittered()),
@@ -302,7 +313,9 @@ fn round(
             break;
         }
     }
+    // A worker with a state goes on until `--wait` ends: what answers during a failover may not be the coordinator.
     if refusals.len() == targets.len()
+        && memory.replica.is_none()
         && let Some(error) = refusals.into_iter().next()
     {
         return Err(error);
@@ -406,7 +419,7 @@ fn attempt(
     }
     match error {
         // The state waits for the volumes in this process.
-        Error::Outage { .. } => Ok(Ended::Lost(error, session.has_trained())),
+        Error::Outage { .. } => Ok(Ended::Lost(error, false)),
         error => Ok(Ended::Failed(error)),
     }
 }

@@ -41,13 +41,17 @@ impl Membership {
     ) {
         let Some(member) = self.members.get(&id) else { return };
         let is_leaving = member.leaving.is_some();
-        let is_second = self.unsaved.is_some_and(|at| now < at + self.rules.step_timeout.saturating_mul(2));
+        // A machine that is cut off fails again with another worker, and says nothing of the other machines.
+        let is_second = self.unsaved.as_ref().is_some_and(|(at, host)| {
+            let is_recent = now < *at + self.rules.step_timeout.saturating_mul(2);
+            is_recent && (*host != member.host || self.members.values().all(|other| other.host == *host))
+        });
         let is_common = is_everywhere || is_second || self.members.len() == 1;
         if is_common && !is_leaving {
             return self.end(Verdict::Outage { message: message.to_owned() });
         }
         if !is_leaving {
-            self.unsaved = Some(now);
+            self.unsaved = Some((now, member.host.clone()));
         }
         self.lost_alone(id, message, exit_code, now);
     }
