@@ -226,7 +226,28 @@ impl Feed {
     /// Outside of a tokio runtime.
     pub fn stream(&self, shard: Shard, cursor: Cursor) -> Result<FeedStream> {
         let step = self.inner.plan.step_of(&cursor)?;
-        Ok(FeedStream::start(self.clone(), shard, step, self.inner.prefetch_batches))
+        let places = self.inner.plan.place_of_step(step)..u64::MAX;
+        Ok(FeedStream::start(self.clone(), shard, places, 1, self.inner.prefetch_batches))
+    }
+
+    /// Streams a reader's share of the rows at `places`, one global batch at a time, of which it takes every
+    /// `stride`-th, beginning with the first. Place `p` is slot `p mod B` of global batch `p div B`, with `B`
+    /// rows in a batch. The places of whole epochs `e` are `e·rows..(e+1)·rows`.
+    ///
+    /// Where the places begin or end inside a global batch, the readers share that part of it evenly. Such a
+    /// batch has fewer rows, for some readers possibly none. All readers get the same number of batches.
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for places beyond the last one, and for a stride of 0.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub fn stream_places(&self, shard: Shard, places: Range<u64>, stride: u64) -> Result<FeedStream> {
+        if stride == 0 {
+            return Err(FeedError::invalid("stride is 0; it must be at least 1"));
+        }
+        self.inner.plan.check_places(&places)?;
+        Ok(FeedStream::start(self.clone(), shard, places, stride, self.inner.prefetch_batches))
     }
 }
 

@@ -82,6 +82,12 @@ impl PlanOptions {
     }
 }
 
+/// Some slots of a global batch.
+pub(crate) struct Part {
+    pub(crate) step: u64,
+    pub(crate) slots: Range<usize>,
+}
+
 /// A unit of reading: a non-empty row group, or a part of a large one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GroupAddress {
@@ -294,6 +300,24 @@ impl Plan {
         shard.slots(self.batch_rows())
     }
 
+    /// The first place of the global batch that is `batches` after the one that holds a place. Saturates.
+    pub fn place_after(&self, place: u64, batches: u64) -> u64 {
+        self.place_of_step((place / self.order.batch).saturating_add(batches))
+    }
+
+    /// The first place of a global batch: its rows are at `[step·B, (step+1)·B)`. Saturates.
+    pub fn place_of_step(&self, step: u64) -> u64 {
+        step.saturating_mul(self.order.batch)
+    }
+
+    /// The part of a global batch at the beginning of a range of places, which must not be empty.
+    pub(crate) fn part_at(&self, places: &Range<u64>) -> Part {
+        let batch = self.order.batch;
+        let (step, first) = (places.start / batch, places.start % batch);
+        let last = first.saturating_add(places.end - places.start).min(batch);
+        Part { step, slots: first as usize..last as usize }
+    }
+
     pub(crate) fn order(&self) -> &Order {
         &self.order
     }
@@ -328,6 +352,16 @@ impl Plan {
         let last = (PLACES_MAX / self.order.batch).saturating_sub(1);
         if step > last {
             return Err(FeedError::invalid(format!("step {step} is beyond {last}, the last one")));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_places(&self, places: &Range<u64>) -> Result<()> {
+        if places.start > PLACES_MAX || places.end > PLACES_MAX {
+            return Err(FeedError::invalid(format!(
+                "place {} is beyond {PLACES_MAX}",
+                places.start.max(places.end)
+            )));
         }
         Ok(())
     }

@@ -68,7 +68,13 @@ impl Shard {
     /// disjoint, cover the batch, and differ in size by at most one. Some are empty when there are more
     /// readers than rows in a batch.
     pub fn slots(&self, batch_rows: usize) -> Range<usize> {
-        let cut = |r: u32| (r as u128 * batch_rows as u128 / self.world as u128) as usize;
+        self.slots_of(0..batch_rows)
+    }
+
+    /// This reader's part of some slots of a global batch, cut as [`Shard::slots`] cuts the whole batch.
+    pub(crate) fn slots_of(&self, slots: Range<usize>) -> Range<usize> {
+        let rows = slots.len() as u128;
+        let cut = |r: u32| slots.start + (r as u128 * rows / self.world as u128) as usize;
         cut(self.rank)..cut(self.rank + 1)
     }
 }

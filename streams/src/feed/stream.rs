@@ -12,7 +12,8 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::feed::error::{FeedError, Result};
 use crate::feed::{Feed, FeedBatch, Shard};
 
-/// The batches of one reader, from a cursor on, without end.
+/// The batches of one reader, from a cursor on, without end ([`Feed::stream`]), or those of a range of places
+/// ([`Feed::stream_places`]).
 ///
 /// At most `prefetch_batches` batches are ready or being assembled ahead of the reader, in parallel where
 /// processors allow; beyond that the feed pauses. After an error the stream ends; a new stream from the last
@@ -20,29 +21,36 @@ use crate::feed::{Feed, FeedBatch, Shard};
 /// stores `plan.cursor(batch.step + 1)`: batches that were prefetched and dropped are delivered again.
 pub struct FeedStream {
     feed: Feed,
-    slots: Range<usize>,
-    /// The step that is begun next; none after an error.
-    next: Option<u64>,
+    shard: Shard,
+    /// Places that are not begun yet; empty after an error.
+    places: Range<u64>,
+    /// Global batches from one batch of this stream to the next one.
+    stride: u64,
     prefetch_batches: usize,
     begun: VecDeque<AbortOnDropHandle<Result<FeedBatch>>>,
 }
 
 impl FeedStream {
-    pub(crate) fn start(feed: Feed, shard: Shard, first: u64, prefetch_batches: usize) -> Self {
-        let slots = feed.plan().slots(shard);
-        let mut stream = Self { feed, slots, next: Some(first), prefetch_batches, begun: VecDeque::new() };
+    pub(crate) fn start(
+        feed: Feed,
+        shard: Shard,
+        places: Range<u64>,
+        stride: u64,
+        prefetch_batches: usize,
+    ) -> Self {
+        let mut stream = Self { feed, shard, places, stride, prefetch_batches, begun: VecDeque::new() };
         stream.begin();
         stream
     }
 
     fn begin(&mut self) {
-        while self.begun.len() < self.prefetch_batches
-            && let Some(step) = self.next
-        {
-            let (feed, slots) = (self.feed.clone(), self.slots.clone());
-            let task: JoinHandle<_> = tokio::spawn(async move { feed.batch(step, slots).await });
+        while self.begun.len() < self.prefetch_batches && !self.places.is_empty() {
+            let part = self.feed.plan().part_at(&self.places);
+            let slots = self.shard.slots_of(part.slots);
+            let feed = self.feed.clone();
+            let task: JoinHandle<_> = tokio::spawn(async move { feed.batch(part.step, slots).await });
             self.begun.push_back(AbortOnDropHandle::new(task));
-            self.next = step.checked_add(1);
+            self.places.start = self.feed.plan().place_after(self.places.start, self.stride);
         }
     }
 }
@@ -60,7 +68,7 @@ impl Stream for FeedStream {
         };
         self.begun.pop_front();
         if batch.is_err() {
-            self.next = None;
+            self.places = 0..0;
             self.begun.clear();
         }
         self.begin();

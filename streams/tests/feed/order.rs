@@ -132,6 +132,61 @@ proptest! {
     }
 }
 
+/// Ranges of places that begin and end inside batches, as readers of whole epochs take them: `world` readers with
+/// `workers` each, of which one takes every `workers`-th batch.
+async fn check_places(case: Case, workers: u64) {
+    let store = data::dataset(&case.shape).await;
+    let plan = Arc::new(Plan::build(&store, "/train", &case.options).await.unwrap());
+    let feed = Feed::open(Arc::clone(&plan), store, &FeedOptions::default()).unwrap();
+    let (rows, batch_rows) = (plan.rows(), case.options.batch_rows as u64);
+    let places = (case.resume * rows as f64) as u64..2 * rows;
+    let steps = places.end.div_ceil(batch_rows);
+    let (_, whole, _) = join(&take(&feed, Shard::WHOLE, 0, steps).await);
+
+    let mut by_step = vec![Vec::new(); (steps - places.start / batch_rows) as usize];
+    for rank in 0..case.world {
+        let shard = Shard::new(rank, case.world).unwrap();
+        for worker in 0..workers {
+            let start = match worker {
+                0 => places.start,
+                _ => plan.place_after(places.start, worker),
+            };
+            let stream = feed.stream_places(shard, start..places.end, workers).unwrap();
+            let batches: Vec<FeedBatch> = stream.try_collect().await.unwrap();
+            for (i, batch) in batches.iter().enumerate() {
+                let step = worker + i as u64 * workers;
+                assert_eq!(batch.step, places.start / batch_rows + step);
+                by_step[step as usize].push(batch.rows.clone());
+            }
+        }
+    }
+    for parts in &by_step {
+        assert_eq!(parts.len(), case.world as usize, "each reader gets each batch");
+        let sizes = parts.iter().map(Vec::len);
+        assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1, "readers share evenly");
+    }
+    let read: Vec<u64> = by_step.concat().concat();
+    assert_eq!(read, whole[places.start as usize..places.end as usize]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn parts_of_readers_and_workers_are_the_places_in_order(case in cases(), workers in 1u64..5) {
+        runtime().block_on(check_places(case, workers));
+    }
+}
+
+#[tokio::test]
+async fn places_and_strides_out_of_bounds_are_refused() {
+    let store = data::dataset(&[vec![5]]).await;
+    let plan = Plan::build(&store, "train", &PlanOptions::default()).await.unwrap();
+    let feed = Feed::open(plan, store, &FeedOptions::default()).unwrap();
+    assert!(feed.stream_places(Shard::WHOLE, 0..u64::MAX, 1).is_err());
+    assert!(feed.stream_places(Shard::WHOLE, 0..5, 0).is_err());
+    assert!(feed.stream_places(Shard::WHOLE, 5..5, 1).unwrap().next().await.is_none());
+}
+
 #[tokio::test]
 async fn tiny_datasets_wrap_around_inside_a_batch() {
     for rows in [1u64, 2, 3, 5] {
