@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 use millrace_datafs::{Datafs, Name, VolumeSpec};
+use millrace_home::Home;
 use millrace_streams::broker;
 use millrace_streams::config::KafkaConfig;
 use tokio_util::sync::CancellationToken;
 
 use crate::failure::{Exit, Interrupted, fail};
-use crate::home::Home;
 use crate::idle_cores::{DEFAULT_NANOSECONDS, immediate_halt_setting};
 use crate::logging::LogSwitch;
 use crate::output::Output;
@@ -43,8 +43,7 @@ pub(crate) struct Context {
 impl Context {
     /// Opens the volumes of this home.
     pub(crate) fn datafs(&self) -> Result<Datafs> {
-        self.home.check_store(&self.loaded.settings.datafs)?;
-        Ok(Datafs::open(self.home.root(), &self.loaded.settings.datafs)?)
+        Ok(self.home.volumes(&self.loaded.settings.datafs)?)
     }
 
     /// [`Context::datafs`] for async callers. A signal ends the wait for a server that does not answer.

@@ -1,12 +1,11 @@
-//! Exit codes of errors: the translation of every crate's errors, in one place.
+//! Exit codes of errors: the translation of the errors of crates that only the command uses. `millrace_home` has
+//! those of the home, volumes, topics and the feed.
 
 use std::error::Error as StdError;
-use std::io;
-use std::sync::Arc;
 
-use millrace_leaf::error_chain;
+use millrace_home::{Exit, as_type};
 
-use crate::failure::{Exit, Failure};
+use crate::failure::Failure;
 
 /// The exit code of an error: of the first cause with a more specific code than `Failed`.
 pub(crate) fn code(error: &anyhow::Error) -> Exit {
@@ -15,14 +14,11 @@ pub(crate) fn code(error: &anyhow::Error) -> Exit {
 
 /// [`code`] of a crate's error.
 pub(crate) fn of(error: &(dyn StdError + 'static)) -> Exit {
-    error_chain::causes(error).map(code_of_cause).find(|exit| *exit != Exit::Failed).unwrap_or(Exit::Failed)
+    Exit::of(error, code_of_cause)
 }
 
-fn code_of_cause(cause: &(dyn StdError + 'static)) -> Exit {
+fn code_of_cause(cause: &(dyn StdError + 'static)) -> Option<Exit> {
     None.or_else(|| as_type(cause).map(Failure::exit))
-        .or_else(|| as_type(cause).map(datafs))
-        .or_else(|| as_type(cause).map(streams))
-        .or_else(|| as_type(cause).map(feed))
         .or_else(|| as_type(cause).map(ingest))
         .or_else(|| as_type(cause).map(trainer))
         .or_else(|| as_type(cause).map(bundle))
@@ -30,62 +26,7 @@ fn code_of_cause(cause: &(dyn StdError + 'static)) -> Exit {
         .or_else(|| as_type(cause).map(pipe))
         .or_else(|| as_type(cause).map(client))
         .or_else(|| as_type(cause).map(load))
-        .or_else(|| as_type(cause).map(os))
-        .unwrap_or(Exit::Failed)
-}
-
-/// The error as type `E`, also if it is in a `Box` or `Arc`.
-fn as_type<'a, E: StdError + 'static>(cause: &'a (dyn StdError + 'static)) -> Option<&'a E> {
-    cause
-        .downcast_ref::<E>()
-        .or_else(|| cause.downcast_ref::<Box<E>>().map(Box::as_ref))
-        .or_else(|| cause.downcast_ref::<Arc<E>>().map(Arc::as_ref))
-}
-
-fn datafs(error: &millrace_datafs::Error) -> Exit {
-    use millrace_datafs::Error as E;
-    match error {
-        E::NotFound { .. } | E::Stale { .. } => Exit::NotFound,
-        E::Exists { .. }
-        | E::NotEmpty { .. }
-        | E::Conflict { .. }
-        | E::Changed { .. }
-        | E::Busy { .. }
-        | E::InUse { .. }
-        | E::Replaced { .. }
-        | E::NewerFormat { .. } => Exit::Conflict,
-        E::InvalidName { .. } | E::NameTooLong { .. } | E::Invalid(_) | E::WrongKey { .. } => Exit::Usage,
-        E::NoSpace { .. } | E::NoSpaceToCommit { .. } => Exit::NoSpace,
-        E::NotWritable { .. } | E::StoreAway { .. } | E::Unsupported(_) => Exit::Unavailable,
-        E::Corrupt { .. } => Exit::Corrupt,
-        _ => Exit::Failed,
-    }
-}
-
-fn streams(error: &millrace_streams::Error) -> Exit {
-    use millrace_streams::Error as E;
-    match error {
-        E::Unreachable { .. } | E::NotRunning { .. } => Exit::Unavailable,
-        E::UnknownTopic { .. } | E::UnknownPartition { .. } | E::OffsetOutOfRange { .. } => Exit::NotFound,
-        E::Config { .. } | E::InvalidTopic { .. } => Exit::Usage,
-        E::AddressTaken { .. } | E::HeldByAnother { .. } | E::NewerFormat { .. } => Exit::Conflict,
-        E::BrokerDisk { .. } => Exit::NoSpace,
-        E::Corrupt { .. } | E::Damaged { .. } | E::DamagedMeta { .. } | E::Undecodable { .. } => {
-            Exit::Corrupt
-        }
-        _ => Exit::Failed,
-    }
-}
-
-fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
-    use millrace_streams::feed::FeedError as E;
-    match error {
-        E::NoFiles { .. } | E::NoRows { .. } | E::NoColumn { .. } => Exit::NotFound,
-        E::Corrupt { .. } | E::UnusablePlan { .. } => Exit::Corrupt,
-        E::Invalid { .. } | E::InvalidSpec { .. } | E::OtherPlan { .. } => Exit::Usage,
-        E::SchemaConflict { .. } | E::DuplicateColumn { .. } | E::Changed { .. } => Exit::Conflict,
-        _ => Exit::Failed,
-    }
+        .or_else(|| Exit::of_cause(cause))
 }
 
 fn ingest(error: &millrace_ingest::Error) -> Exit {
@@ -176,17 +117,7 @@ fn load(error: &millrace_serving::load::LoadError) -> Exit {
     match error {
         E::Client(error) => client(error),
         E::Requests(_) | E::Load(_) => Exit::Usage,
-        E::Timer(error) => os(error),
-    }
-}
-
-fn os(error: &io::Error) -> Exit {
-    match error.kind() {
-        io::ErrorKind::NotFound => Exit::NotFound,
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Exit::Unavailable,
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Exit::NoSpace,
-        io::ErrorKind::AddrInUse => Exit::Conflict,
-        _ => Exit::Failed,
+        E::Timer(error) => Exit::of_cause(error).unwrap_or(Exit::Failed),
     }
 }
 
@@ -196,7 +127,7 @@ mod tests {
     use millrace_trainer::Error as E;
 
     use super::{code, of};
-    use crate::failure::Exit;
+    use millrace_home::Exit;
 
     #[test]
     fn an_error_of_a_training_worker_keeps_its_exit_code() {

@@ -8,7 +8,6 @@ mod credentials;
 mod exit;
 mod failure;
 mod fstab;
-mod home;
 mod idle_cores;
 mod inference;
 mod json_rows;
@@ -26,6 +25,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser};
+use millrace_home::Home;
 use tokio_util::sync::CancellationToken;
 
 // The allocator of the whole program, including the libraries that it loads.
@@ -115,8 +115,8 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
     }
     let quick = matches!(cli.command, Command::Quickstart(_));
     let root = match (&cli.home, quick) {
-        (None, true) => home::Home::locate(None)?.join("quickstart"),
-        (flag, _) => home::Home::locate(flag.as_deref())?,
+        (None, true) => Home::locate(None)?.join("quickstart"),
+        (flag, _) => Home::locate(flag.as_deref())?,
     };
     let loaded = settings::load(cli.config.as_deref(), &root)?;
     if let Command::Config { all } = cli.command {
@@ -125,7 +125,7 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
     // Commands that use a temporary broker hold the shared lock. The broker itself must not, so that a
     // command can get exclusive use.
     let shares = !matches!(cli.command, Command::Broker { temporary: true, .. });
-    let home = home::Home::open(root, shares, |text| out.note(text))?;
+    let home = Home::open(root, shares, |text| out.note(text))?;
     let context = Context { out, home, loaded, log: cli.log, switch, stop: stop_signal()? };
     match cli.command {
         // These commands handle the stop signal themselves.

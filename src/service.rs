@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::Result;
 use millrace_datafs::mount::{self, Mount, MountOptions};
 use millrace_datafs::{Datafs, VolumeSpec};
+use millrace_home::{Addresses, HomeLock};
 use millrace_ingest::Until;
 use millrace_serving::pipe::{self, Deps, Waiting};
 use millrace_serving::{MetricsServer, Serving, Source};
@@ -20,7 +21,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::context::{Context, ensure_volume, live};
 use crate::failure::{Exit, fail, failure};
-use crate::home::{Addresses, HomeLock};
 use crate::ready;
 use crate::shared_broker;
 use crate::snapshots::Schedule;
@@ -209,7 +209,7 @@ impl Service {
                 Ok(())
             });
         }
-        self.lock.announce(self.addresses.clone())
+        Ok(self.lock.announce(self.addresses.clone())?)
     }
 
     async fn serve(&mut self, context: &Context) -> Result<()> {

@@ -1,15 +1,13 @@
-//! Configuration: built-in defaults, then millrace.toml, then `MILLRACE_…` variables, then flags. Each crate
-//! defines its table; this file combines them.
+//! Configuration: the tables of all crates, as `millrace_home::settings` reads them. Each crate defines its table; this
+//! file combines them.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use millrace_datafs::{Name, VolumeSpec};
 use millrace_trainer::launch;
 use serde::{Deserialize, Serialize};
-
-use crate::failure::{Exit, fail};
 
 /// All tables of millrace.toml.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -84,24 +82,8 @@ pub(crate) struct SnapshotSchedule {
     pub(crate) keep: usize,
 }
 
-/// The effective settings, with the folder that relative paths start from.
-#[derive(Debug, Clone)]
-pub(crate) struct LoadedSettings {
-    /// The effective settings.
-    pub(crate) settings: Settings,
-    /// The file that was read, if any.
-    pub(crate) file: Option<PathBuf>,
-}
-
-impl LoadedSettings {
-    /// A path of the configuration, resolved against the folder of its file.
-    pub(crate) fn resolve(&self, path: &Path) -> PathBuf {
-        match self.file.as_deref().and_then(Path::parent) {
-            Some(parent) => parent.join(path),
-            None => path.to_owned(),
-        }
-    }
-}
+/// The effective settings of the command.
+pub(crate) type LoadedSettings = millrace_home::settings::Loaded<Settings>;
 
 /// What to do about a name that a table of the configuration lacks, given the names that it has.
 pub(crate) fn instead(known: &[&str], table: &str) -> String {
@@ -128,76 +110,7 @@ const WORKER: [&str; 6] = [
 /// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
 /// HOME/millrace.toml, then none.
 pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<LoadedSettings> {
-    let file = match flag {
-        Some(path) => Some(std::path::absolute(path)?),
-        None => [std::path::absolute("millrace.toml")?, home.join("millrace.toml")]
-            .into_iter()
-            .find(|path| path.is_file()),
-    };
-    let text = match &file {
-        None => String::new(),
-        Some(path) => match std::fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(error) => {
-                let exit =
-                    if error.kind() == std::io::ErrorKind::NotFound { Exit::NotFound } else { Exit::Usage };
-                return fail(exit, format!("cannot read configuration {}: {error}", path.display()));
-            }
-        },
-    };
-    let shown = file.as_deref().map_or("configuration".into(), |path| path.display().to_string());
-    let settings = parse(&text, &shown, variables()?.into_iter())?;
-    let settings = match file.as_deref().and_then(Path::parent) {
-        Some(folder) => from_folder(settings, folder)?,
-        None => settings,
-    };
-    Ok(LoadedSettings { settings, file })
-}
-
-/// The settings with relative paths of `{ file = … }` resolved against a folder.
-fn from_folder(settings: Settings, folder: &Path) -> Result<Settings> {
-    let mut value = toml::Value::try_from(&settings)?;
-    if anchor(&mut value, folder) { Ok(Settings::deserialize(value)?) } else { Ok(settings) }
-}
-
-/// Resolves the paths in a value; returns whether it changed any.
-fn anchor(value: &mut toml::Value, folder: &Path) -> bool {
-    match value {
-        toml::Value::Table(table) => {
-            let alone = table.len() == 1;
-            match table.get_mut("file") {
-                Some(toml::Value::String(path)) if alone => match folder.join(&*path).to_str() {
-                    Some(whole) if whole != path => {
-                        *path = whole.to_owned();
-                        true
-                    }
-                    _ => false,
-                },
-                _ => table.iter_mut().fold(false, |changed, (_, value)| anchor(value, folder) | changed),
-            }
-        }
-        toml::Value::Array(values) => {
-            values.iter_mut().fold(false, |changed, value| anchor(value, folder) | changed)
-        }
-        _ => false,
-    }
-}
-
-/// The variables that may set configuration keys.
-fn variables() -> Result<Vec<(String, String)>> {
-    let mut variables = Vec::new();
-    for (name, value) in std::env::vars_os() {
-        // Other variables may hold any bytes.
-        let Some(name) = name.to_str().filter(|name| is_key(name)) else { continue };
-        let Ok(value) = value.into_string() else {
-            return fail(Exit::Usage, format!("environment variable {name} is not UTF-8 text"));
-        };
-        if is_service_link(name, &value) {
-            continue;
-        }
-        variables.push((name.to_owned(), value));
-    }
-    Ok(variables)
+    Ok(millrace_home::settings::load(flag, home, is_key)?)
 }
 
 /// Whether a variable's name can be that of a key.
@@ -205,121 +118,19 @@ fn is_key(variable: &str) -> bool {
     variable.starts_with("MILLRACE_") && !RESERVED.contains(&variable) && !WORKER.contains(&variable)
 }
 
-/// Whether Kubernetes set a variable. It sets these in each container for each service of the namespace:
-/// `NAME_SERVICE_HOST`, `NAME_SERVICE_PORT[_PORTNAME]`, `NAME_PORT=tcp://…`,
-/// `NAME_PORT_8000_TCP[_PROTO|_PORT|_ADDR]`.
-fn is_service_link(variable: &str, value: &str) -> bool {
-    let protocols = ["TCP", "UDP", "SCTP"];
-    let of_port = |rest: &str| {
-        let mut parts = rest.splitn(3, '_');
-        let port = parts.next().is_some_and(|port| port.parse::<u16>().is_ok());
-        let protocol = parts.next().is_some_and(|name| protocols.contains(&name));
-        port && protocol && parts.next().is_none_or(|part| ["PROTO", "PORT", "ADDR"].contains(&part))
-    };
-    let is_url = || {
-        let scheme = value.split_once("://").map(|(scheme, _)| scheme.to_uppercase());
-        scheme.is_some_and(|scheme| protocols.contains(&scheme.as_str()))
-    };
-    variable.ends_with("_SERVICE_HOST")
-        || variable.ends_with("_SERVICE_PORT")
-        || variable.contains("_SERVICE_PORT_")
-        || (variable.ends_with("_PORT") && is_url())
-        || variable.match_indices("_PORT_").any(|(at, found)| of_port(&variable[at + found.len()..]))
-}
-
-/// Parses a file's text and applies environment variables to it.
-fn parse(text: &str, shown: &str, variables: impl Iterator<Item = (String, String)>) -> Result<Settings> {
-    // Parsed without variables first, since only then an error can show line and column.
-    if let Err(error) = toml::from_str::<Settings>(text) {
-        return fail(Exit::Usage, format!("{shown}: {}", one_line(&error, text)));
-    }
-    let mut merged: toml::Table = toml::from_str(text).context("parsed a moment ago")?;
-    let mut names = Vec::new();
-    for (variable, value) in variables {
-        set(&mut merged, &variable, &value)?;
-        names.push(variable);
-    }
-    match Settings::deserialize(toml::Value::Table(merged)) {
-        Ok(settings) => Ok(settings),
-        Err(error) => {
-            let message = without_value(error.message());
-            fail(Exit::Usage, format!("environment ({}): {message}", names.join(", ")))
-        }
-    }
-}
-
-/// `MILLRACE_SERVING__GRPC=…` sets `serving.grpc`: two underscores separate tables from keys.
-fn set(table: &mut toml::Table, variable: &str, value: &str) -> Result<()> {
-    let path = variable.trim_start_matches("MILLRACE_");
-    let mut keys: Vec<&str> = path.split("__").collect();
-    let Some(last) = keys.pop() else { return Ok(()) };
-    if keys.is_empty() {
-        return fail(
-            Exit::Usage,
-            format!(
-                "environment variable {variable} names no table: write MILLRACE_TABLE__KEY, as in MILLRACE_SERVING__GRPC"
-            ),
-        );
-    }
-    let mut at = table;
-    for key in keys {
-        let key = key_in(at, key);
-        at = match at.entry(key.clone()).or_insert_with(|| toml::Value::Table(toml::Table::new())) {
-            toml::Value::Table(next) => next,
-            _ => return fail(Exit::Usage, format!("environment variable {variable}: {key} is not a table")),
-        };
-    }
-    // Numbers, booleans and arrays in TOML syntax; other values are text.
-    let parsed = toml::from_str::<toml::Table>(&format!("v = {value}"))
-        .ok()
-        .and_then(|mut parsed| parsed.remove("v"))
-        .unwrap_or_else(|| toml::Value::String(value.to_owned()));
-    at.insert(key_in(at, last), parsed);
-    Ok(())
-}
-
-/// The key for a part of a variable's name. A part with lower-case letters stays unchanged. Otherwise an
-/// existing key that differs only in case, or the part in lower case.
-fn key_in(table: &toml::Table, part: &str) -> String {
-    if part.contains(char::is_lowercase) {
-        return part.to_owned();
-    }
-    match table.keys().find(|key| key.eq_ignore_ascii_case(part)) {
-        Some(key) => key.clone(),
-        None => part.to_lowercase(),
-    }
-}
-
-/// The message of a type error without the value that it repeats, which may be a misplaced secret.
-fn without_value(message: &str) -> String {
-    let message = message.trim().replace('\n', " ");
-    for kind in ["invalid type: ", "invalid value: "] {
-        if let (Some(value), Some(expected)) = (message.strip_prefix(kind), message.rfind(", expected ")) {
-            let named =
-                value.split(['"', '`']).next().unwrap_or_default().split(',').next().unwrap_or_default();
-            return format!("{kind}{}{}", named.trim(), &message[expected..]);
-        }
-    }
-    message
-}
-
-/// A TOML error as `line L, column C: message`, without the wrong value.
-pub(crate) fn one_line(error: &toml::de::Error, text: &str) -> String {
-    let message = without_value(error.message());
-    match error.span() {
-        Some(span) => {
-            let before = &text[..span.start.min(text.len())];
-            let line = before.matches('\n').count() + 1;
-            let column = before.len() - before.rfind('\n').map_or(0, |at| at + 1) + 1;
-            format!("line {line}, column {column}: {message}")
-        }
-        None => message,
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use millrace_home::settings;
+
     use super::*;
+
+    fn parse(
+        text: &str,
+        shown: &str,
+        variables: impl Iterator<Item = (String, String)>,
+    ) -> millrace_home::Result<Settings> {
+        settings::parse(text, shown, variables)
+    }
 
     fn vars(pairs: &[(&str, &str)]) -> impl Iterator<Item = (String, String)> {
         pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Vec<_>>().into_iter()
@@ -367,10 +178,6 @@ mod tests {
             assert!(error.contains(variable.0) && error.contains("expected"), "{error}");
             assert!(!error.contains(variable.1), "{error}");
         }
-        assert_eq!(
-            without_value("invalid type: integer `5`, expected a map"),
-            "invalid type: integer, expected a map"
-        );
     }
 
     #[test]
@@ -398,32 +205,6 @@ mod tests {
         let shown = format!("{:?}", loaded.settings.datafs.encryption_keys);
         assert!(shown.contains(folder.path().join("keys/main").to_str().unwrap()), "{shown}");
         assert!(shown.contains("\"/k\""), "{shown}");
-    }
-
-    #[test]
-    fn kubernetes_service_links_are_not_configuration_keys() {
-        for (name, value) in [
-            ("MILLRACE_SERVICE_HOST", "10.0.0.7"),
-            ("MILLRACE_SERVING_SERVICE_PORT", "8000"),
-            ("MILLRACE_SERVING_SERVICE_PORT_GRPC", "8001"),
-            ("MILLRACE_PORT", "tcp://10.0.0.7:8000"),
-            ("MILLRACE_SERVING_PORT", "tcp://10.0.0.7:8000"),
-            ("MILLRACE_SERVING_PORT_8000_TCP", "tcp://10.0.0.7:8000"),
-            ("MILLRACE_SERVING_PORT_8000_TCP_PROTO", "tcp"),
-            ("MILLRACE_SERVING_PORT_8000_UDP_PORT", "8000"),
-            ("MILLRACE_SERVING_PORT_8000_TCP_ADDR", "10.0.0.7"),
-        ] {
-            assert!(is_service_link(name, value), "{name}");
-        }
-        for (name, value) in [
-            ("MILLRACE_SERVING_PORT", "8000"),
-            ("MILLRACE_GRPC", "1"),
-            ("MILLRACE_SERVING__GRPC", "127.0.0.1:1"),
-            ("MILLRACE_SERVING_PORT_HIGH", "8000"),
-            ("MILLRACE_TRAINER_WORKERS", "4"),
-        ] {
-            assert!(!is_service_link(name, value), "{name}");
-        }
     }
 
     #[test]

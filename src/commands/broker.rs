@@ -3,9 +3,9 @@
 use std::net::SocketAddr;
 
 use anyhow::Result;
+use millrace_home::Addresses;
 
 use crate::context::Context;
-use crate::home::Addresses;
 use crate::shared_broker;
 
 /// Runs the command.

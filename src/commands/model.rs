@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto};
 use millrace_bundle::{Bundle, Lineage, TensorSpec};
+use millrace_home::write_atomically;
 use millrace_serving::hazards::{self, Divisors, Hazard};
 use millrace_serving::rows::Rows;
 use millrace_trainer::graph::{Graph, ParamSpec};
@@ -28,7 +29,6 @@ use crate::cli::{EditArgs, ImportArgs, ModelCommand, ModelInit, WeightArgs};
 use crate::context::Context;
 use crate::exit;
 use crate::failure::{Exit, fail, failure};
-use crate::home::write_atomically;
 use crate::output::{Output, bytes, count, quoted};
 
 /// Outputs of a model that are tried as that of a loss.

@@ -8,6 +8,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::VolumeSpec;
+use millrace_home::write_atomically;
 use millrace_trainer::runs::{self, Run};
 use millrace_trainer::{EpochRecord, Evaluation};
 use serde_json::Value;
@@ -15,7 +16,6 @@ use serde_json::Value;
 use crate::cli::RunsCommand;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
-use crate::home::write_atomically;
 use crate::output::{count, table, time};
 
 /// Digits of a run's id that people see.

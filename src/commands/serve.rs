@@ -6,13 +6,13 @@ mod token;
 mod top;
 
 use anyhow::Result;
+use millrace_home::Addresses;
 use millrace_serving::repository::{VersionState, VersionStatus};
 use millrace_serving::{Deps, Serving, Source, serve_with};
 
 use crate::cli::{ServeArgs, ServeCommand};
 use crate::context::Context;
 use crate::failure::{Exit, fail};
-use crate::home::Addresses;
 use crate::ready;
 
 /// Runs the command.

@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use anyhow::Result;
 use millrace_datafs::Datafs;
+use millrace_home::Home;
 use millrace_trainer::join::{ClientTls, Join, Token};
 use millrace_trainer::worker::JoinEnd;
 
 use crate::cli::{Cli, WorkerArgs};
 use crate::failure::{Exit, fail};
 use crate::output::Output;
-use crate::{exit, home, settings};
+use crate::{exit, settings};
 
 /// Runs the command on the calling thread.
 pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()> {
@@ -20,9 +21,9 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
     };
     let token = Token::read(token_file)?;
     let tls = args.ca.as_deref().map(ClientTls::read).transpose()?;
-    let root = home::Home::locate(cli.home.as_deref())?;
+    let root = Home::locate(cli.home.as_deref())?;
     let loaded = settings::load(cli.config.as_deref(), &root)?;
-    let home = home::Home::open(root, true, |text| out.note(text))?;
+    let home = Home::open(root, true, |text| out.note(text))?;
     let config = &loaded.settings;
     if let Err(reason) = config.trainer.check() {
         return fail(Exit::Usage, reason);

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
+use millrace_home::Addresses;
 use serde::Serialize;
 
 use crate::failure::{Exit, fail};
-use crate::home::Addresses;
 use crate::output::{Output, count, quoted};
 
 /// The start of a run.

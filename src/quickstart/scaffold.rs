@@ -5,11 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use millrace_home::{Home, write_private};
 use millrace_leaf::private;
 
 use crate::cli::QuickstartArgs;
 use crate::failure::{Exit, fail};
-use crate::home::{Home, write_private};
 use crate::quickstart::report::Start;
 
 /// The records to train on, one JSON object per line.

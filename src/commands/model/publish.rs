@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use millrace_bundle::{Bundle, WRITING_FILE, check_name, next_version};
 use millrace_datafs::{Publish, View};
+use millrace_home::write_atomically;
 use millrace_serving::config::VOLUME_ROOT;
 use object_store::ObjectStore;
 use tokio::runtime::Handle;
 
 use super::check_folder;
 use crate::failure::{Exit, fail};
-use crate::home::write_atomically;
 
 /// Attempts with another version after a conflict with another process.
 const ATTEMPTS: usize = 16;

@@ -6,7 +6,7 @@ use super::rust::{Token, close, members};
 use super::{Page, cell, page, source};
 
 /// A page with its title and its tables. A table has a heading, the file and name of the error, and its
-/// function in `src/exit.rs`.
+/// function in `src/exit.rs` or `home/src/exit.rs`.
 type Errors =
     (&'static str, &'static str, &'static [(&'static str, &'static str, &'static str, &'static str)]);
 
@@ -60,17 +60,18 @@ A command that is interrupted before its end has code 1. What runs until it is s
 ";
 
 pub(super) fn pages() -> Vec<Page> {
-    let failure = source("src/failure.rs");
-    let exits = source("src/exit.rs");
+    let shared = source("home/src/exit.rs");
     let mut body = CODES_BEFORE.to_owned();
     let mut codes = BTreeMap::new();
-    for exit in members(&failure, "enum", "Exit") {
+    for exit in members(&shared, "enum", "Exit") {
         // The number in `Failed = 1`, after the name.
         let code = exit.rest.iter().find_map(Token::word).unwrap_or_default().to_owned();
         body += &format!("| {code} | `{}` | {} |\n", exit.name, cell(&exit.doc));
         codes.insert(exit.name, code);
     }
     body += CODES_AFTER;
+    let mut exits = shared;
+    exits.extend(source("src/exit.rs"));
     let mut pages = Vec::new();
     for (path, title, tables) in PAGES {
         let file = path.rsplit('/').next().unwrap_or(path);
@@ -122,7 +123,7 @@ fn message(attribute: &[Token]) -> Option<String> {
 /// The exit code of each variant, from the arms of a function's `match`.
 fn exits_in(tokens: &[Token], function: &str, codes: &BTreeMap<String, String>) -> BTreeMap<String, String> {
     let named = |pair: &[Token]| pair[0].word() == Some("fn") && pair[1].word() == Some(function);
-    let at = tokens.windows(2).position(named).unwrap_or_else(|| panic!("src/exit.rs has no fn {function}"));
+    let at = tokens.windows(2).position(named).unwrap_or_else(|| panic!("exit.rs has no fn {function}"));
     let open = at + tokens[at..].iter().position(|token| token.is('{')).unwrap();
     let body = &tokens[open..close(tokens, open)];
     let mut found = BTreeMap::new();

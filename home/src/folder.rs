@@ -8,12 +8,12 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use millrace_datafs::Datafs;
 use millrace_leaf::lock_file::{self, LockFile, NotTaken};
 use millrace_leaf::private;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::{Exit, fail};
+use crate::error::{Error, Result};
 
 /// Version of the folder's layout. A newer one is rejected, an older one would be migrated here.
 const FORMAT: u32 = 1;
@@ -23,7 +23,7 @@ const BROKER_COMMANDS: [&str; 3] = ["up", "broker", "quickstart"];
 
 /// An opened home folder. Each process that has one open holds a shared lock on it.
 #[derive(Debug, Clone)]
-pub(crate) struct Home {
+pub struct Home {
     root: PathBuf,
     /// None if the folder is read-only, and in the process of a temporary broker.
     in_use: Option<Arc<File>>,
@@ -32,7 +32,7 @@ pub(crate) struct Home {
 /// Exclusive use of a home: no mount, service or other command has it open. Dropping it returns to shared
 /// use.
 #[derive(Debug)]
-pub(crate) struct ExclusiveHome(Arc<File>);
+pub struct ExclusiveHome(Arc<File>);
 
 impl Drop for ExclusiveHome {
     fn drop(&mut self) {
@@ -48,22 +48,22 @@ struct FormatFile {
 
 /// The addresses of the process that holds a home, for other commands.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
-pub(crate) struct Addresses {
+pub struct Addresses {
     /// The embedded broker, or the bootstrap servers of a cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) kafka: Option<String>,
+    pub kafka: Option<String>,
     /// Open Inference Protocol over gRPC.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) grpc: Option<SocketAddr>,
+    pub grpc: Option<SocketAddr>,
     /// Open Inference Protocol over HTTP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) http: Option<SocketAddr>,
+    pub http: Option<SocketAddr>,
     /// Prometheus metrics.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) metrics: Option<SocketAddr>,
+    pub metrics: Option<SocketAddr>,
     /// The first mounted folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) mount: Option<PathBuf>,
+    pub mount: Option<PathBuf>,
 }
 
 /// The content of the lock file.
@@ -77,23 +77,23 @@ struct Holder {
 
 /// The lock that permits running services on a home. Released when dropped, or when the process dies.
 #[derive(Debug)]
-pub(crate) struct HomeLock {
+pub struct HomeLock {
     file: LockFile,
     holder: Holder,
 }
 
 impl Home {
     /// The folder from the flag, the environment or the XDG rules. Touches no disk.
-    pub(crate) fn locate(flag: Option<&Path>) -> Result<PathBuf> {
+    pub fn locate(flag: Option<&Path>) -> Result<PathBuf> {
         if let Some(path) = flag {
-            return std::path::absolute(path).context("cannot resolve --home");
+            return std::path::absolute(path).map_err(|error| Error::io("cannot resolve --home", error));
         }
         let data = match std::env::var_os("XDG_DATA_HOME") {
             Some(dir) if Path::new(&dir).is_absolute() => PathBuf::from(dir),
             _ => match std::env::home_dir() {
                 Some(dir) => dir.join(".local/share"),
                 None => {
-                    return fail(Exit::Usage, "no home folder: pass --home DIR or set MILLRACE_HOME");
+                    return Err(Error::Usage("no home folder: pass --home DIR or set MILLRACE_HOME".into()));
                 }
             },
         };
@@ -102,13 +102,13 @@ impl Home {
 
     /// Opens the folder, creating it when it is missing. Rejects one of a newer format, one of another user,
     /// and a new one that cannot be written. Removes access rights of other users, with a note.
-    pub(crate) fn open(root: PathBuf, shares: bool, note: impl Fn(&str)) -> Result<Home> {
+    pub fn open(root: PathBuf, shares: bool, note: impl Fn(&str)) -> Result<Home> {
         let remedy = "choose another with --home DIR or MILLRACE_HOME";
         if let Err(error) = private::create_dir_all(&root) {
-            return fail(
-                Exit::Unavailable,
-                format!("cannot create home folder {}: {error} ({remedy})", root.display()),
-            );
+            return Err(Error::Unavailable(format!(
+                "cannot create home folder {}: {error} ({remedy})",
+                root.display()
+            )));
         }
         let format = root.join("format.json");
         match fs::read_to_string(&format) {
@@ -116,38 +116,35 @@ impl Home {
                 let found: FormatFile = match serde_json::from_str(&text) {
                     Ok(found) => found,
                     Err(error) => {
-                        return fail(
-                            Exit::Corrupt,
-                            format!("{} is not a format file: {error} ({remedy})", format.display()),
-                        );
+                        return Err(Error::Corrupt(format!(
+                            "{} is not a format file: {error} ({remedy})",
+                            format.display()
+                        )));
                     }
                 };
                 if found.format > FORMAT {
-                    return fail(
-                        Exit::Conflict,
-                        format!(
-                            "home folder {} has format {}, this program knows up to {FORMAT}: \
+                    return Err(Error::Conflict(format!(
+                        "home folder {} has format {}, this program knows up to {FORMAT}: \
                              use a newer millrace, or {remedy}",
-                            root.display(),
-                            found.format
-                        ),
-                    );
+                        root.display(),
+                        found.format
+                    )));
                 }
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                let text = serde_json::to_string(&FormatFile { format: FORMAT })?;
+                let text = json(&FormatFile { format: FORMAT })?;
                 if let Err(error) = write_private(&format, text.as_bytes()) {
-                    return fail(
-                        Exit::Unavailable,
-                        format!("cannot write in home folder {}: {error} ({remedy})", root.display()),
-                    );
+                    return Err(Error::Unavailable(format!(
+                        "cannot write in home folder {}: {error} ({remedy})",
+                        root.display()
+                    )));
                 }
             }
             Err(error) => {
-                return fail(
-                    Exit::Unavailable,
-                    format!("cannot read {}: {error} ({remedy})", format.display()),
-                );
+                return Err(Error::Unavailable(format!(
+                    "cannot read {}: {error} ({remedy})",
+                    format.display()
+                )));
             }
         }
         refuse_foreign("home folder", &root, &root, &format, remedy)?;
@@ -174,32 +171,28 @@ impl Home {
 
     /// Gets exclusive use of this home, for work that removes data in use. Fails while another process has
     /// the home open.
-    pub(crate) fn lock_exclusively(&self, purpose: &str) -> Result<ExclusiveHome> {
+    pub fn lock_exclusively(&self, purpose: &str) -> Result<ExclusiveHome> {
         let root = self.root.display();
         let Some(in_use) = &self.in_use else {
-            return fail(
-                Exit::Unavailable,
-                format!("cannot {purpose} of home folder {root}: it is read-only"),
-            );
+            return Err(Error::Unavailable(format!(
+                "cannot {purpose} of home folder {root}: it is read-only"
+            )));
         };
         match in_use.try_lock() {
             Ok(()) => Ok(ExclusiveHome(Arc::clone(in_use))),
-            Err(TryLockError::WouldBlock) => fail(
-                Exit::Conflict,
-                format!(
-                    "cannot {purpose} of home folder {root}: a mount, a service or another command uses it; \
+            Err(TryLockError::WouldBlock) => Err(Error::Conflict(format!(
+                "cannot {purpose} of home folder {root}: a mount, a service or another command uses it; \
                      stop it first (millrace umount PATH ends a mount)"
-                ),
-            ),
+            ))),
             Err(TryLockError::Error(error)) => {
-                Err(error).with_context(|| format!("cannot lock home folder {root}"))
+                Err(Error::io(format!("cannot lock home folder {root}"), error))
             }
         }
     }
 
     /// Rejects a local store or metadata file that another user created. That user could not open files that
     /// this process adds, nor this process the existing ones.
-    pub(crate) fn check_store(&self, config: &millrace_datafs::Config) -> Result<()> {
+    pub fn check_store(&self, config: &millrace_datafs::Config) -> Result<()> {
         let remedy = "set [datafs] store_dir and meta_file to places of this user";
         if config.store_url.is_none() {
             let store = self.root.join(&config.store_dir);
@@ -213,8 +206,14 @@ impl Home {
         Ok(())
     }
 
+    /// Opens the volumes of this home, as the configuration places them.
+    pub fn volumes(&self, config: &millrace_datafs::Config) -> Result<Datafs> {
+        self.check_store(config)?;
+        Ok(Datafs::open(&self.root, config)?)
+    }
+
     /// The folder itself.
-    pub(crate) fn root(&self) -> &Path {
+    pub fn root(&self) -> &Path {
         &self.root
     }
 
@@ -223,7 +222,7 @@ impl Home {
     }
 
     /// Locks the home for `command`; an error names the process that holds it.
-    pub(crate) fn lock(&self, command: &str) -> Result<HomeLock> {
+    pub fn lock(&self, command: &str) -> Result<HomeLock> {
         let path = self.lock_path();
         let file = match LockFile::take(&path) {
             Ok(file) => file,
@@ -235,16 +234,13 @@ impl Home {
                     ),
                     Err(_) => "another process".to_owned(),
                 };
-                return fail(
-                    Exit::Conflict,
-                    format!(
-                        "home folder {} is held by {who}: stop it, or choose another with --home DIR",
-                        self.root.display()
-                    ),
-                );
+                return Err(Error::Conflict(format!(
+                    "home folder {} is held by {who}: stop it, or choose another with --home DIR",
+                    self.root.display()
+                )));
             }
             Err(NotTaken::Io(error)) => {
-                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+                return Err(Error::io(format!("cannot lock {}", path.display()), error));
             }
         };
         let mut lock = HomeLock {
@@ -261,13 +257,13 @@ impl Home {
     }
 
     /// The addresses of the process that holds this home; None without one.
-    pub(crate) fn running(&self) -> Option<Addresses> {
+    pub fn running(&self) -> Option<Addresses> {
         self.holder().map(|holder| holder.addresses)
     }
 
     /// The process id of the service that runs, or is about to run, the broker of this home; None without
     /// one.
-    pub(crate) fn service(&self) -> Option<u32> {
+    pub fn service(&self) -> Option<u32> {
         let holder = self.holder()?;
         BROKER_COMMANDS.contains(&holder.command.as_str()).then_some(holder.pid)
     }
@@ -279,16 +275,20 @@ impl Home {
 
 impl HomeLock {
     /// Announces the addresses of this process to other commands.
-    pub(crate) fn announce(&mut self, addresses: Addresses) -> Result<()> {
+    pub fn announce(&mut self, addresses: Addresses) -> Result<()> {
         self.holder.addresses = addresses;
         self.write()
     }
 
     fn write(&mut self) -> Result<()> {
         // A reader that sees a torn text finds no holder.
-        self.file.describe(&serde_json::to_string(&self.holder)?)?;
-        Ok(())
+        let described = self.file.describe(&json(&self.holder)?);
+        described.map_err(|error| Error::io("cannot write the lock of the home folder", error))
     }
+}
+
+fn json(value: &impl Serialize) -> Result<String> {
+    serde_json::to_string(value).map_err(|error| Error::io("cannot write JSON", error.into()))
 }
 
 /// Takes the shared lock of all processes that have the home open. None if the folder is read-only: such a
@@ -305,17 +305,15 @@ fn share(root: &Path) -> Result<Option<Arc<File>>> {
         {
             return Ok(None);
         }
-        Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
+        Err(error) => return Err(Error::io(format!("cannot open {}", path.display()), error)),
     };
     match file.try_lock_shared() {
         Ok(()) => Ok(Some(Arc::new(file))),
-        Err(TryLockError::WouldBlock) => fail(
-            Exit::Conflict,
-            format!("home folder {} is being emptied by another command: try again", root.display()),
-        ),
-        Err(TryLockError::Error(error)) => {
-            Err(error).with_context(|| format!("cannot lock {}", path.display()))
-        }
+        Err(TryLockError::WouldBlock) => Err(Error::Conflict(format!(
+            "home folder {} is being emptied by another command: try again",
+            root.display()
+        ))),
+        Err(TryLockError::Error(error)) => Err(Error::io(format!("cannot lock {}", path.display()), error)),
     }
 }
 
@@ -350,15 +348,12 @@ fn refuse_foreign(what: &str, path: &Path, folder: &Path, made: &Path, remedy: &
         return Ok(());
     }
     let path = path.display();
-    fail(
-        Exit::Unavailable,
-        format!(
-            "{what} {path} belongs to user {}, who could not open what user {} adds: run millrace as its owner \
+    Err(Error::Unavailable(format!(
+        "{what} {path} belongs to user {}, who could not open what user {} adds: run millrace as its owner \
              (sudo -u '#{owner}' millrace ...), or give it to this user (chown -R {own} {path}), or {remedy}",
-            user(owner),
-            user(own)
-        ),
-    )
+        user(owner),
+        user(own)
+    )))
 }
 
 /// A user's id, with the name if it has one.
@@ -439,12 +434,12 @@ fn close(path: &Path, metadata: &fs::Metadata) -> std::io::Result<bool> {
 
 /// Replaces a file atomically: after a crash it holds the old bytes or the new ones. The umask applies, as
 /// for any new file.
-pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     replace(path, bytes, 0o666)
 }
 
 /// [`write_atomically`] for a file of the home that only its owner may read.
-pub(crate) fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+pub fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     replace(path, bytes, 0o600)
 }
 
