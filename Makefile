@@ -3,11 +3,13 @@ SHELL := /bin/bash
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 ORT_DYLIB_PATH ?= $(CURDIR)/.local/onnxruntime/libonnxruntime.so
 export ORT_DYLIB_PATH
+# The Python package is a library of an interpreter that has it loaded already.
+export PYO3_BUILD_EXTENSION_MODULE := 1
 BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test gpu check docs conformance fuzz deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs conformance wheel test-python fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -26,6 +28,18 @@ conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
 	MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --lib --tests -- postgres kcat
 	$(FUZZ) --seconds 10 --jobs 2
+
+# The profile of the wheel: release or dev.
+PROFILE ?= release
+wheel: setup-wheel ## Build the wheel of the Python package into target/wheels
+	$(if $(filter dev,$(PROFILE)),CARGO=$(CURDIR)/scripts/cargo-wheel) .local/python-wheel/bin/maturin build --locked --profile $(PROFILE) \
+		--manifest-path python/Cargo.toml --compatibility linux --out $(BUILDS)/wheels
+
+test-python: setup-test-python ## The Python package, as a wheel in an environment of its own, beside the program
+	rm -f $(BUILDS)/wheels/millrace-*.whl
+	@$(MAKE) --no-print-directory wheel PROFILE=dev
+	.local/python-test/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
+	TEST_PROGRAM=$(BUILDS)/debug/millrace .local/python-test/bin/python -m unittest discover --start-directory python/tests $(ARGS)
 
 # The wrapper gives the crates of this workspace coverage counters; their dependencies are those of `make test`.
 FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/rustc cargo test --locked --workspace --features millrace-fuzz/libfuzzer \
@@ -71,6 +85,10 @@ bench-trainer: setup-bench-trainer ## Training against PyTorch and DDP, one thre
 	cargo build --release --locked
 	$(or $(PYTHON),.local/python-bench-trainer/bin/python) benches/trainer.py --program $(BUILDS)/release/millrace $(ARGS)
 
+bench-python: wheel setup-test-python ## The Python package against pyarrow, 1 KiB rows to NumPy (ARGS="--help" says more)
+	.local/python-test/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
+	.local/python-test/bin/python benches/python.py $(ARGS)
+
 bench-%: setup-test ## One area: feed, ingest
 	cargo bench --locked --bench pipeline -- $*
 
@@ -82,7 +100,7 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-bench-trainer
+.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-bench-trainer setup-wheel setup-test-python
 # The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
@@ -92,5 +110,9 @@ setup-gpu:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup gpu
 setup-docs:
 	@scripts/setup docs
+setup-wheel:
+	@scripts/setup wheel
+setup-test-python: setup-wheel
+	@scripts/setup test-python
 setup-bench-trainer: setup-test
 	@[ -n "$(PYTHON)" ] || scripts/setup bench-trainer

@@ -1,0 +1,96 @@
+"""Volumes as a file system of fsspec: ``millrace://VOLUME/PATH`` and ``millrace://VOLUME@SNAPSHOT/PATH``."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+from fsspec.spec import AbstractFileSystem
+
+from millrace.errors import UsageError
+from millrace.volume import Volume, Writer
+
+__all__ = ["MillraceFileSystem"]
+
+
+class MillraceFileSystem(AbstractFileSystem):
+    """Files of volumes for pandas, pyarrow and everything else that opens files with fsspec.
+
+    A written file appears when it is closed, as a whole. Snapshots are read-only.
+
+    :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
+    """
+
+    protocol = "millrace"
+    root_marker = ""
+
+    def __init__(self, home: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._home = home
+
+    def _volume(self, path: str) -> tuple[Volume, str, str]:
+        """The volume of a path, its name in the path, and the path inside of it."""
+        name, _, inside = self._strip_protocol(path).partition("/")
+        if not name:
+            raise UsageError(f"millrace://{path}: name a volume: millrace://VOLUME/PATH")
+        return Volume(name, home=self._home), name, f"/{inside}"
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        volume, name, inside = self._volume(path)
+        found = volume._native.info(inside)
+        entries = volume._native.list(inside) if found["type"] == "directory" else [found]
+        entries = [_named(entry, name) for entry in entries]
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        volume, name, inside = self._volume(path)
+        return _named(volume._native.info(inside), name)
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "b" not in mode and options.get("compression") is None and not self._intrans:
+            # fsspec's own text files would make a half-written file visible after an exception.
+            volume, _, inside = self._volume(path)
+            text = {key: options[key] for key in ("encoding", "errors", "newline") if key in options}
+            return volume.open(inside, mode, **text)
+        return super().open(path, mode, **options)
+
+    def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **options: Any) -> Any:
+        volume, _, inside = self._volume(path)
+        if mode == "wb":
+            return Writer(volume._native.write(inside), autocommit)
+        return volume.open(inside, mode)
+
+    def modified(self, path: str) -> datetime:
+        return datetime.fromtimestamp(self.info(path)["mtime"], timezone.utc)
+
+    def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
+        self.makedirs(path, exist_ok=True)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        volume, _, inside = self._volume(path)
+        if not exist_ok and self.exists(path):
+            raise FileExistsError(path)
+        volume._native.make_dirs(inside)
+
+    def rmdir(self, path: str) -> None:
+        volume, _, inside = self._volume(path)
+        volume._native.remove_dir(inside)
+
+    def rm_file(self, path: str) -> None:
+        # Removing a tree comes here for its folders, too.
+        if self.isdir(path):
+            return self.rmdir(path)
+        volume, _, inside = self._volume(path)
+        volume._native.remove(inside)
+
+    def mv_file(self, path1: str, path2: str, **options: Any) -> None:
+        """Move a file inside a volume, atomically."""
+        source, first, inside = self._volume(path1)
+        _, second, target = self._volume(path2)
+        if first != second:
+            raise UsageError(f"move {path1} to {path2}: a file can only be moved inside its volume")
+        source._native.rename(inside, target)
+
+
+def _named(entry: dict[str, Any], volume: str) -> dict[str, Any]:
+    return {**entry, "name": f"{volume}{entry['name']}".rstrip("/")}

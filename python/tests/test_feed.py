@@ -1,0 +1,200 @@
+"""The order of the feed for any readers, resuming, and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import millrace
+from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, error_of, ids_of, python, together
+
+
+class OrderTest(HomeCase):
+    def test_ids_of_any_number_of_ranks_are_those_of_the_command(self) -> None:
+        expected = self.order()
+        self.assertEqual(sorted(expected), list(range(ROWS)))
+        for world in (1, 2, 3, 8, 200):
+            feeds = [self.feed(rank=rank, world=world) for rank in range(world)]
+            self.assertEqual(digest(together(feeds)), digest(expected), f"{world} ranks")
+
+    def test_seed_batch_size_and_epochs_are_those_of_the_command(self) -> None:
+        expected = self.order(batch_rows=48, epochs=3, seed=9)
+        ids = together([self.feed(batch_rows=48, epochs=3, seed=9, rank=rank, world=2) for rank in range(2)])
+        self.assertEqual(ids, expected)
+        for epoch in range(3):
+            self.assertEqual(sorted(ids[epoch * ROWS : (epoch + 1) * ROWS]), list(range(ROWS)))
+
+    def test_iterations_go_on_with_the_next_epochs(self) -> None:
+        expected = self.order(epochs=3)
+        feed = self.feed()
+        for epoch in range(3):
+            self.assertEqual(feed.epoch, epoch)
+            batches = len(feed)
+            read = [ids_of(batch) for batch in feed]
+            self.assertEqual(len(read), batches)
+            self.assertEqual(sum(read, []), expected[epoch * ROWS : (epoch + 1) * ROWS])
+            self.assertIsNone(next(feed, None))
+
+    def test_endless_feed_has_full_batches_and_no_length(self) -> None:
+        feed = self.feed(epochs=None)
+        read = [ids_of(next(feed)) for _ in range(16)]
+        self.assertEqual(sum(read, []), self.order(epochs=3)[: 16 * 128])
+        with self.assertRaises(TypeError):
+            len(feed)
+
+    def test_rank_and_world_come_from_the_environment_when_asked_for(self) -> None:
+        with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "3"}):
+            ids = ids_of(next(self.feed(rank="env")))
+        self.assertEqual(ids, ids_of(next(self.feed(rank=1, world=3))))
+        with mock.patch.dict(os.environ), self.assertRaisesRegex(millrace.UsageError, "RANK"):
+            os.environ.pop("RANK", None)
+            self.feed(rank="env")
+
+    def test_home_comes_from_the_environment(self) -> None:
+        with mock.patch.dict(os.environ, {"MILLRACE_HOME": self.home}):
+            self.assertEqual(millrace.Feed(DATASET).rows, ROWS)
+
+    def test_a_live_volume_and_the_newest_snapshot_are_read(self) -> None:
+        for dataset in ("digits:/train", "digits@latest:/train"):
+            feed = millrace.Feed(dataset, columns=["id"], home=self.home)
+            self.assertEqual(sorted(sum((ids_of(batch) for batch in feed), [])), list(range(ROWS)))
+        self.assertEqual(feed.dataset, DATASET)
+
+
+class ResumeTest(HomeCase):
+    def test_every_boundary_resumes_with_any_number_of_ranks(self) -> None:
+        expected = self.order(batch_rows=64)
+        feed = self.feed(batch_rows=64)
+        states = [feed.state_dict()]
+        for _ in feed:
+            states.append(feed.state_dict())
+        for taken, state in enumerate(states[:-1]):
+            self.assertLessEqual(len(json.dumps(state)), 128)
+            self.assertEqual(state, self.feed(batch_rows=64).state_after(taken))
+            world = taken % 5 + 1
+            feeds = [self.feed(batch_rows=64, rank=rank, world=world) for rank in range(world)]
+            for feed in feeds:
+                feed.load_state_dict(json.loads(json.dumps(state)))
+            self.assertEqual(together(feeds), expected[taken * 64 :], f"from batch {taken} with {world} ranks")
+
+    def test_state_after_the_last_short_batch_loses_no_row(self) -> None:
+        feed = self.feed(batch_rows=64)
+        for _ in feed:
+            pass
+        more = self.feed(batch_rows=64, epochs=None)
+        more.load_state_dict(feed.state_dict())
+        rest = [ids_of(next(more)) for _ in range(20)]
+        expected = self.order(batch_rows=64, epochs=3)
+        self.assertEqual(sum(rest, []), expected[ROWS : ROWS + len(sum(rest, []))])
+
+    def test_prefetched_batches_are_not_consumed(self) -> None:
+        feed = self.feed()
+        next(feed)
+        self.assertEqual(feed.state_dict()["rows"], 128)
+        copy = pickle.loads(pickle.dumps(feed))
+        self.assertEqual(ids_of(next(copy)), ids_of(next(feed)))
+
+    def test_set_epoch_begins_an_epoch(self) -> None:
+        feed = self.feed()
+        feed.set_epoch(2)
+        self.assertEqual(sum(map(ids_of, feed), []), self.order(epochs=3)[2 * ROWS :])
+
+    def test_a_killed_reader_resumes_from_its_stored_state(self) -> None:
+        code = """
+import json, os, sys
+import millrace
+from support import DATASET, ids_of
+feed = millrace.Feed(DATASET, batch_rows=16, columns=["id"], home=os.environ["HOME_DIR"])
+if os.environ.get("STATE"):
+    feed.load_state_dict(json.loads(os.environ["STATE"]))
+for batch in feed:
+    print(json.dumps([feed.state_dict(), ids_of(batch)]), flush=True)
+"""
+        temporary = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, temporary)
+        ids: list[int] = []
+        state = ""
+        for kills, batches in enumerate([1, 7, 20, 3, None]):
+            with mock.patch.dict(os.environ, {"STATE": state, "TMPDIR": temporary}):
+                reader = python(self.home, code)
+            for count, line in enumerate(reader.stdout, 1):
+                stored, read = json.loads(line)
+                state, ids = json.dumps(stored), ids + read
+                if count == batches:
+                    shared = re.findall(r"/dev/shm/\S+", Path(f"/proc/{reader.pid}/maps").read_text())
+                    self.assertEqual(shared, [], "the reader leaves nothing in shared memory")
+                    reader.kill()
+                    break
+            errors = reader.communicate(timeout=DEADLINE_S)[1]
+            self.assertEqual(reader.returncode, 0 if batches is None else -signal.SIGKILL, errors)
+        self.assertEqual(ids, self.order(batch_rows=16))
+        self.assertEqual(os.listdir(temporary), [], "readers leave no temporary files")
+
+    def test_ctrl_c_ends_a_reader(self) -> None:
+        code = """
+import os
+import millrace
+from support import DATASET
+for batch in millrace.Feed(DATASET, columns=["id"], epochs=None, home=os.environ["HOME_DIR"]):
+    print("read", flush=True)
+"""
+        reader = python(self.home, code)
+        self.assertEqual(reader.stdout.readline(), "read\n")
+        reader.send_signal(signal.SIGINT)
+        errors = reader.communicate(timeout=DEADLINE_S)[1]
+        self.assertIn("KeyboardInterrupt", errors)
+
+
+class ErrorTest(HomeCase):
+    def assert_error(self, kind: type[Exception], *words: str, **arguments: object) -> str:
+        dataset = str(arguments.pop("dataset", DATASET))
+        with self.assertRaises(kind) as caught:
+            millrace.Feed(dataset, home=self.home, **arguments)  # type: ignore[arg-type]
+        for word in words:
+            self.assertIn(word, str(caught.exception))
+        self.assertIsInstance(caught.exception, millrace.Error)
+        return str(caught.exception)
+
+    def test_errors_are_those_of_the_command(self) -> None:
+        for dataset, kind in [
+            ("digits@v9:/train", millrace.NotFoundError),
+            ("nothing@v1:/train", millrace.NotFoundError),
+            ("digits@v1:/nothing", millrace.NotFoundError),
+            ("digits@v1:train", millrace.UsageError),
+        ]:
+            text = self.assert_error(kind, dataset=dataset)
+            self.assertIn(text, error_of(self.home, "feed", dataset))
+        text = self.assert_error(millrace.UsageError, batch_rows=0)
+        self.assertEqual(text, error_of(self.home, "feed", DATASET, "--batch-rows", "0"))
+
+    def test_arguments_are_checked(self) -> None:
+        self.assert_error(millrace.NotFoundError, "pixel", "pixels", columns=["pixel"])
+        self.assert_error(millrace.UsageError, "list of names", columns="pixels")
+        self.assert_error(millrace.UsageError, "rank 2 of 2", rank=2, world=2)
+        self.assert_error(millrace.UsageError, "rank -1 of 2", rank=-1, world=2)
+        self.assert_error(millrace.UsageError, "epochs is 0", epochs=0)
+        self.assert_error(millrace.UsageError, "jax", format="jax")
+
+    def test_a_state_of_another_plan_is_refused_by_name(self) -> None:
+        state = self.feed(seed=1).state_dict()
+        feed = self.feed(seed=2)
+        with self.assertRaises(millrace.UsageError) as caught:
+            feed.load_state_dict(state)
+        for word in (state["plan"], feed.plan, DATASET, "seed"):
+            self.assertIn(word, str(caught.exception))
+        for bad in ({}, {"plan": feed.plan}, {"plan": feed.plan, "rows": -1}, {"plan": "x", "rows": 0}):
+            with self.assertRaises(millrace.UsageError):
+                feed.load_state_dict(bad)
+        self.assertEqual(feed.state_dict()["rows"], 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

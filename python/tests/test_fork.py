@@ -1,0 +1,168 @@
+"""Processes that fork or spawn while feeds and files are open."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import select
+import threading
+import traceback
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import millrace
+from support import DATASET, DEADLINE_S, HomeCase, digest, ids_of
+
+
+def read(feed: millrace.Feed, answers: Any) -> None:
+    answers.put(sum(map(ids_of, feed), []))
+
+
+def in_child(work: Callable[[], None], fork: Callable[[], int] = os.fork) -> None:
+    """Runs work in a fork of this process; fails unless it succeeds in time."""
+    receiver, sender = os.pipe()
+    child = fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            os.write(sender, traceback.format_exc().encode())
+        os._exit(status)
+    os.close(sender)
+    said, ended = b"", False
+    while not ended:
+        ready, _, _ = select.select([receiver], [], [], DEADLINE_S)
+        if not ready:
+            os.kill(child, 9)
+            said += b"the child hangs"
+        part = os.read(receiver, 1 << 16)
+        said, ended = said + part, not part
+    os.close(receiver)
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        raise AssertionError(f"status {status}: {said.decode()}")
+
+
+class ForkTest(HomeCase):
+    def test_parent_and_child_read_on(self) -> None:
+        expected = self.order()
+        feed = self.feed()
+        first = ids_of(next(feed))
+
+        def rest() -> None:
+            assert first + sum(map(ids_of, feed), []) == expected
+
+        in_child(rest)
+        in_child(lambda: in_child(rest))
+        rest()
+
+    def assert_refused(self, call: Callable[[], Any]) -> None:
+        with self.assertRaisesRegex(millrace.UnavailableError, "spawn"):
+            call()
+
+    def test_a_fork_that_python_does_not_know_of_is_refused(self) -> None:
+        expected = self.order()
+        feed = self.feed()
+        first = ids_of(next(feed))
+
+        def refused() -> None:
+            self.assert_refused(lambda: next(feed))
+            in_child(lambda: self.assert_refused(self.feed))
+
+        # With the lock of the interpreter, which another thread could hold otherwise.
+        in_child(refused, fork=ctypes.PyDLL(None).fork)
+        self.assertEqual(first + sum(map(ids_of, feed), []), expected)
+
+    def test_forks_beside_a_reading_thread_do_not_hang(self) -> None:
+        feed, stop = self.feed(epochs=None), threading.Event()
+        read: list[int] = []
+
+        def go_on() -> None:
+            for batch in feed:
+                read.extend(ids_of(batch))
+                if stop.is_set():
+                    return
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        other = self.feed(seed=3)
+        expected = self.order(seed=3)[:128]
+        for _ in range(20):
+            in_child(lambda: self.assertEqual(ids_of(next(other)), expected))
+        stop.set()
+        thread.join(DEADLINE_S)
+        self.assertFalse(thread.is_alive())
+        epochs = len(read) // 1_000 + 1
+        self.assertEqual(digest(read), digest(self.order(epochs=epochs)[: len(read)]))
+
+    def test_a_child_is_refused_while_its_parent_writes_a_file(self) -> None:
+        volume = millrace.Volume("digits", home=self.home)
+        out = volume.open("/written", "wb")
+        out.write(b"parent")
+
+        def refused() -> None:
+            self.assert_refused(out.close)
+            self.assert_refused(lambda: volume.list("/"))
+
+        in_child(refused)
+        out.close()
+        self.assertEqual(volume.open("/written").read(), b"parent")
+        in_child(lambda: self.assertEqual(volume.open("/written").read(), b"parent"))
+
+    def test_a_file_that_is_written_is_lost_by_close(self) -> None:
+        out = millrace.Volume("digits", home=self.home).open("/lost", "wb")
+        millrace.close()
+        with self.assertRaisesRegex(millrace.ConflictError, "open it again"):
+            out.write(bytes(2 << 20))
+
+    def test_a_file_that_is_read_is_open_in_both_processes(self) -> None:
+        volume = millrace.Volume("digits@v1", home=self.home)
+        whole = volume.open("/train/0.parquet").read()
+        file = volume.open("/train/0.parquet")
+        file.seek(100)
+        in_child(lambda: self.assertEqual(file.read(), whole[100:]))
+        self.assertEqual(file.read(), whole[100:])
+
+    def test_processes_of_multiprocessing_get_the_feed(self) -> None:
+        expected = self.order()
+        feed = self.feed()
+        first = ids_of(next(feed))
+        for method in ("fork", "spawn", "forkserver"):
+            context = multiprocessing.get_context(method)
+            answers = context.Queue()
+            processes = [context.Process(target=read, args=(feed, answers)) for _ in range(2)]
+            for process in processes:
+                process.start()
+            for _ in processes:
+                self.assertEqual(first + answers.get(timeout=DEADLINE_S), expected, method)
+            for process in processes:
+                process.join(DEADLINE_S)
+                self.assertEqual(process.exitcode, 0)
+        self.assertEqual(first + sum(map(ids_of, feed), []), expected)
+
+    def test_a_feed_is_used_again_after_close(self) -> None:
+        expected = self.order()
+        feed = self.feed()
+        first = ids_of(next(feed))
+        millrace.close()
+        self.assertEqual(first + sum(map(ids_of, feed), []), expected)
+
+    def test_a_dataset_that_changed_is_not_mixed_with_the_old_one(self) -> None:
+        volume = millrace.Volume("digits", home=self.home)
+        with volume.open("/copy/0.parquet", "wb") as out:
+            out.write(millrace.Volume("digits@v1", home=self.home).open("/train/0.parquet").read())
+        feed = millrace.Feed("digits:/copy", columns=["id"], batch_rows=8, home=self.home)
+        next(feed)
+        with volume.open("/copy/1.parquet", "wb") as out:
+            out.write(volume.open("/train/1.parquet").read())
+        millrace.close()
+        with self.assertRaisesRegex(millrace.UsageError, feed.plan):
+            next(feed)
+
+
+if __name__ == "__main__":
+    unittest.main()

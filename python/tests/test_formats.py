@@ -1,0 +1,119 @@
+"""Columns as arrays, tensors and Arrow record batches."""
+
+from __future__ import annotations
+
+import unittest
+
+import millrace
+import numpy
+import pyarrow
+from support import DATASET, ROWS, TENSORS, HomeCase, rows, torch_or_skip
+
+from millrace import _native
+
+
+class NumpyTest(HomeCase):
+    def test_columns_have_the_values_that_were_written(self) -> None:
+        columns = ["id", "pixels", "label", "even", "at", "day", "name", "tokens", "kind"]
+        written = rows(0, ROWS)
+        for batch in self.feed(columns=columns):
+            self.assertEqual(list(batch), columns)
+            ids = batch["id"]
+            self.assertEqual((ids.dtype, batch["label"].dtype), (numpy.int64, numpy.uint8))
+            self.assertEqual((batch["pixels"].shape, batch["pixels"].dtype), ((len(ids), 4), numpy.float32))
+            numpy.testing.assert_array_equal(batch["pixels"], (ids[:, None] * 4 + numpy.arange(4)))
+            numpy.testing.assert_array_equal(batch["even"], ids % 2 == 0)
+            numpy.testing.assert_array_equal(batch["at"], (ids * 1_000).astype("datetime64[us]"))
+            numpy.testing.assert_array_equal(batch["day"], ids.astype("datetime64[D]"))
+            for row, i in enumerate(ids):
+                expected = written.slice(i, 1)
+                self.assertEqual(batch["name"][row], expected["name"][0].as_py())
+                self.assertEqual(batch["kind"][row], expected["kind"][0].as_py())
+                self.assertEqual(batch["tokens"][row].tolist(), expected["tokens"][0].as_py())
+
+    def test_arrays_are_the_memory_of_the_batch_and_writable(self) -> None:
+        batch = next(self.feed(columns=["pixels"]))["pixels"]
+        owner = batch
+        while isinstance(owner, numpy.ndarray):
+            owner = owner.base
+        self.assertIsInstance(owner, _native.Values)
+        self.assertEqual(owner.__array_interface__["data"][0], batch.ctypes.data)
+        batch[0] = 7
+        self.assertEqual(batch[0].tolist(), [7] * 4)
+
+    def test_a_null_names_its_column(self) -> None:
+        with self.assertRaisesRegex(millrace.ConflictError, '"score" has a null in row'):
+            for _ in self.feed(columns=["score"]):
+                pass
+
+    def test_a_column_without_a_form_is_refused_when_the_feed_opens(self) -> None:
+        volume = millrace.Volume("digits", home=self.home)
+        with volume.open("/nested/0.arrow", "wb") as out:
+            table = pyarrow.table({"point": [{"x": 1}]})
+            with pyarrow.ipc.new_file(out, table.schema) as writer:
+                writer.write_table(table)
+        with self.assertRaisesRegex(millrace.UsageError, '"point" is Struct'):
+            millrace.Feed("digits:/nested", home=self.home)
+        self.assertEqual(next(millrace.Feed("digits:/nested", home=self.home, format="arrow")).num_rows, 1)
+
+
+class ArrowTest(HomeCase):
+    def test_batches_are_record_batches_with_nulls(self) -> None:
+        read = pyarrow.Table.from_batches(list(self.feed(columns=None, format="arrow"))).sort_by("id")
+        written = rows(0, ROWS)
+        for name in written.column_names:
+            self.assertEqual(read[name].to_pylist(), written[name].to_pylist(), name)
+
+    def test_schema_names_columns_and_types(self) -> None:
+        schema = self.feed(columns=["id", "name"]).schema
+        self.assertEqual(schema, {"id": "Int64", "name": "Utf8"})
+
+
+class TorchTest(HomeCase):
+    def test_tensors_share_the_memory_of_the_batch(self) -> None:
+        torch = torch_or_skip()
+        for batch in self.feed(columns=TENSORS, format="torch"):
+            self.assertEqual(batch["id"].dtype, torch.int64)
+            self.assertEqual((batch["even"].dtype, batch["label"].dtype), (torch.bool, torch.uint8))
+            self.assertTrue(torch.equal(batch["pixels"], (batch["id"][:, None] * 4 + torch.arange(4)).float()))
+            self.assertTrue(torch.equal(batch["even"], batch["id"] % 2 == 0))
+
+    def test_columns_without_tensors_are_refused_when_the_feed_opens(self) -> None:
+        torch_or_skip()
+        for column in ("name", "tokens", "at", "day", "kind"):
+            with self.assertRaisesRegex(millrace.UsageError, f'"{column}" is '):
+                millrace.Feed(DATASET, columns=[column], format="torch", home=self.home)
+
+    def test_a_null_names_its_column(self) -> None:
+        torch_or_skip()
+        with self.assertRaisesRegex(millrace.ConflictError, '"score" has a null in row'):
+            for _ in self.feed(columns=["score"], format="torch"):
+                pass
+
+    def test_training_steps_equal_those_on_the_same_batches_by_hand(self) -> None:
+        torch = torch_or_skip()
+
+        def train(batches: list[tuple[object, object]]) -> list[object]:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 10)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+            for pixels, labels in batches:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(pixels), labels.long()).backward()
+                optimizer.step()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        fed, by_hand = [], []
+        feed = self.feed(columns=TENSORS, format="torch", epochs=None)
+        for _ in range(20):
+            batch = next(feed)
+            fed.append((batch["pixels"], batch["label"]))
+            ids = batch["id"].tolist()
+            pixels = torch.tensor([[i * 4 + k for k in range(4)] for i in ids], dtype=torch.float32)
+            by_hand.append((pixels, torch.tensor([i % 10 for i in ids], dtype=torch.uint8)))
+        for one, other in zip(train(fed), train(by_hand), strict=True):
+            self.assertTrue(torch.equal(one, other))
+
+
+if __name__ == "__main__":
+    unittest.main()

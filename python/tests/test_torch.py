@@ -1,0 +1,107 @@
+"""The feed in PyTorch's loaders."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import unittest
+import warnings
+from typing import Any
+
+import millrace
+from support import DATASET, ROWS, HomeCase, digest, together, torch_or_skip
+
+
+class LoaderTest(HomeCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.torch = torch_or_skip()
+        super().setUpClass()
+
+    def setUp(self) -> None:
+        # More workers than processors are intended.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+
+    def loader(self, workers: int, dataset: Any = None, **arguments: Any) -> Any:
+        from torch.utils.data import DataLoader
+
+        loading = {name: arguments.pop(name) for name in ("multiprocessing_context", "persistent_workers") if name in arguments}
+        return DataLoader(dataset or self.dataset(**arguments), batch_size=None, num_workers=workers, **loading)
+
+    def dataset(self, **arguments: Any) -> Any:
+        from millrace.torch import FeedDataset
+
+        return FeedDataset(DATASET, columns=["id"], home=self.home, **arguments)
+
+    def test_ids_of_any_workers_and_ranks_are_those_of_the_command(self) -> None:
+        expected = digest(self.order())
+        for world, workers in [*((1, n) for n in range(5)), (2, 0), (2, 3), (3, 2), (8, 1)]:
+            loaders = [self.loader(workers, rank=rank, world=world) for rank in range(world)]
+            self.assertEqual([len(loader) for loader in loaders], [8] * world)
+            self.assertEqual(digest(together(loaders)), expected, f"{world} ranks, {workers} workers")
+
+    def test_spawned_workers_get_the_same_ids(self) -> None:
+        loader = self.loader(2, multiprocessing_context="spawn")
+        self.assertEqual(digest(together([loader])), digest(self.order()))
+
+    def test_epochs_differ_with_and_without_persistent_workers(self) -> None:
+        expected = self.order(epochs=3)
+        for persistent in (False, True):
+            dataset = self.dataset()
+            loader = self.loader(2, dataset, persistent_workers=persistent)
+            ids = []
+            for epoch in range(3):
+                dataset.set_epoch(epoch)
+                ids += together([loader])
+            self.assertEqual(digest(ids), digest(expected), f"persistent={persistent}")
+
+    def test_a_counted_position_resumes_with_other_workers(self) -> None:
+        expected = self.order()
+        for taken, workers in [(0, 2), (3, 0), (5, 4)]:
+            dataset = self.dataset()
+            first = together([itertools.islice(self.loader(3, dataset), taken)])
+            state = json.loads(json.dumps(dataset.state_after(taken)))
+            resumed = self.dataset()
+            resumed.load_state_dict(state)
+            self.assertEqual(first + together([self.loader(workers, resumed)]), expected)
+
+    def test_the_state_of_a_worker_needs_the_same_workers(self) -> None:
+        dataset = self.dataset()
+        dataset.load_state_dict({"plan": dataset.feed.plan, "rows": 0, "taken": 1, "workers": 2})
+        with self.assertRaisesRegex(millrace.UsageError, "num_workers=2"):
+            next(iter(self.loader(0, dataset)))
+        with self.assertRaisesRegex(millrace.UsageError, "worker of a DataLoader"):
+            dataset.feed.load_state_dict(dataset.state_dict())
+
+    def test_an_error_of_a_worker_reaches_the_loop(self) -> None:
+        from millrace.torch import FeedDataset
+
+        dataset = FeedDataset(DATASET, columns=["score"], home=self.home)
+        with self.assertRaisesRegex(Exception, '"score" has a null'):
+            list(self.loader(2, dataset))
+
+    @unittest.skipUnless(importlib.util.find_spec("torchdata"), "torchdata is not installed")
+    def test_a_stateful_loader_resumes_after_any_batch(self) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        expected = self.order(batch_rows=32, epochs=2)
+        for workers in (0, 1, 3):
+            for taken in (0, 1, 2, 10, 31, 32):
+                def loader() -> Any:
+                    dataset = self.dataset(batch_rows=32)
+                    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+
+                first = loader()
+                begun = iter(first)
+                ids = [i for _ in range(taken) for i in next(begun)["id"].tolist()]
+                state = first.state_dict()
+                resumed = loader()
+                resumed.load_state_dict(state)
+                for batch in resumed:
+                    ids += batch["id"].tolist()
+                self.assertEqual(ids[:ROWS], expected[:ROWS], f"{workers} workers, {taken} batches")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,155 @@
+"""Files of volumes, and the file system of fsspec."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import unittest
+
+import fsspec
+import millrace
+import pyarrow
+import pyarrow.dataset
+import pyarrow.fs
+from support import DEADLINE_S, ROWS, HomeCase, error_of, python, run
+
+
+class VolumeTest(HomeCase):
+    def setUp(self) -> None:
+        self.volume = millrace.Volume("files", create=True, home=self.home)
+
+    def test_files_are_written_read_and_listed(self) -> None:
+        data = bytes(range(256)) * 20_000
+        with self.volume.open("/a/large", "wb") as out:
+            self.assertEqual(out.write(memoryview(data)), len(data))
+        with self.volume.open("/a/text", "w") as out:
+            print("grüße", file=out)
+        self.assertEqual([(e.path, e.type, e.size) for e in self.volume.list("/a")],
+                         [("/a/large", "file", len(data)), ("/a/text", "file", 8)])
+        self.assertEqual(self.volume.info("/a").type, "directory")
+        with self.volume.open("/a/large") as file:
+            self.assertEqual(file.read(), data)
+            file.seek(-10, os.SEEK_END)
+            self.assertEqual((file.tell(), file.read(100)), (len(data) - 10, data[-10:]))
+        self.assertEqual(self.volume.open("/a/text", "r").read(), "grüße\n")
+        self.volume.remove("/a/text")
+        with self.assertRaises(FileNotFoundError):
+            self.volume.open("/a/text")
+
+    def test_a_snapshot_keeps_old_content_and_is_read_only(self) -> None:
+        with self.volume.open("/kept", "wb") as out:
+            out.write(b"old")
+        taken = self.volume.snapshot("before")
+        with self.volume.open("/kept", "wb") as out:
+            out.write(b"new")
+        self.assertEqual(self.volume.open("/kept").read(), b"new")
+        self.assertEqual(self.volume.open("/kept", snapshot="before").read(), b"old")
+        frozen = pickle.loads(pickle.dumps(millrace.Volume("files@latest", home=self.home)))
+        self.assertEqual((frozen.name, frozen.open("/kept").read()), ("files@before", b"old"))
+        self.assertEqual(self.volume.snapshots(), [taken])
+        listed = json.loads(run(self.home, "--json", "snapshot", "list", "files"))
+        self.assertEqual([found["name"] for found in listed], ["before"])
+        with self.assertRaisesRegex(millrace.Error, "read-only"):
+            frozen.open("/kept", "wb")
+
+    def test_a_file_appears_when_it_is_closed_or_never(self) -> None:
+        with self.volume.open("/whole", "wb") as out:
+            out.write(b"old")
+        for mode, data in (("wb", b"half"), ("w", "half")):
+            with self.assertRaises(KeyError), self.volume.open("/whole", mode) as out:
+                out.write(data)
+                raise KeyError
+            left = self.volume.open("/whole", mode)
+            left.write(data)
+            del left
+            out = self.volume.open("/whole", mode)
+            out.write(data)
+            self.assertEqual(self.volume.open("/whole").read(), b"old")
+            (out if mode == "wb" else out.buffer).discard()
+        self.assertEqual(self.volume.open("/whole").read(), b"old")
+
+    def test_a_killed_writer_leaves_nothing(self) -> None:
+        code = """
+import os, sys
+import millrace
+out = millrace.Volume("files", home=os.environ["HOME_DIR"]).open("/killed", "wb")
+out.write(bytes(3 << 20))
+print("written", flush=True)
+sys.stdin.read()
+"""
+        writer = python(self.home, code, stdin=-1)
+        self.assertEqual(writer.stdout.readline(), "written\n")
+        writer.send_signal(signal.SIGKILL)
+        writer.communicate(timeout=DEADLINE_S)
+        self.assertNotIn("/killed", [entry.path for entry in self.volume.list("/")])
+        millrace.close()
+        run(self.home, "gc")
+        run(self.home, "fsck")
+
+    def test_errors_are_those_of_the_command(self) -> None:
+        with self.assertRaises(millrace.NotFoundError) as caught:
+            millrace.Volume("nothing", home=self.home)
+        self.assertEqual(str(caught.exception), error_of(self.home, "ls", "nothing"))
+        with self.assertRaises(millrace.ConflictError):
+            self.volume.snapshot("twice")
+            self.volume.snapshot("twice")
+        with self.assertRaises(millrace.UsageError):
+            self.volume.open("/x", "a")
+        with self.assertRaisesRegex(millrace.Error, "is a directory"):
+            millrace.Volume("digits", home=self.home).open("/train")
+
+
+class FsspecTest(HomeCase):
+    def setUp(self) -> None:
+        millrace.Volume("files", create=True, home=self.home)
+        self.fs = fsspec.filesystem("millrace", home=self.home)
+
+    def test_the_protocol_is_registered(self) -> None:
+        self.assertEqual(type(self.fs).__module__, "millrace.fsspec")
+        url = "millrace://digits@v1/train/0.parquet"
+        with fsspec.open(url, home=self.home) as file:
+            self.assertEqual(file.read(4), b"PAR1")
+
+    def test_paths_are_listed_found_and_removed(self) -> None:
+        self.assertEqual(self.fs.ls("millrace://digits@v1/", detail=False), ["digits@v1/train"])
+        self.assertEqual(len(self.fs.find("digits@v1")), 5)
+        self.assertEqual(self.fs.glob("digits@v1/train/[01].*"), ["digits@v1/train/0.parquet", "digits@v1/train/1.parquet"])
+        self.assertTrue(self.fs.isdir("digits@v1/train") and not self.fs.exists("digits@v1/nothing"))
+        with self.fs.open("files/a/b", "w") as out:
+            out.write("text")
+        self.assertEqual(self.fs.cat("files/a/b"), b"text")
+        self.fs.mv_file("files/a/b", "files/a/c")
+        self.fs.rm("files/a", recursive=True)
+        self.assertFalse(self.fs.exists("files/a"))
+
+    def test_a_transaction_makes_files_visible_at_its_end(self) -> None:
+        with self.fs.transaction:
+            with self.fs.open("files/late", "wb") as out:
+                out.write(b"late")
+            self.assertFalse(self.fs.exists("files/late"))
+        self.assertEqual(self.fs.cat("files/late"), b"late")
+
+    def test_pyarrow_reads_and_writes_datasets(self) -> None:
+        fs = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(self.fs))
+        read = pyarrow.dataset.dataset("digits@v1/train", filesystem=fs).to_table(columns=["id"])
+        self.assertEqual(sorted(read["id"].to_pylist()), list(range(ROWS)))
+        pyarrow.dataset.write_dataset(read, "files/copy", filesystem=fs, format="parquet")
+        feed = millrace.Feed("files:/copy", home=self.home)
+        self.assertEqual(feed.rows, ROWS)
+
+    def test_pandas_reads_and_writes_by_url(self) -> None:
+        try:
+            import pandas
+        except ImportError:
+            self.skipTest("pandas is not installed")
+        options = {"home": self.home}
+        read = pandas.read_parquet("millrace://digits@v1/train/1.parquet", storage_options=options)
+        read[["id"]].to_csv("millrace://files/ids.csv", storage_options=options, index=False)
+        again = pandas.read_csv("millrace://files/ids.csv", storage_options=options)
+        self.assertEqual(again["id"].tolist(), read["id"].tolist())
+
+
+if __name__ == "__main__":
+    unittest.main()
