@@ -6,6 +6,7 @@ mod support;
 
 mod bad_input;
 mod before;
+mod columns;
 mod examples;
 mod full_disk;
 mod habits;

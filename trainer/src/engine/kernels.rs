@@ -13,8 +13,11 @@ use rayon::prelude::*;
 
 /// Elements of the columns that are laid out at a time: they stay in the second-level cache.
 const COLUMNS_MAX: usize = 1 << 16;
-/// Images whose weight gradients one thread adds up.
+/// Fewest images whose weight gradients one thread adds up, and most such sums.
 const GROUP: usize = 8;
+const GROUPS_MAX: usize = 64;
+/// Most elements of a row of columns; larger ones are left to the backend.
+const ROW_MAX: usize = 1 << 26;
 
 /// A backend, with kernels of the engine's own where it has any.
 pub(super) trait Kernels: Backend {
@@ -194,6 +197,10 @@ impl Plan {
         };
         let out = [out(0)?, out(1)?];
         let (strides, padding, dilations) = (options.stride, options.padding, options.dilation);
+        let row = channels.checked_mul(kernel_height)?.checked_mul(kernel_width)?.checked_mul(out[1])?;
+        if row > ROW_MAX {
+            return None;
+        }
         Some(Plan { images, channels, filters, size, kernel, out, strides, padding, dilations })
     }
 
@@ -357,7 +364,8 @@ impl Plan {
 
     fn weight_backward(&self, x: &[f32], grad: &[f32]) -> Vec<f32> {
         let (taps, plane, filters) = (self.taps(), self.plane(), self.filters);
-        let images = x.par_chunks(self.image() * GROUP).zip(grad.par_chunks(filters * plane * GROUP));
+        let group = GROUP.max(self.images.div_ceil(GROUPS_MAX));
+        let images = x.par_chunks(self.image() * group).zip(grad.par_chunks(filters * plane * group));
         // Sums with the filters side by side, so that the columns need no transpose.
         let parts: Vec<Vec<f32>> = images
             .map_init(Vec::new, |columns, (x, grad)| {

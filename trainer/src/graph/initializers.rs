@@ -23,6 +23,7 @@ use super::{Dim, GraphError, ParamSpec, Source, tensor};
 
 const KIND: &str = "pkg.torch.export.graph_signature.InputSpec.kind";
 const PARAMETER: &str = "PARAMETER";
+const SIGNATURE: &str = "pkg.torch.export.ExportedProgram.graph_signature";
 const FOLDED_FROM: &str = "pkg.onnxscript.optimizer.folded_from";
 
 /// The inputs that an operator needs as constants.
@@ -96,6 +97,8 @@ pub(super) struct Roles<'a> {
     computed: HashSet<&'a str>,
     /// Metadata by name, if PyTorch's exporter wrote any kind.
     exported: Option<HashMap<&'a str, &'a ValueInfoProto>>,
+    /// Whether a tensor of the model in PyTorch is a parameter, by name; empty if the model does not say.
+    targets: HashMap<&'a str, bool>,
     /// Whether PyTorch's earlier exporter wrote the model.
     keeps_scalars: bool,
 }
@@ -121,6 +124,7 @@ impl<'a> Roles<'a> {
             constants: operands(constant_inputs),
             weights: operands(weight_inputs),
             computed: graph.node.iter().flat_map(|node| &node.output).map(String::as_str).collect(),
+            targets: targets(graph),
             keeps_scalars: !exported && model.producer_name() == "pytorch",
             exported: exported.then(|| described(graph).map(|info| (info.name(), info)).collect()),
         }
@@ -139,10 +143,18 @@ impl<'a> Roles<'a> {
             (Some(kind), _) => kind == PARAMETER,
             // A number of an operation in the type of its operand.
             (None, Some(_)) if name.ends_with("_cast") && !name.contains('.') => false,
-            (None, Some(origins)) => origins
-                .split(['[', ']', ',', '\'', ' '])
-                .any(|origin| names_parameter(origin) && !self.computed.contains(origin)),
+            (None, Some(origins)) => {
+                origins.split(['[', ']', ',', '\'', ' ']).any(|origin| self.is_parameter(origin))
+            }
             (None, None) => !shape.is_empty() && self.weights.contains(name),
+        }
+    }
+
+    /// Whether a tensor from which another one was folded is a parameter.
+    fn is_parameter(&self, origin: &str) -> bool {
+        match self.targets.get(origin) {
+            Some(is_parameter) => *is_parameter,
+            None => self.targets.is_empty() && names_parameter(origin) && !self.computed.contains(origin),
         }
     }
 
@@ -157,9 +169,10 @@ impl<'a> Roles<'a> {
         if is_rearranged && computed.is_empty() {
             return None;
         }
-        let parameters =
-            rest.into_iter().filter(|origin| names_parameter(origin) && !self.computed.contains(origin));
-        Some(parameters.collect::<Vec<_>>().join(", "))
+        let parameters = rest.into_iter().filter(|origin| self.is_parameter(origin));
+        let parameters: Vec<&str> = parameters.collect();
+        // A parameter may have the name of a function.
+        (!parameters.is_empty()).then(|| parameters.join(", "))
     }
 
     /// Whether a trained parameter has no mark, in a model with marks.
@@ -170,6 +183,23 @@ impl<'a> Roles<'a> {
         };
         self.exported.as_ref().is_some_and(|infos| params.iter().any(|param| unmarked(infos, &param.name)))
     }
+}
+
+/// What the signature of the exported program says of each tensor: `p_weight: PARAMETER target='weight'`.
+fn targets(graph: &GraphProto) -> HashMap<&str, bool> {
+    let signature = entry(&graph.metadata_props, SIGNATURE).unwrap_or_default();
+    signature
+        .lines()
+        .filter_map(|line| {
+            let (kind, rest) = line.split_once(": ")?.1.split_once(" target='")?;
+            let is_parameter = match kind {
+                PARAMETER => true,
+                "BUFFER" => false,
+                _ => return None,
+            };
+            Some((rest.split_once('\'')?.0, is_parameter))
+        })
+        .collect()
 }
 
 /// Names of tensors that PyTorch computes and its exporter may fold: a parameter has another name, or a path as

@@ -42,6 +42,9 @@ const IR_VERSION_MIN: i64 = 4;
 /// Most nodes and initializers of a graph that is restored; each pair of initializers may be compared.
 const TENSORS_MAX: usize = 10_000;
 
+/// Most bytes of the tensors that are added: a damaged model may quote any number of parameters.
+const NEW_BYTES_MAX: usize = 4 << 30;
+
 /// What [`restore`] changed; names of tensors and nodes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Restored {
@@ -71,7 +74,7 @@ pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     if !has_marks(graph) {
         separate_aliases(graph, &mut restored);
     }
-    let mut names = names(graph);
+    let mut names = Names::of(graph);
     separate_modules(graph, &mut names, &mut restored);
     restored.biases = biases::restore(graph, &mut names);
     tie_transposed(graph, &mut restored);
@@ -211,6 +214,7 @@ fn is_within(path: &str, outer: &str) -> bool {
 struct Weight {
     tensor: String,
     parameter: String,
+    bytes: usize,
     is_uniform: bool,
     /// Node, place among its inputs, and module.
     readers: Vec<(usize, usize, Module)>,
@@ -228,10 +232,12 @@ fn weights(graph: &GraphProto) -> Vec<Weight> {
         let read = readers.get(tensor.name())?.iter();
         let readers: Option<Vec<_>> =
             read.map(|(node, at)| Some((*node, *at, Module::of(&graph.node[*node])?))).collect();
+        let elements = float_elements(tensor)?;
         Some(Weight {
             tensor: tensor.name().to_owned(),
             parameter: initializer_origin(graph, tensor.name())?,
-            is_uniform: is_uniform(&float_elements(tensor)?),
+            bytes: size_of_val(&elements[..]),
+            is_uniform: is_uniform(&elements),
             readers: readers?,
         })
     };
@@ -258,16 +264,33 @@ fn list<'a>(node: &'a NodeProto, key: &str) -> Option<Vec<&'a str>> {
     Some(entry.value().split('\'').skip(1).step_by(2).collect())
 }
 
-/// The names of all values.
-fn names(graph: &GraphProto) -> HashSet<String> {
-    let outputs = graph.node.iter().flat_map(|node| &node.output).cloned();
-    let tensors = graph.initializer.iter().map(|tensor| tensor.name().to_owned());
-    let inputs = graph.input.iter().map(|input| input.name().to_owned());
-    outputs.chain(tensors).chain(inputs).collect()
+/// Names for new tensors, and the bytes that those may take.
+struct Names {
+    taken: HashSet<String>,
+    bytes_left: usize,
+}
+
+impl Names {
+    fn of(graph: &GraphProto) -> Names {
+        let outputs = graph.node.iter().flat_map(|node| &node.output).cloned();
+        let tensors = graph.initializer.iter().map(|tensor| tensor.name().to_owned());
+        let inputs = graph.input.iter().map(|input| input.name().to_owned());
+        Names { taken: outputs.chain(tensors).chain(inputs).collect(), bytes_left: NEW_BYTES_MAX }
+    }
+
+    /// A name like `wanted` that no value has; none if the tensor does not fit.
+    fn take(&mut self, wanted: &str, bytes: usize) -> Option<String> {
+        self.bytes_left = self.bytes_left.checked_sub(bytes)?;
+        let mut name = wanted.to_owned();
+        while !self.taken.insert(name.clone()) {
+            name.push('_');
+        }
+        Some(name)
+    }
 }
 
 /// Gives each module its own tensor where the exporter merged those of several.
-fn separate_modules(graph: &mut GraphProto, names: &mut HashSet<String>, restored: &mut Restored) {
+fn separate_modules(graph: &mut GraphProto, names: &mut Names, restored: &mut Restored) {
     let weights = weights(graph);
     for weight in &weights {
         let parameters = weight.readers.iter().map(|(node, at, _)| calls::parameter(&graph.node[*node], *at));
@@ -298,16 +321,14 @@ fn separate_modules(graph: &mut GraphProto, names: &mut HashSet<String>, restore
             if !is_other || !(weight.is_uniform && is_distinct(module) || is_copied()) {
                 continue;
             }
-            let name = separated.entry(&module.path).or_insert_with(|| {
-                let mut name = format!("{}.{rest}", module.path);
-                while !names.insert(name.clone()) {
-                    name.push('_');
-                }
+            if !separated.contains_key(module.path.as_str()) {
+                let wanted = format!("{}.{rest}", module.path);
+                let Some(name) = names.take(&wanted, weight.bytes) else { continue };
                 add_copy(graph, &weight.tensor, &name);
                 restored.separated.push(name.clone());
-                name
-            });
-            graph.node[*node].input[*at].clone_from(name);
+                separated.insert(&module.path, name);
+            }
+            graph.node[*node].input[*at].clone_from(&separated[module.path.as_str()]);
         }
     }
 }
@@ -317,10 +338,11 @@ fn separate_calls(
     graph: &mut GraphProto,
     weight: &Weight,
     parameters: Vec<String>,
-    names: &mut HashSet<String>,
+    names: &mut Names,
     restored: &mut Restored,
 ) {
-    let plain = |name: &str| name.replace('.', "_");
+    // As PyTorch writes names in calls.
+    let plain = |name: &str| name.replace('.', "_").to_lowercase();
     // The exporter keeps one of the names; the first reader stands for a name that no call has.
     let own = plain(&weight.parameter);
     let kept = parameters.iter().find(|parameter| **parameter == own).or(parameters.first()).cloned();
@@ -329,19 +351,17 @@ fn separate_calls(
         if Some(parameter) == kept.as_ref() {
             continue;
         }
-        let name = separated.entry(parameter).or_insert_with(|| {
+        if !separated.contains_key(parameter.as_str()) {
             let path = plain(&module.path);
             let leaf = parameter.strip_prefix(&path).and_then(|rest| rest.strip_prefix('_'));
             let in_module = || leaf.map(|leaf| format!("{}.{leaf}", module.path));
-            let mut name = like(&weight.parameter, parameter).or_else(in_module).unwrap_or(parameter.clone());
-            while !names.insert(name.clone()) {
-                name.push('_');
-            }
+            let wanted = like(&weight.parameter, parameter).or_else(in_module).unwrap_or(parameter.clone());
+            let Some(name) = names.take(&wanted, weight.bytes) else { continue };
             add_copy(graph, &weight.tensor, &name);
             restored.separated.push(name.clone());
-            name
-        });
-        graph.node[*node].input[*at].clone_from(name);
+            separated.insert(parameter, name);
+        }
+        graph.node[*node].input[*at].clone_from(&separated[parameter.as_str()]);
     }
 }
 
@@ -355,10 +375,11 @@ fn like(model: &str, plain: &str) -> Option<String> {
             _ => (part, None),
         };
         let own = parts.next()?;
-        if own != word && !(is_number(own) && is_number(word)) {
+        let is_other_number = is_number(own) && is_number(word);
+        if !is_other_number && !own.eq_ignore_ascii_case(word) {
             return None;
         }
-        name.push_str(own);
+        name.push_str(if is_other_number { own } else { word });
         name.extend(end);
     }
     parts.next().is_none().then_some(name)

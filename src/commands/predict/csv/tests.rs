@@ -123,7 +123,8 @@ fn one_cell_or_several_make_an_input() {
     let header = rows("a,b,c,list\n").header("f").unwrap();
     let row = ByteRecord::from(vec!["1", "2", "3", "[4, 5.5]"]);
     let read = |shape: &[i64], field: &str| {
-        header.elements(&spec(Datatype::Fp32, shape), &header.range(field).unwrap(), &row)
+        let columns: Vec<usize> = header.range(field).unwrap().collect();
+        header.elements(&spec(Datatype::Fp32, shape), &columns, &row)
     };
     assert_eq!(read(&[-1], "b"), Ok((vec![], Data::Fp32(vec![2.0]))));
     assert_eq!(read(&[-1, 1], "b"), Ok((vec![1], Data::Fp32(vec![2.0]))));
@@ -145,7 +146,7 @@ fn one_cell_or_several_make_an_input() {
         assert!(error.contains(says), "{error}");
     }
     let broken = ByteRecord::from(vec!["1", "2", "3", "[4, 5"]);
-    let list = header.range("list").unwrap();
+    let list: Vec<usize> = header.range("list").unwrap().collect();
     let error = header.elements(&spec(Datatype::Fp32, &[-1, 2]), &list, &broken).unwrap_err();
     assert!(error.contains("column \"list\": not a JSON list"), "{error}");
 }

@@ -4,40 +4,47 @@
 //! it, and names the rule in the node's metadata. The node also quotes the call in PyTorch: a bias that is no parameter
 //! there stays away. A module that is called twice has one bias.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{GraphProto, NodeProto, TensorProto};
 
+use super::Names;
 use super::calls::{Call, Operand};
 use crate::graph::{float_elements, has_marks, initializer_origin, parameter_info};
 
 const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
 
 /// Gives each node its bias of zeros again, and returns the names of the new tensors.
-pub(super) fn restore(graph: &mut GraphProto, names: &mut HashSet<String>) -> Vec<String> {
+pub(super) fn restore(graph: &mut GraphProto, names: &mut Names) -> Vec<String> {
     let mut biases: HashMap<String, String> = HashMap::new();
     let mut found = Vec::new();
     for index in 0..graph.node.len() {
         let Some((weight, channels)) = without_bias(graph, &graph.node[index]) else { continue };
-        let bias = match Call::of(&graph.node[index]).and_then(|call| call.bias()) {
-            Some(Operand::Parameter(bias)) => bias.to_owned(),
-            Some(Operand::Other) => continue,
-            None => weight.to_owned(),
+        let (bias, is_named) = match Call::of(&graph.node[index]) {
+            None => (weight.to_owned(), false),
+            Some(call) => match call.bias() {
+                Some(Operand::Parameter(bias)) => (bias.to_owned(), true),
+                _ => continue,
+            },
         };
-        let name = biases.entry(format!("{bias} {channels}")).or_insert_with(|| {
+        let key = format!("{bias} {channels}");
+        if !biases.contains_key(&key) {
             let parameter = initializer_origin(graph, weight).unwrap_or_else(|| weight.to_owned());
-            let mut name = match parameter.strip_suffix("weight") {
+            let wanted = match parameter.strip_suffix("weight") {
                 Some(module) => format!("{module}bias"),
                 None => format!("{parameter}_bias"),
             };
-            while !names.insert(name.clone()) {
-                name.push('_');
+            // Another node may have kept the bias.
+            if is_named && is_zeros(graph, &wanted, channels) {
+                biases.insert(key.clone(), wanted);
+            } else {
+                let Some(name) = names.take(&wanted, 4 * channels) else { continue };
+                found.push((name.clone(), channels));
+                biases.insert(key.clone(), name);
             }
-            found.push((name.clone(), channels));
-            name
-        });
-        let name = name.clone();
+        }
+        let name = biases[&key].clone();
         let node = &mut graph.node[index];
         node.input.truncate(2);
         node.input.push(name);
@@ -56,6 +63,13 @@ pub(super) fn restore(graph: &mut GraphProto, names: &mut HashSet<String>) -> Ve
         }
     }
     found.into_iter().map(|(name, _)| name).collect()
+}
+
+/// Whether the model has a bias of zeros with this name.
+fn is_zeros(graph: &GraphProto, name: &str, channels: usize) -> bool {
+    let tensor = graph.initializer.iter().find(|tensor| tensor.name() == name);
+    let elements = tensor.filter(|tensor| tensor.dims.len() == 1).and_then(float_elements);
+    elements.is_some_and(|elements| elements.len() == channels && elements.iter().all(|value| *value == 0.0))
 }
 
 /// The weight of a node whose bias was removed, and the elements of that bias.

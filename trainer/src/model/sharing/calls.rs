@@ -45,35 +45,43 @@ impl<'a> Call<'a> {
         })
     }
 
-    fn parameters(&self) -> impl DoubleEndedIterator<Item = Operand<'a>> {
-        (0..self.arguments.len())
+    /// The parameters behind the first argument.
+    fn further_parameters(&self) -> impl Iterator<Item = Operand<'a>> {
+        (1..self.arguments.len())
             .filter_map(|at| self.operand(at))
             .filter(|operand| *operand != Operand::Other)
     }
 
-    /// The weight that the call takes.
-    pub(super) fn weight(&self) -> Option<Operand<'a>> {
+    /// The factor at input `at`, 0 or 1, of the node of a product.
+    fn factor(&self, at: usize) -> Option<Operand<'a>> {
         match self.function {
-            "addmm" => self.operand(2),
-            function if takes_bias(function) => self.operand(1),
-            function if function.contains("norm") => self.parameters().next(),
+            "addmm" => self.operand(at + 1),
+            function if takes_bias(function) => self.operand(at),
+            // A normalisation was folded into the product.
+            function if is_norm(function) => self.further_parameters().next().filter(|_| at == 1),
             _ => self.only(),
         }
     }
 
-    /// The bias that the call takes.
+    /// The scale of a normalisation, or the parameter of another call with one.
+    fn weight(&self) -> Option<Operand<'a>> {
+        if is_norm(self.function) { self.further_parameters().next() } else { self.only() }
+    }
+
+    /// The bias that the call takes; [`Operand::Other`] if it takes none.
     pub(super) fn bias(&self) -> Option<Operand<'a>> {
         match self.function {
             "addmm" => self.operand(0),
-            function if takes_bias(function) => self.operand(2),
-            function if function.contains("norm") => self.parameters().nth(1),
+            function if takes_bias(function) => Some(self.operand(2).unwrap_or(Operand::Other)),
+            function if is_norm(function) => Some(self.further_parameters().nth(1).unwrap_or(Operand::Other)),
             _ => self.only(),
         }
     }
 
     /// The parameter of a call with one.
     fn only(&self) -> Option<Operand<'a>> {
-        let mut found = self.parameters();
+        let first = self.operand(0).filter(|operand| *operand != Operand::Other);
+        let mut found = first.into_iter().chain(self.further_parameters());
         found.next().filter(|_| found.next().is_none())
     }
 }
@@ -87,12 +95,18 @@ fn takes_bias(function: &str) -> bool {
     function == "linear" || function.starts_with("conv")
 }
 
+fn is_norm(function: &str) -> bool {
+    function.contains("norm")
+}
+
 /// The parameter at input `at` of a node, if the call of the node tells it.
 pub(super) fn parameter(node: &NodeProto, at: usize) -> Option<&str> {
     let call = Call::of(node)?;
     let operand = match (node.op_type(), at) {
         ("Add", _) | (_, 2) => call.bias(),
-        ("MatMul" | "Mul", _) | (_, 1) => call.weight(),
+        ("MatMul" | "Gemm" | "Conv" | "ConvTranspose", _) => call.factor(at),
+        ("Mul", _) | (_, 1) => call.weight(),
+        (_, 0) if is_norm(call.function) => call.operand(0),
         _ => call.only(),
     };
     match operand? {

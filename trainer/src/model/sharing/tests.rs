@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use millrace_bundle::onnx::ModelProto;
+use millrace_bundle::onnx::{ModelProto, NodeProto, StringStringEntryProto};
 use prost::Message;
 
-use super::{Restored, numbered, restore};
+use super::{Restored, calls, like, numbered, restore};
 use crate::graph::Graph;
 use crate::probe::{self, run_reference, runtime};
 
@@ -84,6 +84,45 @@ fn models_of_other_origin_stay_as_they_are() {
     model.producer_name = Some("another".into());
     assert_eq!(restore(&mut model), Restored::default());
     assert_eq!(restore(&mut ModelProto::default()), Restored::default());
+}
+
+#[test]
+fn names_in_calls_get_their_dots_back() {
+    assert_eq!(
+        like("layers.9.inProj_weight", "layers_10_inproj_weight").as_deref(),
+        Some("layers.10.inProj_weight")
+    );
+    for other in ["layers_9_out_weight", "layers_9_inproj", "layers_9_inproj_weight_x"] {
+        assert_eq!(like("layers.9.inProj_weight", other), None, "{other}");
+    }
+}
+
+/// Quoted calls of which a trial found that the wrong operand was taken.
+#[test]
+fn calls_tell_which_parameter_an_operand_is() {
+    let node = |op: &str, call: &str| NodeProto {
+        op_type: Some(op.to_owned()),
+        metadata_props: vec![StringStringEntryProto {
+            key: Some("pkg.torch.onnx.fx_node".to_owned()),
+            value: Some(format!(
+                "%y : [num_users=1] = call_function[target=torch.ops.aten.{call}, kwargs = {{}})"
+            )),
+        }],
+        ..NodeProto::default()
+    };
+    let norm = "layer_norm.default](args = (%p_lat, [8], %p_n_weight, %p_n_bias, 1e-05)";
+    let linear = "linear.default](args = (%p_queries, %p_w, %p_b)";
+    let addmm = "addmm.default](args = (%p_b, %x, %p_w)";
+    for (op, call, expected) in [
+        ("LayerNormalization", norm, [Some("lat"), Some("n_weight"), Some("n_bias")]),
+        ("MatMul", linear, [Some("queries"), Some("w"), Some("b")]),
+        ("Gemm", addmm, [None, Some("w"), Some("b")]),
+        ("Conv", "conv2d.default](args = (%x, %p_c_weight)", [None, Some("c_weight"), None]),
+        ("LSTM", "lstm.input](args = (%x, [%h], [%p_a, %p_b], True)", [None, None, None]),
+    ] {
+        let node = node(op, call);
+        assert_eq!([0, 1, 2].map(|at| calls::parameter(&node, at)), expected, "{call}");
+    }
 }
 
 #[test]
