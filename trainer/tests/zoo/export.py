@@ -695,6 +695,58 @@ def several_inputs():
     model("key_padding_mask", {"ids": ([6], 12), "mask": ([6], bool)}, KeyPadding(), pretrained=True)
 
 
+class Shared(nn.Module):
+    """A normalisation of a parameter and of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 5, 8))
+        self.layerNorm = nn.LayerNorm(8)
+        self.otherNorm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.otherNorm(self.layerNorm(x) + self.layerNorm(self.latents)).mean(1))
+
+
+class Latents(nn.Module):
+    """Attention of learned queries to the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 2, 8))
+        self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.heads(self.queries.expand(x.shape[0], -1, -1), x, x)[0].flatten(1))
+
+
+def zero_biases(module):
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    return module
+
+
+def restored():
+    model("convolution_without_bias", [3, 8, 8], conv_head(nn.Conv2d(3, 6, 1, bias=False), nn.GroupNorm(2, 6)))
+    layers = [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.ConvTranspose2d(6, 6, 2, 2), nn.ReLU(), head(6)]
+    model("zero_biases", [3, 8, 8], zero_biases(nn.Sequential(*layers)))
+    model("norm_of_a_parameter", [5, 8], Shared())
+    model("learned_queries", [5, 8], Latents())
+    model(
+        "multihead_sequence_first",
+        [5, 8],
+        Call(
+            lambda self, x: self.out(self.heads(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))[0].mean(0)),
+            heads=nn.MultiheadAttention(8, 4),
+            out=nn.Linear(8, 4),
+        ),
+        pretrained=True,
+    )
+
+
 def export(name, exporter):
     row, module, vocabulary, train, outputs = MODELS[name]
     path = HERE / exporter / f"{name}.onnx"
@@ -758,7 +810,7 @@ def main():
     wanted = set(sys.argv[1:])
     groups = [
         activations, convolutions, pools_and_resizing, normalizations, recurrent, attention, parameters, shapes,
-        arithmetic, networks, several_inputs,
+        arithmetic, networks, several_inputs, restored,
     ]
     for seed, group in enumerate(groups):
         torch.manual_seed(seed)
