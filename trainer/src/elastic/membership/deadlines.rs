@@ -106,7 +106,7 @@ impl Membership {
             self.started = moved(self.started);
             self.closing = self.closing.map(moved);
             self.stopping = self.stopping.map(moved);
-            self.unsaved = self.unsaved.map(moved);
+            self.unsaved = self.unsaved.take().map(|(at, host)| (moved(at), host));
             for member in self.members.values_mut() {
                 member.heard = moved(member.heard);
                 member.spoke = member.spoke.map(moved);
