@@ -28,7 +28,7 @@ const OPTIMIZER: &str = "trainer/src/optim/config.rs";
 
 const OBJECTIVE: &str = "trainer/src/engine/objective.rs";
 
-const PAGES: [(&str, &str, &[Table]); 12] = [
+const PAGES: [(&str, &str, &[Table]); 13] = [
     ("config/datafs.md", "Keys: datafs", &[table("[datafs]", "datafs/src/config.rs", "Config", "/datafs")]),
     (
         "config/streams.md",
@@ -91,8 +91,12 @@ const PAGES: [(&str, &str, &[Table]); 12] = [
     (
         "config/train-job.md",
         "Keys of a training job",
+        &[table("The job file", "trainer/src/job.rs", "JobFile", "/mlp")],
+    ),
+    (
+        "config/train-tables.md",
+        "Keys of validation, shuffling and output",
         &[
-            table("The job file", "trainer/src/job.rs", "JobFile", "/mlp"),
             table("[validation]", "trainer/src/job.rs", "Validation", "/mlp/validation"),
             table("[shuffle]", "trainer/src/job.rs", "Shuffle", "/mlp/shuffle"),
             table("[output]", "trainer/src/job.rs", "Output", "/mlp/output"),
