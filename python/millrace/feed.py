@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ class Feed:
     A feed is its own iterator. One iteration reads ``epochs`` epochs: batches are full and roll over from epoch to
     epoch, and the last one has the rows that are left, which the ranks share evenly. The next iteration goes on with
     the epochs that follow, in another order. An iteration that was left early continues where it stopped. All ranks
-    get the same number of batches.
+    get the same number of batches. A batch with fewer rows than ranks leaves some of them with none.
 
     Reading and decoding run on threads of their own while Python works. One thread at a time may iterate.
 
@@ -58,10 +59,12 @@ class Feed:
         format: str = "numpy",
         home: str | os.PathLike[str] | None = None,
     ) -> None:
-        if epochs is not None and (not isinstance(epochs, int) or epochs < 1):
-            raise UsageError(f"epochs is {epochs!r}; it must be at least 1, or None to read without end")
+        if epochs is not None:
+            epochs = _integer("epochs", epochs, 1, ", or None to read without end")
+        batch_rows, seed = _integer("batch_rows", batch_rows, 0), _integer("seed", seed, 0)
         if isinstance(columns, str):
             raise UsageError(f"columns is the text {columns!r}; pass a list of names")
+        columns = None if columns is None else list(columns)
         rank, world = _shard(rank, world)
         self._convert = _converter(format)
         self._reader = _native.Reader(
@@ -70,7 +73,7 @@ class Feed:
             seed=seed,
             rank=rank,
             world=world,
-            columns=None if columns is None else list(columns),
+            columns=columns,
             format=format,
             home=None if home is None else os.fspath(home),
         )
@@ -80,7 +83,7 @@ class Feed:
             "seed": seed,
             "rank": rank,
             "world": world,
-            "columns": None if columns is None else list(columns),
+            "columns": columns,
             "format": format,
             "home": os.fspath(self._reader.home),
         }
@@ -102,6 +105,9 @@ class Feed:
         batch = self._convert(batch)
         self._place = min(self._reader.place_after(self._place, 1), self._end)
         return batch
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         """Batches of the current iteration, from its beginning."""
@@ -149,8 +155,11 @@ class Feed:
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """:meth:`state_dict` after ``batches`` more batches of this iteration, for loaders that count them."""
-        end = self._end_of_round(self._place)
-        place = self._place if batches == 0 else min(self._reader.place_after(self._place, batches), end)
+        return self._state_after(self._place, batches)
+
+    def _state_after(self, start: int, batches: int) -> dict[str, Any]:
+        end = self._end_of_round(start)
+        place = start if batches == 0 else min(self._reader.place_after(start, batches), end)
         return {"plan": self.plan, "rows": place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,7 +173,11 @@ class Feed:
         self._set_position(plan, rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration at the first row of an epoch, as PyTorch's ``DistributedSampler`` does."""
+        """Begin the next iteration at the first row of an epoch, as PyTorch's ``DistributedSampler`` does.
+
+        Iterations end at multiples of ``epochs``: one that begins in between is shorter.
+        """
+        epoch = _integer("epoch", epoch, 0)
         self._set_position(self.plan, epoch * self._reader.rows)
 
     def _set_position(self, plan: Any, place: Any) -> None:
@@ -195,10 +208,22 @@ def _shard(rank: int | str, world: int | None) -> tuple[int, int]:
         if world is not None:
             raise UsageError('rank="env" takes the number of readers from WORLD_SIZE; leave world out')
         return _number("RANK"), _number("WORLD_SIZE")
-    world = 1 if world is None else world
-    if not isinstance(rank, int) or not 0 <= rank < max(world, 1) or world < 1:
-        raise UsageError(f"rank {rank!r} of {world} readers: ranks run from 0 to one less than the readers")
+    rank, world = _integer("rank", rank, 0), 1 if world is None else _integer("world", world, 1)
+    if rank >= world:
+        raise UsageError(f"rank {rank} of {world} readers: ranks run from 0 to one less than the readers")
     return rank, world
+
+
+def _integer(name: str, value: Any, least: int, otherwise: str = "") -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    # A rank and a world have 32 bits, the other numbers 64.
+    most = (1 << 32) - 1 if name in ("rank", "world") else (1 << 61) - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise UsageError(f"{name} is {value!r}; it must be at least {least} and at most {most}{otherwise}")
+    return number
 
 
 def _number(variable: str) -> int:

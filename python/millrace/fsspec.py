@@ -7,16 +7,19 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
-from millrace.errors import UsageError
+from millrace.errors import Error, NotFoundError, UsageError
 from millrace.volume import Volume, Writer
 
 __all__ = ["MillraceFileSystem"]
+
+_COPY_BYTES = 16 << 20
 
 
 class MillraceFileSystem(AbstractFileSystem):
     """Files of volumes for pandas, pyarrow and everything else that opens files with fsspec.
 
-    A written file appears when it is closed, as a whole. Snapshots are read-only.
+    A written file appears when it is closed, as a whole. Snapshots are read-only. The files of ``fsspec.open`` are closed
+    after an exception, too: to give a file up, write it in ``fs.transaction``, or with :class:`millrace.Volume`.
 
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     """
@@ -46,7 +49,21 @@ class MillraceFileSystem(AbstractFileSystem):
         volume, name, inside = self._volume(path)
         return _named(volume._native.info(inside), name)
 
+    def isdir(self, path: str) -> bool:
+        try:
+            return bool(self.info(path)["type"] == "directory")
+        except (NotFoundError, UsageError):
+            return False
+        except Error as error:
+            # A folder of the path is a file.
+            if type(error) is not Error:
+                raise
+            return False
+
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if options.get("compression") is not None and "w" in mode:
+            # Files that compress do not close the file below them.
+            raise UsageError(f"open {path}: compression is not supported here; use fsspec.open(..., compression=...)")
         if "b" not in mode and options.get("compression") is None and not self._intrans:
             # fsspec's own text files would make a half-written file visible after an exception.
             volume, _, inside = self._volume(path)
@@ -82,6 +99,23 @@ class MillraceFileSystem(AbstractFileSystem):
             return self.rmdir(path)
         volume, _, inside = self._volume(path)
         volume._native.remove(inside)
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        """Copy a file; folders are created."""
+        if self.isdir(path1):
+            self.makedirs(path2, exist_ok=True)
+            return
+        with self.open(path1, "rb") as source, self.open(path2, "wb") as target:
+            while part := source.read(_COPY_BYTES):
+                target.write(part)
+
+    def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any) -> None:
+        """Move files: inside a volume at once, to another one by copies."""
+        is_one = isinstance(path1, str) and isinstance(path2, str) and not recursive
+        if is_one and not self.isdir(path2) and self._volume(path1)[1] == self._volume(path2)[1]:
+            self.mv_file(path1, path2)
+        else:
+            super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **options)
 
     def mv_file(self, path1: str, path2: str, **options: Any) -> None:
         """Move a file inside a volume, atomically."""

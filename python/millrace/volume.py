@@ -16,6 +16,8 @@ __all__ = ["Entry", "Snapshot", "Volume"]
 
 # Bytes that a reader fetches and a writer sends at a time.
 _BUFFER_BYTES = 1 << 20
+# Bytes that a reader fetches at a time when the rest of a file is read.
+_WHOLE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Volume:
             raise UsageError(f'open {path}: mode is {mode!r}; it must be "r", "rb", "w" or "wb"')
         volume = self._at(snapshot)
         if kind == "r":
-            reader = io.BufferedReader(_Reader(volume.open(path)), _BUFFER_BYTES)
+            reader = _BufferedReader(_Reader(volume.open(path), path), _BUFFER_BYTES)
             return reader if "b" in mode else io.TextIOWrapper(reader, encoding, errors, newline)
         writer = Writer(volume.write(path))
         return writer if "b" in mode else _TextWriter(writer, encoding, errors, newline)
@@ -111,8 +113,9 @@ class Volume:
 
 
 class _Reader(io.RawIOBase):
-    def __init__(self, file: _native.File) -> None:
+    def __init__(self, file: _native.File, name: str) -> None:
         self._file = file
+        self.name = name
         self._offset = 0
 
     def readable(self) -> bool:
@@ -128,6 +131,13 @@ class _Reader(io.RawIOBase):
         self._offset += len(found)
         return len(found)
 
+    def readall(self) -> bytes:
+        parts = []
+        while found := self._file.read_at(self._offset, _WHOLE_BYTES):
+            parts.append(bytes(found))
+            self._offset += len(found)
+        return b"".join(parts)
+
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._file.size}[whence]
         if start + offset < 0:
@@ -142,6 +152,13 @@ class _Reader(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
+
+
+class _BufferedReader(io.BufferedReader):
+    @property
+    def size(self) -> int:
+        """Bytes of the file, as fsspec has it."""
+        return self.raw._file.size
 
 
 class Writer(io.BufferedIOBase):
@@ -163,13 +180,18 @@ class Writer(io.BufferedIOBase):
         self._check()
         view = memoryview(data).cast("B")
         self._written += len(view)
-        if len(view) >= _BUFFER_BYTES:
-            self._send()
-            self._file.append(bytes(view))
-        else:
-            self._buffer += view
-            if len(self._buffer) >= _BUFFER_BYTES:
+        try:
+            if len(view) >= _BUFFER_BYTES:
                 self._send()
+                self._file.append(bytes(view))
+            else:
+                self._buffer += view
+                if len(self._buffer) >= _BUFFER_BYTES:
+                    self._send()
+        except BaseException:
+            # Closing must not make a part of the file visible.
+            self.discard()
+            raise
         return len(view)
 
     def tell(self) -> int:
@@ -194,7 +216,8 @@ class Writer(io.BufferedIOBase):
         super().close()
 
     def commit(self) -> None:
-        """Make a closed file visible that was opened without ``autocommit``."""
+        """Make a file visible that was opened without ``autocommit``."""
+        self._send()
         self._file.commit()
 
     def discard(self) -> None:

@@ -140,9 +140,11 @@ for batch in feed:
 
     def test_ctrl_c_ends_a_reader(self) -> None:
         code = """
-import os
+import os, signal
 import millrace
 from support import DATASET
+# A test run in the background of a shell ignores the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for batch in millrace.Feed(DATASET, columns=["id"], epochs=None, home=os.environ["HOME_DIR"]):
     print("read", flush=True)
 """
@@ -179,7 +181,9 @@ class ErrorTest(HomeCase):
         self.assert_error(millrace.NotFoundError, "pixel", "pixels", columns=["pixel"])
         self.assert_error(millrace.UsageError, "list of names", columns="pixels")
         self.assert_error(millrace.UsageError, "rank 2 of 2", rank=2, world=2)
-        self.assert_error(millrace.UsageError, "rank -1 of 2", rank=-1, world=2)
+        self.assert_error(millrace.UsageError, "rank is -1", rank=-1, world=2)
+        self.assert_error(millrace.UsageError, "batch_rows is -1", batch_rows=-1)
+        self.assert_error(millrace.UsageError, "seed is 1.5", seed=1.5)
         self.assert_error(millrace.UsageError, "epochs is 0", epochs=0)
         self.assert_error(millrace.UsageError, "jax", format="jax")
 

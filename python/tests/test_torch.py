@@ -58,13 +58,21 @@ class LoaderTest(HomeCase):
 
     def test_a_counted_position_resumes_with_other_workers(self) -> None:
         expected = self.order()
-        for taken, workers in [(0, 2), (3, 0), (5, 4)]:
+        for taken, workers, before in [(0, 2, 3), (3, 0, 3), (5, 4, 3), (3, 2, 0), (4, 0, 1), (7, 1, 0)]:
             dataset = self.dataset()
-            first = together([itertools.islice(self.loader(3, dataset), taken)])
+            first = together([itertools.islice(self.loader(before, dataset), taken)])
             state = json.loads(json.dumps(dataset.state_after(taken)))
             resumed = self.dataset()
             resumed.load_state_dict(state)
             self.assertEqual(first + together([self.loader(workers, resumed)]), expected)
+
+    def test_persistent_workers_refuse_to_lose_what_they_have_read_ahead(self) -> None:
+        for workers in (1, 2):
+            dataset = self.dataset()
+            loader = self.loader(workers, dataset, persistent_workers=True)
+            next(iter(loader))
+            with self.assertRaisesRegex(Exception, "persistent_workers=False"):
+                list(loader)
 
     def test_the_state_of_a_worker_needs_the_same_workers(self) -> None:
         dataset = self.dataset()

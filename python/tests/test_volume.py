@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import unittest
+from typing import Any
 
 import fsspec
 import millrace
@@ -70,6 +71,29 @@ class VolumeTest(HomeCase):
             (out if mode == "wb" else out.buffer).discard()
         self.assertEqual(self.volume.open("/whole").read(), b"old")
 
+    def test_a_failed_write_gives_the_file_up(self) -> None:
+        out = self.volume.open("/part", "wb")
+        out.write(bytes(2 << 20))
+        with self.assertRaises(TypeError):
+            out.write("text")
+        out.write(bytes(1))
+
+        class Refusing:
+            def __init__(self, file: Any) -> None:
+                self.file = file
+
+            def append(self, data: bytes) -> None:
+                raise millrace.NoSpaceError("no space")
+
+            def discard(self) -> None:
+                self.file.discard()
+
+        out._file = Refusing(out._file)
+        with self.assertRaises(millrace.NoSpaceError):
+            out.write(bytes(2 << 20))
+        out.close()
+        self.assertNotIn("/part", [entry.path for entry in self.volume.list("/")])
+
     def test_a_killed_writer_leaves_nothing(self) -> None:
         code = """
 import os, sys
@@ -121,15 +145,32 @@ class FsspecTest(HomeCase):
             out.write("text")
         self.assertEqual(self.fs.cat("files/a/b"), b"text")
         self.fs.mv_file("files/a/b", "files/a/c")
+        self.fs.mv("files/a/c", "files/a/d")
+        self.fs.cp("files/a/d", "files/a/e")
+        self.assertEqual(self.fs.ls("files/a", detail=False), ["files/a/d", "files/a/e"])
+        self.assertEqual(self.fs.read_block("files/a/e", 1, 2), b"ex")
+        self.assertEqual(self.fs.cat_file("files/a/e", start=-2), b"xt")
+        self.assertFalse(self.fs.isdir("files/a/e/below") or self.fs.isdir(""))
         self.fs.rm("files/a", recursive=True)
         self.assertFalse(self.fs.exists("files/a"))
+
+    def test_files_that_would_never_appear_are_refused(self) -> None:
+        with self.assertRaisesRegex(millrace.UsageError, "fsspec.open"):
+            self.fs.open("files/x.gz", "wb", compression="gzip")
+        with fsspec.open("millrace://files/x.gz", "wb", compression="gzip", home=self.home) as out:
+            out.write(b"packed")
+        with fsspec.open("millrace://files/x.gz", "rb", compression="gzip", home=self.home) as file:
+            self.assertEqual(file.read(), b"packed")
 
     def test_a_transaction_makes_files_visible_at_its_end(self) -> None:
         with self.fs.transaction:
             with self.fs.open("files/late", "wb") as out:
                 out.write(b"late")
             self.assertFalse(self.fs.exists("files/late"))
+            left = self.fs.open("files/left", "wb")
+            left.write(b"left open")
         self.assertEqual(self.fs.cat("files/late"), b"late")
+        self.assertEqual(self.fs.cat("files/left"), b"left open")
 
     def test_pyarrow_reads_and_writes_datasets(self) -> None:
         fs = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(self.fs))
