@@ -106,7 +106,7 @@ fn separate_aliases(graph: &mut GraphProto, restored: &mut Restored) {
         let (Some(own), Some(other)) = (readers.get(output), readers.get(input)) else { return false };
         let named = |path: &str| -> Vec<&str> {
             let names = aliases.keys().chain(tensors.keys()).copied();
-            names.filter(|name| name.strip_prefix(path).is_some_and(|rest| is_leaf(rest))).collect()
+            names.filter(|name| name.strip_prefix(path).is_some_and(is_leaf)).collect()
         };
         own.is_disjoint(other)
             && own.iter().all(|path| {
