@@ -1,7 +1,7 @@
 //! The native half of the Python package `millrace`: the feed, and files of volumes.
 //!
-//! What is here: [`engine`] holds all that the process has open; [`reader`] reads batches of a
-//! feed; [`columns`] turns them into the values of arrays without a copy; [`volume`] reads and writes files.
+//! What is here: `engine` holds all that the process has open; `reader` reads batches of a
+//! feed; `columns` turns them into the values of arrays without a copy; `volume` reads and writes files.
 //!
 //! What is not here: the classes that users see. They are Python, under `python/millrace`, and alone use this
 //! module, whose names may change.

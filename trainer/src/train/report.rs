@@ -15,7 +15,7 @@ pub struct Progress {
     pub step: u64,
     /// The step after which the last allowed epoch is complete.
     pub steps_max: u64,
-    /// The step from which this call of [`train`] continues.
+    /// The step from which this call of [`train`](super::train) continues.
     pub first_step: u64,
     /// Epochs completed.
     pub epoch: u64,
@@ -25,7 +25,7 @@ pub struct Progress {
     pub loss: f64,
     /// The last evaluation on the validation data.
     pub evaluation: Option<Evaluation>,
-    /// Rows of applied steps since this call of [`train`] began, per second of training.
+    /// Rows of applied steps since this call of [`train`](super::train) began, per second of training.
     pub samples_per_second: f64,
     /// Process ids of the workers in the current membership epoch, in rank order.
     pub worker_pids: Vec<u32>,
@@ -47,7 +47,7 @@ pub(super) fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// Why [`train`] returned.
+/// Why [`train`](super::train) returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum End {
