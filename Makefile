@@ -3,8 +3,6 @@ SHELL := /bin/bash
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 ORT_DYLIB_PATH ?= $(CURDIR)/.local/onnxruntime/libonnxruntime.so
 export ORT_DYLIB_PATH
-# The Python package is a library of an interpreter that has it loaded already.
-export PYO3_BUILD_EXTENSION_MODULE := 1
 BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
