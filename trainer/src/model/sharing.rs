@@ -41,6 +41,8 @@ const TRAINING: &str = "aten._native_batch_norm_legit_functional.default";
 const IR_VERSION_MIN: i64 = 4;
 /// Most nodes and initializers of a graph that is restored; each pair of initializers may be compared.
 const TENSORS_MAX: usize = 10_000;
+/// Most inputs of all nodes, and descriptions of values, of such a graph; each initializer may search them.
+const OPERANDS_MAX: usize = 10 * TENSORS_MAX;
 
 /// Most bytes of the tensors that are added: a damaged model may quote any number of parameters.
 const NEW_BYTES_MAX: usize = 4 << 30;
@@ -66,7 +68,11 @@ pub(crate) fn restore(model: &mut ModelProto) -> Restored {
     // Of former versions of the format, in which every initializer is an input as well, and of oversized graphs, nothing
     // is changed.
     let is_current = model.ir_version() >= IR_VERSION_MIN;
-    let fits = |graph: &GraphProto| graph.node.len().max(graph.initializer.len()) <= TENSORS_MAX;
+    let fits = |graph: &GraphProto| {
+        let operands: usize = graph.node.iter().map(|node| node.input.len()).sum();
+        graph.node.len().max(graph.initializer.len()) <= TENSORS_MAX
+            && graph.value_info.len().max(operands) <= OPERANDS_MAX
+    };
     let Some(graph) = model.graph.as_mut().filter(|graph| is_of_pytorch && is_current && fits(graph)) else {
         return restored;
     };

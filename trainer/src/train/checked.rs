@@ -235,7 +235,10 @@ impl Checked {
             owner: lease.owner().to_owned(),
             keep: setup.config.checkpoints_keep,
         };
-        let text = serde_json::to_vec_pretty(&job).unwrap_or_default();
+        let text = serde_json::to_vec_pretty(&job).map_err(|e| Error::Job {
+            job: job.name.to_string(),
+            reason: format!("cannot be written into its run ({e})"),
+        })?;
         // The id of a format 1 run includes its budget, which is in its job file.
         checkpoints.begin(&model, teacher.as_deref(), &text, |id, former_job| {
             let former_job = former_job.and_then(|text| serde_json::from_slice::<JobFile>(text).ok());

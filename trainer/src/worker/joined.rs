@@ -232,7 +232,7 @@ fn serve(
         let (reason, time) = match round(join, &targets, &mut memory, datafs, runtime, leave, exit_code)? {
             Round::Ended(Ended::Job(end)) => return Ok(end),
             Round::Ended(Ended::Failed(error)) => return Err(error),
-            // Its state was not written, and nobody takes it over.
+            // Its state was not written, and no other worker has it.
             Round::Ended(Ended::Lost(error @ Error::Outage { .. }, _)) if leave.is_cancelled() => {
                 return Err(error);
             }

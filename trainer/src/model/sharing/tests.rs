@@ -87,6 +87,15 @@ fn models_of_other_origin_stay_as_they_are() {
 }
 
 #[test]
+fn an_oversized_graph_stays_as_it_is() {
+    let mut model = exported("default/encoder_layer");
+    let graph = model.graph.as_mut().unwrap();
+    let info = graph.value_info[0].clone();
+    graph.value_info.resize(super::OPERANDS_MAX + 1, info);
+    assert_eq!(restore(&mut model), Restored::default());
+}
+
+#[test]
 fn names_in_calls_get_their_dots_back() {
     assert_eq!(
         like("layers.9.inProj_weight", "layers_10_inproj_weight").as_deref(),
