@@ -316,7 +316,7 @@ pub(crate) fn run_reference(
         .map_err(|e| e.to_string())?;
     let mut shape = vec![rows];
     shape.extend(row);
-    let is_index = Graph::read(model).is_ok_and(|graph| graph.inputs()[0].below.is_some());
+    let is_index = Graph::infer(model).is_ok_and(|graph| graph.inputs()[0].below.is_some());
     let outputs = if is_index {
         let whole: Vec<i64> = inputs.iter().map(|value| *value as i64).collect();
         let tensor = ort::value::Tensor::from_array((shape, whole)).map_err(|e| e.to_string())?;

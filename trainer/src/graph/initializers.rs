@@ -18,13 +18,14 @@ use millrace_bundle::onnx::{
 };
 
 use super::builder::{Builder, NamedValue, NodeRef};
+use super::folded::{self, Stand};
 use super::ints::Ints;
 use super::{Dim, GraphError, ParamSpec, Source, tensor};
 
 const KIND: &str = "pkg.torch.export.graph_signature.InputSpec.kind";
 const PARAMETER: &str = "PARAMETER";
 const SIGNATURE: &str = "pkg.torch.export.ExportedProgram.graph_signature";
-const FOLDED_FROM: &str = "pkg.onnxscript.optimizer.folded_from";
+pub(super) const FOLDED_FROM: &str = "pkg.onnxscript.optimizer.folded_from";
 
 /// The inputs that an operator needs as constants.
 fn constant_inputs(op: &str) -> &'static [usize] {
@@ -124,7 +125,7 @@ impl<'a> Roles<'a> {
             constants: operands(constant_inputs),
             weights: operands(weight_inputs),
             computed: graph.node.iter().flat_map(|node| &node.output).map(String::as_str).collect(),
-            targets: targets(graph),
+            targets: targets(graph).collect(),
             keeps_scalars: !exported && model.producer_name() == "pytorch",
             exported: exported.then(|| described(graph).map(|info| (info.name(), info)).collect()),
         }
@@ -143,9 +144,7 @@ impl<'a> Roles<'a> {
             (Some(kind), _) => kind == PARAMETER,
             // A number of an operation in the type of its operand.
             (None, Some(_)) if name.ends_with("_cast") && !name.contains('.') => false,
-            (None, Some(origins)) => {
-                origins.split(['[', ']', ',', '\'', ' ']).any(|origin| self.is_parameter(origin))
-            }
+            (None, Some(origins)) => self::origins(origins).any(|origin| self.is_parameter(origin)),
             (None, None) => !shape.is_empty() && self.weights.contains(name),
         }
     }
@@ -162,9 +161,8 @@ impl<'a> Roles<'a> {
     fn computed_from(&self, name: &str) -> Option<String> {
         let metadata = &self.exported.as_ref()?.get(name)?.metadata_props;
         let origins = entry(metadata, FOLDED_FROM).filter(|_| entry(metadata, KIND).is_none())?;
-        let origins = origins.split(['[', ']', ',', '\'', ' ']).filter(|origin| !origin.is_empty());
-        let (computed, rest): (Vec<&str>, Vec<&str>) =
-            origins.partition(|origin| !origin.contains('.') && COMPUTED.contains(&stem(origin)));
+        let (computed, rest): (Vec<&str>, Vec<&str>) = self::origins(origins)
+            .partition(|origin| !origin.contains('.') && COMPUTED.contains(&stem(origin)));
         let is_rearranged = name.contains('.') || REARRANGED.contains(&stem(name));
         if is_rearranged && computed.is_empty() {
             return None;
@@ -173,6 +171,17 @@ impl<'a> Roles<'a> {
         let parameters: Vec<&str> = parameters.collect();
         // A parameter may have the name of a function.
         (!parameters.is_empty()).then(|| parameters.join(", "))
+    }
+
+    /// The parameters and functions from which the exporter made a trained tensor, which has the name of a function.
+    fn made_of(&self, name: &str) -> (Vec<&'a str>, Vec<&'a str>) {
+        let metadata =
+            self.exported.as_ref().and_then(|infos| infos.get(name)).map(|info| &info.metadata_props);
+        let origins = metadata
+            .filter(|metadata| entry(metadata, KIND).is_none() && !name.contains('.'))
+            .and_then(|metadata| entry(metadata, FOLDED_FROM))
+            .unwrap_or_default();
+        self::origins(origins).partition(|origin| *origin != name && self.is_parameter(origin))
     }
 
     /// Whether a trained parameter has no mark, in a model with marks.
@@ -186,20 +195,27 @@ impl<'a> Roles<'a> {
 }
 
 /// What the signature of the exported program says of each tensor: `p_weight: PARAMETER target='weight'`.
-fn targets(graph: &GraphProto) -> HashMap<&str, bool> {
+fn targets(graph: &GraphProto) -> impl Iterator<Item = (&str, bool)> {
     let signature = entry(&graph.metadata_props, SIGNATURE).unwrap_or_default();
-    signature
-        .lines()
-        .filter_map(|line| {
-            let (kind, rest) = line.split_once(": ")?.1.split_once(" target='")?;
-            let is_parameter = match kind {
-                PARAMETER => true,
-                "BUFFER" => false,
-                _ => return None,
-            };
-            Some((rest.split_once('\'')?.0, is_parameter))
-        })
-        .collect()
+    signature.lines().filter_map(|line| {
+        let (kind, rest) = line.split_once(": ")?.1.split_once(" target='")?;
+        let is_parameter = match kind {
+            PARAMETER => true,
+            "BUFFER" => false,
+            _ => return None,
+        };
+        Some((rest.split_once('\'')?.0, is_parameter))
+    })
+}
+
+/// The parameters of the module in PyTorch; none if the model does not say.
+pub(super) fn parameters(graph: &GraphProto) -> impl Iterator<Item = &str> {
+    targets(graph).filter(|(_, is_parameter)| *is_parameter).map(|(name, _)| name)
+}
+
+/// The names in a list of tensors that another one was folded from: `['cat', 'encoder.weight']`.
+pub(super) fn origins(list: &str) -> impl Iterator<Item = &str> {
+    list.split(['[', ']', ',', '\'', ' ']).filter(|origin| !origin.is_empty())
 }
 
 /// Names of tensors that PyTorch computes and its exporter may fold: a parameter has another name, or a path as
@@ -359,7 +375,7 @@ const COMPUTED: &[&str] = &[
 ];
 
 /// The name of a tensor without its number.
-fn stem(name: &str) -> &str {
+pub(super) fn stem(name: &str) -> &str {
     name.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches('_')
 }
 
@@ -375,7 +391,7 @@ fn names_parameter(name: &str) -> bool {
     !name.is_empty() && !is_buffer && !is_function
 }
 
-fn entry<'a>(metadata: &'a [StringStringEntryProto], key: &str) -> Option<&'a str> {
+pub(super) fn entry<'a>(metadata: &'a [StringStringEntryProto], key: &str) -> Option<&'a str> {
     metadata.iter().find(|entry| entry.key() == key).map(StringStringEntryProto::value)
 }
 
@@ -385,13 +401,31 @@ pub(crate) fn origin(graph: &GraphProto, name: &str) -> Option<String> {
     match (entry(&info.metadata_props, KIND), entry(&info.metadata_props, FOLDED_FROM)) {
         (Some(kind), _) => (kind == "PARAMETER").then(|| name.to_owned()),
         (None, Some(origins)) => {
-            let mut parameters =
-                origins.split(['[', ']', ',', '\'', ' ']).filter(|name| names_parameter(name));
+            let mut parameters = self::origins(origins).filter(|name| names_parameter(name));
             let first = parameters.next()?;
             parameters.next().is_none().then(|| first.to_owned())
         }
         (None, None) => None,
     }
+}
+
+/// Refuses parameters of which the graph would train elements twice.
+pub(super) fn check_folded(
+    roles: &Roles<'_>,
+    graph: &GraphProto,
+    params: &[ParamSpec],
+) -> Result<(), GraphError> {
+    let tensors: HashMap<&str, &TensorProto> =
+        graph.initializer.iter().map(|tensor| (tensor.name(), tensor)).collect();
+    let made = params.iter().map(|param| (param, roles.made_of(&param.name)));
+    let stands: Vec<Stand<'_>> = made
+        .map(|(param, (parameters, functions))| {
+            let tensor = tensors.get(param.name.as_str()).filter(|_| !parameters.is_empty());
+            let elements = tensor.and_then(|tensor| tensor::float_elements(tensor)).unwrap_or_default();
+            Stand { name: &param.name, shape: &param.shape, elements, parameters, functions }
+        })
+        .collect();
+    folded::check(&stands)
 }
 
 /// The value of an initializer; registers it if it is a parameter.

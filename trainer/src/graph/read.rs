@@ -8,15 +8,15 @@ use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, attribute_proto::
 use super::budget::Budget;
 use super::builder::{Builder, Call, NamedValue, NodeRef, VALUES_MAX};
 use super::determined::Determined;
-use super::initializers::{Roles, initializer};
+use super::initializers::{Roles, check_folded, initializer};
 use super::ints::Ints;
 use super::reduction::Reduction;
 use super::spatial::Pool;
 use super::types::Kind;
 use super::{
     Binary, Compare, Dim, Graph, GraphError, Input, Node, Op, Source, Unary, ValueId, arithmetic, attention,
-    einsum, gather, linear, movement, normalization, recurrent, reduction, resize, shape, sizes, spatial,
-    tensor, training, types,
+    einsum, gather, linear, merged, movement, normalization, recurrent, reduction, resize, shape, sizes,
+    spatial, tensor, training, types,
     wiring::{Declared, inputs, order, output, producers},
 };
 
@@ -158,7 +158,7 @@ pub(super) fn malformed(reason: impl Into<String>) -> GraphError {
 }
 
 pub(super) fn read(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, GraphError> {
-    let graph = infer(model, wanted)?;
+    let graph = lowered(model, wanted, true)?;
     if graph.values[graph.output].trained {
         return Ok(graph);
     }
@@ -169,6 +169,10 @@ pub(super) fn read(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, Gr
 
 /// Reads a model that need not have a trained parameter: what its output `wanted`, or its only one, depends on.
 pub(super) fn infer(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, GraphError> {
+    lowered(model, wanted, false)
+}
+
+fn lowered(model: &ModelProto, wanted: Option<&str>, for_training: bool) -> Result<Graph, GraphError> {
     let opset = opset(model)?;
     let proto = model.graph.as_ref().ok_or_else(|| malformed("it holds no graph"))?;
     if !proto.sparse_initializer.is_empty() {
@@ -184,6 +188,9 @@ pub(super) fn infer(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, G
     let producers = producers(proto, &declared, &initializers)?;
     let order = order(proto, output, &producers, &declared, &initializers)?;
     training::check_others(model, opset, &order, output)?;
+    if for_training {
+        merged::check(proto, &order)?;
+    }
 
     let mut b = Builder {
         opset,
@@ -207,6 +214,9 @@ pub(super) fn infer(model: &ModelProto, wanted: Option<&str>) -> Result<Graph, G
             let element = DataType::try_from(tensor.data_type()).unwrap_or(DataType::Undefined);
             b.elements.insert(tensor.name().to_owned(), element);
         }
+    }
+    if for_training {
+        check_folded(&roles, proto, &b.params)?;
     }
     let mut reads: HashMap<&str, usize> = HashMap::from([(output, 1)]);
     for name in order.iter().flat_map(|node| &node.input) {

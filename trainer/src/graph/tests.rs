@@ -1,6 +1,7 @@
 //! Tests of models that the reader must reject, each with an error that names the location.
 
 mod elements;
+mod exported;
 
 use millrace_bundle::onnx::{
     ModelProto, StringStringEntryProto, TensorProto, tensor_proto, tensor_shape_proto, type_proto,

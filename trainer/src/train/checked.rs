@@ -14,6 +14,7 @@ use crate::checkpoint::{self, Checkpoints};
 use crate::data::{Columns, InputColumns};
 use crate::engine::{Device, Engine};
 use crate::error::{Error, Result};
+use crate::graph;
 use crate::job::{JobFile, Validation};
 use crate::lease::Lease;
 use crate::model;
@@ -118,6 +119,15 @@ impl Checked {
         let (trained, fixed) = (engine.graph().params().len(), engine.graph().fixed(&model).len());
         let loss_output = engine.graph().output_name();
         tracing::info!(job = %job.name, trained, fixed, loss_output, "float tensors that the job trains, and that stay fixed");
+        let absent = model.graph.as_ref().map(graph::absent).unwrap_or_default();
+        if !absent.is_empty() {
+            tracing::info!(
+                job = %job.name,
+                ?absent,
+                "parameters of the module in PyTorch that are not in the file: its output does not depend on them, or \
+                 the exporter folded them into others"
+            );
+        }
 
         let plan = runtime
             .block_on(dataset.plan(&source::plan_options(&job)))
