@@ -394,6 +394,14 @@ fn check_folder(folder: &Path) -> Result<()> {
     )
 }
 
+/// The dataset of a training run: `volume@snapshot:/path`, without the path in versions of earlier programs.
+fn dataset(Lineage { volume, snapshot, path, .. }: &Lineage) -> String {
+    match path.as_str() {
+        "" => format!("{volume}@{snapshot}"),
+        path => format!("{volume}@{snapshot}:{path}"),
+    }
+}
+
 /// The origin of a model: a training run or another program.
 fn origin(lineage: &Lineage) -> Vec<Vec<String>> {
     if let Some(imported) = &lineage.imported {
@@ -406,7 +414,7 @@ fn origin(lineage: &Lineage) -> Vec<Vec<String>> {
         partitions.iter().map(move |(partition, next)| format!("{topic}/{partition} before {next}"))
     });
     vec![
-        vec!["snapshot".into(), format!("{}@{}", lineage.volume, lineage.snapshot)],
+        vec!["dataset".into(), dataset(lineage)],
         vec!["records".into(), offsets.collect::<Vec<_>>().join(", ")],
         vec!["seed".into(), lineage.seed.to_string()],
         vec!["steps".into(), count(lineage.steps)],

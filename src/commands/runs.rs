@@ -36,7 +36,7 @@ pub(crate) fn run(context: &Context, command: &RunsCommand) -> Result<()> {
                 &[
                     "job",
                     "run",
-                    "begun (UTC)",
+                    "last begun (UTC)",
                     "state",
                     "steps",
                     "epochs",
@@ -194,7 +194,7 @@ fn shown(run: &Run) -> String {
     let checkpoints: Vec<_> = run.checkpoints.iter().map(|step| format!("step {}", count(*step))).collect();
     let mut rows = vec![
         vec!["run".to_owned(), run.run.clone()],
-        vec!["begun (UTC)".to_owned(), begun(run)],
+        vec!["last begun (UTC)".to_owned(), begun(run)],
         vec!["state".to_owned(), format!("{} at step {}", state(run), count(run.step))],
         vec!["checkpoints".to_owned(), checkpoints.join(", ")],
         vec!["model versions".to_owned(), versions(run)],

@@ -47,6 +47,10 @@ pub use states::ChannelMoments;
 /// Most elements a single value of the graph may have for one batch (4 GiB of f32).
 const ELEMENTS_MAX: usize = 1 << 30;
 
+/// What a loss that is not finite means, and the way out.
+pub(crate) const NOT_FINITE: &str = "training diverged or the inputs are not finite (lower the learning rate, scale the \
+                                     inputs, or check the data)";
+
 /// Why a model cannot be loaded or a batch cannot be computed.
 #[derive(Debug, Error)]
 pub enum EngineError {
@@ -106,9 +110,7 @@ pub enum EngineError {
         classes: usize,
     },
     /// The loss of a row is not finite.
-    #[error(
-        "the loss of row {row} of the batch is {value}: training diverged or the inputs are not finite (lower the learning rate, scale the inputs, or check the data)"
-    )]
+    #[error("the loss of row {row} of the batch is {value}: {}", NOT_FINITE)]
     NonFinite {
         /// Row within the batch.
         row: usize,

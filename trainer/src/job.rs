@@ -107,7 +107,8 @@ pub struct JobFile {
     /// Rows of a global batch, 1 to [`BATCH_ROWS_MAX`], independent of the number of workers.
     #[serde(default = "default_batch_rows")]
     pub batch_rows: usize,
-    /// Number of fixed parts of a batch, 1 to [`VIRTUAL_SHARDS_MAX`] and at most `batch_rows`. A job never
+    /// Number of fixed parts of a batch, 1 to [`VIRTUAL_SHARDS_MAX`] and at most `batch_rows`; when absent 12, or
+    /// `batch_rows` if that is less. A job never
     /// uses more workers than this. A batch normalisation in training mode takes the statistics of each part, which
     /// should then have 16 rows or more.
     #[serde(default = "default_virtual_shards")]
@@ -339,8 +340,10 @@ impl JobFile {
             [("workers", self.workers), ("workers_min", self.workers_min), ("workers_max", self.workers_max)];
         for (key, count) in counts {
             let Some(count) = count else { continue };
-            within(key, count as u64, self.virtual_shards as u64)
-                .map_err(|e| format!("{e} (a worker needs a virtual shard; raise virtual_shards)"))?;
+            within(key, count as u64, self.virtual_shards as u64).map_err(|e| match count {
+                0 => e,
+                _ => format!("{e} (a worker needs a virtual shard; raise virtual_shards)"),
+            })?;
             if let Some(max) = self.workers_max.filter(|max| count > *max) {
                 return Err(format!("{key} = {count} is above workers_max = {max}"));
             }
@@ -704,7 +707,7 @@ pub(crate) fn digest_of(parts: &[&str]) -> String {
 }
 
 fn parse(text: &str) -> Result<JobFile, String> {
-    let job: JobFile = toml::from_str(text).map_err(|error| {
+    let mut job: JobFile = toml::from_str(text).map_err(|error| {
         let line = error.span().map(|span| {
             let before = text.as_bytes().get(..span.start).unwrap_or_default();
             1 + before.iter().filter(|byte| **byte == b'\n').count()
@@ -715,6 +718,10 @@ fn parse(text: &str) -> Result<JobFile, String> {
             None => message,
         }
     })?;
+    let says_shards = text.parse::<toml::Table>().is_ok_and(|table| table.contains_key("virtual_shards"));
+    if !says_shards {
+        job.virtual_shards = job.virtual_shards.min(job.batch_rows.max(1));
+    }
     job.check()?;
     Ok(job)
 }

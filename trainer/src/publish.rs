@@ -181,6 +181,7 @@ pub(crate) fn publish(
         let lineage = Lineage {
             volume: job.dataset.source.volume.to_string(),
             snapshot: job.dataset.source.snapshot.as_ref().map(ToString::to_string).unwrap_or_default(),
+            path: job.dataset.path.clone(),
             offsets: origin.offsets.clone(),
             config_sha256: origin.run.clone(),
             seed: job.seed,

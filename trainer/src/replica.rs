@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use crate::checkpoint::{Checkpoints, Finish};
 use crate::collective::Ring;
 use crate::data::{Columns, Rows, rank_shards, shard_slots};
-use crate::engine::{ChannelMoments, Engine, EngineError, ParamLayout, ShardKey};
+use crate::engine::{ChannelMoments, Engine, EngineError, NOT_FINITE, ParamLayout, ShardKey};
 use crate::error::{Error, Result};
 use crate::fixed::FixedError;
 use crate::job::JobFile;
@@ -466,7 +466,7 @@ impl Replica {
                 let mut found = self
                     .engine
                     .gradients_at(&rows.shard(range.start - first_slot..range.end - first_slot), key)
-                    .map_err(|error| self.diverged(error))?;
+                    .map_err(|error| self.diverged_at(error, &batch.rows[range.start - first_slot..]))?;
                 self.groups.clear_frozen(&mut found.grad);
                 let largest = self.reduction.add(found.grad).map_err(|e| self.not_finite(&e))?;
                 tally.shard(part, found.loss_sum, found.weight, largest);
@@ -609,6 +609,14 @@ impl Replica {
             ReduceError::Collective(error) => Error::Collective(error),
             ReduceError::Tally => self.miscounted(self.epochs(), format!("step {}: {error}", self.step)),
         }
+    }
+
+    /// The error of a shard whose `rows` are these of the dataset.
+    fn diverged_at(&self, error: EngineError, rows: &[u64]) -> Error {
+        let EngineError::NonFinite { row, value } = error else { return self.diverged(error) };
+        let place = source::row_name(&self.plan, rows, row);
+        let reason = format!("the loss of {place} is {value}: {NOT_FINITE}{}", self.advice());
+        Error::Diverged { step: self.step, reason }
     }
 
     fn diverged(&self, error: EngineError) -> Error {

@@ -231,7 +231,8 @@ pub(crate) fn label_values(plan: &Plan, columns: &Columns, batch: &FeedBatch) ->
     columns.label_values(&batch.batch, &|at| row_name(plan, &batch.rows, at))
 }
 
-fn row_name(plan: &Plan, rows: &[u64], at: usize) -> String {
+/// The place of row `at` of a batch whose `rows` are these of the dataset.
+pub(crate) fn row_name(plan: &Plan, rows: &[u64], at: usize) -> String {
     let row = rows.get(at).copied().unwrap_or_default();
     match plan.address_of(row) {
         Some(address) => {

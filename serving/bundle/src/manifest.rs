@@ -71,6 +71,9 @@ pub struct Lineage {
     pub volume: String,
     /// Snapshot of that volume.
     pub snapshot: String,
+    /// Path of the dataset in that snapshot; empty in versions of earlier programs.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub path: String,
     /// Next offset per topic and partition that had landed in the snapshot.
     pub offsets: BTreeMap<String, BTreeMap<i32, i64>>,
     /// SHA-256 of the training configuration.

@@ -206,7 +206,10 @@ impl<'a, S: FnMut(Batch) -> bool> Records<'a, S> {
             Some(field) => match record.get(field).and_then(Value::as_i64) {
                 Some(label) => Some(label),
                 None => {
-                    return wrong(&format!("field {field:?} holds no class number (--label names it)"));
+                    return wrong(&format!(
+                        "field {field:?} holds no class number (--label names it; of a text, the number is its place in \
+                         the model's labels.json, from 0)"
+                    ));
                 }
             },
         };

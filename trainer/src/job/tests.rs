@@ -25,6 +25,10 @@ fn defaults_match_the_documentation() {
     assert_eq!((job.model_name().to_string(), job.output.path.as_str()), ("j".into(), "models"));
     let json = serde_json::to_string(&job).unwrap();
     assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), job);
+    // A small batch has as many shards as rows, unless the file asks for more.
+    let small = JobFile::parse(&format!("{MINIMAL}batch_rows = 8\n")).unwrap();
+    assert_eq!((small.batch_rows, small.virtual_shards), (8, 8));
+    assert!(JobFile::parse(&format!("{MINIMAL}batch_rows = 8\nvirtual_shards = 12\n")).is_err());
 }
 
 #[test]

@@ -133,6 +133,15 @@ impl Checked {
             .block_on(dataset.plan(&source::plan_options(&job)))
             .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
         let plan = Arc::new(plan);
+        if job.batch_rows as u64 > plan.rows() {
+            tracing::warn!(
+                job = %job.name,
+                batch_rows = job.batch_rows,
+                rows = plan.rows(),
+                "a batch has more rows than the dataset: each step takes rows several times, and epochs end within steps; \
+                 lower batch_rows"
+            );
+        }
         // First: the schema omits columns that files have twice or with several types, and the feed names
         // these.
         let feed = {

@@ -4,8 +4,10 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use arrow::array::{Array, ArrayRef, Float32Array, Float64Array, Int64Array, RecordBatch};
-use arrow::datatypes::{DataType, Field, Schema};
+use arrow::array::{
+    Array, ArrayRef, AsArray, FixedSizeListArray, Float32Array, Float64Array, Int64Array, RecordBatch,
+};
+use arrow::datatypes::{DataType, Field, Float32Type, Schema};
 use millrace_datafs::Datafs;
 use millrace_trainer::job::JobFile;
 use millrace_trainer::{Error, TrainReport};
@@ -95,6 +97,27 @@ fn wrong_label_ends_the_job_and_names_its_row() {
     let line = run(setup(home.path()), job, |_| {}).unwrap_err().one_line();
     // Row groups have 70 rows.
     for words in ["row 40 of row group 3", "one/a.parquet", "label -1", "0 to 2"] {
+        assert!(line.contains(words), "{line:?} lacks {words:?}");
+    }
+}
+
+#[test]
+fn loss_that_is_not_finite_names_its_row() {
+    let home = home();
+    let labels = (0..ROWS as i64).map(|row| row % 3);
+    let whole = labelled(Arc::new(Int64Array::from_iter_values(labels)));
+    let pixels = whole.column(0).as_fixed_size_list();
+    let mut values = pixels.values().as_primitive::<Float32Type>().values().to_vec();
+    let width = pixels.value_length() as usize;
+    values[250 * width..251 * width].fill(f32::MAX);
+    let field = Arc::new(Field::new("item", DataType::Float32, true));
+    let values = Arc::new(Float32Array::from(values));
+    let pixels = FixedSizeListArray::try_new(field, width as i32, values, None).unwrap();
+    let columns = [("pixels", Arc::new(pixels) as ArrayRef), ("label", Arc::clone(whole.column(1)))];
+    datasets(home.path(), &[("one", RecordBatch::try_from_iter(columns).unwrap())]);
+    let job = JobFile::parse(&of("one", "workers = 2\nepochs_max = 2")).unwrap();
+    let line = run(setup(home.path()), job, |_| {}).unwrap_err().one_line();
+    for words in ["the loss of row 40 of row group 3", "one/a.parquet", "check the data"] {
         assert!(line.contains(words), "{line:?} lacks {words:?}");
     }
 }
