@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from millrace import _native
-from millrace.errors import Error, UsageError
+from millrace.errors import ConflictError, Error, UsageError
 
 __all__ = ["Feed"]
 
@@ -41,6 +41,10 @@ class Feed:
     :param format: ``"numpy"``: dictionaries of arrays. ``"torch"``: dictionaries of tensors. ``"arrow"``:
         ``pyarrow.RecordBatch``. Numbers and lists of a fixed size come without a copy. A null in them is an error,
         except with ``"arrow"``.
+        Lists without a fixed size are arrays of their own for each row in ``"numpy"``. In ``"torch"`` they are one
+        tensor ``[rows, length]`` where all rows have lists of one length, which each batch checks.
+    :param pad: for columns of lists, the value that fills lists up to the longest one of the batch, for example
+        ``{"tokens": 0}``. Such a column is ``[rows, longest]``, and ``tokens_length`` beside it holds the lengths.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.
@@ -57,6 +61,7 @@ class Feed:
         world: int | None = None,
         columns: Sequence[str] | None = None,
         format: str = "numpy",
+        pad: Mapping[str, int | float] | None = None,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         if epochs is not None:
@@ -66,7 +71,8 @@ class Feed:
             raise UsageError(f"columns is the text {columns!r}; pass a list of names")
         columns = None if columns is None else list(columns)
         rank, world = _shard(rank, world)
-        self._convert = _converter(format)
+        pad = dict(pad or {})
+        self._convert = _converter(format, pad)
         self._reader = _native.Reader(
             dataset,
             batch_rows=batch_rows,
@@ -85,22 +91,29 @@ class Feed:
             "world": world,
             "columns": columns,
             "format": format,
+            "pad": pad,
             "home": os.fspath(self._reader.home),
         }
+        _check_pad(pad, self.schema, format)
         self._rows = None if epochs is None else self._reader.rows * epochs
         # The place of the next row, counted over all epochs and ranks, and the end of the iteration that has begun.
         self._place = 0
         self._end: int | None = None
+        # Whether the iteration has raised StopIteration.
+        self._has_ended = False
+        # Whether a state was loaded after the last batch of an iteration: that one has nothing left.
+        self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._end = None
+        self._end, self._has_ended = self._place if self._is_over else None, False
         return self
 
     def __next__(self) -> Any:
         if self._end is None:
-            self._end = self._end_of_round(self._place)
+            self._end = self._place if self._is_over else self._end_of_round(self._place)
         batch = self._reader.next(self._place, self._end, 1)
         if batch is None:
+            self._has_ended, self._is_over = True, False
             raise StopIteration
         batch = self._convert(batch)
         self._place = min(self._reader.place_after(self._place, 1), self._end)
@@ -138,8 +151,8 @@ class Feed:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next row, from 0."""
-        return self._place // self._reader.rows
+        """The epoch of the next row, from 0; that of the last one, where its iteration is still to end."""
+        return (self._place - self._is_over) // self._reader.rows
 
     @property
     def schema(self) -> dict[str, str]:
@@ -150,8 +163,14 @@ class Feed:
         """The position after the batches that were taken, in at most 128 bytes of JSON.
 
         Store it with what those batches have changed. It is the same for every rank, and fits any number of ranks.
+        After the last batch, inside the loop, the state says so: the first iteration after it is loaded is empty. A
+        state that is taken behind the loop begins the next iteration.
         """
-        return {"plan": self.plan, "rows": self._place}
+        return self._state(self._place, self._is_over or (self._place == self._end and not self._has_ended))
+
+    def _state(self, place: int, is_over: bool) -> dict[str, Any]:
+        state = {"plan": self.plan, "rows": place}
+        return {**state, "over": True} if is_over else state
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """:meth:`state_dict` after ``batches`` more batches of this iteration, for loaders that count them."""
@@ -160,7 +179,7 @@ class Feed:
     def _state_after(self, start: int, batches: int) -> dict[str, Any]:
         end = self._end_of_round(start)
         place = start if batches == 0 else min(self._reader.place_after(start, batches), end)
-        return {"plan": self.plan, "rows": place}
+        return self._state(place, place == end if batches else self._is_over)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches that a state counts, in the time that it takes to open the feed.
@@ -171,6 +190,8 @@ class Feed:
         if "workers" in state:
             raise UsageError(f"resume {self.dataset}: the state is that of a worker of a DataLoader; load it there")
         self._set_position(plan, rows)
+        is_end = self._rows is not None and self._place > 0 and self._place % self._rows == 0
+        self._is_over = is_end and state.get("over") is True
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration at the first row of an epoch, as PyTorch's ``DistributedSampler`` does.
@@ -184,7 +205,7 @@ class Feed:
         if not isinstance(plan, str) or not isinstance(place, int) or not 0 <= place < _ENDLESS:
             raise UsageError(f"resume {self.dataset}: not a state of a feed: a plan and a number of rows are needed")
         self._reader.check_position(plan, place)
-        self._place, self._end = place, None
+        self._place, self._end, self._has_ended, self._is_over = place, None, False, False
 
     def _end_of_round(self, place: int) -> int:
         return _ENDLESS if self._rows is None else (place // self._rows + 1) * self._rows
@@ -233,22 +254,48 @@ def _number(variable: str) -> int:
     return int(text)
 
 
-def _converter(format: str) -> Any:
+def _check_pad(pad: dict[str, Any], schema: dict[str, str], format: str) -> None:
+    if pad and format == "arrow":
+        raise UsageError('pad is for format="numpy" and "torch": Arrow holds lists as they are')
+    for name, value in pad.items():
+        if name not in schema:
+            raise UsageError(f"pad names column {name!r}, which the feed does not read; it reads {', '.join(schema)}")
+        if not schema[name].startswith(("List(", "LargeList(")):
+            raise UsageError(f"pad names column {name!r}, which is {schema[name]}: only lists are filled up")
+        if not isinstance(value, (int, float)):
+            raise UsageError(f"pad of column {name!r} is {value!r}; it must be a number")
+        if f"{name}_length" in schema:
+            raise UsageError(f"the lengths of column {name!r} would replace column {name + '_length'!r}; leave it out")
+
+
+def _converter(format: str, pad: dict[str, Any]) -> Any:
     if format == "numpy":
-        return _Numpy()
+        return _Numpy(pad)
     if format == "torch":
-        return _Torch()
+        return _Torch(pad)
     if format == "arrow":
         return _Arrow()
     raise UsageError(f'format is {format!r}; it must be "numpy", "arrow" or "torch"')
 
 
+def _check_lists(name: str, valid: list[bool] | None) -> None:
+    if valid is not None:
+        raise ConflictError(f"column {name!r} has a null in row {valid.index(False)} of the batch, which is no list")
+
+
 class _Numpy:
-    def __init__(self) -> None:
+    def __init__(self, pad: dict[str, Any]) -> None:
         self._numpy = _needs("numpy", "numpy")
+        self._pad = pad
 
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._array(column) for name, column in columns.items()}
+        arrays: dict[str, Any] = {}
+        for name, column in columns.items():
+            if name in self._pad:
+                arrays[name], arrays[f"{name}_length"] = self._padded(name, *column)
+            else:
+                arrays[name] = self._array(column)
+        return arrays
 
     def _array(self, column: Any) -> Any:
         numpy = self._numpy
@@ -266,13 +313,39 @@ class _Numpy:
                 array[row] = values[ends[row] : ends[row + 1]]
         return array
 
+    def _padded(self, name: str, values: Any, ends: list[int], valid: list[bool] | None) -> tuple[Any, Any]:
+        _check_lists(name, valid)
+        numpy, values = self._numpy, self._numpy.asarray(values)
+        pad = self._pad[name]
+        if values.dtype.kind not in "fiu" or (values.dtype.kind in "iu" and not isinstance(pad, int)):
+            raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}")
+        lengths = numpy.diff(numpy.asarray(ends, dtype=numpy.int64))
+        width = int(lengths.max(initial=0))
+        try:
+            padded = numpy.full((len(lengths), width), pad, dtype=values.dtype)
+        except OverflowError as error:
+            raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}") from error
+        padded[numpy.arange(width) < lengths[:, None]] = values
+        return padded, lengths
+
 
 class _Torch:
-    def __init__(self) -> None:
+    def __init__(self, pad: dict[str, Any]) -> None:
         self._torch = _needs("torch", "torch")
+        self._pad = pad
+        # The length of the lists of a column, once known.
+        self._widths: dict[str, int] = {}
 
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._tensor(name, column) for name, column in columns.items()}
+        tensors: dict[str, Any] = {}
+        for name, column in columns.items():
+            if isinstance(column, _native.Values):
+                tensors[name] = self._tensor(name, column)
+            elif name in self._pad:
+                tensors[name], tensors[f"{name}_length"] = self._padded(name, *column)
+            else:
+                tensors[name] = self._stacked(name, *column)
+        return tensors
 
     def _tensor(self, name: str, column: Any) -> Any:
         try:
@@ -283,6 +356,32 @@ class _Torch:
                 f'(columns=[...]) or read format="numpy"'
             ) from error
         return tensor.view(self._torch.bool) if column.is_flags else tensor
+
+    def _stacked(self, name: str, values: Any, ends: list[int], valid: list[bool] | None) -> Any:
+        _check_lists(name, valid)
+        lengths = [end - begin for begin, end in zip(ends, ends[1:])]
+        width = self._widths.setdefault(name, lengths[0]) if lengths else self._widths.get(name, 0)
+        for row, length in enumerate(lengths):
+            if length != width:
+                raise UsageError(
+                    f"column {name!r} has lists of {width} and, in row {row} of the batch, of {length} elements; pass "
+                    f"pad={{{name!r}: 0}} to fill them up"
+                )
+        return self._tensor(name, values).view(len(lengths), width)
+
+    def _padded(self, name: str, values: Any, ends: list[int], valid: list[bool] | None) -> tuple[Any, Any]:
+        _check_lists(name, valid)
+        torch, values, pad = self._torch, self._tensor(name, values), self._pad[name]
+        if not values.dtype.is_floating_point and not isinstance(pad, int):
+            raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}")
+        lengths = torch.tensor([end - begin for begin, end in zip(ends, ends[1:])], dtype=torch.int64)
+        width = int(lengths.max()) if len(lengths) else 0
+        try:
+            padded = torch.full((len(lengths), width), pad, dtype=values.dtype)
+        except (RuntimeError, OverflowError) as error:
+            raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}") from error
+        padded[torch.arange(width) < lengths[:, None]] = values
+        return padded, lengths
 
 
 class _Arrow:

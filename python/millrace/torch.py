@@ -69,7 +69,7 @@ class FeedDataset(IterableDataset):
         feed, reader = self.feed, self.feed._reader
         shared = self._shared or {"rows": feed._place, "taken": 0, "workers": workers}
         self._shared = shared
-        end = feed._end_of_round(shared["rows"])
+        end = shared["rows"] if feed._is_over else feed._end_of_round(shared["rows"])
         ahead = worker + shared["taken"] * workers
         place = reader.place_after(shared["rows"], ahead) if ahead else shared["rows"]
         while place < end:
@@ -78,7 +78,7 @@ class FeedDataset(IterableDataset):
             shared["taken"] += 1
             yield batch
         # Another iteration of a persistent worker goes on with the epochs that follow.
-        feed._place, self._shared = end, None
+        feed._place, feed._is_over, self._shared = end, False, None
 
     def __len__(self) -> int:
         return len(self.feed)

@@ -189,8 +189,9 @@ impl Form {
         match self {
             Form::Numbers(element, _) => !matches!(element.kind, 'M' | 'm'),
             Form::Flags(_) => true,
+            Form::Lists(element) => !matches!(element.kind, 'M' | 'm'),
             Form::Dictionary(_, form) => form.is_tensor(),
-            Form::Days | Form::Texts | Form::Bytes | Form::Lists(_) => false,
+            Form::Days | Form::Texts | Form::Bytes => false,
         }
     }
 

@@ -95,6 +95,26 @@ class ResumeTest(HomeCase):
         expected = self.order(batch_rows=64, epochs=3)
         self.assertEqual(sum(rest, []), expected[ROWS : ROWS + len(sum(rest, []))])
 
+    def test_a_state_of_the_last_batch_leaves_nothing_of_its_iteration(self) -> None:
+        expected = self.order(batch_rows=64, epochs=4)
+        feed = self.feed(batch_rows=64, epochs=2)
+        for _ in feed:
+            state = feed.state_dict()
+        self.assertLessEqual(len(json.dumps(state)), 128)
+        again = self.feed(batch_rows=64, epochs=2)
+        again.load_state_dict(json.loads(json.dumps(state)))
+        again = pickle.loads(pickle.dumps(again))
+        self.assertEqual((list(again), again.epoch), ([], 2))
+        self.assertEqual(sum(map(ids_of, again), []), expected[2 * ROWS :])
+        # Behind the loop the next iteration follows, and so it does where iterations are longer or have no end.
+        behind = self.feed(batch_rows=64, epochs=2)
+        behind.load_state_dict(feed.state_dict())
+        self.assertEqual(ids_of(next(behind)), expected[2 * ROWS : 2 * ROWS + 48])
+        for epochs in (None, 3):
+            longer = self.feed(batch_rows=64, epochs=epochs)
+            longer.load_state_dict(state)
+            self.assertEqual(ids_of(next(longer))[:24], expected[2 * ROWS : 2 * ROWS + 24])
+
     def test_prefetched_batches_are_not_consumed(self) -> None:
         feed = self.feed()
         next(feed)

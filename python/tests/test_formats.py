@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import unittest
 
 import millrace
 import numpy
 import pyarrow
+import pyarrow.parquet
 from support import DATASET, ROWS, TENSORS, HomeCase, rows, torch_or_skip
 
 from millrace import _native
@@ -80,9 +82,40 @@ class TorchTest(HomeCase):
 
     def test_columns_without_tensors_are_refused_when_the_feed_opens(self) -> None:
         torch_or_skip()
-        for column in ("name", "tokens", "at", "day", "kind"):
+        for column in ("name", "at", "day", "kind"):
             with self.assertRaisesRegex(millrace.UsageError, f'"{column}" is '):
                 millrace.Feed(DATASET, columns=[column], format="torch", home=self.home)
+
+    def test_lists_of_one_length_are_one_tensor_and_others_need_a_filler(self) -> None:
+        torch = torch_or_skip()
+        volume = millrace.Volume("lists", create=True, home=self.home)
+        for name, lengths in (("equal", [3] * 40), ("ragged", [i % 4 for i in range(40)])):
+            tokens = pyarrow.array([list(range(i, i + n)) for i, n in enumerate(lengths)], pyarrow.list_(pyarrow.int32()))
+            table = pyarrow.table({"id": list(range(40)), "tokens": tokens})
+            with volume.open(f"/{name}/0.parquet", "wb") as out:
+                pyarrow.parquet.write_table(table, out)
+        for batch in millrace.Feed("lists:/equal", batch_rows=16, format="torch", home=self.home):
+            self.assertTrue(torch.equal(batch["tokens"], (batch["id"][:, None] + torch.arange(3)).int()))
+        with self.assertRaisesRegex(millrace.UsageError, r"'tokens' has lists of \d and, in row 1 .* pad="):
+            next(millrace.Feed("lists:/ragged", batch_rows=16, format="torch", home=self.home))
+        for format in ("torch", "numpy"):
+            feed = millrace.Feed("lists:/ragged", batch_rows=16, format=format, pad={"tokens": -1}, home=self.home)
+            for batch in pickle.loads(pickle.dumps(feed)):
+                rows = zip(batch["id"].tolist(), batch["tokens"].tolist(), batch["tokens_length"].tolist())
+                width = max(id % 4 for id in batch["id"].tolist())
+                for id, tokens, length in rows:
+                    expected = list(range(id, id + id % 4)) + [-1] * (width - id % 4)
+                    self.assertEqual((tokens, length), (expected, id % 4), format)
+            # A rank without a row of the last batch.
+            parts = list(millrace.Feed("lists:/ragged", batch_rows=39, rank=1, world=2, format=format,
+                                       pad={"tokens": 0}, home=self.home))
+            self.assertEqual(tuple(parts[-1]["tokens"].shape), (0, 0))
+            for pad in ({"tokens": 0.5}, {"tokens": 1 << 40}):
+                with self.assertRaisesRegex(millrace.UsageError, "pad of column 'tokens'"):
+                    next(millrace.Feed("lists:/ragged", format=format, pad=pad, home=self.home))
+        for pad, words in (({"id": 0}, "only lists"), ({"nope": 0}, "does not read"), ({"tokens": "x"}, "a number")):
+            with self.assertRaisesRegex(millrace.UsageError, words):
+                millrace.Feed("lists:/ragged", pad=pad, home=self.home)
 
     def test_a_null_names_its_column(self) -> None:
         torch_or_skip()

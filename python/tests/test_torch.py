@@ -66,6 +66,20 @@ class LoaderTest(HomeCase):
             resumed.load_state_dict(state)
             self.assertEqual(first + together([self.loader(workers, resumed)]), expected)
 
+    def test_epochs_that_follow_a_resumed_one_are_neither_skipped_nor_repeated(self) -> None:
+        expected = self.order(epochs=3)
+        for taken, workers in [(0, 0), (3, 2), (8, 0), (8, 2)]:
+            dataset = self.dataset()
+            ids = together([itertools.islice(self.loader(workers, dataset), taken)])
+            resumed = self.dataset()
+            resumed.load_state_dict(dataset.state_after(taken))
+            begun = resumed.feed.epoch
+            for epoch in range(begun, 3):
+                if epoch > begun:
+                    resumed.set_epoch(epoch)
+                ids += together([self.loader(workers, resumed)])
+            self.assertEqual(ids, expected, f"{taken} batches, {workers} workers")
+
     def test_persistent_workers_refuse_to_lose_what_they_have_read_ahead(self) -> None:
         for workers in (1, 2):
             dataset = self.dataset()
