@@ -2,7 +2,7 @@
 
 - :class:`Feed`: batches of a dataset in one global order, for any number of readers.
 - :class:`Volume`: files of a volume, live or at a snapshot.
-- :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``.
+- :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
 - :mod:`millrace.fsspec`: volumes as a file system of fsspec.
 
 Processes may fork. Millrace closes what it has open before Python forks, and both processes open it again at their
