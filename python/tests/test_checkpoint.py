@@ -30,13 +30,14 @@ dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], r
                         timeout=timedelta(seconds=60))
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 mesh = init_device_mesh("cpu", (world,))
 
 def state(step):
-    rows = torch.arange(24, dtype=torch.float32).reshape(12, 2) + step
-    return {"sharded": distribute_tensor(rows, mesh, [Shard(0)]), "shared": torch.full((3,), float(step)), "step": step}
+    rows = torch.arange(24, dtype=torch.float32).reshape(12, 2).chunk(world)[rank] + step
+    sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+    return {"sharded": sharded, "shared": torch.full((3,), float(step)), "step": step}
 
 def writer(path, **options):
     return millrace.torch.StorageWriter(path, home=home, **options)
@@ -48,7 +49,7 @@ def load(path):
 
 def check(path, step):
     found, expected = load(path), state(step)
-    assert torch.equal(found["sharded"].full_tensor(), expected["sharded"].full_tensor()), found
+    assert torch.equal(found["sharded"].to_local(), expected["sharded"].to_local()), found
     assert torch.equal(found["shared"], expected["shared"]) and found["step"] == step, found
 
 """
