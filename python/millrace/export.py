@@ -108,7 +108,7 @@ def publish(
     :param dynamic_batch: whether the first dimension of all inputs is a number of rows that requests choose.
     :param rtol: allowed relative difference of outputs.
     :param atol: allowed absolute difference of outputs.
-    :param program: the program, by default ``MILLRACE_PROGRAM`` or ``millrace`` on the path.
+    :param program: the program, by default ``millrace`` on the ``PATH``.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :param options: those of ``torch.onnx.export``, for example ``opset_version``.
     :raises millrace.MismatchError: when outputs differ.
@@ -350,12 +350,11 @@ def _json(name: str, value: dict[str, Any]) -> bytes:
 
 
 def _program(program: str | os.PathLike[str] | None) -> str:
-    wanted = os.fspath(program) if program is not None else os.environ.get("MILLRACE_PROGRAM", "millrace")
+    wanted = "millrace" if program is None else os.fspath(program)
     found = shutil.which(wanted)
     if found is None:
         raise UnavailableError(
-            f"the program {wanted!r} was not found, which checks models: put millrace on the PATH, set MILLRACE_PROGRAM, or "
-            f"pass program="
+            f"the program {wanted!r} was not found, which checks models: put millrace on the PATH, or pass program="
         )
     return found
 

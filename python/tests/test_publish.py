@@ -166,15 +166,16 @@ def stop(*arguments):
     print("here", flush=True)
     sys.stdin.read()
 millrace.export.{step} = stop
-millrace.publish(torch.nn.Linear(4, 2), torch.zeros(2, 4), "killed", home=os.environ["HOME_DIR"], seed=5)
+millrace.publish(torch.nn.Linear(4, 2), torch.zeros(2, 4), "killed", seed=5,
+                 home=os.environ["HOME_DIR"], program=os.environ["TEST_PROGRAM"])
 """
-            with mock.patch.dict(os.environ, {"MILLRACE_PROGRAM": PROGRAM}):
+            with mock.patch.dict(os.environ, {"TEST_PROGRAM": PROGRAM}):
                 process = python(self.home, code, stdin=-1)
             told = process.stdout.readline()
             while told and told != "here\n":
                 told = process.stdout.readline()
             process.send_signal(signal.SIGKILL)
-            self.assertEqual((told, process.communicate(timeout=DEADLINE_S)[1][-2000:])[0], "here\n")
+            self.assertEqual(told, "here\n", process.communicate(timeout=DEADLINE_S)[1][-2000:])
             self.assertEqual(self.versions("killed"), versions)
         self.assertEqual(self.shown("killed", 1)["lineage"]["seed"], 0)
 
