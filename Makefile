@@ -7,7 +7,7 @@ BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test gpu check docs conformance wheel test-python fuzz deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -38,6 +38,15 @@ test-python: setup-test-python ## The Python package, as a wheel in an environme
 	@$(MAKE) --no-print-directory wheel PROFILE=dev
 	.local/python-test/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
 	TEST_PROGRAM=$(BUILDS)/debug/millrace .local/python-test/bin/python -m unittest discover --start-directory python/tests $(ARGS)
+
+test-frameworks: setup-test-frameworks ## The Python package and its examples with current PyTorch, JAX and TensorFlow
+	cargo build --locked
+	rm -f $(BUILDS)/wheels/millrace-*.whl
+	@$(MAKE) --no-print-directory wheel PROFILE=dev
+	.local/python-frameworks/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
+	.local/python-frameworks/bin/python -m pip freeze | grep -Ei '^(torch|torchdata|onnx.*|jax|tensorflow.*|numpy|pyarrow)=='
+	MILLRACE_REQUIRE=torch,jax,tensorflow TEST_PROGRAM=$(BUILDS)/debug/millrace .local/python-frameworks/bin/python \
+		-m unittest discover --start-directory python/tests $(ARGS)
 
 # The wrapper gives the crates of this workspace coverage counters; their dependencies are those of `make test`.
 FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/rustc cargo test --locked --workspace --features millrace-fuzz/libfuzzer \
@@ -98,7 +107,7 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-bench-trainer setup-wheel setup-test-python
+.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-bench-trainer setup-wheel setup-test-python setup-test-frameworks
 # The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
@@ -112,5 +121,7 @@ setup-wheel:
 	@scripts/setup wheel
 setup-test-python: setup-wheel
 	@scripts/setup test-python
+setup-test-frameworks: setup-test setup-wheel
+	@scripts/setup test-frameworks
 setup-bench-trainer: setup-test
 	@[ -n "$(PYTHON)" ] || scripts/setup bench-trainer

@@ -1,4 +1,4 @@
-"""Hook of MkDocs: replaces `[millrace.module.Class]` on the reference page by the docstrings of the sources."""
+"""Hook of MkDocs: replaces `[millrace.module.Name]` on the reference page by the docstrings of the sources."""
 
 import ast
 import re
@@ -22,7 +22,10 @@ def reference(name):
         lines = [f"| `millrace.{node.name}` | {' '.join(text(node).split())} |" for node in classes]
         return "\n".join([f"## `{name}`", "", text(tree), "", "| exception | meaning |", "|---|---|", *lines])
     tree = ast.parse(path.parent.with_suffix(".py").read_text())
-    (node,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == path.name]
+    kinds = ast.ClassDef | ast.FunctionDef
+    (node,) = [node for node in tree.body if isinstance(node, kinds) and node.name == path.name]
+    if isinstance(node, ast.FunctionDef):
+        return "\n\n".join([f"## `{name}`", code(node, path.name), text(node)])
     made = [item for item in node.body if isinstance(item, ast.FunctionDef)]
     parts = [f"## `{name}`", *(code(item, path.name) for item in made if item.name == "__init__"), text(node)]
     for item in made:

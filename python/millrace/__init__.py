@@ -2,7 +2,8 @@
 
 - :class:`Feed`: batches of a dataset in one global order, for any number of readers.
 - :class:`Volume`: files of a volume, live or at a snapshot.
-- :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``.
+- :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
+- :func:`publish`: a PyTorch model as a version for the model server.
 - :mod:`millrace.fsspec`: volumes as a file system of fsspec.
 
 Processes may fork. Millrace closes what it has open before Python forks, and both processes open it again at their
@@ -17,11 +18,13 @@ from millrace.errors import (
     ConflictError,
     CorruptError,
     Error,
+    MismatchError,
     NoSpaceError,
     NotFoundError,
     UnavailableError,
     UsageError,
 )
+from millrace.export import publish
 from millrace.feed import Feed
 from millrace.volume import Snapshot, Volume
 
@@ -30,6 +33,7 @@ __all__ = [
     "CorruptError",
     "Error",
     "Feed",
+    "MismatchError",
     "NoSpaceError",
     "NotFoundError",
     "Snapshot",
@@ -37,6 +41,7 @@ __all__ = [
     "UsageError",
     "Volume",
     "close",
+    "publish",
 ]
 
 __version__: str = _native.__version__

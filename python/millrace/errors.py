@@ -4,6 +4,7 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "Error",
+    "MismatchError",
     "NoSpaceError",
     "NotFoundError",
     "UnavailableError",
@@ -28,6 +29,10 @@ class NotFoundError(Error, FileNotFoundError):
 
 class ConflictError(Error):
     """Something is in use, exists already, has changed, or is null where a number is needed."""
+
+
+class MismatchError(ConflictError):
+    """An exported model computes other outputs than the model."""
 
 
 class UnavailableError(Error):

@@ -1,17 +1,148 @@
-"""The feed as a dataset of PyTorch's ``DataLoader``."""
+"""The feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes."""
 
 from __future__ import annotations
 
+import builtins
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from millrace.errors import UsageError
+from millrace.errors import CorruptError, Error, UsageError
 from millrace.feed import Feed
+from millrace.volume import locate
 
-__all__ = ["FeedDataset"]
+__all__ = ["FeedDataset", "StorageReader", "StorageWriter", "checkpoints", "load", "remove_checkpoint", "save"]
+
+
+def save(obj: Any, path: str, *, home: str | os.PathLike[str] | None = None, **options: Any) -> None:
+    """``torch.save`` into a volume: ``save(model.state_dict(), "runs:/digits/checkpoint.pt")``.
+
+    The file appears when the call returns, whole and durable, in the place of an earlier one. If the call fails or the
+    process dies, the earlier file stays. Tensors are written one after the other; the file is never in memory.
+
+    :param path: ``VOLUME:/PATH``; missing folders are created.
+    :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
+    :param options: those of ``torch.save``.
+    :raises millrace.Error: that names the path.
+    """
+    volume, inside = locate(path, home)
+    with volume.open(inside, "wb") as out:
+        target = _Target(out)
+        try:
+            torch.save(obj, target, **options)
+        except Exception as error:
+            if target.error is None:
+                raise Error(f"save {path}: {error}") from error
+        if target.error is not None:
+            raise target.error
+
+
+def load(
+    path: str,
+    map_location: Any = None,
+    *,
+    weights_only: bool = True,
+    home: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
+    """``torch.load`` from a volume, live or at a snapshot.
+
+    :param path: ``VOLUME:/PATH`` or ``VOLUME@SNAPSHOT:/PATH``.
+    :param map_location: the device of the tensors, as for ``torch.load``: ``"cpu"`` where they were saved on a GPU that
+        is not here.
+    :param weights_only: load tensors and plain values only. A file with anything else runs code when it is loaded: pass
+        ``False`` for files that you trust.
+    :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
+    :param options: those of ``torch.load``.
+    :raises millrace.NotFoundError: if there is no such file.
+    :raises millrace.CorruptError: if it is not a file of ``torch.save``.
+    """
+    if options.get("mmap"):
+        raise UsageError(f"load {path}: mmap=True needs a file of the operating system; mount the volume, or leave it out")
+    volume, inside = locate(path, home)
+    with volume.open(inside) as file:
+        try:
+            return torch.load(file, map_location=map_location, weights_only=weights_only, **options)
+        except Error:
+            raise
+        except (pickle.UnpicklingError, EOFError) as error:
+            if weights_only and _is_archive(file):
+                raise UsageError(
+                    f"load {path}: it holds more than tensors and plain values; weights_only=False loads it, and runs "
+                    f"code of the file: {error}"
+                ) from error
+            raise CorruptError(f"load {path}: it is not a file of torch.save: {_first_line(error)}") from error
+        except Exception as error:
+            # PyTorch's reader of archives has no error class of its own.
+            kind = CorruptError if "PytorchStreamReader" in str(error) else Error
+            raise kind(f"load {path}: {_first_line(error)}") from error
+
+
+def checkpoints(path: str, *, home: str | os.PathLike[str] | None = None) -> builtins.list[str]:
+    """The whole checkpoints that :class:`StorageWriter` has stored in the folders below a folder.
+
+    ``checkpoints("runs:/digits")[-1]`` is the one with the highest step: numbers in names are compared as numbers. Saves
+    that ended early are not listed.
+
+    :param path: ``VOLUME:/PATH`` or ``VOLUME@SNAPSHOT:/PATH``; a folder that does not exist has none.
+    :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
+    """
+    from millrace.checkpoint import whole
+
+    return whole(path, home)
+
+
+def remove_checkpoint(path: str, *, home: str | os.PathLike[str] | None = None) -> None:
+    """Remove a checkpoint that :class:`StorageWriter` has stored. One that is half removed is not listed any more.
+
+    :param path: the folder of the checkpoint, ``VOLUME:/PATH``.
+    :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
+    :raises millrace.NotFoundError: if there is no such folder.
+    """
+    from millrace.checkpoint import remove
+
+    remove(path, home)
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when used: it takes a while, and older versions of PyTorch do not have it.
+    if name in ("StorageReader", "StorageWriter"):
+        from millrace import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Target:
+    """A file whose errors are raised later: those of a write end the process in older versions of PyTorch."""
+
+    def __init__(self, out: Any) -> None:
+        self._out = out
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self._out.write(data)
+            except BaseException as error:
+                self.error = error
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+def _is_archive(file: Any) -> bool:
+    file.seek(0)
+    return bool(file.read(4) == b"PK\x03\x04")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class FeedDataset(IterableDataset):

@@ -16,7 +16,7 @@ __all__ = ["Entry", "Snapshot", "Volume"]
 
 # Bytes that a reader fetches and a writer sends at a time.
 _BUFFER_BYTES = 1 << 20
-# Bytes that a reader fetches at a time when the rest of a file is read.
+# Most bytes that a reader fetches and a writer sends at a time.
 _WHOLE_BYTES = 16 << 20
 
 
@@ -126,7 +126,8 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        found = self._file.read_at(self._offset, len(view))
+        # The buffer may be a tensor of any size: what is fetched at a time is a copy.
+        found = self._file.read_at(self._offset, min(len(view), _WHOLE_BYTES))
         view[: len(found)] = found
         self._offset += len(found)
         return len(found)
@@ -183,7 +184,9 @@ class Writer(io.BufferedIOBase):
         try:
             if len(view) >= _BUFFER_BYTES:
                 self._send()
-                self._file.append(bytes(view))
+                # A tensor of any size: what is sent at a time is a copy.
+                for start in range(0, len(view), _WHOLE_BYTES):
+                    self._file.append(bytes(view[start : start + _WHOLE_BYTES]))
             else:
                 self._buffer += view
                 if len(self._buffer) >= _BUFFER_BYTES:
@@ -261,6 +264,14 @@ class _TextWriter(io.TextIOWrapper):
     def __del__(self) -> None:
         if not self.closed:
             self._writer.discard()
+
+
+def locate(path: str | os.PathLike[str], home: str | os.PathLike[str] | None) -> tuple[Volume, str]:
+    """The volume of ``VOLUME:/PATH`` or ``VOLUME@SNAPSHOT:/PATH``, and the path inside of it."""
+    name, colon, inside = os.fspath(path).partition(":")
+    if not name or not colon or not inside.startswith("/"):
+        raise UsageError(f"{os.fspath(path)!r} names no file of a volume: write VOLUME:/PATH or VOLUME@SNAPSHOT:/PATH")
+    return Volume(name, home=home), inside
 
 
 def _entry(found: dict[str, Any]) -> Entry:

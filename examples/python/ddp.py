@@ -1,0 +1,79 @@
+"""Trains a classifier of digits with DistributedDataParallel, on any number of processes, and resumes after a crash.
+
+python prepare.py
+torchrun --nproc-per-node 2 --max-restarts 3 ddp.py
+
+When a process dies, torchrun restarts all of them. They go on after the last checkpoint, so each row counts once per epoch
+in the weights; the script counts that. Set DIE_AT=25 to let one process kill itself at step 25.
+"""
+
+import os
+import signal
+
+import millrace
+import millrace.torch
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+DATASET = "digits@v1:/train"
+CHECKPOINT = "runs:/ddp/checkpoint.pt"
+EPOCHS = 2
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    feed = millrace.Feed(
+        DATASET, batch_rows=64, epochs=EPOCHS, seed=7, rank="env", columns=["id", "pixels", "label"], format="torch"
+    )
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    # How often each row is counted in the weights, by its id: the training rows of the first 1,797.
+    seen, step = torch.zeros(1797, dtype=torch.int64), 0
+    try:
+        stored = millrace.torch.load(CHECKPOINT)
+    except millrace.NotFoundError:
+        millrace.Volume("runs", create=True)
+    else:
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+        feed.load_state_dict(stored["feed"])
+        step = stored["step"]
+        # One process keeps what all have counted.
+        seen += stored["seen"] if rank == 0 else 0
+
+    def save() -> torch.Tensor:
+        total = seen.clone()
+        dist.all_reduce(total)
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "feed": feed.state_dict()}
+            millrace.torch.save({**state, "step": step, "seen": total}, CHECKPOINT)
+        return total
+
+    for batch in feed:
+        step += 1
+        rows = torch.tensor(len(batch["id"]))
+        dist.all_reduce(rows)
+        # DDP averages gradients over processes; their parts of a batch may have different sizes.
+        loss = cross_entropy(model(batch["pixels"] / 16), batch["label"].long(), reduction="sum") * world / rows
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen[batch["id"]] += 1
+        if step % 10 == 0:
+            save()
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if is_first and rank == world - 1 and step == int(os.environ.get("DIE_AT", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
+    total = save()
+    if rank == 0:
+        assert set(total[total > 0].tolist()) == {EPOCHS} and int((total > 0).sum()) == feed.rows, "a row was lost or repeated"
+        print(f"{step} steps; each of {feed.rows} rows counts {EPOCHS} times")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""Publication of PyTorch models as versions for the model server."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import (
+    ConflictError,
+    CorruptError,
+    Error,
+    MismatchError,
+    NoSpaceError,
+    NotFoundError,
+    UnavailableError,
+    UsageError,
+)
+from millrace.volume import Volume
+
+__all__ = ["Published", "publish"]
+
+# The folder of a volume in which servers look for models.
+_ROOT = "models"
+# What a training script tells of a model, beside its graph.
+_RECORD = "training.json"
+# Above this, weights go into a file of their own: a graph may have 2 GiB.
+_EMBEDDED_BYTES_MAX = 1 << 30
+# The errors that stand for exit codes of the command.
+_ERRORS: dict[int, type[Error]] = {
+    2: UsageError,
+    3: NotFoundError,
+    4: ConflictError,
+    5: UnavailableError,
+    6: CorruptError,
+    7: NoSpaceError,
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published version of a model; ``difference`` is the largest one between its outputs and the model's."""
+
+    name: str
+    version: int
+    volume: str
+    path: str
+    sha256: str
+    difference: float
+
+
+def publish(
+    model: Any,
+    example_inputs: Any,
+    name: str,
+    *,
+    volume: str = "models",
+    feed: Any = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    code: str = "",
+    metrics: Mapping[str, float] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = True,
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
+    program: str | os.PathLike[str] | None = None,
+    home: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Published:
+    """Publish a PyTorch model as the next version that ``millrace serve --volume VOLUME`` serves.
+
+    The model is exported with ``torch.onnx.export(dynamo=True)`` in evaluation mode, and ONNX Runtime runs the result
+    on the example inputs, also with another number of rows. If an output differs from the model's, nothing is published.
+
+    ``millrace model import`` checks the graph and makes the version appear as a whole; no version is ever replaced. The
+    lineage is added in a second step: if the process dies in between, the version has none.
+
+    Needs PyTorch 2.6 or newer, onnx, onnxscript, onnxruntime, and the program ``millrace``, which checks the graph.
+
+    :param model: a ``torch.nn.Module``. Its mode is as before afterwards.
+    :param example_inputs: a tensor, a sequence of tensors, or a dictionary of tensors by argument name.
+    :param name: the name of the model.
+    :param volume: the volume that gets the version, below ``models/``; created if it does not exist.
+    :param feed: the :class:`millrace.Feed` or ``FeedDataset`` that trained the model, for the lineage: dataset and
+        snapshot, plan, seed, steps and epochs taken.
+    :param seed: the seed of the lineage, by default that of the feed.
+    :param steps: optimizer steps of the lineage, by default the batches that the feed has given. With workers of a
+        ``DataLoader``, the feed does not know them.
+    :param epochs: epochs of the lineage, by default the whole epochs that the feed has given.
+    :param code: the version of the training code, for example its Git commit.
+    :param metrics: numbers that ``millrace model show`` prints, for example ``{"accuracy": 0.97}``.
+    :param metadata: anything else that JSON can hold, for the file ``training.json`` of the version.
+    :param input_names: names of the inputs in requests, by default those of the model's arguments.
+    :param output_names: names of the outputs.
+    :param dynamic_batch: whether the first dimension of all inputs is a number of rows that requests choose.
+    :param rtol: allowed relative difference of outputs.
+    :param atol: allowed absolute difference of outputs.
+    :param program: the program, by default ``millrace`` on the ``PATH``.
+    :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
+    :param options: those of ``torch.onnx.export``, for example ``opset_version``.
+    :raises millrace.MismatchError: when outputs differ.
+    """
+    torch = _needs("torch", "torch")
+    for module in ("onnx", "onnxscript", "onnxruntime"):
+        _needs(module, module)
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+        raise UnavailableError(f"publish {name}: PyTorch 2.6 or newer is needed, this one is {torch.__version__}")
+    program = _program(program)
+    feed = getattr(feed, "feed", feed)
+    wrong = [key for key, value in (metrics or {}).items() if not math.isfinite(value)]
+    if wrong:
+        raise UsageError(f"publish {name}: metric {wrong[0]!r} is not a finite number")
+    lineage, record = _origin(name, feed, seed, steps, epochs, code, metadata)
+    arguments = _Arguments(torch, name, example_inputs, dynamic_batch)
+    target = Volume(volume, create=True, home=home)
+    with tempfile.TemporaryDirectory(prefix="millrace-publish-") as folder:
+        file = Path(folder, "model.onnx")
+        was_training = model.training
+        model.eval()
+        try:
+            expected = [_outputs(torch, name, model, arguments, values) for values in arguments.samples()]
+            _export(torch, name, model, arguments, file, input_names, output_names, options)
+        finally:
+            model.train(was_training)
+        difference = _compare(name, arguments, expected, file, rtol, atol)
+        record["compared"] = {"rtol": rtol, "atol": atol, "difference": difference}
+        record["torch"] = torch.__version__
+        version = _import(name, file, program, target)
+    metrics = {key: float(value) for key, value in (metrics or {}).items()}
+    manifest = _complete(target, name, version, feed is not None, lineage, metrics, _json(name, record))
+    sha256 = next(entry["sha256"] for entry in manifest["files"] if entry["path"] == "model.onnx")
+    return Published(name, version, target.name, f"{target.name}:/{_ROOT}/{name}/{version}", sha256, difference)
+
+
+class _Arguments:
+    """Example inputs in the order of the model's arguments, with at least two rows."""
+
+    def __init__(self, torch: Any, name: str, given: Any, dynamic_batch: bool) -> None:
+        self.keys = list(given) if isinstance(given, Mapping) else None
+        values = list(given.values()) if isinstance(given, Mapping) else given
+        values = [values] if isinstance(values, torch.Tensor) else list(values)
+        if not values or not all(isinstance(value, torch.Tensor) for value in values):
+            raise UsageError(f"publish {name}: example_inputs must be a tensor, or tensors in a sequence or dictionary")
+        self.is_dynamic = dynamic_batch
+        if dynamic_batch:
+            rows = {tuple(value.shape[:1]) for value in values}
+            if len(rows) > 1 or () in rows or (0,) in rows:
+                raise UsageError(
+                    f"publish {name}: the first dimensions of the example inputs are not one number of rows: "
+                    f"{', '.join(str(tuple(value.shape)) for value in values)}; pass dynamic_batch=False"
+                )
+            # The exporter takes an extent of 1 for a constant.
+            values = [torch.cat([value, value]) if len(value) == 1 else value for value in values]
+        self.values = [value.detach() for value in values]
+
+    def of(self, values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and named arguments."""
+        return (tuple(values), {}) if self.keys is None else ((), dict(zip(self.keys, values)))
+
+    def samples(self) -> list[list[Any]]:
+        """The examples, and if the number of rows is open, one with another number."""
+        return [self.values] + ([[value[:1] for value in self.values]] if self.is_dynamic else [])
+
+
+def _outputs(torch: Any, name: str, model: Any, arguments: _Arguments, values: list[Any]) -> list[Any]:
+    """The model's own outputs, as arrays."""
+    from torch.utils import _pytree
+
+    args, kwargs = arguments.of(values)
+    try:
+        with torch.no_grad():
+            leaves = _pytree.tree_leaves(model(*args, **kwargs))
+    except Exception as error:
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        raise UsageError(f"publish {name}: the model fails on example inputs of the shapes {shapes}: {error}") from error
+    return [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _export(
+    torch: Any,
+    name: str,
+    model: Any,
+    arguments: _Arguments,
+    file: Path,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    options: dict[str, Any],
+) -> None:
+    args, kwargs = arguments.of(arguments.values)
+    if arguments.is_dynamic and "dynamic_shapes" not in options:
+        shapes = [{0: torch.export.Dim("batch")} for _ in arguments.values]
+        options["dynamic_shapes"] = tuple(shapes) if arguments.keys is None else dict(zip(arguments.keys, shapes))
+    tensors = [*model.parameters(), *model.buffers()]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    try:
+        torch.onnx.export(
+            model,
+            args,
+            str(file),
+            kwargs=kwargs,
+            dynamo=True,
+            external_data=size > _EMBEDDED_BYTES_MAX,
+            input_names=input_names if input_names is None else list(input_names),
+            output_names=output_names if output_names is None else list(output_names),
+            **{"verbose": False, **options},
+        )
+    except Exception as error:
+        reason = str(error.__cause__ or error).strip() or type(error).__name__
+        raise UsageError(f"publish {name}: PyTorch cannot export the model: {reason.splitlines()[0]}") from error
+
+
+def _compare(
+    name: str, arguments: _Arguments, expected: list[list[Any]], file: Path, rtol: float, atol: float
+) -> float:
+    """Runs the exported model on the samples, and returns the largest difference of an output."""
+    import numpy
+    import onnxruntime
+
+    try:
+        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise UsageError(f"publish {name}: ONNX Runtime cannot load the exported model: {error}") from error
+    inputs = [given.name for given in session.get_inputs()]
+    outputs = [output.name for output in session.get_outputs()]
+    if len(inputs) != len(arguments.values):
+        raise UsageError(
+            f"publish {name}: the exported model has the inputs {', '.join(inputs)}, {len(arguments.values)} are given; "
+            f"leave out what the model does not use"
+        )
+    largest = 0.0
+    for values, own in zip(arguments.samples(), expected):
+        try:
+            found = session.run(None, {key: value.cpu().numpy() for key, value in zip(inputs, values)})
+        except Exception as error:
+            raise MismatchError(f"publish {name}: the exported model fails where the model does not: {error}") from error
+        if len(found) != len(own):
+            raise MismatchError(f"publish {name}: the exported model has {len(found)} outputs, the model {len(own)}")
+        for output, ours, theirs in zip(outputs, own, found):
+            if ours.shape != theirs.shape:
+                raise MismatchError(
+                    f"publish {name}: output {output!r} of the exported model has the shape {theirs.shape}, the model's "
+                    f"{ours.shape}"
+                )
+            if ours.dtype == bool:
+                ours, theirs = ours.astype(numpy.uint8), theirs.astype(numpy.uint8)
+            far = ~numpy.isclose(theirs, ours, rtol=rtol, atol=atol, equal_nan=True)
+            gap = numpy.abs(theirs.astype(numpy.float64) - ours.astype(numpy.float64))
+            # Equal infinities and NaNs have no difference.
+            gap = numpy.where(~far & ~numpy.isfinite(gap), 0, gap)
+            if far.any():
+                place = tuple(int(at) for at in numpy.argwhere(far)[0])
+                raise MismatchError(
+                    f"publish {name}: output {output!r} of the exported model differs from the model's in "
+                    f"{int(far.sum())} of {far.size} values, at {place} it is {theirs[place]} and not {ours[place]} "
+                    f"(rtol={rtol}, atol={atol}); nothing was published"
+                )
+            largest = max(largest, float(gap.max(initial=0)))
+    return largest
+
+
+def _import(name: str, file: Path, program: str, target: Volume) -> int:
+    """Lets the program check the graph and publish it as the next version, in one step."""
+    command = [program, "--home", os.fspath(target._native.home), "--json", "model", "import", str(file)]
+    done = subprocess.run([*command, "--name", name, "--volume", target.name], capture_output=True, text=True)
+    if done.returncode != 0:
+        text = done.stderr.strip().removeprefix("millrace: ")
+        raise _ERRORS.get(done.returncode, Error)(f"publish {name}: {text}")
+    version = json.loads(done.stdout)["version"]
+    assert isinstance(version, int)
+    return version
+
+
+def _complete(
+    target: Volume,
+    name: str,
+    version: int,
+    is_trained: bool,
+    lineage: dict[str, Any],
+    metrics: dict[str, float],
+    record: bytes,
+) -> dict[str, Any]:
+    """Adds the lineage to a version. Its graph stays as it is, and the manifest is replaced in one step."""
+    root = f"/{_ROOT}/{name}/{version}"
+    try:
+        with target.open(f"{root}/bundle.json") as file:
+            manifest: dict[str, Any] = json.loads(file.read())
+        with target.open(f"{root}/{_RECORD}", "wb") as out:
+            out.write(record)
+        digest = hashlib.sha256(record).hexdigest()
+        manifest["files"].append({"path": _RECORD, "bytes": len(record), "sha256": digest})
+        if is_trained:
+            del manifest["lineage"]["imported"]
+        manifest["lineage"].update(lineage)
+        manifest["metrics"] = metrics
+        with target.open(f"{root}/bundle.json", "wb") as out:
+            out.write(_json(name, manifest))
+    except Error as error:
+        raise type(error)(f"publish {name}: version {version} is published without its lineage: {error}") from error
+    return manifest
+
+
+def _origin(
+    name: str,
+    feed: Any,
+    seed: int | None,
+    steps: int | None,
+    epochs: int | None,
+    code: str,
+    metadata: Mapping[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The lineage, and the record of the training."""
+    record: dict[str, Any] = {"code": code, "metadata": dict(metadata or {})}
+    lineage: dict[str, Any] = {"code_version": code}
+    if feed is not None:
+        place = feed.state_dict()["rows"]
+        arguments = {key: value for key, value in feed._arguments.items() if key not in ("rank", "world", "format", "home")}
+        volume, _, snapshot = feed.dataset.partition(":")[0].partition("@")
+        seed = arguments["seed"] if seed is None else seed
+        steps = -(-place // feed.batch_rows) if steps is None else steps
+        epochs = place // feed.rows if epochs is None else epochs
+        lineage.update(volume=volume, snapshot=snapshot, config_sha256=feed.plan)
+        record["feed"] = {"dataset": feed.dataset, "plan": feed.plan, "rows_read": place, **arguments}
+    for key, value in (("seed", seed), ("steps", steps), ("epochs", epochs)):
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
+                raise UsageError(f"publish {name}: {key} is {value!r}; it must be a whole number of 64 bits")
+            lineage[key] = record[key] = value
+    _json(name, record)
+    return lineage, record
+
+
+def _json(name: str, value: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"publish {name}: metadata holds something that JSON cannot: {error}") from error
+
+
+def _program(program: str | os.PathLike[str] | None) -> str:
+    wanted = "millrace" if program is None else os.fspath(program)
+    found = shutil.which(wanted)
+    if found is None:
+        raise UnavailableError(
+            f"the program {wanted!r} was not found, which checks models: put millrace on the PATH, or pass program="
+        )
+    return found
+
+
+def _needs(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnavailableError(f"millrace.publish needs {module}, which is not installed: pip install {package}") from error
