@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from millrace.errors import ConflictError, NotFoundError, UnavailableError, UsageError
+from millrace.errors import ConflictError, Error, NotFoundError, UnavailableError, UsageError
 from millrace.volume import locate
 
 try:
@@ -80,7 +80,11 @@ class StorageWriter(FileSystemWriter):  # type: ignore[misc]
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         prefix = dataclasses.replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{uuid.uuid4().hex}_")
-        return super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
+        done = super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
+        # PyTorch does not notice when one of several threads fails.
+        if len(done.value()) != len(plan.items):
+            raise Error(f"save {self.path}: a thread has failed to write its part; its error is printed above")
+        return done
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         used = {result.storage_data.relative_path for part in results for result in part}

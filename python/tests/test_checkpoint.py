@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import threading
 import unittest
 from typing import Any
 from unittest import mock
@@ -293,6 +294,31 @@ check("runs:/kill/2", 2)
 """))
         self.assertEqual(len(self.data("/kill/2")), 3, "two files of data, and the metadata")
         run(self.home, "fsck")
+
+    def test_a_save_with_a_failed_thread_is_no_checkpoint(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        import millrace.checkpoint
+        import millrace.torch
+
+        create, failed = millrace.checkpoint._Files.create_stream, threading.Event()
+
+        def fail_in_thread(files: Any, path: Any, mode: str) -> Any:
+            if mode == "wb" and threading.current_thread() is not threading.main_thread():
+                failed.set()
+                raise millrace.NoSpaceError("no space is left")
+            self.assertTrue(failed.wait(DEADLINE_S))
+            return create(files, path, mode)
+
+        writer = millrace.torch.StorageWriter("runs:/threads/1", home=self.home, thread_count=2)
+        state = {"a": self.torch.zeros(1000), "b": self.torch.zeros(1000)}
+        with mock.patch.object(millrace.checkpoint._Files, "create_stream", fail_in_thread):
+            with mock.patch.object(threading, "excepthook", lambda error: None):
+                with self.assertRaisesRegex(BaseException, "a thread has failed to write its part"):
+                    dcp.save(state, storage_writer=writer)
+        self.assertEqual(self.checkpoints("runs:/threads"), [])
+        dcp.save(state, storage_writer=writer)
+        self.assertEqual(self.checkpoints("runs:/threads"), ["runs:/threads/1"])
 
     def test_ranks_that_do_not_meet_are_refused(self) -> None:
         import torch.distributed.checkpoint as dcp
