@@ -230,11 +230,17 @@ fn kill_to_the_next_applied_step() {
             if seen.membership_epoch == epoch {
                 return;
             }
-            times.push(at.elapsed());
-            killed = None;
+            // The first report may be of a step before the kill.
+            if begun.0 == seen.membership_epoch && seen.step > begun.1 {
+                times.push(at.elapsed());
+                killed = None;
+            }
         }
         if begun.0 != seen.membership_epoch {
             begun = (seen.membership_epoch, seen.step);
+        }
+        if killed.is_some() {
+            return;
         }
         // Some steps with both.
         if seen.worker_pids.len() == 2 && seen.step > begun.1 + 20 {
