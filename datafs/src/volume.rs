@@ -322,6 +322,26 @@ impl Datafs {
     }
 }
 
+impl View {
+    /// The same volume or snapshot through a new registration of this process: for a process that others declared dead
+    /// ([`Error::Stale`]), or whose commit failed for good ([`Error::Failed`]). This view stays as it is; what it has
+    /// staged cannot be published through the new one.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when the volume or the snapshot is gone, [`Error::Stale`] when another one has its name, and
+    /// what [`Datafs::open`] fails with.
+    pub fn reopen(&self) -> Result<View> {
+        let datafs = Datafs::open(&self.shared.home, &self.shared.config)?;
+        let view = datafs.view(self.spec())?;
+        if (view.volume, view.root()) != (self.volume, self.root()) {
+            return Err(Error::Stale {
+                what: format!("the former {}, whose name another one has now,", self.spec()),
+            });
+        }
+        Ok(view)
+    }
+}
+
 /// The volume that a name record points at.
 fn named(txn: &mut dyn ReadTxn, record: &[u8]) -> Result<VolumeInfo> {
     let id = Decoder::new("volume name record", record).u64()?;

@@ -47,7 +47,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let bar = context.out.progress("train", "steps", Some(0));
     let shown = bar.clone();
     let (out, mut listening, mut missing) = (context.out, None, 0);
-    let (mut reached, mut unsaved) = (0, false);
+    let (mut reached, mut unsaved, mut unread) = (0, false, false);
     let how = How { listen, standby: args.standby };
     let report = train_with(context, &job, how, context.stop.clone(), |progress| {
         if let Some(coordinator) = &progress.waiting_for {
@@ -71,6 +71,15 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
                 "train goes on, but the volumes take no checkpoint; see that the metadata and the store answer"
             } else {
                 "train writes checkpoints again"
+            };
+            shown.suspend(|| out.note(text));
+        }
+        if (progress.unread_seconds > 0) != unread {
+            unread = progress.unread_seconds > 0;
+            let text = if unread {
+                "train waits: the volumes give no rows; see that the metadata and the store answer"
+            } else {
+                "train reads rows again"
             };
             shown.suspend(|| out.note(text));
         }

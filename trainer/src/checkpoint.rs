@@ -199,6 +199,11 @@ impl Checkpoints {
         format!("trainer/{job}/owner")
     }
 
+    /// The same checkpoints through another view of the volume.
+    pub(crate) fn through(&self, view: &View) -> Checkpoints {
+        Checkpoints { view: view.clone(), ..self.clone() }
+    }
+
     /// Makes the owner of these checkpoints the job's, as a coordinator does with its lease.
     #[cfg(test)]
     pub(crate) fn own(self) -> Checkpoints {
@@ -463,7 +468,18 @@ impl Checkpoints {
                 publish = publish.file(self.teacher_path(), self.stage(teacher)?);
             }
             if let Some((bytes, former)) = self.format_1_pointer()? {
-                let former_job = self.view.read_file(&format!("{}/{JOB_FILE}", self.folder())).ok();
+                let path = format!("{}/{JOB_FILE}", self.folder());
+                let former_job = match self.view.read_file(&path) {
+                    Ok(text) => Some(text),
+                    // A missing or damaged one identifies no run; one that cannot be read now may.
+                    Err(error) => {
+                        let error = Error::volume(format!("read {}", self.location(&path)), error);
+                        if error.is_outage() {
+                            return Err(error);
+                        }
+                        None
+                    }
+                };
                 if is_same(&former.run, former_job.as_deref()) {
                     publish =
                         publish.expect_key(self.former_key(), Some(bytes)).delete_key(self.former_key());

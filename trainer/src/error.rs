@@ -88,10 +88,11 @@ pub enum Error {
         /// The exit code that the function passed to [`crate::worker::run`] gives for its error.
         exit_code: u8,
     },
-    /// The volumes did not take a checkpoint for too long: start the job again once they answer.
+    /// The volumes took no checkpoint, or gave no rows, for too long or until the job had to stop: start the job again
+    /// once they answer.
     #[error("{reason}")]
     Outage {
-        /// The job, the checkpoint, the time, the cause and the remedy.
+        /// The job, the step, the time, the cause and the remedy.
         reason: String,
     },
     /// A worker process could not be started.
@@ -241,13 +242,29 @@ impl Error {
     }
 
     /// Whether the metadata or the store of the volumes did not answer: the same call may succeed later.
+    ///
+    /// A read that the operating system refuses is none: a worker that starts anew may succeed at once.
     pub(crate) fn is_outage(&self) -> bool {
         use millrace_datafs::Error as E;
-        let Error::Volume { source, .. } = self else { return false };
-        // A process that others declared dead has to open its volumes again.
-        let is_final = |cause: &E| matches!(cause, E::Stale { .. } | E::Failed { .. });
-        let mut causes = error_chain::causes(source.as_ref()).filter_map(|cause| cause.downcast_ref());
-        self.is_local() && !causes.any(is_final)
+        match self {
+            Error::Volume { .. } => self.is_local(),
+            Error::Feed { .. } => self.of_datafs().next().is_some_and(|cause| {
+                matches!(cause, E::Metadata { .. } | E::Busy { .. }) || cause.is_store_trouble()
+            }),
+            _ => false,
+        }
+    }
+
+    /// Whether this process has to open its volumes again: others have declared it dead, or one of its commits failed
+    /// for good.
+    pub(crate) fn is_declared_dead(&self) -> bool {
+        use millrace_datafs::Error as E;
+        self.of_datafs().any(|cause| matches!(cause, E::Stale { .. } | E::Failed { .. }))
+    }
+
+    /// The errors of the volumes among the causes.
+    pub(crate) fn of_datafs(&self) -> impl Iterator<Item = &millrace_datafs::Error> {
+        error_chain::causes(self).filter_map(|cause| cause.downcast_ref())
     }
 
     /// The message with all its causes, on one line.

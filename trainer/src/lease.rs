@@ -494,6 +494,8 @@ enum Change {
     Address(String),
     /// The run that the holder trains.
     Run(String),
+    /// None: the lease was given up.
+    Released,
 }
 
 #[derive(Debug)]
@@ -534,6 +536,9 @@ impl Shared {
     /// Renews the lease; fails if the metadata did not answer. A loss is noted.
     fn renew(&self, change: impl Fn(&mut Record)) -> Result<()> {
         let mut holding = lock(&self.holding);
+        if self.told.is_cancelled() {
+            return Ok(());
+        }
         let renewed = holding.renew(change, &boot_time);
         self.valid_until.store(holding.valid_until().as_millis() as u64, Ordering::Release);
         drop(holding);
@@ -557,6 +562,7 @@ impl Shared {
         let (mut address, mut run) = (None, None);
         loop {
             match changes.recv_timeout(self.lease / RENEWALS) {
+                Ok(Change::Released) => return,
                 Ok(Change::Address(changed)) => address = Some(changed),
                 Ok(Change::Run(changed)) => run = Some(changed),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
@@ -673,12 +679,11 @@ impl Lease {
         self.error().unwrap_or(error)
     }
 
-    /// Gives the lease up, so that another process need not wait for its end.
-    pub(crate) fn release(self, how: Release) {
-        let Lease { shared, wake, .. } = self;
-        drop(wake);
+    /// Gives the lease up, so that another process need not wait for its end. Whoever else has this value finds it lost.
+    pub(crate) fn release(&self, how: Release) {
+        let shared = &self.shared;
         if shared.told.is_cancelled() {
-            // It has expired or is another's, and the metadata may not answer.
+            // It was released, has expired or is another's, and the metadata may not answer.
             return;
         }
         let (standing, failure) = match how {
@@ -690,7 +695,13 @@ impl Lease {
             }
         };
         let change = |record: &mut Record| (record.standing, record.failure) = (standing, failure.clone());
-        let released = lock(&shared.holding).renew(change, &boot_time);
+        let mut holding = lock(&shared.holding);
+        // The thread makes no renewal after this one.
+        shared.lose("it has released the lease".to_owned());
+        let released = holding.renew(change, &boot_time);
+        drop(holding);
+        // Without a thread, there is nothing to end.
+        let _ = self.wake.send(Change::Released);
         if let Renewal::Unknown(error) = released {
             let seconds = shared.lease.as_secs();
             let error = error.one_line();

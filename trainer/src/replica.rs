@@ -1,11 +1,11 @@
 //! A worker's replica of the run: model, optimizer and ledger, and the steps that change them.
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::{Datafs, View};
-use millrace_streams::feed::{Feed, FeedBatch, FeedError, Plan};
+use millrace_streams::feed::{Feed, FeedBatch, Plan};
 use prost::Message;
 use tokio::runtime::Handle;
 
@@ -19,6 +19,9 @@ use crate::job::JobFile;
 use crate::ledger::{EpochError, EpochRecord, Ledger, Tally, epoch_digest};
 use crate::lineage::Lineage;
 use crate::optim::{Average, Groups, Optimizer};
+use crate::outage::Outage;
+use crate::output::Output;
+use crate::reader::{Interrupt, Reader, Reading, Wishes};
 use crate::source;
 use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
@@ -28,11 +31,7 @@ mod reduce;
 mod writer;
 
 use reduce::{ReduceError, Reduction};
-pub(crate) use writer::Unsaved;
 use writer::Writer;
-
-/// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
-const READ_ATTEMPTS: u64 = 5;
 
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy)]
@@ -44,8 +43,6 @@ pub(crate) struct StepOutcome {
     /// At least one member was told to stop.
     pub(crate) stop: bool,
 }
-
-type Reading = tokio::task::JoinHandle<Result<FeedBatch, FeedError>>;
 
 /// Rows of a step that a worker holds at a time, beside those that are read ahead.
 struct Pass {
@@ -81,7 +78,9 @@ pub(crate) struct Replica {
     prefetched: Option<(u64, Range<usize>, Reading)>,
     dataset_digest: Option<u64>,
     checkpoints: Checkpoints,
+    output: Output,
     writer: Writer,
+    reader: Reader,
 }
 
 impl Replica {
@@ -137,11 +136,13 @@ impl Replica {
             prefetched: None,
             dataset_digest: None,
             writer: Writer::new(job.name.to_string(), config.outage_timeout()),
+            reader: Reader::new(job.name.to_string(), config.outage_timeout(), runtime.clone()),
             job,
             runtime,
             plan,
             feed,
             engine,
+            output: Output::new(checkpoints.view.clone()),
             checkpoints,
         };
         let newest = newest_usable_state(&replica.checkpoints, &replica.job, &replica.plan, &replica.engine)?;
@@ -172,6 +173,7 @@ impl Replica {
     pub(crate) fn follow(mut self, assignment: Assignment) -> Replica {
         self.abandon();
         self.writer.set_patience(assignment.config.outage_timeout());
+        self.reader.reset(assignment.config.outage_timeout());
         self.checkpoints.owner = assignment.owner;
         self.checkpoints.keep = assignment.config.checkpoints_keep;
         self.job = assignment.job;
@@ -196,12 +198,18 @@ impl Replica {
 
     /// The ring of this membership epoch begins, with the same state on every rank.
     pub(crate) fn enter(&mut self, epoch: u64) {
+        self.writer.resume();
         self.lineage.enter(&self.checkpoints.owner, epoch);
     }
 
     /// How long the volumes have not taken a checkpoint.
-    pub(crate) fn unsaved(&self) -> Arc<Unsaved> {
+    pub(crate) fn unsaved(&self) -> Arc<Outage> {
         self.writer.unsaved()
+    }
+
+    /// How long the volumes have not given the rows of a step.
+    pub(crate) fn unread(&self) -> Arc<Outage> {
+        self.reader.outage()
     }
 
     /// Whether the state waits for an evaluation before the next step.
@@ -227,12 +235,11 @@ impl Replica {
         &mut self,
         partial: &mut Partial,
         ring: &mut Ring<'_>,
-        leave: bool,
-        stop: bool,
+        wishes: Wishes<'_>,
     ) -> Result<Round> {
         // Also after an error: a state transfer may follow.
         self.exchange_average()?;
-        let round = self.evaluate_engine(partial, ring, leave, stop);
+        let round = self.evaluate_engine(partial, ring, wishes);
         self.exchange_average()?;
         let round = round?;
         if let (true, Some(validator)) = (round.complete, &self.validator) {
@@ -254,15 +261,14 @@ impl Replica {
         &self,
         partial: &mut Partial,
         ring: &mut Ring<'_>,
-        leave: bool,
-        stop: bool,
+        wishes: Wishes<'_>,
     ) -> Result<Round> {
         let Some(validator) = &self.validator else {
             return Err(
                 self.bad_state("it waits for an evaluation, but there is no validation data".to_owned())
             );
         };
-        validator.round(&self.engine, partial, ring, (self.position(), leave, stop), &self.runtime).map_err(
+        validator.round(&self.engine, partial, ring, (self.position(), wishes), &self.reader).map_err(
             |error| match error {
                 Error::Engine(error) => self.diverged(error),
                 other => other,
@@ -365,7 +371,7 @@ impl Replica {
     /// Computes this rank's rows, reduces the gradients over the ring and applies the step.
     ///
     /// On an error nothing was applied, and the step can be computed again in another ring.
-    pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, leave: bool, stop: bool) -> Result<StepOutcome> {
+    pub(crate) fn step_once(&mut self, ring: &mut Ring<'_>, wishes: Wishes<'_>) -> Result<StepOutcome> {
         let began = Instant::now();
         let batch_rows = self.plan.batch_rows();
         let parts = self.reduction.parts(ring.world());
@@ -373,12 +379,15 @@ impl Replica {
         let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
         let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), parts)
             .with_channels(self.engine.moving_channels());
-        tally.leave = u64::from(leave);
-        tally.stop = u64::from(stop);
+        tally.leave = u64::from(wishes.leave);
+        tally.stop = u64::from(wishes.stop);
         self.reduction.begin();
         let mut held = None;
         let total = loop {
-            let own = self.compute(&passes, parts, &mut held, tally.clone())?;
+            let interrupted = |is_failing| wishes.end_read(ring, is_failing);
+            let Some(own) = self.compute(&passes, parts, &mut held, tally.clone(), &interrupted)? else {
+                return Err(ring.over().into());
+            };
             let total = self.reduction.reduce(self.step, own, ring).map_err(|error| self.unreduced(error))?;
             if let Some(total) = total {
                 break total;
@@ -435,24 +444,25 @@ impl Replica {
         Ok(StepOutcome { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
     }
 
-    /// Computes the gradients of the parts of `passes`, and adds them to the reduction. Returns this rank's tally.
-    /// `held` are the rows of the last pass, which need not be read again.
+    /// Computes the gradients of the parts of `passes`, and adds them to the reduction. Returns this rank's tally; none
+    /// if a read was interrupted. `held` are the rows of the last pass, which need not be read again.
     fn compute(
         &mut self,
         passes: &[Range<usize>],
         parts: usize,
         held: &mut Option<Pass>,
         mut tally: Tally,
-    ) -> Result<Tally> {
+        interrupted: Interrupt<'_>,
+    ) -> Result<Option<Tally>> {
         let batch_rows = self.plan.batch_rows();
         self.reduction.clear(self.engine.layout().elements());
         for (at, own) in passes.iter().enumerate() {
             if held.as_ref().is_none_or(|held| held.parts != *own) {
                 *held = None;
                 let next = passes.get(at + 1).map_or((self.step + 1, &passes[0]), |next| (self.step, next));
-                *held = Some(self.pass(own, next, parts)?);
+                *held = self.pass(own, next, parts, interrupted)?;
             }
-            let Some(Pass { batch, rows, .. }) = held else { continue };
+            let Some(Pass { batch, rows, .. }) = held else { return Ok(None) };
             for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
                 if !tally.count(*epoch, *row) {
                     let reason = format!("step {} delivered its row {row}", self.step);
@@ -475,25 +485,36 @@ impl Replica {
                 tally.ignored += found.ignored;
             }
         }
-        Ok(tally)
+        Ok(Some(tally))
     }
 
-    /// Reads the rows of the parts `own` of this step; starts prefetching those of the pass `next`.
+    /// Reads the rows of the parts `own` of this step; starts prefetching those of the pass `next`. None if the read was
+    /// interrupted.
     fn pass(
         &mut self,
         own: &Range<usize>,
         (next_step, next): (u64, &Range<usize>),
         parts: usize,
-    ) -> Result<Pass> {
+        interrupted: Interrupt<'_>,
+    ) -> Result<Option<Pass>> {
         let batch_rows = self.plan.batch_rows();
         let cut = |at| shard_slots(at, parts, batch_rows).start;
-        let batch = self.read(cut(own.start)..cut(own.end), (next_step, cut(next.start)..cut(next.end)))?;
+        let next = (next_step, cut(next.start)..cut(next.end));
+        let Some(batch) = self.read(cut(own.start)..cut(own.end), next, interrupted)? else {
+            return Ok(None);
+        };
         let rows = source::decode(&self.plan, &self.columns, &batch.batch, &batch.rows)?;
-        Ok(Pass { parts: own.clone(), batch, rows })
+        Ok(Some(Pass { parts: own.clone(), batch, rows }))
     }
 
-    /// Rows of this step, prefetched if their slots were predicted; starts prefetching those of `next`.
-    fn read(&mut self, slots: Range<usize>, next: (u64, Range<usize>)) -> Result<FeedBatch> {
+    /// Rows of this step, prefetched if their slots were predicted; starts prefetching those of `next`. None if the read
+    /// was interrupted.
+    fn read(
+        &mut self,
+        slots: Range<usize>,
+        next: (u64, Range<usize>),
+        interrupted: Interrupt<'_>,
+    ) -> Result<Option<FeedBatch>> {
         let foreseen = self.prefetched.take().and_then(|(step, prefetched, reading)| {
             if step == self.step && prefetched == slots {
                 return Some(reading);
@@ -501,32 +522,13 @@ impl Replica {
             reading.abort();
             None
         });
-        let mut outcome = match foreseen {
-            Some(reading) => self.runtime.block_on(reading).ok(),
-            None => None,
-        };
-        for attempt in 1..=READ_ATTEMPTS {
-            match outcome {
-                Some(Ok(_)) => break,
-                Some(Err(ref error)) if !error.is_retryable() || attempt == READ_ATTEMPTS => break,
-                Some(Err(ref error)) => {
-                    tracing::warn!(step = self.step, %error, "cannot read a batch; retrying");
-                    std::thread::sleep(Duration::from_millis(100 * attempt));
-                }
-                None => {}
-            }
-            outcome = Some(self.runtime.block_on(self.feed.batch(self.step, slots.clone())));
-        }
-        let what = || format!("step {}: read dataset {}", self.step, self.job.dataset);
-        let batch = match outcome {
-            Some(Ok(batch)) => batch,
-            Some(Err(error)) => return Err(Error::feed(what(), error)),
-            None => return Err(Error::feed(what(), "the runtime stopped")),
-        };
+        let what = format!("step {}: read dataset {}", self.step, self.job.dataset);
+        let read = self.reader.read(&self.feed, (self.step, slots), foreseen, &what, interrupted)?;
+        let Some(batch) = read else { return Ok(None) };
         let (feed, (step, wanted)) = (self.feed.clone(), next.clone());
         let reading = self.runtime.spawn(async move { feed.batch(step, wanted).await });
         self.prefetched = Some((next.0, next.1, reading));
-        Ok(batch)
+        Ok(Some(batch))
     }
 
     /// Writes a checkpoint in the background if one is due at this step, or if the last due one is missing. While
@@ -535,9 +537,8 @@ impl Replica {
         if self.finish().is_some() || !self.writer.is_due(self.step, self.job.checkpoint_every_steps) {
             return Ok(());
         }
-        let (checkpoints, state) = (self.checkpoints.clone(), self.state());
-        let layout = self.engine.layout().clone();
-        self.writer.write(self.step, move || checkpoints.write(&state, &layout, None))
+        let write = self.writing(|checkpoints, state, layout| checkpoints.write(state, layout, None));
+        self.writer.write(self.step, write)
     }
 
     /// Looks in the background whether the last due checkpoint was written. The worker that had to may have died.
@@ -545,7 +546,7 @@ impl Replica {
         let Some(due) = self.writer.unknown_due(self.step, self.job.checkpoint_every_steps) else {
             return Ok(());
         };
-        let (checkpoints, step) = (self.checkpoints.clone(), self.step);
+        let (checkpoints, step) = (self.checkpoints.through(&self.output.view()), self.step);
         self.writer.look(due, move || checkpoints.newest_step(step))
     }
 
@@ -556,26 +557,46 @@ impl Replica {
 
     /// Writes a checkpoint; durable when it returns.
     pub(crate) fn checkpoint(&mut self, finish: Option<Finish>) -> Result<()> {
-        let (checkpoints, state) = (self.checkpoints.clone(), self.state());
-        let layout = self.engine.layout().clone();
-        self.writer.write(self.step, move || checkpoints.write(&state, &layout, finish))?;
+        let write = self.writing(move |checkpoints, state, layout| checkpoints.write(state, layout, finish));
+        self.writer.write(self.step, write)?;
         self.close()
     }
 
     /// Writes a checkpoint, unless the job would continue from one of this position or of a later one. Durable when
     /// it returns.
     pub(crate) fn checkpoint_if_newest(&mut self) -> Result<()> {
-        self.save_if_newest()?;
+        let write = self.writing_if_newest();
+        self.writer.write(self.step, write)?;
         self.close()
     }
 
-    /// Like [`Replica::checkpoint_if_newest`], in the background.
+    /// Like [`Replica::checkpoint_if_newest`], in the background, while too few workers are here.
     pub(crate) fn save_if_newest(&mut self) -> Result<()> {
-        let (checkpoints, state) = (self.checkpoints.clone(), self.state());
-        let (layout, job, plan) = (self.engine.layout().clone(), self.job.clone(), Arc::clone(&self.plan));
-        self.writer.write(self.step, move || {
-            checkpoints.write_if_newest(&state, &layout, |found| is_usable(&job, &plan, found))
+        let write = self.writing_if_newest();
+        self.writer.save(self.step, write)
+    }
+
+    /// Makes one attempt at [`Replica::checkpoint_if_newest`], in place of those in progress.
+    pub(crate) fn save_once(&mut self) -> Result<()> {
+        self.abandon();
+        self.writing_if_newest()()
+    }
+
+    fn writing_if_newest(&self) -> impl Fn() -> Result<()> + Send + 'static {
+        let (job, plan) = (self.job.clone(), Arc::clone(&self.plan));
+        self.writing(move |checkpoints, state, layout| {
+            checkpoints.write_if_newest(state, layout, |found| is_usable(&job, &plan, found))
         })
+    }
+
+    /// An attempt to write the present state.
+    fn writing(
+        &self,
+        write: impl Fn(&Checkpoints, &RunState, &ParamLayout) -> Result<()> + Send + 'static,
+    ) -> impl Fn() -> Result<()> + Send + 'static {
+        let (output, checkpoints) = (self.output.clone(), self.checkpoints.clone());
+        let (state, layout) = (self.state(), self.engine.layout().clone());
+        move || output.write(|view| write(&checkpoints.through(view), &state, &layout))
     }
 
     /// Gives up a checkpoint that the volumes do not take, and waits for one that they take.

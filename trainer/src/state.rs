@@ -24,6 +24,8 @@ const COUNTERS: &str = "millrace";
 const OVERHEAD_BYTES_MAX: u64 = 128 << 20;
 /// Vectors an optimizer may keep.
 const SLOTS_MAX: u64 = 8;
+/// Most steps of a state, so that sums of counters do not overflow. No run reaches it.
+const STEPS_MAX: u64 = 1 << 60;
 
 /// A run after `step` steps.
 #[derive(Debug, Clone, PartialEq)]
@@ -207,6 +209,15 @@ impl RunState {
         let slots = counters.optimizer_slots.len();
         if slots as u64 > SLOTS_MAX {
             return Err(format!("it has {slots} optimizer vectors, at most {SLOTS_MAX} are allowed"));
+        }
+        let evaluated =
+            counters.evaluations.iter().flat_map(|evaluation| [evaluation.step, evaluation.epoch]);
+        if [counters.step, counters.optimizer_step]
+            .into_iter()
+            .chain(evaluated)
+            .any(|steps| steps > STEPS_MAX)
+        {
+            return Err(format!("it counts more than {STEPS_MAX} steps"));
         }
         let weights = vector("model")?;
         let best = counters.best.then(|| vector("best")).transpose()?;

@@ -102,10 +102,7 @@ pub async fn train(
             }
             _ => Release::Unfinished,
         };
-        // Nothing else has the lease any more.
-        if let Some(lease) = Arc::into_inner(lease) {
-            lease.release(how);
-        }
+        lease.release(how);
         drop(lock);
         outcome
     })

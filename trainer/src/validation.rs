@@ -5,12 +5,10 @@
 //! number. An evaluation is part of the replicated state once it is complete; one that was interrupted begins
 //! again.
 use std::sync::Arc;
-use std::time::Duration;
 
 use millrace_streams::dataset::OpenDataset;
-use millrace_streams::feed::{Feed, FeedBatch, Plan, PlanOptions};
+use millrace_streams::feed::{Feed, Plan, PlanOptions};
 use serde::{Deserialize, Serialize};
-use tokio::runtime::Handle;
 
 use crate::collective::Ring;
 use crate::data::Columns;
@@ -18,6 +16,7 @@ use crate::elastic::proto;
 use crate::engine::{Engine, Loss, Measures};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, Validation};
+use crate::reader::{Interrupt, Reader, Wishes};
 use crate::source;
 
 mod auc;
@@ -30,8 +29,6 @@ pub(crate) use auc::Scores;
 const LANES: usize = 7;
 /// Integers before them: members that want to leave, and members that were told to stop.
 const LANES_FIXED: usize = 2;
-/// Attempts at a read that may succeed later, with pauses of 100 ms times the attempt.
-const READ_ATTEMPTS: u64 = 5;
 
 /// The figures of the weights after some epoch, on the rows of the validation dataset.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -188,16 +185,19 @@ impl Validator {
         engine: &Engine,
         partial: &mut Partial,
         ring: &mut Ring<'_>,
-        (position, leave, stop): (u64, bool, bool),
-        runtime: &Handle,
+        (position, wishes): (u64, Wishes<'_>),
+        reader: &Reader,
     ) -> Result<Round> {
         let own = partial.batches + ring.rank() as u64;
         let size = LANES + if self.auc { 1 + batch_rows(self.feed.plan()) } else { 0 };
         let mut lanes = vec![0i64; LANES_FIXED + size * ring.world()];
-        (lanes[0], lanes[1]) = (i64::from(leave), i64::from(stop));
+        (lanes[0], lanes[1]) = (i64::from(wishes.leave), i64::from(wishes.stop));
         if own < self.batches() {
             let mut scores = Scores::default();
-            let measures = self.batch(engine, own, runtime, &mut scores)?;
+            let interrupted = |is_failing| wishes.end_read(ring, is_failing);
+            let Some(measures) = self.batch(engine, own, (reader, &interrupted), &mut scores)? else {
+                return Err(ring.over().into());
+            };
             let lanes = &mut lanes[LANES_FIXED + size * ring.rank()..][..size];
             lanes[..LANES].copy_from_slice(&encode(&measures));
             scores.encode(&mut lanes[LANES..]);
@@ -215,11 +215,20 @@ impl Validator {
         Ok(Round { complete: computed == left, leave: lanes[0] > 0, stop: lanes[1] > 0 })
     }
 
-    fn batch(&self, engine: &Engine, batch: u64, runtime: &Handle, scores: &mut Scores) -> Result<Measures> {
+    /// The figures of a batch; none if the read was interrupted.
+    fn batch(
+        &self,
+        engine: &Engine,
+        batch: u64,
+        (reader, interrupted): (&Reader, Interrupt<'_>),
+        scores: &mut Scores,
+    ) -> Result<Option<Measures>> {
         let plan = self.feed.plan();
         let left = plan.rows() - batch * plan.batch_rows() as u64;
         let count = usize::try_from(left).map_or(plan.batch_rows(), |left| left.min(plan.batch_rows()));
-        let read = self.read(batch, count, runtime)?;
+        let what = format!("read validation dataset {}", self.columns.dataset);
+        let read = reader.read(&self.feed, (batch, 0..count), None, &what, interrupted)?;
+        let Some(read) = read else { return Ok(None) };
         let rows = source::decode(plan, &self.columns, &read.batch, &read.rows)?;
         let units = self.columns.scale.as_ref().map_or(&[][..], |scale| scale.deviations());
         let mut sum = Measures::default();
@@ -228,27 +237,7 @@ impl Validator {
             let scores = self.auc.then_some(&mut *scores);
             add(&mut sum, &engine.measure(&shard, self.top_k.unwrap_or(0), units, scores)?);
         }
-        Ok(sum)
-    }
-
-    fn read(&self, batch: u64, rows: usize, runtime: &Handle) -> Result<FeedBatch> {
-        let mut attempt = 1;
-        loop {
-            match runtime.block_on(self.feed.batch(batch, 0..rows)) {
-                Ok(read) => return Ok(read),
-                Err(error) if error.is_retryable() && attempt < READ_ATTEMPTS => {
-                    tracing::warn!(batch, %error, "cannot read a batch of the validation data; retrying");
-                    std::thread::sleep(Duration::from_millis(100 * attempt));
-                    attempt += 1;
-                }
-                Err(error) => {
-                    return Err(Error::feed(
-                        format!("read validation dataset {}", self.columns.dataset),
-                        error,
-                    ));
-                }
-            }
-        }
+        Ok(Some(sum))
     }
 
     /// The figures of a complete evaluation.

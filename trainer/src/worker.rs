@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::job::JobFile;
 use crate::join::host_port;
 use crate::launch::WorkerEnv;
+use crate::reader::Wishes;
 use crate::replica::Replica;
 use crate::source::DataFacts;
 use crate::validation::Partial;
@@ -174,7 +175,7 @@ enum Part {
 /// Runs membership epochs, from barrier to barrier, until the job is over or this worker was asked to leave.
 fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) -> Result<Part> {
     let (mut reason, mut trouble) = (Reason::Fresh, None);
-    session.watch(replica.unsaved());
+    session.watch(replica.unsaved(), replica.unread());
     loop {
         let mut barrier = session.arrive(replica.arrival(), reason, trouble.as_ref())?;
         let formed = loop {
@@ -262,10 +263,13 @@ fn epoch(
             }
             return Ok(session.finish(replica.step(), false)?.into());
         }
-        let leave = session.leave_wanted() || session.preempted();
-        let stop = session.stop_wanted();
+        let wishes = Wishes {
+            leave: session.leave_wanted() || session.preempted(),
+            stop: session.stop_wanted(),
+            preempted: &|| session.preempted(),
+        };
         session.enter(replica.step(), Exchange::Gradients);
-        let done = session.step(|| replica.step_once(&mut ring, leave, stop))?;
+        let done = session.step(|| replica.step_once(&mut ring, wishes))?;
         replica.poll_writer()?;
         if lead {
             session.report(report(replica, done.loss));
@@ -295,9 +299,12 @@ fn evaluate(
     session.enter(replica.step(), Exchange::Evaluation);
     loop {
         // A worker that joins waits for the end: each new membership epoch begins the evaluation again.
-        let leave = session.preempted();
-        let stop = session.stop_wanted();
-        let round = session.step(|| replica.evaluate(&mut partial, ring, leave, stop))?;
+        let wishes = Wishes {
+            leave: session.preempted(),
+            stop: session.stop_wanted(),
+            preempted: &|| session.preempted(),
+        };
+        let round = session.step(|| replica.evaluate(&mut partial, ring, wishes))?;
         if round.complete {
             if lead {
                 session.report(report(replica, replica.last_loss()));

@@ -22,6 +22,8 @@ mod joined;
 mod modes;
 #[path = "trainer/objectives.rs"]
 mod objectives;
+#[path = "trainer/outages.rs"]
+mod outages;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
 

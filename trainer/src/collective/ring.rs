@@ -120,11 +120,18 @@ impl<'a> Ring<'a> {
         self.close_on_error(result)
     }
 
+    /// Whether no operation can succeed any more: one has failed, or the membership epoch is over.
+    pub fn is_over(&self) -> bool {
+        self.failed || self.edge.abort.is_cancelled()
+    }
+
+    /// The error of an operation after the end.
+    pub fn over(&self) -> Error {
+        Error::Aborted { epoch: self.epoch() }
+    }
+
     fn usable(&self) -> Result<(), Error> {
-        if self.failed || self.edge.abort.is_cancelled() {
-            return Err(Error::Aborted { epoch: self.epoch() });
-        }
-        Ok(())
+        if self.is_over() { Err(self.over()) } else { Ok(()) }
     }
 
     fn close_on_error<T>(&mut self, result: Result<T, Error>) -> Result<T, Error> {

@@ -49,6 +49,8 @@ pub(crate) struct Report {
     pub(crate) missing: usize,
     /// How long the volumes have not taken a checkpoint; zero while they do.
     pub(crate) unsaved: Duration,
+    /// How long a worker has waited for rows that the volumes do not give; zero while they do.
+    pub(crate) unread: Duration,
     /// Where workers of other machines join.
     pub(crate) listening: Option<SocketAddr>,
 }

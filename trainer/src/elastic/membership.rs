@@ -173,6 +173,10 @@ struct Member {
     finished: Option<bool>,
     /// The step and the exchange of its last heartbeat, for messages.
     place: Option<(u64, String)>,
+    /// How long the volumes have taken no checkpoint of it.
+    unsaved: Duration,
+    /// How long the volumes have not given it the rows of its step.
+    unread: Duration,
 }
 
 impl Member {
@@ -235,6 +239,8 @@ pub(crate) struct Membership {
     last_exit_code: u8,
     /// When a member was lost that could not write its checkpoint, and its host.
     unsaved: Option<(Instant, String)>,
+    /// How a member with a state was lost while the job stopped.
+    lost_state: Option<String>,
     actions: Vec<Action>,
 }
 
@@ -273,6 +279,7 @@ impl Membership {
             last_loss: "never started".to_owned(),
             last_exit_code: 1,
             unsaved: None,
+            lost_state: None,
             actions: Vec::new(),
         }
     }
@@ -375,6 +382,8 @@ impl Membership {
             lineage: Vec::new(),
             finished: None,
             place: None,
+            unsaved: Duration::ZERO,
+            unread: Duration::ZERO,
         };
         self.members.insert(id, member);
         if self.stopping.is_some() {
@@ -430,6 +439,7 @@ impl Membership {
         let Some(member) = self.members.remove(&id) else { return };
         tracing::info!(worker = member.slot, pid = member.pid, host = member.host, "worker leaves");
         self.last_loss = "left".to_owned();
+        self.lost_state = None;
         self.release(id, &member, "left in order", false);
         self.close_epoch_of(id, now);
         self.settle(now);
@@ -465,6 +475,26 @@ impl Membership {
         if let Some(member) = self.members.get_mut(&id) {
             member.place = Some((step, exchange));
         }
+    }
+
+    /// The volumes have taken no checkpoint of a member for `unsaved`, and not given it rows for `unread`.
+    pub(crate) fn record_outages(&mut self, id: MemberId, unsaved: Duration, unread: Duration) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        if member.unread.is_zero() != unread.is_zero() {
+            let who = member.peer().to_string();
+            match unread.is_zero() {
+                false => {
+                    tracing::warn!("the volumes give no rows to {who}, which tries again: its step waits")
+                }
+                true => tracing::info!("the volumes give rows to {who} again"),
+            }
+        }
+        (member.unsaved, member.unread) = (unsaved, unread);
+    }
+
+    /// How long a member has waited for its rows.
+    pub(crate) fn unread(&self) -> Duration {
+        self.members.values().map(|member| member.unread).max().unwrap_or_default()
     }
 
     /// A member has computed its current step, or written its last checkpoint, for `computing` so far.

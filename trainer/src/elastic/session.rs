@@ -21,7 +21,7 @@ use super::proto::{self, from_worker, to_worker};
 use crate::collective;
 use crate::error::{Error, Result};
 use crate::launch::WorkerEnv;
-use crate::replica::Unsaved;
+use crate::outage::Outage;
 use crate::validation::Evaluation;
 
 /// Deadline for the coordinator's answer to the greeting. Long, because the coordinator may be stopped for a
@@ -143,8 +143,8 @@ struct Flags {
     /// The step that the training thread is at, and its [`Exchange`]; 0 outside of one.
     step: AtomicU64,
     exchange: AtomicU8,
-    /// The checkpoint that the volumes do not take.
-    unsaved: OnceLock<Arc<Unsaved>>,
+    /// The checkpoint that the volumes do not take, and the rows that they do not give.
+    outages: OnceLock<[Arc<Outage>; 2]>,
 }
 
 /// Measures for the heartbeat how long the current step has taken.
@@ -356,10 +356,10 @@ impl Session {
         self.flags.preempted.load(Ordering::Relaxed)
     }
 
-    /// Reports with the heartbeats for how long the volumes do not take a checkpoint.
-    pub(crate) fn watch(&self, unsaved: Arc<Unsaved>) {
-        // A session has one replica.
-        let _ = self.flags.unsaved.set(unsaved);
+    /// Reports with the heartbeats for how long the volumes do not take a checkpoint, and for how long they do not give
+    /// rows. A session has one replica, so the first call counts.
+    pub(crate) fn watch(&self, unsaved: Arc<Outage>, unread: Arc<Outage>) {
+        self.flags.outages.get_or_init(|| [unsaved, unread]);
     }
 
     /// Whether this worker has begun a step in a ring that formed.
@@ -504,11 +504,16 @@ async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration, f
         ticks.tick().await;
         let computing = clock.tick(flags.steps.load(Ordering::Relaxed), ticked.elapsed(), every);
         ticked = Instant::now();
+        let outages = flags.outages.get().map(|outages| {
+            outages.each_ref().map(|outage| u64::try_from(outage.elapsed().as_millis()).unwrap_or(u64::MAX))
+        });
+        let [unsaved_ms, unread_ms] = outages.unwrap_or_default();
         let beat = proto::Heartbeat {
             computing_ms: computing.as_millis() as u64,
             step: Some(flags.step.load(Ordering::Relaxed)),
             exchange: Exchange::name(flags.exchange.load(Ordering::Relaxed)).to_owned(),
-            unsaved_ms: flags.unsaved.get().map_or(0, |unsaved| unsaved.elapsed().as_millis() as u64),
+            unsaved_ms,
+            unread_ms,
         };
         let beat = from_worker::Message::Heartbeat(beat);
         if outgoing.send(proto::FromWorker { message: Some(beat) }).await.is_err() {

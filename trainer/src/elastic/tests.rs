@@ -363,6 +363,43 @@ fn stop_has_a_deadline() {
     assert!(actions.contains(&Action::End(Verdict::Finished { stopped: true })));
 }
 
+/// The error with which a stop ends whose state was not saved.
+fn unsaved(actions: &[Action]) -> Option<&str> {
+    actions.iter().find_map(|action| match action {
+        Action::End(Verdict::Outage { message }) => Some(message.as_str()),
+        _ => None,
+    })
+}
+
+#[test]
+fn a_stop_that_saves_no_state_is_not_in_order() {
+    let (mut job, members) = SimulatedJob::running(2);
+    job.membership.record_progress(50);
+    job.membership.stop(job.now);
+    job.membership.record_outages(members[0], Duration::from_secs(40), Duration::ZERO);
+    let actions = job.pass(Duration::from_secs(11), &members);
+    let message = unsaved(&actions).unwrap();
+    for part in ["after step 50", "10 s (stop_timeout_ms)", "no checkpoint for 40 s", "start the job again"] {
+        assert!(message.contains(part), "{message}");
+    }
+    // The last worker that has the state dies.
+    let (mut job, _) = SimulatedJob::running(1);
+    job.membership.record_progress(50);
+    job.membership.stop(job.now);
+    job.membership.exited(0, 1, "was killed by signal 9", job.now);
+    let actions = job.membership.take_actions();
+    assert!(unsaved(&actions).is_some_and(|message| message.contains("signal 9")), "{actions:?}");
+    // Another one has it, and saves it.
+    let (mut job, members) = SimulatedJob::running(2);
+    job.membership.record_progress(50);
+    job.membership.stop(job.now);
+    job.membership.lost(members[0], "died", job.now);
+    job.arrive(members[1], 50, Reason::Broken);
+    job.membership.finished(members[1], true, job.now);
+    let end = Action::End(Verdict::Finished { stopped: true });
+    assert_eq!(job.membership.take_actions().last(), Some(&end));
+}
+
 #[test]
 fn failure_common_to_all_members_ends_the_job() {
     let (mut job, members) = SimulatedJob::running(2);
@@ -632,6 +669,22 @@ fn a_suspect_is_kept_after_one_broken_ring_or_progress() {
     job.arrive(third, 7, Reason::Broken);
     assert!(closed(&job.suspect(second, 7, 2)).is_empty());
     assert_eq!(job.membership.lost_total(), 0);
+}
+
+#[test]
+fn a_worker_that_waits_for_its_rows_is_blamed_for_no_ring() {
+    for unread in [Duration::from_secs(30), Duration::ZERO] {
+        let (mut job, [first, second, third]) = three_joined();
+        job.membership.record_outages(third, Duration::ZERO, unread);
+        assert_eq!(job.membership.unread(), unread);
+        let mut lost = Vec::new();
+        for _ in 0..2 {
+            job.arrive(third, 5, Reason::Broken);
+            job.arrive(first, 5, Reason::Broken);
+            lost.extend(closed(&job.suspect(second, 5, 2)));
+        }
+        assert_eq!(lost, if unread.is_zero() { vec![third] } else { vec![] });
+    }
 }
 
 #[test]

@@ -311,6 +311,23 @@ fn a_lost_lease_is_told_with_the_new_coordinator() {
 }
 
 #[test]
+fn a_lease_is_released_while_others_refer_to_it() {
+    let home = tempfile::tempdir().unwrap();
+    let view = embedded(home.path());
+    let mut first = candidate(&view);
+    let lease = std::sync::Arc::new(Lease::start(taken(first.look(None, &boot_time).unwrap())).unwrap());
+    let other = std::sync::Arc::clone(&lease);
+    lease.release(Release::Finished);
+    assert_eq!(read(&view, "job").unwrap().unwrap().standing, Standing::Finished);
+    // It renews nothing, and says so.
+    assert!(other.check().is_err() && other.confirm().is_err());
+    let next = taken(candidate(&view).look(None, &boot_time).unwrap());
+    other.release(Release::Unfinished);
+    assert!(writes(&next));
+    assert_eq!(read(&view, "job").unwrap().unwrap().standing, Standing::Held);
+}
+
+#[test]
 fn a_standby_that_waited_for_a_run_that_failed_gets_its_error() {
     let home = tempfile::tempdir().unwrap();
     let view = embedded(home.path());

@@ -1,5 +1,4 @@
 //! The background thread that writes a replica's checkpoints, one at a time.
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -7,7 +6,7 @@ use std::time::Duration;
 use millrace_leaf::backoff::Backoff;
 
 use crate::error::{Error, Result};
-use crate::lease::boot_time;
+use crate::outage::{Attempts, Outage};
 
 /// What the thread did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,43 +21,24 @@ pub(super) enum Done {
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// How long the volumes have not taken a checkpoint, for any thread.
-#[derive(Debug, Default)]
-pub(crate) struct Unsaved {
-    /// Milliseconds of [`boot_time`] at the first failure; 0 while checkpoints are written.
-    since: AtomicU64,
+/// What a thread is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// A checkpoint, which the volumes have to take within the patience.
+    Checkpoint,
+    /// The state of this step while too few workers are here. Nothing is computed meanwhile, so attempts go on for as
+    /// long as that lasts, and a failure ends no worker: the state stays in memory.
+    Save(u64),
+    /// A look for the newest checkpoint.
+    Look,
 }
-
-impl Unsaved {
-    /// Zero while checkpoints are written.
-    pub(crate) fn elapsed(&self) -> Duration {
-        match self.since.load(Ordering::Relaxed) {
-            0 => Duration::ZERO,
-            // At least one millisecond, so that it is never zero.
-            since => (boot_time() + MILLISECOND).saturating_sub(Duration::from_millis(since)),
-        }
-    }
-
-    /// A write has failed; gives the time since the first one.
-    fn note(&self) -> Duration {
-        let now = (boot_time().as_millis() as u64).max(1);
-        // An error means that an earlier one is noted.
-        let _ = self.since.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
-        self.elapsed()
-    }
-
-    fn clear(&self) -> bool {
-        self.since.swap(0, Ordering::Relaxed) > 0
-    }
-}
-
-const MILLISECOND: Duration = Duration::from_millis(1);
 
 /// The thread in progress. Without `retries`, it makes no further attempt.
 #[derive(Debug)]
 struct Running {
+    work: Work,
     thread: JoinHandle<Result<Done>>,
-    retries: mpsc::Sender<()>,
+    retries: Option<mpsc::Sender<()>>,
 }
 
 /// Writes in the background. A step never waits for it.
@@ -69,48 +49,50 @@ struct Running {
 pub(super) struct Writer {
     job: String,
     patience: Duration,
-    unsaved: Arc<Unsaved>,
+    unsaved: Arc<Outage>,
     running: Option<Running>,
     /// The newest step that is known to be durable.
     durable: u64,
-    /// The due step whose checkpoint is missing, as another worker died before it was written.
+    /// The due step whose checkpoint is missing: another worker died before it was written, or a save failed.
     missing: Option<u64>,
-    /// Whether the thread only looks for the newest checkpoint.
-    is_looking: bool,
     /// Whether a checkpoint that was left out has been reported.
     told: bool,
 }
 
 /// What a thread needs to try again.
-struct Attempts {
+struct Retries {
     job: String,
-    patience: Duration,
-    unsaved: Arc<Unsaved>,
+    /// None for a write that is tried again until it is given up.
+    patience: Option<Duration>,
+    unsaved: Arc<Outage>,
     /// Disconnected when the writer gives this write up.
-    retries: mpsc::Receiver<()>,
+    given_up: mpsc::Receiver<()>,
 }
 
-impl Attempts {
+impl Retries {
     /// Writes until the volumes take the checkpoint of `step`, or refuse it.
     fn write(&self, step: u64, write: impl Fn() -> Result<()>) -> Result<()> {
         let mut backoff = Backoff::new(PAUSE, PAUSE_MAX);
+        let mut attempts = Attempts::new(&self.unsaved);
         loop {
             let error = match write() {
                 Ok(()) => {
+                    drop(attempts);
                     if self.unsaved.clear() {
                         tracing::info!(job = self.job, step, "the volumes take checkpoints again");
                     }
                     return Ok(());
                 }
                 Err(error) if !error.is_outage() => {
+                    drop(attempts);
                     self.unsaved.clear();
                     return Err(error);
                 }
                 Err(error) => error,
             };
-            let failing = self.unsaved.note();
-            let (seconds, cause) = (failing.as_secs(), error.one_line());
-            if failing >= self.patience {
+            let failing = attempts.failed()?;
+            let (seconds, cause) = (self.unsaved.elapsed().as_secs(), error.one_line());
+            if self.patience.is_some_and(|patience| failing >= patience) {
                 return Err(Error::Outage {
                     reason: format!(
                         "job {}: the volumes took no checkpoint for {seconds} s, up to that of step {step} ({cause}): \
@@ -119,14 +101,18 @@ impl Attempts {
                     ),
                 });
             }
+            let limit = match self.patience {
+                Some(patience) => format!("for up to {} s", patience.as_secs()),
+                None => "while too few workers are here".to_owned(),
+            };
             tracing::warn!(
                 job = self.job,
                 step,
                 error = cause,
-                "cannot write a checkpoint for {seconds} s; trying again, for up to {} s",
-                self.patience.as_secs()
+                "cannot write a checkpoint for {seconds} s; trying again, {limit}"
             );
-            if let Err(mpsc::RecvTimeoutError::Disconnected) = self.retries.recv_timeout(backoff.jittered()) {
+            if let Err(mpsc::RecvTimeoutError::Disconnected) = self.given_up.recv_timeout(backoff.jittered())
+            {
                 return Err(error);
             }
         }
@@ -142,7 +128,6 @@ impl Writer {
             running: None,
             durable: 0,
             missing: None,
-            is_looking: false,
             told: false,
         }
     }
@@ -151,15 +136,20 @@ impl Writer {
         self.patience = patience;
     }
 
-    pub(super) fn unsaved(&self) -> Arc<Unsaved> {
+    pub(super) fn unsaved(&self) -> Arc<Outage> {
         Arc::clone(&self.unsaved)
+    }
+
+    fn is_looking(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| running.work == Work::Look)
     }
 
     /// Whether a checkpoint has to be written after `step`. Not while another one is being written.
     pub(super) fn is_due(&mut self, step: u64, every: u64) -> bool {
         let is_due = step.is_multiple_of(every);
-        if self.running.is_none() || self.is_looking {
-            return is_due || (self.missing.is_some() && !self.is_looking);
+        let is_looking = self.is_looking();
+        if self.running.is_none() || is_looking {
+            return is_due || (self.missing.is_some() && !is_looking);
         }
         if is_due && !self.told && self.unsaved.elapsed().is_zero() {
             self.told = true;
@@ -184,31 +174,53 @@ impl Writer {
         due: u64,
         look: impl FnOnce() -> Result<Option<u64>> + Send + 'static,
     ) -> Result<()> {
-        self.begin(move |_| {
+        self.begin(Work::Look, move |_| {
             Ok(Done::Found(look().unwrap_or_else(|error| {
                 tracing::warn!(error = error.one_line(), "cannot look for the newest checkpoint");
                 None
             })))
         })?;
-        (self.missing, self.is_looking) = (Some(due), true);
+        self.missing = Some(due);
         Ok(())
     }
 
     /// Begins to write the state after `step` steps, once the write before it has ended. That one makes no further
     /// attempt.
     pub(super) fn write(&mut self, step: u64, write: impl Fn() -> Result<()> + Send + 'static) -> Result<()> {
-        (self.missing, self.is_looking) = (None, false);
-        self.begin(move |attempts| attempts.write(step, write).map(|()| Done::Written(step)))
+        self.missing = None;
+        self.begin(Work::Checkpoint, move |retries| retries.write(step, write).map(|()| Done::Written(step)))
     }
 
-    fn begin(&mut self, work: impl FnOnce(&Attempts) -> Result<Done> + Send + 'static) -> Result<()> {
+    /// Like [`Writer::write`], with attempts until [`Writer::resume`].
+    pub(super) fn save(&mut self, step: u64, write: impl Fn() -> Result<()> + Send + 'static) -> Result<()> {
+        self.missing = None;
+        self.begin(Work::Save(step), move |retries| retries.write(step, write).map(|()| Done::Written(step)))
+    }
+
+    /// Training goes on: a save in progress makes no further attempt.
+    pub(super) fn resume(&mut self) {
+        if let Some(running) = &mut self.running
+            && matches!(running.work, Work::Save(_))
+        {
+            running.retries = None;
+        }
+    }
+
+    fn begin(
+        &mut self,
+        work: Work,
+        run: impl FnOnce(&Retries) -> Result<Done> + Send + 'static,
+    ) -> Result<()> {
         let former = self.running.take().map(|running| running.thread);
-        let (retries, told) = mpsc::channel();
-        let attempts = Attempts {
+        let (sender, given_up) = mpsc::channel();
+        let retries = Retries {
             job: self.job.clone(),
-            patience: self.patience,
+            patience: match work {
+                Work::Save(_) => None,
+                Work::Checkpoint | Work::Look => Some(self.patience),
+            },
             unsaved: Arc::clone(&self.unsaved),
-            retries: told,
+            given_up,
         };
         let thread = std::thread::Builder::new()
             .name("checkpoint".to_owned())
@@ -217,10 +229,10 @@ impl Writer {
                     // The newer state makes up for it, or fails as well.
                     tracing::warn!(error = error.one_line(), "a checkpoint was not written");
                 }
-                work(&attempts)
+                run(&retries)
             })
             .map_err(|e| Error::io("start a thread for the checkpoint", e))?;
-        self.running = Some(Running { thread, retries });
+        self.running = Some(Running { work, thread, retries: Some(sender) });
         Ok(())
     }
 
@@ -234,30 +246,42 @@ impl Writer {
 
     /// Waits for the write in progress, if there is one, with all its attempts.
     pub(super) fn wait(&mut self) -> Result<()> {
-        let Some(Running { thread, retries }) = self.running.take() else { return Ok(()) };
+        let Some(Running { work, thread, retries }) = self.running.take() else { return Ok(()) };
         let ended = thread.join();
         drop(retries);
-        self.conclude(ended)
+        self.conclude(work, ended)
     }
 
     /// Waits for the attempt in progress, if there is one.
     pub(super) fn abandon(&mut self) -> Result<()> {
-        let thread = self.running.take().map(|running| running.thread);
-        let ended = thread.map(JoinHandle::join);
+        let ended = self.running.take().map(|Running { work, thread, retries }| {
+            drop(retries);
+            (work, thread.join())
+        });
         self.unsaved.clear();
-        ended.map_or(Ok(()), |ended| self.conclude(ended))
+        ended.map_or(Ok(()), |(work, ended)| self.conclude(work, ended))
     }
 
-    fn conclude(&mut self, ended: std::thread::Result<Result<Done>>) -> Result<()> {
-        self.is_looking = false;
-        match ended {
-            Ok(Ok(Done::Written(step))) => self.durable = self.durable.max(step),
-            Ok(Ok(Done::Found(newest))) => {
+    fn conclude(&mut self, work: Work, ended: std::thread::Result<Result<Done>>) -> Result<()> {
+        match (ended, work) {
+            (Ok(Ok(Done::Written(step))), _) => self.durable = self.durable.max(step),
+            (Ok(Ok(Done::Found(newest))), _) => {
                 self.durable = self.durable.max(newest.unwrap_or_default());
                 self.missing = self.missing.filter(|due| *due > self.durable);
             }
-            Ok(Err(error)) => return Err(error),
-            Err(_) => {
+            // Another coordinator has taken the job over.
+            (Ok(Err(error @ Error::Busy { .. })), _) => return Err(error),
+            (Ok(Err(error)), Work::Save(step)) => {
+                tracing::warn!(
+                    step,
+                    error = error.one_line(),
+                    "the state was not saved while workers were missing; the next checkpoint makes up for it"
+                );
+                self.unsaved.clear();
+                self.missing = Some(step);
+            }
+            (Ok(Err(error)), _) => return Err(error),
+            (Err(_), _) => {
                 return Err(Error::Checkpoint {
                     place: "state of this worker".to_owned(),
                     reason: "writing it panicked".to_owned(),
@@ -270,7 +294,7 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 
@@ -392,6 +416,42 @@ mod tests {
             "{text}"
         );
         assert!(matches!(error, Error::Outage { .. }) && error.is_retryable() && !error.is_local());
+    }
+
+    /// As for a worker that waits for others, while the volumes are away for longer than its patience.
+    #[test]
+    fn a_save_outlasts_an_outage_and_its_failure_ends_no_worker() {
+        let mut own = writer(Duration::ZERO);
+        let (tried, tries) = mpsc::channel();
+        own.save(150, move || {
+            tried.send(()).unwrap();
+            Err(away())
+        })
+        .unwrap();
+        (0..3).for_each(|_| tries.recv().unwrap());
+        assert!(!own.unsaved().elapsed().is_zero());
+        // Training goes on.
+        own.resume();
+        while own.running.is_some() {
+            own.poll().unwrap();
+            std::thread::yield_now();
+        }
+        assert!(own.unsaved().elapsed().is_zero());
+        assert!(own.is_due(151, 1_000), "the next checkpoint makes up for it");
+        held(&mut own, 151).send(Ok(())).unwrap();
+        own.wait().unwrap();
+        assert_eq!((own.durable, own.is_due(152, 1_000)), (151, false));
+        // A full disk then, which has space now.
+        own.save(160, || {
+            let full = millrace_datafs::Error::NoSpace { place: "/home".into(), quota: false };
+            Err(Error::volume("write a checkpoint", full))
+        })
+        .unwrap();
+        own.wait().unwrap();
+        assert!(own.is_due(161, 1_000));
+        // Only a coordinator that was replaced is an error.
+        own.save(170, || Err(failed())).unwrap();
+        assert!(matches!(own.wait(), Err(Error::Busy { .. })));
     }
 
     #[test]

@@ -54,6 +54,8 @@ fn states_of_other_models_and_torn_ones_are_refused() {
     for cut in [0, 7, 8, 60, bytes.len() - 1] {
         RunState::decode(&layout(), &bytes[..cut]).unwrap_err();
     }
+    let endless = RunState { step: u64::MAX, ..state() }.encode(&layout()).unwrap();
+    assert!(RunState::decode(&layout(), &endless).unwrap_err().contains("steps"));
     let short = RunState { weights: vec![0.0; 3], ..state() };
     assert!(short.encode(&layout()).unwrap_err().contains("3 elements"));
 }

@@ -19,6 +19,7 @@ use crate::job::{JobFile, Validation};
 use crate::lease::Lease;
 use crate::model;
 use crate::optim::{Groups, Optimizer};
+use crate::output::Output;
 use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
 use crate::scaling;
@@ -246,7 +247,7 @@ impl Checked {
             facts,
             runtime,
         } = self;
-        let checkpoints = Checkpoints {
+        let mut checkpoints = Checkpoints {
             view: output,
             job: job.name.to_string(),
             run: run.clone(),
@@ -259,14 +260,18 @@ impl Checked {
             reason: format!("cannot be written into its run ({e})"),
         })?;
         // The id of a format 1 run includes its budget, which is in its job file.
-        checkpoints.begin(&model, teacher.as_deref(), &text, |id, former_job| {
+        let is_same = |id: &str, former_job: Option<&[u8]>| {
             let former_job = former_job.and_then(|text| serde_json::from_slice::<JobFile>(text).ok());
             id == former_run
                 || former_job.is_some_and(|former| {
                     former.former_digest(&model_sha256, &data) == id
                         && former.digest(&model_sha256, &data) == run
                 })
-        })?;
+        };
+        // A standby may have waited for long.
+        let output = Output::new(checkpoints.view.clone());
+        output.write(|view| checkpoints.through(view).begin(&model, teacher.as_deref(), &text, is_same))?;
+        checkpoints = checkpoints.through(&output.view());
         let resumed = replica::newest_usable_state(&checkpoints, &job, &plan, &engine)?;
         if let Some(state) = &resumed {
             tracing::info!(job = %job.name, step = state.step, "continuing from the last checkpoint");

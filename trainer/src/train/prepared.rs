@@ -20,6 +20,7 @@ use crate::job::JobFile;
 use crate::join::{Listen, host_port};
 use crate::lease::Lease;
 use crate::metrics;
+use crate::output::Output;
 use crate::publish::{self, Origin};
 use crate::replica;
 use crate::source;
@@ -123,6 +124,7 @@ impl Prepared {
                 membership_epoch: seen.membership_epoch,
                 workers_missing: seen.missing,
                 unsaved_seconds: seen.unsaved.as_secs(),
+                unread_seconds: seen.unread.as_secs(),
                 listening: seen.listening,
                 waiting_for: None,
             });
@@ -183,15 +185,17 @@ impl Prepared {
                     ControlFlow::Continue(None)
                 })
             };
-            let published = publish::publish(
-                &self.checkpoints,
-                &self.job,
-                &self.origin,
-                &mut self.engine,
-                &state,
-                statistics,
-                &self.runtime,
-            )?;
+            let published = Output::new(self.checkpoints.view.clone()).write(|view| {
+                publish::publish(
+                    &self.checkpoints.through(view),
+                    &self.job,
+                    &self.origin,
+                    &mut self.engine,
+                    &state,
+                    statistics,
+                    &self.runtime,
+                )
+            })?;
             match published {
                 Some((published, already)) => {
                     report.already_published = already;

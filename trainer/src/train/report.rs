@@ -36,6 +36,9 @@ pub struct Progress {
     /// How long the volumes have not taken a checkpoint that is due; 0 while they do.
     #[serde(skip_serializing_if = "is_zero")]
     pub unsaved_seconds: u64,
+    /// How long a worker has waited for rows that the volumes do not give; 0 while they do.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub unread_seconds: u64,
     /// Where workers of other machines join.
     pub listening: Option<SocketAddr>,
     /// The coordinator whose lease this process waits for.

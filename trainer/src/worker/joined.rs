@@ -182,6 +182,48 @@ impl Memory {
         }
     }
 
+    /// Makes one more attempt to save the state before it goes. Gives the step after which it is saved; none if there is
+    /// none to save, or if another coordinator goes on with the run.
+    ///
+    /// # Errors
+    /// [`Error::Outage`] names the state and the cause.
+    fn save(&mut self) -> Result<Option<u64>> {
+        let Some(mut replica) = self.replica.take().filter(|replica| replica.position() > 0) else {
+            return Ok(None);
+        };
+        let (run, step) = (self.describe(), replica.step());
+        match replica.save_once() {
+            Ok(()) => {
+                tracing::info!(run, step, "the state is saved");
+                Ok(Some(step))
+            }
+            Err(error @ Error::Busy { .. }) => {
+                let reason = error.one_line();
+                tracing::warn!(
+                    run,
+                    step,
+                    reason,
+                    "the state of this worker is dropped: the run goes on without it"
+                );
+                Ok(None)
+            }
+            Err(error) => Err(Error::Outage {
+                reason: format!(
+                    "the state of {run} after step {step} was in the memory of this worker and could not be saved ({}): \
+                     the run goes on from another worker's state or from its last checkpoint",
+                    error.one_line()
+                ),
+            }),
+        }
+    }
+
+    /// [`Memory::save`] before another error or another run, which counts more.
+    fn save_or_warn(&mut self) {
+        if let Err(error) = self.save() {
+            tracing::error!("{}", error.one_line());
+        }
+    }
+
     /// The run, for messages.
     fn describe(&self) -> String {
         match &self.run {
@@ -222,7 +264,7 @@ fn serve(
     let mut told = false;
     loop {
         if leave.is_cancelled() {
-            return Ok(JoinEnd::Left);
+            return memory.save().map(|_| JoinEnd::Left);
         }
         let Some(targets) = memory.targets(&listed)? else {
             tracing::info!("the run is finished");
@@ -232,10 +274,6 @@ fn serve(
         let (reason, time) = match round(join, &targets, &mut memory, datafs, runtime, leave, exit_code)? {
             Round::Ended(Ended::Job(end)) => return Ok(end),
             Round::Ended(Ended::Failed(error)) => return Err(error),
-            // Its state was not written, and no other worker has it.
-            Round::Ended(Ended::Lost(error @ Error::Outage { .. }, _)) if leave.is_cancelled() => {
-                return Err(error);
-            }
             Round::Ended(Ended::Lost(error, has_trained)) => {
                 told = false;
                 backoff.reset();
@@ -259,11 +297,16 @@ fn serve(
         let left = join.wait.saturating_sub(lost_at.elapsed());
         if left.is_zero() {
             let (waited, run) = (join.wait.as_secs(), memory.describe());
+            let state = match memory.save() {
+                Ok(Some(step)) => format!("; its state after step {step} is saved"),
+                Ok(None) => String::new(),
+                Err(error) => format!("; {}", error.one_line()),
+            };
             return Err(Error::CoordinatorLost {
                 address: targets.join(", "),
                 reason: format!(
                     "cannot join {run} ({reason}); gave up after {waited} s (--wait): start millrace train there, or \
-                     name the right addresses with --join, then start this worker again"
+                     name the right addresses with --join, then start this worker again{state}"
                 ),
             });
         }
@@ -371,10 +414,13 @@ fn attempt(
     let mut session = session.start(runtime.handle(), timing, leave.clone());
     tracing::info!(coordinator = join.coordinator, ring, "joined");
     let loaded = check_volumes(datafs, &assignment).and_then(|output| {
+        // A state of another run goes first: both may not fit.
+        if memory.replica.as_ref().is_some_and(|former| !former.continues(&assignment)) {
+            memory.save_or_warn();
+        }
         let (job, run) = (assignment.job.name.to_string(), assignment.run.clone());
         memory.run = Some(KnownRun { job, run, output, fence: assignment.fence });
-        // A state of another run goes first: both may not fit.
-        match memory.replica.take().filter(|former| former.continues(&assignment)) {
+        match memory.replica.take() {
             Some(former) => Ok(former.follow(assignment)),
             None => Replica::load(assignment, datafs.clone(), runtime.handle().clone()),
         }
@@ -414,6 +460,10 @@ fn attempt(
     // Before its first step, a worker of another machine may have settings that are wrong here alone.
     let scope = if !is_loaded || is_own_place(&error) { Scope::Worker } else { Scope::of(&error) };
     if end.is_none() {
+        if scope == Scope::Worker {
+            // Whether others have it is not known here.
+            memory.save_or_warn();
+        }
         // The answer is the end of the stream.
         let _ = session.fail(error.one_line(), exit_code(&error), scope);
     }
@@ -495,18 +545,15 @@ fn check_volumes(datafs: &Datafs, assignment: &Assignment) -> Result<View> {
 
 /// Whether a volume does not exist.
 fn is_missing(error: &Error) -> bool {
-    of_datafs(error).any(|cause| matches!(cause, millrace_datafs::Error::NotFound { .. }))
+    error.of_datafs().any(|cause| matches!(cause, millrace_datafs::Error::NotFound { .. }))
 }
 
 /// Whether this machine's home or disk, which other workers do not share, cannot take a write.
 fn is_own_place(error: &Error) -> bool {
     use millrace_datafs::Error as E;
-    of_datafs(error)
+    error
+        .of_datafs()
         .any(|cause| matches!(cause, E::NotWritable { .. } | E::NoSpace { .. } | E::NoSpaceToCommit { .. }))
-}
-
-fn of_datafs(error: &Error) -> impl Iterator<Item = &millrace_datafs::Error> {
-    millrace_leaf::error_chain::causes(error).filter_map(|cause| cause.downcast_ref())
 }
 
 #[cfg(test)]

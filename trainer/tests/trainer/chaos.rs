@@ -2,8 +2,12 @@
 //! of one worker without interruption, and each row is part of one applied step per epoch.
 #![allow(clippy::print_stdout)]
 
+use std::time::{Duration, Instant};
+
+use millrace_trainer::{Config, Setup, train};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore as _, SeedableRng as _};
+use tokio_util::sync::CancellationToken;
 
 use super::failover::{Coordinator, World};
 use super::joined::{Worker, succeeded};
@@ -203,4 +207,59 @@ fn any_sequence_of_blows_gives_the_model_of_one_worker() {
     for seed in 0..seeds {
         batter(&mut world, seed);
     }
+}
+
+/// Kills of the measurement.
+const KILLS: usize = 50;
+
+/// Prints the time from the kill of one of two workers to the report of the next applied step.
+#[test]
+#[ignore = "a measurement: cargo test -p millrace-trainer --test trainer kill_to -- --ignored --nocapture"]
+fn kill_to_the_next_applied_step() {
+    let home = super::home();
+    let usual = super::setup(home.path());
+    let config = Config { respawns_max: 10 * KILLS as u32, ..usual.config.clone() };
+    let setup = Setup { config, ..usual };
+    let job = super::job("kills", "workers = 2\nepochs_max = 100000\ncheckpoint_every_steps = 1000000");
+    let cancel = CancellationToken::new();
+    let mut times: Vec<Duration> = Vec::new();
+    let mut killed: Option<(Instant, u64)> = None;
+    let mut begun = (0, 0);
+    let report = super::runtime().block_on(train(job, setup, cancel.clone(), |seen| {
+        if let Some((at, epoch)) = killed {
+            if seen.membership_epoch == epoch {
+                return;
+            }
+            // The first report may be of a step before the kill.
+            if begun.0 == seen.membership_epoch && seen.step > begun.1 {
+                times.push(at.elapsed());
+                killed = None;
+            }
+        }
+        if begun.0 != seen.membership_epoch {
+            begun = (seen.membership_epoch, seen.step);
+        }
+        if killed.is_some() {
+            return;
+        }
+        // Some steps with both.
+        if seen.worker_pids.len() == 2 && seen.step > begun.1 + 20 {
+            if times.len() == KILLS {
+                cancel.cancel();
+                return;
+            }
+            signal("KILL", seen.worker_pids[times.len() % 2]);
+            killed = Some((Instant::now(), seen.membership_epoch));
+        }
+    }));
+    report.unwrap();
+    times.sort_unstable();
+    let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
+    println!(
+        "kill to next step: n {}, p50 {:?}, p95 {:?}, most {:?}",
+        times.len(),
+        at(0.5),
+        at(0.95),
+        at(1.0)
+    );
 }

@@ -28,6 +28,7 @@ struct Orders {
     address: String,
     standby: bool,
     lease_ms: u64,
+    feed_cache_bytes: u64,
 }
 
 /// A coordinator, when this binary was launched as one: writes progress, and how it ended, to files.
@@ -37,7 +38,11 @@ fn coordinate_entry() {
     let orders: Orders = serde_json::from_str(&orders).unwrap();
     let usual = setup_with(&orders.home, orders.datafs);
     let setup = Setup {
-        config: Config { lease_ms: orders.lease_ms, ..usual.config.clone() },
+        config: Config {
+            lease_ms: orders.lease_ms,
+            feed_cache_bytes: orders.feed_cache_bytes,
+            ..usual.config.clone()
+        },
         listen: Some(Listen {
             address: orders.address.parse().unwrap(),
             advertise: None,
@@ -75,12 +80,14 @@ fn coordinate_entry() {
 
 /// Volumes that several homes share, and a job.
 pub(super) struct World {
-    datafs: millrace_datafs::Config,
+    pub(super) datafs: millrace_datafs::Config,
     pub(super) job: String,
     lease_ms: u64,
+    /// Rows that a worker keeps in memory.
+    pub(super) feed_cache_bytes: u64,
     plain: Value,
     _store: TempDir,
-    server: Option<Arc<Server>>,
+    pub(super) server: Option<Arc<Server>>,
 }
 
 impl World {
@@ -124,7 +131,8 @@ impl World {
         let plain = run(setup_with(home.path(), datafs.clone()), plain, |_| {}).unwrap();
         let plain = serde_json::to_value(plain).unwrap();
         let job = job_text(name, &format!("workers_min = 2\n{more}"));
-        World { datafs, job, lease_ms, plain, _store: store, server }
+        let feed_cache_bytes = Config::default().feed_cache_bytes;
+        World { datafs, job, lease_ms, feed_cache_bytes, plain, _store: store, server }
     }
 
     /// Compares a report with the one of the uninterrupted run.
@@ -146,6 +154,7 @@ impl World {
             address: address.clone(),
             standby,
             lease_ms: self.lease_ms,
+            feed_cache_bytes: self.feed_cache_bytes,
         };
         let orders = serde_json::to_string(&orders).unwrap();
         Coordinator { child: Coordinator::launch(&orders), home, address, orders }
@@ -184,7 +193,7 @@ impl Coordinator {
         std::fs::read(self.home.path().join(name)).ok()
     }
 
-    fn progress(&self) -> Value {
+    pub(super) fn progress(&self) -> Value {
         self.read("progress").map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap())
     }
 
@@ -364,7 +373,8 @@ fn a_worker_without_a_coordinator_gives_up_with_the_run_and_the_remedy() {
     wait_until("a step", || first.step() > 0);
     first.kill();
     let error = worker.error();
-    for part in [address.as_str(), "run ", "of job left", "--wait", "millrace train", "--join"] {
+    let is_saved = "its state after step ";
+    for part in [address.as_str(), "run ", "of job left", "--wait", "millrace train", "--join", is_saved] {
         assert!(error.contains(part), "{part}: {error}");
     }
 }
@@ -430,14 +440,14 @@ fn a_standby_ends_with_the_error_of_a_job_that_failed() {
 }
 
 /// Forwards connections to the server of the metadata while it is open.
-struct Gate {
+pub(super) struct Gate {
     address: std::net::SocketAddr,
     is_open: Arc<AtomicBool>,
     connections: Arc<Mutex<Vec<TcpStream>>>,
 }
 
 impl Gate {
-    fn new(server: &Server) -> Gate {
+    pub(super) fn new(server: &Server) -> Gate {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let gate = Gate {
             address: listener.local_addr().unwrap(),
@@ -470,14 +480,25 @@ impl Gate {
         gate
     }
 
-    fn close(&self) {
+    /// A worker whose metadata is behind this gate.
+    pub(super) fn worker(&self, world: &World, coordinators: &str) -> Worker {
+        Worker::join(coordinators, |orders| {
+            orders.datafs = world.datafs.clone();
+            let port = self.address.port();
+            let url = format!("postgres://millrace@127.0.0.1:{port}/postgres?sslmode=disable");
+            orders.datafs.meta_url = Some(url.into());
+            orders.datafs.lock_wait_ms = 200;
+        })
+    }
+
+    pub(super) fn close(&self) {
         self.is_open.store(false, Ordering::Relaxed);
         for connection in self.connections.lock().unwrap().drain(..) {
             connection.shutdown(Shutdown::Both).ok();
         }
     }
 
-    fn open(&self) {
+    pub(super) fn open(&self) {
         self.is_open.store(true, Ordering::Relaxed);
     }
 }
@@ -489,15 +510,7 @@ fn an_outage_of_the_metadata_costs_no_worker_and_no_state() {
     let gate = Gate::new(world.server.as_ref().unwrap());
     let mut first = world.coordinator(false);
     wait_until("a coordinator", || first.listens());
-    let worker = || {
-        Worker::join(&first.address, |orders| {
-            orders.datafs = world.datafs.clone();
-            let port = gate.address.port();
-            let url = format!("postgres://millrace@127.0.0.1:{port}/postgres?sslmode=disable");
-            orders.datafs.meta_url = Some(url.into());
-            orders.datafs.lock_wait_ms = 200;
-        })
-    };
+    let worker = || gate.worker(&world, &first.address);
     let mut workers = [worker(), worker()];
     wait_until("a step", || first.step() >= 150);
     gate.close();

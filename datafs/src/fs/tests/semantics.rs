@@ -391,6 +391,17 @@ pub(super) fn a_dead_process_is_cleaned_up_after() {
     assert!(matches!(late, Err(Error::Stale { .. })));
     drop(file);
     assert!(view.stat("late").unwrap_err().is_not_found());
+    // Through a new registration it writes again.
+    let again = its_view.reopen().unwrap();
+    again.write_file("again", &[4; 10_000]).unwrap();
+    assert_eq!(view.read_file("again").unwrap(), vec![4; 10_000]);
+    assert!(matches!(its_view.write_file("late", &[5; 10_000]), Err(Error::Stale { .. })));
+    // A volume of the same name is another one.
+    drop(again);
+    datafs.volume_delete(&"v".parse().unwrap()).unwrap();
+    assert!(its_view.reopen().unwrap_err().is_not_found());
+    datafs.volume_create(&"v".parse().unwrap()).unwrap();
+    assert!(matches!(its_view.reopen(), Err(Error::Stale { .. })));
 }
 
 #[test]

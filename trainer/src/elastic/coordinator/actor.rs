@@ -32,6 +32,11 @@ impl Actor<'_> {
             }
             on_report(self.report.clone());
         }
+        let unread = self.membership.unread();
+        if unread.as_secs() != self.report.unread.as_secs() {
+            self.report.unread = unread;
+            on_report(self.report.clone());
+        }
     }
 
     pub(super) fn stop(&mut self) {
@@ -127,7 +132,9 @@ impl Actor<'_> {
                     let exchange = beat.exchange.chars().filter(|c| !c.is_control()).take(EXCHANGE_CHARS_MAX);
                     self.membership.record_place(member, step, exchange.collect());
                 }
-                self.record_unsaved(member, Duration::from_millis(beat.unsaved_ms), on_report);
+                let unsaved = Duration::from_millis(beat.unsaved_ms);
+                self.membership.record_outages(member, unsaved, Duration::from_millis(beat.unread_ms));
+                self.record_unsaved(member, unsaved, on_report);
                 let computing = Duration::from_millis(beat.computing_ms);
                 self.membership.computing(member, computing, now);
             }
@@ -169,6 +176,7 @@ impl Actor<'_> {
                     membership_epoch: self.membership.epoch(),
                     missing: self.report.missing,
                     unsaved: self.report.unsaved,
+                    unread: self.report.unread,
                     listening: self.report.listening,
                 };
                 if let Some(evaluation) = &self.report.evaluation {

@@ -66,10 +66,30 @@ impl Membership {
             }
         }
         if self.stopping.is_some_and(|since| since + self.rules.stop_timeout <= now) {
-            tracing::warn!("workers did not stop in time; the last checkpoint remains valid");
-            self.end(Verdict::Finished { stopped: true });
+            let limit = self.rules.stop_timeout.as_secs();
+            let outage = self.members.values().map(|member| member.unsaved).max().unwrap_or_default();
+            let cause = match outage.is_zero() {
+                true => String::new(),
+                false => format!(", as the volumes have taken no checkpoint for {} s", outage.as_secs()),
+            };
+            self.lost_state = Some(format!("no worker did so within {limit} s (stop_timeout_ms){cause}"));
+            self.end(self.stopped());
         }
         self.settle(now);
+    }
+
+    /// The end of a job that stops without a last checkpoint: in order only if there was nothing to save.
+    pub(super) fn stopped(&self) -> Verdict {
+        match &self.lost_state {
+            Some(reason) if self.furthest > 0 => Verdict::Outage {
+                message: format!(
+                    "the job was stopped, but its state after step {} was not saved: {reason}; start the job again, and \
+                     it goes on from the last checkpoint",
+                    self.furthest
+                ),
+            },
+            _ => Verdict::Finished { stopped: true },
+        }
     }
 
     /// How long a member may send nothing. A worker of another machine sends its first heartbeat once it has

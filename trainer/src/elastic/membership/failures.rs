@@ -83,6 +83,12 @@ impl Membership {
         );
         self.lost += 1;
         self.last_loss = format!("{reason}{place}");
+        let holds_state = self.in_epoch.contains(&id)
+            || member.leaving.is_some()
+            || member.arrived.is_some_and(|step| step > 0);
+        if self.stopping.is_some() && holds_state {
+            self.lost_state = Some(format!("{who} {}", self.last_loss));
+        }
         self.last_exit_code = 1;
         self.release(id, &member, reason, true);
         self.close_epoch_of(id, now);

@@ -52,7 +52,7 @@ impl Membership {
         let usable = self.slots.iter().filter(|slot| !matches!(slot, Slot::GivenUp)).count();
         if usable == 0 || (usable < self.rules.workers_min && self.stopping.is_none()) {
             let verdict = match self.stopping {
-                Some(_) => Verdict::Finished { stopped: true },
+                Some(_) => self.stopped(),
                 None => {
                     let mut reason = self.last_loss.clone();
                     if usable > 0 {
@@ -72,7 +72,7 @@ impl Membership {
         }
         // No member has a state, so the last durable checkpoint is all there is to keep.
         if self.stopping.is_some() && !self.holds_state() {
-            self.end(Verdict::Finished { stopped: true });
+            self.end(self.stopped());
             return;
         }
         self.form(now);
@@ -157,6 +157,10 @@ impl Membership {
         }
         let mut blamed = BTreeMap::new();
         for (reporter, suspect) in &suspects {
+            // Its network is well: it waits for the volumes.
+            if self.members.get(suspect).is_some_and(|member| !member.unread.is_zero()) {
+                continue;
+            }
             let mutual = suspects.get(suspect) == Some(reporter);
             if let Some(id) = self.blame(*reporter, *suspect, mutual) {
                 *blamed.entry(id).or_insert(0) += 1;
@@ -189,7 +193,7 @@ impl Membership {
         self.ended = true;
         // A job that was stopped for want of workers is not finished.
         let verdict = match (verdict, self.shortage.take()) {
-            (Verdict::Finished { stopped: true }, Some(shortage)) => shortage,
+            (Verdict::Finished { stopped: true } | Verdict::Outage { .. }, Some(shortage)) => shortage,
             (verdict, _) => verdict,
         };
         let all: Vec<MemberId> = self.members.keys().copied().collect();
