@@ -63,8 +63,8 @@ class PublishTest(HomeCase):
         self.assertEqual((done.version, done.path), (1, "models:/models/digits/1"))
         shown = self.shown("digits", 1)
         expected = {
-            "volume": "digits", "snapshot": "v1", "path": "/train", "config_sha256": feed.plan, "seed": 7, "steps": 20, "epochs": 2,
-            "code_version": "4711abc", "offsets": {},
+            "volume": "digits", "snapshot": "v1", "path": "/train", "config_sha256": feed.plan, "seed": 7, "steps": 20,
+            "epochs": 2, "code_version": "4711abc", "offsets": {},
         }
         self.assertEqual(shown["lineage"], expected)
         self.assertEqual(shown["signature"]["inputs"], [{"name": "input", "datatype": "FP32", "shape": [-1, 4]}])
