@@ -47,6 +47,7 @@ mod permutation;
 mod pick;
 mod plan;
 mod reader;
+pub(crate) mod select;
 mod shard;
 mod stream;
 
@@ -57,6 +58,7 @@ pub use permutation::{Permutation, derive_key};
 pub use plan::{
     ALGORITHM_VERSION, BATCH_ROWS_MAX, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress, WINDOW_ROWS_MAX,
 };
+pub use select::{Filter, Selection, Split};
 pub use shard::Shard;
 pub use stream::FeedStream;
 
