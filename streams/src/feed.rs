@@ -35,6 +35,7 @@
 
 mod batch;
 mod cache;
+mod coverage;
 mod cursor;
 pub(crate) mod error;
 mod footer;
@@ -49,9 +50,11 @@ mod plan;
 mod reader;
 pub(crate) mod select;
 mod shard;
+mod statistics;
 mod stream;
 
 pub use batch::{Feed, FeedBatch, FeedOptions};
+pub use coverage::{Coverage, CoverageReport, Rows};
 pub use cursor::Cursor;
 pub use error::{FeedError, Result};
 pub use permutation::{Permutation, derive_key};
@@ -60,6 +63,7 @@ pub use plan::{
 };
 pub use select::{Filter, Selection, Split};
 pub use shard::Shard;
+pub use statistics::{ColumnSummary, Statistics};
 pub use stream::FeedStream;
 
 pub(crate) use footer::read_footer;

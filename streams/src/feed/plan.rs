@@ -411,6 +411,11 @@ impl Plan {
         }
     }
 
+    /// A bit for each row of the dataset that is selected; `None` for all rows.
+    pub(crate) fn selected_words(&self) -> Option<&[u64]> {
+        self.selected.as_ref().map(|selected| selected.rows.words())
+    }
+
     /// Which rows of a group are selected; `None` for all of them.
     pub(crate) fn mask_of(&self, group: u32) -> Option<BooleanArray> {
         let selected = self.selected.as_ref()?;

@@ -16,7 +16,7 @@ pub(crate) mod value;
 pub use filter::Filter;
 pub use split::Split;
 
-pub(crate) use rows::RowSet;
+pub(crate) use rows::{RowSet, SELECTABLE_ROWS_MAX};
 pub(crate) use scan::scan;
 
 use std::fmt;
