@@ -128,9 +128,11 @@ fn streams(error: &millrace_streams::Error) -> Exit {
 fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
     use millrace_streams::feed::FeedError as E;
     match error {
-        E::NoFiles { .. } | E::NoRows { .. } | E::NoColumn { .. } => Exit::NotFound,
+        E::NoFiles { .. } | E::NoRows { .. } | E::NothingSelected { .. } | E::NoColumn { .. } => {
+            Exit::NotFound
+        }
         E::Corrupt { .. } | E::UnusablePlan { .. } => Exit::Corrupt,
-        E::Invalid { .. } | E::InvalidSpec { .. } | E::OtherPlan { .. } => Exit::Usage,
+        E::Invalid { .. } | E::Filter { .. } | E::InvalidSpec { .. } | E::OtherPlan { .. } => Exit::Usage,
         E::SchemaConflict { .. } | E::DuplicateColumn { .. } | E::Changed { .. } => Exit::Conflict,
         _ => Exit::Failed,
     }

@@ -19,6 +19,7 @@ pub use cache::DatasetCache;
 pub use spec::DatasetSpec;
 pub use volume::OpenDataset;
 
+pub(crate) use cache::CachedRows;
 pub(crate) use schema::{Conflict, conform, decode_schema, encode_schema};
 
 use std::sync::Arc;
@@ -111,14 +112,23 @@ impl Dataset {
         path: &str,
         cache: Arc<dyn DatasetCache>,
     ) -> Result<Self> {
+        Ok(Self::read_listed(store, path, cache).await?.0)
+    }
+
+    /// As [`Dataset::read_cached`], with the digest of the listing.
+    pub(crate) async fn read_listed(
+        store: &Arc<dyn ObjectStore>,
+        path: &str,
+        cache: Arc<dyn DatasetCache>,
+    ) -> Result<(Self, String)> {
         let listing = Listing::read(store, path).await?;
         let digest = listing.digest();
         if let Some(found) = cache::lookup(&cache, &listing.path, &digest).await {
-            return Ok(found);
+            return Ok((found, digest));
         }
         let dataset = Self::from_listing(store, listing).await?;
-        cache::remember(cache, digest, &dataset).await;
-        Ok(dataset)
+        cache::remember(cache, digest.clone(), &dataset).await;
+        Ok((dataset, digest))
     }
 
     async fn from_listing(store: &Arc<dyn ObjectStore>, listing: Listing) -> Result<Self> {

@@ -35,6 +35,7 @@
 
 mod batch;
 mod cache;
+mod coverage;
 mod cursor;
 pub(crate) mod error;
 mod footer;
@@ -47,17 +48,22 @@ mod permutation;
 mod pick;
 mod plan;
 mod reader;
+pub(crate) mod select;
 mod shard;
+mod statistics;
 mod stream;
 
 pub use batch::{Feed, FeedBatch, FeedOptions};
+pub use coverage::{Coverage, CoverageReport, Rows};
 pub use cursor::Cursor;
 pub use error::{FeedError, Result};
 pub use permutation::{Permutation, derive_key};
 pub use plan::{
     ALGORITHM_VERSION, BATCH_ROWS_MAX, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress, WINDOW_ROWS_MAX,
 };
+pub use select::{Filter, Selection, Split};
 pub use shard::Shard;
+pub use statistics::{ColumnSummary, Statistics};
 pub use stream::FeedStream;
 
 pub(crate) use footer::read_footer;

@@ -5,5 +5,6 @@ mod compressed;
 mod data;
 mod order;
 mod reading;
+mod selection;
 mod speed;
 mod volume;

@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{Conflict, DataFile, Dataset, decode_schema, encode_schema};
-use crate::feed::FeedError;
 use crate::feed::error::Result;
+use crate::feed::select::RowSet;
+use crate::feed::{FeedError, Selection};
 
 /// A small key-value store for dataset descriptions.
 ///
@@ -78,40 +80,99 @@ impl<'de> Deserialize<'de> for Dataset {
 
 /// One entry per path: a newer state of the same path replaces the older one.
 fn key(path: &str) -> String {
-    format!("feed/dataset/{}", hex::encode(&Sha256::digest(path.as_bytes())[..16]))
+    format!("feed/dataset/{}", digest(&[path]))
 }
 
-/// Reads the cache on a thread that may block, because an implementation may do file or network I/O.
+fn digest(texts: &[&str]) -> String {
+    let mut hash = Sha256::new();
+    for (at, text) in texts.iter().enumerate() {
+        // The key of a path alone is that of earlier releases.
+        if at > 0 {
+            hash.update([0]);
+        }
+        hash.update(text.as_bytes());
+    }
+    hex::encode(&hash.finalize()[..16])
+}
+
+/// The description of the dataset at `path`, if its listing still has this digest.
 pub(super) async fn lookup(cache: &Arc<dyn DatasetCache>, path: &str, digest: &str) -> Option<Dataset> {
-    let (cache, key) = (Arc::clone(cache), key(path));
-    let digest = digest.to_string();
-    let found = tokio::task::spawn_blocking(move || {
-        let bytes = match cache.get(&key) {
-            Ok(bytes) => bytes?,
-            Err(error) => {
-                tracing::warn!(key, error, "dataset cache cannot be read; reading footers");
-                return None;
-            }
-        };
-        let entry: Entry = match serde_json::from_slice(&bytes) {
-            Ok(entry) => entry,
-            Err(error) => {
-                tracing::warn!(key, %error, "dataset cache entry is unreadable; reading footers");
-                return None;
-            }
-        };
-        (entry.listing == digest).then(|| Dataset::try_from(entry.dataset).ok()).flatten()
-    });
-    found.await.ok().flatten()
+    let entry: Entry = load(cache, key(path)).await?;
+    (entry.listing == digest).then(|| Dataset::try_from(entry.dataset).ok()).flatten()
 }
 
 /// Stores the description in the cache; returns once it is stored or the attempt failed.
 pub(super) async fn remember(cache: Arc<dyn DatasetCache>, digest: String, dataset: &Dataset) {
-    let key = key(&dataset.path);
-    let entry = match DatasetRecord::try_from(dataset) {
-        Ok(dataset) => Entry { listing: digest, dataset },
-        Err(error) => return tracing::warn!(%error, "a dataset cannot be cached"),
-    };
+    match DatasetRecord::try_from(dataset) {
+        Ok(record) => store(cache, key(&dataset.path), Entry { listing: digest, dataset: record }).await,
+        Err(error) => tracing::warn!(%error, "a dataset cannot be cached"),
+    }
+}
+
+/// The rows that a selection selects from the dataset of a listing, in the cache.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CachedRows {
+    listing: String,
+    rows: String,
+}
+
+impl CachedRows {
+    fn key(path: &str, selection: &Selection) -> String {
+        format!("feed/selection/{}", digest(&[path, &selection.to_string()]))
+    }
+
+    /// The selected rows, if the dataset's listing still has this digest.
+    pub(crate) async fn lookup(
+        cache: &Arc<dyn DatasetCache>,
+        dataset: &Dataset,
+        listing: &str,
+        selection: &Selection,
+    ) -> Option<RowSet> {
+        let found: CachedRows = load(cache, Self::key(dataset.path(), selection)).await?;
+        (found.listing == listing).then(|| RowSet::decode(&found.rows, dataset.rows())).flatten()
+    }
+
+    /// Stores the selected rows; returns once they are stored or the attempt failed.
+    pub(crate) async fn remember(
+        cache: Arc<dyn DatasetCache>,
+        dataset: &Dataset,
+        listing: String,
+        selection: &Selection,
+        rows: &RowSet,
+    ) {
+        match rows.encode() {
+            Ok(rows) => {
+                store(cache, Self::key(dataset.path(), selection), CachedRows { listing, rows }).await
+            }
+            Err(error) => tracing::warn!(%error, "selected rows cannot be cached"),
+        }
+    }
+}
+
+/// Reads the cache on a thread that may block, because an implementation may do file or network I/O.
+async fn load<T: DeserializeOwned + Send + 'static>(cache: &Arc<dyn DatasetCache>, key: String) -> Option<T> {
+    let cache = Arc::clone(cache);
+    let found = tokio::task::spawn_blocking(move || {
+        let bytes = match cache.get(&key) {
+            Ok(bytes) => bytes?,
+            Err(error) => {
+                tracing::warn!(key, error, "dataset cache cannot be read; reading the files");
+                return None;
+            }
+        };
+        match serde_json::from_slice(&bytes) {
+            Ok(entry) => Some(entry),
+            Err(error) => {
+                tracing::warn!(key, %error, "dataset cache entry is unreadable; reading the files");
+                None
+            }
+        }
+    });
+    found.await.ok().flatten()
+}
+
+async fn store<T: Serialize + Send + 'static>(cache: Arc<dyn DatasetCache>, key: String, entry: T) {
     let stored = tokio::task::spawn_blocking(move || {
         let bytes = serde_json::to_vec(&entry).map_err(|e| e.to_string())?;
         if bytes.len() > ENTRY_BYTES_MAX {

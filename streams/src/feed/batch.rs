@@ -65,9 +65,9 @@ pub struct FeedBatch {
     pub slots: Range<usize>,
     /// The rows.
     pub batch: RecordBatch,
-    /// Global row index of each row: its position in the dataset in canonical order.
+    /// Global row index of each row: its position in the dataset in canonical order, selected or not.
     pub rows: Vec<u64>,
-    /// Epoch of each row. Within one epoch every global row index comes exactly once.
+    /// Epoch of each row. Within one epoch the global index of every selected row comes exactly once.
     pub epochs: Vec<u64>,
 }
 
@@ -120,7 +120,7 @@ impl Feed {
         }
         let schema = project(plan.dataset(), options.columns.as_deref())?;
         let concurrency = match options.decode_concurrency {
-            0 => std::thread::available_parallelism().map_or(2, usize::from).min(8),
+            0 => processors(),
             n => n.min(256),
         };
         let (lanes, window) = (plan.lanes(), plan.window_rows());
@@ -149,7 +149,7 @@ impl Feed {
             GroupReader::new(store, Arc::clone(&plan), Arc::clone(&schema), concurrency, decoded_max);
         Ok(Self {
             inner: Arc::new(Inner {
-                row_bytes: bytes / plan.rows(),
+                row_bytes: bytes / plan.dataset().rows(),
                 schema,
                 reader: Arc::new(reader),
                 cache: GroupCache::new(bytes_max, 4 * concurrency),
@@ -296,7 +296,13 @@ impl Inner {
     }
 }
 
-fn project(dataset: &Dataset, columns: Option<&[String]>) -> Result<SchemaRef> {
+/// Row groups decoded at the same time where nothing else is asked for.
+pub(crate) fn processors() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from).min(8)
+}
+
+/// The schema of some columns of a dataset, all of them without `columns`.
+pub(crate) fn project(dataset: &Dataset, columns: Option<&[String]>) -> Result<SchemaRef> {
     let schema = dataset.schema();
     let Some(columns) = columns else {
         return match dataset.conflicts().first() {

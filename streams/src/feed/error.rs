@@ -31,6 +31,28 @@ pub enum FeedError {
         /// How many data files were found.
         files: usize,
     },
+    /// The selection selects no row of the dataset.
+    #[error(
+        "dataset {path}: none of its {rows} rows is selected by {selection}; check the condition and the part"
+    )]
+    NothingSelected {
+        /// Path inside the store.
+        path: String,
+        /// Rows of the dataset.
+        rows: u64,
+        /// The selection in canonical form.
+        selection: String,
+    },
+    /// A filter that cannot be parsed.
+    #[error("where {text:?}, character {at}: {reason}")]
+    Filter {
+        /// The filter as given.
+        text: String,
+        /// Number of the character, from 1.
+        at: usize,
+        /// What is wrong there.
+        reason: String,
+    },
     /// The dataset is beyond a limit of the plan.
     #[error("dataset {path}: {what} exceeds the limit of {limit}; split the dataset into several paths")]
     TooLarge {

@@ -167,7 +167,7 @@ impl LaneWindow {
             }
             let within = row - layout.starts[place];
             picks.index.push((*source, within as usize));
-            picks.rows.push(*base + within);
+            picks.rows.push(plan.dataset_row(*base + within, layout.groups[place]));
             picks.epochs.push(self.window.epoch);
         }
     }

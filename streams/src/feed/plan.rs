@@ -13,13 +13,16 @@ pub use record::PlanId;
 use std::ops::Range;
 use std::sync::Arc;
 
+use arrow::array::BooleanArray;
 use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
 
-use crate::dataset::{DataFile, Dataset, DatasetCache};
+use crate::dataset::{CachedRows, DataFile, Dataset, DatasetCache};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::{EpochLayout, Order, PLACES_MAX};
+use crate::feed::select::{RowSet, Selected, Selection, scan};
 use crate::feed::{Cursor, Shard};
+use sizing::Units;
 
 /// Version of the order's algorithm. Part of the plan id: another version is another order.
 pub const ALGORITHM_VERSION: u32 = 1;
@@ -53,6 +56,9 @@ pub struct PlanOptions {
     /// columns. Lanes and window shrink until it holds; where row groups are too large for that, they
     /// are read in parts. Only large record batches of Arrow IPC files and huge rows exceed it.
     pub working_set_bytes_max: u64,
+    /// The rows that the plan has; none means all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selection: Option<Selection>,
 }
 
 impl Default for PlanOptions {
@@ -64,6 +70,7 @@ impl Default for PlanOptions {
             lanes: 64,
             window_rows: 16_384,
             working_set_bytes_max: 512 << 20,
+            selection: None,
         }
     }
 }
@@ -97,14 +104,16 @@ pub(crate) struct GroupAddress {
     pub(crate) index: u32,
     /// First row inside the row group.
     pub(crate) first: u32,
-    /// Rows, never 0.
+    /// Rows to decode, never 0.
     pub(crate) rows: u32,
 }
 
-/// A unit of reading with its estimated size once decoded.
+/// A unit of reading with the estimated size of its selected rows once decoded.
 #[derive(Debug, Clone, Copy)]
 struct Group {
     address: GroupAddress,
+    /// Selected rows, never 0.
+    rows: u32,
     bytes: u64,
 }
 
@@ -131,24 +140,31 @@ pub struct Plan {
     order: Order,
     groups: Vec<Group>,
     group_rows: Vec<u32>,
+    selected: Option<Arc<Selected>>,
+    /// With a selection, the global index of the first row of each group, selected or not.
+    firsts: Vec<u64>,
     /// Size of the parts of large row groups, in bytes; 0 where row groups are read whole.
     part_bytes: u64,
-    /// Global index of the first row of each group, and the total at the end.
+    /// Number of the first row of each group among the selected rows, and their total at the end.
     bases: Vec<u64>,
     working_set_bytes: u64,
 }
 
 impl Plan {
-    /// Lists the dataset at `path` of `store`, reads its footers and makes the plan.
+    /// Lists the dataset at `path` of `store`, reads its footers, selects its rows and makes the plan.
     ///
     /// # Errors
-    /// Those of [`Dataset::read`]; [`FeedError::Invalid`] for options out of bounds.
+    /// Those of [`Dataset::read`]; [`FeedError::Invalid`] for options out of bounds; with a selection
+    /// [`FeedError::NothingSelected`], [`FeedError::NoColumn`] and [`FeedError::Invalid`] for its columns.
     pub async fn build(store: &Arc<dyn ObjectStore>, path: &str, options: &PlanOptions) -> Result<Self> {
         options.check()?;
-        Self::new(Dataset::read(store, path).await?, options)
+        let dataset = Dataset::read(store, path).await?;
+        let Some(selection) = &options.selection else { return Self::new(dataset, options) };
+        let rows = scan(store, &dataset, selection).await?;
+        Self::with_rows(dataset, options, Some(rows))
     }
 
-    /// As [`Plan::build`], with the footers remembered in `cache`.
+    /// As [`Plan::build`], with the footers and the selected rows remembered in `cache`.
     ///
     /// # Errors
     /// Those of [`Plan::build`]; a failing cache is not an error.
@@ -159,27 +175,51 @@ impl Plan {
         cache: Arc<dyn DatasetCache>,
     ) -> Result<Self> {
         options.check()?;
-        Self::new(Dataset::read_cached(store, path, cache).await?, options)
+        let (dataset, listing) = Dataset::read_listed(store, path, Arc::clone(&cache)).await?;
+        let Some(selection) = &options.selection else { return Self::new(dataset, options) };
+        let rows = match CachedRows::lookup(&cache, &dataset, &listing, selection).await {
+            Some(rows) => rows,
+            None => {
+                let rows = scan(store, &dataset, selection).await?;
+                CachedRows::remember(cache, &dataset, listing, selection, &rows).await;
+                rows
+            }
+        };
+        Self::with_rows(dataset, options, Some(rows))
     }
 
     /// Makes the plan of a dataset that is already described. Pure.
     ///
     /// # Errors
-    /// [`FeedError::Invalid`] for options out of bounds, [`FeedError::TooLarge`] for row groups in too many parts.
+    /// [`FeedError::Invalid`] for options out of bounds and for a selection, which has to read columns;
+    /// [`FeedError::TooLarge`] for row groups in too many parts.
     pub fn new(dataset: Dataset, options: &PlanOptions) -> Result<Self> {
+        Self::with_rows(dataset, options, None)
+    }
+
+    fn with_rows(dataset: Dataset, options: &PlanOptions, rows: Option<RowSet>) -> Result<Self> {
         options.check()?;
-        let part_bytes = sizing::part_bytes(&dataset, options);
+        let selected = match (&options.selection, rows) {
+            (Some(selection), Some(rows)) => Some(Selected::new(selection.clone(), rows, &dataset)?),
+            (Some(_), None) => {
+                return Err(FeedError::invalid(
+                    "a plan with a selection is made by Plan::build, which reads columns",
+                ));
+            }
+            (None, _) => None,
+        };
+        let part_bytes = sizing::part_bytes(&dataset, selected.as_ref(), options);
         sizing::check_count(&dataset, part_bytes)?;
-        let groups = sizing::groups(&dataset, part_bytes);
-        let (lanes, window) = sizing::lanes_and_window(&groups, options);
+        let units = sizing::units(&dataset, part_bytes, selected.as_ref());
+        let (lanes, window) = sizing::lanes_and_window(&units.groups, options);
         let order = Order {
             seed: options.seed,
-            rows: dataset.rows(),
+            rows: selected.as_ref().map_or(dataset.rows(), |selected| selected.rows.len()),
             lanes,
             window,
             batch: options.batch_rows as u64,
         };
-        let plan = Self::assemble(dataset, options.source.clone(), order, part_bytes, groups);
+        let plan = Self::assemble(dataset, options.source.clone(), order, part_bytes, units, selected);
         let (needed, limit) = (plan.working_set_bytes, options.working_set_bytes_max);
         if needed > limit {
             tracing::warn!(
@@ -195,22 +235,44 @@ impl Plan {
         Ok(plan)
     }
 
-    fn assemble(dataset: Dataset, source: String, order: Order, part_bytes: u64, groups: Vec<Group>) -> Self {
+    fn assemble(
+        dataset: Dataset,
+        source: String,
+        order: Order,
+        part_bytes: u64,
+        units: Units,
+        selected: Option<Selected>,
+    ) -> Self {
+        let Units { groups, firsts } = units;
         let mut bases = vec![0u64];
         let mut total = 0u64;
         for group in &groups {
-            total += u64::from(group.address.rows);
+            total += u64::from(group.rows);
             bases.push(total);
         }
-        let group_rows: Vec<u32> = groups.iter().map(|g| g.address.rows).collect();
+        let group_rows: Vec<u32> = groups.iter().map(|g| g.rows).collect();
         let parts = (part_bytes > 0).then_some(&group_rows[..]);
-        let id = record::plan_id(&dataset, &source, &order, parts);
+        let id = record::plan_id(&dataset, &source, &order, parts, selected.as_ref());
         let working_set_bytes = sizing::working_set_bytes(&groups, order.lanes, order.window);
-        Self { id, source, dataset, order, groups, group_rows, part_bytes, bases, working_set_bytes }
+        let selected = selected.map(Arc::new);
+        Self {
+            id,
+            source,
+            dataset,
+            order,
+            groups,
+            group_rows,
+            selected,
+            firsts,
+            part_bytes,
+            bases,
+            working_set_bytes,
+        }
     }
 
     /// The hash of everything that decides the order: algorithm version, source, path, files with
-    /// their sizes and row groups (with their parts), seed, lanes, window and batch size.
+    /// their sizes and row groups (with their parts), seed, lanes, window and batch size, and the selection with
+    /// its rows.
     pub fn id(&self) -> PlanId {
         self.id
     }
@@ -225,9 +287,14 @@ impl Plan {
         &self.dataset
     }
 
-    /// Rows of the dataset, at least 1.
+    /// Rows of an epoch, at least 1: those of the dataset, or the selected ones.
     pub fn rows(&self) -> u64 {
         self.order.rows
+    }
+
+    /// The selection of rows, if the plan has not all of them.
+    pub fn selection(&self) -> Option<&Selection> {
+        self.selected.as_ref().map(|selected| &selected.selection)
     }
 
     /// The seed.
@@ -330,6 +397,38 @@ impl Plan {
         self.groups[group as usize].address
     }
 
+    /// Number of units of reading.
+    pub(crate) fn units(&self) -> u32 {
+        // At most `ROW_GROUPS_MAX`.
+        self.groups.len() as u32
+    }
+
+    /// The global index of the row with number `n` among the selected rows, which is in `group`.
+    pub(crate) fn dataset_row(&self, n: u64, group: u32) -> u64 {
+        match &self.selected {
+            None => n,
+            Some(selected) => selected.rows.select(n, &self.rows_of_group(group)),
+        }
+    }
+
+    /// A bit for each row of the dataset that is selected; `None` for all rows.
+    pub(crate) fn selected_words(&self) -> Option<&[u64]> {
+        self.selected.as_ref().map(|selected| selected.rows.words())
+    }
+
+    /// Which rows of a group are selected; `None` for all of them.
+    pub(crate) fn mask_of(&self, group: u32) -> Option<BooleanArray> {
+        let selected = self.selected.as_ref()?;
+        let Group { address, rows, .. } = self.groups[group as usize];
+        (rows < address.rows).then(|| selected.rows.mask(self.rows_of_group(group)))
+    }
+
+    /// The rows of a group of a plan with a selection, selected or not.
+    fn rows_of_group(&self, group: u32) -> Range<u64> {
+        let first = self.firsts[group as usize];
+        first..first + u64::from(self.group(group).rows)
+    }
+
     /// Whether large row groups are read in parts.
     pub(crate) fn has_parts(&self) -> bool {
         self.part_bytes > 0
@@ -339,7 +438,7 @@ impl Plan {
         &self.dataset.files()[self.group(group).file as usize]
     }
 
-    /// Estimated decoded size of a row group, all columns.
+    /// Estimated decoded size of the selected rows of a row group, all columns.
     pub(crate) fn group_bytes(&self, group: u32) -> u64 {
         self.groups[group as usize].bytes
     }

@@ -7,8 +7,8 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use arrow::array::{ArrayRef, RecordBatch};
-use arrow::compute::concat_batches;
+use arrow::array::{ArrayRef, BooleanArray, RecordBatch};
+use arrow::compute::{concat_batches, filter_record_batch};
 use arrow::datatypes::SchemaRef;
 use object_store::ObjectStore;
 use parking_lot::Mutex;
@@ -77,7 +77,7 @@ impl GroupReader {
         &self.plan.group_file(group).path
     }
 
-    /// Reads and decodes one row group of the plan, or the part of it that the plan names.
+    /// Reads and decodes one row group of the plan, or the part of it that the plan names: its selected rows.
     ///
     /// Holds one of the decoding permits, so memory in flight is at most that many row groups,
     /// each once encoded and once decoded.
@@ -89,6 +89,7 @@ impl GroupReader {
         let source = StoreFile::new(&self.store, &file.path, file.bytes)?;
         let index = address.index as usize;
         let (first, rows) = (address.first as usize, address.rows as usize);
+        let mask = self.plan.mask_of(group);
         let schema = Arc::clone(&self.schema);
         let path = file.path.clone();
         let decoding = match file.format {
@@ -98,7 +99,7 @@ impl GroupReader {
                 let decoder = catch_panic(&path, &format!("row group {index}"), opening).await?;
                 tokio::task::spawn_blocking(move || {
                     let columns = decode_parquet(decoder, &path, index)?;
-                    finish(columns, rows, &schema, &path)
+                    finish(columns, rows, &schema, mask.as_ref(), &path)
                 })
             }
             FileFormat::ArrowIpc => {
@@ -107,7 +108,7 @@ impl GroupReader {
                 let bytes_max = self.decoded_bytes_max;
                 tokio::task::spawn_blocking(move || {
                     let columns = ipc::decode_block(&footer, index, &block, &schema, bytes_max, &path)?;
-                    finish(columns, rows, &schema, &path)
+                    finish(columns, rows, &schema, mask.as_ref(), &path)
                 })
             }
         };
@@ -226,10 +227,12 @@ pub(crate) fn columns_of(batch: &RecordBatch) -> HashMap<String, ArrayRef> {
     names.zip(batch.columns().iter().cloned()).collect()
 }
 
+/// The batch of a unit of reading: its selected rows, in the columns of `schema`.
 fn finish(
     columns: HashMap<String, ArrayRef>,
     rows: usize,
     schema: &SchemaRef,
+    mask: Option<&BooleanArray>,
     path: &str,
 ) -> Result<RecordBatch> {
     if let Some(short) = columns.values().find(|c| c.len() != rows) {
@@ -238,5 +241,9 @@ fn finish(
             what: format!("planned {rows} rows in a row group, decoded {}", short.len()),
         });
     }
-    conform(&columns, rows, schema).map_err(|e| FeedError::assemble(path, e))
+    let batch = conform(&columns, rows, schema).map_err(|e| FeedError::assemble(path, e))?;
+    match mask {
+        None => Ok(batch),
+        Some(mask) => filter_record_batch(&batch, mask).map_err(|e| FeedError::assemble(path, e)),
+    }
 }

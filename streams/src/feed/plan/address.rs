@@ -27,46 +27,54 @@ impl Plan {
         let (epoch, virtual_row) = self.order.virtual_row(step, slot as u64);
         let layout = self.layout(epoch);
         let place = layout.place_of(virtual_row);
-        let base = self.bases[layout.groups[place] as usize];
-        Ok((base + virtual_row - layout.starts[place], epoch))
+        let group = layout.groups[place];
+        let number = self.bases[group as usize] + virtual_row - layout.starts[place];
+        Ok((self.dataset_row(number, group), epoch))
     }
 
     /// The step and slot at which `epoch` delivers the row with global index `row`: the inverse of
     /// [`Plan::row_at`].
     ///
     /// # Errors
-    /// [`FeedError::Invalid`] for a row or an epoch out of bounds.
+    /// [`FeedError::Invalid`] for a row or an epoch out of bounds, and for a row that is not selected.
     pub fn slot_of(&self, epoch: u64, row: u64) -> Result<(u64, usize)> {
-        if row >= self.rows() {
-            let rows = self.rows();
+        let rows = self.dataset.rows();
+        if row >= rows {
             return Err(FeedError::invalid(format!("row {row} of a dataset of {rows} rows")));
         }
         if epoch >= PLACES_MAX / self.rows() {
             return Err(FeedError::invalid(format!("epoch {epoch} is beyond the order")));
         }
+        let number = match &self.selected {
+            None => row,
+            Some(selected) if selected.rows.contains(row) => selected.rows.rank(row),
+            Some(selected) => {
+                return Err(FeedError::invalid(format!(
+                    "row {row} is not selected by {}",
+                    selected.selection
+                )));
+            }
+        };
         let layout = self.layout(epoch);
-        let group = self.group_of(row);
+        let group = self.bases.partition_point(|&b| b <= number) - 1;
         let place = layout.groups.iter().position(|&g| g as usize == group).unwrap_or(0);
-        let virtual_row = layout.starts[place] + row - self.bases[group];
+        let virtual_row = layout.starts[place] + number - self.bases[group];
         let (step, slot) = self.order.place_of(epoch, virtual_row);
         Ok((step, slot as usize))
     }
 
-    /// Storage location of the row with a global index; `None` beyond the dataset.
+    /// Storage location of the row with a global index; `None` beyond the dataset. O(row groups).
     pub fn address_of(&self, row: u64) -> Option<RowAddress> {
-        if row >= self.rows() {
-            return None;
+        let mut left = row;
+        for file in self.dataset.files() {
+            for (index, group) in file.row_groups.iter().enumerate() {
+                if left < group.rows {
+                    let (row_group, row) = (u32::try_from(index).ok()?, u32::try_from(left).ok()?);
+                    return Some(RowAddress { file: file.path.clone(), row_group, row });
+                }
+                left -= group.rows;
+            }
         }
-        let group = self.group_of(row);
-        let address = self.groups[group].address;
-        Some(RowAddress {
-            file: self.dataset.files()[address.file as usize].path.clone(),
-            row_group: address.index,
-            row: address.first + (row - self.bases[group]) as u32,
-        })
-    }
-
-    fn group_of(&self, row: u64) -> usize {
-        self.bases.partition_point(|&b| b <= row) - 1
+        None
     }
 }

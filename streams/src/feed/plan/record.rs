@@ -10,6 +10,7 @@ use crate::dataset::{Dataset, FileFormat};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::Order;
 use crate::feed::plan::{ALGORITHM_VERSION, Plan, PlanOptions, sizing};
+use crate::feed::select::{RowSet, Selected, Selection};
 
 /// SHA-256 of a plan's canonical encoding; 64 hexadecimal digits in text.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -58,8 +59,14 @@ impl<'de> Deserialize<'de> for PlanId {
 }
 
 /// Hashes the inputs of the order. Numbers are 64-bit little endian, texts carry their length. `parts` are
-/// the rows of the units of reading, given when row groups are read in parts.
-pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order, parts: Option<&[u32]>) -> PlanId {
+/// the selected rows of the units of reading, given when row groups are read in parts.
+pub(super) fn plan_id(
+    dataset: &Dataset,
+    source: &str,
+    order: &Order,
+    parts: Option<&[u32]>,
+    selected: Option<&Selected>,
+) -> PlanId {
     struct Encoder(Sha256);
     impl Encoder {
         fn number(&mut self, n: u64) {
@@ -97,6 +104,13 @@ pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order, parts: Opt
             e.number(u64::from(*rows));
         }
     }
+    if let Some(Selected { selection, rows }) = selected {
+        e.text("selected rows");
+        e.text(&selection.to_string());
+        for word in rows.words() {
+            e.number(*word);
+        }
+    }
     PlanId(e.0.finalize().into())
 }
 
@@ -112,11 +126,25 @@ struct PlanRecord {
     batch_rows: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     part_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    selected: Option<SelectedRecord>,
     dataset: Dataset,
+}
+
+/// A selection with its rows, one compressed bit for each row of the dataset.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SelectedRecord {
+    selection: Selection,
+    rows: String,
 }
 
 impl Serialize for Plan {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let selected = self.selected.as_ref().map(|selected| {
+            let rows = selected.rows.encode().map_err(serde::ser::Error::custom)?;
+            Ok(SelectedRecord { selection: selected.selection.clone(), rows })
+        });
         PlanRecord {
             algorithm_version: ALGORITHM_VERSION,
             id: self.id,
@@ -126,6 +154,7 @@ impl Serialize for Plan {
             window_rows: self.order.window,
             batch_rows: self.order.batch,
             part_bytes: (self.part_bytes > 0).then_some(self.part_bytes),
+            selected: selected.transpose()?,
             dataset: self.dataset.clone(),
         }
         .serialize(serializer)
@@ -161,17 +190,23 @@ impl TryFrom<PlanRecord> for Plan {
         if groups.any(|g| g.rows > u64::from(u32::MAX)) {
             return Err(unusable("a row group is too large".into()));
         }
+        let selected = r.selected.map(|SelectedRecord { selection, rows }| {
+            let rows = RowSet::decode(&rows, r.dataset.rows());
+            let rows = rows.ok_or_else(|| unusable("its selected rows are damaged".into()))?;
+            Selected::new(selection, rows, &r.dataset).map_err(|e| unusable(e.to_string()))
+        });
+        let selected = selected.transpose()?;
         let order = Order {
             seed: r.seed,
-            rows: r.dataset.rows(),
+            rows: selected.as_ref().map_or(r.dataset.rows(), |selected| selected.rows.len()),
             lanes: r.lanes,
             window: r.window_rows,
             batch: r.batch_rows,
         };
         let part_bytes = r.part_bytes.unwrap_or(0);
         sizing::check_count(&r.dataset, part_bytes).map_err(|e| unusable(e.to_string()))?;
-        let groups = sizing::groups(&r.dataset, part_bytes);
-        let plan = Plan::assemble(r.dataset, r.source, order, part_bytes, groups);
+        let units = sizing::units(&r.dataset, part_bytes, selected.as_ref());
+        let plan = Plan::assemble(r.dataset, r.source, order, part_bytes, units, selected);
         if plan.id != r.id {
             return Err(unusable(format!("it records id {} but hashes to {}", r.id, plan.id)));
         }

@@ -6,6 +6,7 @@
 use crate::dataset::{DataFile, Dataset, FileFormat, ROW_GROUPS_MAX, RowGroup};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::plan::{Group, GroupAddress, PlanOptions};
+use crate::feed::select::Selected;
 
 /// Below this many rows a window is not shrunk to save memory; lanes are given up instead.
 const WINDOW_ROWS_MIN: u64 = 2048;
@@ -15,8 +16,8 @@ const PARTS: u64 = 32;
 
 /// Size in bytes of the parts into which row groups are split; 0 when whole row groups leave a lane and a
 /// window within the memory bound.
-pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
-    let whole = Sizes::of(&groups(dataset, 0));
+pub(super) fn part_bytes(dataset: &Dataset, selected: Option<&Selected>, options: &PlanOptions) -> u64 {
+    let whole = Sizes::of(&units(dataset, 0, selected).groups);
     match lanes_and_window_within(&whole, options) {
         Some(_) => 0,
         None => (options.working_set_bytes_max / PARTS).max(1),
@@ -46,10 +47,18 @@ pub(super) fn check_count(dataset: &Dataset, part_bytes: u64) -> Result<()> {
     Ok(())
 }
 
+/// Units of reading that have selected rows.
+pub(super) struct Units {
+    pub(super) groups: Vec<Group>,
+    /// With a selection, the global index of the first row of each, selected or not.
+    pub(super) firsts: Vec<u64>,
+}
+
 /// The units of reading: row groups, with those larger than `part_bytes` split into parts of about equal size
-/// (0: no split).
-pub(super) fn groups(dataset: &Dataset, part_bytes: u64) -> Vec<Group> {
-    let mut all = Vec::new();
+/// (0: no split). Units without selected rows are left out.
+pub(super) fn units(dataset: &Dataset, part_bytes: u64, selected: Option<&Selected>) -> Units {
+    let mut units = Units { groups: Vec::new(), firsts: Vec::new() };
+    let mut base = 0u64;
     for (f, file) in dataset.files().iter().enumerate() {
         for (g, group) in file.row_groups.iter().enumerate() {
             let parts = parts(file.format, group, part_bytes);
@@ -57,22 +66,32 @@ pub(super) fn groups(dataset: &Dataset, part_bytes: u64) -> Vec<Group> {
             let cut = |part: u64| group.rows * part / parts;
             for part in 0..parts {
                 let (first, end) = (cut(part), cut(part + 1));
-                if first < end {
-                    all.push(Group {
-                        address: GroupAddress {
-                            file: f as u32,
-                            index: g as u32,
-                            first: u32::try_from(first).unwrap_or(u32::MAX),
-                            // Bounded when the footer was read and when a stored plan was checked.
-                            rows: u32::try_from(end - first).unwrap_or(u32::MAX),
-                        },
-                        bytes: group.bytes / parts,
-                    });
+                let (rows, bytes) = (end - first, group.bytes / parts);
+                let taken = selected.map_or(rows, |selected| selected.count(base + first..base + end));
+                if taken == 0 {
+                    continue;
+                }
+                let share = u128::from(bytes) * u128::from(taken) / u128::from(rows);
+                units.groups.push(Group {
+                    address: GroupAddress {
+                        file: f as u32,
+                        index: g as u32,
+                        first: u32::try_from(first).unwrap_or(u32::MAX),
+                        // Bounded when the footer was read and when a stored plan was checked.
+                        rows: u32::try_from(rows).unwrap_or(u32::MAX),
+                    },
+                    rows: u32::try_from(taken).unwrap_or(u32::MAX),
+                    // Not more than `bytes`.
+                    bytes: share as u64,
+                });
+                if selected.is_some() {
+                    units.firsts.push(base + first);
                 }
             }
+            base += group.rows;
         }
     }
-    all
+    units
 }
 
 struct Sizes {
@@ -86,7 +105,7 @@ impl Sizes {
     fn of(groups: &[Group]) -> Self {
         let mut s = Self { rows: 0, bytes: 0, group_bytes_max: 0, row_bytes_max: 1 };
         for group in groups {
-            let rows = u64::from(group.address.rows);
+            let rows = u64::from(group.rows);
             s.rows += rows;
             s.bytes = s.bytes.saturating_add(group.bytes);
             s.group_bytes_max = s.group_bytes_max.max(group.bytes);

@@ -4,6 +4,7 @@ use arrow::datatypes::{DataType, Field, Schema};
 
 use super::*;
 use crate::dataset::{FileFormat, RowGroup};
+use crate::feed::Coverage;
 
 /// Files `part-0.parquet` …, each with row groups of these sizes, 100 bytes a row.
 fn dataset(files: &[&[u64]]) -> Dataset {
@@ -258,4 +259,25 @@ fn shards_cover_a_batch_without_overlap() {
     }
     assert!(Shard::new(2, 2).is_err());
     assert!(serde_json::from_str::<Shard>("{\"rank\":3,\"world\":3}").is_err());
+}
+
+#[test]
+fn coverage_names_missing_repeated_and_foreign_rows() {
+    let plan = Arc::new(Plan::new(dataset(&[&[70], &[30]]), &PlanOptions::default()).unwrap());
+    let all: Vec<u64> = (0..100).rev().collect();
+    let report = |rows: &[&[u64]]| {
+        let mut coverage = Coverage::new(Arc::clone(&plan)).unwrap();
+        rows.iter().for_each(|rows| coverage.add(rows));
+        coverage.report()
+    };
+    let whole = report(&[&all]);
+    assert!(whole.is_exact() && whole.rows == 100, "{whole:?}");
+    assert_eq!(whole.digest, report(&[&all[..30], &all[30..]]).digest);
+    assert_ne!(whole.digest, report(&[&all[30..], &all[..30]]).digest);
+    let found = report(&[&all[..50], &all[49..99]]);
+    assert!(!found.is_exact());
+    assert_eq!((found.missing.first, found.repeated.first), (vec![0], vec![50]));
+    let found = report(&[&[5, 5, 1000]]);
+    assert_eq!((found.missing.count, found.missing.first.len(), found.repeated.count), (99, 10, 2));
+    assert_eq!(found.foreign.count, 0);
 }
