@@ -18,12 +18,22 @@ const TICK: Duration = Duration::from_millis(100);
 pub(crate) struct Outage {
     /// Milliseconds since the first failure; 0 while they answer.
     tried_ms: AtomicU64,
+    /// Operations that fail at present.
+    failing: AtomicU64,
 }
 
 impl Outage {
     /// Zero while the volumes answer.
     pub(crate) fn elapsed(&self) -> Duration {
         Duration::from_millis(self.tried_ms.load(Ordering::Relaxed))
+    }
+
+    /// As [`Outage::elapsed`], but zero while no operation tries.
+    pub(crate) fn in_progress(&self) -> Duration {
+        match self.failing.load(Ordering::Relaxed) {
+            0 => Duration::ZERO,
+            _ => self.elapsed(),
+        }
     }
 
     /// The volumes have answered; gives whether they had not before.
@@ -58,9 +68,19 @@ impl Attempts {
         if let Some((before, _)) = &self.failing {
             return Ok(self.outage.elapsed().saturating_sub(*before));
         }
+        let ticker = Ticker::start(&self.outage)?;
         self.outage.begin();
-        self.failing = Some((self.outage.elapsed(), Ticker::start(&self.outage)?));
+        self.outage.failing.fetch_add(1, Ordering::Relaxed);
+        self.failing = Some((self.outage.elapsed(), ticker));
         Ok(Duration::ZERO)
+    }
+}
+
+impl Drop for Attempts {
+    fn drop(&mut self) {
+        if self.failing.take().is_some() {
+            self.outage.failing.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -120,11 +140,12 @@ mod tests {
         assert!(outage.elapsed().is_zero());
         assert_eq!(first.failed().unwrap(), Duration::ZERO);
         assert!(!outage.elapsed().is_zero());
+        assert_eq!(outage.in_progress(), outage.elapsed());
         outage.tick(TICK);
         assert!(first.failed().unwrap() >= TICK);
         drop(first);
         let between = outage.elapsed();
-        assert!(between > TICK);
+        assert!(between > TICK && outage.in_progress().is_zero());
         let mut second = Attempts::new(&outage);
         assert_eq!(second.failed().unwrap(), Duration::ZERO);
         assert!(outage.elapsed() >= between, "the outage goes on");

@@ -1,7 +1,7 @@
 //! A worker's replica of the run: model, optimizer and ledger, and the steps that change them.
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::{Datafs, View};
@@ -179,6 +179,30 @@ impl Replica {
         self.job = assignment.job;
         tracing::info!(step = self.step, "going on from the state in memory");
         self
+    }
+
+    /// Lets this state be saved under the next coordinator of its run, also if that one has changed the job.
+    pub(crate) fn write_for(&mut self, assignment: &Assignment) {
+        if self.checkpoints.run == assignment.run {
+            self.checkpoints.owner.clone_from(&assignment.owner);
+        }
+    }
+
+    /// Reads the rows of the next batch once, for `limit` at most.
+    ///
+    /// # Errors
+    /// Why the volumes do not give them.
+    pub(crate) fn try_to_read(&self, limit: Duration) -> Result<()> {
+        let what = || format!("step {}: read dataset {}", self.step, self.job.dataset);
+        let read =
+            async { tokio::time::timeout(limit, self.feed.batch(self.step, 0..self.job.batch_rows)).await };
+        match self.runtime.block_on(read) {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(Error::feed(what(), error)),
+            Err(_) => {
+                Err(Error::Outage { reason: format!("{}: no rows within {} s", what(), limit.as_secs()) })
+            }
+        }
     }
 
     /// Steps applied.

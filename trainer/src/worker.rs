@@ -193,7 +193,8 @@ fn train(replica: &mut Replica, session: &mut Session, collective: &Collective) 
                         session.begin_to_leave(replica.step());
                         replica.checkpoint_if_newest()?;
                     }
-                    replica.close()?;
+                    // A save of the first state, which any worker makes again, may try for ever.
+                    replica.abandon();
                     session.leave(replica.step())?;
                     return Ok(Part::Left);
                 }

@@ -175,8 +175,10 @@ struct Member {
     place: Option<(u64, String)>,
     /// How long the volumes have taken no checkpoint of it.
     unsaved: Duration,
-    /// How long the volumes have not given it the rows of its step.
+    /// How long the volumes have not given it the rows of its step, while it tries.
     unread: Duration,
+    /// Whether it has tried in vain to read rows in the present ring.
+    read_in_vain: bool,
 }
 
 impl Member {
@@ -384,6 +386,7 @@ impl Membership {
             place: None,
             unsaved: Duration::ZERO,
             unread: Duration::ZERO,
+            read_in_vain: false,
         };
         self.members.insert(id, member);
         if self.stopping.is_some() {
@@ -489,7 +492,13 @@ impl Membership {
                 true => tracing::info!("the volumes give rows to {who} again"),
             }
         }
+        member.read_in_vain |= member.arrived.is_none() && unread > member.unread;
         (member.unsaved, member.unread) = (unsaved, unread);
+    }
+
+    /// Whether the job ends without a checkpoint of its last step.
+    pub(crate) fn has_lost_state(&self) -> bool {
+        self.lost_state.is_some() && self.furthest > 0
     }
 
     /// How long a member has waited for its rows.

@@ -504,10 +504,11 @@ async fn heartbeat(outgoing: mpsc::Sender<proto::FromWorker>, every: Duration, f
         ticks.tick().await;
         let computing = clock.tick(flags.steps.load(Ordering::Relaxed), ticked.elapsed(), every);
         ticked = Instant::now();
-        let outages = flags.outages.get().map(|outages| {
-            outages.each_ref().map(|outage| u64::try_from(outage.elapsed().as_millis()).unwrap_or(u64::MAX))
-        });
-        let [unsaved_ms, unread_ms] = outages.unwrap_or_default();
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let outages = flags.outages.get();
+        let unsaved_ms = outages.map_or(0, |[unsaved, _]| millis(unsaved.elapsed()));
+        // A read that was interrupted waits for the next ring, not for the volumes.
+        let unread_ms = outages.map_or(0, |[_, unread]| millis(unread.in_progress()));
         let beat = proto::Heartbeat {
             computing_ms: computing.as_millis() as u64,
             step: Some(flags.step.load(Ordering::Relaxed)),

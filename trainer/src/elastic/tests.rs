@@ -673,18 +673,47 @@ fn a_suspect_is_kept_after_one_broken_ring_or_progress() {
 
 #[test]
 fn a_worker_that_waits_for_its_rows_is_blamed_for_no_ring() {
-    for unread in [Duration::from_secs(30), Duration::ZERO] {
+    // Rings in which it tries in vain to read, of those that break.
+    for (waits, kept) in
+        [(vec![true, true, true], true), (vec![true, false, false], false), (vec![false, false], false)]
+    {
         let (mut job, [first, second, third]) = three_joined();
-        job.membership.record_outages(third, Duration::ZERO, unread);
-        assert_eq!(job.membership.unread(), unread);
         let mut lost = Vec::new();
-        for _ in 0..2 {
+        for (ring, waits) in (1..).zip(waits) {
+            let unread = Duration::from_secs(30 * ring);
+            if waits {
+                job.membership.record_outages(third, Duration::ZERO, unread);
+                assert_eq!(job.membership.unread(), unread);
+                job.membership.record_outages(third, Duration::ZERO, Duration::ZERO);
+            }
             job.arrive(third, 5, Reason::Broken);
             job.arrive(first, 5, Reason::Broken);
             lost.extend(closed(&job.suspect(second, 5, 2)));
         }
-        assert_eq!(lost, if unread.is_zero() { vec![third] } else { vec![] });
+        assert_eq!(lost, if kept { vec![] } else { vec![third] });
     }
+}
+
+#[test]
+fn a_stop_goes_on_without_a_worker_that_has_no_rows() {
+    let (mut job, members) = SimulatedJob::running(2);
+    job.membership.record_progress(50);
+    job.membership.record_outages(members[0], Duration::ZERO, Duration::from_secs(3));
+    assert_eq!(job.membership.lost_total(), 0);
+    job.membership.stop(job.now);
+    job.pass(Duration::from_millis(25), &members);
+    assert_eq!(job.membership.lost_total(), 1);
+    job.arrive(members[1], 50, Reason::Broken);
+    job.membership.finished(members[1], true, job.now);
+    assert_eq!(job.membership.take_actions().last(), Some(&Action::End(Verdict::Finished { stopped: true })));
+    // Where none has rows, all of them may save.
+    let (mut job, members) = SimulatedJob::running(2);
+    for member in &members {
+        job.membership.record_outages(*member, Duration::ZERO, Duration::from_secs(3));
+    }
+    job.membership.stop(job.now);
+    job.pass(Duration::from_millis(25), &members);
+    assert_eq!(job.membership.lost_total(), 0);
 }
 
 #[test]

@@ -90,6 +90,9 @@ fn leave_signal(runtime: &Runtime) -> Result<CancellationToken> {
     Ok(leave)
 }
 
+/// Time for one attempt to read rows before a worker that was cut off joins again.
+const READ_LIMIT: Duration = Duration::from_secs(10);
+
 /// Exit code after a second signal.
 const EXIT_FORCED: i32 = 1;
 
@@ -108,6 +111,8 @@ struct Memory {
     run: Option<KnownRun>,
     /// The state after the last step of a coordinator that was lost.
     replica: Option<Replica>,
+    /// Whether the last session ended because the volumes did not answer this worker.
+    was_cut_off: bool,
 }
 
 /// The run that a worker trains.
@@ -224,6 +229,15 @@ impl Memory {
         }
     }
 
+    /// Fails while a worker that was cut off still gets no rows: in a ring, the others would wait for it again.
+    fn check_rows(&mut self) -> Result<()> {
+        if let Some(replica) = self.replica.as_ref().filter(|_| self.was_cut_off) {
+            replica.try_to_read(READ_LIMIT)?;
+        }
+        self.was_cut_off = false;
+        Ok(())
+    }
+
     /// The run, for messages.
     fn describe(&self) -> String {
         match &self.run {
@@ -271,11 +285,16 @@ fn serve(
             return Ok(JoinEnd::Done);
         };
         let began = Instant::now();
-        let (reason, time) = match round(join, &targets, &mut memory, datafs, runtime, leave, exit_code)? {
+        let outcome = match memory.check_rows() {
+            Ok(()) => round(join, &targets, &mut memory, datafs, runtime, leave, exit_code)?,
+            Err(error) => Round::Nowhere(error.one_line()),
+        };
+        let (reason, time) = match outcome {
             Round::Ended(Ended::Job(end)) => return Ok(end),
             Round::Ended(Ended::Failed(error)) => return Err(error),
             Round::Ended(Ended::Lost(error, has_trained)) => {
                 told = false;
+                memory.was_cut_off = error.is_outage() || matches!(error, Error::Outage { .. });
                 backoff.reset();
                 if has_trained {
                     lost_at = Instant::now();
@@ -415,7 +434,8 @@ fn attempt(
     tracing::info!(coordinator = join.coordinator, ring, "joined");
     let loaded = check_volumes(datafs, &assignment).and_then(|output| {
         // A state of another run goes first: both may not fit.
-        if memory.replica.as_ref().is_some_and(|former| !former.continues(&assignment)) {
+        if let Some(former) = memory.replica.as_mut().filter(|former| !former.continues(&assignment)) {
+            former.write_for(&assignment);
             memory.save_or_warn();
         }
         let (job, run) = (assignment.job.name.to_string(), assignment.run.clone());

@@ -242,6 +242,9 @@ impl Actor<'_> {
         match verdict {
             Verdict::Outage { .. } => Some("the volumes take no checkpoint, so keep the state"),
             Verdict::WorkersLost { .. } if self.params.hand_over => Some(HANDED_OVER),
+            Verdict::WorkersLost { .. } if self.membership.has_lost_state() => {
+                Some("the state of the last step was not saved, so keep it")
+            }
             _ if self.params.hand_over && self.stopping() => Some(HANDED_OVER),
             _ => None,
         }

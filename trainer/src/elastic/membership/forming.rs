@@ -124,7 +124,7 @@ impl Membership {
         let peers: Vec<Peer> = self.formed.iter().map(|(_, peer)| peer.clone()).collect();
         for (rank, id) in ranked.into_iter().enumerate() {
             if let Some(member) = self.members.get_mut(&id) {
-                member.arrived = None;
+                (member.arrived, member.read_in_vain) = (None, false);
                 self.failures[member.slot] = 0;
             }
             let epoch = self.epoch;
@@ -157,8 +157,8 @@ impl Membership {
         }
         let mut blamed = BTreeMap::new();
         for (reporter, suspect) in &suspects {
-            // Its network is well: it waits for the volumes.
-            if self.members.get(suspect).is_some_and(|member| !member.unread.is_zero()) {
+            // It has waited for the volumes in this ring, not for the others.
+            if self.members.get(suspect).is_some_and(|member| member.read_in_vain) {
                 continue;
             }
             let mutual = suspects.get(suspect) == Some(reporter);
