@@ -1,6 +1,7 @@
 //! The command line: all commands, flags and examples, declared for clap. No behavior lives here.
 
 mod access;
+mod feed;
 mod images;
 mod load;
 mod models;
@@ -16,6 +17,10 @@ use clap::{Args, Parser, Subcommand};
 use millrace_datafs::Name;
 
 pub(crate) use access::{ServerArgs, TokenArgs};
+pub(crate) use feed::{
+    ColumnsArgs, FeedArgs, FeedBenchArgs, FeedCommand, FeedHeadArgs, FeedPlanArgs, FeedStatsArgs,
+    FeedVerifyArgs, OrderArgs, RowsArgs,
+};
 pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;
 pub(crate) use models::{
@@ -23,7 +28,7 @@ pub(crate) use models::{
     RecordFormat, RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs, WorkerArgs,
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
-pub(crate) use records::{FeedArgs, IngestArgs, ProduceArgs, TopicCommand};
+pub(crate) use records::{IngestArgs, ProduceArgs, TopicCommand};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
 pub(crate) use volumes::{CopyArgs, FsckArgs, ListArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
 
@@ -157,7 +162,7 @@ pub(crate) enum Command {
     Ingest(IngestArgs),
     /// Read a dataset in training order: print batches, or measure the rate with --dry
     #[command(
-        after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry"
+        after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry\n  millrace feed digits@monday:/train --where 'label != 3' --splits train=0.9,test=0.1 --split train --split-by id"
     )]
     Feed(FeedArgs),
     /// Make, import, quantize and inspect models

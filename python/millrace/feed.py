@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from millrace import _native
@@ -38,6 +39,15 @@ class Feed:
     :param rank: number of this reader, from 0; ``"env"`` takes ``RANK`` and ``WORLD_SIZE``, as torchrun sets them.
     :param world: number of readers, 1 by default.
     :param columns: columns to read, in this order; all by default.
+    :param where: reads only the rows for which this condition is true, for example ``"label != 3 and score >= 0.5"``.
+        Texts stand in single quotes, column names with signs in double quotes; ``in (...)``, ``is null``, ``and``,
+        ``or``, ``not`` and parentheses work as in SQL. A comparison with null is not true.
+    :param splits: parts into which a hash splits the rows, with their fractions, for example ``{"train": 0.8, "val":
+        0.1, "test": 0.1}``. The parts are disjoint, and complete if the fractions are 1 together. A row keeps its part
+        as long as the fractions of the parts up to it stay.
+    :param split: the part to read.
+    :param split_by: column, or columns, whose values decide the part of a row: rows with equal values are in one part.
+        By default its file and its number in the file decide.
     :param format: ``"numpy"``: dictionaries of arrays. ``"torch"``: dictionaries of tensors. ``"arrow"``:
         ``pyarrow.RecordBatch``. Numbers and lists of a fixed size come without a copy. A null in them is an error,
         except with ``"arrow"``.
@@ -60,6 +70,10 @@ class Feed:
         rank: int | str = 0,
         world: int | None = None,
         columns: Sequence[str] | None = None,
+        where: str | None = None,
+        splits: Mapping[str, Any] | None = None,
+        split: str | None = None,
+        split_by: str | Sequence[str] | None = None,
         format: str = "numpy",
         pad: Mapping[str, int | float] | None = None,
         home: str | os.PathLike[str] | None = None,
@@ -73,6 +87,8 @@ class Feed:
         rank, world = _shard(rank, world)
         pad = dict(pad or {})
         self._convert = _converter(format, pad)
+        splits = None if splits is None else {name: _fraction(name, part) for name, part in splits.items()}
+        keys = [split_by] if isinstance(split_by, str) else list(split_by or ())
         self._reader = _native.Reader(
             dataset,
             batch_rows=batch_rows,
@@ -80,6 +96,10 @@ class Feed:
             rank=rank,
             world=world,
             columns=columns,
+            filter=where,
+            splits=list((splits or {}).items()),
+            split=split,
+            split_by=keys,
             format=format,
             home=None if home is None else os.fspath(home),
         )
@@ -90,6 +110,10 @@ class Feed:
             "rank": rank,
             "world": world,
             "columns": columns,
+            "where": where,
+            "splits": splits,
+            "split": split,
+            "split_by": keys or None,
             "format": format,
             "pad": pad,
             "home": os.fspath(self._reader.home),
@@ -245,6 +269,17 @@ def _integer(name: str, value: Any, least: int, otherwise: str = "") -> int:
     if isinstance(value, bool) or not least <= number <= most:
         raise UsageError(f"{name} is {value!r}; it must be at least {least} and at most {most}{otherwise}")
     return number
+
+
+def _fraction(name: Any, part: Any) -> str:
+    """The decimal digits of a fraction as it is written: 0.1 is a tenth, not the binary number beside it."""
+    if not isinstance(name, str):
+        raise UsageError(f"splits has the part {name!r}; names of parts are texts")
+    if isinstance(part, str):
+        return part
+    if isinstance(part, bool) or not isinstance(part, (int, float, Decimal)):
+        raise UsageError(f"splits, part {name!r}: {part!r} is not a fraction above 0 and at most 1")
+    return format(Decimal(str(part)), "f")
 
 
 def _number(variable: str) -> int:

@@ -9,7 +9,7 @@ use arrow::datatypes::SchemaRef;
 use futures::StreamExt;
 use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::{
-    Cursor, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, Plan, PlanId, PlanOptions, Shard,
+    Cursor, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, Plan, PlanId, PlanOptions, Selection, Shard,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -64,7 +64,9 @@ pub(crate) struct Reader {
 #[pymethods]
 impl Reader {
     #[new]
-    #[pyo3(signature = (dataset, *, batch_rows, seed, rank, world, columns, format, home))]
+    #[pyo3(signature = (
+        dataset, *, batch_rows, seed, rank, world, columns, filter, splits, split, split_by, format, home
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -74,13 +76,18 @@ impl Reader {
         rank: u32,
         world: u32,
         columns: Option<Vec<String>>,
+        filter: Option<&str>,
+        splits: Vec<(String, String)>,
+        split: Option<&str>,
+        split_by: Vec<String>,
         format: &str,
         home: Option<PathBuf>,
     ) -> PyResult<Reader> {
         engine::with(py, |engine| {
             let format: Format = format.parse()?;
             let shard = Shard::new(rank, world)?;
-            let options = PlanOptions { seed, batch_rows, ..PlanOptions::default() };
+            let selection = Selection::new(filter, &splits, split, &split_by)?;
+            let options = PlanOptions { seed, batch_rows, selection, ..PlanOptions::default() };
             let home = engine::locate(home)?;
             let (spec, feed) = open(engine, &home, &dataset.parse()?, &options, columns.as_deref())?;
             let schema = Arc::clone(feed.schema());
@@ -147,7 +154,7 @@ impl Reader {
         self.plan.id().to_string()
     }
 
-    /// Rows of the dataset.
+    /// Rows of an epoch: those of the dataset, or the selected ones.
     #[getter]
     fn rows(&self) -> u64 {
         self.plan.rows()

@@ -1,10 +1,9 @@
-//! Flags of the record commands: produce, topic, ingest, feed.
+//! Flags of the record commands: produce, topic, ingest.
 
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use millrace_datafs::Name;
-use millrace_streams::dataset::DatasetSpec;
 
 /// `millrace produce`
 #[derive(Debug, Args)]
@@ -58,32 +57,4 @@ pub(crate) struct IngestArgs {
     /// Run until stopped, not just to the current end of the topic
     #[arg(long)]
     pub(crate) follow: bool,
-}
-
-/// `millrace feed`
-#[derive(Debug, Args)]
-pub(crate) struct FeedArgs {
-    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
-    pub(crate) dataset: DatasetSpec,
-    /// Rows of a global batch
-    #[arg(long, default_value_t = 128)]
-    pub(crate) batch_rows: usize,
-    /// Seed of the order
-    #[arg(long, default_value_t = 0)]
-    pub(crate) seed: u64,
-    /// This reader's number
-    #[arg(long, default_value_t = 0)]
-    pub(crate) rank: u32,
-    /// Number of readers that share the dataset
-    #[arg(long, default_value_t = 1)]
-    pub(crate) world: u32,
-    /// First global batch
-    #[arg(long, default_value_t = 0)]
-    pub(crate) step: u64,
-    /// Number of batches [default: 1, or one epoch with --dry]
-    #[arg(long)]
-    pub(crate) batches: Option<u64>,
-    /// Read without printing and show the rate
-    #[arg(long)]
-    pub(crate) dry: bool,
 }

@@ -1,22 +1,38 @@
-//! `millrace feed`: a dataset in training order, printed or measured.
+//! `millrace feed`: a dataset in training order, printed, described, verified or measured.
+
+mod bench;
+mod head;
+mod plan;
+mod stats;
+mod verify;
 
 use std::time::Instant;
 
 use anyhow::Result;
 use futures::StreamExt;
-use millrace_streams::feed::{Cursor, Feed, FeedBatch, FeedOptions, PlanOptions, Shard};
+use millrace_streams::dataset::OpenDataset;
+use millrace_streams::feed::{Cursor, Feed, FeedBatch, FeedOptions, Plan, PlanOptions, Selection, Shard};
 
-use crate::cli::FeedArgs;
+use crate::cli::{ColumnsArgs, FeedArgs, FeedCommand, OrderArgs, RowsArgs};
 use crate::context::Context;
+use crate::failure::{Exit, fail};
 use crate::json_rows;
 use crate::output::count;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
-    let datafs = context.volumes().await?;
-    let options = PlanOptions { seed: args.seed, batch_rows: args.batch_rows, ..PlanOptions::default() };
-    let dataset = args.dataset.open(&datafs).await?;
-    let plan = dataset.plan(&options).await?;
+    match args.command {
+        None => read(context, args).await,
+        Some(FeedCommand::Plan(args)) => plan::run(context, args).await,
+        Some(FeedCommand::Head(args)) => head::run(context, args).await,
+        Some(FeedCommand::Stats(args)) => stats::run(context, args).await,
+        Some(FeedCommand::Verify(args)) => verify::run(context, args).await,
+        Some(FeedCommand::Bench(args)) => bench::run(context, args).await,
+    }
+}
+
+async fn read(context: &Context, args: FeedArgs) -> Result<()> {
+    let (dataset, plan) = open(context, &args.order).await?;
     let shard = Shard::new(args.rank, args.world)?;
     let batches = args.batches.unwrap_or(if args.dry { plan.steps_for_epochs(1) } else { 1 });
     let (id, rows_total) = (plan.id(), plan.rows());
@@ -63,6 +79,29 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
             count(rate as u64),
         ]],
     )
+}
+
+/// Opens the dataset and plans it.
+async fn open(context: &Context, args: &OrderArgs) -> Result<(OpenDataset, Plan)> {
+    let options = PlanOptions { seed: args.seed, batch_rows: args.batch_rows, ..PlanOptions::default() };
+    open_rows(context, &args.rows, options).await
+}
+
+/// Opens the dataset and plans the chosen rows of it.
+async fn open_rows(context: &Context, args: &RowsArgs, options: PlanOptions) -> Result<(OpenDataset, Plan)> {
+    let Some(spec) = &args.dataset else {
+        return fail(Exit::Usage, "no dataset is named; write VOLUME@SNAPSHOT:/PATH");
+    };
+    let split = args.split.as_deref();
+    let selection = Selection::new(args.filter.as_deref(), &args.splits, split, &args.split_by)?;
+    let dataset = spec.open(&context.volumes().await?).await?;
+    let plan = dataset.plan(&PlanOptions { selection, ..options }).await?;
+    Ok((dataset, plan))
+}
+
+/// The columns to read; none means all.
+fn columns(args: ColumnsArgs) -> Option<Vec<String>> {
+    Some(args.columns).filter(|columns| !columns.is_empty())
 }
 
 /// Prints one batch: a line that identifies it, then a JSON object per row (with `--json`, the objects only).

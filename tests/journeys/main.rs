@@ -8,6 +8,7 @@ mod bad_input;
 mod before;
 mod columns;
 mod examples;
+mod feeding;
 mod full_disk;
 mod habits;
 mod images;

@@ -1,0 +1,171 @@
+//! Flags of the feed commands.
+
+use clap::{Args, Subcommand};
+use millrace_streams::dataset::DatasetSpec;
+
+/// `millrace feed`
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct FeedArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<FeedCommand>,
+    #[command(flatten)]
+    pub(crate) order: OrderArgs,
+    /// This reader's number
+    #[arg(long, default_value_t = 0)]
+    pub(crate) rank: u32,
+    /// Number of readers that share the dataset
+    #[arg(long, default_value_t = 1)]
+    pub(crate) world: u32,
+    /// First global batch
+    #[arg(long, default_value_t = 0)]
+    pub(crate) step: u64,
+    /// Number of batches [default: 1, or one epoch with --dry]
+    #[arg(long)]
+    pub(crate) batches: Option<u64>,
+    /// Read without printing and show the rate
+    #[arg(long)]
+    pub(crate) dry: bool,
+}
+
+/// Commands about a dataset. The root of a volume that is named like one is written with a colon: `plan:/`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum FeedCommand {
+    /// Show what a training run will read: rows, files, lanes, memory, steps, and each reader's part
+    #[command(
+        after_help = "Examples:\n  millrace feed plan digits@monday:/train --batch-rows 256 --world 4\n  millrace feed plan digits@monday:/train --where 'label != 3' --json"
+    )]
+    Plan(FeedPlanArgs),
+    /// Print the first rows in training order
+    #[command(after_help = "Example:\n  millrace feed head digits@monday:/train --rows 5 --columns label,id")]
+    Head(FeedHeadArgs),
+    /// Describe each column: type, nulls, range, mean, distinct and frequent values
+    #[command(
+        after_help = "Reads all rows once, in memory that does not grow with them. The deviation is over all rows, not of a\nsample.\n\nExample:\n  millrace feed stats digits@monday:/train --columns label"
+    )]
+    Stats(FeedStatsArgs),
+    /// Read one epoch with several readers, and prove that every row comes exactly once
+    #[command(
+        after_help = "Prints the SHA-256 of the global row numbers in order, which is the same for any number of readers.\n\nExample:\n  millrace feed verify digits@monday:/train --readers 4"
+    )]
+    Verify(FeedVerifyArgs),
+    /// Measure how fast rows come
+    #[command(
+        after_help = "Example:\n  millrace feed bench digits@monday:/train --batch-rows 1024 --columns pixels,label"
+    )]
+    Bench(FeedBenchArgs),
+}
+
+/// `millrace feed plan`
+#[derive(Debug, Args)]
+pub(crate) struct FeedPlanArgs {
+    #[command(flatten)]
+    pub(crate) order: OrderArgs,
+    /// Number of readers that share the dataset
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) world: u32,
+}
+
+/// `millrace feed head`
+#[derive(Debug, Args)]
+pub(crate) struct FeedHeadArgs {
+    #[command(flatten)]
+    pub(crate) order: OrderArgs,
+    /// Number of rows
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) rows: u32,
+    #[command(flatten)]
+    pub(crate) columns: ColumnsArgs,
+}
+
+/// `millrace feed stats`
+#[derive(Debug, Args)]
+pub(crate) struct FeedStatsArgs {
+    #[command(flatten)]
+    pub(crate) rows: RowsArgs,
+    #[command(flatten)]
+    pub(crate) columns: ColumnsArgs,
+}
+
+/// `millrace feed verify`
+#[derive(Debug, Args)]
+pub(crate) struct FeedVerifyArgs {
+    #[command(flatten)]
+    pub(crate) order: OrderArgs,
+    /// Number of readers, which read at the same time
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) readers: u32,
+    #[command(flatten)]
+    pub(crate) columns: ColumnsArgs,
+}
+
+/// `millrace feed bench`
+#[derive(Debug, Args)]
+pub(crate) struct FeedBenchArgs {
+    #[command(flatten)]
+    pub(crate) order: OrderArgs,
+    /// This reader's number
+    #[arg(long, default_value_t = 0)]
+    pub(crate) rank: u32,
+    /// Number of readers that share the dataset
+    #[arg(long, default_value_t = 1)]
+    pub(crate) world: u32,
+    /// Number of batches [default: one epoch]
+    #[arg(long)]
+    pub(crate) batches: Option<u64>,
+    #[command(flatten)]
+    pub(crate) columns: ColumnsArgs,
+    /// Row groups decoded at the same time [default: one for each processor, at most 8]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) decoders: Option<u16>,
+    /// Batches assembled ahead
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) prefetch: u16,
+}
+
+/// The dataset and all that decides the order of its rows.
+#[derive(Debug, Args)]
+pub(crate) struct OrderArgs {
+    #[command(flatten)]
+    pub(crate) rows: RowsArgs,
+    /// Rows of a global batch
+    #[arg(long, default_value_t = 128)]
+    pub(crate) batch_rows: usize,
+    /// Seed of the order
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+/// The dataset and the rows of it to read.
+#[derive(Debug, Args)]
+pub(crate) struct RowsArgs {
+    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
+    #[arg(required = true)]
+    pub(crate) dataset: Option<DatasetSpec>,
+    /// Read only rows for which this condition is true, for example "label != 3 and score >= 0.5"
+    #[arg(long = "where", value_name = "CONDITION")]
+    pub(crate) filter: Option<String>,
+    /// Parts into which the rows are split by a hash, for example train=0.8,val=0.1,test=0.1
+    #[arg(long, value_name = "PART=FRACTION,...", value_delimiter = ',', value_parser = part)]
+    pub(crate) splits: Vec<(String, String)>,
+    /// The part to read
+    #[arg(long, value_name = "PART")]
+    pub(crate) split: Option<String>,
+    /// Columns whose values decide the part of a row [default: its file and number]
+    #[arg(long, value_name = "COLUMN,...", value_delimiter = ',')]
+    pub(crate) split_by: Vec<String>,
+}
+
+/// The columns to read.
+#[derive(Debug, Args)]
+pub(crate) struct ColumnsArgs {
+    /// Columns to read [default: all]
+    #[arg(long, value_name = "COLUMN,...", value_delimiter = ',')]
+    pub(crate) columns: Vec<String>,
+}
+
+/// A part of a split with its fraction.
+fn part(text: &str) -> Result<(String, String), &'static str> {
+    let (name, fraction) = text.split_once('=').ok_or("write PART=FRACTION, for example train=0.8")?;
+    Ok((name.to_owned(), fraction.to_owned()))
+}
