@@ -38,7 +38,7 @@ class ExamplesTest(unittest.TestCase):
         for variables in ({}, {"DIE_AT": "25"}):
             with tempfile.TemporaryDirectory(prefix="millrace-example-") as home:
                 self.run_in(home, str(EXAMPLES / "prepare.py"))
-                torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+                torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
                 printed = self.run_in(home, *torchrun, str(EXAMPLES / "ddp.py"), **variables)
                 self.assertIn("45 steps; each of 1437 rows counts 2 times", printed)
                 states.append(millrace.torch.load("runs:/ddp/checkpoint.pt", home=home))
