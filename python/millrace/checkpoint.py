@@ -204,7 +204,9 @@ def remove(path: str, home: str | os.PathLike[str] | None) -> None:
     files = _Files(home)
     volume, inside = locate(path, home)
     names = files.names(path)
-    strange = [name for name in names if name != _METADATA and not name.endswith(_DATA)]
+    # PyTorch's name for metadata that is being written: a save may have ended there.
+    own = (_METADATA, f"{_METADATA}.tmp")
+    strange = [name for name in names if name not in own and not name.endswith(_DATA)]
     if strange:
         raise UsageError(f"remove {path}: it is no checkpoint, or holds more than one: {min(strange)}")
     for name in sorted(names, key=lambda name: name != _METADATA):

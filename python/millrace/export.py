@@ -35,6 +35,9 @@ _ROOT = "models"
 _RECORD = "training.json"
 # Above this, weights go into a file of their own: a graph may have 2 GiB.
 _EMBEDDED_BYTES_MAX = 1 << 30
+# Metrics of a version, and characters of a text in its manifest.
+_METRICS_MAX = 1024
+_CODE_MAX = 256
 # The errors that stand for exit codes of the command.
 _ERRORS: dict[int, type[Error]] = {
     2: UsageError,
@@ -123,18 +126,23 @@ def publish(
     wrong = [key for key, value in (metrics or {}).items() if not math.isfinite(value)]
     if wrong:
         raise UsageError(f"publish {name}: metric {wrong[0]!r} is not a finite number")
+    if len(metrics or {}) > _METRICS_MAX:
+        raise UsageError(f"publish {name}: {len(metrics or {})} metrics; a version has at most {_METRICS_MAX}")
+    if len(code) > _CODE_MAX or any(len(key) > _CODE_MAX for key in metrics or {}):
+        raise UsageError(f"publish {name}: code and the names of metrics have at most {_CODE_MAX} characters")
     lineage, record = _origin(name, feed, seed, steps, epochs, code, metadata)
     arguments = _Arguments(torch, name, example_inputs, dynamic_batch)
     target = Volume(volume, create=True, home=home)
     with tempfile.TemporaryDirectory(prefix="millrace-publish-") as folder:
         file = Path(folder, "model.onnx")
-        was_training = model.training
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             expected = [_outputs(torch, name, model, arguments, values) for values in arguments.samples()]
             _export(torch, name, model, arguments, file, input_names, output_names, options)
         finally:
-            model.train(was_training)
+            for module, mode in modes:
+                module.training = mode
         difference = _compare(name, arguments, expected, file, rtol, atol)
         record["compared"] = {"rtol": rtol, "atol": atol, "difference": difference}
         record["torch"] = torch.__version__
@@ -186,7 +194,9 @@ def _outputs(torch: Any, name: str, model: Any, arguments: _Arguments, values: l
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
         raise UsageError(f"publish {name}: the model fails on example inputs of the shapes {shapes}: {error}") from error
-    return [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    # NumPy has no bfloat16, in which the outputs are compared as floats.
+    return [(leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy() for leaf in tensors]
 
 
 def _export(

@@ -202,8 +202,10 @@ class Feed:
 
     def _state_after(self, start: int, batches: int) -> dict[str, Any]:
         end = self._end_of_round(start)
+        if batches == 0 and start == self._place:
+            return self.state_dict()
         place = start if batches == 0 else min(self._reader.place_after(start, batches), end)
-        return self._state(place, place == end if batches else self._is_over)
+        return self._state(place, batches > 0 and place == end)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches that a state counts, in the time that it takes to open the feed.
@@ -407,7 +409,9 @@ class _Torch:
     def _padded(self, name: str, values: Any, ends: list[int], valid: list[bool] | None) -> tuple[Any, Any]:
         _check_lists(name, valid)
         torch, values, pad = self._torch, self._tensor(name, values), self._pad[name]
-        if not values.dtype.is_floating_point and not isinstance(pad, int):
+        is_float = values.dtype.is_floating_point
+        limits = None if is_float else torch.iinfo(values.dtype)
+        if limits is not None and not (isinstance(pad, int) and limits.min <= pad <= limits.max):
             raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}")
         lengths = torch.tensor([end - begin for begin, end in zip(ends, ends[1:])], dtype=torch.int64)
         width = int(lengths.max()) if len(lengths) else 0

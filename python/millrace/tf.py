@@ -31,7 +31,10 @@ def dataset(feed: Feed) -> Any:
     :param feed: a feed with ``format="numpy"``.
     :raises millrace.UsageError: for columns that TensorFlow has no tensor for, such as times.
     """
-    probe = next(copy.copy(feed), None)
+    probe = copy.copy(feed)
+    # A state of the last batch leaves an empty iteration, whose tensors are those of the others.
+    probe._is_over = False
+    probe = next(probe, None)
     if not isinstance(probe, dict):
         raise UsageError(f'read {feed.dataset} as tf.data: pass a feed with format="numpy" that has rows')
     signature = {name: _spec(feed, name, column) for name, column in probe.items()}
@@ -49,7 +52,7 @@ def dataset(feed: Feed) -> Any:
 
 def _spec(feed: Feed, name: str, column: Any) -> Any:
     kind = feed.schema.get(name, "")
-    listed = re.match(r"(?:Large)?List\((U?Int(?:8|16|32|64)|Float(?:16|32|64)|Boolean)\b", kind)
+    listed = re.match(r"(?:Large)?List\((?:non-null )?(U?Int(?:8|16|32|64)|Float(?:16|32|64)|Boolean)\b", kind)
     if column.dtype.kind in "biuf":
         # Lists that are padded have another length in each batch.
         lengths = [None] * (column.ndim - 1) if listed else column.shape[1:]

@@ -228,6 +228,9 @@ assert found["step"] == 3
         self.assertEqual(self.checkpoints("runs@kept:/other"), [])
         import millrace.torch
 
+        # A save over it that was killed.
+        with millrace.Volume("runs", home=self.home).open("/job/step-100/.metadata.tmp", "wb") as out:
+            out.write(b"begun")
         millrace.torch.remove_checkpoint("runs:/job/step-100", home=self.home)
         self.assertEqual(self.checkpoints("runs:/job"), ["runs:/job/step-9", "runs:/job/step-10"])
         with self.assertRaisesRegex(millrace.UsageError, "holds more than one: step-"):

@@ -110,7 +110,7 @@ class TorchTest(HomeCase):
             parts = list(millrace.Feed("lists:/ragged", batch_rows=39, rank=1, world=2, format=format,
                                        pad={"tokens": 0}, home=self.home))
             self.assertEqual(tuple(parts[-1]["tokens"].shape), (0, 0))
-            for pad in ({"tokens": 0.5}, {"tokens": 1 << 40}):
+            for pad in ({"tokens": 0.5}, {"tokens": 1 << 31}, {"tokens": -(1 << 40)}):
                 with self.assertRaisesRegex(millrace.UsageError, "pad of column 'tokens'"):
                     next(millrace.Feed("lists:/ragged", format=format, pad=pad, home=self.home))
         for pad, words in (({"id": 0}, "only lists"), ({"nope": 0}, "does not read"), ({"tokens": "x"}, "a number")):

@@ -117,9 +117,12 @@ pub(crate) struct CachedRows {
     rows: String,
 }
 
+/// Version of the rules by which conditions and splits select rows.
+const SELECTION_RULES: &str = "1";
+
 impl CachedRows {
     fn key(path: &str, selection: &Selection) -> String {
-        format!("feed/selection/{}", digest(&[path, &selection.to_string()]))
+        format!("feed/selection/{}", digest(&[path, SELECTION_RULES, &selection.to_string()]))
     }
 
     /// The selected rows, if the dataset's listing still has this digest.

@@ -208,7 +208,7 @@ impl Plan {
             }
             (None, _) => None,
         };
-        let part_bytes = sizing::part_bytes(&dataset, selected.as_ref(), options);
+        let part_bytes = sizing::part_bytes(&dataset, options);
         sizing::check_count(&dataset, part_bytes)?;
         let units = sizing::units(&dataset, part_bytes, selected.as_ref());
         let (lanes, window) = sizing::lanes_and_window(&units.groups, options);

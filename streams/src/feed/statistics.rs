@@ -135,7 +135,7 @@ impl Statistics {
 impl Column {
     fn add(&mut self, array: &ArrayRef) -> Result<(), ArrowError> {
         self.rows += array.len() as u64;
-        self.nulls += array.null_count() as u64;
+        self.nulls += array.logical_null_count() as u64;
         let mut items = Arc::clone(array);
         let mut is_list = false;
         loop {
@@ -166,7 +166,7 @@ impl Column {
                 self.lengths = joined(self.lengths, lengths);
             }
             is_list = true;
-            self.null_items += items.null_count() as u64;
+            self.null_items += items.logical_null_count() as u64;
         }
         let values = Values::new(&items)?;
         self.values.is_countable = !is_list;

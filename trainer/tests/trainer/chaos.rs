@@ -194,9 +194,11 @@ fn batter(world: &mut World, seed: u64) {
     assert!(!blows.is_empty(), "the run was over before the first blow");
     let report = run.report();
     world.check(&report);
-    for worker in &mut run.workers {
-        assert_eq!(worker.ended(), succeeded("Done"), "seed {seed}, {blows:?}");
-    }
+    // The worker that was started last may find no coordinator any more.
+    let ends: Vec<_> = run.workers.iter_mut().map(|worker| worker.ended()).collect();
+    let late = ends.iter().filter(|(_, reason)| reason.contains("cannot join a job (")).count();
+    let done = ends.iter().filter(|end| **end == succeeded("Done")).count();
+    assert!(late <= 1 && done + late == ends.len(), "seed {seed}, {blows:?}: {ends:?}");
 }
 
 #[test]

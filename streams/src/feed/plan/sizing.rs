@@ -15,9 +15,9 @@ const WINDOW_ROWS_MIN: u64 = 2048;
 const PARTS: u64 = 32;
 
 /// Size in bytes of the parts into which row groups are split; 0 when whole row groups leave a lane and a
-/// window within the memory bound.
-pub(super) fn part_bytes(dataset: &Dataset, selected: Option<&Selected>, options: &PlanOptions) -> u64 {
-    let whole = Sizes::of(&units(dataset, 0, selected).groups);
+/// window within the memory bound. Does not depend on a selection: a unit is decoded whole before its rows are selected.
+pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
+    let whole = Sizes::of(&units(dataset, 0, None).groups);
     match lanes_and_window_within(&whole, options) {
         Some(_) => 0,
         None => (options.working_set_bytes_max / PARTS).max(1),

@@ -281,3 +281,17 @@ fn coverage_names_missing_repeated_and_foreign_rows() {
     assert_eq!((found.missing.count, found.missing.first.len(), found.repeated.count), (99, 10, 2));
     assert_eq!(found.foreign.count, 0);
 }
+
+#[test]
+fn large_row_groups_are_read_in_parts_whatever_is_selected() {
+    use base64::Engine;
+    // Every eighth row: together they are within the bound, and their row group is not.
+    let bits = zstd::encode_all(&[1u8; 1_000_000 / 8][..], 0).unwrap();
+    let bits = base64::engine::general_purpose::STANDARD.encode(bits);
+    let rows = RowSet::decode(&bits, 1_000_000).unwrap();
+    let selection = Selection::new(Some("x != 0"), &[], None, &[]).unwrap();
+    let options = PlanOptions { working_set_bytes_max: 20 << 20, selection, ..PlanOptions::default() };
+    let plan = Plan::with_rows(dataset(&[&[1_000_000]]), &options, Some(rows)).unwrap();
+    assert_eq!(plan.rows(), 125_000);
+    assert!(plan.has_parts());
+}

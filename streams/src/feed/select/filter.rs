@@ -75,7 +75,10 @@ impl FromStr for Filter {
     type Err = FeedError;
 
     fn from_str(text: &str) -> Result<Self> {
-        parse(text)
+        let filter = parse(text)?;
+        // Plans store the canonical text, which may be longer and deeper.
+        parse(&filter.to_string())?;
+        Ok(filter)
     }
 }
 
@@ -215,6 +218,7 @@ impl Condition {
                     let other = format!("column {:?} of {}", right.name, right.data_type);
                     if compares { Ok(()) } else { Err(left.refuse(other, "compare columns of one kind")) }
                 }
+                // Not a form that the parser gives.
                 (Operand::Literal(left), Operand::Literal(right)) => {
                     Err(FeedError::invalid(format!("where: {left} {comparison} {right} names no column")))
                 }

@@ -124,7 +124,14 @@ impl Parser<'_> {
         let left = self.operand()?;
         if let &Token::Compare(comparison) = self.peek() {
             self.take();
-            return Ok(Condition::Compare(left, comparison, self.operand()?));
+            let right = self.operand()?;
+            if matches!((&left, &right), (Operand::Literal(_), Operand::Literal(_))) {
+                return Err(self.error(
+                    "the comparison names no column; columns are written as they are or in double quotes, texts in \
+                     single quotes",
+                ));
+            }
+            return Ok(Condition::Compare(left, comparison, right));
         }
         let Operand::Column(column) = left else {
             return Err(self.error("a comparison with a column is expected, for example = label"));

@@ -113,6 +113,8 @@ fn a_filter_that_does_not_parse_names_the_character() {
         ("3", 2, "a comparison with a column"),
         ("label = 3 and", 14, "a comparison is expected"),
         ("a not b", 7, "`in` is expected"),
+        ("1 = 2 or small = 1", 7, "names no column"),
+        ("'small' = 'cat'", 16, "double quotes"),
     ] {
         match text.parse::<Filter>() {
             Err(FeedError::Filter { at: found, reason: why, .. }) => {
@@ -217,3 +219,14 @@ const GOLDEN: [u64; 9] = [
     0x1af1b13e7bf16c41,
     0xf8d47b6a9e41097a,
 ];
+
+#[test]
+fn a_filter_whose_stored_text_would_not_parse_is_refused() {
+    let list = |count: usize| format!("id in ({})", vec!["10000"; count].join(","));
+    let stored = list(9_000).parse::<Filter>().unwrap().to_string();
+    assert_eq!(stored.parse::<Filter>().unwrap().to_string(), stored);
+    assert!(list(10_900).len() < 64 << 10);
+    assert!(list(10_900).parse::<Filter>().is_err());
+    let negations = |count: usize| format!("{}x is not null", "not ".repeat(count)).parse::<Filter>();
+    assert!(negations(63).is_ok() && negations(64).is_err());
+}

@@ -102,7 +102,8 @@ impl Values {
             Values::Bytes(array) => array,
             Values::Others(array) => array,
         };
-        if array.is_null(row) {
+        // The nulls of a column that has nothing else are not marked.
+        if array.is_null(row) || *array.data_type() == DataType::Null {
             return Value::Null;
         }
         match self {
