@@ -4,7 +4,7 @@ use super::{Page, page, program};
 use crate::support::Home;
 
 /// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
-const PAGES: [(&str, &str, &[&str]); 12] = [
+const PAGES: [(&str, &str, &[&str]); 14] = [
     (
         "cli/service.md",
         "Commands: the program and its service",
@@ -17,7 +17,9 @@ const PAGES: [(&str, &str, &[&str]); 12] = [
         &["backup", "restore", "fsck", "compact", "warmup", "gc"],
     ),
     ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "stats", "trace"]),
-    ("cli/topics.md", "Commands: topics and data sets", &["produce", "topic", "ingest", "feed", "broker"]),
+    ("cli/topics.md", "Commands: topics", &["produce", "topic", "ingest", "broker"]),
+    ("cli/feed.md", "Commands: feed", &["feed", "feed head"]),
+    ("cli/datasets.md", "Commands: datasets", &["feed plan", "feed stats", "feed verify", "feed bench"]),
     ("cli/models.md", "Commands: models", &["model"]),
     ("cli/training.md", "Commands: training and quantizing", &["train", "model quantize"]),
     ("cli/runs.md", "Commands: workers and runs", &["worker", "runs"]),

@@ -10,20 +10,18 @@ use super::{Page, cell, page, source};
 type Errors =
     (&'static str, &'static str, &'static [(&'static str, &'static str, &'static str, &'static str)]);
 
-const PAGES: [Errors; 5] = [
+const PAGES: [Errors; 6] = [
     (
         "errors/volumes.md",
         "Errors: volumes",
         &[("Volumes and mounts", "datafs/src/error.rs", "Error", "datafs")],
     ),
     ("errors/topics.md", "Errors: topics", &[("Topics", "streams/src/error.rs", "Error", "streams")]),
+    ("errors/ingest.md", "Errors: ingest", &[("Ingest", "ingest/src/error.rs", "Error", "ingest")]),
     (
-        "errors/ingest.md",
-        "Errors: ingest and data sets",
-        &[
-            ("Ingest", "ingest/src/error.rs", "Error", "ingest"),
-            ("Data sets", "streams/src/feed/error.rs", "FeedError", "feed"),
-        ],
+        "errors/datasets.md",
+        "Errors: datasets",
+        &[("Datasets", "streams/src/feed/error.rs", "FeedError", "feed")],
     ),
     ("errors/training.md", "Errors: training", &[("Training", "trainer/src/error.rs", "Error", "trainer")]),
     (
