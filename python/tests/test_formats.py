@@ -107,7 +107,7 @@ class TorchTest(HomeCase):
                     expected = list(range(id, id + id % 4)) + [-1] * (width - id % 4)
                     self.assertEqual((tokens, length), (expected, id % 4), format)
             # A rank without a row of the last batch.
-            parts = list(millrace.Feed("lists:/ragged", batch_rows=39, rank=1, world=2, format=format,
+            parts = list(millrace.Feed("lists:/ragged", batch_rows=39, rank=0, world=2, format=format,
                                        pad={"tokens": 0}, home=self.home))
             self.assertEqual(tuple(parts[-1]["tokens"].shape), (0, 0))
             for pad in ({"tokens": 0.5}, {"tokens": 1 << 31}, {"tokens": -(1 << 40)}):
