@@ -9,6 +9,7 @@ in the weights; the script counts that. Set DIE_AT=25 to let one process kill it
 
 import os
 import signal
+from datetime import timedelta
 
 import millrace
 import millrace.torch
@@ -23,7 +24,8 @@ EPOCHS = 2
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    # Without a limit, processes that meet again after a crash may wait for half an hour; torchrun restarts those that fail.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
     feed = millrace.Feed(
         DATASET, batch_rows=64, epochs=EPOCHS, seed=7, rank="env", columns=["id", "pixels", "label"], format="torch"
