@@ -52,7 +52,7 @@ use determined::Determined;
 pub use error::GraphError;
 pub(crate) use initializers::origin as initializer_origin;
 pub(crate) use initializers::{float_info, has_marks, parameter_info};
-pub(crate) use merged::absent;
+pub(crate) use merged::{QUOTED_CALL, absent, quoted_name};
 pub use read::SUPPORTED_OPERATORS;
 pub use shape::Dim;
 pub(crate) use tensor::float_elements;

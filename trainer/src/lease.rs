@@ -679,7 +679,7 @@ impl Lease {
         self.error().unwrap_or(error)
     }
 
-    /// Gives the lease up, so that another process need not wait for its end. Whoever else has this value finds it lost.
+    /// Gives the lease up, so that another process need not wait for its end. Other holders of this value find it lost.
     pub(crate) fn release(&self, how: Release) {
         let shared = &self.shared;
         if shared.told.is_cancelled() {

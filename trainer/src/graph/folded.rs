@@ -43,7 +43,8 @@ impl Stand<'_> {
             let slice = |at: usize| -> Vec<u32> {
                 let parts = self.elements.chunks(outer.max(1));
                 parts
-                    .flat_map(|part| &part[at * after..(at + 1) * after])
+                    .filter_map(|part| part.get(at * after..(at + 1) * after))
+                    .flatten()
                     .map(|value| value.to_bits())
                     .collect()
             };

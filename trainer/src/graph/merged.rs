@@ -12,7 +12,8 @@ use super::GraphError;
 use super::builder::NodeRef;
 use super::initializers::{FOLDED_FROM, entry, origins, parameters, stem};
 
-const CALL: &str = "pkg.torch.onnx.fx_node";
+/// The key of the call in PyTorch that a node quotes.
+pub(crate) const QUOTED_CALL: &str = "pkg.torch.onnx.fx_node";
 /// The start of a parameter's name in a call.
 const PARAMETER: &str = "%p_";
 
@@ -47,9 +48,9 @@ pub(crate) fn absent(graph: &GraphProto) -> Vec<&str> {
     let folded = infos.filter_map(|info| entry(&info.metadata_props, FOLDED_FROM)).flat_map(origins);
     let held: HashSet<&str> = tensors.iter().copied().chain(folded).collect();
     // Parameters that the file merged have names again in which PyTorch's dots may be underscores.
-    let plain: HashSet<String> = held.iter().map(|name| name.replace('.', "_").to_lowercase()).collect();
+    let plain: HashSet<String> = held.iter().map(|name| quoted_name(name)).collect();
     let mut absent: Vec<&str> = parameters(graph)
-        .filter(|name| !held.contains(name) && !plain.contains(&name.replace('.', "_").to_lowercase()))
+        .filter(|name| !held.contains(name) && !plain.contains(&quoted_name(name)))
         .collect();
     absent.sort_unstable();
     absent
@@ -98,9 +99,14 @@ pub(super) fn check(graph: &GraphProto, nodes: &[&NodeProto]) -> Result<(), Grap
     Ok(())
 }
 
+/// The name of a parameter as calls quote it.
+pub(crate) fn quoted_name(name: &str) -> String {
+    name.replace('.', "_").to_lowercase()
+}
+
 /// The call in PyTorch that a node quotes.
 fn call(metadata: &[StringStringEntryProto]) -> Option<&str> {
-    entry(metadata, CALL)
+    entry(metadata, QUOTED_CALL)
 }
 
 /// The names of the values that a call reads: `%x` in `%y : [num_users=1] = call_function[target=…](args = (%x, 2), …)`.

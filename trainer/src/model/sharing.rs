@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::{AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 
-use crate::graph::{float_elements, has_marks, initializer_origin};
+use crate::graph::{float_elements, has_marks, initializer_origin, quoted_name};
 
 mod biases;
 mod calls;
@@ -347,10 +347,8 @@ fn separate_calls(
     names: &mut Names,
     restored: &mut Restored,
 ) {
-    // As PyTorch writes names in calls.
-    let plain = |name: &str| name.replace('.', "_").to_lowercase();
     // The exporter keeps one of the names; the first reader stands for a name that no call has.
-    let own = plain(&weight.parameter);
+    let own = quoted_name(&weight.parameter);
     let kept = parameters.iter().find(|parameter| **parameter == own).or(parameters.first()).cloned();
     let mut separated: HashMap<&str, String> = HashMap::new();
     for (parameter, (node, at, module)) in parameters.iter().zip(&weight.readers) {
@@ -358,7 +356,7 @@ fn separate_calls(
             continue;
         }
         if !separated.contains_key(parameter.as_str()) {
-            let path = plain(&module.path);
+            let path = quoted_name(&module.path);
             let leaf = parameter.strip_prefix(&path).and_then(|rest| rest.strip_prefix('_'));
             let in_module = || leaf.map(|leaf| format!("{}.{leaf}", module.path));
             let wanted = like(&weight.parameter, parameter).or_else(in_module).unwrap_or(parameter.clone());

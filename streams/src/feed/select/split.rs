@@ -45,8 +45,8 @@ impl Split {
     /// file and number of the row.
     ///
     /// # Errors
-    /// [`FeedError::Invalid`] for fractions that are not above 0 or exceed 1 together, for a part that is named
-    /// twice or does not exist, and for a key column that is named twice.
+    /// [`FeedError::Invalid`] for fractions that are not above 0 or exceed 1 together. The same for a part or a key
+    /// column that is named twice, and for a part that does not exist.
     pub fn new(parts: &[(String, String)], take: &str, by: &[String]) -> Result<Self> {
         let shown =
             || parts.iter().map(|(name, part)| format!("{name}={part}")).collect::<Vec<_>>().join(",");

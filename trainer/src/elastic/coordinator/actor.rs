@@ -240,7 +240,7 @@ impl Actor<'_> {
     /// over for them.
     pub(super) fn keeps_joined(&self, verdict: &Verdict) -> Option<&'static str> {
         match verdict {
-            Verdict::Outage { .. } => Some("the volumes take no checkpoint, so keep the state"),
+            Verdict::Outage { .. } => Some("the state of the last step was not saved, so keep it"),
             Verdict::WorkersLost { .. } if self.params.hand_over => Some(HANDED_OVER),
             Verdict::WorkersLost { .. } if self.membership.has_lost_state() => {
                 Some("the state of the last step was not saved, so keep it")

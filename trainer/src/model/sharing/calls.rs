@@ -7,7 +7,8 @@
 
 use millrace_bundle::onnx::NodeProto;
 
-const CALL: &str = "pkg.torch.onnx.fx_node";
+use crate::graph::QUOTED_CALL;
+
 const PARAMETER: &str = "%p_";
 
 /// A quoted call.
@@ -28,7 +29,7 @@ pub(super) enum Operand<'a> {
 impl<'a> Call<'a> {
     /// The call that a node quotes, if it has no keyword arguments that are tensors.
     pub(super) fn of(node: &'a NodeProto) -> Option<Call<'a>> {
-        let text = node.metadata_props.iter().find(|entry| entry.key() == CALL)?.value();
+        let text = node.metadata_props.iter().find(|entry| entry.key() == QUOTED_CALL)?.value();
         let (function, rest) = text.split_once("target=torch.ops.aten.")?.1.split_once('.')?;
         let (arguments, keywords) = rest.split_once("args = (")?.1.split_once("), kwargs = {")?;
         if keywords.contains('%') || !is_flat(arguments) {
