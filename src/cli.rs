@@ -173,7 +173,7 @@ pub(crate) enum Command {
     Model(ModelCommand),
     /// Train the model of a job file and publish the result as a bundle
     #[command(
-        after_help = "With --listen, workers of other machines join and leave while the job runs. The published model is the\nsame, bit for bit, whatever joins, leaves or dies. Each machine needs the same version of millrace and\nthe same [datafs] metadata and store. The token is never sent: both sides prove that they know it. Without\n--tls-cert the messages to the coordinator are not encrypted; gradients between workers never are, so use a\nprivate network.\n\nExamples:\n  millrace train train.toml --workers 2\n  (umask 077; openssl rand -hex 32 > token)\n  millrace train train.toml --listen 0.0.0.0:7100 --advertise a.example.org --token-file token\n  millrace train train.toml --listen 10.0.0.1:7100 --token-file token --workers-local 0 --workers-min 2"
+        after_help = "With --listen, workers of other machines join and leave while the job runs. The published model is the\nsame, bit for bit, whatever joins, leaves or dies. Each machine needs the same version of millrace and\nthe same [datafs] metadata and store. The token is never sent: both sides prove that they know it. Without\n--tls-cert the messages to the coordinator are not encrypted; what workers send each other always is.\n\nExamples:\n  millrace train train.toml --workers 2\n  (umask 077; openssl rand -hex 32 > token)\n  millrace train train.toml --listen 0.0.0.0:7100 --advertise a.example.org --token-file token\n  millrace train train.toml --listen 10.0.0.1:7100 --token-file token --workers-local 0 --workers-min 2"
     )]
     Train(TrainArgs),
     /// List, show and compare the runs of training jobs

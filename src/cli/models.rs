@@ -290,7 +290,7 @@ pub(crate) enum RunsCommand {
         /// Volume with the checkpoints, or a snapshot of it
         #[arg(long)]
         volume: VolumeSpec,
-        /// Draw the loss of each epoch to an SVG file
+        /// Draw the loss of each epoch and the throughput to an SVG file
         #[arg(long, value_name = "FILE")]
         svg: Option<PathBuf>,
     },
@@ -303,7 +303,7 @@ pub(crate) enum RunsCommand {
         /// Volume with the checkpoints, or a snapshot of it
         #[arg(long)]
         volume: VolumeSpec,
-        /// Draw the loss of each epoch to an SVG file
+        /// Draw the loss of each epoch and the throughput to an SVG file
         #[arg(long, value_name = "FILE")]
         svg: Option<PathBuf>,
     },

@@ -330,15 +330,16 @@ fn draw(file: Option<&Path>, runs: &[&Run]) -> Result<()> {
     };
     let lines: Vec<_> = runs
         .iter()
-        .map(|run| {
-            let losses = run.epochs.iter().map(|epoch| epoch.loss).collect();
-            (format!("{} {}{}", run.job, short(run), unit(run)), losses)
+        .map(|run| picture::Line {
+            name: format!("{} {}{}", run.job, short(run), unit(run)),
+            losses: run.epochs.iter().map(|epoch| epoch.loss).collect(),
+            throughput: run.throughput.iter().map(|found| (found.step, found.rows_per_second)).collect(),
         })
         .collect();
-    if lines.iter().all(|(_, losses): &(String, Vec<f64>)| losses.is_empty()) {
+    if lines.iter().all(|line| line.losses.is_empty()) {
         return fail(Exit::Usage, "no run has a complete epoch yet: there is nothing to draw");
     }
-    let picture = picture::losses(&lines)?;
+    let picture = picture::draw(&lines)?;
     write_atomically(file, picture.as_bytes()).with_context(|| format!("write {}", file.display()))
 }
 

@@ -22,8 +22,12 @@ use crate::error::{Error, Result};
 use crate::job::JobFile;
 use crate::state::RunState;
 
+mod pace;
 #[cfg(test)]
 mod tests;
+
+use pace::Pace;
+pub use pace::Throughput;
 
 /// Format version of manifests and of the key that lists checkpoints.
 const FORMAT_VERSION: u32 = 2;
@@ -66,6 +70,9 @@ pub(crate) struct RunRecord {
     pub(crate) finished: bool,
     /// The checkpoints, in ascending order of steps.
     pub(crate) kept: Vec<CheckpointEntry>,
+    /// When the run stood where.
+    #[serde(default, skip_serializing_if = "Pace::is_empty")]
+    pub(crate) pace: Pace,
 }
 
 /// A checkpoint of a run.
@@ -146,6 +153,7 @@ impl RunRecord {
             begun: 0,
             finished: false,
             kept: Vec::new(),
+            pace: Pace::default(),
         }
     }
 
@@ -380,6 +388,7 @@ impl Checkpoints {
                 folder: folder.clone(),
                 sha256: Some(sha256.clone()),
             });
+            record.pace.mark(state.step);
             dropped.extend(record.prune(state.step, self.keep));
             dropped.retain(|kept| kept.folder != folder);
             let manifest = self.manifest(state, &sha256, finish, bytes.len());
@@ -497,6 +506,7 @@ impl Checkpoints {
                     );
                 }
             }
+            record.pace.mark(record.kept.last().map_or(0, |newest| newest.step));
             publish = publish.put_key(self.key(), record.value());
             let removed = self.removable(others);
             for (key, bytes, other) in &removed {

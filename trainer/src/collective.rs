@@ -14,6 +14,7 @@ mod error;
 mod form;
 pub(crate) mod frame;
 mod ring;
+mod seal;
 #[cfg(test)]
 mod tests;
 
@@ -36,6 +37,9 @@ pub const WORLD_MAX: usize = 1024;
 pub struct Options {
     /// Shared secret of the job's members. A connection that does not prove that it knows it is dropped.
     pub secret: String,
+    /// Encrypts what the ring carries; the same for all members. Without it, sums and states can be read and changed on
+    /// their way.
+    pub encrypt: bool,
     /// Deadline for forming a ring.
     pub form_timeout: Duration,
     /// Deadline for one exchange with a neighbor. It includes the neighbor's computation, so it must be
@@ -49,10 +53,11 @@ pub struct Options {
 }
 
 impl Options {
-    /// Options for ordinary use: 10 s to form, 60 s per exchange, 5 s of silence, buckets of 2^18 elements.
+    /// Options for ordinary use on one machine: not encrypted, 10 s to form, 60 s per exchange, 5 s of silence, buckets of 2^18 elements.
     pub fn new(secret: impl Into<String>) -> Options {
         Options {
             secret: secret.into(),
+            encrypt: false,
             form_timeout: Duration::from_secs(10),
             exchange_timeout: Duration::from_secs(60),
             bucket_elements_max: 1 << 18,

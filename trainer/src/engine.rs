@@ -35,6 +35,7 @@ use millrace_bundle::onnx::ModelProto;
 use thiserror::Error;
 
 use crate::graph::{Dim, Graph, GraphError, ParamSpec};
+use crate::precision::Precision;
 use crate::validation::Scores;
 
 pub use device::{Device, UnknownDevice};
@@ -418,6 +419,11 @@ impl Engine {
         }
     }
 
+    /// Sets the format of products in training; 32 bits at first. Evaluations and the teacher keep 32 bits.
+    pub fn set_precision(&mut self, precision: Precision) {
+        self.compute.set_half(precision.half());
+    }
+
     /// The place of each parameter in the flat vector.
     pub fn layout(&self) -> &ParamLayout {
         &self.layout
@@ -494,6 +500,17 @@ impl Engine {
     ///
     /// Fails, naming the row, on labels out of range and on losses that are not finite.
     pub fn gradients_at(&self, shard: &ShardBatch, key: ShardKey) -> Result<ShardGradients, EngineError> {
+        self.gradients_scaled(shard, key, 1.0)
+    }
+
+    /// [`Engine::gradients_at`] through a loss that is multiplied by `scale`, a power of two. The gradient is divided by
+    /// it: a scale only decides which elements are too small or too large on their way.
+    pub fn gradients_scaled(
+        &self,
+        shard: &ShardBatch,
+        key: ShardKey,
+        scale: f32,
+    ) -> Result<ShardGradients, EngineError> {
         self.check_batch(&shard.inputs, shard.rows)?;
         loss::check_labels(&self.loss, &shard.labels, shard.rows, self.output_width())?;
         if shard.rows == 0 {
@@ -510,12 +527,14 @@ impl Engine {
         self.check_shard_rows(shard.rows)?;
         let taught = self.taught(shard)?;
         let mut judged = None;
-        let found = self.compute.gradients(&shard.inputs, shard.rows, key, &mut |logits| {
+        let mut found = self.compute.gradients(&shard.inputs, shard.rows, key, &mut |logits| {
             let truth = Truth { labels: &shard.labels, taught: &taught };
-            let found = loss::loss_and_gradient(&self.loss, logits, truth, shard.rows)?;
+            let mut found = loss::loss_and_gradient(&self.loss, logits, truth, shard.rows)?;
             judged = Some((found.loss_sum, found.weight, found.correct, found.ignored));
+            multiply(&mut found.slope, scale);
             Ok(found.slope)
         })?;
+        multiply(&mut found.flat, 1.0 / scale);
         let (loss_sum, weight, correct, ignored) = judged.unwrap_or_default();
         let moments = found.moments.into_iter().map(|[mean, variance]| ChannelMoments { mean, variance });
         Ok(ShardGradients {
@@ -608,6 +627,13 @@ impl Engine {
             });
         }
         Ok(())
+    }
+}
+
+/// Multiplies by a power of two.
+fn multiply(values: &mut [f32], factor: f32) {
+    if factor != 1.0 {
+        values.iter_mut().for_each(|value| *value *= factor);
     }
 }
 

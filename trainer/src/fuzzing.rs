@@ -28,6 +28,7 @@ pub fn first_state() -> Vec<u8> {
         states: vec![0.125; layout.state_elements()],
         best_states: Vec::new(),
         ema: None,
+        loss_scale: None,
     };
     state.encode(&layout).unwrap_or_default()
 }

@@ -297,6 +297,11 @@ impl Op {
     fn moves(&self) -> bool {
         matches!(self, Op::Reshape | Op::Permute(_) | Op::Expand | Op::Slice { .. } | Op::Select { .. })
     }
+
+    /// Whether the output holds sums of products of two inputs' elements.
+    pub(crate) fn is_product(&self) -> bool {
+        matches!(self, Op::MatMul | Op::Conv(_) | Op::Conv3(_) | Op::ConvTranspose(_))
+    }
 }
 
 /// One operation of the graph.

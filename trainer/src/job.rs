@@ -15,6 +15,7 @@ use crate::engine::{Device, Distillation, Loss, Objective};
 use crate::error::{Error, Result};
 use crate::init::ModelSpec;
 use crate::optim::{EmaConfig, OptimizerConfig};
+use crate::precision::Precision;
 use crate::strategy::Strategy;
 use crate::teacher;
 
@@ -122,6 +123,11 @@ pub struct JobFile {
     /// pass per worker and float sums, which is faster. A table with `name` says the same.
     #[serde(default, skip_serializing_if = "Strategy::is_default")]
     pub strategy: Strategy,
+    /// The numbers of matrix products and convolutions in training: `"fp32"`, `"bf16"` or `"fp16"`. Weights, optimizer,
+    /// other operations and evaluations have 32 bits. With `"fp16"` the loss is scaled; a batch whose gradients overflow
+    /// is computed again with half the scale.
+    #[serde(default, skip_serializing_if = "Precision::is_default")]
+    pub precision: Precision,
     /// Rows on which the weights are evaluated, and what follows from that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Validation>,
@@ -505,6 +511,7 @@ impl JobFile {
             virtual_shards,
             accumulate_steps,
             strategy,
+            precision,
             validation,
             epochs_max: _,
             loss_target: _,
@@ -536,6 +543,7 @@ impl JobFile {
             freeze,
             no_decay,
             strategy: *strategy,
+            precision: *precision,
             validation: validation.as_ref().map(|validation| {
                 // The patience is part of the budget.
                 let Validation { dataset, every_epochs, early_stopping: _, best, top_k, auc } = validation;
@@ -579,6 +587,7 @@ impl JobFile {
             accumulate_steps: self.accumulate_steps,
             ema: self.ema,
             strategy: self.strategy,
+            precision: self.precision,
             inputs: &self.inputs,
             loss_output: self.loss_output.as_deref(),
         };
@@ -617,6 +626,8 @@ struct Computation<'a> {
     ema: Option<EmaConfig>,
     #[serde(skip_serializing_if = "Strategy::is_default")]
     strategy: Strategy,
+    #[serde(skip_serializing_if = "Precision::is_default")]
+    precision: Precision,
     #[serde(skip_serializing_if = "Option::is_none")]
     validation: Option<ValidationComputation<'a>>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
@@ -671,6 +682,8 @@ struct FormerJob<'a> {
     ema: Option<EmaConfig>,
     #[serde(skip_serializing_if = "Strategy::is_default")]
     strategy: Strategy,
+    #[serde(skip_serializing_if = "Precision::is_default")]
+    precision: Precision,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     inputs: &'a BTreeMap<String, Features>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -145,6 +145,16 @@ impl Tally {
         self.moments.chunks_exact(self.channels.max(1))
     }
 
+    /// Records that a gradient of a virtual shard is not finite in the step's precision.
+    pub(crate) fn overflow(&mut self, shard: usize) {
+        self.shard(shard, 0.0, 0.0, f32::INFINITY);
+    }
+
+    /// Whether [`Tally::overflow`] was recorded for a shard.
+    pub(crate) fn has_overflowed(&self) -> bool {
+        self.largest() == f32::INFINITY
+    }
+
     /// The largest magnitude of all gradients.
     pub(crate) fn largest(&self) -> f32 {
         self.shards.iter().fold(0.0, |largest, shard| largest.max(shard.largest))

@@ -8,6 +8,7 @@
 //! - [`graph`], [`engine`], [`init`], [`optim`]: ONNX graphs, their gradients, their updates;
 //! - [`quantize`]: graphs that compute with 8-bit integers;
 //! - [`strategy`], [`fixed`], [`collective`]: how the gradients of the workers are summed;
+//! - [`precision`]: number formats of products, and the scale of the loss;
 //! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them;
 //! - [`runs`]: what the checkpoints of a volume tell of its runs;
 //! - [`tensorboard`]: event files for TensorBoard;
@@ -74,6 +75,7 @@ mod model;
 pub mod optim;
 mod outage;
 mod output;
+pub mod precision;
 mod proof;
 mod publish;
 pub mod quantize;

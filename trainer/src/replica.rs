@@ -21,6 +21,7 @@ use crate::lineage::Lineage;
 use crate::optim::{Average, Groups, Optimizer};
 use crate::outage::Outage;
 use crate::output::Output;
+use crate::precision::{LossScale, Precision};
 use crate::reader::{Interrupt, Reader, Reading, Wishes};
 use crate::source;
 use crate::state::RunState;
@@ -30,7 +31,7 @@ use crate::worker::Assignment;
 mod reduce;
 mod writer;
 
-use reduce::{ReduceError, Reduction};
+use reduce::{ReduceError, Reduced, Reduction};
 use writer::Writer;
 
 /// The outcome of a step.
@@ -65,6 +66,8 @@ pub(crate) struct Replica {
     /// The moving average of the weights, if the job keeps one.
     average: Option<Average>,
     reduction: Box<dyn Reduction>,
+    /// The scale of the loss in the next step, for a precision that needs one.
+    loss_scale: Option<LossScale>,
     ledger: Ledger,
     evaluations: Vec<Evaluation>,
     /// The weights of the evaluation with the lowest loss, if the job publishes them.
@@ -86,8 +89,7 @@ pub(crate) struct Replica {
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
     pub(crate) fn load(assignment: Assignment, datafs: Datafs, runtime: Handle) -> Result<Replica> {
-        let Assignment { job, volumes: _, config, run, owner, fence: _, plan, validation_plan, facts } =
-            assignment;
+        let Assignment { job, config, run, owner, plan, validation_plan, facts, .. } = assignment;
         let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &job.dataset))?;
         let plan = Arc::new(plan);
         let feed = {
@@ -110,6 +112,7 @@ impl Replica {
         }
         let groups = Groups::new(engine.layout(), &job.freeze, &job.no_decay)?;
         engine.freeze_states(groups.frozen_states())?;
+        engine.set_precision(job.precision);
         let columns = source::columns(&job, &engine, &facts)?;
         let validator = match (&job.validation, validation_plan) {
             (Some(validation), Some(plan)) => {
@@ -129,6 +132,7 @@ impl Replica {
             best: None,
             best_states: Vec::new(),
             reduction: reduce::of(&job)?,
+            loss_scale: LossScale::of(job.precision),
             ledger: Ledger::default(),
             step: 0,
             lineage: Lineage::new(job.strategy),
@@ -358,6 +362,7 @@ impl Replica {
             states: self.engine.states().to_vec(),
             best_states: self.best_states.clone(),
             ema: self.average.as_ref().and_then(Average::values).cloned(),
+            loss_scale: self.loss_scale,
         }
     }
 
@@ -372,6 +377,7 @@ impl Replica {
         }
         self.optimizer.follow(losses(&state.evaluations));
         self.reduction.restore(state.fraction_bits)?;
+        self.loss_scale = state.loss_scale.or_else(|| LossScale::of(self.job.precision));
         self.ledger = state.ledger;
         self.evaluations = state.evaluations;
         self.best = state.best;
@@ -406,15 +412,20 @@ impl Replica {
         tally.leave = u64::from(wishes.leave);
         tally.stop = u64::from(wishes.stop);
         self.reduction.begin();
+        let mut loss_scale = self.loss_scale;
         let mut held = None;
         let total = loop {
             let interrupted = |is_failing| wishes.end_read(ring, is_failing);
-            let Some(own) = self.compute(&passes, parts, &mut held, tally.clone(), &interrupted)? else {
-                return Err(ring.over().into());
-            };
-            let total = self.reduction.reduce(self.step, own, ring).map_err(|error| self.unreduced(error))?;
-            if let Some(total) = total {
-                break total;
+            let own = self.compute(&passes, parts, &mut held, (loss_scale, tally.clone()), &interrupted)?;
+            let Some(own) = own else { return Err(ring.over().into()) };
+            match self.reduction.reduce(self.step, own, ring).map_err(|error| self.unreduced(error))? {
+                Reduced::Sum(total) => break total,
+                Reduced::Again => {}
+                Reduced::Overflow => {
+                    loss_scale = loss_scale.and_then(LossScale::lower);
+                    let scale = loss_scale.map(LossScale::factor);
+                    tracing::debug!(self.step, scale, "gradients overflowed; computing the step again");
+                }
             }
         };
         drop(held);
@@ -441,6 +452,7 @@ impl Replica {
             total.moments().enumerate().map(|(shard, moments)| (rows_of(shard), moments)).collect();
         self.engine.move_states(&moments).map_err(|error| self.diverged(error))?;
         self.reduction.commit();
+        self.loss_scale = loss_scale.map(LossScale::after_step);
         self.step += 1;
         self.lineage.advance();
         self.ledger.add(&total);
@@ -469,17 +481,20 @@ impl Replica {
     }
 
     /// Computes the gradients of the parts of `passes`, and adds them to the reduction. Returns this rank's tally; none
-    /// if a read was interrupted. `held` are the rows of the last pass, which need not be read again.
+    /// if a read was interrupted. `held` are the rows of the last pass, which need not be read again. The loss is
+    /// multiplied by `loss_scale`; a gradient that overflows while the scale can be lowered is told in the tally.
     fn compute(
         &mut self,
         passes: &[Range<usize>],
         parts: usize,
         held: &mut Option<Pass>,
-        mut tally: Tally,
+        (loss_scale, mut tally): (Option<LossScale>, Tally),
         interrupted: Interrupt<'_>,
     ) -> Result<Option<Tally>> {
         let batch_rows = self.plan.batch_rows();
         self.reduction.clear(self.engine.layout().elements());
+        let scale = loss_scale.map_or(1.0, LossScale::factor);
+        let may_overflow = loss_scale.and_then(LossScale::lower).is_some();
         for (at, own) in passes.iter().enumerate() {
             if held.as_ref().is_none_or(|held| held.parts != *own) {
                 *held = None;
@@ -497,11 +512,16 @@ impl Replica {
             for part in own.clone() {
                 let range = shard_slots(part, parts, batch_rows);
                 let key = ShardKey { seed: self.job.seed, step: self.step, shard: part as u64 };
+                let shard = rows.shard(range.start - first_slot..range.end - first_slot);
                 let mut found = self
                     .engine
-                    .gradients_at(&rows.shard(range.start - first_slot..range.end - first_slot), key)
+                    .gradients_scaled(&shard, key, scale)
                     .map_err(|error| self.diverged_at(error, &batch.rows[range.start - first_slot..]))?;
                 self.groups.clear_frozen(&mut found.grad);
+                if may_overflow && !found.grad.iter().all(|value| value.is_finite()) {
+                    tally.overflow(part);
+                    continue;
+                }
                 let largest = self.reduction.add(found.grad).map_err(|e| self.not_finite(&e))?;
                 tally.shard(part, found.loss_sum, found.weight, largest);
                 tally.record_moments(part, &found.moments);
@@ -642,6 +662,9 @@ impl Replica {
 
     /// What else to do about numbers that are too large.
     fn advice(&self) -> &'static str {
+        if self.job.precision == Precision::Fp16 {
+            return "; fp16 holds magnitudes up to 65504: set precision = \"bf16\" or \"fp32\"";
+        }
         let numbers = !self.job.loss.kind().counts_classes();
         match numbers && !self.job.standardize_labels {
             true => "; for labels of large numbers set standardize_labels = true",

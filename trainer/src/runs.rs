@@ -8,6 +8,7 @@ use std::collections::{BTreeSet, HashMap};
 use millrace_datafs::{OpenFlags, View};
 use serde::Serialize;
 
+pub use crate::checkpoint::Throughput;
 use crate::checkpoint::{JOB_FILE, RunRecord, STATE_FILE, directory};
 use crate::error::{Error, Result};
 use crate::job::JobFile;
@@ -38,6 +39,8 @@ pub struct Run {
     pub epochs: Vec<EpochRecord>,
     /// The evaluations on the validation data up to `step`.
     pub evaluations: Vec<Evaluation>,
+    /// Rows per second from each begin or checkpoint of the run to the next one, in order.
+    pub throughput: Vec<Throughput>,
     /// Model versions published from the run, ascending.
     pub versions: Vec<u64>,
     /// The job file of the last start, with all defaults; null when it cannot be read.
@@ -117,12 +120,13 @@ fn read(view: &View, job: &str, record: RunRecord) -> Result<Run> {
         (history.step, history.ledger.epochs, history.evaluations)
     });
     // A job file of a newer program may have keys that this one does not know.
-    let versions = match serde_json::from_value::<JobFile>(settings.clone()) {
+    let (versions, throughput) = match serde_json::from_value::<JobFile>(settings.clone()) {
         Ok(job) => {
             let kept = record.kept.iter().map(|kept| kept.step);
-            versions(view, &job, &record.run, kept.chain(ends(&epochs, &evaluations, &job)).collect())?
+            let steps = kept.chain(ends(&epochs, &evaluations, &job)).collect();
+            (versions(view, &job, &record.run, steps)?, record.pace.throughput(job.step_rows()))
         }
-        Err(_) => Vec::new(),
+        Err(_) => Default::default(),
     };
     Ok(Run {
         job: job.to_owned(),
@@ -133,6 +137,7 @@ fn read(view: &View, job: &str, record: RunRecord) -> Result<Run> {
         checkpoints: record.kept.iter().map(|kept| kept.step).collect(),
         epochs,
         evaluations,
+        throughput,
         versions,
         settings,
     })

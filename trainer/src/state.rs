@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::engine::{Param, ParamLayout};
 use crate::ledger::Ledger;
 use crate::optim::OptimizerState;
+use crate::precision::LossScale;
 use crate::validation::Evaluation;
 
 #[cfg(test)]
@@ -45,6 +46,8 @@ pub(crate) struct RunState {
     pub(crate) best_states: Vec<f32>,
     /// The moving average of the weights, in a run that keeps one and has changed its weights.
     pub(crate) ema: Option<Vec<f32>>,
+    /// The scale of the loss, in a run that has one.
+    pub(crate) loss_scale: Option<LossScale>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -63,6 +66,8 @@ struct Counters {
     best: bool,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     ema: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<LossScale>,
 }
 
 /// The counters that people ask for, as any program has written them.
@@ -135,6 +140,7 @@ impl RunState {
             evaluations: self.evaluations.clone(),
             best: self.best.is_some(),
             ema: self.ema.is_some(),
+            loss_scale: self.loss_scale,
         };
         let counters = serde_json::to_string(&counters).map_err(|e| e.to_string())?;
         let mut vectors = vec![("model".to_owned(), &layout.params, &self.weights)];
@@ -243,6 +249,7 @@ impl RunState {
             states,
             best_states,
             ema,
+            loss_scale: counters.loss_scale,
         })
     }
 }

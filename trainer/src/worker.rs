@@ -50,6 +50,9 @@ pub(crate) struct Assignment {
     /// What the training data has told.
     #[serde(rename = "labels")]
     pub(crate) facts: DataFacts,
+    /// Whether rings are encrypted, as they may leave the machine.
+    #[serde(default)]
+    pub(crate) encrypt_ring: bool,
 }
 
 /// The home and the settings with which a launched worker opens the volumes.
@@ -155,6 +158,7 @@ impl Assignment {
     fn apply(&self, options: Options, collective: &mut Collective, outlives_coordinator: bool) -> Timing {
         let config = &self.config;
         collective.set_options(Options {
+            encrypt: self.encrypt_ring,
             exchange_timeout: config.exchange_timeout(),
             silence: config.heartbeat_lost(),
             ..options

@@ -16,6 +16,8 @@ mod failover;
 mod fast;
 #[path = "trainer/goals.rs"]
 mod goals;
+#[path = "trainer/hosts.rs"]
+mod hosts;
 #[path = "trainer/joined.rs"]
 mod joined;
 #[path = "trainer/modes.rs"]
@@ -24,6 +26,10 @@ mod modes;
 mod objectives;
 #[path = "trainer/outages.rs"]
 mod outages;
+#[path = "trainer/precision.rs"]
+mod precision;
+#[path = "../../datafs/tests/support/s3_server.rs"]
+mod s3_server;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
 

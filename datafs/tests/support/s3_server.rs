@@ -106,6 +106,11 @@ pub(crate) struct S3Server {
 
 impl S3Server {
     pub(crate) fn start() -> S3Server {
+        S3Server::start_at("127.0.0.1")
+    }
+
+    /// A server at another address of this machine.
+    pub(crate) fn start_at(address: &str) -> S3Server {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join(BUCKET)).unwrap();
         let faults = Arc::new(Faults::default());
@@ -123,7 +128,7 @@ impl S3Server {
             root,
             runtime: Some(runtime),
             service: builder.build(),
-            address: SocketAddr::from(([127, 0, 0, 1], 0)),
+            address: SocketAddr::new(address.parse().unwrap(), 0),
             serving: None,
         };
         server.start_again();

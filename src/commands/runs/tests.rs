@@ -17,6 +17,7 @@ fn run(job: &str, id: &str, settings: Value) -> Run {
         checkpoints: vec![3],
         epochs: Vec::new(),
         evaluations: serde_json::from_value(evaluations.into()).unwrap(),
+        throughput: Vec::new(),
         versions: Vec::new(),
         settings,
     }

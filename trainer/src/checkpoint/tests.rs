@@ -40,6 +40,7 @@ fn state(step: u64) -> RunState {
         states: Vec::new(),
         best_states: Vec::new(),
         ema: None,
+        loss_scale: None,
     }
 }
 

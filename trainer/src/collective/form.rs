@@ -1,7 +1,8 @@
 //! Ring formation: connects to the next rank, accepts the previous one and rejects all other connections.
 //!
 //! Each side of a connection sends a nonce and proves that it knows the job's secret, so a recorded handshake is
-//! of no use. What the ring carries afterwards is neither encrypted nor signed.
+//! of no use. The nonces are public keys, from which the key of the frames follows in an encrypted ring
+//! ([`super::seal`]). The proofs also say whether the ring is encrypted, so that both sides agree on it.
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -14,9 +15,10 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::frame::{Header, Kind, read_header, read_payload};
+use super::seal::{Agreement, Seal};
 use super::{Error, Formation, Options, WORLD_MAX};
 use crate::join::dial;
-use crate::proof::{NONCE_BYTES, Nonce, PROOF_BYTES, is_valid, nonce, prove};
+use crate::proof::{NONCE_BYTES, PROOF_BYTES, is_valid, prove};
 
 /// Connections that may be in their handshake at once; more wait in the listen queue.
 const HANDSHAKES_MAX: usize = 64;
@@ -32,14 +34,22 @@ const CONNECT_PAUSE_MAX: Duration = Duration::from_millis(250);
 const OF_ACCEPTING: &str = "millrace ring accepts";
 const OF_CONNECTING: &str = "millrace ring connects";
 
-/// The two connections of a ring member.
+/// A connection to a neighbor after its handshake.
 #[derive(Debug)]
-pub(crate) struct Links {
-    pub(crate) next: TcpStream,
-    pub(crate) prev: TcpStream,
+pub(super) struct Link {
+    pub(super) stream: TcpStream,
+    /// The cipher of its frames, in an encrypted ring.
+    pub(super) seal: Option<Seal>,
 }
 
-pub(crate) fn check(formation: &Formation) -> Result<(), Error> {
+/// The two connections of a ring member.
+#[derive(Debug)]
+pub(super) struct Links {
+    pub(super) next: Link,
+    pub(super) prev: Link,
+}
+
+pub(super) fn check(formation: &Formation) -> Result<(), Error> {
     let world = formation.addresses.len();
     if world == 0 || world > WORLD_MAX || formation.rank >= world {
         return Err(Error::Invalid {
@@ -49,7 +59,7 @@ pub(crate) fn check(formation: &Formation) -> Result<(), Error> {
     Ok(())
 }
 
-pub(crate) async fn form(
+pub(super) async fn form(
     listener: &TcpListener,
     formation: &Formation,
     options: &Options,
@@ -66,8 +76,8 @@ pub(crate) async fn form(
     while next.is_none() || prev.is_none() {
         tokio::select! {
             () = abort.cancelled() => return Err(Error::Aborted { epoch: formation.epoch }),
-            stream = &mut connect, if next.is_none() => next = Some(stream),
-            stream = &mut accept, if prev.is_none() => prev = Some(stream?),
+            link = &mut connect, if next.is_none() => next = Some(link),
+            link = &mut accept, if prev.is_none() => prev = Some(link?),
             () = tokio::time::sleep_until(deadline) => {
                 let rank = if prev.is_none() { prev_rank } else { next_rank };
                 return Err(Error::Timeout {
@@ -94,12 +104,13 @@ struct Edge<'a> {
     to: usize,
     connecting: &'a [u8],
     accepting: &'a [u8],
+    encrypted: bool,
 }
 
 impl Edge<'_> {
     fn with_parts<T>(&self, use_parts: impl FnOnce(&[&[u8]]) -> T) -> T {
         let place = [self.epoch, self.from as u64, self.to as u64].map(u64::to_le_bytes).concat();
-        use_parts(&[&place, self.connecting, self.accepting])
+        use_parts(&[&place, self.connecting, self.accepting, &[u8::from(self.encrypted)]])
     }
 
     fn prove(&self, secret: &str, purpose: &str) -> [u8; PROOF_BYTES] {
@@ -108,6 +119,15 @@ impl Edge<'_> {
 
     fn is_proved(&self, secret: &str, purpose: &str, proof: &[u8]) -> bool {
         self.with_parts(|parts| is_valid(secret.as_bytes(), purpose, parts, proof))
+    }
+
+    /// The connection `stream` after the handshake, for the side with the part `own` of the key.
+    fn link(&self, stream: TcpStream, own: Agreement, theirs: &[u8], secret: &str) -> Result<Link, String> {
+        let seal = match self.encrypted {
+            true => Some(self.with_parts(|parts| own.seal(theirs, secret, parts))?),
+            false => None,
+        };
+        Ok(Link { stream, seal })
     }
 }
 
@@ -121,7 +141,7 @@ fn watch_link(stream: &TcpStream, silence: Duration) -> std::io::Result<()> {
 }
 
 /// Retries until the next rank accepts the connection; the caller sets the deadline.
-async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStream {
+async fn connect(formation: &Formation, to: usize, options: &Options) -> Link {
     let address = &formation.addresses[to];
     let header = Header {
         kind: Kind::Hello,
@@ -135,7 +155,7 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
     let mut attempt = 0;
     loop {
         match greet(address, attempt, &header, options).await {
-            Ok(stream) => return stream,
+            Ok(link) => return link,
             Err(reason) => {
                 tracing::debug!(epoch = formation.epoch, rank = to, %address, reason, "ring neighbour not ready");
             }
@@ -145,12 +165,7 @@ async fn connect(formation: &Formation, to: usize, options: &Options) -> TcpStre
     }
 }
 
-async fn greet(
-    address: &str,
-    attempt: usize,
-    header: &Header,
-    options: &Options,
-) -> Result<TcpStream, String> {
+async fn greet(address: &str, attempt: usize, header: &Header, options: &Options) -> Result<Link, String> {
     let found = lookup_host(address).await.map_err(|e| format!("look up its name: {e}"))?;
     let mut found: Vec<SocketAddr> = found.collect();
     // At one of them another server may answer: the next attempt begins with the next address.
@@ -159,8 +174,9 @@ async fn greet(
     let mut stream = dial(&found).await.map_err(|e| e.to_string())?;
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
     watch_link(&stream, options.silence).map_err(|e| e.to_string())?;
-    let own = nonce().map_err(|e| e.one_line())?;
-    send(&mut stream, header, &own).await?;
+    let own = Agreement::new()?;
+    let nonce = *own.public();
+    send(&mut stream, header, &nonce).await?;
     // No timeout here: the neighbor answers once it forms the same epoch. If it never does, the connection
     // breaks.
     let from_next = Header { rank: header.bucket as u16, ..*header };
@@ -171,8 +187,9 @@ async fn greet(
         epoch: header.epoch,
         from: usize::from(header.rank),
         to: header.bucket as usize,
-        connecting: &own,
+        connecting: &nonce,
         accepting: theirs,
+        encrypted: options.encrypt,
     };
     if !edge.is_proved(&options.secret, OF_ACCEPTING, proof) {
         return Err("wrong secret".to_owned());
@@ -180,7 +197,7 @@ async fn greet(
     let proof = edge.prove(&options.secret, OF_CONNECTING);
     send(&mut stream, &Header { kind: Kind::Proof, ..*header }, &proof).await?;
     receive_payload(&mut stream, &Header { kind: Kind::Welcome, ..from_next }, 0).await?;
-    Ok(stream)
+    edge.link(stream, own, theirs, &options.secret)
 }
 
 async fn send(stream: &mut TcpStream, header: &Header, payload: &[u8]) -> Result<(), String> {
@@ -205,7 +222,7 @@ async fn accept(
     formation: &Formation,
     from: usize,
     options: &Options,
-) -> Result<TcpStream, Error> {
+) -> Result<Link, Error> {
     let mut handshakes = FuturesUnordered::new();
     loop {
         tokio::select! {
@@ -213,7 +230,7 @@ async fn accept(
                 Ok((stream, peer)) => handshakes.push(async move {
                     let until = Instant::now() + HANDSHAKE_TIMEOUT;
                     match timeout_at(until, receive(stream, formation, from, options)).await {
-                        Ok(Ok(stream)) => Some(stream),
+                        Ok(Ok(link)) => Some(link),
                         Ok(Err(reason)) => {
                             tracing::debug!(epoch = formation.epoch, %peer, reason, "ring connection refused");
                             None
@@ -228,8 +245,8 @@ async fn accept(
                 }
             },
             Some(done) = handshakes.next(), if !handshakes.is_empty() => {
-                if let Some(stream) = done {
-                    return Ok(stream);
+                if let Some(link) = done {
+                    return Ok(link);
                 }
             }
         }
@@ -241,7 +258,7 @@ async fn receive(
     formation: &Formation,
     from: usize,
     options: &Options,
-) -> Result<TcpStream, String> {
+) -> Result<Link, String> {
     stream.set_nodelay(true).map_err(|e| e.to_string())?;
     watch_link(&stream, options.silence).map_err(|e| e.to_string())?;
     let hello = Header {
@@ -253,18 +270,25 @@ async fn receive(
         phase: formation.addresses.len() as u32,
     };
     let theirs = receive_payload(&mut stream, &hello, NONCE_BYTES).await?;
-    let own: Nonce = nonce().map_err(|e| e.one_line())?;
-    let edge =
-        Edge { epoch: formation.epoch, from, to: formation.rank, connecting: &theirs, accepting: &own };
+    let own = Agreement::new()?;
+    let nonce = *own.public();
+    let edge = Edge {
+        epoch: formation.epoch,
+        from,
+        to: formation.rank,
+        connecting: &theirs,
+        accepting: &nonce,
+        encrypted: options.encrypt,
+    };
     let answer = Header { rank: formation.rank as u16, ..hello };
-    let challenge = [own, edge.prove(&options.secret, OF_ACCEPTING)].concat();
+    let challenge = [nonce, edge.prove(&options.secret, OF_ACCEPTING)].concat();
     send(&mut stream, &Header { kind: Kind::Challenge, ..answer }, &challenge).await?;
     let proof = receive_payload(&mut stream, &Header { kind: Kind::Proof, ..hello }, PROOF_BYTES).await?;
     if !edge.is_proved(&options.secret, OF_CONNECTING, &proof) {
         return Err("wrong secret".to_owned());
     }
     send(&mut stream, &Header { kind: Kind::Welcome, ..answer }, &[]).await?;
-    Ok(stream)
+    edge.link(stream, own, &theirs, &options.secret)
 }
 
 /// Proofs for tests that speak the protocol themselves.
@@ -275,7 +299,7 @@ pub(super) mod tests_support {
     type Place = (u64, usize, usize);
 
     fn edge<'a>((epoch, from, to): Place, connecting: &'a [u8], accepting: &'a [u8]) -> Edge<'a> {
-        Edge { epoch, from, to, connecting, accepting }
+        Edge { epoch, from, to, connecting, accepting, encrypted: false }
     }
 
     pub(crate) fn connecting_proof(

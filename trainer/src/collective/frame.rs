@@ -1,4 +1,4 @@
-//! Frames of the ring protocol: a fixed header of 44 bytes, then the payload.
+//! Frames of the ring protocol: a fixed header of 44 bytes, then the payload, which may be encrypted.
 //!
 //! Little-endian: magic `MRR1`, kind u8, version u8, sender rank u16, epoch u64, step u64,
 //! bucket u32, phase u32, payload bytes u32, payload crc32c u32, crc32c u32 of the 40 bytes
@@ -8,13 +8,15 @@ use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 pub(crate) const HEADER_BYTES: usize = 44;
+/// The part of a header before its checksums.
+const BOUND_BYTES: usize = 36;
 /// Largest payload; senders split longer data.
 pub(crate) const PAYLOAD_BYTES_MAX: usize = 64 << 20;
 /// The rank in an abort frame when the failing rank is unknown.
 pub(crate) const NOBODY: u32 = u32::MAX;
 
 const MAGIC: [u8; 4] = *b"MRR1";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -84,9 +86,17 @@ pub(crate) enum Fault {
     Malformed(String),
 }
 
+impl Received {
+    /// What the header says, as bytes: encryption binds the payload to them.
+    pub(crate) fn bound(&self) -> [u8; BOUND_BYTES] {
+        self.header.bound(self.bytes)
+    }
+}
+
 impl Header {
-    pub(crate) fn encode(&self, payload: &[u8]) -> [u8; HEADER_BYTES] {
-        let mut out = [0u8; HEADER_BYTES];
+    /// What a header says beside a payload of `bytes` bytes: the part before its checksums.
+    pub(crate) fn bound(&self, bytes: usize) -> [u8; BOUND_BYTES] {
+        let mut out = [0u8; BOUND_BYTES];
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
             out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -100,8 +110,14 @@ impl Header {
         put(&self.bucket.to_le_bytes());
         put(&self.phase.to_le_bytes());
         // Senders split data at PAYLOAD_BYTES_MAX, far below u32::MAX.
-        put(&(payload.len() as u32).to_le_bytes());
-        put(&crc32c::crc32c(payload).to_le_bytes());
+        put(&(bytes as u32).to_le_bytes());
+        out
+    }
+
+    pub(crate) fn encode(&self, payload: &[u8]) -> [u8; HEADER_BYTES] {
+        let mut out = [0u8; HEADER_BYTES];
+        out[..BOUND_BYTES].copy_from_slice(&self.bound(payload.len()));
+        out[BOUND_BYTES..HEADER_BYTES - 4].copy_from_slice(&crc32c::crc32c(payload).to_le_bytes());
         let checksum = crc32c::crc32c(&out[..HEADER_BYTES - 4]);
         out[HEADER_BYTES - 4..].copy_from_slice(&checksum.to_le_bytes());
         out

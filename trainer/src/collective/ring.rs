@@ -3,14 +3,14 @@ use std::ops::Range;
 use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
-use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::element::{self, Dtype, Element};
-use super::form::Links;
-use super::frame::{Fault, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, read_header, read_payload};
+use super::form::{Link, Links};
+use super::frame::{Fault, Header, Kind, NOBODY, PAYLOAD_BYTES_MAX, Received, read_header, read_payload};
+use super::seal::TAG_BYTES;
 use super::{Error, Formation, Options};
 
 /// Size of the pieces of a state, so that every rank forwards while it receives.
@@ -48,7 +48,7 @@ impl<'a> Ring<'a> {
                 grace: (options.exchange_timeout / 4).min(Duration::from_secs(1)),
                 abort,
             },
-            bucket_elements_max: options.bucket_elements_max.clamp(1, PAYLOAD_BYTES_MAX / 8),
+            bucket_elements_max: options.bucket_elements_max.clamp(1, (PAYLOAD_BYTES_MAX - TAG_BYTES) / 8),
             outgoing: Vec::new(),
             incoming: Vec::new(),
             failed: false,
@@ -352,7 +352,8 @@ impl Edge {
         // closes the connection after its last frame, so this loop waits no longer than needed.
         if matches!(cause, Cause::PrevSilent | Cause::Told(_)) {
             let until = Instant::now() + self.grace;
-            while let Ok(Ok(received)) = timeout_at(until, read_header(&mut links.prev)).await {
+            let mut unused = Vec::new();
+            while let Ok(Ok(received)) = timeout_at(until, read_frame(&mut links.prev, &mut unused)).await {
                 if received.header.kind != Kind::Abort || received.header.bucket == culprit {
                     break;
                 }
@@ -384,10 +385,10 @@ impl Edge {
         }
     }
 
-    async fn warn_next(&self, next: &mut TcpStream, step: u64, culprit: u32) {
+    async fn warn_next(&self, next: &mut Link, step: u64, culprit: u32) {
         let header = self.header(Kind::Abort, self.formation.rank, step, culprit, 0);
         // The receiver also notices the failure when the connection closes.
-        let _ = timeout(Duration::from_millis(100), next.write_all(&header.encode(&[]))).await;
+        let _ = timeout(Duration::from_millis(100), send_frame(next, Some((&header, &[])))).await;
     }
 }
 
@@ -397,8 +398,19 @@ fn chunk(elements: usize, index: usize, count: usize) -> Range<usize> {
     cut(index)..cut(index + 1)
 }
 
-async fn send_frame(next: &mut TcpStream, out: Option<(&Header, &[u8])>) -> Result<(), String> {
+async fn send_frame(next: &mut Link, out: Option<(&Header, &[u8])>) -> Result<(), String> {
     let Some((header, payload)) = out else { return Ok(()) };
+    let Link { stream, seal } = next;
+    let sealed = match seal {
+        None => None,
+        Some(seal) => {
+            let mut sealed = Vec::with_capacity(payload.len() + TAG_BYTES);
+            sealed.extend_from_slice(payload);
+            seal.seal(&header.bound(payload.len() + TAG_BYTES), &mut sealed)?;
+            Some(sealed)
+        }
+    };
+    let payload = sealed.as_deref().unwrap_or(payload);
     let head = header.encode(payload);
     let send = async {
         // Sends a small frame in one segment.
@@ -406,16 +418,31 @@ async fn send_frame(next: &mut TcpStream, out: Option<(&Header, &[u8])>) -> Resu
             let mut frame = Vec::with_capacity(head.len() + payload.len());
             frame.extend_from_slice(&head);
             frame.extend_from_slice(payload);
-            return next.write_all(&frame).await;
+            return stream.write_all(&frame).await;
         }
-        next.write_all(&head).await?;
-        next.write_all(payload).await
+        stream.write_all(&head).await?;
+        stream.write_all(payload).await
     };
     send.await.map_err(|e| e.to_string())
 }
 
+/// Reads a frame with its payload, decrypted in an encrypted ring. Not cancel safe.
+async fn read_frame(prev: &mut Link, into: &mut Vec<u8>) -> Result<Received, Fault> {
+    let received = read_header(&mut prev.stream).await?;
+    read_rest(prev, received, into).await
+}
+
+/// Reads the payload behind a header.
+async fn read_rest(prev: &mut Link, received: Received, into: &mut Vec<u8>) -> Result<Received, Fault> {
+    read_payload(&mut prev.stream, &received, into).await?;
+    if let Some(seal) = &mut prev.seal {
+        seal.open(&received.bound(), into).map_err(Fault::Malformed)?;
+    }
+    Ok(Received { bytes: into.len(), ..received })
+}
+
 async fn receive_frame(
-    prev: &mut TcpStream,
+    prev: &mut Link,
     expected: Option<(&Header, usize)>,
     into: &mut Vec<u8>,
 ) -> Result<(), Cause> {
@@ -427,16 +454,20 @@ async fn receive_frame(
         Fault::Closed(error) => Cause::PrevLost(error.to_string()),
         Fault::Malformed(reason) => Cause::PrevProtocol(reason),
     };
-    let received = read_header(prev).await.map_err(fault)?;
+    let received = read_header(&mut prev.stream).await.map_err(fault)?;
     let got = received.header;
-    if got.kind == Kind::Abort && got.epoch == expected.epoch {
+    let overhead = prev.seal.as_ref().map_or(0, |_| TAG_BYTES);
+    if got.kind == Kind::Abort && got.epoch == expected.epoch && received.bytes == overhead {
+        read_rest(prev, received, into).await.map_err(fault)?;
         return Err(Cause::Told(got.bucket));
     }
     if got != *expected {
         return Err(Cause::PrevProtocol(format!("sent {got:?} where {expected:?} belongs")));
     }
-    if received.bytes != bytes {
-        return Err(Cause::PrevProtocol(format!("sent {} bytes, not {bytes}", received.bytes)));
+    // Before any memory is taken.
+    if received.bytes != bytes + overhead {
+        return Err(Cause::PrevProtocol(format!("sent {} bytes, not {}", received.bytes, bytes + overhead)));
     }
-    read_payload(prev, &received, into).await.map_err(fault)
+    read_rest(prev, received, into).await.map_err(fault)?;
+    Ok(())
 }

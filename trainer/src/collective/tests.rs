@@ -1,5 +1,7 @@
 //! Tests of the ring: sums, state transfer, missing ranks, unauthorized connections.
 
+mod encrypted;
+
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::sync::{Barrier, mpsc};

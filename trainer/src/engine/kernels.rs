@@ -7,9 +7,11 @@
 
 use burn_backend::ops::{ConvOptions, ModuleOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_backend::{Backend, DType, Shape, TensorData};
+use burn_backend::{Backend, DType, FloatDType, Shape, TensorData};
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
+
+use crate::precision::Half;
 
 /// Elements of the columns that are laid out at a time: they stay in the second-level cache.
 const COLUMNS_MAX: usize = 1 << 16;
@@ -21,6 +23,20 @@ const ROW_MAX: usize = 1 << 26;
 
 /// A backend, with kernels of the engine's own where it has any.
 pub(super) trait Kernels: Backend {
+    /// The f32 elements of `x` rounded to `half`, as products of that format take them.
+    fn narrow(x: FloatTensor<Self>, half: Half) -> FloatTensor<Self> {
+        let kind = match half {
+            Half::Bf16 => FloatDType::BF16,
+            Half::Fp16 => FloatDType::F16,
+        };
+        Self::float_cast(x, kind)
+    }
+
+    /// The f32 elements of a product of the format `half`.
+    fn widen(x: FloatTensor<Self>, _half: Half) -> FloatTensor<Self> {
+        Self::float_cast(x, FloatDType::F32)
+    }
+
     /// The convolution of `x`.
     fn convolution(
         x: FloatTensor<Self>,
@@ -69,6 +85,17 @@ pub(super) struct Windows {
 }
 
 impl Kernels for Flex {
+    /// Keeps f32: the processor has faster products for it, and their sums have 32 bits.
+    fn narrow(x: FlexTensor, half: Half) -> FlexTensor {
+        let mut x = x.to_contiguous();
+        half.round(x.storage_mut());
+        x
+    }
+
+    fn widen(x: FlexTensor, half: Half) -> FlexTensor {
+        Self::narrow(x, half)
+    }
+
     fn convolution(
         x: FlexTensor,
         weight: FlexTensor,

@@ -12,7 +12,8 @@ use super::kernels::Kernels;
 use super::tensor::{download, upload};
 use super::training::{Kept, mask, normalize};
 use super::{Device, EngineError, ShardKey, shape_of};
-use crate::graph::{Graph, Input, Op, ParamSpec, Source};
+use crate::graph::{Graph, Input, Node, Op, ParamSpec, Source};
+use crate::precision::Half;
 
 /// A loaded graph on a device, independent of the backend.
 pub(super) trait Compute: Send + Sync {
@@ -22,6 +23,8 @@ pub(super) trait Compute: Send + Sync {
     fn set_states(&mut self, states: &[f32]) -> Result<(), EngineError>;
     /// Says of each normalisation whether training leaves its running statistics alone and normalises by them.
     fn set_frozen(&mut self, frozen: &[bool]);
+    /// Sets the format of the products of [`Compute::gradients`]; 32 bits if none.
+    fn set_half(&mut self, half: Option<Half>);
     /// The output for checked, non-empty inputs, as in evaluation.
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError>;
     /// The flat gradient, and the mean and variance of each channel whose running statistics move. `loss_fn` turns the
@@ -53,6 +56,10 @@ pub(super) struct Interpreter<B: Backend, E> {
     resident: Vec<Option<FloatTensor<B>>>,
     /// For each normalisation, whether training leaves its running statistics alone.
     frozen: Vec<bool>,
+    /// The format of products in training, if it is not that of all numbers.
+    half: Option<Half>,
+    /// In this format: the resident values that products read.
+    narrowed: Vec<Option<FloatTensor<B>>>,
     elements: PhantomData<fn() -> E>,
 }
 
@@ -88,7 +95,9 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
             }
         }
         let frozen = vec![false; graph.normalizations().len()];
-        Interpreter { graph, device, label, resident, frozen, elements: PhantomData }
+        let narrowed = vec![None; resident.len()];
+        let half = None;
+        Interpreter { graph, device, label, resident, frozen, half, narrowed, elements: PhantomData }
     }
 
     fn failed(&self, reason: impl Into<String>) -> EngineError {
@@ -134,7 +143,35 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                 *resident = Some(upload::<B, E>(part.to_vec(), &spec.shape, &self.device));
             }
         }
+        self.narrow_resident();
         Ok(())
+    }
+
+    /// Narrows the resident values that products read, once for all shards.
+    fn narrow_resident(&mut self) {
+        self.narrowed.fill(None);
+        let Some(half) = self.half else { return };
+        for node in self.graph.nodes().iter().filter(|node| node.op.is_product()) {
+            for input in &node.inputs {
+                if self.narrowed[*input].is_none() {
+                    let value = self.resident[*input].clone();
+                    self.narrowed[*input] = value.map(|value| B::narrow(value, half));
+                }
+            }
+        }
+    }
+
+    /// The inputs of a product in the format `half`.
+    fn narrow(&self, half: Half, node: &Node, inputs: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> {
+        let narrow = |(id, value): (&usize, FloatTensor<B>)| {
+            self.narrowed[*id].clone().unwrap_or_else(|| B::narrow(value, half))
+        };
+        node.inputs.iter().zip(inputs).map(narrow).collect()
+    }
+
+    /// The format of a node's numbers in training, if they are narrower than others.
+    fn half_of(&self, node: &Node) -> Option<Half> {
+        self.half.filter(|_| node.op.is_product())
     }
 
     /// Computes every value; in training with a key.
@@ -177,7 +214,14 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                     let mask = upload::<B, E>(mask, &shape, &self.device);
                     (B::float_mul(read[0].clone(), mask.clone()), Some(Kept::Mask(mask)))
                 }
-                _ => forward::<B>(&node.op, &read, &shape),
+                (Some(_), op) => match self.half_of(node) {
+                    Some(half) => {
+                        let (output, kept) = forward::<B>(op, &self.narrow(half, node, read), &shape);
+                        (B::widen(output, half), kept)
+                    }
+                    None => forward::<B>(op, &read, &shape),
+                },
+                (None, op) => forward::<B>(op, &read, &shape),
             };
             values[node.output] = Some(value);
             all_kept.push(kept);
@@ -242,7 +286,12 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
                 trace.values[node.output] = None;
                 continue;
             }
+            let half = self.half_of(node);
             let inputs = self.read(&trace.values, &node.inputs)?;
+            let (inputs, grad) = match half {
+                Some(half) => (self.narrow(half, node, inputs), B::narrow(grad, half)),
+                None => (inputs, grad),
+            };
             let output = self.read(&trace.values, &[node.output])?;
             trace.values[node.output] = None;
             let needs_gradient: Vec<bool> = node.inputs.iter().map(|id| values[*id].trained).collect();
@@ -256,6 +305,10 @@ impl<B: Kernels, E: Element> Interpreter<B, E> {
             for (id, found) in node.inputs.iter().zip(backward::<B>(&step, grad)) {
                 let Some(found) = found.filter(|_| values[*id].trained) else {
                     continue;
+                };
+                let found = match half {
+                    Some(half) => B::widen(found, half),
+                    None => found,
                 };
                 grads[*id] = Some(match grads[*id].take() {
                     Some(sum) => B::float_add(sum, found),
@@ -318,6 +371,11 @@ impl<B: Kernels> Compute for Interpreter<B, f32> {
 
     fn set_frozen(&mut self, frozen: &[bool]) {
         self.frozen = frozen.to_vec();
+    }
+
+    fn set_half(&mut self, half: Option<Half>) {
+        self.half = half;
+        self.narrow_resident();
     }
 
     fn logits(&self, inputs: &[f32], rows: usize) -> Result<Vec<f32>, EngineError> {

@@ -9,7 +9,7 @@ mod inputs;
 mod learning;
 mod losses;
 mod measure;
-
+mod precision;
 mod training;
 mod zoo;
 

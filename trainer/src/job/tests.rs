@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::{JobFile, ModelSource, Output, Shuffle};
 use crate::engine::{Device, Loss};
+use crate::precision::Precision;
 use crate::strategy::Strategy;
 
 const MINIMAL: &str =
@@ -91,6 +92,7 @@ fn digest_covers_the_computation_but_not_the_budget() {
         JobFile { loss: Loss::Mse.into(), ..job.clone() },
         JobFile { shuffle: Shuffle { lanes: 2, ..Shuffle::default() }, ..job.clone() },
         JobFile { strategy: Strategy::Allreduce, ..job.clone() },
+        JobFile { precision: Precision::Bf16, ..job.clone() },
     ];
     assert!(others.iter().all(|other| digest(other) != digest(&job)));
     assert_ne!(job.digest("model", "plan#2"), digest(&job));

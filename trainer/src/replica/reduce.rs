@@ -22,9 +22,20 @@ pub(super) enum ReduceError {
     Tally,
 }
 
+/// What all ranks know after they have summed a step.
+#[derive(Debug)]
+pub(super) enum Reduced {
+    /// The sum holds; its total tally.
+    Sum(Tally),
+    /// Every rank has to compute its parts again.
+    Again,
+    /// A gradient overflowed on some rank: every rank has to compute its parts again with a smaller loss.
+    Overflow,
+}
+
 /// A strategy's way from gradients to their mean, with what it remembers between steps.
 ///
-/// A step calls `begin`, then `clear`, `add` for each part and `reduce`, again while `reduce` gives no total, then
+/// A step calls `begin`, then `clear`, `add` for each part and `reduce`, again while `reduce` gives no sum, then
 /// `mean` and `commit`. A step that fails before its `commit` changes nothing that the next `begin` sees.
 pub(super) trait Reduction: Send {
     /// The parts of a global batch in a ring of `world` ranks; at least `world`.
@@ -39,9 +50,8 @@ pub(super) trait Reduction: Send {
     /// Adds the gradient of a part, and returns what the tally records as its largest magnitude.
     fn add(&mut self, grad: Vec<f32>) -> Result<f32, FixedError>;
 
-    /// Sums gradients and tallies over all ranks, and returns the total tally: the same on every rank. None if
-    /// every rank has to compute its parts again.
-    fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Option<Tally>, ReduceError>;
+    /// Sums gradients and tallies over all ranks: the same result on every rank.
+    fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Reduced, ReduceError>;
 
     /// Writes the mean gradient, for rows of the positive weight `weight`: the same bits on every rank.
     fn mean(&mut self, weight: f64, mean: &mut Vec<f32>) -> Result<(), FixedError>;
@@ -105,17 +115,20 @@ impl Reduction for Strict {
         self.tried.add(&grad, &mut self.sums)
     }
 
-    fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Option<Tally>, ReduceError> {
+    fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Reduced, ReduceError> {
         tally.encode(&mut self.sums);
         ring.all_reduce(step, &mut self.sums)?;
         let total = tally.decode(&self.sums[self.parameters..]).ok_or(ReduceError::Tally)?;
+        if total.has_overflowed() {
+            return Ok(Reduced::Overflow);
+        }
         let largest = total.largest();
         if self.tried.suits(largest) {
-            return Ok(Some(total));
+            return Ok(Reduced::Sum(total));
         }
         tracing::debug!(step, largest, "computing the step in another scale");
         self.tried = self.tried.for_largest(largest);
-        Ok(None)
+        Ok(Reduced::Again)
     }
 
     fn mean(&mut self, weight: f64, mean: &mut Vec<f32>) -> Result<(), FixedError> {
@@ -170,16 +183,19 @@ impl Reduction for Allreduce {
         Ok(0.0)
     }
 
-    fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Option<Tally>, ReduceError> {
+    fn reduce(&mut self, step: u64, tally: Tally, ring: &mut Ring<'_>) -> Result<Reduced, ReduceError> {
         let mut lanes = Vec::with_capacity(tally.lanes());
         tally.encode(&mut lanes);
         ring.all_reduce(step, &mut lanes)?;
         let total = tally.decode(&lanes).ok_or(ReduceError::Tally)?;
         // Every rank knows the total, so that all of them leave out the sum.
+        if total.has_overflowed() {
+            return Ok(Reduced::Overflow);
+        }
         if total.weight() > 0.0 {
             ring.all_reduce(step, &mut self.sum)?;
         }
-        Ok(Some(total))
+        Ok(Reduced::Sum(total))
     }
 
     fn mean(&mut self, weight: f64, mean: &mut Vec<f32>) -> Result<(), FixedError> {

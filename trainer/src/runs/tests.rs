@@ -42,6 +42,7 @@ fn state(epochs: u64) -> RunState {
         states: Vec::new(),
         best_states: Vec::new(),
         ema: None,
+        loss_scale: None,
     }
 }
 

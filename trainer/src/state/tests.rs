@@ -28,6 +28,7 @@ fn state() -> RunState {
         states: Vec::new(),
         best_states: Vec::new(),
         ema: None,
+        loss_scale: None,
     }
 }
 

@@ -66,6 +66,7 @@ impl Prepared {
             plan: (*self.plan).clone(),
             validation_plan: self.validation_plan.as_deref().cloned(),
             facts: self.origin.facts.clone(),
+            encrypt_ring: self.setup.listen.is_some(),
         };
         let encode = |assignment: &Assignment| {
             serde_json::to_string(assignment).map_err(|e| Error::Job {

@@ -20,6 +20,8 @@ const SEEDS: u64 = 2;
 /// Blows of one seed.
 const BLOWS: usize = 5;
 const WORKERS_MAX: u64 = 4;
+/// Machines of a run in which processes share none.
+const HOSTS: usize = 4;
 /// A busy machine may keep a coordinator from its renewals for longer. Then another one leads, as after a blow.
 const LEASE_MS: u64 = 2_000;
 /// In the error of a coordinator that was replaced.
@@ -211,6 +213,44 @@ fn any_sequence_of_blows_gives_the_model_of_one_worker() {
     }
 }
 
+#[test]
+fn blows_on_machines_with_nothing_but_postgres_and_a_bucket_in_common_change_no_model() {
+    let Some(mut world) = World::on_hosts(HOSTS, "chaos", MORE, LEASE_MS) else { return };
+    let seeds = std::env::var(ENV_SEEDS).map_or(1, |text| text.parse().unwrap());
+    for seed in 0..seeds {
+        // Other seeds than on one machine.
+        batter(&mut world, 1000 + seed);
+    }
+}
+
+/// The first of three workers whose machine is cut off without a reset; the other two go on.
+#[test]
+fn a_machine_that_falls_silent_is_missed_within_the_heartbeat_limit() {
+    let Some(mut world) = World::on_hosts(HOSTS, "silent", MORE, 30_000) else { return };
+    world.job = job_text("silent", &format!("workers_min = 2\nworkers_max = 8\n{MORE}"));
+    // One machine for each process.
+    let mut leader = world.coordinator(false);
+    wait_until("a coordinator", || leader.listens());
+    let mut workers: Vec<Worker> = (0..3).map(|_| world.worker(&leader.address)).collect();
+    for worker in &workers {
+        wait_until("a member", || leader.trains_with(worker.pid()));
+    }
+    let silent = workers.remove(0);
+    let at = leader.step();
+    wait_until("steps", || leader.step() >= at + 50);
+    let (hosts, _) = world.hosts.as_ref().unwrap();
+    hosts.unplug(silent.host.unwrap());
+    let began = Instant::now();
+    wait_until("a lost worker", || leader.trains_without(silent.pid()));
+    let (noticed, at) = (began.elapsed(), leader.step());
+    wait_until("the next step", || leader.step() > at);
+    println!("silent machine: missed after {noticed:?}, next step after {:?}", began.elapsed());
+    world.check(&leader.report());
+    for worker in &mut workers {
+        assert_eq!(worker.ended(), succeeded("Done"));
+    }
+}
+
 /// Kills of the measurement.
 const KILLS: usize = 50;
 
@@ -255,13 +295,46 @@ fn kill_to_the_next_applied_step() {
         }
     }));
     report.unwrap();
+    print_times("kill to next step", times);
+}
+
+fn print_times(what: &str, mut times: Vec<Duration>) {
     times.sort_unstable();
     let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
-    println!(
-        "kill to next step: n {}, p50 {:?}, p95 {:?}, most {:?}",
-        times.len(),
-        at(0.5),
-        at(0.95),
-        at(1.0)
-    );
+    println!("{what}: n {}, p50 {:?}, p95 {:?}, most {:?}", times.len(), at(0.5), at(0.95), at(1.0));
+}
+
+/// Prints the times from the kill of one of two workers on machines of their own to the next applied step, and from the
+/// start of the next worker to its first step.
+#[test]
+#[ignore = "a measurement: cargo test -p millrace-trainer --test trainer kills_on_machines -- --ignored --nocapture"]
+fn kills_on_machines() {
+    let Some(mut world) = World::on_hosts(HOSTS, "kills", MORE, 30_000) else { return };
+    let more = "workers_min = 1\nworkers_max = 8\nepochs_max = 100000\ncheckpoint_every_steps = 1000000";
+    world.job = job_text("kills", more);
+    let leader = world.coordinator(false);
+    wait_until("a coordinator", || leader.listens());
+    let (mut kills, mut joins) = (Vec::new(), Vec::new());
+    let mut workers: Vec<Worker> = Vec::new();
+    while kills.len() < KILLS {
+        while workers.len() < 2 {
+            let began = Instant::now();
+            let worker = world.worker(&leader.address);
+            wait_until("a member", || leader.trains_with(worker.pid()));
+            joins.push(began.elapsed());
+            workers.push(worker);
+        }
+        let at = leader.step();
+        wait_until("steps", || leader.step() >= at + 20);
+        // The first one is the older one.
+        let mut killed = workers.remove(kills.len() % 2);
+        let began = Instant::now();
+        killed.child.kill().unwrap();
+        wait_until("a lost worker", || leader.trains_without(killed.pid()));
+        let at = leader.step();
+        wait_until("the next step", || leader.step() > at);
+        kills.push(began.elapsed());
+    }
+    print_times("kill to next step, across machines", kills);
+    print_times("start of a worker to its first step", joins);
 }

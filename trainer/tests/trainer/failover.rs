@@ -3,8 +3,8 @@
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use millrace_datafs::Datafs;
@@ -14,7 +14,9 @@ use serde_json::Value;
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
-use super::joined::{TOKEN, Worker, private_file, succeeded};
+use super::hosts::Hosts;
+use super::joined::{TOKEN, Worker, private_file, succeeded, this_program};
+use super::s3_server::S3Server;
 use super::server::Server;
 use super::{fill, job_text, run, runtime, setup_with, signal, wait_until};
 
@@ -88,6 +90,10 @@ pub(super) struct World {
     plain: Value,
     _store: TempDir,
     pub(super) server: Option<Arc<Server>>,
+    /// The machines on which processes run in turn, if they do not share this one, and their bucket.
+    pub(super) hosts: Option<(Hosts, S3Server)>,
+    /// Processes so far.
+    launched: AtomicUsize,
 }
 
 impl World {
@@ -101,6 +107,26 @@ impl World {
             ..usual
         };
         World::new(datafs, store, None, (name, more), lease_ms)
+    }
+
+    /// PostgreSQL and a bucket for processes on machines of their own; none without a server or the rights.
+    pub(super) fn on_hosts(count: usize, name: &str, more: &str, lease_ms: u64) -> Option<World> {
+        let server = Server::shared()?;
+        let hosts = Hosts::new(count)?;
+        let bucket = S3Server::start_at(&hosts.own_address());
+        let options = bucket.options().into_iter();
+        let options = options.map(|(key, value)| (key.to_owned(), millrace_datafs::Secret::Text(value)));
+        let datafs = millrace_datafs::Config {
+            meta_url: Some(server.url().into()),
+            meta_schema: server.new_schema(),
+            meta_connections_max: 4,
+            store_url: Some(bucket.url("objects")),
+            store_options: options.collect(),
+            ..millrace_datafs::Config::default()
+        };
+        let store = tempfile::tempdir().unwrap();
+        let world = World::new(datafs, store, Some(server), (name, more), lease_ms);
+        Some(World { hosts: Some((hosts, bucket)), ..world })
     }
 
     /// PostgreSQL; none without a server.
@@ -132,7 +158,8 @@ impl World {
         let plain = serde_json::to_value(plain).unwrap();
         let job = job_text(name, &format!("workers_min = 2\n{more}"));
         let feed_cache_bytes = Config::default().feed_cache_bytes;
-        World { datafs, job, lease_ms, feed_cache_bytes, plain, _store: store, server }
+        let launched = AtomicUsize::new(0);
+        World { datafs, job, lease_ms, feed_cache_bytes, plain, _store: store, server, hosts: None, launched }
     }
 
     /// Compares a report with the one of the uninterrupted run.
@@ -146,7 +173,12 @@ impl World {
     pub(super) fn coordinator(&self, standby: bool) -> Coordinator {
         let home = tempfile::tempdir().unwrap();
         std::fs::write(home.path().join("train.toml"), &self.job).unwrap();
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let mut address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let (prefix, host) = self.next_host();
+        if let (Some(host), Some((hosts, _))) = (host, &self.hosts) {
+            address.set_ip(hosts.address(host).parse().unwrap());
+        }
+        let address = address.to_string();
         let orders = Orders {
             home: home.path().to_owned(),
             datafs: self.datafs.clone(),
@@ -157,11 +189,22 @@ impl World {
             feed_cache_bytes: self.feed_cache_bytes,
         };
         let orders = serde_json::to_string(&orders).unwrap();
-        Coordinator { child: Coordinator::launch(&orders), home, address, orders }
+        Coordinator { child: Coordinator::launch(&prefix, &orders), home, address, prefix, host, orders }
     }
 
     pub(super) fn worker(&self, coordinators: &str) -> Worker {
-        Worker::join(coordinators, |orders| orders.datafs = self.datafs.clone())
+        let (prefix, host) = self.next_host();
+        let mut worker =
+            Worker::join_behind(&prefix, coordinators, |orders| orders.datafs = self.datafs.clone());
+        worker.host = host;
+        worker
+    }
+
+    /// The machine of the next process, and the words before its program.
+    fn next_host(&self) -> (Vec<String>, Option<usize>) {
+        let Some((hosts, _)) = &self.hosts else { return (Vec::new(), None) };
+        let host = self.launched.fetch_add(1, Ordering::SeqCst) % hosts.count();
+        (hosts.prefix(host), Some(host))
     }
 }
 
@@ -169,12 +212,15 @@ pub(super) struct Coordinator {
     child: Child,
     home: TempDir,
     pub(super) address: String,
+    /// Words before the program.
+    prefix: Vec<String>,
+    pub(super) host: Option<usize>,
     orders: String,
 }
 
 impl Coordinator {
-    fn launch(orders: &str) -> Child {
-        Command::new(std::env::current_exe().unwrap())
+    fn launch(prefix: &[String], orders: &str) -> Child {
+        this_program(prefix)
             .args(["--exact", "failover::coordinate_entry", "--nocapture"])
             .env(ENV_COORDINATE, orders)
             .stdout(Stdio::null())
@@ -186,7 +232,7 @@ impl Coordinator {
     fn restart(&mut self) {
         self.kill();
         std::fs::remove_file(self.home.path().join("progress")).ok();
-        self.child = Coordinator::launch(&self.orders);
+        self.child = Coordinator::launch(&self.prefix, &self.orders);
     }
 
     fn read(&self, name: &str) -> Option<Vec<u8>> {

@@ -90,10 +90,25 @@ fn listen(home: &Path, address: &str) -> Listen {
     Listen { address, advertise: None, token, tls: None, workers_local: Some(0) }
 }
 
+/// This test binary, behind other words of a command line.
+pub(super) fn this_program(prefix: &[String]) -> Command {
+    let program = std::env::current_exe().unwrap();
+    match prefix {
+        [] => Command::new(program),
+        [first, rest @ ..] => {
+            let mut command = Command::new(first);
+            command.args(rest).arg(program);
+            command
+        }
+    }
+}
+
 /// A worker process with a home of its own.
 pub(super) struct Worker {
     pub(super) child: Child,
     home: TempDir,
+    /// Its machine, if it does not share that of the test.
+    pub(super) host: Option<usize>,
 }
 
 impl Worker {
@@ -109,6 +124,15 @@ impl Worker {
 
     /// [`Worker::with`] several coordinators.
     pub(super) fn join(coordinators: &str, change: impl FnOnce(&mut Orders)) -> Worker {
+        Worker::join_behind(&[], coordinators, change)
+    }
+
+    /// [`Worker::join`] with words before the program.
+    pub(super) fn join_behind(
+        prefix: &[String],
+        coordinators: &str,
+        change: impl FnOnce(&mut Orders),
+    ) -> Worker {
         let home = tempfile::tempdir().unwrap();
         let mut orders = Orders {
             home: home.path().to_owned(),
@@ -119,14 +143,14 @@ impl Worker {
             wait: 60,
         };
         change(&mut orders);
-        let child = Command::new(std::env::current_exe().unwrap())
+        let child = this_program(prefix)
             .args(["--exact", "joined::join_entry", "--nocapture"])
             .env(ENV_JOIN, coordinators)
             .env(ENV_ORDERS, serde_json::to_string(&orders).unwrap())
             .stdout(Stdio::null())
             .spawn()
             .unwrap();
-        Worker { child, home }
+        Worker { child, home, host: None }
     }
 
     pub(super) fn pid(&self) -> u32 {
