@@ -49,9 +49,6 @@ mod remote_pack;
 mod retry;
 mod runtime;
 #[cfg(test)]
-#[path = "../tests/support/s3_server.rs"]
-pub(crate) mod s3_server;
-#[cfg(test)]
 mod s3_tests;
 mod segment;
 mod space;

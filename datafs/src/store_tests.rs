@@ -3,7 +3,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::config::{FromFile, Secret};
-use crate::data::s3_server::S3Server;
+use millrace_testing::s3_server::S3Server;
 use crate::{Config, Datafs, Error, FileKind, Name, OpenFlags, Publish, View, VolumeOptions};
 
 const MIB: usize = 1024 * 1024;

@@ -11,7 +11,7 @@ use millrace_datafs::{Config, Datafs, Error, FsckOptions, ProblemKind, Secret, V
 
 use crate::child;
 use crate::engine::{Engine, inherited};
-use crate::s3_server::S3Server;
+use millrace_testing::s3_server::S3Server;
 
 const LIMIT: Duration = Duration::from_secs(120);
 /// File sizes: one stored in the metadata, one in a pack, two in separate objects.

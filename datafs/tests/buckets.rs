@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use nix::mount::MsFlags;
 
 use crate::child;
-use crate::s3_server::S3Server;
+use millrace_testing::s3_server::S3Server;
 use crate::small_disk::SmallDisk;
 
 fn config(server: &S3Server) -> Config {

@@ -15,8 +15,6 @@ mod lock_holders;
 mod mount_journeys;
 mod postgres;
 mod processes;
-#[path = "support/s3_server.rs"]
-mod s3_server;
 mod scale;
 mod small_disk;
 mod trouble;

@@ -1,5 +1,5 @@
 //! Requirements of tests: the facilities that a test needs from the machine, and the skip or failure without
-//! them.
+//! them. With the feature `s3`, also an S3 server.
 //!
 //! A test that cannot run fails, unless the environment permits the skip. [`skip`] is the only way to leave a test
 //! early. It writes one line to standard error, past the capture of the test harness, so that every run shows what it
@@ -17,6 +17,9 @@
 //!     return skip(Need::Fuse, "/dev/fuse is missing");
 //! }
 //! ```
+
+#[cfg(feature = "s3")]
+pub mod s3_server;
 
 use std::fmt::{Display, Formatter, Result};
 use std::io::Write as _;

@@ -28,8 +28,6 @@ mod objectives;
 mod outages;
 #[path = "trainer/precision.rs"]
 mod precision;
-#[path = "../../datafs/tests/support/s3_server.rs"]
-mod s3_server;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
 

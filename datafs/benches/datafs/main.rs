@@ -15,8 +15,6 @@ mod names;
 #[path = "../../tests/postgres/server.rs"]
 mod pg_server;
 mod place;
-#[path = "../../tests/support/s3_server.rs"]
-mod s3_server;
 mod served;
 mod small;
 mod snapshots;

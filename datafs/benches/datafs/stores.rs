@@ -12,7 +12,7 @@ use object_store::{MultipartUpload as _, ObjectStore, ObjectStoreExt as _, PutPa
 use crate::Asked;
 use crate::figure::Figure;
 use crate::place::{Place, Times, fill, rate, timed, volume};
-use crate::s3_server::S3Server;
+use millrace_testing::s3_server::S3Server;
 
 /// Bytes of one read range.
 const RANGE: usize = 4 << 20;

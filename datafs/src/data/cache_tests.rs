@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::fetch::SEGMENT_BYTES;
-use super::s3_server::{Fault, S3Server};
+use millrace_testing::s3_server::{Fault, S3Server};
 use super::s3_tests::{config, pattern, pool_with};
 use super::*;
 use crate::config::Config;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::encoded::{Encoder, FOOTER_BYTES};
-use super::s3_server::S3Server;
+use millrace_testing::s3_server::S3Server;
 use super::s3_tests::pattern;
 use super::*;
 use crate::config::{Config, FromFile, Secret};

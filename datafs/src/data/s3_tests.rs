@@ -2,7 +2,7 @@
 //! failing server are retried within bounds.
 use std::time::{Duration, Instant};
 
-use super::s3_server::{Fault, S3Server};
+use millrace_testing::s3_server::{Fault, S3Server};
 use super::upload::PART_BYTES;
 use super::writer::FRAMED_BYTES_MAX;
 use super::*;

@@ -9,7 +9,7 @@ use object_store::multipart::MultipartStore as _;
 use object_store::path::Path as StorePath;
 use object_store::{ObjectStoreExt as _, PutPayload};
 
-use super::s3_server::S3Server;
+use millrace_testing::s3_server::S3Server;
 use super::s3_tests::{config, pattern, pool_with};
 use super::upload::PART_BYTES;
 use super::*;

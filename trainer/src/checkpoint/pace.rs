@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Most marks of a run. Beyond them, every second one goes.
+/// Most marks of a run.
 const MARKS_MAX: usize = 256;
 
 /// A moment at which a run stood at a step.
@@ -39,14 +39,20 @@ impl Pace {
     }
 
     fn mark_at(&mut self, step: u64, at: i64) {
-        if self.0.len() >= MARKS_MAX {
-            let mut number = 0;
-            self.0.retain(|_| {
-                number += 1;
-                number % 2 == 1
-            });
-        }
         self.0.push(Mark { step, at });
+        if self.0.len() > MARKS_MAX {
+            self.0.remove(self.least());
+        }
+    }
+
+    /// The mark whose loss joins the two shortest stretches; the first one where none has a stretch at both sides.
+    fn least(&self) -> usize {
+        let joined = self.0.windows(3).enumerate().filter_map(|(before, marks)| {
+            let [from, mark, to] = marks else { return None };
+            let joins = is_stretch(from, mark) && is_stretch(mark, to);
+            joins.then(|| (to.at.abs_diff(from.at), before + 1))
+        });
+        joined.min().map_or(0, |(_, at)| at)
     }
 
     /// The throughput of each stretch, with `step_rows` rows in a step. Stretches in which the run went back, or the
@@ -54,7 +60,7 @@ impl Pace {
     pub(crate) fn throughput(&self, step_rows: usize) -> Vec<Throughput> {
         let stretches = self.0.iter().zip(self.0.iter().skip(1));
         stretches
-            .filter(|(from, to)| to.step > from.step && to.at > from.at)
+            .filter(|(from, to)| is_stretch(from, to))
             .map(|(from, to)| {
                 let rows = (to.step - from.step) as f64 * step_rows as f64;
                 let seconds = to.at.abs_diff(from.at) as f64 / 1000.0;
@@ -62,6 +68,11 @@ impl Pace {
             })
             .collect()
     }
+}
+
+/// Whether the run went on from one mark to the next.
+fn is_stretch(from: &Mark, to: &Mark) -> bool {
+    to.step > from.step && to.at > from.at
 }
 
 #[cfg(test)]
@@ -93,11 +104,21 @@ mod tests {
     fn long_runs_keep_a_bounded_number_of_marks_of_all_their_time() {
         let mut pace = Pace::default();
         for step in 0..10_000 {
-            pace.mark_at(step * 10, step as i64 * 1000);
+            // A pause of a day in the middle.
+            let at = step as i64 * 1000 + if step < 5_000 { 0 } else { 86_400_000 };
+            if step == 5_000 {
+                pace.mark_at((step - 1) * 10, at - 1000);
+            }
+            pace.mark_at(step * 10, at);
         }
-        assert!(pace.0.len() <= MARKS_MAX);
         let found = pace.throughput(32);
-        assert!(found.len() > MARKS_MAX / 4 && found[0].step < 5000, "{found:?}");
-        assert!(found.iter().all(|throughput| throughput.rows_per_second == 320.0));
+        assert!(pace.0.len() <= MARKS_MAX && found.len() > MARKS_MAX / 2, "{found:?}");
+        assert!(found.iter().all(|throughput| throughput.rows_per_second == 320.0), "{found:?}");
+        let gaps = found.windows(2).map(|pair| pair[1].step - pair[0].step);
+        assert!(gaps.max() < Some(2_000), "{found:?}");
+        // A run that only begins keeps its newest marks.
+        let mut idle = Pace::default();
+        (0..1000).for_each(|at| idle.mark_at(0, at));
+        assert_eq!((idle.0.len(), idle.0.last().map(|mark| mark.at)), (MARKS_MAX, Some(999)));
     }
 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use millrace_datafs::Datafs;
+use millrace_testing::s3_server::S3Server;
 use millrace_trainer::join::{Listen, Token};
 use millrace_trainer::{Config, Setup, train};
 use serde_json::Value;
@@ -16,7 +17,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::hosts::Hosts;
 use super::joined::{TOKEN, Worker, private_file, succeeded, this_program};
-use super::s3_server::S3Server;
 use super::server::Server;
 use super::{fill, job_text, run, runtime, setup_with, signal, wait_until};
 
@@ -189,7 +189,7 @@ impl World {
             feed_cache_bytes: self.feed_cache_bytes,
         };
         let orders = serde_json::to_string(&orders).unwrap();
-        Coordinator { child: Coordinator::launch(&prefix, &orders), home, address, prefix, host, orders }
+        Coordinator { child: Coordinator::launch(&prefix, &orders), home, address, prefix, orders }
     }
 
     pub(super) fn worker(&self, coordinators: &str) -> Worker {
@@ -214,7 +214,6 @@ pub(super) struct Coordinator {
     pub(super) address: String,
     /// Words before the program.
     prefix: Vec<String>,
-    pub(super) host: Option<usize>,
     orders: String,
 }
 

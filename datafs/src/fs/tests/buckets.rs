@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::compact::Compact;
 use crate::config::{FromFile, Secret};
-use crate::data::s3_server::S3Server;
+use millrace_testing::s3_server::S3Server;
 use crate::error::Error;
 use crate::fs::OpenFlags;
 use crate::fsck::FsckOptions;

@@ -70,12 +70,14 @@ fn models_learn_in_16_bits_as_in_32() {
             fit(&mut engine, &config, &batch, 20)
         };
         let exact = curve(Precision::Fp32);
-        assert!(exact[19] < 0.8 * exact[0], "{spec:?}: {exact:?}");
         for precision in [Precision::Bf16, Precision::Fp16] {
-            for (found, exact) in curve(precision).iter().zip(&exact) {
+            let found = curve(precision);
+            // Later steps multiply the differences of earlier ones.
+            for (found, exact) in found.iter().zip(&exact).take(8) {
                 let close = (found - exact).abs() < 0.03 * exact.max(0.1);
                 assert!(close, "{spec:?} {precision:?}: {found}, {exact}");
             }
+            assert!(found[19] < 0.8 * found[0], "{spec:?} {precision:?}: {found:?}");
         }
     }
 }

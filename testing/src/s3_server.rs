@@ -1,7 +1,6 @@
 //! An S3 server for tests, over HTTP on a local port, with its data in a temporary folder. Tests can stop and
 //! restart it, and inject the faults of networks and servers.
-#![allow(dead_code, reason = "each test uses a part of it")]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::missing_panics_doc)]
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -27,7 +26,7 @@ const SECRET: &str = "test-secret";
 
 /// A fault of one request.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Fault {
+pub enum Fault {
     /// The server answers with this status: 500 or 503.
     Status(u16),
     /// The response body breaks off after this number of bytes.
@@ -44,7 +43,7 @@ pub(crate) enum Fault {
 
 /// Request counts by kind, and the planned faults.
 #[derive(Debug, Default)]
-pub(crate) struct Faults {
+pub struct Faults {
     planned: Mutex<VecDeque<(&'static str, Fault)>>,
     /// The fault of all requests of one kind, if set.
     always: Mutex<Option<(&'static str, Fault)>>,
@@ -55,18 +54,18 @@ const KINDS: [&str; 9] = ["get", "put", "head", "delete", "list", "begin", "part
 
 impl Faults {
     /// Injects a fault into the next `times` requests of a kind.
-    pub(crate) fn next(&self, kind: &'static str, times: usize, fault: Fault) {
+    pub fn next(&self, kind: &'static str, times: usize, fault: Fault) {
         assert!(KINDS.contains(&kind));
         self.planned.lock().unwrap().extend((0..times).map(|_| (kind, fault)));
     }
 
     /// Injects a fault into all requests of a kind, until it is reset.
-    pub(crate) fn always(&self, fault: Option<(&'static str, Fault)>) {
+    pub fn always(&self, fault: Option<(&'static str, Fault)>) {
         *self.always.lock().unwrap() = fault;
     }
 
     /// The number of requests of a kind.
-    pub(crate) fn count(&self, kind: &'static str) -> u64 {
+    pub fn count(&self, kind: &'static str) -> u64 {
         self.counts[KINDS.iter().position(|k| *k == kind).unwrap()].load(Ordering::SeqCst)
     }
 
@@ -95,8 +94,9 @@ impl Faults {
 }
 
 /// The server. Dropping it stops it and removes its data.
-pub(crate) struct S3Server {
-    pub(crate) faults: Arc<Faults>,
+pub struct S3Server {
+    /// Its planned faults.
+    pub faults: Arc<Faults>,
     root: TempDir,
     runtime: Option<Runtime>,
     service: S3Service,
@@ -105,12 +105,13 @@ pub(crate) struct S3Server {
 }
 
 impl S3Server {
-    pub(crate) fn start() -> S3Server {
+    /// A server at a port of `127.0.0.1`.
+    pub fn start() -> S3Server {
         S3Server::start_at("127.0.0.1")
     }
 
     /// A server at another address of this machine.
-    pub(crate) fn start_at(address: &str) -> S3Server {
+    pub fn start_at(address: &str) -> S3Server {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join(BUCKET)).unwrap();
         let faults = Arc::new(Faults::default());
@@ -136,7 +137,7 @@ impl S3Server {
     }
 
     /// Listens again, at the previous address.
-    pub(crate) fn start_again(&mut self) {
+    pub fn start_again(&mut self) {
         let runtime = self.runtime.as_ref().unwrap();
         let listener = runtime.block_on(tokio::net::TcpListener::bind(self.address)).unwrap();
         self.address = listener.local_addr().unwrap();
@@ -161,7 +162,7 @@ impl S3Server {
     }
 
     /// Closes the port and every connection.
-    pub(crate) fn stop(&mut self) {
+    pub fn stop(&mut self) {
         if let Some(serving) = self.serving.take() {
             serving.abort();
             let _ = self.runtime.as_ref().unwrap().block_on(serving);
@@ -169,12 +170,12 @@ impl S3Server {
     }
 
     /// The `store_url` of a prefix in the bucket.
-    pub(crate) fn url(&self, prefix: &str) -> String {
+    pub fn url(&self, prefix: &str) -> String {
         format!("s3://{BUCKET}/{prefix}")
     }
 
     /// The `store_options`.
-    pub(crate) fn options(&self) -> Vec<(&'static str, String)> {
+    pub fn options(&self) -> Vec<(&'static str, String)> {
         vec![
             ("endpoint", format!("http://{}", self.address)),
             ("allow_http", "true".into()),
@@ -185,12 +186,12 @@ impl S3Server {
     }
 
     /// The folder that holds the bucket's objects as files.
-    pub(crate) fn folder(&self) -> std::path::PathBuf {
+    pub fn folder(&self) -> std::path::PathBuf {
         self.root.path().join(BUCKET)
     }
 
     /// Names of the objects below a prefix, sorted.
-    pub(crate) fn names(&self, prefix: &str) -> Vec<String> {
+    pub fn names(&self, prefix: &str) -> Vec<String> {
         fn walk(folder: &std::path::Path, base: &std::path::Path, names: &mut Vec<String>) {
             for entry in std::fs::read_dir(folder).into_iter().flatten() {
                 let path = entry.unwrap().path();
@@ -208,7 +209,7 @@ impl S3Server {
     }
 
     /// Parts of uploads that were neither completed nor aborted.
-    pub(crate) fn loose_parts(&self) -> usize {
+    pub fn loose_parts(&self) -> usize {
         let entries = std::fs::read_dir(self.root.path()).unwrap();
         entries.filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().contains(".part-")).count()
     }
