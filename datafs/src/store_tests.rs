@@ -3,8 +3,8 @@ use std::fs;
 use std::path::Path;
 
 use crate::config::{FromFile, Secret};
-use millrace_testing::s3_server::S3Server;
 use crate::{Config, Datafs, Error, FileKind, Name, OpenFlags, Publish, View, VolumeOptions};
+use millrace_testing::s3_server::S3Server;
 
 const MIB: usize = 1024 * 1024;
 

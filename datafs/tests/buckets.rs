@@ -14,8 +14,8 @@ use nix::errno::Errno;
 use nix::mount::MsFlags;
 
 use crate::child;
-use millrace_testing::s3_server::S3Server;
 use crate::small_disk::SmallDisk;
+use millrace_testing::s3_server::S3Server;
 
 fn config(server: &S3Server) -> Config {
     let options = server.options().into_iter().map(|(k, v)| (k.to_owned(), Secret::Text(v)));

@@ -6,11 +6,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::fetch::SEGMENT_BYTES;
-use millrace_testing::s3_server::{Fault, S3Server};
 use super::s3_tests::{config, pattern, pool_with};
 use super::*;
 use crate::config::Config;
 use crate::object::ObjectId;
+use millrace_testing::s3_server::{Fault, S3Server};
 
 const MIB: usize = 1024 * 1024;
 const SESSION: u64 = 0xfeed_0000_0000_0003;

@@ -7,11 +7,11 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::encoded::{Encoder, FOOTER_BYTES};
-use millrace_testing::s3_server::S3Server;
 use super::s3_tests::pattern;
 use super::*;
 use crate::config::{Config, FromFile, Secret};
 use crate::object::{Layout, ObjectId};
+use millrace_testing::s3_server::S3Server;
 
 const SESSION: u64 = 0xfeed_0000_0000_0004;
 

@@ -2,11 +2,11 @@
 //! failing server are retried within bounds.
 use std::time::{Duration, Instant};
 
-use millrace_testing::s3_server::{Fault, S3Server};
 use super::upload::PART_BYTES;
 use super::writer::FRAMED_BYTES_MAX;
 use super::*;
 use crate::config::{Config, Secret};
+use millrace_testing::s3_server::{Fault, S3Server};
 
 const SESSION: u64 = 0xfeed_0000_0000_0002;
 const MIB: usize = 1024 * 1024;

@@ -9,11 +9,11 @@ use object_store::multipart::MultipartStore as _;
 use object_store::path::Path as StorePath;
 use object_store::{ObjectStoreExt as _, PutPayload};
 
-use millrace_testing::s3_server::S3Server;
 use super::s3_tests::{config, pattern, pool_with};
 use super::upload::PART_BYTES;
 use super::*;
 use crate::config::Config;
+use millrace_testing::s3_server::S3Server;
 
 const BYTES: usize = 512 * 1024 * 1024;
 const RANGE_BYTES: u64 = 4 * 1024 * 1024;

@@ -17,6 +17,7 @@ pub(super) struct Hosts {
 impl Hosts {
     /// `count` machines; none, with a note, without the right to make them.
     pub(super) fn new(count: usize) -> Option<Hosts> {
+        remove_left_behind();
         let (pid, number) = (std::process::id(), BRIDGES.fetch_add(1, Ordering::SeqCst));
         let network = format!("10.{}.{}", 128 + (pid / 250 * 4 + u32::from(number)) % 120, pid % 250);
         let hosts = Hosts { bridge: format!("mr{number}x{pid}"), network, count: 0 };
@@ -86,6 +87,26 @@ impl Drop for Hosts {
             ip(&["link", "del", &self.cable(host)]);
         }
         ip(&["link", "del", &self.bridge]);
+    }
+}
+
+/// Removes the machines of test processes that were killed.
+fn remove_left_behind() {
+    let names = |folder: &str| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).collect::<Vec<_>>()
+    };
+    // `mr<number>x<pid>`, with an end for machines and connections.
+    let is_left = |name: &String| {
+        let parts = name.strip_prefix("mr").and_then(|rest| rest.split_once('x'));
+        let pid = parts.map(|(_, rest)| rest.split(['n', 'v']).next().unwrap_or_default());
+        pid.is_some_and(|pid| pid.parse::<u32>().is_ok() && !std::path::Path::new("/proc").join(pid).exists())
+    };
+    for name in names("/run/netns").iter().filter(|name| is_left(name)) {
+        ip(&["netns", "del", name]);
+    }
+    for name in names("/sys/class/net").iter().filter(|name| is_left(name)) {
+        ip(&["link", "del", name]);
     }
 }
 

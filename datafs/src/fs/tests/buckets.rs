@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::compact::Compact;
 use crate::config::{FromFile, Secret};
-use millrace_testing::s3_server::S3Server;
 use crate::error::Error;
 use crate::fs::OpenFlags;
 use crate::fsck::FsckOptions;
 use crate::volume::VolumeOptions;
+use millrace_testing::s3_server::S3Server;
 
 const FILES: usize = 300;
 
