@@ -28,6 +28,12 @@ pub(crate) enum Failure {
          when the data is written, leave the column out (columns=[...]), or read format=\"arrow\""
     )]
     Null { column: String, row: usize, step: u64 },
+    /// [`Failure::Null`] in an input group.
+    #[error(
+        "column {column:?} has a null in row {row} of the group, which an array of numbers cannot hold; fill it \
+         when the data is written, leave the column out (columns=[...]), or read format=\"arrow\""
+    )]
+    NullInGroup { column: String, row: usize },
     /// The column has no form as an array or tensor.
     #[error(
         "column {column:?} is {data_type}, which format={format:?} has no form for; leave it out (columns=[...]) or \
@@ -55,7 +61,7 @@ impl Failure {
             Failure::Feed(error) => Exit::of(error, Exit::of_cause),
             Failure::Arrow(_) | Failure::Threads(_) => Exit::Failed,
             Failure::NoForm { .. } | Failure::Usage(_) => Exit::Usage,
-            Failure::Null { .. } | Failure::Closed { .. } => Exit::Conflict,
+            Failure::Null { .. } | Failure::NullInGroup { .. } | Failure::Closed { .. } => Exit::Conflict,
             Failure::Inherited => Exit::Unavailable,
         }
     }

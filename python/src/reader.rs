@@ -9,7 +9,8 @@ use arrow::datatypes::SchemaRef;
 use futures::StreamExt;
 use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::{
-    Cursor, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, Plan, PlanId, PlanOptions, Selection, Shard,
+    Cursor, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, InputGroup, Plan, PlanId, PlanOptions,
+    Selection, Shard,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -127,6 +128,38 @@ impl Reader {
         self.plan.place_after(place, stride)
     }
 
+    /// Number of input groups: row groups, and parts of large ones.
+    #[getter]
+    fn groups(&self) -> u32 {
+        self.plan.input_groups()
+    }
+
+    /// An input group by its number: its file, row group, first row in it, and number of selected rows.
+    fn group(&self, number: u32) -> Option<(String, u32, u32, u32)> {
+        let InputGroup { file, row_group, first_row, rows } = self.plan.input_group(number)?;
+        Some((file, row_group, first_row, rows))
+    }
+
+    /// The rows of an input group.
+    fn read_group<'py>(&self, py: Python<'py>, number: u32) -> PyResult<Bound<'py, PyAny>> {
+        let read = engine::with(py, |engine| {
+            let feed = lock(&self.reading(engine)?).feed.clone();
+            let stopped = || FeedError::Stopped { file: self.spec.to_string() };
+            let batch = engine.block_on(feed.read_group(number)).ok_or_else(stopped)??;
+            match self.format {
+                Format::Arrow => Ok(Converted::Record(RecordBatch(batch))),
+                Format::Numpy | Format::Torch => match Columns::new(batch, 0) {
+                    Err(Failure::Null { column, row, .. }) => Err(Failure::NullInGroup { column, row }),
+                    columns => columns.map(Converted::Columns),
+                },
+            }
+        })?;
+        match read {
+            Converted::Columns(columns) => columns.into_dict(py).map(Bound::into_any),
+            Converted::Record(batch) => Ok(Bound::new(py, batch)?.into_any()),
+        }
+    }
+
     /// Checks a position that was stored: the plan that it belongs to, and its place.
     fn check_position(&self, py: Python<'_>, plan: &str, place: u64) -> PyResult<()> {
         let check = || {
@@ -186,10 +219,7 @@ impl Reader {
         if places.is_empty() {
             return Ok(Waited::End);
         }
-        let reading = match engine.readings.get(self.number) {
-            Some(reading) => reading,
-            None => engine.readings.put(self.number, Mutex::new(self.reopen(engine)?)),
-        };
+        let reading = self.reading(engine)?;
         let mut reading = lock(&reading);
         let Reading { feed, stream } = &mut *reading;
         if stream.as_ref().is_none_or(|open| open.places != places || open.stride != stride) {
@@ -229,6 +259,14 @@ impl Reader {
         match self.format {
             Format::Arrow => Ok(Converted::Record(RecordBatch(batch))),
             Format::Numpy | Format::Torch => Columns::new(batch, step).map(Converted::Columns),
+        }
+    }
+
+    /// The open feed; opened again if it was closed.
+    fn reading(&self, engine: &Engine) -> Result<Arc<Mutex<Reading>>> {
+        match engine.readings.get(self.number) {
+            Some(reading) => Ok(reading),
+            None => Ok(engine.readings.put(self.number, Mutex::new(self.reopen(engine)?))),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Files of volumes: lists, reads at a snapshot or live, atomic writes, snapshots.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use millrace_datafs::{
@@ -122,6 +122,52 @@ impl Volume {
     /// Begins to write a file.
     fn write(&self, py: Python<'_>, path: String) -> PyResult<Writer> {
         self.writer(py, path)
+    }
+
+    /// The value of an application key.
+    fn key<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let value = self.with(py, |view| Ok(view.key_get(key)?))?;
+        Ok(value.map(|value| PyBytes::new(py, &value)))
+    }
+
+    /// The application keys with a prefix, and their values.
+    fn keys<'py>(&self, py: Python<'py>, prefix: &str) -> PyResult<Vec<(String, Bound<'py, PyBytes>)>> {
+        let found = self.with(py, |view| Ok(view.key_scan(prefix)?))?;
+        Ok(found.into_iter().map(|(key, value)| (key, PyBytes::new(py, &value))).collect())
+    }
+
+    /// Makes files visible and changes application keys, all in one step or nothing; durable when it returns. Fails
+    /// unless each key of `expect` has its value (none: does not exist), and each path of `absent` does not exist.
+    #[pyo3(signature = (files, *, put, delete, expect, absent))]
+    fn publish(
+        &self,
+        py: Python<'_>,
+        files: Vec<Py<Writer>>,
+        put: Vec<(String, Vec<u8>)>,
+        delete: Vec<String>,
+        expect: Vec<(String, Option<Vec<u8>>)>,
+        absent: Vec<String>,
+    ) -> PyResult<()> {
+        let files: Vec<&Writer> = files.iter().map(Py::get).collect();
+        engine::with(py, |engine| {
+            let mut publish = Publish::new();
+            for (key, value) in expect {
+                publish = publish.expect_key(key, value);
+            }
+            for path in absent {
+                publish = publish.expect_absent(path);
+            }
+            for file in files {
+                publish = publish.file(&file.path, file.take(engine)?.finish()?);
+            }
+            for (key, value) in put {
+                publish = publish.put_key(key, value);
+            }
+            for key in delete {
+                publish = publish.delete_key(key);
+            }
+            Ok(self.view(engine)?.publish(publish)?)
+        })
     }
 
     /// Removes a file.
@@ -250,9 +296,7 @@ impl Writer {
     /// Makes the file visible, in the place of an earlier one; durable when it returns.
     fn commit(&self, py: Python<'_>) -> PyResult<()> {
         engine::with(py, |engine| {
-            let writer = engine.writers.take(self.number).ok_or_else(|| self.gone())?;
-            let staged = std::sync::Arc::into_inner(writer).ok_or_else(|| self.gone())?;
-            let staged: StagedWriter = staged.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let staged = self.take(engine)?;
             let view = engine.volumes(&self.home)?.view(&self.spec)?;
             Ok(view.publish(Publish::new().file(&self.path, staged.finish()?))?)
         })
@@ -265,6 +309,12 @@ impl Writer {
 }
 
 impl Writer {
+    fn take(&self, engine: &Engine) -> Result<StagedWriter> {
+        let writer = engine.writers.take(self.number).ok_or_else(|| self.gone())?;
+        let staged = Arc::into_inner(writer).ok_or_else(|| self.gone())?;
+        Ok(staged.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
     fn gone(&self) -> Failure {
         Failure::Closed { path: format!("{}:{}", self.spec, self.path) }
     }

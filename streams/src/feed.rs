@@ -59,7 +59,7 @@ pub use cursor::Cursor;
 pub use error::{FeedError, Result};
 pub use permutation::{Permutation, derive_key};
 pub use plan::{
-    ALGORITHM_VERSION, BATCH_ROWS_MAX, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress, WINDOW_ROWS_MAX,
+    ALGORITHM_VERSION, BATCH_ROWS_MAX, InputGroup, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress, WINDOW_ROWS_MAX,
 };
 pub use select::{Filter, Selection, Split};
 pub use shard::Shard;

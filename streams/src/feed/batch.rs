@@ -216,6 +216,21 @@ impl Feed {
         Ok(FeedBatch { step, slots, batch, rows, epochs })
     }
 
+    /// The rows of an input group ([`Plan::input_group`]) in the order of its file. Neither asks nor fills the
+    /// cache: a group is decoded at each call.
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for a number beyond the last group; errors of reading, naming the file.
+    pub async fn read_group(&self, number: u32) -> Result<RecordBatch> {
+        let groups = self.inner.plan.input_groups();
+        if number >= groups {
+            return Err(FeedError::invalid(format!(
+                "input group {number} of a dataset with {groups} of them"
+            )));
+        }
+        self.inner.reader.read(number).await
+    }
+
     /// Streams a reader's slots of every global batch from the cursor on, without end (take
     /// [`Plan::steps_for_epochs`] batches), some batches ahead of the reader.
     ///

@@ -1,6 +1,7 @@
 //! The plan: everything that decides the order of rows, under one hash.
 
 mod address;
+mod groups;
 mod record;
 mod sizing;
 
@@ -8,6 +9,7 @@ mod sizing;
 mod tests;
 
 pub use address::RowAddress;
+pub use groups::InputGroup;
 pub use record::PlanId;
 
 use std::ops::Range;

@@ -114,8 +114,12 @@ async fn take(feed: &Feed, shard: Shard, from: u64, steps: u64) -> Vec<FeedBatch
 }
 
 fn ids(batch: &FeedBatch) -> Vec<u64> {
+    ids_of(&batch.batch)
+}
+
+fn ids_of(batch: &RecordBatch) -> Vec<u64> {
     use arrow::array::AsArray;
-    batch.batch["id"].as_primitive::<Int64Type>().values().iter().map(|id| *id as u64).collect()
+    batch["id"].as_primitive::<Int64Type>().values().iter().map(|id| *id as u64).collect()
 }
 
 struct Case {
@@ -167,6 +171,20 @@ async fn check(case: Case) {
     assert_eq!(seen.len(), expected.len() * epochs as usize);
     assert!(seen.values().all(|times| *times == 1));
     assert!(expected.iter().all(|row| seen.contains_key(&(0, *row)) && seen.contains_key(&(1, *row))));
+
+    // Input groups together have the same rows, in the order of the files.
+    let (feed, groups) = (open(), plan.input_groups());
+    let mut grouped = Vec::new();
+    for number in 0..groups {
+        let group = plan.input_group(number).unwrap();
+        let found = ids_of(&feed.read_group(number).await.unwrap());
+        assert_eq!(found.len(), group.rows as usize);
+        assert!(found.iter().all(|row| places[*row as usize].0 == group.file), "{group:?}: {found:?}");
+        grouped.extend(found);
+    }
+    assert_eq!(grouped, expected);
+    assert_eq!(plan.input_group(groups), None);
+    assert!(matches!(feed.read_group(groups).await, Err(FeedError::Invalid { .. })));
 
     // A stored plan is the same; so are any number of readers, side by side.
     let text = serde_json::to_string(&*plan).unwrap();
