@@ -18,8 +18,8 @@ use millrace_datafs::Name;
 
 pub(crate) use access::{ServerArgs, TokenArgs};
 pub(crate) use feed::{
-    ColumnsArgs, FeedArgs, FeedBenchArgs, FeedCommand, FeedHeadArgs, FeedPlanArgs, FeedStatsArgs,
-    FeedVerifyArgs, OrderArgs, RowsArgs,
+    ColumnsArgs, FeedArgs, FeedBenchArgs, FeedCommand, FeedHeadArgs, FeedMapArgs, FeedPlanArgs,
+    FeedStatsArgs, FeedVerifyArgs, OrderArgs, RowsArgs,
 };
 pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;

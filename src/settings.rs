@@ -95,8 +95,14 @@ pub(crate) fn instead(known: &[&str], table: &str) -> String {
 }
 
 /// Variables that the command line or the tests read; they are not configuration keys.
-const RESERVED: [&str; 5] =
-    ["MILLRACE_HOME", "MILLRACE_CONFIG", "MILLRACE_LOG", "MILLRACE_REQUIRE", "MILLRACE_SKIPPED"];
+const RESERVED: [&str; 6] = [
+    "MILLRACE_HOME",
+    "MILLRACE_CONFIG",
+    "MILLRACE_LOG",
+    "MILLRACE_PYTHON",
+    "MILLRACE_REQUIRE",
+    "MILLRACE_SKIPPED",
+];
 /// Variables from a training coordinator to its workers; they are not configuration keys either.
 const WORKER: [&str; 6] = [
     launch::ENV_COORDINATOR,

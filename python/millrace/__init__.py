@@ -3,6 +3,7 @@
 - :class:`Feed`: batches of a dataset in one global order, for any number of readers.
 - :class:`Volume`: files of a volume, live or at a snapshot.
 - :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
+- :func:`map`: a Python function over a dataset on several processes, into a new folder, exactly once.
 - :func:`publish`: a PyTorch model as a version for the model server.
 - :mod:`millrace.fsspec`: volumes as a file system of fsspec.
 
@@ -18,6 +19,7 @@ from millrace.errors import (
     ConflictError,
     CorruptError,
     Error,
+    FunctionError,
     MismatchError,
     NoSpaceError,
     NotFoundError,
@@ -26,6 +28,7 @@ from millrace.errors import (
 )
 from millrace.export import publish
 from millrace.feed import Feed
+from millrace.mapping import Mapped, map
 from millrace.volume import Snapshot, Volume
 
 __all__ = [
@@ -33,6 +36,8 @@ __all__ = [
     "CorruptError",
     "Error",
     "Feed",
+    "FunctionError",
+    "Mapped",
     "MismatchError",
     "NoSpaceError",
     "NotFoundError",
@@ -41,6 +46,7 @@ __all__ = [
     "UsageError",
     "Volume",
     "close",
+    "map",
     "publish",
 ]
 

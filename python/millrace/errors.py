@@ -4,6 +4,7 @@ __all__ = [
     "ConflictError",
     "CorruptError",
     "Error",
+    "FunctionError",
     "MismatchError",
     "NoSpaceError",
     "NotFoundError",
@@ -29,6 +30,15 @@ class NotFoundError(Error, FileNotFoundError):
 
 class ConflictError(Error):
     """Something is in use, exists already, has changed, or is null where a number is needed."""
+
+
+class FunctionError(Error):
+    """A function of :func:`millrace.map` raised an exception, or ended its process.
+
+    ``traceback`` is the exception's, as a text.
+    """
+
+    traceback: str = ""
 
 
 class MismatchError(ConflictError):

@@ -1,5 +1,7 @@
 //! Flags of the feed commands.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 use millrace_streams::dataset::DatasetSpec;
 
@@ -54,6 +56,11 @@ pub(crate) enum FeedCommand {
         after_help = "Example:\n  millrace feed bench digits@monday:/train --batch-rows 1024 --columns pixels,label"
     )]
     Bench(FeedBenchArgs),
+    /// Call a Python function with each row group, and write what it returns to a new folder, exactly once
+    #[command(
+        after_help = "FUNCTION gets the rows of one row group as a pyarrow.RecordBatch, and returns a table, several of them, or\nNone. Each row group has its output once, as one Parquet file: a command that was killed goes on when it\nis run again. Needs Python with pyarrow and the package millrace.\n\nExamples:\n  millrace feed map digits@monday:/train clean.py:clean --to digits:/clean\n  millrace feed map digits@latest:/train clean.py:clean --to digits:/clean --processes 8 --argument 'limit=0.5'"
+    )]
+    Map(FeedMapArgs),
 }
 
 /// `millrace feed plan`
@@ -123,6 +130,35 @@ pub(crate) struct FeedBenchArgs {
     pub(crate) prefetch: u16,
 }
 
+/// `millrace feed map`
+#[derive(Debug, Args)]
+pub(crate) struct FeedMapArgs {
+    #[command(flatten)]
+    pub(crate) rows: RowsArgs,
+    /// The function: `SCRIPT.py:FUNCTION`, or `MODULE:FUNCTION` of an installed module
+    pub(crate) function: String,
+    /// The folder for the output, `VOLUME:/PATH`: missing, empty, or that of the same job
+    #[arg(long, value_name = "VOLUME:/PATH")]
+    pub(crate) to: DatasetSpec,
+    /// Worker processes [default: one for each processor]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) processes: Option<u16>,
+    #[command(flatten)]
+    pub(crate) columns: ColumnsArgs,
+    /// The form of the rows: a pyarrow.RecordBatch, or a dictionary of NumPy arrays or PyTorch tensors
+    #[arg(long, default_value = "arrow", value_parser = ["arrow", "numpy", "torch"])]
+    pub(crate) format: String,
+    /// A named parameter of the function, as JSON or else as a text
+    #[arg(long = "argument", value_name = "NAME=VALUE", value_parser = argument)]
+    pub(crate) arguments: Vec<(String, serde_json::Value)>,
+    /// Go on although the function's file or arguments changed; row groups that are done stay as they are
+    #[arg(long)]
+    pub(crate) allow_changed_function: bool,
+    /// The Python interpreter
+    #[arg(long, value_name = "PROGRAM", env = "MILLRACE_PYTHON", default_value = "python3")]
+    pub(crate) python: PathBuf,
+}
+
 /// The dataset and all that decides the order of its rows.
 #[derive(Debug, Args)]
 pub(crate) struct OrderArgs {
@@ -162,6 +198,13 @@ pub(crate) struct ColumnsArgs {
     /// Columns to read [default: all]
     #[arg(long, value_name = "COLUMN,...", value_delimiter = ',')]
     pub(crate) columns: Vec<String>,
+}
+
+/// A named parameter with its value.
+fn argument(text: &str) -> Result<(String, serde_json::Value), &'static str> {
+    let (name, value) = text.split_once('=').ok_or("write NAME=VALUE, for example limit=0.5")?;
+    let value = serde_json::from_str(value).unwrap_or_else(|_| serde_json::Value::from(value));
+    Ok((name.to_owned(), value))
 }
 
 /// A part of a split with its fraction.

@@ -1,7 +1,8 @@
-//! `millrace feed`: a dataset in training order, printed, described, verified or measured.
+//! `millrace feed`: a dataset in training order, printed, described, verified, measured or transformed.
 
 mod bench;
 mod head;
+mod map;
 mod plan;
 mod stats;
 mod verify;
@@ -28,6 +29,7 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
         Some(FeedCommand::Stats(args)) => stats::run(context, args).await,
         Some(FeedCommand::Verify(args)) => verify::run(context, args).await,
         Some(FeedCommand::Bench(args)) => bench::run(context, args).await,
+        Some(FeedCommand::Map(args)) => map::run(context, args).await,
     }
 }
 

@@ -19,7 +19,11 @@ const PAGES: [(&str, &str, &[&str]); 14] = [
     ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "stats", "trace"]),
     ("cli/topics.md", "Commands: topics", &["produce", "topic", "ingest", "broker"]),
     ("cli/feed.md", "Commands: feed", &["feed", "feed head"]),
-    ("cli/datasets.md", "Commands: datasets", &["feed plan", "feed stats", "feed verify", "feed bench"]),
+    (
+        "cli/datasets.md",
+        "Commands: datasets",
+        &["feed plan", "feed stats", "feed verify", "feed bench", "feed map"],
+    ),
     ("cli/models.md", "Commands: models", &["model"]),
     ("cli/training.md", "Commands: training and quantizing", &["train", "model quantize"]),
     ("cli/runs.md", "Commands: workers and runs", &["worker", "runs"]),

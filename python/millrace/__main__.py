@@ -1,0 +1,57 @@
+"""The half of ``millrace feed map`` in Python; private to that command.
+
+One line of JSON on standard input holds the arguments of :func:`millrace.map`. A line on standard output says how far the
+job is, and the last one how it ended. The end of standard input, SIGTERM and SIGINT stop the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from millrace.errors import Error, FunctionError
+from millrace.mapping import map
+
+
+def main() -> int:
+    if sys.argv[1:] != ["map"]:
+        print("this is the half of the command `millrace feed map` in Python; run that command", file=sys.stderr)
+        return 2
+    arguments = json.loads(sys.stdin.readline())
+    # Pairs, whose order decides the parts.
+    arguments["splits"] = dict(arguments["splits"]) or None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threading.Thread(target=_wait_for_end, daemon=True).start()
+    try:
+        done = map(**arguments, progress=lambda done, groups: _tell({"done": done, "groups": groups}))
+    except KeyboardInterrupt:
+        _tell({"interrupted": True})
+        return 1
+    except Error as error:
+        text, name = str(error), type(error).__name__
+        if isinstance(error, FunctionError) and error.traceback:
+            print(error.traceback, file=sys.stderr, flush=True)
+        _tell({"error": text.partition("\n")[0], "class": name})
+        return 1
+    _tell({"complete": dataclasses.asdict(done)})
+    return 0
+
+
+def _tell(event: dict[str, Any]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _wait_for_end() -> None:
+    # Not through `sys.stdin`, whose lock the end of the interpreter takes.
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

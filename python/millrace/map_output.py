@@ -1,0 +1,186 @@
+"""Output of one input group: what a function returns, as tables, into a staged Parquet file in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from millrace.errors import ConflictError, UsageError
+from millrace.map_record import GroupRecord, Groups
+from millrace.volume import Writer
+
+__all__ = ["GroupOutput", "ReturnedError", "tables"]
+
+# Size of a row group of the output, before it is encoded, as ingest writes it.
+_ROW_GROUP_BYTES = 16 << 20
+
+
+class ReturnedError(UsageError):
+    """What a function returned is no table."""
+
+
+def tables(returned: Any) -> Iterator[Any]:
+    """The tables of what a function returned: itself, or one after the other of an iterator."""
+    import pyarrow
+
+    if returned is None:
+        return
+    one = _table(returned)
+    if one is not None:
+        yield one
+        return
+    if not isinstance(returned, (Iterable, pyarrow.RecordBatchReader)) or isinstance(returned, (str, bytes)):
+        raise _refused(returned)
+    for part in returned:
+        if part is None:
+            continue
+        table = _table(part)
+        if table is None:
+            raise _refused(part)
+        yield table
+
+
+def _table(value: Any) -> Any:
+    import pyarrow
+
+    if isinstance(value, pyarrow.Table):
+        return value
+    if isinstance(value, pyarrow.RecordBatch):
+        return pyarrow.Table.from_batches([value])
+    if isinstance(value, Mapping):
+        return pyarrow.table({name: _column(column) for name, column in value.items()})
+    if isinstance(value, pyarrow.RecordBatchReader):
+        return None
+    if type(value).__module__.partition(".")[0] == "pandas":
+        return pyarrow.Table.from_pandas(value, preserve_index=False)
+    if hasattr(value, "__arrow_c_stream__"):
+        return pyarrow.table(value)
+    return None
+
+
+def _column(column: Any) -> Any:
+    """A column for Arrow; rows that are arrays become lists of a fixed size."""
+    import pyarrow
+
+    if hasattr(column, "detach"):
+        column = column.detach().cpu().numpy()
+    shape = getattr(column, "shape", ())
+    if len(shape) < 2:
+        return column
+    array = pyarrow.array(column.reshape(-1))
+    for width in reversed(shape[1:]):
+        array = pyarrow.FixedSizeListArray.from_arrays(array, width)
+    return array
+
+
+def _refused(value: Any) -> ReturnedError:
+    kind = type(value)
+    return ReturnedError(
+        f"the function returned {kind.__module__}.{kind.__qualname__}; return a pyarrow.Table or RecordBatch, a dictionary "
+        f"of columns, a data frame, an iterator of these, or None"
+    )
+
+
+class GroupOutput:
+    """The output of an input group while it is written. Nothing is visible before it is finished."""
+
+    def __init__(self, groups: Groups, group: int) -> None:
+        self._groups = groups
+        self._group = group
+        self._file: Writer | None = None
+        self._parquet: Any = None
+        self._schema: Any = None
+        self._tables: list[Any] = []
+        self._bytes = 0
+        self._rows = 0
+
+    def write(self, table: Any) -> None:
+        """Adds rows. All tables of a job have the same columns."""
+        if table.num_rows == 0:
+            return
+        if self._schema is None:
+            self._open(table.schema)
+        if not table.schema.equals(self._schema):
+            raise ConflictError(
+                f"the function returned tables with different columns: {_difference(table.schema, self._schema)}"
+            )
+        self._rows += table.num_rows
+        # Rows of one size each, so that a large table is encoded piece by piece.
+        rows = max(1, table.num_rows * _ROW_GROUP_BYTES // max(1, table.nbytes))
+        for first in range(0, table.num_rows, rows):
+            piece = table.slice(first, rows)
+            self._tables.append(piece)
+            self._bytes += piece.nbytes
+            if self._bytes >= _ROW_GROUP_BYTES:
+                self._flush()
+
+    def finish(self, rows_read: int) -> bool:
+        """Publishes the file and records the group; returns whether another process has not done so before."""
+        if self._file is None:
+            return self._groups.finish(self._group, GroupRecord(rows_read, 0, 0, None), None)
+        self._flush()
+        self._parquet.close()
+        self._file.close()
+        path = self._groups.file_of(self._group)
+        record = GroupRecord(rows_read, self._rows, self._file._written, path.rpartition("/")[2])
+        return self._groups.finish(self._group, record, self._file)
+
+    def discard(self) -> None:
+        """Gives up what was written."""
+        if self._parquet is not None:
+            # Else its end would write a footer.
+            self._parquet.is_open = False
+        if self._file is not None:
+            self._file.discard()
+
+    def _open(self, schema: Any) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        if not schema.names:
+            raise UsageError("the function returned a table without columns")
+        twice = [name for name in schema.names if schema.names.count(name) > 1]
+        if twice:
+            raise UsageError(f"the function returned a table with two columns {twice[0]!r}")
+        first, agreed = self._groups.agree_on_schema(self._group, schema.serialize().to_pybytes())
+        agreed = pyarrow.ipc.read_schema(pyarrow.py_buffer(agreed))
+        if not schema.equals(agreed):
+            raise ConflictError(
+                f"its output has other columns than that of input group {first}: {_difference(schema, agreed)}; give columns "
+                f"a type in the function, for example by pyarrow.table(..., schema=...)"
+            )
+        self._schema = agreed
+        self._file = self._groups.stage(self._group)
+        try:
+            self._parquet = pyarrow.parquet.ParquetWriter(self._file, agreed, compression="zstd")
+        except (pyarrow.ArrowException, NotImplementedError) as error:
+            raise UsageError(f"the function returned a table that Parquet has no form for: {error}") from error
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        if not self._tables:
+            return
+        table = pyarrow.concat_tables(self._tables).replace_schema_metadata(self._schema.metadata)
+        self._tables, self._bytes = [], 0
+        try:
+            self._parquet.write_table(table, row_group_size=table.num_rows)
+        except (pyarrow.ArrowException, NotImplementedError) as error:
+            raise UsageError(f"the function returned a table that Parquet has no form for: {error}") from error
+
+
+def _difference(schema: Any, agreed: Any) -> str:
+    """The first column in which two schemas differ."""
+    for name in agreed.names:
+        if name not in schema.names:
+            return f"column {name!r} is missing"
+    for name in schema.names:
+        if name not in agreed.names:
+            return f"column {name!r} is new"
+    for found, expected in zip(schema, agreed):
+        if found.name != expected.name:
+            return f"column {found.name!r} stands where column {expected.name!r} stood"
+        if not found.equals(expected):
+            null = "" if found.nullable == expected.nullable else " (one of them cannot be null)"
+            return f"column {found.name!r} is {found.type} and was {expected.type}{null}"
+    return "their metadata differ"
