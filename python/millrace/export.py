@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import math
@@ -88,8 +87,8 @@ def publish(
     The model is exported with ``torch.onnx.export(dynamo=True)`` in evaluation mode, and ONNX Runtime runs the result
     on the example inputs, also with another number of rows. If an output differs from the model's, nothing is published.
 
-    ``millrace model import`` checks the graph and makes the version appear as a whole; no version is ever replaced. The
-    lineage is added in a second step: if the process dies in between, the version has none.
+    ``millrace model import`` checks the graph and makes the version appear as a whole, with its lineage; no version is
+    ever replaced.
 
     Needs PyTorch 2.6 or newer, onnx, onnxscript, onnxruntime, and the program ``millrace``, which checks the graph.
 
@@ -146,9 +145,11 @@ def publish(
         difference = _compare(name, arguments, expected, file, rtol, atol)
         record["compared"] = {"rtol": rtol, "atol": atol, "difference": difference}
         record["torch"] = torch.__version__
-        version = _import(name, file, program, target)
-    metrics = {key: float(value) for key, value in (metrics or {}).items()}
-    manifest = _complete(target, name, version, feed is not None, lineage, metrics, _json(name, record))
+        origin = {"lineage": lineage, "metrics": {key: float(value) for key, value in (metrics or {}).items()}}
+        Path(folder, "lineage.json").write_bytes(_json(name, origin))
+        Path(folder, _RECORD).write_bytes(_json(name, record))
+        manifest = _import(name, file, program, target)
+    version = manifest["version"]
     sha256 = next(entry["sha256"] for entry in manifest["files"] if entry["path"] == "model.onnx")
     return Published(name, version, target.name, f"{target.name}:/{_ROOT}/{name}/{version}", sha256, difference)
 
@@ -281,44 +282,16 @@ def _compare(
     return largest
 
 
-def _import(name: str, file: Path, program: str, target: Volume) -> int:
-    """Lets the program check the graph and publish it as the next version, in one step."""
+def _import(name: str, file: Path, program: str, target: Volume) -> dict[str, Any]:
+    """Lets the program check the graph and publish it as the next version, in one step with what is beside it."""
     command = [program, "--home", os.fspath(target._native.home), "--json", "model", "import", str(file)]
-    done = subprocess.run([*command, "--name", name, "--volume", target.name], capture_output=True, text=True)
+    command += ["--name", name, "--volume", target.name]
+    command += ["--lineage", str(file.with_name("lineage.json")), "--training", str(file.with_name(_RECORD))]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         text = done.stderr.strip().removeprefix("millrace: ")
         raise _ERRORS.get(done.returncode, Error)(f"publish {name}: {text}")
-    version = json.loads(done.stdout)["version"]
-    assert isinstance(version, int)
-    return version
-
-
-def _complete(
-    target: Volume,
-    name: str,
-    version: int,
-    is_trained: bool,
-    lineage: dict[str, Any],
-    metrics: dict[str, float],
-    record: bytes,
-) -> dict[str, Any]:
-    """Adds the lineage to a version. Its graph stays as it is, and the manifest is replaced in one step."""
-    root = f"/{_ROOT}/{name}/{version}"
-    try:
-        with target.open(f"{root}/bundle.json") as file:
-            manifest: dict[str, Any] = json.loads(file.read())
-        with target.open(f"{root}/{_RECORD}", "wb") as out:
-            out.write(record)
-        digest = hashlib.sha256(record).hexdigest()
-        manifest["files"].append({"path": _RECORD, "bytes": len(record), "sha256": digest})
-        if is_trained:
-            del manifest["lineage"]["imported"]
-        manifest["lineage"].update(lineage)
-        manifest["metrics"] = metrics
-        with target.open(f"{root}/bundle.json", "wb") as out:
-            out.write(_json(name, manifest))
-    except Error as error:
-        raise type(error)(f"publish {name}: version {version} is published without its lineage: {error}") from error
+    manifest: dict[str, Any] = json.loads(done.stdout)
     return manifest
 
 

@@ -159,13 +159,16 @@ class PublishTest(HomeCase):
         self.assertEqual(self.versions("wrong"), [])
 
     def test_a_killed_publication_leaves_nothing_or_a_whole_version(self) -> None:
-        for step, versions in (("_import", []), ("_complete", ["1"])):
+        for moment, versions in (("before", []), ("after", ["1"])):
             code = f"""
 import os, sys, torch, millrace, millrace.export
+plain = millrace.export._import
 def stop(*arguments):
+    if {moment == "after"}:
+        plain(*arguments)
     print("here", flush=True)
     sys.stdin.read()
-millrace.export.{step} = stop
+millrace.export._import = stop
 millrace.publish(torch.nn.Linear(4, 2), torch.zeros(2, 4), "killed", seed=5,
                  home=os.environ["HOME_DIR"], program=os.environ["TEST_PROGRAM"])
 """
@@ -177,7 +180,33 @@ millrace.publish(torch.nn.Linear(4, 2), torch.zeros(2, 4), "killed", seed=5,
             process.send_signal(signal.SIGKILL)
             self.assertEqual(told, "here\n", process.communicate(timeout=DEADLINE_S)[1][-2000:])
             self.assertEqual(self.versions("killed"), versions)
-        self.assertEqual(self.shown("killed", 1)["lineage"]["seed"], 0)
+        self.assertEqual(self.shown("killed", 1)["lineage"]["seed"], 5)
+        record = json.loads(millrace.Volume("models", home=self.home).open("/models/killed/1/training.json").read())
+        self.assertEqual(record["seed"], 5)
+
+    def test_a_version_is_never_seen_without_its_lineage(self) -> None:
+        torch = self.torch
+        seen: list[int] = []
+        done = threading.Event()
+
+        def watch() -> None:
+            volume = millrace.Volume("models", create=True, home=self.home)
+            while not done.is_set():
+                try:
+                    manifest = json.loads(volume.open("/models/watched/1/bundle.json").read())
+                except millrace.NotFoundError:
+                    continue
+                seen.append(manifest["lineage"]["seed"])
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            self.publish(torch.nn.Linear(4, 2), torch.zeros(2, 4), "watched", seed=5)
+        finally:
+            done.set()
+            watcher.join(DEADLINE_S)
+        self.assertLessEqual(set(seen), {5})
+        self.assertEqual(self.shown("watched", 1)["lineage"]["seed"], 5)
 
 class OlderTorchTest(HomeCase):
     def test_publish_says_what_it_needs(self) -> None:

@@ -39,8 +39,9 @@ const MODEL_BYTES_MAX: u64 = 2 << 30;
 /// Runs the command.
 pub(crate) async fn run(context: &Context, command: ModelCommand) -> Result<()> {
     match command {
-        ModelCommand::Import(ImportArgs { file, name, volume: Some(volume), .. }) => {
-            let bundle = import::into_volume(context, file, name, &volume).await?;
+        ModelCommand::Import(ImportArgs { file, name, volume: Some(volume), lineage, training, .. }) => {
+            let source = import::Source { file, lineage, training };
+            let bundle = import::into_volume(context, source, name, &volume).await?;
             show_bundle(context.out, &bundle)
         }
         ModelCommand::Rollout(command) => match &command.place().volume {
@@ -101,10 +102,11 @@ pub(crate) fn files(out: Output, command: ModelCommand) -> Result<()> {
             };
             show_file(out, Path::new(&model), listing)
         }
-        ModelCommand::Import(ImportArgs { file, name, models, .. }) => {
+        ModelCommand::Import(ImportArgs { file, name, models, lineage, training, .. }) => {
             // Clap requires a folder if no volume is given.
             let Some(models) = models else { return Ok(()) };
-            show_bundle(out, &import::into_folder(&file, &name, &models)?)
+            let source = import::Source { file, lineage, training };
+            show_bundle(out, &import::into_folder(&source, &name, &models)?)
         }
         // The caller runs these elsewhere, since they wait for a store.
         ModelCommand::Rollout(_) | ModelCommand::Quantize(_) => Ok(()),

@@ -88,6 +88,48 @@ fn imported_files_become_the_next_versions_in_a_volume() {
 }
 
 #[test]
+fn lineage_and_record_of_a_training_come_with_the_version() {
+    let home = Home::new();
+    let (file, folder) = (onnx(&home), folder(&home));
+    home.ok(["volume", "create", "v"]);
+    let lineage = r#"{"lineage": {"volume": "digits", "snapshot": "v1", "path": "/train", "seed": 18446744073709551615,
+        "steps": 20, "epochs": 2, "code_version": "4711abc", "config_sha256": "00"}, "metrics": {"loss": 0.25}}"#;
+    let lineage = home.file("lineage.json", lineage);
+    let training = home.file("record.json", "{\"anything\":  1}");
+    for into in [["--models", text(&folder)], ["--volume", "v"]] {
+        let import = [&["model", "import", text(&file), "--name", "m"][..], &into].concat();
+        let both = ["--lineage", text(&lineage), "--training", text(&training)];
+        let manifest = home.json([&import[..], &both].concat());
+        let found = &manifest["lineage"];
+        assert_eq!((&found["volume"], &found["seed"]), (&"digits".into(), &u64::MAX.into()), "{manifest}");
+        assert_eq!((&found["imported"], &manifest["metrics"]["loss"]), (&Value::Null, &0.25.into()));
+        let record =
+            manifest["files"].as_array().unwrap().iter().find(|file| file["path"] == "training.json");
+        assert_eq!(record.unwrap()["bytes"], 16, "{manifest}");
+        // Without a dataset, the version is an import.
+        let unknown = home.file("unknown.json", r#"{"lineage": {"seed": 5}}"#);
+        let manifest = home.json([&import[..], &["--lineage", text(&unknown)]].concat());
+        assert_eq!(manifest["lineage"]["imported"]["file"], "mlp.onnx");
+        assert_eq!(manifest["lineage"]["seed"], 5);
+        for (flag, content, exit, says) in [
+            ("--lineage", Some("{\"lineage\": {\"sede\": 5}}"), 2, "unknown field `sede`"),
+            ("--lineage", Some("{\"seed\": 5}"), 2, "unknown field `seed`"),
+            ("--lineage", Some("no JSON"), 2, "is not the lineage of a version"),
+            ("--lineage", None, 3, "cannot read"),
+            ("--training", None, 3, "cannot read"),
+        ] {
+            let named =
+                content.map_or_else(|| folder.join("nope"), |content| home.file("wrong.json", content));
+            let (code, line) = home.fails([&import[..], &[flag, text(&named)]].concat());
+            assert_eq!(code, exit, "{line}");
+            assert!(line.contains(says), "{line}");
+        }
+    }
+    assert_eq!(std::fs::read(folder.join("m/1/training.json")).unwrap(), std::fs::read(&training).unwrap());
+    assert_eq!(versions(&folder.join("m")), [1, 2]);
+}
+
+#[test]
 fn concurrent_imports_get_different_versions() {
     let home = Home::new();
     let (file, folder) = (onnx(&home), folder(&home));
