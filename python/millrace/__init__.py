@@ -28,7 +28,10 @@ from millrace.errors import (
 )
 from millrace.export import publish
 from millrace.feed import Feed
-from millrace.mapping import Mapped, map
+from millrace.mapping import Mapped
+
+# Not in `__all__`: a star import keeps Python's own `map`.
+from millrace.mapping import map as map
 from millrace.volume import Snapshot, Volume
 
 __all__ = [
@@ -46,7 +49,6 @@ __all__ = [
     "UsageError",
     "Volume",
     "close",
-    "map",
     "publish",
 ]
 
