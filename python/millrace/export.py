@@ -110,7 +110,7 @@ def publish(
     :param dynamic_batch: whether the first dimension of all inputs is a number of rows that requests choose.
     :param rtol: allowed relative difference of outputs.
     :param atol: allowed absolute difference of outputs.
-    :param program: the program, by default ``millrace`` on the ``PATH``.
+    :param program: the program, by default that of ``millrace train --script``, or ``millrace`` on the ``PATH``.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :param options: those of ``torch.onnx.export``, for example ``opset_version``.
     :raises millrace.MismatchError: when outputs differ.
@@ -151,6 +151,7 @@ def publish(
         manifest = _import(name, file, program, target)
     version = manifest["version"]
     sha256 = next(entry["sha256"] for entry in manifest["files"] if entry["path"] == "model.onnx")
+    _record_run(name, version, target.name, sha256, home)
     return Published(name, version, target.name, f"{target.name}:/{_ROOT}/{name}/{version}", sha256, difference)
 
 
@@ -322,8 +323,35 @@ def _origin(
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
                 raise UsageError(f"publish {name}: {key} is {value!r}; it must be a whole number of 64 bits")
             lineage[key] = record[key] = value
+    run = _run()
+    if run is not None:
+        record["run"] = {"job": run["job"], "run": run["run"], "volume": run["volume"]}
     _json(name, record)
     return lineage, record
+
+
+def _run() -> dict[str, str] | None:
+    """The run of ``millrace train --script`` that this process is part of."""
+    keys = {"job": "MILLRACE_JOB", "run": "MILLRACE_RUN", "volume": "MILLRACE_RUN_VOLUME"}
+    found = {key: os.environ.get(variable, "") for key, variable in keys.items()}
+    return found if all(found.values()) else None
+
+
+def _record_run(name: str, version: int, volume: str, sha256: str, home: str | os.PathLike[str] | None) -> None:
+    """Tells the run which version it has published, for ``millrace runs``."""
+    run = _run()
+    if run is None:
+        return
+    record = {"model": name, "version": version, "volume": volume, "sha256": sha256}
+    try:
+        path = f"/runs/{run['job']}/{run['run']}/{name}.{version}.json"
+        with Volume(run["volume"], home=home).open(path, "wb") as out:
+            out.write(_json(name, record))
+    except Error as error:
+        raise type(error)(
+            f"publish {name}: version {version} is published, but not recorded with run {run['run'][:12]} of job "
+            f"{run['job']}: {error}"
+        ) from error
 
 
 def _json(name: str, value: dict[str, Any]) -> bytes:
@@ -334,7 +362,7 @@ def _json(name: str, value: dict[str, Any]) -> bytes:
 
 
 def _program(program: str | os.PathLike[str] | None) -> str:
-    wanted = "millrace" if program is None else os.fspath(program)
+    wanted = os.environ.get("MILLRACE_PROGRAM") or "millrace" if program is None else os.fspath(program)
     found = shutil.which(wanted)
     if found is None:
         raise UnavailableError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace import _native
 from millrace.errors import ConflictError, Error, UsageError
+from millrace.ranks import ranks
 
 __all__ = ["Feed"]
 
@@ -36,8 +37,11 @@ class Feed:
     :param batch_rows: rows of a global batch, which the ranks share.
     :param epochs: epochs of one iteration; ``None`` reads without end, in full batches.
     :param seed: seed of the order.
-    :param rank: number of this reader, from 0; ``"env"`` takes ``RANK`` and ``WORLD_SIZE``, as torchrun sets them.
-    :param world: number of readers, 1 by default.
+    :param rank: number of this reader, from 0. By default rank and world are those of the environment, if a launcher has
+        set them: ``RANK`` and ``WORLD_SIZE`` of torchrun and ``millrace train --script``, ``OMPI_COMM_WORLD_*`` and ``PMI_*``
+        of ``mpirun``, ``SLURM_PROCID`` of ``srun``. Variables that contradict each other are an error. ``"env"`` makes it an
+        error if there are none. For a feed of its own in each process, pass ``rank=0, world=1``.
+    :param world: number of readers, by default that of the environment, or 1.
     :param columns: columns to read, in this order; all by default.
     :param where: reads only the rows for which this condition is true, for example ``"label != 3 and score >= 0.5"``.
         Texts stand in single quotes, column names with signs in double quotes; ``in (...)``, ``is null``, ``and``,
@@ -67,7 +71,7 @@ class Feed:
         batch_rows: int = 128,
         epochs: int | None = 1,
         seed: int = 0,
-        rank: int | str = 0,
+        rank: int | str | None = None,
         world: int | None = None,
         columns: Sequence[str] | None = None,
         where: str | None = None,
@@ -250,11 +254,22 @@ def _restore(kind: type[Feed], dataset: str, arguments: dict[str, Any], state: d
     return feed
 
 
-def _shard(rank: int | str, world: int | None) -> tuple[int, int]:
+def _shard(rank: int | str | None, world: int | None) -> tuple[int, int]:
     if rank == "env":
         if world is not None:
             raise UsageError('rank="env" takes the number of readers from WORLD_SIZE; leave world out')
-        return _number("RANK"), _number("WORLD_SIZE")
+        found = ranks()
+        if found is None:
+            raise UsageError(
+                'rank="env": RANK is not set, nor a variable of mpirun or srun; start with torchrun or millrace train '
+                "--script, or pass rank and world"
+            )
+        return found
+    if rank is None:
+        found = ranks() if world is None else None
+        if found is not None:
+            return found
+        rank = 0
     rank, world = _integer("rank", rank, 0), 1 if world is None else _integer("world", world, 1)
     if rank >= world:
         raise UsageError(f"rank {rank} of {world} readers: ranks run from 0 to one less than the readers")
@@ -282,13 +297,6 @@ def _fraction(name: Any, part: Any) -> str:
     if isinstance(part, bool) or not isinstance(part, (int, float, Decimal)):
         raise UsageError(f"splits, part {name!r}: {part!r} is not a fraction above 0 and at most 1")
     return format(Decimal(str(part)), "f")
-
-
-def _number(variable: str) -> int:
-    text = os.environ.get(variable, "")
-    if not text.isdecimal():
-        raise UsageError(f'rank="env": {variable} is {text!r}, not a number; start with torchrun, or pass rank and world')
-    return int(text)
 
 
 def _check_pad(pad: dict[str, Any], schema: dict[str, str], format: str) -> None:
