@@ -48,9 +48,13 @@ fn ingest(error: &millrace_ingest::Error) -> Exit {
 fn trainer(error: &millrace_trainer::Error) -> Exit {
     use millrace_trainer::Error as E;
     match error {
-        E::JobFile { .. } | E::Job { .. } | E::Access { .. } | E::Join { .. } => Exit::Usage,
+        E::JobFile { .. } | E::Job { .. } | E::Access { .. } | E::Join { .. } | E::Script { .. } => {
+            Exit::Usage
+        }
         E::Busy { .. } | E::Lease { .. } => Exit::Conflict,
-        E::Launch { .. } | E::CoordinatorLost { .. } | E::Outage { .. } => Exit::Unavailable,
+        E::Launch { .. } | E::CoordinatorLost { .. } | E::Outage { .. } | E::NodesMissing { .. } => {
+            Exit::Unavailable
+        }
         E::Worker { exit_code, .. } | E::WorkersLost { exit_code, .. } => {
             Exit::from_code(i32::from(*exit_code))
         }

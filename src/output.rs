@@ -174,6 +174,19 @@ pub(crate) fn one_line(error: &anyhow::Error) -> String {
     error_chain::one_line(error.as_ref())
 }
 
+impl Output {
+    /// Prints a line of a process that this command runs, on the stream that it came from. With JSON for programs,
+    /// standard output has results only.
+    pub(crate) fn line_of_process(self, text: &str, is_error: bool) {
+        // A reader that is gone, or a full disk, must not end the processes.
+        if is_error || self.json {
+            error_output(text);
+        } else {
+            print_line(text).ok();
+        }
+    }
+}
+
 /// Formats bytes in binary units.
 pub(crate) fn bytes(n: u64) -> String {
     indicatif::HumanBytes(n).to_string()

@@ -1,9 +1,9 @@
 """Trains a classifier of digits with DistributedDataParallel, on any number of processes, and resumes after a crash.
 
 python prepare.py
-torchrun --nproc-per-node 2 --max-restarts 3 ddp.py
+millrace train --script ddp.py --nproc-per-node 2
 
-When a process dies, torchrun restarts all of them. They go on after the last checkpoint, so each row counts once per epoch
+When a process dies, the launcher (torchrun does as well) restarts all of them. They go on after the last checkpoint, so each row counts once per epoch
 in the weights; the script counts that. Set DIE_AT=25 to let one process kill itself at step 25.
 """
 
@@ -24,7 +24,7 @@ EPOCHS = 2
 
 
 def main() -> None:
-    # Without a limit, processes that meet again after a crash may wait for half an hour; torchrun restarts those that fail.
+    # Without a limit, processes that meet again after a crash may wait for half an hour; the launcher restarts those that fail.
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
     feed = millrace.Feed(

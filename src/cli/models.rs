@@ -232,18 +232,19 @@ pub(crate) struct WeightArgs {
 #[derive(Debug, Args)]
 pub(crate) struct TrainArgs {
     /// The job file
-    pub(crate) job: PathBuf,
+    #[arg(required_unless_present = "script", conflicts_with = "script")]
+    pub(crate) job: Option<PathBuf>,
     /// Worker processes of this machine [default: from the job file]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
+    #[arg(long, conflicts_with = "script", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
     /// Seed of the weights and the order [default: from the job file]
-    #[arg(long)]
+    #[arg(long, conflicts_with = "script")]
     pub(crate) seed: Option<u64>,
     /// The device to train on [default: from the job file]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, conflicts_with = "script")]
     pub(crate) device: Option<DeviceArg>,
     /// Write event files for TensorBoard to DIR/JOB
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with = "script")]
     pub(crate) tensorboard: Option<PathBuf>,
     /// Admit workers of other machines (`millrace worker --join`) at this address and port
     #[arg(long, value_name = "ADDR:PORT", requires = "token_file")]
@@ -265,14 +266,17 @@ pub(crate) struct TrainArgs {
     pub(crate) workers_local: Option<u32>,
     /// Wait while another process coordinates this job, and take its place when it ends or is lost. SIGTERM then
     /// hands the job over: workers of other machines stay
-    #[arg(long)]
+    #[arg(long, conflicts_with = "script")]
     pub(crate) standby: bool,
     /// Workers to wait for before training begins or goes on [default: from the job file, else 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", conflicts_with = "script", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) workers_min: Option<u32>,
     /// Most workers of all machines [default: from the job file, else its virtual_shards]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", conflicts_with = "script", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) workers_max: Option<u32>,
+    /// A training script instead of a job file
+    #[command(flatten)]
+    pub(crate) script: ScriptArgs,
 }
 
 /// `millrace runs …`
@@ -338,6 +342,9 @@ pub(crate) struct WorkerArgs {
     /// Seconds to wait for a coordinator that does not answer, or that was lost. The state stays in memory meanwhile
     #[arg(long, value_name = "SECONDS", default_value_t = 600, requires = "join")]
     pub(crate) wait: u64,
+    /// Write the output of a script's processes to files in DIR instead of the terminal
+    #[arg(long, value_name = "DIR", requires = "join")]
+    pub(crate) log_dir: Option<PathBuf>,
 }
 
 /// An address whose port may be left out.

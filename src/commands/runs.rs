@@ -127,7 +127,10 @@ fn begun(run: &Run) -> String {
     time(UNIX_EPOCH + Duration::from_secs(u64::try_from(run.begun).unwrap_or_default()))
 }
 
-fn state(run: &Run) -> &'static str {
+fn state(run: &Run) -> &str {
+    if let Some(script) = &run.script {
+        return script.record.outcome.as_deref().unwrap_or("runs, or was killed");
+    }
     match (run.finished, run.checkpoints.is_empty()) {
         (true, _) => "finished",
         (false, true) => "no checkpoint",
@@ -199,6 +202,19 @@ fn shown(run: &Run) -> String {
         vec!["checkpoints".to_owned(), checkpoints.join(", ")],
         vec!["model versions".to_owned(), versions(run)],
     ];
+    if let Some(script) = &run.script {
+        // The trainer does not know the steps of a script.
+        rows[2][1] = state(run).to_owned();
+        rows.remove(3);
+        let published = script.published.iter();
+        let published = published.map(|of| format!("{}:/models/{}/{}", of.volume, of.model, of.version));
+        rows[3][1] = published.collect::<Vec<_>>().join(", ");
+        let facts = table(
+            &["job", &run.job],
+            rows.into_iter().chain(settings(run).into_iter().map(|(k, v)| vec![k, v])),
+        );
+        return facts;
+    }
     if run.best().is_some() {
         rows.push(vec![
             "best epoch".to_owned(),

@@ -1,5 +1,7 @@
 //! `millrace train`, and the `millrace worker` processes that it launches.
 
+pub(crate) mod script;
+
 use std::net::SocketAddr;
 
 use anyhow::Result;
@@ -18,10 +20,15 @@ use crate::output::count;
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
-    if !args.job.exists() {
-        return fail(Exit::NotFound, format!("job file {} does not exist", args.job.display()));
+    if let Some(script) = &args.script.script {
+        return script::run(context, script, &args).await;
     }
-    let mut job = JobFile::load(&args.job)?;
+    // Clap requires a job file or a script.
+    let file = args.job.clone().unwrap_or_default();
+    if !file.exists() {
+        return fail(Exit::NotFound, format!("job file {} does not exist", file.display()));
+    }
+    let mut job = JobFile::load(&file)?;
     if let Some(workers) = args.workers {
         job.workers = Some(workers as usize);
     }
@@ -257,6 +264,9 @@ async fn train_with(
 
 /// Runs a `millrace worker` that a coordinator of this machine launched.
 pub(crate) fn worker() -> Result<()> {
+    if millrace_trainer::script::is_keeper() {
+        return Ok(millrace_trainer::script::keep()?);
+    }
     Ok(millrace_trainer::worker::run(|error| exit::of(error) as u8)?)
 }
 

@@ -9,6 +9,7 @@ use millrace_trainer::join::{ClientTls, Join, Token};
 use millrace_trainer::worker::JoinEnd;
 
 use crate::cli::{Cli, WorkerArgs};
+use crate::commands::train::script::node;
 use crate::failure::{Exit, fail};
 use crate::output::Output;
 use crate::{exit, settings};
@@ -39,7 +40,8 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
         wait: Duration::from_secs(args.wait),
         silence: Duration::from_millis(config.trainer.heartbeat_lost_ms),
     };
-    let end = millrace_trainer::worker::join(&join, &datafs, |error| exit::of(error) as u8)?;
+    let scripts = node(out, &home, loaded.file.as_deref(), args.log_dir.as_deref());
+    let end = millrace_trainer::worker::join(&join, &datafs, Some(&scripts), |error| exit::of(error) as u8)?;
     match end {
         JoinEnd::Done => out.note(&format!("the job at {coordinator} is over")),
         JoinEnd::Left => out.note(&format!("this worker left the job at {coordinator}")),

@@ -29,6 +29,7 @@ mod reference;
 mod rolling;
 mod rooms;
 mod runs;
+mod scripts;
 mod secrets;
 mod secured;
 mod settings;

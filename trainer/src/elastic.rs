@@ -7,7 +7,7 @@
 
 pub(crate) mod coordinator;
 pub(crate) mod joining;
-mod listener;
+pub(crate) mod listener;
 pub(crate) mod membership;
 pub(crate) mod session;
 

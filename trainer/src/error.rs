@@ -103,6 +103,26 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
+    /// The script of a job cannot be run on this machine: fix the file.
+    #[error("script {script}: {reason}")]
+    Script {
+        /// The script as it was named.
+        script: String,
+        /// The problem and the remedy.
+        reason: String,
+    },
+    /// A process of a script job failed, and no restart was left.
+    #[error("{reason}")]
+    ScriptFailed {
+        /// The job, the process that failed first, its machine and its end.
+        reason: String,
+    },
+    /// Too few machines joined a script job in time.
+    #[error("{reason}")]
+    NodesMissing {
+        /// The job, the time, the machines that are there, those that are gone, and the remedy.
+        reason: String,
+    },
     /// A file or an address that a coordinator or a worker needs cannot be used: fix it.
     #[error("{what}: {reason}")]
     Access {

@@ -12,7 +12,8 @@
 //! - [`job`], [`mod@train`], [`worker`], [`launch`]: jobs and the processes that run them;
 //! - [`runs`]: what the checkpoints of a volume tell of its runs;
 //! - [`tensorboard`]: event files for TensorBoard;
-//! - [`join`]: workers that join from other machines.
+//! - [`join`]: workers that join from other machines;
+//! - [`script`]: Python scripts and other programs on the processes of several machines.
 //!
 //! Out of scope: reading topics (train on a snapshot that `ingest` filled), serving, and any data format
 //! except Arrow columns and ONNX.
@@ -83,6 +84,7 @@ mod reader;
 mod replica;
 pub mod runs;
 mod scaling;
+pub mod script;
 mod shards;
 mod source;
 mod state;

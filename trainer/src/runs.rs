@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::job::JobFile;
 use crate::ledger::EpochRecord;
 use crate::publish;
+use crate::script::{ScriptRecord, ScriptVersion, record};
 use crate::state::History;
 use crate::validation::{self, Evaluation};
 
@@ -43,8 +44,23 @@ pub struct Run {
     pub throughput: Vec<Throughput>,
     /// Model versions published from the run, ascending.
     pub versions: Vec<u64>,
-    /// The job file of the last start, with all defaults; null when it cannot be read.
+    /// The job file of the last start, with all defaults; null when it cannot be read. Of a script: what it was started
+    /// with.
     pub settings: serde_json::Value,
+    /// The record of a run of `millrace train --script`. Such a run has no checkpoints and epochs that the trainer
+    /// knows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub script: Option<ScriptRun>,
+}
+
+/// What is known of a script's run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ScriptRun {
+    /// How it was started and how it ended.
+    #[serde(flatten)]
+    pub record: ScriptRecord,
+    /// The versions that the script has published.
+    pub published: Vec<ScriptVersion>,
 }
 
 impl Run {
@@ -62,12 +78,26 @@ impl Run {
 /// # Errors
 /// [`Error::Volume`]
 pub fn list(view: &View, job: Option<&str>) -> Result<Vec<Run>> {
-    let prefix = job.map_or("trainer/".to_owned(), |job| format!("trainer/{job}/checkpoint"));
-    let found = view
-        .key_scan(&prefix)
-        .map_err(|e| Error::volume(format!("read keys {prefix} of {}", view.spec()), e))?;
+    let prefixes = match job {
+        None => vec!["trainer/".to_owned()],
+        Some(job) => vec![format!("trainer/{job}/checkpoint"), format!("trainer/{job}/script/")],
+    };
+    let mut found = Vec::new();
+    for prefix in prefixes {
+        let keys = view.key_scan(&prefix);
+        found.extend(keys.map_err(|e| Error::volume(format!("read keys {prefix} of {}", view.spec()), e))?);
+    }
     let mut runs = Vec::new();
     for (key, bytes) in found {
+        if record::is_key(&key) {
+            match record::parse(&bytes) {
+                Some(record) => runs.push(of_script(view, record)?),
+                None => {
+                    tracing::warn!(key, "the run of a script is left out: its record is of another format")
+                }
+            }
+            continue;
+        }
         let Some(job) = job_of(&key) else {
             if let Some(job) = former_job_of(&key) {
                 tracing::warn!(
@@ -84,6 +114,32 @@ pub fn list(view: &View, job: Option<&str>) -> Result<Vec<Run>> {
     }
     runs.sort_by(|a, b| (a.begun, &a.run).cmp(&(b.begun, &b.run)));
     Ok(runs)
+}
+
+/// The run of a script.
+fn of_script(view: &View, record: ScriptRecord) -> Result<Run> {
+    let published = record.versions(view)?;
+    let mut settings = serde_json::to_value(&record).unwrap_or_default();
+    if let Some(settings) = settings.as_object_mut() {
+        // What tells runs apart is no setting. The names of variables would hide the others.
+        for key in ["run", "job", "begun", "ended", "format_version", "environment"] {
+            settings.remove(key);
+        }
+    }
+    let versions: BTreeSet<u64> = published.iter().map(|version| version.version).collect();
+    Ok(Run {
+        job: record.job.clone(),
+        run: record.run.clone(),
+        begun: record.begun,
+        finished: record.outcome.as_deref() == Some("succeeded"),
+        step: 0,
+        checkpoints: Vec::new(),
+        epochs: Vec::new(),
+        evaluations: Vec::new(),
+        versions: versions.into_iter().collect(),
+        settings,
+        script: Some(ScriptRun { record, published }),
+    })
 }
 
 /// The job of a run's key, `trainer/<job>/checkpoint/<run>`.
@@ -140,6 +196,7 @@ fn read(view: &View, job: &str, record: RunRecord) -> Result<Run> {
         throughput,
         versions,
         settings,
+        script: None,
     })
 }
 

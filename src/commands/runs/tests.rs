@@ -20,6 +20,7 @@ fn run(job: &str, id: &str, settings: Value) -> Run {
         throughput: Vec::new(),
         versions: Vec::new(),
         settings,
+        script: None,
     }
 }
 

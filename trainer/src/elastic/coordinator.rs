@@ -22,13 +22,13 @@ use crate::join::Listen;
 use crate::launch::WorkerCommand;
 use crate::lease::Lease;
 use crate::metrics;
-use crate::proof::{Nonce, nonce};
+use crate::proof::{Nonce, PROOF_BYTES, nonce};
 use crate::validation::Evaluation;
 
 mod actor;
 mod service;
 
-use service::{Admission, CoordinatorService, admit};
+pub(crate) use service::{Admission, CoordinatorService, admit};
 
 /// Interval at which deadlines are checked.
 const TICK: Duration = Duration::from_millis(25);
@@ -95,11 +95,14 @@ pub(crate) struct Joining<'a> {
     pub(crate) assignment: String,
 }
 
-enum Event {
+/// What happens to a coordinator's workers.
+pub(crate) enum Event {
     /// A worker of another machine has proved the token.
     Admitted {
         hello: proto::Hello,
         host: String,
+        /// A secret of this connection.
+        key: [u8; PROOF_BYTES],
         outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
         reply: oneshot::Sender<Option<MemberId>>,
     },

@@ -25,7 +25,7 @@ use super::proto::{self, FromWorker, from_worker, to_worker};
 use super::session::{AcceptedSession, MESSAGE_BYTES_MAX};
 use crate::error::Error;
 use crate::join::{self, ClientTls, Join, PROTOCOL, Token};
-use crate::proof::{Nonce, is_valid, nonce, prove};
+use crate::proof::{Nonce, PROOF_BYTES, is_valid, nonce, prove};
 
 /// Deadline for a connection, and for each answer before the assignment.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -39,6 +39,7 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 const OF_COORDINATOR: &str = "millrace coordinator";
 const OF_WORKER: &str = "millrace worker";
 const OF_RING: &str = "millrace ring";
+const OF_CONNECTION: &str = "millrace connection";
 
 /// A worker that the coordinator has admitted.
 pub(crate) struct Admission {
@@ -47,6 +48,8 @@ pub(crate) struct Admission {
     pub(crate) assignment: String,
     /// The secret of the job's rings.
     pub(crate) secret: String,
+    /// A secret of this connection, with which messages of script jobs are sealed.
+    pub(crate) key: [u8; PROOF_BYTES],
 }
 
 /// Why a worker was not admitted.
@@ -76,6 +79,11 @@ pub(super) fn is_worker_proof(token: &Token, worker: &[u8], own: &Nonce, ring: &
 /// The secret of a job's rings.
 pub(super) fn ring_secret(token: &Token, ring_nonce: &[u8]) -> String {
     hex::encode(prove(token.bytes(), OF_RING, &[ring_nonce]))
+}
+
+/// A secret of one connection, which only its two sides know.
+pub(super) fn connection_key(token: &Token, worker: &[u8], coordinator: &[u8]) -> [u8; PROOF_BYTES] {
+    prove(token.bytes(), OF_CONNECTION, &[worker, coordinator])
 }
 
 /// Connects to the coordinator, proves the token both ways and receives the assignment. `ring` is the address
@@ -167,6 +175,7 @@ async fn greet(join: &Join, ring: &str) -> Result<Admission, NotAdmitted> {
         session: AcceptedSession::new(join.coordinator.clone(), outgoing, incoming),
         assignment: welcome.assignment,
         secret: ring_secret(&join.token, &welcome.ring_nonce),
+        key: connection_key(&join.token, &own, &challenge.nonce),
     })
 }
 

@@ -456,6 +456,13 @@ impl AcceptedSession {
         AcceptedSession { address, outgoing, incoming }
     }
 
+    /// The coordinator's address and both directions of the stream, for a job without heartbeats.
+    pub(crate) fn into_parts(
+        self,
+    ) -> (String, mpsc::Sender<proto::FromWorker>, tonic::Streaming<proto::ToWorker>) {
+        (self.address, self.outgoing, self.incoming)
+    }
+
     /// Starts the tasks for heartbeats and incoming messages on `runtime`. `preempt` asks this worker to
     /// leave.
     pub(crate) fn start(self, runtime: &Handle, timing: Timing, preempt: CancellationToken) -> Session {
@@ -588,7 +595,9 @@ async fn listen(
                 let _ = notify.send(Notice::Done);
                 return;
             }
-            to_worker::Message::Welcome(_) | to_worker::Message::Challenge(_) => {
+            to_worker::Message::Welcome(_)
+            | to_worker::Message::Challenge(_)
+            | to_worker::Message::Script(_) => {
                 break "welcomed this worker twice".to_owned();
             }
         }

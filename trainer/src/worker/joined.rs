@@ -17,6 +17,8 @@ use crate::error::{Error, Result};
 use crate::join::{Join, dial, host_port, resolve};
 use crate::lease::{self, Standing};
 use crate::replica::{Replica, open_output};
+use crate::script::NodeSettings;
+use crate::script::joined::{self as script, SessionEnd};
 
 /// First and longest pause before another attempt to join.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -52,7 +54,14 @@ pub enum JoinEnd {
 /// [`Error::Access`] and [`Error::Join`] for settings that do not fit, [`Error::CoordinatorLost`] once the
 /// coordinator was away for too long, and errors of the training. `exit_code` gives the exit code with which
 /// the job ends when an error would meet every other worker, too.
-pub fn join(join: &Join, datafs: &Datafs, exit_code: impl Fn(&Error) -> u8) -> Result<JoinEnd> {
+///
+/// `scripts` is what script jobs need of this machine; without it, such jobs are refused.
+pub fn join(
+    join: &Join,
+    datafs: &Datafs,
+    scripts: Option<&NodeSettings>,
+    exit_code: impl Fn(&Error) -> u8,
+) -> Result<JoinEnd> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(4)
@@ -61,10 +70,16 @@ pub fn join(join: &Join, datafs: &Datafs, exit_code: impl Fn(&Error) -> u8) -> R
         .build()
         .map_err(|e| Error::io("start the worker's runtime", e))?;
     let leave = leave_signal(&runtime)?;
-    let result = serve(join, datafs, &runtime, &leave, &exit_code);
+    let result = serve(join, &Machine { datafs, scripts }, &runtime, &leave, &exit_code);
     // Prefetches and heartbeats need no orderly end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     result
+}
+
+/// What this machine has for jobs.
+struct Machine<'a> {
+    datafs: &'a Datafs,
+    scripts: Option<&'a NodeSettings>,
 }
 
 /// Cancelled by the first SIGTERM or SIGINT; the second one ends the process.
@@ -261,7 +276,7 @@ fn addresses(join: &Join) -> Result<Vec<String>> {
 
 fn serve(
     join: &Join,
-    datafs: &Datafs,
+    machine: &Machine<'_>,
     runtime: &Runtime,
     leave: &CancellationToken,
     exit_code: &impl Fn(&Error) -> u8,
@@ -286,7 +301,7 @@ fn serve(
         };
         let began = Instant::now();
         let outcome = match memory.check_rows() {
-            Ok(()) => round(join, &targets, &mut memory, datafs, runtime, leave, exit_code)?,
+            Ok(()) => round(join, &targets, &mut memory, machine, runtime, leave, exit_code)?,
             Err(error) => Round::Nowhere(error.one_line()),
         };
         let (reason, time) = match outcome {
@@ -355,7 +370,7 @@ fn round(
     join: &Join,
     targets: &[String],
     memory: &mut Memory,
-    datafs: &Datafs,
+    machine: &Machine<'_>,
     runtime: &Runtime,
     leave: &CancellationToken,
     exit_code: &impl Fn(&Error) -> u8,
@@ -363,7 +378,7 @@ fn round(
     let (mut reasons, mut refusals) = (Vec::new(), Vec::new());
     for target in targets {
         let join = Join { coordinator: target.clone(), ..join.clone() };
-        match attempt(&join, memory, datafs, runtime, leave, exit_code) {
+        match attempt(&join, memory, machine, runtime, leave, exit_code) {
             Ok(ended) => return Ok(Round::Ended(ended)),
             Err(NotAdmitted::Yet(reason)) => reasons.push((target, reason)),
             Err(NotAdmitted::Ever(error)) => {
@@ -399,7 +414,7 @@ fn pause(time: Duration, leave: &CancellationToken) {
 fn attempt(
     join: &Join,
     memory: &mut Memory,
-    datafs: &Datafs,
+    machine: &Machine<'_>,
     runtime: &Runtime,
     leave: &CancellationToken,
     exit_code: &impl Fn(&Error) -> u8,
@@ -426,12 +441,28 @@ fn attempt(
     }
     .map_err(|error| NotAdmitted::Ever(error.into()))?;
     let ring = ring_address(join, collective.address())?;
-    let Admission { session, assignment, secret } = joining::connect(runtime.handle(), join, &ring)?;
+    let Admission { session, assignment, secret, key } = joining::connect(runtime.handle(), join, &ring)?;
+    if script::is_script(&assignment) {
+        drop(collective);
+        let Some(settings) = machine.scripts else {
+            let reason = "it runs a script, and this worker runs native jobs only".to_owned();
+            return Err(Error::Join { coordinator: join.coordinator.clone(), reason }.into());
+        };
+        tracing::info!(coordinator = join.coordinator, "joined a script job");
+        let ended = script::serve(runtime.handle(), session, key, settings.clone(), leave)?;
+        return Ok(match ended {
+            SessionEnd::Done => Ended::Job(JoinEnd::Done),
+            SessionEnd::Left => Ended::Job(JoinEnd::Left),
+            SessionEnd::Lost(error) => Ended::Lost(error, true),
+            SessionEnd::Failed(error) => Ended::Failed(error),
+        });
+    }
     let assignment = Assignment::read(&assignment)?;
     memory.check_fence(&assignment)?;
     let timing = assignment.apply(Options::new(secret), &mut collective, true);
     let mut session = session.start(runtime.handle(), timing, leave.clone());
     tracing::info!(coordinator = join.coordinator, ring, "joined");
+    let datafs = machine.datafs;
     let loaded = check_volumes(datafs, &assignment).and_then(|output| {
         // A state of another run goes first: both may not fit.
         if let Some(former) = memory.replica.as_mut().filter(|former| !former.continues(&assignment)) {

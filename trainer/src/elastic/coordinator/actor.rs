@@ -47,7 +47,7 @@ impl Actor<'_> {
     pub(super) fn on_event(&mut self, event: Event, on_report: &mut impl FnMut(Report)) {
         let now = Instant::now();
         match event {
-            Event::Admitted { hello, host, outbox, reply } => {
+            Event::Admitted { hello, host, outbox, reply, .. } => {
                 let admitted = self.admit(hello, host, outbox, now);
                 // If the connection is gone, the end of its stream reports that.
                 let _ = reply.send(admitted);
@@ -120,7 +120,9 @@ impl Actor<'_> {
         on_report: &mut impl FnMut(Report),
     ) {
         match message {
-            from_worker::Message::Hello(_) | from_worker::Message::Proof(_) => {
+            from_worker::Message::Hello(_)
+            | from_worker::Message::Proof(_)
+            | from_worker::Message::Script(_) => {
                 self.membership.lost(member, "introduced itself twice", now);
             }
             from_worker::Message::Leaving(proto::Leaving { writing: true, .. }) => {

@@ -14,7 +14,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::{Event, to_worker_message};
 use crate::config::Config;
-use crate::elastic::joining::{coordinator_proof, is_worker_proof};
+use crate::elastic::joining::{connection_key, coordinator_proof, is_worker_proof};
 use crate::elastic::listener::{self, Standing};
 use crate::elastic::membership::MemberId;
 use crate::elastic::proto::coordinator_server::{Coordinator as Service, CoordinatorServer};
@@ -35,7 +35,7 @@ const NAME_BYTES_MAX: usize = 300;
 const OUTBOX_MAX: usize = 256;
 
 /// Listens for workers of other machines until `shutdown`; returns the address.
-pub(super) async fn admit(
+pub(crate) async fn admit(
     listen: &Listen,
     service: CoordinatorService,
     config: &Config,
@@ -64,7 +64,7 @@ pub(super) async fn admit(
 
 /// Which workers a port admits.
 #[derive(Clone)]
-pub(super) enum Admission {
+pub(crate) enum Admission {
     /// Those that the coordinator launched; the token reached them in their environment.
     Launched { token: String },
     /// Those of other machines; the token is never sent.
@@ -72,9 +72,9 @@ pub(super) enum Admission {
 }
 
 /// The gRPC service that admits workers with the right token.
-pub(super) struct CoordinatorService {
-    pub(super) admission: Admission,
-    pub(super) events: mpsc::Sender<Event>,
+pub(crate) struct CoordinatorService {
+    pub(crate) admission: Admission,
+    pub(crate) events: mpsc::Sender<Event>,
 }
 
 pub(super) type Outbox = mpsc::Sender<Result<proto::ToWorker, Status>>;
@@ -187,8 +187,9 @@ pub(super) async fn challenge(
         Status::unavailable(format!("the coordinator's machine does not find the worker: {error}"))
     })?;
     let host: String = join.host.chars().filter(|c| !c.is_control()).take(NAME_BYTES_MAX).collect();
+    let key = connection_key(token, &join.nonce, &own);
     let (reply, admitted) = oneshot::channel();
-    events.send(Event::Admitted { hello, host, outbox, reply }).await.map_err(|_| gone())?;
+    events.send(Event::Admitted { hello, host, key, outbox, reply }).await.map_err(|_| gone())?;
     admitted.await.map_err(|_| gone())?.ok_or_else(|| {
         Status::resource_exhausted("the job has all the workers that it may have (workers_max)")
     })
