@@ -209,11 +209,8 @@ fn shown(run: &Run) -> String {
         let published = script.published.iter();
         let published = published.map(|of| format!("{}:/models/{}/{}", of.volume, of.model, of.version));
         rows[3][1] = published.collect::<Vec<_>>().join(", ");
-        let facts = table(
-            &["job", &run.job],
-            rows.into_iter().chain(settings(run).into_iter().map(|(k, v)| vec![k, v])),
-        );
-        return facts;
+        let settings = settings(run).into_iter().map(|(key, value)| vec![key, value]);
+        return table(&["job", &run.job], rows.into_iter().chain(settings));
     }
     if run.best().is_some() {
         rows.push(vec![

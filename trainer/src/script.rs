@@ -280,7 +280,7 @@ impl Prepared {
             }
         }
         let view = datafs
-            .view(&VolumeSpec { volume: job.volume.clone(), snapshot: None })
+            .view(&VolumeSpec::live(job.volume.clone()))
             .map_err(|e| Error::volume(format!("job {name}: open volume {}", job.volume), e))?;
         let run = random::bytes::<32>().map_err(|e| Error::io(format!("read {}", random::SOURCE), e))?;
         let mut record = ScriptRecord::new(hex::encode(run), name.to_owned(), &program);
