@@ -136,6 +136,7 @@ fn of_script(view: &View, record: ScriptRecord) -> Result<Run> {
         checkpoints: Vec::new(),
         epochs: Vec::new(),
         evaluations: Vec::new(),
+        throughput: Vec::new(),
         versions: versions.into_iter().collect(),
         settings,
         script: Some(ScriptRun { record, published }),
