@@ -58,7 +58,7 @@ pub(crate) enum FeedCommand {
     Bench(FeedBenchArgs),
     /// Call a Python function with each row group, and write what it returns to a new folder, exactly once
     #[command(
-        after_help = "FUNCTION gets the rows of one row group as a pyarrow.RecordBatch, and returns a table, several of them, or\nNone. Each row group has its output once, as one Parquet file: a command that was killed goes on when it\nis run again. Needs Python with pyarrow and the package millrace.\n\nExamples:\n  millrace feed map digits@monday:/train clean.py:clean --to digits:/clean\n  millrace feed map digits@latest:/train clean.py:clean --to digits:/clean --processes 8 --argument 'limit=0.5'"
+        after_help = "FUNCTION gets the rows of one row group as a pyarrow.RecordBatch, and returns a table, several of them, or\nNone. Each row group has its output once, as one Parquet file: a command that was killed goes on when it\nis run again. Needs Python with pyarrow and the package millrace.\n\nExamples:\n  millrace feed map digits@monday:/train clean.py:clean --to digits:/clean\n  millrace feed map digits@latest:/train clean.py:clean --to digits:/clean --argument limit=0.5"
     )]
     Map(FeedMapArgs),
 }

@@ -102,7 +102,7 @@ fn lineage_and_record_of_a_training_come_with_the_version() {
         let manifest = home.json([&import[..], &both].concat());
         let found = &manifest["lineage"];
         assert_eq!((&found["volume"], &found["seed"]), (&"digits".into(), &u64::MAX.into()), "{manifest}");
-        assert_eq!((&found["imported"], &manifest["metrics"]["loss"]), (&Value::Null, &0.25.into()));
+        assert_eq!((&found["imported"], &manifest["metrics"]["loss"]), (&Value::Null, &0.25_f64.into()));
         let record =
             manifest["files"].as_array().unwrap().iter().find(|file| file["path"] == "training.json");
         assert_eq!(record.unwrap()["bytes"], 16, "{manifest}");
