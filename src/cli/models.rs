@@ -116,7 +116,7 @@ pub(crate) struct ImportArgs {
     /// Folder to import into
     #[arg(long, value_name = "DIR")]
     pub(crate) models: Option<PathBuf>,
-    /// JSON with the origin of the version: objects `lineage` and `metrics`, as in bundle.json
+    /// JSON with `lineage` and `metrics` of the version, as in bundle.json
     #[arg(long, value_name = "FILE")]
     pub(crate) lineage: Option<PathBuf>,
     /// A file that is kept beside the graph as training.json

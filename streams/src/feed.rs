@@ -2,7 +2,7 @@
 //!
 //! - [`Plan`]: the dataset's row groups, the seed and the shape of the order under one hash.
 //! - [`Feed`]: random access to any slots of any global batch ([`Feed::batch`]), or a stream of them
-//!   ([`Feed::stream`]).
+//!   ([`Feed::stream`]). Whole input groups in the order of the files ([`Feed::read_group`]).
 //! - [`Shard`]: the slots that one reader takes. [`Cursor`]: the position to resume from.
 //!
 //! The feed does not interpret rows, stores no progress, and does not filter rows (a filter would have to be
