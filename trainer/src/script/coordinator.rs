@@ -191,7 +191,7 @@ pub(crate) async fn run(
                         source: std::io::Error::other(error),
                     },
                 });
-                state.rounds.leave(LOCAL, "has ended", false, Instant::now());
+                state.rounds.lose(LOCAL, "has ended", Instant::now());
                 // Without this machine's processes the job is not the one that was asked for.
                 state.rounds.stop(Instant::now());
             }
@@ -279,7 +279,7 @@ impl Coordinator<'_> {
                     Err(reason) => {
                         tracing::warn!(node = joined.node.name, reason, "a node is dropped");
                         self.links.remove(&member);
-                        self.rounds.leave(member, &reason, false, now);
+                        self.rounds.lose(member, &reason, now);
                     }
                 }
             }
@@ -288,7 +288,7 @@ impl Coordinator<'_> {
             }
             Event::Disconnected { member, reason } => {
                 self.links.remove(&member);
-                self.rounds.leave(member, &reason, false, now);
+                self.rounds.lose(member, &reason, now);
             }
             // Workers that were launched here have no place in a script job.
             Event::Joined { reply, .. } => drop(reply.send(Err("this job runs a script".to_owned()))),
@@ -355,10 +355,7 @@ impl Coordinator<'_> {
                 self.rounds.exited(id, round, ended, now);
             }
             Report::Stopped { round } => self.rounds.stopped(id, round, now),
-            Report::Leaving => {
-                self.links.remove(&id);
-                self.rounds.leave(id, "left", true, now);
-            }
+            Report::Leaving => self.rounds.leaving(id, now),
         }
     }
 
@@ -405,7 +402,7 @@ impl Coordinator<'_> {
         };
         if !sent {
             self.links.remove(&id);
-            self.rounds.leave(id, "takes no orders", false, Instant::now());
+            self.rounds.lose(id, "takes no orders", Instant::now());
         }
     }
 

@@ -79,7 +79,7 @@ pub(crate) enum Report {
     Stopped {
         round: u64,
     },
-    /// The node leaves in order.
+    /// The node leaves in order: it ends its processes, says [`Report::Stopped`], and closes the connection.
     Leaving,
 }
 

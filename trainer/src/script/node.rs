@@ -157,9 +157,6 @@ impl Agent {
             if self.group.is_none()
                 && let Some(ending) = self.ending.take()
             {
-                if matches!(ending, Ending::Left) {
-                    self.report(Report::Leaving).await;
-                }
                 return ending;
             }
             let (processes, deadline) = match &mut self.group {
@@ -178,7 +175,11 @@ impl Agent {
                 () = async { match deadline { Some(at) => tokio::time::sleep_until(at).await, None => std::future::pending().await } }, if is_asked => {
                     self.kill();
                 }
-                () = leave.cancelled(), if self.ending.is_none() => self.end(Ending::Left),
+                () = leave.cancelled(), if self.ending.is_none() => {
+                    // The other nodes end their processes at the same time.
+                    self.report(Report::Leaving).await;
+                    self.end(Ending::Left);
+                }
                 status = self.keeper.died() => self.replace_keeper(&status),
             }
             self.finish_round().await;

@@ -129,6 +129,8 @@ enum Then {
 pub(crate) struct Rounds {
     rules: Rules,
     nodes: BTreeMap<NodeId, Node>,
+    /// Nodes that leave in order and have not closed their connections.
+    departing: BTreeSet<NodeId>,
     phase: Phase,
     actions: Vec<Action>,
     round: u64,
@@ -148,6 +150,7 @@ impl Rounds {
         Rounds {
             rules,
             nodes: BTreeMap::new(),
+            departing: BTreeSet::new(),
             phase: Phase::Gathering { since: now, enough: None },
             actions: Vec::new(),
             round: 0,
@@ -223,25 +226,45 @@ impl Rounds {
         self.unfit = Some(format!("node {name} cannot run the script: {reason}"));
     }
 
-    /// A node leaves in order, or is lost.
-    pub(crate) fn leave(&mut self, id: NodeId, reason: &str, in_order: bool, now: Instant) {
+    /// A node begins to leave in order: its processes end, and it says so.
+    pub(crate) fn leaving(&mut self, id: NodeId, now: Instant) {
         let Some(node) = self.nodes.remove(&id) else { return };
-        self.gone.insert(node.name.clone());
-        match &mut self.phase {
+        self.gone.insert(node.name);
+        self.departing.insert(id);
+        match &self.phase {
             Phase::Forming { members, .. } if members.contains(&id) => {
                 self.phase = Phase::Gathering { since: now, enough: None };
             }
-            Phase::Running { members, live } if members.contains(&id) => {
-                let had_work = live.remove(&id).is_some_and(|places| !places.is_empty());
-                if had_work {
-                    if !in_order {
-                        self.fail(Failure::NodeLost { node: node.name, reason: reason.to_owned() });
-                    }
-                    self.begin_stop(Then::Again, now);
-                }
+            Phase::Running { live, .. } if live.get(&id).is_some_and(|places| !places.is_empty()) => {
+                self.begin_stop(Then::Again, now);
             }
-            Phase::Stopping { waiting, .. } => drop(waiting.remove(&id)),
             _ => {}
+        }
+        self.advance(now);
+    }
+
+    /// The connection of a node is gone.
+    pub(crate) fn lose(&mut self, id: NodeId, reason: &str, now: Instant) {
+        if let Phase::Stopping { waiting, .. } = &mut self.phase {
+            waiting.remove(&id);
+        }
+        if !self.departing.remove(&id)
+            && let Some(node) = self.nodes.remove(&id)
+        {
+            self.gone.insert(node.name.clone());
+            match &mut self.phase {
+                Phase::Forming { members, .. } if members.contains(&id) => {
+                    self.phase = Phase::Gathering { since: now, enough: None };
+                }
+                Phase::Running { live, .. } => {
+                    // Nothing is lost with a node whose processes are done.
+                    if live.remove(&id).is_some_and(|places| !places.is_empty()) {
+                        self.fail(Failure::NodeLost { node: node.name, reason: reason.to_owned() });
+                        self.begin_stop(Then::Again, now);
+                    }
+                }
+                _ => {}
+            }
         }
         self.advance(now);
     }
@@ -266,7 +289,10 @@ impl Rounds {
         let has_failed = !ended.exit.is_success() && !ended.was_asked;
         match &mut self.phase {
             Phase::Running { live, .. } => {
-                if let Some(places) = live.get_mut(&id) {
+                // A process that a leaving node has asked to end is not done.
+                if !ended.was_asked
+                    && let Some(places) = live.get_mut(&id)
+                {
                     places.remove(&ended.place);
                 }
                 if has_failed {
@@ -316,7 +342,7 @@ impl Rounds {
         for id in silent {
             let reason = "did not answer an order in time".to_owned();
             self.actions.push(Action::Drop(id, reason.clone()));
-            self.leave(id, &reason, false, now);
+            self.lose(id, &reason, now);
         }
         self.advance(now);
     }
@@ -336,8 +362,11 @@ impl Rounds {
     /// Asks all members to end their processes.
     fn begin_stop(&mut self, then: Then, now: Instant) {
         let Phase::Running { members, .. } = &self.phase else { return };
-        let waiting: BTreeSet<NodeId> =
-            members.iter().copied().filter(|id| self.nodes.contains_key(id)).collect();
+        let waiting: BTreeSet<NodeId> = members
+            .iter()
+            .copied()
+            .filter(|id| self.nodes.contains_key(id) || self.departing.contains(id))
+            .collect();
         let round = self.round;
         self.actions.extend(waiting.iter().map(|id| Action::Tell(*id, Order::Stop { round })));
         self.phase = Phase::Stopping { then, waiting, until: now + self.rules.stop_timeout };

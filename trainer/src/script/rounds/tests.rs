@@ -99,8 +99,12 @@ impl World {
     }
 
     fn leave(&mut self, id: NodeId, in_order: bool) {
+        if in_order {
+            self.rounds.leaving(id, self.now);
+            self.settle();
+        }
         self.running.remove(&id);
-        self.rounds.leave(id, "closed its connection", in_order, self.now);
+        self.rounds.lose(id, "closed its connection", self.now);
         self.settle();
     }
 
@@ -198,6 +202,27 @@ fn nodes_that_join_or_leave_in_order_cost_no_restart() {
     world.pass(Duration::from_secs(3));
     let layout = world.layout.as_ref().unwrap();
     assert_eq!((layout.round, layout.restarts, layout.world()), (3, 0, 1));
+}
+
+#[test]
+fn a_node_that_leaves_has_time_for_its_checkpoint_before_the_next_round() {
+    let mut world = World::new(rules((1, 2), 0));
+    world.join(0, 1);
+    world.join(1, 1);
+    world.silent.insert(1);
+    world.rounds.leaving(1, world.now);
+    world.settle();
+    // Its process has saved and ended with 0, which does not mean that it was done.
+    let saved = Ended { was_asked: true, ..end(Role::Worker, 1, Exit::Code(0), 9) };
+    world.exit(1, saved);
+    world.pass(Duration::from_secs(9));
+    assert_eq!(world.round(), 1, "a process of the first round still runs");
+    world.running.remove(&1);
+    world.rounds.stopped(1, 1, world.now);
+    world.leave(1, false);
+    world.pass(Duration::from_secs(3));
+    let layout = world.layout.as_ref().unwrap();
+    assert_eq!((layout.round, layout.restarts, layout.world()), (2, 0, 1));
 }
 
 #[test]
