@@ -1,6 +1,7 @@
 """Snapshots of Millrace volumes as training batches and files.
 
 - :class:`Feed`: batches of a dataset in one global order, for any number of readers.
+- :class:`Image`: what a column of images becomes.
 - :class:`Volume`: files of a volume, live or at a snapshot.
 - :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
 - :func:`map`: a Python function over a dataset on several processes, into a new folder, exactly once.
@@ -28,6 +29,7 @@ from millrace.errors import (
 )
 from millrace.export import publish
 from millrace.feed import Feed
+from millrace.image import Image
 from millrace.mapping import Mapped
 
 # Not in `__all__`: a star import keeps Python's own `map`.
@@ -40,6 +42,7 @@ __all__ = [
     "Error",
     "Feed",
     "FunctionError",
+    "Image",
     "Mapped",
     "MismatchError",
     "NoSpaceError",

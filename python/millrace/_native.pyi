@@ -33,8 +33,14 @@ class Reader:
         rank: int,
         world: int,
         columns: list[str] | None,
+        filter: str | None,
+        splits: list[tuple[str, str]],
+        split: str | None,
+        split_by: list[str],
         format: str,
         home: str | None,
+        images: list[tuple[str, str]],
+        keys: str | None,
     ) -> None: ...
     def next(self, start: int, end: int, stride: int) -> Any: ...
     def place_after(self, place: int, stride: int) -> int: ...

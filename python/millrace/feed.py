@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace import _native
 from millrace.errors import ConflictError, Error, UsageError
+from millrace.image import Image
 from millrace.ranks import ranks
 
 __all__ = ["Feed"]
@@ -59,6 +60,11 @@ class Feed:
         tensor ``[rows, length]`` where all rows have lists of one length, which each batch checks.
     :param pad: for columns of lists, the value that fills lists up to the longest one of the batch, for example
         ``{"tokens": 0}``. Such a column is ``[rows, longest]``, and ``tokens_length`` beside it holds the lengths.
+    :param images: columns of encoded images, or of names of image files, with the :class:`millrace.Image` that each
+        becomes. They are delivered as arrays or tensors ``[rows, *shape]``; with ``"arrow"``, as Arrow's extension type
+        of tensors.
+    :param keys: name of an additional column of augmentation keys: an ``int64`` for each row that depends on ``seed``,
+        the epoch and the row only. Seed the random draws of a transform of your own with it.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.
@@ -80,6 +86,8 @@ class Feed:
         split_by: str | Sequence[str] | None = None,
         format: str = "numpy",
         pad: Mapping[str, int | float] | None = None,
+        images: Mapping[str, Image] | None = None,
+        keys: str | None = None,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         if epochs is not None:
@@ -106,6 +114,8 @@ class Feed:
             split_by=keys,
             format=format,
             home=None if home is None else os.fspath(home),
+            images=_images(images),
+            keys=keys,
         )
         self._arguments = {
             "batch_rows": batch_rows,
@@ -120,6 +130,8 @@ class Feed:
             "split_by": keys or None,
             "format": format,
             "pad": pad,
+            "images": None if images is None else dict(images),
+            "keys": keys,
             "home": os.fspath(self._reader.home),
         }
         _check_pad(pad, self.schema, format)
@@ -297,6 +309,13 @@ def _fraction(name: Any, part: Any) -> str:
     if isinstance(part, bool) or not isinstance(part, (int, float, Decimal)):
         raise UsageError(f"splits, part {name!r}: {part!r} is not a fraction above 0 and at most 1")
     return format(Decimal(str(part)), "f")
+
+
+def _images(images: Mapping[str, Image] | None) -> list[tuple[str, str]]:
+    for column, image in (images or {}).items():
+        if not isinstance(column, str) or not isinstance(image, Image):
+            raise UsageError(f"images has {column!r}: {image!r}; pass the name of a column and a millrace.Image")
+    return [(column, image.encode(column)) for column, image in (images or {}).items()]
 
 
 def _check_pad(pad: dict[str, Any], schema: dict[str, str], format: str) -> None:

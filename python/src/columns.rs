@@ -9,11 +9,12 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, GenericListArray, OffsetSizeTrait, StructArray};
 use arrow::buffer::{Buffer, MutableBuffer};
 use arrow::compute::cast;
-use arrow::datatypes::{DataType, SchemaRef, TimeUnit};
+use arrow::datatypes::{DataType, Field, SchemaRef, TimeUnit};
 use arrow::ffi::{FFI_ArrowSchema, to_ffi};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCapsule, PyDict, PyList, PyString, PyTuple};
+use serde::Deserialize;
 
 use crate::error::{Failure, Result};
 use crate::tensor;
@@ -100,7 +101,7 @@ impl Format {
     /// Fails for the first column that has no form in this format.
     pub(crate) fn check(self, schema: &SchemaRef) -> Result<()> {
         for field in schema.fields() {
-            let form = Form::of(field.data_type());
+            let form = Form::of_field(field);
             let (has_form, format) = match self {
                 Format::Arrow => (true, "arrow"),
                 Format::Numpy => (form.is_some(), "numpy"),
@@ -153,6 +154,18 @@ impl Element {
 }
 
 impl Form {
+    /// The form of a column, with the shape that Arrow's extension type of tensors gives its lists.
+    fn of_field(field: &Field) -> Option<Form> {
+        match (Form::of(field.data_type())?, shape_of(field)) {
+            (Form::Numbers(element, flat), Some(shape))
+                if flat.iter().product::<usize>() == shape.iter().product::<usize>() =>
+            {
+                Some(Form::Numbers(element, shape))
+            }
+            (form, _) => Some(form),
+        }
+    }
+
     fn of(data_type: &DataType) -> Option<Form> {
         if let Some(element) = Element::of(data_type) {
             return Some(Form::Numbers(element, Vec::new()));
@@ -239,7 +252,7 @@ impl Columns {
         let (schema, arrays, _) = batch.into_parts();
         let columns = schema.fields().iter().zip(arrays).map(|(field, array)| {
             let name = field.name().clone();
-            let Some(form) = Form::of(field.data_type()) else {
+            let Some(form) = Form::of_field(field) else {
                 let data_type = field.data_type().to_string();
                 return Err(Failure::NoForm { column: name, data_type, format: "numpy" });
             };
@@ -280,6 +293,17 @@ impl Columns {
         }
         Ok(dict)
     }
+}
+
+/// The shape of the tensors in a column of the extension type `arrow.fixed_shape_tensor`.
+fn shape_of(field: &Field) -> Option<Vec<usize>> {
+    #[derive(Deserialize)]
+    struct Metadata {
+        shape: Vec<usize>,
+    }
+    field.metadata().get("ARROW:extension:name").filter(|name| *name == "arrow.fixed_shape_tensor")?;
+    let metadata = field.metadata().get("ARROW:extension:metadata")?;
+    serde_json::from_str::<Metadata>(metadata).ok().map(|metadata| metadata.shape)
 }
 
 /// Takes the memory of numbers.

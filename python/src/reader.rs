@@ -1,5 +1,6 @@
 //! Reader of a feed: its plan, and batches at any places of it.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -9,8 +10,8 @@ use arrow::datatypes::SchemaRef;
 use futures::StreamExt;
 use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::{
-    Cursor, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, InputGroup, Plan, PlanId, PlanOptions,
-    Selection, Shard,
+    Cursor, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, ImageOptions, InputGroup, Plan, PlanId,
+    PlanOptions, Selection, Shard,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -55,7 +56,7 @@ pub(crate) struct Reader {
     home: PathBuf,
     spec: DatasetSpec,
     options: PlanOptions,
-    columns: Option<Vec<String>>,
+    reading: FeedOptions,
     shard: Shard,
     format: Format,
     schema: SchemaRef,
@@ -66,7 +67,8 @@ pub(crate) struct Reader {
 impl Reader {
     #[new]
     #[pyo3(signature = (
-        dataset, *, batch_rows, seed, rank, world, columns, filter, splits, split, split_by, format, home
+        dataset, *, batch_rows, seed, rank, world, columns, filter, splits, split, split_by, format, home,
+        images, keys
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
@@ -83,20 +85,24 @@ impl Reader {
         split_by: Vec<String>,
         format: &str,
         home: Option<PathBuf>,
+        images: Vec<(String, String)>,
+        keys: Option<String>,
     ) -> PyResult<Reader> {
         engine::with(py, |engine| {
             let format: Format = format.parse()?;
             let shard = Shard::new(rank, world)?;
             let selection = Selection::new(filter, &splits, split, &split_by)?;
             let options = PlanOptions { seed, batch_rows, selection, ..PlanOptions::default() };
+            let images = images.into_iter().map(image).collect::<Result<BTreeMap<_, _>>>()?;
+            let reading = FeedOptions { columns, images, key_column: keys, ..FeedOptions::default() };
             let home = engine::locate(home)?;
-            let (spec, feed) = open(engine, &home, &dataset.parse()?, &options, columns.as_deref())?;
+            let (spec, feed) = open(engine, &home, &dataset.parse()?, &options, &reading)?;
             let schema = Arc::clone(feed.schema());
             format.check(&schema)?;
             let plan = Arc::clone(feed.plan());
             let number = engine::number();
             engine.readings.put(number, Mutex::new(Reading { feed, stream: None }));
-            Ok(Reader { number, home, spec, options, columns, shard, format, schema, plan })
+            Ok(Reader { number, home, spec, options, reading, shard, format, schema, plan })
         })
     }
 
@@ -143,7 +149,7 @@ impl Reader {
     /// The rows of an input group.
     fn read_group<'py>(&self, py: Python<'py>, number: u32) -> PyResult<Bound<'py, PyAny>> {
         let read = engine::with(py, |engine| {
-            let feed = lock(&self.reading(engine)?).feed.clone();
+            let feed = lock(&self.opened(engine)?).feed.clone();
             let stopped = || FeedError::Stopped { file: self.spec.to_string() };
             let batch = engine.block_on(feed.read_group(number)).ok_or_else(stopped)??;
             match self.format {
@@ -219,7 +225,7 @@ impl Reader {
         if places.is_empty() {
             return Ok(Waited::End);
         }
-        let reading = self.reading(engine)?;
+        let reading = self.opened(engine)?;
         let mut reading = lock(&reading);
         let Reading { feed, stream } = &mut *reading;
         if stream.as_ref().is_none_or(|open| open.places != places || open.stride != stride) {
@@ -263,7 +269,7 @@ impl Reader {
     }
 
     /// The open feed; opened again if it was closed.
-    fn reading(&self, engine: &Engine) -> Result<Arc<Mutex<Reading>>> {
+    fn opened(&self, engine: &Engine) -> Result<Arc<Mutex<Reading>>> {
         match engine.readings.get(self.number) {
             Some(reading) => Ok(reading),
             None => Ok(engine.readings.put(self.number, Mutex::new(self.reopen(engine)?))),
@@ -272,7 +278,7 @@ impl Reader {
 
     /// Opens the feed again, for example after a fork. The plan must be the same.
     fn reopen(&self, engine: &Engine) -> Result<Reading> {
-        let (_, feed) = open(engine, &self.home, &self.spec, &self.options, self.columns.as_deref())?;
+        let (_, feed) = open(engine, &self.home, &self.spec, &self.options, &self.reading)?;
         let (cursor, plan): (PlanId, PlanId) = (self.plan.id(), feed.plan().id());
         if cursor != plan {
             return Err(FeedError::OtherPlan { cursor, plan }.into());
@@ -287,19 +293,26 @@ impl Drop for Reader {
     }
 }
 
+/// The transform of an image column, which Python gives as JSON.
+fn image((column, options): (String, String)) -> Result<(String, ImageOptions)> {
+    match serde_json::from_str(&options) {
+        Ok(options) => Ok((column, options)),
+        Err(error) => Err(Failure::Usage(format!("images, column {column:?}: {error}"))),
+    }
+}
+
 fn open(
     engine: &Engine,
     home: &std::path::Path,
     spec: &DatasetSpec,
     options: &PlanOptions,
-    columns: Option<&[String]>,
+    reading: &FeedOptions,
 ) -> Result<(DatasetSpec, Feed)> {
     let volumes = engine.volumes(home)?;
     let opened = engine.block_on(async {
         let dataset = spec.open(&volumes).await?;
         let plan = dataset.plan(options).await?;
-        let options = FeedOptions { columns: columns.map(<[String]>::to_vec), ..FeedOptions::default() };
-        let feed = Feed::open(plan, Arc::clone(dataset.store()), &options)?;
+        let feed = Feed::open(plan, Arc::clone(dataset.store()), reading)?;
         Ok((dataset.spec().clone(), feed))
     });
     opened.unwrap_or_else(|| Err(FeedError::Stopped { file: spec.to_string() }.into()))

@@ -4,8 +4,9 @@
 //! - [`Feed`]: random access to any slots of any global batch ([`Feed::batch`]), or a stream of them
 //!   ([`Feed::stream`]). Whole input groups in the order of the files ([`Feed::read_group`]).
 //! - [`Shard`]: the slots that one reader takes. [`Cursor`]: the position to resume from.
+//! - [`ImageOptions`]: the transform of a column of images into tensors.
 //!
-//! The feed does not interpret rows, stores no progress, and does not filter rows (a filter would have to be
+//! The feed interprets no rows beyond that, stores no progress, and does not filter rows (a filter would have to be
 //! part of the plan).
 //!
 //! Invariants:
@@ -41,6 +42,7 @@ pub(crate) mod error;
 mod footer;
 mod gather;
 mod hash;
+mod image;
 mod ipc;
 pub mod metrics;
 mod order;
@@ -57,6 +59,7 @@ pub use batch::{Feed, FeedBatch, FeedOptions};
 pub use coverage::{Coverage, CoverageReport, Rows};
 pub use cursor::Cursor;
 pub use error::{FeedError, Result};
+pub use image::{Channels, Crop, Filter as ImageFilter, IMAGE_SIDE_MAX, ImageOptions, Layout, Values};
 pub use permutation::{Permutation, derive_key};
 pub use plan::{
     ALGORITHM_VERSION, BATCH_ROWS_MAX, InputGroup, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress, WINDOW_ROWS_MAX,

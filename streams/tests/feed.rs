@@ -3,6 +3,7 @@
 mod bounded;
 mod compressed;
 mod data;
+mod images;
 mod order;
 mod reading;
 mod selection;

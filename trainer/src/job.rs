@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Name, VolumeSpec};
 use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::feed::ImageOptions;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -73,6 +74,11 @@ pub struct JobFile {
     /// `inputs = { input_ids = "tokens", attention_mask = "mask" }`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub inputs: BTreeMap<String, Features>,
+    /// Columns of the inputs that hold images (bytes, or names of files of the volume), with what they become: a table
+    /// such as `images.photo = { size = [224, 224], crop = "random_resized", flip = 0.5 }`. The model gets floats, in
+    /// planes unless `layout` says otherwise. Validation takes the middle of each image and flips none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub images: BTreeMap<String, ImageOptions>,
     /// The column with the labels: for `cross_entropy` whole class numbers, true and false, or texts; otherwise
     /// a number, a list of numbers, or true and false.
     pub label: String,
@@ -437,6 +443,13 @@ impl JobFile {
                 return Err(format!("{key} has column {twice:?} twice"));
             }
         }
+        let columns = self.columns();
+        for (column, options) in &self.images {
+            if *column == self.label || !columns.contains(column) {
+                return Err(format!("images.{column}: no input has a column {column:?}; add it to features or inputs"));
+            }
+            options.check(column).map_err(|error| format!("images.{column}: {error}"))?;
+        }
         if total > FEATURES_MAX {
             return Err(format!("the inputs have {total} columns, at most {FEATURES_MAX} are allowed"));
         }
@@ -497,6 +510,7 @@ impl JobFile {
             dataset,
             features,
             inputs,
+            images,
             label,
             // Represented by the digest of the first model.
             model: _,
@@ -529,6 +543,7 @@ impl JobFile {
             features,
             label,
             inputs,
+            images,
             loss_output: loss_output.as_deref(),
             loss: loss.without_place(),
             optimizer,
@@ -632,6 +647,8 @@ struct Computation<'a> {
     validation: Option<ValidationComputation<'a>>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     inputs: &'a BTreeMap<String, Features>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    images: &'a BTreeMap<String, ImageOptions>,
     #[serde(skip_serializing_if = "Option::is_none")]
     loss_output: Option<&'a str>,
 }

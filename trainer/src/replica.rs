@@ -23,7 +23,7 @@ use crate::outage::Outage;
 use crate::output::Output;
 use crate::precision::{LossScale, Precision};
 use crate::reader::{Interrupt, Reader, Reading, Wishes};
-use crate::source;
+use crate::source::{self, Use};
 use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
 use crate::worker::Assignment;
@@ -94,7 +94,7 @@ impl Replica {
         let plan = Arc::new(plan);
         let feed = {
             let _context = runtime.enter();
-            source::open_feed(&job, Arc::clone(&plan), &dataset, config.feed_cache_bytes)?
+            source::open_feed(&job, Arc::clone(&plan), &dataset, config.feed_cache_bytes, Use::Training)?
         };
         let checkpoints = Checkpoints {
             view: open_output(&datafs, &job)?,

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use millrace_datafs::{Datafs, Name};
 use millrace_streams::dataset::{DatasetSpec, OpenDataset};
-use millrace_streams::feed::{Feed, FeedBatch, FeedError, FeedOptions, Plan, PlanOptions};
+use millrace_streams::feed::{
+    Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Plan, PlanOptions, Values,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::data::{Columns, InputColumns, Rows, list_length};
@@ -42,6 +44,13 @@ pub(crate) fn resolve(datafs: &Datafs, job: &Name, dataset: &mut DatasetSpec) ->
     Ok(())
 }
 
+/// What rows are read for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    Training,
+    Evaluation,
+}
+
 /// Options that decide the order of rows.
 pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
     PlanOptions {
@@ -67,14 +76,24 @@ pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile, dataset: &DatasetS
     Ok(found.map_or(0, |snapshot| snapshot.id))
 }
 
-/// Opens the feed of the job's columns.
+/// Opens the feed of the job's columns; images are augmented for training only.
 pub(crate) fn open_feed(
     job: &JobFile,
     plan: Arc<Plan>,
     dataset: &OpenDataset,
     cache_bytes_max: u64,
+    use_of_rows: Use,
 ) -> Result<Feed> {
+    let image = |(column, options): (&String, &ImageOptions)| {
+        let mut options = match use_of_rows {
+            Use::Training => options.clone(),
+            Use::Evaluation => options.without_augmentation(),
+        };
+        options.dtype.get_or_insert(Values::Float32);
+        (column.clone(), options)
+    };
     let options = FeedOptions {
+        images: job.images.iter().map(image).collect(),
         columns: Some(job.columns()),
         cache_bytes_max: cache_bytes_max.max(plan.working_set_bytes()),
         decode_concurrency: 1,
@@ -113,14 +132,14 @@ impl DataFacts {
         let dictionary = dictionary(job, dataset, plan).await?;
         let mut facts = DataFacts { dictionary, ..DataFacts::default() };
         let inputs = InputColumns::of(job, engine.graph())?;
-        let schema = plan.dataset().schema();
+        let schema = feed.schema();
         let open: Vec<&str> = inputs.iter().flat_map(|input| input.open(schema)).collect();
         if !open.is_empty() {
             facts.lengths = lengths(feed, &job.dataset, &open).await?;
         }
         if job.standardize_labels {
             let columns = columns(job, engine, &facts)?;
-            columns.check_schema(plan.dataset().schema())?;
+            columns.check_schema(feed.schema())?;
             facts.scale = Some(LabelScale::read(dataset, &columns).await?);
         }
         Ok(facts)
@@ -199,7 +218,7 @@ pub(crate) async fn dictionary(
 
 /// Checks columns, types and the widths of the first rows.
 pub(crate) async fn probe(feed: &Feed, columns: &Columns) -> Result<()> {
-    columns.check_schema(feed.plan().dataset().schema())?;
+    columns.check_schema(feed.schema())?;
     let rows = feed.plan().batch_rows().min(PROBE_ROWS);
     let batch = feed
         .batch(0, 0..rows)

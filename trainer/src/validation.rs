@@ -17,7 +17,7 @@ use crate::engine::{Engine, Loss, Measures};
 use crate::error::{Error, Result};
 use crate::job::{JobFile, Validation};
 use crate::reader::{Interrupt, Reader, Wishes};
-use crate::source;
+use crate::source::{self, Use};
 
 mod auc;
 #[cfg(test)]
@@ -158,7 +158,7 @@ impl Validator {
             )?;
         }
         Ok(Validator {
-            feed: source::open_feed(job, plan, dataset, cache_bytes_max)?,
+            feed: source::open_feed(job, plan, dataset, cache_bytes_max, Use::Evaluation)?,
             columns: Columns { dataset: validation.dataset.to_string(), ..trained.clone() },
             loss: job.loss.kind(),
             top_k: validation.top_k,

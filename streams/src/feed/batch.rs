@@ -1,11 +1,12 @@
 //! The feed: any slots of any global batch, assembled from cached row groups.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use arrow::array::RecordBatch;
-use arrow::datatypes::{Schema, SchemaRef};
+use arrow::array::{ArrayRef, RecordBatch, RecordBatchOptions};
+use arrow::datatypes::{Field, Schema, SchemaRef};
 use arrow::error::ArrowError;
 use object_store::ObjectStore;
 use parking_lot::Mutex;
@@ -17,6 +18,7 @@ use crate::feed::error::{FeedError, Result};
 use crate::feed::footer::panic_text;
 use crate::feed::gather::gather;
 use crate::feed::hash::NumberMap;
+use crate::feed::image::{self, ImageOptions, Images};
 use crate::feed::metrics;
 use crate::feed::pick::{Picker, Picks};
 use crate::feed::reader::GroupReader;
@@ -26,7 +28,7 @@ use crate::feed::{Cursor, FeedStream, Plan, Shard};
 const INLINE_BYTES_MAX: u64 = 4 << 20;
 
 /// Read options of a feed. They never change which rows are delivered in which batch.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct FeedOptions {
     /// Columns to deliver, in this order; none means all. Other columns are not read.
@@ -42,6 +44,13 @@ pub struct FeedOptions {
     /// columns and the file's dictionaries. It can only be decoded as a whole, so the feed refuses a larger
     /// one.
     pub record_batch_bytes_max: u64,
+    /// Columns of encoded images, or of names of image files, that are delivered as tensors.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub images: BTreeMap<String, ImageOptions>,
+    /// Name of an additional last column of augmentation keys: 63-bit numbers that depend on the plan's seed, the
+    /// epoch and the row only. None delivers no keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub key_column: Option<String>,
 }
 
 impl Default for FeedOptions {
@@ -52,6 +61,8 @@ impl Default for FeedOptions {
             decode_concurrency: 0,
             prefetch_batches: 4,
             record_batch_bytes_max: 1 << 30,
+            images: BTreeMap::new(),
+            key_column: None,
         }
     }
 }
@@ -76,7 +87,8 @@ pub struct FeedBatch {
 /// Memory: the cache limit, plus `decode_concurrency` row groups encoded and decoded (compressed record
 /// batches of Arrow IPC files up to `record_batch_bytes_max`), plus the batches handed out or streamed ahead.
 /// The default limit comes from the plan, which bounds lanes and windows by
-/// [`crate::feed::PlanOptions::working_set_bytes_max`].
+/// [`crate::feed::PlanOptions::working_set_bytes_max`]. Images add 512 MiB while they are decoded, 128 MiB of files,
+/// and the tensors of the batches, of which a stream assembles at most 512 MiB ahead.
 ///
 /// Everything async needs a tokio runtime. Futures may be dropped at any point: decoding that has begun
 /// continues for the cache, and no row is lost or counted as consumed.
@@ -87,7 +99,12 @@ pub struct Feed {
 
 struct Inner {
     plan: Arc<Plan>,
+    /// The columns of the batches.
     schema: SchemaRef,
+    /// The columns that are gathered as they are, with their positions among those of the row groups.
+    plain: (SchemaRef, Vec<usize>),
+    images: Option<Images>,
+    has_keys: bool,
     reader: Arc<GroupReader>,
     cache: Arc<GroupCache>,
     picker: Picker,
@@ -104,8 +121,8 @@ impl Feed {
     ///
     /// # Errors
     /// [`FeedError::NoColumn`], [`FeedError::SchemaConflict`] and [`FeedError::DuplicateColumn`] for a
-    /// column that is delivered, [`FeedError::Invalid`] for a column named twice or options out of
-    /// bounds.
+    /// column that is delivered, [`FeedError::Invalid`] for a column named twice, an image column of another type
+    /// or options out of bounds.
     pub fn open(
         plan: impl Into<Arc<Plan>>,
         store: Arc<dyn ObjectStore>,
@@ -145,12 +162,20 @@ impl Feed {
         let lookahead = (2 * window).div_ceil(lanes).max(ahead).min(window.max(ahead));
         let bytes: u64 = plan.dataset().files().iter().flat_map(|f| &f.row_groups).map(|g| g.bytes).sum();
         let decoded_max = options.record_batch_bytes_max;
-        let reader =
-            GroupReader::new(store, Arc::clone(&plan), Arc::clone(&schema), concurrency, decoded_max);
+        let images = Images::new(&plan, &store, &schema, &options.images)?;
+        let is_plain = |at: &usize| images.as_ref().is_none_or(|images| !images.has(*at));
+        let plain: Vec<usize> = (0..schema.fields().len()).filter(is_plain).collect();
+        let fields: Vec<Field> = plain.iter().map(|at| schema.field(*at).clone()).collect();
+        let delivered = images.as_ref().map_or_else(|| Arc::clone(&schema), |images| images.schema(&schema));
+        let delivered = with_keys(delivered, options.key_column.as_deref())?;
+        let reader = GroupReader::new(store, Arc::clone(&plan), schema, concurrency, decoded_max);
         Ok(Self {
             inner: Arc::new(Inner {
                 row_bytes: bytes / plan.dataset().rows(),
-                schema,
+                schema: delivered,
+                plain: (Arc::new(Schema::new(fields)), plain),
+                images,
+                has_keys: options.key_column.is_some(),
                 reader: Arc::new(reader),
                 cache: GroupCache::new(bytes_max, 4 * concurrency),
                 picker: Picker::new(Arc::clone(&plan)),
@@ -167,7 +192,7 @@ impl Feed {
         &self.inner.plan
     }
 
-    /// The schema of every batch: the projected columns.
+    /// The schema of every batch: the projected columns, tensors in the place of images, and the keys.
     pub fn schema(&self) -> &SchemaRef {
         &self.inner.schema
     }
@@ -199,10 +224,15 @@ impl Feed {
         metrics::count(&metrics::BATCHES_WAITED, u64::from(waited));
         metrics::count(&metrics::ROWS, slots.len() as u64);
         let Picks { groups, index, rows, epochs, .. } = picks;
-        let schema = Arc::clone(&inner.schema);
+        let rows = Arc::new(image::Rows { sources, index, rows, epochs });
+        let tensors = match &inner.images {
+            Some(images) => images.tensors(&rows).await?,
+            None => Vec::new(),
+        };
+        let (shared, gathered_rows) = (Arc::clone(inner), Arc::clone(&rows));
         // Some kernels panic on types that they do not know.
         let gathering = move || {
-            catch_unwind(AssertUnwindSafe(|| gather(&schema, &sources, &index)))
+            catch_unwind(AssertUnwindSafe(|| shared.assemble(&gathered_rows, tensors)))
                 .unwrap_or_else(|panic| Err(ArrowError::ComputeError(panic_text(&*panic).to_string())))
         };
         let gathered = if inner.row_bytes * slots.len() as u64 <= INLINE_BYTES_MAX {
@@ -213,6 +243,10 @@ impl Feed {
                 .map_err(|_| FeedError::Stopped { file: inner.files_of(&groups) })?
         };
         let batch = gathered.map_err(|e| FeedError::assemble(inner.files_of(&groups), e))?;
+        let (rows, epochs) = match Arc::try_unwrap(rows) {
+            Ok(rows) => (rows.rows, rows.epochs),
+            Err(shared) => (shared.rows.clone(), shared.epochs.clone()),
+        };
         Ok(FeedBatch { step, slots, batch, rows, epochs })
     }
 
@@ -242,7 +276,7 @@ impl Feed {
     pub fn stream(&self, shard: Shard, cursor: Cursor) -> Result<FeedStream> {
         let step = self.inner.plan.step_of(&cursor)?;
         let places = self.inner.plan.place_of_step(step)..u64::MAX;
-        Ok(FeedStream::start(self.clone(), shard, places, 1, self.inner.prefetch_batches))
+        Ok(FeedStream::start(self.clone(), shard, places, 1, self.inner.batches_ahead(shard)))
     }
 
     /// Streams a reader's share of the rows at `places`, one global batch at a time, of which it takes every
@@ -262,7 +296,7 @@ impl Feed {
             return Err(FeedError::invalid("stride is 0; it must be at least 1"));
         }
         self.inner.plan.check_places(&places)?;
-        Ok(FeedStream::start(self.clone(), shard, places, stride, self.inner.prefetch_batches))
+        Ok(FeedStream::start(self.clone(), shard, places, stride, self.inner.batches_ahead(shard)))
     }
 }
 
@@ -270,6 +304,32 @@ impl Inner {
     fn load(&self, group: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
         let reader = Arc::clone(&self.reader);
         (self.plan.group_bytes(group), async move { reader.read(group).await })
+    }
+
+    /// The columns of some rows, in the order of the schema.
+    fn assemble(&self, rows: &image::Rows, tensors: Vec<(usize, ArrayRef)>) -> Result<RecordBatch, ArrowError> {
+        let (schema, positions) = &self.plain;
+        let plain = gather(schema, positions, &rows.sources, &rows.index)?;
+        if tensors.is_empty() && !self.has_keys {
+            return Ok(plain);
+        }
+        let plain = positions.iter().copied().zip(plain.columns().iter().cloned());
+        let mut columns: Vec<(usize, ArrayRef)> = plain.chain(tensors).collect();
+        columns.sort_by_key(|(at, _)| *at);
+        let mut columns: Vec<ArrayRef> = columns.into_iter().map(|(_, column)| column).collect();
+        if self.has_keys {
+            columns.push(image::keys(self.plan.seed(), &rows.epochs, &rows.rows));
+        }
+        let options = RecordBatchOptions::new().with_row_count(Some(rows.index.len()));
+        RecordBatch::try_new_with_options(Arc::clone(&self.schema), columns, &options)
+    }
+
+    /// Batches that a stream assembles ahead of a reader, within the bound for tensors of images.
+    fn batches_ahead(&self, shard: Shard) -> usize {
+        let row_bytes = self.images.as_ref().map_or(0, Images::row_bytes);
+        let batch_bytes = row_bytes.saturating_mul(self.plan.slots(shard).len() as u64);
+        let within = image::TENSOR_BYTES_AHEAD.checked_div(batch_bytes).unwrap_or(u64::MAX);
+        usize::try_from(within).unwrap_or(usize::MAX).clamp(1, self.prefetch_batches)
     }
 
     fn files_of(&self, groups: &[u32]) -> String {
@@ -314,6 +374,20 @@ impl Inner {
 /// Row groups decoded at the same time where nothing else is asked for.
 pub(crate) fn processors() -> usize {
     std::thread::available_parallelism().map_or(2, usize::from).min(8)
+}
+
+/// The schema with a last column of augmentation keys, if it has a name.
+fn with_keys(schema: SchemaRef, name: Option<&str>) -> Result<SchemaRef> {
+    let Some(name) = name else { return Ok(schema) };
+    if name.is_empty() || schema.column_with_name(name).is_some() {
+        return Err(FeedError::invalid(format!(
+            "the column of augmentation keys cannot be named {name:?}: the name is empty, or a delivered column has it; \
+             choose another one"
+        )));
+    }
+    let mut fields: Vec<Field> = schema.fields().iter().map(|f| f.as_ref().clone()).collect();
+    fields.push(Field::new(name, image::KEY_FIELD_TYPE, false));
+    Ok(Arc::new(Schema::new(fields)))
 }
 
 /// The schema of some columns of a dataset, all of them without `columns`.

@@ -151,6 +151,16 @@ pub enum FeedError {
         #[source]
         source: Arc<arrow::error::ArrowError>,
     },
+    /// An image of a row that cannot become a tensor.
+    #[error("decode image column {column:?} in {place}: {reason}")]
+    Image {
+        /// Name of the column.
+        column: String,
+        /// The row: its file, row group and number.
+        place: String,
+        /// What is wrong with the image, and what to do.
+        reason: String,
+    },
     /// An option, path, slot range or step that is invalid or out of bounds.
     #[error("{what}")]
     Invalid {

@@ -24,7 +24,7 @@ use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
 use crate::scaling;
 use crate::shards;
-use crate::source::{self, DataFacts};
+use crate::source::{self, DataFacts, Use};
 use crate::teacher;
 use crate::validation::{self, Validator};
 
@@ -147,7 +147,7 @@ impl Checked {
         // these.
         let feed = {
             let _context = runtime.enter();
-            source::open_feed(&job, Arc::clone(&plan), &dataset, 0)?
+            source::open_feed(&job, Arc::clone(&plan), &dataset, 0, Use::Training)?
         };
         let facts = runtime.block_on(DataFacts::read(&job, &engine, &dataset, &feed))?;
         if let Some(teacher) = &teacher {

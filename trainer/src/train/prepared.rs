@@ -23,7 +23,7 @@ use crate::metrics;
 use crate::output::Output;
 use crate::publish::{self, Origin};
 use crate::replica;
-use crate::source;
+use crate::source::{self, Use};
 use crate::statistics;
 use crate::worker::{Assignment, VolumesSetup};
 
@@ -175,7 +175,7 @@ impl Prepared {
                 let feed = {
                     let _context = self.runtime.enter();
                     let cache = self.setup.config.feed_cache_bytes;
-                    source::open_feed(&self.job, Arc::clone(&self.plan), &self.dataset, cache)?
+                    source::open_feed(&self.job, Arc::clone(&self.plan), &self.dataset, cache, Use::Evaluation)?
                 };
                 statistics::collect(&feed, &columns, &inputs, &self.runtime, stop)
             };

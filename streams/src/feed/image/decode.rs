@@ -1,0 +1,144 @@
+//! Decoding of one image file to 8-bit pixels, within a number of pixels and a budget of memory.
+
+use std::io::Cursor;
+
+use ::image::metadata::Orientation;
+use ::image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
+use parking_lot::{Condvar, Mutex};
+
+use super::{Channels, ImageOptions};
+
+/// Bytes of memory for each pixel of a JPEG file while it is decoded: coefficients of progressive files, samples and
+/// the result.
+const JPEG_PIXEL_BYTES: u64 = 12;
+
+/// Pixels of one image, row by row, the channels of a pixel together.
+pub(super) struct Pixels<'b> {
+    pub(super) width: u32,
+    pub(super) height: u32,
+    pub(super) data: Vec<u8>,
+    _share: Share<'b>,
+}
+
+/// Memory of the images that are decoded at a time. An image that alone needs more than all of it takes all.
+pub(super) struct Budget {
+    bytes_max: u64,
+    used: Mutex<u64>,
+    freed: Condvar,
+}
+
+/// A part of a budget, given back when it is dropped.
+struct Share<'b> {
+    budget: &'b Budget,
+    bytes: u64,
+}
+
+impl Budget {
+    pub(super) fn new(bytes_max: u64) -> Self {
+        Self { bytes_max, used: Mutex::new(0), freed: Condvar::new() }
+    }
+
+    /// Waits until other images have given back enough. Only for threads that may block.
+    fn take(&self, bytes: u64) -> Share<'_> {
+        let bytes = bytes.min(self.bytes_max);
+        let mut used = self.used.lock();
+        while *used + bytes > self.bytes_max {
+            self.freed.wait(&mut used);
+        }
+        *used += bytes;
+        Share { budget: self, bytes }
+    }
+}
+
+impl Drop for Share<'_> {
+    fn drop(&mut self) {
+        *self.budget.used.lock() -= self.bytes;
+        self.budget.freed.notify_all();
+    }
+}
+
+/// Decodes an image, applies its orientation, and brings it to the channels of the tensor. The error says what is wrong
+/// and what to do.
+pub(super) fn decode<'b>(
+    content: &[u8],
+    options: &ImageOptions,
+    budget: &'b Budget,
+) -> Result<Pixels<'b>, String> {
+    if content.is_empty() {
+        return Err("the image has no bytes; write one there, or leave such rows out (where)".into());
+    }
+    let broken = |error: &dyn std::fmt::Display| {
+        format!("the image cannot be decoded ({error}); write it again, or leave the row out (where)")
+    };
+    let mut reader = ImageReader::new(Cursor::new(content)).with_guessed_format().map_err(|e| broken(&e))?;
+    let format = match reader.format() {
+        Some(format @ (ImageFormat::Jpeg | ImageFormat::Png | ImageFormat::WebP)) => format,
+        _ => {
+            return Err("the bytes are neither JPEG, PNG nor WebP; convert the image, or leave the row out \
+                        (where)"
+                .into());
+        }
+    };
+    if format == ImageFormat::Jpeg && !has_end(content) {
+        return Err(broken(&"the file ends before the end of the image"));
+    }
+    let mut limits = Limits::no_limits();
+    // The largest pixel has four channels of 16 bits.
+    limits.max_alloc = Some(options.pixels_max.saturating_mul(8).max(64 << 20));
+    reader.limits(limits);
+    let mut decoder = reader.into_decoder().map_err(|e| broken(&e))?;
+    let (width, height) = decoder.dimensions();
+    let pixels = u64::from(width) * u64::from(height);
+    if pixels > options.pixels_max {
+        return Err(format!(
+            "the image says that it has {width} x {height} pixels, more than pixels_max = {}; scale it down, or raise \
+             pixels_max",
+            options.pixels_max
+        ));
+    }
+    if pixels == 0 {
+        return Err(broken(&"it has no pixels"));
+    }
+    let share = budget.take(match format {
+        ImageFormat::Jpeg => pixels * JPEG_PIXEL_BYTES,
+        _ => decoder.total_bytes().saturating_mul(2) + pixels * 4,
+    });
+    // Without readable metadata there is no rotation.
+    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+    let mut image = DynamicImage::from_decoder(decoder).map_err(|e| broken(&e))?;
+    image.apply_orientation(orientation);
+    let (width, height) = (image.width(), image.height());
+    let data = match options.channels {
+        Channels::Rgb => image.into_rgb8().into_raw(),
+        Channels::Grey if !image.color().has_color() => image.into_luma8().into_raw(),
+        Channels::Grey => image.into_rgb8().as_raw().chunks_exact(3).map(luma).collect(),
+    };
+    Ok(Pixels { width, height, data, _share: share })
+}
+
+/// Luma by ITU-R BT.601 in 16-bit fixed point, as Pillow computes it.
+fn luma(rgb: &[u8]) -> u8 {
+    let [red, green, blue] = [rgb[0], rgb[1], rgb[2]].map(u32::from);
+    ((red * 19_595 + green * 38_470 + blue * 7_471 + 0x8000) >> 16) as u8
+}
+
+/// Whether a JPEG file has its end marker: the decoder fills what is missing with grey.
+fn has_end(content: &[u8]) -> bool {
+    // Segments with their lengths precede the first scan. A thumbnail with markers of its own lies inside of one.
+    let mut at = 2_usize;
+    loop {
+        match content.get(at..at.saturating_add(4)) {
+            Some([0xff, 0xff, ..]) => at += 1,
+            Some([0xff, marker, high, low]) => {
+                let is_scan = *marker == 0xda;
+                at += 2 + usize::from(u16::from_be_bytes([*high, *low]));
+                if is_scan {
+                    return content.get(at..).is_some_and(|scans| scans.windows(2).any(|w| w == [0xff, 0xd9]));
+                }
+            }
+            // The decoder reports what is wrong.
+            Some(_) => return true,
+            None => return false,
+        }
+    }
+}

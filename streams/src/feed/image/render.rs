@@ -1,0 +1,138 @@
+//! Rendering of decoded pixels: scaled, cropped, flipped and converted into one row of the tensor.
+
+use fast_image_resize::images::{CroppedImage, Image, ImageRef};
+use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+
+use super::decode::Pixels;
+use super::geometry::Geometry;
+use super::{Channels, Filter, ImageOptions, Layout, Values};
+
+/// The conversion of one column, made once.
+pub(super) struct Renderer {
+    options: ImageOptions,
+    /// For float values, the value of each byte, by channel.
+    tables: Vec<Vec<f32>>,
+}
+
+impl Renderer {
+    pub(super) fn new(options: ImageOptions) -> Self {
+        let of = |values: &[f32], channel: usize, absent: f32| match values {
+            [] => absent,
+            [one] => *one,
+            several => several[channel],
+        };
+        let table = |channel: usize| {
+            let (mean, std) = (of(&options.mean, channel, 0.0), of(&options.std, channel, 1.0));
+            (0..=u8::MAX).map(|byte| (f32::from(byte) / 255.0 - mean) / std).collect()
+        };
+        let tables = match options.values() {
+            Values::Uint8 => Vec::new(),
+            Values::Float32 => (0..options.channels.count()).map(table).collect(),
+        };
+        Self { options, tables }
+    }
+
+    pub(super) fn options(&self) -> &ImageOptions {
+        &self.options
+    }
+
+    /// Bytes of the tensor of one image.
+    pub(super) fn row_bytes(&self) -> usize {
+        self.options.width()
+            * match self.options.values() {
+                Values::Uint8 => 1,
+                Values::Float32 => size_of::<f32>(),
+            }
+    }
+
+    /// Writes the tensor of one image to `out`, which has its size.
+    pub(super) fn render(
+        &self,
+        resizer: &mut Resizer,
+        pixels: &Pixels<'_>,
+        geometry: &Geometry,
+        out: &mut [u8],
+    ) -> Result<(), String> {
+        let [height, width] = self.options.size;
+        let kind = match self.options.channels {
+            Channels::Rgb => PixelType::U8x3,
+            Channels::Grey => PixelType::U8,
+        };
+        let failed = |error: &dyn std::fmt::Display| format!("the image cannot be scaled ({error})");
+        let image =
+            ImageRef::new(pixels.width, pixels.height, &pixels.data, kind).map_err(|e| failed(&e))?;
+        let source = &geometry.source;
+        let view = CroppedImage::new(&image, source.x, source.y, source.width, source.height)
+            .map_err(|e| failed(&e))?;
+        // Only the pixels of the tensor are computed, not those that a crop would remove.
+        let (left, across) = span(source.width, geometry.scaled.0, geometry.corner.0, width);
+        let (top, down) = span(source.height, geometry.scaled.1, geometry.corner.1, height);
+        let filter = match self.options.filter {
+            Filter::Bilinear => FilterType::Bilinear,
+            Filter::Bicubic => FilterType::CatmullRom,
+        };
+        let options = ResizeOptions::new()
+            .resize_alg(ResizeAlg::Convolution(filter))
+            .crop(left, top, across, down)
+            .use_alpha(false);
+        let mut scaled = Image::new(width, height, kind);
+        resizer.resize(&view, &mut scaled, &options).map_err(|e| failed(&e))?;
+        self.convert(scaled.buffer(), geometry, out);
+        Ok(())
+    }
+
+    /// Flips pixels, and brings them to the element type and the order of the tensor.
+    fn convert(&self, pixels: &[u8], geometry: &Geometry, out: &mut [u8]) {
+        let Renderer { options, tables } = self;
+        let channels = options.channels.count();
+        let [height, width] = options.size.map(|side| side as usize);
+        let row_of = |y: usize| {
+            let y = if geometry.flip_vertical { height - 1 - y } else { y };
+            &pixels[y * width * channels..(y + 1) * width * channels]
+        };
+        // Values of the tensor in a run: those of one row of one channel, or of one row.
+        let runs: Vec<(usize, usize)> = match options.layout {
+            Layout::Chw => (0..channels).flat_map(|c| (0..height).map(move |y| (c, y))).collect(),
+            Layout::Hwc => (0..height).map(|y| (0, y)).collect(),
+        };
+        let each = out.len() / runs.len().max(1);
+        for ((channel, y), run) in runs.into_iter().zip(out.chunks_exact_mut(each.max(1))) {
+            let row = row_of(y);
+            match (options.layout, geometry.flip) {
+                (Layout::Chw, false) => {
+                    write(run, row[channel..].iter().step_by(channels).map(|v| (channel, *v)), tables);
+                }
+                (Layout::Chw, true) => {
+                    write(run, row[channel..].iter().step_by(channels).rev().map(|v| (channel, *v)), tables);
+                }
+                (Layout::Hwc, false) => write(run, of_pixels(row.chunks_exact(channels)), tables),
+                (Layout::Hwc, true) => write(run, of_pixels(row.chunks_exact(channels).rev()), tables),
+            }
+        }
+    }
+}
+
+/// The values of pixels, each with its channel.
+fn of_pixels<'p>(pixels: impl Iterator<Item = &'p [u8]>) -> impl Iterator<Item = (usize, u8)> {
+    pixels.flat_map(|pixel| pixel.iter().copied().enumerate())
+}
+
+/// Writes values with their channels, as bytes or as floats in the byte order of the machine.
+fn write(run: &mut [u8], values: impl Iterator<Item = (usize, u8)>, tables: &[Vec<f32>]) {
+    if tables.is_empty() {
+        for (out, (_, value)) in run.iter_mut().zip(values) {
+            *out = value;
+        }
+        return;
+    }
+    for (out, (channel, value)) in run.chunks_exact_mut(size_of::<f32>()).zip(values) {
+        out.copy_from_slice(&tables[channel][usize::from(value)].to_ne_bytes());
+    }
+}
+
+/// The part of `source` pixels that becomes `out` of the `scaled` ones from `corner` on: its begin and its length.
+fn span(source: u32, scaled: u64, corner: u64, out: u32) -> (f64, f64) {
+    let each = f64::from(source) / scaled as f64;
+    let begin = (corner as f64 * each).min(f64::from(source));
+    (begin, (f64::from(out) * each).min(f64::from(source) - begin))
+}
