@@ -446,7 +446,9 @@ impl JobFile {
         let columns = self.columns();
         for (column, options) in &self.images {
             if *column == self.label || !columns.contains(column) {
-                return Err(format!("images.{column}: no input has a column {column:?}; add it to features or inputs"));
+                return Err(format!(
+                    "images.{column}: no input has a column {column:?}; add it to features or inputs"
+                ));
             }
             options.check(column).map_err(|error| format!("images.{column}: {error}"))?;
         }

@@ -89,7 +89,7 @@ pub(crate) fn open_feed(
             Use::Training => options.clone(),
             Use::Evaluation => options.without_augmentation(),
         };
-        options.dtype.get_or_insert(Values::Float32);
+        options.dtype = options.dtype.or(Some(Values::Float32));
         (column.clone(), options)
     };
     let options = FeedOptions {

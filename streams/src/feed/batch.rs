@@ -307,7 +307,11 @@ impl Inner {
     }
 
     /// The columns of some rows, in the order of the schema.
-    fn assemble(&self, rows: &image::Rows, tensors: Vec<(usize, ArrayRef)>) -> Result<RecordBatch, ArrowError> {
+    fn assemble(
+        &self,
+        rows: &image::Rows,
+        tensors: Vec<(usize, ArrayRef)>,
+    ) -> Result<RecordBatch, ArrowError> {
         let (schema, positions) = &self.plain;
         let plain = gather(schema, positions, &rows.sources, &rows.index)?;
         if tensors.is_empty() && !self.has_keys {

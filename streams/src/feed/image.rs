@@ -240,7 +240,8 @@ impl ImageOptions {
         match (self.resize, self.crop) {
             (Some(_), Crop::Whole | Crop::RandomResized) => {
                 return wrong(
-                    "resize is the shorter side before a centre or random crop; leave it out, or set crop".into(),
+                    "resize is the shorter side before a centre or random crop; leave it out, or set crop"
+                        .into(),
                 );
             }
             (Some(side), _) if side < height.max(width) || side > IMAGE_SIDE_MAX => {

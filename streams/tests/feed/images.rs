@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use arrow::array::{
-    Array, ArrayRef, AsArray, BinaryArray, BinaryViewArray, Int64Array, LargeBinaryArray, RecordBatch, StringArray,
-    StructArray,
+    Array, ArrayRef, AsArray, BinaryArray, BinaryViewArray, Int64Array, LargeBinaryArray, RecordBatch,
+    StringArray, StructArray,
 };
 use arrow::datatypes::{DataType, Field, Float32Type, Int64Type, UInt8Type};
 use futures::StreamExt;
@@ -125,7 +125,8 @@ async fn tensors_have_the_type_and_the_metadata_of_arrows_extension() {
     let memory = InMemory::new();
     dataset(&memory).await;
     let store: Arc<dyn ObjectStore> = Arc::new(memory);
-    let options = ImageOptions { dtype: Some(Values::Float32), channels: Channels::Grey, ..ImageOptions::new(4, 5) };
+    let options =
+        ImageOptions { dtype: Some(Values::Float32), channels: Channels::Grey, ..ImageOptions::new(4, 5) };
     let options = FeedOptions { key_column: Some("key".into()), ..images("image", options) };
     let feed = Feed::open(plan(&store, 8).await, Arc::clone(&store), &options).unwrap();
     let batch = feed.batch(0, 0..8).await.unwrap();

@@ -175,7 +175,13 @@ impl Prepared {
                 let feed = {
                     let _context = self.runtime.enter();
                     let cache = self.setup.config.feed_cache_bytes;
-                    source::open_feed(&self.job, Arc::clone(&self.plan), &self.dataset, cache, Use::Evaluation)?
+                    source::open_feed(
+                        &self.job,
+                        Arc::clone(&self.plan),
+                        &self.dataset,
+                        cache,
+                        Use::Evaluation,
+                    )?
                 };
                 statistics::collect(&feed, &columns, &inputs, &self.runtime, stop)
             };

@@ -133,7 +133,9 @@ fn has_end(content: &[u8]) -> bool {
                 let is_scan = *marker == 0xda;
                 at += 2 + usize::from(u16::from_be_bytes([*high, *low]));
                 if is_scan {
-                    return content.get(at..).is_some_and(|scans| scans.windows(2).any(|w| w == [0xff, 0xd9]));
+                    return content
+                        .get(at..)
+                        .is_some_and(|scans| scans.windows(2).any(|w| w == [0xff, 0xd9]));
                 }
             }
             // The decoder reports what is wrong.

@@ -81,7 +81,11 @@ fn shorter_side(width: u32, height: u32, side: u32) -> (u64, u64) {
 /// The least size with the image's aspect ratio that covers `out`.
 fn cover(width: u32, height: u32, out: (u64, u64)) -> (u64, u64) {
     let (w, h) = (u64::from(width), u64::from(height));
-    if w * out.1 <= h * out.0 { (out.0, (out.0 * h / w).max(out.1)) } else { ((out.1 * w / h).max(out.0), out.1) }
+    if w * out.1 <= h * out.0 {
+        (out.0, (out.0 * h / w).max(out.1))
+    } else {
+        ((out.1 * w / h).max(out.0), out.1)
+    }
 }
 
 /// Half of a number, rounded half to even.

@@ -1,8 +1,9 @@
 //! Augmentation keys: one number for each row and epoch, from which all random draws of the row derive.
 
+use std::sync::Arc;
+
 use arrow::array::{ArrayRef, Int64Array};
 use arrow::datatypes::DataType;
-use std::sync::Arc;
 
 use crate::feed::permutation::derive_key;
 

@@ -59,8 +59,7 @@ impl Renderer {
             Channels::Grey => PixelType::U8,
         };
         let failed = |error: &dyn std::fmt::Display| format!("the image cannot be scaled ({error})");
-        let image =
-            ImageRef::new(pixels.width, pixels.height, &pixels.data, kind).map_err(|e| failed(&e))?;
+        let image = ImageRef::new(pixels.width, pixels.height, &pixels.data, kind).map_err(|e| failed(&e))?;
         let source = &geometry.source;
         let view = CroppedImage::new(&image, source.x, source.y, source.width, source.height)
             .map_err(|e| failed(&e))?;

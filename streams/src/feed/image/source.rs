@@ -81,7 +81,9 @@ pub(super) fn folder_of(dataset: &Dataset) -> String {
 /// The file that a name stands for.
 pub(super) fn locate(folder: &str, name: &str) -> Result<Path, String> {
     let wrong = |what: &str| {
-        format!("the file name {name:?} {what}; write a path relative to the dataset, or from the volume's root with '/'")
+        format!(
+            "the file name {name:?} {what}; write a path relative to the dataset, or from the volume's root with '/'"
+        )
     };
     let base = if name.starts_with('/') { "" } else { folder };
     let parts: Vec<&str> =

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use arrow::array::{Array, ArrayRef, FixedSizeListArray, Float32Array, RecordBatch, UInt8Array};
+use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, RecordBatch, UInt8Array};
 use arrow::buffer::{Buffer, ScalarBuffer};
 use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
 use bytes::{Bytes, BytesMut};
@@ -199,7 +199,7 @@ impl Column {
 
     /// The array over a buffer of whole rows.
     fn array(&self, buffer: BytesMut) -> Result<ArrayRef> {
-        let mut buffer = Buffer::from_vec(Vec::from(buffer));
+        let mut buffer = Buffer::from_vec(Vec::<u8>::from(buffer));
         let options = self.renderer.options();
         let values: ArrayRef = match options.values() {
             Values::Uint8 => Arc::new(UInt8Array::new(buffer.into(), None)),
@@ -212,8 +212,7 @@ impl Column {
                 Arc::new(Float32Array::new(ScalarBuffer::new(buffer, 0, count), None))
             }
         };
-        let list =
-            FixedSizeListArray::try_new(Arc::new(self.item()), options.width() as i32, values, None);
+        let list = FixedSizeListArray::try_new(Arc::new(self.item()), options.width() as i32, values, None);
         Ok(Arc::new(list.map_err(|error| FeedError::assemble(&self.name, error))?))
     }
 
@@ -252,7 +251,7 @@ impl Shared {
         let tasks = column.tasks(rows).into_iter().map(|task| {
             let running = Arc::clone(&self).run(Arc::clone(column), Arc::clone(rows), task);
             // A task of its own goes on, and gives its permits back, when the caller does not poll.
-            async { AbortOnDropHandle::new(tokio::spawn(running)).await }
+            async move { AbortOnDropHandle::new(tokio::spawn(running)).await }
         });
         let mut done = stream::iter(tasks).buffered(ahead);
         let stopped = || FeedError::Stopped { file: self.plan.dataset().path().to_string() };

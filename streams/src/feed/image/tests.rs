@@ -46,19 +46,20 @@ fn assert_close(found: &[u8], expected: &[u8], most: u8) {
 fn scaled_pixels_are_those_of_pillow() {
     let png = encode(pattern(), ImageFormat::Png);
     let bilinear = [
-        21, 31, 5, 65, 47, 16, 113, 64, 28, 161, 80, 39, 205, 96, 50, 28, 87, 15, 72, 103, 50, 120, 120, 89, 168, 136,
-        128, 212, 152, 153, 35, 150, 27, 79, 166, 90, 127, 183, 157, 175, 192, 159, 219, 205, 114, 42, 206, 37, 86,
-        215, 124, 134, 171, 163, 182, 104, 97, 226, 85, 148,
+        21, 31, 5, 65, 47, 16, 113, 64, 28, 161, 80, 39, 205, 96, 50, 28, 87, 15, 72, 103, 50, 120, 120, 89,
+        168, 136, 128, 212, 152, 153, 35, 150, 27, 79, 166, 90, 127, 183, 157, 175, 192, 159, 219, 205, 114,
+        42, 206, 37, 86, 215, 124, 134, 171, 163, 182, 104, 97, 226, 85, 148,
     ];
     assert_close(&render(&png, &hwc(4, 5)).unwrap(), &bilinear, 1);
     let bicubic = [
-        17, 25, 3, 63, 41, 12, 112, 59, 22, 161, 76, 32, 207, 92, 42, 25, 85, 12, 71, 101, 49, 120, 119, 88, 169, 136,
-        134, 215, 153, 165, 32, 150, 22, 78, 166, 88, 127, 191, 168, 176, 204, 169, 222, 217, 106, 40, 211, 31, 86,
-        224, 131, 135, 169, 170, 184, 97, 83, 230, 74, 152,
+        17, 25, 3, 63, 41, 12, 112, 59, 22, 161, 76, 32, 207, 92, 42, 25, 85, 12, 71, 101, 49, 120, 119, 88,
+        169, 136, 134, 215, 153, 165, 32, 150, 22, 78, 166, 88, 127, 191, 168, 176, 204, 169, 222, 217, 106,
+        40, 211, 31, 86, 224, 131, 135, 169, 170, 184, 97, 83, 230, 74, 152,
     ];
     let options = ImageOptions { filter: Filter::Bicubic, ..hwc(4, 5) };
     assert_close(&render(&png, &options).unwrap(), &bicubic, 1);
-    let grey = [25, 49, 74, 100, 123, 62, 87, 116, 145, 170, 102, 131, 163, 183, 198, 138, 166, 158, 127, 134];
+    let grey =
+        [25, 49, 74, 100, 123, 62, 87, 116, 145, 170, 102, 131, 163, 183, 198, 138, 166, 158, 127, 134];
     let options = ImageOptions { channels: Channels::Grey, ..ImageOptions::new(4, 5) };
     assert_close(&render(&png, &options).unwrap(), &grey, 1);
 }
@@ -67,9 +68,9 @@ fn scaled_pixels_are_those_of_pillow() {
 fn a_centre_crop_scales_the_shorter_side_and_cuts_the_middle_out() {
     // Pillow: resize((7, 6)), crop((1, 1, 6, 5)).
     let expected = [
-        47, 64, 20, 83, 77, 39, 116, 89, 55, 149, 100, 71, 185, 113, 90, 52, 108, 39, 88, 121, 72, 121, 133, 103, 154,
-        144, 134, 190, 157, 168, 57, 145, 54, 93, 158, 101, 126, 170, 145, 159, 181, 188, 195, 194, 164, 62, 189, 72,
-        98, 202, 135, 131, 214, 189, 164, 207, 158, 200, 181, 72,
+        47, 64, 20, 83, 77, 39, 116, 89, 55, 149, 100, 71, 185, 113, 90, 52, 108, 39, 88, 121, 72, 121, 133,
+        103, 154, 144, 134, 190, 157, 168, 57, 145, 54, 93, 158, 101, 126, 170, 145, 159, 181, 188, 195, 194,
+        164, 62, 189, 72, 98, 202, 135, 131, 214, 189, 164, 207, 158, 200, 181, 72,
     ];
     let options = ImageOptions { crop: Crop::Center, resize: Some(6), ..hwc(4, 5) };
     assert_close(&render(&encode(pattern(), ImageFormat::Png), &options).unwrap(), &expected, 1);
@@ -79,9 +80,9 @@ fn a_centre_crop_scales_the_shorter_side_and_cuts_the_middle_out() {
 fn a_crop_before_scaling_does_not_see_the_pixels_around_it() {
     // Pillow: crop((2, 3, 9, 8)), resize((5, 4)).
     let expected = [
-        57, 97, 38, 81, 106, 58, 110, 116, 81, 139, 126, 105, 163, 135, 125, 60, 126, 52, 84, 135, 79, 113, 145, 110,
-        142, 155, 142, 166, 164, 169, 64, 156, 65, 88, 165, 99, 117, 175, 140, 146, 185, 180, 170, 194, 214, 67, 185,
-        79, 91, 194, 120, 120, 204, 169, 149, 214, 218, 173, 223, 131,
+        57, 97, 38, 81, 106, 58, 110, 116, 81, 139, 126, 105, 163, 135, 125, 60, 126, 52, 84, 135, 79, 113,
+        145, 110, 142, 155, 142, 166, 164, 169, 64, 156, 65, 88, 165, 99, 117, 175, 140, 146, 185, 180, 170,
+        194, 214, 67, 185, 79, 91, 194, 120, 120, 204, 169, 149, 214, 218, 173, 223, 131,
     ];
     let (options, budget) = (hwc(4, 5), Budget::new(1 << 20));
     let pixels = decode(&encode(pattern(), ImageFormat::Png), &options, &budget).unwrap();
@@ -101,8 +102,7 @@ fn layouts_flips_and_floats_are_those_of_the_naive_loop() {
     {
         let bytes = ImageOptions { layout, flip, flip_vertical, ..ImageOptions::new(10, 12) };
         let (mean, std) = (vec![0.5, 0.25, 0.0], vec![0.5, 2.0, 1.0]);
-        let floats =
-            ImageOptions { mean: mean.clone(), std: std.clone(), ..bytes.clone() };
+        let floats = ImageOptions { mean: mean.clone(), std: std.clone(), ..bytes.clone() };
         let (bytes, floats) = (render(&png, &bytes).unwrap(), render(&png, &floats).unwrap());
         let floats: Vec<f32> =
             floats.chunks_exact(4).map(|v| f32::from_ne_bytes(v.try_into().unwrap())).collect();
