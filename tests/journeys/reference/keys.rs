@@ -299,6 +299,7 @@ const TYPES: [(&str, &str); 47] = [
     ("OptimizerConfig", "table"),
     ("Schedule", "table"),
     ("EmaConfig", "table"),
+    ("ImageOptions", "table"),
     ("broker::Config", "table"),
     ("TopicConfig", "table"),
     ("JobConfig", "table"),

@@ -123,6 +123,26 @@ fn digests_of_both_formats_are_frozen() {
     );
 }
 
+#[test]
+fn images_are_columns_of_inputs_and_part_of_the_computation() {
+    let job = with("images.x = { size = [8, 9], flip = 0.5, mean = [0.5] }");
+    assert_eq!((job.images["x"].shape(), job.images["x"].flip), ([3, 8, 9], 0.5));
+    let plain = JobFile::parse(MINIMAL).unwrap();
+    assert_ne!(job.digest("model", "plan#1"), plain.digest("model", "plan#1"));
+    let json = serde_json::to_string(&job).unwrap();
+    assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), job);
+    for (line, words) in [
+        ("images.photo = { size = [8, 8] }", ["images.photo", "add it to features"]),
+        ("images.y = { size = [8, 8] }", ["images.y", "no input"]),
+        ("images.x = { size = [0, 8] }", ["images.x", "height in size is 0"]),
+        ("images.x = { size = [8, 8], crop = \"middle\" }", ["line 6", "random_resized"]),
+        ("images.x = { crop = \"center\" }", ["line 6", "size"]),
+    ] {
+        let line = reason(&format!("{MINIMAL}{line}\n"));
+        assert!(words.iter().all(|word| line.contains(word)), "{line:?} lacks {words:?}");
+    }
+}
+
 fn with(lines: &str) -> JobFile {
     JobFile::parse(&format!("{MINIMAL}{lines}\n")).unwrap()
 }
