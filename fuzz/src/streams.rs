@@ -24,6 +24,39 @@ pub(crate) fn request(input: &[u8]) {
     fuzzing::request(input);
 }
 
+/// Formats of files without a footer; the first byte of an input chooses one.
+const SOURCES: [&str; 4] = ["jsonl", "csv", "tsv", "tar"];
+
+/// A file of a dataset without a footer: each row group decodes alone to the rows that the scan has counted.
+pub(crate) fn source(input: &[u8]) {
+    if let Some((first, rest)) = input.split_first() {
+        fuzzing::source(SOURCES[usize::from(*first) % SOURCES.len()], rest);
+    }
+}
+
+/// A file of each format.
+pub(crate) fn sources() -> Vec<Vec<u8>> {
+    let mut tar = vec![3];
+    for (name, content) in [("a.cls", &b"7"[..]), ("a.json", b"{\"x\": [1]}"), ("b.jpg", &[9; 700])] {
+        let mut header = [0u8; 512];
+        header[..name.len()].copy_from_slice(name.as_bytes());
+        header[124..135].copy_from_slice(format!("{:011o}", content.len()).as_bytes());
+        header[156] = b'0';
+        header[148..156].fill(b' ');
+        let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+        header[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+        tar.extend(header);
+        tar.extend(content);
+        tar.resize(1 + (tar.len() - 1).next_multiple_of(512), 0);
+    }
+    vec![
+        b"\0{\"a\": 1, \"b\": [0.5, null], \"c\": {\"d\": \"x\"}}\r\n\n{\"a\": -2, \"e\": true}\n".to_vec(),
+        b"\x01\xef\xbb\xbfid,name\r\n1,\"a \"\"b\"\",\n\"\r\n\r\n2,\r\n".to_vec(),
+        b"\x02id\tscore\n007\t1e3\n8\tnan\n".to_vec(),
+        tar,
+    ]
+}
+
 /// One request of each kind and version.
 pub(crate) fn requests() -> Vec<Vec<u8>> {
     let topic = || TopicName(StrBytes::from_static_str("digits"));

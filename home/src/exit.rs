@@ -131,9 +131,11 @@ fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
         E::NoFiles { .. } | E::NoRows { .. } | E::NothingSelected { .. } | E::NoColumn { .. } => {
             Exit::NotFound
         }
-        E::Corrupt { .. } | E::UnusablePlan { .. } | E::Image { .. } => Exit::Corrupt,
+        E::Corrupt { .. } | E::Row { .. } | E::UnusablePlan { .. } | E::Image { .. } => Exit::Corrupt,
         E::Invalid { .. } | E::Filter { .. } | E::InvalidSpec { .. } | E::OtherPlan { .. } => Exit::Usage,
-        E::SchemaConflict { .. } | E::DuplicateColumn { .. } | E::Changed { .. } => Exit::Conflict,
+        E::SchemaConflict { .. } | E::DuplicateColumn { .. } | E::MixedFormats { .. } | E::Changed { .. } => {
+            Exit::Conflict
+        }
         _ => Exit::Failed,
     }
 }

@@ -34,7 +34,9 @@ class Feed:
     Reading and decoding run on threads of their own while Python works. One thread at a time may iterate.
 
     :param dataset: ``VOLUME@SNAPSHOT:/PATH``, ``VOLUME@latest:/PATH`` or ``VOLUME:/PATH`` for the live volume; a
-        folder of Parquet or Arrow IPC files.
+        file, or a folder of files of one format: Parquet, Arrow IPC, JSON lines, CSV, or tar shards of WebDataset. A
+        format in front overrides the names of the files: ``folder:VOLUME@SNAPSHOT:/PATH`` reads files with one folder a
+        class, as columns ``path``, ``data``, ``label`` and ``class``.
     :param batch_rows: rows of a global batch, which the ranks share.
     :param epochs: epochs of one iteration; ``None`` reads without end, in full batches.
     :param seed: seed of the order.

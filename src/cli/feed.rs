@@ -175,7 +175,8 @@ pub(crate) struct OrderArgs {
 /// The dataset and the rows of it to read.
 #[derive(Debug, Args)]
 pub(crate) struct RowsArgs {
-    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
+    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume. A format in front overrides the
+    /// names of the files, for example `folder:photos@v1:/train` for images in one folder a class
     #[arg(required = true)]
     pub(crate) dataset: Option<DatasetSpec>,
     /// Read only rows for which this condition is true, for example "label != 3 and score >= 0.5"

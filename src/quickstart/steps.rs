@@ -222,7 +222,7 @@ impl Steps {
 
     /// Reads every row below `path` once through the feed, as a trainer would.
     async fn rows(&self, view: &View, path: &str, columns: &[&str]) -> Result<Vec<RecordBatch>> {
-        let dataset = DatasetSpec { source: view.spec().clone(), path: path.to_owned() };
+        let dataset = DatasetSpec { source: view.spec().clone(), path: path.to_owned(), format: None };
         let dataset = dataset.open(&self.service.datafs).await?;
         let options = PlanOptions { seed: self.seed, ..PlanOptions::default() };
         let plan = dataset.plan(&options).await?;
@@ -276,7 +276,7 @@ impl Steps {
                 Err(error) => Err(error.into()),
             });
             if listed.await? {
-                let dataset = DatasetSpec { source, path }.open(&self.service.datafs).await?;
+                let dataset = DatasetSpec { source, path, format: None }.open(&self.service.datafs).await?;
                 count += dataset.plan(&PlanOptions::default()).await?.rows();
             }
         }

@@ -1,11 +1,12 @@
-//! Datasets: a directory of Parquet or Arrow IPC files, its row groups and its one schema.
+//! Datasets: a directory of data files of one kind, its row groups and its one schema.
 //!
-//! A dataset is found by listing, in a canonical order (byte order of the paths), and described by the
-//! footers alone; no row is read. The description of a snapshot never changes, so a [`DatasetCache`] can keep
-//! it.
+//! A dataset is found by listing, in a canonical order (byte order of the paths). Parquet and Arrow IPC files are
+//! described by their footers alone; no row is read. JSON lines, CSV and tar files are read once, and cut into row
+//! groups of bounded size. The description of a snapshot never changes, so a [`DatasetCache`] can keep it.
 
 mod cache;
 mod folder;
+mod format;
 mod listing;
 mod pinned;
 mod schema;
@@ -16,6 +17,8 @@ mod volume;
 mod tests;
 
 pub use cache::DatasetCache;
+pub(crate) use format::Compression;
+pub use format::FileFormat;
 pub use spec::DatasetSpec;
 pub use volume::OpenDataset;
 
@@ -30,25 +33,19 @@ use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
 
 use crate::feed::error::Result;
+use crate::feed::source::{self, Described};
 use crate::feed::{FeedError, read_footer};
-use listing::Listing;
+
+pub(crate) use listing::{ListedFile, Listing};
 
 /// Most files one dataset may have.
 pub const FILES_MAX: usize = 1_000_000;
+/// Most files one folder of classes may have: each is a row.
+pub const FOLDER_FILES_MAX: usize = 2_000_000;
 /// Most row groups one dataset may have.
 pub const ROW_GROUPS_MAX: usize = 8_000_000;
 /// Footers read at the same time.
 const FOOTERS_CONCURRENT: usize = 16;
-
-/// Encoding of a data file, derived from its suffix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FileFormat {
-    /// Apache Parquet: `.parquet`.
-    Parquet,
-    /// Arrow IPC file (random access): `.arrow`, `.ipc`, `.feather`. Each record batch counts as a row group.
-    ArrowIpc,
-}
 
 /// One row group of a file: the unit of reading.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,6 +69,10 @@ pub struct DataFile {
     pub format: FileFormat,
     /// Its row groups, in file order.
     pub row_groups: Vec<RowGroup>,
+    /// Offsets in bytes at which the row groups of a file without a footer begin, then the end of the last one. Empty
+    /// for files with a footer.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cuts: Vec<u64>,
 }
 
 /// A described dataset: files in canonical order and the schema they share.
@@ -90,16 +91,29 @@ pub(crate) struct Footer {
 }
 
 impl Dataset {
-    /// Lists the data files at or below `path` and reads their footers, sixteen at a time.
+    /// Lists the data files at or below `path` and reads their footers, sixteen at a time. Files without a footer
+    /// are read whole.
     ///
     /// Files whose name (or a directory below `path`) starts with `.` or `_`, and files with other
-    /// suffixes, are not data. Costs one listing and one small read per file.
+    /// suffixes, are not data. Costs one listing and one small read per file with a footer.
     ///
     /// # Errors
-    /// [`FeedError::NoFiles`], [`FeedError::NoRows`], [`FeedError::Corrupt`] naming the file,
-    /// [`FeedError::Store`].
+    /// [`FeedError::NoFiles`], [`FeedError::NoRows`], [`FeedError::MixedFormats`]; [`FeedError::Corrupt`] and
+    /// [`FeedError::Row`] naming the file; [`FeedError::Store`].
     pub async fn read(store: &Arc<dyn ObjectStore>, path: &str) -> Result<Self> {
-        let listing = Listing::read(store, path).await?;
+        Self::read_as(store, path, None).await
+    }
+
+    /// As [`Dataset::read`], of files in one format, whatever their names say.
+    ///
+    /// # Errors
+    /// Those of [`Dataset::read`].
+    pub async fn read_as(
+        store: &Arc<dyn ObjectStore>,
+        path: &str,
+        format: Option<FileFormat>,
+    ) -> Result<Self> {
+        let listing = Listing::read(store, path, format).await?;
         Self::from_listing(store, listing).await
     }
 
@@ -112,16 +126,17 @@ impl Dataset {
         path: &str,
         cache: Arc<dyn DatasetCache>,
     ) -> Result<Self> {
-        Ok(Self::read_listed(store, path, cache).await?.0)
+        Ok(Self::read_listed(store, path, None, cache).await?.0)
     }
 
-    /// As [`Dataset::read_cached`], with the digest of the listing.
+    /// As [`Dataset::read_cached`], with the format of [`Dataset::read_as`] and the digest of the listing.
     pub(crate) async fn read_listed(
         store: &Arc<dyn ObjectStore>,
         path: &str,
+        format: Option<FileFormat>,
         cache: Arc<dyn DatasetCache>,
     ) -> Result<(Self, String)> {
-        let listing = Listing::read(store, path).await?;
+        let listing = Listing::read(store, path, format).await?;
         let digest = listing.digest();
         if let Some(found) = cache::lookup(&cache, &listing.path, &digest).await {
             return Ok((found, digest));
@@ -133,6 +148,10 @@ impl Dataset {
 
     async fn from_listing(store: &Arc<dyn ObjectStore>, listing: Listing) -> Result<Self> {
         let path = listing.path.clone();
+        if listing.files.first().is_some_and(|file| !file.format.has_footer()) {
+            let Described { schema, conflicts, files } = source::describe(store, listing).await?;
+            return Self::new(path, Arc::new(schema), conflicts, files);
+        }
         let footers: Vec<(DataFile, Schema)> = stream::iter(listing.files)
             .map(|found| async move {
                 let footer = read_footer(store, &found.path, found.bytes, found.format).await?;
@@ -141,6 +160,7 @@ impl Dataset {
                     bytes: found.bytes,
                     format: found.format,
                     row_groups: footer.row_groups,
+                    cuts: Vec::new(),
                 };
                 Ok::<_, FeedError>((file, footer.schema))
             })

@@ -52,6 +52,7 @@ mod plan;
 mod reader;
 pub(crate) mod select;
 mod shard;
+pub(crate) mod source;
 mod statistics;
 mod stream;
 

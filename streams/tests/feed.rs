@@ -7,5 +7,6 @@ mod images;
 mod order;
 mod reading;
 mod selection;
+mod sources;
 mod speed;
 mod volume;

@@ -35,6 +35,7 @@ mod secured;
 mod settings;
 mod shares;
 mod signals;
+mod sources;
 mod supervised;
 mod tabular;
 mod tokens;

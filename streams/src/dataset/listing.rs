@@ -8,9 +8,13 @@ use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 use sha2::{Digest, Sha256};
 
-use super::{FILES_MAX, FileFormat};
+use super::{FILES_MAX, FOLDER_FILES_MAX, FileFormat};
 use crate::feed::FeedError;
 use crate::feed::error::Result;
+
+/// Version of the rules by which files without footers are cut and their types inferred. Another version makes kept
+/// descriptions unusable.
+const SCAN_RULES: u32 = 1;
 
 /// A data file as the store lists it.
 pub(crate) struct ListedFile {
@@ -24,50 +28,54 @@ pub(crate) struct ListedFile {
 pub(crate) struct Listing {
     pub(crate) path: String,
     pub(crate) files: Vec<ListedFile>,
+    /// The format that was asked for.
+    format: Option<FileFormat>,
 }
 
 impl Listing {
-    pub(crate) async fn read(store: &Arc<dyn ObjectStore>, path: &str) -> Result<Self> {
+    /// Lists the data files at or below `path`; with a format, those that have its suffixes, or all of them if none has.
+    ///
+    /// # Errors
+    /// [`FeedError::NoFiles`], [`FeedError::MixedFormats`], [`FeedError::TooLarge`], [`FeedError::Store`].
+    pub(crate) async fn read(
+        store: &Arc<dyn ObjectStore>,
+        path: &str,
+        format: Option<FileFormat>,
+    ) -> Result<Self> {
         let root = Path::parse(path.trim_matches('/'))
             .map_err(|e| FeedError::invalid(format!("dataset path {path:?}: {e}")))?;
         let shown = format!("/{root}");
-        let mut files = Vec::new();
-        let mut ignored = 0usize;
+        let mut found = Found { format, ..Found::default() };
         // A path that names one file is a dataset of one file.
-        if let Some(format) = format_of(root.as_ref()) {
+        let of_name = FileFormat::of_path(root.as_ref());
+        if format != Some(FileFormat::Folder) && (of_name.is_some() || format.is_some()) {
             match store.head(&root).await {
-                Ok(meta) => files.push(found(meta, format)),
+                Ok(meta) => found.files.extend(format.or(of_name).map(|format| listed(meta, format))),
                 Err(object_store::Error::NotFound { .. }) => {}
                 Err(e) if is_directory(&e) => {}
                 Err(e) => return Err(FeedError::store(shown, e)),
             }
         }
-        if files.is_empty() {
+        if found.files.is_empty() {
             let prefix = (!root.as_ref().is_empty()).then_some(&root);
-            let mut listed = store.list(prefix);
+            let mut listing = store.list(prefix);
             loop {
-                let meta = match listed.try_next().await {
+                let meta = match listing.try_next().await {
                     Ok(Some(meta)) => meta,
                     Ok(None) | Err(object_store::Error::NotFound { .. }) => break,
                     Err(e) => return Err(FeedError::store(shown, e)),
                 };
-                let below = meta.location.as_ref().get(root.as_ref().len()..).unwrap_or_default();
-                let hidden = below.split('/').any(|part| part.starts_with(['.', '_']));
-                match format_of(below) {
-                    Some(format) if !hidden => files.push(found(meta, format)),
-                    _ => ignored += 1,
-                }
-                if files.len() > FILES_MAX {
-                    let limit = FILES_MAX as u64;
+                found.add(meta, &root);
+                let limit = if format == Some(FileFormat::Folder) { FOLDER_FILES_MAX } else { FILES_MAX };
+                if found.files.len().max(found.others.len()) > limit {
+                    let limit = limit as u64;
                     return Err(FeedError::TooLarge { path: shown, what: "the number of files", limit });
                 }
             }
         }
-        if files.is_empty() {
-            return Err(FeedError::NoFiles { path: shown, ignored });
-        }
+        let mut files = found.choose(&shown)?;
         files.sort_unstable_by(|a, b| a.path.as_bytes().cmp(b.path.as_bytes()));
-        Ok(Self { path: shown, files })
+        Ok(Self { path: shown, files, format })
     }
 
     /// Digest of this state of the listing: another file, size, tag or time changes it.
@@ -84,11 +92,84 @@ impl Listing {
             text(&file.bytes.to_string());
             text(&file.version);
         }
+        // Footers need no rules, and the digest of their files is that of earlier releases.
+        let scanned = self.files.first().is_some_and(|file| !file.format.has_footer());
+        if self.format.is_some() || scanned {
+            let name = self.files.first().map_or("", |file| file.format.name());
+            text(&format!("{name}, rules {SCAN_RULES}"));
+        }
         hex::encode(hash.finalize())
     }
 }
 
-fn found(meta: ObjectMeta, format: FileFormat) -> ListedFile {
+/// Files of a folder that is being listed.
+#[derive(Default)]
+struct Found {
+    /// The format that was asked for.
+    format: Option<FileFormat>,
+    files: Vec<ListedFile>,
+    /// Files without the suffix of the format that was asked for.
+    others: Vec<ListedFile>,
+    ignored: usize,
+}
+
+impl Found {
+    fn add(&mut self, meta: ObjectMeta, root: &Path) {
+        let below = meta.location.as_ref().get(root.as_ref().len()..).unwrap_or_default();
+        let is_hidden = below.split('/').any(|part| part.starts_with(['.', '_']));
+        match (self.format, FileFormat::of_path(below)) {
+            _ if is_hidden => self.ignored += 1,
+            (Some(FileFormat::Folder), _) => {
+                // Files beside the folders of the classes have no class.
+                match below.trim_start_matches('/').contains('/') {
+                    true => self.files.push(listed(meta, FileFormat::Folder)),
+                    false => self.ignored += 1,
+                }
+            }
+            (Some(format), found) if found == Some(format) => self.files.push(listed(meta, format)),
+            (Some(format), _) => self.others.push(listed(meta, format)),
+            (None, Some(format)) => self.files.push(listed(meta, format)),
+            (None, None) => self.ignored += 1,
+        }
+    }
+
+    /// The files of one format.
+    fn choose(mut self, path: &str) -> Result<Vec<ListedFile>> {
+        if self.files.is_empty() {
+            self.files = std::mem::take(&mut self.others);
+        }
+        // Earlier releases knew files with footers alone: where there are some, the others stay what they were.
+        if self.files.iter().any(|file| file.format.has_footer()) {
+            let before = self.files.len();
+            self.files.retain(|file| file.format.has_footer());
+            let other = before - self.files.len();
+            if other > 0 {
+                tracing::warn!(
+                    dataset = path,
+                    files = other,
+                    "files of other formats beside Parquet or Arrow IPC files are ignored"
+                );
+            }
+        }
+        let Some(first) = self.files.iter().min_by(|a, b| a.path.cmp(&b.path)) else {
+            return Err(FeedError::NoFiles { path: path.to_owned(), ignored: self.ignored });
+        };
+        let is_other = |file: &&ListedFile| {
+            file.format != first.format && !(file.format.has_footer() && first.format.has_footer())
+        };
+        if let Some(other) = self.files.iter().filter(is_other).min_by(|a, b| a.path.cmp(&b.path)) {
+            return Err(FeedError::MixedFormats {
+                path: path.to_owned(),
+                first: format!("{} is {}", first.path, first.format),
+                other: format!("{} is {}", other.path, other.format),
+                format: first.format.name(),
+            });
+        }
+        Ok(self.files)
+    }
+}
+
+fn listed(meta: ObjectMeta, format: FileFormat) -> ListedFile {
     let tag = meta.e_tag.unwrap_or_default();
     let version = meta.version.unwrap_or_default();
     ListedFile {
@@ -96,15 +177,6 @@ fn found(meta: ObjectMeta, format: FileFormat) -> ListedFile {
         bytes: meta.size,
         format,
         version: format!("{tag}\n{version}\n{}", meta.last_modified.to_rfc3339()),
-    }
-}
-
-fn format_of(path: &str) -> Option<FileFormat> {
-    let name = path.rsplit('/').next().unwrap_or(path);
-    match name.rsplit_once('.')?.1.to_ascii_lowercase().as_str() {
-        "parquet" => Some(FileFormat::Parquet),
-        "arrow" | "ipc" | "feather" => Some(FileFormat::ArrowIpc),
-        _ => None,
     }
 }
 

@@ -31,6 +31,11 @@ pub(crate) struct Conflict {
 }
 
 impl Conflict {
+    /// Values of two types in one column. Each place is a file, or a row of it.
+    pub(crate) fn of_values(column: String, first: (String, String), other: (String, String)) -> Self {
+        Self { column, first: (first.0, Some(first.1)), other: Some(other) }
+    }
+
     /// The error for a reader of the column.
     pub(crate) fn error(&self) -> FeedError {
         let column = self.column.clone();

@@ -67,13 +67,14 @@ impl OpenDataset {
         &self.identity
     }
 
-    /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`]. The footers of
-    /// a snapshot are read once and kept in the home.
+    /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`], and `options.format` by the
+    /// format of the specification. The description of a snapshot is made once and kept in the home.
     ///
     /// # Errors
     /// Those of [`Plan::build`].
     pub async fn plan(&self, options: &PlanOptions) -> Result<Plan> {
-        let options = PlanOptions { source: self.identity.clone(), ..options.clone() };
+        let options =
+            PlanOptions { source: self.identity.clone(), format: self.spec.format, ..options.clone() };
         match &self.cache {
             Some(cache) => {
                 let cache = Arc::clone(cache);

@@ -15,13 +15,29 @@ pub type Result<T, E = FeedError> = std::result::Result<T, E>;
 pub enum FeedError {
     /// The path of the dataset does not exist, or holds no file that is data.
     #[error(
-        "dataset {path}: no Parquet or Arrow IPC file found ({ignored} other files ignored); check the path, or ingest into it first"
+        "dataset {path}: no data file found ({ignored} other files ignored); check the path, ingest into it first, or \
+         name the format in front, for example folder:VOLUME@SNAPSHOT:/PATH for files in one folder a class"
     )]
     NoFiles {
         /// Path inside the store.
         path: String,
         /// Files below the path that are not data (other suffixes, hidden names).
         ignored: usize,
+    },
+    /// The path of the dataset holds files of several formats.
+    #[error(
+        "dataset {path}: {first} but {other}; a dataset has files of one format: name the format in front, for example \
+         {format}:VOLUME@SNAPSHOT:/PATH, or move the others away"
+    )]
+    MixedFormats {
+        /// Path inside the store.
+        path: String,
+        /// A file and its format.
+        first: String,
+        /// Another file and its format.
+        other: String,
+        /// Name of the first file's format.
+        format: &'static str,
     },
     /// The data files hold no rows.
     #[error("dataset {path}: {files} files without a single row; nothing to feed")]
@@ -99,6 +115,16 @@ pub enum FeedError {
         /// The decoder's error.
         #[source]
         source: Arc<dyn std::error::Error + Send + Sync>,
+    },
+    /// A row or a member of a file that cannot be read.
+    #[error("read {file}, {place}: {reason}; correct it and take a new snapshot")]
+    Row {
+        /// Path of the file inside the store.
+        file: String,
+        /// The row, for example `line 7`.
+        place: String,
+        /// What is wrong with it.
+        reason: String,
     },
     /// A part of a file that can only be decoded as a whole takes more memory than the feed may use for it.
     #[error(

@@ -116,6 +116,7 @@ async fn parse_footer(file: StoreFile, path: &str, format: FileFormat) -> Result
             Ok(Footer { schema: metadata.schema().as_ref().clone(), row_groups })
         }
         FileFormat::ArrowIpc => ipc::read_footer(file, path).await,
+        other => Err(FeedError::invalid(format!("{path} is {other}, which has no footer"))),
     }
 }
 

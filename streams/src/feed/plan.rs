@@ -19,7 +19,7 @@ use arrow::array::BooleanArray;
 use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
 
-use crate::dataset::{CachedRows, DataFile, Dataset, DatasetCache};
+use crate::dataset::{CachedRows, DataFile, Dataset, DatasetCache, FileFormat};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::{EpochLayout, Order, PLACES_MAX};
 use crate::feed::select::{RowSet, Selected, Selection, scan};
@@ -61,6 +61,9 @@ pub struct PlanOptions {
     /// The rows that the plan has; none means all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub selection: Option<Selection>,
+    /// The format of the files; their names tell it without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<FileFormat>,
 }
 
 impl Default for PlanOptions {
@@ -73,6 +76,7 @@ impl Default for PlanOptions {
             window_rows: 16_384,
             working_set_bytes_max: 512 << 20,
             selection: None,
+            format: None,
         }
     }
 }
@@ -160,7 +164,7 @@ impl Plan {
     /// [`FeedError::NothingSelected`], [`FeedError::NoColumn`] and [`FeedError::Invalid`] for its columns.
     pub async fn build(store: &Arc<dyn ObjectStore>, path: &str, options: &PlanOptions) -> Result<Self> {
         options.check()?;
-        let dataset = Dataset::read(store, path).await?;
+        let dataset = Dataset::read_as(store, path, options.format).await?;
         let Some(selection) = &options.selection else { return Self::new(dataset, options) };
         let rows = scan(store, &dataset, selection).await?;
         Self::with_rows(dataset, options, Some(rows))
@@ -177,7 +181,8 @@ impl Plan {
         cache: Arc<dyn DatasetCache>,
     ) -> Result<Self> {
         options.check()?;
-        let (dataset, listing) = Dataset::read_listed(store, path, Arc::clone(&cache)).await?;
+        let (dataset, listing) =
+            Dataset::read_listed(store, path, options.format, Arc::clone(&cache)).await?;
         let Some(selection) = &options.selection else { return Self::new(dataset, options) };
         let rows = match CachedRows::lookup(&cache, &dataset, &listing, selection).await {
             Some(rows) => rows,
@@ -213,7 +218,8 @@ impl Plan {
         let part_bytes = sizing::part_bytes(&dataset, options);
         sizing::check_count(&dataset, part_bytes)?;
         let units = sizing::units(&dataset, part_bytes, selected.as_ref());
-        let (lanes, window) = sizing::lanes_and_window(&units.groups, options);
+        let is_uneven = sizing::has_uneven_rows(&dataset);
+        let (lanes, window) = sizing::lanes_and_window(&units.groups, is_uneven, options);
         let order = Order {
             seed: options.seed,
             rows: selected.as_ref().map_or(dataset.rows(), |selected| selected.rows.len()),
@@ -255,7 +261,8 @@ impl Plan {
         let group_rows: Vec<u32> = groups.iter().map(|g| g.rows).collect();
         let parts = (part_bytes > 0).then_some(&group_rows[..]);
         let id = record::plan_id(&dataset, &source, &order, parts, selected.as_ref());
-        let working_set_bytes = sizing::working_set_bytes(&groups, order.lanes, order.window);
+        let is_uneven = sizing::has_uneven_rows(&dataset);
+        let working_set_bytes = sizing::working_set_bytes(&groups, is_uneven, order.lanes, order.window);
         let selected = selected.map(Arc::new);
         Self {
             id,

@@ -21,6 +21,7 @@ use crate::feed::Plan;
 use crate::feed::error::{FeedError, Result};
 use crate::feed::footer::{StoreFile, catch_panic, parquet_metadata, rows_of};
 use crate::feed::ipc;
+use crate::feed::source::{self, Classes};
 
 /// Parsed footers kept; a footer is some tens of kilobytes.
 const FOOTERS_KEPT: usize = 512;
@@ -35,6 +36,8 @@ pub(crate) struct GroupReader {
     schema: SchemaRef,
     footers: Mutex<Footers>,
     permits: Semaphore,
+    /// The classes of a dataset of a folder.
+    classes: Arc<Classes>,
     /// Largest compressed record batch once it is decompressed.
     decoded_bytes_max: u64,
 }
@@ -69,7 +72,8 @@ impl GroupReader {
         decoded_bytes_max: u64,
     ) -> Self {
         let permits = Semaphore::new(concurrency.max(1));
-        Self { store, plan, schema, footers: Mutex::default(), permits, decoded_bytes_max }
+        let classes = Arc::new(Classes::of(plan.dataset()));
+        Self { store, plan, schema, footers: Mutex::default(), permits, classes, decoded_bytes_max }
     }
 
     /// Path of the file that holds a row group of the plan.
@@ -108,6 +112,16 @@ impl GroupReader {
                 let bytes_max = self.decoded_bytes_max;
                 tokio::task::spawn_blocking(move || {
                     let columns = ipc::decode_block(&footer, index, &block, &schema, bytes_max, &path)?;
+                    finish(columns, rows, &schema, mask.as_ref(), &path)
+                })
+            }
+            FileFormat::JsonLines | FileFormat::Csv | FileFormat::Tar | FileFormat::Folder => {
+                let bytes_max = self.decoded_bytes_max;
+                let fetched = source::fetch(&self.store, file, index, &schema, bytes_max).await?;
+                let (plan, classes) = (Arc::clone(&self.plan), Arc::clone(&self.classes));
+                tokio::task::spawn_blocking(move || {
+                    let file = plan.group_file(group);
+                    let columns = source::decode(fetched, file, index, rows, &schema, &classes, bytes_max)?;
                     finish(columns, rows, &schema, mask.as_ref(), &path)
                 })
             }

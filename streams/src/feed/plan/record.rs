@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest, Sha256};
 
-use crate::dataset::{Dataset, FileFormat};
+use crate::dataset::Dataset;
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::Order;
 use crate::feed::plan::{ALGORITHM_VERSION, Plan, PlanOptions, sizing};
@@ -89,10 +89,7 @@ pub(super) fn plan_id(
     for file in dataset.files() {
         e.text(&file.path);
         e.number(file.bytes);
-        e.number(match file.format {
-            FileFormat::Parquet => 1,
-            FileFormat::ArrowIpc => 2,
-        });
+        e.number(file.format.number());
         e.number(file.row_groups.len() as u64);
         for group in &file.row_groups {
             e.number(group.rows);

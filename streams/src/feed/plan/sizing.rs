@@ -17,11 +17,21 @@ const PARTS: u64 = 32;
 /// Size in bytes of the parts into which row groups are split; 0 when whole row groups leave a lane and a
 /// window within the memory bound. Does not depend on a selection: a unit is decoded whole before its rows are selected.
 pub(super) fn part_bytes(dataset: &Dataset, options: &PlanOptions) -> u64 {
-    let whole = Sizes::of(&units(dataset, 0, None).groups);
+    // Only row groups of Parquet files are read in parts.
+    if has_uneven_rows(dataset) {
+        return 0;
+    }
+    let whole = Sizes::of(&units(dataset, 0, None).groups, false);
     match lanes_and_window_within(&whole, options) {
         Some(_) => 0,
         None => (options.working_set_bytes_max / PARTS).max(1),
     }
+}
+
+/// Whether the rows of a dataset may differ much in size, as images and documents do: those of files without footers.
+/// The largest row says little about a window of them, so their sizing takes twice the mean.
+pub(super) fn has_uneven_rows(dataset: &Dataset) -> bool {
+    dataset.files().first().is_some_and(|file| !file.format.has_footer())
 }
 
 /// Number of parts into which a row group is split. Record batches of Arrow IPC files cannot be read in parts.
@@ -102,7 +112,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(groups: &[Group]) -> Self {
+    fn of(groups: &[Group], is_uneven: bool) -> Self {
         let mut s = Self { rows: 0, bytes: 0, group_bytes_max: 0, row_bytes_max: 1 };
         for group in groups {
             let rows = u64::from(group.rows);
@@ -110,6 +120,9 @@ impl Sizes {
             s.bytes = s.bytes.saturating_add(group.bytes);
             s.group_bytes_max = s.group_bytes_max.max(group.bytes);
             s.row_bytes_max = s.row_bytes_max.max(group.bytes.div_ceil(rows));
+        }
+        if is_uneven {
+            s.row_bytes_max = s.row_bytes_max.min(s.bytes.saturating_mul(2) / s.rows.max(1)).max(1);
         }
         s
     }
@@ -122,13 +135,13 @@ impl Sizes {
     }
 }
 
-pub(super) fn working_set_bytes(groups: &[Group], lanes: u64, window: u64) -> u64 {
-    let sizes = Sizes::of(groups);
+pub(super) fn working_set_bytes(groups: &[Group], is_uneven: bool, lanes: u64, window: u64) -> u64 {
+    let sizes = Sizes::of(groups, is_uneven);
     sizes.span_bytes(window).saturating_mul(lanes).min(sizes.bytes)
 }
 
-pub(super) fn lanes_and_window(groups: &[Group], options: &PlanOptions) -> (u64, u64) {
-    let sizes = Sizes::of(groups);
+pub(super) fn lanes_and_window(groups: &[Group], is_uneven: bool, options: &PlanOptions) -> (u64, u64) {
+    let sizes = Sizes::of(groups, is_uneven);
     let (lanes, window) = lanes_and_window_within(&sizes, options)
         .unwrap_or((1, options.window_rows.min(sizes.rows).min(WINDOW_ROWS_MIN)));
     // Windows of equal size: a short last one would be shuffled less than the others.

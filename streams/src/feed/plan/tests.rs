@@ -17,6 +17,7 @@ fn dataset(files: &[&[u64]]) -> Dataset {
             bytes: 1000 + i as u64,
             format: FileFormat::Parquet,
             row_groups: groups.iter().map(|&rows| RowGroup { rows, bytes: rows * 100 }).collect(),
+            cuts: Vec::new(),
         })
         .collect();
     Dataset::new("/train".into(), Arc::new(schema), Vec::new(), files).unwrap()
@@ -294,4 +295,25 @@ fn large_row_groups_are_read_in_parts_whatever_is_selected() {
     let plan = Plan::with_rows(dataset(&[&[1_000_000]]), &options, Some(rows)).unwrap();
     assert_eq!(plan.rows(), 125_000);
     assert!(plan.has_parts());
+}
+
+#[test]
+fn images_of_uneven_size_keep_the_memory_bound() {
+    // A hundred thousand images of about 100 kB, and one of 200 MB: the bound is that of the typical one.
+    let file = |i: u64| {
+        let bytes = if i == 500 { 200_000_000 } else { 50_000 + (i * 37) % 100_000 };
+        let row_groups = vec![RowGroup { rows: 1, bytes }];
+        DataFile {
+            path: format!("t/{}/{i:06}.jpg", i % 10),
+            bytes,
+            format: FileFormat::Folder,
+            row_groups,
+            cuts: Vec::new(),
+        }
+    };
+    let schema = Arc::new(Schema::new(vec![Field::new("data", DataType::Binary, false)]));
+    let data = Dataset::new("/t".into(), schema, Vec::new(), (0..100_000).map(file).collect()).unwrap();
+    let plan = Plan::new(data, &PlanOptions::default()).unwrap();
+    assert!(plan.working_set_bytes() <= 1 << 30, "{} bytes", plan.working_set_bytes());
+    assert!(plan.window_rows() >= 2_000, "{} rows", plan.window_rows());
 }

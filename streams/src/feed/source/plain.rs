@@ -1,0 +1,43 @@
+//! Decompression of text files, within a bound.
+
+use std::io::{self, BufRead, BufReader, Read};
+
+use flate2::bufread::MultiGzDecoder;
+
+use super::PLAIN_BYTES_MAX;
+use crate::dataset::Compression;
+
+/// The text of a file.
+pub(super) fn reader<'r>(
+    reader: impl BufRead + 'r,
+    compression: Option<Compression>,
+) -> io::Result<Box<dyn BufRead + 'r>> {
+    let bounded = |reader| Bounded { reader, left: PLAIN_BYTES_MAX };
+    Ok(match compression {
+        None => Box::new(reader),
+        Some(Compression::Gzip) => Box::new(BufReader::new(bounded(Box::new(MultiGzDecoder::new(reader))))),
+        Some(Compression::Zstd) => {
+            let decoder = zstd::stream::read::Decoder::with_buffer(reader)?;
+            Box::new(BufReader::new(bounded(Box::new(decoder))))
+        }
+    })
+}
+
+/// Fails where a file turns out to be too large.
+struct Bounded<'r> {
+    reader: Box<dyn Read + 'r>,
+    left: u64,
+}
+
+impl Read for Bounded<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.reader.read(into)?;
+        self.left = self.left.checked_sub(read as u64).ok_or_else(|| {
+            io::Error::other(format!(
+                "it has more than {PLAIN_BYTES_MAX} bytes once it is decompressed, and can only be read from its \
+                 beginning; split it, or store it without compression"
+            ))
+        })?;
+        Ok(read)
+    }
+}
