@@ -176,12 +176,7 @@ async fn scan(
                 "a compressed tar cannot be read in parts; store it without compression (gzip -d)".to_owned(),
             )),
             FileFormat::Tar => tar::scan(reader, size, number, Bounds::SAMPLES),
-            _ => scan_text(reader, &path, format, number, Bounds::TEXT).map(|mut scanned| {
-                if compression.is_some() && !scanned.cuts.is_empty() {
-                    scanned.cuts = vec![0, size];
-                }
-                scanned
-            }),
+            _ => scan_text(reader, &path, format, size, number, Bounds::TEXT),
         };
         scanned.map_err(|error| failure.or(of_file(&path, error)))
     });
@@ -203,16 +198,21 @@ fn scan_text(
     reader: impl BufRead,
     path: &str,
     format: FileFormat,
+    size: u64,
     number: u32,
     bounds: Bounds,
 ) -> Result<Scanned, ScanError> {
     let compression = Compression::of_path(path);
     let bounds = if compression.is_some() { Bounds::NONE } else { bounds };
     let mut text = plain::reader(reader, compression)?;
-    match format {
+    let mut scanned = match format {
         FileFormat::Csv => csv::scan(&mut text, csv::delimiter(path), number, bounds),
         _ => json_lines::scan(&mut text, number, bounds),
+    }?;
+    if compression.is_some() && !scanned.cuts.is_empty() {
+        scanned.cuts = vec![0, size];
     }
+    Ok(scanned)
 }
 
 /// The fetched bytes of a row group.

@@ -18,7 +18,7 @@ use crate::dataset::{DataFile, FileFormat, conform};
 pub(super) fn scan_bytes(path: &str, bytes: &[u8], bounds: Bounds) -> Result<Scanned, ScanError> {
     match FileFormat::of_path(path) {
         Some(FileFormat::Tar) => tar::scan(io::Cursor::new(bytes), bytes.len() as u64, 0, bounds),
-        Some(format) => scan_text(bytes, path, format, 0, bounds),
+        Some(format) => scan_text(bytes, path, format, bytes.len() as u64, 0, bounds),
         None => Err(ScanError::row(path.to_owned(), "a format is missing".to_owned())),
     }
 }

@@ -115,7 +115,7 @@ impl Values {
     fn observe<'de, D: serde::Deserializer<'de>>(&mut self, index: usize, json: D) -> Result<(), D::Error> {
         let Values { columns, context } = self;
         let column = columns.at(index);
-        let is_present = Observe { shape: &mut column.shape, context }.deserialize(json)?;
+        let is_present = Observe { shape: &mut column.shape, context: &mut *context }.deserialize(json)?;
         column.present += u64::from(is_present);
         if let Some(clash) = context.clash.take() {
             column.clash.get_or_insert(clash);
