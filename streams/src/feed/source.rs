@@ -27,7 +27,7 @@ use arrow::array::ArrayRef;
 use arrow::datatypes::{Schema, SchemaRef};
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
-use object_store::{ObjectStore, ObjectStoreExt};
+use object_store::ObjectStore;
 
 use crate::dataset::{Compression, Conflict, DataFile, FileFormat, ListedFile, Listing, RowGroup};
 use crate::feed::batch::processors;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use arrow::array::{AsArray, RecordBatch};
+use arrow::array::{Array as _, AsArray, RecordBatch};
 use arrow::datatypes::Int64Type;
 use bytes::Bytes;
 use flate2::Compression;
@@ -318,19 +318,8 @@ async fn schemas_unite_over_files_and_clashes_name_both_lines() {
     let row = |index: u64| batch.rows.iter().position(|row| *row == index).unwrap();
     let (x, z) =
         (batch.batch.column(0).as_primitive::<Int64Type>(), batch.batch.column(2).as_string::<i32>());
-    assert!(x.is_null_at(row(1)) && z.is_null_at(row(0)));
+    assert!(x.is_null(row(1)) && z.is_null(row(0)));
     assert_eq!((x.value(row(2)), z.value(row(2)), z.value(row(1))), (4, "7", "a"));
-}
-
-/// Nulls by index, for arrays of any kind.
-trait IsNull {
-    fn is_null_at(&self, row: usize) -> bool;
-}
-
-impl<A: arrow::array::Array> IsNull for A {
-    fn is_null_at(&self, row: usize) -> bool {
-        self.is_null(row)
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
