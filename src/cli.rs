@@ -31,7 +31,6 @@ pub(crate) use models::{
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{IngestArgs, ProduceArgs, TopicCommand};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
-pub(crate) use scripts::ScriptArgs;
 pub(crate) use volumes::{CopyArgs, FsckArgs, ListArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
 
 /// Topics and files into snapshotted volumes, into trainers, into servers.

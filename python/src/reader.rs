@@ -149,7 +149,8 @@ impl Reader {
     /// The rows of an input group.
     fn read_group<'py>(&self, py: Python<'py>, number: u32) -> PyResult<Bound<'py, PyAny>> {
         let read = engine::with(py, |engine| {
-            let feed = lock(&self.opened(engine)?).feed.clone();
+            let reading = self.opened(engine)?;
+            let feed = lock(&reading).feed.clone();
             let stopped = || FeedError::Stopped { file: self.spec.to_string() };
             let batch = engine.block_on(feed.read_group(number)).ok_or_else(stopped)??;
             match self.format {

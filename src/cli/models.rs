@@ -11,6 +11,7 @@ use super::images::ImageArgs;
 use super::load::BenchArgs;
 use super::mounts::seconds;
 use super::rollout::RolloutCommand;
+use super::scripts::ScriptArgs;
 
 /// The device that a model runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

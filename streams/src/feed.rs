@@ -63,7 +63,8 @@ pub use error::{FeedError, Result};
 pub use image::{Channels, Crop, Filter as ImageFilter, IMAGE_SIDE_MAX, ImageOptions, Layout, Values};
 pub use permutation::{Permutation, derive_key};
 pub use plan::{
-    ALGORITHM_VERSION, BATCH_ROWS_MAX, InputGroup, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress, WINDOW_ROWS_MAX,
+    ALGORITHM_VERSION, BATCH_ROWS_MAX, InputGroup, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress,
+    WINDOW_ROWS_MAX,
 };
 pub use select::{Filter, Selection, Split};
 pub use shard::Shard;

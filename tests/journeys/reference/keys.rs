@@ -269,7 +269,7 @@ validation = { dataset = "example@monday:/test" }
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 47] = [
+const TYPES: [(&str, &str); 48] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),

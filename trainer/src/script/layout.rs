@@ -25,7 +25,7 @@ pub enum Framework {
 /// What a process does in its round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub(crate) enum Role {
     /// Trains; has a rank.
     Worker,
     /// Holds parameters: `ps` of TensorFlow, `server` of MXNet.
@@ -36,7 +36,7 @@ pub enum Role {
 
 /// A process of a round: its role, and its number among the processes with that role, from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Place {
+pub(crate) struct Place {
     /// The role.
     pub role: Role,
     /// The rank of a worker.

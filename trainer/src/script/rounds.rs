@@ -174,10 +174,6 @@ impl Rounds {
         }
     }
 
-    pub(crate) fn nodes(&self) -> impl Iterator<Item = NodeId> + '_ {
-        self.nodes.keys().copied()
-    }
-
     pub(crate) fn restarts(&self) -> u32 {
         self.restarts
     }
@@ -252,18 +248,18 @@ impl Rounds {
             && let Some(node) = self.nodes.remove(&id)
         {
             self.gone.insert(node.name.clone());
-            match &mut self.phase {
+            let had_work = match &mut self.phase {
                 Phase::Forming { members, .. } if members.contains(&id) => {
                     self.phase = Phase::Gathering { since: now, enough: None };
+                    false
                 }
-                Phase::Running { live, .. } => {
-                    // Nothing is lost with a node whose processes are done.
-                    if live.remove(&id).is_some_and(|places| !places.is_empty()) {
-                        self.fail(Failure::NodeLost { node: node.name, reason: reason.to_owned() });
-                        self.begin_stop(Then::Again, now);
-                    }
-                }
-                _ => {}
+                Phase::Running { live, .. } => live.remove(&id).is_some_and(|places| !places.is_empty()),
+                _ => false,
+            };
+            // Nothing is lost with a node whose processes are done.
+            if had_work {
+                self.fail(Failure::NodeLost { node: node.name, reason: reason.to_owned() });
+                self.begin_stop(Then::Again, now);
             }
         }
         self.advance(now);
