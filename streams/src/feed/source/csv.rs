@@ -160,7 +160,10 @@ struct Records<'r> {
 
 impl<'r> Records<'r> {
     fn new(reader: &'r mut dyn BufRead, delimiter: u8) -> Self {
-        let parser = csv_core::ReaderBuilder::new().delimiter(delimiter).build();
+        let mut parser = csv_core::ReaderBuilder::new().delimiter(delimiter).build();
+        // The parser removes a byte order mark from its first input. That of the file is removed here, and a field may
+        // begin with another.
+        parser.read_record(b"\n", &mut [0], &mut [0]);
         Self { reader, parser, values: vec![0; 4096], ends: vec![0; 64], position: 0, line: 1 }
     }
 
@@ -174,6 +177,11 @@ impl<'r> Records<'r> {
             let Some((start, line)) = begin else {
                 if is_end {
                     return Ok(None);
+                }
+                if self.position == 0 && input.starts_with(BOM) {
+                    self.position = BOM.len() as u64;
+                    self.reader.consume(BOM.len());
+                    continue;
                 }
                 let breaks = input.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
                 self.line += lines(&input[..breaks]);
@@ -200,12 +208,6 @@ impl<'r> Records<'r> {
             match result {
                 ReadRecordResult::Record => {
                     return Ok(Some(Record { start, end: self.position, line, fields }));
-                }
-                // Nothing but a byte order mark.
-                ReadRecordResult::InputEmpty | ReadRecordResult::End
-                    if is_end && (start, bytes, values, fields) == (0, BOM.len() as u64, 0, 0) =>
-                {
-                    return Ok(None);
                 }
                 ReadRecordResult::InputEmpty | ReadRecordResult::End if is_end => {
                     return too_large("the quotes that begin in this row do not end".to_owned());

@@ -290,7 +290,8 @@ pub(super) fn decode(bytes: &[u8], schema: &Schema) -> Result<HashMap<String, Ar
     let mut members: Vec<Option<Vec<u8>>> = vec![None; builders.len()];
     let mut open: Option<String> = None;
     let mut rows = 0;
-    let mut archive = Archive::new(bytes);
+    // Seeking passes over the padding of the last member, which may be missing.
+    let mut archive = Archive::new(io::Cursor::new(bytes));
     let mut close = |key: String, members: &mut Vec<Option<Vec<u8>>>| {
         if let Some(&index) = names.get(KEY) {
             members[index] = Some(key.into_bytes());
@@ -301,7 +302,7 @@ pub(super) fn decode(bytes: &[u8], schema: &Schema) -> Result<HashMap<String, Ar
             .zip(members)
             .try_for_each(|(builder, member)| builder.add(member.take().as_deref()))
     };
-    for entry in archive.entries().map_err(bad)? {
+    for entry in archive.entries_with_seek().map_err(bad)? {
         let mut entry = entry.map_err(bad)?;
         let Some(name) = member_name(&mut entry).map_err(wrong)? else { continue };
         let Some((key, extension)) = split(&name) else { continue };
