@@ -132,10 +132,16 @@ fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
             Exit::NotFound
         }
         E::Corrupt { .. } | E::Row { .. } | E::UnusablePlan { .. } | E::Image { .. } => Exit::Corrupt,
-        E::Invalid { .. } | E::Filter { .. } | E::InvalidSpec { .. } | E::OtherPlan { .. } => Exit::Usage,
-        E::SchemaConflict { .. } | E::DuplicateColumn { .. } | E::MixedFormats { .. } | E::Changed { .. } => {
-            Exit::Conflict
-        }
+        E::Invalid { .. }
+        | E::Filter { .. }
+        | E::InvalidSpec { .. }
+        | E::OtherPlan { .. }
+        | E::OtherOrder { .. } => Exit::Usage,
+        E::SchemaConflict { .. }
+        | E::MixedColumns { .. }
+        | E::DuplicateColumn { .. }
+        | E::MixedFormats { .. }
+        | E::Changed { .. } => Exit::Conflict,
         _ => Exit::Failed,
     }
 }

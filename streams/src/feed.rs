@@ -5,15 +5,15 @@
 //!   ([`Feed::stream`]). Whole input groups in the order of the files ([`Feed::read_group`]).
 //! - [`Shard`]: the slots that one reader takes. [`Cursor`]: the position to resume from.
 //! - [`ImageOptions`]: the transform of a column of images into tensors.
+//! - [`Epochs`]: epochs of all rows or of a part of them. [`Mixture`]: several datasets by weight, in one order.
 //!
-//! The feed interprets no rows beyond that, stores no progress, and does not filter rows (a filter would have to be
-//! part of the plan).
+//! The feed interprets no rows beyond that, and stores no progress. Rows are selected by the plan ([`Selection`]).
 //!
 //! Invariants:
 //! - The plan alone decides the row in each slot of each batch. The number of readers, timing, caches and the
 //!   step where reading began have no influence.
-//! - Each epoch delivers each row exactly once; nothing is padded or dropped, batches are always
-//!   full, and epochs roll over inside a batch.
+//! - Each pass over the dataset delivers each row exactly once; nothing is padded or dropped, batches are always
+//!   full, and passes roll over inside a batch.
 //! - Resuming replays nothing.
 //!
 //! ```
@@ -34,10 +34,13 @@
 //! # }
 //! ```
 
+mod any;
 mod batch;
 mod cache;
 mod coverage;
 mod cursor;
+mod decimal;
+mod epoch;
 pub(crate) mod error;
 mod footer;
 mod gather;
@@ -45,9 +48,11 @@ mod hash;
 mod image;
 mod ipc;
 pub mod metrics;
+mod mixture;
 mod order;
 mod permutation;
 mod pick;
+mod places;
 mod plan;
 mod reader;
 pub(crate) mod select;
@@ -56,11 +61,14 @@ pub(crate) mod source;
 mod statistics;
 mod stream;
 
+pub use any::AnyFeed;
 pub use batch::{Feed, FeedBatch, FeedOptions};
 pub use coverage::{Coverage, CoverageReport, Rows};
 pub use cursor::Cursor;
+pub use epoch::{EpochRows, Epochs};
 pub use error::{FeedError, Result};
 pub use image::{Channels, Crop, Filter as ImageFilter, IMAGE_SIDE_MAX, ImageOptions, Layout, Values};
+pub use mixture::{Mixture, MixtureFeed, MixtureSource, Until, Weight};
 pub use permutation::{Permutation, derive_key};
 pub use plan::{
     ALGORITHM_VERSION, BATCH_ROWS_MAX, InputGroup, LANES_MAX, Plan, PlanId, PlanOptions, RowAddress,

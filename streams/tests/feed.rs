@@ -4,6 +4,7 @@ mod bounded;
 mod compressed;
 mod data;
 mod images;
+mod mixture;
 mod order;
 mod reading;
 mod selection;

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::dataset::Dataset;
+use crate::feed::any::check_places;
 use crate::feed::cache::{GroupCache, Lookup};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::footer::panic_text;
@@ -20,9 +21,11 @@ use crate::feed::gather::gather;
 use crate::feed::hash::NumberMap;
 use crate::feed::image::{self, ImageOptions, Images};
 use crate::feed::metrics;
+use crate::feed::order::PLACES_MAX;
 use crate::feed::pick::{Picker, Picks};
+use crate::feed::places::{LanePositions, lane_positions};
 use crate::feed::reader::GroupReader;
-use crate::feed::{Cursor, FeedStream, Plan, Shard};
+use crate::feed::{AnyFeed, Cursor, FeedStream, Plan, Shard};
 
 /// Batches beyond this size are gathered on a blocking thread.
 const INLINE_BYTES_MAX: u64 = 4 << 20;
@@ -72,14 +75,25 @@ impl Default for FeedOptions {
 pub struct FeedBatch {
     /// Number of the global batch.
     pub step: u64,
-    /// The slots in this batch; row `i` is slot `slots.start + i`.
+    /// The slots in this batch; row `i` is slot `slots.start + i`. Where a stream begins or ends inside a global batch,
+    /// these number the rows of that part.
     pub slots: Range<usize>,
     /// The rows.
     pub batch: RecordBatch,
     /// Global row index of each row: its position in the dataset in canonical order, selected or not.
     pub rows: Vec<u64>,
-    /// Epoch of each row. Within one epoch the global index of every selected row comes exactly once.
+    /// Pass over the dataset to which each row belongs. Within one pass the global index of every selected row comes
+    /// exactly once.
     pub epochs: Vec<u64>,
+    /// The source of each row of a mixture; empty for one dataset.
+    pub sources: Vec<u32>,
+}
+
+/// Rows of a batch that are found but not gathered yet.
+pub(crate) struct Fetched {
+    pub(crate) picks: Picks,
+    /// The decoded row groups of `picks.groups`.
+    pub(crate) groups: Vec<Arc<RecordBatch>>,
 }
 
 /// Random access to the global batches of a plan. Cheap to clone; clones share the cache.
@@ -129,13 +143,23 @@ impl Feed {
         options: &FeedOptions,
     ) -> Result<Self> {
         let plan = plan.into();
+        let schema = project(plan.dataset(), options.columns.as_deref())?;
+        Self::with_schema(plan, store, options, schema)
+    }
+
+    /// As [`Feed::open`], with the columns of `schema`, to which the columns of the files are converted.
+    pub(crate) fn with_schema(
+        plan: Arc<Plan>,
+        store: Arc<dyn ObjectStore>,
+        options: &FeedOptions,
+        schema: SchemaRef,
+    ) -> Result<Self> {
         if !(1..=1024).contains(&options.prefetch_batches) {
             return Err(FeedError::invalid(format!(
                 "prefetch_batches is {}; it must be 1 to 1024",
                 options.prefetch_batches
             )));
         }
-        let schema = project(plan.dataset(), options.columns.as_deref())?;
         let concurrency = match options.decode_concurrency {
             0 => processors(),
             n => n.min(256),
@@ -204,16 +228,36 @@ impl Feed {
     /// # Errors
     /// [`FeedError::Invalid`] for slots or a step out of bounds; errors of reading, naming the file.
     pub async fn batch(&self, step: u64, slots: Range<usize>) -> Result<FeedBatch> {
+        let plan = &self.inner.plan;
+        plan.check_step(step)?;
+        plan.check_slots(&slots)?;
+        let lanes: Vec<LanePositions> = plan.order().lane_positions(step, slots.clone()).collect();
+        let fetched = self.fetch(step, &lanes, slots.len()).await?;
+        self.gathered(step, slots, fetched).await
+    }
+
+    /// A reader's rows of a part of a global batch: those of the rows at `places`, lane by lane, that are its share.
+    pub(crate) async fn part(&self, places: Range<u64>, shard: Shard) -> Result<FeedBatch> {
+        let plan = &self.inner.plan;
+        let step = places.start / plan.order().batch;
+        plan.check_step(step)?;
+        let slots = shard.slots_of(0..(places.end - places.start) as usize);
+        let lanes = lane_positions(plan.order(), &places, &(slots.start as u64..slots.end as u64));
+        let fetched = self.fetch(step, &lanes, slots.len()).await?;
+        self.gathered(step, slots, fetched).await
+    }
+
+    /// Finds the rows at some positions of lanes, `rows` in number, and decodes their row groups. Begins to decode the
+    /// row groups that come next in these lanes. `step` grows from call to call: the cache keeps what was used last.
+    pub(crate) async fn fetch(&self, step: u64, lanes: &[LanePositions], rows: usize) -> Result<Fetched> {
         let inner = &self.inner;
-        inner.plan.check_step(step)?;
-        inner.plan.check_slots(&slots)?;
-        let picks = inner.picker.pick(step, slots.clone());
+        let picks = inner.picker.pick(lanes, rows);
         let lookups = inner.cache.demand(step, &picks.groups, &picks.nearby, |g| inner.load(g));
-        inner.prefetch(step, slots.clone());
-        let mut sources = Vec::with_capacity(lookups.len());
+        inner.prefetch(step, lanes);
+        let mut groups = Vec::with_capacity(lookups.len());
         let mut waited = false;
         for lookup in lookups {
-            sources.push(match lookup {
+            groups.push(match lookup {
                 Lookup::Ready(batch) => batch,
                 Lookup::Loading(loading) => {
                     waited = true;
@@ -222,32 +266,37 @@ impl Feed {
             });
         }
         metrics::count(&metrics::BATCHES_WAITED, u64::from(waited));
-        metrics::count(&metrics::ROWS, slots.len() as u64);
-        let Picks { groups, index, rows, epochs, .. } = picks;
+        metrics::count(&metrics::ROWS, rows as u64);
+        Ok(Fetched { picks, groups })
+    }
+
+    async fn gathered(&self, step: u64, slots: Range<usize>, fetched: Fetched) -> Result<FeedBatch> {
+        let inner = &self.inner;
+        let Fetched { picks: Picks { groups, index, rows, epochs, .. }, groups: sources } = fetched;
         let rows = Arc::new(image::Rows { sources, index, rows, epochs });
         let tensors = match &inner.images {
             Some(images) => images.tensors(&rows).await?,
             None => Vec::new(),
         };
         let (shared, gathered_rows) = (Arc::clone(inner), Arc::clone(&rows));
-        // Some kernels panic on types that they do not know.
-        let gathering = move || {
-            catch_unwind(AssertUnwindSafe(|| shared.assemble(&gathered_rows, tensors)))
-                .unwrap_or_else(|panic| Err(ArrowError::ComputeError(panic_text(&*panic).to_string())))
-        };
-        let gathered = if inner.row_bytes * slots.len() as u64 <= INLINE_BYTES_MAX {
-            gathering()
-        } else {
-            tokio::task::spawn_blocking(gathering)
-                .await
-                .map_err(|_| FeedError::Stopped { file: inner.files_of(&groups) })?
-        };
-        let batch = gathered.map_err(|e| FeedError::assemble(inner.files_of(&groups), e))?;
+        let bytes = inner.row_bytes * slots.len() as u64;
+        let batch = gather_guarded(bytes, move || shared.assemble(&gathered_rows, tensors)).await;
+        let batch = batch.map_err(|error| error.in_files(|| inner.files_of(&groups)))?;
         let (rows, epochs) = match Arc::try_unwrap(rows) {
             Ok(rows) => (rows.rows, rows.epochs),
             Err(shared) => (shared.rows.clone(), shared.epochs.clone()),
         };
-        Ok(FeedBatch { step, slots, batch, rows, epochs })
+        Ok(FeedBatch { step, slots, batch, rows, epochs, sources: Vec::new() })
+    }
+
+    /// Names of the files with some row groups, for errors.
+    pub(crate) fn files_of(&self, groups: &[u32]) -> String {
+        self.inner.files_of(groups)
+    }
+
+    /// Estimated size of a decoded row, all columns.
+    pub(crate) fn row_bytes(&self) -> u64 {
+        self.inner.row_bytes
     }
 
     /// The rows of an input group ([`Plan::input_group`]) in the order of its file. Neither asks nor fills the
@@ -276,15 +325,17 @@ impl Feed {
     pub fn stream(&self, shard: Shard, cursor: Cursor) -> Result<FeedStream> {
         let step = self.inner.plan.step_of(&cursor)?;
         let places = self.inner.plan.place_of_step(step)..u64::MAX;
-        Ok(FeedStream::start(self.clone(), shard, places, 1, self.inner.batches_ahead(shard)))
+        let ahead = self.inner.batches_ahead(shard);
+        Ok(FeedStream::start(AnyFeed::from(self.clone()), shard, places, 1, ahead))
     }
 
     /// Streams a reader's share of the rows at `places`, one global batch at a time, of which it takes every
-    /// `stride`-th, beginning with the first. Place `p` is slot `p mod B` of global batch `p div B`, with `B`
-    /// rows in a batch. The places of whole epochs `e` are `e·rows..(e+1)·rows`.
+    /// `stride`-th, beginning with the first. Global batch `b` of `B` rows has the places `[b·B, (b+1)·B)`, and pass `e`
+    /// over the rows has the places `e·rows..(e+1)·rows`; [`crate::feed::Epochs`] has those of shorter epochs.
     ///
-    /// Where the places begin or end inside a global batch, the readers share that part of it evenly. Such a
-    /// batch has fewer rows, for some readers possibly none. All readers get the same number of batches.
+    /// Where the places begin or end inside a global batch, the stream has exactly the rows at these places, in the order
+    /// of their slots, and the readers share them evenly. Such a batch has fewer rows, for some readers possibly none.
+    /// All readers get the same number of batches.
     ///
     /// # Errors
     /// [`FeedError::Invalid`] for places beyond the last one, and for a stride of 0.
@@ -292,12 +343,55 @@ impl Feed {
     /// # Panics
     /// Outside of a tokio runtime.
     pub fn stream_places(&self, shard: Shard, places: Range<u64>, stride: u64) -> Result<FeedStream> {
-        if stride == 0 {
-            return Err(FeedError::invalid("stride is 0; it must be at least 1"));
-        }
-        self.inner.plan.check_places(&places)?;
-        Ok(FeedStream::start(self.clone(), shard, places, stride, self.inner.batches_ahead(shard)))
+        check_places(&places, stride, PLACES_MAX)?;
+        let ahead = self.inner.batches_ahead(shard);
+        Ok(FeedStream::start(AnyFeed::from(self.clone()), shard, places, stride, ahead))
     }
+}
+
+/// Why rows were not gathered.
+pub(crate) enum GatherError {
+    Arrow(ArrowError),
+    Stopped,
+}
+
+impl GatherError {
+    /// The error for a batch of rows of `files`.
+    pub(crate) fn in_files(self, files: impl FnOnce() -> String) -> FeedError {
+        match self {
+            GatherError::Arrow(error) => FeedError::assemble(files(), error),
+            GatherError::Stopped => FeedError::Stopped { file: files() },
+        }
+    }
+}
+
+/// Gathers all columns of rows of decoded row groups, `bytes` in size.
+pub(crate) async fn assemble(
+    schema: &SchemaRef,
+    sources: Vec<Arc<RecordBatch>>,
+    index: Vec<(usize, usize)>,
+    bytes: u64,
+) -> Result<RecordBatch, GatherError> {
+    let schema = Arc::clone(schema);
+    let positions: Vec<usize> = (0..schema.fields().len()).collect();
+    gather_guarded(bytes, move || gather(&schema, &positions, &sources, &index)).await
+}
+
+/// Runs `gather` for a batch of `bytes` bytes; that of a large one on a blocking thread.
+async fn gather_guarded(
+    bytes: u64,
+    gather: impl FnOnce() -> Result<RecordBatch, ArrowError> + Send + 'static,
+) -> Result<RecordBatch, GatherError> {
+    // Some kernels panic on types that they do not know.
+    let gathering = move || {
+        catch_unwind(AssertUnwindSafe(gather))
+            .unwrap_or_else(|panic| Err(ArrowError::ComputeError(panic_text(&*panic).to_string())))
+    };
+    let gathered = match bytes {
+        0..=INLINE_BYTES_MAX => gathering(),
+        _ => tokio::task::spawn_blocking(gathering).await.map_err(|_| GatherError::Stopped)?,
+    };
+    gathered.map_err(GatherError::Arrow)
 }
 
 impl Inner {
@@ -347,10 +441,11 @@ impl Inner {
     }
 
     /// Begins to decode the row groups of the windows at and shortly after this batch, lane by lane.
-    fn prefetch(&self, step: u64, slots: Range<usize>) {
+    fn prefetch(&self, step: u64, lanes: &[LanePositions]) {
         let order = self.plan.order();
         let mut prefetched = self.prefetched.lock();
-        for (lane, positions) in order.lane_positions(step, slots) {
+        for (lane, positions) in lanes {
+            let lane = *lane;
             let target = positions.end + self.lookahead;
             let covered = prefetched.get(&lane).cloned().unwrap_or(0..0);
             if covered.start <= positions.start && target <= covered.end {

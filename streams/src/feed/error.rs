@@ -228,6 +228,32 @@ pub enum FeedError {
         /// The plan of the feed.
         plan: PlanId,
     },
+    /// A position in another order of rows: resuming from it would repeat and skip rows.
+    #[error(
+        "the state belongs to order {order}, this feed reads order {plan}; resume with the same snapshots, rows, seed and weights, or start anew"
+    )]
+    OtherOrder {
+        /// The order of the state.
+        order: PlanId,
+        /// The order of the feed.
+        plan: PlanId,
+    },
+    /// Sources of a mixture that do not have the same columns.
+    #[error(
+        "mixture: column {column:?} is {first} in {first_source}, and {other} in {other_source}; name the columns to read, or write one of the datasets anew"
+    )]
+    MixedColumns {
+        /// The column.
+        column: String,
+        /// Its type in the first source, or that it is missing.
+        first: String,
+        /// The first source.
+        first_source: String,
+        /// Its type in the other source, or that it is missing.
+        other: String,
+        /// The other source.
+        other_source: String,
+    },
     /// A stored plan that cannot be used by this program.
     #[error("stored plan is unusable: {what}; make it again from the snapshot")]
     UnusablePlan {

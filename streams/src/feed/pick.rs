@@ -1,4 +1,4 @@
-//! Row lookup for a batch: from slots to windows, from windows to row groups.
+//! Row lookup for a batch: from positions of lanes to windows, from windows to row groups.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,6 +10,7 @@ use crate::feed::Plan;
 use crate::feed::hash::NumberMap;
 use crate::feed::order::{EpochLayout, Window};
 use crate::feed::permutation::Permutation;
+use crate::feed::places::LanePositions;
 
 /// Layouts of recent epochs that are kept: the current one, the next one for prefetching, and those
 /// of a reader that lags behind.
@@ -23,11 +24,11 @@ pub(crate) struct Picks {
     pub(crate) groups: Vec<u32>,
     /// Row groups that the windows of the batch overlap.
     pub(crate) nearby: Vec<u32>,
-    /// For each slot the index into `groups` and the row inside.
+    /// For each row the index into `groups` and the row inside.
     pub(crate) index: Vec<(usize, usize)>,
-    /// Global row index of each slot.
+    /// Global row index of each row.
     pub(crate) rows: Vec<u64>,
-    /// Epoch of each slot.
+    /// Epoch of each row.
     pub(crate) epochs: Vec<u64>,
 }
 
@@ -69,28 +70,28 @@ impl Picker {
         layout
     }
 
-    /// Finds the rows of some slots of a global batch.
-    pub(crate) fn pick(&self, step: u64, slots: Range<usize>) -> Picks {
+    /// Finds the rows at some positions of lanes, `rows` in number.
+    pub(crate) fn pick(&self, lanes: &[LanePositions], rows: usize) -> Picks {
         let mut picks = Picks {
             groups: Vec::new(),
             nearby: Vec::new(),
-            index: Vec::with_capacity(slots.len()),
-            rows: Vec::with_capacity(slots.len()),
-            epochs: Vec::with_capacity(slots.len()),
+            index: Vec::with_capacity(rows),
+            rows: Vec::with_capacity(rows),
+            epochs: Vec::with_capacity(rows),
         };
         let mut source_of = NumberMap::default();
-        for (window, positions) in self.windows_of(step, slots) {
+        for (window, positions) in self.windows_of(lanes) {
             window.pick(positions, &self.plan, &mut source_of, &mut picks);
         }
         picks
     }
 
-    /// The windows that a slot range touches, in slot order, each with the positions in it.
-    fn windows_of(&self, step: u64, slots: Range<usize>) -> Vec<(Arc<LaneWindow>, Range<u64>)> {
-        let order = self.plan.order();
+    /// The windows that positions of lanes touch, in their order, each with the positions in it.
+    fn windows_of(&self, lanes: &[LanePositions]) -> Vec<(Arc<LaneWindow>, Range<u64>)> {
         let mut found = Vec::new();
         let mut known = self.windows.lock();
-        for (lane, mut positions) in order.lane_positions(step, slots) {
+        for (lane, positions) in lanes {
+            let (lane, mut positions) = (*lane, positions.clone());
             while !positions.is_empty() {
                 let window = match known.get(&lane) {
                     Some(window) if window.positions.contains(&positions.start) => Arc::clone(window),

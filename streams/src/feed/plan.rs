@@ -3,6 +3,7 @@
 mod address;
 mod groups;
 mod record;
+mod resume;
 mod sizing;
 
 #[cfg(test)]
@@ -10,10 +11,11 @@ mod tests;
 
 pub use address::RowAddress;
 pub use groups::InputGroup;
+pub(crate) use record::Encoder;
 pub use record::PlanId;
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use arrow::array::BooleanArray;
 use object_store::ObjectStore;
@@ -95,12 +97,6 @@ impl PlanOptions {
     }
 }
 
-/// Some slots of a global batch.
-pub(crate) struct Part {
-    pub(crate) step: u64,
-    pub(crate) slots: Range<usize>,
-}
-
 /// A unit of reading: a non-empty row group, or a part of a large one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GroupAddress {
@@ -154,6 +150,8 @@ pub struct Plan {
     /// Number of the first row of each group among the selected rows, and their total at the end.
     bases: Vec<u64>,
     working_set_bytes: u64,
+    /// Hash of the rows without their order, once it was asked for.
+    rows_id: OnceLock<PlanId>,
 }
 
 impl Plan {
@@ -276,6 +274,7 @@ impl Plan {
             part_bytes,
             bases,
             working_set_bytes,
+            rows_id: OnceLock::new(),
         }
     }
 
@@ -386,14 +385,6 @@ impl Plan {
         step.saturating_mul(self.order.batch)
     }
 
-    /// The part of a global batch at the beginning of a range of places, which must not be empty.
-    pub(crate) fn part_at(&self, places: &Range<u64>) -> Part {
-        let batch = self.order.batch;
-        let (step, first) = (places.start / batch, places.start % batch);
-        let last = first.saturating_add(places.end - places.start).min(batch);
-        Part { step, slots: first as usize..last as usize }
-    }
-
     pub(crate) fn order(&self) -> &Order {
         &self.order
     }
@@ -460,16 +451,6 @@ impl Plan {
         let last = (PLACES_MAX / self.order.batch).saturating_sub(1);
         if step > last {
             return Err(FeedError::invalid(format!("step {step} is beyond {last}, the last one")));
-        }
-        Ok(())
-    }
-
-    pub(crate) fn check_places(&self, places: &Range<u64>) -> Result<()> {
-        if places.start > PLACES_MAX || places.end > PLACES_MAX {
-            return Err(FeedError::invalid(format!(
-                "place {} is beyond {PLACES_MAX}",
-                places.start.max(places.end)
-            )));
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::feed::error::{FeedError, Result};
-use crate::feed::{Feed, FeedBatch, Shard};
+use crate::feed::{AnyFeed, FeedBatch, Shard};
 
 /// The batches of one reader, from a cursor on, without end ([`Feed::stream`]), or those of a range of places
 /// ([`Feed::stream_places`]).
@@ -20,7 +20,7 @@ use crate::feed::{Feed, FeedBatch, Shard};
 /// consumed step continues. Dropping the stream stops the work. A batch counts as consumed when the reader
 /// stores `plan.cursor(batch.step + 1)`: batches that were prefetched and dropped are delivered again.
 pub struct FeedStream {
-    feed: Feed,
+    feed: AnyFeed,
     shard: Shard,
     /// Places that are not begun yet; empty after an error.
     places: Range<u64>,
@@ -32,7 +32,7 @@ pub struct FeedStream {
 
 impl FeedStream {
     pub(crate) fn start(
-        feed: Feed,
+        feed: AnyFeed,
         shard: Shard,
         places: Range<u64>,
         stride: u64,
@@ -45,12 +45,11 @@ impl FeedStream {
 
     fn begin(&mut self) {
         while self.begun.len() < self.prefetch_batches && !self.places.is_empty() {
-            let part = self.feed.plan().part_at(&self.places);
-            let slots = self.shard.slots_of(part.slots);
-            let feed = self.feed.clone();
-            let task: JoinHandle<_> = tokio::spawn(async move { feed.batch(part.step, slots).await });
+            let part = self.feed.part_at(&self.places);
+            let (feed, shard) = (self.feed.clone(), self.shard);
+            let task: JoinHandle<_> = tokio::spawn(async move { feed.part(part, shard).await });
             self.begun.push_back(AbortOnDropHandle::new(task));
-            self.places.start = self.feed.plan().place_after(self.places.start, self.stride);
+            self.places.start = self.feed.place_after(self.places.start, self.stride);
         }
     }
 }
@@ -64,7 +63,7 @@ impl Stream for FeedStream {
         };
         let batch = match ready!(Pin::new(first).poll(cx)) {
             Ok(batch) => batch,
-            Err(_) => Err(FeedError::Stopped { file: self.feed.plan().dataset().path().into() }),
+            Err(_) => Err(FeedError::Stopped { file: self.feed.name() }),
         };
         self.begun.pop_front();
         if batch.is_err() {

@@ -7,7 +7,9 @@ use arrow::array::{AsArray, RecordBatch};
 use arrow::compute::concat_batches;
 use arrow::datatypes::{Float32Type, Int64Type};
 use futures::{StreamExt, TryStreamExt};
-use millrace_streams::feed::{Feed, FeedBatch, FeedOptions, Plan, PlanOptions, Shard};
+use millrace_streams::feed::{
+    EpochRows, Epochs, Feed, FeedBatch, FeedError, FeedOptions, Plan, PlanOptions, Shard,
+};
 use proptest::prelude::*;
 
 use super::data;
@@ -139,9 +141,20 @@ async fn check_places(case: Case, workers: u64) {
     let plan = Arc::new(Plan::build(&store, "/train", &case.options).await.unwrap());
     let feed = Feed::open(Arc::clone(&plan), store, &FeedOptions::default()).unwrap();
     let (rows, batch_rows) = (plan.rows(), case.options.batch_rows as u64);
-    let places = (case.resume * rows as f64) as u64..2 * rows;
+    let start = if case.resume < 0.7 { (case.resume * rows as f64) as u64 } else { rows };
+    let places = start..2 * rows;
     let steps = places.end.div_ceil(batch_rows);
-    let (_, whole, _) = join(&take(&feed, Shard::WHOLE, 0, steps).await);
+    // The rows at the places, in the order of their slots.
+    let mut expected = Vec::new();
+    for batch in take(&feed, Shard::WHOLE, 0, steps).await {
+        for (slot, (row, pass)) in batch.rows.iter().zip(&batch.epochs).enumerate() {
+            let place = plan.place_of_slot(batch.step, slot);
+            assert_eq!((place / batch_rows, place / rows), (batch.step, *pass));
+            if places.contains(&place) {
+                expected.push(*row);
+            }
+        }
+    }
 
     let mut by_step = vec![Vec::new(); (steps - places.start / batch_rows) as usize];
     for rank in 0..case.world {
@@ -166,7 +179,108 @@ async fn check_places(case: Case, workers: u64) {
         assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1, "readers share evenly");
     }
     let read: Vec<u64> = by_step.concat().concat();
-    assert_eq!(read, whole[places.start as usize..places.end as usize]);
+    assert_eq!(read, expected);
+    // A pass that begins and ends inside batches has each row once, whatever the lanes.
+    let mut visited: Vec<u64> = Vec::new();
+    plan.visit_rows(places, |row| visited.push(row));
+    let mut sorted = read;
+    sorted.sort_unstable();
+    visited.sort_unstable();
+    assert_eq!(sorted, visited);
+    assert!(start < rows || sorted.into_iter().eq(0..rows));
+}
+
+/// Epochs of any length by any readers: the places of consecutive epochs, each row once per pass.
+async fn check_epochs(case: Case, length: EpochRows) {
+    let store = data::dataset(&case.shape).await;
+    let plan = Arc::new(Plan::build(&store, "/train", &case.options).await.unwrap());
+    let Ok(epochs) = Epochs::new(plan.rows(), Some(length)) else { return };
+    let feed = Feed::open(Arc::clone(&plan), store, &FeedOptions::default()).unwrap();
+    let mut counts = vec![0u64; plan.rows() as usize];
+    let mut read = 0;
+    for epoch in 0..12 {
+        let places = epochs.places(epoch..epoch + 1);
+        // A reader stops after some batch, and another number of readers goes on from the number of rows.
+        let cut = places.start + (case.resume * (places.end - places.start) as f64) as u64;
+        let cut = match cut / plan.batch_rows() as u64 * plan.batch_rows() as u64 {
+            cut if cut > places.start => cut,
+            _ => places.start,
+        };
+        let mut rows = Vec::new();
+        for (part, world) in [(places.start..cut, case.world), (cut..places.end, case.world % 8 + 1)] {
+            for rank in 0..world {
+                let stream = feed.stream_places(Shard::new(rank, world).unwrap(), part.clone(), 1).unwrap();
+                let batches: Vec<FeedBatch> = stream.try_collect().await.unwrap();
+                rows.extend(batches.into_iter().flat_map(|batch| batch.rows));
+            }
+        }
+        let mut expected = Vec::new();
+        plan.visit_rows(places.clone(), |row| expected.push(row));
+        rows.sort_unstable();
+        expected.sort_unstable();
+        assert_eq!(rows, expected, "epoch {epoch}");
+        read += rows.len() as u64;
+        rows.iter().for_each(|row| counts[*row as usize] += 1);
+        // No row comes a second time before every row has come.
+        let passes = read / plan.rows();
+        assert!(counts.iter().all(|count| (passes..=passes + 1).contains(count)), "{counts:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+    #[test]
+    fn shorter_epochs_rotate_through_all_rows(
+        case in cases(),
+        length in prop_oneof![
+            (1u64..60).prop_map(EpochRows::Rows),
+            (1u64..=20).prop_map(|part| EpochRows::Fraction(part * 50_000_000_000_000_000)),
+        ],
+    ) {
+        runtime().block_on(check_epochs(case, length));
+    }
+}
+
+/// A position in one plan is one in a plan with other batches, if the lanes divide them.
+#[tokio::test]
+async fn other_batches_go_on_at_the_same_row() {
+    let store = data::dataset(&vec![vec![40; 6]; 5]).await;
+    let options =
+        |batch_rows| PlanOptions { batch_rows, lanes: 8, window_rows: 50, ..PlanOptions::default() };
+    let build = async |batch_rows| Plan::build(&store, "/train", &options(batch_rows)).await.unwrap();
+    let first = build(32).await;
+    assert_eq!(first.lanes(), 8);
+    for batch_rows in [8, 16, 24, 120, 4096] {
+        let other = build(batch_rows).await;
+        let resumed = other.in_order(first.order_id(), &options(batch_rows)).unwrap();
+        assert_eq!(
+            (resumed.order_id(), resumed.batch_rows(), resumed.lanes()),
+            (first.order_id(), batch_rows, 8)
+        );
+        assert_eq!(resumed.window_rows(), first.window_rows());
+        let (first, resumed) = (Arc::new(first.clone()), Arc::new(resumed));
+        let (mut rows, mut others) = (Vec::new(), Vec::new());
+        first.visit_rows(64..1500, |row| rows.push(row));
+        let feed = Feed::open(Arc::clone(&resumed), Arc::clone(&store), &FeedOptions::default()).unwrap();
+        let mut stream = feed.stream_places(Shard::WHOLE, 64..1500, 1).unwrap();
+        while let Some(batch) = stream.next().await {
+            others.extend(batch.unwrap().rows);
+        }
+        rows.sort_unstable();
+        others.sort_unstable();
+        assert_eq!(rows, others);
+    }
+    // Four lanes in one plan, eight in the other.
+    let twelve = build(12).await;
+    assert_eq!(twelve.lanes(), 6);
+    let refused = twelve.in_order(first.order_id(), &options(12)).unwrap_err();
+    assert!(refused.to_string().contains("multiple of 8"), "{refused}");
+    let back = build(24).await.in_order(twelve.order_id(), &options(24)).unwrap();
+    assert_eq!((back.lanes(), back.order_id()), (6, twelve.order_id()));
+    let seed = PlanOptions { seed: 1, ..options(32) };
+    let seed = Plan::build(&store, "/train", &seed).await.unwrap();
+    let refused = first.in_order(seed.order_id(), &options(32)).unwrap_err();
+    assert!(matches!(refused, FeedError::OtherOrder { .. }), "{refused}");
 }
 
 proptest! {

@@ -58,8 +58,37 @@ impl<'de> Deserialize<'de> for PlanId {
     }
 }
 
-/// Hashes the inputs of the order. Numbers are 64-bit little endian, texts carry their length. `parts` are
-/// the selected rows of the units of reading, given when row groups are read in parts.
+/// Encoder of what an identity depends on: numbers as 64 bits little endian, texts and bytes with their length.
+pub(crate) struct Encoder(Sha256);
+
+impl Encoder {
+    /// Begins with the name of the kind of identity.
+    pub(crate) fn new(kind: &str) -> Self {
+        let mut encoder = Self(Sha256::new());
+        encoder.text(kind);
+        encoder
+    }
+
+    pub(crate) fn number(&mut self, n: u64) {
+        self.0.update(n.to_le_bytes());
+    }
+
+    pub(crate) fn text(&mut self, text: &str) {
+        self.bytes(text.as_bytes());
+    }
+
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) {
+        self.number(bytes.len() as u64);
+        self.0.update(bytes);
+    }
+
+    pub(crate) fn finish(self) -> PlanId {
+        PlanId(self.0.finalize().into())
+    }
+}
+
+/// Hashes the inputs of the order. `parts` are the selected rows of the units of reading, given when row groups are
+/// read in parts.
 pub(super) fn plan_id(
     dataset: &Dataset,
     source: &str,
@@ -67,24 +96,43 @@ pub(super) fn plan_id(
     parts: Option<&[u32]>,
     selected: Option<&Selected>,
 ) -> PlanId {
-    struct Encoder(Sha256);
-    impl Encoder {
-        fn number(&mut self, n: u64) {
-            self.0.update(n.to_le_bytes());
-        }
-        fn text(&mut self, t: &str) {
-            self.number(t.len() as u64);
-            self.0.update(t.as_bytes());
-        }
-    }
-    let mut e = Encoder(Sha256::new());
-    e.text("millrace feed plan");
+    let mut e = Encoder::new("millrace feed plan");
     e.number(u64::from(ALGORITHM_VERSION));
     e.text(source);
     e.text(dataset.path());
     for n in [order.seed, order.lanes, order.window, order.batch] {
         e.number(n);
     }
+    add_rows(&mut e, dataset, parts, selected);
+    e.finish()
+}
+
+/// Hashes the rows of a plan without their order, see [`plan_id`].
+pub(super) fn rows_id(
+    dataset: &Dataset,
+    source: &str,
+    parts: Option<&[u32]>,
+    selected: Option<&Selected>,
+) -> PlanId {
+    let mut e = Encoder::new("millrace feed rows");
+    e.text(source);
+    e.text(dataset.path());
+    add_rows(&mut e, dataset, parts, selected);
+    e.finish()
+}
+
+/// Hashes the sequence of the rows `rows`: all of the order but the size of a batch.
+pub(super) fn order_id(rows: &PlanId, seed: u64, lanes: u64, window: u64) -> PlanId {
+    let mut e = Encoder::new("millrace feed order");
+    e.number(u64::from(ALGORITHM_VERSION));
+    e.bytes(rows.as_bytes());
+    for n in [seed, lanes, window] {
+        e.number(n);
+    }
+    e.finish()
+}
+
+fn add_rows(e: &mut Encoder, dataset: &Dataset, parts: Option<&[u32]>, selected: Option<&Selected>) {
     e.number(dataset.files().len() as u64);
     for file in dataset.files() {
         e.text(&file.path);
@@ -108,7 +156,6 @@ pub(super) fn plan_id(
             e.number(*word);
         }
     }
-    PlanId(e.0.finalize().into())
 }
 
 #[derive(Serialize, Deserialize)]

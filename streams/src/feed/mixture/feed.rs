@@ -1,0 +1,193 @@
+//! The feed of a mixture: batches gathered from the row groups of all its sources.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use arrow::datatypes::{Field, Schema, SchemaRef};
+use futures::future::try_join_all;
+use object_store::ObjectStore;
+
+use super::Mixture;
+use crate::feed::any::check_places;
+use crate::feed::batch::{Fetched, assemble, project};
+use crate::feed::error::{FeedError, Result};
+use crate::feed::order::PLACES_MAX;
+use crate::feed::places::lane_positions;
+use crate::feed::{AnyFeed, Feed, FeedBatch, FeedOptions, FeedStream, Shard};
+
+/// The batches of a mixture. Cheap to clone; clones share the caches.
+///
+/// Memory: that of a [`Feed`] for each source, with the cache limit divided among them.
+#[derive(Clone)]
+pub struct MixtureFeed {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    mixture: Arc<Mixture>,
+    feeds: Vec<Feed>,
+    schema: SchemaRef,
+    /// The largest estimate of a decoded row of a source.
+    row_bytes: u64,
+    prefetch_batches: usize,
+}
+
+impl MixtureFeed {
+    /// Opens a mixture over the stores that hold the files of its sources, in their order. Reads nothing yet.
+    ///
+    /// # Errors
+    /// [`FeedError::MixedColumns`] when the sources do not have the same columns with the same types; those of
+    /// [`Feed::open`]; [`FeedError::Invalid`] for another number of stores than sources, and for images or keys.
+    pub fn open(
+        mixture: impl Into<Arc<Mixture>>,
+        stores: &[Arc<dyn ObjectStore>],
+        options: &FeedOptions,
+    ) -> Result<Self> {
+        let mixture = mixture.into();
+        let sources = mixture.sources();
+        if stores.len() != sources.len() {
+            let (stores, sources) = (stores.len(), sources.len());
+            return Err(FeedError::invalid(format!("{stores} stores for a mixture of {sources} sources")));
+        }
+        if !options.images.is_empty() || options.key_column.is_some() {
+            return Err(FeedError::invalid(
+                "images and augmentation keys are for one dataset; leave them out, or decode the images of a mixture in \
+                 the training script",
+            ));
+        }
+        let schema = common_schema(&mixture, options.columns.as_deref())?;
+        let options = FeedOptions {
+            cache_bytes_max: options.cache_bytes_max / sources.len() as u64,
+            ..options.clone()
+        };
+        let open = |(source, store): (&super::MixtureSource, &Arc<dyn ObjectStore>)| {
+            Feed::with_schema(Arc::clone(&source.plan), Arc::clone(store), &options, Arc::clone(&schema))
+        };
+        let feeds = sources.iter().zip(stores).map(open).collect::<Result<Vec<_>>>()?;
+        let row_bytes = feeds.iter().map(Feed::row_bytes).max().unwrap_or(0);
+        let prefetch_batches = options.prefetch_batches;
+        Ok(Self { inner: Arc::new(Inner { mixture, feeds, schema, row_bytes, prefetch_batches }) })
+    }
+
+    /// The mixture.
+    pub fn mixture(&self) -> &Arc<Mixture> {
+        &self.inner.mixture
+    }
+
+    /// The schema of every batch.
+    pub fn schema(&self) -> &SchemaRef {
+        &self.inner.schema
+    }
+
+    /// Streams a reader's share of the rows at `places`, one global batch at a time, of which it takes every
+    /// `stride`-th: as [`Feed::stream_places`]. [`FeedBatch::sources`] names the source of each row, and
+    /// [`FeedBatch::rows`] and [`FeedBatch::epochs`] are those of the source.
+    ///
+    /// # Errors
+    /// [`FeedError::Invalid`] for places beyond the last one, and for a stride of 0.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub fn stream_places(&self, shard: Shard, places: Range<u64>, stride: u64) -> Result<FeedStream> {
+        check_places(&places, stride, PLACES_MAX)?;
+        Ok(FeedStream::start(AnyFeed::from(self.clone()), shard, places, stride, self.inner.prefetch_batches))
+    }
+
+    /// A reader's rows of a part of a global batch. The places of the part belong to the sources in turns, and each
+    /// source lists its rows lane by lane: a reader with a part of the slots touches few lanes of each source.
+    pub(crate) async fn part(&self, places: Range<u64>, shard: Shard) -> Result<FeedBatch> {
+        let Inner { mixture, feeds, schema, row_bytes, .. } = &*self.inner;
+        check_places(&places, 1, PLACES_MAX)?;
+        let slots = shard.slots_of(0..(places.end - places.start) as usize);
+        let own = places.start + slots.start as u64..places.start + slots.end as u64;
+        let (before, after) = (mixture.counts(places.start), mixture.counts(places.end));
+        let (own_before, own_after) = (mixture.counts(own.start), mixture.counts(own.end));
+        let fetching = feeds.iter().enumerate().map(|(at, feed)| {
+            let share = own_before[at] - before[at]..own_after[at] - before[at];
+            let order = feed.plan().order();
+            let lanes = lane_positions(order, &(before[at]..after[at]), &share);
+            let (step, rows) = (before[at] / order.batch, (share.end - share.start) as usize);
+            async move { feed.fetch(step, &lanes, rows).await }
+        });
+        let fetched: Vec<Fetched> = try_join_all(fetching).await?;
+
+        // The row groups of all sources one after another, and the rows in the order of the slots.
+        let mut offsets = Vec::with_capacity(fetched.len());
+        let mut groups = Vec::new();
+        for source in &fetched {
+            offsets.push(groups.len());
+            groups.extend(source.groups.iter().cloned());
+        }
+        let turns = mixture.turns().sources(own);
+        let mut next = vec![0; fetched.len()];
+        let (mut index, mut rows, mut epochs) = (Vec::new(), Vec::new(), Vec::new());
+        for &source in &turns {
+            let (picks, at) = (&fetched[source].picks, next[source]);
+            next[source] += 1;
+            let (group, row) = picks.index[at];
+            index.push((offsets[source] + group, row));
+            rows.push(picks.rows[at]);
+            epochs.push(picks.epochs[at]);
+        }
+        let batch = assemble(schema, groups, index, row_bytes * slots.len() as u64).await;
+        let batch = batch.map_err(|error| {
+            let files = feeds.iter().zip(&fetched).filter(|(_, fetched)| !fetched.picks.groups.is_empty());
+            let files = files.map(|(feed, fetched)| feed.files_of(&fetched.picks.groups));
+            error.in_files(|| files.collect::<Vec<_>>().join(", "))
+        })?;
+        let step = places.start / mixture.batch_rows() as u64;
+        let sources = turns.into_iter().map(|source| source as u32).collect();
+        Ok(FeedBatch { step, slots, batch, rows, epochs, sources })
+    }
+}
+
+/// The columns of all sources, which must have the same types: `columns`, or those of the first source, which are those
+/// of the others then.
+fn common_schema(mixture: &Mixture, columns: Option<&[String]>) -> Result<SchemaRef> {
+    let mut common: Option<(&str, Vec<Field>)> = None;
+    for source in mixture.sources() {
+        let schema = project(source.plan.dataset(), columns);
+        let Some((first, fields)) = &mut common else {
+            let fields = schema?.fields().iter().map(|field| field.as_ref().clone()).collect();
+            common = Some((source.name.as_str(), fields));
+            continue;
+        };
+        let first = (*first).to_owned();
+        let differs = |column: &str, here: Option<&Field>, there: Option<&Field>| {
+            let kind = |field: Option<&Field>| match field {
+                Some(field) => field.data_type().to_string(),
+                None => "missing".to_owned(),
+            };
+            FeedError::MixedColumns {
+                column: column.to_owned(),
+                first: kind(here),
+                first_source: first.clone(),
+                other: kind(there),
+                other_source: source.name.clone(),
+            }
+        };
+        let schema = match schema {
+            Err(FeedError::NoColumn { column, .. }) => {
+                let here = fields.iter().find(|field| *field.name() == column);
+                return Err(differs(&column, here, None));
+            }
+            schema => schema?,
+        };
+        let mut known = HashSet::new();
+        for field in fields.iter_mut() {
+            known.insert(field.name().clone());
+            match schema.field_with_name(field.name()) {
+                Ok(other) if other.data_type().equals_datatype(field.data_type()) => {
+                    let is_nullable = field.is_nullable() || other.is_nullable();
+                    field.set_nullable(is_nullable);
+                }
+                other => return Err(differs(field.name(), Some(&*field), other.ok())),
+            }
+        }
+        if let Some(more) = schema.fields().iter().find(|field| !known.contains(field.name())) {
+            return Err(differs(more.name(), None, Some(more)));
+        }
+    }
+    Ok(Arc::new(Schema::new(common.map(|(_, fields)| fields).unwrap_or_default())))
+}

@@ -1,0 +1,57 @@
+//! Positions in an order: the identity that plans with other sizes of a batch share.
+
+use crate::feed::error::{FeedError, Result};
+use crate::feed::order::Order;
+use crate::feed::plan::{Plan, PlanId, PlanOptions, record, sizing};
+
+impl Plan {
+    /// The hash of the sequence of rows: the rows, the seed, the lanes and the window, but not the size of a batch.
+    /// Plans with one order have the same row at each place, so a number of rows is a position in all of them.
+    pub fn order_id(&self) -> PlanId {
+        self.order_with(self.order.lanes, self.order.window)
+    }
+
+    fn order_with(&self, lanes: u64, window: u64) -> PlanId {
+        let rows = self.rows_id.get_or_init(|| {
+            let parts = self.has_parts().then_some(&self.group_rows[..]);
+            record::rows_id(&self.dataset, &self.source, parts, self.selected.as_deref())
+        });
+        record::order_id(rows, self.order.seed, lanes, window)
+    }
+
+    /// A plan with the batches of this one and the order `order`, in which another plan of the same rows has counted;
+    /// `options` are those of this plan. A position of that plan is one of the result.
+    ///
+    /// Plans take the greatest number of lanes that divides their batch, so another batch can mean other lanes.
+    ///
+    /// # Errors
+    /// [`FeedError::OtherOrder`] for an order of other rows, another seed or other sizes of the shuffle.
+    /// [`FeedError::Invalid`] when the lanes of the order do not divide the batch.
+    pub fn in_order(&self, order: PlanId, options: &PlanOptions) -> Result<Plan> {
+        let lanes_max = u64::from(options.lanes).min(self.order.rows).max(1);
+        let found = (1..=lanes_max).find_map(|lanes| {
+            // With as many rows in a batch as lanes, the plan has these lanes or does not allow them.
+            let asked = PlanOptions { lanes: lanes as u32, batch_rows: lanes as usize, ..options.clone() };
+            let (given, window) = sizing::lanes_and_window(&self.groups, &asked);
+            (given == lanes && self.order_with(lanes, window) == order).then_some((lanes, window))
+        });
+        let Some((lanes, window)) = found else {
+            return Err(FeedError::OtherOrder { order, plan: self.order_id() });
+        };
+        let batch = self.order.batch;
+        if !batch.is_multiple_of(lanes) {
+            return Err(FeedError::invalid(format!(
+                "the state counts rows of an order with {lanes} lanes, which do not divide batch_rows = {batch}; take a \
+                 multiple of {lanes}"
+            )));
+        }
+        let order = Order { lanes, window, ..self.order };
+        let parts = self.has_parts().then_some(&self.group_rows[..]);
+        Ok(Plan {
+            id: record::plan_id(&self.dataset, &self.source, &order, parts, self.selected.as_deref()),
+            working_set_bytes: sizing::working_set_bytes(&self.groups, lanes, window),
+            order,
+            ..self.clone()
+        })
+    }
+}
