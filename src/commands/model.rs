@@ -415,15 +415,19 @@ fn origin(lineage: &Lineage) -> Vec<Vec<String>> {
     let offsets = lineage.offsets.iter().flat_map(|(topic, partitions)| {
         partitions.iter().map(move |(partition, next)| format!("{topic}/{partition} before {next}"))
     });
-    vec![
-        vec!["dataset".into(), dataset(lineage)],
+    let mut rows = vec![vec!["dataset".into(), dataset(lineage)]];
+    if !lineage.selection.is_empty() {
+        rows.push(vec!["selected by".into(), lineage.selection.clone()]);
+    }
+    rows.extend([
         vec!["records".into(), offsets.collect::<Vec<_>>().join(", ")],
         vec!["seed".into(), lineage.seed.to_string()],
         vec!["steps".into(), count(lineage.steps)],
         vec!["epochs".into(), count(lineage.epochs)],
         vec!["code".into(), lineage.code_version.clone()],
         vec!["configuration".into(), lineage.config_sha256.clone()],
-    ]
+    ]);
+    rows
 }
 
 fn tensors(specs: &[TensorSpec]) -> String {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Name, VolumeSpec};
 use millrace_streams::dataset::DatasetSpec;
-use millrace_streams::feed::ImageOptions;
+use millrace_streams::feed::{EpochRows, ImageOptions, Selection};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -21,10 +21,12 @@ use crate::strategy::Strategy;
 use crate::teacher;
 
 mod features;
+mod selection;
 #[cfg(test)]
 mod tests;
 
 pub use features::Features;
+pub use selection::Splits;
 
 /// Largest job file.
 const JOB_BYTES_MAX: u64 = 1 << 20;
@@ -66,6 +68,25 @@ pub struct JobFile {
     /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable. `volume@latest` is the newest
     /// one when the run begins.
     pub dataset: DatasetSpec,
+    /// Trains on the rows for which this condition is true, such as `"label != 3 and score >= 0.5"`; on all rows when
+    /// absent.
+    #[serde(default, rename = "where", skip_serializing_if = "Option::is_none")]
+    pub filter: Option<String>,
+    /// Parts into which a hash splits the rows, with their fractions: `{ train = 0.8, test = 0.2 }`. The order of the
+    /// parts and their fractions decide the rows of each.
+    #[serde(default, skip_serializing_if = "Splits::is_empty")]
+    pub splits: Splits,
+    /// The part of `splits` to train on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub split: Option<String>,
+    /// The column whose values decide the part of a row, or a list of columns: rows with equal values are in one part.
+    /// When absent, the file and the number of the row decide.
+    #[serde(default, skip_serializing_if = "Features::is_empty")]
+    pub split_by: Features,
+    /// Rows of an epoch, a whole number, or a fraction of the rows with a point, such as `0.1`. Each epoch goes on with
+    /// the rows that follow those of the one before, so that all rows come before any comes again. All rows when absent.
+    #[serde(default, deserialize_with = "selection::epoch_rows", skip_serializing_if = "Option::is_none")]
+    pub rows_per_epoch: Option<EpochRows>,
     /// The column with the inputs: a list of numbers, or one number, or true and false. Several columns, as in
     /// `["age", "income", "history"]`, follow one another in the last dimension of the model's input.
     #[serde(default, skip_serializing_if = "Features::is_empty")]
@@ -174,8 +195,16 @@ pub struct JobFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Validation {
-    /// `volume@snapshot:/path` of rows with the columns of the inputs and of the label that are not trained on.
-    pub dataset: DatasetSpec,
+    /// `volume@snapshot:/path` of rows with the columns of the inputs and of the label that are not trained on. When
+    /// absent, `split` names a part of the job's dataset.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dataset: Option<DatasetSpec>,
+    /// Evaluates on the rows for which this condition is true. When absent, that of the job holds for its own dataset.
+    #[serde(default, rename = "where", skip_serializing_if = "Option::is_none")]
+    pub filter: Option<String>,
+    /// The part of the job's `splits` to evaluate on, by its `split_by`; all rows when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub split: Option<String>,
     /// Epochs between evaluations, at least 1 and at most `epochs_max`.
     #[serde(default = "default_every_epochs")]
     pub every_epochs: u64,
@@ -380,8 +409,11 @@ impl JobFile {
             );
         }
         has_snapshot("dataset", &self.dataset)?;
+        self.check_selection()?;
         if let Some(validation) = &self.validation {
-            has_snapshot("validation.dataset", &validation.dataset)?;
+            if let Some(dataset) = &validation.dataset {
+                has_snapshot("validation.dataset", dataset)?;
+            }
             within("validation.every_epochs", validation.every_epochs, self.epochs_max)
                 .map_err(|e| format!("{e} (epochs_max), or no evaluation would take place"))?;
             within("validation.early_stopping", validation.early_stopping.unwrap_or(1), EPOCHS_MAX)?;
@@ -510,6 +542,12 @@ impl JobFile {
         let JobFile {
             name: _,
             dataset,
+            // Represented by `JobFile::selection`.
+            filter: _,
+            splits: _,
+            split: _,
+            split_by: _,
+            rows_per_epoch,
             features,
             inputs,
             images,
@@ -542,6 +580,9 @@ impl JobFile {
         } = self;
         Computation {
             dataset,
+            // A job is checked before it has an identity.
+            selection: self.selection().ok().flatten(),
+            rows_per_epoch: *rows_per_epoch,
             features,
             label,
             inputs,
@@ -563,9 +604,20 @@ impl JobFile {
             precision: *precision,
             validation: validation.as_ref().map(|validation| {
                 // The patience is part of the budget.
-                let Validation { dataset, every_epochs, early_stopping: _, best, top_k, auc } = validation;
-                ValidationComputation {
+                let Validation {
                     dataset,
+                    // Represented by `JobFile::validation_selection`.
+                    filter: _,
+                    split: _,
+                    every_epochs,
+                    early_stopping: _,
+                    best,
+                    top_k,
+                    auc,
+                } = validation;
+                ValidationComputation {
+                    dataset: dataset.as_ref().unwrap_or(&self.dataset),
+                    selection: self.validation_selection().ok().flatten(),
                     every_epochs: *every_epochs,
                     best: *best,
                     top_k: *top_k,
@@ -607,6 +659,8 @@ impl JobFile {
             precision: self.precision,
             inputs: &self.inputs,
             loss_output: self.loss_output.as_deref(),
+            selection: self.selection().ok().flatten(),
+            rows_per_epoch: self.rows_per_epoch,
         };
         let text = serde_json::to_string(&former).unwrap_or_default();
         digest_of(&["millrace job 1", &text, model_sha256, data])
@@ -653,12 +707,18 @@ struct Computation<'a> {
     images: &'a BTreeMap<String, ImageOptions>,
     #[serde(skip_serializing_if = "Option::is_none")]
     loss_output: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    selection: Option<Selection>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rows_per_epoch: Option<EpochRows>,
 }
 
 /// What decides the evaluations of a run, which are part of its state.
 #[derive(Serialize)]
 struct ValidationComputation<'a> {
     dataset: &'a DatasetSpec,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    selection: Option<Selection>,
     every_epochs: u64,
     best: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -707,6 +767,10 @@ struct FormerJob<'a> {
     inputs: &'a BTreeMap<String, Features>,
     #[serde(skip_serializing_if = "Option::is_none")]
     loss_output: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    selection: Option<Selection>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rows_per_epoch: Option<EpochRows>,
 }
 
 #[derive(Serialize)]
@@ -754,6 +818,7 @@ fn parse(text: &str) -> Result<JobFile, String> {
     if !says_shards {
         job.virtual_shards = job.virtual_shards.min(job.batch_rows.max(1));
     }
+    job.splits.restore_order(text);
     job.check()?;
     Ok(job)
 }

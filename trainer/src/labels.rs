@@ -9,6 +9,7 @@ use arrow::compute::cast;
 use arrow::datatypes::DataType;
 use arrow::error::ArrowError;
 use millrace_streams::dataset::OpenDataset;
+use millrace_streams::feed::Selection;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -94,11 +95,15 @@ pub(crate) fn texts(column: &ArrayRef) -> Result<StringArray, ArrowError> {
     Ok(cast(column, &DataType::Utf8)?.as_string::<i32>().clone())
 }
 
-/// Reads all labels of the column `label` and sorts the distinct ones.
-pub(crate) async fn read(dataset: &OpenDataset, label: &str) -> Result<Dictionary> {
+/// Reads the labels of the selected rows in the column `label` and sorts the distinct ones.
+pub(crate) async fn read(
+    dataset: &OpenDataset,
+    selection: Option<&Selection>,
+    label: &str,
+) -> Result<Dictionary> {
     let bad = |reason: String| Error::Data { dataset: dataset.spec().to_string(), reason };
     let mut distinct = BTreeSet::new();
-    source::read_column(dataset, label, |_, batch| {
+    source::read_column(dataset, selection, label, |_, batch| {
         let column = batch.batch.column_by_name(label).ok_or_else(|| bad(format!("no column {label:?}")))?;
         let texts = texts(column).map_err(|e| bad(format!("column {label:?} cannot be read as text ({e})")))?;
         // A row without a label is named when it is decoded.

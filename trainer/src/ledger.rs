@@ -2,8 +2,9 @@
 //!
 //! The exact sum of the gradients also carries what a step adds to the ledger. The ledger is therefore part
 //! of the replicated state: a step that was not applied is not counted. Rows are counted by the epoch label
-//! that the feed gives each row, together with a sum of row hashes. At the end of an epoch both must match
-//! the whole dataset, which holds only if every row came exactly once (up to hash collisions).
+//! that the order gives each row, together with a sum of row hashes. At the end of an epoch both must match
+//! the rows of the epoch, all or a part of the selected rows of the dataset. That holds only if each of them came exactly
+//! once (up to hash collisions).
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -235,7 +236,7 @@ impl Tally {
 /// Why an epoch cannot be closed.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub(crate) enum EpochError {
-    #[error("{delivered} rows were delivered, the dataset has {rows}")]
+    #[error("{delivered} rows were delivered, the epoch has {rows}")]
     Rows { delivered: u64, rows: u64 },
     #[error("{rows} rows were delivered, but some twice and some never")]
     Twice { rows: u64 },
@@ -272,8 +273,7 @@ impl Ledger {
         self.weight.unwrap_or(self.rows as f64)
     }
 
-    /// Closes the next epoch. Fails unless every row of a dataset of `rows` rows with the digest `digest` was
-    /// counted once.
+    /// Closes the next epoch. Fails unless each of its `rows` rows, which have the digest `digest`, was counted once.
     pub(crate) fn close_epoch(&mut self, rows: u64, digest: u64) -> Result<EpochRecord, EpochError> {
         let epoch = self.epochs.len() as u64;
         let count = self.open.remove(&epoch).unwrap_or_default();
@@ -304,9 +304,15 @@ impl Ledger {
     }
 }
 
-/// The digest that an epoch over `rows` rows must have; O(rows), about a nanosecond each.
-pub(crate) fn epoch_digest(rows: u64) -> u64 {
-    (0..rows).fold(0u64, |sum, row| sum.wrapping_add(row_digest(row)))
+/// The digest of rows that an epoch must have; about a nanosecond for each of them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct RowsDigest(pub(crate) u64);
+
+impl RowsDigest {
+    /// Adds a row, in any order.
+    pub(crate) fn add(&mut self, row: u64) {
+        self.0 = self.0.wrapping_add(row_digest(row));
+    }
 }
 
 /// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a bijection that scatters its input.

@@ -182,6 +182,7 @@ pub(crate) fn publish(
             volume: job.dataset.source.volume.to_string(),
             snapshot: job.dataset.source.snapshot.as_ref().map(ToString::to_string).unwrap_or_default(),
             path: job.dataset.path.clone(),
+            selection: job.selection().ok().flatten().map(|rows| rows.to_string()).unwrap_or_default(),
             offsets: origin.offsets.clone(),
             config_sha256: origin.run.clone(),
             seed: job.seed,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use millrace_bundle::onnx::ModelProto;
 use millrace_datafs::{Datafs, View};
-use millrace_streams::feed::{Feed, FeedBatch, Plan};
+use millrace_streams::feed::{Epochs, Feed, FeedBatch, Plan};
 use prost::Message;
 use tokio::runtime::Handle;
 
@@ -16,7 +16,7 @@ use crate::engine::{ChannelMoments, Engine, EngineError, NOT_FINITE, ParamLayout
 use crate::error::{Error, Result};
 use crate::fixed::FixedError;
 use crate::job::JobFile;
-use crate::ledger::{EpochError, EpochRecord, Ledger, Tally, epoch_digest};
+use crate::ledger::{EpochError, EpochRecord, Ledger, RowsDigest, Tally};
 use crate::lineage::Lineage;
 use crate::optim::{Average, Groups, Optimizer};
 use crate::outage::Outage;
@@ -79,7 +79,9 @@ pub(crate) struct Replica {
     mean: Vec<f32>,
     /// The prefetched next rows: their step, their slots and the read in progress.
     prefetched: Option<(u64, Range<usize>, Reading)>,
-    dataset_digest: Option<u64>,
+    dataset_digest: Option<RowsDigest>,
+    /// The places of epochs in the order of the plan.
+    epoch_places: Epochs,
     checkpoints: Checkpoints,
     output: Output,
     writer: Writer,
@@ -116,7 +118,8 @@ impl Replica {
         let columns = source::columns(&job, &engine, &facts)?;
         let validator = match (&job.validation, validation_plan) {
             (Some(validation), Some(plan)) => {
-                let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &validation.dataset))?;
+                let spec = validation.dataset.as_ref().unwrap_or(&job.dataset);
+                let dataset = runtime.block_on(source::open_dataset(&datafs, &job, spec))?;
                 let _context = runtime.enter();
                 Some(Validator::open(&job, validation, Arc::new(plan), &dataset, &columns, 0)?)
             }
@@ -139,6 +142,7 @@ impl Replica {
             mean: Vec::new(),
             prefetched: None,
             dataset_digest: None,
+            epoch_places: job.epochs(&plan)?,
             writer: Writer::new(job.name.to_string(), config.outage_timeout()),
             reader: Reader::new(job.name.to_string(), config.outage_timeout(), runtime.clone()),
             job,
@@ -406,9 +410,12 @@ impl Replica {
         let batch_rows = self.plan.batch_rows();
         let parts = self.reduction.parts(ring.world());
         let passes = passes(rank_shards(ring.rank(), ring.world(), parts), self.job.accumulate_steps);
-        let last_place = (self.step + 1).saturating_mul(batch_rows as u64) - 1;
-        let mut tally = Tally::new(self.plan.epochs_after(self.step), last_place / self.plan.rows(), parts)
-            .with_channels(self.engine.moving_channels());
+        let places = self.plan.place_of_step(self.step)..self.plan.place_of_step(self.step + 1);
+        let (first, last) = (
+            self.epoch_places.of_place(places.start),
+            self.epoch_places.of_place(places.end.saturating_sub(1)),
+        );
+        let mut tally = Tally::new(first, last, parts).with_channels(self.engine.moving_channels());
         tally.leave = u64::from(wishes.leave);
         tally.stop = u64::from(wishes.stop);
         self.reduction.begin();
@@ -456,10 +463,9 @@ impl Replica {
         self.step += 1;
         self.lineage.advance();
         self.ledger.add(&total);
-        while self.plan.epochs_after(self.step) > self.epochs() {
-            let rows = self.plan.rows();
-            let digest = *self.dataset_digest.get_or_insert_with(|| epoch_digest(rows));
+        while self.epoch_places.of_place(self.plan.place_of_step(self.step)) > self.epochs() {
             let epoch = self.epochs();
+            let (rows, digest) = self.expected_rows(epoch);
             match self.ledger.close_epoch(rows, digest) {
                 Ok(_) => {}
                 Err(reason @ EpochError::Weightless) => {
@@ -478,6 +484,27 @@ impl Replica {
             "step applied"
         );
         Ok(StepOutcome { loss: total.mean_loss(), leave: total.leave > 0, stop: total.stop > 0 })
+    }
+
+    /// The number of rows of an epoch, and the digest of these rows.
+    fn expected_rows(&mut self, epoch: u64) -> (u64, u64) {
+        let places = self.epoch_places.places(epoch..epoch + 1);
+        let rows = places.end - places.start;
+        let plan = &self.plan;
+        let of_all = || {
+            let mut digest = RowsDigest::default();
+            plan.visit_all_rows(|row| digest.add(row));
+            digest
+        };
+        let digest = match self.job.rows_per_epoch {
+            None => *self.dataset_digest.get_or_insert_with(of_all),
+            Some(_) => {
+                let mut digest = RowsDigest::default();
+                plan.visit_rows(places, |row| digest.add(row));
+                digest
+            }
+        };
+        (rows, digest.0)
     }
 
     /// Computes the gradients of the parts of `passes`, and adds them to the reduction. Returns this rank's tally; none
@@ -502,10 +529,11 @@ impl Replica {
                 *held = self.pass(own, next, parts, interrupted)?;
             }
             let Some(Pass { batch, rows, .. }) = held else { return Ok(None) };
-            for (epoch, row) in batch.epochs.iter().zip(&batch.rows) {
-                if !tally.count(*epoch, *row) {
+            for (slot, row) in batch.slots.clone().zip(&batch.rows) {
+                let epoch = self.epoch_places.of_place(self.plan.place_of_slot(self.step, slot));
+                if !tally.count(epoch, *row) {
                     let reason = format!("step {} delivered its row {row}", self.step);
-                    return Err(self.miscounted(*epoch, reason));
+                    return Err(self.miscounted(epoch, reason));
                 }
             }
             let first_slot = shard_slots(own.start, parts, batch_rows).start;
@@ -627,9 +655,9 @@ impl Replica {
     }
 
     fn writing_if_newest(&self) -> impl Fn() -> Result<()> + Send + 'static {
-        let (job, plan) = (self.job.clone(), Arc::clone(&self.plan));
+        let (job, places, batch_rows) = (self.job.clone(), self.epoch_places, self.plan.batch_rows());
         self.writing(move |checkpoints, state, layout| {
-            checkpoints.write_if_newest(state, layout, |found| is_usable(&job, &plan, found))
+            checkpoints.write_if_newest(state, layout, |found| is_usable(&job, places, batch_rows, found))
         })
     }
 
@@ -759,16 +787,17 @@ pub(crate) fn newest_usable_state(
     plan: &Plan,
     engine: &Engine,
 ) -> Result<Option<RunState>> {
-    checkpoints.newest(engine.layout(), |state| is_usable(job, plan, state))
+    let (epochs, batch_rows) = (job.epochs(plan)?, plan.batch_rows());
+    checkpoints.newest(engine.layout(), |state| is_usable(job, epochs, batch_rows, state))
 }
 
 /// Whether the job can continue from a state of its run, or is finished with it.
-fn is_usable(job: &JobFile, plan: &Plan, state: &RunState) -> bool {
+fn is_usable(job: &JobFile, places: Epochs, batch_rows: usize, state: &RunState) -> bool {
     let ends = |epoch: &EpochRecord| job.loss_target.is_some_and(|target| epoch.loss <= target);
     let converged = state.ledger.epochs.iter().position(ends).map(|index| index as u64 + 1);
     let epochs = converged.unwrap_or(u64::MAX).min(job.epochs_max);
     let early = validation::early_end(job, &state.evaluations).map(|end| end.step);
-    state.step <= plan.steps_for_epochs(epochs).min(early.unwrap_or(u64::MAX))
+    state.step <= places.steps(epochs, batch_rows as u64).min(early.unwrap_or(u64::MAX))
 }
 
 /// Opens the volume of checkpoints and bundles.

@@ -6,6 +6,7 @@ use millrace_bundle::onnx::attribute_proto::AttributeType;
 use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{AttributeProto, ModelProto, NodeProto, TensorProto};
 use millrace_streams::dataset::OpenDataset;
+use millrace_streams::feed::Selection;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -50,10 +51,14 @@ impl LabelScale {
         LabelScale { means, deviations }
     }
 
-    /// Reads all labels, in the order of the files.
-    pub(crate) async fn read(dataset: &OpenDataset, columns: &Columns) -> Result<LabelScale> {
+    /// Reads the labels of the selected rows, in the order of the files.
+    pub(crate) async fn read(
+        dataset: &OpenDataset,
+        selection: Option<&Selection>,
+        columns: &Columns,
+    ) -> Result<LabelScale> {
         let mut moments = vec![Moments::default(); columns.output_width];
-        source::read_column(dataset, &columns.label, |plan, batch| {
+        source::read_column(dataset, selection, &columns.label, |plan, batch| {
             let labels = source::label_values(plan, columns, batch)?;
             for row in labels.chunks_exact(moments.len().max(1)) {
                 moments.iter_mut().zip(row).for_each(|(moments, value)| moments.add(f64::from(*value)));

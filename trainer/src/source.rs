@@ -5,7 +5,7 @@ use std::sync::Arc;
 use millrace_datafs::{Datafs, Name};
 use millrace_streams::dataset::{DatasetSpec, OpenDataset};
 use millrace_streams::feed::{
-    Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Plan, PlanOptions, Values,
+    Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Plan, PlanOptions, Selection, Values,
 };
 use serde::{Deserialize, Serialize};
 
@@ -51,9 +51,11 @@ pub(crate) enum Use {
     Evaluation,
 }
 
-/// Options that decide the order of rows.
-pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
-    PlanOptions {
+/// Options that decide the rows and their order.
+pub(crate) fn plan_options(job: &JobFile) -> Result<PlanOptions> {
+    let selection = job.selection().map_err(|e| Error::feed(format!("job {}", job.name), e))?;
+    Ok(PlanOptions {
+        selection,
         seed: job.seed,
         batch_rows: job.step_rows(),
         lanes: job.shuffle.lanes,
@@ -63,7 +65,7 @@ pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
             .working_set_bytes_max
             .unwrap_or(PlanOptions::default().working_set_bytes_max),
         ..PlanOptions::default()
-    }
+    })
 }
 
 /// The snapshot's number. A snapshot that was deleted and created again under its name has another one.
@@ -140,7 +142,7 @@ impl DataFacts {
         if job.standardize_labels {
             let columns = columns(job, engine, &facts)?;
             columns.check_schema(feed.schema())?;
-            facts.scale = Some(LabelScale::read(dataset, &columns).await?);
+            facts.scale = Some(LabelScale::read(dataset, plan.selection(), &columns).await?);
         }
         Ok(facts)
     }
@@ -160,14 +162,22 @@ async fn lengths(feed: &Feed, dataset: &DatasetSpec, columns: &[&str]) -> Result
     columns.iter().map(length).collect()
 }
 
-/// Reads one column of a dataset, in the order of its files.
+/// Reads one column of the selected rows of a dataset, in the order of its files.
 pub(crate) async fn read_column(
     dataset: &OpenDataset,
+    selection: Option<&Selection>,
     column: &str,
     mut visit: impl FnMut(&Plan, &FeedBatch) -> Result<()>,
 ) -> Result<()> {
     let failed = |e| Error::feed(format!("read column {column:?} of dataset {}", dataset.spec()), e);
-    let options = PlanOptions { batch_rows: COLUMN_ROWS, lanes: 1, window_rows: 1, ..PlanOptions::default() };
+    let selection = selection.cloned();
+    let options = PlanOptions {
+        batch_rows: COLUMN_ROWS,
+        lanes: 1,
+        window_rows: 1,
+        selection,
+        ..PlanOptions::default()
+    };
     let plan = Arc::new(dataset.plan(&options).await.map_err(failed)?);
     let options = FeedOptions {
         columns: Some(vec![column.to_owned()]),
@@ -213,7 +223,7 @@ pub(crate) async fn dictionary(
     if !text || !job.loss.kind().takes_classes() {
         return Ok(None);
     }
-    labels::read(dataset, &job.label).await.map(Some)
+    labels::read(dataset, plan.selection(), &job.label).await.map(Some)
 }
 
 /// Checks columns, types and the widths of the first rows.

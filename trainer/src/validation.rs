@@ -101,9 +101,12 @@ pub(crate) fn early_end<'e>(job: &JobFile, evaluations: &'e [Evaluation]) -> Opt
     })
 }
 
-/// Options that decide the order of rows: the order of the files.
-pub(crate) fn plan_options(job: &JobFile) -> PlanOptions {
-    PlanOptions { batch_rows: job.batch_rows, lanes: 1, window_rows: 1, ..PlanOptions::default() }
+/// Options that decide the rows and their order, which is that of the files.
+pub(crate) fn plan_options(job: &JobFile) -> Result<PlanOptions> {
+    let what = || format!("job {}: validation", job.name);
+    let selection = job.validation_selection().map_err(|e| Error::feed(what(), e))?;
+    let batch_rows = job.batch_rows;
+    Ok(PlanOptions { batch_rows, lanes: 1, window_rows: 1, selection, ..PlanOptions::default() })
 }
 
 /// The rows to evaluate on.
@@ -153,13 +156,13 @@ impl Validator {
             auc::check(trained.loss, trained.output_width, plan.rows(), batch_rows(&plan), workers).map_err(
                 |error| Error::Job {
                     job: job.name.to_string(),
-                    reason: format!("validation.auc = true on {}: {error}", validation.dataset),
+                    reason: format!("validation.auc = true on {}: {error}", dataset.spec()),
                 },
             )?;
         }
         Ok(Validator {
             feed: source::open_feed(job, plan, dataset, cache_bytes_max, Use::Evaluation)?,
-            columns: Columns { dataset: validation.dataset.to_string(), ..trained.clone() },
+            columns: Columns { dataset: dataset.spec().to_string(), ..trained.clone() },
             loss: job.loss.kind(),
             top_k: validation.top_k,
             auc: validation.auc,

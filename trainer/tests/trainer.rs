@@ -28,6 +28,8 @@ mod objectives;
 mod outages;
 #[path = "trainer/precision.rs"]
 mod precision;
+#[path = "trainer/selection.rs"]
+mod selection;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
 

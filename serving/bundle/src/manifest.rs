@@ -74,6 +74,9 @@ pub struct Lineage {
     /// Path of the dataset in that snapshot; empty in versions of earlier programs.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub path: String,
+    /// The condition and the part by which the rows to train on were selected; empty for all rows.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub selection: String,
     /// Next offset per topic and partition that had landed in the snapshot.
     pub offsets: BTreeMap<String, BTreeMap<i32, i64>>,
     /// SHA-256 of the training configuration.
@@ -84,7 +87,7 @@ pub struct Lineage {
     pub code_version: String,
     /// Optimizer steps taken.
     pub steps: u64,
-    /// Whole passes over the data.
+    /// Whole epochs: passes over the data, or parts of these where the job says so.
     pub epochs: u64,
     /// The file from which the model was imported, if it was.
     #[serde(skip_serializing_if = "Option::is_none")]

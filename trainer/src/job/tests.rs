@@ -71,6 +71,61 @@ fn mistakes_are_named_with_their_line() {
 }
 
 #[test]
+fn selections_keep_the_order_of_parts_and_survive_their_stored_form() {
+    let text = format!(
+        "{MINIMAL}where = \"z >= 0.5\"\nsplit = \"train\"\nsplit_by = [\"user\", \"day\"]\nrows_per_epoch = 0.1\n\
+         [splits]\ntrain = 0.8\nb = 0.1\na = 0.1\n[validation]\nsplit = \"a\"\n"
+    );
+    let job = JobFile::parse(&text).unwrap();
+    let names: Vec<&str> = job.splits.parts().iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["train", "b", "a"]);
+    let shown = job.selection().unwrap().unwrap().to_string();
+    assert_eq!(
+        shown,
+        "where \"z\" >= 0.5; split \"train\" of \"train\"=0.8,\"b\"=0.1,\"a\"=0.1 by [\"user\", \"day\"]"
+    );
+    assert!(
+        job.validation_selection()
+            .unwrap()
+            .unwrap()
+            .to_string()
+            .starts_with("where \"z\" >= 0.5; split \"a\"")
+    );
+    assert_eq!(job.validation_dataset(), Some(&job.dataset));
+    let json = serde_json::to_string(&job).unwrap();
+    assert_eq!(serde_json::from_str::<JobFile>(&json).unwrap(), job);
+    let sorted: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(serde_json::from_value::<JobFile>(sorted).unwrap(), job);
+    // Another dataset has a condition of its own.
+    let other = text.replace("split = \"a\"\n", "dataset = \"d@s:/other\"\n");
+    assert_eq!(JobFile::parse(&other).unwrap().validation_selection().unwrap(), None);
+    for (rows, shown) in [("100", "100"), ("1.0", "1.0"), ("\"0.25\"", "0.25"), ("0.000001", "0.000001")] {
+        let job = JobFile::parse(&text.replace("rows_per_epoch = 0.1", &format!("rows_per_epoch = {rows}")))
+            .unwrap();
+        assert_eq!(job.rows_per_epoch.unwrap().to_string(), shown);
+    }
+    for (from, to, words) in [
+        ("split = \"train\"\n", "", ["splits needs split", "train, b, a"]),
+        ("\"train\"", "\"dev\"", ["split \"dev\"", "train, b, a"]),
+        ("split = \"a\"", "split = \"train\"", ["validation.split", "trained on"]),
+        ("split = \"a\"", "split = \"c\"", ["[validation]", "\"c\" is not a part"]),
+        ("split = \"a\"", "every_epochs = 1", ["[validation]", "dataset"]),
+        ("split = \"a\"", "where = \"x =\"\ndataset = \"d@s:/o\"", ["[validation]", "where"]),
+        ("train = 0.8", "train = 0.9", ["splits", "more than 1"]),
+        ("train = 0.8", "train = true", ["line 11", "0.8"]),
+        ("z >= 0.5", "z >=", ["where", "character"]),
+        ("= 0.1\n[", "= 0\n[", ["line 9", "rows_per_epoch"]),
+        ("= 0.1\n[", "= 1.5\n[", ["line 9", "rows_per_epoch"]),
+    ] {
+        assert!(text.contains(from), "{from}");
+        let line = reason(&text.replacen(from, to, 1));
+        for word in words {
+            assert!(line.contains(word), "{line:?} lacks {word:?}");
+        }
+    }
+}
+
+#[test]
 fn digest_covers_the_computation_but_not_the_budget() {
     let job = JobFile::parse(MINIMAL).unwrap();
     let digest = |job: &JobFile| job.digest("model", "plan#1");
@@ -93,6 +148,8 @@ fn digest_covers_the_computation_but_not_the_budget() {
         JobFile { shuffle: Shuffle { lanes: 2, ..Shuffle::default() }, ..job.clone() },
         JobFile { strategy: Strategy::Allreduce, ..job.clone() },
         JobFile { precision: Precision::Bf16, ..job.clone() },
+        JobFile { filter: Some("z = 1".into()), ..job.clone() },
+        JobFile { rows_per_epoch: Some("0.5".parse().unwrap()), ..job.clone() },
     ];
     assert!(others.iter().all(|other| digest(other) != digest(&job)));
     assert_ne!(job.digest("model", "plan#2"), digest(&job));

@@ -2,7 +2,14 @@
 
 use crate::engine::ChannelMoments;
 
-use super::{EpochError, Ledger, Tally, epoch_digest};
+use super::{EpochError, Ledger, RowsDigest, Tally};
+
+/// The digest of the rows `0..rows`.
+fn epoch_digest(rows: u64) -> u64 {
+    let mut digest = RowsDigest::default();
+    (0..rows).for_each(|row| digest.add(row));
+    digest.0
+}
 
 /// Encodes, sums lane by lane and decodes, as a ring of workers does.
 fn all_reduce(tallies: &[Tally]) -> Tally {

@@ -91,8 +91,8 @@ impl Checked {
     pub(super) fn new(mut job: JobFile, setup: Setup) -> Result<Checked> {
         let runtime = Handle::current();
         source::resolve(&setup.datafs, &job.name, &mut job.dataset)?;
-        if let Some(validation) = &mut job.validation {
-            source::resolve(&setup.datafs, &job.name, &mut validation.dataset)?;
+        if let Some(dataset) = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut()) {
+            source::resolve(&setup.datafs, &job.name, dataset)?;
         }
         let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
         job.check().map_err(unfit)?;
@@ -131,9 +131,10 @@ impl Checked {
         }
 
         let plan = runtime
-            .block_on(dataset.plan(&source::plan_options(&job)))
+            .block_on(dataset.plan(&source::plan_options(&job)?))
             .map_err(|e| Error::feed(format!("job {}: dataset {}", job.name, job.dataset), e))?;
         let plan = Arc::new(plan);
+        job.epochs(&plan)?;
         if job.batch_rows as u64 > plan.rows() {
             tracing::warn!(
                 job = %job.name,
@@ -174,7 +175,8 @@ impl Checked {
         let validation_plan = match &job.validation {
             Some(validation) => {
                 let plan = plan_validation(&runtime, &setup.datafs, &job, validation, &columns)?;
-                let number = source::snapshot_number(&setup.datafs, &job, &validation.dataset)?;
+                let dataset = validation.dataset.as_ref().unwrap_or(&job.dataset);
+                let number = source::snapshot_number(&setup.datafs, &job, dataset)?;
                 data += &format!(" {}#{number}", plan.id());
                 Some(plan)
             }
@@ -210,8 +212,8 @@ impl Checked {
     /// its snapshot. `run` is that coordinator's, `declared` the job as its file has it.
     pub(super) fn or_run_of(self, run: &str, declared: JobFile, setup: Setup) -> Result<Checked> {
         let latest = |job: &JobFile| {
-            let validation = job.validation.as_ref().is_some_and(|data| data.dataset.source.is_latest());
-            job.dataset.source.is_latest() || validation
+            let validation = job.validation_dataset();
+            job.dataset.source.is_latest() || validation.is_some_and(|dataset| dataset.source.is_latest())
         };
         if !latest(&declared) {
             return Ok(self);
@@ -316,10 +318,11 @@ pub(super) fn plan_validation(
     if let Some(top) = validation.top_k.filter(|top| *top > classes) {
         return Err(unfit(format!("validation.top_k = {top}: the model has {classes} classes")));
     }
-    let dataset = runtime.block_on(source::open_dataset(datafs, job, &validation.dataset))?;
-    let plan = runtime.block_on(dataset.plan(&validation::plan_options(job))).map_err(|e| {
-        Error::feed(format!("job {}: validation dataset {}", job.name, validation.dataset), e)
-    })?;
+    let spec = validation.dataset.as_ref().unwrap_or(&job.dataset);
+    let dataset = runtime.block_on(source::open_dataset(datafs, job, spec))?;
+    let plan = runtime
+        .block_on(dataset.plan(&validation::plan_options(job)?))
+        .map_err(|e| Error::feed(format!("job {}: validation dataset {spec}", job.name), e))?;
     let plan = Arc::new(plan);
     let validator = {
         let _context = runtime.enter();
@@ -331,7 +334,7 @@ pub(super) fn plan_validation(
         && let Some(unknown) = found.first_missing_in(known)
     {
         return Err(Error::Data {
-            dataset: validation.dataset.to_string(),
+            dataset: spec.to_string(),
             reason: format!(
                 "column {:?} has label {unknown:?}, which the training data does not have; its labels are {}",
                 job.label,

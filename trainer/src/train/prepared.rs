@@ -95,7 +95,7 @@ impl Prepared {
             hand_over: self.setup.standby,
             lease: Some(Arc::clone(&self.lease)),
         };
-        let steps_max = self.plan.steps_for_epochs(job.epochs_max);
+        let steps_max = job.epochs(&self.plan)?.steps(job.epochs_max, self.plan.batch_rows() as u64);
         let mut first_report: Option<(Instant, u64)> = None;
         let host = self.setup.listen.as_ref().and_then(Listen::host);
         let mut announced = None;
