@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::feed::{EpochRows, FeedError, Until, Weight};
 
 /// `millrace feed`
 #[derive(Debug, Args)]
@@ -12,7 +13,13 @@ pub(crate) struct FeedArgs {
     #[command(subcommand)]
     pub(crate) command: Option<FeedCommand>,
     #[command(flatten)]
+    pub(crate) source: SourceArgs,
+    #[command(flatten)]
     pub(crate) order: OrderArgs,
+    #[command(flatten)]
+    pub(crate) epochs: EpochArgs,
+    #[command(flatten)]
+    pub(crate) columns: ColumnsArgs,
     /// This reader's number
     #[arg(long, default_value_t = 0)]
     pub(crate) rank: u32,
@@ -25,6 +32,9 @@ pub(crate) struct FeedArgs {
     /// Number of batches [default: 1, or one epoch with --dry]
     #[arg(long)]
     pub(crate) batches: Option<u64>,
+    /// Read this epoch, from 0: exactly its rows, so that its first and last batch can have fewer
+    #[arg(long, conflicts_with_all = ["step", "batches"])]
+    pub(crate) epoch: Option<u64>,
     /// Read without printing and show the rate
     #[arg(long)]
     pub(crate) dry: bool,
@@ -67,7 +77,13 @@ pub(crate) enum FeedCommand {
 #[derive(Debug, Args)]
 pub(crate) struct FeedPlanArgs {
     #[command(flatten)]
+    pub(crate) source: SourceArgs,
+    #[command(flatten)]
     pub(crate) order: OrderArgs,
+    #[command(flatten)]
+    pub(crate) epochs: EpochArgs,
+    #[command(flatten)]
+    pub(crate) columns: ColumnsArgs,
     /// Number of readers that share the dataset
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) world: u32,
@@ -76,6 +92,8 @@ pub(crate) struct FeedPlanArgs {
 /// `millrace feed head`
 #[derive(Debug, Args)]
 pub(crate) struct FeedHeadArgs {
+    #[command(flatten)]
+    pub(crate) source: SourceArgs,
     #[command(flatten)]
     pub(crate) order: OrderArgs,
     /// Number of rows
@@ -98,6 +116,8 @@ pub(crate) struct FeedStatsArgs {
 #[derive(Debug, Args)]
 pub(crate) struct FeedVerifyArgs {
     #[command(flatten)]
+    pub(crate) rows: RowsArgs,
+    #[command(flatten)]
     pub(crate) order: OrderArgs,
     /// Number of readers, which read at the same time
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256))]
@@ -110,7 +130,11 @@ pub(crate) struct FeedVerifyArgs {
 #[derive(Debug, Args)]
 pub(crate) struct FeedBenchArgs {
     #[command(flatten)]
+    pub(crate) source: SourceArgs,
+    #[command(flatten)]
     pub(crate) order: OrderArgs,
+    #[command(flatten)]
+    pub(crate) epochs: EpochArgs,
     /// This reader's number
     #[arg(long, default_value_t = 0)]
     pub(crate) rank: u32,
@@ -159,11 +183,9 @@ pub(crate) struct FeedMapArgs {
     pub(crate) python: PathBuf,
 }
 
-/// The dataset and all that decides the order of its rows.
+/// All that decides the order of rows, beside the rows.
 #[derive(Debug, Args)]
 pub(crate) struct OrderArgs {
-    #[command(flatten)]
-    pub(crate) rows: RowsArgs,
     /// Rows of a global batch
     #[arg(long, default_value_t = 128)]
     pub(crate) batch_rows: usize,
@@ -172,13 +194,44 @@ pub(crate) struct OrderArgs {
     pub(crate) seed: u64,
 }
 
+/// The length of an epoch.
+#[derive(Debug, Args)]
+pub(crate) struct EpochArgs {
+    /// Rows of an epoch, or a fraction of the rows with a point, for example 0.1 [default: all]. Each epoch goes on where
+    /// the one before ended
+    #[arg(long, value_name = "ROWS|FRACTION")]
+    pub(crate) rows_per_epoch: Option<EpochRows>,
+}
+
+/// A dataset, or several by weight, and the rows of them to read.
+#[derive(Debug, Args)]
+pub(crate) struct SourceArgs {
+    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
+    #[arg(required_unless_present = "mix", conflicts_with = "mix")]
+    pub(crate) dataset: Option<DatasetSpec>,
+    /// Read several datasets in proportion to their weights, for example web@v1:/train=0.7; repeat it for each
+    #[arg(long, value_name = "DATASET=WEIGHT", value_parser = mixed)]
+    pub(crate) mix: Vec<(DatasetSpec, Weight)>,
+    /// The end of an epoch of a mixture: "first", when a dataset has delivered all its rows, or "every", when all have
+    #[arg(long, value_name = "first|every", default_value = "first", requires = "mix")]
+    pub(crate) until: Until,
+    #[command(flatten)]
+    pub(crate) select: SelectArgs,
+}
+
 /// The dataset and the rows of it to read.
 #[derive(Debug, Args)]
 pub(crate) struct RowsArgs {
     /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume. A format in front overrides the
     /// names of the files, for example `folder:photos@v1:/train` for images in one folder a class
-    #[arg(required = true)]
-    pub(crate) dataset: Option<DatasetSpec>,
+    pub(crate) dataset: DatasetSpec,
+    #[command(flatten)]
+    pub(crate) select: SelectArgs,
+}
+
+/// The rows of a dataset to read.
+#[derive(Debug, Args)]
+pub(crate) struct SelectArgs {
     /// Read only rows for which this condition is true, for example "label != 3 and score >= 0.5"
     #[arg(long = "where", value_name = "CONDITION")]
     pub(crate) filter: Option<String>,
@@ -206,6 +259,15 @@ fn argument(text: &str) -> Result<(String, serde_json::Value), &'static str> {
     let (name, value) = text.split_once('=').ok_or("write NAME=VALUE, for example limit=0.5")?;
     let value = serde_json::from_str(value).unwrap_or_else(|_| serde_json::Value::from(value));
     Ok((name.to_owned(), value))
+}
+
+/// A dataset of a mixture with its weight.
+fn mixed(text: &str) -> Result<(DatasetSpec, Weight), String> {
+    let (dataset, weight) =
+        text.rsplit_once('=').ok_or("write DATASET=WEIGHT, for example web@v1:/train=0.7")?;
+    let dataset = dataset.parse().map_err(|error: FeedError| error.to_string())?;
+    let weight = weight.parse().map_err(|error: FeedError| error.to_string())?;
+    Ok((dataset, weight))
 }
 
 /// A part of a split with its fraction.

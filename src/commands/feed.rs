@@ -7,14 +7,18 @@ mod plan;
 mod stats;
 mod verify;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
 use futures::StreamExt;
 use millrace_streams::dataset::OpenDataset;
-use millrace_streams::feed::{Cursor, Feed, FeedBatch, FeedOptions, Plan, PlanOptions, Selection, Shard};
+use millrace_streams::feed::{
+    AnyFeed, EpochRows, Epochs, Feed, FeedBatch, FeedOptions, Mixture, MixtureFeed, Plan, PlanOptions,
+    Selection, Shard,
+};
 
-use crate::cli::{ColumnsArgs, FeedArgs, FeedCommand, OrderArgs, RowsArgs};
+use crate::cli::{ColumnsArgs, FeedArgs, FeedCommand, OrderArgs, RowsArgs, SelectArgs, SourceArgs};
 use crate::context::Context;
 use crate::failure::{Exit, fail};
 use crate::json_rows;
@@ -34,13 +38,23 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
 }
 
 async fn read(context: &Context, args: FeedArgs) -> Result<()> {
-    let (dataset, plan) = open(context, &args.order).await?;
+    let read = FeedOptions { columns: columns(args.columns), ..FeedOptions::default() };
+    let opened = open(context, &args.source, &args.order, read).await?;
     let shard = Shard::new(args.rank, args.world)?;
-    let batches = args.batches.unwrap_or(if args.dry { plan.steps_for_epochs(1) } else { 1 });
-    let (id, rows_total) = (plan.id(), plan.rows());
-    let feed = Feed::open(plan, dataset.store().clone(), &FeedOptions::default())?;
-    let stream = feed.stream(shard, Cursor { plan_id: id, step: args.step })?;
-    let mut stream = stream.take(usize::try_from(batches).unwrap_or(usize::MAX));
+    let epochs = opened.epochs(args.epochs.rows_per_epoch)?;
+    let batch_rows = opened.feed.batch_rows() as u64;
+    let steps_of_epoch = epochs.steps(1, batch_rows);
+    let places = match args.epoch {
+        Some(epoch) => epochs.places(epoch..epoch.saturating_add(1)),
+        None => {
+            let batches = args.batches.unwrap_or(if args.dry { steps_of_epoch } else { 1 });
+            let place_of = |step: u64| step.saturating_mul(batch_rows);
+            place_of(args.step)..place_of(args.step.saturating_add(batches))
+        }
+    };
+    let batches = places.end.div_ceil(batch_rows) - places.start / batch_rows;
+    let (id, rows_total) = (opened.feed.id(), epochs.start(1));
+    let mut stream = opened.feed.stream_places(shard, places, 1)?;
 
     let started = Instant::now();
     let bar = context.out.progress("feed", "batches", args.dry.then_some(batches));
@@ -68,12 +82,12 @@ async fn read(context: &Context, args: FeedArgs) -> Result<()> {
     let rate = rows as f64 / seconds.max(1e-9);
     context.out.table(
         &serde_json::json!({
-            "dataset": dataset.spec(), "plan": id.to_string(), "rows": rows_total,
+            "dataset": opened.name, "plan": id.to_string(), "rows": rows_total,
             "rows_read": rows, "batches": seen, "seconds": seconds, "rows_per_second": rate,
         }),
         &["dataset", "rows", "read", "batches", "seconds", "rows/s"],
         [vec![
-            dataset.spec().to_string(),
+            opened.name,
             count(rows_total),
             count(rows),
             count(seen),
@@ -83,22 +97,61 @@ async fn read(context: &Context, args: FeedArgs) -> Result<()> {
     )
 }
 
-/// Opens the dataset and plans it.
-async fn open(context: &Context, args: &OrderArgs) -> Result<(OpenDataset, Plan)> {
-    let options = PlanOptions { seed: args.seed, batch_rows: args.batch_rows, ..PlanOptions::default() };
-    open_rows(context, &args.rows, options).await
+/// A dataset or a mixture, ready to be read.
+struct Opened {
+    /// The dataset, or the datasets with their weights.
+    name: String,
+    feed: AnyFeed,
 }
 
-/// Opens the dataset and plans the chosen rows of it.
-async fn open_rows(context: &Context, args: &RowsArgs, options: PlanOptions) -> Result<(OpenDataset, Plan)> {
-    let Some(spec) = &args.dataset else {
+impl Opened {
+    /// The places of its epochs.
+    fn epochs(&self, length: Option<EpochRows>) -> Result<Epochs> {
+        Ok(self.feed.epochs(length)?)
+    }
+}
+
+/// Opens a dataset or a mixture of datasets, and plans the chosen rows.
+async fn open(
+    context: &Context,
+    source: &SourceArgs,
+    order: &OrderArgs,
+    read: FeedOptions,
+) -> Result<Opened> {
+    let options = PlanOptions { seed: order.seed, batch_rows: order.batch_rows, ..PlanOptions::default() };
+    if let Some(spec) = &source.dataset {
+        let dataset = spec.open(&context.volumes().await?).await?;
+        let selection = selection(&source.select)?;
+        let plan = dataset.plan(&PlanOptions { selection, ..options }).await?;
+        let feed = Feed::open(plan, Arc::clone(dataset.store()), &read)?;
+        return Ok(Opened { name: dataset.spec().to_string(), feed: feed.into() });
+    }
+    if source.mix.is_empty() {
         return fail(Exit::Usage, "no dataset is named; write VOLUME@SNAPSHOT:/PATH");
-    };
-    let split = args.split.as_deref();
-    let selection = Selection::new(args.filter.as_deref(), &args.splits, split, &args.split_by)?;
-    let dataset = spec.open(&context.volumes().await?).await?;
+    }
+    let volumes = context.volumes().await?;
+    let mut datasets = Vec::with_capacity(source.mix.len());
+    for (spec, weight) in &source.mix {
+        datasets.push((spec.open(&volumes).await?, *weight));
+    }
+    let options = PlanOptions { selection: selection(&source.select)?, ..options };
+    let mixture = Mixture::plan(&datasets, &options, source.until).await?;
+    let stores: Vec<_> = datasets.iter().map(|(dataset, _)| Arc::clone(dataset.store())).collect();
+    let name = mixture.to_string();
+    Ok(Opened { name, feed: MixtureFeed::open(mixture, &stores, &read)?.into() })
+}
+
+/// Opens one dataset and plans the chosen rows of it.
+async fn open_rows(context: &Context, args: &RowsArgs, options: PlanOptions) -> Result<(OpenDataset, Plan)> {
+    let dataset = args.dataset.open(&context.volumes().await?).await?;
+    let selection = selection(&args.select)?;
     let plan = dataset.plan(&PlanOptions { selection, ..options }).await?;
     Ok((dataset, plan))
+}
+
+fn selection(args: &SelectArgs) -> Result<Option<Selection>> {
+    let split = args.split.as_deref();
+    Ok(Selection::new(args.filter.as_deref(), &args.splits, split, &args.split_by)?)
 }
 
 /// The columns to read; none means all.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use futures::StreamExt;
-use millrace_streams::feed::{Feed, FeedOptions, Shard};
+use millrace_streams::feed::{FeedOptions, Shard};
 use serde_json::json;
 
 use super::{columns, open};
@@ -13,21 +13,21 @@ use crate::context::Context;
 use crate::output::{bytes, count};
 
 pub(super) async fn run(context: &Context, args: FeedBenchArgs) -> Result<()> {
-    let planning = Instant::now();
-    let (dataset, plan) = open(context, &args.order).await?;
-    let planned = planning.elapsed().as_secs_f64();
     let shard = Shard::new(args.rank, args.world)?;
-    let batches = args.batches.unwrap_or_else(|| plan.steps_for_epochs(1));
     let options = FeedOptions {
         columns: columns(args.columns),
         decode_concurrency: args.decoders.map_or(0, usize::from),
         prefetch_batches: args.prefetch.into(),
         ..FeedOptions::default()
     };
-    let cursor = plan.cursor(0);
-    let feed = Feed::open(plan, dataset.store().clone(), &options)?;
+    let planning = Instant::now();
+    let opened = open(context, &args.source, &args.order, options).await?;
+    let planned = planning.elapsed().as_secs_f64();
+    let (feed, batch_rows) = (&opened.feed, opened.feed.batch_rows() as u64);
+    let steps_of_epoch = opened.epochs(args.epochs.rows_per_epoch)?.steps(1, batch_rows);
+    let batches = args.batches.unwrap_or(steps_of_epoch);
     let started = Instant::now();
-    let mut stream = feed.stream(shard, cursor)?.take(usize::try_from(batches).unwrap_or(usize::MAX));
+    let mut stream = feed.stream_places(shard, 0..batches.saturating_mul(batch_rows), 1)?;
     let bar = context.out.progress("bench", "batches", Some(batches));
     let (mut rows, mut read, mut memory) = (0_u64, 0_u64, 0_u64);
     let (mut first, mut longest) = (None, 0_f64);
@@ -55,7 +55,7 @@ pub(super) async fn run(context: &Context, args: FeedBenchArgs) -> Result<()> {
     let first = first.unwrap_or(0.0);
     context.out.table(
         &json!({
-            "dataset": dataset.spec(), "plan": feed.plan().id().to_string(), "rows": rows, "batches": read,
+            "dataset": opened.name, "plan": feed.id().to_string(), "rows": rows, "batches": read,
             "seconds": seconds, "rows_per_second": per_second(rows), "bytes_per_second": per_second(memory),
             "plan_seconds": planned, "first_batch_seconds": first, "longest_wait_seconds": longest,
         }),
@@ -71,7 +71,7 @@ pub(super) async fn run(context: &Context, args: FeedBenchArgs) -> Result<()> {
             "longest wait",
         ],
         [vec![
-            dataset.spec().to_string(),
+            opened.name.clone(),
             count(rows),
             count(read),
             format!("{seconds:.3}"),

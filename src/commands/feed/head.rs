@@ -4,7 +4,7 @@ use anyhow::Result;
 use arrow::error::ArrowError;
 use arrow::util::display::{ArrayFormatter, FormatOptions};
 use futures::StreamExt;
-use millrace_streams::feed::{Feed, FeedOptions, Shard};
+use millrace_streams::feed::{FeedOptions, Shard};
 
 use super::{columns, open};
 use crate::cli::FeedHeadArgs;
@@ -15,11 +15,10 @@ use crate::json_rows;
 const CELL_CHARS_MAX: usize = 60;
 
 pub(super) async fn run(context: &Context, args: FeedHeadArgs) -> Result<()> {
-    let (dataset, plan) = open(context, &args.order).await?;
     let options =
         FeedOptions { columns: columns(args.columns), prefetch_batches: 1, ..FeedOptions::default() };
-    let places = 0..u64::from(args.rows).min(plan.rows());
-    let feed = Feed::open(plan, dataset.store().clone(), &options)?;
+    let feed = open(context, &args.source, &args.order, options).await?.feed;
+    let places = 0..u64::from(args.rows).min(feed.rows());
     let mut stream = feed.stream_places(Shard::WHOLE, places, 1)?;
     let mut rows: Vec<Vec<String>> = Vec::new();
     let format = FormatOptions::default().with_null("null");

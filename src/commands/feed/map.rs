@@ -58,12 +58,9 @@ struct Mapped {
 }
 
 pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
-    let Some(source) = &args.rows.dataset else {
-        return fail(Exit::Usage, "no dataset is named; write VOLUME@SNAPSHOT:/PATH");
-    };
     check_python(&args.python).await?;
     let arguments: BTreeMap<_, _> = args.arguments.iter().cloned().collect();
-    let rows = &args.rows;
+    let (source, rows) = (&args.rows.dataset, &args.rows.select);
     let request = json!({
         "function": args.function, "source": source, "to": args.to, "processes": args.processes,
         "columns": super::columns(args.columns), "where": rows.filter, "splits": rows.splits, "split": rows.split,
