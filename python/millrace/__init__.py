@@ -2,6 +2,7 @@
 
 - :class:`Feed`: batches of a dataset in one global order, for any number of readers.
 - :class:`Image`: what a column of images becomes.
+- :class:`Mixture`: several datasets in one order, by weight.
 - :class:`Volume`: files of a volume, live or at a snapshot.
 - :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
 - :func:`map`: a Python function over a dataset on several processes, into a new folder, exactly once.
@@ -28,7 +29,7 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.export import publish
-from millrace.feed import Feed
+from millrace.feed import Feed, Mixture
 from millrace.image import Image
 from millrace.mapping import Mapped
 
@@ -45,6 +46,7 @@ __all__ = [
     "Image",
     "Mapped",
     "MismatchError",
+    "Mixture",
     "NoSpaceError",
     "NotFoundError",
     "Snapshot",

@@ -18,17 +18,21 @@ class RecordBatch:
 
 class Reader:
     dataset: str
+    datasets: list[tuple[str, str]]
     home: Path
     plan: str
+    order: str
     rows: int
     batch_rows: int
     fields: list[tuple[str, str]]
     groups: int
     def __init__(
         self,
-        dataset: str,
+        datasets: list[tuple[str, str]],
         *,
+        until: str | None,
         batch_rows: int,
+        rows_per_epoch: str | None,
         seed: int,
         rank: int,
         world: int,
@@ -46,7 +50,10 @@ class Reader:
     def place_after(self, place: int, stride: int) -> int: ...
     def group(self, number: int) -> tuple[str, int, int, int] | None: ...
     def read_group(self, number: int) -> Any: ...
-    def check_position(self, plan: str, place: int) -> None: ...
+    def epoch_start(self, epoch: int) -> int: ...
+    def epoch_of(self, place: int) -> int: ...
+    def check_plan(self, plan: str) -> None: ...
+    def in_order(self, order: str) -> Reader | None: ...
 
 class File:
     size: int

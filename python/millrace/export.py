@@ -311,11 +311,12 @@ def _origin(
     if feed is not None:
         place = feed.state_dict()["rows"]
         arguments = {key: value for key, value in feed._arguments.items() if key not in ("rank", "world", "format", "home")}
-        source, _, path = feed.dataset.partition(":")
+        # The datasets of a mixture are in the record.
+        source, _, path = feed.dataset.partition(":") if feed._until is None else ("", "", "")
         volume, _, snapshot = source.partition("@")
         seed = arguments["seed"] if seed is None else seed
         steps = -(-place // feed.batch_rows) if steps is None else steps
-        epochs = place // feed.rows if epochs is None else epochs
+        epochs = feed._reader.epoch_of(place) if epochs is None else epochs
         lineage.update(volume=volume, snapshot=snapshot, path=path, config_sha256=feed.plan)
         record["feed"] = {"dataset": feed.dataset, "plan": feed.plan, "rows_read": place, **arguments}
     for key, value in (("seed", seed), ("steps", steps), ("epochs", epochs)):

@@ -13,10 +13,36 @@ from millrace.errors import ConflictError, Error, UsageError
 from millrace.image import Image
 from millrace.ranks import ranks
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "Mixture"]
 
 # The end of an endless feed: more rows than any reader reads.
 _ENDLESS = 1 << 61
+
+
+class Mixture:
+    """Several datasets in one order, each with a fixed share of the rows: ``Feed(Mixture({"web@v1:/": 0.7, ...}))``.
+
+    Every batch has rows of each dataset in proportion to the weights, at places that follow from the weights alone. Of
+    any number of rows from the beginning, a dataset has its exact share, give or take fewer rows than there are datasets.
+    Nothing is drawn by chance, padded or dropped: each dataset has its own order, goes on from epoch to epoch, and
+    delivers each of its rows once before any comes again. The datasets must have the same columns with the same types.
+
+    :param weights: the weight of each dataset, for example ``{"web@v1:/train": 0.7, "books@v3:/": 0.3}``. Weights are
+        exact decimal numbers, relative to each other; their order is part of the order of the rows.
+    :param until: the end of an epoch: ``"first"``, when a dataset has delivered all of its rows, so that no row of the
+        first epoch comes twice; or ``"every"``, when all of them have. ``rows_per_epoch`` of the feed replaces it.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], *, until: str = "first") -> None:
+        if not isinstance(weights, Mapping) or not weights:
+            raise UsageError('a mixture needs the weight of each dataset, for example {"web@v1:/": 0.7, "books@v3:/": 0.3}')
+        if until not in ("first", "every"):
+            raise UsageError(f'until is {until!r}; it must be "first" or "every"')
+        self.weights = {dataset: _decimal(f"weight of {dataset!r}", weight) for dataset, weight in weights.items()}
+        self.until = until
+
+    def __repr__(self) -> str:
+        return f"millrace.Mixture({self.weights}, until={self.until!r})"
 
 
 class Feed:
@@ -36,9 +62,12 @@ class Feed:
     :param dataset: ``VOLUME@SNAPSHOT:/PATH``, ``VOLUME@latest:/PATH`` or ``VOLUME:/PATH`` for the live volume; a
         file, or a folder of files of one format: Parquet, Arrow IPC, JSON lines, CSV, or tar shards of WebDataset. A
         format in front overrides the names of the files: ``folder:VOLUME@SNAPSHOT:/PATH`` reads files with one folder a
-        class, as columns ``path``, ``data``, ``label`` and ``class``.
+        class, as columns ``path``, ``data``, ``label`` and ``class``. Or a :class:`Mixture` of several.
     :param batch_rows: rows of a global batch, which the ranks share.
     :param epochs: epochs of one iteration; ``None`` reads without end, in full batches.
+    :param rows_per_epoch: rows of an epoch, or a fraction of the rows below 1, for example ``0.1``; all rows by default.
+        Each epoch goes on with the rows that follow those of the one before, so that every row comes once before any
+        comes again. A feed may be resumed with another number.
     :param seed: seed of the order.
     :param rank: number of this reader, from 0. By default rank and world are those of the environment, if a launcher has
         set them: ``RANK`` and ``WORLD_SIZE`` of torchrun and ``millrace train --script``, ``OMPI_COMM_WORLD_*`` and ``PMI_*``
@@ -74,10 +103,11 @@ class Feed:
 
     def __init__(
         self,
-        dataset: str,
+        dataset: str | Mixture,
         *,
         batch_rows: int = 128,
         epochs: int | None = 1,
+        rows_per_epoch: int | float | None = None,
         seed: int = 0,
         rank: int | str | None = None,
         world: int | None = None,
@@ -103,9 +133,13 @@ class Feed:
         self._convert = _converter(format, pad)
         splits = None if splits is None else {name: _fraction(name, part) for name, part in splits.items()}
         keys = [split_by] if isinstance(split_by, str) else list(split_by or ())
+        mixture = dataset if isinstance(dataset, Mixture) else None
+        length = None if rows_per_epoch is None else _epoch_rows(rows_per_epoch)
         self._reader = _native.Reader(
-            dataset,
+            [(dataset, "1")] if mixture is None else list(mixture.weights.items()),
+            until=None if mixture is None else mixture.until,
             batch_rows=batch_rows,
+            rows_per_epoch=length,
             seed=seed,
             rank=rank,
             world=world,
@@ -122,6 +156,7 @@ class Feed:
         self._arguments = {
             "batch_rows": batch_rows,
             "epochs": epochs,
+            "rows_per_epoch": rows_per_epoch,
             "seed": seed,
             "rank": rank,
             "world": world,
@@ -137,7 +172,8 @@ class Feed:
             "home": os.fspath(self._reader.home),
         }
         _check_pad(pad, self.schema, format)
-        self._rows = None if epochs is None else self._reader.rows * epochs
+        self._until = None if mixture is None else mixture.until
+        self._epochs = epochs
         # The place of the next row, counted over all epochs and ranks, and the end of the iteration that has begun.
         self._place = 0
         self._end: int | None = None
@@ -166,10 +202,10 @@ class Feed:
 
     def __len__(self) -> int:
         """Batches of the current iteration, from its beginning."""
-        if self._rows is None:
+        if self._epochs is None:
             raise TypeError("a feed with epochs=None has no end")
-        end = self._end_of_round(self._place)
-        return -(-end // self.batch_rows) - (end - self._rows) // self.batch_rows
+        start, end = self._round(self._place)
+        return -(-end // self.batch_rows) - start // self.batch_rows
 
     @property
     def dataset(self) -> str:
@@ -178,12 +214,12 @@ class Feed:
 
     @property
     def plan(self) -> str:
-        """SHA-256 of all that decides the order: dataset, seed, batch size and the shape of the shuffle."""
+        """SHA-256 of all that decides the batches: datasets, selection, weights, seed, batch size, shape of the shuffle."""
         return self._reader.plan
 
     @property
     def rows(self) -> int:
-        """Rows of the dataset."""
+        """Rows of the dataset, or those that are selected; of a mixture, the rows of an epoch without ``rows_per_epoch``."""
         return self._reader.rows
 
     @property
@@ -194,7 +230,7 @@ class Feed:
     @property
     def epoch(self) -> int:
         """The epoch of the next row, from 0; that of the last one, where its iteration is still to end."""
-        return (self._place - self._is_over) // self._reader.rows
+        return self._reader.epoch_of(self._place - self._is_over)
 
     @property
     def schema(self) -> dict[str, str]:
@@ -204,14 +240,15 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches that were taken, in at most 128 bytes of JSON.
 
-        Store it with what those batches have changed. It is the same for every rank, and fits any number of ranks.
+        Store it with what those batches have changed. It is the same for every rank, and fits any number of ranks. It
+        counts rows, so that a feed with another ``batch_rows`` or ``rows_per_epoch`` goes on at the right one, too.
         After the last batch, inside the loop, the state says so: the first iteration after it is loaded is empty. A
         state that is taken behind the loop begins the next iteration.
         """
         return self._state(self._place, self._is_over or (self._place == self._end and not self._has_ended))
 
     def _state(self, place: int, is_over: bool) -> dict[str, Any]:
-        state = {"plan": self.plan, "rows": place}
+        state = {"order": self._reader.order, "rows": place}
         return {**state, "over": True} if is_over else state
 
     def state_after(self, batches: int) -> dict[str, Any]:
@@ -228,13 +265,23 @@ class Feed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batches that a state counts, in the time that it takes to open the feed.
 
-        :raises millrace.UsageError: when the state is one of another dataset, snapshot, seed or batch size.
+        With another ``batch_rows``, the first batch has the rows up to the next multiple of it. The number of lanes in
+        which the state counts, at most 64, must divide it.
+
+        :raises millrace.UsageError: when the state is one of other datasets, snapshots, selections, weights or seeds, or
+            when ``batch_rows`` does not fit it.
         """
-        plan, rows = state.get("plan"), state.get("rows")
         if "workers" in state:
             raise UsageError(f"resume {self.dataset}: the state is that of a worker of a DataLoader; load it there")
-        self._set_position(plan, rows)
-        is_end = self._rows is not None and self._place > 0 and self._place % self._rows == 0
+        order, rows = state.get("order"), state.get("rows")
+        if isinstance(order, str) and _is_place(rows):
+            # Another batch can need another order: this one then reads that of the state.
+            self._reader = self._reader.in_order(order) or self._reader
+            self._set_place(rows)
+        else:
+            # States of earlier releases.
+            self._set_position(state.get("plan"), rows)
+        is_end = self._epochs is not None and self._place > 0 and self._place == self._round(self._place)[0]
         self._is_over = is_end and state.get("over") is True
 
     def set_epoch(self, epoch: int) -> None:
@@ -243,26 +290,38 @@ class Feed:
         Iterations end at multiples of ``epochs``: one that begins in between is shorter.
         """
         epoch = _integer("epoch", epoch, 0)
-        self._set_position(self.plan, epoch * self._reader.rows)
+        self._set_place(self._reader.epoch_start(epoch))
 
     def _set_position(self, plan: Any, place: Any) -> None:
-        if not isinstance(plan, str) or not isinstance(place, int) or not 0 <= place < _ENDLESS:
-            raise UsageError(f"resume {self.dataset}: not a state of a feed: a plan and a number of rows are needed")
-        self._reader.check_position(plan, place)
+        if not isinstance(plan, str) or not _is_place(place):
+            raise UsageError(f"resume {self.dataset}: not a state of a feed: an order and a number of rows are needed")
+        self._reader.check_plan(plan)
+        self._set_place(place)
+
+    def _set_place(self, place: int) -> None:
+        if place >= _ENDLESS:
+            raise UsageError(f"resume {self.dataset}: row {place} is beyond the order")
         self._place, self._end, self._has_ended, self._is_over = place, None, False, False
 
     def _end_of_round(self, place: int) -> int:
-        return _ENDLESS if self._rows is None else (place // self._rows + 1) * self._rows
+        return _ENDLESS if self._epochs is None else self._round(place)[1]
+
+    def _round(self, place: int) -> tuple[int, int]:
+        """The first place and the end of the iteration to which a place belongs."""
+        first = self._reader.epoch_of(place) // self._epochs * self._epochs
+        return self._reader.epoch_start(first), self._reader.epoch_start(first + self._epochs)
 
     def __reduce__(self) -> Any:
-        return _restore, (type(self), self.dataset, self._arguments, self.state_dict())
+        datasets = self._reader.datasets
+        source = datasets[0][0] if self._until is None else Mixture(dict(datasets), until=self._until)
+        return _restore, (type(self), source, self._arguments, self.state_dict())
 
     def __repr__(self) -> str:
         at = f"rank {self._arguments['rank']} of {self._arguments['world']}"
         return f"<millrace.Feed {self.dataset} {at}, row {self._place}>"
 
 
-def _restore(kind: type[Feed], dataset: str, arguments: dict[str, Any], state: dict[str, Any]) -> Feed:
+def _restore(kind: type[Feed], dataset: str | Mixture, arguments: dict[str, Any], state: dict[str, Any]) -> Feed:
     feed = kind(dataset, **arguments)
     feed.load_state_dict(state)
     return feed
@@ -306,11 +365,26 @@ def _fraction(name: Any, part: Any) -> str:
     """The decimal digits of a fraction as it is written: 0.1 is a tenth, not the binary number beside it."""
     if not isinstance(name, str):
         raise UsageError(f"splits has the part {name!r}; names of parts are texts")
-    if isinstance(part, str):
-        return part
-    if isinstance(part, bool) or not isinstance(part, (int, float, Decimal)):
-        raise UsageError(f"splits, part {name!r}: {part!r} is not a fraction above 0 and at most 1")
-    return format(Decimal(str(part)), "f")
+    return _decimal(f"splits, part {name!r}", part, "a fraction above 0 and at most 1")
+
+
+def _decimal(name: str, value: Any, what: str = "a number above 0") -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        raise UsageError(f"{name}: {value!r} is not {what}")
+    return format(Decimal(str(value)), "f")
+
+
+def _epoch_rows(value: Any) -> str:
+    """A whole number of rows, or a fraction with a point."""
+    text = _decimal("rows_per_epoch", value, "a number of rows, or a fraction of them such as 0.1")
+    is_fraction = isinstance(value, (float, Decimal)) and "." not in text
+    return f"{text}.0" if is_fraction else text
+
+
+def _is_place(rows: Any) -> bool:
+    return isinstance(rows, int) and not isinstance(rows, bool) and 0 <= rows < _ENDLESS
 
 
 def _images(images: Mapping[str, Image] | None) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.errors import CorruptError, Error, UsageError
-from millrace.feed import Feed
+from millrace.feed import Feed, Mixture
 from millrace.volume import locate
 
 __all__ = ["FeedDataset", "StorageReader", "StorageWriter", "checkpoints", "load", "remove_checkpoint", "save"]
@@ -161,7 +161,7 @@ class FeedDataset(IterableDataset):
     with the epochs that follow, and refuse to go on after a loop that was left early.
     """
 
-    def __init__(self, dataset: str, *, format: str = "torch", **arguments: Any) -> None:
+    def __init__(self, dataset: str | Mixture, *, format: str = "torch", **arguments: Any) -> None:
         super().__init__()
         self.feed = Feed(dataset, format=format, **arguments)
         # Of a loader with several workers: where its iteration began, and the batches that this worker has taken.

@@ -1,6 +1,7 @@
 //! Reader of a feed: its plan, and batches at any places of it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -10,8 +11,8 @@ use arrow::datatypes::SchemaRef;
 use futures::StreamExt;
 use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::{
-    Cursor, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, ImageOptions, InputGroup, Plan, PlanId,
-    PlanOptions, Selection, Shard,
+    AnyFeed, EpochRows, Epochs, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, ImageOptions,
+    InputGroup, Mixture, MixtureFeed, PlanId, PlanOptions, Selection, Shard, Until, Weight,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -25,7 +26,7 @@ const SLICE: Duration = Duration::from_millis(50);
 
 /// A feed that is open, with the stream that was used last.
 pub(crate) struct Reading {
-    feed: Feed,
+    feed: AnyFeed,
     stream: Option<Streaming>,
 }
 
@@ -49,32 +50,55 @@ enum Converted {
     Record(RecordBatch),
 }
 
-/// Reads batches of one plan. Holds no position: the caller does.
+/// A dataset, or several with their weights.
+#[derive(Clone)]
+struct Sources {
+    datasets: Vec<(DatasetSpec, Weight)>,
+    /// The end of an epoch of a mixture; none for one dataset.
+    until: Option<Until>,
+}
+
+/// All that decides the rows of a feed and their order.
+#[derive(Clone)]
+struct Recipe {
+    home: PathBuf,
+    sources: Sources,
+    options: PlanOptions,
+    /// The columns, and what becomes of images.
+    reading: FeedOptions,
+    /// The order in which another feed has counted, once its state was loaded.
+    order: Option<PlanId>,
+}
+
+/// Reads batches in one order. Holds no position: the caller does.
 #[pyclass(frozen, module = "millrace")]
 pub(crate) struct Reader {
     number: u64,
-    home: PathBuf,
-    spec: DatasetSpec,
-    options: PlanOptions,
-    reading: FeedOptions,
+    recipe: Recipe,
     shard: Shard,
     format: Format,
     schema: SchemaRef,
-    plan: Arc<Plan>,
+    id: PlanId,
+    order_id: PlanId,
+    rows: u64,
+    epochs: Epochs,
+    epoch_rows: Option<EpochRows>,
 }
 
 #[pymethods]
 impl Reader {
     #[new]
     #[pyo3(signature = (
-        dataset, *, batch_rows, seed, rank, world, columns, filter, splits, split, split_by, format, home,
-        images, keys
+        datasets, *, until, batch_rows, rows_per_epoch, seed, rank, world, columns, filter, splits, split, split_by,
+        format, home, images, keys
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
-        dataset: &str,
+        datasets: Vec<(String, String)>,
+        until: Option<&str>,
         batch_rows: usize,
+        rows_per_epoch: Option<&str>,
         seed: u64,
         rank: u32,
         world: u32,
@@ -95,14 +119,15 @@ impl Reader {
             let options = PlanOptions { seed, batch_rows, selection, ..PlanOptions::default() };
             let images = images.into_iter().map(image).collect::<Result<BTreeMap<_, _>>>()?;
             let reading = FeedOptions { columns, images, key_column: keys, ..FeedOptions::default() };
+            let epoch_rows: Option<EpochRows> = rows_per_epoch.map(str::parse).transpose()?;
+            let weighed = datasets.iter().map(|(dataset, weight)| Ok((dataset.parse()?, weight.parse()?)));
+            let sources = Sources {
+                datasets: weighed.collect::<Result<_, FeedError>>()?,
+                until: until.map(str::parse).transpose()?,
+            };
             let home = engine::locate(home)?;
-            let (spec, feed) = open(engine, &home, &dataset.parse()?, &options, &reading)?;
-            let schema = Arc::clone(feed.schema());
-            format.check(&schema)?;
-            let plan = Arc::clone(feed.plan());
-            let number = engine::number();
-            engine.readings.put(number, Mutex::new(Reading { feed, stream: None }));
-            Ok(Reader { number, home, spec, options, reading, shard, format, schema, plan })
+            let recipe = Recipe { home, sources, options, reading, order: None };
+            Reader::open(engine, recipe, shard, format, epoch_rows)
         })
     }
 
@@ -131,27 +156,26 @@ impl Reader {
 
     /// The place after the batch at a place, of which every `stride`-th is read.
     fn place_after(&self, place: u64, stride: u64) -> u64 {
-        self.plan.place_after(place, stride)
+        let batch = self.recipe.options.batch_rows as u64;
+        (place / batch).saturating_add(stride).saturating_mul(batch)
     }
 
     /// Number of input groups: row groups, and parts of large ones.
-    #[getter]
-    fn groups(&self) -> u32 {
-        self.plan.input_groups()
+    fn groups(&self, py: Python<'_>) -> PyResult<u32> {
+        engine::with(py, |engine| Ok(self.one_dataset(engine)?.plan().input_groups()))
     }
 
     /// An input group by its number: its file, row group, first row in it, and number of selected rows.
-    fn group(&self, number: u32) -> Option<(String, u32, u32, u32)> {
-        let InputGroup { file, row_group, first_row, rows } = self.plan.input_group(number)?;
-        Some((file, row_group, first_row, rows))
+    fn group(&self, py: Python<'_>, number: u32) -> PyResult<Option<(String, u32, u32, u32)>> {
+        let group = engine::with(py, |engine| Ok(self.one_dataset(engine)?.plan().input_group(number)))?;
+        Ok(group.map(|InputGroup { file, row_group, first_row, rows }| (file, row_group, first_row, rows)))
     }
 
     /// The rows of an input group.
     fn read_group<'py>(&self, py: Python<'py>, number: u32) -> PyResult<Bound<'py, PyAny>> {
         let read = engine::with(py, |engine| {
-            let reading = self.opened(engine)?;
-            let feed = lock(&reading).feed.clone();
-            let stopped = || FeedError::Stopped { file: self.spec.to_string() };
+            let feed = self.one_dataset(engine)?;
+            let stopped = || FeedError::Stopped { file: self.recipe.sources.to_string() };
             let batch = engine.block_on(feed.read_group(number)).ok_or_else(stopped)??;
             match self.format {
                 Format::Arrow => Ok(Converted::Record(RecordBatch(batch))),
@@ -167,43 +191,85 @@ impl Reader {
         }
     }
 
-    /// Checks a position that was stored: the plan that it belongs to, and its place.
-    fn check_position(&self, py: Python<'_>, plan: &str, place: u64) -> PyResult<()> {
-        let check = || {
-            let cursor = Cursor { plan_id: plan.parse()?, step: place / self.plan.batch_rows() as u64 };
-            self.plan.step_of(&cursor).map(drop)
+    /// The first place of an epoch.
+    fn epoch_start(&self, epoch: u64) -> u64 {
+        self.epochs.start(epoch)
+    }
+
+    /// The epoch of a place.
+    fn epoch_of(&self, place: u64) -> u64 {
+        self.epochs.of_place(place)
+    }
+
+    /// Checks that a position belongs to this plan.
+    fn check_plan(&self, py: Python<'_>, plan: &str) -> PyResult<()> {
+        let check = || match plan.parse::<PlanId>()? {
+            cursor if cursor != self.id => Err(FeedError::OtherPlan { cursor, plan: self.id }),
+            _ => Ok(()),
         };
-        check().map_err(|error: FeedError| Failure::Usage(format!("resume {}: {error}", self.spec)).raise(py))
+        check().map_err(|error: FeedError| self.refused(py, &error))
+    }
+
+    /// A reader of the order in which a position counts, with the batches of this one; none if it is that of this reader.
+    fn in_order(&self, py: Python<'_>, order: &str) -> PyResult<Option<Reader>> {
+        let order = order.parse::<PlanId>().map_err(|error| self.refused(py, &error))?;
+        if order == self.order_id {
+            return Ok(None);
+        }
+        engine::with(py, |engine| {
+            let recipe = Recipe { order: Some(order), ..self.recipe.clone() };
+            let opened = Reader::open(engine, recipe, self.shard, self.format, self.epoch_rows);
+            opened.map(Some).map_err(|error| match error {
+                Failure::Feed(error @ (FeedError::OtherOrder { .. } | FeedError::Invalid { .. })) => {
+                    Failure::Usage(format!("resume {}: {error}", self.recipe.sources))
+                }
+                error => error,
+            })
+        })
     }
 
     /// The dataset; `@latest` has become a snapshot.
     #[getter]
     fn dataset(&self) -> String {
-        self.spec.to_string()
+        self.recipe.sources.to_string()
+    }
+
+    /// The datasets with their weights; `@latest` has become a snapshot.
+    #[getter]
+    fn datasets(&self) -> Vec<(String, String)> {
+        let datasets = self.recipe.sources.datasets.iter();
+        datasets.map(|(dataset, weight)| (dataset.to_string(), weight.to_string())).collect()
     }
 
     /// The home folder.
     #[getter]
     fn home(&self) -> &PathBuf {
-        &self.home
+        &self.recipe.home
     }
 
     /// The digest of all that decides the order.
     #[getter]
     fn plan(&self) -> String {
-        self.plan.id().to_string()
+        self.id.to_string()
     }
 
-    /// Rows of an epoch: those of the dataset, or the selected ones.
+    /// The digest of all that decides the sequence of rows, but the batches.
+    #[getter]
+    fn order(&self) -> String {
+        self.order_id.to_string()
+    }
+
+    /// Rows of a pass: those of the dataset, or the selected ones. For a mixture, those until its first or last source
+    /// is read.
     #[getter]
     fn rows(&self) -> u64 {
-        self.plan.rows()
+        self.rows
     }
 
     /// Rows of a global batch.
     #[getter]
     fn batch_rows(&self) -> usize {
-        self.plan.batch_rows()
+        self.recipe.options.batch_rows
     }
 
     /// The columns that are read.
@@ -221,6 +287,28 @@ impl Reader {
 }
 
 impl Reader {
+    fn open(
+        engine: &Engine,
+        recipe: Recipe,
+        shard: Shard,
+        format: Format,
+        epoch_rows: Option<EpochRows>,
+    ) -> Result<Reader> {
+        let (sources, feed) = recipe.open(engine)?;
+        let schema = Arc::clone(feed.schema());
+        format.check(&schema)?;
+        let (id, order_id, rows) = (feed.id(), feed.order_id(), feed.rows());
+        let epochs = feed.epochs(epoch_rows)?;
+        let number = engine::number();
+        engine.readings.put(number, Mutex::new(Reading { feed, stream: None }));
+        let recipe = Recipe { sources, ..recipe };
+        Ok(Reader { number, recipe, shard, format, schema, id, order_id, rows, epochs, epoch_rows })
+    }
+
+    fn refused(&self, py: Python<'_>, error: &FeedError) -> PyErr {
+        Failure::Usage(format!("resume {}: {error}", self.recipe.sources)).raise(py)
+    }
+
     /// Waits for the next batch, for [`SLICE`] at most.
     fn wait(&self, engine: &Engine, places: Range<u64>, stride: u64) -> Result<Waited> {
         if places.is_empty() {
@@ -248,8 +336,7 @@ impl Reader {
             Some(Ok(Some(batch))) => match self.convert(batch) {
                 Ok(converted) => {
                     if let Some(open) = stream {
-                        open.places.start =
-                            self.plan.place_after(open.places.start, stride).min(open.places.end);
+                        open.places.start = self.place_after(open.places.start, stride).min(open.places.end);
                     }
                     Ok(Waited::Batch(converted))
                 }
@@ -269,6 +356,17 @@ impl Reader {
         }
     }
 
+    /// The open feed of one dataset.
+    fn one_dataset(&self, engine: &Engine) -> Result<Feed> {
+        let reading = self.opened(engine)?;
+        match &lock(&reading).feed {
+            AnyFeed::Dataset(feed) => Ok(feed.clone()),
+            AnyFeed::Mixture(_) => {
+                Err(Failure::Usage("a mixture has no input groups; read its datasets one by one".to_owned()))
+            }
+        }
+    }
+
     /// The open feed; opened again if it was closed.
     fn opened(&self, engine: &Engine) -> Result<Arc<Mutex<Reading>>> {
         match engine.readings.get(self.number) {
@@ -279,8 +377,8 @@ impl Reader {
 
     /// Opens the feed again, for example after a fork. The plan must be the same.
     fn reopen(&self, engine: &Engine) -> Result<Reading> {
-        let (_, feed) = open(engine, &self.home, &self.spec, &self.options, &self.reading)?;
-        let (cursor, plan): (PlanId, PlanId) = (self.plan.id(), feed.plan().id());
+        let (_, feed) = self.recipe.open(engine)?;
+        let (cursor, plan) = (self.id, feed.id());
         if cursor != plan {
             return Err(FeedError::OtherPlan { cursor, plan }.into());
         }
@@ -302,19 +400,52 @@ fn image((column, options): (String, String)) -> Result<(String, ImageOptions)> 
     }
 }
 
-fn open(
-    engine: &Engine,
-    home: &std::path::Path,
-    spec: &DatasetSpec,
-    options: &PlanOptions,
-    reading: &FeedOptions,
-) -> Result<(DatasetSpec, Feed)> {
-    let volumes = engine.volumes(home)?;
-    let opened = engine.block_on(async {
-        let dataset = spec.open(&volumes).await?;
-        let plan = dataset.plan(options).await?;
-        let feed = Feed::open(plan, Arc::clone(dataset.store()), reading)?;
-        Ok((dataset.spec().clone(), feed))
-    });
-    opened.unwrap_or_else(|| Err(FeedError::Stopped { file: spec.to_string() }.into()))
+impl Recipe {
+    /// Opens the datasets, of which `@latest` becomes a snapshot, and their feed.
+    fn open(&self, engine: &Engine) -> Result<(Sources, AnyFeed)> {
+        let volumes = engine.volumes(&self.home)?;
+        let opened = engine.block_on(async {
+            let mut datasets = Vec::with_capacity(self.sources.datasets.len());
+            for (spec, weight) in &self.sources.datasets {
+                datasets.push((spec.open(&volumes).await?, *weight));
+            }
+            let specs = datasets.iter().map(|(dataset, weight)| (dataset.spec().clone(), *weight));
+            let sources = Sources { datasets: specs.collect(), until: self.sources.until };
+            let read = &self.reading;
+            let feed: AnyFeed = match (&datasets[..], self.sources.until) {
+                ([(dataset, _)], None) => {
+                    let plan = dataset.plan(&self.options).await?;
+                    let plan = match self.order {
+                        Some(order) => plan.in_order(order, &self.options)?,
+                        None => plan,
+                    };
+                    Feed::open(plan, Arc::clone(dataset.store()), read)?.into()
+                }
+                (_, until) => {
+                    let mixture = Mixture::plan(&datasets, &self.options, until.unwrap_or_default()).await?;
+                    if let Some(order) = self.order {
+                        return Err(FeedError::OtherOrder { order, plan: mixture.order_id() }.into());
+                    }
+                    let stores: Vec<_> =
+                        datasets.iter().map(|(dataset, _)| Arc::clone(dataset.store())).collect();
+                    MixtureFeed::open(mixture, &stores, read)?.into()
+                }
+            };
+            Ok((sources, feed))
+        });
+        opened.unwrap_or_else(|| Err(FeedError::Stopped { file: self.sources.to_string() }.into()))
+    }
+}
+
+/// One dataset, or the datasets of a mixture with their weights.
+impl fmt::Display for Sources {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let ([(dataset, _)], None) = (&self.datasets[..], self.until) {
+            return write!(f, "{dataset}");
+        }
+        for (at, (dataset, weight)) in self.datasets.iter().enumerate() {
+            write!(f, "{}{dataset}={weight}", if at > 0 { ", " } else { "" })?;
+        }
+        Ok(())
+    }
 }

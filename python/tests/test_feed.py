@@ -115,6 +115,11 @@ class ResumeTest(HomeCase):
             longer.load_state_dict(state)
             self.assertEqual(ids_of(next(longer))[:24], expected[2 * ROWS : 2 * ROWS + 24])
 
+    def test_states_of_earlier_releases_still_resume(self) -> None:
+        feed = self.feed(batch_rows=64)
+        feed.load_state_dict({"plan": feed.plan, "rows": 192})
+        self.assertEqual(sum(map(ids_of, feed), []), self.order(batch_rows=64)[192:])
+
     def test_prefetched_batches_are_not_consumed(self) -> None:
         feed = self.feed()
         next(feed)
@@ -212,9 +217,14 @@ class ErrorTest(HomeCase):
         feed = self.feed(seed=2)
         with self.assertRaises(millrace.UsageError) as caught:
             feed.load_state_dict(state)
-        for word in (state["plan"], feed.plan, DATASET, "seed"):
+        for word in (state["order"], feed.state_dict()["order"], DATASET, "seed"):
             self.assertIn(word, str(caught.exception))
-        for bad in ({}, {"plan": feed.plan}, {"plan": feed.plan, "rows": -1}, {"plan": "x", "rows": 0}):
+        order = feed.state_dict()["order"]
+        bad_states: list[dict[str, object]] = [
+            {}, {"plan": feed.plan}, {"plan": feed.plan, "rows": -1}, {"plan": "x", "rows": 0}, {"plan": "0" * 64, "rows": 0},
+            {"order": order}, {"order": order, "rows": -1}, {"order": "x", "rows": 0}, {"order": order, "rows": 1 << 62},
+        ]
+        for bad in bad_states:
             with self.assertRaises(millrace.UsageError):
                 feed.load_state_dict(bad)
         self.assertEqual(feed.state_dict()["rows"], 0)
