@@ -17,11 +17,34 @@ struct Table {
     name: &'static str,
     /// JSON pointer to an example among the values of the configuration or of a job file.
     at: &'static str,
+    /// The keys that it lists.
+    keys: Keys,
+}
+
+/// Keys of a struct that a table lists.
+enum Keys {
+    All,
+    /// [`ROW_KEYS`], or the others.
+    Rows(bool),
 }
 
 const fn table(heading: &'static str, file: &'static str, name: &'static str, at: &'static str) -> Table {
-    Table { heading, file, name, at }
+    Table { heading, file, name, at, keys: Keys::All }
 }
+
+/// Some keys of the job file: those of the rows, or the others.
+const fn job(heading: &'static str, are_rows: bool) -> Table {
+    Table { heading, file: "trainer/src/job.rs", name: "JobFile", at: "/mlp", keys: Keys::Rows(are_rows) }
+}
+
+/// Keys of the job file that choose rows. They have a table of their own.
+const ROW_KEYS: [&str; 5] = ["where", "splits", "split", "split_by", "rows_per_epoch"];
+
+/// Keys whose names are words of Rust, by the names of their fields.
+const RENAMED: [(&str, &str); 1] = [("filter", "where")];
+
+/// Keys that the samples give and that may be left out, with what stands in their place.
+const OPTIONAL: [(&str, &str, &str); 1] = [("/mlp/validation", "dataset", "the job's, with `split`")];
 
 const SERVING: &str = "serving/core/src/config.rs";
 const OPTIMIZER: &str = "trainer/src/optim/config.rs";
@@ -88,15 +111,12 @@ const PAGES: [(&str, &str, &[Table]); 13] = [
             table("[[up.snapshots]]", "src/settings.rs", "SnapshotSchedule", "/up/snapshots/0"),
         ],
     ),
-    (
-        "config/train-job.md",
-        "Keys of a training job",
-        &[table("The job file", "trainer/src/job.rs", "JobFile", "/mlp")],
-    ),
+    ("config/train-job.md", "Keys of a training job", &[job("The job file", false)]),
     (
         "config/train-tables.md",
-        "Keys of validation, shuffling and output",
+        "Keys of rows, validation, shuffling and output",
         &[
+            job("The job file: rows to train on", true),
             table("[validation]", "trainer/src/job.rs", "Validation", "/mlp/validation"),
             table("[shuffle]", "trainer/src/job.rs", "Shuffle", "/mlp/shuffle"),
             table("[output]", "trainer/src/job.rs", "Output", "/mlp/output"),
@@ -269,7 +289,7 @@ validation = { dataset = "example@monday:/test" }
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 48] = [
+const TYPES: [(&str, &str); 50] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
@@ -281,6 +301,8 @@ const TYPES: [(&str, &str); 48] = [
     ("[f64;2]", "list of 2 numbers"),
     ("String", "text"),
     ("Features", "text or list"),
+    ("Splits", "table of numbers"),
+    ("EpochRows", "integer, or number with a point"),
     ("PathBuf", "path"),
     ("SocketAddr", "IP:PORT"),
     ("IpAddr", "IP address"),
@@ -387,10 +409,14 @@ impl Values {
         let mut text = format!("\n## {heading}\n\n| key | type | default | meaning |\n|---|---|---|---|\n");
         let mut choices = Vec::new();
         for key in &keys {
+            let name =
+                RENAMED.iter().find(|(field, _)| *field == key.name).map_or(&*key.name, |(_, name)| name);
+            if matches!(table.keys, Keys::Rows(are_rows) if are_rows != ROW_KEYS.contains(&name)) {
+                continue;
+            }
             let (kind, values) = kind(&shown(&key.rest));
-            let default = self.default(table, &key.name, &kind);
-            text +=
-                &format!("| `{}` | {kind} | {default} | {} |\n", key.name, cell(&plain(&key.doc, &tokens)));
+            let default = self.default(table, name, &kind);
+            text += &format!("| `{name}` | {kind} | {default} | {} |\n", cell(&plain(&key.doc, &tokens)));
             choices.extend(values.into_iter().map(|value| (key.name.clone(), value)));
         }
         for (key, value) in choices.iter().filter(|(_, value)| !value.doc.is_empty()) {
@@ -401,6 +427,9 @@ impl Values {
 
     /// The default of a key.
     fn default(&self, table: &Table, key: &str, kind: &str) -> String {
+        if let Some((_, _, other)) = OPTIONAL.iter().find(|(at, name, _)| *at == table.at && *name == key) {
+            return (*other).to_owned();
+        }
         let value = match self.plain.pointer(table.at) {
             Some(present) => &present[key],
             None => {
