@@ -410,7 +410,7 @@ impl Values {
         let mut choices = Vec::new();
         for key in &keys {
             let name =
-                RENAMED.iter().find(|(field, _)| *field == key.name).map_or(&*key.name, |(_, name)| name);
+                RENAMED.iter().find(|(field, _)| *field == key.name).map_or(&*key.name, |(_, name)| *name);
             if matches!(table.keys, Keys::Rows(are_rows) if are_rows != ROW_KEYS.contains(&name)) {
                 continue;
             }
