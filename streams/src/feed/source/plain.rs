@@ -12,24 +12,24 @@ pub(super) fn reader<'r>(
     reader: impl BufRead + 'r,
     compression: Option<Compression>,
 ) -> io::Result<Box<dyn BufRead + 'r>> {
-    let bounded = |reader| Bounded { reader, left: PLAIN_BYTES_MAX };
     Ok(match compression {
         None => Box::new(reader),
-        Some(Compression::Gzip) => Box::new(BufReader::new(bounded(Box::new(MultiGzDecoder::new(reader))))),
-        Some(Compression::Zstd) => {
-            let decoder = zstd::stream::read::Decoder::with_buffer(reader)?;
-            Box::new(BufReader::new(bounded(Box::new(decoder))))
-        }
+        Some(Compression::Gzip) => Box::new(bounded(MultiGzDecoder::new(reader))),
+        Some(Compression::Zstd) => Box::new(bounded(zstd::stream::read::Decoder::with_buffer(reader)?)),
     })
 }
 
+fn bounded<R: Read>(reader: R) -> BufReader<Bounded<R>> {
+    BufReader::new(Bounded { reader, left: PLAIN_BYTES_MAX })
+}
+
 /// Fails where a file turns out to be too large.
-struct Bounded<'r> {
-    reader: Box<dyn Read + 'r>,
+struct Bounded<R> {
+    reader: R,
     left: u64,
 }
 
-impl Read for Bounded<'_> {
+impl<R: Read> Read for Bounded<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.reader.read(into)?;
         self.left = self.left.checked_sub(read as u64).ok_or_else(|| {
