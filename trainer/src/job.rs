@@ -657,6 +657,7 @@ impl JobFile {
             ema: self.ema,
             strategy: self.strategy,
             precision: self.precision,
+            images: &self.images,
             inputs: &self.inputs,
             loss_output: self.loss_output.as_deref(),
             selection: self.selection().ok().flatten(),
@@ -771,6 +772,8 @@ struct FormerJob<'a> {
     selection: Option<Selection>,
     #[serde(skip_serializing_if = "Option::is_none")]
     rows_per_epoch: Option<EpochRows>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    images: &'a BTreeMap<String, ImageOptions>,
 }
 
 #[derive(Serialize)]
