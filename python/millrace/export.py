@@ -311,9 +311,10 @@ def _origin(
     if feed is not None:
         place = feed.state_dict()["rows"]
         arguments = {key: value for key, value in feed._arguments.items() if key not in ("rank", "world", "format", "home")}
-        # The datasets of a mixture are in the record.
-        source, _, path = feed.dataset.partition(":") if feed._until is None else ("", "", "")
-        volume, _, snapshot = source.partition("@")
+        # The datasets of a mixture are in the record. A format may stand in front of a volume.
+        place_of, found, rest = feed.dataset.partition(":/") if feed._until is None else ("", "", "")
+        volume, _, snapshot = place_of.rpartition(":")[2].partition("@")
+        path = f"/{rest}" if found else ""
         seed = arguments["seed"] if seed is None else seed
         steps = -(-place // feed.batch_rows) if steps is None else steps
         epochs = feed._reader.epoch_of(place) if epochs is None else epochs

@@ -53,6 +53,7 @@ struct Trained {
     volume: String,
     snapshot: String,
     path: String,
+    selection: String,
     offsets: BTreeMap<String, BTreeMap<i32, i64>>,
     config_sha256: String,
     seed: u64,
@@ -142,12 +143,23 @@ fn small_file(file: &Path, bytes_max: u64) -> Result<Vec<u8>> {
 
 impl Trained {
     fn into_lineage(self, imported: Option<Imported>) -> Lineage {
-        let Trained { volume, snapshot, path, offsets, config_sha256, seed, code_version, steps, epochs } =
-            self;
+        let Trained {
+            volume,
+            snapshot,
+            path,
+            selection,
+            offsets,
+            config_sha256,
+            seed,
+            code_version,
+            steps,
+            epochs,
+        } = self;
         Lineage {
             volume,
             snapshot,
             path,
+            selection,
             offsets,
             config_sha256,
             seed,

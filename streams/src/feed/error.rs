@@ -240,19 +240,15 @@ pub enum FeedError {
     },
     /// Sources of a mixture that do not have the same columns.
     #[error(
-        "mixture: column {column:?} is {first} in {first_source}, and {other} in {other_source}; name the columns to read, or write one of the datasets anew"
+        "mixture: column {column:?} is {first}, and {other}; name the columns to read, or write one of the datasets anew"
     )]
     MixedColumns {
         /// The column.
         column: String,
-        /// Its type in the first source, or that it is missing.
+        /// Its type in the first source, or that it is missing, with the source.
         first: String,
-        /// The first source.
-        first_source: String,
-        /// Its type in the other source, or that it is missing.
+        /// Its type in the other source, or that it is missing, with the source.
         other: String,
-        /// The other source.
-        other_source: String,
     },
     /// A stored plan that cannot be used by this program.
     #[error("stored plan is unusable: {what}; make it again from the snapshot")]

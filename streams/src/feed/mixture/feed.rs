@@ -155,16 +155,14 @@ fn common_schema(mixture: &Mixture, columns: Option<&[String]>) -> Result<Schema
         };
         let first = (*first).to_owned();
         let differs = |column: &str, here: Option<&Field>, there: Option<&Field>| {
-            let kind = |field: Option<&Field>| match field {
-                Some(field) => field.data_type().to_string(),
-                None => "missing".to_owned(),
+            let kind = |field: Option<&Field>, source: &str| match field {
+                Some(field) => format!("{} in {source}", field.data_type()),
+                None => format!("missing in {source}"),
             };
             FeedError::MixedColumns {
                 column: column.to_owned(),
-                first: kind(here),
-                first_source: first.clone(),
-                other: kind(there),
-                other_source: source.name.clone(),
+                first: kind(here, &first),
+                other: kind(there, &source.name),
             }
         };
         let schema = match schema {

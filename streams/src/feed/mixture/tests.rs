@@ -11,6 +11,7 @@ fn source(name: &str, rows: u64, weight: &str) -> MixtureSource {
         bytes: rows,
         format: FileFormat::Parquet,
         row_groups: vec![RowGroup { rows, bytes: rows * 8 }],
+        cuts: Vec::new(),
     };
     let schema = Arc::new(Schema::new(vec![Field::new("x", DataType::Int64, false)]));
     let dataset = Dataset::new(format!("/{name}"), schema, Vec::new(), vec![file]).unwrap();

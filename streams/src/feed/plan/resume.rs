@@ -29,10 +29,11 @@ impl Plan {
     /// [`FeedError::Invalid`] when the lanes of the order do not divide the batch.
     pub fn in_order(&self, order: PlanId, options: &PlanOptions) -> Result<Plan> {
         let lanes_max = u64::from(options.lanes).min(self.order.rows).max(1);
+        let is_uneven = sizing::has_uneven_rows(&self.dataset);
         let found = (1..=lanes_max).find_map(|lanes| {
             // With as many rows in a batch as lanes, the plan has these lanes or does not allow them.
             let asked = PlanOptions { lanes: lanes as u32, batch_rows: lanes as usize, ..options.clone() };
-            let (given, window) = sizing::lanes_and_window(&self.groups, &asked);
+            let (given, window) = sizing::lanes_and_window(&self.groups, is_uneven, &asked);
             (given == lanes && self.order_with(lanes, window) == order).then_some((lanes, window))
         });
         let Some((lanes, window)) = found else {
@@ -49,7 +50,7 @@ impl Plan {
         let parts = self.has_parts().then_some(&self.group_rows[..]);
         Ok(Plan {
             id: record::plan_id(&self.dataset, &self.source, &order, parts, self.selected.as_deref()),
-            working_set_bytes: sizing::working_set_bytes(&self.groups, lanes, window),
+            working_set_bytes: sizing::working_set_bytes(&self.groups, is_uneven, lanes, window),
             order,
             ..self.clone()
         })
