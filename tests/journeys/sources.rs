@@ -113,11 +113,13 @@ fn copied_tables_and_folders_are_shown_in_training_order() {
 
     for (dataset, code, texts) in [
         ("v@s:/photos", 3, &["no data file", "folder:VOLUME@SNAPSHOT:/PATH"][..]),
-        ("zip:v@s:/photos", 2, &["format \"zip\" is unknown"]),
         ("jsonl:v@s:/table.csv", 6, &["table.csv, line 1"]),
     ] {
         let (found, line) = home.fails(["feed", "plan", dataset]);
         assert!(texts.iter().all(|text| line.contains(text)), "{line}");
         assert_eq!(found, code, "{line}");
     }
+    let refused = home.run(["feed", "plan", "zip:v@s:/photos"]);
+    let told = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && told.contains("format \"zip\" is unknown"), "{told}");
 }

@@ -289,7 +289,7 @@ validation = { dataset = "example@monday:/test" }
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 50] = [
+const TYPES: [(&str, &str); 51] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
@@ -339,6 +339,7 @@ const TYPES: [(&str, &str); 50] = [
     ("UnknownFields", "word"),
     ("Objective", "word or table"),
     ("Strategy", "word or table"),
+    ("Precision", "word"),
     ("Validation", "table"),
 ];
 

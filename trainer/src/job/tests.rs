@@ -268,7 +268,7 @@ fn new_keys_are_checked_and_named() {
         ("loss = { kind = \"cross_entropy\", class_weights = [0, 0] }", ["loss.class_weights", "all 0"]),
         ("loss = { kind = \"huber\", delta = 0.0 }", ["loss.delta = 0", "above 0"]),
         ("standardize_labels = true", ["standardize_labels", "not cross_entropy"]),
-        ("[validation]\nevery_epochs = 1", ["line 6", "dataset"]),
+        ("[validation]\nevery_epochs = 1", ["[validation] has no rows", "dataset"]),
         ("[validation]\ndataset = \"d:/v\"", ["validation.dataset", "names no snapshot"]),
         (
             "[validation]\ndataset = \"d@s:/v\"\nevery_epochs = 21",

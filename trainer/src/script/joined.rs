@@ -76,7 +76,8 @@ pub(crate) fn serve(
     });
     let ending = runtime.block_on(node::serve(settings, own, told, leave.clone()));
     // The last report is on its way before the stream closes.
-    drop(runtime.block_on(tokio::time::timeout(std::time::Duration::from_secs(2), writer)));
+    let last_report = std::time::Duration::from_secs(2);
+    drop(runtime.block_on(async { tokio::time::timeout(last_report, writer).await }));
     Ok(match ending? {
         Ending::Done(None) => SessionEnd::Done,
         Ending::Done(Some(message)) => SessionEnd::Failed(Error::Worker { message, exit_code: 1 }),
@@ -84,7 +85,7 @@ pub(crate) fn serve(
         Ending::Unfit(error) => SessionEnd::Failed(error),
         Ending::Lost => {
             let limit = std::time::Duration::from_secs(1);
-            let reason = match runtime.block_on(tokio::time::timeout(limit, reader)) {
+            let reason = match runtime.block_on(async { tokio::time::timeout(limit, reader).await }) {
                 Ok(Ok(reason)) => reason,
                 _ => "this node gave up".to_owned(),
             };

@@ -303,7 +303,7 @@ impl Drop for Coordinator {
 }
 
 /// No checkpoint before the end: what the workers hold is all there is of a run.
-const IN_MEMORY: &str = "epochs_max = 250\ncheckpoint_every_steps = 1000000";
+const IN_MEMORY: &str = "epochs_max = 600\ncheckpoint_every_steps = 1000000";
 /// Evaluations, their early end and the best weights are in the workers' state as well.
 const EVALUATED: &str = "epochs_max = 250\ncheckpoint_every_steps = 1000000\n[validation]\n\
     dataset = \"data@v1:/train\"\nevery_epochs = 3\nearly_stopping = 20\nbest = true";

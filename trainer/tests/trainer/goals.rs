@@ -316,7 +316,7 @@ fn unfit_validation_and_patterns_are_refused_before_workers_start() {
     for (text, words) in [
         (with("data@never:/held", ""), vec!["data@never", "not exist"]),
         (with("nowhere@v1:/held", ""), vec!["nowhere", "not exist"]),
-        (with("data@more:/none", ""), vec!["/none", "no Parquet"]),
+        (with("data@more:/none", ""), vec!["/none", "no data file"]),
         (with("data@more:/empty", ""), vec!["validation dataset data@more:/empty", "without a single row"]),
         (with("data@more:/held", ""), vec!["data@more:/held", "label 7", "0 to 2"]),
         (mse(with("data@more:/nan", "")), vec!["data@more:/nan", "NaN", "a.parquet"]),

@@ -218,7 +218,7 @@ fn postgres_and_a_shared_store_serve_workers_of_other_homes() {
 
 /// Trains a job with workers that join, die and leave, and compares it with one worker alone.
 fn come_and_go(setup: &(dyn Fn() -> Setup + Sync), share: &(dyn Fn(&mut Orders) + Sync)) {
-    let more = "epochs_max = 250\ncheckpoint_every_steps = 700";
+    let more = "epochs_max = 600\ncheckpoint_every_steps = 700";
     let plain = run(setup(), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
 
     let mut workers: Vec<Worker> = Vec::new();
@@ -289,7 +289,7 @@ fn workers_here_and_workers_that_join_train_together() {
 #[test]
 fn a_joined_worker_goes_on_with_a_coordinator_that_was_started_again() {
     let home = home();
-    let more = "epochs_max = 120\ncheckpoint_every_steps = 50";
+    let more = "epochs_max = 400\ncheckpoint_every_steps = 50";
     std::fs::write(home.path().join("train.toml"), job_text("resumed", more)).unwrap();
     let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();

@@ -92,7 +92,7 @@ fn normalisation_and_dropout_do_not_depend_on_the_workers() {
 #[test]
 fn killed_workers_do_not_change_the_statistics() {
     let home = home();
-    let more = format!("epochs_max = 60\ncheckpoint_every_steps = 100\n{SHARDS}");
+    let more = format!("epochs_max = 200\ncheckpoint_every_steps = 100\n{SHARDS}");
     let text = |name: &str, workers: usize| {
         text(home.path(), NORM_DROPOUT, name, &format!("workers = {workers}\n{more}"))
     };
