@@ -132,7 +132,7 @@ class Feed:
         pad = dict(pad or {})
         self._convert = _converter(format, pad)
         splits = None if splits is None else {name: _fraction(name, part) for name, part in splits.items()}
-        keys = [split_by] if isinstance(split_by, str) else list(split_by or ())
+        split_keys = [split_by] if isinstance(split_by, str) else list(split_by or ())
         mixture = dataset if isinstance(dataset, Mixture) else None
         length = None if rows_per_epoch is None else _epoch_rows(rows_per_epoch)
         self._reader = _native.Reader(
@@ -147,7 +147,7 @@ class Feed:
             filter=where,
             splits=list((splits or {}).items()),
             split=split,
-            split_by=keys,
+            split_by=split_keys,
             format=format,
             home=None if home is None else os.fspath(home),
             images=_images(images),
@@ -164,7 +164,7 @@ class Feed:
             "where": where,
             "splits": splits,
             "split": split,
-            "split_by": keys or None,
+            "split_by": split_keys or None,
             "format": format,
             "pad": pad,
             "images": None if images is None else dict(images),

@@ -4,7 +4,7 @@ use super::{Page, page, program};
 use crate::support::Home;
 
 /// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
-const PAGES: [(&str, &str, &[&str]); 14] = [
+const PAGES: [(&str, &str, &[&str]); 15] = [
     (
         "cli/service.md",
         "Commands: the program and its service",
@@ -21,7 +21,8 @@ const PAGES: [(&str, &str, &[&str]); 14] = [
     ("cli/feed.md", "Commands: feed", &["feed", "feed head", "feed map"]),
     ("cli/datasets.md", "Commands: datasets", &["feed plan", "feed stats", "feed verify", "feed bench"]),
     ("cli/models.md", "Commands: models", &["model"]),
-    ("cli/training.md", "Commands: training and quantizing", &["train", "model quantize"]),
+    ("cli/training.md", "Commands: training", &["train"]),
+    ("cli/quantize.md", "Commands: quantizing", &["model quantize"]),
     ("cli/runs.md", "Commands: workers and runs", &["worker", "runs"]),
     ("cli/rollout.md", "Commands: labels, splits, shadows", &["model label", "model split", "model shadow"]),
     ("cli/serving.md", "Commands: serving", &["serve"]),
