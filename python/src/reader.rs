@@ -161,6 +161,7 @@ impl Reader {
     }
 
     /// Number of input groups: row groups, and parts of large ones.
+    #[getter]
     fn groups(&self, py: Python<'_>) -> PyResult<u32> {
         engine::with(py, |engine| Ok(self.one_dataset(engine)?.plan().input_groups()))
     }
