@@ -2,7 +2,7 @@
 //!
 //! A round goes through *gathering* (nodes join), *forming* (they offer ports), *running* and *stopping*. A failure, or
 //! a node that is lost, stops all processes; the next round has the nodes that are there then. Events come in as
-//! method calls with the time, orders come out of [`Rounds::take_orders`]; there is no clock and no connection here.
+//! method calls with the time, orders come out of [`Rounds::take_actions`]; there is no clock and no connection here.
 //!
 //! Invariants:
 //! - No process starts before every process of the round before has ended, or its node was dropped.
