@@ -197,7 +197,8 @@ async fn processes_end_when_the_coordinator_is_gone_or_the_node_leaves() {
         let (ending, printed) = running.end().await;
         assert!(matches!((is_lost, &ending), (true, Ending::Lost) | (false, Ending::Left)), "{ending:?}");
         assert!(!is_running(&own));
-        assert_eq!(printed[0].text, "[0] saved");
+        // The shell may tell of its child first.
+        assert!(printed.iter().any(|line| line.text == "[0] saved"), "{printed:?}");
         drop(drain);
     }
 }
