@@ -12,8 +12,8 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::feed::error::{FeedError, Result};
 use crate::feed::{AnyFeed, FeedBatch, Shard};
 
-/// The batches of one reader, from a cursor on, without end ([`Feed::stream`](crate::feed::Feed::stream)), or those of a range of places
-/// ([`Feed::stream_places`](crate::feed::Feed::stream_places)).
+/// The batches of one reader, from a cursor on, without end ([`Feed::stream`](crate::feed::Feed::stream)), or those of a
+/// range of places ([`Feed::stream_places`](crate::feed::Feed::stream_places)).
 ///
 /// At most `prefetch_batches` batches are ready or being assembled ahead of the reader, in parallel where
 /// processors allow; beyond that the feed pauses. After an error the stream ends; a new stream from the last
