@@ -169,7 +169,7 @@ class ImagesTest(HomeCase):
             batches = list(DataLoader(dataset, batch_size=None, num_workers=workers))
             for batch, pixels in zip(batches, expected, strict=True):
                 self.assertEqual((batch["image"].dtype, tuple(batch["image"].shape[1:])), (torch.float32, (3, 16, 16)))
-                self.assertTrue(torch.equal(batch["image"], torch.from_numpy(pixels)))
+                self.assertTrue(torch.equal(batch["image"], torch.tensor(pixels.tolist(), dtype=batch["image"].dtype)))
 
     def test_hostile_images_name_their_row(self) -> None:
         volume = millrace.Volume("photos", home=self.home)
