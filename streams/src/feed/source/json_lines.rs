@@ -37,7 +37,7 @@ pub(super) fn scan(reader: &mut dyn BufRead, file: u32, bounds: Bounds) -> Resul
             Some(text) if number == 1 => (text, start + BOM.len() as u64),
             _ => (&line[..], start),
         };
-        let text = text.trim_ascii();
+        let text = trimmed(text);
         if text.is_empty() {
             continue;
         }
@@ -48,6 +48,14 @@ pub(super) fn scan(reader: &mut dyn BufRead, file: u32, bounds: Bounds) -> Resul
     }
     let (row_groups, cuts) = cutter.finish();
     Ok(Scanned { row_groups, cuts, columns: values.columns })
+}
+
+/// A text without the white space of JSON at its ends.
+fn trimmed(text: &[u8]) -> &[u8] {
+    let is_space = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
+    let start = text.iter().position(|byte| !is_space(byte)).unwrap_or(text.len());
+    let end = text.iter().rposition(|byte| !is_space(byte)).map_or(start, |last| last + 1);
+    &text[start..end]
 }
 
 /// Decodes the rows of a row group, only the columns of `schema`.
