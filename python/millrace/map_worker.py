@@ -149,7 +149,7 @@ def _read(requests: Any, lines: queue.SimpleQueue[str | None], is_busy: threadin
         lines.put(line)
     lines.put(None)
     if is_busy.is_set():
-        # Nobody waits for the answer, and what was staged is visible to nobody.
+        # No caller waits for the answer, and no reader sees what was staged.
         os._exit(0)
 
 

@@ -323,7 +323,7 @@ proptest! {
                 prop_assert!(layout.nodes.len() >= min && layout.nodes.len() <= 4);
             }
         }
-        // All processes end well, and nobody joins any more.
+        // All processes end well, and no node joins any more.
         for _ in 0..8 {
             world.silent.clear();
             let places: Vec<_> = world.running.iter().flat_map(|(id, (_, places))| places.iter().map(|place| (*id, *place))).collect();
