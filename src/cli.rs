@@ -225,7 +225,7 @@ pub(crate) enum Command {
     },
     /// Join a training job of another machine as one of its workers, or as a node of its script
     #[command(
-        after_help = "The worker opens the volumes with its own home and [datafs] settings, which must lead to the metadata\nand the store of the coordinator (PostgreSQL and a bucket, or a shared folder). It computes its share\nuntil the job is over. SIGTERM and Ctrl-C make it finish its step and leave; the others go on. If the\ncoordinator is lost, it waits and goes on with it after it was started again.\n\nExit codes: 0 the job is over or this worker left, 5 no coordinator answered within --wait.\n\nExamples:\n  millrace worker --join a.example.org:7100 --token-file token\n  millrace worker --join a.example.org:7100 --token-file token --ca ca.pem --advertise b.example.org"
+        after_help = "The worker opens the volumes with its own home and [datafs] settings, which must lead to the metadata\nand the store of the coordinator (PostgreSQL and a bucket, or a shared folder). It computes its share\nuntil the job is over. SIGTERM and Ctrl-C make it finish its step and leave; the others go on. If the\ncoordinator is lost, it waits and goes on with it after it was started again.\n\nExit codes: 0 the job is over, or this worker left (see --exit-on-leave), 5 no coordinator answered within --wait.\n\nExamples:\n  millrace worker --join a.example.org:7100 --token-file token\n  millrace worker --join a.example.org:7100 --token-file token --ca ca.pem --advertise b.example.org"
     )]
     Worker(WorkerArgs),
 }

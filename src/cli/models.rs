@@ -346,6 +346,10 @@ pub(crate) struct WorkerArgs {
     /// Write the output of a script's processes to files in DIR instead of the terminal
     #[arg(long, value_name = "DIR", requires = "join")]
     pub(crate) log_dir: Option<PathBuf>,
+    /// Exit code of a worker that left after SIGTERM or Ctrl-C while the job goes on. A scheduler that takes 0 for the end
+    /// of the work, as a Job of Kubernetes does, then starts another one
+    #[arg(long, value_name = "CODE", default_value_t = 0, requires = "join")]
+    pub(crate) exit_on_leave: u8,
 }
 
 /// An address whose port may be left out.

@@ -44,7 +44,15 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
     let end = millrace_trainer::worker::join(&join, &datafs, Some(&scripts), |error| exit::of(error) as u8)?;
     match end {
         JoinEnd::Done => out.note(&format!("the job at {coordinator} is over")),
-        JoinEnd::Left => out.note(&format!("this worker left the job at {coordinator}")),
+        JoinEnd::Left => {
+            out.note(&format!("this worker left the job at {coordinator}"));
+            if args.exit_on_leave != 0 {
+                // The handles are closed first: nothing is left to unwind.
+                drop(datafs);
+                drop(home);
+                std::process::exit(i32::from(args.exit_on_leave));
+            }
+        }
     }
     Ok(())
 }

@@ -7,6 +7,7 @@ mod support;
 mod bad_input;
 mod before;
 mod columns;
+mod deploy;
 mod examples;
 mod feeding;
 mod full_disk;

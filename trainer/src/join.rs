@@ -44,7 +44,8 @@ impl fmt::Debug for Token {
 }
 
 impl Token {
-    /// Reads the token from the first line of a file that only its owner may read.
+    /// Reads the token from the first line of a file that only its owner may read. A file of root's may also be read by
+    /// its group: Kubernetes mounts secrets so into pods with an `fsGroup`.
     ///
     /// # Errors
     /// [`Error::Access`] names the file and the remedy.
@@ -61,7 +62,7 @@ impl Token {
         if !metadata.is_file() {
             return Err(unusable("it is not a file".to_owned()));
         }
-        if metadata.mode() & 0o077 != 0 {
+        if others_may(metadata.mode(), metadata.uid(), nix::unistd::geteuid().as_raw()) {
             return Err(unusable(format!(
                 "other users may read or change it (mode {:04o}); run chmod 600 {}",
                 metadata.mode() & 0o7777,
@@ -91,6 +92,12 @@ impl Token {
     pub(crate) fn of(secret: &str) -> Token {
         Token(secret.to_owned())
     }
+}
+
+/// Whether users beside the owner may read or change a secret file, as PostgreSQL judges its keys.
+fn others_may(mode: u32, owner: u32, caller: u32) -> bool {
+    let of_root = owner == 0 && caller != 0;
+    mode & if of_root { 0o037 } else { 0o077 } != 0
 }
 
 /// How a coordinator admits workers from other machines.
@@ -319,6 +326,21 @@ mod tests {
         }
         let (dir, _path) = file("", 0o600);
         assert!(Token::read(dir.path()).unwrap_err().to_string().contains("not a file"));
+    }
+
+    #[test]
+    fn the_group_of_a_secret_of_root_may_read_it() {
+        for (mode, owner, caller, expected) in [
+            (0o440, 0, 10_001, false),
+            (0o640, 0, 10_001, false),
+            (0o660, 0, 10_001, true),
+            (0o444, 0, 10_001, true),
+            (0o640, 0, 0, true),
+            (0o440, 10_001, 10_001, true),
+            (0o400, 10_001, 10_001, false),
+        ] {
+            assert_eq!(others_may(mode, owner, caller), expected, "{mode:o} of {owner} for {caller}");
+        }
     }
 
     #[test]
