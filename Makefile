@@ -7,7 +7,7 @@ BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test gpu check docs conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs chart conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -25,7 +25,7 @@ test: setup-test ## Everything that needs no server and no Python
 conformance: setup-conformance ## Real clients against real sockets and mounts
 	cargo test --locked --workspace --test conformance -- --ignored --test-threads 1
 	MILLRACE_REQUIRE=postgres,kcat,openssl cargo test --locked --workspace --lib --tests -- postgres kcat
-	$(FUZZ) --seconds 10 --jobs 2 $(FUZZ_TARGETS)
+	$(call FUZZ,rustc-quick) --seconds 10 --jobs 2 $(FUZZ_TARGETS)
 
 # The profile of the wheel: release or dev.
 PROFILE ?= release
@@ -49,7 +49,7 @@ test-frameworks: setup-test-frameworks ## The Python package and its examples wi
 		-m unittest discover --start-directory python/tests $(ARGS)
 
 # The wrapper gives the crates of this workspace coverage counters; their dependencies are those of `make test`.
-FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/rustc cargo test --locked --workspace --features millrace-fuzz/libfuzzer \
+FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/$(1) cargo test --locked --workspace --features millrace-fuzz/libfuzzer \
 	--test fuzz --
 TIME ?= 60
 # Those of `make conformance`. `feed_source` is new and joins them once it has run clean for an hour.
@@ -57,7 +57,7 @@ FUZZ_TARGETS = kafka_request kafka_batch feed_plan record metadata object name r
 	onnx_graph state job
 TARGET ?=
 fuzz: setup-test ## Search for inputs that break a parser, each target for TIME=60 seconds (TARGET="record" for one)
-	$(FUZZ) --seconds $(TIME) $(TARGET)
+	$(call FUZZ,rustc) --seconds $(TIME) $(TARGET)
 
 # Tests that find no GPU say so; MILLRACE_REQUIRE=gpu turns that into failures.
 gpu: setup-gpu ## Training and serving on an NVIDIA GPU, against the processor (skips without one)
@@ -66,11 +66,11 @@ gpu: setup-gpu ## Training and serving on an NVIDIA GPU, against the processor (
 	ORT_DYLIB_PATH=$(CURDIR)/.local/onnxruntime-gpu/libonnxruntime.so \
 		.local/python-gpu/bin/python scripts/gpu --program $(BUILDS)/debug/millrace $(ARGS)
 
-check: setup-test docs ## Format, lints, documentation, the CUDA build
+# With the CUDA code: `make test` compiles the rest without it. One set of features checks the dependencies once.
+check: setup-test docs ## Format, lints and documentation, the code for CUDA included
 	cargo fmt --all -- --check
-	cargo clippy --locked --workspace --all-targets --features millrace-fuzz/libfuzzer -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
-	cargo check --locked --features cuda
+	cargo clippy --locked --workspace --all-targets --features millrace/cuda,millrace-fuzz/libfuzzer -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items --features millrace/cuda
 
 deny: ## Licenses, sources and duplicate versions of packages (needs cargo-deny)
 	@cargo deny --version >/dev/null 2>&1 || { echo "cargo-deny is missing; run: cargo install --locked cargo-deny"; exit 1; }
@@ -78,6 +78,9 @@ deny: ## Licenses, sources and duplicate versions of packages (needs cargo-deny)
 
 docs: setup-docs ## Build the documentation site in .local/site and check its links
 	.local/docs/bin/mkdocs build --quiet --strict --site-dir .local/site
+
+chart: setup-chart ## Check the Helm chart and the manifests in deploy/ (needs helm; ARGS=--update renders them again)
+	.local/python-chart/bin/python scripts/chart $(ARGS)
 
 bench: setup-test ## All benchmarks, each against a control in the same run
 	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
@@ -110,7 +113,7 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-bench-trainer setup-wheel setup-test-python setup-test-frameworks
+.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-chart setup-bench-trainer setup-wheel setup-test-python setup-test-frameworks
 # The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
@@ -120,6 +123,8 @@ setup-gpu:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup gpu
 setup-docs:
 	@scripts/setup docs
+setup-chart:
+	@scripts/setup chart
 setup-wheel:
 	@scripts/setup wheel
 setup-test-python: setup-wheel

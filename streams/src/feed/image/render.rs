@@ -1,10 +1,11 @@
 //! Rendering of decoded pixels: scaled, cropped, flipped and converted into one row of the tensor.
 
-use fast_image_resize::images::{CroppedImage, Image, ImageRef};
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+use fast_image_resize::images::{TypedCroppedImage, TypedImage, TypedImageRef};
+use fast_image_resize::pixels::{U8, U8x3};
+use fast_image_resize::{FilterType, PixelTrait, ResizeAlg, ResizeOptions, Resizer};
 
 use super::decode::Pixels;
-use super::geometry::Geometry;
+use super::geometry::{Geometry, Rect};
 use super::{Channels, Filter, ImageOptions, Layout, Values};
 
 /// The conversion of one column, made once.
@@ -54,15 +55,7 @@ impl Renderer {
         out: &mut [u8],
     ) -> Result<(), String> {
         let [height, width] = self.options.size;
-        let kind = match self.options.channels {
-            Channels::Rgb => PixelType::U8x3,
-            Channels::Grey => PixelType::U8,
-        };
-        let failed = |error: &dyn std::fmt::Display| format!("the image cannot be scaled ({error})");
-        let image = ImageRef::new(pixels.width, pixels.height, &pixels.data, kind).map_err(|e| failed(&e))?;
         let source = &geometry.source;
-        let view = CroppedImage::new(&image, source.x, source.y, source.width, source.height)
-            .map_err(|e| failed(&e))?;
         // Only the pixels of the tensor are computed, not those that a crop would remove.
         let (left, across) = span(source.width, geometry.scaled.0, geometry.corner.0, width);
         let (top, down) = span(source.height, geometry.scaled.1, geometry.corner.1, height);
@@ -74,9 +67,13 @@ impl Renderer {
             .resize_alg(ResizeAlg::Convolution(filter))
             .crop(left, top, across, down)
             .use_alpha(false);
-        let mut scaled = Image::new(width, height, kind);
-        resizer.resize(&view, &mut scaled, &options).map_err(|e| failed(&e))?;
-        self.convert(scaled.buffer(), geometry, out);
+        let mut scaled = vec![0; width as usize * height as usize * self.options.channels.count()];
+        match self.options.channels {
+            Channels::Rgb => scale::<U8x3>(resizer, pixels, source, &options, [width, height], &mut scaled),
+            Channels::Grey => scale::<U8>(resizer, pixels, source, &options, [width, height], &mut scaled),
+        }
+        .map_err(|e| format!("the image cannot be scaled ({e})"))?;
+        self.convert(&scaled, geometry, out);
         Ok(())
     }
 
@@ -109,6 +106,25 @@ impl Renderer {
             }
         }
     }
+}
+
+/// Scales the part `source` of an image to `size` (width, height) into the bytes of `out`.
+///
+/// With types: the dynamic functions of the crate compile each of their 26 kinds of pixels here, two thirds of the code of
+/// `millrace-streams`.
+fn scale<P: PixelTrait>(
+    resizer: &mut Resizer,
+    pixels: &Pixels<'_>,
+    source: &Rect,
+    options: &ResizeOptions,
+    size: [u32; 2],
+    out: &mut [u8],
+) -> Result<(), Box<dyn std::error::Error>> {
+    let image = TypedImageRef::<P>::from_buffer(pixels.width, pixels.height, &pixels.data)?;
+    let view = TypedCroppedImage::from_ref(&image, source.x, source.y, source.width, source.height)?;
+    let mut scaled = TypedImage::<P>::from_buffer(size[0], size[1], out)?;
+    resizer.resize_typed(&view, &mut scaled, options)?;
+    Ok(())
 }
 
 /// The values of pixels, each with its channel.
