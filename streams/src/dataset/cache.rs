@@ -118,7 +118,7 @@ pub(crate) struct CachedRows {
 }
 
 /// Version of the rules by which conditions and splits select rows.
-const SELECTION_RULES: &str = "1";
+const SELECTION_RULES: &str = "2";
 
 impl CachedRows {
     fn key(path: &str, selection: &Selection) -> String {

@@ -3,8 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
+use arrow::array::{Array, AsArray, StringArray};
+use arrow::compute::cast;
 use arrow::compute::kernels::cast_utils::string_to_timestamp_nanos;
-use arrow::datatypes::{DataType, SchemaRef};
+use arrow::datatypes::{DataType, SchemaRef, TimeUnit, TimestampMicrosecondType};
 
 use super::parse::parse;
 use super::value::{Kind, Value};
@@ -134,6 +136,16 @@ impl Typed {
         ))
     }
 
+    /// A number as this column of narrow floats would hold it; none for other columns, and beyond the largest float.
+    fn rounded(&self, number: f64) -> Option<f64> {
+        let rounded = match self.data_type {
+            DataType::Float16 => half(number),
+            DataType::Float32 => number as f32,
+            _ => return None,
+        };
+        Some(f64::from(rounded)).filter(|rounded| rounded.is_finite())
+    }
+
     /// Gives a literal the type of this column.
     fn bind(&self, literal: &mut Literal) -> Result<()> {
         let hint = match self.kind {
@@ -147,22 +159,34 @@ impl Typed {
         let bound = match (self.kind, &*literal) {
             (Some(Kind::Flag), Literal::Flag(_))
             | (Some(Kind::Text), Literal::Text(_))
-            | (Some(Kind::Integer | Kind::Float), Literal::Integer(_))
-            | (Some(Kind::Integer), Literal::Float(_)) => return Ok(()),
-            (Some(Kind::Float), Literal::Float(number)) => Literal::Float(match self.data_type {
-                DataType::Float16 => f64::from(half(*number)),
-                DataType::Float32 => f64::from(*number as f32),
-                _ => *number,
-            }),
+            | (Some(Kind::Integer), Literal::Integer(_) | Literal::Float(_)) => return Ok(()),
+            (Some(Kind::Float), Literal::Integer(number)) => match self.rounded(*number as f64) {
+                Some(rounded) => Literal::Float(rounded),
+                None => return Ok(()),
+            },
+            (Some(Kind::Float), Literal::Float(number)) => match self.rounded(*number) {
+                Some(rounded) => Literal::Float(rounded),
+                None => return Ok(()),
+            },
             (Some(Kind::Time), Literal::Text(text)) => {
-                let time = string_to_timestamp_nanos(text).map_err(|_| self.refuse(&*literal, hint))?;
-                Literal::Time(time.into())
+                Literal::Time(time(text).ok_or_else(|| self.refuse(&*literal, hint))?)
             }
             _ => return Err(self.refuse(&*literal, hint)),
         };
         *literal = bound;
         Ok(())
     }
+}
+
+/// The time of a text in nanoseconds since 1970 in UTC. Times beyond 64 bits of nanoseconds have microseconds.
+fn time(text: &str) -> Option<i128> {
+    if let Ok(nanoseconds) = string_to_timestamp_nanos(text) {
+        return Some(nanoseconds.into());
+    }
+    let texts = StringArray::from(vec![text]);
+    let times = cast(&texts, &DataType::Timestamp(TimeUnit::Microsecond, None)).ok()?;
+    let times = times.as_primitive::<TimestampMicrosecondType>();
+    times.is_valid(0).then(|| i128::from(times.value(0)) * 1000)
 }
 
 /// A number rounded to 16 bits, by the conversion that Arrow uses for columns.

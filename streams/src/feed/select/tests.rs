@@ -1,5 +1,7 @@
 use std::ops::Range;
+use std::sync::Arc;
 
+use arrow::datatypes::{DataType, Field, Schema};
 use proptest::prelude::*;
 
 use super::rows::RowSetBuilder;
@@ -229,4 +231,37 @@ fn a_filter_whose_stored_text_would_not_parse_is_refused() {
     assert!(list(10_900).parse::<Filter>().is_err());
     let negations = |count: usize| format!("{}x is not null", "not ".repeat(count)).parse::<Filter>();
     assert!(negations(63).is_ok() && negations(64).is_err());
+}
+
+/// Whether a value of a column of a type is selected.
+fn selects(kind: DataType, filter: &str, value: Value<'_>) -> bool {
+    let schema = Arc::new(Schema::new(vec![Field::new("x", kind, true)]));
+    filter.parse::<Filter>().unwrap().bind(&schema).unwrap().selects(|_| value)
+}
+
+#[test]
+fn numbers_beside_narrow_floats_are_rounded_unless_they_are_beyond_them() {
+    let narrow = |filter: &str, value: f32| selects(DataType::Float32, filter, Value::Float(value.into()));
+    assert!(narrow("x = 0.1", 0.1) && narrow("x = 16777217", 16_777_216.0));
+    assert!(!selects(DataType::Float64, "x = 16777217", Value::Float(16_777_216.0)));
+    assert!(selects(DataType::Float16, "x = 2049", Value::Float(2048.0)));
+    // Rounding would make them infinite.
+    assert!(narrow("x > 1e39", f32::INFINITY) && !narrow("x <= 1e39", f32::INFINITY));
+    assert!(narrow("x < 1e39", f32::MAX) && !narrow("x >= 1e39", f32::MAX));
+    assert!(selects(DataType::Float16, "x > 70000", Value::Float(f64::INFINITY)));
+}
+
+#[test]
+fn times_of_all_years_compare() {
+    let day =
+        |filter: &str, days: i128| selects(DataType::Date32, filter, Value::Time(days * 86_400_000_000_000));
+    assert!(day("x >= '0001-01-01'", -719_162) && !day("x < '0001-01-01'", -719_162));
+    assert!(day("x = '9999-12-31'", 2_932_896));
+    assert!(
+        day("x > '2299-12-31T23:00:00+02:00'", 120_530) && !day("x > '2299-12-31T23:00:00-02:00'", 120_530)
+    );
+    let schema = Arc::new(Schema::new(vec![Field::new("x", DataType::Date32, true)]));
+    for text in ["x = 'today'", "x = '2026-02-30'", "x = ''"] {
+        assert!(text.parse::<Filter>().unwrap().bind(&schema).is_err(), "{text}");
+    }
 }
