@@ -31,12 +31,12 @@ impl FolderCache {
         self.dir.join(format!("{}.json", hex::encode(&name[..16])))
     }
 
-    /// Removes the oldest entries until the others fit.
+    /// Removes the oldest entries until the others fit. Another process may do the same.
     fn remove_oldest(&self) -> io::Result<()> {
         let mut entries = Vec::new();
         for entry in fs::read_dir(&self.dir)? {
             let entry = entry?;
-            let found = entry.metadata()?;
+            let Some(found) = unless_gone(entry.metadata())? else { continue };
             entries.push((found.modified().unwrap_or(SystemTime::UNIX_EPOCH), found.len(), entry.path()));
         }
         entries.sort();
@@ -45,20 +45,24 @@ impl FolderCache {
             if bytes <= BYTES_MAX {
                 break;
             }
-            fs::remove_file(path)?;
+            unless_gone(fs::remove_file(path))?;
             bytes -= size;
         }
         Ok(())
     }
 }
 
+/// What was found; nothing where another process has removed the file.
+fn unless_gone<T>(found: io::Result<T>) -> io::Result<Option<T>> {
+    match found {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        found => found.map(Some),
+    }
+}
+
 impl DatasetCache for FolderCache {
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>, String> {
-        match fs::read(self.path(key)) {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(format!("{}: {error}", self.dir.display())),
-        }
+        unless_gone(fs::read(self.path(key))).map_err(|error| format!("{}: {error}", self.dir.display()))
     }
 
     fn put(&self, key: &str, value: &[u8]) -> Result<(), String> {
