@@ -14,7 +14,7 @@ use crate::feed::error::Result;
 
 /// Version of the rules by which files without footers are cut and their types inferred. Another version makes kept
 /// descriptions unusable.
-const SCAN_RULES: u32 = 1;
+const SCAN_RULES: u32 = 2;
 
 /// A data file as the store lists it.
 pub(crate) struct ListedFile {
@@ -111,6 +111,8 @@ struct Found {
     /// Files without the suffix of the format that was asked for.
     others: Vec<ListedFile>,
     ignored: usize,
+    /// Ignored files whose name, or a folder above, begins with `_`.
+    underscored: usize,
 }
 
 impl Found {
@@ -118,7 +120,10 @@ impl Found {
         let below = meta.location.as_ref().get(root.as_ref().len()..).unwrap_or_default();
         let is_hidden = below.split('/').any(|part| part.starts_with(['.', '_']));
         match (self.format, FileFormat::of_path(below)) {
-            _ if is_hidden => self.ignored += 1,
+            _ if is_hidden => {
+                self.ignored += 1;
+                self.underscored += usize::from(!below.split('/').any(|part| part.starts_with('.')));
+            }
             (Some(FileFormat::Folder), _) => {
                 // Files beside the folders of the classes have no class.
                 match below.trim_start_matches('/').contains('/') {
@@ -137,6 +142,10 @@ impl Found {
     fn choose(mut self, path: &str) -> Result<Vec<ListedFile>> {
         if self.files.is_empty() {
             self.files = std::mem::take(&mut self.others);
+        }
+        if self.format == Some(FileFormat::Folder) && self.underscored > 0 {
+            let files = self.underscored;
+            tracing::warn!(dataset = path, files, "files and classes whose names begin with _ are ignored");
         }
         // Earlier releases knew files with footers alone: where there are some, the others stay what they were.
         if self.files.iter().any(|file| file.format.has_footer()) {

@@ -128,15 +128,15 @@ pub enum FeedError {
     },
     /// A part of a file that can only be decoded as a whole takes more memory than the feed may use for it.
     #[error(
-        "read {file}: {what} takes {bytes} bytes once it is decompressed, more than the {limit} that a feed takes \
-         (record_batch_bytes_max); write the file again with smaller record batches"
+        "read {file}: {what} takes {bytes} bytes once it is decoded, more than the {limit} that a feed takes \
+         (record_batch_bytes_max); write the file again with smaller record batches or rows"
     )]
     Oversized {
         /// Path of the file inside the store.
         file: String,
         /// The part of the file that is too large.
         what: String,
-        /// Its size once decompressed, as far as the file says.
+        /// Its size once decoded, as far as the file says.
         bytes: u64,
         /// The limit.
         limit: u64,

@@ -10,6 +10,7 @@ mod cutter;
 mod folder;
 pub(crate) mod fuzzing;
 mod json_lines;
+mod lists;
 mod plain;
 mod shape;
 mod store_reader;
@@ -25,6 +26,7 @@ use std::sync::atomic::AtomicBool;
 
 use arrow::array::ArrayRef;
 use arrow::datatypes::{Schema, SchemaRef};
+use arrow::error::ArrowError;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::ObjectStore;
@@ -63,6 +65,8 @@ struct Scanned {
     /// Where the row groups begin, and where the last one ends.
     cuts: Vec<u64>,
     columns: Columns,
+    /// Whether the file is a tar without the mark at its end.
+    is_open: bool,
 }
 
 /// An error in a file that is being scanned.
@@ -101,7 +105,7 @@ impl fmt::Display for ScanError {
 ///
 /// # Errors
 /// [`FeedError::Row`] and [`FeedError::Corrupt`] naming the file; [`FeedError::TooLarge`] for too many columns;
-/// [`FeedError::Store`].
+/// [`FeedError::Invalid`] for rows without any; [`FeedError::Store`].
 pub(crate) async fn describe(store: &Arc<dyn ObjectStore>, listing: Listing) -> Result<Described> {
     let format = listing.files.first().map_or(FileFormat::Folder, |file| file.format);
     if format == FileFormat::Folder {
@@ -119,6 +123,12 @@ pub(crate) async fn describe(store: &Arc<dyn ObjectStore>, listing: Listing) -> 
         .buffered(processors());
     let (mut files, mut columns) = (Vec::new(), Columns::default());
     while let Some((found, scanned)) = scans.try_next().await? {
+        if scanned.is_open {
+            tracing::warn!(
+                file = found.path,
+                "a tar file lacks the zeros that mark its end, and may have been cut off"
+            );
+        }
         let is_narrow = columns.unite(scanned.columns, format == FileFormat::Csv);
         if !is_narrow {
             let limit = FIELDS_MAX as u64;
@@ -151,6 +161,12 @@ pub(crate) async fn describe(store: &Arc<dyn ObjectStore>, listing: Listing) -> 
         }
     }
     let (schema, conflicts) = columns.schema(name);
+    if schema.fields().is_empty() && conflicts.is_empty() && columns.rows > 0 {
+        return Err(FeedError::invalid(format!(
+            "dataset {path}: {} rows without a single column: every object is empty; nothing to feed",
+            columns.rows
+        )));
+    }
     let row_bytes: u64 = schema.fields().iter().map(|field| fixed_bytes(field.data_type())).sum();
     for group in files.iter_mut().flat_map(|file| &mut file.row_groups) {
         group.bytes = group.bytes.max(group.rows.saturating_mul(row_bytes)).max(group.rows);
@@ -191,6 +207,11 @@ fn of_file(path: &str, error: ScanError) -> FeedError {
         ScanError::Row { place, reason } => FeedError::Row { file: path.to_owned(), place, reason },
         ScanError::Io(error) => FeedError::corrupt(path, format!("the file ({error})"), error),
     }
+}
+
+/// The beginning of a text, for errors.
+fn shortened(text: &str) -> &str {
+    text.char_indices().nth(40).map_or(text, |(end, _)| text.get(..end).unwrap_or_default())
 }
 
 /// Scans a text file, which is one row group if it is compressed.
@@ -273,6 +294,19 @@ fn oversized(file: &DataFile, index: usize, bytes: u64, limit: u64) -> FeedError
     FeedError::Oversized { file: file.path.clone(), what: format!("row group {index}"), bytes, limit }
 }
 
+/// Why a row group is not decoded.
+enum DecodeError {
+    Arrow(ArrowError),
+    /// Its rows take this many bytes, more than allowed.
+    Oversized(u64),
+}
+
+impl From<ArrowError> for DecodeError {
+    fn from(error: ArrowError) -> Self {
+        Self::Arrow(error)
+    }
+}
+
 /// Decodes a row group, only the columns of `schema`.
 ///
 /// # Errors
@@ -297,8 +331,12 @@ pub(crate) fn decode(
     if file.format == FileFormat::Folder {
         return Ok(folder::decode(&file.path, &body, classes, schema));
     }
+    let failed = |error| match error {
+        DecodeError::Oversized(bytes) => oversized(file, index, bytes, bytes_max),
+        DecodeError::Arrow(error) => FeedError::corrupt(&file.path, what(), error),
+    };
     if file.format == FileFormat::Tar {
-        return tar::decode(&body, schema).map_err(|e| FeedError::corrupt(&file.path, what(), e));
+        return tar::decode(&body, schema, bytes_max).map_err(failed);
     }
     let body = match Compression::of_path(&file.path) {
         None if head.is_empty() => body,
@@ -316,7 +354,7 @@ pub(crate) fn decode(
     };
     let columns = match file.format {
         FileFormat::Csv => csv::decode(&body, csv::delimiter(&file.path), rows, schema),
-        _ => json_lines::decode(&body, rows, schema),
+        _ => json_lines::decode(&body, rows, schema, bytes_max),
     };
-    columns.map_err(|e| FeedError::corrupt(&file.path, what(), e))
+    columns.map_err(failed)
 }

@@ -7,6 +7,7 @@ use std::io::{BufRead, Cursor, Read};
 use std::sync::Arc;
 
 use arrow::array::ArrayRef;
+use arrow::compute::concat_batches;
 use arrow::compute::kernels::cast_utils::Parser;
 use arrow::csv::ReaderBuilder;
 use arrow::datatypes::{Field, Float64Type, Int64Type, Schema};
@@ -16,9 +17,11 @@ use csv_core::ReadRecordResult;
 use super::columns::Columns;
 use super::cutter::{Bounds, Cutter};
 use super::shape::{FIELDS_MAX, Kind, Place, Shape};
-use super::{BOM, ROW_BYTES_MAX, ScanError, Scanned};
+use super::{BOM, DecodeError, ROW_BYTES_MAX, ScanError, Scanned};
 use crate::feed::reader::columns_of;
 
+/// Most fields of the rows that are decoded at a time; more than most row groups have.
+const FIELDS_AT_ONCE: usize = 1 << 20;
 /// Longest header, in bytes: it is read with every row group.
 const HEADER_BYTES_MAX: u64 = 1 << 20;
 
@@ -77,7 +80,7 @@ pub(super) fn scan(
         cutter.add(record.start, record.end, bytes);
     }
     let (row_groups, cuts) = cutter.finish();
-    Ok(Scanned { row_groups, cuts, columns })
+    Ok(Scanned { row_groups, cuts, columns, is_open: false })
 }
 
 /// The kind that a field is written as. Numbers that would not be written back as they are, such as `007`, are texts.
@@ -106,7 +109,7 @@ pub(super) fn decode(
     delimiter: u8,
     rows: usize,
     schema: &Schema,
-) -> Result<HashMap<String, ArrayRef>, ArrowError> {
+) -> Result<HashMap<String, ArrayRef>, DecodeError> {
     let bad = |error: ScanError| ArrowError::CsvError(error.to_string());
     let mut input = bytes;
     let mut records = Records::new(&mut input, delimiter);
@@ -130,12 +133,21 @@ pub(super) fn decode(
     let body = usize::try_from(head.end).ok().and_then(|end| bytes.get(end..)).unwrap_or_default();
     // The decoder would take a byte order mark at the beginning of a row for that of a file.
     let body = Cursor::new(b"\n").chain(Cursor::new(body));
-    let mut batches = ReaderBuilder::new(Arc::new(Schema::new(fields)))
+    // The decoder allots memory for the fields of a whole batch before it reads them.
+    let at_once = (FIELDS_AT_ONCE / names.len().max(1)).clamp(1, rows.saturating_add(1));
+    let batches = ReaderBuilder::new(Arc::new(Schema::new(fields)))
         .with_delimiter(delimiter)
         .with_projection(wanted)
-        .with_batch_size(rows + 1)
+        .with_batch_size(at_once)
         .build_buffered(body)?;
-    Ok(batches.next().transpose()?.as_ref().map(columns_of).unwrap_or_default())
+    // A file that has changed may have any number of rows: one more than expected is an error of the caller.
+    let most = rows / at_once + 1;
+    let batches = batches.take(most).collect::<Result<Vec<_>, _>>()?;
+    Ok(match batches.as_slice() {
+        [] => HashMap::new(),
+        [one] => columns_of(one),
+        [first, ..] => columns_of(&concat_batches(&first.schema(), &batches)?),
+    })
 }
 
 /// One record of a file.

@@ -14,8 +14,11 @@ use serde::de::{DeserializeSeed, Error, MapAccess, SeqAccess, Visitor};
 use super::columns::Columns;
 use super::cutter::{Bounds, Cutter};
 use super::shape::{Clash, FIELDS_MAX, Fields, Kind, Place, Shape};
-use super::{BOM, ROW_BYTES_MAX, ScanError, Scanned};
+use super::{BOM, DecodeError, ROW_BYTES_MAX, ScanError, Scanned, lists, shortened};
 use crate::feed::reader::columns_of;
+
+/// Least magnitude of floats that may be written as integers of more than 64 bits.
+const BEYOND: f64 = 9e18;
 
 /// Reads all lines of a file. `file` is its index in the dataset.
 pub(super) fn scan(reader: &mut dyn BufRead, file: u32, bounds: Bounds) -> Result<Scanned, ScanError> {
@@ -47,7 +50,7 @@ pub(super) fn scan(reader: &mut dyn BufRead, file: u32, bounds: Bounds) -> Resul
         cutter.add(start, position, values.context.bytes);
     }
     let (row_groups, cuts) = cutter.finish();
-    Ok(Scanned { row_groups, cuts, columns: values.columns })
+    Ok(Scanned { row_groups, cuts, columns: values.columns, is_open: false })
 }
 
 /// A text without the white space of JSON at its ends.
@@ -58,24 +61,30 @@ fn trimmed(text: &[u8]) -> &[u8] {
     &text[start..end]
 }
 
-/// Decodes the rows of a row group, only the columns of `schema`.
+/// Decodes the rows of a row group, only the columns of `schema`, within `bytes_max` bytes for the items of lists.
 pub(super) fn decode(
     bytes: &[u8],
     rows: usize,
     schema: &Schema,
-) -> Result<HashMap<String, ArrayRef>, ArrowError> {
+    bytes_max: u64,
+) -> Result<HashMap<String, ArrayRef>, DecodeError> {
     // The scan knows which columns have no nulls; the decoder need not.
     let fields: Vec<Field> =
         schema.fields().iter().map(|field| field.as_ref().clone().with_nullable(true)).collect();
     if fields.is_empty() {
         return Ok(HashMap::new());
     }
-    let builder = ReaderBuilder::new(Arc::new(Schema::new(fields))).with_batch_size(rows + 1);
-    let mut decoder = builder.build_decoder()?;
     // Only a compressed file is read with its first bytes.
     let bytes = bytes.strip_prefix(BOM).unwrap_or(bytes);
+    let items = lists::bytes(bytes, schema, bytes_max);
+    let items = items.map_err(|error| ArrowError::JsonError(error.to_string()))?;
+    if items > bytes_max {
+        return Err(DecodeError::Oversized(items));
+    }
+    let builder = ReaderBuilder::new(Arc::new(Schema::new(fields))).with_batch_size(rows + 1);
+    let mut decoder = builder.build_decoder()?;
     if decoder.decode(bytes)? != bytes.len() {
-        return Err(ArrowError::JsonError(format!("more than {rows} rows")));
+        return Err(ArrowError::JsonError(format!("more than {rows} rows")).into());
     }
     Ok(decoder.flush()?.as_ref().map(columns_of).unwrap_or_default())
 }
@@ -97,6 +106,8 @@ pub(super) struct Context {
     objects: u64,
     /// Columns and fields so far.
     fields: usize,
+    /// Whether a number was found that may be an integer of more than 64 bits.
+    is_beyond: bool,
     clash: Option<Clash>,
 }
 
@@ -108,7 +119,8 @@ impl Values {
     fn row(&mut self, text: &[u8]) -> Result<(), String> {
         self.columns.rows += 1;
         let mut json = serde_json::Deserializer::from_slice(text);
-        Row(self).deserialize(&mut json).and_then(|()| json.end()).map_err(reason)
+        Row(self).deserialize(&mut json).and_then(|()| json.end()).map_err(reason)?;
+        self.check_integers(text)
     }
 
     /// Reads one value of a column, as a whole text.
@@ -117,7 +129,22 @@ impl Values {
     /// The reason why it is no JSON.
     pub(super) fn value(&mut self, column: usize, text: &[u8]) -> Result<(), String> {
         let mut json = serde_json::Deserializer::from_slice(text);
-        self.observe(column, &mut json).and_then(|()| json.end()).map_err(reason)
+        self.observe(column, &mut json).and_then(|()| json.end()).map_err(reason)?;
+        self.check_integers(text)
+    }
+
+    /// Refuses integers of more than 64 bits, which became floats, if that has rounded them.
+    fn check_integers(&mut self, text: &[u8]) -> Result<(), String> {
+        if !std::mem::take(&mut self.context.is_beyond) {
+            return Ok(());
+        }
+        match rounded_integer(text) {
+            Some(number) => Err(format!(
+                "the integer {} has more than 64 bits, and a float does not hold it exactly; write it as a text",
+                shortened(number)
+            )),
+            None => Ok(()),
+        }
     }
 
     fn observe<'de, D: serde::Deserializer<'de>>(&mut self, index: usize, json: D) -> Result<(), D::Error> {
@@ -130,6 +157,48 @@ impl Values {
         }
         Ok(())
     }
+}
+
+/// The first integer of a JSON text that has more than 64 bits and that a float rounds.
+fn rounded_integer(text: &[u8]) -> Option<&str> {
+    let is_start = |byte: &u8| matches!(byte, b'"' | b'-' | b'0'..=b'9');
+    let mut rest = text;
+    while let Some(at) = rest.iter().position(is_start) {
+        let found = &rest[at..];
+        let is_text = found.starts_with(b"\"");
+        let length = if is_text { text_length(found) } else { number_length(found) };
+        let (token, after) = found.split_at(length);
+        rest = after;
+        let number = std::str::from_utf8(token).ok().filter(|_| !is_text);
+        if let Some(number) = number.filter(|number| is_rounded(number)) {
+            return Some(number);
+        }
+    }
+    None
+}
+
+/// Length of the text in quotes at the beginning of a part of a JSON text.
+fn text_length(part: &[u8]) -> usize {
+    let mut is_escaped = false;
+    let end = part.iter().skip(1).position(|byte| {
+        let is_end = *byte == b'"' && !is_escaped;
+        is_escaped = *byte == b'\\' && !is_escaped;
+        is_end
+    });
+    end.map_or(part.len(), |end| end + 2)
+}
+
+fn number_length(part: &[u8]) -> usize {
+    let is_part = |byte: &&u8| matches!(byte, b'0'..=b'9' | b'-' | b'+' | b'.' | b'e' | b'E');
+    part.iter().take_while(is_part).count()
+}
+
+/// Whether a number of a JSON text is an integer that neither 64 bits nor a float hold.
+fn is_rounded(number: &str) -> bool {
+    let digits = number.strip_prefix('-').unwrap_or(number);
+    let is_integer = digits.bytes().all(|byte| byte.is_ascii_digit());
+    let is_beyond = is_integer && number.parse::<i64>().is_err() && number.parse::<u64>().is_err();
+    is_beyond && number.parse().is_ok_and(|float: f64| format!("{float:.0}") != number)
 }
 
 /// The text of an error without its line, which is always the first one.
@@ -265,11 +334,11 @@ impl<'de> Visitor<'de> for Observe<'_> {
     }
 
     fn visit_u64<E: Error>(self, value: u64) -> Result<bool, E> {
-        let large = i64::try_from(value).is_err();
-        Ok(self.add(Kind::Integer { negative: false, large }, 8))
+        Ok(self.add(Kind::integer(value), 8))
     }
 
-    fn visit_f64<E: Error>(self, _: f64) -> Result<bool, E> {
+    fn visit_f64<E: Error>(self, value: f64) -> Result<bool, E> {
+        self.context.is_beyond |= value.abs() >= BEYOND;
         Ok(self.add(Kind::Float, 8))
     }
 

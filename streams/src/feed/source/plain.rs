@@ -4,19 +4,23 @@ use std::io::{self, BufRead, BufReader, Read};
 
 use flate2::bufread::MultiGzDecoder;
 
-use super::PLAIN_BYTES_MAX;
+use super::{BOM, PLAIN_BYTES_MAX};
 use crate::dataset::Compression;
 
-/// The text of a file.
+/// The text of a file. The first buffer has a whole byte order mark, if the text has one: a decompressor may give any
+/// number of bytes.
 pub(super) fn reader<'r>(
     reader: impl BufRead + 'r,
     compression: Option<Compression>,
 ) -> io::Result<Box<dyn BufRead + 'r>> {
-    Ok(match compression {
+    let mut reader: Box<dyn BufRead + 'r> = match compression {
         None => Box::new(reader),
         Some(Compression::Gzip) => Box::new(bounded(MultiGzDecoder::new(reader))),
         Some(Compression::Zstd) => Box::new(bounded(zstd::stream::read::Decoder::with_buffer(reader)?)),
-    })
+    };
+    let mut head = Vec::with_capacity(BOM.len());
+    (&mut reader).take(BOM.len() as u64).read_to_end(&mut head)?;
+    Ok(Box::new(io::Cursor::new(head).chain(reader)))
 }
 
 fn bounded<R: Read>(reader: R) -> BufReader<Bounded<R>> {

@@ -1,7 +1,7 @@
 //! Inferred types of the values of a column, united over all rows and files.
 //!
-//! Integers widen to floats. Other differences are a [`Clash`] in JSON, and make the column texts in CSV, where every
-//! value is written as text.
+//! Integers widen to floats if these hold them exactly. Other differences are a [`Clash`] in JSON, and make the column
+//! texts in CSV, where every value is written as text.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,6 +11,8 @@ use arrow::datatypes::{DataType, Field, Fields as ArrowFields};
 
 /// Most columns of a dataset, those inside of objects included.
 pub(crate) const FIELDS_MAX: usize = 4096;
+/// Description of integers beside floats, for errors.
+const WIDE: &str = "integers that Float64 does not hold exactly";
 
 /// A row of a file: its line, its member, or its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,10 +30,11 @@ pub(crate) enum Kind {
     #[default]
     Null,
     Flag,
-    /// Integers of 64 bits; `large` for those above `i64::MAX`.
+    /// Integers of 64 bits; `large` for those above `i64::MAX`, `wide` for those that a float would round.
     Integer {
         negative: bool,
         large: bool,
+        wide: bool,
     },
     Float,
     Text,
@@ -73,8 +76,11 @@ pub(crate) struct Clash {
 }
 
 impl Kind {
-    pub(crate) fn integer(value: i64) -> Self {
-        Kind::Integer { negative: value < 0, large: false }
+    /// The kind of an integer of 64 bits, with or without a sign.
+    pub(crate) fn integer(value: impl Into<i128>) -> Self {
+        let value = value.into();
+        let wide = value as f64 as i128 != value;
+        Kind::Integer { negative: value < 0, large: value > i128::from(i64::MAX), wide }
     }
 
     /// The Arrow type of the column.
@@ -96,7 +102,7 @@ impl Kind {
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Kind::Integer { negative: true, large: true } => {
+            Kind::Integer { negative: true, large: true, .. } => {
                 f.write_str("integers beyond 64 bits of one sign")
             }
             // Its fields would be longer than the rest of an error.
@@ -137,15 +143,29 @@ impl Shape {
             (_, Kind::Null) => {}
             (Kind::Null, kind) => *self = Shape::new(kind, other.first),
             (Kind::Flag, Kind::Flag) | (Kind::Text, Kind::Text) | (Kind::Bytes, Kind::Bytes) => {}
-            (Kind::Float, Kind::Float | Kind::Integer { .. }) => {}
-            (Kind::Integer { .. }, Kind::Float) => self.kind = Kind::Float,
-            (Kind::Integer { negative, large }, Kind::Integer { negative: below, large: above }) => {
-                let both = Kind::Integer { negative: *negative || below, large: *large || above };
-                if matches!(both, Kind::Integer { negative: true, large: true }) {
-                    let found = Shape::new(Kind::Integer { negative: below, large: above }, other.first);
-                    return clash(&self.kind, self.first, &found);
+            (Kind::Float, Kind::Float | Kind::Integer { wide: false, .. }) => {}
+            (Kind::Integer { wide: false, .. }, Kind::Float) => self.kind = Kind::Float,
+            (Kind::Float, Kind::Integer { wide: true, .. }) => {
+                let first = (self.first, self.kind.to_string());
+                return Err(Clash { path: Vec::new(), first, other: (other.first, WIDE.to_owned()) });
+            }
+            (Kind::Integer { wide: true, .. }, Kind::Float) => {
+                let first = (self.first, WIDE.to_owned());
+                let other = (other.first, Kind::Float.to_string());
+                return Err(Clash { path: Vec::new(), first, other });
+            }
+            (
+                Kind::Integer { negative, large, wide },
+                Kind::Integer { negative: below, large: above, wide: beyond },
+            ) => {
+                let (negative, large) = (*negative || below, *large || above);
+                if negative && large {
+                    let found = Kind::Integer { negative: below, large: above, wide: beyond };
+                    return clash(&self.kind, self.first, &Shape::new(found, other.first));
                 }
-                self.kind = both;
+                // A clash with floats names the first value that a float does not hold.
+                let first = if beyond && !*wide { other.first } else { self.first };
+                *self = Shape::new(Kind::Integer { negative, large, wide: *wide || beyond }, first);
             }
             (Kind::List(items), Kind::List(others)) => return items.unite(*others),
             (Kind::Object(fields), Kind::Object(others)) => {

@@ -17,7 +17,7 @@ use tar::{Archive, Entry, EntryType};
 use super::cutter::{Bounds, Cutter};
 use super::json_lines::{self, Values};
 use super::shape::{FIELDS_MAX, Kind, Place, Shape};
-use super::{BOM, ROW_BYTES_MAX, SAMPLE_BYTES_MAX, ScanError, Scanned};
+use super::{BOM, DecodeError, ROW_BYTES_MAX, SAMPLE_BYTES_MAX, ScanError, Scanned, shortened};
 
 /// The column with the names of samples.
 const KEY: &str = "__key__";
@@ -80,6 +80,7 @@ pub(super) fn scan<R: Read + Seek>(
     let mut cutter = Cutter::new(bounds);
     let mut keys = HashSet::new();
     let mut open: Option<Sample> = None;
+    // End of the last member.
     let mut end = 0;
     let mut content = Vec::new();
     values.columns.index(KEY);
@@ -176,8 +177,33 @@ pub(super) fn scan<R: Read + Seek>(
     if let Some(sample) = open {
         cutter.add(sample.start, sample.end, sample.bytes);
     }
+    budget.set(u64::MAX);
+    check_end(archive.into_inner(), end, size)?;
     let (row_groups, cuts) = cutter.finish();
-    Ok(Scanned { row_groups, cuts, columns: values.columns })
+    Ok(Scanned { row_groups, cuts, columns: values.columns, is_open: end == size })
+}
+
+/// Refuses a file with more than zeros behind its last member: the members of a second archive would be lost.
+fn check_end(mut reader: impl Read + Seek, end: u64, size: u64) -> Result<(), ScanError> {
+    reader.seek(SeekFrom::Start(end))?;
+    let mut block = [0; 64 << 10];
+    let mut at = end;
+    while at < size {
+        let most = usize::try_from(size - at).unwrap_or(usize::MAX).min(block.len());
+        let read = reader.read(&mut block[..most])?;
+        if read == 0 {
+            break;
+        }
+        if let Some(found) = block[..read].iter().position(|byte| *byte != 0) {
+            return Err(ScanError::row(
+                format!("byte {}", at + found as u64),
+                "data follows the end of the archive; several archives in one file are joined with tar --concatenate"
+                    .to_owned(),
+            ));
+        }
+        at += read as u64;
+    }
+    Ok(())
 }
 
 /// The name of a member with data; none for folders and devices.
@@ -223,10 +249,6 @@ fn json(content: &[u8]) -> &[u8] {
     content.strip_prefix(BOM).unwrap_or(content)
 }
 
-fn shortened(text: &str) -> &str {
-    text.char_indices().nth(40).map_or(text, |(end, _)| text.get(..end).unwrap_or_default())
-}
-
 /// A column of samples that is being built.
 enum Builder {
     Integers(Int64Builder),
@@ -264,14 +286,14 @@ impl Builder {
         Ok(())
     }
 
-    fn finish(self, rows: usize) -> Result<ArrayRef, ArrowError> {
+    fn finish(self, rows: usize, bytes_max: u64) -> Result<ArrayRef, DecodeError> {
         Ok(match self {
             Builder::Integers(mut values) => Arc::new(values.finish()),
             Builder::Texts(mut values) => Arc::new(values.finish()),
             Builder::Bytes(mut values) => Arc::new(values.finish()),
             Builder::Json(lines, field) => {
                 let schema = Schema::new(vec![field.as_ref().clone().with_name("v")]);
-                let mut columns = json_lines::decode(&lines, rows, &schema)?;
+                let mut columns = json_lines::decode(&lines, rows, &schema, bytes_max)?;
                 let missing = || ArrowError::JsonError(format!("no rows of {:?}", field.name()));
                 columns.remove("v").ok_or_else(missing)?
             }
@@ -279,8 +301,12 @@ impl Builder {
     }
 }
 
-/// Decodes the samples of a row group, only the columns of `schema`.
-pub(super) fn decode(bytes: &[u8], schema: &Schema) -> Result<HashMap<String, ArrayRef>, ArrowError> {
+/// Decodes the samples of a row group, only the columns of `schema`, within `bytes_max` bytes for the items of lists.
+pub(super) fn decode(
+    bytes: &[u8],
+    schema: &Schema,
+    bytes_max: u64,
+) -> Result<HashMap<String, ArrayRef>, DecodeError> {
     let bad = |error: io::Error| ArrowError::ExternalError(Box::new(error));
     let wrong = |reason: String| ArrowError::ParseError(reason);
     let names: HashMap<&str, usize> =
@@ -321,7 +347,7 @@ pub(super) fn decode(bytes: &[u8], schema: &Schema) -> Result<HashMap<String, Ar
         close(last, &mut members).map_err(wrong)?;
     }
     let columns = schema.fields().iter().zip(builders);
-    columns.map(|(field, builder)| Ok((field.name().clone(), builder.finish(rows)?))).collect()
+    columns.map(|(field, builder)| Ok((field.name().clone(), builder.finish(rows, bytes_max)?))).collect()
 }
 
 /// A reader that refuses to read more than is allowed: headers with impossible sizes must not fill the memory.

@@ -156,6 +156,47 @@ fn csv_columns_of_several_types_are_texts() {
 }
 
 #[test]
+fn integers_are_never_rounded() {
+    let kind = |path: &str, text: &str| schema_of(path, text.as_bytes()).field(0).data_type().to_string();
+    let lines = |values: &[&str]| -> String {
+        values
+            .iter()
+            .map(|value| format!("{{\"a\": {value}, \"t\": \"1{} \\\"\"}}\n", "0".repeat(30)))
+            .collect()
+    };
+    // 2^53 + 1 is the first integer between two floats.
+    for (first, other) in
+        [("9007199254740993", "0.5"), ("-9007199254740993", "1e3"), ("18446744073709551615", "1.0")]
+    {
+        for values in [[first, other], [other, first]] {
+            let scanned = scan_bytes("a.jsonl", lines(&values).as_bytes(), SMALL).unwrap();
+            let (_, conflicts) = scanned.columns.schema(|place| place.at.to_string());
+            let error = conflicts[0].error().to_string();
+            assert!(error.contains("column \"a\"") && error.contains("does not hold exactly"), "{error}");
+            let table = format!("a\n{}\n{}\n", values[0], values[1]);
+            assert_eq!(kind("a.csv", &table), "Utf8");
+            assert_eq!(rows("a.csv", table.as_bytes(), SMALL), values.map(|value| json!({ "a": value })));
+        }
+    }
+    // The first value that a float does not hold is named, not the first integer.
+    let scanned = scan_bytes("a.jsonl", lines(&["1", "9007199254740993", "0.5"]).as_bytes(), SMALL).unwrap();
+    let (_, conflicts) = scanned.columns.schema(|place| format!("line {}", place.at));
+    let error = conflicts[0].error().to_string();
+    assert!(error.contains("line 2") && error.contains("line 3"), "{error}");
+    // Floats that other programs write without a point.
+    for exact in
+        ["9007199254740992", "100000000000000000000", "-9223372036854775808", "-36893488147419103232"]
+    {
+        assert_eq!(kind("a.jsonl", &lines(&["0.5", exact])), "Float64");
+    }
+    assert_eq!(kind("a.jsonl", &lines(&["18446744073709551616", "1"])), "Float64");
+    for rounded in ["18446744073709551617", "-9223372036854775809", "9".repeat(60).as_str()] {
+        let error = refusal("a.jsonl", lines(&["1", rounded]).as_bytes());
+        assert!(error.contains("line 2") && error.contains(&rounded[..19]), "{error}");
+    }
+}
+
+#[test]
 fn row_groups_are_bounded_and_hold_every_row_once() {
     let text: String = (0..1000).map(|i| format!("{{\"id\": {i}}}\n")).collect();
     let (_, batches) = read_in_groups("a.jsonl", text.as_bytes(), Bounds { rows: 64, bytes: 1 << 20 });

@@ -2,6 +2,8 @@
 
 use std::io::Write;
 
+use arrow::array::AsArray;
+use arrow::datatypes::Int64Type;
 use serde_json::json;
 
 use super::*;
@@ -80,6 +82,15 @@ fn damaged_compression_is_refused() {
 }
 
 #[test]
+fn a_byte_order_mark_in_pieces_belongs_to_no_column() {
+    for cut in 0..4 {
+        let text = b"\xef\xbb\xbfid,b\n7,x\n";
+        let pieces = [gzip(&text[..cut]), gzip(&text[cut..])].concat();
+        assert_eq!(rows("a.csv.gz", &pieces, SMALL), [json!({"id": 7, "b": "x"})], "{cut}");
+    }
+}
+
+#[test]
 fn a_bomb_is_refused_by_its_size() {
     let mut line = vec![b' '; 1 << 20];
     line.push(b'\n');
@@ -88,6 +99,37 @@ fn a_bomb_is_refused_by_its_size() {
     let packed = encoder.finish().unwrap();
     assert!(packed.len() < 1 << 20);
     refused("a.jsonl.zst", &packed, &["more than 268435456 bytes"]);
+}
+
+#[test]
+fn short_texts_of_many_wide_items_are_refused_before_they_are_decoded() {
+    let fields: Vec<String> = (0..2000).map(|at| format!("\"f{at}\":1")).collect();
+    let wide = format!("{{\"a\":[{{{}}}]}}", fields.join(","));
+    let many = format!("{{\"a\":[{}]}}", vec!["{}"; 100_000].join(","));
+    let text = format!("{wide}\n{many}\n");
+    let mut archive = ::tar::Builder::new(Vec::new());
+    for (name, content) in [("0.json", &wide), ("1.json", &many)] {
+        let mut header = ::tar::Header::new_gnu();
+        header.set_size(content.len() as u64);
+        archive.append_data(&mut header, name, content.as_bytes()).unwrap();
+    }
+    let archive = archive.into_inner().unwrap();
+    for (path, bytes) in
+        [("a.jsonl", text.as_bytes()), ("a.jsonl.gz", &gzip(text.as_bytes())), ("a.tar", &archive)]
+    {
+        let error = fuzzing::read_in_groups(path, bytes, Bounds::TEXT).unwrap_err().to_string();
+        assert!(error.contains("record_batch_bytes_max"), "{path}: {error}");
+    }
+}
+
+#[test]
+fn wide_compressed_csv_is_decoded_in_parts() {
+    let names: Vec<String> = (0..1000).map(|at| format!("c{at}")).collect();
+    let mut text = names.join(",") + "\n";
+    (0..2500).for_each(|row| text += &format!("{row}{}\n", ",".repeat(999)));
+    let (_, batches) = read_in_groups("a.csv.gz", &gzip(text.as_bytes()), SMALL);
+    let ids = batches[0].column(0).as_primitive::<Int64Type>();
+    assert_eq!(ids.values().to_vec(), (0..2500).collect::<Vec<i64>>());
 }
 
 #[test]

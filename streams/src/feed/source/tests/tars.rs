@@ -73,6 +73,17 @@ fn posix_attributes_and_archives_without_an_end_are_read() {
 }
 
 #[test]
+fn a_second_archive_behind_the_first_is_refused() {
+    let (first, second) = (shard(&[("a.cls", b"1"), ("b.cls", b"2")]), shard(&[("c.cls", b"3")]));
+    let error = refusal("a.tar", &[&first[..], &second].concat());
+    assert!(error.contains("byte 3072") && error.contains("--concatenate"), "{error}");
+    // Tar programs fill the last record with zeros.
+    let padded = [&first[..], &[0; 10_240]].concat();
+    assert_eq!(rows("a.tar", &padded, SMALL), rows("a.tar", &first, SMALL));
+    assert!(refusal("a.tar", &[&padded[..], b"x"].concat()).contains("byte 13312"));
+}
+
+#[test]
 fn members_that_are_wrong_are_refused_by_name() {
     refused(&[("a.cls", b"1"), ("a.cls", b"2")], &["\"a.cls\"", "another member .cls"]);
     refused(&[("a.jpg", b"1"), ("a.JPG", b"2")], &["\"a.JPG\"", "another"]);
