@@ -62,7 +62,7 @@ pub enum FeedError {
     /// A filter that cannot be parsed.
     #[error("where {text:?}, character {at}: {reason}")]
     Filter {
-        /// The filter as given.
+        /// The filter; a long one is cut around the place.
         text: String,
         /// Number of the character, from 1.
         at: usize,

@@ -233,6 +233,21 @@ fn a_filter_whose_stored_text_would_not_parse_is_refused() {
     assert!(negations(63).is_ok() && negations(64).is_err());
 }
 
+#[test]
+fn errors_of_long_filters_show_their_place_alone() {
+    let error = |text: String| text.parse::<Filter>().unwrap_err().to_string();
+    for (text, at) in [
+        ("(".repeat(60_000), "character 65:"),
+        (format!("x = {}", "9".repeat(60_000)), "character 5:"),
+        (format!("x = 1 {}", "ü".repeat(30_000)), "character 7:"),
+        (format!("{}? x = 1", "x = 1 or ".repeat(5_000)), "character 45001:"),
+    ] {
+        let error = error(text);
+        assert!(error.len() < 1_000 && error.contains(at) && error.contains('…'), "{error}");
+    }
+    assert!(error("x ? 1".to_owned()).contains("where \"x ? 1\", character 3:"));
+}
+
 /// Whether a value of a column of a type is selected.
 fn selects(kind: DataType, filter: &str, value: Value<'_>) -> bool {
     let schema = Arc::new(Schema::new(vec![Field::new("x", kind, true)]));

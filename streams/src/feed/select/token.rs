@@ -20,10 +20,22 @@ pub(super) enum Token {
     End,
 }
 
+/// Characters of a filter that an error shows around its place.
+const CHARS_SHOWN: usize = 200;
+
 /// The error at a byte of a filter.
 pub(super) fn error(text: &str, byte: usize, reason: &str) -> FeedError {
-    let at = text.get(..byte).map_or(0, |before| before.chars().count()) + 1;
-    FeedError::Filter { text: text.to_owned(), at, reason: reason.to_owned() }
+    let before = text.get(..byte).map_or(0, |before| before.chars().count());
+    let first = before.saturating_sub(CHARS_SHOWN / 2);
+    let mut rest = text.chars().skip(first);
+    let mut shown: String = rest.by_ref().take(CHARS_SHOWN).collect();
+    if first > 0 {
+        shown.insert(0, '…');
+    }
+    if rest.next().is_some() {
+        shown.push('…');
+    }
+    FeedError::Filter { text: shown, at: before + 1, reason: reason.to_owned() }
 }
 
 /// The tokens of a filter with their places; the last one is [`Token::End`].
@@ -111,5 +123,8 @@ fn number(text: &str, chars: &mut Peekable<CharIndices<'_>>) -> Result<Literal> 
     let is_integer = digits.trim_start_matches(['-', '+']).bytes().all(|byte| byte.is_ascii_digit());
     let float = || digits.parse().ok().filter(|number: &f64| number.is_finite() && !is_integer);
     let literal = integer.map(Literal::Integer).or_else(|| float().map(Literal::Float));
-    literal.ok_or_else(|| error(text, start, &format!("{digits:?} is not a number, or beyond 64 bits")))
+    literal.ok_or_else(|| {
+        let digits: String = digits.chars().take(CHARS_SHOWN).collect();
+        error(text, start, &format!("{digits:?} is not a number, or beyond 64 bits"))
+    })
 }
