@@ -115,7 +115,7 @@ fn short_texts_of_many_wide_items_are_refused_before_they_are_decoded() {
     }
     let archive = archive.into_inner().unwrap();
     for (path, bytes) in
-        [("a.jsonl", text.as_bytes()), ("a.jsonl.gz", &gzip(text.as_bytes())), ("a.tar", &archive)]
+        [("a.jsonl", text.as_bytes()), ("a.jsonl.gz", &gzip(text.as_bytes())[..]), ("a.tar", &archive[..])]
     {
         let error = fuzzing::read_in_groups(path, bytes, Bounds::TEXT).unwrap_err().to_string();
         assert!(error.contains("record_batch_bytes_max"), "{path}: {error}");
@@ -126,10 +126,10 @@ fn short_texts_of_many_wide_items_are_refused_before_they_are_decoded() {
 fn wide_compressed_csv_is_decoded_in_parts() {
     let names: Vec<String> = (0..1000).map(|at| format!("c{at}")).collect();
     let mut text = names.join(",") + "\n";
-    (0..2500).for_each(|row| text += &format!("{row}{}\n", ",".repeat(999)));
+    (0..1100).for_each(|row| text += &format!("{row}{}\n", ",".repeat(999)));
     let (_, batches) = read_in_groups("a.csv.gz", &gzip(text.as_bytes()), SMALL);
     let ids = batches[0].column(0).as_primitive::<Int64Type>();
-    assert_eq!(ids.values().to_vec(), (0..2500).collect::<Vec<i64>>());
+    assert_eq!(ids.values().to_vec(), (0..1100).collect::<Vec<i64>>());
 }
 
 #[test]

@@ -75,10 +75,10 @@ fn posix_attributes_and_archives_without_an_end_are_read() {
 #[test]
 fn a_second_archive_behind_the_first_is_refused() {
     let (first, second) = (shard(&[("a.cls", b"1"), ("b.cls", b"2")]), shard(&[("c.cls", b"3")]));
-    let error = refusal("a.tar", &[&first[..], &second].concat());
+    let error = refusal("a.tar", &[&first[..], &second[..]].concat());
     assert!(error.contains("byte 3072") && error.contains("--concatenate"), "{error}");
     // Tar programs fill the last record with zeros.
-    let padded = [&first[..], &[0; 10_240]].concat();
+    let padded = [&first[..], &[0u8; 10_240][..]].concat();
     assert_eq!(rows("a.tar", &padded, SMALL), rows("a.tar", &first, SMALL));
     assert!(refusal("a.tar", &[&padded[..], b"x"].concat()).contains("byte 13312"));
 }
