@@ -22,7 +22,7 @@ use crate::feed::reader::columns_of;
 
 /// Most fields of the rows that are decoded at a time; more than most row groups have.
 const FIELDS_AT_ONCE: usize = 1 << 20;
-/// Longest header, in bytes: it is read with every row group.
+/// Longest header with the empty lines behind it, in bytes: they are read with every row group.
 const HEADER_BYTES_MAX: u64 = 1 << 20;
 
 /// The sign between the fields of a file.
@@ -58,6 +58,11 @@ pub(super) fn scan(
                 record.line,
                 format!("it has {} fields, and the header has {width}", record.fields),
             ));
+        }
+        if columns.rows == 0 && record.start > HEADER_BYTES_MAX {
+            let reason =
+                format!("the first row begins after {HEADER_BYTES_MAX} bytes; remove the empty lines");
+            return Err(ScanError::line(record.line, reason));
         }
         columns.rows += 1;
         let place = Place { file, at: record.line };

@@ -127,12 +127,12 @@ pub(super) fn scan<R: Read + Seek>(
             column.present += 1;
             column.take(Shape::new(Kind::Text, place), false);
         }
-        let index = values.columns.index(&extension).0;
+        let (index, is_new) = values.columns.index(&extension);
         let row = values.columns.rows;
         if index == 0 || std::mem::replace(&mut values.columns.at(index).seen, row) == row {
             return Err(wrong(format!("sample {key:?} has another member .{extension}")));
         }
-        if values.columns.count() > FIELDS_MAX {
+        if is_new && values.columns.count() > FIELDS_MAX {
             return Err(wrong(format!(
                 "the file has more than {FIELDS_MAX} extensions and fields up to here"
             )));

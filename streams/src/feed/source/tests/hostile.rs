@@ -53,6 +53,8 @@ fn ragged_and_unfinished_csv_is_refused_with_its_line() {
     refused("a.csv", b"a,b\n1,\xff\n", &["line 2", "\"b\"", "UTF-8"]);
     refused("a.csv", b"a,\n1,2\n", &["line 1", "column 2", "no name"]);
     refused("a.csv", b"a,b,a\n", &["line 1", "column 3", "\"a\""]);
+    let blank = [&b"a\n"[..], &vec![b'\n'; 1 << 20][..], b"1\n"].concat();
+    refused("a.csv", &blank, &["line 1048578", "empty lines"]);
 }
 
 #[test]
