@@ -7,6 +7,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
+from millrace import rounds
 from millrace.errors import Error, NotFoundError, UsageError
 from millrace.volume import Volume, Writer
 
@@ -74,7 +75,7 @@ class MillraceFileSystem(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **options: Any) -> Any:
         volume, _, inside = self._volume(path)
         if mode == "wb":
-            return Writer(volume._native.write(inside), autocommit)
+            return Writer(volume._native.write(inside), autocommit, (volume._native, inside))
         return volume.open(inside, mode)
 
     def modified(self, path: str) -> datetime:
@@ -87,10 +88,12 @@ class MillraceFileSystem(AbstractFileSystem):
         volume, _, inside = self._volume(path)
         if not exist_ok and self.exists(path):
             raise FileExistsError(path)
+        rounds.check(volume._native, f"make folder {path}")
         volume._native.make_dirs(inside)
 
     def rmdir(self, path: str) -> None:
         volume, _, inside = self._volume(path)
+        rounds.check(volume._native, f"remove {path}")
         volume._native.remove_dir(inside)
 
     def rm_file(self, path: str) -> None:
@@ -98,6 +101,7 @@ class MillraceFileSystem(AbstractFileSystem):
         if self.isdir(path):
             return self.rmdir(path)
         volume, _, inside = self._volume(path)
+        rounds.check(volume._native, f"remove {path}")
         volume._native.remove(inside)
 
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
@@ -123,6 +127,7 @@ class MillraceFileSystem(AbstractFileSystem):
         _, second, target = self._volume(path2)
         if first != second:
             raise UsageError(f"move {path1} to {path2}: a file can only be moved inside its volume")
+        rounds.check(source._native, f"move {path1} to {path2}")
         source._native.rename(inside, target)
 
 

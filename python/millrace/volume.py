@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from millrace import _native
+from millrace import _native, rounds
 from millrace.errors import UsageError
 
 __all__ = ["Entry", "Snapshot", "Volume"]
@@ -48,6 +48,7 @@ class Volume:
 
     def __init__(self, name: str, *, create: bool = False, home: str | os.PathLike[str] | None = None) -> None:
         self._native = _native.Volume(name, create=create, home=None if home is None else os.fspath(home))
+        rounds.enter(self._native)
 
     @property
     def name(self) -> str:
@@ -84,11 +85,12 @@ class Volume:
         if kind == "r":
             reader = _BufferedReader(_Reader(volume.open(path), path), _BUFFER_BYTES)
             return reader if "b" in mode else io.TextIOWrapper(reader, encoding, errors, newline)
-        writer = Writer(volume.write(path))
+        writer = Writer(volume.write(path), fence=(volume, path))
         return writer if "b" in mode else _TextWriter(writer, encoding, errors, newline)
 
     def remove(self, path: str) -> None:
         """Remove a file."""
+        rounds.check(self._native, f"remove {self.name}:{path}")
         self._native.remove(path)
 
     def snapshot(self, name: str) -> Snapshot:
@@ -166,11 +168,15 @@ class Writer(io.BufferedIOBase):
     """A file that is being written: it appears when it is closed, or never if it is discarded.
 
     Without ``autocommit``, it appears when :meth:`commit` is called after it was closed, for transactions of fsspec.
+    ``fence`` names the volume and the path: a process of an earlier round of a training script makes nothing visible.
     """
 
-    def __init__(self, file: _native.Writer, autocommit: bool = True) -> None:
+    def __init__(
+        self, file: _native.Writer, autocommit: bool = True, fence: tuple[_native.Volume, str] | None = None
+    ) -> None:
         self._file = file
         self._autocommit = autocommit
+        self._fence = fence
         self._buffer = bytearray()
         self._written = 0
 
@@ -212,7 +218,7 @@ class Writer(io.BufferedIOBase):
         try:
             self._send()
             if self._autocommit:
-                self._file.commit()
+                self._publish()
         except BaseException:
             self.discard()
             raise
@@ -221,7 +227,14 @@ class Writer(io.BufferedIOBase):
     def commit(self) -> None:
         """Make a file visible that was opened without ``autocommit``."""
         self._send()
-        self._file.commit()
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._fence is None:
+            self._file.commit()
+        else:
+            volume, path = self._fence
+            rounds.commit(volume, self._file, f"write {volume.spec}:{path}")
 
     def discard(self) -> None:
         """Give up what was written."""
