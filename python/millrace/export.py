@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace import rounds
 from millrace.errors import (
     ConflictError,
     CorruptError,
@@ -285,6 +286,7 @@ def _compare(
 
 def _import(name: str, file: Path, program: str, target: Volume) -> dict[str, Any]:
     """Lets the program check the graph and publish it as the next version, in one step with what is beside it."""
+    rounds.check(target._native, f"publish {name}")
     command = [program, "--home", os.fspath(target._native.home), "--json", "model", "import", str(file)]
     command += ["--name", name, "--volume", target.name]
     command += ["--lineage", str(file.with_name("lineage.json")), "--training", str(file.with_name(_RECORD))]

@@ -71,9 +71,18 @@ def enter(volume: _native.Volume) -> None:
         return
     try:
         _claim(volume, "open")
+        _enter_volume_of_run(os.fspath(volume.home))
     except Error:
         # Reading harms nothing. A write fails, and says why.
         pass
+
+
+@cache
+def _enter_volume_of_run(home: str) -> None:
+    """The volume that versions are published to, as a rule, even if this process does that at its end only."""
+    name = os.environ.get("MILLRACE_RUN_VOLUME", "")
+    if name:
+        _claim(_native.Volume(name, create=False, home=home), "open")
 
 
 def check(volume: _native.Volume, what: str) -> None:

@@ -35,7 +35,10 @@ class RoundsTest(HomeCase):
 
     def process(self, run: str, number: int, former: str = "") -> subprocess.Popen[str]:
         """A process of a round, which has opened the volume."""
-        values = {"MILLRACE_JOB": "j", "MILLRACE_RUN": run, "MILLRACE_ROUND": str(number), "MILLRACE_FORMER_RUN": former}
+        values = {
+            "MILLRACE_JOB": "j", "MILLRACE_RUN": run, "MILLRACE_ROUND": str(number), "MILLRACE_FORMER_RUN": former,
+            "MILLRACE_RUN_VOLUME": "models",
+        }
         with mock.patch.dict(os.environ, values):
             process = python(self.home, PROCESS, stdin=subprocess.PIPE)
         self.addCleanup(process.communicate, timeout=DEADLINE_S)
@@ -96,6 +99,13 @@ class RoundsTest(HomeCase):
         native = millrace.Volume(volume, home=self.home)._native
         kept = [(f"script-round/{SECOND}", b"over"), (f"script-round/{THIRD}", b"1 " + SECOND.encode())]
         self.assertEqual(native.keys("script-round/"), kept)
+
+    def test_the_volume_of_the_run_is_closed_before_a_later_round_opens_it(self) -> None:
+        millrace.Volume("models", create=True, home=self.home)
+        earlier = self.process("4" * 64, 1)
+        self.process("4" * 64, 2)
+        told = self.tell(earlier, "out = millrace.Volume('models', home=os.environ['HOME_DIR']).open('/x', 'w'); out.close()")
+        self.assertRegex(told, "^ConflictError write models:/x: round 2 of job j has begun")
 
     def test_a_checkpoint_of_torch_distributed_appears_as_a_whole_or_not_at_all(self) -> None:
         torch = torch_or_skip()
