@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 
 /// The protocol between a coordinator and workers of other machines. It grows with every change of the
 /// messages, the ring's frames or the values that a step computes: all workers of a job must have the same.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// Fewest characters of a token.
 const TOKEN_CHARS_MIN: usize = 16;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use futures::future::{BoxFuture, FutureExt as _};
 use hyper_util::rt::TokioIo;
 use millrace_leaf::error_chain;
+use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
@@ -40,6 +41,7 @@ const OF_COORDINATOR: &str = "millrace coordinator";
 const OF_WORKER: &str = "millrace worker";
 const OF_RING: &str = "millrace ring";
 const OF_CONNECTION: &str = "millrace connection";
+const OF_WELCOME: &str = "millrace welcome";
 
 /// A worker that the coordinator has admitted.
 pub(crate) struct Admission {
@@ -84,6 +86,26 @@ pub(super) fn ring_secret(token: &Token, ring_nonce: &[u8]) -> String {
 /// A secret of one connection, which only its two sides know.
 pub(super) fn connection_key(token: &Token, worker: &[u8], coordinator: &[u8]) -> [u8; PROOF_BYTES] {
     prove(token.bytes(), OF_CONNECTION, &[worker, coordinator])
+}
+
+/// The place and the assignment of a worker that has proved the token. They carry a proof, so that no machine on the way
+/// can change the job, or turn off the encryption of its rings.
+pub(crate) fn welcome(
+    key: &[u8; PROOF_BYTES],
+    member: u64,
+    assignment: String,
+    ring_nonce: &[u8],
+) -> proto::Welcome {
+    // The plan of a large dataset is long; its digest is not copied.
+    let digest = Sha256::digest(assignment.as_bytes());
+    let proof = prove(key, OF_WELCOME, &[&member.to_le_bytes(), &digest, ring_nonce]).to_vec();
+    proto::Welcome { member, assignment, ring_nonce: ring_nonce.to_vec(), proof }
+}
+
+fn is_welcome(key: &[u8; PROOF_BYTES], welcome: &proto::Welcome) -> bool {
+    let digest = Sha256::digest(welcome.assignment.as_bytes());
+    let parts: [&[u8]; 3] = [&welcome.member.to_le_bytes(), &digest, &welcome.ring_nonce];
+    is_valid(key, OF_WELCOME, &parts, &welcome.proof)
 }
 
 /// Connects to the coordinator, proves the token both ways and receives the assignment. `ring` is the address
@@ -171,11 +193,15 @@ async fn greet(join: &Join, ring: &str) -> Result<Admission, NotAdmitted> {
         to_worker::Message::Welcome(welcome) => welcome,
         _ => return Err(refused("it sent no assignment".to_owned())),
     };
+    let key = connection_key(&join.token, &own, &challenge.nonce);
+    if !is_welcome(&key, &welcome) {
+        return Err(NotAdmitted::Yet("its assignment was changed on the way".to_owned()));
+    }
     Ok(Admission {
         session: AcceptedSession::new(join.coordinator.clone(), outgoing, incoming),
         assignment: welcome.assignment,
         secret: ring_secret(&join.token, &welcome.ring_nonce),
-        key: connection_key(&join.token, &own, &challenge.nonce),
+        key,
     })
 }
 
@@ -283,5 +309,30 @@ impl Service<Uri> for Connector {
             Ok(TokioIo::new(connector.connect(name, stream).await?))
         }
         .boxed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_assignment_that_was_changed_on_the_way_is_refused() {
+        let key = [7; PROOF_BYTES];
+        let sent = welcome(&key, 3, r#"{"job":1,"encrypt_ring":true}"#.to_owned(), b"nonce");
+        assert!(is_welcome(&key, &sent));
+        assert!(!is_welcome(&[8; PROOF_BYTES], &sent));
+        let changes: [fn(&mut proto::Welcome); 5] = [
+            |welcome| welcome.member = 4,
+            |welcome| welcome.assignment = r#"{"job":1}"#.to_owned(),
+            |welcome| welcome.ring_nonce.clear(),
+            |welcome| welcome.proof.clear(),
+            |welcome| welcome.proof.truncate(31),
+        ];
+        for change in changes {
+            let mut changed = sent.clone();
+            change(&mut changed);
+            assert!(!is_welcome(&key, &changed), "{changed:?}");
+        }
     }
 }

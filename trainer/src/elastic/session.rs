@@ -742,8 +742,7 @@ mod tests {
             &self,
             _: Request<Streaming<proto::FromWorker>>,
         ) -> Result<Response<Self::SessionStream>, Status> {
-            let welcome =
-                proto::Welcome { member: 0, assignment: "x".repeat(self.0), ring_nonce: Vec::new() };
+            let welcome = proto::Welcome { assignment: "x".repeat(self.0), ..Default::default() };
             let message = Some(to_worker::Message::Welcome(welcome));
             Ok(Response::new(tokio_stream::once(Ok(proto::ToWorker { message }))))
         }

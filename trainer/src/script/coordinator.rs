@@ -16,6 +16,7 @@ use super::node::{self, Ending, KILL_TIMEOUT, NodeSettings};
 use super::rounds::{Action, Node, NodeId, Rounds, Rules, Verdict};
 use crate::config::Config;
 use crate::elastic::coordinator::{Admission, CoordinatorService, Event, admit};
+use crate::elastic::joining::welcome;
 use crate::elastic::proto::{self, from_worker, to_worker};
 use crate::error::{Error, Result};
 use crate::join::{Listen, host_name};
@@ -24,7 +25,7 @@ use crate::join::{Listen, host_name};
 const TICK: Duration = Duration::from_millis(50);
 /// How long more nodes are waited for once there are enough: machines rarely start at the same moment.
 const LAST_CALL: Duration = Duration::from_secs(3);
-/// How long a node may take to offer ports.
+/// How long a node may take to say whether it can run the script, and to offer ports.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long nodes may take to end their part after the job's end.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -94,6 +95,9 @@ struct Joined {
     to_node: Seal,
     from_node: Seal,
     node: Node,
+    since: Instant,
+    /// Whether it has said if it can run the script.
+    has_answered: bool,
 }
 
 struct Coordinator<'a> {
@@ -172,7 +176,7 @@ pub(crate) async fn run(
         tokio::select! {
             Some(event) = inbox.recv() => state.on_event(event),
             Some(report) = local_reports.recv() => state.on_report(LOCAL, report),
-            _ = ticks.tick() => state.rounds.tick(Instant::now()),
+            _ = ticks.tick() => state.tick(Instant::now()),
             () = cancel.cancelled(), if !is_stopping => {
                 is_stopping = true;
                 state.rounds.stop(Instant::now());
@@ -264,6 +268,20 @@ fn message(message: to_worker::Message) -> proto::ToWorker {
 }
 
 impl Coordinator<'_> {
+    /// Checks the deadlines. A node that does not say whether it can run the script would hold a place.
+    fn tick(&mut self, now: Instant) {
+        let is_silent = |link: &Link| {
+            matches!(link, Link::Joined(joined) if !joined.has_answered
+                && now.saturating_duration_since(joined.since) >= ANSWER_TIMEOUT)
+        };
+        let silent = self.links.iter().filter(|(_, link)| is_silent(link));
+        for id in silent.map(|(id, _)| *id).collect::<Vec<_>>() {
+            tracing::warn!(job = self.params.job, node = id, "a node does not answer and is dropped");
+            self.links.remove(&id);
+        }
+        self.rounds.tick(now);
+    }
+
     fn on_event(&mut self, event: Event) {
         let now = Instant::now();
         match event {
@@ -312,7 +330,7 @@ impl Coordinator<'_> {
         let assignment =
             Assignment { script: self.params.program.script.clone(), job: self.params.job.clone() };
         let assignment = serde_json::to_string(&assignment).ok()?;
-        let welcome = proto::Welcome { member: id, assignment, ring_nonce: Vec::new() };
+        let welcome = welcome(&key, id, assignment, &[]);
         outbox.try_send(Ok(message(to_worker::Message::Welcome(welcome)))).ok()?;
         // The service has checked that the address has a port.
         let address =
@@ -323,8 +341,9 @@ impl Coordinator<'_> {
             workers: self.params.workers,
         };
         tracing::info!(job = self.params.job, node = node.name, "node joins");
-        let joined =
-            Joined { outbox, to_node: Seal::new(key, TO_NODE), from_node: Seal::new(key, FROM_NODE), node };
+        let (to_node, from_node) = (Seal::new(key, TO_NODE), Seal::new(key, FROM_NODE));
+        let since = Instant::now();
+        let joined = Joined { outbox, to_node, from_node, node, since, has_answered: false };
         self.links.insert(id, Link::Joined(Box::new(joined)));
         self.tell(id, Order::Introduce(Box::new(self.params.program.clone())));
         Some(id)
@@ -332,6 +351,9 @@ impl Coordinator<'_> {
 
     fn on_report(&mut self, id: NodeId, report: Report) {
         let now = Instant::now();
+        if let Some(Link::Joined(joined)) = self.links.get_mut(&id) {
+            joined.has_answered = true;
+        }
         match report {
             Report::Ready => {
                 let node = match self.links.get(&id) {
