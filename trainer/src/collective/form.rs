@@ -3,6 +3,7 @@
 //! Each side of a connection sends a nonce and proves that it knows the job's secret, so a recorded handshake is
 //! of no use. The nonces are public keys, from which the key of the frames follows in an encrypted ring
 //! ([`super::seal`]). The proofs also say whether the ring is encrypted, so that both sides agree on it.
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -20,7 +21,8 @@ use super::{Error, Formation, Options, WORLD_MAX};
 use crate::join::dial;
 use crate::proof::{NONCE_BYTES, PROOF_BYTES, is_valid, prove};
 
-/// Connections that may be in their handshake at once; more wait in the listen queue.
+/// Connections that may be in their handshake at once. Of more, the oldest is closed: a neighbor needs milliseconds, and
+/// a flood would otherwise hold all places.
 const HANDSHAKES_MAX: usize = 64;
 /// Deadline for a handshake. A connection that sends nothing is dropped after it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -224,31 +226,49 @@ async fn accept(
     options: &Options,
 ) -> Result<Link, Error> {
     let mut handshakes = FuturesUnordered::new();
+    // Ends handshakes, oldest first. Those that have ended are cancelled.
+    let mut oldest = VecDeque::<CancellationToken>::new();
     loop {
         tokio::select! {
-            accepted = listener.accept(), if handshakes.len() < HANDSHAKES_MAX => match accepted {
-                Ok((stream, peer)) => handshakes.push(async move {
-                    let until = Instant::now() + HANDSHAKE_TIMEOUT;
-                    match timeout_at(until, receive(stream, formation, from, options)).await {
-                        Ok(Ok(link)) => Some(link),
-                        Ok(Err(reason)) => {
-                            tracing::debug!(epoch = formation.epoch, %peer, reason, "ring connection refused");
-                            None
-                        }
-                        Err(_) => None,
+            // A handshake that has ended goes before new connections.
+            biased;
+            Some(done) = handshakes.next(), if !handshakes.is_empty() => {
+                if let Some(link) = done {
+                    return Ok(link);
+                }
+            }
+            accepted = listener.accept() => match accepted {
+                Ok((stream, peer)) => {
+                    oldest.retain(|handshake| !handshake.is_cancelled());
+                    if oldest.len() >= HANDSHAKES_MAX
+                        && let Some(handshake) = oldest.pop_front()
+                    {
+                        handshake.cancel();
                     }
-                }),
+                    let close = CancellationToken::new();
+                    oldest.push_back(close.clone());
+                    handshakes.push(async move {
+                        let until = Instant::now() + HANDSHAKE_TIMEOUT;
+                        let _ended = close.clone().drop_guard();
+                        tokio::select! {
+                            () = close.cancelled() => None,
+                            received = timeout_at(until, receive(stream, formation, from, options)) => match received {
+                                Ok(Ok(link)) => Some(link),
+                                Ok(Err(reason)) => {
+                                    tracing::debug!(epoch = formation.epoch, %peer, reason, "ring connection refused");
+                                    None
+                                }
+                                Err(_) => None,
+                            }
+                        }
+                    });
+                }
                 // Most likely out of file descriptors: retry, since others may be closed meanwhile.
                 Err(error) => {
                     tracing::warn!(epoch = formation.epoch, %error, "ring accept failed");
                     sleep(Duration::from_millis(50)).await;
                 }
             },
-            Some(done) = handshakes.next(), if !handshakes.is_empty() => {
-                if let Some(link) = done {
-                    return Ok(link);
-                }
-            }
         }
     }
 }

@@ -313,6 +313,30 @@ fn foreign_connections_do_not_disturb_the_formation() {
     }
 }
 
+#[test]
+fn silent_connections_do_not_keep_the_neighbor_from_its_place() {
+    let (mut bound, addresses) = bind(2, &options());
+    let second = bound.pop().unwrap();
+    let first = bound.pop().unwrap();
+    let form = |rank, collective: Collective| {
+        let formation = Formation { epoch: 7, rank, addresses: addresses.clone() };
+        let mut ring = collective.form(&formation, CancellationToken::new()).unwrap();
+        let mut values = [rank as i64 + 1];
+        ring.all_reduce(0, &mut values).unwrap();
+        assert_eq!(values, [3]);
+    };
+    thread::scope(|scope| {
+        let form = &form;
+        scope.spawn(move || form(0, first));
+        // Four times as many as there are places. Each of them may be silent for two seconds.
+        let strangers: Vec<_> = (0..256).map(|_| TcpStream::connect(&addresses[0]).unwrap()).collect();
+        let began = Instant::now();
+        form(1, second);
+        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+        drop(strangers);
+    });
+}
+
 /// Runs a peer that greets as the protocol says and then sends `frame`; returns rank 0's sum or error.
 fn answer_to<T: Element>(values: [T; 2], frame: &[u8]) -> Result<[T; 2], Error> {
     let mine = Collective::bind(LOCAL, options()).unwrap();
