@@ -93,6 +93,13 @@ impl LossScale {
         (precision == Precision::Fp16).then_some(LossScale { exponent: Self::FIRST_EXPONENT, steady: 0 })
     }
 
+    /// The scale with a state; none for a precision without one, whatever the state has.
+    pub(crate) fn restored(precision: Precision, stored: Option<LossScale>) -> Option<LossScale> {
+        let stored =
+            stored.map(|scale| LossScale { exponent: scale.exponent.min(Self::LAST_EXPONENT), ..scale });
+        Self::of(precision).map(|first| stored.unwrap_or(first))
+    }
+
     /// The factor of the loss, 1 to 2^24.
     pub(crate) fn factor(self) -> f32 {
         (1u32 << self.exponent.min(Self::LAST_EXPONENT)) as f32
@@ -147,6 +154,11 @@ mod tests {
         assert_eq!(steps(first, 1999).factor(), 65536.0);
         assert_eq!(steps(first, 2000).factor(), 131_072.0);
         assert_eq!(steps(first, 1_000_000).factor(), (1u32 << 24) as f32);
+        let stored = |exponent| Some(LossScale { exponent, steady: 7 });
+        assert_eq!(LossScale::restored(Precision::Fp16, stored(3)), stored(3));
+        assert_eq!(LossScale::restored(Precision::Fp16, stored(200)), stored(24));
+        assert_eq!(LossScale::restored(Precision::Fp16, None), Some(first));
+        assert_eq!(LossScale::restored(Precision::Bf16, stored(3)), None);
         // An overflow begins the count again.
         assert_eq!(steps(steps(first, 1999).lower().unwrap(), 1999).factor(), 32768.0);
     }

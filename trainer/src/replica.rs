@@ -381,7 +381,7 @@ impl Replica {
         }
         self.optimizer.follow(losses(&state.evaluations));
         self.reduction.restore(state.fraction_bits)?;
-        self.loss_scale = state.loss_scale.or_else(|| LossScale::of(self.job.precision));
+        self.loss_scale = LossScale::restored(self.job.precision, state.loss_scale);
         self.ledger = state.ledger;
         self.evaluations = state.evaluations;
         self.best = state.best;
