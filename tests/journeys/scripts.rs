@@ -5,7 +5,8 @@ use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 
 use crate::support::{Home, Service, failure, until};
@@ -120,6 +121,25 @@ fn a_killed_process_starts_a_new_round_with_the_environment_of_torchrun() {
 }
 
 #[test]
+fn a_run_knows_the_one_before_so_that_its_files_are_fenced() {
+    let home = Home::new();
+    let told = folder(&home);
+    let train = script(&home, "train.sh", "echo \"run=$MILLRACE_FORMER_RUN\" > \"$1/env\"\n");
+    let mut former = String::new();
+    for _ in 0..3 {
+        let mut command = home.command();
+        command.args(["train", "--script", &train, "--json", "--", &told]);
+        // That of a job around this one.
+        command.env("MILLRACE_FORMER_RUN", "f0".repeat(32));
+        let mut running = Service::spawn(&mut command);
+        let report = running.object();
+        assert_eq!(running.wait(), Some(0));
+        assert_eq!(environment(&Path::new(&told).join("env"))["run"], former);
+        former = report["run"].as_str().unwrap().to_owned();
+    }
+}
+
+#[test]
 fn the_first_failure_is_named_with_its_last_lines() {
     let home = Home::new();
     let told = folder(&home);
@@ -165,6 +185,37 @@ fn no_process_is_left_behind_whichever_is_killed() {
         (&runs[0]["script"]["outcome"], &runs[1]["script"]["outcome"]),
         (&Value::Null, &"stopped".into())
     );
+    // Launcher and keeper at once: the next run kills what they have left.
+    let told = folder(&home);
+    let args = ["train", "--script", &train, "--nproc-per-node", "2", "--grace", "1", "--", &told];
+    let mut running = home.start(args);
+    let all = pids(&told, "pid", 4);
+    let keeper = keeper_of(running.pid());
+    kill(keeper, Signal::SIGSTOP).unwrap();
+    running.signal(Signal::SIGKILL);
+    running.wait();
+    kill(keeper, Signal::SIGKILL).unwrap();
+    assert!(all.iter().any(|pid| is_running(*pid)), "the keeper was not the last one");
+    std::fs::remove_dir_all(&told).unwrap();
+    folder(&home);
+    let mut running = home.start(args);
+    pids(&told, "pid", 4);
+    until("all processes have ended", || !all.iter().any(|pid| is_running(*pid)));
+    running.signal(Signal::SIGTERM);
+    assert_eq!(running.wait(), Some(1));
+}
+
+/// The keeper of a launcher: its child with the keeper's variable.
+fn keeper_of(launcher: u32) -> Pid {
+    let is_child = |pid: &i32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1)?.parse().ok());
+        let environ = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        parent == Some(launcher) && environ.windows(21).any(|part| part == b"MILLRACE_KEEPER_MARK=")
+    };
+    let pids = std::fs::read_dir("/proc").unwrap().flatten();
+    let mut pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    Pid::from_raw(pids.find(is_child).expect("the launcher has a keeper"))
 }
 
 #[test]

@@ -48,6 +48,8 @@ use program::Runnable;
 pub use record::{ScriptRecord, ScriptVersion};
 use rounds::Verdict;
 
+/// What the lock of a script job calls its run.
+const HOLDER: &str = "script run ";
 /// Most processes of one node.
 const WORKERS_MAX: u32 = 256;
 
@@ -259,8 +261,11 @@ impl Prepared {
             });
         };
         let name = job.name.as_str();
-        let lock = JobLock::take(home, name)?;
+        let mut lock = JobLock::take(home, name)?;
         let dataset = job.dataset.clone().map(|dataset| resolved(datafs, name, dataset)).transpose()?;
+        let run = random::bytes::<32>().map_err(|e| Error::io(format!("read {}", random::SOURCE), e))?;
+        let run = hex::encode(run);
+        let former = lock.former().and_then(|holder| holder.strip_prefix(HOLDER)).map(str::to_owned);
         let program = Program {
             script: script.to_owned(),
             sha256: program::digest(script)?,
@@ -269,6 +274,7 @@ impl Prepared {
             dataset: dataset.map(|dataset| dataset.to_string()),
             volume: job.volume.to_string(),
             grace_ms: job.grace.as_millis() as u64,
+            former,
         };
         if workers_local > 0 {
             Runnable::of(&program)?;
@@ -282,8 +288,7 @@ impl Prepared {
         let view = datafs
             .view(&VolumeSpec::live(job.volume.clone()))
             .map_err(|e| Error::volume(format!("job {name}: open volume {}", job.volume), e))?;
-        let run = random::bytes::<32>().map_err(|e| Error::io(format!("read {}", random::SOURCE), e))?;
-        let mut record = ScriptRecord::new(hex::encode(run), name.to_owned(), &program);
+        let mut record = ScriptRecord::new(run.clone(), name.to_owned(), &program);
         record.framework = job.framework;
         record.workers_per_node = job.workers_per_node;
         record.nodes = job.nodes;
@@ -293,6 +298,7 @@ impl Prepared {
         record.environment = names.take(record::NAMES_MAX).collect();
         record.environment.sort();
         record.write(&view)?;
+        lock.name(&format!("{HOLDER}{run}"))?;
         Ok(Prepared { _lock: lock, view, program, record })
     }
 }

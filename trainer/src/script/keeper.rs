@@ -12,6 +12,7 @@ use nix::sys::signal::{SigHandler, Signal, kill, killpg, signal};
 use nix::unistd::Pid;
 use tokio::process::Command;
 
+use super::layout::ENV_RUN;
 use crate::error::{Error, Result};
 use crate::launch::WorkerCommand;
 
@@ -22,16 +23,25 @@ pub(crate) const ENV_KEEP: &str = "MILLRACE_KEEPER_MARK";
 /// Passes over all processes before a sweep gives up, and the pause between them.
 const PASSES: usize = 200;
 const PASS_PAUSE: Duration = Duration::from_millis(10);
-/// Longest environment of a process that is read.
-const ENVIRON_BYTES_MAX: u64 = 4 << 20;
+/// Longest environment of a process that is read; Linux has 6 MiB for arguments and environment.
+const ENVIRON_BYTES_MAX: u64 = 8 << 20;
 
 /// Kills all processes of this user with the mark, until there is none. Returns how many it has killed.
 ///
 /// Two seconds at most: a process that the kernel cannot end, as one that waits for a dead mount, is left.
 pub(crate) fn sweep(mark: &str) -> usize {
+    sweep_all(ENV_MARK, mark)
+}
+
+/// Kills all processes of a run whose coordinator has ended, as [`sweep`]. Its keeper may have been killed with it.
+pub(super) fn sweep_run(run: &str) -> usize {
+    sweep_all(ENV_RUN, run)
+}
+
+fn sweep_all(name: &str, value: &str) -> usize {
     let mut killed = BTreeSet::new();
     for _ in 0..PASSES {
-        let found = marked(mark);
+        let found = with_variable(name, value);
         if found.is_empty() {
             break;
         }
@@ -45,10 +55,10 @@ pub(crate) fn sweep(mark: &str) -> usize {
     killed.len()
 }
 
-/// The processes with the mark. Those of other users cannot be read.
-fn marked(mark: &str) -> Vec<i32> {
+/// The processes with a variable of this value. Those of other users cannot be read.
+fn with_variable(name: &str, value: &str) -> Vec<i32> {
     use std::io::Read as _;
-    let wanted = format!("{ENV_MARK}={mark}");
+    let wanted = format!("{name}={value}");
     let own = std::process::id();
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -85,6 +95,7 @@ pub fn keep() -> Result<()> {
         match line.parse::<i32>() {
             Ok(group) if group > 1 => drop(groups.insert(group)),
             Ok(0) => groups.clear(),
+            Ok(group) if group < -1 => drop(groups.remove(&group.saturating_neg())),
             _ => {}
         }
     }
@@ -137,6 +148,11 @@ impl Keeper {
         self.tell(&format!("{group}\n"));
     }
 
+    /// A group has ended: its number may soon be that of another program.
+    pub(crate) fn remove(&mut self, group: u32) {
+        self.tell(&format!("-{group}\n"));
+    }
+
     /// All groups have ended.
     pub(crate) fn clear(&mut self) {
         self.tell("0\n");
@@ -173,17 +189,22 @@ mod tests {
     #[test]
     fn a_sweep_kills_a_process_that_has_left_its_group_and_no_other() {
         let mark = hex::encode(millrace_leaf::random::bytes::<16>().unwrap());
-        let sleep = |mark: &str| {
+        let sleep = |name: &str, value: &str| {
             let mut command = Command::new("sleep");
-            command.arg("600").env(ENV_MARK, mark).process_group(0).spawn().unwrap()
+            command.arg("600").env(name, value).process_group(0).spawn().unwrap()
         };
-        let (mut own, mut other) = (sleep(&mark), sleep("another"));
-        // Between fork and exec a process has the environment of its parent.
-        while marked(&mark).is_empty() {
-            std::thread::yield_now();
+        let mut other = sleep(ENV_MARK, "another");
+        for (name, sweep) in
+            [(ENV_MARK, sweep as fn(&str) -> usize), (ENV_RUN, sweep_run as fn(&str) -> usize)]
+        {
+            let mut own = sleep(name, &mark);
+            // Between fork and exec a process has the environment of its parent.
+            while with_variable(name, &mark).is_empty() {
+                std::thread::yield_now();
+            }
+            assert_eq!(sweep(&mark), 1);
+            assert_eq!(own.wait().unwrap().signal(), Some(9));
         }
-        assert_eq!(sweep(&mark), 1);
-        assert_eq!(own.wait().unwrap().signal(), Some(9));
         assert!(other.try_wait().unwrap().is_none());
         other.kill().unwrap();
         other.wait().unwrap();

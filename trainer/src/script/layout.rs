@@ -9,6 +9,9 @@ use serde_json::json;
 
 use crate::join::host_port;
 
+/// The variable with the run's id.
+pub(super) const ENV_RUN: &str = "MILLRACE_RUN";
+
 /// The framework whose environment the processes get beside `RANK`, `WORLD_SIZE` and `MASTER_ADDR`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -150,7 +153,7 @@ impl Layout {
         };
         let mut env = vec![
             ("MILLRACE_JOB", self.job.clone()),
-            ("MILLRACE_RUN", self.run.clone()),
+            (ENV_RUN, self.run.clone()),
             ("MILLRACE_ROUND", self.round.to_string()),
             ("MILLRACE_ROLE", role.to_owned()),
             ("MASTER_ADDR", first.host.clone()),

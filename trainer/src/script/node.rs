@@ -6,6 +6,7 @@
 use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -16,21 +17,23 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::keeper::{ENV_MARK, Keeper, sweep};
-use super::layout::{Layout, is_of_other_launcher};
+use super::keeper::{ENV_MARK, Keeper, sweep, sweep_run};
+use super::layout::{Layout, Place, is_of_other_launcher};
 use super::messages::{Ended, Exit, Order, Program, Report};
-use super::process::{Destination, Groups, Launcher, OutputLine, signal, start};
+use super::process::{Destination, Groups, Launcher, OutputLine, kill_left, lock, signal, start};
 use super::program::Runnable;
 use crate::error::{Error, Result};
 use crate::launch::WorkerCommand;
 
 /// Lines of output that wait for a slow terminal before the processes do.
 const LINES_QUEUED: usize = 1024;
-/// How long the last lines may take at the end.
+/// How long no line may be printed at the end, and how long the last lines may take together: a terminal or a program
+/// behind a pipe may be slow.
 const OUTPUT_TIMEOUT: Duration = Duration::from_secs(2);
+const OUTPUT_TIME_MAX: Duration = Duration::from_secs(20);
 /// How long processes may take to end after SIGKILL.
 pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long output of processes that were left behind may take to arrive after they were killed.
+/// How long the end of a round waits for output of processes that were left behind, after they were killed.
 const LATE_OUTPUT: Duration = Duration::from_millis(250);
 /// How long the keeper may take to end.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(3);
@@ -92,9 +95,12 @@ pub(crate) async fn serve(
     let (sink, mut lines) = mpsc::channel::<OutputLine>(LINES_QUEUED);
     let (told, printed) = oneshot::channel::<()>();
     let output = Arc::clone(&settings.output);
+    let count = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&count);
     let printer = move || {
         while let Some(line) = lines.blocking_recv() {
             output(line);
+            counted.fetch_add(1, Ordering::Relaxed);
         }
         drop(told);
     };
@@ -112,15 +118,35 @@ pub(crate) async fn serve(
         reports,
         program: None,
         group: None,
+        late: Vec::new(),
         ending: None,
     };
     let ending = node.run(orders, &leave).await;
-    let Agent { keeper, sink, launcher, .. } = node;
+    let Agent { keeper, sink, launcher, late, .. } = node;
     drop(sink);
-    drop(tokio::time::timeout(OUTPUT_TIMEOUT, printed).await);
+    let all = all_printed(printed, &count);
+    if !matches!(tokio::time::timeout(OUTPUT_TIME_MAX, all).await, Ok(true)) {
+        tracing::warn!("the wait for output is over: lines may be missing");
+    }
+    for task in late {
+        task.abort();
+    }
     keeper.end(KEEPER_TIMEOUT).await;
     drop(launcher);
     Ok(ending)
+}
+
+/// Waits until the printer has ended. False when it has not, and prints nothing any more.
+async fn all_printed(mut printed: oneshot::Receiver<()>, count: &AtomicU64) -> bool {
+    loop {
+        let before = count.load(Ordering::Relaxed);
+        if tokio::time::timeout(OUTPUT_TIMEOUT, &mut printed).await.is_ok() {
+            return true;
+        }
+        if count.load(Ordering::Relaxed) == before {
+            return false;
+        }
+    }
 }
 
 /// The processes of a round.
@@ -137,6 +163,16 @@ struct Group {
     late: Vec<JoinHandle<()>>,
 }
 
+impl Group {
+    /// The process of a place could not be started.
+    fn fail(&mut self, place: Place, reason: String, began: std::time::Instant) {
+        let exit = Exit::Failed(format!("could not be started: {reason}"));
+        let at_ms = began.elapsed().as_millis() as u64;
+        let ended = Ended { place, pid: 0, exit, at_ms, was_asked: false, lines: Vec::new() };
+        self.processes.spawn(async move { (ended, Vec::new()) });
+    }
+}
+
 struct Agent {
     settings: NodeSettings,
     mark: String,
@@ -145,8 +181,10 @@ struct Agent {
     launcher: Launcher,
     sink: mpsc::Sender<OutputLine>,
     reports: mpsc::Sender<Report>,
-    program: Option<(Program, Runnable)>,
+    program: Option<Program>,
     group: Option<Group>,
+    /// Tasks of rounds that have ended, which still pass on output to a slow terminal.
+    late: Vec<JoinHandle<()>>,
     /// What follows when the processes have ended.
     ending: Option<Ending>,
 }
@@ -196,10 +234,20 @@ impl Agent {
         match order {
             Order::Introduce(program) => {
                 let own = program.clone();
-                let checked = blocking::run(move || Runnable::of(&own)).await;
+                let checked = blocking::run(move || {
+                    let left = own.former.as_deref().map_or(0, sweep_run);
+                    if left > 0 {
+                        tracing::warn!(
+                            left,
+                            "killed processes of the job's run before: its keeper was killed, too"
+                        );
+                    }
+                    Runnable::of(&own)
+                });
+                let checked = checked.await;
                 match checked {
-                    Ok(Ok(runnable)) => {
-                        self.program = Some((*program, runnable));
+                    Ok(Ok(_)) => {
+                        self.program = Some(*program);
                         self.report(Report::Ready).await;
                     }
                     Ok(Err(error)) => {
@@ -232,7 +280,12 @@ impl Agent {
     }
 
     async fn start(&mut self, layout: &Layout, node: usize) {
-        let Some((program, runnable)) = self.program.clone() else { return self.end(Ending::Lost) };
+        let Some(program) = self.program.clone() else { return self.end(Ending::Lost) };
+        // The file may have changed since the round before.
+        let own = program.clone();
+        let Ok(runnable) = blocking::run(move || Runnable::of(&own)).await else {
+            return self.end(Ending::Lost);
+        };
         let mut group = Group {
             round: layout.round,
             processes: JoinSet::new(),
@@ -246,6 +299,13 @@ impl Agent {
         let places = layout.places(node);
         let workers = layout.nodes.get(node).map_or(1, |own| own.workers.max(1) as usize);
         for place in places {
+            let runnable = match &runnable {
+                Ok(runnable) => runnable,
+                Err(error) => {
+                    group.fail(place, error.one_line(), began);
+                    break;
+                }
+            };
             let mut command = runnable.command();
             for (name, _) in std::env::vars_os() {
                 if name.to_str().is_some_and(is_of_other_launcher) {
@@ -264,6 +324,11 @@ impl Agent {
             if let Some(dataset) = &program.dataset {
                 command.env("MILLRACE_DATASET", dataset);
             }
+            match &program.former {
+                Some(former) => command.env("MILLRACE_FORMER_RUN", former),
+                // A job inside of a job has runs of its own.
+                None => command.env_remove("MILLRACE_FORMER_RUN"),
+            };
             let destination = match &self.settings.log_dir {
                 None => Ok(Destination::Lines(self.sink.clone())),
                 Some(folder) => log_file(folder, layout, &place.label()).map(Destination::File),
@@ -282,10 +347,7 @@ impl Agent {
                     ));
                 }
                 Err(error) => {
-                    let exit = Exit::Failed(format!("could not be started: {error}"));
-                    let at_ms = began.elapsed().as_millis() as u64;
-                    let ended = Ended { place, pid: 0, exit, at_ms, was_asked: false, lines: Vec::new() };
-                    group.processes.spawn(async move { (ended, Vec::new()) });
+                    group.fail(place, error.to_string(), began);
                     break;
                 }
             }
@@ -301,6 +363,9 @@ impl Agent {
         match ended {
             Ok((ended, late)) => {
                 group.late.extend(late);
+                if ended.pid > 0 && !lock(&group.groups).has(ended.pid as i32) {
+                    self.keeper.remove(ended.pid);
+                }
                 let round = group.round;
                 self.report(Report::Exited { round, ended }).await;
             }
@@ -317,7 +382,7 @@ impl Agent {
     fn ask(&mut self) {
         let Some(group) = &mut self.group else { return };
         if group.deadline.is_none() {
-            let grace = self.program.as_ref().map_or(0, |(program, _)| program.grace_ms);
+            let grace = self.program.as_ref().map_or(0, |program| program.grace_ms);
             let _ = group.asked.set(std::time::Instant::now());
             group.deadline = Some(Instant::now() + Duration::from_millis(grace));
             signal(&group.groups, Signal::SIGTERM);
@@ -346,6 +411,7 @@ impl Agent {
             _ => return,
         }
         let Some(group) = self.group.take() else { return };
+        kill_left(&group.groups);
         let mark = self.mark.clone();
         match blocking::run(move || sweep(&mark)).await {
             Ok(0) | Err(_) => {}
@@ -355,7 +421,7 @@ impl Agent {
         let until = Instant::now() + LATE_OUTPUT;
         for mut task in group.late {
             if tokio::time::timeout_at(until, &mut task).await.is_err() {
-                task.abort();
+                self.late.push(task);
             }
         }
         self.report(Report::Stopped { round: group.round }).await;
@@ -377,8 +443,8 @@ impl Agent {
             Ok(keeper) => {
                 self.keeper = keeper;
                 if let Some(group) = &self.group {
-                    for leader in super::process::lock(&group.groups).iter() {
-                        self.keeper.add(*leader as u32);
+                    for leader in lock(&group.groups).all() {
+                        self.keeper.add(leader as u32);
                     }
                 }
             }

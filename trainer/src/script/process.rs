@@ -11,6 +11,7 @@ use std::process::Stdio;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::{Pid, getppid};
@@ -99,8 +100,41 @@ pub(crate) enum Destination {
 /// The last lines of a process.
 type Tail = Arc<Mutex<VecDeque<String>>>;
 
-/// Process groups whose leader has not ended.
-pub(crate) type Groups = Arc<Mutex<BTreeSet<i32>>>;
+/// Process groups of a round.
+#[derive(Debug, Default)]
+pub(crate) struct GroupSet {
+    /// Those whose leader has not ended.
+    live: BTreeSet<i32>,
+    /// Those whose leader has ended and left processes in them. The kernel gives the number of such a group to no other
+    /// process, but that of an empty one.
+    left: BTreeSet<i32>,
+}
+
+impl GroupSet {
+    pub(super) fn start(&mut self, group: i32) {
+        self.live.insert(group);
+    }
+
+    /// The leader has ended, and was waited for.
+    pub(super) fn end(&mut self, group: i32) {
+        self.live.remove(&group);
+        if group > 1 && killpg(Pid::from_raw(group), None::<Signal>) != Err(Errno::ESRCH) {
+            self.left.insert(group);
+        }
+    }
+
+    /// All groups that may have processes.
+    pub(crate) fn all(&self) -> impl Iterator<Item = i32> {
+        self.live.iter().chain(&self.left).copied()
+    }
+
+    pub(crate) fn has(&self, group: i32) -> bool {
+        self.live.contains(&group) || self.left.contains(&group)
+    }
+}
+
+/// See [`GroupSet`].
+pub(crate) type Groups = Arc<Mutex<GroupSet>>;
 
 /// A process that was started.
 pub(crate) struct Started {
@@ -132,7 +166,7 @@ pub(crate) async fn start(
     }
     let mut child = launcher.spawn(command).await?;
     let pid = child.id().unwrap_or_default();
-    lock(groups).insert(pid as i32);
+    lock(groups).start(pid as i32);
     let tail = Tail::default();
     let mut pumps = Vec::new();
     if let Destination::Lines(sink) = &destination {
@@ -156,7 +190,7 @@ impl Started {
     ) -> (Ended, Vec<JoinHandle<()>>) {
         let status = self.child.wait().await;
         let ended_at = Instant::now();
-        lock(&groups).remove(&(self.pid as i32));
+        lock(&groups).end(self.pid as i32);
         let was_asked = asked.get().is_some_and(|asked| *asked <= ended_at);
         let deadline = tokio::time::Instant::now() + DRAIN;
         for pump in &mut self.pumps {
@@ -238,9 +272,18 @@ impl Pump {
     }
 }
 
-/// Sends a signal to all groups. A group that has just ended is none.
+/// Sends a signal to all groups whose leader has not ended. A group that has just ended is none.
 pub(crate) fn signal(groups: &Groups, signal: Signal) {
-    for group in lock(groups).iter().filter(|group| **group > 1) {
+    send(&lock(groups).live, signal);
+}
+
+/// Kills what ended processes have left in their groups.
+pub(crate) fn kill_left(groups: &Groups) {
+    send(&lock(groups).left, Signal::SIGKILL);
+}
+
+fn send(groups: &BTreeSet<i32>, signal: Signal) {
+    for group in groups.iter().filter(|group| **group > 1) {
         let _ = killpg(Pid::from_raw(*group), signal);
     }
 }

@@ -33,7 +33,8 @@ impl Runnable {
         let found = digest(&program.script)?;
         if found != program.sha256 {
             return Err(wrong(format!(
-                "its SHA-256 here is {found:.12}…, at the coordinator {:.12}…; copy the coordinator's file",
+                "its SHA-256 here is {found:.12}…, and {:.12}… is that of the job; copy the coordinator's file, or, if \
+                 that has changed since, start the job again",
                 program.sha256
             )));
         }
@@ -49,8 +50,8 @@ impl Runnable {
                 ),
             })?;
             // Without -u, output would stay in Python's buffer until the process ends.
-            let args =
-                ["-u".to_owned(), program.script.clone()].into_iter().chain(program.args.iter().cloned());
+            let args = ["-u".to_owned(), no_option(&program.script)].into_iter();
+            let args = args.chain(program.args.iter().cloned());
             return Ok(Runnable { program: program_path, args: args.collect() });
         }
         if !is_executable(path) {
@@ -92,6 +93,11 @@ pub(crate) fn digest(script: &str) -> Result<String> {
     }
 }
 
+/// The script as an argument of Python, which takes a name with a dash for an option.
+fn no_option(script: &str) -> String {
+    if script.starts_with('-') { format!("./{script}") } else { script.to_owned() }
+}
+
 fn is_python(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "py")
 }
@@ -123,6 +129,7 @@ mod tests {
             dataset: None,
             volume: "models".into(),
             grace_ms: 1,
+            former: None,
         }
     }
 
@@ -134,6 +141,7 @@ mod tests {
         let runnable = Runnable::of(&program(&script, Some("/bin/sh"))).unwrap();
         assert_eq!(runnable.program, Path::new("/bin/sh"));
         assert_eq!(runnable.args, ["-u", script.to_str().unwrap(), "--lr", "0.1"]);
+        assert_eq!(no_option("-c.py"), "./-c.py");
         let missing = Runnable::of(&program(&script, Some("no-such-python"))).unwrap_err().to_string();
         assert!(missing.contains("no-such-python") && missing.contains("--python"), "{missing}");
 

@@ -1,11 +1,12 @@
 //! Tests of a node with processes of `/bin/sh`.
 
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::Path;
 use std::sync::Mutex;
 
 use super::super::layout::{Framework, NodeLayout, Place, Role};
-use super::super::process::{Stream, lock};
+use super::super::process::{GroupSet, Stream, lock};
 use super::super::{keeper, program};
 use super::*;
 
@@ -48,6 +49,7 @@ impl Running {
             dataset: None,
             volume: "models".into(),
             grace_ms,
+            former: Some("f0".repeat(32)),
         };
         let printed = Printed::default();
         let told = Arc::clone(&printed);
@@ -115,6 +117,16 @@ impl Running {
     }
 }
 
+/// Waits until a process has ended.
+async fn ended(pid: &str) {
+    let wait = async {
+        while is_running(pid) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, wait).await.unwrap();
+}
+
 fn is_running(pid: &str) -> bool {
     // A zombie, which waits for init, has ended.
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -179,6 +191,88 @@ async fn a_process_that_ignores_sigterm_is_killed_with_all_that_it_started() {
     }
     assert_eq!(running.report().await, Report::Stopped { round: 1 });
     assert!(!is_running(&own) && !is_running(&far), "{own} or {far} is left");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_an_ended_process_leaves_in_its_group_is_killed_without_a_mark() {
+    let text = "env -i sh -c 'echo $$ > \"$0/near\"; exec sleep 600' \"$FOLDER\" > /dev/null 2>&1 &\n\
+                until [ -s \"$FOLDER/near\" ]; do sleep 0.01; done\n";
+    let mut running = Running::new(text, 60_000, false).await;
+    running.start(1).await;
+    let near = running.line("near").await;
+    assert!(matches!(running.report().await, Report::Exited { ended, .. } if ended.exit == Exit::Code(0)));
+    assert!(is_running(&near));
+    running.tell(Order::Stop { round: 1 }).await;
+    assert_eq!(running.report().await, Report::Stopped { round: 1 });
+    ended(&near).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_is_known_as_long_as_it_has_a_process() {
+    let mut groups = GroupSet::default();
+    let sleep = |group| std::process::Command::new("sleep").arg("600").process_group(group).spawn().unwrap();
+    let mut leader = sleep(0);
+    let group = leader.id() as i32;
+    groups.start(group);
+    let mut member = sleep(group);
+    leader.kill().unwrap();
+    leader.wait().unwrap();
+    groups.end(group);
+    assert!(groups.has(group) && groups.all().eq([group]));
+    let groups = Arc::new(Mutex::new(groups));
+    // It was not asked to end with the leaders, and is killed with what is left.
+    signal(&groups, Signal::SIGTERM);
+    kill_left(&groups);
+    assert_eq!(member.wait().unwrap().signal(), Some(9));
+    let mut groups = GroupSet::default();
+    groups.start(group);
+    groups.end(group);
+    assert!(!groups.has(group), "the number may be that of another program now");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_script_that_changes_between_rounds_is_refused() {
+    let mut running = Running::new("exit 0\n", 1_000, false).await;
+    let script = running.dir.path().join("script.sh");
+    std::fs::write(&script, "#!/bin/sh\nexit 1\n").unwrap();
+    running.start(2).await;
+    match running.report().await {
+        Report::Exited { ended, .. } => match ended.exit {
+            Exit::Failed(reason) => {
+                assert!(reason.contains("SHA-256") && reason.contains("script.sh"), "{reason}")
+            }
+            other => panic!("{other:?}"),
+        },
+        other => panic!("{other:?}"),
+    }
+    running.tell(Order::Stop { round: 1 }).await;
+    assert_eq!(running.report().await, Report::Stopped { round: 1 });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slow_terminal_loses_no_line() {
+    // More lines than the queue has, fewer bytes than a pipe holds.
+    let text = "i=0\nwhile [ $i -lt 3000 ]; do echo $i; i=$((i+1)); done\n";
+    let mut running = Running::new(text, 60_000, false).await;
+    let printed = Arc::clone(&running.printed);
+    let (hold, held) = std::sync::mpsc::channel::<()>();
+    let (locked, is_locked) = std::sync::mpsc::channel::<()>();
+    let terminal = std::thread::spawn(move || {
+        let _stuck = lock(&printed);
+        locked.send(()).unwrap();
+        held.recv().unwrap_err();
+    });
+    is_locked.recv().unwrap();
+    running.start(1).await;
+    assert!(matches!(running.report().await, Report::Exited { .. }));
+    running.tell(Order::Stop { round: 1 }).await;
+    assert_eq!(running.report().await, Report::Stopped { round: 1 });
+    drop(hold);
+    terminal.join().unwrap();
+    running.tell(Order::Done { error: None }).await;
+    let (_, printed) = running.end().await;
+    let lines: Vec<_> = printed.iter().map(|line| line.text.clone()).collect();
+    assert_eq!(lines, (0..3000).map(|i| format!("[0] {i}")).collect::<Vec<_>>());
 }
 
 #[tokio::test(flavor = "multi_thread")]
