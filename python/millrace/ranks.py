@@ -13,22 +13,37 @@ __all__ = ["ranks"]
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-# A process with one of these was started by torchrun or `millrace train --script`. They may run in a task of Slurm or
-# MPI, whose rank is then that of the launcher.
-_INNERMOST = ("TORCHELASTIC_RUN_ID", "MILLRACE_ROUND")
+# torchrun may run in a task of Slurm or MPI, whose rank is then that of the launcher. `millrace train --script` sets this
+# variable as well, to its own run.
+_TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
+# `millrace train --script` removes the variables of Slurm and MPI: those that are there are of a launcher inside of it.
+_ROUND, _RUN = "MILLRACE_ROUND", "MILLRACE_RUN"
 
 
 def ranks(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
     """Rank and number of ranks of this process; ``None`` if no launcher has set them.
 
     ``RANK`` and ``WORLD_SIZE`` come first, as torchrun and ``millrace train --script`` set them, then ``OMPI_COMM_WORLD_*``
-    of Open MPI, ``PMI_*`` of MPICH and Intel MPI, and ``SLURM_PROCID`` of ``srun``.
+    of Open MPI, ``PMI_*`` of MPICH and Intel MPI, and ``SLURM_PROCID`` of ``srun``. In a script of ``millrace train`` with
+    one process, which starts ``mpirun`` or ``srun`` itself, theirs come first.
 
     :raises millrace.UsageError: when variables contradict each other, when one of a pair is missing, or is no number.
     """
     found = os.environ if environment is None else environment
     own = _pair(found, *_TORCHRUN)
-    if own is not None and any(found.get(name) for name in _INNERMOST):
+    is_script = bool(found.get(_ROUND)) and found.get(_TORCHRUN_ID) in (None, "", found.get(_RUN))
+    if own is not None and is_script:
+        inner = _inner(found)
+        if inner is None:
+            return own[1]
+        if own[1][1] > 1:
+            raise UsageError(
+                f"rank from the environment: {own[0][0]} and {own[0][1]} of millrace train --script say {own[1][0]} of "
+                f"{own[1][1]}, {inner[0][0]} and {inner[0][1]} of a launcher inside of it say {inner[1][0]} of "
+                f"{inner[1][1]}; pass rank and world"
+            )
+        return inner[1]
+    if own is not None and found.get(_TORCHRUN_ID):
         return own[1]
     launched = [pair for pair in [own, *(_pair(found, *names) for names in _MPI)] if pair is not None]
     for names, pair in launched[1:]:
@@ -42,6 +57,14 @@ def ranks(environment: Mapping[str, str] | None = None) -> tuple[int, int] | Non
     if slurm is not None and slurm[1][1] == launched[0][1][1]:
         _check(*launched[0], *slurm)
     return launched[0][1]
+
+
+def _inner(found: Mapping[str, str]) -> tuple[tuple[str, str], tuple[int, int]] | None:
+    """The rank of a launcher of MPI or Slurm."""
+    pairs = [pair for pair in (_pair(found, *names) for names in (*_MPI, _SLURM)) if pair is not None]
+    for names, pair in pairs[1:]:
+        _check(*pairs[0], names, pair)
+    return pairs[0] if pairs else None
 
 
 def _pair(found: Mapping[str, str], rank: str, world: str) -> tuple[tuple[str, str], tuple[int, int]] | None:

@@ -30,9 +30,21 @@ class RanksTest(unittest.TestCase):
         outer = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
         self.assertEqual(ranks({**TORCHRUN, **outer}), (1, 3))
         self.assertEqual(ranks({**OPEN_MPI, **outer}), (1, 3))
-        for mark in ("TORCHELASTIC_RUN_ID", "MILLRACE_ROUND"):
-            other = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}
-            self.assertEqual(ranks({**TORCHRUN, **other, mark: "1"}), (1, 3))
+        other = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}
+        self.assertEqual(ranks({**TORCHRUN, **other, "TORCHELASTIC_RUN_ID": "1"}), (1, 3))
+
+    def test_a_launcher_inside_of_a_script_decides(self) -> None:
+        script = {"MILLRACE_ROUND": "1", "MILLRACE_RUN": "ab", "TORCHELASTIC_RUN_ID": "ab"}
+        alone = {**script, "RANK": "0", "WORLD_SIZE": "1"}
+        self.assertEqual(ranks({**script, **TORCHRUN}), (1, 3))
+        self.assertEqual(ranks(alone), (0, 1))
+        # The launcher of the script removes these variables: each of three processes read the whole dataset.
+        self.assertEqual(ranks({**alone, **OPEN_MPI}), (1, 3))
+        self.assertEqual(ranks({**alone, "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3"}), (2, 3))
+        with self.assertRaisesRegex(millrace.UsageError, "RANK .* 1 of 3, OMPI_COMM_WORLD_RANK .* 1 of 3; pass rank and world"):
+            ranks({**script, **TORCHRUN, **OPEN_MPI})
+        # torchrun inside of a script has a run of its own.
+        self.assertEqual(ranks({**script, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}), (1, 3))
 
     def test_contradictions_and_half_of_a_pair_are_errors(self) -> None:
         wrong = [
