@@ -6,6 +6,7 @@ job is, and the last one how it ended. The end of standard input, SIGTERM and SI
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,28 +23,43 @@ def main() -> int:
     if sys.argv[1:] != ["map"]:
         print("this is the half of the command `millrace feed map` in Python; run that command", file=sys.stderr)
         return 2
+    # Standard output is for the events alone: packages that a name of a function leads through may print when imported.
+    events = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def tell(event: dict[str, Any]) -> None:
+        # Texts of Python may hold halves of surrogate pairs, which UTF-8 and JSON elsewhere do not have.
+        events.write(json.dumps(event, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        events.flush()
+
     arguments = json.loads(sys.stdin.readline())
     # Pairs, whose order decides the parts.
     arguments["splits"] = dict(arguments["splits"]) or None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     threading.Thread(target=_wait_for_end, daemon=True).start()
     try:
-        done = map(**arguments, progress=lambda done, groups: _tell({"done": done, "groups": groups}))
+        done = map(**arguments, progress=lambda done, groups: tell({"done": done, "groups": groups}))
     except KeyboardInterrupt:
-        _tell({"interrupted": True})
+        with contextlib.suppress(OSError):
+            # Nothing hears it where the command was killed.
+            tell({"interrupted": True})
         return 1
     except Error as error:
         text, name = str(error), type(error).__name__
         if isinstance(error, FunctionError) and error.traceback:
             print(error.traceback, file=sys.stderr, flush=True)
-        _tell({"error": text.partition("\n")[0], "class": name})
+        tell({"error": text.partition("\n")[0], "class": name})
         return 1
-    _tell({"complete": dataclasses.asdict(done)})
+    tell({"complete": dataclasses.asdict(done)})
     return 0
 
 
-def _tell(event: dict[str, Any]) -> None:
-    print(json.dumps(event), flush=True)
+def _interrupt(number: int, frame: Any) -> None:
+    # Once: a second signal must not keep the end of the workers from being waited for.
+    for ignored in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _wait_for_end() -> None:

@@ -37,12 +37,10 @@ class FunctionSource:
             return cls._named(function)
         name = getattr(function, "__qualname__", "")
         module = getattr(function, "__module__", None)
-        try:
-            file = inspect.getsourcefile(function) or ""
-        except TypeError:
-            file = ""
-        found = _resolve(sys.modules.get(module or ""), name)
-        if not name or not module or not os.path.isfile(file) or found is not function:
+        home = sys.modules.get(module or "")
+        # The file of the module. That of the code is another one where a decorator has wrapped the function.
+        file = getattr(home, "__file__", None) or ""
+        if not name or not module or not os.path.isfile(file) or _resolve(home, name) is not function:
             raise UsageError(
                 f"map {function!r}: worker processes load the function by its name from its file; write it at the top of a "
                 f".py file, without a lambda, and pass values by arguments={{...}}"
@@ -58,8 +56,9 @@ class FunctionSource:
             return cls(os.path.abspath(place), None, name, _digest(_read(place)))
         try:
             spec = importlib.util.find_spec(place)
-        except (ImportError, ValueError) as error:
-            raise NotFoundError(f"map {text!r}: module {place!r} cannot be found: {error}") from error
+        except Exception as error:
+            # The packages around the module are imported, and may raise anything.
+            raise NotFoundError(f"map {text!r}: module {place!r} cannot be found: {type(error).__name__}: {error}") from error
         if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
             raise NotFoundError(f"map {text!r}: there is no Python module {place!r}; a script is named by its file, with .py")
         return cls(spec.origin, place, name, _digest(_read(spec.origin)))
@@ -85,7 +84,7 @@ class FunctionSource:
         data = _read(self.file)
         if _digest(data) != self.sha256:
             raise ConflictError(f"map {self}: {self.file} has changed since the job began; run it again")
-        module = self._run(data) if self.module is None else importlib.import_module(self.module)
+        module = self._run(data) if self.module is None else self._import()
         function = _resolve(module, self.name)
         if function is None:
             names = sorted(name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_")
@@ -93,6 +92,16 @@ class FunctionSource:
         if not callable(function):
             raise UsageError(f"map {self}: {self.name} is no function but {type(function).__name__}")
         return function
+
+    def _import(self) -> types.ModuleType:
+        module = importlib.import_module(str(self.module))
+        found = getattr(module, "__file__", None) or "no file"
+        if not os.path.isfile(found) or not os.path.samefile(found, self.file):
+            raise ConflictError(
+                f"map {self}: the module is {self.file}, and a worker process imports {found} by this name; rename one of "
+                f"them, or name the script by its file, with .py"
+            )
+        return module
 
     def _run(self, data: bytes) -> types.ModuleType:
         # What stands beside a script can be imported, as when Python runs it.

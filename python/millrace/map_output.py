@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from millrace.errors import ConflictError, UsageError
@@ -48,7 +48,7 @@ def _table(value: Any) -> Any:
     if isinstance(value, pyarrow.RecordBatch):
         return pyarrow.Table.from_batches([value])
     if isinstance(value, Mapping):
-        return pyarrow.table({name: _column(column) for name, column in value.items()})
+        return pyarrow.table({name: _column(name, column) for name, column in value.items()})
     if isinstance(value, pyarrow.RecordBatchReader):
         return None
     if type(value).__module__.partition(".")[0] == "pandas":
@@ -58,10 +58,16 @@ def _table(value: Any) -> Any:
     return None
 
 
-def _column(column: Any) -> Any:
+def _column(name: Any, column: Any) -> Any:
     """A column for Arrow; rows that are arrays become lists of a fixed size."""
     import pyarrow
 
+    # Arrow would take their characters, bytes or keys for the rows.
+    if isinstance(column, (str, bytes, bytearray, Mapping, Set)):
+        raise ReturnedError(
+            f"the function returned column {name!r} as one {type(column).__name__}; a dictionary holds columns: return a "
+            f"list or array with a value for each row"
+        )
     if hasattr(column, "detach"):
         column = column.detach().cpu().numpy()
     shape = getattr(column, "shape", ())

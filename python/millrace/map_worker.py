@@ -96,10 +96,13 @@ class _FunctionFailed(Exception):
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN):
             frames = frames.tb_next
-        self.traceback = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        self.traceback = _shortened("".join(traceback.format_exception(type(error), error, frames)).rstrip(), _TRACE_MAX)
 
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# Characters of an exception's first line, and of its traceback, that reach the caller: an exception may hold a whole batch.
+_LINE_MAX = 2_000
+_TRACE_MAX = 100_000
 
 
 def main() -> None:
@@ -134,7 +137,8 @@ def main() -> None:
         except Error as error:
             answer = {"error": str(error), "class": _class(error)}
         except BaseException as error:
-            answer = {"error": _text(error), "class": "Error", "traceback": traceback.format_exc().rstrip()}
+            trace = _shortened(traceback.format_exc().rstrip(), _TRACE_MAX)
+            answer = {"error": _text(error), "class": "Error", "traceback": trace}
         is_busy.clear()
         try:
             answers.write(json.dumps(answer) + "\n")
@@ -149,14 +153,26 @@ def _read(requests: Any, lines: queue.SimpleQueue[str | None], is_busy: threadin
         lines.put(line)
     lines.put(None)
     if is_busy.is_set():
-        # No caller waits for the answer, and no reader sees what was staged.
+        # No caller waits for the answer, and no reader sees what was staged. What the function has started ends, too.
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
 
 def _text(error: BaseException) -> str:
     """The type of an exception, and the first line of its text."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception as failed:
+        text = f"its text cannot be had ({type(failed).__name__})"
+    return _shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, _LINE_MAX)
+
+
+def _shortened(text: str, most: int) -> str:
+    """A text with its middle left out where it is long: a traceback says what happened at its end."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [{len(text) - most} characters left out] {text[-(most // 2) :]}"
 
 
 def _class(error: Error) -> str:

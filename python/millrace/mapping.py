@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ __all__ = ["Mapped", "map"]
 
 # Workers that a group may end before the job fails: a machine without memory kills one that did nothing wrong.
 _DEATHS_MAX = 3
-# Seconds that a worker has to end when its input has ended.
+# Seconds that workers have to end when their input has ended.
 _PATIENCE_S = 10
 # Seconds between two looks at a signal.
 _SLICE_S = 0.2
@@ -106,9 +107,11 @@ def map(
     except ImportError as error:
         raise UnavailableError("millrace.map needs pyarrow, which is not installed: pip install pyarrow") from error
     options: dict[str, Any] = {"columns": columns, "where": where, "splits": splits, "split": split, "split_by": split_by}
-    feed = Feed(source, format=format, home=home, **options)
-    options = {name: feed._arguments[name] for name in (*options, "format", "home")}
-    if "@" not in feed.dataset.partition(":")[0]:
+    # Input groups have no ranks: those of the environment are not asked for.
+    feed = Feed(source, format=format, home=home, rank=0, world=1, **options)
+    options = {name: feed._arguments[name] for name in (*options, "format", "home", "rank", "world")}
+    # A format may stand in front: FORMAT:VOLUME@SNAPSHOT:/PATH.
+    if "@" not in feed.dataset.partition(":/")[0]:
         raise UsageError(f"map {source}: the live volume may change while the job runs; take a snapshot, and name it")
     groups = feed._reader.groups
     if groups > GROUPS_MAX:
@@ -181,8 +184,9 @@ class _Pool:
             workers = list(self._workers)
         for worker in workers:
             worker.stop()
+        deadline = time.monotonic() + _PATIENCE_S
         for worker in workers:
-            worker.wait()
+            worker.wait(deadline)
         with self._changed:
             self._changed.wait_for(lambda: self._running == 0, _PATIENCE_S)
         for worker in workers:
@@ -313,14 +317,20 @@ class _Worker:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
-    def wait(self) -> None:
-        """Waits for the end, and enforces it."""
-        for _ in range(2):
-            try:
+    def wait(self, deadline: float) -> None:
+        """Waits for the end, and enforces it at the deadline, a time of the monotonic clock."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            # It may be in native code that lets no thread of Python run.
+            self._kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_PATIENCE_S)
-                return
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+
+    def _kill(self) -> None:
+        """Kills the process, and what the function has started in its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Lets go of the pipes."""
@@ -353,9 +363,9 @@ class _Worker:
         try:
             code = self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
-            return "without closing its pipes"
+            return "without an answer: its pipe is closed"
         if code >= 0:
             return f"with exit code {code}"
         hint = "; the system may have had no memory left" if -code == signal.SIGKILL else ""
