@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -57,7 +58,8 @@ class Feed:
     the epochs that follow, in another order. An iteration that was left early continues where it stopped. All ranks
     get the same number of batches. A batch with fewer rows than ranks leaves some of them with none.
 
-    Reading and decoding run on threads of their own while Python works. One thread at a time may iterate.
+    Reading and decoding run on threads of their own while Python works. One thread at a time may iterate; another one that
+    asks for a batch meanwhile gets an error, not the same batch.
 
     :param dataset: ``VOLUME@SNAPSHOT:/PATH``, ``VOLUME@latest:/PATH`` or ``VOLUME:/PATH`` for the live volume; a
         file, or a folder of files of one format: Parquet, Arrow IPC, JSON lines, CSV, or tar shards of WebDataset. A
@@ -181,20 +183,38 @@ class Feed:
         self._has_ended = False
         # Whether a state was loaded after the last batch of an iteration: that one has nothing left.
         self._is_over = False
+        # The lock of the thread that takes a batch, and the process to which it belongs.
+        self._reading = os.getpid(), threading.Lock()
 
     def __iter__(self) -> Iterator[Any]:
         self._end, self._has_ended = self._place if self._is_over else None, False
         return self
 
     def __next__(self) -> Any:
-        if self._end is None:
-            self._end = self._place if self._is_over else self._end_of_round(self._place)
-        batch = self._reader.next(self._place, self._end, 1)
+        process, reading = self._reading
+        if process != os.getpid():
+            # After a fork, the thread that held the lock may not be here.
+            self._reading = os.getpid(), (reading := threading.Lock())
+        if not reading.acquire(blocking=False):
+            raise UsageError(
+                f"read {self.dataset}: another thread takes a batch of this feed at the moment, and both would get the same "
+                f"one; let one thread iterate, or give each a feed with a rank of its own"
+            )
+        try:
+            return self._next()
+        finally:
+            reading.release()
+
+    def _next(self) -> Any:
+        end = self._end
+        if end is None:
+            end = self._end = self._place if self._is_over else self._end_of_round(self._place)
+        batch = self._reader.next(self._place, end, 1)
         if batch is None:
             self._has_ended, self._is_over = True, False
             raise StopIteration
         batch = self._convert(batch)
-        self._place = min(self._reader.place_after(self._place, 1), self._end)
+        self._place = min(self._reader.place_after(self._place, 1), end)
         return batch
 
     def __bool__(self) -> bool:

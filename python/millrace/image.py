@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,31 +64,47 @@ class Image:
 
     def encode(self, column: str) -> str:
         """The transform as the native half reads it."""
-        options = {
-            "size": [self.size, self.size] if isinstance(self.size, int) else list(self.size),
-            "crop": self.crop,
-            "resize": self.resize,
-            "scale": list(self.scale),
-            "ratio": list(self.ratio),
-            "flip": self.flip,
-            "flip_vertical": self.flip_vertical,
-            "filter": self.filter,
-            "channels": self.channels,
-            "dtype": self.dtype,
-            "layout": self.layout,
-            "mean": _numbers(self.mean),
-            "std": _numbers(self.std),
-            "pixels_max": self.pixels_max,
-        }
         try:
+            options = {
+                "size": _size(self.size),
+                "crop": self.crop,
+                "resize": None if self.resize is None else operator.index(self.resize),
+                "scale": _numbers(self.scale),
+                "ratio": _numbers(self.ratio),
+                "flip": float(self.flip),
+                "flip_vertical": float(self.flip_vertical),
+                "filter": self.filter,
+                "channels": self.channels,
+                "dtype": self.dtype,
+                "layout": self.layout,
+                "mean": _numbers(self.mean),
+                "std": _numbers(self.std),
+                "pixels_max": operator.index(self.pixels_max),
+            }
             return json.dumps(options, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError(f"images, column {column!r}: {self!r} has a value of another type ({error})") from error
 
 
+def _size(size: Any) -> list[int]:
+    """Height and width, of any type of whole numbers."""
+    if isinstance(size, bool):
+        raise TypeError("size is a whole number, or two of them")
+    try:
+        side = operator.index(size)
+    except TypeError:
+        if isinstance(size, str) or not isinstance(size, Iterable):
+            raise TypeError("size is a whole number, or two of them") from None
+        return [operator.index(side) for side in size]
+    return [side, side]
+
+
 def _numbers(values: Any) -> list[float]:
+    """A number or several, of any type: also arrays and tensors."""
     if values is None:
         return []
-    if isinstance(values, Sequence) and not isinstance(values, str):
+    if isinstance(values, str):
+        raise TypeError(f"{values!r} is a text")
+    if isinstance(values, Iterable) and getattr(values, "shape", None) != ():
         return [float(value) for value in values]
     return [float(values)]

@@ -9,8 +9,10 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import millrace
@@ -211,6 +213,32 @@ class ErrorTest(HomeCase):
         self.assert_error(millrace.UsageError, "seed is 1.5", seed=1.5)
         self.assert_error(millrace.UsageError, "epochs is 0", epochs=0)
         self.assert_error(millrace.UsageError, "jax", format="jax")
+
+    def test_a_second_thread_does_not_get_the_batch_of_the_first(self) -> None:
+        feed, expected = self.feed(), self.order()
+        here, go_on, found = threading.Event(), threading.Event(), []
+        convert = feed._convert
+
+        def waiting(batch: Any) -> Any:
+            here.set()
+            self.assertTrue(go_on.wait(DEADLINE_S))
+            return convert(batch)
+
+        feed._convert = waiting
+        first = threading.Thread(target=lambda: found.extend(ids_of(next(feed))))
+        first.start()
+        self.assertTrue(here.wait(DEADLINE_S))
+        with self.assertRaisesRegex(millrace.UsageError, f"read {DATASET}: another thread takes a batch of this feed"):
+            next(feed)
+        child = os.fork()
+        if child == 0:
+            # The thread is not here.
+            feed._convert = convert
+            os._exit(0 if ids_of(next(feed)) == expected[:128] else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        go_on.set()
+        first.join()
+        self.assertEqual(found + sum(map(ids_of, feed), []), expected)
 
     def test_a_state_of_another_plan_is_refused_by_name(self) -> None:
         state = self.feed(seed=1).state_dict()

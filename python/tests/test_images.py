@@ -188,6 +188,15 @@ class ImagesTest(HomeCase):
             with self.assertRaisesRegex(millrace.CorruptError, f'column "image" in row 1 of row group 0 .*{words}'):
                 next(feed)
 
+    def test_numbers_of_any_type_are_options(self) -> None:
+        plain = millrace.Image((8, 9), crop="random", resize=12, flip=0.5, mean=(0.5, 0.25, 0.0), std=0.5, pixels_max=1 << 20)
+        others = millrace.Image(
+            numpy.array([8, 9]), crop="random", resize=numpy.int32(12), flip=numpy.float32(0.5), mean=numpy.array([0.5, 0.25, 0]),
+            std=numpy.array(0.5), pixels_max=numpy.uint32(1 << 20), scale=numpy.array([0.08, 1.0]),
+        )
+        self.assertEqual(plain.encode("image"), others.encode("image"))
+        self.assertEqual(millrace.Image(numpy.int64(8)).encode("image"), millrace.Image(8).encode("image"))
+
     def test_wrong_options_are_refused_when_the_feed_opens(self) -> None:
         cases: list[tuple[Any, str]] = [
             ({"image": millrace.Image(8, crop="middle")}, "unknown variant `middle`, expected one of `whole`, `center`"),
@@ -195,7 +204,11 @@ class ImagesTest(HomeCase):
             ({"image": millrace.Image(0)}, "height in size is 0"),
             ({"image": millrace.Image(8, mean=0.5, dtype="uint8")}, "mean needs dtype float32"),
             ({"image": millrace.Image(8, flip=2)}, "flip is 2"),
-            ({"image": millrace.Image("8")}, "images, column \"image\""),
+            ({"image": millrace.Image("8")}, "images, column 'image': .*size is a whole number, or two"),
+            ({"image": millrace.Image(8.5)}, "images, column 'image': .*size is a whole number, or two"),
+            ({"image": millrace.Image(None)}, "images, column 'image': .*size is a whole number, or two"),
+            ({"image": millrace.Image(8, mean="x")}, "images, column 'image': .*'x' is a text"),
+            ({"image": millrace.Image(8, mean=[None])}, "images, column 'image': .*a value of another type"),
             ({"image": 224}, "pass the name of a column and a millrace.Image"),
             ({"id": millrace.Image(8)}, "\"id\" is Int64"),
         ]
