@@ -15,7 +15,19 @@ from typing import Any
 
 from millrace.errors import ConflictError, NotFoundError, UsageError
 
-__all__ = ["FunctionSource"]
+__all__ = ["FunctionSource", "check_not_loading"]
+
+# Whether a worker process runs the file of its function.
+_is_loading = False
+
+
+def check_not_loading(function: Any) -> None:
+    """Fails in a worker process that loads its function: each worker would start workers that do the same."""
+    if _is_loading:
+        raise UsageError(
+            f"map {function!r}: the file of the function calls millrace.map when a worker process loads it; put the call "
+            f"under if __name__ == \"__main__\":"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,10 +93,15 @@ class FunctionSource:
 
         :raises Exception: whatever the file raises.
         """
+        global _is_loading
         data = _read(self.file)
         if _digest(data) != self.sha256:
             raise ConflictError(f"map {self}: {self.file} has changed since the job began; run it again")
-        module = self._run(data) if self.module is None else self._import()
+        _is_loading = True
+        try:
+            module = self._run(data) if self.module is None else self._import()
+        finally:
+            _is_loading = False
         function = _resolve(module, self.name)
         if function is None:
             names = sorted(name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_")

@@ -19,7 +19,7 @@ from typing import Any
 from millrace import errors
 from millrace.errors import Error, FunctionError, UnavailableError, UsageError
 from millrace.feed import Feed, _integer
-from millrace.map_function import FunctionSource
+from millrace.map_function import FunctionSource, check_not_loading
 from millrace.map_record import GROUPS_MAX, Job, Target, describe
 
 __all__ = ["Mapped", "map"]
@@ -77,7 +77,8 @@ def map(
     one stopped. When all groups are done, it returns at once.
 
     The function is called in worker processes. They load its file, so it must be at the top of one: not a lambda, and not
-    a function of a notebook. What it returns for a group does not depend on the others, but all tables must have the same
+    a function of a notebook. A script that calls this for a function of its own does so under
+    ``if __name__ == "__main__":``. What it returns for a group does not depend on the others, but all tables must have the same
     columns. Several calls for one group are possible when a process dies: only the last has an output.
 
     :param function: ``SCRIPT.py:FUNCTION``, ``MODULE:FUNCTION``, or a function of a file. It gets the rows of a group, and
@@ -100,6 +101,7 @@ def map(
         finished.
     :raises millrace.ConflictError: when the folder holds something else, or columns differ between groups.
     """
+    check_not_loading(function)
     source_of = FunctionSource.of(function)
     arguments = _json_object(source_of, arguments)
     try:

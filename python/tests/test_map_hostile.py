@@ -33,6 +33,29 @@ class FunctionFileTest(MapCase):
             with self.assertRaisesRegex(millrace.ConflictError, "9 of 9 .* by another function: its file changed"):
                 self.map(mapped_decorated.f)
 
+    def test_a_script_that_maps_when_it_is_loaded_is_refused(self) -> None:
+        script = self.script(f"""
+import os
+import millrace
+
+def f(rows):
+    return rows.select(["id"])
+
+guarded = "GUARDED" in os.environ
+if not guarded or __name__ == "__main__":
+    millrace.map(f, {DATASET!r}, {self.to!r}, home=os.environ["HOME_DIR"], processes=1)
+""")
+        environment = {**os.environ, "HOME_DIR": self.home}
+        command = [sys.executable, script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr, 'UsageError: map <function f at .*put the call under if __name__ == "__main__":\n$')
+        with self.assertRaises(millrace.NotFoundError):
+            self.volume.info(self.path)
+        environment["GUARDED"] = "1"
+        subprocess.run(command, env=environment, check=True, timeout=DEADLINE_S)
+        self.check(lambda table: table.select(["id"]))
+
     def test_another_module_of_the_same_name_is_refused(self) -> None:
         code = "import sys\nsys.path.insert(0, %r)\n\ndef f(rows):\n    return rows\n"
         other = Path(self.scripts, "other")

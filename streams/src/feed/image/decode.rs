@@ -12,6 +12,10 @@ use super::{Channels, ImageOptions};
 /// the result.
 const JPEG_PIXEL_BYTES: u64 = 12;
 
+/// Bytes of one row of a PNG file together with its chunks beside the pixels. A colour profile of a few kilobytes may
+/// grow to any size; one beyond this is left out, as no pixel depends on it.
+const CHUNK_BYTES_MAX: u64 = 64 << 20;
+
 /// Pixels of one image, row by row, the channels of a pixel together.
 pub(super) struct Pixels<'b> {
     pub(super) width: u32,
@@ -83,8 +87,8 @@ pub(super) fn decode<'b>(
         return Err(broken(&"the file ends before the end of the image"));
     }
     let mut limits = Limits::no_limits();
-    // The largest pixel has four channels of 16 bits.
-    limits.max_alloc = Some(options.pixels_max.saturating_mul(8).max(64 << 20));
+    // Of PNG only: the other decoders allocate no more than the file has bytes before the pixels are counted.
+    limits.max_alloc = Some(CHUNK_BYTES_MAX);
     reader.limits(limits);
     let mut decoder = reader.into_decoder().map_err(|e| broken(&e))?;
     let (width, height) = decoder.dimensions();
