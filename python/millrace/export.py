@@ -321,6 +321,9 @@ def _origin(
         steps = -(-place // feed.batch_rows) if steps is None else steps
         epochs = feed._reader.epoch_of(place) if epochs is None else epochs
         lineage.update(volume=volume, snapshot=snapshot, path=path, config_sha256=feed.plan)
+        images = {column: json.loads(image.encode(column)) for column, image in (arguments["images"] or {}).items()}
+        # Fractions may be decimal numbers, which JSON has as texts.
+        arguments = json.loads(json.dumps({**arguments, "images": images or None}, default=str))
         record["feed"] = {"dataset": feed.dataset, "plan": feed.plan, "rows_read": place, **arguments}
     for key, value in (("seed", seed), ("steps", steps), ("epochs", epochs)):
         if value is not None:

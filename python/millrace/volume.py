@@ -185,7 +185,9 @@ class Writer(io.BufferedIOBase):
 
     def write(self, data: Any) -> int:
         self._check()
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        # An empty array of several dimensions has no form as bytes.
+        view = view.cast("B") if view.nbytes else memoryview(b"")
         self._written += len(view)
         try:
             if len(view) >= _BUFFER_BYTES:

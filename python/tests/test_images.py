@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import pickle
 import unittest
+from decimal import Decimal
 from typing import Any
 
 import millrace
 import numpy
 import pyarrow
 import pyarrow.parquet
+from millrace import export
 from PIL import Image as Pillow
 from PIL import ImageDraw
 from support import HomeCase, torch_or_skip
@@ -187,6 +190,13 @@ class ImagesTest(HomeCase):
             feed = millrace.Feed("photos:/bad", images={"image": millrace.Image(8)}, home=self.home)
             with self.assertRaisesRegex(millrace.CorruptError, f'column "image" in row 1 of row group 0 .*{words}'):
                 next(feed)
+
+    def test_the_record_of_a_published_model_has_the_transform(self) -> None:
+        image = millrace.Image(8, crop="random", mean=numpy.array([0.5, 0.25, 0]))
+        feed = self.images(image, rows_per_epoch=Decimal("0.5"))
+        record = json.loads(json.dumps(export._origin("model", feed, None, None, None, "", None)[1]))
+        self.assertEqual(record["feed"]["images"], {"image": json.loads(image.encode("image"))})
+        self.assertEqual(record["feed"]["rows_per_epoch"], "0.5")
 
     def test_numbers_of_any_type_are_options(self) -> None:
         plain = millrace.Image((8, 9), crop="random", resize=12, flip=0.5, mean=(0.5, 0.25, 0.0), std=0.5, pixels_max=1 << 20)

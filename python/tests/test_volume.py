@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import millrace
+import numpy
 import pyarrow
 import pyarrow.dataset
 import pyarrow.fs
@@ -70,6 +71,14 @@ class VolumeTest(HomeCase):
             self.assertEqual(self.volume.open("/whole").read(), b"old")
             (out if mode == "wb" else out.buffer).discard()
         self.assertEqual(self.volume.open("/whole").read(), b"old")
+
+    def test_arrays_of_any_shape_are_written(self) -> None:
+        volume = millrace.Volume("files", create=True, home=self.home)
+        with volume.open("/arrays", "wb") as out:
+            for array in (numpy.zeros((0, 3)), numpy.arange(6, dtype=numpy.uint8).reshape(2, 3), numpy.float32(1.0), b""):
+                self.assertEqual(out.write(array), memoryview(array).nbytes)
+        with volume.open("/arrays") as file:
+            self.assertEqual(file.read(), bytes(range(6)) + numpy.float32(1.0).tobytes())
 
     def test_a_failed_write_gives_the_file_up(self) -> None:
         out = self.volume.open("/part", "wb")
