@@ -306,7 +306,12 @@ class _Worker:
         """
         try:
             self._send(json.dumps(request).encode() + b"\n")
-            answer: dict[str, Any] = json.loads(self._receive())
+            line = self._receive()
+            while not line.startswith(b"{"):
+                # Python printed it when it started, before the worker had the pipe for itself.
+                print(line.decode(errors="replace"), file=sys.stderr)
+                line = self._receive()
+            answer: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
             raise _Died(self._end_of_process()) from error
         if "error" in answer:
