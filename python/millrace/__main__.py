@@ -13,10 +13,12 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from millrace.errors import Error, FunctionError
 from millrace.mapping import map
+
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> int:
@@ -35,8 +37,8 @@ def main() -> int:
     arguments = json.loads(sys.stdin.readline())
     # Pairs, whose order decides the parts.
     arguments["splits"] = dict(arguments["splits"]) or None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
+    for number in _STOPS:
+        signal.signal(number, _stop)
     threading.Thread(target=_wait_for_end, daemon=True).start()
     try:
         done = map(**arguments, progress=lambda done, groups: tell({"done": done, "groups": groups}))
@@ -46,20 +48,26 @@ def main() -> int:
             tell({"interrupted": True})
         return 1
     except Error as error:
+        _ignore_stops()
         text, name = str(error), type(error).__name__
         if isinstance(error, FunctionError) and error.traceback:
             print(error.traceback, file=sys.stderr, flush=True)
         tell({"error": text.partition("\n")[0], "class": name})
         return 1
+    _ignore_stops()
     tell({"complete": dataclasses.asdict(done)})
     return 0
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    # Once: a second signal must not keep the end of the workers from being waited for.
-    for ignored in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(ignored, signal.SIG_IGN)
+def _stop(*_: Any) -> NoReturn:
+    # The end of the input and a signal may both come: the second one must not interrupt the end of the job.
+    _ignore_stops()
     raise KeyboardInterrupt
+
+
+def _ignore_stops() -> None:
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _wait_for_end() -> None:

@@ -563,9 +563,23 @@ def scaled(rows, factor, label):
             done = self.command(*source, function, "--to", self.to, *others)
             self.assertEqual(done.returncode, code, done.stderr)
             self.assertRegex(done.stderr, text)
+            self.assertNotIn("KeyboardInterrupt", done.stderr)
             self.assertEqual(done.stdout, "")
         self.assertRegex(self.command(DATASET, f"{script}:failing", "--to", self.to).stderr,
                          r"line \d+, in failing\n")
+
+    def test_a_stop_after_the_error_prints_nothing(self) -> None:
+        # The command stops the driver as soon as it has read the error.
+        request = {"function": "x", "source": DATASET, "to": self.to, "splits": [], "home": self.home}
+        driver = subprocess.Popen([sys.executable, "-m", "millrace", "map"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE, text=True)
+        assert driver.stdin and driver.stdout and driver.stderr
+        with driver.stdin, driver.stdout, driver.stderr:
+            print(json.dumps(request), file=driver.stdin, flush=True)
+            self.assertIn("write SCRIPT.py:FUNCTION", json.loads(driver.stdout.readline())["error"])
+            driver.stdin.close()
+            driver.send_signal(signal.SIGTERM)
+            self.assertEqual((driver.stderr.read(), driver.wait(DEADLINE_S)), ("", 1))
 
     def test_signals_leave_a_job_that_goes_on(self) -> None:
         gate, told = self.pipe("gate")
