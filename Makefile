@@ -100,7 +100,8 @@ bench-trainer: setup-bench-trainer ## Training against PyTorch and DDP, one thre
 
 bench-python: wheel setup-test-python ## The Python package against pyarrow, 1 KiB rows to NumPy (ARGS="--help" says more)
 	.local/python-test/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
-	.local/python-test/bin/python benches/python.py $(ARGS)
+	cargo build --locked --release --bin millrace
+	.local/python-test/bin/python benches/python.py --program $(BUILDS)/release/millrace $(ARGS)
 
 bench-%: setup-test ## One area: feed, ingest
 	cargo bench --locked --bench pipeline -- $*

@@ -3,11 +3,16 @@
 The control reads the same files with pyarrow from a local folder, a row group at a time, and shuffles the rows inside each
 row group. The feed shuffles over the whole dataset. Both read the epoch in turn, several times; the best of each counts.
 
+With `--program`, a server of the program on this machine reads the same epochs for `millrace.flight.FlightFeed`; its control is
+the feed in this process.
+
 Prints `python/<figure> <value> <unit> control=<value> ratio=<x>`; more is better. `make bench-python` runs it.
 """
 
 import argparse
+import json
 import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +30,7 @@ def main():
     arguments.add_argument("--group-rows", type=int, default=8_192, help="rows of a row group [default: %(default)s]")
     arguments.add_argument("--batch-rows", type=int, default=1_024, help="rows of a batch [default: %(default)s]")
     arguments.add_argument("--rounds", type=int, default=5, help="epochs that each reads [default: %(default)s]")
+    arguments.add_argument("--program", help="the program millrace, to measure the feed over Arrow Flight, too")
     arguments = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="millrace-bench-"))
     try:
@@ -51,12 +57,29 @@ def run(arguments, folder):
             out.write(path.read_bytes())
     volume.snapshot("v1")
 
-    ours, control = [], []
-    for round in range(arguments.rounds):
-        ours.append(rate(arguments, feed_epoch(arguments, folder / "home", round)))
-        control.append(rate(arguments, pyarrow_epoch(arguments, folder / "local", round)))
+    ours, control, served = [], [], []
+    server = None if arguments.program is None else serve(arguments, folder / "home")
+    try:
+        for round in range(arguments.rounds):
+            ours.append(rate(arguments, feed_epoch(arguments, folder / "home", round)))
+            control.append(rate(arguments, pyarrow_epoch(arguments, folder / "local", round)))
+            if server is not None:
+                served.append(rate(arguments, flight_epoch(arguments, server.location, round)))
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait()
     ours, control = max(ours), max(control)
     print(f"python/rows_to_numpy {ours:.0f} rows/s control={control:.0f} ratio={ours / control:.2f}")
+    if served:
+        print(f"python/flight_to_numpy {max(served):.0f} rows/s control={ours:.0f} ratio={max(served) / ours:.2f}")
+
+
+def serve(arguments, home):
+    flags = ["--home", home, "--json", "feed", "serve", "--volume", "bench", "--grpc", "127.0.0.1:0"]
+    server = subprocess.Popen([arguments.program, *flags], stdout=subprocess.PIPE, text=True)
+    server.location = f"grpc://{json.loads(server.stdout.readline())['grpc']}"
+    return server
 
 
 def rate(arguments, batches):
@@ -75,6 +98,16 @@ def feed_epoch(arguments, home, seed):
         yield batch["id"], batch["values"]
     # The next epoch decodes anew, as the control does.
     millrace.close()
+
+
+def flight_epoch(arguments, location, seed):
+    from millrace.flight import FlightFeed
+
+    # Each seed is another plan, which the server decodes anew.
+    feed = FlightFeed(location, "bench@v1:/rows", batch_rows=arguments.batch_rows, seed=seed, format="numpy")
+    for batch in feed:
+        yield batch["id"], batch["values"]
+    feed.close()
 
 
 def pyarrow_epoch(arguments, folder, seed):

@@ -20,7 +20,7 @@ use millrace_datafs::Name;
 pub(crate) use access::{ServerArgs, TokenArgs};
 pub(crate) use feed::{
     ColumnsArgs, FeedArgs, FeedBenchArgs, FeedCommand, FeedHeadArgs, FeedMapArgs, FeedPlanArgs,
-    FeedStatsArgs, FeedVerifyArgs, OrderArgs, RowsArgs, SelectArgs, SourceArgs,
+    FeedServeArgs, FeedStatsArgs, FeedVerifyArgs, OrderArgs, RowsArgs, SelectArgs, SourceArgs,
 };
 pub(crate) use images::{ImageArgs, Layout, Scaling};
 pub(crate) use load::BenchArgs;

@@ -1,11 +1,14 @@
 //! Configuration: the tables of all crates, as `millrace_home::settings` reads them. Each crate defines its table; this
 //! file combines them.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use millrace_datafs::{Name, VolumeSpec};
+use millrace_serving::Tls;
+use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::feed::flight::Limits;
 use millrace_trainer::launch;
 use serde::{Deserialize, Serialize};
 
@@ -23,6 +26,8 @@ pub(crate) struct Settings {
     pub(crate) trainer: millrace_trainer::Config,
     /// The model server and its pipes.
     pub(crate) serving: millrace_serving::Config,
+    /// The feed over Arrow Flight, `millrace feed serve`.
+    pub(crate) feed: FeedConfig,
     /// The parts that `millrace up` runs in addition to those of the other tables.
     pub(crate) up: UpConfig,
 }
@@ -35,6 +40,63 @@ impl Settings {
             streams: self.streams.without_secrets(),
             serving: self.serving.without_secrets(),
             ..self
+        }
+    }
+}
+
+/// The table `[feed]`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct FeedConfig {
+    /// Address of the Flight service; port 0 selects a free port.
+    pub(crate) grpc: SocketAddr,
+    /// Address of the Prometheus metrics, at `/metrics`; without it the server serves none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// Volumes, or snapshots of them, that clients may read whole.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) volumes: Vec<VolumeSpec>,
+    /// Folders that clients may read, such as `digits:/train` at all snapshots or `digits@v1:/train` at one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) datasets: Vec<DatasetSpec>,
+    /// URI under which clients reach this server, such as `grpc+tls://feed-1.example.org:8815`. When absent: its
+    /// address, unless that stands for all addresses of the machine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) advertise: Option<String>,
+    /// URIs of other servers that expose the same, to which clients turn when this one is gone.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) peers: Vec<String>,
+    /// Certificates of the Flight service, which then accepts only TLS connections. The metrics stay without TLS.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tls: Option<Tls>,
+    /// File of the bearer tokens, one of which every call must present; a token may read the volumes that its line
+    /// names. Without it the server listens on loopback addresses alone, unless `tls.client_ca` is set.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tokens: Option<PathBuf>,
+    /// Interval in milliseconds after which the server checks the files of `tls` and `tokens`, and reads changed ones
+    /// again; 0 disables the check.
+    pub(crate) reload_ms: u64,
+    /// Longest time for running streams after a stop request, in milliseconds. Longer ones end, and their clients go on
+    /// at another server.
+    pub(crate) drain_ms_max: u64,
+    /// Bounds of streams, memory and connections.
+    pub(crate) limits: Limits,
+}
+
+impl Default for FeedConfig {
+    fn default() -> Self {
+        FeedConfig {
+            grpc: SocketAddr::from((Ipv4Addr::LOCALHOST, 8815)),
+            metrics: None,
+            volumes: Vec::new(),
+            datasets: Vec::new(),
+            advertise: None,
+            peers: Vec::new(),
+            tls: None,
+            tokens: None,
+            reload_ms: 1_000,
+            drain_ms_max: 10_000,
+            limits: Limits::default(),
         }
     }
 }

@@ -5,6 +5,7 @@
 - :class:`Mixture`: several datasets in one order, by weight.
 - :class:`Volume`: files of a volume, live or at a snapshot.
 - :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
+- :mod:`millrace.flight`: batches that servers on other machines read and decode.
 - :func:`map`: a Python function over a dataset on several processes, into a new folder, exactly once.
 - :func:`publish`: a PyTorch model as a version for the model server.
 - :mod:`millrace.fsspec`: volumes as a file system of fsspec.

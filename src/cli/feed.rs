@@ -1,8 +1,10 @@
 //! Flags of the feed commands.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use millrace_datafs::VolumeSpec;
 use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::{EpochRows, FeedError, Until, Weight};
 
@@ -71,6 +73,11 @@ pub(crate) enum FeedCommand {
         after_help = "FUNCTION gets the rows of one row group as a pyarrow.RecordBatch, and returns a table, several of them, or\nNone. Each row group has its output once, as one Parquet file: a command that was killed goes on when it\nis run again. Needs Python with pyarrow and the package millrace.\n\nExamples:\n  millrace feed map digits@monday:/train clean.py:clean --to digits:/clean\n  millrace feed map digits@latest:/train clean.py:clean --to digits:/clean --argument limit=0.5"
     )]
     Map(FeedMapArgs),
+    /// Serve batches to other machines over Arrow Flight, until a signal stops it
+    #[command(
+        after_help = "Any Flight client reads what --volume and --dataset name, at snapshots. Several servers of the same\nvolumes share the work: start each with the others as --peer. A client whose server ends goes on at another\none, with no row missing or repeated. TLS and tokens are set in [feed] of millrace.toml. On a signal the\nserver takes no more calls, lets streams run for feed.drain_ms_max, and ends the others.\n\nExamples:\n  millrace feed serve --dataset digits:/train\n  millrace feed serve --volume digits --grpc 127.0.0.1:8815 --peer grpc://127.0.0.1:8816"
+    )]
+    Serve(FeedServeArgs),
 }
 
 /// `millrace feed plan`
@@ -181,6 +188,32 @@ pub(crate) struct FeedMapArgs {
     /// The Python interpreter
     #[arg(long, value_name = "PROGRAM", env = "MILLRACE_PYTHON", default_value = "python3")]
     pub(crate) python: PathBuf,
+}
+
+/// `millrace feed serve`
+#[derive(Debug, Args)]
+pub(crate) struct FeedServeArgs {
+    /// A volume, or a snapshot of one, that clients may read whole; may be repeated [default: feed.volumes]
+    #[arg(long = "volume", value_name = "VOLUME[@SNAPSHOT]")]
+    pub(crate) volumes: Vec<VolumeSpec>,
+    /// A folder that clients may read, at all snapshots or at one; may be repeated [default: feed.datasets]
+    #[arg(long = "dataset", value_name = "VOLUME[@SNAPSHOT]:/PATH")]
+    pub(crate) datasets: Vec<DatasetSpec>,
+    /// Flight address [default: feed.grpc]
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) grpc: Option<SocketAddr>,
+    /// Metrics address [default: feed.metrics]
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) metrics: Option<SocketAddr>,
+    /// URI under which clients reach this server [default: feed.advertise, else its address]
+    #[arg(long, value_name = "URI")]
+    pub(crate) advertise: Option<String>,
+    /// URI of another server that exposes the same; may be repeated [default: feed.peers]
+    #[arg(long = "peer", value_name = "URI")]
+    pub(crate) peers: Vec<String>,
+    /// Most streams at a time [default: feed.limits.streams_max]
+    #[arg(long, value_name = "N")]
+    pub(crate) streams: Option<usize>,
 }
 
 /// All that decides the order of rows, beside the rows.

@@ -7,7 +7,7 @@ use crate::output::Output;
 use crate::settings::LoadedSettings;
 
 /// The pages of `docs/reference/config` for millrace.toml. A test compares them with the source.
-const PAGES: [&str; 8] = [
+const PAGES: [&str; 9] = [
     include_str!("../../docs/reference/config/datafs.md"),
     include_str!("../../docs/reference/config/streams.md"),
     include_str!("../../docs/reference/config/ingest.md"),
@@ -15,6 +15,7 @@ const PAGES: [&str; 8] = [
     include_str!("../../docs/reference/config/serving.md"),
     include_str!("../../docs/reference/config/serving-limits.md"),
     include_str!("../../docs/reference/config/serving-models.md"),
+    include_str!("../../docs/reference/config/feed.md"),
     include_str!("../../docs/reference/config/up.md"),
 ];
 

@@ -1,9 +1,10 @@
-//! `millrace feed`: a dataset in training order, printed, described, verified, measured or transformed.
+//! `millrace feed`: a dataset in training order, printed, described, verified, measured, transformed or served.
 
 mod bench;
 mod head;
 mod map;
 mod plan;
+mod serve;
 mod stats;
 mod verify;
 
@@ -34,6 +35,7 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
         Some(FeedCommand::Verify(args)) => verify::run(context, args).await,
         Some(FeedCommand::Bench(args)) => bench::run(context, args).await,
         Some(FeedCommand::Map(args)) => map::run(context, args).await,
+        Some(FeedCommand::Serve(args)) => serve::run(context, args).await,
     }
 }
 

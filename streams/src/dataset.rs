@@ -5,6 +5,7 @@
 //! groups of bounded size. The description of a snapshot never changes, so a [`DatasetCache`] can keep it.
 
 mod cache;
+mod confined;
 mod folder;
 mod format;
 mod listing;

@@ -42,6 +42,8 @@ mod cursor;
 mod decimal;
 mod epoch;
 pub(crate) mod error;
+#[cfg(feature = "flight")]
+pub mod flight;
 mod footer;
 mod gather;
 mod hash;

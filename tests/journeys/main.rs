@@ -10,6 +10,7 @@ mod columns;
 mod deploy;
 mod examples;
 mod feeding;
+mod flight;
 mod full_disk;
 mod habits;
 mod images;

@@ -55,6 +55,8 @@ pub(crate) struct Listener {
     refusing: Arc<Semaphore>,
     gauge: IntGauge,
     stalled: Duration,
+    /// Longest time for which a client may read none of its answers, or nothing of one of them.
+    unread: Duration,
     unsent_bytes_max: usize,
     answers: Answers,
     streams_max: u32,
@@ -95,6 +97,7 @@ impl Listener {
             refusing: Arc::new(Semaphore::new(REFUSALS_MAX)),
             gauge: CONNECTIONS.with_label_values(&[service]),
             stalled: Duration::from_millis(limits.stalled_ms_max),
+            unread: Duration::from_millis(limits.stalled_ms_max),
             unsent_bytes_max: limits.unsent_bytes_max,
             answers: Answers::new(limits.answer_bytes_max),
             streams_max: streams_max(limits),
@@ -105,6 +108,11 @@ impl Listener {
     /// Shares the quota for unsent answers with other listeners.
     pub(crate) fn counted(self, answers: &Answers) -> Listener {
         Listener { answers: answers.clone(), ..self }
+    }
+
+    /// Lets clients leave their answers unread for another time than they may stall a connection.
+    pub(crate) fn unread(self, unread: Duration) -> Listener {
+        Listener { unread, ..self }
     }
 
     /// Accepts only TLS connections if `securing` is set.

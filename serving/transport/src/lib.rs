@@ -1,6 +1,6 @@
 //! gRPC and REST transports of the model server.
 //!
-//! What is here: the server ([`server`]), both transports, connections and their limits, tokens, the access log, shared
+//! What is here: the server ([`server`]), a host for gRPC services of other crates ([`host`]), both transports, connections and their limits, tokens, the access log, shared
 //! memory of clients, spans, the scrape of metrics.
 //!
 //! What is not here: the answers themselves, which `millrace-serving-repository` computes.
@@ -13,6 +13,7 @@ mod compression;
 mod connections;
 mod control;
 mod grpc;
+pub mod host;
 pub mod logging;
 mod output_target;
 mod reflection;

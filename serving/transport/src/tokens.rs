@@ -160,6 +160,18 @@ impl Caller {
         Err(denied(format!("token {:?} may not use model {}", token.name, quote(model))))
     }
 
+    /// [`Caller::may_use`] for a volume, where the server serves volumes: its name takes the place of a model's.
+    ///
+    /// # Errors
+    /// As [`Caller::may_use`].
+    pub(crate) fn may_read(&self, volume: &str) -> Result<(), InferError> {
+        let Some(token) = self.token()? else { return Ok(()) };
+        if self.may_see(volume) {
+            return Ok(());
+        }
+        Err(denied(format!("token {:?} may not read volume {}", token.name, quote(volume))))
+    }
+
     /// Refuses calls that change how the server serves a model.
     ///
     /// # Errors

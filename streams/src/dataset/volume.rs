@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use millrace_datafs::{Datafs, Publish, VolumeSpec};
 use object_store::ObjectStore;
+use object_store::path::Path;
 
+use super::confined::ConfinedStore;
 use super::folder::FolderCache;
 use super::pinned::PinnedStore;
 use super::{DatasetCache, DatasetSpec};
@@ -27,6 +29,28 @@ impl DatasetSpec {
     /// # Errors
     /// [`FeedError::Volume`], for example when the snapshot does not exist.
     pub async fn open(&self, datafs: &Datafs) -> Result<OpenDataset> {
+        self.open_in(datafs, None).await
+    }
+
+    /// As [`DatasetSpec::open`], of a snapshot, with a store that refuses every file outside of `folder`, an absolute path
+    /// of the volume: also those that a symbolic link inside of the folder, or the name of an image file, leads to.
+    ///
+    /// # Errors
+    /// Those of [`DatasetSpec::open`]; [`FeedError::Invalid`] for a live volume.
+    pub async fn open_confined(&self, datafs: &Datafs, folder: &str) -> Result<OpenDataset> {
+        if self.source.snapshot.is_none() {
+            return Err(FeedError::invalid(format!(
+                "{self} is a live volume, which changes while it is read; create a snapshot and name it, for example \
+                 {}@v1:{}",
+                self.source.volume, self.path
+            )));
+        }
+        let folder = Path::parse(folder.trim_matches('/'))
+            .map_err(|error| FeedError::invalid(format!("folder {folder:?}: {error}")))?;
+        self.open_in(datafs, Some(folder)).await
+    }
+
+    async fn open_in(&self, datafs: &Datafs, folder: Option<Path>) -> Result<OpenDataset> {
         let (datafs, mut spec) = (datafs.clone(), self.clone());
         let opened = tokio::task::spawn_blocking(move || {
             let view = datafs.view(&spec.source)?;
@@ -41,6 +65,11 @@ impl DatasetSpec {
             if let Err(error) = forget_keys(&datafs, &spec.source) {
                 tracing::warn!(volume = %spec.source.volume, %error, "cannot remove old dataset descriptions from the volume");
             }
+            // Links cannot leave a volume.
+            let store = match folder.filter(|folder| !folder.as_ref().is_empty()) {
+                Some(folder) => Arc::new(ConfinedStore::new(store, view, folder)),
+                None => store,
+            };
             let cache = FolderCache::new(datafs.home(), format!("snapshot/{identity}"));
             Ok(OpenDataset { spec, identity, store, cache: Some(Arc::new(cache)) })
         });

@@ -101,6 +101,15 @@ impl AnyFeed {
         }
     }
 
+    /// Estimated size of a decoded row in bytes: all columns, and the tensors of images.
+    #[cfg(feature = "flight")]
+    pub(crate) fn row_bytes(&self) -> u64 {
+        match self {
+            Self::Dataset(feed) => feed.row_bytes().saturating_add(feed.tensor_bytes()),
+            Self::Mixture(feed) => feed.row_bytes(),
+        }
+    }
+
     /// A reader's rows of a part of a global batch.
     pub(crate) async fn part(&self, places: Range<u64>, shard: Shard) -> Result<FeedBatch> {
         match self {

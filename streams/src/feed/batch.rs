@@ -299,6 +299,12 @@ impl Feed {
         self.inner.row_bytes
     }
 
+    /// Size of the tensors of a row's images.
+    #[cfg(feature = "flight")]
+    pub(crate) fn tensor_bytes(&self) -> u64 {
+        self.inner.images.as_ref().map_or(0, Images::row_bytes)
+    }
+
     /// The rows of an input group ([`Plan::input_group`]) in the order of its file. Neither asks nor fills the
     /// cache: a group is decoded at each call.
     ///

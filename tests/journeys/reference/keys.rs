@@ -51,7 +51,7 @@ const OPTIMIZER: &str = "trainer/src/optim/config.rs";
 
 const OBJECTIVE: &str = "trainer/src/engine/objective.rs";
 
-const PAGES: [(&str, &str, &[Table]); 13] = [
+const PAGES: [(&str, &str, &[Table]); 14] = [
     ("config/datafs.md", "Keys: datafs", &[table("[datafs]", "datafs/src/config.rs", "Config", "/datafs")]),
     (
         "config/streams.md",
@@ -100,6 +100,15 @@ const PAGES: [(&str, &str, &[Table]); 13] = [
                 "/serving/models/example",
             ),
             table("[[serving.pipes]]", SERVING, "PipeConfig", "/serving/pipes/0"),
+        ],
+    ),
+    (
+        "config/feed.md",
+        "Keys: feed",
+        &[
+            table("[feed]", "src/settings.rs", "FeedConfig", "/feed"),
+            table("[feed.limits]", "streams/src/feed/flight/service.rs", "Limits", "/feed/limits"),
+            table("[feed.tls]", SERVING, "Tls", "/feed/tls"),
         ],
     ),
     (
@@ -199,6 +208,9 @@ topic = "example"
 volume = "example"
 path = "example"
 [serving.tls]
+certificate = "server.pem"
+key = "server.key"
+[feed.tls]
 certificate = "server.pem"
 key = "server.key"
 [serving.telemetry]

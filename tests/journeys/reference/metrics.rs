@@ -16,6 +16,7 @@ const PAGES: [(&str, &str, &[&str]); 3] = [
         &[
             "streams/src/metrics.rs",
             "streams/src/feed/metrics.rs",
+            "streams/src/feed/flight/metrics.rs",
             "ingest/src/metrics.rs",
             "trainer/src/metrics.rs",
             "src/service/stage.rs",

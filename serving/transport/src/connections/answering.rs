@@ -40,7 +40,7 @@ impl Listener {
                     let (quota, mut watch) = Quota::new(self.unsent_bytes_max, &self.answers);
                     let peer = Peer { address: connection.peer, quota };
                     let service = ConnectionService::new(&service, &peer, self.is_grpc);
-                    let (leaving, stalled, name) = (leaving.clone(), self.stalled, self.service);
+                    let (leaving, unread, name) = (leaving.clone(), self.unread, self.service);
                     connections.spawn(async move {
                         let answering = protocol.serve_connection(TokioIo::new(connection), service);
                         let mut answering = WithCalls::new(answering, calls);
@@ -59,7 +59,7 @@ impl Listener {
                                     tracing::debug!(%error, "a connection broke");
                                 }
                             }
-                            client = watch.exceeded(stalled) => {
+                            client = watch.exceeded(unread) => {
                                 CONNECTIONS_CUT.with_label_values(&[name]).inc();
                                 tracing::debug!(peer = %peer.address, client, "a connection was closed");
                             }

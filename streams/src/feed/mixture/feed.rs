@@ -80,6 +80,12 @@ impl MixtureFeed {
         &self.inner.schema
     }
 
+    /// The largest estimate of a decoded row of a source.
+    #[cfg(feature = "flight")]
+    pub(crate) fn row_bytes(&self) -> u64 {
+        self.inner.row_bytes
+    }
+
     /// Streams a reader's share of the rows at `places`, one global batch at a time, of which it takes every
     /// `stride`-th: as [`Feed::stream_places`]. [`FeedBatch::sources`] names the source of each row, and
     /// [`FeedBatch::rows`] and [`FeedBatch::epochs`] are those of the source.

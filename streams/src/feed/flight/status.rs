@@ -1,0 +1,56 @@
+//! gRPC status of each error of the feed.
+
+use millrace_leaf::error_chain;
+use tonic::{Code, Status};
+
+use super::metrics::REFUSED;
+use crate::feed::error::FeedError;
+
+/// The status of an error. Its text has the causes, too.
+pub(super) fn status(error: &FeedError) -> Status {
+    Status::new(code(error), error_chain::one_line(error))
+}
+
+/// Refuses a call because a limit is reached.
+pub(super) fn exhausted(reason: &str, text: String) -> Status {
+    REFUSED.with_label_values(&[reason]).inc();
+    Status::resource_exhausted(text)
+}
+
+fn code(error: &FeedError) -> Code {
+    match error {
+        FeedError::NoFiles { .. } | FeedError::NoRows { .. } => Code::NotFound,
+        FeedError::MixedFormats { .. }
+        | FeedError::NothingSelected { .. }
+        | FeedError::Filter { .. }
+        | FeedError::TooLarge { .. }
+        | FeedError::SchemaConflict { .. }
+        | FeedError::NoColumn { .. }
+        | FeedError::Invalid { .. }
+        | FeedError::DuplicateColumn { .. }
+        | FeedError::InvalidSpec { .. }
+        | FeedError::MixedColumns { .. } => Code::InvalidArgument,
+        FeedError::OtherPlan { .. } | FeedError::OtherOrder { .. } | FeedError::Changed { .. } => {
+            Code::FailedPrecondition
+        }
+        FeedError::Corrupt { .. }
+        | FeedError::Row { .. }
+        | FeedError::Image { .. }
+        | FeedError::Oversized { .. }
+        | FeedError::Unsupported { .. } => Code::DataLoss,
+        FeedError::Store { source, .. } => match &**source {
+            object_store::Error::PermissionDenied { .. } => Code::PermissionDenied,
+            object_store::Error::NotFound { .. } => Code::NotFound,
+            _ if error.is_retryable() => Code::Unavailable,
+            _ => Code::Internal,
+        },
+        FeedError::Volume { source, .. } => match &**source {
+            millrace_datafs::Error::NotFound { .. } => Code::NotFound,
+            millrace_datafs::Error::StoreAway { .. } | millrace_datafs::Error::Busy { .. } => Code::Unavailable,
+            millrace_datafs::Error::Corrupt { .. } => Code::DataLoss,
+            _ => Code::Internal,
+        },
+        FeedError::Stopped { .. } => Code::Unavailable,
+        FeedError::Assemble { .. } | FeedError::UnusablePlan { .. } => Code::Internal,
+    }
+}
