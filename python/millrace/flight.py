@@ -237,7 +237,10 @@ class FlightFeed:
         while True:
             try:
                 return call()
-            except _RETRYABLE as error:
+            except (pyarrow.ArrowException, OSError) as error:
+                if not _is_retryable(error):
+                    self._close_stream()
+                    raise _error(f"read {self._name} from {self._servers.current()}", error) from error
                 self._stream = None
                 failed = self._servers.current()
                 self._servers.move_on()
@@ -251,9 +254,6 @@ class FlightFeed:
                     # Clients of one server must not come back all at once.
                     time.sleep(pause * random.uniform(0.5, 1.0))
                     pause = min(2 * pause, _LONGEST_PAUSE_S)
-            except (pyarrow.ArrowException, OSError) as error:
-                self._close_stream()
-                raise _error(f"read {self._name} from {self._servers.current()}", error) from error
 
     def __reduce__(self) -> Any:
         return _restore, (type(self), self._arguments, self._request, self._state)
@@ -288,12 +288,15 @@ class _Servers:
         return self.known[self._at % len(self.known)]
 
     def learn(self, locations: Iterator[str]) -> None:
-        """Adds the locations of an answer. A client with TLS goes to no server without."""
+        """Turns to the locations of an endpoint in their order, then to the others. With TLS, to none without."""
         is_secure = all(server.startswith("grpc+tls://") for server in self._given)
-        for location in locations:
-            is_usable = location.startswith("grpc+tls://" if is_secure else ("grpc://", "grpc+tcp://", "grpc+tls://"))
-            if not location.startswith(_SAME_CONNECTION) and is_usable and location not in self.known:
-                self.known.append(location)
+        schemes = ("grpc+tls://",) if is_secure else ("grpc://", "grpc+tcp://", "grpc+tls://")
+        before = self.current()
+        named = [before if location.startswith(_SAME_CONNECTION) else location for location in locations]
+        usable = [location for location in named if location.startswith(schemes)]
+        self.known, self._at = list(dict.fromkeys([*usable, *self.known])), 0
+        if self.current() != before:
+            self.close()
 
     def has_forked(self) -> bool:
         if self._process == os.getpid():
@@ -337,22 +340,32 @@ def _restore(kind: type[FlightFeed], arguments: tuple[Any, ...], request: dict[s
     return feed
 
 
-# A server that is gone, stopping or busy. A connection that breaks inside of a message is an internal error to gRPC.
-_RETRYABLE = (
-    flight.FlightUnavailableError,
-    flight.FlightTimedOutError,
-    flight.FlightInternalError,
-    flight.FlightCancelledError,
-    pyarrow.ArrowCapacityError,
-)
+# How pyarrow begins the text of a status for which it has no class of its own.
+_EXHAUSTED, _DATA_LOSS = "gRPC returned resource exhausted error", "gRPC returned data loss error"
+
+
+def _is_retryable(error: BaseException) -> bool:
+    """Whether another server may answer: this one is gone, stopping or busy.
+
+    A connection that breaks inside of a message is an internal error to gRPC.
+    """
+    gone = (
+        flight.FlightUnavailableError,
+        flight.FlightTimedOutError,
+        flight.FlightInternalError,
+        flight.FlightCancelledError,
+    )
+    return (isinstance(error, gone) and not _is(error, _DATA_LOSS)) or _is(error, _EXHAUSTED)
+
+
+def _is(error: BaseException, status: str) -> bool:
+    return str(error).startswith(status)
 
 
 def _text(error: BaseException) -> str:
     """The server's words of an error."""
-    text = str(error)
-    for noise in (". gRPC client debug context:", ". Client context:", ". Detail: "):
-        text = text.split(noise, 1)[0]
-    return text
+    text = str(error).split(". gRPC client debug context:", 1)[0]
+    return text.split(", with message: ", 1)[-1]
 
 
 def _error(attempt: str, error: BaseException) -> Error:
@@ -363,7 +376,7 @@ def _error(attempt: str, error: BaseException) -> Error:
         return NotFoundError(text)
     if isinstance(error, pyarrow.ArrowInvalid):
         return UsageError(text)
-    return CorruptError(text) if isinstance(error, pyarrow.ArrowIOError) else Error(text)
+    return CorruptError(text) if _is(error, _DATA_LOSS) else Error(text)
 
 
 def _to_numpy(batch: pyarrow.RecordBatch) -> dict[str, Any]:

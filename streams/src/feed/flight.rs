@@ -4,7 +4,7 @@
 //! - [`Exposure`]: the datasets that clients may read. [`Permission`]: the volumes that one caller may read.
 //! - [`Limits`]: bounds of streams and memory.
 //!
-//! A request is JSON with the parameters of `millrace.Feed` ([`Request`](request::Request)). `GetFlightInfo` answers with
+//! A request is JSON with the parameters of `millrace.Feed`. `GetFlightInfo` answers with
 //! an endpoint for each rank. Its ticket is the request again, with the snapshot by name, the rank, and the id of the
 //! plan. The server keeps nothing about a ticket, so every server of the same volumes answers it. Each batch carries the
 //! state after it. A client whose server has died puts the last state into its ticket and asks another server.

@@ -126,8 +126,8 @@ impl OpenFeeds {
             false => dataset.clone(),
             // It becomes a snapshot's name, which can be exposed or not.
             true => {
-                let exposed = self.exposure.entries().iter();
-                if !exposed.clone().any(|entry| entry.source.volume == dataset.source.volume) {
+                let mut exposed = self.exposure.entries().iter();
+                if !exposed.any(|entry| entry.source.volume == dataset.source.volume) {
                     return Err(refused());
                 }
                 let mut resolved = dataset.clone();

@@ -83,7 +83,6 @@ fn default_batch_rows() -> usize {
     128
 }
 
-#[expect(clippy::unnecessary_wraps, reason = "the type of the field")]
 fn one_epoch() -> Option<u64> {
     Some(1)
 }

@@ -11,7 +11,7 @@ use arrow_flight::{
     HandshakeRequest, HandshakeResponse, PollInfo, PutResult, SchemaAsIpc, SchemaResult, Ticket,
 };
 use futures::stream::{self, BoxStream};
-use futures::{StreamExt, TryStreamExt};
+use futures::StreamExt;
 use millrace_datafs::{Datafs, VolumeSpec};
 use serde::{Deserialize, Serialize};
 use tokio::sync::Semaphore;
@@ -450,9 +450,9 @@ impl FlightService for FlightFeeds {
         })?;
         let infos = listed.into_iter().map(|dataset| {
             let descriptor = FlightDescriptor::new_path(vec![dataset.to_string()]);
-            Ok(FlightInfo::new().with_descriptor(descriptor))
+            Ok::<_, Status>(FlightInfo::new().with_descriptor(descriptor))
         });
-        Ok(Response::new(stream::iter(infos.collect::<Vec<_>>()).map_err(|error: Status| error).boxed()))
+        Ok(Response::new(stream::iter(infos.collect::<Vec<_>>()).boxed()))
     }
 
     async fn poll_flight_info(

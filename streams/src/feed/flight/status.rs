@@ -19,13 +19,14 @@ pub(super) fn exhausted(reason: &str, text: String) -> Status {
 
 fn code(error: &FeedError) -> Code {
     match error {
-        FeedError::NoFiles { .. } | FeedError::NoRows { .. } => Code::NotFound,
-        FeedError::MixedFormats { .. }
+        FeedError::NoFiles { .. }
+        | FeedError::NoRows { .. }
         | FeedError::NothingSelected { .. }
+        | FeedError::NoColumn { .. } => Code::NotFound,
+        FeedError::MixedFormats { .. }
         | FeedError::Filter { .. }
         | FeedError::TooLarge { .. }
         | FeedError::SchemaConflict { .. }
-        | FeedError::NoColumn { .. }
         | FeedError::Invalid { .. }
         | FeedError::DuplicateColumn { .. }
         | FeedError::InvalidSpec { .. }

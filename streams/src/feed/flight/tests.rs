@@ -206,7 +206,7 @@ async fn hostile_requests_are_refused_with_their_reason() {
         (json!({ "world": 5000 }), Code::InvalidArgument, "name the rank"),
         (json!({ "batch_rows": 0 }), Code::InvalidArgument, "batch_rows is 0"),
         (json!({ "epochs": 0 }), Code::InvalidArgument, "epochs is 0"),
-        (json!({ "columns": ["none"] }), Code::InvalidArgument, "none"),
+        (json!({ "columns": ["none"] }), Code::NotFound, "none"),
         (json!({ "where": "id >" }), Code::InvalidArgument, "where"),
         (json!({ "split": "a" }), Code::InvalidArgument, "needs splits"),
         (json!({ "plan": "00" }), Code::InvalidArgument, "plan id"),
