@@ -88,7 +88,7 @@ impl Host {
         let (tls, tokens) = (config.tls.clone(), config.tokens.clone());
         let open = move || {
             let certificates = tls.as_ref().map(Certificates::open).transpose()?;
-            Ok((certificates, tokens.as_deref().map(tokens::open).transpose()?))
+            Ok::<_, Error>((certificates, tokens.as_deref().map(tokens::open).transpose()?))
         };
         let (certificates, tokens) = blocking("configuration", open).await?;
         Ok(Host { config, certificates, tokens })

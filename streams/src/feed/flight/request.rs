@@ -66,6 +66,9 @@ pub(super) struct Request {
     pub(super) plan: Option<PlanId>,
 }
 
+/// Datasets with their weights.
+pub(super) type Sources = Vec<(DatasetSpec, Weight)>;
+
 /// A position of a feed, as `Feed.state_dict()` has it: at most 128 bytes of JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -168,7 +171,7 @@ impl Request {
     }
 
     /// The datasets with their weights, and the end of an epoch if they are a mixture.
-    pub(super) fn sources(&self) -> Result<(Vec<(DatasetSpec, Weight)>, Option<Until>)> {
+    pub(super) fn sources(&self) -> Result<(Sources, Option<Until>)> {
         if let Some(dataset) = &self.dataset {
             return Ok((vec![(dataset.clone(), "1".parse()?)], None));
         }

@@ -6,9 +6,17 @@ use tonic::{Code, Status};
 use super::metrics::REFUSED;
 use crate::feed::error::FeedError;
 
+/// Longest text of a status. It travels in a header, of which clients take 8 KiB, and is escaped there.
+const TEXT_BYTES_MAX: usize = 2_000;
+
 /// The status of an error. Its text has the causes, too.
 pub(super) fn status(error: &FeedError) -> Status {
-    Status::new(code(error), error_chain::one_line(error))
+    let mut text = error_chain::one_line(error);
+    if text.len() > TEXT_BYTES_MAX {
+        text.truncate(text.floor_char_boundary(TEXT_BYTES_MAX));
+        text.push('…');
+    }
+    Status::new(code(error), text)
 }
 
 /// Refuses a call because a limit is reached.
