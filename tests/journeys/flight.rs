@@ -117,7 +117,8 @@ fn ticket(info: &FlightInfo, rank: usize) -> Value {
 /// The order of the feed without a server.
 fn expected(home: &Home) -> Vec<i64> {
     let rows = ROWS.to_string();
-    let head = ["--json", "feed", "head", "v@s:/rows", "--batch-rows", "64", "--columns", "id", "--rows", &rows];
+    let head =
+        ["--json", "feed", "head", "v@s:/rows", "--batch-rows", "64", "--columns", "id", "--rows", &rows];
     let printed = home.ok(head);
     printed.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["id"].as_i64().unwrap()).collect()
 }

@@ -105,7 +105,8 @@ impl Host {
     /// [`Error::Service`] for a socket without an address.
     pub async fn start(self, socket: TcpListener, routes: Routes) -> Result<HostServer> {
         let Host { config, certificates, tokens } = self;
-        let failed = |error: std::io::Error| Error::Service { service: config.service, reason: error.to_string() };
+        let failed =
+            |error: std::io::Error| Error::Service { service: config.service, reason: error.to_string() };
         let address = socket.local_addr().map_err(failed)?;
         let (health, health_service) = tonic_health::server::health_reporter();
         for name in ["", config.health_name] {

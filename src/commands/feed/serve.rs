@@ -149,7 +149,9 @@ fn configured(context: &Context, args: FeedServeArgs) -> Result<FeedConfig> {
         );
     }
     if !is_local && config.tokens.is_some() && config.tls.is_none() {
-        tracing::warn!("clients send tokens over connections without TLS, which others may read: set [feed.tls]");
+        tracing::warn!(
+            "clients send tokens over connections without TLS, which others may read: set [feed.tls]"
+        );
     }
     Ok(config)
 }

@@ -113,7 +113,11 @@ impl ObjectStore for ConfinedStore {
         self.store.get_opts(location, options).await
     }
 
-    async fn get_ranges(&self, location: &Path, ranges: &[std::ops::Range<u64>]) -> Result<Vec<bytes::Bytes>> {
+    async fn get_ranges(
+        &self,
+        location: &Path,
+        ranges: &[std::ops::Range<u64>],
+    ) -> Result<Vec<bytes::Bytes>> {
         self.check(location).await?;
         self.store.get_ranges(location, ranges).await
     }

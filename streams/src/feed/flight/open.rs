@@ -172,7 +172,8 @@ impl OpenFeeds {
             let text = format!("{PLANS_WAITING_MAX} other calls wait for their plans; try again later");
             exhausted("plans", text)
         })?;
-        let _turn = self.planning.acquire().await.map_err(|_| Status::unavailable("the server is stopping"))?;
+        let _turn =
+            self.planning.acquire().await.map_err(|_| Status::unavailable("the server is stopping"))?;
         let planned = Planned::make(request, &datasets, until, &options).await;
         let planned = planned.map_err(|error| status(&error))?;
         let images = if request.has_images() { IMAGE_BYTES } else { 0 };

@@ -11,7 +11,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::dataset::DatasetSpec;
 use crate::feed::error::{FeedError, Result};
-use crate::feed::{EpochRows, FeedOptions, ImageOptions, PlanId, PlanOptions, Selection, Shard, Until, Weight};
+use crate::feed::{
+    EpochRows, FeedOptions, ImageOptions, PlanId, PlanOptions, Selection, Shard, Until, Weight,
+};
 
 /// Most bytes of a request.
 pub(super) const REQUEST_BYTES_MAX: usize = 256 << 10;
@@ -157,7 +159,9 @@ impl Request {
 
     fn check(&self) -> Result<()> {
         match (&self.dataset, self.mixture.0.is_empty()) {
-            (None, true) => Err(FeedError::invalid("the request names no dataset; write VOLUME@SNAPSHOT:/PATH")),
+            (None, true) => {
+                Err(FeedError::invalid("the request names no dataset; write VOLUME@SNAPSHOT:/PATH"))
+            }
             (Some(_), false) => Err(FeedError::invalid("dataset and mixture exclude each other")),
             _ => Ok(()),
         }?;
@@ -165,7 +169,9 @@ impl Request {
             return Err(FeedError::invalid("until needs mixture, the weight of each dataset"));
         }
         if self.epochs == Some(0) {
-            return Err(FeedError::invalid("epochs is 0; it must be at least 1, or null to read without end"));
+            return Err(FeedError::invalid(
+                "epochs is 0; it must be at least 1, or null to read without end",
+            ));
         }
         Shard::new(self.rank.unwrap_or(0), self.world).map(drop)
     }

@@ -206,7 +206,11 @@ impl Encoder {
     }
 
     /// The messages of a batch: dictionaries, then the rows with the state after them.
-    async fn encode(mut self, batch: RecordBatch, state: State) -> Result<(Encoder, Vec<FlightData>), Status> {
+    async fn encode(
+        mut self,
+        batch: RecordBatch,
+        state: State,
+    ) -> Result<(Encoder, Vec<FlightData>), Status> {
         let failed = |error: ArrowError| Status::internal(format!("encode a batch: {error}"));
         if batch.get_array_memory_size() <= INLINE_BYTES_MAX {
             let messages = self.messages(&batch, state).map_err(failed)?;

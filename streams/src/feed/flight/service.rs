@@ -10,8 +10,8 @@ use arrow_flight::{
     Action, ActionType, Criteria, Empty, FlightData, FlightDescriptor, FlightEndpoint, FlightInfo,
     HandshakeRequest, HandshakeResponse, PollInfo, PutResult, SchemaAsIpc, SchemaResult, Ticket,
 };
-use futures::stream::{self, BoxStream};
 use futures::StreamExt;
+use futures::stream::{self, BoxStream};
 use millrace_datafs::{Datafs, VolumeSpec};
 use serde::{Deserialize, Serialize};
 use tokio::sync::Semaphore;
@@ -73,7 +73,9 @@ impl Limits {
     pub fn check(&self) -> Result<()> {
         let within = |name: &str, value: u64, most: u64| match (1..=most).contains(&value) {
             true => Ok(()),
-            false => Err(FeedError::invalid(format!("feed.limits.{name} is {value}; it must be 1 to {most}"))),
+            false => {
+                Err(FeedError::invalid(format!("feed.limits.{name} is {value}; it must be 1 to {most}")))
+            }
         };
         within("streams_max", self.streams_max as u64, 1 << 16)?;
         within("memory_bytes_max", self.memory_bytes_max, 1 << 50)?;
@@ -180,7 +182,11 @@ impl FlightFeeds {
         Ok(bytes)
     }
 
-    async fn info(&self, descriptor: FlightDescriptor, permission: &Permission) -> Result<FlightInfo, Status> {
+    async fn info(
+        &self,
+        descriptor: FlightDescriptor,
+        permission: &Permission,
+    ) -> Result<FlightInfo, Status> {
         let request = Request::of_descriptor(&descriptor).map_err(|error| status(&error))?;
         let ranks = match request.rank {
             Some(rank) => rank..rank + 1,
@@ -204,7 +210,8 @@ impl FlightFeeds {
             endpoints.push(self.endpoint(rank, ticket));
         }
         let rows = rows.and_then(|rows| i64::try_from(rows).ok()).unwrap_or(-1);
-        let details = serde_json::to_vec(&served.details()).map_err(|error| Status::internal(error.to_string()))?;
+        let details =
+            serde_json::to_vec(&served.details()).map_err(|error| Status::internal(error.to_string()))?;
         let info = FlightInfo::new()
             .with_descriptor(descriptor)
             .with_endpoints(endpoints)
@@ -360,7 +367,11 @@ impl Served {
 }
 
 /// The exposed datasets that a caller may read, one for each snapshot that has the folder.
-fn list(feeds: &OpenFeeds, permission: &Permission, prefix: &str) -> millrace_datafs::Result<Vec<DatasetSpec>> {
+fn list(
+    feeds: &OpenFeeds,
+    permission: &Permission,
+    prefix: &str,
+) -> millrace_datafs::Result<Vec<DatasetSpec>> {
     let mut found = Vec::new();
     for entry in feeds.exposure().entries() {
         if permission(entry.source.volume.as_str()).is_err() {
@@ -394,7 +405,9 @@ fn list(feeds: &OpenFeeds, permission: &Permission, prefix: &str) -> millrace_da
 }
 
 fn unsupported(call: &str) -> Status {
-    Status::unimplemented(format!("{call} is not part of this service: clients read with GetFlightInfo and DoGet"))
+    Status::unimplemented(format!(
+        "{call} is not part of this service: clients read with GetFlightInfo and DoGet"
+    ))
 }
 
 #[tonic::async_trait]
@@ -440,7 +453,9 @@ impl FlightService for FlightFeeds {
         let permission = self.admit(request.extensions())?;
         let prefix = String::from_utf8(request.into_inner().expression.to_vec());
         let prefix = prefix.map_err(|_| {
-            Status::invalid_argument("the criteria are not UTF-8; send the beginning of a name, such as digits@")
+            Status::invalid_argument(
+                "the criteria are not UTF-8; send the beginning of a name, such as digits@",
+            )
         })?;
         let shared = Arc::clone(&self.shared);
         let listing = tokio::task::spawn_blocking(move || list(&shared.feeds, &permission, &prefix));
@@ -485,10 +500,7 @@ impl FlightService for FlightFeeds {
         Err(unsupported("DoExchange"))
     }
 
-    async fn do_action(
-        &self,
-        _: tonic::Request<Action>,
-    ) -> Result<Response<Self::DoActionStream>, Status> {
+    async fn do_action(&self, _: tonic::Request<Action>) -> Result<Response<Self::DoActionStream>, Status> {
         Err(unsupported("DoAction"))
     }
 

@@ -55,7 +55,9 @@ fn code(error: &FeedError) -> Code {
         },
         FeedError::Volume { source, .. } => match &**source {
             millrace_datafs::Error::NotFound { .. } => Code::NotFound,
-            millrace_datafs::Error::StoreAway { .. } | millrace_datafs::Error::Busy { .. } => Code::Unavailable,
+            millrace_datafs::Error::StoreAway { .. } | millrace_datafs::Error::Busy { .. } => {
+                Code::Unavailable
+            }
             millrace_datafs::Error::Corrupt { .. } => Code::DataLoss,
             _ => Code::Internal,
         },

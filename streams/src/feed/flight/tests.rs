@@ -39,8 +39,9 @@ fn bench() -> Bench {
     live.create_dir_all("train").unwrap();
     live.create_dir_all("secret").unwrap();
     for (file, ids) in [0..100, 100..350, 350..ROWS].into_iter().enumerate() {
-        let lines: String =
-            ids.map(|id| format!("{{\"id\":{id},\"even\":{},\"name\":\"row {id}\"}}\n", id % 2 == 0)).collect();
+        let lines: String = ids
+            .map(|id| format!("{{\"id\":{id},\"even\":{},\"name\":\"row {id}\"}}\n", id % 2 == 0))
+            .collect();
         live.write_file(&format!("train/{file}.jsonl"), lines.as_bytes()).unwrap();
     }
     live.write_file("secret/0.jsonl", b"{\"id\":1}\n").unwrap();
@@ -94,7 +95,8 @@ type Batches = Vec<(Vec<i64>, Value)>;
 /// The ids of the batches of a ticket, each with its state, up to `most` of them.
 async fn read(feeds: &FlightFeeds, ticket: impl Into<bytes::Bytes>, most: usize) -> Result<Batches, Status> {
     let answer = feeds.do_get(tonic::Request::new(Ticket::new(ticket))).await?;
-    let mut decoded = FlightDataDecoder::new(answer.into_inner().map_err(|status| FlightError::Tonic(Box::new(status))));
+    let mut decoded =
+        FlightDataDecoder::new(answer.into_inner().map_err(|status| FlightError::Tonic(Box::new(status))));
     let mut batches = Batches::new();
     while batches.len() < most {
         let Some(next) = decoded.next().await else { break };
@@ -305,7 +307,8 @@ async fn withdrawn_permission_ends_a_stream_and_hides_datasets() {
     let described = feeds.get_flight_info(tonic::Request::new(listed[0].clone())).await.unwrap().into_inner();
     let endless = info(&feeds, &request(json!({ "epochs": null }))).await.unwrap();
     assert_eq!(described.schema, endless.schema);
-    let answer = feeds.do_get(tonic::Request::new(Ticket::new(ticket(&endless, 0).to_string()))).await.unwrap();
+    let answer =
+        feeds.do_get(tonic::Request::new(Ticket::new(ticket(&endless, 0).to_string()))).await.unwrap();
     let mut messages = answer.into_inner();
     messages.next().await.unwrap().unwrap();
     permitted.store(false, Ordering::Relaxed);
