@@ -30,14 +30,14 @@ class FlightFeed:
     """Batches of a dataset at a snapshot, read and decoded by ``millrace feed serve`` on this or other machines.
 
     The batches, their order and the state are those of :class:`millrace.Feed` with the same arguments: a job can change
-    from one to the other. A server that ends or dies is replaced by another one from the state of the last batch, so no
-    row is missing or repeated. One thread at a time may iterate. A process that is forked later opens a connection of its
-    own; gRPC asks for ``spawn`` where a connection was open before.
+    from one to the other. A server that ends or dies is replaced by another one, from the state of the last batch, so
+    that no row is missing or repeated. One thread at a time may iterate. Start processes by ``spawn``: gRPC does not
+    support a fork while a connection is open.
 
     :param servers: the location of a server, or of several, for example ``grpc://feed-1:8815`` or
         ``grpc+tls://feed-1.example.org:8815``. A server names the others that it knows.
-    :param dataset: ``VOLUME@SNAPSHOT:/PATH`` or ``VOLUME@latest:/PATH``, or a :class:`millrace.Mixture`; the servers must
-        expose it.
+    :param dataset: ``VOLUME@SNAPSHOT:/PATH`` or ``VOLUME@latest:/PATH``, or a :class:`millrace.Mixture`; the servers
+        must expose it.
     :param format: ``"arrow"``: ``pyarrow.RecordBatch``, without a copy. ``"numpy"``: dictionaries of arrays, as
         :class:`millrace.Feed` has them, where a null in a column of numbers is an error.
     :param token: the bearer token, for servers that ask for one.
@@ -49,8 +49,8 @@ class FlightFeed:
     The other arguments are those of :class:`millrace.Feed`.
 
     :raises millrace.Error: :class:`millrace.UnavailableError` when no server answers, or refuses the token;
-        :class:`millrace.NotFoundError` for a dataset that does not exist; :class:`millrace.UsageError` for arguments that
-        do not fit.
+        :class:`millrace.NotFoundError` for a dataset that does not exist; :class:`millrace.UsageError` for arguments
+        that do not fit.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class FlightFeed:
         }
         self._request = {name: value for name, value in request.items() if value is not None}
         # Null reads without end.
-        self._request["epochs"] = None if epochs is None else _integer("epochs", epochs, 1, ", or None to read without end")
+        endless = ", or None to read without end"
+        self._request["epochs"] = None if epochs is None else _integer("epochs", epochs, 1, endless)
         self._arguments = (servers, format, token, ca, certificate, key, patience_s)
         self._name = str(dataset)
         self._format, self._patience_s = format, float(patience_s)
@@ -138,7 +139,7 @@ class FlightFeed:
         return True
 
     def __len__(self) -> int:
-        """Batches of the iteration that the last plan began: from the state that was loaded, else from the beginning."""
+        """Batches of an iteration from the state that was loaded last, else from the beginning."""
         if self._details["batches"] is None:
             raise TypeError("a feed with epochs=None has no end")
         return self._details["batches"]

@@ -50,7 +50,8 @@ class FlightCase(HomeCase):
         return server
 
     def flight_feed(self, *servers: Server, **arguments: Any) -> FlightFeed:
-        feed = FlightFeed([server.location for server in servers], DATASET, **{"columns": ["id"], "patience_s": 20, **arguments})
+        locations = [server.location for server in servers]
+        feed = FlightFeed(locations, DATASET, **{"columns": ["id"], "patience_s": 20, **arguments})
         self.addCleanup(feed.close)
         return feed
 
@@ -80,7 +81,8 @@ class ClientTest(FlightCase):
                     ids += chunk.data.column("id").to_pylist()
             self.assertEqual(ids, self.order(64))
             table = client.do_get(info.endpoints[0].ticket).read_all()
-            self.assertEqual(table.column("kind").to_pylist(), [f"kind {i % 3}" for i in table.column("id").to_pylist()])
+            kinds = [f"kind {i % 3}" for i in table.column("id").to_pylist()]
+            self.assertEqual(table.column("kind").to_pylist(), kinds)
             by_path = client.get_flight_info(flight.FlightDescriptor.for_path("digits@v1", "train"))
             self.assertEqual(by_path.total_records, ROWS)
             self.assertEqual(client.get_schema(by_path.descriptor).schema, info.schema)
@@ -167,11 +169,10 @@ class FeedTest(FlightCase):
         server = self.serve()
         feeds = [self.flight_feed(server, rank=rank, world=3, batch_rows=50, format="numpy") for rank in range(3)]
         self.assertEqual(together(feeds), self.order(50))
-        mixed = FlightFeed(server.location, millrace.Mixture({"digits@v1:/train/0.parquet": 0.5, "digits@v1:/train/1.parquet": 0.5}))
+        mixture = millrace.Mixture({f"{DATASET}/0.parquet": 0.5, f"{DATASET}/1.parquet": 0.5})
+        mixed = FlightFeed(server.location, mixture)
         self.addCleanup(mixed.close)
-        local = millrace.Feed(
-            millrace.Mixture({"digits@v1:/train/0.parquet": 0.5, "digits@v1:/train/1.parquet": 0.5}), home=self.home
-        )
+        local = millrace.Feed(mixture, home=self.home)
         self.assertEqual((mixed.plan, mixed.rows), (local.plan, local.rows))
         part = self.flight_feed(server, where="id < 100", splits={"a": 0.5, "b": 0.5}, split="a", split_by="id")
         local = self.feed(where="id < 100", splits={"a": 0.5, "b": 0.5}, split="a", split_by="id")
@@ -199,11 +200,13 @@ class FeedTest(FlightCase):
         folder = Path(tempfile.mkdtemp(prefix="millrace-test-"))
         self.addCleanup(shutil.rmtree, folder)
         subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-             "-keyout", folder / "server.key", "-out", folder / "server.pem", "-subj", "/CN=localhost",
-             "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"],
+            [
+                "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                "-keyout", folder / "server.key", "-out", folder / "server.pem", "-subj", "/CN=localhost",
+                "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE",
+            ],
             check=True, capture_output=True, timeout=DEADLINE_S,
-        )  # fmt: skip
+        )
         made = json.loads(run(self.home, "--json", "serve", "token", "ci", "--models", "digits"))
         (folder / "tokens.txt").write_text(made["line"] + "\n")
         config = folder / "millrace.toml"
