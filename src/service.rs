@@ -15,6 +15,7 @@ use millrace_serving::pipe::{self, Deps, Waiting};
 use millrace_serving::{MetricsServer, Serving, Source};
 use millrace_streams::broker::Broker;
 use millrace_streams::config::KafkaConfig;
+use millrace_streams::dataset::{DatasetSpec, SourceSpec};
 use millrace_streams::feed::FeedError;
 use millrace_streams::topic;
 use tokio_util::sync::CancellationToken;
@@ -343,7 +344,8 @@ async fn unmounted(mounts: &[Mount]) -> anyhow::Error {
     }
 }
 
-/// Trains a job once its snapshot exists. A job on the newest snapshot trains again on each newer one, until `stop`.
+/// Trains a job once its snapshot exists. A job on the newest snapshot trains again on each newer one, until `stop`. A job
+/// on a topic trains once.
 async fn train_when_ready(
     context: &Context,
     path: &std::path::Path,
@@ -352,12 +354,19 @@ async fn train_when_ready(
 ) -> Result<()> {
     let mut job = millrace_trainer::job::JobFile::load(path)?;
     let datafs = context.volumes().await?;
-    let declared = job.dataset.source.clone();
+    let SourceSpec::Dataset(dataset) = job.dataset.clone() else {
+        let report = crate::commands::train::train(context, &job, stop, |_| {}).await?;
+        tracing::info!(
+            model = %job.model_name(), version = report.version, end = ?report.end, dataset = %job.dataset, "training ended"
+        );
+        return Ok(());
+    };
+    let declared = dataset.source.clone();
     let mut trained = None;
     while let Some((source, number)) =
         newer_snapshot(context, (&datafs, &declared), trained, (&stop, gauge)).await?
     {
-        job.dataset.source = source.clone();
+        job.dataset = DatasetSpec { source: source.clone(), ..dataset.clone() }.into();
         let report = match crate::commands::train::train(context, &job, stop.clone(), |_| {}).await {
             Ok(report) => report,
             // Records may not have landed yet. A later snapshot can hold some, this one never will.

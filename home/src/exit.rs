@@ -114,13 +114,22 @@ fn streams(error: &millrace_streams::Error) -> Exit {
     use millrace_streams::Error as E;
     match error {
         E::Unreachable { .. } | E::NotRunning { .. } => Exit::Unavailable,
-        E::UnknownTopic { .. } | E::UnknownPartition { .. } | E::OffsetOutOfRange { .. } => Exit::NotFound,
-        E::Config { .. } | E::InvalidTopic { .. } => Exit::Usage,
-        E::AddressTaken { .. } | E::HeldByAnother { .. } | E::NewerFormat { .. } => Exit::Conflict,
+        E::UnknownTopic { .. }
+        | E::UnknownPartition { .. }
+        | E::OffsetOutOfRange { .. }
+        | E::TooFewRecords { .. }
+        | E::NoRecords { .. } => Exit::NotFound,
+        E::Config { .. } | E::InvalidTopic { .. } | E::OpenRange { .. } => Exit::Usage,
+        E::AddressTaken { .. }
+        | E::HeldByAnother { .. }
+        | E::NewerFormat { .. }
+        | E::RecordsChanged { .. } => Exit::Conflict,
         E::BrokerDisk { .. } => Exit::NoSpace,
-        E::Corrupt { .. } | E::Damaged { .. } | E::DamagedMeta { .. } | E::Undecodable { .. } => {
-            Exit::Corrupt
-        }
+        E::Corrupt { .. }
+        | E::Damaged { .. }
+        | E::DamagedMeta { .. }
+        | E::Undecodable { .. }
+        | E::BadRecord { .. } => Exit::Corrupt,
         _ => Exit::Failed,
     }
 }
@@ -135,6 +144,7 @@ fn feed(error: &millrace_streams::feed::FeedError) -> Exit {
         E::Invalid { .. }
         | E::Filter { .. }
         | E::InvalidSpec { .. }
+        | E::InvalidTopicSpec { .. }
         | E::OtherPlan { .. }
         | E::OtherOrder { .. } => Exit::Usage,
         E::SchemaConflict { .. }

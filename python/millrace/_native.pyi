@@ -26,6 +26,8 @@ class Reader:
     batch_rows: int
     fields: list[tuple[str, str]]
     groups: int
+    ranges: list[str]
+    has_found_offsets: bool
     def __init__(
         self,
         datasets: list[tuple[str, str]],
@@ -54,6 +56,7 @@ class Reader:
     def epoch_of(self, place: int) -> int: ...
     def check_plan(self, plan: str) -> None: ...
     def in_order(self, order: str) -> Reader | None: ...
+    def with_ranges(self, ranges: list[str]) -> Reader: ...
 
 class File:
     size: int

@@ -320,6 +320,9 @@ def _origin(
         seed = arguments["seed"] if seed is None else seed
         steps = -(-place // feed.batch_rows) if steps is None else steps
         epochs = feed._reader.epoch_of(place) if epochs is None else epochs
+        if feed._until is None and feed.dataset.startswith("topic:") and not feed.dataset.startswith("topic:/"):
+            volume, snapshot, path = "", "", ""
+            lineage.update(topic=feed.dataset)
         lineage.update(volume=volume, snapshot=snapshot, path=path, config_sha256=feed.plan)
         images = {column: json.loads(image.encode(column)) for column, image in (arguments["images"] or {}).items()}
         # Fractions may be decimal numbers, which JSON has as texts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import operator
 import os
 import threading
@@ -65,6 +66,12 @@ class Feed:
         file, or a folder of files of one format: Parquet, Arrow IPC, JSON lines, CSV, or tar shards of WebDataset. A
         format in front overrides the names of the files: ``folder:VOLUME@SNAPSHOT:/PATH`` reads files with one folder a
         class, as columns ``path``, ``data``, ``label`` and ``class``. Or a :class:`Mixture` of several.
+        ``topic:NAME`` reads a bounded range of a topic, whose records are JSON objects, as columns of their fields and
+        ``_partition``, ``_offset`` and ``_timestamp``.
+    :param until: the end of a topic, resolved once into offsets: ``"latest"``, what has arrived (the default); a number of
+        records; or a time, as ``datetime`` with a time zone or a text such as ``"2026-11-28T06:00:00Z"``. The topic's text
+        can say it, too: ``topic:NAME@UNTIL``. Ranks must agree on the offsets: hand :meth:`state_dict` of one to
+        :meth:`load_state_dict` of the others before the first batch, or give all of them its :attr:`dataset`.
     :param batch_rows: rows of a global batch, which the ranks share.
     :param epochs: epochs of one iteration; ``None`` reads without end, in full batches.
     :param rows_per_epoch: rows of an epoch, or a fraction of the rows below 1, for example ``0.1``; all rows by default.
@@ -107,6 +114,7 @@ class Feed:
         self,
         dataset: str | Mixture,
         *,
+        until: str | int | datetime.datetime | None = None,
         batch_rows: int = 128,
         epochs: int | None = 1,
         rows_per_epoch: int | float | None = None,
@@ -135,6 +143,7 @@ class Feed:
         self._convert = _converter(format, pad)
         splits = None if splits is None else {name: _fraction(name, part) for name, part in splits.items()}
         split_keys = [split_by] if isinstance(split_by, str) else list(split_by or ())
+        dataset = _bounded(dataset, until)
         mixture = dataset if isinstance(dataset, Mixture) else None
         length = None if rows_per_epoch is None else _epoch_rows(rows_per_epoch)
         self._reader = _native.Reader(
@@ -209,6 +218,7 @@ class Feed:
         end = self._end
         if end is None:
             end = self._end = self._place if self._is_over else self._end_of_round(self._place)
+        self._check_offsets()
         batch = self._reader.next(self._place, end, 1)
         if batch is None:
             self._has_ended, self._is_over = True, False
@@ -229,7 +239,7 @@ class Feed:
 
     @property
     def dataset(self) -> str:
-        """The dataset. ``@latest`` has become the snapshot that was the newest."""
+        """The dataset. ``@latest`` has become the snapshot that was the newest, and a topic has its offsets."""
         return self._reader.dataset
 
     @property
@@ -260,6 +270,8 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches that were taken, in at most 128 bytes of JSON.
 
+        For topics it also has their offsets: 32 bytes for each partition, as base64.
+
         Store it with what those batches have changed. It is the same for every rank, and fits any number of ranks. It
         counts rows, so that a feed with another ``batch_rows`` or ``rows_per_epoch`` goes on at the right one, too.
         After the last batch, inside the loop, the state says so: the first iteration after it is loaded is empty. A
@@ -268,7 +280,7 @@ class Feed:
         return self._state(self._place, self._is_over or (self._place == self._end and not self._has_ended))
 
     def _state(self, place: int, is_over: bool) -> dict[str, Any]:
-        state = {"order": self._reader.order, "rows": place}
+        state = {"order": self._reader.order, "rows": place, **self._offsets()}
         return {**state, "over": True} if is_over else state
 
     def state_after(self, batches: int) -> dict[str, Any]:
@@ -294,6 +306,7 @@ class Feed:
         if "workers" in state:
             raise UsageError(f"resume {self.dataset}: the state is that of a worker of a DataLoader; load it there")
         order, rows = state.get("order"), state.get("rows")
+        self._load_offsets(state.get("offsets"))
         if isinstance(order, str) and _is_place(rows):
             # Another batch can need another order: this one then reads that of the state.
             self._reader = self._reader.in_order(order) or self._reader
@@ -303,6 +316,29 @@ class Feed:
             self._set_position(state.get("plan"), rows)
         is_end = self._epochs is not None and self._place > 0 and self._place == self._round(self._place)[0]
         self._is_over = is_end and state.get("over") is True
+
+    def _check_offsets(self) -> None:
+        """Refuse a topic of which each rank has found its own end."""
+        world = self._arguments["world"]
+        if world > 1 and self._reader.has_found_offsets:
+            raise UsageError(
+                f"read {self.dataset[:200]}: each of the {world} ranks has found the end of the topic by itself, and the "
+                "ends can differ; hand state_dict() of one rank to load_state_dict() of all, or give its dataset to all"
+            )
+
+    def _offsets(self) -> dict[str, Any]:
+        """The part of a state that says the offsets of topics."""
+        ranges = self._reader.ranges
+        return {"offsets": ranges} if ranges else {}
+
+    def _load_offsets(self, offsets: Any) -> None:
+        """Read the records of a state in place of those that have arrived since."""
+        if offsets is None:
+            return
+        if not isinstance(offsets, (list, tuple)) or not all(isinstance(text, str) for text in offsets):
+            raise UsageError(f"resume {self.dataset}: the state's offsets are no list of texts")
+        if list(offsets) != self._reader.ranges or self._reader.has_found_offsets:
+            self._reader = self._reader.with_ranges(list(offsets))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration at the first row of an epoch, as PyTorch's ``DistributedSampler`` does.
@@ -332,6 +368,8 @@ class Feed:
         return self._reader.epoch_start(first), self._reader.epoch_start(first + self._epochs)
 
     def __reduce__(self) -> Any:
+        # The copy would have offsets that no other rank has.
+        self._check_offsets()
         datasets = self._reader.datasets
         source = datasets[0][0] if self._until is None else Mixture(dict(datasets), until=self._until)
         return _restore, (type(self), source, self._arguments, self.state_dict())
@@ -345,6 +383,22 @@ def _restore(kind: type[Feed], dataset: str | Mixture, arguments: dict[str, Any]
     feed = kind(dataset, **arguments)
     feed.load_state_dict(state)
     return feed
+
+
+def _bounded(dataset: str | Mixture, until: Any) -> str | Mixture:
+    """The dataset with the end of a topic in its text."""
+    if until is None:
+        return dataset
+    if not isinstance(dataset, str) or not dataset.startswith("topic:") or "@" in dataset:
+        raise UsageError(f"until is for a topic whose text has no end, topic:NAME; {dataset!r} is not")
+    if isinstance(until, datetime.datetime):
+        if until.tzinfo is None:
+            raise UsageError(f"until is {until!r}, a time without a time zone; give it one, for example datetime.timezone.utc")
+        until = until.isoformat()
+    elif isinstance(until, bool) or not isinstance(until, (str, int)):
+        raise UsageError(f'until is {until!r}; it must be "latest", a number of records, or a time')
+    name, mark, options = dataset.partition("?")
+    return f"{name}@{until}{mark}{options}"
 
 
 def _shard(rank: int | str | None, world: int | None) -> tuple[int, int]:

@@ -112,6 +112,8 @@ def map(
     # Input groups have no ranks: those of the environment are not asked for.
     feed = Feed(source, format=format, home=home, rank=0, world=1, **options)
     options = {name: feed._arguments[name] for name in (*options, "format", "home", "rank", "world")}
+    if feed._reader.ranges:
+        raise UsageError(f"map {source}: a topic is not mapped; land it with millrace ingest, and map a snapshot")
     # A format may stand in front: FORMAT:VOLUME@SNAPSHOT:/PATH.
     if "@" not in feed.dataset.partition(":/")[0]:
         raise UsageError(f"map {source}: the live volume may change while the job runs; take a snapshot, and name it")

@@ -198,6 +198,7 @@ class FeedDataset(IterableDataset):
 
     def _iterate_shared(self, worker: int, workers: int) -> Iterator[Any]:
         feed, reader = self.feed, self.feed._reader
+        feed._check_offsets()
         shared = self._shared or {"rows": feed._place, "taken": 0, "workers": workers}
         self._shared = shared
         end = shared["rows"] if feed._is_over else feed._end_of_round(shared["rows"])
@@ -227,7 +228,7 @@ class FeedDataset(IterableDataset):
         """
         if self._shared is None:
             return self.feed.state_dict()
-        return {"plan": self.feed.plan, **self._shared}
+        return {"plan": self.feed.plan, **self._shared, **self.feed._offsets()}
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """The position after ``batches`` batches of the iteration that the loader has begun.
@@ -247,5 +248,6 @@ class FeedDataset(IterableDataset):
         numbers: dict[str, Any] = {name: state.get(name) for name in ("rows", "taken", "workers")}
         if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
             raise UsageError(f"resume {self.feed.dataset}: not a state of a worker")
+        self.feed._load_offsets(state.get("offsets"))
         self.feed._set_position(state.get("plan"), numbers["rows"])
         self._shared, self._begun = numbers, None

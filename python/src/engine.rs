@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use millrace_datafs::{Datafs, OpenFile, StagedWriter};
 use millrace_home::{Home, settings};
+use millrace_streams::KafkaConfig;
 use pyo3::prelude::*;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::{Builder, Runtime};
@@ -34,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// All that a process has open.
 pub(crate) struct Engine {
     runtime: Option<Runtime>,
-    homes: Mutex<HashMap<PathBuf, (Home, Datafs)>>,
+    homes: Mutex<HashMap<PathBuf, (Home, Datafs, millrace_streams::Config)>>,
     /// Open feeds, by the number of their reader.
     pub(crate) readings: Table<Mutex<Reading>>,
     /// Files open for reading.
@@ -46,11 +47,12 @@ pub(crate) struct Engine {
 /// Things by number. A number is never used again in a process or in its children.
 pub(crate) struct Table<T>(Mutex<HashMap<u64, Arc<T>>>);
 
-/// The table of the configuration that concerns volumes. The command checks the other tables.
+/// The tables of the configuration that concern volumes and topics. The command checks the other tables.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default)]
 struct Settings {
     datafs: millrace_datafs::Config,
+    streams: millrace_streams::Config,
 }
 
 struct Process {
@@ -202,17 +204,29 @@ impl Engine {
 
     /// The volumes of a home, opened once.
     pub(crate) fn volumes(&self, root: &Path) -> Result<Datafs> {
+        Ok(self.open_home(root)?.0)
+    }
+
+    /// The brokers of a home.
+    pub(crate) fn kafka(&self, root: &Path) -> Result<KafkaConfig> {
+        Ok(self.open_home(root)?.1.kafka(root)?)
+    }
+
+    /// The volumes of a home and its settings of topics.
+    fn open_home(&self, root: &Path) -> Result<(Datafs, millrace_streams::Config)> {
         let mut homes = lock(&self.homes);
-        if let Some((_, volumes)) = homes.get(root) {
-            return Ok(volumes.clone());
+        if let Some((_, volumes, streams)) = homes.get(root) {
+            return Ok((volumes.clone(), streams.clone()));
         }
         let file = std::env::var_os("MILLRACE_CONFIG").map(PathBuf::from);
-        let is_key = |name: &str| name.starts_with("MILLRACE_DATAFS__");
+        let is_key =
+            |name: &str| name.starts_with("MILLRACE_DATAFS__") || name.starts_with("MILLRACE_STREAMS__");
         let loaded = settings::load::<Settings>(file.as_deref(), root, is_key)?;
         let home = Home::open(root.to_owned(), true, |note| tracing::warn!("{note}"))?;
-        let volumes = home.volumes(&loaded.settings.datafs)?;
-        homes.insert(root.to_owned(), (home, volumes.clone()));
-        Ok(volumes)
+        let Settings { datafs, streams } = loaded.settings;
+        let volumes = home.volumes(&datafs)?;
+        homes.insert(root.to_owned(), (home, volumes.clone(), streams.clone()));
+        Ok((volumes, streams))
     }
 
     /// Runs a future on the calling thread; what it spawns runs on the threads of the engine.

@@ -19,6 +19,8 @@ pub(crate) enum Failure {
     #[error(transparent)]
     Feed(#[from] millrace_streams::feed::FeedError),
     #[error(transparent)]
+    Topic(#[from] millrace_streams::Error),
+    #[error(transparent)]
     Arrow(#[from] arrow::error::ArrowError),
     #[error("start the threads of the feed")]
     Threads(#[source] io::Error),
@@ -59,6 +61,7 @@ impl Failure {
             Failure::Home(error) => Exit::of(error, Exit::of_cause),
             Failure::Volume(error) => Exit::of(error, Exit::of_cause),
             Failure::Feed(error) => Exit::of(error, Exit::of_cause),
+            Failure::Topic(error) => Exit::of(error, Exit::of_cause),
             Failure::Arrow(_) | Failure::Threads(_) => Exit::Failed,
             Failure::NoForm { .. } | Failure::Usage(_) => Exit::Usage,
             Failure::Null { .. } | Failure::NullInGroup { .. } | Failure::Closed { .. } => Exit::Conflict,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use arrow::datatypes::SchemaRef;
 use futures::StreamExt;
-use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::dataset::{SourceSpec, TopicRange};
 use millrace_streams::feed::{
     AnyFeed, EpochRows, Epochs, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, ImageOptions,
     InputGroup, Mixture, MixtureFeed, PlanId, PlanOptions, Selection, Shard, Until, Weight,
@@ -53,7 +53,7 @@ enum Converted {
 /// A dataset, or several with their weights.
 #[derive(Clone)]
 struct Sources {
-    datasets: Vec<(DatasetSpec, Weight)>,
+    datasets: Vec<(SourceSpec, Weight)>,
     /// The end of an epoch of a mixture; none for one dataset.
     until: Option<Until>,
 }
@@ -83,6 +83,7 @@ pub(crate) struct Reader {
     rows: u64,
     epochs: Epochs,
     epoch_rows: Option<EpochRows>,
+    has_found_offsets: bool,
 }
 
 #[pymethods]
@@ -273,6 +274,41 @@ impl Reader {
         self.recipe.options.batch_rows
     }
 
+    /// The offsets of each dataset that is a topic, as base64 of 32 bytes for each partition.
+    #[getter]
+    fn ranges(&self) -> Vec<String> {
+        let topics = self.recipe.sources.datasets.iter().filter_map(|(spec, _)| spec.topic());
+        topics.filter_map(|topic| topic.range.as_ref().map(TopicRange::to_base64)).collect()
+    }
+
+    /// Whether this reader has found the offsets of a topic itself: another one can find others.
+    #[getter]
+    fn has_found_offsets(&self) -> bool {
+        self.has_found_offsets
+    }
+
+    /// A reader of these offsets of the topics, in place of those that this one has found.
+    fn with_ranges(&self, py: Python<'_>, ranges: Vec<String>) -> PyResult<Reader> {
+        engine::with(py, |engine| {
+            let mut recipe = Recipe { order: None, ..self.recipe.clone() };
+            let topics = recipe.sources.datasets.iter_mut().filter_map(|(spec, _)| match spec {
+                SourceSpec::Topic(topic) => Some(topic),
+                SourceSpec::Dataset(_) => None,
+            });
+            let mut ranges = ranges.iter().map(|text| TopicRange::from_base64(text));
+            for topic in topics {
+                topic.range = ranges.next().flatten();
+                if topic.range.is_none() {
+                    return Err(self.unusable_ranges());
+                }
+            }
+            if ranges.next().is_some() {
+                return Err(self.unusable_ranges());
+            }
+            Reader::open(engine, recipe, self.shard, self.format, self.epoch_rows)
+        })
+    }
+
     /// The columns that are read.
     #[getter]
     fn schema(&self) -> Schema {
@@ -295,6 +331,7 @@ impl Reader {
         format: Format,
         epoch_rows: Option<EpochRows>,
     ) -> Result<Reader> {
+        let has_found_offsets = recipe.sources.datasets.iter().any(|(spec, _)| spec.is_moving() && spec.topic().is_some());
         let (sources, feed) = recipe.open(engine)?;
         let schema = Arc::clone(feed.schema());
         format.check(&schema)?;
@@ -303,7 +340,23 @@ impl Reader {
         let number = engine::number();
         engine.readings.put(number, Mutex::new(Reading { feed, stream: None }));
         let recipe = Recipe { sources, ..recipe };
-        Ok(Reader { number, recipe, shard, format, schema, id, order_id, rows, epochs, epoch_rows })
+        Ok(Reader {
+            number,
+            recipe,
+            shard,
+            format,
+            schema,
+            id,
+            order_id,
+            rows,
+            epochs,
+            epoch_rows,
+            has_found_offsets,
+        })
+    }
+
+    fn unusable_ranges(&self) -> Failure {
+        Failure::Usage(format!("resume {}: the state has no offsets of these topics", self.recipe.sources))
     }
 
     fn refused(&self, py: Python<'_>, error: &FeedError) -> PyErr {
@@ -405,10 +458,12 @@ impl Recipe {
     /// Opens the datasets, of which `@latest` becomes a snapshot, and their feed.
     fn open(&self, engine: &Engine) -> Result<(Sources, AnyFeed)> {
         let volumes = engine.volumes(&self.home)?;
+        let has_topic = self.sources.datasets.iter().any(|(spec, _)| spec.topic().is_some());
+        let kafka = if has_topic { Some(engine.kafka(&self.home)?) } else { None };
         let opened = engine.block_on(async {
             let mut datasets = Vec::with_capacity(self.sources.datasets.len());
             for (spec, weight) in &self.sources.datasets {
-                datasets.push((spec.open(&volumes).await?, *weight));
+                datasets.push((spec.open(&volumes, kafka.as_ref()).await?, *weight));
             }
             let specs = datasets.iter().map(|(dataset, weight)| (dataset.spec().clone(), *weight));
             let sources = Sources { datasets: specs.collect(), until: self.sources.until };

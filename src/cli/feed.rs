@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use millrace_datafs::VolumeSpec;
-use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::dataset::{DatasetSpec, SourceSpec};
 use millrace_streams::feed::{EpochRows, FeedError, Until, Weight};
 
 /// `millrace feed`
@@ -239,12 +239,13 @@ pub(crate) struct EpochArgs {
 /// A dataset, or several by weight, and the rows of them to read.
 #[derive(Debug, Args)]
 pub(crate) struct SourceArgs {
-    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume
+    /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume. Or a topic up to what has arrived, a
+    /// time or a number of records: `topic:NAME@latest`, `topic:NAME@2026-11-28T06:00:00Z`, `topic:NAME@100000`
     #[arg(required_unless_present = "mix", conflicts_with = "mix")]
-    pub(crate) dataset: Option<DatasetSpec>,
+    pub(crate) dataset: Option<SourceSpec>,
     /// Read several datasets in proportion to their weights, for example web@v1:/train=0.7; repeat it for each
     #[arg(long, value_name = "DATASET=WEIGHT", value_parser = mixed)]
-    pub(crate) mix: Vec<(DatasetSpec, Weight)>,
+    pub(crate) mix: Vec<(SourceSpec, Weight)>,
     /// The end of an epoch of a mixture: "first", when a dataset has delivered all its rows, or "every", when all have
     #[arg(long, value_name = "first|every", default_value = "first", requires = "mix")]
     pub(crate) until: Until,
@@ -256,8 +257,9 @@ pub(crate) struct SourceArgs {
 #[derive(Debug, Args)]
 pub(crate) struct RowsArgs {
     /// The dataset: `VOLUME@SNAPSHOT:/PATH`, or `VOLUME:/PATH` for the live volume. A format in front overrides the
-    /// names of the files, for example `folder:photos@v1:/train` for images in one folder a class
-    pub(crate) dataset: DatasetSpec,
+    /// names of the files, for example `folder:photos@v1:/train` for images in one folder a class. Or a topic up to what has
+    /// arrived, a time or a number of records, for example `topic:clicks@latest`
+    pub(crate) dataset: SourceSpec,
     #[command(flatten)]
     pub(crate) select: SelectArgs,
 }
@@ -295,7 +297,7 @@ fn argument(text: &str) -> Result<(String, serde_json::Value), &'static str> {
 }
 
 /// A dataset of a mixture with its weight.
-fn mixed(text: &str) -> Result<(DatasetSpec, Weight), String> {
+fn mixed(text: &str) -> Result<(SourceSpec, Weight), String> {
     let (dataset, weight) =
         text.rsplit_once('=').ok_or("write DATASET=WEIGHT, for example web@v1:/train=0.7")?;
     let dataset = dataset.parse().map_err(|error: FeedError| error.to_string())?;

@@ -13,14 +13,14 @@ use std::time::Instant;
 
 use anyhow::Result;
 use futures::StreamExt;
-use millrace_streams::dataset::OpenDataset;
+use millrace_streams::dataset::{OpenDataset, SourceSpec};
 use millrace_streams::feed::{
     AnyFeed, EpochRows, Epochs, Feed, FeedBatch, FeedOptions, Mixture, MixtureFeed, Plan, PlanOptions,
     Selection, Shard,
 };
 
 use crate::cli::{ColumnsArgs, FeedArgs, FeedCommand, OrderArgs, RowsArgs, SelectArgs, SourceArgs};
-use crate::context::Context;
+use crate::context::{Context, TopicSession};
 use crate::failure::{Exit, fail};
 use crate::json_rows;
 use crate::output::count;
@@ -104,6 +104,8 @@ struct Opened {
     /// The dataset, or the datasets with their weights.
     name: String,
     feed: AnyFeed,
+    /// The broker of topics: a temporary one lives as long as the session.
+    _topics: Option<TopicSession>,
 }
 
 impl Opened {
@@ -122,33 +124,62 @@ async fn open(
 ) -> Result<Opened> {
     let options = PlanOptions { seed: order.seed, batch_rows: order.batch_rows, ..PlanOptions::default() };
     if let Some(spec) = &source.dataset {
-        let dataset = spec.open(&context.volumes().await?).await?;
+        let (dataset, topics) = open_source(context, spec).await?;
         let selection = selection(&source.select)?;
         let plan = dataset.plan(&PlanOptions { selection, ..options }).await?;
         let feed = Feed::open(plan, Arc::clone(dataset.store()), &read)?;
-        return Ok(Opened { name: dataset.spec().to_string(), feed: feed.into() });
+        return Ok(Opened { name: dataset.spec().to_string(), feed: feed.into(), _topics: topics });
     }
     if source.mix.is_empty() {
         return fail(Exit::Usage, "no dataset is named; write VOLUME@SNAPSHOT:/PATH");
     }
     let volumes = context.volumes().await?;
+    let topics = session(context, source.mix.iter().map(|(spec, _)| spec)).await?;
     let mut datasets = Vec::with_capacity(source.mix.len());
     for (spec, weight) in &source.mix {
-        datasets.push((spec.open(&volumes).await?, *weight));
+        let kafka = topics.as_ref().map(|topics| &topics.kafka);
+        datasets.push((spec.open(&volumes, kafka).await?, *weight));
     }
     let options = PlanOptions { selection: selection(&source.select)?, ..options };
     let mixture = Mixture::plan(&datasets, &options, source.until).await?;
     let stores: Vec<_> = datasets.iter().map(|(dataset, _)| Arc::clone(dataset.store())).collect();
     let name = mixture.to_string();
-    Ok(Opened { name, feed: MixtureFeed::open(mixture, &stores, &read)?.into() })
+    Ok(Opened { name, feed: MixtureFeed::open(mixture, &stores, &read)?.into(), _topics: topics })
+}
+
+/// One dataset with the plan of the chosen rows of it.
+struct OpenRows {
+    dataset: OpenDataset,
+    plan: Plan,
+    /// The broker of a topic: a temporary one lives as long as the session.
+    _topics: Option<TopicSession>,
 }
 
 /// Opens one dataset and plans the chosen rows of it.
-async fn open_rows(context: &Context, args: &RowsArgs, options: PlanOptions) -> Result<(OpenDataset, Plan)> {
-    let dataset = args.dataset.open(&context.volumes().await?).await?;
+async fn open_rows(context: &Context, args: &RowsArgs, options: PlanOptions) -> Result<OpenRows> {
+    let (dataset, topics) = open_source(context, &args.dataset).await?;
     let selection = selection(&args.select)?;
     let plan = dataset.plan(&PlanOptions { selection, ..options }).await?;
-    Ok((dataset, plan))
+    Ok(OpenRows { dataset, plan, _topics: topics })
+}
+
+/// Opens a dataset of a volume or a range of a topic.
+async fn open_source(context: &Context, spec: &SourceSpec) -> Result<(OpenDataset, Option<TopicSession>)> {
+    let topics = session(context, std::iter::once(spec)).await?;
+    let volumes = context.volumes().await?;
+    let dataset = spec.open(&volumes, topics.as_ref().map(|topics| &topics.kafka)).await?;
+    Ok((dataset, topics))
+}
+
+/// A session with the topics, if one of the datasets is a topic.
+async fn session<'s>(
+    context: &Context,
+    mut specs: impl Iterator<Item = &'s SourceSpec>,
+) -> Result<Option<TopicSession>> {
+    match specs.any(|spec| spec.topic().is_some()) {
+        true => Ok(Some(context.topics().await?)),
+        false => Ok(None),
+    }
 }
 
 fn selection(args: &SelectArgs) -> Result<Option<Selection>> {

@@ -396,8 +396,12 @@ fn check_folder(folder: &Path) -> Result<()> {
     )
 }
 
-/// The dataset of a training run: `volume@snapshot:/path`, without the path in versions of earlier programs.
-fn dataset(Lineage { volume, snapshot, path, .. }: &Lineage) -> String {
+/// The dataset of a training run: a topic with its offsets, or `volume@snapshot:/path`, without the path in versions of
+/// earlier programs.
+fn dataset(Lineage { volume, snapshot, path, topic, .. }: &Lineage) -> String {
+    if !topic.is_empty() {
+        return topic.clone();
+    }
     match path.as_str() {
         "" => format!("{volume}@{snapshot}"),
         path => format!("{volume}@{snapshot}:{path}"),

@@ -250,8 +250,11 @@ async fn train_with(
 ) -> Result<TrainReport> {
     let datafs = context.volumes().await?;
     let settings = &context.loaded.settings;
+    // A temporary broker lives as long as the session.
+    let topics = if job.reads_topic() { Some(context.topics().await?) } else { None };
     let setup = Setup {
         datafs,
+        kafka: topics.as_ref().map(|topics| topics.kafka.clone()),
         home: context.home.root().to_owned(),
         datafs_config: settings.datafs.clone(),
         config: settings.trainer.clone(),

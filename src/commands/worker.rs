@@ -41,7 +41,11 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
         silence: Duration::from_millis(config.trainer.heartbeat_lost_ms),
     };
     let scripts = node(out, &home, loaded.file.as_deref(), args.log_dir.as_deref());
-    let end = millrace_trainer::worker::join(&join, &datafs, Some(&scripts), |error| exit::of(error) as u8)?;
+    // Jobs on topics alone need brokers. The embedded one of this home is no other machine's.
+    let kafka = (!config.streams.is_embedded()).then(|| config.streams.kafka(home.root())).transpose()?;
+    let end = millrace_trainer::worker::join(&join, &datafs, kafka.as_ref(), Some(&scripts), |error| {
+        exit::of(error) as u8
+    })?;
     match end {
         JoinEnd::Done => out.note(&format!("the job at {coordinator} is over")),
         JoinEnd::Left => {

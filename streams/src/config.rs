@@ -98,7 +98,7 @@ fn one() -> i32 {
 }
 
 /// Connection settings of a client: the brokers and the librdkafka properties.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KafkaConfig {
     /// `host:port` list separated by commas; never `"embedded"`.
     pub bootstrap_servers: String,

@@ -3,6 +3,8 @@
 //! A dataset is found by listing, in a canonical order (byte order of the paths). Parquet and Arrow IPC files are
 //! described by their footers alone; no row is read. JSON lines, CSV and tar files are read once, and cut into row
 //! groups of bounded size. The description of a snapshot never changes, so a [`DatasetCache`] can keep it.
+//!
+//! A bounded range of a topic is a dataset, too ([`TopicSpec`]).
 
 mod cache;
 mod confined;
@@ -11,7 +13,9 @@ mod format;
 mod listing;
 mod pinned;
 mod schema;
+mod source_spec;
 mod spec;
+mod topic;
 mod volume;
 
 #[cfg(test)]
@@ -20,7 +24,9 @@ mod tests;
 pub use cache::DatasetCache;
 pub(crate) use format::Compression;
 pub use format::FileFormat;
+pub use source_spec::SourceSpec;
 pub use spec::DatasetSpec;
+pub use topic::{BadRecords, PartitionRange, Since, TopicRange, TopicSpec, Until as TopicUntil};
 pub use volume::OpenDataset;
 
 pub(crate) use cache::CachedRows;

@@ -71,6 +71,73 @@ pub enum Error {
         /// Offset of the next record to be written.
         high: i64,
     },
+    /// The records of a bounded range are not those that were there before: start a new run.
+    #[error(
+        "topic {topic} partition {partition}: the records at offsets {first} to {} are not those of the plan; the topic was \
+         deleted and created again, or compacted since: start a new run, or land the topic and feed a snapshot", next - 1
+    )]
+    RecordsChanged {
+        /// Topic name.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// First offset of the range, or of the part of it that differs.
+        first: i64,
+        /// The offset after it.
+        next: i64,
+    },
+    /// A record that is to be a row is no JSON object.
+    #[error(
+        "topic {topic} partition {partition} offset {offset}: {reason}, so the record is no row; leave such records out \
+         with topic:{topic}@UNTIL?bad=skip, or land the topic with millrace ingest, which keeps them aside"
+    )]
+    BadRecord {
+        /// Topic name.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// Offset of the record.
+        offset: i64,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A topic does not have as many records yet as a range needs.
+    #[error(
+        "topic {topic} has {found} records that are rows, fewer than the {wanted} that were asked for; try again when \
+         they have arrived, or ask for fewer"
+    )]
+    TooFewRecords {
+        /// Topic name.
+        topic: String,
+        /// The rows that were asked for.
+        wanted: u64,
+        /// The rows that there are.
+        found: u64,
+    },
+    /// A range has no record that is a row.
+    #[error(
+        "{bounds} has no record that is a row ({skipped} others were left out); produce to topic {topic}, or name other \
+         bounds"
+    )]
+    NoRecords {
+        /// Topic name.
+        topic: String,
+        /// The specification of the range.
+        bounds: String,
+        /// Records in it that are no rows.
+        skipped: u64,
+    },
+    /// A range ends in the future, when records can still arrive.
+    #[error(
+        "topic {topic} cannot be read until {until}: records can arrive until then; try again after that time, or name an \
+         earlier one"
+    )]
+    OpenRange {
+        /// Topic name.
+        topic: String,
+        /// The end that was asked for.
+        until: String,
+    },
     /// The brokers do not offer consumer groups: assign partitions explicitly.
     #[error(
         "the embedded broker at {bootstrap_servers} has no consumer groups; assign partitions instead of subscribing"

@@ -11,8 +11,11 @@ mod client;
 mod consumer;
 mod headers;
 mod producer;
+mod span;
 
 pub use admin::{TopicInfo, create_topic, delete_topic, ensure_topics, list_topics, watermarks};
 pub use batch::{Records, blank_record, schema};
+pub(crate) use client::blocking;
 pub use consumer::{Consumer, EARLIEST, LATEST};
 pub use producer::{Delivery, OutRecord, Producer, Sent};
+pub(crate) use span::{Record, SpanReader};

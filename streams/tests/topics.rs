@@ -7,6 +7,7 @@
 mod clients;
 mod damaged;
 mod disk_full;
+mod feeding;
 mod hostile;
 mod kcat;
 mod kill;

@@ -20,6 +20,7 @@ mod instances;
 mod joined;
 mod kills;
 mod labels;
+mod live;
 mod load;
 mod piped;
 mod predicting;

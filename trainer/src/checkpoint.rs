@@ -717,6 +717,23 @@ pub(crate) fn job_of_run(view: &View, job: &str, run: &str) -> Result<Option<Job
     }
 }
 
+/// The job file of the run of a job that was begun last, if that one is not finished.
+pub(crate) fn unfinished_job(view: &View, job: &str) -> Result<Option<JobFile>> {
+    let prefix = format!("trainer/{job}/checkpoint/");
+    let failed = |e| Error::volume(format!("read keys {prefix} of {}", view.spec()), e);
+    let mut last: Option<RunRecord> = None;
+    for (key, bytes) in view.key_scan(&prefix).map_err(failed)? {
+        let record = RunRecord::parse(&key, &bytes, &format!("{}:/checkpoints/{job}", view.spec()))?;
+        if last.as_ref().is_none_or(|last| last.begun < record.begun) {
+            last = Some(record);
+        }
+    }
+    match last.filter(|last| !last.finished) {
+        Some(last) => job_of_run(view, job, &last.run),
+        None => Ok(None),
+    }
+}
+
 /// Name of a run's directory inside the job's directory.
 pub(crate) fn directory(run: &str) -> &str {
     run.get(..16).unwrap_or(run)

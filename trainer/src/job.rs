@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Name, VolumeSpec};
-use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::dataset::SourceSpec;
 use millrace_streams::feed::{EpochRows, ImageOptions, Selection};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
@@ -66,8 +66,9 @@ pub struct JobFile {
     /// Name of the job, of its checkpoints and (unless `output.name` sets another) of its model.
     pub name: Name,
     /// `volume@snapshot:/path`; the snapshot is required, since a run must be repeatable. `volume@latest` is the newest
-    /// one when the run begins.
-    pub dataset: DatasetSpec,
+    /// one when the run begins. Or `topic:name@until`, a topic up to a time or a number of records; `topic:name@latest` is
+    /// what has arrived when the run begins.
+    pub dataset: SourceSpec,
     /// Trains on the rows for which this condition is true, such as `"label != 3 and score >= 0.5"`; on all rows when
     /// absent.
     #[serde(default, rename = "where", skip_serializing_if = "Option::is_none")]
@@ -195,10 +196,10 @@ pub struct JobFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Validation {
-    /// `volume@snapshot:/path` of rows with the columns of the inputs and of the label that are not trained on. When
-    /// absent, `split` names a part of the job's dataset.
+    /// `volume@snapshot:/path` or `topic:name@until` of rows with the columns of the inputs and of the label that are not
+    /// trained on. When absent, `split` names a part of the job's dataset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dataset: Option<DatasetSpec>,
+    pub dataset: Option<SourceSpec>,
     /// Evaluates on the rows for which this condition is true. When absent, that of the job holds for its own dataset.
     #[serde(default, rename = "where", skip_serializing_if = "Option::is_none")]
     pub filter: Option<String>,
@@ -249,7 +250,7 @@ impl Default for Shuffle {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Output {
-    /// The volume for checkpoints and bundles; the dataset's volume when absent.
+    /// The volume for checkpoints and bundles; the dataset's volume when absent. Required for a topic.
     pub volume: Option<Name>,
     /// The directory of models in that volume.
     pub path: String,
@@ -409,6 +410,12 @@ impl JobFile {
             );
         }
         has_snapshot("dataset", &self.dataset)?;
+        if self.dataset.volume().is_none() && self.output.volume.is_none() {
+            return Err(format!(
+                "dataset = \"{}\" has no volume for checkpoints and models: set output.volume",
+                self.dataset
+            ));
+        }
         self.check_selection()?;
         if let Some(validation) = &self.validation {
             if let Some(dataset) = &validation.dataset {
@@ -518,7 +525,8 @@ impl JobFile {
 
     /// The volume of checkpoints and bundles.
     pub fn output_volume(&self) -> VolumeSpec {
-        let volume = self.output.volume.as_ref().unwrap_or(&self.dataset.source.volume);
+        // A job on a topic without this volume is refused before.
+        let volume = self.output.volume.as_ref().or(self.dataset.volume()).unwrap_or(&self.name);
         VolumeSpec { volume: volume.clone(), snapshot: None }
     }
 
@@ -675,7 +683,7 @@ impl JobFile {
 /// for the tables inside.
 #[derive(Serialize)]
 struct Computation<'a> {
-    dataset: &'a DatasetSpec,
+    dataset: &'a SourceSpec,
     #[serde(skip_serializing_if = "Features::is_empty")]
     features: &'a Features,
     label: &'a str,
@@ -717,7 +725,7 @@ struct Computation<'a> {
 /// What decides the evaluations of a run, which are part of its state.
 #[derive(Serialize)]
 struct ValidationComputation<'a> {
-    dataset: &'a DatasetSpec,
+    dataset: &'a SourceSpec,
     #[serde(skip_serializing_if = "Option::is_none")]
     selection: Option<Selection>,
     every_epochs: u64,
@@ -732,7 +740,7 @@ struct ValidationComputation<'a> {
 #[derive(Serialize)]
 struct FormerJob<'a> {
     name: &'a Name,
-    dataset: &'a DatasetSpec,
+    dataset: &'a SourceSpec,
     #[serde(skip_serializing_if = "Features::is_empty")]
     features: &'a Features,
     label: &'a str,
@@ -784,7 +792,8 @@ enum FormerModel<'a> {
 }
 
 /// Rejects a dataset without a snapshot.
-fn has_snapshot(key: &str, dataset: &DatasetSpec) -> Result<(), String> {
+fn has_snapshot(key: &str, dataset: &SourceSpec) -> Result<(), String> {
+    let Some(dataset) = dataset.dataset() else { return Ok(()) };
     if dataset.source.snapshot.is_some() {
         return Ok(());
     }

@@ -36,6 +36,7 @@
 //! # async fn example(datafs: millrace_datafs::Datafs) -> Result<(), Box<dyn std::error::Error>> {
 //! let setup = Setup {
 //!     datafs,
+//!     kafka: None,
 //!     home: "/var/lib/millrace".into(),
 //!     datafs_config: millrace_datafs::Config::default(),
 //!     config: Config::default(),

@@ -12,6 +12,7 @@ use std::ops::ControlFlow;
 
 use millrace_bundle::{Bundle, Lineage, Statistics};
 use millrace_datafs::{Publish, View};
+use millrace_streams::dataset::TopicSpec;
 use object_store::ObjectStore;
 use prost::Message;
 use serde::{Deserialize, Serialize};
@@ -72,6 +73,13 @@ pub(crate) fn offsets(dataset: &View) -> Result<BTreeMap<String, BTreeMap<i32, i
         }
     }
     Ok(offsets)
+}
+
+/// The next offset of every partition of a range of a topic.
+pub(crate) fn offsets_of_topic(topic: &TopicSpec) -> BTreeMap<String, BTreeMap<i32, i64>> {
+    let ranges = topic.range.iter().flat_map(|range| range.partitions());
+    let partitions = (0..).zip(ranges.map(|range| range.next)).collect();
+    BTreeMap::from([(topic.topic.clone(), partitions)])
 }
 
 /// The key of the publication of a run's state after `step` steps.
@@ -178,10 +186,15 @@ pub(crate) fn publish(
             .block_on(millrace_bundle::next_version(store.as_ref(), root, name.as_str()))
             .map_err(bad)?;
         let version = free.max(last + 1);
+        let files = job.dataset.dataset();
         let lineage = Lineage {
-            volume: job.dataset.source.volume.to_string(),
-            snapshot: job.dataset.source.snapshot.as_ref().map(ToString::to_string).unwrap_or_default(),
-            path: job.dataset.path.clone(),
+            volume: files.map(|files| files.source.volume.to_string()).unwrap_or_default(),
+            snapshot: files
+                .and_then(|files| files.source.snapshot.as_ref())
+                .map(ToString::to_string)
+                .unwrap_or_default(),
+            path: files.map(|files| files.path.clone()).unwrap_or_default(),
+            topic: job.dataset.topic().map(ToString::to_string).unwrap_or_default(),
             selection: job.selection().ok().flatten().map(|rows| rows.to_string()).unwrap_or_default(),
             offsets: origin.offsets.clone(),
             config_sha256: origin.run.clone(),

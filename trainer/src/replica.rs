@@ -23,7 +23,7 @@ use crate::outage::Outage;
 use crate::output::Output;
 use crate::precision::{LossScale, Precision};
 use crate::reader::{Interrupt, Reader, Reading, Wishes};
-use crate::source::{self, Use};
+use crate::source::{self, Sources, Use};
 use crate::state::RunState;
 use crate::validation::{self, Evaluation, Partial, Round, Validator};
 use crate::worker::Assignment;
@@ -90,16 +90,16 @@ pub(crate) struct Replica {
 
 impl Replica {
     /// Opens the dataset and loads the run's model and its newest checkpoint.
-    pub(crate) fn load(assignment: Assignment, datafs: Datafs, runtime: Handle) -> Result<Replica> {
+    pub(crate) fn load(assignment: Assignment, sources: Sources, runtime: Handle) -> Result<Replica> {
         let Assignment { job, config, run, owner, plan, validation_plan, facts, .. } = assignment;
-        let dataset = runtime.block_on(source::open_dataset(&datafs, &job, &job.dataset))?;
+        let dataset = runtime.block_on(source::open_dataset(&sources, &job, &job.dataset))?;
         let plan = Arc::new(plan);
         let feed = {
             let _context = runtime.enter();
             source::open_feed(&job, Arc::clone(&plan), &dataset, config.feed_cache_bytes, Use::Training)?
         };
         let checkpoints = Checkpoints {
-            view: open_output(&datafs, &job)?,
+            view: open_output(&sources.datafs, &job)?,
             job: job.name.to_string(),
             run,
             plan: plan.id().to_string(),
@@ -119,7 +119,7 @@ impl Replica {
         let validator = match (&job.validation, validation_plan) {
             (Some(validation), Some(plan)) => {
                 let spec = validation.dataset.as_ref().unwrap_or(&job.dataset);
-                let dataset = runtime.block_on(source::open_dataset(&datafs, &job, spec))?;
+                let dataset = runtime.block_on(source::open_dataset(&sources, &job, spec))?;
                 let _context = runtime.enter();
                 Some(Validator::open(&job, validation, Arc::new(plan), &dataset, &columns, 0)?)
             }

@@ -2,13 +2,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, Name};
-use millrace_streams::dataset::{DatasetSpec, OpenDataset};
+use millrace_datafs::{Datafs, Name, View};
+use millrace_streams::KafkaConfig;
+use millrace_streams::dataset::{OpenDataset, SourceSpec};
 use millrace_streams::feed::{
     Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Plan, PlanOptions, Selection, Values,
 };
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint;
 use crate::data::{Columns, InputColumns, Rows, list_length};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -23,23 +25,55 @@ const COLUMN_ROWS: usize = 1 << 16;
 /// Labels of numbers from this magnitude on bring a warning.
 const LARGE_LABEL: f32 = 1e4;
 
-/// Opens a snapshot that the job reads.
+/// Where datasets are read from: volumes, and the brokers of topics where there are some.
+#[derive(Clone)]
+pub(crate) struct Sources {
+    pub(crate) datafs: Datafs,
+    pub(crate) kafka: Option<KafkaConfig>,
+}
+
+/// Opens a snapshot or a range of a topic that the job reads.
 pub(crate) async fn open_dataset(
-    datafs: &Datafs,
+    sources: &Sources,
     job: &JobFile,
-    dataset: &DatasetSpec,
+    dataset: &SourceSpec,
 ) -> Result<OpenDataset> {
-    dataset.open(datafs).await.map_err(|e| Error::feed(format!("job {}", job.name), e))
+    let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
+    opened.map_err(|e| Error::feed(format!("job {}", job.name), e))
 }
 
 /// Replaces `@latest` by the newest snapshot, which may be another one soon: the run is of the one that is the
-/// newest now.
-pub(crate) fn resolve(datafs: &Datafs, job: &Name, dataset: &mut DatasetSpec) -> Result<()> {
-    if dataset.source.is_latest() {
-        let (source, _) = datafs
-            .resolve(&dataset.source)
-            .map_err(|e| Error::volume(format!("job {job}: open dataset {dataset}"), e))?;
-        dataset.source = source;
+/// newest now. Replaces the bounds of a topic by the offsets that they mean now.
+pub(crate) async fn resolve(sources: &Sources, job: &Name, dataset: &mut SourceSpec) -> Result<()> {
+    match dataset {
+        SourceSpec::Dataset(files) if files.source.is_latest() => {
+            let (source, _) = sources
+                .datafs
+                .resolve(&files.source)
+                .map_err(|e| Error::volume(format!("job {job}: open dataset {files}"), e))?;
+            files.source = source;
+        }
+        SourceSpec::Topic(topic) if topic.range.is_none() => {
+            let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
+            *dataset = opened.map_err(|e| Error::feed(format!("job {job}"), e))?.spec().clone();
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Takes over the offsets of the job's last run if that one is unfinished and would be the same with them: a run that is
+/// started again goes on with the records that it has begun with.
+pub(crate) fn keep_offsets(output: &View, job: &mut JobFile) -> Result<()> {
+    if !job.reads_open_topic() {
+        return Ok(());
+    }
+    let Some(theirs) = checkpoint::unfinished_job(output, job.name.as_str())? else { return Ok(()) };
+    let same = job.with_offsets_of(&theirs);
+    // Neither the model nor the rows differ by the job.
+    if !same.reads_open_topic() && same.digest("", "") == theirs.digest("", "") {
+        tracing::info!(job = %job.name, dataset = %same.dataset, "going on with the offsets of the unfinished run");
+        *job = same;
     }
     Ok(())
 }
@@ -69,8 +103,10 @@ pub(crate) fn plan_options(job: &JobFile) -> Result<PlanOptions> {
 }
 
 /// The snapshot's number. A snapshot that was deleted and created again under its name has another one.
-pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile, dataset: &DatasetSpec) -> Result<u64> {
-    let source = &dataset.source;
+/// That of a topic is 0: the source of its plan has a digest of its records.
+pub(crate) fn snapshot_number(datafs: &Datafs, job: &JobFile, dataset: &SourceSpec) -> Result<u64> {
+    let Some(files) = dataset.dataset() else { return Ok(0) };
+    let source = &files.source;
     let snapshots = datafs
         .snapshot_list(&source.volume)
         .map_err(|e| Error::volume(format!("job {}: open dataset {dataset}", job.name), e))?;
@@ -149,7 +185,7 @@ impl DataFacts {
 }
 
 /// The lengths of the lists of the first row; other rows must have the same.
-async fn lengths(feed: &Feed, dataset: &DatasetSpec, columns: &[&str]) -> Result<BTreeMap<String, usize>> {
+async fn lengths(feed: &Feed, dataset: &SourceSpec, columns: &[&str]) -> Result<BTreeMap<String, usize>> {
     let read = feed.batch(0, 0..1).await.map_err(|e| Error::feed(format!("read dataset {dataset}"), e))?;
     let length = |name: &&str| {
         let found = read.batch.column_by_name(name).and_then(|column| list_length(column, 0));

@@ -13,6 +13,7 @@ use crate::job::JobFile;
 use crate::join::Listen;
 use crate::launch::WorkerCommand;
 use crate::lease::{Failure, Lease, Release};
+use crate::source::Sources;
 
 mod checked;
 mod claim;
@@ -28,6 +29,8 @@ pub use report::{End, Progress, TrainReport};
 pub struct Setup {
     /// The open volumes.
     pub datafs: Datafs,
+    /// The brokers of topics that jobs read; none where jobs read volumes only.
+    pub kafka: Option<millrace_streams::KafkaConfig>,
     /// The home folder of the volumes; workers open it, too.
     pub home: PathBuf,
     /// The settings of the volumes.
@@ -41,6 +44,13 @@ pub struct Setup {
     /// Waits while another process coordinates the job, and takes its place when it has ended, also when it was
     /// killed, stopped or cut off. A stop of this process then hands the job over: workers of other machines stay.
     pub standby: bool,
+}
+
+impl Setup {
+    /// Where the coordinator reads datasets from.
+    fn sources(&self) -> Sources {
+        Sources { datafs: self.datafs.clone(), kafka: self.kafka.clone() }
+    }
 }
 
 /// Trains `job` and publishes its bundle.

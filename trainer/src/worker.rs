@@ -22,7 +22,7 @@ use crate::join::host_port;
 use crate::launch::WorkerEnv;
 use crate::reader::Wishes;
 use crate::replica::Replica;
-use crate::source::DataFacts;
+use crate::source::{DataFacts, Sources};
 use crate::validation::Partial;
 
 mod joined;
@@ -55,11 +55,14 @@ pub(crate) struct Assignment {
     pub(crate) encrypt_ring: bool,
 }
 
-/// The home and the settings with which a launched worker opens the volumes.
+/// The home and the settings with which a launched worker opens the volumes and topics.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct VolumesSetup {
     pub(crate) home: PathBuf,
     pub(crate) datafs: millrace_datafs::Config,
+    /// The brokers of topics.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) kafka: Option<millrace_streams::KafkaConfig>,
 }
 
 /// Why a membership epoch ended without an error.
@@ -126,7 +129,7 @@ fn serve(worker_env: &WorkerEnv, runtime: &Runtime, exit_code: &impl Fn(&Error) 
     let timing = assignment.apply(options, &mut collective, false);
     let mut session = greeted.start(runtime.handle(), timing, CancellationToken::new());
     let result = open_volumes(&assignment)
-        .and_then(|datafs| Replica::load(assignment, datafs, runtime.handle().clone()))
+        .and_then(|sources| Replica::load(assignment, sources, runtime.handle().clone()))
         .and_then(|mut replica| train(&mut replica, &mut session, &collective));
     match result {
         Err(error @ Error::CoordinatorLost { .. }) => Err(error),
@@ -136,14 +139,16 @@ fn serve(worker_env: &WorkerEnv, runtime: &Runtime, exit_code: &impl Fn(&Error) 
 }
 
 /// Opens the volumes of a launched worker.
-fn open_volumes(assignment: &Assignment) -> Result<Datafs> {
-    let Some(VolumesSetup { home, datafs }) = &assignment.volumes else {
+fn open_volumes(assignment: &Assignment) -> Result<Sources> {
+    let Some(VolumesSetup { home, datafs, kafka }) = &assignment.volumes else {
         return Err(Error::Worker {
             message: "the coordinator's assignment names no volumes; is it the same program?".to_owned(),
             exit_code: 1,
         });
     };
-    Datafs::open(home, datafs).map_err(|e| Error::volume(format!("open {}", home.display()), e))
+    let datafs =
+        Datafs::open(home, datafs).map_err(|e| Error::volume(format!("open {}", home.display()), e))?;
+    Ok(Sources { datafs, kafka: kafka.clone() })
 }
 
 impl Assignment {

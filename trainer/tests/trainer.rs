@@ -30,6 +30,8 @@ mod outages;
 mod precision;
 #[path = "trainer/selection.rs"]
 mod selection;
+#[path = "trainer/topics.rs"]
+mod topics;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
 
@@ -172,6 +174,7 @@ fn setup(home: &Path) -> Setup {
 fn setup_with(home: &Path, datafs_config: millrace_datafs::Config) -> Setup {
     Setup {
         datafs: Datafs::open(home, &datafs_config).unwrap(),
+        kafka: None,
         home: home.to_owned(),
         datafs_config,
         config: Config {

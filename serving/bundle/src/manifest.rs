@@ -74,6 +74,10 @@ pub struct Lineage {
     /// Path of the dataset in that snapshot; empty in versions of earlier programs.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub path: String,
+    /// The topic that the training data was read from, in place of a volume, with its bounds and the first and next offset
+    /// and a digest of the records of each partition: `topic:NAME@UNTIL?offsets=PARTITION:FIRST-NEXT:DIGEST,...`.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub topic: String,
     /// The condition and the part by which the rows to train on were selected; empty for all rows.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub selection: String,

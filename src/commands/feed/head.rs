@@ -17,7 +17,8 @@ const CELL_CHARS_MAX: usize = 60;
 pub(super) async fn run(context: &Context, args: FeedHeadArgs) -> Result<()> {
     let options =
         FeedOptions { columns: columns(args.columns), prefetch_batches: 1, ..FeedOptions::default() };
-    let feed = open(context, &args.source, &args.order, options).await?.feed;
+    let opened = open(context, &args.source, &args.order, options).await?;
+    let feed = &opened.feed;
     let places = 0..u64::from(args.rows).min(feed.rows());
     let mut stream = feed.stream_places(Shard::WHOLE, places, 1)?;
     let mut rows: Vec<Vec<String>> = Vec::new();

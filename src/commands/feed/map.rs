@@ -58,6 +58,12 @@ struct Mapped {
 }
 
 pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
+    if let Some(topic) = args.rows.dataset.topic() {
+        return fail(
+            Exit::Usage,
+            format!("feed map {topic}: a topic is not mapped; land it with millrace ingest and map a snapshot"),
+        );
+    }
     check_python(&args.python).await?;
     let arguments: BTreeMap<_, _> = args.arguments.iter().cloned().collect();
     let (source, rows) = (&args.rows.dataset, &args.rows.select);

@@ -5,7 +5,7 @@ use futures::StreamExt;
 use millrace_streams::feed::{ColumnSummary, Feed, FeedOptions, PlanOptions, Shard, Statistics};
 use serde_json::json;
 
-use super::{columns, open_rows};
+use super::{OpenRows, columns, open_rows};
 use crate::cli::FeedStatsArgs;
 use crate::context::Context;
 use crate::output::count;
@@ -18,7 +18,7 @@ const VALUE_CHARS_MAX: usize = 24;
 pub(super) async fn run(context: &Context, args: FeedStatsArgs) -> Result<()> {
     // Every row comes once whatever the order; one lane reads one row group after the other.
     let options = PlanOptions { batch_rows: BATCH_ROWS, lanes: 1, ..PlanOptions::default() };
-    let (dataset, plan) = open_rows(context, &args.rows, options).await?;
+    let OpenRows { dataset, plan, _topics } = open_rows(context, &args.rows, options).await?;
     let (rows, selection) = (plan.rows(), plan.selection().map(ToString::to_string));
     let options = FeedOptions { columns: columns(args.columns), ..FeedOptions::default() };
     let feed = Feed::open(plan, dataset.store().clone(), &options)?;

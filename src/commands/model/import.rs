@@ -53,6 +53,7 @@ struct Trained {
     volume: String,
     snapshot: String,
     path: String,
+    topic: String,
     selection: String,
     offsets: BTreeMap<String, BTreeMap<i32, i64>>,
     config_sha256: String,
@@ -105,7 +106,7 @@ fn bundle(source: &Source, name: &str, version: u64) -> Result<Bundle> {
     });
     let weights = weights.collect::<Result<Vec<_>>>()?;
     // A file that was trained on a known dataset is no import of another program's model.
-    let imported = lineage.volume.is_empty().then_some(imported);
+    let imported = (lineage.volume.is_empty() && lineage.topic.is_empty()).then_some(imported);
     let bundle =
         Bundle::with_weights(name, version, graph_bytes, weights, lineage.into_lineage(imported), metrics)
             .with_context(context)?;
@@ -147,6 +148,7 @@ impl Trained {
             volume,
             snapshot,
             path,
+            topic,
             selection,
             offsets,
             config_sha256,
@@ -159,6 +161,7 @@ impl Trained {
             volume,
             snapshot,
             path,
+            topic,
             selection,
             offsets,
             config_sha256,

@@ -1,4 +1,4 @@
-//! Datasets in volumes: the store behind a specification, and a cache of footers in the home.
+//! Open datasets: the store behind a specification, and a cache of descriptions in the home.
 
 use std::sync::Arc;
 
@@ -6,17 +6,23 @@ use millrace_datafs::{Datafs, Publish, VolumeSpec};
 use object_store::ObjectStore;
 use object_store::path::Path;
 
+use super::FileFormat;
 use super::confined::ConfinedStore;
 use super::folder::FolderCache;
 use super::pinned::PinnedStore;
-use super::{DatasetCache, DatasetSpec};
+use super::topic::OpenTopic;
+use super::{DatasetCache, DatasetSpec, SourceSpec};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::{Plan, PlanOptions};
 
-/// A dataset of a volume, ready to be planned and read.
+/// A dataset of a volume or of a topic, ready to be planned and read.
 #[derive(Clone)]
 pub struct OpenDataset {
-    spec: DatasetSpec,
+    spec: SourceSpec,
+    /// Path and format of the files inside the store.
+    files: (String, Option<FileFormat>),
+    /// The topic, whose list of files has to be found before a plan.
+    topic: Option<Arc<OpenTopic>>,
     identity: String,
     store: Arc<dyn ObjectStore>,
     cache: Option<Arc<dyn DatasetCache>>,
@@ -60,7 +66,7 @@ impl DatasetSpec {
             let identity = identity(&datafs, &spec.source)?;
             if spec.source.snapshot.is_none() {
                 let store = Arc::new(PinnedStore::new(store));
-                return Ok(OpenDataset { spec, identity, store, cache: None });
+                return Ok(OpenDataset::of_volume(spec, identity, store, None));
             }
             if let Err(error) = forget_keys(&datafs, &spec.source) {
                 tracing::warn!(volume = %spec.source.volume, %error, "cannot remove old dataset descriptions from the volume");
@@ -71,7 +77,7 @@ impl DatasetSpec {
                 None => store,
             };
             let cache = FolderCache::new(datafs.home(), format!("snapshot/{identity}"));
-            Ok(OpenDataset { spec, identity, store, cache: Some(Arc::new(cache)) })
+            Ok(OpenDataset::of_volume(spec, identity, store, Some(Arc::new(cache))))
         });
         let stopped = |_| FeedError::Stopped { file: self.to_string() };
         let failed = |source| FeedError::Volume { spec: self.to_string(), source: Arc::new(source) };
@@ -80,36 +86,61 @@ impl DatasetSpec {
 }
 
 impl OpenDataset {
-    /// The specification that was opened.
-    pub fn spec(&self) -> &DatasetSpec {
+    fn of_volume(
+        spec: DatasetSpec,
+        identity: String,
+        store: Arc<dyn ObjectStore>,
+        cache: Option<Arc<dyn DatasetCache>>,
+    ) -> Self {
+        let files = (spec.path.clone(), spec.format);
+        Self { spec: spec.into(), files, topic: None, identity, store, cache }
+    }
+
+    pub(crate) fn of_topic(open: OpenTopic) -> Self {
+        let open = Arc::new(open);
+        Self {
+            spec: SourceSpec::Topic(open.spec().clone()),
+            files: (format!("/{}", open.spec().topic), Some(FileFormat::JsonLines)),
+            identity: open.identity(),
+            store: open.store(),
+            cache: open.cache().cloned(),
+            topic: Some(open),
+        }
+    }
+
+    /// The specification that was opened: the newest snapshot has its name, and a topic its offsets.
+    pub fn spec(&self) -> &SourceSpec {
         &self.spec
     }
 
-    /// The view of the volume as an object store, for [`crate::feed::Feed::open`].
+    /// The view of the volume or of the topic as an object store, for [`crate::feed::Feed::open`].
     pub fn store(&self) -> &Arc<dyn ObjectStore> {
         &self.store
     }
 
     /// The source of the plan: the volume and snapshot with the snapshot's number, for example `digits@v1#7`.
-    /// A snapshot that was deleted and created again under its name has another number.
+    /// A snapshot that was deleted and created again under its name has another number. A topic has a digest of its range,
+    /// for example `topic:clicks#9f86…`.
     pub fn identity(&self) -> &str {
         &self.identity
     }
 
     /// Plans the dataset; `options.source` is replaced by [`OpenDataset::identity`], and `options.format` by the
-    /// format of the specification. The description of a snapshot is made once and kept in the home.
+    /// format of the specification. The description of a snapshot or of a range is made once and kept in the home.
     ///
     /// # Errors
-    /// Those of [`Plan::build`].
+    /// Those of [`Plan::build`]; [`FeedError::Topic`] for a topic.
     pub async fn plan(&self, options: &PlanOptions) -> Result<Plan> {
-        let options =
-            PlanOptions { source: self.identity.clone(), format: self.spec.format, ..options.clone() };
+        let options = PlanOptions { source: self.identity.clone(), format: self.files.1, ..options.clone() };
+        if let (Some(open), SourceSpec::Topic(spec)) = (&self.topic, &self.spec) {
+            open.prepare().await.map_err(|error| FeedError::topic(&spec.topic, error))?;
+        }
         match &self.cache {
             Some(cache) => {
                 let cache = Arc::clone(cache);
-                Plan::build_cached(&self.store, &self.spec.path, &options, cache).await
+                Plan::build_cached(&self.store, &self.files.0, &options, cache).await
             }
-            None => Plan::build(&self.store, &self.spec.path, &options).await,
+            None => Plan::build(&self.store, &self.files.0, &options).await,
         }
     }
 }

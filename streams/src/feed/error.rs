@@ -209,6 +209,26 @@ pub enum FeedError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The specification of a topic that cannot be parsed.
+    #[error(
+        "topic {text:?}: {reason}; write topic:NAME@UNTIL with latest, a number of records or a time, for example \
+         topic:clicks@2026-11-28T06:00:00Z"
+    )]
+    InvalidTopicSpec {
+        /// The text as given, or its beginning.
+        text: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A topic cannot be read as a dataset.
+    #[error("read topic {topic} as a dataset")]
+    Topic {
+        /// Name of the topic.
+        topic: String,
+        /// The error of the topic.
+        #[source]
+        source: Arc<crate::Error>,
+    },
     /// The volume or its snapshot cannot be opened.
     #[error("open dataset {spec}")]
     Volume {
@@ -276,8 +296,13 @@ impl FeedError {
                     | object_store::Error::PermissionDenied { .. }
                     | object_store::Error::Unauthenticated { .. }
             ),
+            FeedError::Topic { source, .. } => source.is_retryable(),
             _ => false,
         }
+    }
+
+    pub(crate) fn topic(topic: &str, source: crate::Error) -> Self {
+        FeedError::Topic { topic: topic.to_owned(), source: Arc::new(source) }
     }
 
     pub(crate) fn invalid(what: impl Into<String>) -> Self {

@@ -41,6 +41,7 @@ use shape::{FIELDS_MAX, Place, fixed_bytes};
 use store_reader::{StopOnDrop, StoreReader};
 
 pub(crate) use folder::Classes;
+pub(crate) use json_lines::check_row;
 
 /// Longest line of JSON lines, row of CSV, and decoded member of a tar, in bytes.
 const ROW_BYTES_MAX: u64 = 64 << 20;

@@ -321,6 +321,7 @@ const TYPES: [(&str, &str); 51] = [
     ("Name", "name"),
     ("VolumeSpec", "VOLUME[@SNAPSHOT]"),
     ("DatasetSpec", "VOLUME@SNAPSHOT:/PATH"),
+    ("SourceSpec", "VOLUME@SNAPSHOT:/PATH or topic:NAME@UNTIL"),
     ("MetaUrl", "URL"),
     ("Secret", "secret"),
     ("Devices", "device"),

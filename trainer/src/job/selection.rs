@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::dataset::SourceSpec;
 use millrace_streams::feed::{EpochRows, Epochs, FeedError, Plan, Selection};
 use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -127,8 +127,45 @@ impl JobFile {
     }
 
     /// The dataset to evaluate on: that of `validation`, or that of the job.
-    pub fn validation_dataset(&self) -> Option<&DatasetSpec> {
+    pub fn validation_dataset(&self) -> Option<&SourceSpec> {
         self.validation.as_ref().map(|validation| validation.dataset.as_ref().unwrap_or(&self.dataset))
+    }
+
+    /// Whether it reads the newest snapshot, or a topic whose bounds are not offsets yet.
+    pub(crate) fn is_moving(&self) -> bool {
+        self.dataset.is_moving() || self.validation_dataset().is_some_and(SourceSpec::is_moving)
+    }
+
+    /// Whether it reads a topic.
+    pub fn reads_topic(&self) -> bool {
+        let is_topic = |dataset: &SourceSpec| dataset.topic().is_some();
+        is_topic(&self.dataset) || self.validation_dataset().is_some_and(is_topic)
+    }
+
+    /// Whether it reads a topic whose bounds are not offsets yet.
+    pub(crate) fn reads_open_topic(&self) -> bool {
+        let is_open = |dataset: &SourceSpec| dataset.topic().is_some_and(|topic| topic.range.is_none());
+        is_open(&self.dataset) || self.validation_dataset().is_some_and(is_open)
+    }
+
+    /// This job with the offsets of another one, where that one asks for the same of a topic.
+    pub(crate) fn with_offsets_of(&self, other: &JobFile) -> JobFile {
+        let take = |own: &mut SourceSpec, other: &SourceSpec| {
+            if let (SourceSpec::Topic(own), SourceSpec::Topic(other)) = (own, other)
+                && own.range.is_none()
+                && own.asks_as(other)
+            {
+                own.range.clone_from(&other.range);
+            }
+        };
+        let mut job = self.clone();
+        take(&mut job.dataset, &other.dataset);
+        let own = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut());
+        let others = other.validation.as_ref().and_then(|validation| validation.dataset.as_ref());
+        if let (Some(own), Some(others)) = (own, others) {
+            take(own, others);
+        }
+        job
     }
 
     /// The rows to evaluate on; none for all of the validation dataset.

@@ -1,8 +1,8 @@
 //! A job that was checked with its data and its model.
 use std::sync::Arc;
 
-use millrace_datafs::{Datafs, View};
-use millrace_streams::dataset::OpenDataset;
+use millrace_datafs::View;
+use millrace_streams::dataset::{OpenDataset, SourceSpec};
 use millrace_streams::feed::Plan;
 use prost::Message;
 use sha2::{Digest, Sha256};
@@ -24,7 +24,7 @@ use crate::publish::{self, Origin};
 use crate::replica::{self, open_output};
 use crate::scaling;
 use crate::shards;
-use crate::source::{self, DataFacts, Use};
+use crate::source::{self, DataFacts, Sources, Use};
 use crate::teacher;
 use crate::validation::{self, Validator};
 
@@ -90,15 +90,19 @@ pub(super) struct Checked {
 impl Checked {
     pub(super) fn new(mut job: JobFile, setup: Setup) -> Result<Checked> {
         let runtime = Handle::current();
-        source::resolve(&setup.datafs, &job.name, &mut job.dataset)?;
-        if let Some(dataset) = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut()) {
-            source::resolve(&setup.datafs, &job.name, dataset)?;
-        }
-        let unfit = |reason| Error::Job { job: job.name.to_string(), reason };
+        let name = job.name.clone();
+        let unfit = |reason| Error::Job { job: name.to_string(), reason };
         job.check().map_err(unfit)?;
         setup.config.check().map_err(unfit)?;
-        let dataset = runtime.block_on(source::open_dataset(&setup.datafs, &job, &job.dataset))?;
         let output = open_output(&setup.datafs, &job)?;
+        source::keep_offsets(&output, &mut job)?;
+        let sources = setup.sources();
+        runtime.block_on(source::resolve(&sources, &name, &mut job.dataset))?;
+        if let Some(dataset) = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut()) {
+            runtime.block_on(source::resolve(&sources, &name, dataset))?;
+        }
+        job.check().map_err(unfit)?;
+        let dataset = runtime.block_on(source::open_dataset(&sources, &job, &job.dataset))?;
         let model = model::load(&job)?;
         // The graph is checked on the CPU; workers load it onto the job's device.
         let mut engine =
@@ -174,7 +178,7 @@ impl Checked {
         let model = model.encode_to_vec();
         let validation_plan = match &job.validation {
             Some(validation) => {
-                let plan = plan_validation(&runtime, &setup.datafs, &job, validation, &columns)?;
+                let plan = plan_validation(&runtime, &sources, &job, validation, &columns)?;
                 let dataset = validation.dataset.as_ref().unwrap_or(&job.dataset);
                 let number = source::snapshot_number(&setup.datafs, &job, dataset)?;
                 data += &format!(" {}#{number}", plan.id());
@@ -208,14 +212,10 @@ impl Checked {
         })
     }
 
-    /// This job, or, if it names the newest snapshot, the one of the coordinator that it replaces: a run stays on
-    /// its snapshot. `run` is that coordinator's, `declared` the job as its file has it.
+    /// This job, or, if it names the newest snapshot or a topic without offsets, the one of the coordinator that it
+    /// replaces: a run stays on its rows. `run` is that coordinator's, `declared` the job as its file has it.
     pub(super) fn or_run_of(self, run: &str, declared: JobFile, setup: Setup) -> Result<Checked> {
-        let latest = |job: &JobFile| {
-            let validation = job.validation_dataset();
-            job.dataset.source.is_latest() || validation.is_some_and(|dataset| dataset.source.is_latest())
-        };
-        if !latest(&declared) {
+        if !declared.is_moving() {
             return Ok(self);
         }
         let Some(theirs) = checkpoint::job_of_run(&self.output, self.job.name.as_str(), run)? else {
@@ -282,12 +282,18 @@ impl Checked {
             .as_ref()
             .is_some_and(|state| replica::finish(&job, &state.ledger, &state.evaluations).is_some());
         let resumed_from_step = resumed.map(|state| state.step);
-        let snapshot = setup
-            .datafs
-            .view(&job.dataset.source)
-            .map_err(|e| Error::volume(format!("job {}: open dataset {}", job.name, job.dataset), e))?;
+        let offsets = match &job.dataset {
+            SourceSpec::Dataset(files) => {
+                let snapshot = setup
+                    .datafs
+                    .view(&files.source)
+                    .map_err(|e| Error::volume(format!("job {}: open dataset {files}", job.name), e))?;
+                publish::offsets(&snapshot)?
+            }
+            SourceSpec::Topic(topic) => publish::offsets_of_topic(topic),
+        };
         let fields = InputColumns::fields(&job, engine.graph());
-        let origin = Origin { run, former_run, offsets: publish::offsets(&snapshot)?, facts, fields };
+        let origin = Origin { run, former_run, offsets, facts, fields };
         Ok(Prepared {
             job,
             setup,
@@ -308,7 +314,7 @@ impl Checked {
 /// Checks the validation data and plans its order.
 pub(super) fn plan_validation(
     runtime: &Handle,
-    datafs: &Datafs,
+    sources: &Sources,
     job: &JobFile,
     validation: &Validation,
     columns: &Columns,
@@ -319,7 +325,7 @@ pub(super) fn plan_validation(
         return Err(unfit(format!("validation.top_k = {top}: the model has {classes} classes")));
     }
     let spec = validation.dataset.as_ref().unwrap_or(&job.dataset);
-    let dataset = runtime.block_on(source::open_dataset(datafs, job, spec))?;
+    let dataset = runtime.block_on(source::open_dataset(sources, job, spec))?;
     let plan = runtime
         .block_on(dataset.plan(&validation::plan_options(job)?))
         .map_err(|e| Error::feed(format!("job {}: validation dataset {spec}", job.name), e))?;

@@ -58,6 +58,7 @@ impl Prepared {
             volumes: Some(VolumesSetup {
                 home: self.setup.home.clone(),
                 datafs: self.setup.datafs_config.clone(),
+                kafka: self.setup.kafka.clone(),
             }),
             config: self.setup.config.clone(),
             run: self.checkpoints.run.clone(),

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use millrace_datafs::{Datafs, View};
 use millrace_leaf::backoff::Backoff;
+use millrace_streams::KafkaConfig;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -19,6 +20,7 @@ use crate::lease::{self, Standing};
 use crate::replica::{Replica, open_output};
 use crate::script::NodeSettings;
 use crate::script::joined::{self as script, SessionEnd};
+use crate::source::Sources;
 
 /// First and longest pause before another attempt to join.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -55,10 +57,12 @@ pub enum JoinEnd {
 /// coordinator was away for too long, and errors of the training. `exit_code` gives the exit code with which
 /// the job ends when an error would meet every other worker, too.
 ///
-/// `scripts` is what script jobs need of this machine; without it, such jobs are refused.
+/// `kafka` are the brokers of this machine, for jobs on topics. `scripts` is what script jobs need of this machine;
+/// without it, such jobs are refused.
 pub fn join(
     join: &Join,
     datafs: &Datafs,
+    kafka: Option<&KafkaConfig>,
     scripts: Option<&NodeSettings>,
     exit_code: impl Fn(&Error) -> u8,
 ) -> Result<JoinEnd> {
@@ -70,7 +74,7 @@ pub fn join(
         .build()
         .map_err(|e| Error::io("start the worker's runtime", e))?;
     let leave = leave_signal(&runtime)?;
-    let result = serve(join, &Machine { datafs, scripts }, &runtime, &leave, &exit_code);
+    let result = serve(join, &Machine { datafs, kafka, scripts }, &runtime, &leave, &exit_code);
     // Prefetches and heartbeats need no orderly end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     result
@@ -79,6 +83,7 @@ pub fn join(
 /// What this machine has for jobs.
 struct Machine<'a> {
     datafs: &'a Datafs,
+    kafka: Option<&'a KafkaConfig>,
     scripts: Option<&'a NodeSettings>,
 }
 
@@ -473,7 +478,10 @@ fn attempt(
         memory.run = Some(KnownRun { job, run, output, fence: assignment.fence });
         match memory.replica.take() {
             Some(former) => Ok(former.follow(assignment)),
-            None => Replica::load(assignment, datafs.clone(), runtime.handle().clone()),
+            None => {
+                let sources = Sources { datafs: datafs.clone(), kafka: machine.kafka.cloned() };
+                Replica::load(assignment, sources, runtime.handle().clone())
+            }
         }
     });
     let (mut replica, result) = match loaded {

@@ -39,7 +39,7 @@ fn join_entry() {
             wait: Duration::from_secs(orders.wait),
             silence: Duration::from_millis(1_500),
         };
-        millrace_trainer::worker::join(&join, &datafs, None, |_| super::WORKER_EXIT)
+        millrace_trainer::worker::join(&join, &datafs, None, None, |_| super::WORKER_EXIT)
     });
     let text = match &ended {
         Ok(end) => format!("{end:?}"),

@@ -61,6 +61,14 @@ fn trimmed(text: &[u8]) -> &[u8] {
     &text[start..end]
 }
 
+/// Checks that a text is a row.
+///
+/// # Errors
+/// The reason why it is none.
+pub(crate) fn check_row(text: &[u8]) -> Result<(), String> {
+    Values::default().row(trimmed(text))
+}
+
 /// Decodes the rows of a row group, only the columns of `schema`, within `bytes_max` bytes for the items of lists.
 pub(super) fn decode(
     bytes: &[u8],

@@ -1,0 +1,260 @@
+//! Reader of bounded ranges of offsets, for readers that come back to the same records.
+//!
+//! [`crate::topic::Consumer`] follows a topic. This reader reads `first..end` of one partition, and then another range.
+//! It waits for [`ANSWER_MAX`] at most without a record before it gives up.
+
+use std::collections::BTreeMap;
+use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::consumer::{BaseConsumer, Consumer as _};
+use rdkafka::error::KafkaError;
+use rdkafka::message::Message;
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rdkafka::types::RDKafkaErrorCode as Code;
+
+use super::admin::watermarks_of;
+use super::client::{ANSWER_WAIT, Context, client_config, translate};
+use crate::config::KafkaConfig;
+use crate::error::{Error, Result};
+
+/// Longest wait for the next record of a range.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
+/// Interval at which a wait checks whether the reader should stop.
+const POLL: Duration = Duration::from_millis(100);
+
+/// A record of a partition.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Record<'r> {
+    pub(crate) offset: i64,
+    /// Milliseconds since 1970-01-01 UTC.
+    pub(crate) timestamp_ms: Option<i64>,
+    pub(crate) value: Option<&'r [u8]>,
+}
+
+/// Reads ranges of one topic, one at a time. Blocks.
+pub(crate) struct SpanReader {
+    kafka: KafkaConfig,
+    topic: String,
+    context: Context,
+    client: BaseConsumer<Context>,
+    /// The partition that is assigned, and the offset of its next record.
+    at: Option<(i32, i64)>,
+}
+
+impl SpanReader {
+    pub(crate) fn connect(kafka: &KafkaConfig, topic: &str) -> Result<Self> {
+        let context = Context::default();
+        let config = client_config(
+            kafka,
+            &[
+                ("allow.auto.create.topics", "false"),
+                ("check.crcs", "true"),
+                ("fetch.queue.backoff.ms", "5"),
+                // A fetch at the end of the log delays the next range by this time.
+                ("fetch.wait.max.ms", "50"),
+                // What the client has fetched beyond a range is fetched in vain.
+                ("queued.max.messages.kbytes", "1024"),
+                ("reconnect.backoff.max.ms", "1000"),
+                ("socket.timeout.ms", "10000"),
+                ("max.poll.interval.ms", "86400000"),
+            ],
+            &[
+                ("group.id", "millrace"),
+                ("enable.auto.commit", "false"),
+                ("enable.auto.offset.store", "false"),
+                ("enable.partition.eof", "true"),
+                ("auto.offset.reset", "error"),
+                // Records of transactions that are open or aborted are not rows.
+                ("isolation.level", "read_committed"),
+            ],
+        )?;
+        let client = BaseConsumer::from_config_and_context(&config, context.clone())
+            .map_err(|error| translate(kafka, &context, "create a consumer", Duration::ZERO, error))?;
+        Ok(Self { kafka: kafka.clone(), topic: topic.to_owned(), context, client, at: None })
+    }
+
+    /// Whether the next record that it would give is that one.
+    pub(crate) fn is_at(&self, partition: i32, offset: i64) -> bool {
+        self.at == Some((partition, offset))
+    }
+
+    /// First offset, and the offset after the last record that can be read, by partition.
+    pub(crate) fn watermarks(&self) -> Result<BTreeMap<i32, (i64, i64)>> {
+        watermarks_of(&self.kafka, &self.context, &self.client, &self.topic)
+    }
+
+    /// The first offset with a record of `time_ms` or later, by partition; a partition without one is left out.
+    pub(crate) fn offsets_at(&self, time_ms: i64, partitions: &[i32]) -> Result<BTreeMap<i32, i64>> {
+        let action = format!("find the offsets of a time in topic {}", self.topic);
+        let failed = |error| translate(&self.kafka, &self.context, &action, ANSWER_WAIT, error);
+        let mut times = TopicPartitionList::new();
+        for partition in partitions {
+            times
+                .add_partition_offset(&self.topic, *partition, Offset::Offset(time_ms.max(0)))
+                .map_err(failed)?;
+        }
+        let found = self.client.offsets_for_times(times, ANSWER_WAIT).map_err(failed)?;
+        let mut offsets = BTreeMap::new();
+        for element in found.elements() {
+            element.error().map_err(failed)?;
+            if let Offset::Offset(offset) = element.offset() {
+                offsets.insert(element.partition(), offset);
+            }
+        }
+        Ok(offsets)
+    }
+
+    /// Hands the records of `offsets` to `visit` in their order, until it breaks.
+    ///
+    /// # Errors
+    /// [`Error::OffsetOutOfRange`] when the range is not in the log; [`Error::Unreachable`] when no record came for
+    /// [`ANSWER_MAX`]; [`Error::Closed`] once `stop` is set; those of `visit`.
+    pub(crate) fn read(
+        &mut self,
+        partition: i32,
+        offsets: Range<i64>,
+        stop: &AtomicBool,
+        visit: &mut dyn FnMut(Record<'_>) -> Result<ControlFlow<()>>,
+    ) -> Result<()> {
+        if offsets.is_empty() {
+            return Ok(());
+        }
+        if !self.is_at(partition, offsets.start) {
+            self.assign(partition, &offsets)?;
+        }
+        // A range that ends early leaves the client at an unknown place.
+        self.at = None;
+        let mut next = offsets.start;
+        let mut since = Instant::now();
+        while next < offsets.end {
+            if stop.load(Ordering::Relaxed) {
+                return Err(Error::Closed { what: "reader of the topic" });
+            }
+            match self.client.poll(POLL) {
+                Some(Ok(message)) if message.offset() < next => {}
+                Some(Ok(message)) if message.offset() >= offsets.end => return Ok(()),
+                Some(Ok(message)) => {
+                    since = Instant::now();
+                    next = message.offset() + 1;
+                    let record = Record {
+                        offset: message.offset(),
+                        timestamp_ms: message.timestamp().to_millis(),
+                        value: message.payload(),
+                    };
+                    if visit(record)?.is_break() {
+                        if next == offsets.end {
+                            break;
+                        }
+                        return Ok(());
+                    }
+                }
+                // All records up to the end of the log were read, and the range ended within it.
+                Some(Err(KafkaError::PartitionEOF(of))) if of == partition => break,
+                Some(Err(error)) => self.check(partition, next, error)?,
+                None if self.position(partition) >= offsets.end => break,
+                None => {}
+            }
+            if since.elapsed() >= ANSWER_MAX {
+                return Err(self.away(partition, next, since.elapsed()));
+            }
+        }
+        self.at = Some((partition, offsets.end));
+        Ok(())
+    }
+
+    fn assign(&mut self, partition: i32, offsets: &Range<i64>) -> Result<()> {
+        self.at = None;
+        let started = Instant::now();
+        let action = format!("read topic {} partition {partition}", self.topic);
+        let failed = |error| translate(&self.kafka, &self.context, &action, started.elapsed(), error);
+        let (low, high) = match self.client.fetch_watermarks(&self.topic, partition, ANSWER_WAIT) {
+            Ok(marks) => marks,
+            Err(error) => match failed(error) {
+                Error::Unreachable { .. } => {
+                    return Err(self.away(partition, offsets.start, started.elapsed()));
+                }
+                error => return Err(self.unknown(partition).unwrap_or(error)),
+            },
+        };
+        let missing = if offsets.start < low { Some(offsets.start) } else { None };
+        if let Some(requested) = missing.or((offsets.end > high).then_some(offsets.end)) {
+            let topic = self.topic.clone();
+            return Err(Error::OffsetOutOfRange { topic, partition, requested, low, high });
+        }
+        let mut list = TopicPartitionList::new();
+        list.add_partition_offset(&self.topic, partition, Offset::Offset(offsets.start)).map_err(failed)?;
+        self.client.assign(&list).map_err(failed)
+    }
+
+    /// The error of a topic or a partition that does not exist.
+    fn unknown(&self, partition: i32) -> Option<Error> {
+        match self.watermarks() {
+            Err(error @ Error::UnknownTopic { .. }) => Some(error),
+            Ok(marks) if !marks.contains_key(&partition) => {
+                let (topic, partitions) = (self.topic.clone(), marks.len() as i32);
+                Some(Error::UnknownPartition { topic, partition, partitions })
+            }
+            _ => None,
+        }
+    }
+
+    /// Fails for an error that does not pass.
+    fn check(&self, partition: i32, next: i64, error: KafkaError) -> Result<()> {
+        let (topic, action) = (&self.topic, format!("read topic {} partition {partition}", self.topic));
+        match error.rdkafka_error_code() {
+            Some(
+                Code::AllBrokersDown
+                | Code::BrokerTransportFailure
+                | Code::Resolve
+                | Code::OperationTimedOut
+                | Code::RequestTimedOut
+                | Code::NotLeaderForPartition
+                | Code::LeaderNotAvailable,
+            ) => Ok(()),
+            Some(Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::UnknownPartition) => {
+                Err(Error::UnknownTopic {
+                    topic: topic.clone(),
+                    bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+                })
+            }
+            Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => {
+                let (low, high) =
+                    self.client.fetch_watermarks(topic, partition, ANSWER_WAIT).unwrap_or((-1, -1));
+                Err(Error::OffsetOutOfRange { topic: topic.clone(), partition, requested: next, low, high })
+            }
+            Some(Code::InvalidMessage | Code::BadMessage | Code::BadCompression) => Err(Error::Damaged {
+                topic: topic.clone(),
+                partition,
+                offset: next,
+                bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+            }),
+            _ => Err(translate(&self.kafka, &self.context, &action, Duration::ZERO, error)),
+        }
+    }
+
+    /// The position of the client, which passes offsets without records.
+    fn position(&self, partition: i32) -> i64 {
+        let found = self.client.position().ok().and_then(|positions| {
+            positions.find_partition(&self.topic, partition).map(|element| element.offset())
+        });
+        match found {
+            Some(Offset::Offset(offset)) => offset,
+            _ => -1,
+        }
+    }
+
+    fn away(&self, partition: i32, next: i64, waited: Duration) -> Error {
+        Error::Unreachable {
+            bootstrap_servers: self.kafka.bootstrap_servers.clone(),
+            waited_ms: waited.as_millis() as u64,
+            reason: format!(
+                "topic {} partition {partition} gave no record at offset {next}: {}",
+                self.topic,
+                self.context.reason()
+            ),
+        }
+    }
+}

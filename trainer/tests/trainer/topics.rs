@@ -1,0 +1,93 @@
+//! Tests of jobs on a topic: rows of bounded offsets, resumed with the same ones.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use arrow::array::{Array as _, AsArray};
+use arrow::datatypes::{Float32Type, Int64Type};
+use millrace_streams::KafkaConfig;
+use millrace_streams::broker::{self, Broker};
+use millrace_streams::topic::{self, OutRecord, Producer};
+use millrace_trainer::{End, Setup, train};
+use tokio_util::sync::CancellationToken;
+
+use super::{ROWS, bundle, home, job, rows, run, runtime, setup};
+
+/// Produces rows as JSON, to two partitions.
+async fn produce(kafka: &KafkaConfig, range: std::ops::Range<usize>) {
+    let batch = rows(range.clone());
+    let pixels = batch.column(0).as_fixed_size_list();
+    let labels = batch.column(1).as_primitive::<Int64Type>().values();
+    let record = |(at, row): (usize, usize)| {
+        let pixels = pixels.value(at);
+        let pixels = pixels.as_primitive::<Float32Type>().values().to_vec();
+        let value = format!("{{\"pixels\":{pixels:?},\"label\":{}}}", labels[at]);
+        OutRecord::new("points", value).partition(row as i32 % 2)
+    };
+    let producer = Producer::connect(kafka).await.unwrap();
+    producer.send_all(range.enumerate().map(record)).await.unwrap();
+}
+
+#[test]
+fn a_job_on_a_topic_goes_on_with_its_offsets_and_names_them() {
+    let (home, log) = (home(), tempfile::tempdir().unwrap());
+    let serving = runtime();
+    let (broker, kafka) = serving.block_on(async {
+        let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
+        let broker = Broker::start(config, log.path(), CancellationToken::new()).await.unwrap();
+        let kafka = KafkaConfig::new(broker.addr().to_string());
+        topic::create_topic(&kafka, "points", 2).await.unwrap();
+        produce(&kafka, 0..ROWS).await;
+        (broker, kafka)
+    });
+    let setup = || Setup { kafka: Some(kafka.clone()), ..setup(home.path()) };
+    let on_topic = |name: &str, workers: usize, epochs: u64| {
+        let more = format!("workers = {workers}\nepochs_max = {epochs}");
+        let mut job = job(name, &more);
+        job.dataset = "topic:points@latest".parse().unwrap();
+        job
+    };
+
+    let whole = run(setup(), on_topic("whole", 1, 30), |_| {}).unwrap();
+    assert_eq!((whole.end, &whole.rows_per_epoch[..]), (End::EpochsDone, &[ROWS as u64; 30][..]));
+
+    // Stopped, and started again when more records have arrived.
+    let stop = CancellationToken::new();
+    let told = Arc::new(AtomicBool::new(false));
+    let (token, flag) = (stop.clone(), Arc::clone(&told));
+    let stopped = runtime().block_on(train(on_topic("halves", 3, 30), setup(), stop, move |seen| {
+        if seen.step >= 3 {
+            flag.store(true, Ordering::Relaxed);
+            token.cancel();
+        }
+    }));
+    let stopped = stopped.unwrap();
+    assert!(told.load(Ordering::Relaxed));
+    serving.block_on(produce(&kafka, ROWS..ROWS + 50));
+    let halves = run(setup(), on_topic("halves", 2, 30), |_| {}).unwrap();
+    assert_eq!((stopped.end, halves.resumed_from_step), (End::Stopped, Some(stopped.steps)));
+    assert_eq!(halves.rows_per_epoch, [ROWS as u64; 30]);
+    assert_eq!(halves.model_sha256, whole.model_sha256, "the model depends neither on workers nor on stops");
+
+    // The finished run is over: the next one reads what has arrived until then.
+    let next = run(setup(), on_topic("halves", 2, 30), |_| {}).unwrap();
+    assert_eq!((next.version, &next.rows_per_epoch[..]), (Some(2), &[ROWS as u64 + 50; 30][..]));
+
+    // Rows with even numbers are in partition 0: 151 of 301, then 25 of 50.
+    for (name, version, even, odd) in [("whole", 1, 151, 150), ("halves", 2, 176, 175)] {
+        let bundle = bundle(home.path(), name, version);
+        let lineage = &bundle.manifest().lineage;
+        assert_eq!((lineage.volume.as_str(), lineage.offsets["points"][&0]), ("", even));
+        let text = format!("topic:points@latest?offsets=0:0-{even}:");
+        assert!(lineage.topic.starts_with(&text), "{}", lineage.topic);
+        assert!(lineage.topic.contains(&format!(",1:0-{odd}:")), "{}", lineage.topic);
+    }
+
+    let mut nowhere = on_topic("nowhere", 1, 1);
+    nowhere.output.volume = None;
+    let error = run(setup(), nowhere, |_| {}).unwrap_err().to_string();
+    assert!(error.contains("set output.volume"), "{error}");
+    let error = run(super::setup(home.path()), on_topic("apart", 1, 1), |_| {}).unwrap_err();
+    assert!(error.one_line().contains("no broker is known here"), "{}", error.one_line());
+    serving.block_on(broker.stop()).unwrap();
+}
