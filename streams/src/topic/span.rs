@@ -122,7 +122,8 @@ impl SpanReader {
         if offsets.is_empty() {
             return Ok(());
         }
-        if !self.is_at(partition, offsets.start) {
+        let mut is_continued = self.is_at(partition, offsets.start);
+        if !is_continued {
             self.assign(partition, &offsets)?;
         }
         // A range that ends early leaves the client at an unknown place.
@@ -134,7 +135,7 @@ impl SpanReader {
                 return Err(Error::Closed { what: "reader of the topic" });
             }
             match self.client.poll(POLL) {
-                Some(Ok(message)) if message.offset() < next => {}
+                Some(Ok(message)) if message.partition() != partition || message.offset() < next => {}
                 Some(Ok(message)) if message.offset() >= offsets.end => return Ok(()),
                 Some(Ok(message)) => {
                     since = Instant::now();
@@ -151,11 +152,15 @@ impl SpanReader {
                         return Ok(());
                     }
                 }
+                // The event may have waited since the range before, when the log was shorter.
+                Some(Err(KafkaError::PartitionEOF(of))) if of == partition && is_continued => {
+                    is_continued = false;
+                    self.assign(partition, &(next..offsets.end))?;
+                }
                 // All records up to the end of the log were read, and the range ended within it.
                 Some(Err(KafkaError::PartitionEOF(of))) if of == partition => break,
+                Some(Err(KafkaError::PartitionEOF(_))) | None => {}
                 Some(Err(error)) => self.check(partition, next, error)?,
-                None if self.position(partition) >= offsets.end => break,
-                None => {}
             }
             if since.elapsed() >= ANSWER_MAX {
                 return Err(self.away(partition, next, since.elapsed()));
@@ -232,17 +237,6 @@ impl SpanReader {
                 bootstrap_servers: self.kafka.bootstrap_servers.clone(),
             }),
             _ => Err(translate(&self.kafka, &self.context, &action, Duration::ZERO, error)),
-        }
-    }
-
-    /// The position of the client, which passes offsets without records.
-    fn position(&self, partition: i32) -> i64 {
-        let found = self.client.position().ok().and_then(|positions| {
-            positions.find_partition(&self.topic, partition).map(|element| element.offset())
-        });
-        match found {
-            Some(Offset::Offset(offset)) => offset,
-            _ => -1,
         }
     }
 
