@@ -2,7 +2,7 @@
 
 use millrace_datafs::fuzzing::{self, RECORDS};
 use millrace_datafs::{Compression, MetaUrl, Name, VolumeSpec};
-use millrace_streams::dataset::DatasetSpec;
+use millrace_streams::dataset::{DatasetSpec, SourceSpec};
 
 /// A record of the metadata behind one byte that says of which kind, or a key.
 pub(crate) fn metadata(input: &[u8]) {
@@ -101,6 +101,9 @@ pub(crate) fn name(input: &[u8]) {
         assert_eq!(spec.to_string().parse::<DatasetSpec>().ok().as_ref(), Some(&spec));
         assert!(!spec.path.split('/').any(|part| part == ".."), "a path stays in its volume: {}", spec.path);
     }
+    if let Ok(spec) = text.parse::<SourceSpec>() {
+        assert_eq!(spec.to_string().parse::<SourceSpec>().ok().as_ref(), Some(&spec));
+    }
     if let Ok(compression) = text.parse::<Compression>() {
         assert_eq!(compression.to_string().parse(), Ok(compression));
     }
@@ -123,6 +126,7 @@ pub(crate) fn names() -> Vec<Vec<u8>> {
     let names = [
         "digits",
         "digits@v1",
+        "topic:clicks@2026-11-01..latest?bad=skip&offsets=0:1-5:00112233445566778899aabbccddeeff",
         "digits@latest:/train/a",
         "zstd:19",
         "postgres://me:s3cret@h:1/d?x=1",

@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use chrono::{DateTime, NaiveDate, NaiveTime, SecondsFormat, Utc};
 
+/// The first millisecond beyond the years that RFC 3339 can write.
+const TIME_END: i64 = 253_402_300_800_000;
 /// Most records that a bound may name: the most rows of a dataset.
 const ROWS_MAX: u64 = 1 << 56;
 
@@ -85,13 +87,14 @@ impl fmt::Display for Until {
     }
 }
 
-/// A time of RFC 3339, or a date, which begins at midnight UTC. Milliseconds since 1970-01-01 UTC, not before it.
+/// A time of RFC 3339, or a date, which begins at midnight UTC. Milliseconds since 1970-01-01 UTC, not before it and not
+/// beyond the year 9999.
 fn time(text: &str) -> Option<i64> {
     let at = match DateTime::parse_from_rfc3339(text) {
         Ok(at) => at.with_timezone(&Utc),
         Err(_) => text.parse::<NaiveDate>().ok()?.and_time(NaiveTime::MIN).and_utc(),
     };
-    Some(at.timestamp_millis()).filter(|milliseconds| *milliseconds >= 0)
+    Some(at.timestamp_millis()).filter(|milliseconds| (0..TIME_END).contains(milliseconds))
 }
 
 fn shown(milliseconds: i64) -> String {
