@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use millrace_datafs::{Datafs, Name, View};
 use millrace_streams::KafkaConfig;
-use millrace_streams::dataset::{OpenDataset, SourceSpec};
+use millrace_streams::dataset::{DatasetSpec, OpenDataset, SourceSpec};
 use millrace_streams::feed::{
     Feed, FeedBatch, FeedError, FeedOptions, ImageOptions, Plan, PlanOptions, Selection, Values,
 };
@@ -46,18 +46,21 @@ pub(crate) async fn open_dataset(
 /// newest now. Replaces the bounds of a topic by the offsets that they mean now.
 pub(crate) async fn resolve(sources: &Sources, job: &Name, dataset: &mut SourceSpec) -> Result<()> {
     match dataset {
-        SourceSpec::Dataset(files) if files.source.is_latest() => {
-            let (source, _) = sources
-                .datafs
-                .resolve(&files.source)
-                .map_err(|e| Error::volume(format!("job {job}: open dataset {files}"), e))?;
-            files.source = source;
-        }
+        SourceSpec::Dataset(files) => name_snapshot(&sources.datafs, job, files)?,
         SourceSpec::Topic(topic) if topic.range.is_none() => {
             let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
             *dataset = opened.map_err(|e| Error::feed(format!("job {job}"), e))?.spec().clone();
         }
         _ => {}
+    }
+    Ok(())
+}
+
+/// Puts the name of the newest snapshot into a dataset at `@latest`.
+pub(crate) fn name_snapshot(datafs: &Datafs, job: &Name, files: &mut DatasetSpec) -> Result<()> {
+    if files.source.is_latest() {
+        let found = datafs.resolve(&files.source);
+        files.source = found.map_err(|e| Error::volume(format!("job {job}: open dataset {files}"), e))?.0;
     }
     Ok(())
 }

@@ -95,11 +95,12 @@ impl OpenFeeds {
             permission(dataset.source.volume.as_str()).inspect_err(|_| count_refused("permission"))?;
         }
         let mut datasets = Vec::with_capacity(sources.len());
+        let mut resolved = Vec::with_capacity(sources.len());
         for (dataset, weight) in sources {
-            datasets.push((self.open_dataset(&dataset).await?, weight));
+            let (dataset, opened) = self.open_dataset(&dataset).await?;
+            resolved.push((dataset, weight));
+            datasets.push((opened, weight));
         }
-        let resolved: Vec<_> =
-            datasets.iter().map(|(dataset, weight)| (dataset.spec().clone(), *weight)).collect();
         let identities: Vec<_> = datasets.iter().map(|(dataset, _)| dataset.identity().to_owned()).collect();
         let request = request.with_sources(&resolved);
         let key = request.feed_key(&identities).map_err(|error| status(&error))?;
@@ -114,8 +115,8 @@ impl OpenFeeds {
         }
     }
 
-    /// Opens an exposed dataset at its snapshot, confined to what is exposed.
-    async fn open_dataset(&self, dataset: &DatasetSpec) -> Result<OpenDataset, Status> {
+    /// Opens an exposed dataset at its snapshot, confined to what is exposed. Gives it with the snapshot's name.
+    async fn open_dataset(&self, dataset: &DatasetSpec) -> Result<(DatasetSpec, OpenDataset), Status> {
         let refused = || {
             count_refused("exposure");
             Status::permission_denied(format!(
@@ -139,7 +140,8 @@ impl OpenFeeds {
             }
         };
         let folder = self.exposure.folder_of(&wanted).ok_or_else(refused)?;
-        wanted.open_confined(&self.datafs, folder).await.map_err(|error| status(&error))
+        let opened = wanted.open_confined(&self.datafs, folder).await.map_err(|error| status(&error))?;
+        Ok((wanted, opened))
     }
 
     fn slot(&self, key: &str) -> Arc<Slot> {

@@ -38,10 +38,13 @@ fn code(error: &FeedError) -> Code {
         | FeedError::Invalid { .. }
         | FeedError::DuplicateColumn { .. }
         | FeedError::InvalidSpec { .. }
+        | FeedError::InvalidTopicSpec { .. }
         | FeedError::MixedColumns { .. } => Code::InvalidArgument,
         FeedError::OtherPlan { .. } | FeedError::OtherOrder { .. } | FeedError::Changed { .. } => {
             Code::FailedPrecondition
         }
+        FeedError::Topic { .. } if error.is_retryable() => Code::Unavailable,
+        FeedError::Topic { .. } => Code::FailedPrecondition,
         FeedError::Corrupt { .. }
         | FeedError::Row { .. }
         | FeedError::Image { .. }
