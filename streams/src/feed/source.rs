@@ -31,7 +31,9 @@ use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::ObjectStore;
 
-use crate::dataset::{Compression, Conflict, DataFile, FileFormat, ListedFile, Listing, RowGroup};
+use crate::dataset::{
+    Compression, Conflict, DataFile, FileFormat, ListedFile, Listing, RowGroup, decode_schema, encode_schema,
+};
 use crate::feed::batch::processors;
 use crate::feed::error::{FeedError, Result};
 use crate::feed::footer::StoreFile;
@@ -106,7 +108,7 @@ impl fmt::Display for ScanError {
 ///
 /// # Errors
 /// [`FeedError::Row`] and [`FeedError::Corrupt`] naming the file; [`FeedError::TooLarge`] for too many columns;
-/// [`FeedError::Invalid`] for rows without any; [`FeedError::Store`].
+/// [`FeedError::Invalid`] for rows without any, and for those nested too deeply; [`FeedError::Store`].
 pub(crate) async fn describe(store: &Arc<dyn ObjectStore>, listing: Listing) -> Result<Described> {
     let format = listing.files.first().map_or(FileFormat::Folder, |file| file.format);
     if format == FileFormat::Folder {
@@ -166,6 +168,12 @@ pub(crate) async fn describe(store: &Arc<dyn ObjectStore>, listing: Listing) -> 
         return Err(FeedError::invalid(format!(
             "dataset {path}: {} rows without a single column: every object is empty; nothing to feed",
             columns.rows
+        )));
+    }
+    // The plan is stored with its schema, which a reader takes up to some depth.
+    if let Err(error) = encode_schema(&schema).and_then(|text| decode_schema(&text)) {
+        return Err(FeedError::invalid(format!(
+            "dataset {path}: lists and objects are nested too deeply for a plan ({error}); write the inner ones as texts"
         )));
     }
     let row_bytes: u64 = schema.fields().iter().map(|field| fixed_bytes(field.data_type())).sum();

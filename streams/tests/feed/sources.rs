@@ -274,6 +274,12 @@ async fn datasets_that_are_not_of_one_format_say_so() {
     let error = error_of(&[("t/a.csv", "a\n"), ("t/b.csv", "")], None).await;
     assert!(matches!(error, FeedError::NoRows { files: 2, .. }), "{error}");
 
+    let error = error_of(&[("t/a.jsonl", "{}\n{}\n")], None).await.to_string();
+    assert!(error.contains("2 rows without a single column"), "{error}");
+    let deep = format!("{{\"a\":{}1{}}}", "[".repeat(100), "]".repeat(100));
+    let error = error_of(&[("t/a.jsonl", deep.as_str())], None).await.to_string();
+    assert!(error.contains("nested too deeply"), "{error}");
+
     // The format in front chooses among files, and among names without a suffix that is known.
     let files = [
         ("t/a.csv", b"a\n1\n".to_vec()),
