@@ -78,7 +78,7 @@ pub(crate) struct Clash {
 impl Kind {
     /// The kind of an integer of 64 bits, with or without a sign.
     pub(crate) fn integer(value: impl Into<i128>) -> Self {
-        let value = value.into();
+        let value: i128 = value.into();
         let wide = value as f64 as i128 != value;
         Kind::Integer { negative: value < 0, large: value > i128::from(i64::MAX), wide }
     }
