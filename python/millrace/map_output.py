@@ -13,6 +13,8 @@ __all__ = ["GroupOutput", "ReturnedError", "tables"]
 
 # Size of a row group of the output, before it is encoded, as ingest writes it.
 _ROW_GROUP_BYTES = 16 << 20
+# Tables that are combined into one: a function may yield a table for each row.
+_SMALL_TABLES = 1_024
 
 
 class ReturnedError(UsageError):
@@ -96,7 +98,9 @@ class GroupOutput:
         self._file: Writer | None = None
         self._parquet: Any = None
         self._schema: Any = None
+        # Tables of the next row group, and after them those that are still to be combined.
         self._tables: list[Any] = []
+        self._small: list[Any] = []
         self._bytes = 0
         self._rows = 0
 
@@ -112,11 +116,15 @@ class GroupOutput:
             )
         self._rows += table.num_rows
         # Rows of one size each, so that a large table is encoded piece by piece.
-        rows = max(1, table.num_rows * _ROW_GROUP_BYTES // max(1, table.nbytes))
+        size = table.nbytes
+        rows = max(1, table.num_rows * _ROW_GROUP_BYTES // max(1, size))
+        is_whole = rows >= table.num_rows
         for first in range(0, table.num_rows, rows):
-            piece = table.slice(first, rows)
-            self._tables.append(piece)
-            self._bytes += piece.nbytes
+            piece = table if is_whole else table.slice(first, rows)
+            self._small.append(piece)
+            self._bytes += size if is_whole else piece.nbytes
+            if len(self._small) >= _SMALL_TABLES:
+                self._combine()
             if self._bytes >= _ROW_GROUP_BYTES:
                 self._flush()
 
@@ -162,9 +170,22 @@ class GroupOutput:
         except (pyarrow.ArrowException, NotImplementedError) as error:
             raise UsageError(f"the function returned a table that Parquet has no form for: {error}") from error
 
+    def _combine(self) -> None:
+        """Makes one table of small ones: a table of one row takes a thousand times its bytes."""
+        import pyarrow
+
+        small, self._small = self._small, []
+        try:
+            self._tables.append(pyarrow.concat_tables(small).combine_chunks())
+        except pyarrow.ArrowException:
+            # Not for every type: nested dictionaries stay as they are.
+            self._tables += small
+
     def _flush(self) -> None:
         import pyarrow
 
+        self._tables += self._small
+        self._small = []
         if not self._tables:
             return
         table = pyarrow.concat_tables(self._tables).replace_schema_metadata(self._schema.metadata)

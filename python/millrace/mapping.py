@@ -296,9 +296,14 @@ class _Worker:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "millrace.map_worker"]
         # A session of its own: Ctrl-C in the terminal is for the driver.
-        self._process = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise UnavailableError(
+                f"map: a worker process cannot be started: {sys.executable}: {error.strerror or error}; use fewer processes"
+            ) from error
         self._received = b""
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,29 @@ def keys(rows):
             with self.assertRaisesRegex(millrace.UsageError, rf"input group 0 .*column '\w+' as one {kind}; .*a value for each row"):
                 self.map(f"{script}:{name}", processes=1)
 
+    def test_a_table_for_each_row_takes_no_more_memory(self) -> None:
+        script = self.script("""
+import resource
+import pyarrow
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def small(rows):
+    if rows["id"][0].as_py() != 0:
+        return
+    first = peak()
+    for row in range(20_000):
+        kind = pyarrow.array([f"kind {row % 300}"]).dictionary_encode()
+        yield pyarrow.table({"row": [row], "kind": kind, "peak": [peak() - first]})
+""")
+        done = self.map(f"{script}:small", processes=1)
+        self.assertEqual((done.files, done.rows), (1, 20_000))
+        found = self.output()[0]
+        self.assertEqual(found["row"].to_pylist(), list(range(20_000)))
+        self.assertEqual(found["kind"].to_pylist(), [f"kind {row % 300}" for row in range(20_000)])
+        self.assertLess(found["peak"][-1].as_py(), 48 << 10, "KiB beyond the first table")
+
     def test_texts_of_exceptions_are_bounded(self) -> None:
         script = self.script('''
 def long(rows):
@@ -138,6 +161,11 @@ class EnvironmentTest(MapCase):
         with self.assertRaisesRegex(millrace.UsageError, "take a snapshot"):
             self.map(f"{self.script()}:double", "parquet:digits:/train", to=f"{self.to}-live")
 
+    def test_a_worker_that_cannot_be_started_is_an_error(self) -> None:
+        with mock.patch.object(sys, "executable", os.path.join(self.scripts, "no-python")):
+            with self.assertRaisesRegex(millrace.UnavailableError, "a worker process cannot be started: .*no-python: No such file"):
+                self.map(f"{self.script()}:double")
+
     def test_workers_that_let_no_thread_run_end_with_the_driver(self) -> None:
         path, told = self.pipe("told")
         script = self.script(f"""
@@ -170,8 +198,10 @@ def stuck(rows):
 
 
 class CommandTest(MapCase):
-    def command(self, function: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [PROGRAM, "--home", self.home, "--json", "feed", "map", DATASET, function, "--to", self.to]
+    def command(
+        self, function: str, *others: str, home: str | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [PROGRAM, "--home", home or self.home, "--json", "feed", "map", DATASET, function, "--to", self.to, *others]
         environment = {**os.environ, "MILLRACE_PYTHON": sys.executable, **environment}
         return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
 
@@ -182,6 +212,27 @@ class CommandTest(MapCase):
         Path(package, "inner.py").write_text("def f(rows):\n    return rows.select(['id'])\n")
         path = os.pathsep.join(filter(None, [self.scripts, os.environ.get("PYTHONPATH")]))
         done = self.command("mapped_loud.inner:f", PYTHONPATH=path)
+        self.assertEqual((done.returncode, json.loads(done.stdout)["computed"]), (0, GROUPS), done.stderr)
+        self.assertIn("loud", done.stderr)
+
+    def test_a_name_that_is_given_twice_is_refused(self) -> None:
+        for option, values in (("--argument", ["factor=1", "factor=2"]), ("--splits", ["a=0.5", "a=0.3"])):
+            done = self.command(f"{self.script()}:double", option, values[0], option, values[1])
+            self.assertEqual((done.returncode, done.stdout), (2, ""))
+            self.assertIn(f'{option} has "{values[0].partition("=")[0]}" twice; give it once', done.stderr)
+
+    def test_a_home_whose_name_is_no_text(self) -> None:
+        home = os.path.join(self.scripts, os.fsdecode(b"home-\xff"))
+        os.symlink(self.home, home)
+        done = self.command(f"{self.script()}:double", home=home)
+        self.assertEqual((done.returncode, json.loads(done.stdout)["computed"]), (0, GROUPS), done.stderr)
+        self.check()
+
+    def test_what_python_prints_at_its_start_is_no_event(self) -> None:
+        Path(self.scripts, "sitecustomize.py").write_text("print('loud')\n")
+        self.addCleanup(Path(self.scripts, "sitecustomize.py").unlink)
+        path = os.pathsep.join(filter(None, [self.scripts, os.environ.get("PYTHONPATH")]))
+        done = self.command(f"{self.script()}:double", PYTHONPATH=path)
         self.assertEqual((done.returncode, json.loads(done.stdout)["computed"]), (0, GROUPS), done.stderr)
         self.assertIn("loud", done.stderr)
 
