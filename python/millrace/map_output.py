@@ -54,10 +54,21 @@ def _table(value: Any) -> Any:
     if isinstance(value, pyarrow.RecordBatchReader):
         return None
     if type(value).__module__.partition(".")[0] == "pandas":
-        return pyarrow.Table.from_pandas(value, preserve_index=False)
+        return _frame(value)
     if hasattr(value, "__arrow_c_stream__"):
         return pyarrow.table(value)
     return None
+
+
+def _frame(frame: Any) -> Any:
+    """A table of a pandas data frame, with the levels of its index that have a name, such as the keys of a group."""
+    import pyarrow
+
+    if not hasattr(frame, "columns"):
+        raise _refused(frame)
+    named = [name for name in frame.index.names if name is not None and name not in frame.columns]
+    frame = frame.reset_index(level=named) if named else frame
+    return pyarrow.Table.from_pandas(frame, preserve_index=False)
 
 
 def _column(name: Any, column: Any) -> Any:

@@ -78,8 +78,8 @@ def map(
 
     The function is called in worker processes. They load its file, so it must be at the top of one: not a lambda, and not
     a function of a notebook. A script that calls this for a function of its own does so under
-    ``if __name__ == "__main__":``. What it returns for a group does not depend on the others, but all tables must have the same
-    columns. Several calls for one group are possible when a process dies: only the last has an output.
+    ``if __name__ == "__main__":``. What the function returns for a group does not depend on the others, but all tables must
+    have the same columns. Several calls for one group are possible when a process dies: only the last has an output.
 
     :param function: ``SCRIPT.py:FUNCTION``, ``MODULE:FUNCTION``, or a function of a file. It gets the rows of a group, and
         ``arguments``. It returns a ``pyarrow.Table`` or ``RecordBatch``, a dictionary of columns, a data frame, or None for

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import millrace
-from millrace import mapping
+from millrace import map_output, mapping
 from support import DATASET, DEADLINE_S, PROGRAM
 from test_map import GROUPS, MapCase
 
@@ -125,6 +125,23 @@ def small(rows):
         self.assertEqual(found["row"].to_pylist(), list(range(20_000)))
         self.assertEqual(found["kind"].to_pylist(), [f"kind {row % 300}" for row in range(20_000)])
         self.assertLess(found["peak"][-1].as_py(), 48 << 10, "KiB beyond the first table")
+
+    def test_a_named_index_of_a_data_frame_is_a_column(self) -> None:
+        try:
+            import pandas
+        except ImportError:
+            self.skipTest("pandas is not installed")
+        frame = pandas.DataFrame({"user": ["a", "b", "a"], "x": [1, 2, 3]})
+        for returned, expected in [
+            (frame, {"user": ["a", "b", "a"], "x": [1, 2, 3]}),
+            (frame[frame.x > 1], {"user": ["b", "a"], "x": [2, 3]}),
+            (frame.groupby("user").sum(), {"user": ["a", "b"], "x": [4, 2]}),
+            (frame.set_index(["user", "x"]), {"user": ["a", "b", "a"], "x": [1, 2, 3]}),
+            (frame.set_index("user", drop=False), {"user": ["a", "b", "a"], "x": [1, 2, 3]}),
+        ]:
+            self.assertEqual([table.to_pydict() for table in map_output.tables(returned)], [expected])
+        with self.assertRaisesRegex(millrace.UsageError, "returned pandas.*Series; return a"):
+            list(map_output.tables(frame.x))
 
     def test_texts_of_exceptions_are_bounded(self) -> None:
         script = self.script('''
