@@ -119,7 +119,6 @@ def main() -> None:
     threading.Thread(target=_read, args=(requests, lines, is_busy), daemon=True).start()
     worker: _Worker | None = None
     while (line := lines.get()) is not None:
-        is_busy.set()
         request = json.loads(line)
         try:
             if "setup" in request:
@@ -150,6 +149,8 @@ def main() -> None:
 
 def _read(requests: Any, lines: queue.SimpleQueue[str | None], is_busy: threading.Event) -> None:
     for line in requests:
+        # Here and not where the request is taken: the driver may be gone before that.
+        is_busy.set()
         lines.put(line)
     lines.put(None)
     if is_busy.is_set():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import unittest
 from pathlib import Path
 from unittest import mock
 
 import millrace
-from millrace import map_output, mapping
+from millrace import map_output, map_worker, mapping
 from support import DATASET, DEADLINE_S, PROGRAM
 from test_map import GROUPS, MapCase
 
@@ -182,6 +184,13 @@ class EnvironmentTest(MapCase):
         with mock.patch.object(sys, "executable", os.path.join(self.scripts, "no-python")):
             with self.assertRaisesRegex(millrace.UnavailableError, "a worker process cannot be started: .*no-python: No such file"):
                 self.map(f"{self.script()}:double")
+
+    def test_a_request_that_is_not_yet_taken_ends_with_the_driver(self) -> None:
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        ended = mock.Mock(side_effect=SystemExit)
+        with mock.patch.multiple(os, killpg=ended, _exit=ended), self.assertRaises(SystemExit):
+            map_worker._read(["{}\n"], lines, threading.Event())
+        self.assertEqual((lines.get(), lines.get()), ("{}\n", None))
 
     def test_workers_that_let_no_thread_run_end_with_the_driver(self) -> None:
         path, told = self.pipe("told")

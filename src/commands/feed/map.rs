@@ -3,7 +3,7 @@
 //! The driver is a Python process (`python/millrace/__main__.py`). It gets its arguments as a line of JSON, and tells
 //! its progress and its end in lines. It stops when its input ends, so it does not outlive this command.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
@@ -23,7 +23,7 @@ use crate::output::{bytes, count};
 
 /// How long the driver has to stop after a signal.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Prints which of the modules are missing.
+/// Prints which of the modules are missing, behind [`MISSING`]: Python may print lines of its own when it starts.
 const CHECK: &str = "
 import importlib.util
 def is_missing(name):
@@ -31,8 +31,11 @@ def is_missing(name):
         return importlib.util.find_spec(name) is None
     except ImportError:
         return True
-print(*filter(is_missing, ('millrace', 'pyarrow', 'millrace.mapping')))
+print()
+print('missing:', *filter(is_missing, ('millrace', 'pyarrow', 'millrace.mapping')))
 ";
+/// Begins the line of the missing modules.
+const MISSING: &str = "missing:";
 
 /// A line of the driver.
 #[derive(Deserialize)]
@@ -64,14 +67,19 @@ pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
             format!("feed map {topic}: a topic is not mapped; land it with millrace ingest and map a snapshot"),
         );
     }
-    check_python(&args.python).await?;
-    let arguments: BTreeMap<_, _> = args.arguments.iter().cloned().collect();
+    tokio::select! {
+        checked = check_python(&args.python) => checked?,
+        () = context.stop.cancelled() => return context.interrupted("feed map"),
+    }
     let (source, rows) = (&args.rows.dataset, &args.rows.select);
+    check_names("--argument", args.arguments.iter().map(|(name, _)| name))?;
+    check_names("--splits", rows.splits.iter().map(|(name, _)| name))?;
+    let arguments: BTreeMap<_, _> = args.arguments.iter().cloned().collect();
     let request = json!({
         "function": args.function, "source": source, "to": args.to, "processes": args.processes,
         "columns": super::columns(args.columns), "where": rows.filter, "splits": rows.splits, "split": rows.split,
         "split_by": rows.split_by, "format": args.format, "arguments": arguments,
-        "allow_changed_function": args.allow_changed_function, "home": context.home.root(),
+        "allow_changed_function": args.allow_changed_function,
     });
     let mut driver = start(context, &args.python)?;
     let found = follow(context, &mut driver, &request).await;
@@ -106,6 +114,17 @@ pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
     )
 }
 
+/// Fails for a name that is given twice: only one of its values could count.
+fn check_names<'a>(option: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    for name in names {
+        if !seen.insert(name) {
+            return fail(Exit::Usage, format!("feed map: {option} has {name:?} twice; give it once"));
+        }
+    }
+    Ok(())
+}
+
 /// Fails unless the interpreter runs and finds the packages.
 async fn check_python(python: &Path) -> Result<()> {
     let program = python.display();
@@ -129,16 +148,17 @@ async fn check_python(python: &Path) -> Result<()> {
             );
         }
     };
-    let missing = String::from_utf8_lossy(&checked.stdout);
-    let missing: Vec<&str> = missing.split_whitespace().filter(|name| !name.contains('.')).collect();
-    if !missing.is_empty() {
-        let names = missing.join(" and ");
+    let printed = String::from_utf8_lossy(&checked.stdout);
+    let missing = printed.lines().rev().find_map(|line| line.strip_prefix(MISSING)).unwrap_or_default();
+    let packages: Vec<&str> = missing.split_whitespace().filter(|name| !name.contains('.')).collect();
+    if !packages.is_empty() {
+        let names = packages.join(" and ");
         return fail(
             Exit::Unavailable,
             format!("feed map: {program} has no package {names}; install it there with pip, or {hint}"),
         );
     }
-    if !checked.stdout.trim_ascii().is_empty() {
+    if !missing.trim().is_empty() {
         return fail(
             Exit::Unavailable,
             format!(
@@ -154,9 +174,11 @@ async fn check_python(python: &Path) -> Result<()> {
 fn start(context: &Context, python: &Path) -> Result<Child> {
     let mut command = Command::new(python);
     // Its own process group: a Ctrl-C in the terminal is for this process, which stops the driver in order.
+    // The home by the environment: its path need not be text.
     command
         .args(["-m", "millrace", "map"])
         .env("MILLRACE_LOG", &context.log)
+        .env("MILLRACE_HOME", context.home.root())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .process_group(0)
@@ -184,8 +206,11 @@ async fn follow(
             () = context.stop.cancelled() => return Ok(None),
         };
         let Some(line) = line else { return Ok(None) };
-        let event =
-            serde_json::from_str(&line).with_context(|| format!("the Python process said {line:?}"))?;
+        let Ok(event) = serde_json::from_str(&line) else {
+            // A module that Python loads at its start, before the driver has the output for itself.
+            tracing::warn!("the Python process printed: {line}");
+            continue;
+        };
         match event {
             Event::Progress { done, groups } => {
                 let bar = bar.get_or_insert_with(|| context.out.progress("map", "groups", Some(groups)));
