@@ -222,7 +222,7 @@ fn stop_signal() -> Result<CancellationToken> {
 }
 
 /// Whether this process was started to ignore SIGHUP.
-fn ignores_hangup() -> bool {
+pub(crate) fn ignores_hangup() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());

@@ -39,6 +39,7 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
         advertise: args.advertise.clone(),
         wait: Duration::from_secs(args.wait),
         silence: Duration::from_millis(config.trainer.heartbeat_lost_ms),
+        leaves_on_hangup: !crate::ignores_hangup(),
     };
     let scripts = node(out, &home, loaded.file.as_deref(), args.log_dir.as_deref());
     // Jobs on topics alone need brokers. The embedded one of this home is no other machine's.

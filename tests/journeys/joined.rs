@@ -65,6 +65,8 @@ fn workers_join_die_and_leave_without_changing_the_model() {
     first.wait();
     let mut third = start();
     second.signal(Signal::SIGTERM);
+    // As at the end of its terminal.
+    second.signal(Signal::SIGHUP);
     assert_eq!(second.wait(), Some(75));
     assert!(coordinator.is_running());
     let mut fourth = start();

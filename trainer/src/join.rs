@@ -140,6 +140,8 @@ pub struct Join {
     pub wait: Duration,
     /// A coordinator that is silent for this long is lost.
     pub silence: Duration,
+    /// Whether the end of the terminal asks the worker to leave, as SIGTERM does; not under `nohup`.
+    pub leaves_on_hangup: bool,
 }
 
 /// A coordinator's certificate and key.

@@ -73,7 +73,7 @@ pub fn join(
         .enable_all()
         .build()
         .map_err(|e| Error::io("start the worker's runtime", e))?;
-    let leave = leave_signal(&runtime)?;
+    let leave = leave_signal(&runtime, join.leaves_on_hangup)?;
     let result = serve(join, &Machine { datafs, kafka, scripts }, &runtime, &leave, &exit_code);
     // Prefetches and heartbeats need no orderly end.
     runtime.shutdown_timeout(Duration::from_millis(100));
@@ -87,18 +87,24 @@ struct Machine<'a> {
     scripts: Option<&'a NodeSettings>,
 }
 
-/// Cancelled by the first SIGTERM or SIGINT; the second one ends the process.
-fn leave_signal(runtime: &Runtime) -> Result<CancellationToken> {
+/// Cancelled by the first SIGTERM or SIGINT, or the end of the terminal; another SIGTERM or SIGINT ends the process.
+fn leave_signal(runtime: &Runtime, leaves_on_hangup: bool) -> Result<CancellationToken> {
     let leave = CancellationToken::new();
     let told = leave.clone();
     let _context = runtime.enter();
     let handle = |kind| signal(kind).map_err(|e| Error::io("handle signals", e));
     let (mut terminate, mut interrupt) = (handle(SignalKind::terminate())?, handle(SignalKind::interrupt())?);
+    let mut hangup = if leaves_on_hangup { Some(handle(SignalKind::hangup())?) } else { None };
     runtime.spawn(async move {
         loop {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
+                _ = async { hangup.as_mut()?.recv().await }, if hangup.is_some() => {
+                    // The kernel and the shell may both send it.
+                    told.cancel();
+                    continue;
+                }
             }
             if told.is_cancelled() {
                 std::process::exit(EXIT_FORCED);

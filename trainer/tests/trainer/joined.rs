@@ -38,6 +38,7 @@ fn join_entry() {
             advertise: orders.advertise,
             wait: Duration::from_secs(orders.wait),
             silence: Duration::from_millis(1_500),
+            leaves_on_hangup: false,
         };
         millrace_trainer::worker::join(&join, &datafs, None, None, |_| super::WORKER_EXIT)
     });
