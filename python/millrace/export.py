@@ -123,7 +123,9 @@ def publish(
         raise UnavailableError(f"publish {name}: PyTorch 2.6 or newer is needed, this one is {torch.__version__}")
     program = _program(program)
     feed = getattr(feed, "feed", feed)
-    wrong = [key for key, value in (metrics or {}).items() if not math.isfinite(value)]
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"publish {name}: the model is a {type(model).__name__}; pass a torch.nn.Module, not its state_dict()")
+    wrong = [key for key, value in (metrics or {}).items() if not _is_finite(value)]
     if wrong:
         raise UsageError(f"publish {name}: metric {wrong[0]!r} is not a finite number")
     if len(metrics or {}) > _METRICS_MAX:
@@ -369,6 +371,13 @@ def _json(name: str, value: dict[str, Any]) -> bytes:
         return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise UsageError(f"publish {name}: metadata holds something that JSON cannot: {error}") from error
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _program(program: str | os.PathLike[str] | None) -> str:

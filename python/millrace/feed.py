@@ -6,6 +6,7 @@ import datetime
 import operator
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -19,6 +20,8 @@ __all__ = ["Feed", "Mixture"]
 
 # The end of an endless feed: more rows than any reader reads.
 _ENDLESS = 1 << 61
+# The greatest values of arguments; other numbers have 61 bits.
+_MOST = {"rank": (1 << 32) - 1, "world": (1 << 32) - 1, "batch_rows": 4_194_304}
 
 
 class Mixture:
@@ -132,9 +135,11 @@ class Feed:
         keys: str | None = None,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
+        if not isinstance(dataset, (str, Mixture)):
+            raise UsageError(f"dataset is {dataset!r}; pass VOLUME@SNAPSHOT:/PATH, for example digits@v1:/train, or a Mixture")
         if epochs is not None:
             epochs = _integer("epochs", epochs, 1, ", or None to read without end")
-        batch_rows, seed = _integer("batch_rows", batch_rows, 0), _integer("seed", seed, 0)
+        batch_rows, seed = _integer("batch_rows", batch_rows, 1), _integer("seed", seed, 0)
         if isinstance(columns, str):
             raise UsageError(f"columns is the text {columns!r}; pass a list of names")
         columns = None if columns is None else list(columns)
@@ -183,6 +188,13 @@ class Feed:
             "home": os.fspath(self._reader.home),
         }
         _check_pad(pad, self.schema, format)
+        live = [source for source, _ in self._reader.datasets if "@" not in source.partition(":/")[0]]
+        if world > 1 and live:
+            warnings.warn(
+                f"{live[0]} is the live volume: if it changes, ranks that open it before and after read different rows; "
+                "name a snapshot",
+                stacklevel=2,
+            )
         self._until = None if mixture is None else mixture.until
         self._epochs = epochs
         # The place of the next row, counted over all epochs and ranks, and the end of the iteration that has begun.
@@ -303,6 +315,8 @@ class Feed:
         :raises millrace.UsageError: when the state is one of other datasets, snapshots, selections, weights or seeds, or
             when ``batch_rows`` does not fit it.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(f"resume {self.dataset}: {state!r} is not a state of a feed; pass what state_dict() has returned")
         if "workers" in state:
             raise UsageError(f"resume {self.dataset}: the state is that of a worker of a DataLoader; load it there")
         order, rows = state.get("order"), state.get("rows")
@@ -425,13 +439,12 @@ def _shard(rank: int | str | None, world: int | None) -> tuple[int, int]:
 
 def _integer(name: str, value: Any, least: int, otherwise: str = "") -> int:
     try:
-        number = operator.index(value)
+        number, kind = operator.index(value), ""
     except TypeError:
-        number = -1
-    # A rank and a world have 32 bits, the other numbers 64.
-    most = (1 << 32) - 1 if name in ("rank", "world") else (1 << 61) - 1
+        number, kind = -1, "a whole number, "
+    most = _MOST.get(name, (1 << 61) - 1)
     if isinstance(value, bool) or not least <= number <= most:
-        raise UsageError(f"{name} is {value!r}; it must be at least {least} and at most {most}{otherwise}")
+        raise UsageError(f"{name} is {value!r}; it must be {kind}{least} to {most}{otherwise}")
     return number
 
 
@@ -462,6 +475,8 @@ def _is_place(rows: Any) -> bool:
 
 
 def _images(images: Mapping[str, Image] | None) -> list[tuple[str, str]]:
+    if images is not None and not isinstance(images, Mapping):
+        raise UsageError(f'images is {images!r}; pass a millrace.Image for each column, as in {{"image": millrace.Image(224)}}')
     for column, image in (images or {}).items():
         if not isinstance(column, str) or not isinstance(image, Image):
             raise UsageError(f"images has {column!r}: {image!r}; pass the name of a column and a millrace.Image")

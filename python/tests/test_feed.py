@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import unittest
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,6 +70,14 @@ class OrderTest(HomeCase):
             feed = millrace.Feed(dataset, columns=["id"], home=self.home)
             self.assertEqual(sorted(sum((ids_of(batch) for batch in feed), [])), list(range(ROWS)))
         self.assertEqual(feed.dataset, DATASET)
+
+    def test_ranks_on_a_live_volume_are_warned(self) -> None:
+        with self.assertWarnsRegex(UserWarning, "digits:/train is the live volume"):
+            millrace.Feed("digits:/train", rank=0, world=2, home=self.home)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            millrace.Feed("digits:/train", home=self.home)
+            millrace.Feed(DATASET, rank=0, world=2, home=self.home)
 
 
 class ResumeTest(HomeCase):
@@ -210,7 +219,11 @@ class ErrorTest(HomeCase):
         self.assert_error(millrace.UsageError, "rank 2 of 2", rank=2, world=2)
         self.assert_error(millrace.UsageError, "rank is -1", rank=-1, world=2)
         self.assert_error(millrace.UsageError, "batch_rows is -1", batch_rows=-1)
-        self.assert_error(millrace.UsageError, "seed is 1.5", seed=1.5)
+        self.assert_error(millrace.UsageError, "seed is 1.5; it must be a whole number, 0 to", seed=1.5)
+        self.assert_error(millrace.UsageError, "batch_rows is '12'; it must be a whole number, 1 to 4194304", batch_rows="12")
+        with self.assertRaisesRegex(millrace.UsageError, "dataset is None"):
+            millrace.Feed(None, home=self.home)  # type: ignore[arg-type]
+        self.assert_error(millrace.UsageError, "a millrace.Image for each column", images=["pixels"])
         self.assert_error(millrace.UsageError, "epochs is 0", epochs=0)
         self.assert_error(millrace.UsageError, "jax", format="jax")
 
@@ -252,9 +265,9 @@ class ErrorTest(HomeCase):
             {}, {"plan": feed.plan}, {"plan": feed.plan, "rows": -1}, {"plan": "x", "rows": 0}, {"plan": "0" * 64, "rows": 0},
             {"order": order}, {"order": order, "rows": -1}, {"order": "x", "rows": 0}, {"order": order, "rows": 1 << 62},
         ]
-        for bad in bad_states:
+        for bad in [*bad_states, None]:
             with self.assertRaises(millrace.UsageError):
-                feed.load_state_dict(bad)
+                feed.load_state_dict(bad)  # type: ignore[arg-type]
         self.assertEqual(feed.state_dict()["rows"], 0)
 
 

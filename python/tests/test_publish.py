@@ -146,12 +146,15 @@ class PublishTest(HomeCase):
             ([torch.zeros(2, 4), torch.zeros(3, 4)], {}, millrace.UsageError, r"\(2, 4\), \(3, 4\)"),
             ([1, 2], {}, millrace.UsageError, "must be a tensor"),
             (torch.zeros(2, 4), {"metrics": {"loss": float("nan")}}, millrace.UsageError, "'loss' is not a finite number"),
+            (torch.zeros(2, 4), {"metrics": {"loss": "low"}}, millrace.UsageError, "'loss' is not a finite number"),
             (torch.zeros(2, 4), {"metadata": {"x": object()}}, millrace.UsageError, "JSON cannot"),
             (torch.zeros(2, 4), {"steps": -1}, millrace.UsageError, "steps is -1"),
         ]
         for inputs, options, kind, text in cases:
             with self.assertRaisesRegex(kind, text):
                 self.publish(linear, inputs, "wrong", **options)
+        with self.assertRaisesRegex(millrace.UsageError, r"the model is a dict; .* not its state_dict\(\)"):
+            self.publish({"weight": torch.zeros(2, 4)}, torch.zeros(2, 4), "digits")
         with self.assertRaisesRegex(millrace.UsageError, "^publish ../wrong: "):
             self.publish(linear, torch.zeros(2, 4), "../wrong")
         with self.assertRaisesRegex(millrace.UnavailableError, "'nothing-here' was not found"):
