@@ -37,6 +37,8 @@ class MillraceFileSystem(AbstractFileSystem):
         name, _, inside = self._strip_protocol(path).partition("/")
         if not name:
             raise UsageError(f"millrace://{path}: name a volume: millrace://VOLUME/PATH")
+        if name.endswith(":"):
+            raise UsageError(f"millrace://{path}: URLs have no colon behind the volume; write millrace://{name[:-1]}/{inside}")
         return Volume(name, home=self._home), name, f"/{inside}"
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:

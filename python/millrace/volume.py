@@ -85,6 +85,8 @@ class Volume:
         if kind == "r":
             reader = _BufferedReader(_Reader(volume.open(path), path), _BUFFER_BYTES)
             return reader if "b" in mode else io.TextIOWrapper(reader, encoding, errors, newline)
+        if "@" in volume.spec:
+            raise UsageError(f"open {path}: {volume.spec} is a snapshot, which is read-only; write to the live volume")
         writer = Writer(volume.write(path), fence=(volume, path))
         return writer if "b" in mode else _TextWriter(writer, encoding, errors, newline)
 

@@ -53,7 +53,7 @@ class VolumeTest(HomeCase):
         self.assertEqual(self.volume.snapshots(), [taken])
         listed = json.loads(run(self.home, "--json", "snapshot", "list", "files"))
         self.assertEqual([found["name"] for found in listed], ["before"])
-        with self.assertRaisesRegex(millrace.Error, "read-only"):
+        with self.assertRaisesRegex(millrace.UsageError, "^open .*@.* is a snapshot, which is read-only; write to the live"):
             frozen.open("/kept", "wb")
 
     def test_a_file_appears_when_it_is_closed_or_never(self) -> None:
@@ -164,6 +164,8 @@ class FsspecTest(HomeCase):
         self.assertFalse(self.fs.exists("files/a"))
 
     def test_files_that_would_never_appear_are_refused(self) -> None:
+        with self.assertRaisesRegex(millrace.UsageError, "no colon behind the volume; write millrace://digits@v1/train"):
+            self.fs.open("digits@v1:/train/0.parquet")
         with self.assertRaisesRegex(millrace.UsageError, "fsspec.open"):
             self.fs.open("files/x.gz", "wb", compression="gzip")
         with fsspec.open("millrace://files/x.gz", "wb", compression="gzip", home=self.home) as out:
