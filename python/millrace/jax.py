@@ -34,7 +34,7 @@ def arrays(feed: Feed, *, sharding: Any = None) -> Iterator[dict[str, Any]]:
         mesh = jax.sharding.Mesh(numpy.array(jax.local_devices()), ("rows",))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     for batch in feed:
-        if not isinstance(batch, dict):
+        if not isinstance(batch, dict) or not all(isinstance(column, numpy.ndarray) for column in batch.values()):
             raise UsageError(f'read {feed.dataset} as JAX arrays: pass a feed with format="numpy"')
         yield {name: _array(feed, name, column, sharding) for name, column in batch.items()}
 

@@ -35,7 +35,7 @@ def dataset(feed: Feed) -> Any:
     # A state of the last batch leaves an empty iteration, whose tensors are those of the others.
     probe._is_over = False
     probe = next(probe, None)
-    if not isinstance(probe, dict):
+    if not isinstance(probe, dict) or not all(isinstance(column, numpy.ndarray) for column in probe.values()):
         raise UsageError(f'read {feed.dataset} as tf.data: pass a feed with format="numpy" that has rows')
     signature = {name: _spec(feed, name, column) for name, column in probe.items()}
 

@@ -53,8 +53,9 @@ class JaxTest(HomeCase):
         for column in ("name", "at", "tokens"):
             with self.assertRaisesRegex(millrace.UsageError, f"column '{column}' is .*JAX has no array"):
                 next(millrace.jax.arrays(self.feed(columns=[column])))
-        with self.assertRaisesRegex(millrace.UsageError, 'format="numpy"'):
-            next(millrace.jax.arrays(self.feed(format="arrow")))
+        for format in ("arrow", "torch"):
+            with self.assertRaisesRegex(millrace.UsageError, 'format="numpy"'):
+                next(millrace.jax.arrays(self.feed(format=format)))
 
         class Large:
             dataset, schema = "large", {"id": "Int64"}
