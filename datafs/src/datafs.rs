@@ -19,7 +19,6 @@ use crate::meta::postgres::target::Target;
 use crate::meta::postgres::{self, Postgres};
 use crate::meta::reserve::Reserve;
 use crate::meta::sqlite::Sqlite;
-use crate::meta::versioned;
 use crate::meta_url::MetaUrl;
 use crate::metrics;
 use crate::name::Name;
@@ -85,7 +84,7 @@ impl Datafs {
     /// ([`Datafs::gc`]) frees the space. May be stopped (or killed) anywhere. Volumes share packs, so packs
     /// are compacted in any case.
     pub fn compact(&self, volume: Option<&Name>, what: &Compact) -> Result<CompactReport> {
-        let find = |name: &Name| self.shared.meta.view(|txn| versioned::find_volume(txn, name.as_str()));
+        let find = |name: &Name| self.shared.meta.view(|txn| self.find(txn, name));
         compact::compact(&self.shared, volume.map(find).transpose()?, what)
     }
 }

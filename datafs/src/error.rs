@@ -11,10 +11,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// There is no such volume, snapshot, file, directory or node (ENOENT).
-    #[error("{what} does not exist")]
+    #[error("{what} does not exist{hint}")]
     NotFound {
         /// What was looked for, with its kind: "volume digits", "train/part-0.parquet".
         what: String,
+        /// Empty, or where it was looked for and what exists there, with what separates it from the message.
+        hint: String,
     },
     /// The inode has no such extended attribute (ENODATA).
     #[error("extended attribute {name} does not exist")]
@@ -286,7 +288,12 @@ impl Error {
     }
 
     pub(crate) fn not_found(what: impl Into<String>) -> Self {
-        Self::NotFound { what: what.into() }
+        Self::NotFound { what: what.into(), hint: String::new() }
+    }
+
+    /// [`Error::NotFound`] with a hint, which is appended to the message.
+    pub(crate) fn not_found_hinted(what: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::NotFound { what: what.into(), hint: hint.into() }
     }
 
     pub(crate) fn corrupt(what: impl Into<String>, reason: impl Into<String>) -> Self {

@@ -64,7 +64,7 @@ pub fn mount(view: View, at: &Path, options: MountOptions) -> Result<Mount> {
 pub fn umount(at: &Path) -> Result<()> {
     let at = point::absolute(at)?;
     let Some(mounted) = point::find(&at)? else {
-        return Err(Error::NotFound { what: format!("a mounted volume at {}", at.display()) });
+        return Err(Error::not_found(format!("a mounted volume at {}", at.display())));
     };
     if point::detach(&at, false).is_ok() {
         return Ok(());

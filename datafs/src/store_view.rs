@@ -148,7 +148,7 @@ fn stat_file(view: &View, location: &str) -> crate::error::Result<Attr> {
     let attr = view.stat(location)?;
     match attr.kind {
         FileKind::File => Ok(attr),
-        _ => Err(Error::NotFound { what: format!("file {location}") }),
+        _ => Err(Error::not_found(format!("file {location}"))),
     }
 }
 
@@ -160,7 +160,7 @@ fn open_file(view: &View, location: &str) -> crate::error::Result<(Attr, OpenFil
 /// Maps the error for a file that is not regular to "not found".
 fn no_file(location: &str) -> impl Fn(Error) -> Error {
     move |error| match error {
-        Error::Invalid(_) => Error::NotFound { what: format!("file {location}") },
+        Error::Invalid(_) => Error::not_found(format!("file {location}")),
         other => other,
     }
 }

@@ -13,7 +13,7 @@ use crate::meta::codec::Decoder;
 use crate::meta::engine::{Durability, Order, ReadTxn};
 use crate::meta::inode::{Inode, Timestamp};
 use crate::meta::keys;
-use crate::meta::snapshot::{self, SnapshotRow};
+use crate::meta::snapshot::{self, NAMES_TOLD, SnapshotRow, named_some};
 use crate::meta::versioned::{At, Reader, Records as _, VolumeRow, Writer, find_volume};
 use crate::name::{Name, VolumeSpec};
 use crate::node::{FileKind, ROOT_INO};
@@ -147,7 +147,7 @@ impl Datafs {
     pub fn volume_set_key(&self, name: &Name, key: &str) -> Result<()> {
         let new = self.key_of(name, key)?;
         self.shared.meta.transact(Durability::Durable, |txn| {
-            let id = find_volume(txn.as_read(), name.as_str())?;
+            let id = self.find(txn.as_read(), name)?;
             let mut row = VolumeRow::get(txn.as_read(), id)?;
             if row.key.is_none() {
                 // Small files may be in the metadata, which is not encrypted.
@@ -200,7 +200,7 @@ impl Datafs {
     /// One volume with its usage. Counting takes time in proportion to the number of files.
     pub fn volume_show(&self, name: &Name) -> Result<VolumeInfo> {
         let (id, mut volume) = self.shared.meta.view(|txn| {
-            let id = find_volume(txn, name.as_str())?;
+            let id = self.find(txn, name)?;
             let row = VolumeRow::get(txn, id)?;
             Ok((id, info(txn, id, &row)?))
         })?;
@@ -212,7 +212,7 @@ impl Datafs {
     /// and objects are freed in the background.
     pub fn volume_delete(&self, name: &Name) -> Result<()> {
         self.shared.meta.transact_making_room(Durability::Durable, |txn| {
-            let id = find_volume(txn.as_read(), name.as_str())?;
+            let id = self.find(txn.as_read(), name)?;
             let mut row = VolumeRow::get(txn.as_read(), id)?;
             row.deleting = true;
             txn.put(&keys::volume(id), &row.encode())?;
@@ -233,7 +233,7 @@ impl Datafs {
             return Err(Error::InvalidName { name: snapshot.to_string(), reason });
         }
         self.shared.meta.transact(Durability::Durable, |txn| {
-            let id = find_volume(txn.as_read(), volume.as_str())?;
+            let id = self.find(txn.as_read(), volume)?;
             let (number, row) = snapshot::create(txn, id, snapshot.as_str())?;
             snapshot_info(volume, number, &row)
         })
@@ -242,7 +242,7 @@ impl Datafs {
     /// The snapshots of a volume, oldest first.
     pub fn snapshot_list(&self, volume: &Name) -> Result<Vec<SnapshotInfo>> {
         self.shared.meta.view(|txn| {
-            let id = find_volume(txn, volume.as_str())?;
+            let id = self.find(txn, volume)?;
             let rows = snapshot::list(txn, id)?;
             rows.iter().map(|(number, row)| snapshot_info(volume, *number, row)).collect()
         })
@@ -252,7 +252,7 @@ impl Datafs {
     /// is freed in the background. Its views return [`Error::Stale`] from now on.
     pub fn snapshot_delete(&self, volume: &Name, snapshot: &Name) -> Result<()> {
         self.shared.meta.transact_making_room(Durability::Durable, |txn| {
-            let id = find_volume(txn.as_read(), volume.as_str())?;
+            let id = self.find(txn.as_read(), volume)?;
             snapshot::begin_delete(txn, id, snapshot.as_str())
         })?;
         self.shared.collector.wake();
@@ -264,7 +264,7 @@ impl Datafs {
     /// key not at hand.
     pub fn view(&self, spec: &VolumeSpec) -> Result<View> {
         let (id, (spec, at), row) = self.shared.meta.view(|txn| {
-            let id = find_volume(txn, spec.volume.as_str())?;
+            let id = self.find(txn, &spec.volume)?;
             let row = VolumeRow::get(txn, id)?;
             Ok((id, resolve(txn, id, spec)?, row))
         })?;
@@ -280,7 +280,7 @@ impl Datafs {
     /// [`Error::NotFound`] for a volume or snapshot that does not exist, also where a volume has no snapshot yet.
     pub fn resolve(&self, spec: &VolumeSpec) -> Result<(VolumeSpec, Option<u64>)> {
         self.shared.meta.view(|txn| {
-            let id = find_volume(txn, spec.volume.as_str())?;
+            let id = self.find(txn, &spec.volume)?;
             let (spec, at) = resolve(txn, id, spec)?;
             let number = match at {
                 At::Live => None,
@@ -288,6 +288,22 @@ impl Datafs {
             };
             Ok((spec, number))
         })
+    }
+
+    /// The number of a volume. The error names the home and the volumes that it has.
+    pub(crate) fn find(&self, txn: &mut dyn ReadTxn, name: &Name) -> Result<u64> {
+        let what = match find_volume(txn, name.as_str()) {
+            Err(Error::NotFound { what, .. }) => what,
+            found => return found,
+        };
+        let prefix = keys::volume_names();
+        let records = txn.scan(&prefix, &keys::after_prefix(&prefix), Order::Ascending, NAMES_TOLD + 1)?;
+        let names = records.iter().map(|(key, _)| String::from_utf8_lossy(&key[prefix.len()..]).into_owned());
+        let has = match named_some(names.collect()) {
+            Some(names) => format!("which has {names}"),
+            None => "which has no volumes; --home or MILLRACE_HOME names another home".to_owned(),
+        };
+        Err(Error::not_found_hinted(what, format!(" in the home {}, {has}", self.shared.home.display())))
     }
 
     fn usage(&self, volume: u64) -> Result<Usage> {
@@ -368,14 +384,17 @@ fn resolve(txn: &mut dyn ReadTxn, volume: u64, spec: &VolumeSpec) -> Result<(Vol
         return Ok((spec.clone(), At::Snapshot(number)));
     }
     if name.as_str() != VolumeSpec::LATEST {
-        return Err(Error::not_found(format!("snapshot {spec}")));
+        return Err(snapshot::not_found(txn, volume, spec.volume.as_str(), name.as_str())?);
     }
     match snapshot::list(txn, volume)?.pop() {
         Some((number, row)) => {
             let newest = VolumeSpec::at(spec.volume.clone(), row.name.parse()?);
             Ok((newest, At::Snapshot(number)))
         }
-        None => Err(Error::not_found(format!("a snapshot of volume {}", spec.volume))),
+        None => Err(Error::not_found_hinted(
+            format!("a snapshot of volume {}", spec.volume),
+            format!("; take one with: millrace snapshot create {}@NAME", spec.volume),
+        )),
     }
 }
 

@@ -581,7 +581,7 @@ fn commit(
     let mut referral = Referral::default();
     let result = view.write(durability, |writer| {
         let mut inode = tree::inode(writer, ino).map_err(|error| match error {
-            Error::NotFound { what } => Error::Stale { what },
+            Error::NotFound { what, .. } => Error::Stale { what },
             other => other,
         })?;
         // Appends go to the file's current end, which another process may have moved.

@@ -85,7 +85,7 @@ impl View {
 pub(crate) fn name_it(error: Error, path: &str) -> Error {
     let what = path.to_owned();
     match error {
-        Error::NotFound { .. } => Error::NotFound { what },
+        Error::NotFound { .. } => Error::not_found(what),
         Error::IsADirectory { .. } => Error::IsADirectory { what },
         Error::NotADirectory { .. } => Error::NotADirectory { what },
         Error::NotEmpty { .. } => Error::NotEmpty { what },

@@ -15,6 +15,8 @@ use crate::node::SNAPSHOT_MAX;
 
 /// Versions that one transaction frees.
 pub(crate) const FREE_BATCH: usize = 1_000;
+/// Names that an error lists.
+pub(crate) const NAMES_TOLD: usize = 8;
 
 /// A snapshot's row.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,6 +90,23 @@ pub(crate) fn find(txn: &mut dyn ReadTxn, volume: u64, name: &str) -> Result<Opt
     }
 }
 
+/// The error for a snapshot that does not exist. It names the newest ones that do.
+pub(crate) fn not_found(txn: &mut dyn ReadTxn, volume: u64, volume_name: &str, name: &str) -> Result<Error> {
+    let names = list(txn, volume)?.into_iter().rev().map(|(_, row)| row.name).take(NAMES_TOLD + 1);
+    let hint = match named_some(names.collect()) {
+        Some(names) => format!("; volume {volume_name} has {names}"),
+        None => format!("; volume {volume_name} has no snapshots yet"),
+    };
+    Ok(Error::not_found_hinted(format!("snapshot {volume_name}@{name}"), hint))
+}
+
+/// Names for an error, at most [`NAMES_TOLD`]; none if there are none.
+pub(crate) fn named_some(mut names: Vec<String>) -> Option<String> {
+    let more = if names.len() > NAMES_TOLD { " and others" } else { "" };
+    names.truncate(NAMES_TOLD);
+    (!names.is_empty()).then(|| format!("{}{more}", names.join(", ")))
+}
+
 /// Creates a snapshot of the live tree as this transaction sees it.
 pub(crate) fn create(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> Result<(u64, SnapshotRow)> {
     let mut volume_row = VolumeRow::get(txn.as_read(), volume)?;
@@ -117,7 +136,7 @@ pub(crate) fn create(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> Result<
 pub(crate) fn begin_delete(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> Result<u64> {
     let mut volume_row = VolumeRow::get(txn.as_read(), volume)?;
     let Some(number) = find(txn.as_read(), volume, name)? else {
-        return Err(Error::not_found(format!("snapshot {}@{name}", volume_row.name)));
+        return Err(not_found(txn.as_read(), volume, &volume_row.name, name)?);
     };
     let mut row = SnapshotRow::get(txn.as_read(), volume, number)?;
     row.deleting = true;

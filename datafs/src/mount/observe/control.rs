@@ -244,7 +244,7 @@ impl Served {
             Some(Answer::Done) => Ok(()),
             Some(Answer::Refused(reason)) => Err(Error::Invalid(reason)),
             Some(other) => Err(self.failed(refusal(other))),
-            None => Err(Error::NotFound { what: "the mount: it has ended".into() }),
+            None => Err(Error::not_found("the mount: it has ended")),
         }
     }
 
