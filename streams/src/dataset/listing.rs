@@ -73,6 +73,9 @@ impl Listing {
                 }
             }
         }
+        if found.is_nothing() && store.head(&root).await.is_ok() {
+            found.ignored = 1;
+        }
         let mut files = found.choose(&shown)?;
         files.sort_unstable_by(|a, b| a.path.as_bytes().cmp(b.path.as_bytes()));
         Ok(Self { path: shown, files, format })
@@ -136,6 +139,10 @@ impl Found {
             (None, Some(format)) => self.files.push(listed(meta, format)),
             (None, None) => self.ignored += 1,
         }
+    }
+
+    fn is_nothing(&self) -> bool {
+        self.files.is_empty() && self.others.is_empty() && self.ignored == 0
     }
 
     /// The files of one format.

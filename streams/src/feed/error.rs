@@ -14,10 +14,7 @@ pub type Result<T, E = FeedError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum FeedError {
     /// The path of the dataset does not exist, or holds no file that is data.
-    #[error(
-        "dataset {path}: no data file found ({ignored} other files ignored); check the path, ingest into it first, or \
-         name the format in front, for example folder:VOLUME@SNAPSHOT:/PATH for files in one folder a class"
-    )]
+    #[error("dataset {path}: no data file found: {}", no_files_words(*ignored))]
     NoFiles {
         /// Path inside the store.
         path: String,
@@ -40,7 +37,7 @@ pub enum FeedError {
         format: &'static str,
     },
     /// The data files hold no rows.
-    #[error("dataset {path}: {files} files without a single row; nothing to feed")]
+    #[error("dataset {path}: its data files ({files}) hold no row; nothing to feed")]
     NoRows {
         /// Path inside the store.
         path: String,
@@ -282,6 +279,16 @@ pub enum FeedError {
         /// Path of the file being read.
         file: String,
     },
+}
+
+fn no_files_words(ignored: usize) -> String {
+    match ignored {
+        0 => "there is no file at or below this path; see millrace ls, or ingest into it first".to_owned(),
+        count => format!(
+            "the names of the files there ({count}) tell no format; write it in front, for example \
+             csv:VOLUME@SNAPSHOT:/PATH, or folder:VOLUME@SNAPSHOT:/PATH for files in one folder a class"
+        ),
+    }
 }
 
 impl FeedError {

@@ -95,7 +95,9 @@ async fn datasets_without_files_or_rows_are_refused() {
     assert!(matches!(error, FeedError::NoFiles { ignored: 1, .. }), "{error}");
     let error = read_epoch(&store, "absent").await.unwrap_err();
     assert!(matches!(error, FeedError::NoFiles { ignored: 0, .. }), "{error}");
-    assert!(error.to_string().contains("/absent"));
+    assert!(error.to_string().contains("/absent: no data file found: there is no file"), "{error}");
+    let error = read_epoch(&store, "train/a.txt").await.unwrap_err();
+    assert!(matches!(error, FeedError::NoFiles { ignored: 1, .. }), "{error}");
     let error = read_epoch(&store, "rowless").await.unwrap_err();
     assert!(matches!(error, FeedError::NoRows { files: 1, .. }), "{error}");
     let error = read_epoch(&store, "a/../b").await.unwrap_err();
