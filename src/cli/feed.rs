@@ -31,7 +31,7 @@ pub(crate) struct FeedArgs {
     /// First global batch
     #[arg(long, default_value_t = 0)]
     pub(crate) step: u64,
-    /// Number of batches [default: 1, or one epoch with --dry]
+    /// Number of batches [default: 1, or the rows of one epoch with --dry]
     #[arg(long)]
     pub(crate) batches: Option<u64>,
     /// Read this epoch, from 0: exactly its rows, so that its first and last batch can have fewer

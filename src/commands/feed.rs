@@ -45,13 +45,15 @@ async fn read(context: &Context, args: FeedArgs) -> Result<()> {
     let shard = Shard::new(args.rank, args.world)?;
     let epochs = opened.epochs(args.epochs.rows_per_epoch)?;
     let batch_rows = opened.feed.batch_rows() as u64;
-    let steps_of_epoch = epochs.steps(1, batch_rows);
     let places = match args.epoch {
         Some(epoch) => epochs.places(epoch..epoch.saturating_add(1)),
         None => {
-            let batches = args.batches.unwrap_or(if args.dry { steps_of_epoch } else { 1 });
             let place_of = |step: u64| step.saturating_mul(batch_rows);
-            place_of(args.step)..place_of(args.step.saturating_add(batches))
+            let start = place_of(args.step);
+            match args.batches {
+                None if args.dry => start..start.saturating_add(epochs.start(1)),
+                batches => start..place_of(args.step.saturating_add(batches.unwrap_or(1))),
+            }
         }
     };
     let batches = places.end.div_ceil(batch_rows) - places.start / batch_rows;

@@ -108,6 +108,11 @@ fn the_plan_and_the_columns_of_a_dataset_are_shown_before_it_is_read() {
 
     // The form without a subcommand stays.
     assert_eq!(home.json(["feed", "v@s:/rows", "--dry", "--batch-rows", "100"])["rows_read"], 400);
+    // One epoch is all rows once, also where they do not fill the last batch.
+    let bench = home.json(["feed", "bench", "v@s:/rows", "--batch-rows", "150"]);
+    assert_eq!((&bench["rows"], &bench["batches"]), (&json!(ROWS), &json!(3)));
+    let dry = home.json(["feed", "v@s:/rows", "--dry", "--batch-rows", "150"]);
+    assert_eq!((&dry["rows_read"], &dry["batches"]), (&json!(ROWS), &json!(3)));
 }
 
 #[test]
@@ -126,6 +131,23 @@ fn selections_that_cannot_work_say_why() {
             assert_eq!(found, code, "{line}");
             assert!(texts.iter().all(|text| line.contains(text)), "{line}");
         }
+    }
+    // A typo names what there is, and where it was looked for.
+    home.ok(["volume", "create", "fresh"]);
+    let root = home.path().display().to_string();
+    for (dataset, texts) in [
+        ("w@s:/rows", &["volume w does not exist in the home ", &root, "which has fresh, v"][..]),
+        ("v@t:/rows", &["snapshot v@t does not exist; volume v has s"]),
+        ("fresh@s:/rows", &["snapshot fresh@s does not exist; volume fresh has no snapshots yet"]),
+        (
+            "fresh@latest:/rows",
+            &["a snapshot of volume fresh does not exist; take one with: millrace snapshot create fresh@"],
+        ),
+        ("v@s:/row", &["no data file found: there is no file at or below this path"]),
+    ] {
+        let (code, line) = home.fails(["feed", dataset]);
+        assert_eq!(code, 3, "{line}");
+        assert!(texts.iter().all(|text| line.contains(text)), "{line}");
     }
     for (command, says) in [
         (&["feed"][..], "DATASET"),

@@ -24,11 +24,11 @@ pub(super) async fn run(context: &Context, args: FeedBenchArgs) -> Result<()> {
     let opened = open(context, &args.source, &args.order, options).await?;
     let planned = planning.elapsed().as_secs_f64();
     let (feed, batch_rows) = (&opened.feed, opened.feed.batch_rows() as u64);
-    let steps_of_epoch = opened.epochs(args.epochs.rows_per_epoch)?.steps(1, batch_rows);
-    let batches = args.batches.unwrap_or(steps_of_epoch);
+    let rows_of_epoch = opened.epochs(args.epochs.rows_per_epoch)?.start(1);
+    let end = args.batches.map_or(rows_of_epoch, |batches| batches.saturating_mul(batch_rows));
     let started = Instant::now();
-    let mut stream = feed.stream_places(shard, 0..batches.saturating_mul(batch_rows), 1)?;
-    let bar = context.out.progress("bench", "batches", Some(batches));
+    let mut stream = feed.stream_places(shard, 0..end, 1)?;
+    let bar = context.out.progress("bench", "batches", Some(end.div_ceil(batch_rows)));
     let (mut rows, mut read, mut memory) = (0_u64, 0_u64, 0_u64);
     let (mut first, mut longest) = (None, 0_f64);
     loop {
