@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use millrace_leaf::suggestion::in_plain_words;
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::error::{Error, Result};
@@ -203,7 +204,7 @@ fn key_in(table: &toml::Table, part: &str) -> String {
 
 /// The message of a type error without the value that it repeats, which may be a misplaced secret.
 fn without_value(message: &str) -> String {
-    let message = message.trim().replace('\n', " ");
+    let message = in_plain_words(message);
     for kind in ["invalid type: ", "invalid value: "] {
         if let (Some(value), Some(expected)) = (message.strip_prefix(kind), message.rfind(", expected ")) {
             let named =

@@ -11,3 +11,4 @@ pub mod lock_file;
 pub mod private;
 pub mod quoting;
 pub mod random;
+pub mod suggestion;

@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use millrace_datafs::{Name, VolumeSpec};
+use millrace_leaf::suggestion::in_plain_words;
 use millrace_streams::dataset::SourceSpec;
 use millrace_streams::feed::{EpochRows, ImageOptions, Selection};
 use serde::de::value::MapAccessDeserializer;
@@ -820,7 +821,7 @@ fn parse(text: &str) -> Result<JobFile, String> {
             let before = text.as_bytes().get(..span.start).unwrap_or_default();
             1 + before.iter().filter(|byte| **byte == b'\n').count()
         });
-        let message = error.message().replace('\n', " ");
+        let message = in_plain_words(error.message());
         match line {
             Some(line) => format!("line {line}: {message}"),
             None => message,
