@@ -121,7 +121,7 @@ impl WorkerEnv {
     pub(crate) fn from_env() -> Result<WorkerEnv> {
         let read = |key: &str| {
             std::env::var(key).map_err(|_| Error::Launch {
-                program: "worker".to_owned(),
+                program: "of a job".to_owned(),
                 reason: format!(
                     "{key} is not set: millrace train starts workers on its own machine; to join a job from here, add \
                      --join HOST:PORT --token-file FILE"

@@ -15,7 +15,7 @@ use crate::collective::{self, Collective, Options};
 use crate::elastic::joining::{self, Admission, NotAdmitted};
 use crate::elastic::session::Scope;
 use crate::error::{Error, Result};
-use crate::join::{Join, dial, host_port, resolve};
+use crate::join::{Join, dial, has_port, host_port, resolve};
 use crate::lease::{self, Standing};
 use crate::replica::{Replica, open_output};
 use crate::script::NodeSettings;
@@ -276,10 +276,10 @@ impl Memory {
 /// The addresses of `--join`.
 fn addresses(join: &Join) -> Result<Vec<String>> {
     let listed: Vec<String> = join.coordinator.split(',').map(|address| address.trim().to_owned()).collect();
-    if listed.iter().any(String::is_empty) {
+    if !listed.iter().all(|address| has_port(address)) {
         return Err(Error::Access {
             what: format!("join {:?}", join.coordinator),
-            reason: "it is not HOST:PORT, nor several of them with commas".to_owned(),
+            reason: "write HOST:PORT, or several of them with commas".to_owned(),
         });
     }
     Ok(listed)
