@@ -155,8 +155,14 @@ impl Columns {
             let column = self.field(schema, name)?;
             let (kind, width) = element(column);
             if !is_number(kind) {
+                let hint = match column {
+                    DataType::Binary | DataType::LargeBinary | DataType::BinaryView | DataType::Struct(_) => {
+                        format!("; an image needs its size, as in images.{name} = {{ size = [224, 224] }}")
+                    }
+                    _ => String::new(),
+                };
                 return Err(self.bad(format!(
-                    "column {name:?} is {column}; features are numbers, true and false, or lists of these"
+                    "column {name:?} is {column}; features are numbers, true and false, or lists of these{hint}"
                 )));
             }
             if input.below.is_some() && input.is_strict && !kind.is_integer() && *kind != DataType::Boolean {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use arrow::array::{
-    ArrayRef, BooleanArray, FixedSizeListArray, Float32Array, Float64Array, Int8Array, Int16Array,
-    Int32Array, Int64Array, ListArray, RecordBatch, StringArray, UInt8Array, UInt16Array, UInt32Array,
-    UInt64Array,
+    ArrayRef, BinaryArray, BooleanArray, FixedSizeListArray, Float32Array, Float64Array, Int8Array,
+    Int16Array, Int32Array, Int64Array, ListArray, RecordBatch, StringArray, UInt8Array, UInt16Array,
+    UInt32Array, UInt64Array,
 };
 use arrow::datatypes::{DataType, Field, Float32Type, Int32Type, Int64Type};
 use proptest::prelude::*;
@@ -227,6 +227,7 @@ fn table() -> RecordBatch {
         ("number", Arc::new(Int32Array::from(vec![7, 8])), true),
         ("flag", Arc::new(BooleanArray::from(vec![true, false])), true),
         ("text", Arc::new(StringArray::from(vec!["a", "b"])), true),
+        ("picture", Arc::new(BinaryArray::from(vec![b"a".as_slice(), b"b"])), true),
         ("fixed", fixed_lists(2, vec![-1.0, -2.0, -3.0, -4.0]), true),
         ("four", fixed_lists(4, (10..18).map(|value| value as f32).collect()), true),
         ("y", Arc::new(Int64Array::from(vec![0, 1])), true),
@@ -264,6 +265,7 @@ fn several_columns_make_one_row_in_their_order() {
         (&["list", "ids"][..], 4, ""),
         (&["number", "nothing"][..], 2, "no column \"nothing\"; it has list, "),
         (&["number", "text"][..], 2, "column \"text\" is Utf8; features are numbers, true and false"),
+        (&["number", "picture"][..], 2, "an image needs its size, as in images.picture = { size ="),
     ] {
         match (of(names, width), reason) {
             (Ok(_), "") => {}
