@@ -8,6 +8,7 @@ mod credentials;
 mod exit;
 mod failure;
 mod fstab;
+mod help;
 mod idle_cores;
 mod inference;
 mod json_rows;
@@ -20,11 +21,12 @@ mod settings;
 mod shared_broker;
 mod snapshots;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches};
 use millrace_home::Home;
 use tokio_util::sync::CancellationToken;
 
@@ -39,8 +41,7 @@ use output::Output;
 fn main() -> ExitCode {
     // A process started from /proc/self/exe would appear as "exe" in process lists.
     nix::sys::prctl::set_name(c"millrace").ok();
-    let started =
-        fstab::arguments(std::env::args_os()).and_then(|arguments| start(Cli::parse_from(arguments)));
+    let started = fstab::arguments(std::env::args_os()).and_then(|arguments| start(command_line(arguments)));
     match started {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -48,6 +49,12 @@ fn main() -> ExitCode {
             ExitCode::from(exit::code(&error) as u8)
         }
     }
+}
+
+/// Parses the command line; ends the process after help and after an error.
+fn command_line(arguments: Vec<OsString>) -> Cli {
+    let mut matches = help::flowing(Cli::command()).get_matches_from(arguments);
+    Cli::from_arg_matches_mut(&mut matches).unwrap_or_else(|error| error.exit())
 }
 
 /// How long uninterruptible work may delay the end of the process.
