@@ -28,6 +28,15 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     if !file.exists() {
         return fail(Exit::NotFound, format!("job file {} does not exist", file.display()));
     }
+    if file.extension().is_some_and(|extension| extension == "py") {
+        return fail(
+            Exit::Usage,
+            format!(
+                "{0} is a script, not a job file; run it with: millrace train --script {0}",
+                file.display()
+            ),
+        );
+    }
     let mut job = JobFile::load(&file)?;
     if let Some(workers) = args.workers {
         job.workers = Some(workers as usize);

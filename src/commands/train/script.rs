@@ -54,6 +54,13 @@ pub(super) async fn run(context: &Context, script: &Path, args: &TrainArgs) -> R
     if let Err(reason) = config.check() {
         return fail(Exit::Usage, reason);
     }
+    if let Some(dataset) = given.dataset.as_ref().filter(|dataset| dataset.source.snapshot.is_none()) {
+        context.out.note(&format!(
+            "--dataset {dataset} names no snapshot: processes that open it while it changes read different rows; take \
+             one with millrace snapshot create {0}@NAME, and write {0}@NAME",
+            dataset.source.volume
+        ));
+    }
     let setup = ScriptSetup {
         datafs: context.volumes().await?,
         home: context.home.root().to_owned(),
@@ -76,12 +83,16 @@ pub(super) async fn run(context: &Context, script: &Path, args: &TrainArgs) -> R
     };
     let versions =
         report.versions.iter().map(|version| format!("{} version {}", version.model, version.version));
+    let published = match versions.collect::<Vec<_>>() {
+        versions if versions.is_empty() => "-".to_owned(),
+        versions => versions.join(", "),
+    };
     let rows = vec![
         vec!["ended".to_owned(), ended.to_owned()],
         vec!["run".to_owned(), format!("{:.12} in volume {volume}", report.run)],
         vec!["processes".to_owned(), count(u64::from(report.world))],
         vec!["rounds, restarts".to_owned(), format!("{}, {}", report.rounds, report.restarts)],
-        vec!["published".to_owned(), versions.collect::<Vec<_>>().join(", ")],
+        vec!["published".to_owned(), published],
     ];
     out.table(&report, &["job", &name], rows)?;
     if report.end == ScriptEnd::Stopped { context.interrupted("train") } else { Ok(()) }
