@@ -206,7 +206,7 @@ async fn follow(
             () = context.stop.cancelled() => return Ok(None),
         };
         let Some(line) = line else { return Ok(None) };
-        let Ok(event) = serde_json::from_str(&line) else {
+        let Ok(event) = serde_json::from_str::<Event>(&line) else {
             // A module that Python loads at its start, before the driver has the output for itself.
             tracing::warn!("the Python process printed: {line}");
             continue;
