@@ -62,7 +62,10 @@ fn port_in_use_is_named_with_the_remedy() {
 fn configuration_mistakes_are_named_with_their_line() {
     let home = Home::new();
     for (text, says) in [
-        ("[serving]\nhtpp = \"127.0.0.1:1\"\n", "line 2, column 1: unknown field `htpp`"),
+        (
+            "[serving]\nhtpp = \"127.0.0.1:1\"\n",
+            "line 2, column 1: unknown field `htpp` (did you mean `http`?)",
+        ),
         ("[[ingest.jobs]]\nname = \"a\"\ntopik = \"t\"\n", "unknown field `topik`"),
         ("[nonsense]\n", "unknown field `nonsense`"),
         ("[serving\n", "line 1"),

@@ -90,6 +90,12 @@ fn mistakes_of_a_worker_are_named_with_the_remedy() {
     assert_eq!(code, 5, "{line}");
     assert!(line.contains(&address) && line.contains("refused"), "{line}");
 
+    for unusable in ["127.0.0.1", "host:", ":7100", "host:70000", "a:1,b"] {
+        let (code, line) = home.fails(["worker", "--join", unusable, "--token-file", path]);
+        assert_eq!(code, 2, "{line}");
+        assert!(line.contains(unusable) && line.contains("write HOST:PORT"), "{line}");
+    }
+
     let (code, line) = home.fails(["worker"]);
     assert_eq!(code, 5, "{line}");
     assert!(line.contains("--join HOST:PORT"), "{line}");

@@ -318,6 +318,10 @@ fn mistakes_with_scripts_are_named_with_the_remedy() {
     let home = Home::new();
     let (token, told) = (token(&home), folder(&home));
     let token = token.to_str().unwrap();
+    let as_job = home.file("train.py", "print()\n");
+    let (code, line) = home.fails(["train", as_job.to_str().unwrap()]);
+    assert_eq!(code, 2, "{line}");
+    assert!(line.contains("run it with: millrace train --script"), "{line}");
     let (code, line) = home.fails(["train", "--script", "missing.py"]);
     assert_eq!(code, 3, "{line}");
     assert!(line.contains("missing.py"), "{line}");
