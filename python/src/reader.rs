@@ -331,7 +331,8 @@ impl Reader {
         format: Format,
         epoch_rows: Option<EpochRows>,
     ) -> Result<Reader> {
-        let has_found_offsets = recipe.sources.datasets.iter().any(|(spec, _)| spec.is_moving() && spec.topic().is_some());
+        let has_found_offsets =
+            recipe.sources.datasets.iter().any(|(spec, _)| spec.is_moving() && spec.topic().is_some());
         let (sources, feed) = recipe.open(engine)?;
         let schema = Arc::clone(feed.schema());
         format.check(&schema)?;

@@ -30,10 +30,10 @@ mod outages;
 mod precision;
 #[path = "trainer/selection.rs"]
 mod selection;
-#[path = "trainer/topics.rs"]
-mod topics;
 #[path = "../../datafs/tests/postgres/server.rs"]
 mod server;
+#[path = "trainer/topics.rs"]
+mod topics;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

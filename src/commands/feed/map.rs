@@ -64,7 +64,9 @@ pub(super) async fn run(context: &Context, args: FeedMapArgs) -> Result<()> {
     if let Some(topic) = args.rows.dataset.topic() {
         return fail(
             Exit::Usage,
-            format!("feed map {topic}: a topic is not mapped; land it with millrace ingest and map a snapshot"),
+            format!(
+                "feed map {topic}: a topic is not mapped; land it with millrace ingest and map a snapshot"
+            ),
         );
     }
     tokio::select! {

@@ -123,11 +123,11 @@ impl SpanReader {
             return Ok(());
         }
         let mut is_continued = self.is_at(partition, offsets.start);
+        // A range that ends early leaves the client at an unknown place.
+        self.at = None;
         if !is_continued {
             self.assign(partition, &offsets)?;
         }
-        // A range that ends early leaves the client at an unknown place.
-        self.at = None;
         let mut next = offsets.start;
         let mut since = Instant::now();
         while next < offsets.end {
@@ -170,8 +170,7 @@ impl SpanReader {
         Ok(())
     }
 
-    fn assign(&mut self, partition: i32, offsets: &Range<i64>) -> Result<()> {
-        self.at = None;
+    fn assign(&self, partition: i32, offsets: &Range<i64>) -> Result<()> {
         let started = Instant::now();
         let action = format!("read topic {} partition {partition}", self.topic);
         let failed = |error| translate(&self.kafka, &self.context, &action, started.elapsed(), error);

@@ -19,7 +19,8 @@ async fn produce(kafka: &KafkaConfig, ids: std::ops::Range<i64>) {
     let producer = Producer::connect(kafka).await.unwrap();
     let record = |id: i64| {
         let value = format!("{{\"id\": {id}, \"pad\": \"{}\"}}", "p".repeat(700));
-        OutRecord { timestamp_ms: Some(1_700_000_000_000 + id), ..OutRecord::new("t", value) }.partition(id as i32 % 3)
+        OutRecord { timestamp_ms: Some(1_700_000_000_000 + id), ..OutRecord::new("t", value) }
+            .partition(id as i32 % 3)
     };
     producer.send_all(ids.map(record)).await.unwrap();
 }

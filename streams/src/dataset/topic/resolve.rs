@@ -12,7 +12,7 @@ use super::block::{Block, Cutter, partition_range};
 use super::bound::{Since, Until};
 use super::log::Log;
 use super::range::{PARTITIONS_MAX, TopicRange};
-use super::spec::{BadRecords, TopicSpec};
+use super::spec::TopicSpec;
 use crate::error::{Error, Result};
 use crate::topic::blocking;
 
@@ -42,8 +42,7 @@ pub(super) async fn resolve(log: &Arc<dyn Log>, spec: &TopicSpec) -> Result<Reso
         blocking(move || spans(log.as_ref(), &spec)).await?
     };
     let rows_max = if let Until::Rows(rows) = spec.until { rows } else { u64::MAX };
-    let scanned =
-        scan(log, &spec.topic, spec.bad, spans.iter().cloned().map(|span| (span, rows_max))).await?;
+    let scanned = scan(log, spec, &spans, rows_max).await?;
     let Until::Rows(wanted) = spec.until else { return Ok(joined(&spans, scanned)) };
     let counts: Vec<u64> = scanned.iter().map(|blocks| rows_of(blocks)).collect();
     let quotas = quotas(wanted, &counts).ok_or_else(|| Error::TooFewRecords {
@@ -64,8 +63,7 @@ pub(super) async fn resolve(log: &Arc<dyn Log>, spec: &TopicSpec) -> Result<Reso
 /// Scans a range that was resolved before, and finds the same records or fails.
 pub(super) async fn rescan(log: &Arc<dyn Log>, spec: &TopicSpec, range: &TopicRange) -> Result<Vec<Block>> {
     let spans: Vec<Range<i64>> = range.partitions().iter().map(|of| of.first..of.next).collect();
-    let scanned =
-        scan(log, &spec.topic, spec.bad, spans.iter().cloned().map(|span| (span, u64::MAX))).await?;
+    let scanned = scan(log, spec, &spans, u64::MAX).await?;
     let found = joined(&spans, scanned);
     check(&spec.topic, range, &found.range)?;
     Ok(found.blocks)
@@ -123,7 +121,7 @@ fn spans(log: &dyn Log, spec: &TopicSpec) -> Result<Vec<Range<i64>>> {
     let span = |(partition, (low, high)): (&i32, &(i64, i64))| {
         // A time after all records is the end of the log.
         let place = |offsets: &BTreeMap<i32, i64>| {
-            offsets.get(partition).map_or(*high, |at| (*at).clamp(*low, *high))
+            offsets.get(partition).map_or(*high, |at| (*at).max(*low).min(*high))
         };
         let first = since.as_ref().map_or(*low, place);
         first..until.as_ref().map_or(*high, place).max(first)
@@ -131,28 +129,24 @@ fn spans(log: &dyn Log, spec: &TopicSpec) -> Result<Vec<Range<i64>>> {
     Ok(marks.iter().map(span).collect())
 }
 
-/// Scans spans of partitions from 0 on, each up to a number of rows.
+/// Scans spans of partitions from 0 on, each up to `rows_max` rows.
 async fn scan(
     log: &Arc<dyn Log>,
-    topic: &str,
-    bad: BadRecords,
-    spans: impl Iterator<Item = (Range<i64>, u64)>,
+    spec: &TopicSpec,
+    spans: &[Range<i64>],
+    rows_max: u64,
 ) -> Result<Vec<Vec<Block>>> {
     let stop = StopOnDrop::default();
-    let scans: Vec<_> = spans
-        .zip(0i32..)
-        .map(|((span, rows_max), partition)| {
-            let (log, topic, stop) = (Arc::clone(log), topic.to_owned(), Arc::clone(&stop.0));
-            async move {
-                blocking(move || {
-                    let mut cutter = Cutter::new(&topic, partition, bad, rows_max);
-                    log.read(partition, span, &stop, &mut |record| cutter.add(&record))?;
-                    Ok(cutter.finish())
-                })
-                .await
-            }
+    let one = |(partition, span): (i32, &Range<i64>)| {
+        let (log, topic, bad) = (Arc::clone(log), spec.topic.clone(), spec.bad);
+        let (span, stop) = (span.clone(), Arc::clone(&stop.0));
+        blocking(move || {
+            let mut cutter = Cutter::new(&topic, partition, bad, rows_max);
+            log.read(partition, span, &stop, &mut |record| cutter.add(&record))?;
+            Ok(cutter.finish())
         })
-        .collect();
+    };
+    let scans: Vec<_> = (0..).zip(spans).map(one).collect();
     stream::iter(scans).buffered(CONCURRENT).try_collect().await
 }
 

@@ -77,7 +77,7 @@ fn parse(text: &str) -> Result<TopicSpec, String> {
             "{name:?} is no name of a topic: letters, digits, '.', '_' and '-', at most {NAME_BYTES_MAX}"
         ));
     }
-    let (since, until) = match bounds.split_once("..") {
+    let (since, until): (Since, Until) = match bounds.split_once("..") {
         Some((since, until)) => (since.parse()?, until.parse()?),
         None => (Since::Earliest, bounds.parse()?),
     };
