@@ -59,13 +59,15 @@ fn ranges_that_cannot_be_read_say_why() {
     for (dataset, code, text) in [
         ("topic:rows@21", 3, "topic rows has 20 records that are rows, fewer than the 21"),
         ("topic:rows@2999-01-01", 2, "cannot be read until 2999-01-01T00:00:00Z"),
-        ("topic:rows@soon", 2, "2026-11-28T06:00:00Z"),
         ("topic:none", 3, "topic none does not exist"),
         ("topic:rows@2024-01-01", 3, "topic:rows@2024-01-01T00:00:00Z has no record that is a row"),
     ] {
         let (found, line) = home.fails(["feed", "plan", dataset]);
         assert!(found == code && line.contains(text), "{dataset}: {found} {line}");
     }
+    let refused = home.run(["feed", "plan", "topic:rows@soon"]);
+    let text = String::from_utf8(refused.stderr).unwrap();
+    assert!(refused.status.code() == Some(2) && text.contains("2026-11-28T06:00:00Z"), "{text}");
     let file = home.file("bad.jsonl", "no json\n");
     home.ok(["produce", "rows", file.to_str().unwrap()]);
     let (code, line) = home.fails(["feed", "plan", "topic:rows"]);
