@@ -16,7 +16,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use rdkafka::types::RDKafkaErrorCode as Code;
 
 use super::admin::watermarks_of;
-use super::client::{ANSWER_WAIT, Context, client_config, translate};
+use super::client::{ANSWER_WAIT, Context, client_config, partitions, translate};
 use crate::config::KafkaConfig;
 use crate::error::{Error, Result};
 
@@ -174,15 +174,18 @@ impl SpanReader {
         let started = Instant::now();
         let action = format!("read topic {} partition {partition}", self.topic);
         let failed = |error| translate(&self.kafka, &self.context, &action, started.elapsed(), error);
-        let (low, high) = match self.client.fetch_watermarks(&self.topic, partition, ANSWER_WAIT) {
-            Ok(marks) => marks,
-            Err(error) => match failed(error) {
-                Error::Unreachable { .. } => {
-                    return Err(self.away(partition, offsets.start, started.elapsed()));
-                }
-                error => return Err(self.unknown(partition).unwrap_or(error)),
-            },
+        let away = |error: Error| match error {
+            Error::Unreachable { .. } => self.away(partition, offsets.start, started.elapsed()),
+            error => error,
         };
+        // Tells at once of a topic that does not exist.
+        let found = partitions(&self.kafka, &self.context, self.client.client(), Some(&self.topic));
+        let count = found.map_err(away)?.get(&self.topic).copied().ok_or_else(|| self.unknown())?;
+        if partition >= count {
+            return Err(Error::UnknownPartition { topic: self.topic.clone(), partition, partitions: count });
+        }
+        let marks = self.client.fetch_watermarks(&self.topic, partition, ANSWER_WAIT);
+        let (low, high) = marks.map_err(failed).map_err(away)?;
         let missing = if offsets.start < low { Some(offsets.start) } else { None };
         if let Some(requested) = missing.or((offsets.end > high).then_some(offsets.end)) {
             let topic = self.topic.clone();
@@ -193,16 +196,9 @@ impl SpanReader {
         self.client.assign(&list).map_err(failed)
     }
 
-    /// The error of a topic or a partition that does not exist.
-    fn unknown(&self, partition: i32) -> Option<Error> {
-        match self.watermarks() {
-            Err(error @ Error::UnknownTopic { .. }) => Some(error),
-            Ok(marks) if !marks.contains_key(&partition) => {
-                let (topic, partitions) = (self.topic.clone(), marks.len() as i32);
-                Some(Error::UnknownPartition { topic, partition, partitions })
-            }
-            _ => None,
-        }
+    fn unknown(&self) -> Error {
+        let bootstrap_servers = self.kafka.bootstrap_servers.clone();
+        Error::UnknownTopic { topic: self.topic.clone(), bootstrap_servers }
     }
 
     /// Fails for an error that does not pass.
@@ -219,10 +215,7 @@ impl SpanReader {
                 | Code::LeaderNotAvailable,
             ) => Ok(()),
             Some(Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::UnknownPartition) => {
-                Err(Error::UnknownTopic {
-                    topic: topic.clone(),
-                    bootstrap_servers: self.kafka.bootstrap_servers.clone(),
-                })
+                Err(self.unknown())
             }
             Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => {
                 let (low, high) =

@@ -9,7 +9,7 @@ use futures::StreamExt;
 use millrace_leaf::error_chain;
 use millrace_streams::KafkaConfig;
 use millrace_streams::dataset::{OpenDataset, SourceSpec, TopicSpec};
-use millrace_streams::feed::{Feed, FeedOptions, PlanOptions, Shard};
+use millrace_streams::feed::{Feed, FeedError, FeedOptions, PlanOptions, Shard};
 use millrace_streams::topic::{self, OutRecord, Producer};
 use tempfile::TempDir;
 
@@ -27,7 +27,7 @@ async fn produce(kafka: &KafkaConfig, ids: std::ops::Range<i64>) {
 
 /// The ids of an epoch that the readers of a world get, and an error of the feed as one line.
 async fn ids(dataset: &OpenDataset, world: u32) -> Result<Vec<i64>, String> {
-    let text = |error| error_chain::one_line(&error);
+    let text = |error: FeedError| error_chain::one_line(&error);
     let options = PlanOptions { seed: 5, batch_rows: 64, ..PlanOptions::default() };
     let plan = Arc::new(dataset.plan(&options).await.map_err(text)?);
     let mut readers = Vec::new();

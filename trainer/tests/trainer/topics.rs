@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use arrow::array::{Array as _, AsArray};
+use arrow::array::AsArray;
 use arrow::datatypes::{Float32Type, Int64Type};
 use millrace_streams::KafkaConfig;
 use millrace_streams::broker::{self, Broker};
