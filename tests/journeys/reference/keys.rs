@@ -320,7 +320,6 @@ const TYPES: [(&str, &str); 51] = [
     ("IpAddr", "IP address"),
     ("Name", "name"),
     ("VolumeSpec", "VOLUME[@SNAPSHOT]"),
-    ("DatasetSpec", "VOLUME@SNAPSHOT:/PATH"),
     ("SourceSpec", "VOLUME@SNAPSHOT:/PATH or topic:NAME@UNTIL"),
     ("MetaUrl", "URL"),
     ("Secret", "secret"),
