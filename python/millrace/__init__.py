@@ -2,6 +2,7 @@
 
 - :class:`Feed`: batches of a dataset in one global order, for any number of readers.
 - :class:`Image`: what a column of images becomes.
+- :class:`Tokens`: the packing of tokens into sequences of one length.
 - :class:`Mixture`: several datasets in one order, by weight.
 - :class:`Volume`: files of a volume, live or at a snapshot.
 - :mod:`millrace.torch`: the feed as a dataset of PyTorch's ``DataLoader``, and checkpoints in volumes.
@@ -36,6 +37,7 @@ from millrace.mapping import Mapped
 
 # Not in `__all__`: a star import keeps Python's own `map`.
 from millrace.mapping import map as map
+from millrace.tokens import Tokens
 from millrace.volume import Snapshot, Volume
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "NoSpaceError",
     "NotFoundError",
     "Snapshot",
+    "Tokens",
     "UnavailableError",
     "UsageError",
     "Volume",

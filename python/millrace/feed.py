@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import operator
 import os
@@ -15,6 +16,7 @@ from millrace import _native
 from millrace.errors import ConflictError, Error, UsageError
 from millrace.image import Image
 from millrace.ranks import ranks
+from millrace.tokens import Tokens
 
 __all__ = ["Feed", "Mixture"]
 
@@ -103,11 +105,19 @@ class Feed:
         tensor ``[rows, length]`` where all rows have lists of one length, which each batch checks.
     :param pad: for columns of lists, the value that fills lists up to the longest one of the batch, for example
         ``{"tokens": 0}``. Such a column is ``[rows, longest]``, and ``tokens_length`` beside it holds the lengths.
+    :param buckets: a column of lists with rising lengths, for example ``{"tokens": [64, 128, 256]}``. Batches have rows whose
+        lists are of like length: up to 64, up to 128, up to 256, or longer. Nothing is cut off or dropped: within blocks of
+        up to 64 batches, rows are sorted by bucket, cut into full batches, and these are shuffled. A few batches of a block
+        hold rows of neighbouring buckets. With ``pad``, the lists of such a column are filled up to the smallest of these
+        lengths that holds the longest one of the batch, so that a compiled model sees few shapes. A state fits the same
+        ``batch_rows`` only.
     :param images: columns of encoded images, or of names of image files, with the :class:`millrace.Image` that each
         becomes. They are delivered as arrays or tensors ``[rows, *shape]``; with ``"arrow"``, as Arrow's extension type
         of tensors.
     :param keys: name of an additional column of augmentation keys: an ``int64`` for each row that depends on ``seed``,
         the epoch and the row only. Seed the random draws of a transform of your own with it.
+    :param tokens: :class:`millrace.Tokens`, which packs a column of token lists into sequences of one length. The rows of
+        the feed are sequences then, and ``columns``, ``images`` and ``pad`` do not apply.
     :param home: the home folder, by default ``MILLRACE_HOME`` or that of the user.
     :raises millrace.Error: with the text of the command, for example :class:`millrace.NotFoundError` for a snapshot
         or column that does not exist.
@@ -133,6 +143,8 @@ class Feed:
         pad: Mapping[str, int | float] | None = None,
         images: Mapping[str, Image] | None = None,
         keys: str | None = None,
+        tokens: Tokens | None = None,
+        buckets: Mapping[str, Sequence[int]] | None = None,
         home: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(dataset, (str, Mixture)):
@@ -145,7 +157,8 @@ class Feed:
         columns = None if columns is None else list(columns)
         rank, world = _shard(rank, world)
         pad = dict(pad or {})
-        self._convert = _converter(format, pad)
+        bounds = _bounds(buckets)
+        self._convert = _converter(format, pad, bounds)
         splits = None if splits is None else {name: _fraction(name, part) for name, part in splits.items()}
         split_keys = [split_by] if isinstance(split_by, str) else list(split_by or ())
         dataset = _bounded(dataset, until)
@@ -168,6 +181,8 @@ class Feed:
             home=None if home is None else os.fspath(home),
             images=_images(images),
             keys=keys,
+            tokens=_tokens(tokens),
+            buckets=next(iter(bounds.items()), None),
         )
         self._arguments = {
             "batch_rows": batch_rows,
@@ -185,6 +200,8 @@ class Feed:
             "pad": pad,
             "images": None if images is None else dict(images),
             "keys": keys,
+            "tokens": tokens,
+            "buckets": bounds or None,
             "home": os.fspath(self._reader.home),
         }
         _check_pad(pad, self.schema, format)
@@ -261,7 +278,8 @@ class Feed:
 
     @property
     def rows(self) -> int:
-        """Rows of the dataset, or those that are selected; of a mixture, the rows of an epoch without ``rows_per_epoch``."""
+        """Rows of the dataset, or those that are selected, or the sequences of their tokens; of a mixture, the rows of an
+        epoch without ``rows_per_epoch``."""
         return self._reader.rows
 
     @property
@@ -483,6 +501,34 @@ def _images(images: Mapping[str, Image] | None) -> list[tuple[str, str]]:
     return [(column, image.encode(column)) for column, image in (images or {}).items()]
 
 
+def _tokens(tokens: Tokens | None) -> str | None:
+    if tokens is not None and not isinstance(tokens, Tokens):
+        raise UsageError(f"tokens is {tokens!r}; pass a millrace.Tokens, for example Tokens(\"ids\", length=2048)")
+    return None if tokens is None else tokens.encode()
+
+
+def _bounds(buckets: Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]:
+    """The lengths of the buckets of at most one column."""
+    if buckets is None:
+        return {}
+    example = 'pass one column of lists with rising lengths, for example {"tokens": [64, 128, 256]}'
+    if not isinstance(buckets, Mapping) or len(buckets) != 1:
+        raise UsageError(f"buckets is {buckets!r}; {example}")
+    ((column, lengths),) = buckets.items()
+    if not isinstance(column, str) or isinstance(lengths, (str, bytes)) or not isinstance(lengths, Sequence):
+        raise UsageError(f"buckets is {buckets!r}; {example}")
+    bounds = [_integer(f"buckets of column {column!r}: a length", length, 1) for length in lengths]
+    if any(bound >= 1 << 31 for bound in bounds):
+        raise UsageError(f"buckets of column {column!r}: the lengths are {bounds}; they must be below 2147483648")
+    return {column: bounds}
+
+
+def _width(longest: int, bounds: Sequence[int]) -> int:
+    """The length to which lists are filled up: that of their bucket, if there is one."""
+    at = bisect.bisect_left(bounds, longest)
+    return bounds[at] if at < len(bounds) else longest
+
+
 def _check_pad(pad: dict[str, Any], schema: dict[str, str], format: str) -> None:
     if pad and format == "arrow":
         raise UsageError('pad is for format="numpy" and "torch": Arrow holds lists as they are')
@@ -497,11 +543,11 @@ def _check_pad(pad: dict[str, Any], schema: dict[str, str], format: str) -> None
             raise UsageError(f"the lengths of column {name!r} would replace column {name + '_length'!r}; leave it out")
 
 
-def _converter(format: str, pad: dict[str, Any]) -> Any:
+def _converter(format: str, pad: dict[str, Any], bounds: dict[str, list[int]]) -> Any:
     if format == "numpy":
-        return _Numpy(pad)
+        return _Numpy(pad, bounds)
     if format == "torch":
-        return _Torch(pad)
+        return _Torch(pad, bounds)
     if format == "arrow":
         return _Arrow()
     raise UsageError(f'format is {format!r}; it must be "numpy", "arrow" or "torch"')
@@ -513,9 +559,9 @@ def _check_lists(name: str, valid: list[bool] | None) -> None:
 
 
 class _Numpy:
-    def __init__(self, pad: dict[str, Any]) -> None:
+    def __init__(self, pad: dict[str, Any], bounds: dict[str, list[int]]) -> None:
         self._numpy = _needs("numpy", "numpy")
-        self._pad = pad
+        self._pad, self._bounds = pad, bounds
 
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
         arrays: dict[str, Any] = {}
@@ -549,7 +595,7 @@ class _Numpy:
         if values.dtype.kind not in "fiu" or (values.dtype.kind in "iu" and not isinstance(pad, int)):
             raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}")
         lengths = numpy.diff(numpy.asarray(ends, dtype=numpy.int64))
-        width = int(lengths.max(initial=0))
+        width = _width(int(lengths.max(initial=0)), self._bounds.get(name, ()))
         try:
             padded = numpy.full((len(lengths), width), pad, dtype=values.dtype)
         except OverflowError as error:
@@ -559,9 +605,9 @@ class _Numpy:
 
 
 class _Torch:
-    def __init__(self, pad: dict[str, Any]) -> None:
+    def __init__(self, pad: dict[str, Any], bounds: dict[str, list[int]]) -> None:
         self._torch = _needs("torch", "torch")
-        self._pad = pad
+        self._pad, self._bounds = pad, bounds
         # The length of the lists of a column, once known.
         self._widths: dict[str, int] = {}
 
@@ -606,7 +652,7 @@ class _Torch:
         if limits is not None and not (isinstance(pad, int) and limits.min <= pad <= limits.max):
             raise UsageError(f"pad of column {name!r} is {pad!r}, which is no {values.dtype}")
         lengths = torch.tensor([end - begin for begin, end in zip(ends, ends[1:])], dtype=torch.int64)
-        width = int(lengths.max()) if len(lengths) else 0
+        width = _width(int(lengths.max()) if len(lengths) else 0, self._bounds.get(name, ()))
         try:
             padded = torch.full((len(lengths), width), pad, dtype=values.dtype)
         except (RuntimeError, OverflowError) as error:

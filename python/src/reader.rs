@@ -11,8 +11,9 @@ use arrow::datatypes::SchemaRef;
 use futures::StreamExt;
 use millrace_streams::dataset::{SourceSpec, TopicRange};
 use millrace_streams::feed::{
-    AnyFeed, EpochRows, Epochs, Feed, FeedBatch, FeedError, FeedOptions, FeedStream, ImageOptions,
-    InputGroup, Mixture, MixtureFeed, PlanId, PlanOptions, Selection, Shard, Until, Weight,
+    AnyFeed, BucketOptions, EpochRows, Epochs, Feed, FeedBatch, FeedError, FeedOptions, FeedStream,
+    ImageOptions, InputGroup, Mixture, MixtureFeed, PlanId, PlanOptions, Selection, Shard, TokenOptions,
+    Until, Weight,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -91,7 +92,7 @@ impl Reader {
     #[new]
     #[pyo3(signature = (
         datasets, *, until, batch_rows, rows_per_epoch, seed, rank, world, columns, filter, splits, split, split_by,
-        format, home, images, keys
+        format, home, images, keys, tokens, buckets
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
@@ -112,12 +113,17 @@ impl Reader {
         home: Option<PathBuf>,
         images: Vec<(String, String)>,
         keys: Option<String>,
+        tokens: Option<&str>,
+        buckets: Option<(String, Vec<u32>)>,
     ) -> PyResult<Reader> {
         engine::with(py, |engine| {
             let format: Format = format.parse()?;
             let shard = Shard::new(rank, world)?;
             let selection = Selection::new(filter, &splits, split, &split_by)?;
-            let options = PlanOptions { seed, batch_rows, selection, ..PlanOptions::default() };
+            let tokens = tokens.map(packing).transpose()?;
+            let buckets = buckets.map(|(column, bounds)| BucketOptions { column, bounds });
+            let options =
+                PlanOptions { seed, batch_rows, selection, tokens, buckets, ..PlanOptions::default() };
             let images = images.into_iter().map(image).collect::<Result<BTreeMap<_, _>>>()?;
             let reading = FeedOptions { columns, images, key_column: keys, ..FeedOptions::default() };
             let epoch_rows: Option<EpochRows> = rows_per_epoch.map(str::parse).transpose()?;
@@ -261,7 +267,7 @@ impl Reader {
         self.order_id.to_string()
     }
 
-    /// Rows of a pass: those of the dataset, or the selected ones. For a mixture, those until its first or last source
+    /// Rows of a pass: those of the dataset, or the selected ones, or the sequences of their tokens. For a mixture, those until its first or last source
     /// is read.
     #[getter]
     fn rows(&self) -> u64 {
@@ -453,6 +459,11 @@ fn image((column, options): (String, String)) -> Result<(String, ImageOptions)> 
         Ok(options) => Ok((column, options)),
         Err(error) => Err(Failure::Usage(format!("images, column {column:?}: {error}"))),
     }
+}
+
+/// The packing of tokens, which Python gives as JSON.
+fn packing(options: &str) -> Result<TokenOptions> {
+    serde_json::from_str(options).map_err(|error| Failure::Usage(format!("tokens: {error}")))
 }
 
 impl Recipe {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use millrace_datafs::VolumeSpec;
 use millrace_streams::dataset::{DatasetSpec, SourceSpec};
-use millrace_streams::feed::{EpochRows, FeedError, Until, Weight};
+use millrace_streams::feed::{BucketOptions, EpochRows, FeedError, TokenLabels, TokenOptions, Until, Weight};
 
 /// `millrace feed`
 #[derive(Debug, Args)]
@@ -47,7 +47,7 @@ pub(crate) struct FeedArgs {
 pub(crate) enum FeedCommand {
     /// Show what a training run will read: rows, files, lanes, memory, steps, and each reader's part
     #[command(
-        after_help = "Examples:\n  millrace feed plan digits@monday:/train --batch-rows 256 --world 4\n  millrace feed plan digits@monday:/train --where 'label != 3' --json"
+        after_help = "Examples:\n  millrace feed plan digits@monday:/train --batch-rows 256 --world 4\n  millrace feed plan digits@monday:/train --where 'label != 3' --json\n  millrace feed plan web@v1:/tokens --tokens ids --length 2048 --eos 2"
     )]
     Plan(FeedPlanArgs),
     /// Print the first rows in training order
@@ -225,6 +225,67 @@ pub(crate) struct OrderArgs {
     /// Seed of the order
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) tokens: TokenArgs,
+    /// Make batches of rows whose lists in this column have like lengths: up to each of these, or longer
+    #[arg(long, value_name = "COLUMN=LENGTH,...", value_parser = buckets, conflicts_with = "tokens")]
+    pub(crate) buckets: Option<BucketOptions>,
+}
+
+/// The packing of a column of tokens into sequences of one length, which are the rows then.
+#[derive(Debug, Args)]
+pub(crate) struct TokenArgs {
+    /// Pack the token lists of this column into sequences of one length; the rows are sequences then
+    #[arg(long, value_name = "COLUMN", requires = "length", conflicts_with = "columns")]
+    tokens: Option<String>,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "TOKENS", requires = "tokens")]
+    length: Option<u32>,
+    /// Token to put in front of each document
+    #[arg(long, value_name = "TOKEN", requires = "tokens")]
+    bos: Option<i64>,
+    /// Token to put behind each document
+    #[arg(long, value_name = "TOKEN", requires = "tokens")]
+    eos: Option<i64>,
+    /// Token that fills the last sequence of a row group [default: 0]
+    #[arg(long, value_name = "TOKEN", requires = "tokens")]
+    pad: Option<i64>,
+    /// Add labels: "next", the token after each one, or "same", the token itself
+    #[arg(long, value_name = "next|same", requires = "tokens", value_parser = labels)]
+    labels: Option<TokenLabels>,
+}
+
+impl TokenArgs {
+    /// The packing, if a column is given.
+    pub(crate) fn options(&self) -> Option<TokenOptions> {
+        let column = self.tokens.clone()?;
+        Some(TokenOptions {
+            column,
+            // Required with the column.
+            length: self.length.unwrap_or(0),
+            bos: self.bos,
+            eos: self.eos,
+            pad: self.pad.unwrap_or(0),
+            labels: self.labels,
+        })
+    }
+}
+
+/// A column of lists with the bounds of its buckets.
+fn buckets(text: &str) -> Result<BucketOptions, String> {
+    let hint = "write COLUMN=LENGTH,LENGTH,..., for example ids=64,128,256";
+    let (column, bounds) = text.rsplit_once('=').ok_or(hint)?;
+    let bounds = bounds.split(',').map(str::parse).collect::<Result<_, _>>().map_err(|_| hint)?;
+    Ok(BucketOptions { column: column.to_owned(), bounds })
+}
+
+/// The kind of labels of sequences.
+fn labels(text: &str) -> Result<TokenLabels, &'static str> {
+    match text {
+        "next" => Ok(TokenLabels::Next),
+        "same" => Ok(TokenLabels::Same),
+        _ => Err("write next, the token after each one, or same, the token itself"),
+    }
 }
 
 /// The length of an epoch.

@@ -124,7 +124,7 @@ async fn open(
     order: &OrderArgs,
     read: FeedOptions,
 ) -> Result<Opened> {
-    let options = PlanOptions { seed: order.seed, batch_rows: order.batch_rows, ..PlanOptions::default() };
+    let options = plan_options(order);
     if let Some(spec) = &source.dataset {
         let (dataset, topics) = open_source(context, spec).await?;
         let selection = selection(&source.select)?;
@@ -155,6 +155,17 @@ struct OpenRows {
     plan: Plan,
     /// The broker of a topic: a temporary one lives as long as the session.
     _topics: Option<TopicSession>,
+}
+
+/// All of a plan that the flags of the order decide.
+fn plan_options(order: &OrderArgs) -> PlanOptions {
+    PlanOptions {
+        seed: order.seed,
+        batch_rows: order.batch_rows,
+        tokens: order.tokens.options(),
+        buckets: order.buckets.clone(),
+        ..PlanOptions::default()
+    }
 }
 
 /// Opens one dataset and plans the chosen rows of it.

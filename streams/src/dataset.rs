@@ -29,7 +29,7 @@ pub use spec::DatasetSpec;
 pub use topic::{BadRecords, PartitionRange, Since, TopicRange, TopicSpec, Until as TopicUntil};
 pub use volume::OpenDataset;
 
-pub(crate) use cache::CachedRows;
+pub(crate) use cache::{CachedBuckets, CachedRows, CachedTokens};
 pub(crate) use schema::{Conflict, conform, decode_schema, encode_schema};
 
 use std::sync::Arc;

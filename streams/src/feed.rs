@@ -5,6 +5,8 @@
 //!   ([`Feed::stream`]). Whole input groups in the order of the files ([`Feed::read_group`]).
 //! - [`Shard`]: the slots that one reader takes. [`Cursor`]: the position to resume from.
 //! - [`ImageOptions`]: the transform of a column of images into tensors.
+//! - [`TokenOptions`]: the packing of a column of tokens into sequences of one length.
+//! - [`BucketOptions`]: batches of rows with lists of like length.
 //! - [`Epochs`]: epochs of all rows or of a part of them. [`Mixture`]: several datasets by weight, in one order.
 //!
 //! The feed interprets no rows beyond that, and stores no progress. Rows are selected by the plan ([`Selection`]).
@@ -36,6 +38,7 @@
 
 mod any;
 mod batch;
+pub(crate) mod buckets;
 mod cache;
 mod coverage;
 mod cursor;
@@ -62,9 +65,11 @@ mod shard;
 pub(crate) mod source;
 mod statistics;
 mod stream;
+pub(crate) mod tokens;
 
 pub use any::AnyFeed;
 pub use batch::{Feed, FeedBatch, FeedOptions};
+pub use buckets::{BUCKETS_MAX, BucketOptions, Buckets};
 pub use coverage::{Coverage, CoverageReport, Rows};
 pub use cursor::Cursor;
 pub use epoch::{EpochRows, Epochs};
@@ -80,5 +85,9 @@ pub use select::{Filter, Selection, Split};
 pub use shard::Shard;
 pub use statistics::{ColumnSummary, Statistics};
 pub use stream::FeedStream;
+pub use tokens::{
+    IGNORED_LABEL, LABELS_COLUMN, POSITIONS_COLUMN, Packing, SEGMENTS_COLUMN, SEQUENCE_LENGTH_MAX, TokenLabels,
+    TokenOptions,
+};
 
 pub(crate) use footer::read_footer;

@@ -104,6 +104,13 @@ fn dataset_json(plan: &Plan) -> Value {
         "files": plan.dataset().files().len(), "row_groups": sizes.row_groups, "file_bytes": sizes.bytes,
         "decoded_bytes": sizes.decoded_bytes, "lanes": plan.lanes(), "window_rows": plan.window_rows(),
         "working_set_bytes": plan.working_set_bytes(),
+        "packing": plan.packing().map(|packing| json!({
+            "column": packing.options().column, "length": packing.options().length,
+            "documents": packing.documents(), "tokens": packing.tokens(), "padding": packing.padding(),
+        })),
+        "buckets": plan.buckets().map(|buckets| json!({
+            "column": buckets.options().column, "bounds": buckets.options().bounds, "rows": buckets.counts(),
+        })),
     })
 }
 
@@ -112,6 +119,23 @@ fn dataset_lines(name: &str, plan: &Plan, epochs: &Epochs) -> Vec<[String; 2]> {
     if let Some(selection) = plan.selection() {
         lines.push(["rows of the dataset".to_owned(), count(plan.dataset().rows())]);
         lines.push(["selected by".to_owned(), selection.to_string()]);
+    }
+    if let Some(packing) = plan.packing() {
+        let (tokens, padding) = (packing.tokens(), packing.padding());
+        let share = padding as f64 * 100.0 / (tokens + padding) as f64;
+        lines.extend([
+            ["rows are".to_owned(), format!("sequences of {} tokens", packing.options().length)],
+            ["documents".to_owned(), count(packing.documents())],
+            ["tokens".to_owned(), count(tokens)],
+            ["padding".to_owned(), format!("{} tokens ({share:.2} %)", count(padding))],
+        ]);
+    }
+    if let Some(buckets) = plan.buckets() {
+        let counts = buckets.counts().into_iter().map(count);
+        let bounds = buckets.options().bounds.iter().map(|bound| format!("up to {bound}"));
+        let bounds = bounds.chain(["longer".to_owned()]);
+        let shown = bounds.zip(counts).map(|(bound, rows)| format!("{bound}: {rows}"));
+        lines.push(["rows by length".to_owned(), shown.collect::<Vec<_>>().join(", ")]);
     }
     if epochs.start(1) != plan.rows() {
         lines.push(["rows of an epoch".to_owned(), count(epochs.start(1))]);

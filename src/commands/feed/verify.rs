@@ -4,19 +4,17 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use futures::StreamExt;
-use millrace_streams::feed::{Coverage, Feed, FeedOptions, Plan, PlanOptions, Rows, Shard};
+use millrace_streams::feed::{Coverage, Feed, FeedOptions, Plan, Rows, Shard};
 use serde_json::json;
 
-use super::{OpenRows, columns, open_rows};
-use crate::cli::{FeedVerifyArgs, OrderArgs};
+use super::{OpenRows, columns, open_rows, plan_options};
+use crate::cli::FeedVerifyArgs;
 use crate::context::Context;
 use crate::failure::{Exit, fail};
 use crate::output::count;
 
 pub(super) async fn run(context: &Context, args: FeedVerifyArgs) -> Result<()> {
-    let OrderArgs { seed, batch_rows } = args.order;
-    let options = PlanOptions { seed, batch_rows, ..PlanOptions::default() };
-    let OpenRows { dataset, plan, _topics } = open_rows(context, &args.rows, options).await?;
+    let OpenRows { dataset, plan, _topics } = open_rows(context, &args.rows, plan_options(&args.order)).await?;
     let plan = Arc::new(plan);
     let options = FeedOptions { columns: columns(args.columns), ..FeedOptions::default() };
     // Readers share nothing, like processes on several machines.

@@ -7,9 +7,11 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{Conflict, DataFile, Dataset, decode_schema, encode_schema};
+use crate::feed::buckets::{BucketOptions, Buckets};
 use crate::feed::error::Result;
 use crate::feed::select::RowSet;
-use crate::feed::{FeedError, Selection};
+use crate::feed::tokens::UnitTokens;
+use crate::feed::{FeedError, Plan, Selection};
 
 /// A small key-value store for dataset descriptions.
 ///
@@ -149,6 +151,91 @@ impl CachedRows {
                 store(cache, Self::key(dataset.path(), selection), CachedRows { listing, rows }).await
             }
             Err(error) => tracing::warn!(%error, "selected rows cannot be cached"),
+        }
+    }
+}
+
+/// The tokens of a column in each unit of reading of a plan, in the cache.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CachedTokens {
+    listing: String,
+    units: Vec<UnitTokens>,
+}
+
+/// Version of the rules by which lists are counted as documents.
+const TOKEN_RULES: &str = "1";
+
+impl CachedTokens {
+    /// The path, the selection and the size of parts decide the units; the listing is that of an entry.
+    fn key(plan: &Plan, column: &str) -> String {
+        let selection = plan.selection().map(ToString::to_string).unwrap_or_default();
+        let parts = plan.part_bytes().to_string();
+        let path = plan.dataset().path();
+        format!("feed/tokens/{}", digest(&[path, TOKEN_RULES, SELECTION_RULES, &selection, &parts, column]))
+    }
+
+    /// The counts for a plan of rows, if the dataset's listing still has this digest.
+    pub(crate) async fn lookup(
+        cache: &Arc<dyn DatasetCache>,
+        plan: &Plan,
+        listing: &str,
+        column: &str,
+    ) -> Option<Vec<UnitTokens>> {
+        let found: CachedTokens = load(cache, Self::key(plan, column)).await?;
+        (found.listing == listing && found.units.len() == plan.units() as usize).then_some(found.units)
+    }
+
+    /// Stores the counts; returns once they are stored or the attempt failed.
+    pub(crate) async fn remember(
+        cache: Arc<dyn DatasetCache>,
+        plan: &Plan,
+        listing: String,
+        column: &str,
+        units: &[UnitTokens],
+    ) {
+        store(cache, Self::key(plan, column), CachedTokens { listing, units: units.to_vec() }).await;
+    }
+}
+
+/// The bucket of each row of a plan, in the cache.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CachedBuckets {
+    listing: String,
+    rows: String,
+}
+
+impl CachedBuckets {
+    fn key(plan: &Plan, options: &BucketOptions) -> String {
+        let selection = plan.selection().map(ToString::to_string).unwrap_or_default();
+        let BucketOptions { column, bounds } = options;
+        let (path, bounds) = (plan.dataset().path(), format!("{bounds:?}"));
+        format!("feed/buckets/{}", digest(&[path, SELECTION_RULES, &selection, column, &bounds]))
+    }
+
+    /// The buckets for a plan of rows, if the dataset's listing still has this digest.
+    pub(crate) async fn lookup(
+        cache: &Arc<dyn DatasetCache>,
+        plan: &Plan,
+        listing: &str,
+        options: &BucketOptions,
+    ) -> Option<Vec<u8>> {
+        let found: CachedBuckets = load(cache, Self::key(plan, options)).await?;
+        (found.listing == listing).then(|| Buckets::decode_rows(&found.rows, plan.rows())).flatten()
+    }
+
+    /// Stores the buckets; returns once they are stored or the attempt failed.
+    pub(crate) async fn remember(
+        cache: Arc<dyn DatasetCache>,
+        plan: &Plan,
+        listing: String,
+        options: &BucketOptions,
+        of_rows: &[u8],
+    ) {
+        match Buckets::encode_rows(of_rows) {
+            Ok(rows) => store(cache, Self::key(plan, options), CachedBuckets { listing, rows }).await,
+            Err(error) => tracing::warn!(%error, "buckets cannot be cached"),
         }
     }
 }

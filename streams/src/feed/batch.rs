@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dataset::Dataset;
 use crate::feed::any::check_places;
+use crate::feed::buckets::PlaceMap;
 use crate::feed::cache::{GroupCache, Lookup};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::footer::panic_text;
@@ -25,6 +26,7 @@ use crate::feed::order::PLACES_MAX;
 use crate::feed::pick::{Picker, Picks};
 use crate::feed::places::{LanePositions, lane_positions};
 use crate::feed::reader::GroupReader;
+use crate::feed::tokens::{Packer, SequenceRow, pack};
 use crate::feed::{AnyFeed, Cursor, FeedStream, Plan, Shard};
 
 /// Batches beyond this size are gathered on a blocking thread.
@@ -118,10 +120,13 @@ struct Inner {
     /// The columns that are gathered as they are, with their positions among those of the row groups.
     plain: (SchemaRef, Vec<usize>),
     images: Option<Images>,
+    packer: Option<Arc<Packer>>,
     has_keys: bool,
     reader: Arc<GroupReader>,
     cache: Arc<GroupCache>,
     picker: Picker,
+    /// The places of rows in buckets.
+    places: Option<PlaceMap>,
     /// Per lane, the positions whose windows were prefetched last.
     prefetched: Mutex<NumberMap<u64, Range<u64>>>,
     /// Positions of a lane to look ahead.
@@ -135,15 +140,15 @@ impl Feed {
     ///
     /// # Errors
     /// [`FeedError::NoColumn`], [`FeedError::SchemaConflict`] and [`FeedError::DuplicateColumn`] for a
-    /// column that is delivered, [`FeedError::Invalid`] for a column named twice, an image column of another type
-    /// or options out of bounds.
+    /// column that is delivered, [`FeedError::Invalid`] for a column named twice, an image column of another type,
+    /// columns or images beside packed tokens, or options out of bounds.
     pub fn open(
         plan: impl Into<Arc<Plan>>,
         store: Arc<dyn ObjectStore>,
         options: &FeedOptions,
     ) -> Result<Self> {
         let plan = plan.into();
-        let schema = project(plan.dataset(), options.columns.as_deref())?;
+        let schema = project(plan.dataset(), columns(&plan, options)?.as_deref())?;
         Self::with_schema(plan, store, options, schema)
     }
 
@@ -191,18 +196,29 @@ impl Feed {
         let plain: Vec<usize> = (0..schema.fields().len()).filter(is_plain).collect();
         let fields: Vec<Field> = plain.iter().map(|at| schema.field(*at).clone()).collect();
         let delivered = images.as_ref().map_or_else(|| Arc::clone(&schema), |images| images.schema(&schema));
+        let packer = match plan.packing() {
+            Some(packing) => Some(Packer::new(&plan, packing, schema.field(0))?),
+            None => None,
+        };
+        let delivered = packer.as_ref().map_or(delivered, |packer| Arc::clone(packer.schema()));
         let delivered = with_keys(delivered, options.key_column.as_deref())?;
+        let row_bytes = match &packer {
+            Some(packer) => packer.row_bytes(),
+            None => bytes / plan.dataset().rows(),
+        };
         let reader = GroupReader::new(store, Arc::clone(&plan), schema, concurrency, decoded_max);
         Ok(Self {
             inner: Arc::new(Inner {
-                row_bytes: bytes / plan.dataset().rows(),
+                row_bytes,
                 schema: delivered,
                 plain: (Arc::new(Schema::new(fields)), plain),
                 images,
+                packer,
                 has_keys: options.key_column.is_some(),
                 reader: Arc::new(reader),
                 cache: GroupCache::new(bytes_max, 4 * concurrency),
                 picker: Picker::new(Arc::clone(&plan)),
+                places: plan.buckets().map(|buckets| PlaceMap::new(&plan, buckets)),
                 prefetched: Mutex::default(),
                 lookahead,
                 prefetch_batches: options.prefetch_batches,
@@ -216,7 +232,8 @@ impl Feed {
         &self.inner.plan
     }
 
-    /// The schema of every batch: the projected columns, tensors in the place of images, and the keys.
+    /// The schema of every batch: the projected columns, tensors in the place of images, or the columns of packed
+    /// sequences; and the keys.
     pub fn schema(&self) -> &SchemaRef {
         &self.inner.schema
     }
@@ -231,8 +248,16 @@ impl Feed {
         let plan = &self.inner.plan;
         plan.check_step(step)?;
         plan.check_slots(&slots)?;
-        let lanes: Vec<LanePositions> = plan.order().lane_positions(step, slots.clone()).collect();
-        let fetched = self.fetch(step, &lanes, slots.len()).await?;
+        let fetched = match &self.inner.places {
+            Some(map) => {
+                let places = plan.place_of_step(step)..plan.place_of_step(step + 1);
+                self.fetch_mapped(map, &places, &slots).await?
+            }
+            None => {
+                let lanes: Vec<LanePositions> = plan.order().lane_positions(step, slots.clone()).collect();
+                self.fetch(step, &lanes, slots.len()).await?
+            }
+        };
         self.gathered(step, slots, fetched).await
     }
 
@@ -242,18 +267,50 @@ impl Feed {
         let step = places.start / plan.order().batch;
         plan.check_step(step)?;
         let slots = shard.slots_of(0..(places.end - places.start) as usize);
-        let lanes = lane_positions(plan.order(), &places, &(slots.start as u64..slots.end as u64));
-        let fetched = self.fetch(step, &lanes, slots.len()).await?;
+        let fetched = match &self.inner.places {
+            Some(map) => self.fetch_mapped(map, &places, &slots).await?,
+            None => {
+                let lanes = lane_positions(plan.order(), &places, &(slots.start as u64..slots.end as u64));
+                self.fetch(step, &lanes, slots.len()).await?
+            }
+        };
         self.gathered(step, slots, fetched).await
     }
 
     /// Finds the rows at some positions of lanes, `rows` in number, and decodes their row groups. Begins to decode the
     /// row groups that come next in these lanes. `step` grows from call to call: the cache keeps what was used last.
     pub(crate) async fn fetch(&self, step: u64, lanes: &[LanePositions], rows: usize) -> Result<Fetched> {
+        self.fetch_ahead(step, lanes, rows, lanes).await
+    }
+
+    /// The rows with the numbers `slots` of those at `places`, which are in one batch of a plan with buckets.
+    async fn fetch_mapped(
+        &self,
+        map: &PlaceMap,
+        places: &Range<u64>,
+        slots: &Range<usize>,
+    ) -> Result<Fetched> {
+        let lanes = map.lanes(places, &(slots.start as u64..slots.end as u64));
+        let ahead = map.block_lanes(places.start);
+        let step = places.start / self.inner.plan.order().batch;
+        self.fetch_ahead(step, &lanes, slots.len(), &ahead).await
+    }
+
+    /// As [`Feed::fetch`], with the positions of lanes up to which row groups are needed soon.
+    async fn fetch_ahead(
+        &self,
+        step: u64,
+        lanes: &[LanePositions],
+        rows: usize,
+        ahead: &[LanePositions],
+    ) -> Result<Fetched> {
         let inner = &self.inner;
+        if let Some(packer) = &inner.packer {
+            packer.check_batch(rows)?;
+        }
         let picks = inner.picker.pick(lanes, rows);
         let lookups = inner.cache.demand(step, &picks.groups, &picks.nearby, |g| inner.load(g));
-        inner.prefetch(step, lanes);
+        inner.prefetch(step, ahead);
         let mut groups = Vec::with_capacity(lookups.len());
         let mut waited = false;
         for lookup in lookups {
@@ -272,6 +329,9 @@ impl Feed {
 
     async fn gathered(&self, step: u64, slots: Range<usize>, fetched: Fetched) -> Result<FeedBatch> {
         let inner = &self.inner;
+        if let Some(packer) = &inner.packer {
+            return self.packed(packer, step, slots, fetched).await;
+        }
         let Fetched { picks: Picks { groups, index, rows, epochs, .. }, groups: sources } = fetched;
         let rows = Arc::new(image::Rows { sources, index, rows, epochs });
         let tensors = match &inner.images {
@@ -287,6 +347,46 @@ impl Feed {
             Err(shared) => (shared.rows.clone(), shared.epochs.clone()),
         };
         Ok(FeedBatch { step, slots, batch, rows, epochs, sources: Vec::new() })
+    }
+
+    /// A batch of packed sequences.
+    async fn packed(
+        &self,
+        packer: &Arc<Packer>,
+        step: u64,
+        slots: Range<usize>,
+        fetched: Fetched,
+    ) -> Result<FeedBatch> {
+        let sequences = self.sequences(&fetched);
+        let Fetched { picks: Picks { groups, rows, epochs, .. }, .. } = fetched;
+        let batch = pack_sequences(
+            packer,
+            sequences,
+            self.inner.has_keys.then_some((&rows[..], &epochs[..])),
+            &self.inner.schema,
+        )
+        .await?;
+        let batch = batch.map_err(|error| error.in_files(|| self.inner.files_of(&groups)))?;
+        Ok(FeedBatch { step, slots, batch, rows, epochs, sources: Vec::new() })
+    }
+
+    /// The rows of a plan with packed tokens as sequences to pack; none for another plan.
+    pub(crate) fn sequences(&self, fetched: &Fetched) -> Vec<SequenceRow> {
+        let Some(packer) = &self.inner.packer else { return Vec::new() };
+        let Fetched { picks, groups } = fetched;
+        let rows = picks.index.iter().zip(&picks.epochs).map(|(&(source, row), &epoch)| SequenceRow {
+            packer: Arc::clone(packer),
+            group: picks.groups[source],
+            documents: Arc::clone(&groups[source]),
+            epoch,
+            number: row as u64,
+        });
+        rows.collect()
+    }
+
+    /// The stage that packs tokens, if the plan has one.
+    pub(crate) fn packer(&self) -> Option<&Arc<Packer>> {
+        self.inner.packer.as_ref()
     }
 
     /// Names of the files with some row groups, for errors.
@@ -309,9 +409,15 @@ impl Feed {
     /// cache: a group is decoded at each call.
     ///
     /// # Errors
-    /// [`FeedError::Invalid`] for a number beyond the last group; errors of reading, naming the file.
+    /// [`FeedError::Invalid`] for a number beyond the last group, and for a plan with packed tokens; errors of reading,
+    /// naming the file.
     pub async fn read_group(&self, number: u32) -> Result<RecordBatch> {
         let groups = self.inner.plan.input_groups();
+        if self.inner.packer.is_some() {
+            return Err(FeedError::invalid(
+                "input groups have rows, not packed tokens; leave tokens out to read them",
+            ));
+        }
         if number >= groups {
             return Err(FeedError::invalid(format!(
                 "input group {number} of a dataset with {groups} of them"
@@ -383,6 +489,27 @@ pub(crate) async fn assemble(
     gather_guarded(bytes, move || gather(&schema, &positions, &sources, &index)).await
 }
 
+/// Packs sequences into a batch of `schema`, which has the columns of the stage, and a column of keys if the rows and
+/// epochs are given from which they derive.
+pub(crate) async fn pack_sequences(
+    packer: &Arc<Packer>,
+    sequences: Vec<SequenceRow>,
+    keyed: Option<(&[u64], &[u64])>,
+    schema: &SchemaRef,
+) -> Result<Result<RecordBatch, GatherError>> {
+    packer.check_batch(sequences.len())?;
+    let bytes = packer.row_bytes() * sequences.len() as u64;
+    let keys = keyed.map(|(rows, epochs)| image::keys(packer.seed(), epochs, rows));
+    let (packer, schema) = (Arc::clone(packer), Arc::clone(schema));
+    let packing = move || {
+        let batch = pack(&packer, &sequences)?;
+        let columns = batch.columns().iter().cloned().chain(keys).collect();
+        let options = RecordBatchOptions::new().with_row_count(Some(sequences.len()));
+        RecordBatch::try_new_with_options(schema, columns, &options)
+    };
+    Ok(gather_guarded(bytes, packing).await)
+}
+
 /// Runs `gather` for a batch of `bytes` bytes; that of a large one on a blocking thread.
 async fn gather_guarded(
     bytes: u64,
@@ -402,8 +529,14 @@ async fn gather_guarded(
 
 impl Inner {
     fn load(&self, group: u32) -> (u64, impl Future<Output = Result<RecordBatch>> + Send + 'static + use<>) {
-        let reader = Arc::clone(&self.reader);
-        (self.plan.group_bytes(group), async move { reader.read(group).await })
+        let (reader, packer) = (Arc::clone(&self.reader), self.packer.clone());
+        let decoding = async move {
+            let batch = reader.read(group).await?;
+            let Some(packer) = packer else { return Ok(batch) };
+            let preparing = tokio::task::spawn_blocking(move || packer.prepare(group, &batch));
+            preparing.await.map_err(|_| FeedError::Stopped { file: reader.path_of(group).to_owned() })?
+        };
+        (self.plan.group_bytes(group), decoding)
     }
 
     /// The columns of some rows, in the order of the schema.
@@ -428,9 +561,12 @@ impl Inner {
         RecordBatch::try_new_with_options(Arc::clone(&self.schema), columns, &options)
     }
 
-    /// Batches that a stream assembles ahead of a reader, within the bound for tensors of images.
+    /// Batches that a stream assembles ahead of a reader, within the bound for tensors of images and sequences.
     fn batches_ahead(&self, shard: Shard) -> usize {
-        let row_bytes = self.images.as_ref().map_or(0, Images::row_bytes);
+        let row_bytes = match &self.packer {
+            Some(packer) => packer.row_bytes(),
+            None => self.images.as_ref().map_or(0, Images::row_bytes),
+        };
         let batch_bytes = row_bytes.saturating_mul(self.plan.slots(shard).len() as u64);
         let within = image::TENSOR_BYTES_AHEAD.checked_div(batch_bytes).unwrap_or(u64::MAX);
         usize::try_from(within).unwrap_or(usize::MAX).clamp(1, self.prefetch_batches)
@@ -479,6 +615,18 @@ impl Inner {
 /// Row groups decoded at the same time where nothing else is asked for.
 pub(crate) fn processors() -> usize {
     std::thread::available_parallelism().map_or(2, usize::from).min(8)
+}
+
+/// The columns that a feed of a plan reads; `None` for all of them.
+pub(crate) fn columns(plan: &Plan, options: &FeedOptions) -> Result<Option<Vec<String>>> {
+    let Some(packing) = plan.packing() else { return Ok(options.columns.clone()) };
+    if options.columns.is_some() || !options.images.is_empty() {
+        let column = &packing.options().column;
+        return Err(FeedError::invalid(format!(
+            "tokens of column {column:?}: sequences have the columns of the packing only; leave columns and images out"
+        )));
+    }
+    Ok(Some(vec![packing.options().column.clone()]))
 }
 
 /// The schema with a last column of augmentation keys, if it has a name.

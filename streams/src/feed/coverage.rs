@@ -73,7 +73,7 @@ impl Coverage {
     /// # Errors
     /// [`FeedError::TooLarge`] for a dataset whose bits would take more than 2 GiB.
     pub fn new(plan: Arc<Plan>) -> Result<Self> {
-        let (rows, limit) = (plan.dataset().rows(), SELECTABLE_ROWS_MAX);
+        let (rows, limit) = (plan.row_indices(), SELECTABLE_ROWS_MAX);
         if rows > limit {
             let path = plan.dataset().path().to_owned();
             return Err(FeedError::TooLarge { path, what: "the number of rows to verify", limit });
@@ -98,7 +98,7 @@ impl Coverage {
     /// Compares what came with the rows of the plan.
     pub fn report(self) -> CoverageReport {
         let (mut missing, mut foreign) = (Rows::default(), Rows::default());
-        let total = self.plan.dataset().rows();
+        let total = self.plan.row_indices();
         let selected = self.plan.selected_words();
         for (at, seen) in self.seen.iter().enumerate() {
             let left = total - at as u64 * 64;

@@ -21,10 +21,12 @@ use arrow::array::BooleanArray;
 use object_store::ObjectStore;
 use serde::{Deserialize, Serialize};
 
-use crate::dataset::{CachedRows, DataFile, Dataset, DatasetCache, FileFormat};
+use crate::dataset::{CachedBuckets, CachedRows, CachedTokens, DataFile, Dataset, DatasetCache, FileFormat};
+use crate::feed::buckets::{self, BucketOptions, Buckets};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::{EpochLayout, Order, PLACES_MAX};
 use crate::feed::select::{RowSet, Selected, Selection, scan};
+use crate::feed::tokens::{self, Packing, TokenOptions, UnitTokens};
 use crate::feed::{Cursor, Shard};
 use sizing::Units;
 
@@ -66,6 +68,13 @@ pub struct PlanOptions {
     /// The format of the files; their names tell it without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<FileFormat>,
+    /// Packing of a column of tokens: the rows of the order are sequences of one length then, and `batch_rows` and
+    /// `window_rows` count these.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<TokenOptions>,
+    /// Batches of rows with lists of like length. Not with `tokens`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub buckets: Option<BucketOptions>,
 }
 
 impl Default for PlanOptions {
@@ -79,6 +88,8 @@ impl Default for PlanOptions {
             working_set_bytes_max: 512 << 20,
             selection: None,
             format: None,
+            tokens: None,
+            buckets: None,
         }
     }
 }
@@ -93,7 +104,15 @@ impl PlanOptions {
         };
         within("batch_rows", self.batch_rows as u64, BATCH_ROWS_MAX as u64)?;
         within("lanes", u64::from(self.lanes), u64::from(LANES_MAX))?;
-        within("window_rows", self.window_rows, WINDOW_ROWS_MAX)
+        within("window_rows", self.window_rows, WINDOW_ROWS_MAX)?;
+        if let (Some(tokens), Some(_)) = (&self.tokens, &self.buckets) {
+            return Err(FeedError::invalid(format!(
+                "tokens of column {:?}: packed tokens have one length; leave buckets out",
+                tokens.column
+            )));
+        }
+        self.tokens.as_ref().map_or(Ok(()), TokenOptions::check)?;
+        self.buckets.as_ref().map_or(Ok(()), BucketOptions::check)
     }
 }
 
@@ -114,7 +133,7 @@ pub(crate) struct GroupAddress {
 #[derive(Debug, Clone, Copy)]
 struct Group {
     address: GroupAddress,
-    /// Selected rows, never 0.
+    /// Selected rows, or the sequences of their tokens. Never 0.
     rows: u32,
     bytes: u64,
 }
@@ -143,11 +162,14 @@ pub struct Plan {
     groups: Vec<Group>,
     group_rows: Vec<u32>,
     selected: Option<Arc<Selected>>,
+    packing: Option<Arc<Packing>>,
+    buckets: Option<Arc<Buckets>>,
     /// With a selection, the global index of the first row of each group, selected or not.
     firsts: Vec<u64>,
     /// Size of the parts of large row groups, in bytes; 0 where row groups are read whole.
     part_bytes: u64,
-    /// Number of the first row of each group among the selected rows, and their total at the end.
+    /// Number of the first row of each group among the selected rows (or of its first sequence), and their total at the
+    /// end.
     bases: Vec<u64>,
     working_set_bytes: u64,
     /// Hash of the rows without their order, once it was asked for.
@@ -159,16 +181,28 @@ impl Plan {
     ///
     /// # Errors
     /// Those of [`Dataset::read`]; [`FeedError::Invalid`] for options out of bounds; with a selection
-    /// [`FeedError::NothingSelected`], [`FeedError::NoColumn`] and [`FeedError::Invalid`] for its columns.
+    /// [`FeedError::NothingSelected`], [`FeedError::NoColumn`] and [`FeedError::Invalid`] for its columns; with tokens
+    /// [`FeedError::Row`] for a list that is no document, too.
     pub async fn build(store: &Arc<dyn ObjectStore>, path: &str, options: &PlanOptions) -> Result<Self> {
         options.check()?;
         let dataset = Dataset::read_as(store, path, options.format).await?;
-        let Some(selection) = &options.selection else { return Self::new(dataset, options) };
-        let rows = scan(store, &dataset, selection).await?;
-        Self::with_rows(dataset, options, Some(rows))
+        let rows = match &options.selection {
+            Some(selection) => Some(scan(store, &dataset, selection).await?),
+            None => None,
+        };
+        let plan = Self::with_rows(dataset, options, rows)?;
+        if let Some(buckets) = &options.buckets {
+            let plan = Arc::new(plan);
+            let of_rows = buckets::scan(store, &plan, buckets).await?;
+            return plan.bucketed(buckets, of_rows);
+        }
+        let Some(tokens) = &options.tokens else { return Ok(plan) };
+        let plan = Arc::new(plan);
+        let units = tokens::scan(store, &plan, tokens).await?;
+        plan.packed(options, tokens, units)
     }
 
-    /// As [`Plan::build`], with the footers and the selected rows remembered in `cache`.
+    /// As [`Plan::build`], with the footers, the selected rows, counts of tokens and buckets remembered in `cache`.
     ///
     /// # Errors
     /// Those of [`Plan::build`]; a failing cache is not an error.
@@ -181,26 +215,85 @@ impl Plan {
         options.check()?;
         let (dataset, listing) =
             Dataset::read_listed(store, path, options.format, Arc::clone(&cache)).await?;
-        let Some(selection) = &options.selection else { return Self::new(dataset, options) };
-        let rows = match CachedRows::lookup(&cache, &dataset, &listing, selection).await {
-            Some(rows) => rows,
+        let rows = match &options.selection {
+            None => None,
+            Some(selection) => match CachedRows::lookup(&cache, &dataset, &listing, selection).await {
+                Some(rows) => Some(rows),
+                None => {
+                    let rows = scan(store, &dataset, selection).await?;
+                    let cache = Arc::clone(&cache);
+                    CachedRows::remember(cache, &dataset, listing.clone(), selection, &rows).await;
+                    Some(rows)
+                }
+            },
+        };
+        let plan = Self::with_rows(dataset, options, rows)?;
+        if let Some(buckets) = &options.buckets {
+            let plan = Arc::new(plan);
+            let of_rows = match CachedBuckets::lookup(&cache, &plan, &listing, buckets).await {
+                Some(of_rows) => of_rows,
+                None => {
+                    let of_rows = buckets::scan(store, &plan, buckets).await?;
+                    CachedBuckets::remember(cache, &plan, listing, buckets, &of_rows).await;
+                    of_rows
+                }
+            };
+            return plan.bucketed(buckets, of_rows);
+        }
+        let Some(tokens) = &options.tokens else { return Ok(plan) };
+        let plan = Arc::new(plan);
+        let units = match CachedTokens::lookup(&cache, &plan, &listing, &tokens.column).await {
+            Some(units) => units,
             None => {
-                let rows = scan(store, &dataset, selection).await?;
-                CachedRows::remember(cache, &dataset, listing, selection, &rows).await;
-                rows
+                let units = tokens::scan(store, &plan, tokens).await?;
+                CachedTokens::remember(cache, &plan, listing, &tokens.column, &units).await;
+                units
             }
         };
-        Self::with_rows(dataset, options, Some(rows))
+        plan.packed(options, tokens, units)
     }
 
     /// Makes the plan of a dataset that is already described. Pure.
     ///
     /// # Errors
-    /// [`FeedError::Invalid`] for options out of bounds and for a selection, which has to read columns;
+    /// [`FeedError::Invalid`] for options out of bounds, and for a selection, tokens or buckets, which read columns;
     /// [`FeedError::TooLarge`] for row groups in too many parts.
     pub fn new(dataset: Dataset, options: &PlanOptions) -> Result<Self> {
+        if options.tokens.is_some() || options.buckets.is_some() {
+            return Err(FeedError::invalid(
+                "a plan with tokens or buckets is made by Plan::build, which reads columns",
+            ));
+        }
         Self::with_rows(dataset, options, None)
     }
+
+    /// The plan of the sequences of this plan's rows, whose units of reading have these tokens.
+    fn packed(&self, options: &PlanOptions, tokens: &TokenOptions, units: Vec<UnitTokens>) -> Result<Self> {
+        let packing = Packing::new(tokens.clone(), units)?;
+        let selected = self.selected.as_deref().cloned();
+        let mut units = sizing::units(&self.dataset, self.part_bytes, selected.as_ref());
+        units.pack(&packing);
+        let is_uneven = sizing::has_uneven_rows(&self.dataset);
+        let (lanes, window) = sizing::lanes_and_window(&units.groups, is_uneven, options);
+        let rows = units.groups.iter().map(|group| u64::from(group.rows)).sum();
+        let order = Order { rows, lanes, window, ..self.order };
+        let (dataset, source) = (self.dataset.clone(), self.source.clone());
+        Ok(Self::assemble(dataset, source, order, self.part_bytes, units, selected, Some(packing)))
+    }
+
+    /// This plan of rows with the bucket of each of them.
+    fn bucketed(&self, options: &BucketOptions, of_rows: Vec<u8>) -> Result<Self> {
+        let buckets = Arc::new(Buckets::new(options.clone(), of_rows)?);
+        Ok(self.with_buckets(buckets))
+    }
+
+    fn with_buckets(&self, buckets: Arc<Buckets>) -> Self {
+        let mut plan = Self { buckets: Some(buckets), rows_id: OnceLock::new(), ..self.clone() };
+        plan.id = record::plan_id(&plan.dataset, &plan.source, &plan.order, &plan.contents());
+        plan
+    }
+
+    /// The plan of rows; tokens are counted afterwards.
 
     fn with_rows(dataset: Dataset, options: &PlanOptions, rows: Option<RowSet>) -> Result<Self> {
         options.check()?;
@@ -225,7 +318,8 @@ impl Plan {
             window,
             batch: options.batch_rows as u64,
         };
-        let plan = Self::assemble(dataset, options.source.clone(), order, part_bytes, units, selected);
+        let source = options.source.clone();
+        let plan = Self::assemble(dataset, source, order, part_bytes, units, selected, None);
         let (needed, limit) = (plan.working_set_bytes, options.working_set_bytes_max);
         if needed > limit {
             tracing::warn!(
@@ -248,6 +342,7 @@ impl Plan {
         part_bytes: u64,
         units: Units,
         selected: Option<Selected>,
+        packing: Option<Packing>,
     ) -> Self {
         let Units { groups, firsts } = units;
         let mut bases = vec![0u64];
@@ -258,7 +353,11 @@ impl Plan {
         }
         let group_rows: Vec<u32> = groups.iter().map(|g| g.rows).collect();
         let parts = (part_bytes > 0).then_some(&group_rows[..]);
-        let id = record::plan_id(&dataset, &source, &order, parts, selected.as_ref());
+        let packing = packing.map(Arc::new);
+        let selected_rows = selected.as_ref();
+        let rows =
+            record::Contents { parts, selected: selected_rows, packing: packing.as_deref(), buckets: None };
+        let id = record::plan_id(&dataset, &source, &order, &rows);
         let is_uneven = sizing::has_uneven_rows(&dataset);
         let working_set_bytes = sizing::working_set_bytes(&groups, is_uneven, order.lanes, order.window);
         let selected = selected.map(Arc::new);
@@ -270,6 +369,8 @@ impl Plan {
             groups,
             group_rows,
             selected,
+            packing,
+            buckets: None,
             firsts,
             part_bytes,
             bases,
@@ -295,7 +396,7 @@ impl Plan {
         &self.dataset
     }
 
-    /// Rows of an epoch, at least 1: those of the dataset, or the selected ones.
+    /// Rows of an epoch, at least 1: those of the dataset, or the selected ones, or the sequences of packed tokens.
     pub fn rows(&self) -> u64 {
         self.order.rows
     }
@@ -303,6 +404,16 @@ impl Plan {
     /// The selection of rows, if the plan has not all of them.
     pub fn selection(&self) -> Option<&Selection> {
         self.selected.as_ref().map(|selected| &selected.selection)
+    }
+
+    /// The packing, if the rows of the order are sequences of tokens.
+    pub fn packing(&self) -> Option<&Packing> {
+        self.packing.as_deref()
+    }
+
+    /// The buckets, if batches have rows with lists of like length.
+    pub fn buckets(&self) -> Option<&Arc<Buckets>> {
+        self.buckets.as_ref()
     }
 
     /// The seed.
@@ -403,30 +514,59 @@ impl Plan {
         self.groups.len() as u32
     }
 
-    /// The global index of the row with number `n` among the selected rows, which is in `group`.
+    /// The global index of the row with number `n` among the selected rows, which is in `group`. Sequences of tokens are
+    /// numbered as they are.
     pub(crate) fn dataset_row(&self, n: u64, group: u32) -> u64 {
-        match &self.selected {
+        match self.selected_rows() {
             None => n,
             Some(selected) => selected.rows.select(n, &self.rows_of_group(group)),
         }
     }
 
-    /// A bit for each row of the dataset that is selected; `None` for all rows.
+    /// The selection of rows of the order; `None` for all rows, and for sequences.
+    fn selected_rows(&self) -> Option<&Arc<Selected>> {
+        self.selected.as_ref().filter(|_| self.packing.is_none())
+    }
+
+    /// One more than the greatest global index of a row of the order.
+    pub(crate) fn row_indices(&self) -> u64 {
+        if self.packing.is_some() { self.rows() } else { self.dataset.rows() }
+    }
+
+    /// The place in its file of a row of a decoded unit, for errors.
+    pub(crate) fn place_in_file(&self, group: u32, at: usize) -> String {
+        let address = self.group(group);
+        let within = match &self.selected {
+            None => at as u64,
+            Some(selected) => {
+                let rows = self.rows_of_group(group);
+                selected.rows.select(selected.rows.rank(rows.start) + at as u64, &rows) - rows.start
+            }
+        };
+        format!("row {} of row group {}", u64::from(address.first) + within, address.index)
+    }
+
+    /// A bit for each row of the dataset that is selected; `None` for all rows, and for sequences.
     pub(crate) fn selected_words(&self) -> Option<&[u64]> {
-        self.selected.as_ref().map(|selected| selected.rows.words())
+        self.selected_rows().map(|selected| selected.rows.words())
     }
 
     /// Which rows of a group are selected; `None` for all of them.
     pub(crate) fn mask_of(&self, group: u32) -> Option<BooleanArray> {
         let selected = self.selected.as_ref()?;
-        let Group { address, rows, .. } = self.groups[group as usize];
-        (rows < address.rows).then(|| selected.rows.mask(self.rows_of_group(group)))
+        let rows = self.rows_of_group(group);
+        (selected.count(rows.clone()) < rows.end - rows.start).then(|| selected.rows.mask(rows))
     }
 
     /// The rows of a group of a plan with a selection, selected or not.
     fn rows_of_group(&self, group: u32) -> Range<u64> {
         let first = self.firsts[group as usize];
         first..first + u64::from(self.group(group).rows)
+    }
+
+    /// Size of the parts of large row groups, in bytes; 0 where row groups are read whole.
+    pub(crate) fn part_bytes(&self) -> u64 {
+        self.part_bytes
     }
 
     /// Whether large row groups are read in parts.

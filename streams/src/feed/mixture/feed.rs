@@ -10,7 +10,7 @@ use object_store::ObjectStore;
 
 use super::Mixture;
 use crate::feed::any::check_places;
-use crate::feed::batch::{Fetched, assemble, project};
+use crate::feed::batch::{Fetched, assemble, columns, pack_sequences, project};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::PLACES_MAX;
 use crate::feed::places::lane_positions;
@@ -38,7 +38,8 @@ impl MixtureFeed {
     ///
     /// # Errors
     /// [`FeedError::MixedColumns`] when the sources do not have the same columns with the same types; those of
-    /// [`Feed::open`]; [`FeedError::Invalid`] for another number of stores than sources, and for images or keys.
+    /// [`Feed::open`]; [`FeedError::Invalid`] for another number of stores than sources, and for images, keys or
+    /// buckets.
     pub fn open(
         mixture: impl Into<Arc<Mixture>>,
         stores: &[Arc<dyn ObjectStore>],
@@ -56,7 +57,21 @@ impl MixtureFeed {
                  the training script",
             ));
         }
-        let schema = common_schema(&mixture, options.columns.as_deref())?;
+        if sources.iter().any(|source| source.plan.buckets().is_some()) {
+            return Err(FeedError::invalid("buckets are for one dataset; leave them out of a mixture"));
+        }
+        let packing =
+            |source: &super::MixtureSource| source.plan.packing().map(|packing| packing.options().clone());
+        if sources.iter().any(|source| packing(source) != sources.first().and_then(packing)) {
+            return Err(FeedError::invalid(
+                "a mixture packs the tokens of all its sources alike, or of none",
+            ));
+        }
+        let read = match sources.first() {
+            Some(source) => columns(&source.plan, options)?,
+            None => None,
+        };
+        let schema = common_schema(&mixture, read.as_deref())?;
         let options = FeedOptions {
             cache_bytes_max: options.cache_bytes_max / sources.len() as u64,
             ..options.clone()
@@ -67,6 +82,8 @@ impl MixtureFeed {
         let feeds = sources.iter().zip(stores).map(open).collect::<Result<Vec<_>>>()?;
         let row_bytes = feeds.iter().map(Feed::row_bytes).max().unwrap_or(0);
         let prefetch_batches = options.prefetch_batches;
+        // Sequences have other columns than those that are read, in all sources the same.
+        let schema = feeds.first().map_or(schema, |feed| Arc::clone(feed.schema()));
         Ok(Self { inner: Arc::new(Inner { mixture, feeds, schema, row_bytes, prefetch_batches }) })
     }
 
@@ -136,7 +153,16 @@ impl MixtureFeed {
             rows.push(picks.rows[at]);
             epochs.push(picks.epochs[at]);
         }
-        let batch = assemble(schema, groups, index, row_bytes * slots.len() as u64).await;
+        let batch = match feeds.first().and_then(Feed::packer) {
+            None => assemble(schema, groups, index, row_bytes * slots.len() as u64).await,
+            Some(packer) => {
+                let sequences =
+                    feeds.iter().zip(&fetched).map(|(feed, fetched)| feed.sequences(fetched).into_iter());
+                let mut sequences: Vec<_> = sequences.collect();
+                let turns = turns.iter().filter_map(|&source| sequences[source].next()).collect();
+                pack_sequences(packer, turns, None, schema).await?
+            }
+        };
         let batch = batch.map_err(|error| {
             let files = feeds.iter().zip(&fetched).filter(|(_, fetched)| !fetched.picks.groups.is_empty());
             let files = files.map(|(feed, fetched)| feed.files_of(&fetched.picks.groups));

@@ -2,15 +2,18 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest, Sha256};
 
 use crate::dataset::Dataset;
+use crate::feed::buckets::{BucketOptions, Buckets};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::Order;
 use crate::feed::plan::{ALGORITHM_VERSION, Plan, PlanOptions, sizing};
 use crate::feed::select::{RowSet, Selected, Selection};
+use crate::feed::tokens::{Packing, TokenOptions, UnitTokens};
 
 /// SHA-256 of a plan's canonical encoding; 64 hexadecimal digits in text.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -87,15 +90,18 @@ impl Encoder {
     }
 }
 
-/// Hashes the inputs of the order. `parts` are the selected rows of the units of reading, given when row groups are
-/// read in parts.
-pub(super) fn plan_id(
-    dataset: &Dataset,
-    source: &str,
-    order: &Order,
-    parts: Option<&[u32]>,
-    selected: Option<&Selected>,
-) -> PlanId {
+/// The rows of a plan, beside its dataset.
+#[derive(Clone, Copy)]
+pub(super) struct Contents<'a> {
+    /// Rows of the units of reading, given when row groups are read in parts.
+    pub(super) parts: Option<&'a [u32]>,
+    pub(super) selected: Option<&'a Selected>,
+    pub(super) packing: Option<&'a Packing>,
+    pub(super) buckets: Option<&'a Buckets>,
+}
+
+/// Hashes the inputs of the order.
+pub(super) fn plan_id(dataset: &Dataset, source: &str, order: &Order, rows: &Contents<'_>) -> PlanId {
     let mut e = Encoder::new("millrace feed plan");
     e.number(u64::from(ALGORITHM_VERSION));
     e.text(source);
@@ -103,36 +109,32 @@ pub(super) fn plan_id(
     for n in [order.seed, order.lanes, order.window, order.batch] {
         e.number(n);
     }
-    add_rows(&mut e, dataset, parts, selected);
+    add_rows(&mut e, dataset, rows);
     e.finish()
 }
 
 /// Hashes the rows of a plan without their order, see [`plan_id`].
-pub(super) fn rows_id(
-    dataset: &Dataset,
-    source: &str,
-    parts: Option<&[u32]>,
-    selected: Option<&Selected>,
-) -> PlanId {
+pub(super) fn rows_id(dataset: &Dataset, source: &str, rows: &Contents<'_>) -> PlanId {
     let mut e = Encoder::new("millrace feed rows");
     e.text(source);
     e.text(dataset.path());
-    add_rows(&mut e, dataset, parts, selected);
+    add_rows(&mut e, dataset, rows);
     e.finish()
 }
 
-/// Hashes the sequence of the rows `rows`: all of the order but the size of a batch.
-pub(super) fn order_id(rows: &PlanId, seed: u64, lanes: u64, window: u64) -> PlanId {
+/// Hashes the sequence of the rows `rows`: all of the order but the size of a batch, and that if it is given.
+pub(super) fn order_id(rows: &PlanId, seed: u64, lanes: u64, window: u64, batch: Option<u64>) -> PlanId {
     let mut e = Encoder::new("millrace feed order");
     e.number(u64::from(ALGORITHM_VERSION));
     e.bytes(rows.as_bytes());
-    for n in [seed, lanes, window] {
+    for n in [seed, lanes, window].into_iter().chain(batch) {
         e.number(n);
     }
     e.finish()
 }
 
-fn add_rows(e: &mut Encoder, dataset: &Dataset, parts: Option<&[u32]>, selected: Option<&Selected>) {
+fn add_rows(e: &mut Encoder, dataset: &Dataset, rows: &Contents<'_>) {
+    let Contents { parts, selected, packing, buckets } = *rows;
     e.number(dataset.files().len() as u64);
     for file in dataset.files() {
         e.text(&file.path);
@@ -156,6 +158,12 @@ fn add_rows(e: &mut Encoder, dataset: &Dataset, parts: Option<&[u32]>, selected:
             e.number(*word);
         }
     }
+    if let Some(packing) = packing {
+        packing.encode(e);
+    }
+    if let Some(buckets) = buckets {
+        buckets.encode(e);
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -172,6 +180,10 @@ struct PlanRecord {
     part_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     selected: Option<SelectedRecord>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    packing: Option<PackingRecord>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    buckets: Option<BucketsRecord>,
     dataset: Dataset,
 }
 
@@ -183,11 +195,31 @@ struct SelectedRecord {
     rows: String,
 }
 
+/// A packing with the tokens of each unit of reading.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PackingRecord {
+    options: TokenOptions,
+    units: Vec<UnitTokens>,
+}
+
+/// Buckets with the compressed bucket of each row.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BucketsRecord {
+    options: BucketOptions,
+    rows: String,
+}
+
 impl Serialize for Plan {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let selected = self.selected.as_ref().map(|selected| {
             let rows = selected.rows.encode().map_err(serde::ser::Error::custom)?;
             Ok(SelectedRecord { selection: selected.selection.clone(), rows })
+        });
+        let buckets = self.buckets().map(|buckets| {
+            let rows = Buckets::encode_rows(buckets.of_rows()).map_err(serde::ser::Error::custom)?;
+            Ok(BucketsRecord { options: buckets.options().clone(), rows })
         });
         PlanRecord {
             algorithm_version: ALGORITHM_VERSION,
@@ -199,6 +231,11 @@ impl Serialize for Plan {
             batch_rows: self.order.batch,
             part_bytes: (self.part_bytes > 0).then_some(self.part_bytes),
             selected: selected.transpose()?,
+            packing: self.packing().map(|packing| PackingRecord {
+                options: packing.options().clone(),
+                units: packing.units().to_vec(),
+            }),
+            buckets: buckets.transpose()?,
             dataset: self.dataset.clone(),
         }
         .serialize(serializer)
@@ -240,17 +277,35 @@ impl TryFrom<PlanRecord> for Plan {
             Selected::new(selection, rows, &r.dataset).map_err(|e| unusable(e.to_string()))
         });
         let selected = selected.transpose()?;
-        let order = Order {
-            seed: r.seed,
-            rows: selected.as_ref().map_or(r.dataset.rows(), |selected| selected.rows.len()),
-            lanes: r.lanes,
-            window: r.window_rows,
-            batch: r.batch_rows,
-        };
         let part_bytes = r.part_bytes.unwrap_or(0);
         sizing::check_count(&r.dataset, part_bytes).map_err(|e| unusable(e.to_string()))?;
-        let units = sizing::units(&r.dataset, part_bytes, selected.as_ref());
-        let plan = Plan::assemble(r.dataset, r.source, order, part_bytes, units, selected);
+        let mut units = sizing::units(&r.dataset, part_bytes, selected.as_ref());
+        let packing = r.packing.map(|PackingRecord { options, units }| Packing::new(options, units));
+        let packing = packing.transpose().map_err(|e| unusable(e.to_string()))?;
+        let rows = match &packing {
+            None => selected.as_ref().map_or(r.dataset.rows(), |selected| selected.rows.len()),
+            Some(packing) if packing.units().len() != units.groups.len() => {
+                return Err(unusable("it counts the tokens of other row groups".into()));
+            }
+            Some(packing) => {
+                units.pack(packing);
+                units.groups.iter().map(|group| u64::from(group.rows)).sum()
+            }
+        };
+        let order = Order { seed: r.seed, rows, lanes: r.lanes, window: r.window_rows, batch: r.batch_rows };
+        let plan = Plan::assemble(r.dataset, r.source, order, part_bytes, units, selected, packing);
+        let plan = match r.buckets {
+            None => plan,
+            Some(_) if plan.packing().is_some() => {
+                return Err(unusable("it has packed tokens and buckets".into()));
+            }
+            Some(BucketsRecord { options, rows }) => {
+                let of_rows = Buckets::decode_rows(&rows, plan.rows());
+                let of_rows = of_rows.ok_or_else(|| unusable("its buckets are damaged".into()))?;
+                let buckets = Buckets::new(options, of_rows).map_err(|e| unusable(e.to_string()))?;
+                plan.with_buckets(Arc::new(buckets))
+            }
+        };
         if plan.id != r.id {
             return Err(unusable(format!("it records id {} but hashes to {}", r.id, plan.id)));
         }

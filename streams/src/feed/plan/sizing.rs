@@ -7,6 +7,7 @@ use crate::dataset::{DataFile, Dataset, FileFormat, ROW_GROUPS_MAX, RowGroup};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::plan::{Group, GroupAddress, PlanOptions};
 use crate::feed::select::Selected;
+use crate::feed::tokens::Packing;
 
 /// Below this many rows a window is not shrunk to save memory; lanes are given up instead.
 const WINDOW_ROWS_MIN: u64 = 2048;
@@ -102,6 +103,21 @@ pub(super) fn units(dataset: &Dataset, part_bytes: u64, selected: Option<&Select
         }
     }
     units
+}
+
+impl Units {
+    /// Counts sequences in the place of rows, and leaves units without tokens out.
+    pub(super) fn pack(&mut self, packing: &Packing) {
+        let has_firsts = !self.firsts.is_empty();
+        let (groups, firsts) = (std::mem::take(&mut self.groups), std::mem::take(&mut self.firsts));
+        for (at, group) in groups.into_iter().enumerate() {
+            let rows = packing.sequences(at);
+            if rows > 0 {
+                self.groups.push(Group { rows, ..group });
+                self.firsts.extend(has_firsts.then(|| firsts[at]));
+            }
+        }
+    }
 }
 
 struct Sizes {
