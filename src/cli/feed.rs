@@ -275,7 +275,8 @@ impl TokenArgs {
 fn buckets(text: &str) -> Result<BucketOptions, String> {
     let hint = "write COLUMN=LENGTH,LENGTH,..., for example ids=64,128,256";
     let (column, bounds) = text.rsplit_once('=').ok_or(hint)?;
-    let bounds = bounds.split(',').map(str::parse).collect::<Result<_, _>>().map_err(|_| hint)?;
+    let bounds =
+        bounds.split(',').map(str::parse::<u32>).collect::<Result<Vec<u32>, _>>().map_err(|_| hint)?;
     Ok(BucketOptions { column: column.to_owned(), bounds })
 }
 

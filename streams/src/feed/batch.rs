@@ -82,7 +82,8 @@ pub struct FeedBatch {
     pub slots: Range<usize>,
     /// The rows.
     pub batch: RecordBatch,
-    /// Global row index of each row: its position in the dataset in canonical order, selected or not.
+    /// Global row index of each row: its position in the dataset in canonical order, selected or not. Sequences of packed
+    /// tokens are numbered in the order of their row groups.
     pub rows: Vec<u64>,
     /// Pass over the dataset to which each row belongs. Within one pass the global index of every selected row comes
     /// exactly once.

@@ -62,7 +62,7 @@ impl PlaceMap {
         let mut merged: Vec<LanePositions> = Vec::new();
         for (lane, position) in found.get(share).unwrap_or_default() {
             match merged.last_mut() {
-                Some((last, positions)) if last == lane && positions.end == *position => positions.end += 1,
+                Some((last, positions)) if *last == *lane && positions.end == *position => positions.end += 1,
                 _ => merged.push((*lane, *position..*position + 1)),
             }
         }

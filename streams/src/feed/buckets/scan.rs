@@ -51,7 +51,7 @@ pub(crate) async fn scan(
 
 /// The length of each list; 0 for a null.
 fn lengths(lists: &ArrayRef) -> Box<dyn Iterator<Item = usize> + Send + '_> {
-    let valid = |row: usize, length: usize| if lists.is_null(row) { 0 } else { length };
+    let valid = move |row: usize, length: usize| if lists.is_null(row) { 0 } else { length };
     match lists.as_list_opt::<i64>() {
         Some(lists) => {
             Box::new(lists.offsets().lengths().enumerate().map(move |(row, length)| valid(row, length)))
