@@ -43,7 +43,7 @@ async fn dataset(groups: &[u64]) -> Arc<dyn ObjectStore> {
         let ids = Int32Array::from_iter_values((first..first + rows).map(|row| row as i32));
         let batch = RecordBatch::try_from_iter_with_nullable([
             ("id", Arc::new(ids) as ArrayRef, false),
-            ("tokens", Arc::new(lists.finish()), true),
+            ("tokens", Arc::new(lists.finish()) as ArrayRef, true),
         ]);
         batches.push(batch.unwrap());
         first += rows;
@@ -90,7 +90,9 @@ async fn read(feed: &Feed, world: u32, places: Range<u64>) -> Vec<Vec<(u64, u64)
 
 #[tokio::test]
 async fn batches_are_full_of_like_lengths_and_each_row_comes_once() {
-    for (groups, batch_rows) in [(&[700, 300, 1][..], 16), (&[1000], 7), (&[90, 30], 64), (&[5], 12)] {
+    for (groups, batch_rows) in
+        [(&[700, 300, 1][..], 16), (&[1000][..], 7), (&[90, 30][..], 64), (&[5][..], 12)]
+    {
         let store = dataset(groups).await;
         let plan = Arc::new(Plan::build(&store, "train", &options(batch_rows)).await.unwrap());
         let rows = plan.rows();

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use arrow::array::{Array, ArrayRef, AsArray, LargeListArray};
-use arrow::compute::{CastOptions, cast_with_options, min};
+use arrow::array::{Array, ArrayRef, AsArray, LargeListArray, UInt64Array};
+use arrow::compute::{CastOptions, cast_with_options, min, take};
 use arrow::datatypes::{ArrowNumericType, DataType, Field, Int32Type, Int64Type};
 
 use super::UnitTokens;
@@ -81,8 +81,11 @@ impl TokenType {
         let options = CastOptions { safe: false, ..CastOptions::default() };
         let lists = cast_with_options(column, &self.lists(), &options).map_err(|error| {
             // Only 64-bit unsigned numbers do not fit: the row is searched for.
-            let row = (0..column.len())
-                .find(|row| cast_with_options(&column.slice(*row, 1), &self.lists(), &options).is_err());
+            let fits = |row: &usize| {
+                let one = take(column, &UInt64Array::from(vec![*row as u64]), None);
+                one.and_then(|one| cast_with_options(&one, &self.lists(), &options)).is_ok()
+            };
+            let row = (0..column.len()).find(|row| !fits(row));
             Refused { row: row.unwrap_or(0), reason: format!("its tokens do not fit 63 bits ({error})") }
         })?;
         let lists = lists.as_list::<i64>().clone();
