@@ -267,7 +267,8 @@ impl Reader {
         self.order_id.to_string()
     }
 
-    /// Rows of a pass: those of the dataset, or the selected ones, or the sequences of their tokens. For a mixture, those until its first or last source
+    /// Rows of a pass: those of the dataset, or the selected ones, or the sequences of their tokens. For a mixture, those
+    /// until its first or last source
     /// is read.
     #[getter]
     fn rows(&self) -> u64 {

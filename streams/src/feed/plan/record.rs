@@ -217,10 +217,13 @@ impl Serialize for Plan {
             let rows = selected.rows.encode().map_err(serde::ser::Error::custom)?;
             Ok(SelectedRecord { selection: selected.selection.clone(), rows })
         });
-        let buckets = self.buckets().map(|buckets| {
-            let rows = Buckets::encode_rows(buckets.of_rows()).map_err(serde::ser::Error::custom)?;
-            Ok(BucketsRecord { options: buckets.options().clone(), rows })
-        });
+        let buckets = match self.buckets() {
+            None => None,
+            Some(buckets) => {
+                let rows = Buckets::encode_rows(buckets.of_rows()).map_err(serde::ser::Error::custom)?;
+                Some(BucketsRecord { options: buckets.options().clone(), rows })
+            }
+        };
         PlanRecord {
             algorithm_version: ALGORITHM_VERSION,
             id: self.id,
@@ -235,7 +238,7 @@ impl Serialize for Plan {
                 options: packing.options().clone(),
                 units: packing.units().to_vec(),
             }),
-            buckets: buckets.transpose()?,
+            buckets,
             dataset: self.dataset.clone(),
         }
         .serialize(serializer)
