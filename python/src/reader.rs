@@ -268,8 +268,7 @@ impl Reader {
     }
 
     /// Rows of a pass: those of the dataset, or the selected ones, or the sequences of their tokens. For a mixture, those
-    /// until its first or last source
-    /// is read.
+    /// until its first or last source is read.
     #[getter]
     fn rows(&self) -> u64 {
         self.rows
