@@ -39,14 +39,19 @@ test-python: setup-test-python ## The Python package, as a wheel in an environme
 	.local/python-test/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
 	TEST_PROGRAM=$(BUILDS)/debug/millrace .local/python-test/bin/python -m unittest discover --start-directory python/tests $(ARGS)
 
-test-frameworks: setup-test-frameworks ## The Python package and its examples with current PyTorch, JAX and TensorFlow
+test-frameworks: setup-test-frameworks ## The Python package and its examples with PyTorch, JAX, TensorFlow, MXNet, MPI
 	cargo build --locked
 	rm -f $(BUILDS)/wheels/millrace-*.whl
 	@$(MAKE) --no-print-directory wheel PROFILE=dev
 	.local/python-frameworks/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
-	.local/python-frameworks/bin/python -m pip freeze | grep -Ei '^(torch|torchdata|onnx.*|jax|tensorflow.*|numpy|pyarrow)=='
-	MILLRACE_REQUIRE=torch,jax,tensorflow TEST_PROGRAM=$(BUILDS)/debug/millrace .local/python-frameworks/bin/python \
-		-m unittest discover --start-directory python/tests $(ARGS)
+	.local/python-mxnet/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
+	.local/python-frameworks/bin/python -m pip freeze | grep -Ei \
+		'^(torch|torchdata|torchft|lightning|transformers|accelerate|onnx.*|jax|tensorflow.*|mpi4py|numpy|pyarrow)=='
+	.local/python-mxnet/bin/python -m pip freeze | grep -Ei '^(mxnet|numpy)=='
+	mpirun --version | head -1
+	MILLRACE_REQUIRE=torch,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py \
+		MXNET_PYTHON=$(CURDIR)/.local/python-mxnet/bin/python TEST_PROGRAM=$(BUILDS)/debug/millrace \
+		.local/python-frameworks/bin/python -m unittest discover --start-directory python/tests $(ARGS)
 
 # The wrapper gives the crates of this workspace coverage counters; their dependencies are those of `make test`.
 FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fuzz/$(1) cargo test --locked --workspace --features millrace-fuzz/libfuzzer \

@@ -3,8 +3,11 @@
 python prepare.py
 millrace train --script ddp.py --nproc-per-node 2
 
-When a process dies, the launcher (torchrun does as well) restarts all of them. They go on after the last checkpoint, so each row counts once per epoch
-in the weights; the script counts that. Set DIE_AT=25 to let one process kill itself at step 25.
+When a process dies, the launcher restarts all of them. They go on after the last checkpoint, so each row counts once per
+epoch in the weights; the script counts that. Set DIE_AT=25 to let one process kill itself at step 25.
+
+torchrun restarts them, too. It keeps one store for all rounds, in which new processes may find the addresses of dead ones
+("Gloo connectFullMesh failed"). TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each round a store of its own.
 """
 
 import os
@@ -25,14 +28,14 @@ EPOCHS = 2
 
 def main() -> None:
     # Without a limit, processes that meet again after a crash may wait for half an hour; the launcher restarts those that fail.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
     feed = millrace.Feed(
         DATASET, batch_rows=64, epochs=EPOCHS, seed=7, rank="env", columns=["id", "pixels", "label"], format="torch"
     )
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     # How often each row is counted in the weights, by its id: the training rows of the first 1,797.
     seen, step = torch.zeros(1797, dtype=torch.int64), 0
     try:
@@ -64,7 +67,12 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        seen[batch["id"]] += 1
+        if step % 10 == 1:
+            total = loss.detach() / world
+            dist.all_reduce(total)
+            if rank == 0:
+                print(f"step {step}: loss {total:.3f}")
+        seen += torch.bincount(batch["id"], minlength=1797)
         if step % 10 == 0:
             save()
         is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

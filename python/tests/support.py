@@ -28,12 +28,22 @@ ROWS = 1_000
 DEADLINE_S = 120
 
 
+def skip(name: str, reason: str) -> None:
+    """Skips a test for this reason, or fails if MILLRACE_REQUIRE asks for what it needs."""
+    if {name, "all"} & set(os.environ.get("MILLRACE_REQUIRE", "").split(",")):
+        raise AssertionError(f"{reason}, and MILLRACE_REQUIRE asks for {name}")
+    raise unittest.SkipTest(reason)
+
+
+def require(module: str) -> None:
+    """Skips a test without this module, or fails if MILLRACE_REQUIRE asks for it."""
+    if importlib.util.find_spec(module) is None:
+        skip(module, f"{module} is not installed")
+
+
 def torch_or_skip() -> Any:
     """PyTorch; without it the test is skipped, or fails if MILLRACE_REQUIRE asks for it."""
-    if importlib.util.find_spec("torch") is None:
-        if {"torch", "all"} & set(os.environ.get("MILLRACE_REQUIRE", "").split(",")):
-            raise AssertionError("PyTorch is not installed, and MILLRACE_REQUIRE asks for it")
-        raise unittest.SkipTest("PyTorch is not installed")
+    require("torch")
     import warnings
 
     with warnings.catch_warnings():

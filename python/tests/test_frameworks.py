@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import os
 import unittest
@@ -11,17 +10,10 @@ from unittest import mock
 
 import millrace
 import numpy
-from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, ids_of, python
+from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, ids_of, python, require
 
 # TensorFlow tells much of this machine.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-
-def require(module: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        if {module, "all"} & set(os.environ.get("MILLRACE_REQUIRE", "").split(",")):
-            raise AssertionError(f"{module} is not installed, and MILLRACE_REQUIRE asks for it")
-        raise unittest.SkipTest(f"{module} is not installed")
 
 
 class JaxTest(HomeCase):
