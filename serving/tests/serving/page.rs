@@ -56,6 +56,7 @@ async fn lineage_is_read_from_the_manifest() {
         volume: "digits".into(),
         snapshot: "monday".into(),
         path: "/train".into(),
+        topic: String::new(),
         selection: String::new(),
         offsets: BTreeMap::from([("digits".to_owned(), BTreeMap::from([(0, 700), (1, 737)]))]),
         config_sha256: "ab".repeat(32),
