@@ -557,6 +557,7 @@ def scaled(rows, factor, label):
             (5, "no-python cannot be started: No such file .*--python or MILLRACE_PYTHON", ["x:f", "--python", "no-python"]),
             (5, "has no package millrace and pyarrow; install it there", ["x:f", "--python", str(plain)]),
             (5, "false ended with exit status: 1", ["x:f", "--python", "false"]),
+            (5, "true runs no Python code; name another", ["x:f", "--python", "true"]),
         ]
         for code, text, (function, *others) in cases:
             source = [others.pop(0)] if others and others[0].startswith("digits") else [DATASET]

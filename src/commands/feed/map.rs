@@ -151,7 +151,9 @@ async fn check_python(python: &Path) -> Result<()> {
         }
     };
     let printed = String::from_utf8_lossy(&checked.stdout);
-    let missing = printed.lines().rev().find_map(|line| line.strip_prefix(MISSING)).unwrap_or_default();
+    let Some(missing) = printed.lines().rev().find_map(|line| line.strip_prefix(MISSING)) else {
+        return fail(Exit::Unavailable, format!("feed map: {program} runs no Python code; {hint}"));
+    };
     let packages: Vec<&str> = missing.split_whitespace().filter(|name| !name.contains('.')).collect();
     if !packages.is_empty() {
         let names = packages.join(" and ");
