@@ -9,7 +9,7 @@ millrace train --script replica_groups.py --name group-1
 Each group is a job of its own, which starts its process again when it dies. It then takes weights, position and counts from
 a survivor. At each step, the groups that take part share the global batch: the order of the rows does not depend on their
 number. A step that a death has spoiled changes nothing, and its batch is read again by the survivors. So each row counts
-once per epoch in the weights; the script counts that. Set DIE_AT=25 for one group, and it kills itself after step 25.
+once per epoch in the weights; the script counts that. Set DIE_AT=25 for one group, and it kills itself inside step 25.
 """
 
 import os
@@ -21,7 +21,7 @@ import millrace.torch
 import torch
 from torch.distributed import ReduceOp, TCPStore
 from torch.nn.functional import cross_entropy
-from torchft import DistributedDataParallel, Manager, ProcessGroupGloo
+from torchft import Manager, ProcessGroupGloo
 
 DATASET = "digits@v1:/train"
 CHECKPOINT = "runs:/replica-groups/checkpoint.pt"
@@ -77,14 +77,12 @@ def main() -> None:
         load(stored)
         manager.load_state_dict(stored["manager"])
 
-    manager.start_quorum()
-    while manager.current_step() == 0 and manager.num_participants() < REPLICA_GROUPS:
-        manager.start_quorum()
-    parallel, place, is_healthy = DistributedDataParallel(manager, model), None, True
+    place, is_healthy = None, True
     while manager.current_step() < steps:
+        # The groups that take part in this step; one that comes back has loaded the state of another now.
         manager.start_quorum()
-        if manager.current_step() >= steps:
-            break
+        if manager.current_step() == 0 and manager.num_participants() < REPLICA_GROUPS:
+            continue
         now = manager.participating_rank(), manager.num_participants()
         if now != place or feed.state_dict() != progress["feed"] or not is_healthy:
             if now != place:
@@ -92,27 +90,29 @@ def main() -> None:
                 feed, place = open_feed(*now), now
             feed.load_state_dict(progress["feed"])
         batch = next(feed)
-        # A batch between two epochs may have a row twice.
-        count = torch.bincount(batch["id"], minlength=1797)
-        # Weights and counts pass the same vote: a row counts where its gradient does.
-        manager.allreduce(count, reduce_op=ReduceOp.SUM).wait()
-        # torchft averages gradients over groups; their parts of a batch may have different sizes.
-        loss = cross_entropy(parallel(batch["pixels"] / 16), batch["label"].long(), reduction="sum") * now[1] / count.sum()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and manager.current_step() + 1 == DIE_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = cross_entropy(model(batch["pixels"] / 16), batch["label"].long(), reduction="sum")
         optimizer.zero_grad()
         loss.backward()
+        # A batch between two epochs may have a row twice.
+        count, total = torch.bincount(batch["id"], minlength=1797), loss.detach()
+        # Gradients and counts pass the same vote: a row counts where its gradient does. The hook of torchft's
+        # DistributedDataParallel (0.2.0) ends the process if a group dies between two of its messages.
+        for tensor in (count, total, *(parameter.grad for parameter in model.parameters())):
+            manager.allreduce(tensor, reduce_op=ReduceOp.SUM).wait()
         is_healthy = manager.should_commit()
         if not is_healthy:
             continue
+        for parameter in model.parameters():
+            parameter.grad /= count.sum()
         optimizer.step()
         progress.update(feed=feed.state_dict(), seen=progress["seen"] + count)
         step = manager.current_step()
         if step % 10 == 1:
-            print(f"step {step}: loss {loss:.3f}")
+            print(f"step {step}: loss {total / count.sum():.3f}")
         if now[0] == 0 and (step % 10 == 0 or step == steps):
             millrace.torch.save({**state(), "manager": manager.state_dict()}, CHECKPOINT)
-        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if is_first and 0 < DIE_AT <= step and now[1] > 1:
-            os.kill(os.getpid(), signal.SIGKILL)
     manager.shutdown(wait=False)
     seen = progress["seen"]
     assert set(seen[seen > 0].tolist()) == {EPOCHS} and int((seen > 0).sum()) == rows, "a row was lost or repeated"
