@@ -14,7 +14,7 @@ pub type Result<T, E = FeedError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum FeedError {
     /// The path of the dataset does not exist, or holds no file that is data.
-    #[error("dataset {path}: no data file found: {}", no_files_words(*ignored))]
+    #[error("dataset {path}: no data file found: {}", no_files_words(*.ignored))]
     NoFiles {
         /// Path inside the store.
         path: String,
