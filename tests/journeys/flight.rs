@@ -255,7 +255,7 @@ fn client_that_never_reads_neither_blocks_others_nor_keeps_its_stream() {
 fn stopping_server_ends_streams_as_unavailable() {
     let home = dataset();
     home.file("millrace.toml", "[feed]\ndrain_ms_max = 50\n");
-    let (service, address, _) = serve(&home, &["--volume", "v@s"]);
+    let (mut service, address, _) = serve(&home, &["--volume", "v@s"]);
     let runtime = runtime();
     let mut stream = runtime.block_on(async {
         let mut client = connect(&address).await;
@@ -276,7 +276,7 @@ fn stopping_server_ends_streams_as_unavailable() {
     });
     let FlightError::Tonic(status) = ended else { panic!("{ended}") };
     assert_eq!(status.code(), Code::Unavailable, "{status}");
-    assert_eq!(service.stop(), 0);
+    assert_eq!(service.wait(), Some(0));
 }
 
 #[test]

@@ -76,7 +76,8 @@ pub(super) async fn run(context: &Context, args: FeedServeArgs) -> Result<()> {
     let exposure = Exposure::new(exposed);
     let shown: Vec<String> = exposure.entries().iter().map(ToString::to_string).collect();
     let callers = host.callers();
-    let callers: flight::Callers = Arc::new(move |extensions| permission(&callers, extensions));
+    let callers: flight::Callers =
+        Arc::new(move |extensions: &tonic::Extensions| permission(&callers, extensions));
     let feeds = FlightFeeds::new(datafs, exposure, locations.clone(), config.limits, callers)?;
     let metrics = match config.metrics {
         Some(address) => Some(MetricsServer::start(address, context.stop.child_token()).await?),
@@ -193,5 +194,5 @@ fn locations(config: &FeedConfig, address: SocketAddr) -> Vec<String> {
 /// The permission of the caller of a request.
 fn permission(callers: &Callers, extensions: &tonic::Extensions) -> Permission {
     let reader = callers.reader(extensions);
-    Arc::new(move |volume| reader.may_read(volume).map_err(Status::from))
+    Arc::new(move |volume: &str| reader.may_read(volume).map_err(Status::from))
 }

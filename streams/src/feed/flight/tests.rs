@@ -14,7 +14,7 @@ use futures::{StreamExt, TryStreamExt};
 use millrace_datafs::{Config, Datafs, Owner, View};
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use tonic::{Code, Status};
+use tonic::{Code, Extensions, Status};
 
 use super::request::Request;
 use super::{Callers, Exposure, FlightFeeds, Limits, Permission, SAME_CONNECTION};
@@ -50,7 +50,7 @@ fn bench() -> Bench {
 }
 
 fn anyone() -> Callers {
-    Arc::new(|_| Arc::new(|_: &str| Ok(())))
+    Arc::new(|_: &Extensions| -> Permission { Arc::new(|_: &str| Ok(())) })
 }
 
 impl Bench {
@@ -287,9 +287,9 @@ async fn withdrawn_permission_ends_a_stream_and_hides_datasets() {
     let permitted = Arc::new(AtomicBool::new(true));
     let callers: Callers = Arc::new({
         let permitted = Arc::clone(&permitted);
-        move |_| -> Permission {
+        move |_: &Extensions| -> Permission {
             let permitted = Arc::clone(&permitted);
-            Arc::new(move |volume| match permitted.load(Ordering::Relaxed) && volume == "digits" {
+            Arc::new(move |volume: &str| match permitted.load(Ordering::Relaxed) && volume == "digits" {
                 true => Ok(()),
                 false => Err(Status::permission_denied("not you")),
             })
