@@ -103,11 +103,30 @@ impl OpenFeeds {
         }
         let identities: Vec<_> = datasets.iter().map(|(dataset, _)| dataset.identity().to_owned()).collect();
         let request = request.with_sources(&resolved);
-        let key = request.feed_key(&identities).map_err(|error| status(&error))?;
+        // Most states count in the order that the request has without a state.
+        let plain = request.without_state();
+        let shared = self.share(&plain, &identities, &datasets, until, &options).await?;
+        if request.state.is_none_or(|state| state.order == shared.feed.order_id()) {
+            return Ok(Opened { shared, request });
+        }
+        drop(shared);
+        let shared = self.share(&request, &identities, &datasets, until, &options).await?;
+        Ok(Opened { shared, request })
+    }
+
+    /// The open feed of a request; opened by the first call that asks for it.
+    async fn share(
+        &self,
+        request: &Request,
+        identities: &[String],
+        datasets: &[(OpenDataset, Weight)],
+        until: Option<Until>,
+        options: &PlanOptions,
+    ) -> Result<Arc<OpenFeed>, Status> {
+        let key = request.feed_key(identities).map_err(|error| status(&error))?;
         let slot = self.slot(&key);
-        let making = slot.feed.get_or_try_init(|| self.make(&request, datasets, until, options));
-        match making.await {
-            Ok(shared) => Ok(Opened { shared: Arc::clone(shared), request }),
+        match slot.feed.get_or_try_init(|| self.make(request, datasets, until, options)).await {
+            Ok(shared) => Ok(Arc::clone(shared)),
             Err(error) => {
                 self.forget(&key, &slot);
                 Err(error)
@@ -166,9 +185,9 @@ impl OpenFeeds {
     async fn make(
         &self,
         request: &Request,
-        datasets: Vec<(OpenDataset, Weight)>,
+        datasets: &[(OpenDataset, Weight)],
         until: Option<Until>,
-        options: PlanOptions,
+        options: &PlanOptions,
     ) -> Result<Arc<OpenFeed>, Status> {
         let _waiting = self.waiting.try_acquire().map_err(|_| {
             let text = format!("{PLANS_WAITING_MAX} other calls wait for their plans; try again later");
@@ -176,7 +195,7 @@ impl OpenFeeds {
         })?;
         let _turn =
             self.planning.acquire().await.map_err(|_| Status::unavailable("the server is stopping"))?;
-        let planned = Planned::make(request, &datasets, until, &options).await;
+        let planned = Planned::make(request, datasets, until, options).await;
         let planned = planned.map_err(|error| status(&error))?;
         let images = if request.has_images() { IMAGE_BYTES } else { 0 };
         let cache = planned.cache_bytes().min(self.memory.max() / 2);

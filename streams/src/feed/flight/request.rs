@@ -199,6 +199,11 @@ impl Request {
         request
     }
 
+    /// The same request from the beginning.
+    pub(super) fn without_state(&self) -> Request {
+        Request { state: None, ..self.clone() }
+    }
+
     /// The ticket of a rank.
     pub(super) fn ticket(&self, rank: u32, plan: PlanId) -> Result<Vec<u8>> {
         let ticket = Request { rank: Some(rank), plan: Some(plan), ..self.clone() };
