@@ -43,24 +43,26 @@ pub(crate) async fn open_dataset(
 }
 
 /// Replaces `@latest` by the newest snapshot, which may be another one soon: the run is of the one that is the
-/// newest now. Replaces the bounds of a topic by the offsets that they mean now.
+/// newest now.
+pub(crate) fn resolve_snapshot(datafs: &Datafs, job: &Name, dataset: &mut DatasetSpec) -> Result<()> {
+    if dataset.source.is_latest() {
+        let (source, _) = datafs
+            .resolve(&dataset.source)
+            .map_err(|e| Error::volume(format!("job {job}: open dataset {dataset}"), e))?;
+        dataset.source = source;
+    }
+    Ok(())
+}
+
+/// As [`resolve_snapshot`]; also replaces the bounds of a topic by the offsets that they mean now.
 pub(crate) async fn resolve(sources: &Sources, job: &Name, dataset: &mut SourceSpec) -> Result<()> {
     match dataset {
-        SourceSpec::Dataset(files) => name_snapshot(&sources.datafs, job, files)?,
+        SourceSpec::Dataset(files) => resolve_snapshot(&sources.datafs, job, files)?,
         SourceSpec::Topic(topic) if topic.range.is_none() => {
             let opened = dataset.open(&sources.datafs, sources.kafka.as_ref()).await;
             *dataset = opened.map_err(|e| Error::feed(format!("job {job}"), e))?.spec().clone();
         }
         _ => {}
-    }
-    Ok(())
-}
-
-/// Puts the name of the newest snapshot into a dataset at `@latest`.
-pub(crate) fn name_snapshot(datafs: &Datafs, job: &Name, files: &mut DatasetSpec) -> Result<()> {
-    if files.source.is_latest() {
-        let found = datafs.resolve(&files.source);
-        files.source = found.map_err(|e| Error::volume(format!("job {job}: open dataset {files}"), e))?.0;
     }
     Ok(())
 }

@@ -57,7 +57,7 @@ pub(crate) fn read(datafs: &Datafs, job: &JobFile) -> Result<Option<Teacher>> {
         return Ok(Some(Teacher { model, labels }));
     }
     let mut spec: DatasetSpec = place.parse().map_err(|error| bad(format!("{error}")))?;
-    source::name_snapshot(datafs, &job.name, &mut spec)?;
+    source::resolve_snapshot(datafs, &job.name, &mut spec)?;
     let failed = |error| Error::volume(format!("job {}: open loss.teacher {place}", job.name), error);
     let view = datafs.view(&spec.source).map_err(failed)?;
     let path = file(&spec.path);
