@@ -233,6 +233,7 @@ function lineageCard({ created_at, lineage, metrics, files }) {
   const digest = (text) => element("code", {}, text);
   const known = facts([
     ["Snapshot", lineage.volume && [lineage.volume, lineage.snapshot].filter(Boolean).join("@")],
+    ["Topic", lineage.topic],
     ["Selected by", lineage.selection],
     ["Records", landed.length ? element("div", {}, landed) : ""],
     ["Training", trained],
