@@ -20,13 +20,13 @@ fn a_model_is_trained_on_a_topic_and_names_its_offsets() {
     let plan = home.json(["feed", "plan", "topic:rows@latest", "--world", "3"]);
     assert_eq!(plan["rows"], 300);
     // The printed name has the offsets: what arrives later is not in it.
-    let pinned = plan["dataset"].as_str().unwrap().to_owned();
+    let pinned = plan["dataset"].as_str().unwrap();
     assert!(pinned.starts_with("topic:rows@latest?offsets=0:0-"), "{pinned}");
     produce(&home, 300..340);
-    let verified = ["1", "3"].map(|readers| home.json(["feed", "verify", &pinned, "--readers", readers]));
+    let verified = ["1", "3"].map(|readers| home.json(["feed", "verify", pinned, "--readers", readers]));
     assert_eq!((&verified[0]["rows"], &verified[0]["digest"]), (&json!(300), &verified[1]["digest"]));
     assert_eq!(home.json(["feed", "stats", "topic:rows@250", "--columns", "id"])["rows"], 250);
-    let head = home.ok(["--json", "feed", "head", &pinned, "--rows", "300"]);
+    let head = home.ok(["--json", "feed", "head", pinned, "--rows", "300"]);
     let rows: Vec<Value> = head.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let mut ids: Vec<u64> = rows.iter().map(|row| row["id"].as_u64().unwrap()).collect();
     assert!(rows.iter().all(|row| row["_offset"].is_u64() && row["_partition"].is_u64()), "{head}");
