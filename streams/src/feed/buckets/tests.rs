@@ -120,7 +120,8 @@ async fn batches_are_full_of_like_lengths_and_each_row_comes_once() {
         };
         let mixed = batches.iter().filter(mixed).count();
         if rows > 20 * batch_rows as u64 {
-            let blocks = batches.len().div_ceil(24) + 3;
+            // Blocks of at least 17 batches, which the ends of passes cut.
+            let blocks = batches.len().div_ceil(17) + 3;
             assert!(mixed <= 4 * blocks && mixed * 2 < batches.len(), "{mixed} of {}", batches.len());
         }
     }
