@@ -135,7 +135,8 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=None if name is None else f"{folder.name}/{name}")
     total = trainer.counts()
     if trainer.is_world_process_zero():
-        assert set(total[total > 0].tolist()) == {EPOCHS} and int((total > 0).sum()) == dataset.feed.rows, "a row was lost or repeated"
+        counted = total[total > 0]
+        assert set(counted.tolist()) == {EPOCHS} and len(counted) == dataset.feed.rows, "a row was lost or repeated"
         print(f"{trainer.state.global_step} steps; each of {dataset.feed.rows} rows counts {EPOCHS} times")
     folder.cleanup()
     dist.destroy_process_group()

@@ -99,7 +99,8 @@ def main() -> None:
     trainer.fit(model, DataLoader(dataset, batch_size=None), ckpt_path=resume)
     total = model.counts()
     if trainer.is_global_zero:
-        assert set(total[total > 0].tolist()) == {EPOCHS} and int((total > 0).sum()) == dataset.feed.rows, "a row was lost or repeated"
+        counted = total[total > 0]
+        assert set(counted.tolist()) == {EPOCHS} and len(counted) == dataset.feed.rows, "a row was lost or repeated"
         print(f"{trainer.global_step} steps; each of {dataset.feed.rows} rows counts {EPOCHS} times")
 
 

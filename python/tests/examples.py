@@ -21,7 +21,7 @@ import millrace
 from support import PROGRAM
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "python"
-# Several processes import a framework, one round after the other, perhaps on a machine with much else to do.
+# Several processes import a framework, round after round. On two busy cores that took up to three minutes a round.
 DEADLINE_S = 600
 # How long processes that were killed may still be listed.
 END_S = 10
