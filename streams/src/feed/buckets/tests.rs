@@ -131,7 +131,7 @@ async fn batches_are_full_of_like_lengths_and_each_row_comes_once() {
 async fn any_world_and_any_resume_read_the_same_batches() {
     let store = dataset(&[150, 57]).await;
     let plan = Arc::new(Plan::build(&store, "train", &options(12)).await.unwrap());
-    let stored: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+    let stored: Plan = serde_json::from_str(&serde_json::to_string(&*plan).unwrap()).unwrap();
     assert_eq!((stored.id(), stored.order_id()), (plan.id(), plan.order_id()));
     let plan = Arc::new(stored);
     let end = 2 * plan.rows();
