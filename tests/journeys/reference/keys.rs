@@ -301,7 +301,7 @@ validation = { dataset = "example@monday:/test" }
 ];
 
 /// Readable names of types.
-const TYPES: [(&str, &str); 51] = [
+const TYPES: [(&str, &str); 52] = [
     ("bool", "true or false"),
     ("usize", "integer"),
     ("u32", "integer"),
@@ -320,6 +320,7 @@ const TYPES: [(&str, &str); 51] = [
     ("IpAddr", "IP address"),
     ("Name", "name"),
     ("VolumeSpec", "VOLUME[@SNAPSHOT]"),
+    ("DatasetSpec", "VOLUME[@SNAPSHOT]:/PATH"),
     ("SourceSpec", "VOLUME@SNAPSHOT:/PATH or topic:NAME@UNTIL"),
     ("MetaUrl", "URL"),
     ("Secret", "secret"),
