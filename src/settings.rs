@@ -183,7 +183,8 @@ pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<LoadedSettings> {
 
 /// Whether a variable's name can be that of a key.
 fn is_key(variable: &str) -> bool {
-    variable.starts_with("MILLRACE_") && !RESERVED.contains(&variable) && !WORKER.contains(&variable)
+    let others: [&[&str]; 3] = [&RESERVED, &WORKER, &millrace_trainer::script::ENVIRONMENT];
+    variable.starts_with("MILLRACE_") && !others.iter().any(|names| names.contains(&variable))
 }
 
 #[cfg(test)]
@@ -221,6 +222,7 @@ mod tests {
         assert_eq!(settings.serving.grpc.port(), 2);
         assert!(is_key("MILLRACE_SERVING__GRPC") && is_key("MILLRACE_TRAINER__X"));
         assert!(!is_key("MILLRACE_HOME") && !is_key("MILLRACE_TRAINER_SLOT") && !is_key("HOME"));
+        assert!(!is_key("MILLRACE_ROUND") && is_key("MILLRACE_ROUNDS"));
     }
 
     #[test]

@@ -338,14 +338,20 @@ class Feed:
         if "workers" in state:
             raise UsageError(f"resume {self.dataset}: the state is that of a worker of a DataLoader; load it there")
         order, rows = state.get("order"), state.get("rows")
-        self._load_offsets(state.get("offsets"))
-        if isinstance(order, str) and _is_place(rows):
-            # Another batch can need another order: this one then reads that of the state.
-            self._reader = self._reader.in_order(order) or self._reader
-            self._set_place(rows)
-        else:
-            # States of earlier releases.
-            self._set_position(state.get("plan"), rows)
+        before = self._reader
+        try:
+            self._load_offsets(state.get("offsets"))
+            if isinstance(order, str) and _is_place(rows):
+                # Another batch can need another order: this one then reads that of the state.
+                self._reader = self._reader.in_order(order) or self._reader
+                self._set_place(rows)
+            else:
+                # States of earlier releases.
+                self._set_position(state.get("plan"), rows)
+        except BaseException:
+            # A state that is refused changes nothing.
+            self._reader = before
+            raise
         is_end = self._epochs is not None and self._place > 0 and self._place == self._round(self._place)[0]
         self._is_over = is_end and state.get("over") is True
 

@@ -119,21 +119,39 @@ class FlightFeed:
         self._stream: Any = None
         # Whether the iteration has raised StopIteration.
         self._has_ended = False
+        # Whether a batch was taken since a state was loaded.
+        self._has_taken = False
         self._plan()
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_taken and self._position().get("over"):
+            # The iteration was left after its last batch, and the next one begins.
+            self._begin_next()
         self._has_ended = False
         return self
 
     def __next__(self) -> Any:
-        chunk = self._try_servers(self._next_chunk)
-        if chunk is None:
-            self._close_stream()
-            # The next iteration begins where this one has ended.
-            self._state, self._has_ended = {**self._position(), "over": False}, True
+        if self._has_ended:
             raise StopIteration
-        batch, self._state = chunk
-        return batch if self._format == "arrow" else _to_numpy(batch)
+        try:
+            chunk = self._try_servers(self._next_chunk)
+            if chunk is not None:
+                batch, state = chunk
+                batch = batch if self._format == "arrow" else _to_numpy(batch)
+                self._has_taken, self._state = True, state
+                return batch
+        except BaseException:
+            # The stream may be beyond a batch that nobody gets, for example after an interrupt: read it again.
+            self._close_stream()
+            raise
+        self._begin_next()
+        self._has_ended = True
+        raise StopIteration
+
+    def _begin_next(self) -> None:
+        """Begin the next iteration where this one has ended."""
+        self._close_stream()
+        self._state = {**self._position(), "over": False}
 
     def __bool__(self) -> bool:
         return True
@@ -188,6 +206,7 @@ class FlightFeed:
         except Error:
             self._state = before
             raise
+        self._has_ended = self._has_taken = False
 
     def close(self) -> None:
         """Close the connection. The next call opens one again."""
@@ -211,6 +230,8 @@ class FlightFeed:
         self._details = json.loads(info.app_metadata)
         self._schema = info.schema
         self._ticket = json.loads(info.endpoints[0].ticket.ticket)
+        # The newest snapshot may be another one soon, also for a copy of this feed in another process.
+        self._request.update({name: self._ticket[name] for name in ("dataset", "mixture") if name in self._ticket})
         self._servers.learn(str(location.uri, "utf-8") for location in info.endpoints[0].locations)
 
     def _ask_info(self) -> Any:
@@ -234,7 +255,7 @@ class FlightFeed:
 
     def _try_servers(self, call: Any) -> Any:
         """The result of a call, of whichever server answers it."""
-        failures, pause, since = 0, _FIRST_PAUSE_S, time.monotonic()
+        failures, pause, since = 0, _FIRST_PAUSE_S, None
         while True:
             try:
                 return call()
@@ -246,7 +267,9 @@ class FlightFeed:
                 failed = self._servers.current()
                 self._servers.move_on()
                 failures += 1
-                if time.monotonic() - since >= self._patience_s:
+                # A call may have waited for long before its server failed.
+                since = time.monotonic() if since is None else since
+                if failures >= len(self._servers.known) and time.monotonic() - since >= self._patience_s:
                     raise UnavailableError(
                         f"read {self._name}: no server has answered for {self._patience_s:g} s; tried "
                         f"{', '.join(self._servers.known)}; {failed} said: {_text(error)}"
@@ -336,7 +359,7 @@ def _restore(kind: type[FlightFeed], arguments: tuple[Any, ...], request: dict[s
     feed._name = request.get("dataset") or str(request.get("mixture"))
     feed._format, feed._patience_s = format, float(patience_s)
     feed._servers = _Servers(servers, token, ca, certificate, key)
-    feed._stream, feed._has_ended = None, False
+    feed._stream, feed._has_ended, feed._has_taken = None, False, False
     feed._plan()
     return feed
 

@@ -40,6 +40,13 @@ pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
 }
 
 async fn read(context: &Context, args: FeedArgs) -> Result<()> {
+    let mut sources = args.source.dataset.iter().chain(args.source.mix.iter().map(|(source, _)| source));
+    if args.world > 1 && sources.any(|source| source.topic().is_some() && source.is_moving()) {
+        return fail(
+            Exit::Usage,
+            "each reader would find its own end of the topic: give all of them the offsets that millrace feed plan shows",
+        );
+    }
     let read = FeedOptions { columns: columns(args.columns), ..FeedOptions::default() };
     let opened = open(context, &args.source, &args.order, read).await?;
     let shard = Shard::new(args.rank, args.world)?;

@@ -73,8 +73,9 @@ pub enum Error {
     },
     /// The records of a bounded range are not those that were there before: start a new run.
     #[error(
-        "topic {topic} partition {partition}: the records at offsets {first} to {} are not those of the plan; the topic was \
-         deleted and created again, or compacted since: start a new run, or land the topic and feed a snapshot", next - 1
+        "topic {topic} partition {partition}: the records from offset {first} up to before {next} are not those of the plan; the topic \
+         was deleted and created again, or compacted since: change the bounds or the seed to begin a new run, or land the topic \
+         and feed a snapshot"
     )]
     RecordsChanged {
         /// Topic name.

@@ -86,8 +86,8 @@ pub use shard::Shard;
 pub use statistics::{ColumnSummary, Statistics};
 pub use stream::FeedStream;
 pub use tokens::{
-    IGNORED_LABEL, LABELS_COLUMN, POSITIONS_COLUMN, Packing, SEGMENTS_COLUMN, SEQUENCE_LENGTH_MAX, TokenLabels,
-    TokenOptions,
+    IGNORED_LABEL, LABELS_COLUMN, POSITIONS_COLUMN, Packing, SEGMENTS_COLUMN, SEQUENCE_LENGTH_MAX,
+    TokenLabels, TokenOptions,
 };
 
 pub(crate) use footer::read_footer;

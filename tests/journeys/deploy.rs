@@ -100,7 +100,10 @@ fn images_use_the_paths_of_the_program() {
         assert!(text.contains("scripts/setup") && text.contains("cargo build --release --locked"), "{name}");
         for line in text.lines().filter_map(|line| line.strip_prefix("COPY --from=build /build/")) {
             let source = line.split_whitespace().next().unwrap();
-            assert!(source.starts_with("target/release/") || source.starts_with(".local/"), "{name}: {source}");
+            assert!(
+                source.starts_with("target/release/") || source.starts_with(".local/"),
+                "{name}: {source}"
+            );
         }
     }
 }

@@ -56,7 +56,8 @@ fn workers_join_die_and_leave_without_changing_the_model() {
     ]));
     let start = || home.start(["worker", "--join", &address, "--token-file", token]);
     let mut first = start();
-    let mut second = home.start(["worker", "--join", &address, "--token-file", token, "--exit-on-leave", "75"]);
+    let mut second =
+        home.start(["worker", "--join", &address, "--token-file", token, "--exit-on-leave", "75"]);
     let checkpoints = || home.run(["ls", "-r", "v:/checkpoints/joined"]);
     until("the first checkpoint is there", || {
         String::from_utf8_lossy(&checkpoints().stdout).contains("state.safetensors")

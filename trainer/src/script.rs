@@ -48,6 +48,21 @@ use program::Runnable;
 pub use record::{ScriptRecord, ScriptVersion};
 use rounds::Verdict;
 
+/// Variables that the processes of a script get from this crate and from its caller. They set no configuration keys: a
+/// script may call the program.
+pub const ENVIRONMENT: [&str; 10] = [
+    layout::ENV_RUN,
+    "MILLRACE_JOB",
+    "MILLRACE_ROUND",
+    "MILLRACE_ROLE",
+    "MILLRACE_RUN_VOLUME",
+    "MILLRACE_DATASET",
+    "MILLRACE_FORMER_RUN",
+    "MILLRACE_PROGRAM",
+    keeper::ENV_MARK,
+    keeper::ENV_KEEP,
+];
+
 /// What the lock of a script job calls its run.
 const HOLDER: &str = "script run ";
 /// Most processes of one node.

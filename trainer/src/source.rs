@@ -14,7 +14,7 @@ use crate::checkpoint;
 use crate::data::{Columns, InputColumns, Rows, list_length};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::job::JobFile;
+use crate::job::{JobFile, ModelSource};
 use crate::labels::{self, Dictionary};
 use crate::scaling::LabelScale;
 
@@ -75,8 +75,13 @@ pub(crate) fn keep_offsets(output: &View, job: &mut JobFile) -> Result<()> {
     }
     let Some(theirs) = checkpoint::unfinished_job(output, job.name.as_str())? else { return Ok(()) };
     let same = job.with_offsets_of(&theirs);
-    // Neither the model nor the rows differ by the job.
-    if !same.reads_open_topic() && same.digest("", "") == theirs.digest("", "") {
+    let has_same_model = match (&same.model, &theirs.model) {
+        (ModelSource::Init(own), ModelSource::Init(other)) => own == other,
+        // The run itself compares the contents.
+        (ModelSource::File(_), ModelSource::File(_)) => true,
+        _ => false,
+    };
+    if has_same_model && !same.reads_open_topic() && same.digest("", "") == theirs.digest("", "") {
         tracing::info!(job = %job.name, dataset = %same.dataset, "going on with the offsets of the unfinished run");
         *job = same;
     }

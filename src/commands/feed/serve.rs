@@ -38,6 +38,14 @@ pub(super) async fn run(context: &Context, args: FeedServeArgs) -> Result<()> {
             "no dataset to serve: name --volume VOLUME or --dataset VOLUME:/PATH, or set volumes or datasets in [feed]",
         );
     }
+    if let Some(dataset) = exposed.iter().find(|dataset| dataset.source.is_latest()) {
+        return fail(
+            Exit::Usage,
+            format!(
+                "feed serve: {dataset} is not one snapshot; name a snapshot, or leave @latest out for all of them"
+            ),
+        );
+    }
     let limits = Limits {
         connections_max: config.limits.connections_max,
         message_bytes_max: REQUEST_BYTES_MAX,

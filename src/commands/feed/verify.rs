@@ -14,7 +14,8 @@ use crate::failure::{Exit, fail};
 use crate::output::count;
 
 pub(super) async fn run(context: &Context, args: FeedVerifyArgs) -> Result<()> {
-    let OpenRows { dataset, plan, _topics } = open_rows(context, &args.rows, plan_options(&args.order)).await?;
+    let OpenRows { dataset, plan, _topics } =
+        open_rows(context, &args.rows, plan_options(&args.order)).await?;
     let plan = Arc::new(plan);
     let options = FeedOptions { columns: columns(args.columns), ..FeedOptions::default() };
     // Readers share nothing, like processes on several machines.

@@ -8,8 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use futures::StreamExt;
 use futures::stream::BoxStream;
+use futures::{StreamExt, TryStreamExt};
 use millrace_datafs::View;
 use object_store::path::Path;
 use object_store::{
@@ -22,17 +22,18 @@ use parking_lot::Mutex;
 const CHECKED_MAX: usize = 1 << 16;
 
 /// Passes reads of one folder through and refuses all other calls. For snapshots, where a checked location stays as it is.
+#[derive(Clone)]
 pub(crate) struct ConfinedStore {
     store: Arc<dyn ObjectStore>,
     view: View,
     folder: Path,
     /// Locations without a symbolic link on their way.
-    checked: Mutex<HashSet<Path>>,
+    checked: Arc<Mutex<HashSet<Path>>>,
 }
 
 impl ConfinedStore {
     pub(crate) fn new(store: Arc<dyn ObjectStore>, view: View, folder: Path) -> Self {
-        Self { store, view, folder, checked: Mutex::default() }
+        Self { store, view, folder, checked: Arc::default() }
     }
 
     fn refused(&self, location: &str, what: &str) -> Error {
@@ -123,14 +124,17 @@ impl ObjectStore for ConfinedStore {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        match self.check_folder(prefix.unwrap_or(&Path::default())) {
-            Ok(()) => self.store.list(prefix),
-            Err(error) => futures::stream::once(std::future::ready(Err(error))).boxed(),
-        }
+        // Listings follow the links on the way to their prefix, and a known description needs no other check.
+        let (this, prefix) = (self.clone(), prefix.cloned().unwrap_or_default());
+        let listing = async move {
+            this.check(&prefix).await?;
+            Ok::<_, Error>(this.store.list(Some(&prefix)))
+        };
+        futures::stream::once(listing).try_flatten().boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
-        self.check_folder(prefix.unwrap_or(&Path::default()))?;
+        self.check(prefix.unwrap_or(&Path::default())).await?;
         self.store.list_with_delimiter(prefix).await
     }
 

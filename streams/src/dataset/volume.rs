@@ -13,7 +13,7 @@ use super::pinned::PinnedStore;
 use super::topic::OpenTopic;
 use super::{DatasetCache, DatasetSpec, SourceSpec};
 use crate::feed::error::{FeedError, Result};
-use crate::feed::{Plan, PlanOptions};
+use crate::feed::{Plan, PlanOptions, Selection};
 
 /// A dataset of a volume or of a topic, ready to be planned and read.
 #[derive(Clone)]
@@ -131,8 +131,10 @@ impl OpenDataset {
     /// # Errors
     /// Those of [`Plan::build`]; [`FeedError::Topic`] for a topic.
     pub async fn plan(&self, options: &PlanOptions) -> Result<Plan> {
-        let options = PlanOptions { source: self.identity.clone(), format: self.files.1, ..options.clone() };
+        let mut options =
+            PlanOptions { source: self.identity.clone(), format: self.files.1, ..options.clone() };
         if let (Some(open), SourceSpec::Topic(spec)) = (&self.topic, &self.spec) {
+            options.selection = options.selection.map(Selection::of_records).transpose()?;
             open.prepare().await.map_err(|error| FeedError::topic(&spec.topic, error))?;
         }
         match &self.cache {

@@ -36,7 +36,7 @@ use turns::Turns;
 /// Version of the rules by which sources take turns. Part of the identity.
 const VERSION: u64 = 1;
 /// Most sources.
-const SOURCES_MAX: usize = 64;
+pub(crate) const SOURCES_MAX: usize = 64;
 /// Digits of a weight after the point.
 const DIGITS: usize = 9;
 /// Largest weight: with its digits it stays below 2^60.

@@ -294,7 +294,6 @@ impl Plan {
     }
 
     /// The plan of rows; tokens are counted afterwards.
-
     fn with_rows(dataset: Dataset, options: &PlanOptions, rows: Option<RowSet>) -> Result<Self> {
         options.check()?;
         let selected = match (&options.selection, rows) {

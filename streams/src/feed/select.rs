@@ -94,6 +94,17 @@ impl Selection {
         Ok(is_any.then_some(Self { filter, split }))
     }
 
+    /// The selection of a topic: without key columns, its split goes by partition and offset. The names of its blocks change
+    /// with the end of the range.
+    pub(crate) fn of_records(self) -> Result<Self> {
+        let by = ["_partition".to_owned(), "_offset".to_owned()];
+        let split = match self.split {
+            Some(split) if split.by().is_empty() => Some(Split::new(&split.parts(), split.taken(), &by)?),
+            split => split,
+        };
+        Ok(Self { filter: self.filter, split })
+    }
+
     /// The condition, in canonical form.
     pub fn filter(&self) -> Option<String> {
         self.filter.as_ref().map(Filter::to_string)

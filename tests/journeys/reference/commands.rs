@@ -4,7 +4,7 @@ use super::{Page, page, program};
 use crate::support::Home;
 
 /// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
-const PAGES: [(&str, &str, &[&str]); 16] = [
+const PAGES: [(&str, &str, &[&str]); 18] = [
     (
         "cli/service.md",
         "Commands: the program and its service",
@@ -18,8 +18,10 @@ const PAGES: [(&str, &str, &[&str]); 16] = [
     ),
     ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "stats", "trace"]),
     ("cli/topics.md", "Commands: topics", &["produce", "topic", "ingest", "broker"]),
-    ("cli/feed.md", "Commands: feed", &["feed", "feed head", "feed map"]),
-    ("cli/datasets.md", "Commands: datasets", &["feed plan", "feed stats", "feed verify", "feed bench"]),
+    ("cli/feed.md", "Commands: feed", &["feed", "feed head"]),
+    ("cli/feed-map.md", "Commands: transforming datasets", &["feed map"]),
+    ("cli/datasets.md", "Commands: datasets", &["feed plan", "feed stats"]),
+    ("cli/feed-verify.md", "Commands: checking and measuring the feed", &["feed verify", "feed bench"]),
     ("cli/feed-serve.md", "Commands: serving the feed", &["feed serve"]),
     ("cli/models.md", "Commands: models", &["model"]),
     ("cli/training.md", "Commands: training", &["train"]),

@@ -99,6 +99,13 @@ impl Checked {
         let sources = setup.sources();
         runtime.block_on(source::resolve(&sources, &name, &mut job.dataset))?;
         if let Some(dataset) = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut()) {
+            // Parts of one range must be disjoint: records that have arrived meanwhile would move its end.
+            if let (SourceSpec::Topic(own), SourceSpec::Topic(other)) = (&mut *dataset, &job.dataset)
+                && own.range.is_none()
+                && own.asks_as(other)
+            {
+                own.range.clone_from(&other.range);
+            }
             runtime.block_on(source::resolve(&sources, &name, dataset))?;
         }
         job.check().map_err(unfit)?;

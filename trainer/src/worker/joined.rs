@@ -96,19 +96,21 @@ fn leave_signal(runtime: &Runtime, leaves_on_hangup: bool) -> Result<Cancellatio
     let (mut terminate, mut interrupt) = (handle(SignalKind::terminate())?, handle(SignalKind::interrupt())?);
     let mut hangup = if leaves_on_hangup { Some(handle(SignalKind::hangup())?) } else { None };
     runtime.spawn(async move {
+        let mut was_asked = false;
         loop {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
                 _ = async { hangup.as_mut()?.recv().await }, if hangup.is_some() => {
-                    // The kernel and the shell may both send it.
+                    // The kernel and the shell may both send it, before or after SIGTERM: it never forces the end.
                     told.cancel();
                     continue;
                 }
             }
-            if told.is_cancelled() {
+            if was_asked {
                 std::process::exit(EXIT_FORCED);
             }
+            was_asked = true;
             tracing::info!("this worker leaves after its current step");
             told.cancel();
         }

@@ -71,7 +71,7 @@ fn invalid_columns_and_labels_are_refused_before_workers_start() {
         (of("untyped", ""), vec!["\"label\"", "Null"]),
         (mse("nan"), vec!["NaN", "\"label\"", "a.parquet"]),
         (of("twice", ""), vec!["two columns", "\"label\"", "a.parquet"]),
-        (of("empty", ""), vec!["empty", "without a single row"]),
+        (of("empty", ""), vec!["empty", "hold no row"]),
         (
             of("halves", "").replace("label = \"label\"", "label = \"price\""),
             vec!["\"price\"", "pixels, label"],

@@ -317,7 +317,7 @@ fn unfit_validation_and_patterns_are_refused_before_workers_start() {
         (with("data@never:/held", ""), vec!["data@never", "not exist"]),
         (with("nowhere@v1:/held", ""), vec!["nowhere", "not exist"]),
         (with("data@more:/none", ""), vec!["/none", "no data file"]),
-        (with("data@more:/empty", ""), vec!["validation dataset data@more:/empty", "without a single row"]),
+        (with("data@more:/empty", ""), vec!["validation dataset data@more:/empty", "hold no row"]),
         (with("data@more:/held", ""), vec!["data@more:/held", "label 7", "0 to 2"]),
         (mse(with("data@more:/nan", "")), vec!["data@more:/nan", "NaN", "a.parquet"]),
         (with("data@v1:/train", "top_k = 4"), vec!["validation.top_k = 4", "3 classes"]),

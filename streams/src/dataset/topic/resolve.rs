@@ -1,7 +1,7 @@
 //! Resolution of bounds into offsets, and the scan that cuts a range into blocks.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -42,14 +42,26 @@ pub(super) async fn resolve(log: &Arc<dyn Log>, spec: &TopicSpec) -> Result<Reso
         blocking(move || spans(log.as_ref(), &spec)).await?
     };
     let rows_max = if let Until::Rows(rows) = spec.until { rows } else { u64::MAX };
-    let scanned = scan(log, spec, &spans, rows_max).await?;
+    let (scanned, refused): (Vec<_>, Vec<_>) = scan(log, spec, &spans, rows_max).await?.into_iter().unzip();
     let Until::Rows(wanted) = spec.until else { return Ok(joined(&spans, scanned)) };
-    let counts: Vec<u64> = scanned.iter().map(|blocks| rows_of(blocks)).collect();
+    // How many rows follow a bad record is not known: enough.
+    let count = |(blocks, refused): (&Vec<Block>, &Option<Error>)| match refused {
+        Some(_) => wanted,
+        None => rows_of(blocks),
+    };
+    let counts: Vec<u64> = scanned.iter().zip(&refused).map(count).collect();
     let quotas = quotas(wanted, &counts).ok_or_else(|| Error::TooFewRecords {
         topic: spec.topic.clone(),
         wanted,
         found: counts.iter().sum(),
     })?;
+    for ((blocks, refused), quota) in scanned.iter().zip(refused).zip(&quotas) {
+        if let Some(error) = refused
+            && *quota > rows_of(blocks)
+        {
+            return Err(error);
+        }
+    }
     let (mut ends, mut kept) = (Vec::with_capacity(spans.len()), Vec::with_capacity(spans.len()));
     for (number, (span, blocks)) in spans.iter().zip(scanned).enumerate() {
         let quota = quotas.get(number).copied().unwrap_or_default();
@@ -63,7 +75,7 @@ pub(super) async fn resolve(log: &Arc<dyn Log>, spec: &TopicSpec) -> Result<Reso
 /// Scans a range that was resolved before, and finds the same records or fails.
 pub(super) async fn rescan(log: &Arc<dyn Log>, spec: &TopicSpec, range: &TopicRange) -> Result<Vec<Block>> {
     let spans: Vec<Range<i64>> = range.partitions().iter().map(|of| of.first..of.next).collect();
-    let scanned = scan(log, spec, &spans, u64::MAX).await?;
+    let scanned = scan(log, spec, &spans, u64::MAX).await?.into_iter().map(|(blocks, _)| blocks).collect();
     let found = joined(&spans, scanned);
     check(&spec.topic, range, &found.range)?;
     Ok(found.blocks)
@@ -129,21 +141,29 @@ fn spans(log: &dyn Log, spec: &TopicSpec) -> Result<Vec<Range<i64>>> {
     Ok(marks.iter().map(span).collect())
 }
 
-/// Scans spans of partitions from 0 on, each up to `rows_max` rows.
+/// Scans spans of partitions from 0 on, each up to `rows_max` rows. With such a bound, a bad record ends the scan of its
+/// partition and comes with the blocks before it: it may be beyond the rows that are wanted of the partition.
 async fn scan(
     log: &Arc<dyn Log>,
     spec: &TopicSpec,
     spans: &[Range<i64>],
     rows_max: u64,
-) -> Result<Vec<Vec<Block>>> {
+) -> Result<Vec<(Vec<Block>, Option<Error>)>> {
     let stop = StopOnDrop::default();
     let one = |(partition, span): (i32, &Range<i64>)| {
         let (log, topic, bad) = (Arc::clone(log), spec.topic.clone(), spec.bad);
         let (span, stop) = (span.clone(), Arc::clone(&stop.0));
         blocking(move || {
             let mut cutter = Cutter::new(&topic, partition, bad, rows_max);
-            log.read(partition, span, &stop, &mut |record| cutter.add(&record))?;
-            Ok(cutter.finish())
+            let mut refused = None;
+            log.read(partition, span, &stop, &mut |record| match cutter.add(&record) {
+                Err(error @ Error::BadRecord { .. }) if rows_max < u64::MAX => {
+                    refused = Some(error);
+                    Ok(ControlFlow::Break(()))
+                }
+                added => added,
+            })?;
+            Ok((cutter.finish(), refused))
         })
     };
     let scans: Vec<_> = (0..).zip(spans).map(one).collect();

@@ -16,7 +16,7 @@ use super::open::OpenTopic;
 use super::{TopicRange, TopicSpec};
 use crate::dataset::{DatasetCache, OpenDataset, SourceSpec};
 use crate::error::{Error, Result};
-use crate::feed::{Feed, FeedError, FeedOptions, PlanOptions, Shard};
+use crate::feed::{Feed, FeedError, FeedOptions, PlanOptions, Selection, Shard};
 use crate::topic::Record;
 
 /// A record in memory: offset, timestamp and value.
@@ -373,7 +373,7 @@ fn deleted_and_replaced_records_are_errors_that_name_them() {
         for cache in [None, Some(Arc::clone(&cache))] {
             let error = resume(&log, &pinned, cache).await.unwrap_err();
             let text = millrace_leaf::error_chain::one_line(&error);
-            assert!(text.contains("topic t partition 1: the records at offsets 0 to"), "{text}");
+            assert!(text.contains("topic t partition 1: the records from offset 0 up to before"), "{text}");
             assert!(!error.is_retryable(), "{text}");
         }
         // A record that compaction has removed.
@@ -408,6 +408,39 @@ fn a_damaged_memory_of_the_home_is_not_used() {
             *value = serde_json::to_vec(&blocks).unwrap();
         }
         assert_eq!(resume(&log, &pinned, Some(kept)).await.unwrap(), 20);
+    });
+}
+
+#[test]
+fn a_record_stays_in_its_part_of_a_split_when_more_arrive() {
+    runtime().block_on(async {
+        let parts = [("a".to_owned(), "0.5".to_owned()), ("b".to_owned(), "0.5".to_owned())];
+        let options = |take: &str| PlanOptions {
+            selection: Selection::new(None, &parts, Some(take), &[]).unwrap(),
+            batch_rows: 4,
+            ..PlanOptions::default()
+        };
+        let rows = async |records: usize, take: &str| -> BTreeSet<(i64, i64)> {
+            let log = log_of(vec![partition(0, &vec![(0, Some(3)); records])]);
+            let dataset = OpenDataset::of_topic(open(&log, &spec("topic:t")).await.unwrap());
+            let end = dataset.plan(&options(take)).await.unwrap().rows();
+            read(&dataset, &options(take), 1, 0..end).await.into_iter().collect()
+        };
+        let (before, a, b) = (rows(100, "a").await, rows(150, "a").await, rows(150, "b").await);
+        assert!(before.is_subset(&a) && a.is_disjoint(&b) && a.len() + b.len() == 150);
+    });
+}
+
+#[test]
+fn a_bad_record_beyond_the_wanted_rows_is_not_read() {
+    runtime().block_on(async {
+        let good = vec![(0, Some(3)); 40];
+        let bad = [&good[..], &[(0, None)]].concat();
+        let log = log_of(vec![partition(0, &good), partition(0, &bad)]);
+        let opened = open(&log, &spec("topic:t@60")).await.unwrap();
+        assert_eq!(opened.blocks().unwrap().iter().map(|block| block.rows).sum::<u32>(), 60);
+        let error = open(&log, &spec("topic:t@81")).await.map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("partition 1") && error.contains("40"), "{error}");
     });
 }
 

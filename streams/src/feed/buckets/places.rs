@@ -81,6 +81,10 @@ impl PlaceMap {
         known.unwrap_or_else(|| {
             let block = Arc::new(self.make(number * self.block..(number + 1) * self.block));
             let mut blocks = self.blocks.lock();
+            if let Some((_, known)) = blocks.iter().find(|(at, _)| *at == number) {
+                // Another task has made it meanwhile.
+                return Arc::clone(known);
+            }
             blocks.push_back((number, Arc::clone(&block)));
             if blocks.len() > BLOCKS_KEPT {
                 blocks.pop_front();

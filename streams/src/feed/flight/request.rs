@@ -6,11 +6,11 @@ use std::fmt;
 use arrow_flight::FlightDescriptor;
 use arrow_flight::flight_descriptor::DescriptorType;
 use serde::de::{MapAccess, SeqAccess, Visitor};
-use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::dataset::DatasetSpec;
 use crate::feed::error::{FeedError, Result};
+use crate::feed::mixture::SOURCES_MAX;
 use crate::feed::{
     EpochRows, FeedOptions, ImageOptions, PlanId, PlanOptions, Selection, Shard, Until, Weight,
 };
@@ -165,6 +165,13 @@ impl Request {
             (Some(_), false) => Err(FeedError::invalid("dataset and mixture exclude each other")),
             _ => Ok(()),
         }?;
+        // Each of them is opened and planned before the mixture is made.
+        if self.mixture.0.len() > SOURCES_MAX {
+            let count = self.mixture.0.len();
+            return Err(FeedError::invalid(format!(
+                "a mixture of {count} sources; it must have 1 to {SOURCES_MAX}"
+            )));
+        }
         if self.until.is_some() && self.mixture.0.is_empty() {
             return Err(FeedError::invalid("until needs mixture, the weight of each dataset"));
         }
@@ -263,11 +270,8 @@ impl Pairs {
 
 impl Serialize for Pairs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        for (name, number) in &self.0 {
-            map.serialize_entry(name, number)?;
-        }
-        map.end()
+        // Not an object: clients that change a ticket may sort its keys, or drop one that comes twice.
+        serializer.collect_seq(&self.0)
     }
 }
 

@@ -32,6 +32,8 @@ use crate::feed::{AnyFeed, Epochs, FeedOptions, Shard};
 
 /// Most endpoints of one answer; readers beyond them name their rank.
 const ENDPOINTS_MAX: u32 = 4096;
+/// Most bytes of the tickets of one answer.
+const TICKETS_BYTES_MAX: usize = 4 << 20;
 /// Location that stands for the connection of the call, by the Flight specification.
 pub const SAME_CONNECTION: &str = "arrow-flight-reuse-connection://?";
 /// Batches of a stream in memory beside those that are assembled ahead and queued: one is being encoded, one sent.
@@ -203,8 +205,16 @@ impl FlightFeeds {
         let plan = served.feed().id();
         let mut rows = Some(0_u64);
         let mut endpoints = Vec::with_capacity(ranks.len());
+        let mut tickets_bytes = 0;
         for rank in ranks {
             let ticket = served.request.ticket(rank, plan).map_err(|error| status(&error))?;
+            tickets_bytes += ticket.len();
+            if tickets_bytes > TICKETS_BYTES_MAX {
+                return Err(Status::invalid_argument(format!(
+                    "the tickets of {} ranks have more than {TICKETS_BYTES_MAX} bytes; name the rank",
+                    request.world
+                )));
+            }
             let shard = Shard::new(rank, request.world).map_err(|error| status(&error))?;
             rows = rows.zip(served.rows_of(shard)).map(|(sum, rows)| sum.saturating_add(rows));
             endpoints.push(self.endpoint(rank, ticket));

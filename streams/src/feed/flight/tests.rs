@@ -191,6 +191,9 @@ async fn hostile_requests_are_refused_with_their_reason() {
     let train = bench.live.stat("train").unwrap().node;
     bench.live.symlink(train, "out".as_ref(), "../secret".as_ref(), Owner { uid: 0, gid: 0 }).unwrap();
     bench.datafs.snapshot_create(&"digits".parse().unwrap(), &"v2".parse().unwrap()).unwrap();
+    // Another command of this home has described what the link leads to.
+    let linked: DatasetSpec = "digits@v2:/train/out".parse().unwrap();
+    linked.open(&bench.datafs).await.unwrap().plan(&PlanOptions::default()).await.unwrap();
     let feeds = bench.serve();
     for (wrong, code, says) in [
         (json!({ "dataset": "digits@v1:/secret" }), Code::PermissionDenied, "does not expose"),
@@ -200,6 +203,12 @@ async fn hostile_requests_are_refused_with_their_reason() {
         (json!({ "dataset": "other@latest:/train" }), Code::PermissionDenied, "does not expose"),
         (json!({ "dataset": "digits@v1:/train/../secret" }), Code::InvalidArgument, ".."),
         (json!({ "dataset": "digits@v2:/train/out/0.jsonl" }), Code::PermissionDenied, "symbolic link"),
+        (json!({ "dataset": "digits@v2:/train/out" }), Code::PermissionDenied, "symbolic link"),
+        (
+            json!({ "where": format!("id >= 0{}", " ".repeat(60_000)), "world": 4000 }),
+            Code::InvalidArgument,
+            "name the rank",
+        ),
         (json!({ "dataset": "digits:/train" }), Code::InvalidArgument, "live volume"),
         (json!({ "dataset": "digits@none:/train" }), Code::NotFound, "does not exist"),
         (json!({ "dataset": "digits@v1:/train/none" }), Code::NotFound, "no data file"),

@@ -273,8 +273,11 @@ async fn any_world_and_any_resume_read_the_same_sequences() {
     let feed = || Feed::open(Arc::clone(&plan), Arc::clone(&store), &FeedOptions::default()).unwrap();
     let whole = read(&feed(), 1, 0..2 * rows).await;
     let mut coverage = Coverage::new(Arc::clone(&plan)).unwrap();
-    coverage.add(&whole[..rows as usize].iter().map(|(_, row, _)| *row).collect::<Vec<_>>());
-    assert!(coverage.report().is_exact());
+    // A batch may have the end of one epoch and the beginning of the next one, lane by lane.
+    let first = whole.iter().filter(|(epoch, ..)| *epoch == 0);
+    coverage.add(&first.map(|(_, row, _)| *row).collect::<Vec<_>>());
+    let report = coverage.report();
+    assert!(report.is_exact(), "{report:?}");
     for world in [2, 3, 4, 5, 6, 7, 8, 12, 16] {
         assert_eq!(read(&feed(), world, 0..2 * rows).await, whole, "{world} readers");
     }
