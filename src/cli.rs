@@ -165,7 +165,7 @@ pub(crate) enum Command {
     #[command(
         after_help = "Examples:\n  millrace feed digits@monday:/train --batches 2\n  millrace feed digits@monday:/train --rank 1 --world 4 --dry\n  millrace feed digits@monday:/train --where 'label != 3' --splits train=0.9,test=0.1 --split train --split-by id"
     )]
-    Feed(FeedArgs),
+    Feed(Box<FeedArgs>),
     /// Make, import, quantize and inspect models
     #[command(
         subcommand,

@@ -21,7 +21,7 @@ const BOUNDS: [u32; 3] = [8, 16, 32];
 /// The length of the list of a row; none for a null list.
 fn length(row: u64) -> Option<usize> {
     let draw = derive_key(&[row]);
-    (draw % 17 != 0).then_some((draw / 17 % 40) as usize)
+    (!draw.is_multiple_of(17)).then_some((draw / 17 % 40) as usize)
 }
 
 fn bucket(row: u64) -> usize {
