@@ -111,7 +111,7 @@ class TopicTest(HomeCase):
         # A topic that was deleted and created again has other records at its offsets.
         self.produce("again", range(50))
         state = self.topic("topic:again").state_dict()
-        run(self.home, "topic", "delete", "again")
+        run(self.home, "topic", "delete", "again", "--yes")
         self.produce("again", range(100, 150))
         feed = self.topic("topic:again")
         with self.assertRaisesRegex((millrace.ConflictError, millrace.NotFoundError), "topic again partition"):
