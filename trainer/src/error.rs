@@ -248,6 +248,7 @@ impl Error {
                     | E::Failed { .. }
                     | E::Busy { .. }
                     | E::StoreAway { .. }
+                    | E::NotWritable { .. }
                     | E::Stale { .. } => true,
                     // A missing or damaged object affects every worker.
                     E::Object(source) => error.is_store_trouble() || has_io(source.as_ref()),
@@ -267,12 +268,22 @@ impl Error {
     pub(crate) fn is_outage(&self) -> bool {
         use millrace_datafs::Error as E;
         match self {
-            Error::Volume { .. } => self.is_local(),
+            Error::Volume { .. } => self.is_local() && !self.is_of_process(),
             Error::Feed { .. } => self.of_datafs().next().is_some_and(|cause| {
                 matches!(cause, E::Metadata { .. } | E::Busy { .. }) || cause.is_store_trouble()
             }),
             _ => false,
         }
+    }
+
+    /// Whether this process may not open files: waiting does not help it, and another process may do better.
+    fn is_of_process(&self) -> bool {
+        error_chain::causes(self).any(|cause| {
+            let refused = cause.downcast_ref::<std::io::Error>().and_then(std::io::Error::raw_os_error);
+            let not_writable =
+                matches!(cause.downcast_ref(), Some(millrace_datafs::Error::NotWritable { .. }));
+            not_writable || refused == Some(libc::EMFILE)
+        })
     }
 
     /// Whether this process has to open its volumes again: others have declared it dead, or one of its commits failed
