@@ -128,6 +128,36 @@ class FeedTest(FlightCase):
         with self.assertRaisesRegex(millrace.ConflictError, "null"):
             next(self.flight_feed(server, format="numpy", columns=["score"], batch_rows=ROWS))
 
+    def test_a_batch_that_nobody_got_is_read_again(self) -> None:
+        server = self.serve()
+        feed = self.flight_feed(server, batch_rows=64)
+        first = next(feed)["id"].to_pylist()
+        state, take = feed.state_dict(), feed._next_chunk
+
+        def interrupted() -> Any:
+            # As Ctrl-C between the arrival of a batch and its use.
+            take()
+            raise KeyboardInterrupt
+
+        feed._next_chunk = interrupted
+        with self.assertRaises(KeyboardInterrupt):
+            next(feed)
+        feed._next_chunk = take
+        self.assertEqual(feed.state_dict(), state)
+        self.assertEqual(first + [i for batch in feed for i in batch["id"].to_pylist()], self.order(64))
+
+    def test_copies_of_a_feed_keep_its_snapshot(self) -> None:
+        volume = millrace.Volume("digits", home=self.home)
+        server = self.serve()
+        feed = FlightFeed(server.location, "digits@latest:/train", columns=["id"], batch_rows=64)
+        self.addCleanup(feed.close)
+        state = feed.state_dict()
+        volume.snapshot("later")
+        copy = pickle.loads(pickle.dumps(feed))
+        self.addCleanup(copy.close)
+        self.assertEqual((copy.dataset, copy.state_dict()), (feed.dataset, state))
+        copy.load_state_dict(state)
+
     def test_killed_servers_are_replaced_without_a_missing_or_repeated_row(self) -> None:
         first = self.serve()
         second = self.serve("--dataset", "digits:/train", "--peer", first.location)
