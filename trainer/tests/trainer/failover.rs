@@ -310,7 +310,7 @@ const EVALUATED: &str = "epochs_max = 250\ncheckpoint_every_steps = 1000000\n[va
 
 #[test]
 fn standbys_replace_killed_coordinators_and_workers_keep_their_state() {
-    let Some(world) = World::postgres("killed", IN_MEMORY, 1_000) else { return };
+    let Some(world) = World::postgres("killed", IN_MEMORY, 3_000) else { return };
     let mut first = world.coordinator(true);
     wait_until("a coordinator", || first.listens());
     let mut standbys = [world.coordinator(true), world.coordinator(true)];
@@ -344,7 +344,7 @@ fn standbys_replace_killed_coordinators_and_workers_keep_their_state() {
 
 #[test]
 fn a_coordinator_that_was_stopped_longer_than_its_lease_ends_and_the_run_goes_on() {
-    let Some(world) = World::postgres("paused", EVALUATED, 1_000) else { return };
+    let Some(world) = World::postgres("paused", EVALUATED, 3_000) else { return };
     let mut first = world.coordinator(true);
     wait_until("a coordinator", || first.listens());
     let mut standby = world.coordinator(true);
