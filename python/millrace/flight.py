@@ -141,7 +141,7 @@ class FlightFeed:
                 self._has_taken, self._state = True, state
                 return batch
         except BaseException:
-            # The stream may be beyond a batch that nobody gets, for example after an interrupt: read it again.
+            # After an interrupt, the stream may be beyond a batch that the caller did not get: read it again.
             self._close_stream()
             raise
         self._begin_next()

@@ -128,7 +128,7 @@ class FeedTest(FlightCase):
         with self.assertRaisesRegex(millrace.ConflictError, "null"):
             next(self.flight_feed(server, format="numpy", columns=["score"], batch_rows=ROWS))
 
-    def test_a_batch_that_nobody_got_is_read_again(self) -> None:
+    def test_a_batch_lost_to_an_interrupt_is_read_again(self) -> None:
         server = self.serve()
         feed = self.flight_feed(server, batch_rows=64)
         first = next(feed)["id"].to_pylist()

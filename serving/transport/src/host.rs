@@ -1,7 +1,7 @@
 //! gRPC server for services of other crates, with the model server's TLS, tokens, access log, health checks and bounds of
 //! connections.
 //!
-//! What is here: who may call, over which connections. What is not here: the service, which bounds its own answers.
+//! It decides which callers may connect, and over which connections. The service itself bounds its answers.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

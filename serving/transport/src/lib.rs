@@ -1,7 +1,7 @@
 //! gRPC and REST transports of the model server.
 //!
-//! What is here: the server ([`server`]), a host for gRPC services of other crates ([`host`]), both transports, connections and their limits, tokens, the access log, shared
-//! memory of clients, spans, the scrape of metrics.
+//! It has the server ([`server`]), a host for gRPC services of other crates ([`host`]), and both transports. It also has
+//! connections and their limits, tokens, the access log, shared memory of clients, spans, and the scrape of metrics.
 //!
 //! What is not here: the answers themselves, which `millrace-serving-repository` computes.
 
