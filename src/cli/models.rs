@@ -256,7 +256,7 @@ pub(crate) struct TrainArgs {
     /// File with the secret of the job's workers, which only its owner may read
     #[arg(long, value_name = "FILE", requires = "listen")]
     pub(crate) token_file: Option<PathBuf>,
-    /// Certificate chain (PEM) for the port of --listen
+    /// Certificate chain (PEM) for the port of --listen [default: one made at the start]
     #[arg(long, value_name = "FILE", requires_all = ["listen", "tls_key"])]
     pub(crate) tls_cert: Option<PathBuf>,
     /// Key (PEM) of --tls-cert
@@ -330,7 +330,7 @@ pub(crate) struct WorkerArgs {
     /// File with the coordinator's secret, which only its owner may read
     #[arg(long, value_name = "FILE", requires = "join")]
     pub(crate) token_file: Option<PathBuf>,
-    /// Authority (PEM) of a coordinator with --tls-cert
+    /// Authority (PEM) that the coordinator's certificate must be of [default: the proof of the token is enough]
     #[arg(long, value_name = "FILE", requires = "join")]
     pub(crate) ca: Option<PathBuf>,
     /// Address, or address and port, for the other workers [default: a free port of the address that leads to

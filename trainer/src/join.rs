@@ -4,21 +4,20 @@ use std::io::{self, Read as _};
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use tokio::net::TcpStream;
-use tokio_rustls::rustls::crypto::ring;
-use tokio_rustls::rustls::pki_types::pem::PemObject as _;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use crate::error::{Error, Result};
 
+pub(crate) mod tls;
+
+pub use tls::{ClientTls, ServerTls};
+
 /// The protocol between a coordinator and workers of other machines. It grows with every change of the
 /// messages, the ring's frames or the values that a step computes: all workers of a job must have the same.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// Fewest characters of a token.
 const TOKEN_CHARS_MIN: usize = 16;
@@ -29,8 +28,6 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for an answer before another address of the same name is tried as well, and for all of them.
 const DIAL_STAGGER: Duration = Duration::from_millis(250);
 const DIAL_TIMEOUT: Duration = Duration::from_secs(2);
-/// HTTP/2 in ALPN.
-const HTTP2: &[u8] = b"h2";
 
 /// The secret that a coordinator shares with workers of other machines. It is never sent.
 #[derive(Clone, PartialEq, Eq)]
@@ -109,7 +106,7 @@ pub struct Listen {
     pub advertise: Option<String>,
     /// The secret of its workers.
     pub token: Token,
-    /// TLS of the coordinator's port.
+    /// The certificate of the coordinator's port; it makes one for itself when absent.
     pub tls: Option<ServerTls>,
     /// Workers that the coordinator launches itself, which may be none; those of the job file when absent.
     pub workers_local: Option<usize>,
@@ -130,7 +127,8 @@ pub struct Join {
     pub coordinator: String,
     /// The secret of the coordinator.
     pub token: Token,
-    /// TLS to the coordinator.
+    /// The authority of the coordinator's certificate; when absent, the proof of the token alone shows that it is the
+    /// coordinator.
     pub tls: Option<ClientTls>,
     /// Where the ring listens; by default, an unused port of the address that leads to the coordinator.
     pub listen_ring: Option<SocketAddr>,
@@ -142,75 +140,6 @@ pub struct Join {
     pub silence: Duration,
     /// Whether the end of the terminal asks the worker to leave, as SIGTERM does; not under `nohup`.
     pub leaves_on_hangup: bool,
-}
-
-/// A coordinator's certificate and key.
-#[derive(Clone)]
-pub struct ServerTls(pub(crate) Arc<ServerConfig>);
-
-impl fmt::Debug for ServerTls {
-    /// Leaves the key out.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ServerTls")
-    }
-}
-
-impl ServerTls {
-    /// Reads the certificate chain and the key, both PEM.
-    ///
-    /// # Errors
-    /// [`Error::Access`] names the file and the problem.
-    pub fn read(certificate: &Path, key: &Path) -> Result<ServerTls> {
-        let chain = certificates(certificate)?;
-        let secret = PrivateKeyDer::from_pem_file(key)
-            .map_err(|e| unusable("key", key, &format!("it is not a private key in PEM ({e})")))?;
-        let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .and_then(|builder| builder.with_no_client_auth().with_single_cert(chain, secret))
-            .map_err(|e| unusable("key", key, &format!("it does not fit {} ({e})", certificate.display())))?;
-        config.alpn_protocols = vec![HTTP2.to_vec()];
-        Ok(ServerTls(Arc::new(config)))
-    }
-}
-
-/// The authorities that a worker trusts.
-#[derive(Debug, Clone)]
-pub struct ClientTls(pub(crate) Arc<ClientConfig>);
-
-impl ClientTls {
-    /// Reads the authorities, PEM.
-    ///
-    /// # Errors
-    /// [`Error::Access`] names the file and the problem.
-    pub fn read(authorities: &Path) -> Result<ClientTls> {
-        let mut roots = RootCertStore::empty();
-        for certificate in certificates(authorities)? {
-            roots
-                .add(certificate)
-                .map_err(|e| unusable("authorities", authorities, &format!("a certificate is bad ({e})")))?;
-        }
-        let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .map_err(|e| unusable("authorities", authorities, &e.to_string()))?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        config.alpn_protocols = vec![HTTP2.to_vec()];
-        Ok(ClientTls(Arc::new(config)))
-    }
-}
-
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
-    let bad = |reason: &str| unusable("certificates", path, reason);
-    let read = CertificateDer::pem_file_iter(path).map_err(|e| bad(&e.to_string()))?;
-    let found: Vec<_> = read.collect::<Result<_, _>>().map_err(|e| bad(&format!("it is not PEM ({e})")))?;
-    if found.is_empty() {
-        return Err(bad("it holds no certificate: PEM is expected"));
-    }
-    Ok(found)
-}
-
-fn unusable(what: &str, path: &Path, reason: &str) -> Error {
-    Error::Access { what: format!("read {what} {}", path.display()), reason: reason.to_owned() }
 }
 
 /// `host:port`, with brackets around an IPv6 address.

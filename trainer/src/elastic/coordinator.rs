@@ -22,7 +22,7 @@ use crate::join::Listen;
 use crate::launch::WorkerCommand;
 use crate::lease::Lease;
 use crate::metrics;
-use crate::proof::{Nonce, PROOF_BYTES, nonce};
+use crate::proof::{Nonce, nonce};
 use crate::validation::Evaluation;
 
 mod actor;
@@ -101,8 +101,6 @@ pub(crate) enum Event {
     Admitted {
         hello: proto::Hello,
         host: String,
-        /// A secret of this connection.
-        key: [u8; PROOF_BYTES],
         outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
         reply: oneshot::Sender<Option<MemberId>>,
     },

@@ -1,20 +1,18 @@
 //! A worker's way to a coordinator on another machine: connection, proof of the token, assignment.
 use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::future::{BoxFuture, FutureExt as _};
 use hyper_util::rt::TokioIo;
 use millrace_leaf::error_chain;
-use sha2::{Digest as _, Sha256};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::Service;
 use tonic::codegen::http::Uri;
@@ -23,25 +21,26 @@ use tonic::{Code, Status, Streaming};
 
 use super::proto::coordinator_client::CoordinatorClient;
 use super::proto::{self, FromWorker, from_worker, to_worker};
-use super::session::{AcceptedSession, MESSAGE_BYTES_MAX};
+use super::session::AcceptedSession;
 use crate::error::Error;
+use crate::join::tls::{self, Binding, HTTP2};
 use crate::join::{self, ClientTls, Join, PROTOCOL, Token};
-use crate::proof::{Nonce, PROOF_BYTES, is_valid, nonce, prove};
+use crate::proof::{Nonce, is_valid, nonce, prove};
 
 /// Deadline for a connection, and for each answer before the assignment.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Deadline for the assignment, whose plan names every file and row group of the dataset.
 pub(super) const ASSIGNMENT_TIMEOUT: Duration = Duration::from_secs(120);
-/// Deadline for the first bytes of a server that may be another one.
-const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// The first bytes of an HTTP/2 client: the preface and an empty SETTINGS frame.
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+/// Bytes of a part of an assignment.
+const PART_BYTES: usize = 8 << 20;
+/// Largest message from a coordinator, which may not have proved the token yet.
+const MESSAGE_BYTES_MAX: usize = 2 * PART_BYTES;
+/// Largest assignment. A plan names every file and row group of its dataset.
+const ASSIGNMENT_BYTES_MAX: usize = 2 << 30;
 /// Purposes of proofs.
 const OF_COORDINATOR: &str = "millrace coordinator";
 const OF_WORKER: &str = "millrace worker";
 const OF_RING: &str = "millrace ring";
-const OF_CONNECTION: &str = "millrace connection";
-const OF_WELCOME: &str = "millrace welcome";
 
 /// A worker that the coordinator has admitted.
 pub(crate) struct Admission {
@@ -50,8 +49,6 @@ pub(crate) struct Admission {
     pub(crate) assignment: String,
     /// The secret of the job's rings.
     pub(crate) secret: String,
-    /// A secret of this connection, with which messages of script jobs are sealed.
-    pub(crate) key: [u8; PROOF_BYTES],
 }
 
 /// Why a worker was not admitted.
@@ -68,14 +65,20 @@ impl From<Error> for NotAdmitted {
     }
 }
 
-/// The coordinator's proof that it knows the token.
-pub(super) fn coordinator_proof(token: &Token, worker: &[u8], own: &Nonce) -> Vec<u8> {
-    prove(token.bytes(), OF_COORDINATOR, &[worker, own]).to_vec()
+/// The coordinator's proof that it knows the token, for the nonces of the worker and of the coordinator.
+pub(super) fn coordinator_proof(token: &Token, binding: &Binding, worker: &[u8], own: &Nonce) -> Vec<u8> {
+    prove(token.bytes(), OF_COORDINATOR, &[binding, worker, own]).to_vec()
 }
 
-/// Whether a worker's proof is valid for both nonces and its ring address.
-pub(super) fn is_worker_proof(token: &Token, worker: &[u8], own: &Nonce, ring: &str, proof: &[u8]) -> bool {
-    is_valid(token.bytes(), OF_WORKER, &[worker, own, ring.as_bytes()], proof)
+/// Whether a worker's proof is valid for the connection, the nonces of worker and coordinator, and its ring address.
+pub(super) fn is_worker_proof(
+    token: &Token,
+    binding: &Binding,
+    (worker, own): (&[u8], &Nonce),
+    ring: &str,
+    proof: &[u8],
+) -> bool {
+    is_valid(token.bytes(), OF_WORKER, &[binding, worker, own, ring.as_bytes()], proof)
 }
 
 /// The secret of a job's rings.
@@ -83,75 +86,36 @@ pub(super) fn ring_secret(token: &Token, ring_nonce: &[u8]) -> String {
     hex::encode(prove(token.bytes(), OF_RING, &[ring_nonce]))
 }
 
-/// A secret of one connection, which only its two sides know.
-pub(super) fn connection_key(token: &Token, worker: &[u8], coordinator: &[u8]) -> [u8; PROOF_BYTES] {
-    prove(token.bytes(), OF_CONNECTION, &[worker, coordinator])
-}
-
-/// The place and the assignment of a worker that has proved the token. They carry a proof, so that no machine on the way
-/// can change the job, or turn off the encryption of its rings.
-pub(crate) fn welcome(
-    key: &[u8; PROOF_BYTES],
+/// Sends a worker that has proved the token its assignment and its place. Returns whether the queue took them.
+pub(crate) fn send_welcome(
+    outbox: &mpsc::Sender<Result<proto::ToWorker, Status>>,
     member: u64,
-    assignment: String,
+    assignment: &str,
     ring_nonce: &[u8],
-) -> proto::Welcome {
-    // The plan of a large dataset is long; its digest is not copied.
-    let digest = Sha256::digest(assignment.as_bytes());
-    let proof = prove(key, OF_WELCOME, &[&member.to_le_bytes(), &digest, ring_nonce]).to_vec();
-    proto::Welcome { member, assignment, ring_nonce: ring_nonce.to_vec(), proof }
-}
-
-fn is_welcome(key: &[u8; PROOF_BYTES], welcome: &proto::Welcome) -> bool {
-    let digest = Sha256::digest(welcome.assignment.as_bytes());
-    let parts: [&[u8]; 3] = [&welcome.member.to_le_bytes(), &digest, &welcome.ring_nonce];
-    is_valid(key, OF_WELCOME, &parts, &welcome.proof)
+) -> bool {
+    let parts = assignment.as_bytes().chunks(PART_BYTES);
+    let parts = parts.map(|part| to_worker::Message::Part(proto::Part { assignment: part.to_vec() }));
+    let welcome = proto::Welcome { member, ring_nonce: ring_nonce.to_vec(), ..Default::default() };
+    parts
+        .chain([to_worker::Message::Welcome(welcome)])
+        .all(|message| outbox.try_send(Ok(proto::ToWorker { message: Some(message) })).is_ok())
 }
 
 /// Connects to the coordinator, proves the token both ways and receives the assignment. `ring` is the address
 /// of this worker's ring for other workers.
 pub(crate) fn connect(runtime: &Handle, join: &Join, ring: &str) -> Result<Admission, NotAdmitted> {
-    runtime.block_on(async {
-        match greet(join, ring).await {
-            // Whether the error shows it depends on the order of reads and writes, so this looks for itself.
-            Err(NotAdmitted::Yet(_)) if join.tls.is_none() && is_foreign(&join.coordinator).await => {
-                Err(foreign(join))
-            }
-            result => result,
-        }
-    })
-}
-
-/// Whether a server answers there that does not speak HTTP/2.
-async fn is_foreign(address: &str) -> bool {
-    let first_frame = async {
-        let mut stream = TcpStream::connect(address).await?;
-        stream.write_all(PREFACE).await?;
-        let mut header = Vec::new();
-        // A server with TLS answers with an alert of 7 bytes and closes the connection, perhaps with an error.
-        let _ = stream.take(9).read_to_end(&mut header).await;
-        io::Result::Ok(header)
-    };
-    // An HTTP/2 server begins with a SETTINGS frame (type 4) of stream 0.
-    let is_settings =
-        |header: &[u8]| header.len() == 9 && header[0] == 0 && header[3] == 4 && header[5..] == [0; 4];
-    let answer = timeout(PROBE_TIMEOUT, first_frame).await;
-    matches!(answer, Ok(Ok(header)) if !header.is_empty() && !is_settings(&header))
+    runtime.block_on(greet(join, ring))
 }
 
 fn foreign(join: &Join) -> NotAdmitted {
-    let hint = match join.tls {
-        Some(_) => "",
-        None => "; if it is one with TLS, name its authority with --ca",
-    };
-    let reason = format!("what answers there is not a coordinator of millrace train{hint}");
+    let reason = "what answers there is not a coordinator of millrace train of this version".to_owned();
     NotAdmitted::Ever(Error::Join { coordinator: join.coordinator.clone(), reason })
 }
 
 async fn greet(join: &Join, ring: &str) -> Result<Admission, NotAdmitted> {
     let refused =
         |reason: String| NotAdmitted::Ever(Error::Join { coordinator: join.coordinator.clone(), reason });
-    let channel = open(join).await?;
+    let (channel, binding) = open(join).await?;
     let mut client = CoordinatorClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let (outgoing, messages) = mpsc::channel(64);
     let gone = |_| NotAdmitted::Yet("the connection broke".to_owned());
@@ -181,27 +145,36 @@ async fn greet(join: &Join, ring: &str) -> Result<Admission, NotAdmitted> {
     if challenge.protocol != PROTOCOL {
         return Err(refused(other_version(challenge.protocol, &challenge.version)));
     }
-    if !is_valid(join.token.bytes(), OF_COORDINATOR, &[&own, &challenge.nonce], &challenge.proof) {
+    let binding = binding.get()?;
+    if !is_valid(join.token.bytes(), OF_COORDINATOR, &[&binding, &own, &challenge.nonce], &challenge.proof) {
         return Err(refused(
-            "it has another token than this worker: copy the coordinator's token file".to_owned(),
+            "it has another token than this worker (copy the coordinator's token file), or a proxy between them ends \
+             TLS"
+                .to_owned(),
         ));
     }
-    let proof = prove(join.token.bytes(), OF_WORKER, &[&own, &challenge.nonce, ring.as_bytes()]).to_vec();
+    let parts: [&[u8]; 4] = [&binding, &own, &challenge.nonce, ring.as_bytes()];
+    let proof = prove(join.token.bytes(), OF_WORKER, &parts).to_vec();
     let proof = from_worker::Message::Proof(proto::Proof { proof });
     outgoing.send(from(proof)).await.map_err(gone)?;
-    let welcome = match answer(join, &mut incoming, ASSIGNMENT_TIMEOUT).await? {
-        to_worker::Message::Welcome(welcome) => welcome,
-        _ => return Err(refused("it sent no assignment".to_owned())),
+    let mut assignment = Vec::new();
+    let welcome = loop {
+        match answer(join, &mut incoming, ASSIGNMENT_TIMEOUT).await? {
+            to_worker::Message::Part(part)
+                if assignment.len() + part.assignment.len() <= ASSIGNMENT_BYTES_MAX =>
+            {
+                assignment.extend_from_slice(&part.assignment);
+            }
+            to_worker::Message::Welcome(welcome) => break welcome,
+            _ => return Err(refused("it sent no assignment".to_owned())),
+        }
     };
-    let key = connection_key(&join.token, &own, &challenge.nonce);
-    if !is_welcome(&key, &welcome) {
-        return Err(NotAdmitted::Yet("its assignment was changed on the way".to_owned()));
-    }
+    let assignment =
+        String::from_utf8(assignment).map_err(|_| refused("its assignment is not text".to_owned()))?;
     Ok(Admission {
         session: AcceptedSession::new(join.coordinator.clone(), outgoing, incoming),
-        assignment: welcome.assignment,
+        assignment,
         secret: ring_secret(&join.token, &welcome.ring_nonce),
-        key,
     })
 }
 
@@ -246,47 +219,58 @@ fn judge(join: &Join, status: &Status) -> NotAdmitted {
 }
 
 /// Opens the connection.
-async fn open(join: &Join) -> Result<Channel, NotAdmitted> {
+async fn open(join: &Join) -> Result<(Channel, LastBinding), NotAdmitted> {
     let wrong = |reason: String| {
         NotAdmitted::Ever(Error::Access { what: format!("connect to {}", join.coordinator), reason })
     };
+    let tls = join.tls.clone().map_or_else(ClientTls::of_token, Ok)?;
+    let has_authority = tls.has_authority;
     // Half of the limit for a ping to be due, half for its answer.
     let half = join.silence / 2;
-    let scheme = if join.tls.is_some() { "https" } else { "http" };
-    let endpoint = Endpoint::from_shared(format!("{scheme}://{}", join.coordinator))
+    let endpoint = Endpoint::from_shared(format!("https://{}", join.coordinator))
         .map_err(|_| wrong("it is not HOST:PORT".to_owned()))?
-        // A machine that is lost must not keep this worker from the next address.
-        .connect_timeout(join.silence.min(ANSWER_TIMEOUT))
-        .tcp_nodelay(true)
         .http2_keep_alive_interval(half)
         .keep_alive_timeout(half)
         .keep_alive_while_idle(true);
-    let connected = match &join.tls {
-        None => endpoint.connect().await,
-        Some(tls) => {
-            let connector = Connector { tls: tls.clone() };
-            match timeout(ANSWER_TIMEOUT, endpoint.connect_with_connector(connector)).await {
-                Ok(connected) => connected,
-                Err(_) => return Err(NotAdmitted::Yet("it does not answer in TLS".to_owned())),
-            }
-        }
+    let binding = LastBinding::default();
+    let connector = Connector { tls, binding: binding.clone() };
+    // A machine that is lost must not keep this worker from the next address.
+    let limit = join.silence.min(ANSWER_TIMEOUT);
+    let connected = timeout(limit, endpoint.connect_with_connector(connector)).await;
+    let Ok(connected) = connected else {
+        return Err(NotAdmitted::Yet("it does not answer in TLS".to_owned()));
     };
-    connected.map_err(|error| {
-        let untrusted = error_chain::causes(&error)
+    let channel = connected.map_err(|error| {
+        // What rustls says of a server that breaks the rules of TLS, or has another certificate.
+        let breaks_rules = error_chain::causes(&error)
             .filter_map(|cause| cause.downcast_ref::<io::Error>())
             .any(|cause| cause.kind() == io::ErrorKind::InvalidData);
         let reason = error_chain::one_line(&error);
-        match untrusted {
-            true => wrong(format!("TLS fails ({reason}); check --ca and the name in --join")),
-            false => NotAdmitted::Yet(reason),
+        match (breaks_rules, has_authority) {
+            (true, true) => wrong(format!("TLS fails ({reason}); check --ca and the name in --join")),
+            (true, false) => foreign(join),
+            (false, _) => NotAdmitted::Yet(reason),
         }
-    })
+    })?;
+    Ok((channel, binding))
+}
+
+/// The channel binding of the newest connection of a channel.
+#[derive(Clone, Default)]
+struct LastBinding(Arc<Mutex<Option<Binding>>>);
+
+impl LastBinding {
+    fn get(&self) -> Result<Binding, NotAdmitted> {
+        let binding = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        binding.ok_or_else(|| NotAdmitted::Yet("the connection broke".to_owned()))
+    }
 }
 
 /// Connects with TLS.
 #[derive(Clone)]
 struct Connector {
     tls: ClientTls,
+    binding: LastBinding,
 }
 
 impl Service<Uri> for Connector {
@@ -299,40 +283,124 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let connector = TlsConnector::from(self.tls.0.clone());
+        let Connector { tls, binding } = self.clone();
         async move {
             let host = uri.host().unwrap_or_default().trim_matches(['[', ']']).to_owned();
             let port = uri.port_u16().unwrap_or_default();
-            let stream = TcpStream::connect((host.as_str(), port)).await?;
+            let addresses = join::resolve("the coordinator", &join::host_port(&host, port)).await;
+            let stream = join::dial(&addresses.map_err(io::Error::other)?).await?;
             stream.set_nodelay(true)?;
-            let name = ServerName::try_from(host).map_err(io::Error::other)?;
-            Ok(TokioIo::new(connector.connect(name, stream).await?))
+            let stream =
+                TlsConnector::from(tls.config.clone()).connect(tls.server_name(&host)?, stream).await?;
+            let connection = stream.get_ref().1;
+            if connection.alpn_protocol() != Some(HTTP2) {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "it does not speak HTTP/2"));
+            }
+            *binding.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(tls::binding(connection)?);
+            Ok(TokioIo::new(stream))
         }
         .boxed()
     }
 }
 
+/// Connections for tests that speak the protocol themselves.
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests_support {
+    use std::net::SocketAddr;
+
     use super::*;
 
-    #[test]
-    fn an_assignment_that_was_changed_on_the_way_is_refused() {
-        let key = [7; PROOF_BYTES];
-        let sent = welcome(&key, 3, r#"{"job":1,"encrypt_ring":true}"#.to_owned(), b"nonce");
-        assert!(is_welcome(&key, &sent));
-        assert!(!is_welcome(&[8; PROOF_BYTES], &sent));
-        let changes: [fn(&mut proto::Welcome); 5] = [
-            |welcome| welcome.member = 4,
-            |welcome| welcome.assignment = r#"{"job":1}"#.to_owned(),
-            |welcome| welcome.ring_nonce.clear(),
-            |welcome| welcome.proof.clear(),
-            |welcome| welcome.proof.truncate(31),
-        ];
-        for change in changes {
-            let mut changed = sent.clone();
-            change(&mut changed);
-            assert!(!is_welcome(&key, &changed), "{changed:?}");
+    pub(crate) fn join(address: SocketAddr, token: &Token) -> Join {
+        Join {
+            coordinator: address.to_string(),
+            token: token.clone(),
+            tls: None,
+            listen_ring: None,
+            advertise: None,
+            wait: Duration::from_secs(10),
+            silence: Duration::from_secs(10),
+            leaves_on_hangup: false,
+        }
+    }
+
+    /// A connection to a coordinator, and its channel binding.
+    pub(crate) async fn connect(address: SocketAddr, token: &Token) -> (Channel, Binding) {
+        let Ok((channel, binding)) = open(&join(address, token)).await else { panic!("no connection") };
+        let Ok(binding) = binding.get() else { panic!("no binding") };
+        (channel, binding)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+    use tokio_rustls::TlsAcceptor;
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::elastic::coordinator::{Admission, CoordinatorService, Event, admit};
+    use crate::join::{Listen, ServerTls};
+
+    /// A coordinator's port whose workers get this assignment, and the token.
+    async fn coordinator(assignment: String) -> (std::net::SocketAddr, Token, CancellationToken) {
+        let token = Token::of("0123456789abcdef");
+        let listen = Listen {
+            address: "127.0.0.1:0".parse().unwrap(),
+            advertise: None,
+            token: token.clone(),
+            tls: None,
+            workers_local: Some(0),
+        };
+        let (events, mut inbox) = mpsc::channel(8);
+        let service = CoordinatorService { admission: Admission::Joining { token: token.clone() }, events };
+        let shutdown = CancellationToken::new();
+        let address = admit(&listen, service, &Config::default(), shutdown.clone()).await.unwrap();
+        tokio::spawn(async move {
+            let mut outboxes = Vec::new();
+            while let Some(event) = inbox.recv().await {
+                if let Event::Admitted { outbox, reply, .. } = event {
+                    let sent = send_welcome(&outbox, 7, &assignment, b"nonce");
+                    outboxes.push(outbox);
+                    reply.send(sent.then_some(7)).unwrap();
+                }
+            }
+        });
+        (address, token, shutdown)
+    }
+
+    #[tokio::test]
+    async fn a_long_assignment_arrives_whole() {
+        // Characters of two bytes, one of which is in two parts.
+        let sent = format!("a{}", "\u{e9}".repeat(PART_BYTES));
+        let (address, token, _stop) = coordinator(sent.clone()).await;
+        let Ok(admission) = greet(&tests_support::join(address, &token), "127.0.0.1:1").await else {
+            panic!("not admitted")
+        };
+        assert!(admission.assignment == sent);
+        assert_eq!(admission.secret, ring_secret(&token, b"nonce"));
+    }
+
+    /// A machine on the way that ends TLS on both sides sees no proof that it could use.
+    #[tokio::test]
+    async fn a_machine_that_ends_tls_on_the_way_is_noticed() {
+        let (address, token, _stop) = coordinator("{}".to_owned()).await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let between = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            let acceptor = TlsAcceptor::from(ServerTls::own().unwrap().0);
+            let tls = ClientTls::of_token().unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut of_worker = acceptor.accept(stream).await.unwrap();
+            let stream = TcpStream::connect(address).await.unwrap();
+            let name = tls.server_name("").unwrap();
+            let mut of_coordinator = TlsConnector::from(tls.config).connect(name, stream).await.unwrap();
+            let _ = tokio::io::copy_bidirectional(&mut of_worker, &mut of_coordinator).await;
+        });
+        match greet(&tests_support::join(between, &token), "127.0.0.1:1").await {
+            Err(NotAdmitted::Ever(error)) => assert!(error.to_string().contains("ends TLS"), "{error}"),
+            Err(NotAdmitted::Yet(reason)) => panic!("may try again: {reason}"),
+            Ok(_) => panic!("admitted"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The coordinator's port for other machines: bounds connections that have not proved the token, and adds TLS.
+//! The coordinator's port for other machines: TLS, and bounds for connections that have not proved the token.
 //!
 //! A connection that proves nothing in time is closed. Of more than [`UNPROVED_MAX`] of them, the oldest is
 //! closed: a worker needs milliseconds for its proof, and a flood would otherwise hold all places.
@@ -15,11 +15,13 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
 use crate::join::ServerTls;
+use crate::join::tls::{self, Binding};
 
 /// Deadline for the TLS handshake and the proof of the token.
 pub(crate) const PROOF_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,11 +30,15 @@ const UNPROVED_MAX: usize = 64;
 /// Pause after a failed accept: most likely the process has no file descriptor left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// A byte stream, with or without TLS.
-trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
+/// What the requests of a connection carry as an extension.
+#[derive(Debug, Clone)]
+pub(crate) struct Peer {
+    pub(crate) standing: Standing,
+    /// What proofs of the token must cover.
+    pub(crate) binding: Binding,
+}
 
-/// The state of a connection, which its requests carry as an extension.
+/// Whether a connection has proved the token.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Standing(Arc<AtomicBool>);
 
@@ -49,16 +55,16 @@ impl Standing {
 
 /// A connection that reads as broken once its time for a proof is over.
 pub(crate) struct Connection {
-    stream: Box<dyn Bytes>,
-    standing: Standing,
+    stream: TlsStream<TcpStream>,
+    peer: Peer,
     closed: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
 impl Connected for Connection {
-    type ConnectInfo = Standing;
+    type ConnectInfo = Peer;
 
-    fn connect_info(&self) -> Standing {
-        self.standing.clone()
+    fn connect_info(&self) -> Peer {
+        self.peer.clone()
     }
 }
 
@@ -68,24 +74,24 @@ impl AsyncRead for Connection {
         cx: &mut Context<'_>,
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if !self.standing.is_proved() && self.closed.as_mut().poll(cx).is_ready() {
+        if !self.peer.standing.is_proved() && self.closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
-        Pin::new(&mut *self.stream).poll_read(cx, into)
+        Pin::new(&mut self.stream).poll_read(cx, into)
     }
 }
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut *self.stream).poll_write(cx, bytes)
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut *self.stream).poll_flush(cx)
+        Pin::new(&mut self.stream).poll_flush(cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut *self.stream).poll_shutdown(cx)
+        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 
@@ -111,11 +117,11 @@ impl Unproved {
 /// after `limit`.
 pub(crate) fn accept(
     listener: TcpListener,
-    tls: Option<ServerTls>,
+    tls: ServerTls,
     limit: Duration,
 ) -> ReceiverStream<io::Result<Connection>> {
     let (accepted, connections) = mpsc::channel(1);
-    let acceptor = tls.map(|tls| TlsAcceptor::from(tls.0));
+    let acceptor = TlsAcceptor::from(tls.0);
     tokio::spawn(async move {
         let unproved = Unproved::default();
         loop {
@@ -148,7 +154,7 @@ pub(crate) fn accept(
 /// Finishes the TLS handshake, hands the connection over, and closes it when its time is over.
 async fn greet(
     stream: TcpStream,
-    acceptor: Option<TlsAcceptor>,
+    acceptor: TlsAcceptor,
     (standing, close): (Standing, CancellationToken),
     limit: Duration,
     accepted: mpsc::Sender<io::Result<Connection>>,
@@ -157,13 +163,11 @@ async fn greet(
     let _close_on_error = close.clone().drop_guard();
     let hand_over = async {
         stream.set_nodelay(true)?;
-        let stream: Box<dyn Bytes> = match acceptor {
-            Some(acceptor) => Box::new(acceptor.accept(stream).await?),
-            None => Box::new(stream),
-        };
+        let stream = acceptor.accept(stream).await?;
+        let peer = Peer { standing, binding: tls::binding(stream.get_ref().1)? };
         let closed = Box::pin(close.clone().cancelled_owned());
         // Nothing receives the connection once the job has ended.
-        let _ = accepted.send(Ok(Connection { stream, standing, closed })).await;
+        let _ = accepted.send(Ok(Connection { stream, peer, closed })).await;
         io::Result::Ok(())
     };
     tokio::select! {
@@ -180,22 +184,31 @@ async fn greet(
 #[cfg(test)]
 mod tests {
     use tokio::io::AsyncReadExt as _;
+    use tokio_rustls::{TlsConnector, client};
     use tokio_stream::StreamExt as _;
 
     use super::*;
+    use crate::join::ClientTls;
+
+    async fn connect(address: std::net::SocketAddr) -> client::TlsStream<TcpStream> {
+        let tls = ClientTls::of_token().unwrap();
+        let name = tls.server_name("localhost").unwrap();
+        let stream = TcpStream::connect(address).await.unwrap();
+        TlsConnector::from(tls.config).connect(name, stream).await.unwrap()
+    }
 
     #[tokio::test]
     async fn of_too_many_silent_connections_the_oldest_are_closed() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let mut connections = accept(listener, None, PROOF_TIMEOUT);
+        let mut connections = accept(listener, ServerTls::own().unwrap(), PROOF_TIMEOUT);
         let mut clients = Vec::new();
         let mut held = Vec::new();
         for index in 0..UNPROVED_MAX + 2 {
-            clients.push(TcpStream::connect(address).await.unwrap());
+            clients.push(connect(address).await);
             held.push(connections.next().await.unwrap().unwrap());
             if index == 0 {
-                held[0].standing.prove();
+                held[0].peer.standing.prove();
             }
         }
         let mut byte = [0; 1];
@@ -212,10 +225,25 @@ mod tests {
     async fn a_connection_without_a_proof_is_closed_after_its_time() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let mut connections = accept(listener, None, Duration::from_millis(50));
-        let _client = TcpStream::connect(address).await.unwrap();
+        let mut connections = accept(listener, ServerTls::own().unwrap(), Duration::from_millis(500));
+        let _client = connect(address).await;
         let mut connection = connections.next().await.unwrap().unwrap();
         let error = connection.read(&mut [0; 1]).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
+    async fn only_the_two_ends_of_a_connection_have_its_binding() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut connections = accept(listener, ServerTls::own().unwrap(), PROOF_TIMEOUT);
+        let mut seen = Vec::new();
+        for _ in 0..2 {
+            let client = connect(address).await;
+            let server = connections.next().await.unwrap().unwrap();
+            assert_eq!(tls::binding(client.get_ref().1).unwrap(), server.peer.binding);
+            seen.push(server.peer.binding);
+        }
+        assert_ne!(seen[0], seen[1]);
     }
 }

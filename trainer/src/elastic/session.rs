@@ -31,7 +31,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(600);
 const VANISH_GRACE: Duration = Duration::from_secs(2);
 /// Largest message accepted from the coordinator, which launched this process. A plan names every file and
 /// row group of its dataset.
-pub(super) const MESSAGE_BYTES_MAX: usize = 2 << 30;
+const MESSAGE_BYTES_MAX: usize = 2 << 30;
 /// How long a worker waits for the coordinator's answer when it leaves or fails. The coordinator also reads what it
 /// has been sent after that.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -597,6 +597,7 @@ async fn listen(
             }
             to_worker::Message::Welcome(_)
             | to_worker::Message::Challenge(_)
+            | to_worker::Message::Part(_)
             | to_worker::Message::Script(_) => {
                 break "welcomed this worker twice".to_owned();
             }

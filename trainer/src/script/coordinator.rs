@@ -1,7 +1,7 @@
 //! The coordinator of a script job: feeds events to [`Rounds`] and passes its orders to the nodes.
 //!
-//! The own machine's node and joined ones differ in their connection only: a channel, or a stream whose messages are
-//! sealed ([`Seal`]). The port for other machines, its bounds and the proof of the token are those of native jobs.
+//! The own machine's node and joined ones differ in their connection only: a channel, or a stream. The port for other
+//! machines, its bounds and the proof of the token are those of native jobs.
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -11,12 +11,12 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::layout::Framework;
-use super::messages::{Assignment, FROM_NODE, Order, Program, Report, Seal, TO_NODE};
+use super::messages::{Assignment, Order, Program, Report, decode, encode};
 use super::node::{self, Ending, KILL_TIMEOUT, NodeSettings};
 use super::rounds::{Action, Node, NodeId, Rounds, Rules, Verdict};
 use crate::config::Config;
 use crate::elastic::coordinator::{Admission, CoordinatorService, Event, admit};
-use crate::elastic::joining::welcome;
+use crate::elastic::joining::send_welcome;
 use crate::elastic::proto::{self, from_worker, to_worker};
 use crate::error::{Error, Result};
 use crate::join::{Listen, host_name};
@@ -92,8 +92,6 @@ enum Link {
 
 struct Joined {
     outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
-    to_node: Seal,
-    from_node: Seal,
     node: Node,
     since: Instant,
     /// Whether it has said if it can run the script.
@@ -285,14 +283,14 @@ impl Coordinator<'_> {
     fn on_event(&mut self, event: Event) {
         let now = Instant::now();
         match event {
-            Event::Admitted { hello, host, outbox, key, reply } => {
-                let admitted = self.admit(&hello, &host, outbox, key);
+            Event::Admitted { hello, host, outbox, reply } => {
+                let admitted = self.admit(&hello, &host, outbox);
                 // If the connection is gone, the end of its stream reports that.
                 let _ = reply.send(admitted);
             }
-            Event::Message { member, message: from_worker::Message::Script(sealed) } => {
+            Event::Message { member, message: from_worker::Message::Script(report) } => {
                 let Some(Link::Joined(joined)) = self.links.get_mut(&member) else { return };
-                match joined.from_node.open::<Report>(&sealed) {
+                match decode::<Report>(&report) {
                     Ok(report) => self.on_report(member, report),
                     Err(reason) => {
                         tracing::warn!(node = joined.node.name, reason, "a node is dropped");
@@ -320,7 +318,6 @@ impl Coordinator<'_> {
         hello: &proto::Hello,
         host: &str,
         outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
-        key: [u8; 32],
     ) -> Option<NodeId> {
         if self.links.len() >= self.params.nodes_max {
             return None;
@@ -330,8 +327,9 @@ impl Coordinator<'_> {
         let assignment =
             Assignment { script: self.params.program.script.clone(), job: self.params.job.clone() };
         let assignment = serde_json::to_string(&assignment).ok()?;
-        let welcome = welcome(&key, id, assignment, &[]);
-        outbox.try_send(Ok(message(to_worker::Message::Welcome(welcome)))).ok()?;
+        if !send_welcome(&outbox, id, &assignment, &[]) {
+            return None;
+        }
         // The service has checked that the address has a port.
         let address =
             hello.ring_address.rsplit_once(':').map_or(hello.ring_address.as_str(), |(host, _)| host);
@@ -341,9 +339,8 @@ impl Coordinator<'_> {
             workers: self.params.workers,
         };
         tracing::info!(job = self.params.job, node = node.name, "node joins");
-        let (to_node, from_node) = (Seal::new(key, TO_NODE), Seal::new(key, FROM_NODE));
         let since = Instant::now();
-        let joined = Joined { outbox, to_node, from_node, node, since, has_answered: false };
+        let joined = Joined { outbox, node, since, has_answered: false };
         self.links.insert(id, Link::Joined(Box::new(joined)));
         self.tell(id, Order::Introduce(Box::new(self.params.program.clone())));
         Some(id)
@@ -414,8 +411,8 @@ impl Coordinator<'_> {
         let sent = match self.links.get_mut(&id) {
             None => return,
             Some(Link::Local(orders)) => orders.try_send(order).is_ok(),
-            Some(Link::Joined(joined)) => match joined.to_node.close(&order) {
-                Ok(sealed) => joined.outbox.try_send(Ok(message(to_worker::Message::Script(sealed)))).is_ok(),
+            Some(Link::Joined(joined)) => match encode(&order) {
+                Ok(order) => joined.outbox.try_send(Ok(message(to_worker::Message::Script(order)))).is_ok(),
                 Err(error) => {
                     tracing::error!(error, "an order cannot be sent");
                     false

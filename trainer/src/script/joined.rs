@@ -1,14 +1,13 @@
-//! A joined machine's part in a script job: its node behind a connection whose messages are sealed.
+//! A joined machine's part in a script job: its node behind a connection.
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::messages::{Assignment, FROM_NODE, Order, Report, Seal, TO_NODE};
+use super::messages::{Assignment, Order, Report, decode, encode};
 use super::node::{self, Ending, NodeSettings};
 use crate::elastic::proto::{self, from_worker, to_worker};
 use crate::elastic::session::AcceptedSession;
 use crate::error::{Error, Result};
-use crate::proof::PROOF_BYTES;
 
 /// Orders and reports that wait.
 const QUEUED: usize = 64;
@@ -37,23 +36,21 @@ pub(crate) enum SessionEnd {
 pub(crate) fn serve(
     runtime: &Handle,
     session: AcceptedSession,
-    key: [u8; PROOF_BYTES],
     settings: NodeSettings,
     leave: &CancellationToken,
 ) -> Result<SessionEnd> {
     let (address, outgoing, mut incoming) = session.into_parts();
     let (orders, own) = mpsc::channel::<Order>(QUEUED);
     let (told, mut reports) = mpsc::channel::<Report>(QUEUED);
-    let mut from_coordinator = Seal::new(key, TO_NODE);
     let reader = runtime.spawn(async move {
         loop {
-            let sealed = match incoming.message().await {
-                Ok(Some(proto::ToWorker { message: Some(to_worker::Message::Script(sealed)) })) => sealed,
+            let message = match incoming.message().await {
+                Ok(Some(proto::ToWorker { message: Some(to_worker::Message::Script(message)) })) => message,
                 Ok(Some(_)) => return "it sent a message that is none of a script job".to_owned(),
                 Ok(None) => return "it closed the connection".to_owned(),
                 Err(status) => return format!("the connection broke ({})", status.message()),
             };
-            let order = match from_coordinator.open::<Order>(&sealed) {
+            let order = match decode::<Order>(&message) {
                 Ok(order) => order,
                 Err(reason) => return reason,
             };
@@ -62,11 +59,10 @@ pub(crate) fn serve(
             }
         }
     });
-    let mut to_coordinator = Seal::new(key, FROM_NODE);
     let writer = runtime.spawn(async move {
         while let Some(report) = reports.recv().await {
-            let Ok(sealed) = to_coordinator.close(&report) else { return };
-            let message = proto::FromWorker { message: Some(from_worker::Message::Script(sealed)) };
+            let Ok(message) = encode(&report) else { return };
+            let message = proto::FromWorker { message: Some(from_worker::Message::Script(message)) };
             if outgoing.send(message).await.is_err() {
                 // Further reports have no receiver, which must not block the node.
                 reports.close();

@@ -1,18 +1,9 @@
-//! Messages between the coordinator of a script job and its nodes, and their seals on the network.
-//!
-//! An order makes a node run a program. A joined node therefore takes an order only with a seal: an HMAC-SHA-256 over
-//! the text and its number, with a key that both sides derive from the token and the nonces of their connection. An
-//! order that was changed, repeated or left out on the way ends the connection, also without TLS.
+//! Messages between the coordinator of a script job and its nodes, as JSON.
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::layout::{Layout, Place};
 use crate::elastic::proto;
-use crate::proof::{PROOF_BYTES, is_valid, prove};
-
-/// Purposes of seals.
-pub(crate) const TO_NODE: &str = "millrace script order";
-pub(crate) const FROM_NODE: &str = "millrace script report";
 
 /// Most lines of output that a report of an end has, and most bytes of each.
 pub(crate) const LINES_MAX: usize = 20;
@@ -142,38 +133,15 @@ impl From<std::io::Result<std::process::ExitStatus>> for Exit {
     }
 }
 
-/// Seals and opens the messages of one direction of a connection, in order.
-#[derive(Debug, Clone)]
-pub(crate) struct Seal {
-    key: [u8; PROOF_BYTES],
-    purpose: &'static str,
-    /// The number of the next message.
-    next: u64,
+/// The message for the network.
+pub(crate) fn encode<T: Serialize>(message: &T) -> Result<proto::Script, String> {
+    let text = serde_json::to_string(message).map_err(|e| format!("a message cannot be written ({e})"))?;
+    Ok(proto::Script { text })
 }
 
-impl Seal {
-    pub(crate) fn new(key: [u8; PROOF_BYTES], purpose: &'static str) -> Seal {
-        Seal { key, purpose, next: 0 }
-    }
-
-    /// The sealed message.
-    pub(crate) fn close<T: Serialize>(&mut self, message: &T) -> Result<proto::Script, String> {
-        let text =
-            serde_json::to_string(message).map_err(|e| format!("a message cannot be written ({e})"))?;
-        let proof = prove(&self.key, self.purpose, &[&self.next.to_le_bytes(), text.as_bytes()]).to_vec();
-        self.next += 1;
-        Ok(proto::Script { text, proof })
-    }
-
-    /// The message, if its seal is that of the next one.
-    pub(crate) fn open<T: DeserializeOwned>(&mut self, sealed: &proto::Script) -> Result<T, String> {
-        let parts: [&[u8]; 2] = [&self.next.to_le_bytes(), sealed.text.as_bytes()];
-        if !is_valid(&self.key, self.purpose, &parts, &sealed.proof) {
-            return Err("a message was changed on the way, or is not the next one".to_owned());
-        }
-        self.next += 1;
-        serde_json::from_str(&sealed.text).map_err(|e| format!("a message cannot be read ({e})"))
-    }
+/// The message of the network.
+pub(crate) fn decode<T: DeserializeOwned>(message: &proto::Script) -> Result<T, String> {
+    serde_json::from_str(&message.text).map_err(|e| format!("a message cannot be read ({e})"))
 }
 
 /// The last `LINES_MAX` lines, each cut at a character.
@@ -195,23 +163,6 @@ pub(crate) fn last_lines<'a>(lines: impl DoubleEndedIterator<Item = &'a str>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_message_is_opened_once_in_order_and_unchanged() {
-        let key = [7; PROOF_BYTES];
-        let (mut from, mut to) = (Seal::new(key, TO_NODE), Seal::new(key, TO_NODE));
-        let order = |round| Order::Prepare { round, ports: 1 };
-        let (first, second) = (from.close(&order(1)).unwrap(), from.close(&order(2)).unwrap());
-        // Left out, changed, of the other direction, of another connection.
-        assert!(to.clone().open::<Order>(&second).is_err());
-        let changed = proto::Script { text: first.text.replace('1', "3"), ..first.clone() };
-        assert!(to.clone().open::<Order>(&changed).is_err());
-        assert!(Seal::new(key, FROM_NODE).open::<Order>(&first).is_err());
-        assert!(Seal::new([8; PROOF_BYTES], TO_NODE).open::<Order>(&first).is_err());
-        assert_eq!(to.open::<Order>(&first).unwrap(), order(1));
-        assert!(to.clone().open::<Order>(&first).is_err(), "a message is taken twice");
-        assert_eq!(to.open::<Order>(&second).unwrap(), order(2));
-    }
 
     #[test]
     fn the_last_lines_are_bounded_and_whole_characters() {

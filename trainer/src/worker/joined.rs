@@ -454,7 +454,7 @@ fn attempt(
     }
     .map_err(|error| NotAdmitted::Ever(error.into()))?;
     let ring = ring_address(join, collective.address())?;
-    let Admission { session, assignment, secret, key } = joining::connect(runtime.handle(), join, &ring)?;
+    let Admission { session, assignment, secret } = joining::connect(runtime.handle(), join, &ring)?;
     if script::is_script(&assignment) {
         drop(collective);
         let Some(settings) = machine.scripts else {
@@ -462,7 +462,7 @@ fn attempt(
             return Err(Error::Join { coordinator: join.coordinator.clone(), reason }.into());
         };
         tracing::info!(coordinator = join.coordinator, "joined a script job");
-        let ended = script::serve(runtime.handle(), session, key, settings.clone(), leave)?;
+        let ended = script::serve(runtime.handle(), session, settings.clone(), leave)?;
         return Ok(match ended {
             SessionEnd::Done => Ended::Job(JoinEnd::Done),
             SessionEnd::Left => Ended::Job(JoinEnd::Left),

@@ -5,13 +5,12 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 use super::{Actor, Event, Report, to_worker_message};
-use crate::elastic::joining::welcome;
+use crate::elastic::joining::send_welcome;
 use crate::elastic::membership::{Action, MemberId, Message, Reason, Verdict};
 use crate::elastic::proto::{self, from_worker, to_worker};
 use crate::error::Result;
 use crate::launch::{RingEnv, WorkerEnv, describe_exit};
 use crate::metrics;
-use crate::proof::PROOF_BYTES;
 
 /// Longest name of an exchange in a heartbeat.
 const EXCHANGE_CHARS_MAX: usize = 60;
@@ -49,8 +48,8 @@ impl Actor<'_> {
     pub(super) fn on_event(&mut self, event: Event, on_report: &mut impl FnMut(Report)) {
         let now = Instant::now();
         match event {
-            Event::Admitted { hello, host, key, outbox, reply } => {
-                let admitted = self.admit(hello, host, (outbox, key), now);
+            Event::Admitted { hello, host, outbox, reply } => {
+                let admitted = self.admit(hello, host, outbox, now);
                 // If the connection is gone, the end of its stream reports that.
                 let _ = reply.send(admitted);
             }
@@ -96,15 +95,14 @@ impl Actor<'_> {
         &mut self,
         hello: proto::Hello,
         host: String,
-        (outbox, key): (mpsc::Sender<Result<proto::ToWorker, Status>>, [u8; PROOF_BYTES]),
+        outbox: mpsc::Sender<Result<proto::ToWorker, Status>>,
         now: Instant,
     ) -> Option<MemberId> {
         let joining = self.params.joining.as_ref()?;
         let pid = hello.pid;
         let member = self.membership.admitted(pid, hello.ring_address, host.clone(), now)?;
         tracing::info!(job = self.params.job, host, pid, "worker of another machine joined");
-        let welcome = welcome(&key, member, joining.assignment.clone(), &self.ring_nonce);
-        if outbox.try_send(Ok(to_worker_message(to_worker::Message::Welcome(welcome)))).is_ok() {
+        if send_welcome(&outbox, member, &joining.assignment, &self.ring_nonce) {
             self.outboxes.insert(member, outbox);
             self.joined.insert(member);
         }

@@ -14,13 +14,13 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::{Event, to_worker_message};
 use crate::config::Config;
-use crate::elastic::joining::{connection_key, coordinator_proof, is_worker_proof};
-use crate::elastic::listener::{self, Standing};
+use crate::elastic::joining::{coordinator_proof, is_worker_proof};
+use crate::elastic::listener::{self, Peer};
 use crate::elastic::membership::MemberId;
 use crate::elastic::proto::coordinator_server::{Coordinator as Service, CoordinatorServer};
 use crate::elastic::proto::{self, from_worker, to_worker};
 use crate::error::{Error, Result};
-use crate::join::{self, Listen, PROTOCOL, Token};
+use crate::join::{self, Listen, PROTOCOL, ServerTls, Token};
 use crate::proof::{NONCE_BYTES, nonce};
 
 /// Deadline for the first message of a connection.
@@ -44,6 +44,7 @@ pub(crate) async fn admit(
     let what = || format!("listen on {} for workers of other machines", listen.address);
     let listener = TcpListener::bind(listen.address).await.map_err(|e| Error::io(what(), e))?;
     let address = listener.local_addr().map_err(|e| Error::io(what(), e))?;
+    let tls = listen.tls.clone().map_or_else(ServerTls::own, Ok)?;
     let half = config.heartbeat_lost() / 2;
     let server = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(half))
@@ -51,7 +52,7 @@ pub(crate) async fn admit(
         .max_concurrent_streams(STREAMS_MAX)
         .add_service(CoordinatorServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX))
         .serve_with_incoming_shutdown(
-            listener::accept(listener, listen.tls.clone(), listener::PROOF_TIMEOUT),
+            listener::accept(listener, tls, listener::PROOF_TIMEOUT),
             shutdown.cancelled_owned(),
         );
     tokio::spawn(async move {
@@ -91,7 +92,7 @@ impl Service for CoordinatorService {
         &self,
         request: Request<Streaming<proto::FromWorker>>,
     ) -> Result<Response<Self::SessionStream>, Status> {
-        let standing = request.extensions().get::<Standing>().cloned().unwrap_or_default();
+        let peer = request.extensions().get::<Peer>().cloned();
         let mut messages = request.into_inner();
         let first = tokio::time::timeout(HELLO_TIMEOUT, messages.message())
             .await
@@ -114,9 +115,10 @@ impl Service for CoordinatorService {
             Admission::Joining { token } => {
                 // The worker reads the challenge from the reply, so the reply begins before the proof.
                 let token = token.clone();
+                let peer = peer.ok_or_else(|| Status::internal("the connection has no TLS"))?;
                 tokio::spawn(async move {
                     let refuse = outbox.clone();
-                    match challenge(&token, hello, &mut messages, outbox, &standing, &events).await {
+                    match challenge(&token, hello, &mut messages, outbox, &peer, &events).await {
                         Ok(member) => {
                             // The stream closes when the coordinator drops its end.
                             drop(refuse);
@@ -140,7 +142,7 @@ pub(super) async fn challenge(
     hello: proto::Hello,
     messages: &mut Streaming<proto::FromWorker>,
     outbox: Outbox,
-    standing: &Standing,
+    peer: &Peer,
     events: &mpsc::Sender<Event>,
 ) -> Result<MemberId, Status> {
     let Some(join) = &hello.join else {
@@ -163,7 +165,7 @@ pub(super) async fn challenge(
         protocol: PROTOCOL,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         nonce: own.to_vec(),
-        proof: coordinator_proof(token, &join.nonce, &own),
+        proof: coordinator_proof(token, &peer.binding, &join.nonce, &own),
     });
     outbox.send(Ok(to_worker_message(asked))).await.map_err(|_| gone())?;
     let answer = tokio::time::timeout(HELLO_TIMEOUT, messages.message())
@@ -173,12 +175,13 @@ pub(super) async fn challenge(
         Some(from_worker::Message::Proof(proof)) => proof.proof,
         _ => return Err(Status::invalid_argument("no proof of the token")),
     };
-    if !is_worker_proof(token, &join.nonce, &own, &hello.ring_address, &proof) {
+    if !is_worker_proof(token, &peer.binding, (&join.nonce, &own), &hello.ring_address, &proof) {
         return Err(Status::permission_denied(
-            "the worker has another token than the coordinator: copy the coordinator's token file",
+            "the worker has another token than the coordinator (copy the coordinator's token file), or a proxy between \
+             them ends TLS",
         ));
     }
-    standing.prove();
+    peer.standing.prove();
     if !join::has_port(&hello.ring_address) {
         return Err(Status::invalid_argument("the worker's ring address is not HOST:PORT"));
     }
@@ -187,9 +190,8 @@ pub(super) async fn challenge(
         Status::unavailable(format!("the coordinator's machine does not find the worker: {error}"))
     })?;
     let host: String = join.host.chars().filter(|c| !c.is_control()).take(NAME_BYTES_MAX).collect();
-    let key = connection_key(token, &join.nonce, &own);
     let (reply, admitted) = oneshot::channel();
-    events.send(Event::Admitted { hello, host, key, outbox, reply }).await.map_err(|_| gone())?;
+    events.send(Event::Admitted { hello, host, outbox, reply }).await.map_err(|_| gone())?;
     admitted.await.map_err(|_| gone())?.ok_or_else(|| {
         Status::resource_exhausted("the job has all the workers that it may have (workers_max)")
     })
@@ -222,11 +224,13 @@ mod tests {
     use tonic::Code;
 
     use super::*;
+    use crate::elastic::joining::tests_support::connect;
     use crate::elastic::proto::coordinator_client::CoordinatorClient;
+    use crate::join::tls::Binding;
     use crate::proof::prove;
 
     /// What a worker says, and the coordinator's last answer to it.
-    async fn told(hello: proto::Hello, proof: impl Fn(&proto::Challenge) -> Vec<u8>) -> Status {
+    async fn told(hello: proto::Hello, proof: impl Fn(&Binding, &proto::Challenge) -> Vec<u8>) -> Status {
         let listen = Listen {
             address: "127.0.0.1:0".parse().unwrap(),
             advertise: None,
@@ -240,7 +244,8 @@ mod tests {
         let shutdown = CancellationToken::new();
         let _stop = shutdown.clone().drop_guard();
         let address = admit(&listen, service, &Config::default(), shutdown).await.unwrap();
-        let mut client = CoordinatorClient::connect(format!("http://{address}")).await.unwrap();
+        let (channel, binding) = connect(address, &listen.token).await;
+        let mut client = CoordinatorClient::new(channel);
         let (outgoing, messages) = mpsc::channel(8);
         let send = |message| outgoing.try_send(proto::FromWorker { message: Some(message) }).unwrap();
         send(from_worker::Message::Hello(hello));
@@ -251,7 +256,7 @@ mod tests {
         loop {
             match answers.message().await {
                 Ok(Some(proto::ToWorker { message: Some(to_worker::Message::Challenge(challenge)) })) => {
-                    let proof = proof(&challenge);
+                    let proof = proof(&binding, &challenge);
                     send(from_worker::Message::Proof(proto::Proof { proof }));
                 }
                 Ok(other) => panic!("admitted with {other:?}"),
@@ -268,7 +273,7 @@ mod tests {
 
     #[tokio::test]
     async fn workers_without_the_protocol_or_the_token_are_refused() {
-        let no_proof = |_: &proto::Challenge| Vec::new();
+        let no_proof = |_: &Binding, _: &proto::Challenge| Vec::new();
         let status = told(hello(PROTOCOL + 1), no_proof).await;
         assert_eq!(status.code(), Code::FailedPrecondition);
         assert!(status.message().contains("9.9.9") && status.message().contains("same version"), "{status}");
@@ -278,22 +283,28 @@ mod tests {
         let status = told(hello(PROTOCOL), no_proof).await;
         assert_eq!(status.code(), Code::PermissionDenied);
         // The coordinator's own proof, sent back.
-        let status = told(hello(PROTOCOL), |challenge| challenge.proof.clone()).await;
+        let status = told(hello(PROTOCOL), |_, challenge| challenge.proof.clone()).await;
         assert_eq!(status.code(), Code::PermissionDenied);
         // The right token for another ring address.
-        let elsewhere = |challenge: &proto::Challenge| {
-            let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, b"10.0.0.9:1"];
+        let elsewhere = |binding: &Binding, challenge: &proto::Challenge| {
+            let parts: [&[u8]; 4] = [binding, &[3; NONCE_BYTES], &challenge.nonce, b"10.0.0.9:1"];
             prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
         };
         assert_eq!(told(hello(PROTOCOL), elsewhere).await.code(), Code::PermissionDenied);
+        // The right token on another connection.
+        let replayed = |_: &Binding, challenge: &proto::Challenge| {
+            let parts: [&[u8]; 4] = [&[0; 32], &[3; NONCE_BYTES], &challenge.nonce, b"127.0.0.1:1"];
+            prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
+        };
+        assert_eq!(told(hello(PROTOCOL), replayed).await.code(), Code::PermissionDenied);
     }
 
     #[tokio::test]
     async fn a_worker_that_others_do_not_find_may_come_again() {
         let told_of = async |address: &str| {
             let greeting = proto::Hello { ring_address: address.to_owned(), ..hello(PROTOCOL) };
-            let proof = |challenge: &proto::Challenge| {
-                let parts: [&[u8]; 3] = [&[3; NONCE_BYTES], &challenge.nonce, address.as_bytes()];
+            let proof = |binding: &Binding, challenge: &proto::Challenge| {
+                let parts: [&[u8]; 4] = [binding, &[3; NONCE_BYTES], &challenge.nonce, address.as_bytes()];
                 prove(b"0123456789abcdef", "millrace worker", &parts).to_vec()
             };
             told(greeting, proof).await
