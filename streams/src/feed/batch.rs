@@ -568,9 +568,7 @@ impl Inner {
             Some(packer) => packer.row_bytes(),
             None => self.images.as_ref().map_or(0, Images::row_bytes),
         };
-        let batch_bytes = row_bytes.saturating_mul(self.plan.slots(shard).len() as u64);
-        let within = image::TENSOR_BYTES_AHEAD.checked_div(batch_bytes).unwrap_or(u64::MAX);
-        usize::try_from(within).unwrap_or(usize::MAX).clamp(1, self.prefetch_batches)
+        batches_ahead(row_bytes.saturating_mul(self.plan.slots(shard).len() as u64), self.prefetch_batches)
     }
 
     fn files_of(&self, groups: &[u32]) -> String {
@@ -611,6 +609,13 @@ impl Inner {
             prefetched.insert(lane, begin..position);
         }
     }
+}
+
+/// Batches that a stream assembles ahead: at least 1, at most `most`, and no more than fit the bound for tensors of
+/// images and sequences. `tensor_bytes` is the size of the tensors of one batch.
+pub(crate) fn batches_ahead(tensor_bytes: u64, most: usize) -> usize {
+    let within = image::TENSOR_BYTES_AHEAD.checked_div(tensor_bytes).unwrap_or(u64::MAX);
+    usize::try_from(within).unwrap_or(usize::MAX).min(most).max(1)
 }
 
 /// Row groups decoded at the same time where nothing else is asked for.

@@ -10,7 +10,7 @@ use object_store::ObjectStore;
 
 use super::Mixture;
 use crate::feed::any::check_places;
-use crate::feed::batch::{Fetched, assemble, columns, pack_sequences, project};
+use crate::feed::batch::{Fetched, assemble, batches_ahead, columns, pack_sequences, project};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::PLACES_MAX;
 use crate::feed::places::lane_positions;
@@ -18,7 +18,8 @@ use crate::feed::{AnyFeed, Feed, FeedBatch, FeedOptions, FeedStream, Shard};
 
 /// The batches of a mixture. Cheap to clone; clones share the caches.
 ///
-/// Memory: that of a [`Feed`] for each source, with the cache limit divided among them.
+/// Memory: that of a [`Feed`] for each source, with the cache limit divided among them. A stream assembles at most 512 MiB
+/// of packed tokens ahead, or one batch.
 #[derive(Clone)]
 pub struct MixtureFeed {
     inner: Arc<Inner>,
@@ -114,7 +115,8 @@ impl MixtureFeed {
     /// Outside of a tokio runtime.
     pub fn stream_places(&self, shard: Shard, places: Range<u64>, stride: u64) -> Result<FeedStream> {
         check_places(&places, stride, PLACES_MAX)?;
-        Ok(FeedStream::start(AnyFeed::from(self.clone()), shard, places, stride, self.inner.prefetch_batches))
+        let ahead = self.inner.batches_ahead(shard);
+        Ok(FeedStream::start(AnyFeed::from(self.clone()), shard, places, stride, ahead))
     }
 
     /// A reader's rows of a part of a global batch. The places of the part belong to the sources in turns, and each
@@ -171,6 +173,16 @@ impl MixtureFeed {
         let step = places.start / mixture.batch_rows() as u64;
         let sources = turns.into_iter().map(|source| source as u32).collect();
         Ok(FeedBatch { step, slots, batch, rows, epochs, sources })
+    }
+}
+
+impl Inner {
+    /// Batches that a stream assembles ahead of a reader, within the bound for tensors of packed tokens.
+    fn batches_ahead(&self, shard: Shard) -> usize {
+        let packer = self.feeds.first().and_then(Feed::packer);
+        let row_bytes = packer.map_or(0, |packer| packer.row_bytes());
+        let slots = shard.slots(self.mixture.batch_rows());
+        batches_ahead(row_bytes.saturating_mul(slots.len() as u64), self.prefetch_batches)
     }
 }
 

@@ -4,6 +4,7 @@ use arrow::datatypes::{DataType, Field, Schema};
 
 use super::*;
 use crate::dataset::{DataFile, Dataset, FileFormat, RowGroup};
+use crate::feed::batch::batches_ahead;
 
 fn source(name: &str, rows: u64, weight: &str) -> MixtureSource {
     let file = DataFile {
@@ -81,4 +82,13 @@ fn bounds_are_named() {
     let endless = vec![source("a", 1000, "0.000000001"), source("b", 1, "1000000000")];
     let refused = Mixture::new(endless, 8, Until::Every).unwrap_err().to_string();
     assert!(refused.contains("weight"), "{refused}");
+}
+
+#[test]
+fn sequences_ahead_of_a_reader_stay_within_the_bound_of_tensors() {
+    assert_eq!(batches_ahead(0, 4), 4);
+    assert_eq!(batches_ahead(128 << 20, 4), 4);
+    assert_eq!(batches_ahead((128 << 20) + 1, 4), 3);
+    assert_eq!(batches_ahead(512 << 20, 1024), 1);
+    assert_eq!(batches_ahead(u64::MAX, 1024), 1);
 }
