@@ -117,6 +117,7 @@ fn streams(error: &millrace_streams::Error) -> Exit {
         E::UnknownTopic { .. }
         | E::UnknownPartition { .. }
         | E::OffsetOutOfRange { .. }
+        | E::RecordsRemoved { .. }
         | E::TooFewRecords { .. }
         | E::NoRecords { .. } => Exit::NotFound,
         E::Config { .. } | E::InvalidTopic { .. } | E::OpenRange { .. } => Exit::Usage,

@@ -269,6 +269,10 @@ pub(crate) struct TrainArgs {
     /// hands the job over: workers of other machines stay
     #[arg(long, conflicts_with = "script")]
     pub(crate) standby: bool,
+    /// Leave the unfinished run of a job on a topic behind, and begin a new one on the records of now. For runs whose
+    /// records were removed from the topic
+    #[arg(long, conflicts_with_all = ["script", "standby"])]
+    pub(crate) abandon_run: bool,
     /// Workers to wait for before training begins or goes on [default: from the job file, else 1]
     #[arg(long, value_name = "N", conflicts_with = "script", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) workers_min: Option<u32>,

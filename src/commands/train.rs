@@ -64,7 +64,7 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
     let shown = bar.clone();
     let (out, mut listening, mut missing) = (context.out, None, 0);
     let (mut reached, mut unsaved, mut unread) = (0, false, false);
-    let how = How { listen, standby: args.standby };
+    let how = How { listen, standby: args.standby, abandon_run: args.abandon_run };
     let report = train_with(context, &job, how, context.stop.clone(), |progress| {
         if let Some(coordinator) = &progress.waiting_for {
             shown.suspend(|| out.note(&format!("train waits: the job has a coordinator, {coordinator}")));
@@ -240,13 +240,14 @@ pub(crate) async fn train(
     stop: CancellationToken,
     progress: impl FnMut(Progress) + Send,
 ) -> Result<TrainReport> {
-    train_with(context, job, How { listen: None, standby: false }, stop, progress).await
+    train_with(context, job, How { listen: None, standby: false, abandon_run: false }, stop, progress).await
 }
 
 /// How a job is coordinated.
 struct How {
     listen: Option<Listen>,
     standby: bool,
+    abandon_run: bool,
 }
 
 /// [`train`], also with workers of other machines and with standbys.
@@ -270,6 +271,7 @@ async fn train_with(
         worker: WorkerCommand::current_exe(["worker"]),
         listen: how.listen,
         standby: how.standby,
+        abandon_run: how.abandon_run,
     };
     Ok(millrace_trainer::train(job.clone(), setup, stop, progress).await?)
 }

@@ -71,11 +71,31 @@ pub enum Error {
         /// Offset of the next record to be written.
         high: i64,
     },
+    /// Records of a bounded range are not in the log any more: start a new run.
+    #[error(
+        "topic {topic} partition {partition}: the records from offset {first} up to before {next} are needed, and the log has \
+         those from {low} up to before {high}; retention removed the others, or the topic was deleted and created again: \
+         begin a new run (millrace train --abandon-run, or a feed without its offsets), or land topics and feed snapshots"
+    )]
+    RecordsRemoved {
+        /// Topic name.
+        topic: String,
+        /// Partition.
+        partition: i32,
+        /// First offset of the range, or of the part of it that is read.
+        first: i64,
+        /// The offset after it.
+        next: i64,
+        /// First offset in the log.
+        low: i64,
+        /// The offset after the last record that can be read.
+        high: i64,
+    },
     /// The records of a bounded range are not those that were there before: start a new run.
     #[error(
         "topic {topic} partition {partition}: the records from offset {first} up to before {next} are not those of the plan; the topic \
-         was deleted and created again, or compacted since: change the bounds or the seed to begin a new run, or land the topic \
-         and feed a snapshot"
+         was deleted and created again, or compacted since: begin a new run (millrace train --abandon-run, or a feed without \
+         its offsets), or land topics and feed snapshots"
     )]
     RecordsChanged {
         /// Topic name.

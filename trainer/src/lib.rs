@@ -44,6 +44,7 @@
 //!     worker: WorkerCommand::current_exe(["worker"]),
 //!     listen: None,
 //!     standby: false,
+//!     abandon_run: false,
 //! };
 //! let job = JobFile::load("train.toml".as_ref())?;
 //! let report = train(job, setup, CancellationToken::new(), |p| println!("step {}", p.step)).await?;

@@ -88,6 +88,22 @@ pub(crate) fn keep_offsets(output: &View, job: &mut JobFile) -> Result<()> {
     Ok(())
 }
 
+/// Checks that a job can leave its unfinished run behind: only bounds of a topic mean other rows in a new run.
+pub(crate) fn abandon(output: &View, job: &JobFile) -> Result<()> {
+    if !job.reads_open_topic() {
+        let reason = format!(
+            "--abandon-run is for a topic whose bounds are no offsets, for example topic:NAME@latest; {} has the same rows \
+             in every run, so change the seed to begin a new one",
+            job.dataset
+        );
+        return Err(Error::Job { job: job.name.to_string(), reason });
+    }
+    if let Some(theirs) = checkpoint::unfinished_job(output, job.name.as_str())? {
+        tracing::info!(job = %job.name, dataset = %theirs.dataset, "leaving the unfinished run on these records behind");
+    }
+    Ok(())
+}
+
 /// What rows are read for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {

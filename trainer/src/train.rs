@@ -44,6 +44,9 @@ pub struct Setup {
     /// Waits while another process coordinates the job, and takes its place when it has ended, also when it was
     /// killed, stopped or cut off. A stop of this process then hands the job over: workers of other machines stay.
     pub standby: bool,
+    /// Leaves the unfinished run of a job on a topic behind and begins a new one, on the offsets that the bounds of the
+    /// topic mean now. The job's next calls go on with the new run. A job without such bounds is refused.
+    pub abandon_run: bool,
 }
 
 impl Setup {

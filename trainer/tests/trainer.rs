@@ -187,6 +187,7 @@ fn setup_with(home: &Path, datafs_config: millrace_datafs::Config) -> Setup {
         worker: WorkerCommand::current_exe(["--exact", "worker_entry", "--nocapture"]),
         listen: None,
         standby: false,
+        abandon_run: false,
     }
 }
 

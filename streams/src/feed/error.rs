@@ -322,7 +322,26 @@ impl FeedError {
                 file: file.into(),
                 what: "it changed after planning; feed a snapshot".to_string(),
             },
-            source => FeedError::Store { file: file.into(), source: Arc::new(source) },
+            source => Self::of_store(file.into(), source),
+        }
+    }
+
+    /// An error of a topic is told as that: its records are read as files, and their names say nothing to users.
+    fn of_store(file: String, source: object_store::Error) -> Self {
+        match source {
+            object_store::Error::NotFound { source, .. } | object_store::Error::Generic { source, .. }
+                if source.is::<crate::Error>() =>
+            {
+                let topic = file.split('/').next().unwrap_or_default();
+                match source.downcast::<crate::Error>() {
+                    Ok(error) => FeedError::topic(topic, *error),
+                    Err(source) => {
+                        let source = object_store::Error::Generic { store: "topic", source };
+                        FeedError::Store { file, source: Arc::new(source) }
+                    }
+                }
+            }
+            source => FeedError::Store { file, source: Arc::new(source) },
         }
     }
 

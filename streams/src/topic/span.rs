@@ -110,8 +110,9 @@ impl SpanReader {
     /// Hands the records of `offsets` to `visit` in their order, until it breaks.
     ///
     /// # Errors
-    /// [`Error::OffsetOutOfRange`] when the range is not in the log; [`Error::Unreachable`] when no record came for
-    /// [`ANSWER_MAX`]; [`Error::Closed`] once `stop` is set; those of `visit`.
+    /// [`Error::RecordsRemoved`] when the range is not in the log; [`Error::RecordsChanged`] when the topic has no such
+    /// partition; [`Error::Unreachable`] when no record came for [`ANSWER_MAX`]; [`Error::Closed`] once `stop` is set;
+    /// those of `visit`.
     pub(crate) fn read(
         &mut self,
         partition: i32,
@@ -160,7 +161,7 @@ impl SpanReader {
                 // All records up to the end of the log were read, and the range ended within it.
                 Some(Err(KafkaError::PartitionEOF(of))) if of == partition => break,
                 Some(Err(KafkaError::PartitionEOF(_))) | None => {}
-                Some(Err(error)) => self.check(partition, next, error)?,
+                Some(Err(error)) => self.check(partition, &(next..offsets.end), error)?,
             }
             if since.elapsed() >= ANSWER_MAX {
                 return Err(self.away(partition, next, since.elapsed()));
@@ -182,18 +183,23 @@ impl SpanReader {
         let found = partitions(&self.kafka, &self.context, self.client.client(), Some(&self.topic));
         let count = found.map_err(away)?.get(&self.topic).copied().ok_or_else(|| self.unknown())?;
         if partition >= count {
-            return Err(Error::UnknownPartition { topic: self.topic.clone(), partition, partitions: count });
+            // Partitions are added and never removed: the topic was created again.
+            let (topic, first, next) = (self.topic.clone(), offsets.start, offsets.end);
+            return Err(Error::RecordsChanged { topic, partition, first, next });
         }
         let marks = self.client.fetch_watermarks(&self.topic, partition, ANSWER_WAIT);
         let (low, high) = marks.map_err(failed).map_err(away)?;
-        let missing = if offsets.start < low { Some(offsets.start) } else { None };
-        if let Some(requested) = missing.or((offsets.end > high).then_some(offsets.end)) {
-            let topic = self.topic.clone();
-            return Err(Error::OffsetOutOfRange { topic, partition, requested, low, high });
+        if offsets.start < low || offsets.end > high {
+            return Err(self.removed(partition, offsets, (low, high)));
         }
         let mut list = TopicPartitionList::new();
         list.add_partition_offset(&self.topic, partition, Offset::Offset(offsets.start)).map_err(failed)?;
         self.client.assign(&list).map_err(failed)
+    }
+
+    fn removed(&self, partition: i32, offsets: &Range<i64>, (low, high): (i64, i64)) -> Error {
+        let (topic, first, next) = (self.topic.clone(), offsets.start, offsets.end);
+        Error::RecordsRemoved { topic, partition, first, next, low, high }
     }
 
     fn unknown(&self) -> Error {
@@ -201,8 +207,8 @@ impl SpanReader {
         Error::UnknownTopic { topic: self.topic.clone(), bootstrap_servers }
     }
 
-    /// Fails for an error that does not pass.
-    fn check(&self, partition: i32, next: i64, error: KafkaError) -> Result<()> {
+    /// Fails for an error that does not pass. `rest` is what was not read yet.
+    fn check(&self, partition: i32, rest: &Range<i64>, error: KafkaError) -> Result<()> {
         let (topic, action) = (&self.topic, format!("read topic {} partition {partition}", self.topic));
         match error.rdkafka_error_code() {
             Some(
@@ -218,14 +224,13 @@ impl SpanReader {
                 Err(self.unknown())
             }
             Some(Code::AutoOffsetReset | Code::OffsetOutOfRange) => {
-                let (low, high) =
-                    self.client.fetch_watermarks(topic, partition, ANSWER_WAIT).unwrap_or((-1, -1));
-                Err(Error::OffsetOutOfRange { topic: topic.clone(), partition, requested: next, low, high })
+                let marks = self.client.fetch_watermarks(topic, partition, ANSWER_WAIT).unwrap_or((-1, -1));
+                Err(self.removed(partition, rest, marks))
             }
             Some(Code::InvalidMessage | Code::BadMessage | Code::BadCompression) => Err(Error::Damaged {
                 topic: topic.clone(),
                 partition,
-                offset: next,
+                offset: rest.start,
                 bootstrap_servers: self.kafka.bootstrap_servers.clone(),
             }),
             _ => Err(translate(&self.kafka, &self.context, &action, Duration::ZERO, error)),

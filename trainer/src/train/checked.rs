@@ -95,7 +95,10 @@ impl Checked {
         job.check().map_err(unfit)?;
         setup.config.check().map_err(unfit)?;
         let output = open_output(&setup.datafs, &job)?;
-        source::keep_offsets(&output, &mut job)?;
+        match setup.abandon_run {
+            false => source::keep_offsets(&output, &mut job)?,
+            true => source::abandon(&output, &job)?,
+        }
         let sources = setup.sources();
         runtime.block_on(source::resolve(&sources, &name, &mut job.dataset))?;
         if let Some(dataset) = job.validation.as_mut().and_then(|validation| validation.dataset.as_mut()) {
@@ -222,7 +225,7 @@ impl Checked {
     /// This job, or, if it names the newest snapshot or a topic without offsets, the one of the coordinator that it
     /// replaces: a run stays on its rows. `run` is that coordinator's, `declared` the job as its file has it.
     pub(super) fn or_run_of(self, run: &str, declared: JobFile, setup: Setup) -> Result<Checked> {
-        if !declared.is_moving() {
+        if !declared.is_moving() || setup.abandon_run {
             return Ok(self);
         }
         let Some(theirs) = checkpoint::job_of_run(&self.output, self.job.name.as_str(), run)? else {

@@ -91,3 +91,60 @@ fn a_job_on_a_topic_goes_on_with_its_offsets_and_names_them() {
     assert!(error.one_line().contains("no broker is known here"), "{}", error.one_line());
     serving.block_on(broker.stop()).unwrap();
 }
+
+#[test]
+fn a_run_whose_records_were_removed_is_left_behind_on_demand_only() {
+    let (home, log) = (home(), tempfile::tempdir().unwrap());
+    let serving = runtime();
+    let (broker, kafka) = serving.block_on(async {
+        let config = broker::Config { listen: ([127, 0, 0, 1], 0).into(), ..broker::Config::default() };
+        let broker = Broker::start(config, log.path(), CancellationToken::new()).await.unwrap();
+        let kafka = KafkaConfig::new(broker.addr().to_string());
+        topic::create_topic(&kafka, "points", 2).await.unwrap();
+        produce(&kafka, 0..ROWS).await;
+        (broker, kafka)
+    });
+    let setup = || Setup { kafka: Some(kafka.clone()), ..setup(home.path()) };
+    let abandoning = || Setup { abandon_run: true, ..setup() };
+    let live = || {
+        let mut job = job("live", "workers = 1\nepochs_max = 30");
+        job.dataset = "topic:points@latest".parse().unwrap();
+        job
+    };
+    let stopped = |setup: Setup| {
+        let stop = CancellationToken::new();
+        let token = stop.clone();
+        let training = train(live(), setup, stop, move |seen| {
+            if seen.step >= 3 {
+                token.cancel();
+            }
+        });
+        let report = runtime().block_on(training).unwrap();
+        assert_eq!(report.end, End::Stopped);
+        report
+    };
+    stopped(setup());
+    serving.block_on(async {
+        topic::delete_topic(&kafka, "points").await.unwrap();
+        topic::create_topic(&kafka, "points", 2).await.unwrap();
+        produce(&kafka, ROWS..ROWS + 200).await;
+    });
+
+    // The run has rows of two topics in no case: the job fails until a new run is asked for.
+    for _ in 0..2 {
+        let error = run(setup(), live(), |_| {}).unwrap_err().one_line();
+        assert!(error.contains("topic points partition"), "{error}");
+        assert!(error.contains("millrace train --abandon-run"), "{error}");
+    }
+    let begun = stopped(abandoning());
+    assert_eq!(begun.resumed_from_step, None);
+    // Without the flag, the job goes on with the new run and its records, also when more have arrived.
+    serving.block_on(produce(&kafka, 0..10));
+    let ended = run(setup(), live(), |_| {}).unwrap();
+    assert_eq!(ended.resumed_from_step, Some(begun.steps));
+    assert_eq!((ended.version, &ended.rows_per_epoch[..]), (Some(1), &[200; 30][..]));
+    serving.block_on(broker.stop()).unwrap();
+
+    let error = run(abandoning(), job("fixed", "epochs_max = 1"), |_| {}).unwrap_err().to_string();
+    assert!(error.contains("change the seed"), "{error}");
+}

@@ -54,9 +54,9 @@ impl Log for MemoryLog {
     fn read(&self, partition: i32, offsets: Range<i64>, _: &AtomicBool, visit: Visit<'_>) -> Result<()> {
         self.reads.fetch_add(1, Ordering::Relaxed);
         let Partition { low, high, records } = self.partitions.lock()[partition as usize].clone();
-        let requested = if offsets.start < low { offsets.start } else { offsets.end };
         if offsets.start < low || offsets.end > high {
-            return Err(Error::OffsetOutOfRange { topic: "t".into(), partition, requested, low, high });
+            let (topic, first, next) = ("t".into(), offsets.start, offsets.end);
+            return Err(Error::RecordsRemoved { topic, partition, first, next, low, high });
         }
         for (offset, time, value) in records.iter().filter(|record| offsets.contains(&record.0)) {
             let record = Record { offset: *offset, timestamp_ms: Some(*time), value: value.as_deref() };
@@ -387,7 +387,12 @@ fn deleted_and_replaced_records_are_errors_that_name_them() {
         for cache in [None, Some(Arc::clone(&cache))] {
             let error = resume(&log, &pinned, cache).await.unwrap_err();
             let text = millrace_leaf::error_chain::one_line(&error);
-            assert!(text.contains("topic t partition 1: offset 0 is outside of 4..=22"), "{text}");
+            let begun =
+                "read topic t as a dataset: topic t partition 1: the records from offset 0 up to before 2";
+            assert!(text.starts_with(begun), "{text}");
+            assert!(text.contains("the log has those from 4 up to before 22"), "{text}");
+            assert!(text.contains("millrace train --abandon-run"), "{text}");
+            assert!(matches!(error, crate::feed::FeedError::Topic { .. }), "{error:?}");
             assert!(!error.is_retryable(), "{text}");
         }
     });
