@@ -1,5 +1,6 @@
 //! Tests of the topic commands on Apache Kafka instead of the embedded broker.
 
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 
 use crate::clients::python;
-use crate::support::{Home, program, project, until};
+use crate::support::{Home, failure, program, project, until};
 
 /// A single-node Apache Kafka in a temporary folder; killed when dropped.
 struct Kafka {
@@ -229,4 +230,141 @@ fn tls_scram_and_zstd_work_on_apache_kafka() {
     settings(&kafka.tls, &[("security.protocol", "ssl")]);
     let (_, line) = home.fails(["ingest", "--topic", "by-tls", "--volume", "digits"]);
     assert!(line.contains("certificate"), "{line}");
+}
+
+/// Commands on topics of Kafka as datasets.
+struct Feeds<'k> {
+    home: Home,
+    kafka: &'k Kafka,
+}
+
+impl Feeds<'_> {
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = self.home.command();
+        command.env("MILLRACE_STREAMS__BOOTSTRAP_SERVERS", &self.kafka.bootstrap).arg("--json").args(args);
+        command
+    }
+
+    fn json(&self, args: &[&str]) -> serde_json::Value {
+        serde_json::from_str(&program(&mut self.command(args))).unwrap()
+    }
+
+    /// The rows of a dataset and its name with offsets. Its order is the same for one reader and for three.
+    fn rows(&self, dataset: &str) -> (u64, String) {
+        let plan = self.json(&["feed", "plan", dataset]);
+        let pinned = plan["dataset"].as_str().unwrap().to_owned();
+        let [one, three] =
+            ["1", "3"].map(|readers| self.json(&["feed", "verify", &pinned, "--readers", readers]));
+        assert_eq!((&one["rows"], &one["digest"]), (&plan["rows"], &three["digest"]));
+        (plan["rows"].as_u64().unwrap(), pinned)
+    }
+
+    /// The exit code and the error of a dataset whose records are not there any more.
+    fn fails(&self, dataset: &str) -> (i32, String) {
+        failure(&self.command(&["feed", "verify", dataset]).output().unwrap(), dataset)
+    }
+
+    /// A change of a topic; `command` and the topic come first.
+    fn topics(&self, args: &[&str]) {
+        let mut command = python("topics.py");
+        program(command.arg(&self.kafka.bootstrap).args(args));
+    }
+}
+
+#[test]
+#[ignore = "needs Apache Kafka: run make conformance"]
+fn ranges_of_topics_are_datasets_on_apache_kafka() {
+    let dir = tempfile::tempdir().unwrap();
+    let kafka = Kafka::start(dir.path());
+    let feeds = Feeds { home: Home::new(), kafka: &kafka };
+    let removed = |dataset: &str, text: &str| {
+        let (code, line) = feeds.fails(dataset);
+        assert!(
+            code == 3 && line.contains(text) && line.contains("--abandon-run"),
+            "{dataset}: {code} {line}"
+        );
+        assert!(!line.contains(".jsonl"), "no name of a block: {line}");
+    };
+    let changed = |dataset: &str, text: &str| {
+        let (code, line) = feeds.fails(dataset);
+        assert!(
+            code == 4 && line.contains(text) && line.contains("--abandon-run"),
+            "{dataset}: {code} {line}"
+        );
+    };
+
+    // Aborted records are no rows, and the first open transaction ends the range of its partition.
+    program(python("transactions.py").arg(&kafka.bootstrap).arg("sold"));
+    let (rows, first) = feeds.rows("topic:sold@latest");
+    assert_eq!(rows, 100);
+    let mut held = python("topics.py");
+    held.arg(&kafka.bootstrap).args(["hold", "sold", "0", "200", "50"]);
+    let mut held = held.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(held.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "open\n");
+    feeds.topics(&["produce", "sold", "0", "300", "10"]);
+    assert_eq!(feeds.rows("topic:sold@latest"), (100, first.clone()), "behind the open transaction");
+    held.stdin.take().unwrap().write_all(b"\n").unwrap();
+    assert!(held.wait().unwrap().success());
+    assert_eq!(feeds.rows("topic:sold@latest").0, 160);
+    assert_eq!(feeds.rows(&first), (100, first.clone()));
+
+    // Two of four partitions are idle, one more is added, and retention removes the front of a range.
+    feeds.topics(&["create", "clicks", "4"]);
+    feeds.topics(&["produce", "clicks", "1", "0", "100"]);
+    feeds.topics(&["produce", "clicks", "3", "100", "50"]);
+    let (rows, four) = feeds.rows("topic:clicks@latest");
+    assert_eq!(rows, 150);
+    feeds.topics(&["add", "clicks", "5"]);
+    feeds.topics(&["produce", "clicks", "4", "150", "20"]);
+    assert_eq!(feeds.rows(&four), (150, four.clone()));
+    assert_eq!(feeds.rows("topic:clicks@latest").0, 170);
+    assert_eq!(feeds.rows("topic:clicks@90").0, 90);
+    feeds.topics(&["remove", "clicks", "1", "40"]);
+    removed(&four, "topic clicks partition 1: the records from offset 0 up to before 100 are needed");
+    removed(&four, "the log has those from 40 up to before 100");
+    let (rows, later) = feeds.rows("topic:clicks@latest");
+    assert_eq!(rows, 130);
+    feeds.topics(&["remove", "clicks", "1", "100"]);
+    removed(&later, "the log has those from 100 up to before 100");
+    assert_eq!(feeds.rows("topic:clicks@latest").0, 70);
+
+    // A topic of the same name with the same values is another one; one with fewer partitions, too.
+    feeds.topics(&["create", "again", "2"]);
+    feeds.topics(&["produce", "again", "1", "0", "60"]);
+    let (_, before) = feeds.rows("topic:again@latest");
+    feeds.topics(&["delete", "again"]);
+    let (code, line) = feeds.fails(&before);
+    assert!(code == 3 && line.contains("topic again does not exist"), "{code} {line}");
+    feeds.topics(&["create", "again", "2"]);
+    feeds.topics(&["produce", "again", "1", "0", "60"]);
+    changed(&before, "topic again partition 1: the records from offset 0 up to before 60 are not those");
+    feeds.topics(&["delete", "again"]);
+    feeds.topics(&["create", "again", "1"]);
+    changed(&before, "topic again partition 1");
+
+    // Compaction leaves holes: a new range has the records that are left, and one from before is refused.
+    feeds.topics(&[
+        "create",
+        "states",
+        "1",
+        "cleanup.policy=compact",
+        "segment.ms=100",
+        "min.cleanable.dirty.ratio=0.01",
+        "max.compaction.lag.ms=100",
+        "delete.retention.ms=0",
+    ]);
+    feeds.topics(&["produce", "states", "0", "0", "100"]);
+    feeds.topics(&["produce", "states", "0", "100", "100"]);
+    let (_, before) = feeds.rows("topic:states@latest");
+    feeds.topics(&["produce", "states", "0", "200", "100"]);
+    // Records of the newest segment stay: these begin two more.
+    feeds.topics(&["produce", "states", "0", "300", "1"]);
+    feeds.topics(&["produce", "states", "0", "301", "1"]);
+    feeds.topics(&["compacted", "states", "150"]);
+    changed(&before, "topic states partition 0");
+    let (rows, compacted) = feeds.rows("topic:states@latest");
+    assert!((100..=150).contains(&rows), "{rows}");
+    assert_eq!(feeds.rows(&compacted), (rows, compacted.clone()));
 }
