@@ -208,15 +208,11 @@ pub(crate) enum Command {
         #[arg(long, hide = true, conflicts_with = "listen")]
         temporary: bool,
     },
-    /// Print the effective configuration
+    /// Print the effective configuration, or check a file
     #[command(
-        after_help = "Examples:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config\n  millrace config --all | grep serving.tls\n  millrace config --all --json"
+        after_help = "Examples:\n  MILLRACE_SERVING__GRPC=127.0.0.1:9001 millrace config\n  millrace config --all | grep serving.tls\n  millrace config --all --json\n  millrace config check millrace.toml"
     )]
-    Config {
-        /// List every key, set or not, with value, default and type; `--json` adds the meanings
-        #[arg(long)]
-        all: bool,
-    },
+    Config(ConfigArgs),
     /// Print a completion script for a shell
     #[command(after_help = "Example:\n  millrace completions bash > /etc/bash_completion.d/millrace")]
     Completions {
@@ -228,6 +224,30 @@ pub(crate) enum Command {
         after_help = "The worker opens the volumes with its own home and [datafs] settings, which must lead to the metadata\nand the store of the coordinator (PostgreSQL and a bucket, or a shared folder). It computes its share\nuntil the job is over. SIGTERM and Ctrl-C make it finish its step and leave; the others go on. If the\ncoordinator is lost, it waits and goes on with it after it was started again.\n\nExit codes: 0 the job is over, or this worker left (see --exit-on-leave), 5 no coordinator answered within --wait.\n\nExamples:\n  millrace worker --join a.example.org:7100 --token-file token\n  millrace worker --join a.example.org:7100 --token-file token --ca ca.pem --advertise b.example.org"
     )]
     Worker(WorkerArgs),
+}
+
+/// `millrace config`
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct ConfigArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<ConfigCommand>,
+    /// List every key, set or not, with value, default and type; `--json` adds the meanings
+    #[arg(long)]
+    pub(crate) all: bool,
+}
+
+/// The commands of `millrace config`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ConfigCommand {
+    /// Report all problems of a configuration file or a training job file, with their lines
+    #[command(
+        after_help = "Checks every key, type and bound, names and addresses, settings that contradict each other, and that files\nof secrets and certificates can be read. It connects to nothing, starts nothing and changes nothing. A file\nwith dataset, model or loss at its top is a job file. Warnings are settings that are accepted, but are\nprobably not what was meant: they do not change the exit code.\n\nExit codes: 0 no errors, 2 errors, 3 the file does not exist.\n\nExamples:\n  millrace config check\n  millrace config check millrace.toml --json\n  millrace config check train.toml"
+    )]
+    Check {
+        /// The file [default: the one that the other commands read]
+        file: Option<PathBuf>,
+    },
 }
 
 /// `millrace quickstart`

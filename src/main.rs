@@ -125,9 +125,15 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
         (None, true) => Home::locate(None)?.join("quickstart"),
         (flag, _) => Home::locate(flag.as_deref())?,
     };
+    if let Command::Config(cli::ConfigArgs { command: Some(cli::ConfigCommand::Check { file }), .. }) =
+        &cli.command
+    {
+        let named = file.as_deref().or(cli.config.as_deref());
+        return commands::config::check(out, named, &root).await;
+    }
     let loaded = settings::load(cli.config.as_deref(), &root)?;
-    if let Command::Config { all } = cli.command {
-        return commands::config::run(out, loaded, all);
+    if let Command::Config(args) = cli.command {
+        return commands::config::run(out, loaded, args.all);
     }
     // Commands that use a temporary broker hold the shared lock. The broker itself must not, so that a
     // command can get exclusive use.

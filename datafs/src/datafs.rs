@@ -9,7 +9,8 @@ use millrace_leaf::private;
 
 use crate::compact::{self, Compact, CompactReport};
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
-use crate::data::ObjectPool;
+use crate::data::keyring::Keyring;
+use crate::data::{ObjectPool, check_store};
 use crate::error::{Error, Result};
 use crate::fs::shared::{InUse, Shared};
 use crate::gc::{self, GcReport};
@@ -49,12 +50,7 @@ impl Datafs {
 
 /// [`Datafs::open`] without the check of the store's identity and without a collector.
 pub(crate) fn open_shared(home: &Path, config: &Config) -> Result<Arc<Shared>> {
-    if !(1..=LOCK_WAIT_MS_MAX).contains(&config.lock_wait_ms) {
-        return Err(Error::Invalid(format!(
-            "[datafs] lock_wait_ms must be 1 to {LOCK_WAIT_MS_MAX}, a day, not {}",
-            config.lock_wait_ms
-        )));
-    }
+    check_lock_wait(config)?;
     metrics::export();
     let sessions_dir = config.sessions_path(home);
     let (meta, session) = match &config.meta_url {
@@ -69,6 +65,30 @@ pub(crate) fn open_shared(home: &Path, config: &Config) -> Result<Arc<Shared>> {
 }
 
 impl Datafs {
+    /// The settings that [`Datafs::open`] would refuse, each with its key: bounds, URLs, options, and secrets whose files
+    /// or variables cannot be read. Reads files, connects to nothing and writes nothing.
+    #[must_use]
+    pub fn problems(home: &Path, config: &Config) -> Vec<(String, Error)> {
+        let mut problems = Vec::new();
+        let mut add = |key: &str, checked: Result<()>| {
+            if let Err(error) = checked {
+                problems.push((key.to_owned(), error));
+            }
+        };
+        add("lock_wait_ms", check_lock_wait(config));
+        if let Some(url) = &config.meta_url {
+            add("session_lease_ms", check_lease(config));
+            add("meta_url", target(home, config, url).map(drop));
+        }
+        add("store_url", check_store(config));
+        for (name, key) in &config.encryption_keys {
+            let encryption_keys = [(name.clone(), key.clone())].into();
+            let alone = Config { encryption_keys, ..Config::default() };
+            add(&format!("encryption_keys.{name}"), Keyring::open(&alone).map(drop));
+        }
+        problems
+    }
+
     /// The home folder.
     pub fn home(&self) -> &Path {
         &self.shared.home
@@ -102,13 +122,33 @@ fn open_file(home: &Path, config: &Config, sessions_dir: &Path) -> Result<(Metad
     Ok((meta, session))
 }
 
+fn check_lock_wait(config: &Config) -> Result<()> {
+    if (1..=LOCK_WAIT_MS_MAX).contains(&config.lock_wait_ms) {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!(
+        "[datafs] lock_wait_ms must be 1 to {LOCK_WAIT_MS_MAX}, a day, not {}",
+        config.lock_wait_ms
+    )))
+}
+
+fn check_lease(config: &Config) -> Result<()> {
+    if (1_000..=86_400_000).contains(&config.session_lease_ms) {
+        return Ok(());
+    }
+    Err(Error::Invalid("[datafs] session_lease_ms must be 1000 to 86400000, a day".into()))
+}
+
+/// The server, schema and password of the metadata.
+fn target(home: &Path, config: &Config, url: &MetaUrl) -> Result<Target> {
+    let passfile = config.meta_passfile.as_ref().map(|path| home.join(path));
+    Target::parse(url.reveal(), &config.meta_schema, passfile.as_deref())
+}
+
 /// Opens the metadata on a server, which machines share.
 fn open_server(home: &Path, config: &Config, url: &MetaUrl) -> Result<(Metadata, Session)> {
-    if !(1_000..=86_400_000).contains(&config.session_lease_ms) {
-        return Err(Error::Invalid("[datafs] session_lease_ms must be 1000 to 86400000, a day".into()));
-    }
-    let passfile = config.meta_passfile.as_ref().map(|path| home.join(path));
-    let target = Target::parse(url.reveal(), &config.meta_schema, passfile.as_deref())?;
+    check_lease(config)?;
+    let target = target(home, config, url)?;
     let options = postgres::Options {
         wait: Duration::from_millis(config.lock_wait_ms),
         connections_max: config.meta_connections_max,

@@ -27,6 +27,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod check;
 mod error;
 mod exit;
 mod folder;

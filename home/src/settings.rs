@@ -63,7 +63,10 @@ where
 }
 
 /// The settings with relative paths of `{ file = … }` resolved against a folder.
-fn from_folder<S: Serialize + DeserializeOwned>(settings: S, folder: &Path) -> Result<S> {
+///
+/// # Errors
+/// [`Error::Usage`] for settings that TOML cannot hold.
+pub fn from_folder<S: Serialize + DeserializeOwned>(settings: S, folder: &Path) -> Result<S> {
     let mut value = toml::Value::try_from(&settings).map_err(|error| Error::Usage(error.to_string()))?;
     if !anchor(&mut value, folder) {
         return Ok(settings);
@@ -203,7 +206,7 @@ fn key_in(table: &toml::Table, part: &str) -> String {
 }
 
 /// The message of a type error without the value that it repeats, which may be a misplaced secret.
-fn without_value(message: &str) -> String {
+pub(crate) fn without_value(message: &str) -> String {
     let message = in_plain_words(message);
     for kind in ["invalid type: ", "invalid value: "] {
         if let (Some(value), Some(expected)) = (message.strip_prefix(kind), message.rfind(", expected ")) {

@@ -22,33 +22,46 @@ impl Config {
     /// # Errors
     /// [`Error::InvalidJob`] with the job and the setting.
     pub fn validate(&self) -> Result<()> {
-        for (i, job) in self.jobs.iter().enumerate() {
-            let checked = job.validate()?;
-            for other in &self.jobs[..i] {
-                let other = other.validate()?;
-                if other.config.volume != checked.config.volume {
-                    continue;
-                }
-                if other.config.name == checked.config.name {
-                    return Err(job.invalid("another job of this volume has the same name"));
-                }
-                if nested(&other.path, &checked.path) || nested(&checked.path, &other.path) {
+        match self.problems().into_iter().next() {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// The first error of each job that has one, with the job's place in `jobs`.
+    #[must_use]
+    pub fn problems(&self) -> Vec<(usize, Error)> {
+        let of = |at: usize| self.validate_job(at).err().map(|error| (at, error));
+        (0..self.jobs.len()).filter_map(of).collect()
+    }
+
+    /// Checks one job, alone and against the valid ones before it.
+    fn validate_job(&self, at: usize) -> Result<()> {
+        let job = &self.jobs[at];
+        let checked = job.validate()?;
+        for other in self.jobs[..at].iter().filter_map(|other| other.validate().ok()) {
+            if other.config.volume != checked.config.volume {
+                continue;
+            }
+            if other.config.name == checked.config.name {
+                return Err(job.invalid("another job of this volume has the same name"));
+            }
+            if nested(&other.path, &checked.path) || nested(&checked.path, &other.path) {
+                return Err(job.invalid(format!(
+                    "path {:?} and that of job {} lie inside each other: give each its own \
+                     folder",
+                    job.path, other.config.name
+                )));
+            }
+            for (files, dead) in [(&checked, &other), (&other, &checked)] {
+                if let DeadLetter::Directory(folder) = &dead.dead_letter
+                    && (nested(&files.path, folder) || nested(folder, &files.path))
+                {
                     return Err(job.invalid(format!(
-                        "path {:?} and that of job {} lie inside each other: give each its own \
-                         folder",
-                        job.path, other.config.name
+                        "the dead letters of job {} would lie among the files of job {}: \
+                         choose another dead_letter directory",
+                        dead.config.name, files.config.name
                     )));
-                }
-                for (files, dead) in [(&checked, &other), (&other, &checked)] {
-                    if let DeadLetter::Directory(folder) = &dead.dead_letter
-                        && (nested(&files.path, folder) || nested(folder, &files.path))
-                    {
-                        return Err(job.invalid(format!(
-                            "the dead letters of job {} would lie among the files of job {}: \
-                             choose another dead_letter directory",
-                            dead.config.name, files.config.name
-                        )));
-                    }
                 }
             }
         }

@@ -30,37 +30,33 @@ fn suggested(message: &str) -> Option<String> {
     let rest =
         ["unknown field `", "unknown variant `"].iter().find_map(|start| message.strip_prefix(start))?;
     let (unknown, expected) = rest.split_once("`, expected ")?;
-    let known = expected.split('`').skip(1).step_by(2);
-    let near = known.map(|name| (distance(unknown, name), name)).min()?;
-    let most = (unknown.chars().count() / 3).max(1);
-    let (_, name) = Some(near).filter(|(distance, _)| *distance <= most)?;
+    let name = nearest(unknown, expected.split('`').skip(1).step_by(2))?;
     let at = message.len() - expected.len() - ", expected ".len();
     let (said, choices) = (message.get(..at)?, message.get(at..)?);
     Some(format!("{said} (did you mean `{name}`?){choices}"))
 }
 
-/// Letters to insert, delete, replace or swap with their neighbor to get from one name to the other.
-fn distance(from: &str, to: &str) -> usize {
-    let (from, to): (Vec<char>, Vec<char>) = (from.chars().collect(), to.chars().collect());
-    if from.len().max(to.len()) > NAME_CHARS_MAX {
-        return usize::MAX;
-    }
-    // Rows of the table of distances between beginnings: two before, one before, this one.
-    let mut earlier: Vec<usize> = Vec::new();
-    let mut last: Vec<usize> = (0..=to.len()).collect();
-    for (row, letter) in from.iter().enumerate() {
-        let mut this = vec![row + 1];
-        for (column, other) in to.iter().enumerate() {
-            let replaced = last[column] + usize::from(letter != other);
-            let mut least = replaced.min(last[column + 1] + 1).min(this[column] + 1);
-            if row > 0 && column > 0 && from[row - 1] == *other && *letter == to[column - 1] {
-                least = least.min(earlier[column - 1] + 1);
-            }
-            this.push(least);
-        }
-        earlier = std::mem::replace(&mut last, this);
-    }
-    last[to.len()]
+/// The known name that a misspelled one resembles: at most a third of its letters, or one, were inserted, deleted,
+/// replaced or swapped with their neighbor. A known name is its own suggestion; one that resembles none
+/// has none.
+///
+/// ```
+/// # use millrace_leaf::suggestion::nearest;
+/// assert_eq!(nearest("digist", ["digits", "letters"]), Some("digits"));
+/// assert_eq!(nearest("digits", ["digits", "digit"]), Some("digits"));
+/// assert_eq!(nearest("images", ["digits", "letters"]), None);
+/// ```
+pub fn nearest<'n>(unknown: &str, known: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
+    let most = (unknown.chars().count() / 3).max(1);
+    let near = known.into_iter().filter_map(|name| Some((distance(unknown, name)?, name))).min()?;
+    Some(near).filter(|(distance, _)| *distance <= most).map(|(_, name)| name)
+}
+
+/// Letters to insert, delete, replace or swap with their neighbor to get from one name to the other. None for
+/// names that are too long to compare.
+fn distance(from: &str, to: &str) -> Option<usize> {
+    let fits = |name: &str| name.chars().count() <= NAME_CHARS_MAX;
+    (fits(from) && fits(to)).then(|| strsim::osa_distance(from, to))
 }
 
 #[cfg(test)]
@@ -116,8 +112,8 @@ mod tests {
             ("kitten", "sitting", 3),
             ("where", "where", 0),
         ] {
-            assert_eq!(distance(from, to), changes, "{from} {to}");
-            assert_eq!(distance(to, from), changes, "{to} {from}");
+            assert_eq!(distance(from, to), Some(changes), "{from} {to}");
+            assert_eq!(distance(to, from), Some(changes), "{to} {from}");
         }
     }
 }

@@ -1,10 +1,14 @@
-//! `millrace config`: the effective configuration, or every key with its value and default.
+//! `millrace config`: the effective configuration, every key with its value and default, or the problems of a file.
+
+mod check;
 
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
 use crate::output::Output;
 use crate::settings::LoadedSettings;
+
+pub(crate) use check::run as check;
 
 /// The pages of `docs/reference/config` for millrace.toml. A test compares them with the source.
 const PAGES: [&str; 9] = [

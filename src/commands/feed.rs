@@ -25,6 +25,8 @@ use crate::failure::{Exit, fail};
 use crate::json_rows;
 use crate::output::count;
 
+pub(crate) use serve::check_location;
+
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: FeedArgs) -> Result<()> {
     match args.command {

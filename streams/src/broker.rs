@@ -215,25 +215,36 @@ impl Drop for Broker {
 }
 
 fn check(config: &Config) -> Result<()> {
-    let wrong = |reason: &str| Err(Error::Config { reason: reason.to_string() });
-    if config.partitions_default < 1 || config.partitions_default as usize > config.partitions_max {
-        return wrong("broker.partitions_default must be between 1 and broker.partitions_max");
+    match problems(config).into_iter().next() {
+        Some(reason) => Err(Error::Config { reason }),
+        None => Ok(()),
     }
-    if config.message_bytes_max < log::batch::HEADER_BYTES
-        || config.message_bytes_max >= config.request_bytes_max
-    {
-        return wrong("broker.message_bytes_max must be at least 61 and below broker.request_bytes_max");
-    }
-    if config.request_bytes_max > 1 << 30 || config.fetch_bytes_max > 1 << 30 {
-        return wrong("broker.request_bytes_max and broker.fetch_bytes_max must not exceed 1 GiB");
-    }
-    if config.connections_max == 0 {
-        return wrong("broker.connections_max must be at least 1");
-    }
-    if config.segment_bytes_max < 1 << 10 || config.fetch_bytes_max < 1 << 10 {
-        return wrong("broker.segment_bytes_max and broker.fetch_bytes_max must be at least 1 KiB");
-    }
-    Ok(())
+}
+
+/// The unusable settings of the table `[streams.broker]`: each begins with its key, such as `broker.connections_max`.
+#[must_use]
+pub fn problems(config: &Config) -> Vec<String> {
+    let header = log::batch::HEADER_BYTES;
+    let is_wrong = [
+        (
+            config.partitions_default < 1 || config.partitions_default as usize > config.partitions_max,
+            "broker.partitions_default must be between 1 and broker.partitions_max",
+        ),
+        (
+            config.message_bytes_max < header || config.message_bytes_max >= config.request_bytes_max,
+            "broker.message_bytes_max must be at least 61 and below broker.request_bytes_max",
+        ),
+        (
+            config.request_bytes_max > 1 << 30 || config.fetch_bytes_max > 1 << 30,
+            "broker.request_bytes_max and broker.fetch_bytes_max must not exceed 1 GiB",
+        ),
+        (config.connections_max == 0, "broker.connections_max must be at least 1"),
+        (
+            config.segment_bytes_max < 1 << 10 || config.fetch_bytes_max < 1 << 10,
+            "broker.segment_bytes_max and broker.fetch_bytes_max must be at least 1 KiB",
+        ),
+    ];
+    is_wrong.into_iter().filter(|(wrong, _)| *wrong).map(|(_, reason)| reason.to_owned()).collect()
 }
 
 async fn retain(shared: &BrokerState) {

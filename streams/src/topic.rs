@@ -16,6 +16,7 @@ mod span;
 pub use admin::{TopicInfo, create_topic, delete_topic, ensure_topics, list_topics, watermarks};
 pub use batch::{Records, blank_record, schema};
 pub(crate) use client::blocking;
+pub use client::wrong_properties;
 pub use consumer::{Consumer, EARLIEST, LATEST};
 pub use producer::{Delivery, OutRecord, Producer, Sent};
 pub(crate) use span::{Record, SpanReader};

@@ -6,6 +6,7 @@ mod support;
 
 mod bad_input;
 mod before;
+mod checked;
 mod columns;
 mod deploy;
 mod examples;

@@ -78,25 +78,36 @@ impl Default for Config {
 impl Config {
     /// Checks the settings; the error names the unusable one.
     pub fn check(&self) -> Result<(), String> {
+        match self.problems().into_iter().next() {
+            Some((key, problem)) => Err(format!("[trainer] {key} = {problem}")),
+            None => Ok(()),
+        }
+    }
+
+    /// The unusable settings: the key, and its value with what is allowed.
+    #[must_use]
+    pub fn problems(&self) -> Vec<(&'static str, String)> {
+        let mut problems = Vec::new();
         if self.workers == 0 || self.workers > crate::collective::WORLD_MAX {
-            return Err(format!("[trainer] workers = {}: allowed are 1 to 1024", self.workers));
+            problems.push(("workers", format!("{}: allowed are 1 to 1024", self.workers)));
         }
         if self.checkpoints_keep == 0 {
-            return Err("[trainer] checkpoints_keep = 0: keep at least 1".to_owned());
+            problems.push(("checkpoints_keep", "0: keep at least 1".to_owned()));
         }
-        if self.heartbeat_ms == 0 || self.heartbeat_lost_ms < 2 * self.heartbeat_ms {
-            return Err(format!(
-                "[trainer] heartbeat_lost_ms = {}: must be at least twice heartbeat_ms = {}, which must not be 0",
-                self.heartbeat_lost_ms, self.heartbeat_ms
+        if self.heartbeat_ms == 0 || self.heartbeat_lost_ms < self.heartbeat_ms.saturating_mul(2) {
+            problems.push((
+                "heartbeat_lost_ms",
+                format!(
+                    "{}: must be at least twice heartbeat_ms = {}, which must not be 0",
+                    self.heartbeat_lost_ms, self.heartbeat_ms
+                ),
             ));
         }
         if !(LEASE_MS_MIN..=LEASE_MS_MAX).contains(&self.lease_ms) {
-            return Err(format!(
-                "[trainer] lease_ms = {}: allowed are {LEASE_MS_MIN} to {LEASE_MS_MAX}",
-                self.lease_ms
-            ));
+            let allowed = format!("{}: allowed are {LEASE_MS_MIN} to {LEASE_MS_MAX}", self.lease_ms);
+            problems.push(("lease_ms", allowed));
         }
-        Ok(())
+        problems
     }
 
     pub(crate) fn lease(&self) -> Duration {

@@ -55,6 +55,15 @@ impl Store {
     }
 }
 
+/// Checks the URL and the options of the store without connecting to it.
+pub(crate) fn check_store(config: &Config) -> Result<()> {
+    let Some(url) = &config.store_url else { return Ok(()) };
+    match local_path(url)? {
+        Some(_) => Ok(()),
+        None => open_remote(url, config).map(drop),
+    }
+}
+
 /// The directory that a `file:` URL names.
 fn local_path(url: &str) -> Result<Option<PathBuf>> {
     let Some(path) = url.strip_prefix("file://") else { return Ok(None) };

@@ -242,7 +242,11 @@ fn chunk_rows(config: &PipeConfig) -> usize {
     config.batch_rows_max.clamp(CHUNK_ROWS_MAX, CHUNK_ROWS_LIMIT)
 }
 
-fn check(config: &PipeConfig) -> Result<()> {
+/// Checks the settings of a pipe alone.
+///
+/// # Errors
+/// An error of the configuration, with the pipe and the setting.
+pub fn check(config: &PipeConfig) -> Result<()> {
     let config_error = Error::config;
     let name = &config.name;
     if name.is_empty()

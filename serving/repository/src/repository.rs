@@ -30,7 +30,7 @@ use millrace_serving_core::config::{Config, Control, VersionPolicy};
 use millrace_serving_core::error::{InferError, Result, chain, quote};
 use millrace_serving_core::metrics::REFRESHES;
 
-pub use control::Entry;
+pub use control::{Entry, problems};
 pub use source::Source;
 pub use versions::VersionSelector;
 use versions::Versions;

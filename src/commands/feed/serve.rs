@@ -165,7 +165,7 @@ fn configured(context: &Context, args: FeedServeArgs) -> Result<FeedConfig> {
     Ok(config)
 }
 
-fn check_location(uri: &str) -> Result<()> {
+pub(crate) fn check_location(uri: &str) -> Result<()> {
     let parts = uri.split_once("://").filter(|(scheme, _)| SCHEMES.contains(scheme));
     let has_port = |place: &str| {
         let port = place.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port);

@@ -94,6 +94,25 @@ pub(crate) fn property(key: &str, value: &Secret) -> Result<String> {
     value.map_err(|error| Error::Config { reason: error.to_string() })
 }
 
+/// The properties of `[streams.properties]` that librdkafka does not know, whose values it refuses, or whose files and
+/// variables cannot be read: the key and the reason, without the value.
+#[must_use]
+pub fn wrong_properties(properties: &BTreeMap<String, Secret>) -> Vec<(String, String)> {
+    let mut wrong = Vec::new();
+    for (key, secret) in properties {
+        let reason = match property(key, secret) {
+            Ok(value) => match ClientConfig::new().set(key, value).create_native_config() {
+                Ok(_) => continue,
+                Err(KafkaError::ClientConfig(_, reason, ..)) => Secret::hide_in([secret], reason),
+                Err(error) => Secret::hide_in([secret], error.to_string()),
+            },
+            Err(error) => error.to_string(),
+        };
+        wrong.push((key.clone(), reason));
+    }
+    wrong
+}
+
 /// Settings in rising precedence: `defaults`, the user's properties, `fixed`.
 pub(crate) fn client_config(
     kafka: &KafkaConfig,

@@ -46,6 +46,19 @@ impl Drop for LoadingGuard<'_> {
     }
 }
 
+/// The settings of models that [`Repository::open`] refuses: the first error of each kind.
+#[must_use]
+pub fn problems(config: &Config) -> Vec<Error> {
+    let checks = [
+        check(config),
+        config.batching.check(),
+        config.drift.check(),
+        config.check_sessions(),
+        config.check_response_cache(),
+    ];
+    checks.into_iter().filter_map(Result::err).collect()
+}
+
 /// Refuses settings that contradict each other.
 pub(super) fn check(config: &Config) -> Result<()> {
     if config.control == Control::Poll && !config.load.is_empty() {

@@ -1,0 +1,356 @@
+//! All problems of a TOML file at once, each with its line.
+//!
+//! A parser stops at the first error. [`read`] takes the wrong entry out and goes on, so that one run reports every
+//! unknown key and wrong type. Checks of the values follow in the caller, which finds their lines in [`Places`].
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use serde::{Serialize, de::DeserializeOwned};
+use toml::Spanned;
+use toml::de::{DeTable, DeValue, Deserializer};
+
+use crate::settings::without_value;
+
+/// Most wrong entries that are taken out of one file.
+const WRONG_MAX: usize = 200;
+
+/// How much a problem matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// A command that uses the setting refuses it.
+    Error,
+    /// The setting is accepted, but is probably not what was meant.
+    Warning,
+}
+
+/// A problem of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    /// The line, from 1; none for a problem without a place.
+    pub line: Option<usize>,
+    /// The column in bytes, from 1.
+    pub column: Option<usize>,
+    /// The key, such as `ingest.jobs[0].topic`.
+    pub key: Option<String>,
+    /// How much it matters.
+    pub severity: Severity,
+    /// What is wrong, and what to do. Values are left out, which may be misplaced secrets.
+    pub message: String,
+}
+
+/// A file as far as it could be read.
+#[derive(Debug)]
+pub struct Checked<S> {
+    /// The settings without the wrong entries. None for a file that is no TOML, or whose errors have no entry.
+    pub settings: Option<S>,
+    /// Problems of the syntax, or of keys and types, in the order of the file.
+    pub problems: Vec<Problem>,
+    /// The lines of the keys.
+    pub places: Places,
+}
+
+/// Reads the text of a file as tables of type `S`. Takes time in proportion to the text and to the number of wrong
+/// entries, of which at most 200 are reported.
+pub fn read<S: DeserializeOwned>(text: &str) -> Checked<S> {
+    let (table, errors) = DeTable::parse_recoverable(text);
+    let lines = Lines::of(text);
+    if !errors.is_empty() {
+        let problem = |error: &toml::de::Error| {
+            let at = error.span().map(|span| lines.at(span.start));
+            Problem::new(at, None, without_value(error.message()))
+        };
+        let mut problems: Vec<Problem> = errors.iter().take(WRONG_MAX).map(problem).collect();
+        sort(&mut problems);
+        return Checked { settings: None, problems, places: Places::default() };
+    }
+    let table = table.into_inner();
+    let (mut wrong, mut problems, mut settings) = (BTreeSet::new(), Vec::new(), None);
+    let places = loop {
+        let places = Places::of(&table, &lines, &wrong);
+        let rest = Spanned::new(0..0, without(&table, "", &wrong));
+        match S::deserialize(Deserializer::from(rest)) {
+            Ok(read) => {
+                settings = Some(read);
+                break places;
+            }
+            Err(error) => {
+                let entry = error.span().and_then(|span| places.entry_of(&span));
+                let at = entry.map(|entry| (entry.line, entry.column));
+                let key = entry.map(|entry| entry.shown.clone());
+                problems.push(Problem::new(at, key.clone(), without_value(error.message())));
+                match key {
+                    Some(key) if problems.len() < WRONG_MAX && wrong.insert(key.clone()) => {}
+                    _ => break places,
+                }
+            }
+        }
+    };
+    sort(&mut problems);
+    Checked { settings, problems, places }
+}
+
+impl Problem {
+    /// An error at a line and column, in the entry of a key.
+    pub fn new(at: Option<(usize, usize)>, key: Option<String>, message: impl Into<String>) -> Problem {
+        Problem {
+            line: at.map(|(line, _)| line),
+            column: at.map(|(_, column)| column),
+            key,
+            severity: Severity::Error,
+            message: message.into(),
+        }
+    }
+
+    /// The same as a warning.
+    #[must_use]
+    pub fn as_warning(self) -> Problem {
+        Problem { severity: Severity::Warning, ..self }
+    }
+}
+
+/// Sorts problems by line and column; those without a line are last.
+pub fn sort(problems: &mut [Problem]) {
+    problems.sort_by_key(|problem| (problem.line.is_none(), problem.line, problem.column));
+}
+
+/// The places of all entries of a file.
+#[derive(Debug, Default)]
+pub struct Places {
+    entries: Vec<Entry>,
+}
+
+/// One key, or one element of a list.
+#[derive(Debug)]
+struct Entry {
+    /// Path in the settings, where wrong elements of lists are left out.
+    path: String,
+    /// Path in the file.
+    shown: String,
+    line: usize,
+    column: usize,
+    key: Option<Range<usize>>,
+    value: Range<usize>,
+}
+
+impl Places {
+    fn of(table: &DeTable<'_>, lines: &Lines, wrong: &BTreeSet<String>) -> Places {
+        let mut places = Places::default();
+        places.enter(table, lines, wrong, "", "");
+        places
+    }
+
+    fn enter(
+        &mut self,
+        table: &DeTable<'_>,
+        lines: &Lines,
+        wrong: &BTreeSet<String>,
+        path: &str,
+        shown: &str,
+    ) {
+        for (key, value) in table {
+            let shown = keyed(shown, key.get_ref());
+            if wrong.contains(&shown) {
+                continue;
+            }
+            let path = keyed(path, key.get_ref());
+            self.add(Some(key.span()), value, lines, wrong, path, shown);
+        }
+    }
+
+    fn add(
+        &mut self,
+        key: Option<Range<usize>>,
+        value: &Spanned<DeValue<'_>>,
+        lines: &Lines,
+        wrong: &BTreeSet<String>,
+        path: String,
+        shown: String,
+    ) {
+        let begin = key.as_ref().map_or(value.span().start, |key| key.start);
+        let (line, column) = lines.at(begin);
+        match value.get_ref() {
+            DeValue::Table(table) => self.enter(table, lines, wrong, &path, &shown),
+            DeValue::Array(list) => {
+                let mut kept = 0;
+                for (at, element) in list.iter().enumerate() {
+                    let shown = format!("{shown}[{at}]");
+                    if !wrong.contains(&shown) {
+                        self.add(None, element, lines, wrong, format!("{path}[{kept}]"), shown);
+                        kept += 1;
+                    }
+                }
+            }
+            _ => {}
+        }
+        self.entries.push(Entry { path, shown, line, column, key, value: value.span() });
+    }
+
+    /// The entry at which a parser found an error: the one that begins there, else the innermost around it.
+    fn entry_of(&self, span: &Range<usize>) -> Option<&Entry> {
+        if span.is_empty() {
+            return None;
+        }
+        let is_at = |entry: &&Entry| entry.key.as_ref() == Some(span) || entry.value == *span;
+        // The header of a list of tables is the place of the list and of its first element.
+        let at = self.entries.iter().filter(is_at).max_by_key(|entry| entry.shown.len());
+        at.or_else(|| {
+            let holds = |entry: &&Entry| entry.value.start <= span.start && span.end <= entry.value.end;
+            self.entries.iter().filter(holds).min_by_key(|entry| entry.value.len())
+        })
+    }
+
+    /// Whether the file has the entry with a path of the settings.
+    pub fn has(&self, path: &str) -> bool {
+        self.entries.iter().any(|entry| entry.path == path)
+    }
+
+    /// A problem of the entry with a path of the settings, such as `ingest.jobs[0].topic`. An absent key has the place
+    /// of its table.
+    pub fn problem(&self, path: &str, message: impl Into<String>) -> Problem {
+        let mut known = path;
+        loop {
+            if let Some(entry) = self.entries.iter().find(|entry| entry.path == known) {
+                let key = format!("{}{}", entry.shown, &path[known.len()..]);
+                return Problem::new(Some((entry.line, entry.column)), Some(key), message);
+            }
+            match known.rfind(['.', '[']) {
+                Some(at) => known = &known[..at],
+                None => return Problem::new(None, Some(path.to_owned()), message),
+            }
+        }
+    }
+}
+
+/// The entries of a table that are not wrong.
+fn without<'i>(table: &DeTable<'i>, path: &str, wrong: &BTreeSet<String>) -> DeTable<'i> {
+    let mut rest = DeTable::new();
+    for (key, value) in table {
+        let path = keyed(path, key.get_ref());
+        if !wrong.contains(&path) {
+            rest.insert(key.clone(), right_part(value, &path, wrong));
+        }
+    }
+    rest
+}
+
+/// A value without the wrong entries in it.
+fn right_part<'i>(
+    value: &Spanned<DeValue<'i>>,
+    path: &str,
+    wrong: &BTreeSet<String>,
+) -> Spanned<DeValue<'i>> {
+    let inner = match value.get_ref() {
+        DeValue::Table(table) => DeValue::Table(without(table, path, wrong)),
+        DeValue::Array(list) => {
+            let elements = list.iter().enumerate().map(|(at, value)| (format!("{path}[{at}]"), value));
+            let right = elements.filter(|(path, _)| !wrong.contains(path));
+            DeValue::Array(right.map(|(path, value)| right_part(value, &path, wrong)).collect())
+        }
+        other => other.clone(),
+    };
+    Spanned::new(value.span(), inner)
+}
+
+/// The path of a key in a table.
+fn keyed(path: &str, key: &str) -> String {
+    let is_bare = !key.is_empty() && key.chars().all(|c| c.is_alphanumeric() || "_-".contains(c));
+    let key = if is_bare { key.to_owned() } else { format!("{key:?}") };
+    if path.is_empty() { key } else { format!("{path}.{key}") }
+}
+
+/// The starts of the lines of a text, in bytes.
+struct Lines(Vec<usize>);
+
+impl Lines {
+    fn of(text: &str) -> Lines {
+        let after = text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at + 1);
+        Lines(std::iter::once(0).chain(after).collect())
+    }
+
+    /// Line and column, from 1.
+    fn at(&self, byte: usize) -> (usize, usize) {
+        let line = self.0.partition_point(|start| *start <= byte);
+        let start = self.0.get(line.saturating_sub(1)).copied().unwrap_or_default();
+        (line, byte - start + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Debug, Default, Deserialize)]
+    #[serde(deny_unknown_fields, default)]
+    struct Tables {
+        one: One,
+        jobs: Vec<Job>,
+    }
+
+    #[derive(Debug, Default, Deserialize)]
+    #[serde(deny_unknown_fields, default)]
+    struct One {
+        number: u32,
+        text: String,
+    }
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Job {
+        name: String,
+        rows: Option<u32>,
+    }
+
+    /// Line, key and message of each problem.
+    fn problems(text: &str) -> Vec<(usize, String, String)> {
+        let found = read::<Tables>(text).problems.into_iter();
+        found.map(|one| (one.line.unwrap(), one.key.unwrap_or_default(), one.message)).collect()
+    }
+
+    #[test]
+    fn every_unknown_key_and_wrong_type_is_reported_with_its_line() {
+        let text = "[one]\nnumbr = 1\ntext = 5\n[two]\nx = 1\n[[jobs]]\nrows = 1\n[[jobs]]\nname = \"a\"\n\
+                    rows = \"b\"\n";
+        let found = problems(text);
+        let places: Vec<(usize, &str)> = found.iter().map(|(line, key, _)| (*line, key.as_str())).collect();
+        assert_eq!(
+            places,
+            [(2, "one.numbr"), (3, "one.text"), (4, "two"), (6, "jobs[0]"), (10, "jobs[1].rows")],
+            "{found:?}"
+        );
+        assert!(found[0].2.contains("did you mean `number`?"), "{found:?}");
+        assert!(found[3].2.contains("missing field `name`"), "{found:?}");
+    }
+
+    #[test]
+    fn settings_keep_what_is_right_and_the_places_of_what_is_left() {
+        let text = "[[jobs]]\nrows = 1\n[[jobs]]\nname = \"a\"\nwrong = 1\n[one]\nnumber = 7\n";
+        let checked = read::<Tables>(text);
+        let settings = checked.settings.unwrap();
+        assert_eq!((settings.one.number, settings.one.text.as_str()), (7, ""));
+        assert_eq!((settings.jobs.len(), settings.jobs[0].name.as_str()), (1, "a"));
+        assert_eq!(settings.jobs[0].rows, None);
+        let problem = checked.places.problem("jobs[0].name", "taken");
+        assert_eq!((problem.line, problem.key.as_deref()), (Some(4), Some("jobs[1].name")));
+        let problem = checked.places.problem("one.limits.rows", "too many");
+        assert_eq!((problem.line, problem.key.as_deref()), (Some(6), Some("one.limits.rows")));
+        assert_eq!(checked.places.problem("three.x", "unset").line, None);
+    }
+
+    #[test]
+    fn several_errors_of_syntax_are_reported() {
+        let found = problems("a = \nb = 1\nc = = 2\n");
+        assert!(found.len() >= 2 && found[0].0 == 1 && found.last().unwrap().0 == 3, "{found:?}");
+        assert!(read::<Tables>("a = \n").settings.is_none());
+    }
+
+    #[test]
+    fn values_are_not_repeated() {
+        for (_, _, message) in problems("[one]\nnumber = \"hunter2\"\ntext = [\"hunter2\"]\n") {
+            assert!(!message.contains("hunter2"), "{message}");
+        }
+    }
+}
