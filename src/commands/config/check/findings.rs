@@ -67,9 +67,14 @@ impl Findings {
     /// Checks that a file can be read, and warns of a secret one that every user of the machine may read or change.
     /// Returns whether it can be read.
     pub(super) fn file(&mut self, key: &str, path: &Path, is_secret: bool) -> bool {
-        let metadata = match std::fs::File::open(path).and_then(|file| file.metadata()) {
-            Ok(metadata) if metadata.is_file() => metadata,
-            Ok(_) => {
+        // Asked before opening: opening a FIFO waits for a writer.
+        let opened = std::fs::metadata(path).and_then(|metadata| match metadata.is_file() {
+            true => std::fs::File::open(path).map(|_| Some(metadata)),
+            false => Ok(None),
+        });
+        let metadata = match opened {
+            Ok(Some(metadata)) => metadata,
+            Ok(None) => {
                 self.error(key, format!("{} is not a file", path.display()));
                 return false;
             }
