@@ -23,11 +23,13 @@ const REQUEST_BYTES_MAX: usize = 16 << 20;
 
 /// The model server's address: named by the command, of this home's server, or from the configuration.
 pub(crate) fn server(context: &Context, named: Option<&str>) -> String {
+    let settings = &context.loaded.settings;
     let running = || context.home.running().and_then(|running| running.grpc);
-    match named {
-        Some(address) => address.to_owned(),
-        None => running().unwrap_or(context.loaded.settings.serving.grpc).to_string(),
-    }
+    named
+        .map(str::to_owned)
+        .or_else(|| running().map(|address| address.to_string()))
+        .or_else(|| settings.cluster.server.clone())
+        .unwrap_or_else(|| settings.serving.grpc.to_string())
 }
 
 /// A record's properties besides its inputs.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use millrace_datafs::{Name, VolumeSpec};
+use millrace_leaf::discovery;
 use millrace_serving::Tls;
 use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::flight::Limits;
@@ -30,6 +31,8 @@ pub(crate) struct Settings {
     pub(crate) feed: FeedConfig,
     /// The parts that `millrace up` runs in addition to those of the other tables.
     pub(crate) up: UpConfig,
+    /// Addresses of the services that commands of this machine use, and how they are found.
+    pub(crate) cluster: ClusterConfig,
 }
 
 impl Settings {
@@ -144,6 +147,22 @@ pub(crate) struct SnapshotSchedule {
     pub(crate) keep: usize,
 }
 
+/// The table `[cluster]`: services of other machines. An address is `HOST:PORT`, or `dnssrv+NAME` for the SRV records
+/// of a name.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct ClusterConfig {
+    /// Coordinators of trainings, separated by commas: what `millrace worker --join` without an address joins.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) coordinator: Option<String>,
+    /// The model server for commands without `--grpc`, unless a server of this home runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) server: Option<String>,
+    /// Name servers to ask for SRV records, such as `127.0.0.1:8600` for a Consul agent; those of the system when empty.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) nameservers: Vec<SocketAddr>,
+}
+
 /// The effective settings of the command.
 pub(crate) type LoadedSettings = millrace_home::settings::Loaded<Settings>;
 
@@ -178,7 +197,9 @@ const WORKER: [&str; 6] = [
 /// Reads the configuration: `flag` names the file; without it ./millrace.toml, then
 /// HOME/millrace.toml, then none.
 pub(crate) fn load(flag: Option<&Path>, home: &Path) -> Result<LoadedSettings> {
-    Ok(millrace_home::settings::load(flag, home, is_key)?)
+    let loaded: LoadedSettings = millrace_home::settings::load(flag, home, is_key)?;
+    discovery::use_name_servers(loaded.settings.cluster.nameservers.clone());
+    Ok(loaded)
 }
 
 /// Whether a variable's name can be that of a key.

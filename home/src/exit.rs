@@ -113,7 +113,7 @@ fn datafs(error: &millrace_datafs::Error) -> Exit {
 fn streams(error: &millrace_streams::Error) -> Exit {
     use millrace_streams::Error as E;
     match error {
-        E::Unreachable { .. } | E::NotRunning { .. } => Exit::Unavailable,
+        E::Unreachable { .. } | E::NotRunning { .. } | E::Discovery { .. } => Exit::Unavailable,
         E::UnknownTopic { .. }
         | E::UnknownPartition { .. }
         | E::OffsetOutOfRange { .. }

@@ -20,7 +20,8 @@ pub(crate) struct TokenArgs {
 /// The model server that a command contacts, and the client's credentials
 #[derive(Debug, Args)]
 pub(crate) struct ServerArgs {
-    /// The model server, HOST:PORT or https://HOST:PORT [default: this home's server, else serving.grpc]
+    /// The model server, HOST:PORT, https://HOST:PORT or dnssrv+NAME [default: this home's server, else
+    /// cluster.server, else serving.grpc]
     #[arg(long, value_name = "ADDR")]
     pub(crate) grpc: Option<String>,
     /// PEM file of the authorities that may sign the server's certificate; connects with TLS [default for

@@ -328,8 +328,8 @@ pub(crate) enum RunsCommand {
 #[derive(Debug, Args)]
 pub(crate) struct WorkerArgs {
     /// The coordinator: a `millrace train --listen` on any machine. Several addresses, as of standbys, are separated
-    /// by commas
-    #[arg(long, value_name = "HOST:PORT[,…]", requires = "token_file")]
+    /// by commas; `dnssrv+NAME` stands for those of its SRV records. Without a value: cluster.coordinator
+    #[arg(long, value_name = "HOST:PORT[,…]", num_args = 0..=1, default_missing_value = "", requires = "token_file")]
     pub(crate) join: Option<String>,
     /// File with the coordinator's secret, which only its owner may read
     #[arg(long, value_name = "FILE", requires = "join")]

@@ -11,7 +11,7 @@ use crate::settings::LoadedSettings;
 pub(crate) use check::run as check;
 
 /// The pages of `docs/reference/config` for millrace.toml. A test compares them with the source.
-const PAGES: [&str; 9] = [
+const PAGES: [&str; 10] = [
     include_str!("../../docs/reference/config/datafs.md"),
     include_str!("../../docs/reference/config/streams.md"),
     include_str!("../../docs/reference/config/ingest.md"),
@@ -21,6 +21,7 @@ const PAGES: [&str; 9] = [
     include_str!("../../docs/reference/config/serving-models.md"),
     include_str!("../../docs/reference/config/feed.md"),
     include_str!("../../docs/reference/config/up.md"),
+    include_str!("../../docs/reference/config/cluster.md"),
 ];
 
 /// Runs the command.

@@ -31,6 +31,16 @@ pub(crate) fn join(cli: &Cli, coordinator: &str, args: &WorkerArgs) -> Result<()
     }
     home.check_store(&config.datafs)?;
     let datafs = Datafs::open(home.root(), &config.datafs)?;
+    let coordinator = match (coordinator, &config.cluster.coordinator) {
+        ("", Some(configured)) => configured.as_str(),
+        ("", None) => {
+            return fail(
+                Exit::Usage,
+                "--join needs the coordinator: name HOST:PORT, or set coordinator in [cluster]",
+            );
+        }
+        (named, _) => named,
+    };
     let join = Join {
         coordinator: coordinator.to_owned(),
         token,

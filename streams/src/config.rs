@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use millrace_datafs::Secret;
+use millrace_leaf::discovery;
 use serde::{Deserialize, Serialize};
 
 use crate::broker;
@@ -17,8 +18,8 @@ pub const EMBEDDED: &str = "embedded";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// `host:port` list of a Kafka cluster separated by commas, or `"embedded"` for the broker of
-    /// this home, which `millrace up` and `millrace broker` start.
+    /// `host:port` list of a Kafka cluster separated by commas, where `dnssrv+NAME` stands for the SRV records of
+    /// that name, or `"embedded"` for the broker of this home, which `millrace up` and `millrace broker` start.
     pub bootstrap_servers: String,
     /// librdkafka properties for every producer and consumer, for example `security.protocol`. They override
     /// the defaults of this crate, except for the properties that its guarantees need (`enable.idempotence`,
@@ -58,12 +59,15 @@ impl Config {
     /// The brokers to connect to. `"embedded"` becomes the address of the broker that holds `home` now, or
     /// else the configured address.
     ///
+    /// SRV records are looked up at each call, for at most five seconds.
+    ///
     /// # Errors
     /// [`Error::NotRunning`] when no broker holds the home and its configured port is 0, so that
-    /// no address can be known.
+    /// no address can be known. [`Error::Discovery`] for SRV records that cannot be looked up.
     pub fn kafka(&self, home: &Path) -> Result<KafkaConfig> {
         let bootstrap_servers = if !self.is_embedded() {
-            self.bootstrap_servers.clone()
+            discovery::servers_of_list(&self.bootstrap_servers)
+                .map_err(|source| Error::Discovery { source })?
         } else {
             let dir = broker::dir(home);
             match broker::running_address(&dir) {

@@ -34,6 +34,13 @@ pub enum Error {
         /// The broker's directory.
         dir: PathBuf,
     },
+    /// The SRV records that name the brokers cannot be looked up: check the name and the name servers.
+    #[error("cannot find the brokers of streams.bootstrap_servers")]
+    Discovery {
+        /// The lookup and its failure.
+        #[source]
+        source: millrace_leaf::discovery::Error,
+    },
     /// The topic does not exist: create it.
     #[error(
         "topic {topic} does not exist at {bootstrap_servers} (declare it under [[streams.topics]] or produce to it first)"

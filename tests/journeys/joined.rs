@@ -123,3 +123,43 @@ fn mistakes_of_a_worker_are_named_with_the_remedy() {
     assert_eq!(code, 2, "{line}");
     assert!(line.contains("workers_min = 3") && line.contains("--listen"), "{line}");
 }
+
+#[test]
+fn a_worker_finds_its_coordinator_by_an_srv_record_and_sees_a_changed_one() {
+    let (home, token) = prepared();
+    let path = token.to_str().unwrap();
+    let address = free_address();
+    let right: u16 = address.rsplit_once(':').unwrap().1.parse().unwrap();
+    // The first answers name a port at which nothing listens.
+    let wrong: u16 = free_address().rsplit_once(':').unwrap().1.parse().unwrap();
+    let names = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    let config = home.file(
+        "worker.toml",
+        format!(
+            "[cluster]\nnameservers = [\"{}\"]\ncoordinator = \"dnssrv+_coordinator._tcp.train.example\"\n",
+            names.local_addr().unwrap()
+        ),
+    );
+    std::thread::spawn(move || {
+        let mut question = [0; 512];
+        let mut answered = 0;
+        while let Ok((length, peer)) = names.recv_from(&mut question) {
+            let port = if answered < 2 { wrong } else { right };
+            answered += 1;
+            let mut answer = question[..length].to_vec();
+            // An answer with one record, whose owner is the name in question.
+            answer[2..8].copy_from_slice(&[0x81, 0x80, 0, 1, 0, 1]);
+            let target = b"\x09localhost\0";
+            answer.extend([0xc0, 12, 0, 33, 0, 1, 0, 0, 0, 0, 0, 6 + target.len() as u8, 0, 0, 0, 0]);
+            answer.extend(port.to_be_bytes());
+            answer.extend(target);
+            names.send_to(&answer, peer).unwrap();
+        }
+    });
+    let train = job(&home, "found", "");
+    let listen = ["train", &train, "--listen", &address, "--token-file", path, "--workers-local", "0"];
+    let mut coordinator = home.start(listen);
+    let worker = ["--config", config.to_str().unwrap(), "worker", "--token-file", path, "--join"];
+    home.ok(worker);
+    assert_eq!(coordinator.wait(), Some(0));
+}

@@ -123,7 +123,7 @@ impl Listen {
 /// How a worker joins a coordinator on another machine.
 #[derive(Debug, Clone)]
 pub struct Join {
-    /// The coordinator, `HOST:PORT`; several are separated by commas and tried in turn.
+    /// The coordinator, `HOST:PORT`, or `dnssrv+NAME` for SRV records; several are separated by commas and tried in turn.
     pub coordinator: String,
     /// The secret of the coordinator.
     pub token: Token,

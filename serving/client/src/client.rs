@@ -131,7 +131,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to `host:port`, `http://host:port` or `https://host:port` without credentials.
+    /// Connects to `host:port`, `http://host:port`, `https://host:port` or `dnssrv+NAME` without credentials.
     ///
     /// # Errors
     /// As [`Client::connect_with`].
@@ -145,7 +145,7 @@ impl Client {
     /// [`ClientError::Address`], [`ClientError::Unreachable`], [`ClientError::Tls`];
     /// [`ClientError::Credentials`] for files that cannot be used.
     pub async fn connect_with(address: &str, credentials: &Credentials) -> Result<Client, ClientError> {
-        let remote = Arc::new(Remote::new(address, credentials)?);
+        let remote = Arc::new(Remote::find(address, credentials).await?);
         let inner = GrpcInferenceServiceClient::new(remote.connect().await?)
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX);

@@ -146,6 +146,7 @@ async fn of_configuration(path: &Path, text: &str, root: &Path) -> Result<Vec<Pr
     parts::feed(&mut findings, &loaded).await;
     parts::service(&mut findings, &loaded);
     network::addresses(&mut findings, &loaded.settings);
+    network::cluster(&mut findings, &loaded.settings);
     // Variables are checked last: their errors have no lines.
     if findings.is_sound()
         && let Err(error) = settings::load(Some(path), root)

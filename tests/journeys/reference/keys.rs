@@ -51,7 +51,7 @@ const OPTIMIZER: &str = "trainer/src/optim/config.rs";
 
 const OBJECTIVE: &str = "trainer/src/engine/objective.rs";
 
-const PAGES: [(&str, &str, &[Table]); 14] = [
+const PAGES: [(&str, &str, &[Table]); 15] = [
     ("config/datafs.md", "Keys: datafs", &[table("[datafs]", "datafs/src/config.rs", "Config", "/datafs")]),
     (
         "config/streams.md",
@@ -119,6 +119,11 @@ const PAGES: [(&str, &str, &[Table]); 14] = [
             table("[[up.mounts]]", "src/settings.rs", "MountConfig", "/up/mounts/0"),
             table("[[up.snapshots]]", "src/settings.rs", "SnapshotSchedule", "/up/snapshots/0"),
         ],
+    ),
+    (
+        "config/cluster.md",
+        "Keys: cluster",
+        &[table("[cluster]", "src/settings.rs", "ClusterConfig", "/cluster")],
     ),
     ("config/train-job.md", "Keys of a training job", &[job("The job file", false)]),
     (

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use millrace_datafs::{Datafs, View};
 use millrace_leaf::backoff::Backoff;
+use millrace_leaf::discovery;
 use millrace_streams::KafkaConfig;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
@@ -278,10 +279,10 @@ impl Memory {
 /// The addresses of `--join`.
 fn addresses(join: &Join) -> Result<Vec<String>> {
     let listed: Vec<String> = join.coordinator.split(',').map(|address| address.trim().to_owned()).collect();
-    if !listed.iter().all(|address| has_port(address)) {
+    if !listed.iter().all(|address| discovery::is_service(address) || has_port(address)) {
         return Err(Error::Access {
             what: format!("join {:?}", join.coordinator),
-            reason: "write HOST:PORT, or several of them with commas".to_owned(),
+            reason: "write HOST:PORT, or several of them with commas, or dnssrv+NAME".to_owned(),
         });
     }
     Ok(listed)
@@ -389,7 +390,21 @@ fn round(
     exit_code: &impl Fn(&Error) -> u8,
 ) -> Result<Round> {
     let (mut reasons, mut refusals) = (Vec::new(), Vec::new());
+    let mut servers = Vec::new();
     for target in targets {
+        match discovery::servers(target) {
+            Ok(found) => {
+                for server in found {
+                    if !servers.contains(&server) {
+                        servers.push(server);
+                    }
+                }
+            }
+            Err(error) => reasons.push((target.clone(), error.to_string())),
+        }
+    }
+    let tried = servers.len() + reasons.len();
+    for target in servers {
         let join = Join { coordinator: target.clone(), ..join.clone() };
         match attempt(&join, memory, machine, runtime, leave, exit_code) {
             Ok(ended) => return Ok(Round::Ended(ended)),
@@ -404,7 +419,7 @@ fn round(
         }
     }
     // A worker with a state goes on until `--wait` ends: what answers during a failover may not be the coordinator.
-    if refusals.len() == targets.len()
+    if refusals.len() == tried
         && memory.replica.is_none()
         && let Some(error) = refusals.into_iter().next()
     {

@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Duration;
 
+use millrace_leaf::discovery;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tonic::codegen::Service as _;
@@ -60,6 +61,35 @@ impl Remote {
             .tcp_nodelay(true);
         let secure = if secure { Some(credentials.connector()?) } else { None };
         Ok(Remote { address: address.to_owned(), endpoint, secure, bearer })
+    }
+
+    /// The server of an address. Of the servers that SRV records name, the first one in their order that accepts a
+    /// connection.
+    ///
+    /// # Errors
+    /// As [`Remote::new`]; those of the last server when none of several accepts a connection.
+    pub(crate) async fn find(address: &str, credentials: &Credentials) -> Result<Remote, ClientError> {
+        if !discovery::is_service(address) {
+            return Remote::new(address, credentials);
+        }
+        let unreachable = |source: Box<dyn std::error::Error + Send + Sync>| ClientError::Unreachable {
+            address: address.to_owned(),
+            source,
+        };
+        let name = address.to_owned();
+        let servers = tokio::task::spawn_blocking(move || discovery::servers(&name))
+            .await
+            .map_err(|error| unreachable(error.into()))?
+            .map_err(|error| unreachable(error.into()))?;
+        let mut last = None;
+        for server in servers {
+            let remote = Remote::new(&server, credentials)?;
+            match remote.connect().await {
+                Ok(_) => return Ok(remote),
+                Err(error) => last = Some(error),
+            }
+        }
+        Err(last.unwrap_or_else(|| ClientError::Address { address: address.to_owned() }))
     }
 
     /// Opens another connection.

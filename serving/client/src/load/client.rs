@@ -59,7 +59,7 @@ impl Connection {
         requests: &Requests,
         count: usize,
     ) -> Result<Vec<Connection>, ClientError> {
-        let remote = Remote::new(address, credentials)?;
+        let remote = Remote::find(address, credentials).await?;
         let head = head(&remote).ok_or_else(|| ClientError::Address { address: address.to_owned() })?;
         let mut connections = Vec::with_capacity(count);
         for _ in 0..count {

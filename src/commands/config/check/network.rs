@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 
+use millrace_leaf::discovery;
+
 use super::findings::Findings;
 use super::parts;
 use crate::settings::Settings;
@@ -40,10 +42,32 @@ fn collide(one: SocketAddr, other: SocketAddr) -> bool {
     one.port() != 0 && one.port() == other.port() && share
 }
 
+/// `[cluster]`
+pub(super) fn cluster(findings: &mut Findings, settings: &Settings) {
+    for coordinator in settings.cluster.coordinator.iter().flat_map(|list| list.split(',')) {
+        named(findings, "cluster.coordinator", coordinator.trim());
+    }
+    if let Some(server) = &settings.cluster.server {
+        let place = server.split_once("://").map_or(server.as_str(), |(_, place)| place);
+        named(findings, "cluster.server", place.trim_end_matches('/'));
+    }
+}
+
+/// Checks an address, `HOST:PORT` or `dnssrv+NAME`.
+fn named(findings: &mut Findings, key: &str, address: &str) {
+    if let Err(error) = discovery::check(address) {
+        findings.error(key, error.to_string());
+    }
+}
+
 /// Checks a list of brokers: `HOST:PORT`, separated by commas. librdkafka also accepts a scheme, and takes 9092 for an
 /// absent port.
 pub(super) fn brokers(findings: &mut Findings, key: &str, list: &str) {
     for broker in list.split(',').map(str::trim) {
+        if discovery::is_service(broker) {
+            named(findings, key, broker);
+            continue;
+        }
         let place = broker.split_once("://").map_or(broker, |(_, place)| place);
         let (host, port) = match place.rsplit_once(':') {
             // An IPv6 address in brackets without a port ends with a bracket.
