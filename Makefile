@@ -84,7 +84,7 @@ deny: ## Licenses, sources and duplicate versions of packages (needs cargo-deny)
 docs: setup-docs ## Build the documentation site in .local/site and check its links
 	.local/docs/bin/mkdocs build --quiet --strict --site-dir .local/site
 
-chart: setup-chart ## Check the Helm chart and the manifests in deploy/ (needs helm; ARGS=--update renders them again)
+chart: setup-chart ## Check the Helm chart, manifests and Compose files in deploy/ (needs helm; ARGS=--update renders them again)
 	.local/python-chart/bin/python scripts/chart $(ARGS)
 
 bench: setup-test ## All benchmarks, each against a control in the same run
