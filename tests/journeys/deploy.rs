@@ -42,8 +42,9 @@ fn blocks(text: &str, key: &str) -> Vec<String> {
 #[test]
 fn configurations_of_rendered_manifests_and_of_compose_are_accepted() {
     let home = Home::new();
-    let mut configs: Vec<String> =
-        ["millrace", "stack", "stack-pipeline"].map(|name| text_of(&format!("deploy/compose/{name}.toml"))).into();
+    let mut configs: Vec<String> = ["millrace", "stack", "stack-pipeline"]
+        .map(|name| text_of(&format!("deploy/compose/{name}.toml")))
+        .into();
     for file in files_below(&project().join("deploy/manifests"), "yaml") {
         let text = std::fs::read_to_string(&file).unwrap();
         let found = blocks(&text, "millrace.toml");
