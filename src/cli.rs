@@ -8,6 +8,7 @@ mod models;
 mod mounts;
 mod records;
 mod rollout;
+mod scaler;
 mod scripts;
 mod volumes;
 
@@ -31,6 +32,7 @@ pub(crate) use models::{
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{IngestArgs, ProduceArgs, TopicCommand};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
+pub(crate) use scaler::ScalerArgs;
 pub(crate) use volumes::{CopyArgs, FsckArgs, ListArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
 
 /// Topics and files into snapshotted volumes, into trainers, into servers.
@@ -198,6 +200,11 @@ pub(crate) enum Command {
         after_help = "Example:\n  millrace pipe --from digits-test --to digits-predictions --volume digits --model digits --input pixels"
     )]
     Pipe(PipeArgs),
+    /// Tell KEDA the lag of ingest jobs and pipes and the queue time of models, until a signal stops it
+    #[command(
+        after_help = "Answers KEDA's gRPC calls of an external scaler. The metadata of a trigger says what to measure:\n\n  kind: ingest   job: NAME or pipe: NAME, lagThreshold, activationLagThreshold, allowIdleConsumers\n  kind: model    model: NAME, metrics: HOST:PORT[,…], queueTimeMs, activationQueueTimeMs, windowSeconds\n\nJobs and pipes that this configuration does not declare also need topic and volume, pipes output and model.\nThe lag is the ends of the topic less the offsets in the volume, so no consumer has to run.\n\nExamples:\n  millrace scaler --listen 0.0.0.0:9300\n  millrace scaler --listen 0.0.0.0:9300 --tls-cert tls.crt --tls-key tls.key --tls-client-ca ca.pem"
+    )]
+    Scaler(ScalerArgs),
     /// Run the embedded broker alone
     #[command(after_help = "Example:\n  millrace broker --listen 127.0.0.1:9092")]
     Broker {

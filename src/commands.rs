@@ -14,6 +14,7 @@ pub(crate) mod pipe;
 pub(crate) mod predict;
 pub(crate) mod produce;
 pub(crate) mod runs;
+pub(crate) mod scaler;
 pub(crate) mod serve;
 pub(crate) mod snapshot;
 pub(crate) mod stats;

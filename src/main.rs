@@ -16,6 +16,7 @@ mod logging;
 mod output;
 mod quickstart;
 mod ready;
+mod scaler;
 mod service;
 mod settings;
 mod shared_broker;
@@ -165,6 +166,7 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
         Command::Train(args) => commands::train::run(&context, args).await,
         Command::Serve(args) => commands::serve::run(&context, args).await,
         Command::Pipe(args) => commands::pipe::run(&context, args).await,
+        Command::Scaler(args) => commands::scaler::run(&context, args).await,
         Command::Broker { temporary: true, .. } => shared_broker::serve(&context).await,
         Command::Broker { listen, .. } => commands::broker::run(&context, listen).await,
         command => {

@@ -83,6 +83,6 @@ mod state;
 
 pub use config::{Config, DeadLetter, JobConfig};
 pub use error::{Error, FolderOwner, Result};
-pub use progress::{IngestReport, Progress};
+pub use progress::{IngestReport, Progress, partition_lag};
 pub use run::{Until, run, run_with_progress};
 pub use state::{Offsets, offsets, offsets_by_job};

@@ -41,14 +41,17 @@ impl Progress {
     /// the records to come, because offsets have gaps.
     #[must_use]
     pub fn lag(&self) -> u64 {
-        self.high
-            .iter()
-            .map(|(partition, high)| {
-                let next = self.offsets.get(partition).copied().unwrap_or(0);
-                u64::try_from(high.saturating_sub(next)).unwrap_or(0)
-            })
-            .sum()
+        let next = |partition| self.offsets.get(partition).copied();
+        self.high.iter().map(|(partition, high)| partition_lag(next(partition), (0, *high))).sum()
     }
+}
+
+/// Offsets of one partition between the next one to read and the end: an upper bound of the records to come.
+/// `marks` are the first offset and the one after the last; without a position, reading begins at the first.
+#[must_use]
+pub fn partition_lag(next: Option<i64>, (low, high): (i64, i64)) -> u64 {
+    let next = next.map_or(low, |next| next.max(low));
+    u64::try_from(high.saturating_sub(next)).unwrap_or(0)
 }
 
 /// Report of a run. `records` is always `landed + dead_letters`.
@@ -92,4 +95,25 @@ impl IngestReport {
 
 fn as_millis<S: serde::Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_u64(u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::partition_lag;
+
+    #[test]
+    fn lag_begins_at_the_position_or_at_the_first_record() {
+        for (next, marks, lag) in [
+            (None, (0, 0), 0),
+            (None, (5, 9), 4),
+            (Some(7), (5, 9), 2),
+            (Some(9), (5, 9), 0),
+            // Records from 2 to 4 were removed.
+            (Some(2), (5, 9), 4),
+            // The topic was created again.
+            (Some(12), (0, 3), 0),
+        ] {
+            assert_eq!(partition_lag(next, marks), lag, "{next:?} {marks:?}");
+        }
+    }
 }

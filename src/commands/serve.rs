@@ -1,7 +1,7 @@
 //! `millrace serve`: the model server alone, until a signal stops it, and the commands for a running server.
 
 mod bench;
-mod scrape;
+pub(crate) mod scrape;
 mod token;
 mod top;
 

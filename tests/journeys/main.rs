@@ -33,6 +33,7 @@ mod reference;
 mod rolling;
 mod rooms;
 mod runs;
+mod scaler;
 mod scripts;
 mod secrets;
 mod secured;

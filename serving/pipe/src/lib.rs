@@ -39,6 +39,7 @@ use millrace_serving_core::error::{chain, quote};
 use millrace_serving_repository::infer::Inference;
 use output::Writer;
 use progress::Progress;
+pub use progress::offsets;
 pub use waiting::Waiting;
 
 /// Most records between two commits: enough that the cost of a commit is small.

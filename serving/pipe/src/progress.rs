@@ -43,6 +43,15 @@ struct Keys {
 }
 
 impl Keys {
+    fn of(config: &PipeConfig) -> Keys {
+        Keys {
+            name: config.name.clone(),
+            input: config.input.clone(),
+            output: config.output.clone(),
+            model: config.model.clone(),
+        }
+    }
+
     /// The prefix of all keys.
     fn prefix(&self) -> String {
         format!("pipe/{}/{}/{}/{}/", self.name, self.input, self.output, self.model)
@@ -62,6 +71,18 @@ impl Keys {
     }
 }
 
+/// The next offset of a pipe by partition of its input, as its last commit left them; empty before the first one.
+/// Positions of releases that stored them by name and input alone do not count: the next run of the pipe adopts
+/// them.
+///
+/// Blocks on metadata.
+///
+/// # Errors
+/// [`Error::Datafs`]; [`Error::Server`] for a key without an offset.
+pub fn offsets(view: &View, config: &PipeConfig) -> Result<BTreeMap<i32, i64>> {
+    positions(view, &Keys::of(config).prefix())
+}
+
 impl Progress {
     /// Reads the positions, and draws their id if they have none. Looks for positions of an earlier release
     /// in `partitions`; `adopt` says whether the pipe may adopt them.
@@ -71,12 +92,7 @@ impl Progress {
         partitions: impl Iterator<Item = &i32>,
         adopt: bool,
     ) -> Result<Progress> {
-        let keys = Keys {
-            name: config.name.clone(),
-            input: config.input.clone(),
-            output: config.output.clone(),
-            model: config.model.clone(),
-        };
+        let keys = Keys::of(config);
         let partitions: Vec<i32> = partitions.copied().collect();
         blocking("pipe progress", move || {
             let mut committed = positions(&view, &keys.prefix())?;

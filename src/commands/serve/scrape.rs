@@ -1,5 +1,5 @@
 //! Metrics scraper of `millrace serve top`: latencies and waiting requests by version, from the Prometheus
-//! text format.
+//! text format, whose lines `millrace scaler` reads, too.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -30,26 +30,34 @@ impl Scraper {
 
     /// The current metrics, or why they are unavailable.
     pub(super) async fn scrape(&self) -> Result<Scrape, String> {
-        let url = format!("http://{}/metrics", self.address);
-        let failed = |error: reqwest::Error| {
-            // The last cause is the informative one: the others describe the library's internal steps.
-            let cause =
-                error_chain::causes(&error).last().map_or(String::new(), |cause| format!(": {cause}"));
-            format!("{url} cannot be read{cause}")
-        };
-        let mut response = self.client.get(&url).send().await.map_err(failed)?;
-        if !response.status().is_success() {
-            return Err(format!("{url} answers {}", response.status()));
-        }
-        let mut text = Vec::new();
-        while let Some(piece) = response.chunk().await.map_err(failed)? {
-            if text.len().saturating_add(piece.len()) > BYTES_MAX {
-                return Err(format!("{url} gives more than {BYTES_MAX} bytes"));
-            }
-            text.extend_from_slice(&piece);
-        }
-        Ok(Scrape::read(&String::from_utf8_lossy(&text)))
+        Ok(Scrape::read(&metrics_text(&self.client, &self.address, BYTES_MAX).await?))
     }
+}
+
+/// The metrics of a server, at most `bytes_max` of them, or why they are unavailable.
+pub(crate) async fn metrics_text(
+    client: &reqwest::Client,
+    address: &str,
+    bytes_max: usize,
+) -> Result<String, String> {
+    let url = format!("http://{address}/metrics");
+    let failed = |error: reqwest::Error| {
+        // The last cause is the informative one: the others describe the library's internal steps.
+        let cause = error_chain::causes(&error).last().map_or(String::new(), |cause| format!(": {cause}"));
+        format!("{url} cannot be read{cause}")
+    };
+    let mut response = client.get(&url).send().await.map_err(failed)?;
+    if !response.status().is_success() {
+        return Err(format!("{url} answers {}", response.status()));
+    }
+    let mut text = Vec::new();
+    while let Some(piece) = response.chunk().await.map_err(failed)? {
+        if text.len().saturating_add(piece.len()) > bytes_max {
+            return Err(format!("{url} gives more than {bytes_max} bytes"));
+        }
+        text.extend_from_slice(&piece);
+    }
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 /// Metrics by model and version.
@@ -131,10 +139,10 @@ impl Latencies {
 }
 
 /// Name, labels and value of a sample.
-type Sample<'a> = (&'a str, Vec<(String, String)>, f64);
+pub(crate) type Sample<'a> = (&'a str, Vec<(String, String)>, f64);
 
 /// Parses a line; `None` if it is malformed.
-fn sample(line: &str) -> Option<Sample<'_>> {
+pub(crate) fn sample(line: &str) -> Option<Sample<'_>> {
     let (name, mut rest) = line.split_once('{')?;
     let mut labels = Vec::new();
     while !rest.starts_with('}') {

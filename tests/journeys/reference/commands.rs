@@ -4,7 +4,7 @@ use super::{Page, page, program};
 use crate::support::Home;
 
 /// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
-const PAGES: [(&str, &str, &[&str]); 18] = [
+const PAGES: [(&str, &str, &[&str]); 19] = [
     (
         "cli/service.md",
         "Commands: the program and its service",
@@ -31,6 +31,7 @@ const PAGES: [(&str, &str, &[&str]); 18] = [
     ("cli/serving.md", "Commands: serving", &["serve"]),
     ("cli/bench.md", "Commands: measuring a server", &["serve bench"]),
     ("cli/predict.md", "Commands: predicting", &["predict", "pipe"]),
+    ("cli/scaler.md", "Commands: autoscaling", &["scaler"]),
 ];
 
 /// Flags of every command, documented once for the program.
