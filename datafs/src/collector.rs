@@ -21,6 +21,8 @@ pub(crate) struct Collector {
 #[derive(Debug)]
 struct State {
     wanted: bool,
+    /// A full collection in this process is requested, whichever process is elected.
+    urgent: bool,
     stopped: bool,
     /// The thread holds the datafs open at this moment.
     busy: bool,
@@ -29,14 +31,20 @@ struct State {
 impl Default for State {
     /// The first collection starts at once: it cleans up after processes that died before.
     fn default() -> State {
-        State { wanted: true, stopped: false, busy: false }
+        State { wanted: true, urgent: false, stopped: false, busy: false }
     }
 }
 
 impl Collector {
-    /// Requests a collection soon.
+    /// Requests a collection soon, if this process is the elected one.
     pub(crate) fn wake(&self) {
         self.state.lock().wanted = true;
+        self.changed.notify_all();
+    }
+
+    /// Requests a full collection in this process soon, even if another one is elected: space is needed.
+    pub(crate) fn wake_here(&self) {
+        self.state.lock().urgent = true;
         self.changed.notify_all();
     }
 
@@ -70,7 +78,7 @@ impl Collector {
     /// counts as busy until the returned guard is dropped.
     pub(crate) fn next(&self, wait: Duration) -> Option<Busy<'_>> {
         let mut state = self.state.lock();
-        if !state.wanted && !state.stopped {
+        if !state.wanted && !state.urgent && !state.stopped {
             self.changed.wait_for(&mut state, wait);
         }
         if state.stopped {
@@ -78,7 +86,8 @@ impl Collector {
         }
         state.busy = true;
         let wanted = std::mem::take(&mut state.wanted);
-        Some(Busy { collector: self, wanted })
+        let urgent = std::mem::take(&mut state.urgent);
+        Some(Busy { collector: self, wanted, urgent })
     }
 }
 
@@ -89,6 +98,8 @@ pub(crate) struct Busy<'a> {
     collector: &'a Collector,
     /// Whether a collection was requested.
     pub(crate) wanted: bool,
+    /// Whether a full collection in this process was requested.
+    pub(crate) urgent: bool,
 }
 
 impl Drop for Busy<'_> {

@@ -16,7 +16,6 @@ mod tests;
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use crate::data::{GATHER_BYTES, ObjectError, PACK_BYTES, PIECE_BYTES_MAX};
 use crate::error::{Error, Result};
@@ -29,11 +28,10 @@ use crate::meta::keys;
 use crate::meta::references::References;
 use crate::meta::versioned::{At, Reader, Records as _, VolumeRow};
 use crate::object::{Extent, ObjectId};
+use crate::slice::Slice;
 
 /// Records that one transaction reads.
 const BATCH: usize = 1_000;
-/// How often the background pass surveys all objects for packs that are mostly dead.
-const PACKS_INTERVAL: Duration = Duration::from_secs(600);
 /// Most hollow objects, other than packs, that one compaction remembers.
 const HOLLOW_MAX: usize = 100_000;
 
@@ -85,37 +83,21 @@ pub(crate) fn compact(shared: &Arc<Shared>, volume: Option<u64>, what: &Compact)
         file::compact_volume(shared, volume, what, &hollow.others, &mut report)?;
     }
     for pack in hollow.packs {
-        packs::compact_pack(shared, pack, &mut report)?;
+        packs::compact_pack(shared, pack, true, &mut report)?;
     }
     Ok(report)
 }
 
-/// The time of the last survey of all packs by the background pass.
-#[derive(Debug, Default)]
-pub(crate) struct PackSurvey(Option<Instant>);
-
-impl PackSurvey {
-    /// Whether a survey is due, which then counts as made. The first one is due one interval after the start.
-    fn is_due(&mut self) -> bool {
-        let due = self.0.is_some_and(|at| at.elapsed() >= PACKS_INTERVAL);
-        if due || self.0.is_none() {
-            self.0 = Some(Instant::now());
-        }
-        due
-    }
-}
-
 /// Objects of which little is in use.
 #[derive(Debug, Default)]
-struct Hollow {
-    packs: BTreeSet<ObjectId>,
+pub(crate) struct Hollow {
+    pub(crate) packs: BTreeSet<ObjectId>,
     others: HashSet<ObjectId>,
 }
 
 impl Shared {
-    /// The background pass: files that this process has scattered and does not have open any more, and packs
-    /// that are mostly dead.
-    pub(crate) fn compact_noted(self: &Arc<Self>, survey: &mut PackSurvey) -> Result<()> {
+    /// The background pass of each process: files that it has scattered and does not have open any more.
+    pub(crate) fn compact_noted(self: &Arc<Self>) -> Result<()> {
         let what = Compact::default();
         let mut report = CompactReport::default();
         for (volume, ino) in self.scattered.take() {
@@ -129,9 +111,19 @@ impl Shared {
                 other => other?,
             }
         }
-        if survey.is_due() {
-            for pack in self.hollow_objects(&what, false)?.packs {
-                packs::compact_pack(self, pack, &mut report)?;
+        if report != CompactReport::default() {
+            tracing::debug!(?report, "compacted");
+        }
+        Ok(())
+    }
+
+    /// Compacts some of the packs that the sweep has found, as far as `slice` permits.
+    pub(crate) fn compact_swept(&self, hollow: &mut Hollow, slice: &mut Slice<'_>) -> Result<()> {
+        let mut report = CompactReport::default();
+        while !hollow.packs.is_empty() && slice.pack() {
+            self.collector.go_on(&self.home)?;
+            if let Some(pack) = hollow.packs.pop_first() {
+                packs::compact_pack(self, pack, false, &mut report)?;
             }
         }
         if report != CompactReport::default() {
@@ -156,49 +148,73 @@ impl Shared {
     /// their stored size counts.
     fn hollow_objects(&self, what: &Compact, exact: bool) -> Result<Hollow> {
         let mut hollow = Hollow::default();
+        let mut waiting = Vec::with_capacity(BATCH);
         let mut result = Ok(());
         self.pool.survey(&mut |object, is_data, len| {
             if is_data && result.is_ok() {
-                result = self.weigh(object, len, what, exact, &mut hollow);
+                waiting.push((object, len));
+                if waiting.len() == BATCH {
+                    result = self.weigh(&waiting, what, exact, &mut hollow);
+                    waiting.clear();
+                }
             }
         })?;
-        result.map(|()| hollow)
+        result.and_then(|()| self.weigh(&waiting, what, exact, &mut hollow)).map(|()| hollow)
     }
 
+    /// Adds those of the objects to `hollow` that the background compaction empties.
+    pub(crate) fn weigh_in_background(&self, objects: &[(ObjectId, u64)], hollow: &mut Hollow) -> Result<()> {
+        self.weigh(objects, &Compact::default(), false, hollow)?;
+        hollow.others.clear();
+        Ok(())
+    }
+
+    /// Adds those of the objects to `hollow` of which little is in use. They come with their stored bytes. One
+    /// transaction looks at all of them.
     fn weigh(
         &self,
-        object: ObjectId,
-        stored: u64,
+        objects: &[(ObjectId, u64)],
         what: &Compact,
         exact: bool,
         hollow: &mut Hollow,
     ) -> Result<()> {
-        let Some(references) = self.meta.view(|txn| References::get(txn, object))? else { return Ok(()) };
-        let is_full =
-            |len: u64| references.bytes.saturating_mul(100) >= len.saturating_mul(what.live_percent_min);
-        let mut len = stored;
-        if exact
-            && object.is_pack()
-            && object.is_encoded()
-            && !is_full((GATHER_BYTES + PIECE_BYTES_MAX) as u64)
-        {
-            len = match self.pool.data_bytes(object) {
-                // Deleted meanwhile, or the key is missing.
-                Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(()),
-                other => other?,
-            };
-        }
-        if is_full(len) {
+        if objects.is_empty() {
             return Ok(());
         }
-        if object.is_pack() {
-            // A live session may be filling it, unless it was stored at once.
-            let filled = len >= PACK_BYTES || object.is_encoded();
-            if filled || self.meta.view(|txn| txn.get(&keys::session(object.session())))?.is_none() {
-                hollow.packs.insert(object);
+        let wanted: Vec<_> = objects.iter().map(|(object, _)| keys::references(*object)).collect();
+        let references = self.meta.view(|txn| {
+            txn.prefetch(&wanted)?;
+            objects.iter().map(|(object, _)| References::get(txn, *object)).collect::<Result<Vec<_>>>()
+        })?;
+        for ((object, stored), references) in objects.iter().zip(references) {
+            let Some(references) = references else { continue };
+            let is_full =
+                |len: u64| references.bytes.saturating_mul(100) >= len.saturating_mul(what.live_percent_min);
+            let mut len = *stored;
+            if exact
+                && object.is_pack()
+                && object.is_encoded()
+                && !is_full((GATHER_BYTES + PIECE_BYTES_MAX) as u64)
+            {
+                len = match self.pool.data_bytes(*object) {
+                    // Deleted meanwhile, or the key is missing.
+                    Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => continue,
+                    other => other?,
+                };
             }
-        } else if hollow.others.len() < HOLLOW_MAX {
-            hollow.others.insert(object);
+            if is_full(len) {
+                continue;
+            }
+            if object.is_pack() {
+                // A live session may be filling it, unless it was stored at once.
+                let filled = len >= PACK_BYTES || object.is_encoded();
+                let session = keys::session(object.session());
+                if filled || self.meta.view_recent(|txn| txn.get(&session))?.is_none() {
+                    hollow.packs.insert(*object);
+                }
+            } else if hollow.others.len() < HOLLOW_MAX {
+                hollow.others.insert(*object);
+            }
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use crate::data::keyring::Keyring;
 use crate::data::{ObjectPool, check_store};
 use crate::error::{Error, Result};
 use crate::fs::shared::{InUse, Shared};
-use crate::gc::{self, GcReport};
+use crate::gc::GcReport;
 use crate::identity;
 use crate::meta::metadata::Metadata;
 use crate::meta::postgres::target::Target;
@@ -24,6 +24,7 @@ use crate::meta_url::MetaUrl;
 use crate::metrics;
 use crate::name::Name;
 use crate::session::{self, Session};
+use crate::upkeep;
 
 /// The volumes under one home folder. A clone is another handle to the same state. Every method blocks and
 /// may be called from any thread (inside an async runtime, through `spawn_blocking`).
@@ -43,7 +44,7 @@ impl Datafs {
     pub fn open(home: &Path, config: &Config) -> Result<Datafs> {
         let shared = open_shared(home, config)?;
         identity::check(&shared.meta, &shared.pool)?;
-        gc::start(&shared)?;
+        upkeep::start(&shared)?;
         Ok(Datafs { in_use: InUse::of(&shared), shared })
     }
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+use millrace_leaf::lease::boot_time;
 use parking_lot::Mutex;
 
 use crate::collector::Collector;
@@ -16,9 +17,12 @@ use crate::meta::inode::Timestamp;
 use crate::meta::keys;
 use crate::meta::metadata::{Metadata, PAGE};
 use crate::object::ObjectId;
+use crate::slice::Slice;
 
 /// Objects that are deleted at a time: a remote store takes several requests at once.
 const DELETED_TOGETHER: usize = 64;
+/// Longest time between the look for holds and a deletion: a process that was stopped meanwhile looks again.
+const LOOKED_MAX: Duration = Duration::from_secs(10);
 /// Shortest time between two full collections that a full disk requests.
 const FULL_EVERY: Duration = Duration::from_secs(1);
 
@@ -41,32 +45,47 @@ pub(crate) struct Deleted {
 }
 
 impl GarbageList<'_> {
-    /// Deletes the objects that became garbage longer than `grace` ago. Adds to `deleted` step by step, so that
-    /// it counts even if the pass fails.
-    pub(crate) fn delete_older(self, grace: Duration, deleted: &mut Deleted) -> Result<()> {
-        let mut last: Option<Vec<u8>> = None;
-        loop {
-            let page = self.meta.page(&keys::all_garbage(), last.as_deref())?;
+    /// Deletes the objects that became garbage longer than `grace` ago, as far as `slice` permits. Adds to `deleted`
+    /// step by step, so that it counts even if the pass fails. A bounded pass begins after the key in `from` and sets
+    /// it, to `None` at the end of the list.
+    pub(crate) fn delete_older(
+        self,
+        grace: Duration,
+        slice: &mut Slice<'_>,
+        from: &mut Option<Vec<u8>>,
+        deleted: &mut Deleted,
+    ) -> Result<()> {
+        while slice.deletions_left() > 0 && slice.transaction() {
+            let page = self.meta.page(&keys::all_garbage(), from.as_deref())?;
             let mut due = Vec::new();
             for (key, value) in &page {
-                let mut from = Decoder::new("garbage record", value);
-                let freed = Timestamp::from_parts(from.i64()?, from.u32()?).to_system();
+                let mut time = Decoder::new("garbage record", value);
+                let freed = Timestamp::from_parts(time.i64()?, time.u32()?).to_system();
                 if SystemTime::now().duration_since(freed).is_ok_and(|age| age >= grace) {
                     due.push(ObjectId::from_bytes(Decoder::new("garbage key", &key[1..]).array()?));
                 }
             }
+            let is_cut = due.len() > slice.deletions_left();
+            due.truncate(slice.deletions_left());
             // Checked after the page was read: objects that a hold protects became garbage after the hold.
             if !due.is_empty() && self.is_held()? {
                 deleted.held += due.len() as u64;
+                if slice.is_bounded() {
+                    *from = None;
+                    return Ok(());
+                }
             } else if !due.is_empty() {
-                self.delete(&due)?;
-                deleted.objects += due.len() as u64;
+                deleted.objects += self.delete(&due, slice)?;
             }
-            match page.into_iter().nth(PAGE - 1) {
-                Some((key, _)) => last = Some(key),
-                None => return Ok(()),
+            if is_cut {
+                return Ok(());
+            }
+            *from = page.into_iter().nth(PAGE - 1).map(|(key, _)| key);
+            if from.is_none() {
+                return Ok(());
             }
         }
+        Ok(())
     }
 
     /// Whether a running backup or restore needs every object. The holds of dead processes go with their
@@ -75,20 +94,40 @@ impl GarbageList<'_> {
         Ok(!self.meta.page(&keys::holds(), None)?.is_empty())
     }
 
-    fn delete(self, due: &[ObjectId]) -> Result<()> {
+    /// Deletes listed objects; returns how many. The look for holds was just before.
+    fn delete(self, due: &[ObjectId], slice: &mut Slice<'_>) -> Result<u64> {
         // The commits that released the objects may be relaxed: a power failure must not bring back a
         // reference to an object that is deleted now.
         self.meta.sync()?;
-        for few in due.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
-            self.collector.go_on(self.home)?;
-            self.pool.delete_all(few)?;
-            failpoint::hit("gc-object-deleted");
-        }
+        let deleted = self.delete_unheld(due)?;
+        let due = &due[..deleted];
+        slice.done.deleted += due.len() as u64;
         self.meta.transact_making_room(Durability::Relaxed, |txn| {
+            slice.check(txn.as_read())?;
             due.iter().try_for_each(|object| txn.delete(&keys::garbage(*object)))
         })?;
         failpoint::hit("gc-garbage-forgotten");
-        Ok(())
+        Ok(due.len() as u64)
+    }
+
+    /// Deletes objects that nothing will ever reference, as long as no backup or restore holds them: the caller has
+    /// just looked. Returns how many were deleted, the first ones.
+    pub(crate) fn delete_unheld(self, objects: &[ObjectId]) -> Result<usize> {
+        let mut looked = boot_time();
+        let mut deleted = 0;
+        for few in objects.chunks(if self.pool.is_local() { 1 } else { DELETED_TOGETHER }) {
+            self.collector.go_on(self.home)?;
+            if boot_time().saturating_sub(looked) > LOOKED_MAX {
+                looked = boot_time();
+                if self.is_held()? {
+                    break;
+                }
+            }
+            self.pool.delete_all(few)?;
+            deleted += few.len();
+            failpoint::hit("gc-object-deleted");
+        }
+        Ok(deleted)
     }
 }
 
@@ -111,14 +150,16 @@ impl RoomMaker {
             return true;
         }
         let mut deleted = Deleted::default();
-        if let Err(error) = garbage.delete_older(Duration::ZERO, &mut deleted) {
+        if let Err(error) =
+            garbage.delete_older(Duration::ZERO, &mut Slice::unbounded(), &mut None, &mut deleted)
+        {
             tracing::warn!(%error, "collecting garbage on a full disk");
         }
         // The background collection does what takes longer: snapshots and volumes in deletion, and the
         // remains of dead processes.
         if asked.is_none_or(|at| at.elapsed() >= FULL_EVERY) {
             *asked = Some(Instant::now());
-            garbage.collector.wake();
+            garbage.collector.wake_here();
         }
         if deleted.objects > 0 {
             self.successes.fetch_add(1, Ordering::AcqRel);

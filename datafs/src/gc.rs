@@ -1,37 +1,35 @@
 //! The garbage collector: frees what nothing references any more. It may be stopped anywhere, and may run in
-//! several processes at once.
+//! several processes at once. The elected process (`upkeep.rs`) collects in bounded slices; [`Datafs::gc`] collects all
+//! at once.
 //!
 //! Four kinds of garbage, each recorded in the metadata by the transaction that made it garbage:
 //!  - objects whose last extent is gone: on the garbage list, deleted after a grace period;
 //!  - snapshots and volumes in deletion: freed in batches;
 //!  - inodes without a name that no session has open any more, or that were too large to free at once;
-//!  - dead sessions: their objects that no extent references.
+//!  - dead sessions: their objects that no extent references (`sweep.rs`).
+//!
+//! [`Datafs::gc`]: crate::Datafs::gc
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::collector::Collector;
-use crate::compact::PackSurvey;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::failpoint;
+use crate::fs::View;
 use crate::fs::shared::Shared;
-use crate::fs::{View, lock};
 use crate::garbage::Deleted;
 use crate::meta::codec::Decoder;
-use crate::meta::engine::{Durability, Order, WriteTxn};
+use crate::meta::engine::{Durability, Order};
+use crate::meta::metadata::PAGE;
 use crate::meta::references::forget_version;
+use crate::meta::snapshot::SnapshotRow;
 use crate::meta::versioned::{VolumeRow, record_of};
 use crate::meta::{keys, snapshot};
 use crate::session::{self, DeadSession};
+use crate::slice::Slice;
 
 /// Records that one transaction reads or removes.
 const BATCH: usize = 1_000;
-/// How often a process answers the orphan rounds of other sessions, and checks the answers to its rounds.
-const ANSWER_EVERY: Duration = Duration::from_secs(1);
-/// Age at which unfinished files are removed when their session is neither known to live nor known to be
-/// dead.
-const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
 
 /// What a collection has removed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
@@ -57,210 +55,147 @@ impl View {
     /// [`Datafs::gc`]: crate::Datafs::gc
     pub fn collect_objects(&self) -> Result<u64> {
         let mut deleted = Deleted::default();
-        self.shared.garbage().delete_older(self.shared.garbage_grace(), &mut deleted)?;
+        let grace = self.shared.garbage_grace();
+        self.shared.garbage().delete_older(grace, &mut Slice::unbounded(), &mut None, &mut deleted)?;
         Ok(deleted.objects)
     }
 }
 
-/// Starts the thread of the background collection, unless the configuration turns it off. It ends with the
-/// datafs.
-pub(crate) fn start(shared: &Arc<Shared>) -> Result<()> {
-    if shared.config.gc_interval_ms == 0 {
-        return Ok(());
-    }
-    let interval = Duration::from_millis(shared.config.gc_interval_ms);
-    let collector = Arc::clone(&shared.collector);
-    let weak = Arc::downgrade(shared);
-    std::thread::Builder::new()
-        .name("datafs-gc".into())
-        .spawn(move || run(&collector, &weak, interval))
-        .map(drop)
-        .map_err(|e| Error::io("start the collection thread of", &shared.sessions_dir, e))
-}
-
-fn run(collector: &Collector, shared: &Weak<Shared>, interval: Duration) {
-    let mut collected: Option<Instant> = None;
-    let mut survey = PackSurvey::default();
-    while let Some(busy) = collector.next(interval.min(ANSWER_EVERY)) {
-        let Some(shared) = shared.upgrade() else { return };
-        if busy.wanted || collected.is_none_or(|before| before.elapsed() >= interval) {
-            collect_and_compact(&shared, &mut survey);
-            collected = Some(Instant::now());
-            continue;
-        }
-        let tended = shared.answer_round().and_then(|()| match shared.orphans.are_waiting() {
-            true => shared.tend_orphans(),
-            false => Ok(0),
-        });
-        if let Err(error) = tended {
-            tracing::warn!(%error, "looking after unlinked files; it is tried again later");
-        }
-    }
-}
-
-fn collect_and_compact(shared: &Arc<Shared>, survey: &mut PackSurvey) {
-    match shared.collect() {
-        Ok(report) if report != GcReport::default() => tracing::debug!(?report, "collected garbage"),
-        Ok(_) => {}
-        Err(_) if shared.collector.is_stopped() => return,
-        Err(error) => tracing::warn!(%error, "collecting garbage; it is tried again later"),
-    }
-    if let Err(error) = shared.compact_noted(survey) {
-        tracing::warn!(%error, "compacting; it is tried again later");
-    }
+/// Where the list of garbage and that of snapshots go on, in slices.
+#[derive(Debug, Default)]
+pub(crate) struct Marks {
+    pub(crate) garbage: Option<Vec<u8>>,
+    pub(crate) snapshots: Option<Vec<u8>>,
 }
 
 impl Shared {
-    fn garbage_grace(&self) -> Duration {
+    pub(crate) fn garbage_grace(&self) -> Duration {
         Duration::from_millis(self.config.garbage_grace_ms)
     }
 
+    /// A whole collection, at once.
     pub(crate) fn collect(&self) -> Result<GcReport> {
         let mut report = GcReport::default();
+        let slice = &mut Slice::unbounded();
         self.meta.restore_reserve();
         self.answer_round()?;
-        self.collect_sessions(&mut report)?;
-        self.collect_deletions(&mut report)?;
+        let living = self.end_dead_sessions(slice, &mut report)?;
+        self.clean_up_all(slice, &living)?;
+        report.objects += slice.done.deleted;
+        self.collect_deletions(slice, &mut None, &mut report)?;
         report.inodes += self.tend_orphans()?;
         let mut deleted = Deleted::default();
-        self.garbage().delete_older(self.garbage_grace(), &mut deleted)?;
+        self.garbage().delete_older(self.garbage_grace(), slice, &mut None, &mut deleted)?;
         report.objects += deleted.objects;
         report.held += deleted.held;
         Ok(report)
     }
 
-    fn collect_sessions(&self, report: &mut GcReport) -> Result<()> {
-        let mut known = Vec::new();
+    /// Removes the rows of dead sessions, which begins their cleanup. Returns the sessions that live.
+    pub(crate) fn end_dead_sessions(
+        &self,
+        slice: &mut Slice<'_>,
+        report: &mut GcReport,
+    ) -> Result<BTreeSet<u64>> {
+        let own = self.session.id();
+        let mut known = BTreeSet::new();
         self.meta.each(&keys::sessions(), |key, _| {
-            known.push(Decoder::new("session key", &key[1..]).u64()?);
+            known.insert(Decoder::new("session key", &key[1..]).u64()?);
             Ok(())
         })?;
-        let mut living = BTreeSet::from([self.session.id()]);
-        let mut ended = Vec::new();
-        for id in known.iter().copied().filter(|id| *id != self.session.id()) {
-            if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)? {
-                self.clean_up_after(id, report)?;
-                failpoint::hit("gc-session-cleaned");
-                report.sessions += 1;
-                ended.push(dead);
-            } else {
-                living.insert(id);
+        let others: Vec<u64> = known.iter().copied().filter(|id| *id != own).collect();
+        let mut living = known.clone();
+        for dead in DeadSession::claim_all(&self.meta, &self.sessions_dir, &others)? {
+            if !slice.transaction() {
+                return Ok(living);
             }
+            session::end_dead(&self.meta, dead.id(), |txn| slice.check(txn))?;
+            failpoint::hit("gc-session-claimed");
+            report.sessions += 1;
+            living.remove(&dead.id());
+            // Its row of the cleanup is durable, and says that it is dead.
+            dead.remove()?;
         }
         for id in session::files(&self.sessions_dir)? {
-            if known.contains(&id) || id == self.session.id() {
+            if known.contains(&id) || id == own {
                 continue;
             }
             // A session that died before it wrote its row, or one that started after the rows were read.
             if let Some(dead) = DeadSession::claim(&self.meta, &self.sessions_dir, id)?
                 && self.meta.view(|txn| txn.get(&keys::session(id)))?.is_none()
             {
-                ended.push(dead);
+                dead.remove()?;
             }
         }
-        if !ended.is_empty() {
-            let gone: BTreeSet<u64> =
-                ended.iter().filter(|dead| dead.is_gone()).map(DeadSession::id).collect();
-            self.pool.remove_abandoned(&|session| match session {
-                _ if gone.contains(&session) => Some(Duration::ZERO),
-                _ if living.contains(&session) => None,
-                _ => Some(ABANDONED_AGE),
-            })?;
-            failpoint::hit("gc-abandoned-removed");
-        }
-        // The session files are removed last: after a crash before this, the next collection finds them.
-        ended.into_iter().try_for_each(DeadSession::remove)
+        Ok(living)
     }
 
-    /// Removes the remains of a dead session, its row first.
-    fn clean_up_after(&self, id: u64, report: &mut GcReport) -> Result<()> {
-        session::end_dead(&self.meta, id)?;
-        failpoint::hit("gc-session-claimed");
-        self.clean_up_rest(id, report)
-    }
-
-    /// Removes the locks and objects of a session whose row is gone.
-    fn clean_up_rest(&self, id: u64, report: &mut GcReport) -> Result<()> {
-        self.clean_up_locks(id)?;
-        self.clean_up_objects(id, report)
-    }
-
-    /// Removes the locks of an ended session. They block no other session, but their records take space.
-    fn clean_up_locks(&self, id: u64) -> Result<()> {
-        let mut last: Option<Vec<u8>> = None;
-        loop {
-            let page = |txn: &mut dyn WriteTxn| lock::forget_session(txn, id, last.as_deref(), BATCH);
-            self.collector.go_on(&self.home)?;
-            last = self.meta.transact_making_room(Durability::Relaxed, page)?;
-            if last.is_none() {
-                return Ok(());
-            }
-        }
-    }
-
-    fn clean_up_objects(&self, id: u64, report: &mut GcReport) -> Result<()> {
-        for object in self.pool.list_session(id)? {
-            let known = self.meta.view(|txn| {
-                Ok(txn.get(&keys::references(object))?.is_some()
-                    || txn.get(&keys::garbage(object))?.is_some())
-            })?;
-            // A restore may be about to reference it. The session stays in cleanup.
-            if !known && self.garbage().is_held()? {
-                return Ok(());
-            }
-            if !known {
-                self.collector.go_on(&self.home)?;
-                self.pool.delete(object)?;
-                failpoint::hit("gc-session-object-deleted");
-                report.objects += 1;
-            }
-        }
-        self.meta.transact_making_room(Durability::Relaxed, |txn| txn.delete(&keys::session_in_cleanup(id)))
-    }
-
-    fn collect_deletions(&self, report: &mut GcReport) -> Result<()> {
-        let mut cleanups = Vec::new();
-        self.meta.each(&keys::sessions_in_cleanup(), |key, _| {
-            cleanups.push(Decoder::new("session key", &key[1..]).u64()?);
-            Ok(())
-        })?;
-        for id in cleanups {
-            self.clean_up_rest(id, report)?;
-        }
-        let mut volumes = Vec::new();
+    /// Goes on with the deletion of volumes and snapshots. A bounded slice reads the snapshots after the key in `from`
+    /// and sets it, to `None` at the end.
+    pub(crate) fn collect_deletions(
+        &self,
+        slice: &mut Slice<'_>,
+        from: &mut Option<Vec<u8>>,
+        report: &mut GcReport,
+    ) -> Result<()> {
+        let mut gone = BTreeSet::new();
         self.meta.each(&keys::volumes(), |key, value| {
             let id = Decoder::new("volume key", &key[1..]).u64()?;
             match VolumeRow::decode(value) {
-                Ok(row) => volumes.push((id, row.deleting)),
+                Ok(row) if row.deleting => drop(gone.insert(id)),
+                Ok(_) => {}
                 // A damaged row must not block the other volumes.
                 Err(error) => tracing::warn!(volume = id, %error, "a volume is left as it is; see fsck"),
             }
             Ok(())
         })?;
-        for (id, deleting) in volumes {
-            if deleting {
-                self.delete_volume(id)?;
-                report.volumes += 1;
-                continue;
+        for id in &gone {
+            if !self.delete_volume(*id, slice)? {
+                return Ok(());
             }
-            for number in self.meta.view(|txn| snapshot::deleting(txn, id))? {
-                let free = || {
-                    self.meta.transact_making_room(Durability::Relaxed, |txn| {
-                        snapshot::free_batch(txn, id, number)
-                    })
-                };
-                while !free()? {
-                    failpoint::hit("gc-snapshot-batch");
-                    self.collector.go_on(&self.home)?;
+            report.volumes += 1;
+        }
+        while slice.transaction() {
+            let page = self.meta.page(&keys::all_snapshots(), from.as_deref())?;
+            for (key, value) in &page {
+                let mut numbers = Decoder::new("snapshot key", &key[1..]);
+                let (volume, number) = (numbers.u64()?, numbers.u64()?);
+                let row = SnapshotRow::decode(value);
+                if gone.contains(&volume) || !row.is_ok_and(|row| row.deleting) {
+                    continue;
                 }
-                failpoint::hit("gc-snapshot-freed");
+                if !self.delete_snapshot((volume, number), slice)? {
+                    return Ok(());
+                }
                 report.snapshots += 1;
+            }
+            *from = page.into_iter().nth(PAGE - 1).map(|(key, _)| key);
+            if from.is_none() {
+                return Ok(());
             }
         }
         Ok(())
     }
 
-    fn delete_volume(&self, id: u64) -> Result<()> {
+    /// Frees what only this snapshot holds. Returns false when the slice is used up.
+    fn delete_snapshot(&self, (volume, number): (u64, u64), slice: &mut Slice<'_>) -> Result<bool> {
+        while slice.transaction() {
+            self.collector.go_on(&self.home)?;
+            let done = self.meta.transact_making_room(Durability::Relaxed, |txn| {
+                slice.check(txn.as_read())?;
+                snapshot::free_batch(txn, volume, number)
+            })?;
+            if done {
+                failpoint::hit("gc-snapshot-freed");
+                return Ok(true);
+            }
+            failpoint::hit("gc-snapshot-batch");
+        }
+        Ok(false)
+    }
+
+    /// Removes the records of a volume. Returns false when the slice is used up.
+    fn delete_volume(&self, id: u64, slice: &mut Slice<'_>) -> Result<bool> {
         for (prefix, versioned) in [
             (keys::live(id, &[]), true),
             (keys::history(id, &[]), true),
@@ -273,8 +208,13 @@ impl Shared {
         ] {
             let end = keys::after_prefix(&prefix);
             let history = prefix == keys::history(id, &[]);
-            let batch = || {
-                self.meta.transact_making_room(Durability::Relaxed, |txn| {
+            loop {
+                if !slice.transaction() {
+                    return Ok(false);
+                }
+                self.collector.go_on(&self.home)?;
+                let done = self.meta.transact_making_room(Durability::Relaxed, |txn| {
+                    slice.check(txn.as_read())?;
                     let page = txn.scan(&prefix, &end, Order::Ascending, BATCH)?;
                     for (key, value) in &page {
                         if versioned {
@@ -284,14 +224,18 @@ impl Shared {
                         txn.delete(key)?;
                     }
                     Ok(page.len() < BATCH)
-                })
-            };
-            while !batch()? {
-                self.collector.go_on(&self.home)?;
+                })?;
+                if done {
+                    break;
+                }
             }
             failpoint::hit("gc-volume-part");
         }
-        self.meta.transact_making_room(Durability::Relaxed, |txn| txn.delete(&keys::volume(id)))
+        self.meta.transact_making_room(Durability::Relaxed, |txn| {
+            slice.check(txn.as_read())?;
+            txn.delete(&keys::volume(id))
+        })?;
+        Ok(true)
     }
 }
 

@@ -34,6 +34,8 @@ pub(crate) mod versioned;
 mod writer_lock;
 
 #[cfg(test)]
+pub(crate) mod counting;
+#[cfg(test)]
 pub(crate) mod faulty;
 #[cfg(test)]
 mod suite;

@@ -111,11 +111,55 @@ counters! {
         "Nanoseconds that commits have taken, the objects included that they wait for.";
     METADATA_SYNCS "millrace_datafs_metadata_syncs_total"
         "Times that committed metadata was made durable.";
+    UPKEEP_SLICES "millrace_datafs_upkeep_slices_total"
+        "Slices of background work that this process has done while it was elected.";
+    UPKEEP_LISTED "millrace_datafs_upkeep_listed_files_total"
+        "Files of the store that background work has listed and checked.";
+    UPKEEP_LISTS "millrace_datafs_upkeep_list_requests_total"
+        "Requests of background work that list a bucket, or directories that it has read.";
+    UPKEEP_DELETED "millrace_datafs_upkeep_deleted_objects_total"
+        "Objects that background work has deleted.";
     PASSTHROUGH_OPENS "millrace_datafs_mount_passthrough_opens_total"
         "Files that a mount has opened and handed to the kernel.";
     MOUNT_ERRORS "millrace_datafs_mount_errors_total"
         "Kernel requests answered with an error other than no such file.";
 }
+
+/// A number of this process that goes up and down.
+#[derive(Debug)]
+pub(crate) struct Gauge {
+    name: &'static str,
+    help: &'static str,
+    bits: AtomicU64,
+}
+
+impl Gauge {
+    const fn new(name: &'static str, help: &'static str) -> Gauge {
+        Gauge { name, help, bits: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn set(&self, value: f64) {
+        self.bits.store(value.to_bits(), Ordering::Relaxed);
+    }
+
+    fn get(&self) -> f64 {
+        f64::from_bits(self.bits.load(Ordering::Relaxed))
+    }
+}
+
+/// Whether this process is elected.
+pub(crate) static UPKEEP_ELECTED: Gauge = Gauge::new(
+    "millrace_datafs_upkeep_elected",
+    "1 while this process does the background work of its home or schema, else 0.",
+);
+/// The position of the sweep.
+pub(crate) static UPKEEP_POSITION: Gauge = Gauge::new(
+    "millrace_datafs_upkeep_position_ratio",
+    "How far the elected process has come in its pass over the store: 0 to 1, by the names of objects.",
+);
+
+/// All gauges.
+static GAUGES: &[&Gauge] = &[&UPKEEP_ELECTED, &UPKEEP_POSITION];
 
 /// All counters by name.
 pub(crate) fn snapshot() -> BTreeMap<String, u64> {
@@ -131,6 +175,13 @@ pub(crate) fn export() {
             match desc {
                 Ok(desc) => register(Box::new(Exported { counter, desc }), counter.name),
                 Err(error) => tracing::warn!(%error, counter.name, "a metric is not exported"),
+            }
+        }
+        for gauge in GAUGES {
+            let desc = Desc::new(gauge.name.into(), gauge.help.into(), Vec::new(), Default::default());
+            match desc {
+                Ok(desc) => register(Box::new(ExportedGauge { gauge, desc }), gauge.name),
+                Err(error) => tracing::warn!(%error, gauge.name, "a metric is not exported"),
             }
         }
     });
@@ -161,6 +212,29 @@ impl Collector for Exported {
         family.set_name(self.counter.name.into());
         family.set_help(self.counter.help.into());
         family.set_field_type(proto::MetricType::COUNTER);
+        family.set_metric(vec![metric]);
+        vec![family]
+    }
+}
+
+struct ExportedGauge {
+    gauge: &'static Gauge,
+    desc: Desc,
+}
+
+impl Collector for ExportedGauge {
+    fn desc(&self) -> Vec<&Desc> {
+        vec![&self.desc]
+    }
+
+    fn collect(&self) -> Vec<proto::MetricFamily> {
+        let (mut metric, mut gauge) = (proto::Metric::default(), proto::Gauge::default());
+        gauge.set_value(self.gauge.get());
+        metric.set_gauge(gauge);
+        let mut family = proto::MetricFamily::default();
+        family.set_name(self.gauge.name.into());
+        family.set_help(self.gauge.help.into());
+        family.set_field_type(proto::MetricType::GAUGE);
         family.set_metric(vec![metric]);
         vec![family]
     }

@@ -127,6 +127,24 @@ impl DeadSession {
         }
     }
 
+    /// Takes over those of the sessions whose processes are dead, as [`DeadSession::claim`] does. Asks a metadata
+    /// server once.
+    pub(crate) fn claim_all(meta: &Metadata, directory: &Path, ids: &[u64]) -> Result<Vec<DeadSession>> {
+        let mut dead = Vec::new();
+        match meta.sessions_alive(ids)? {
+            Some(alive) => {
+                let ended = ids.iter().filter(|id| !alive.contains(id));
+                dead.extend(ended.map(|id| DeadSession { id: *id, directory: None, _lock: None }));
+            }
+            None => {
+                for id in ids {
+                    dead.extend(DeadSession::claim_file(directory, *id)?);
+                }
+            }
+        }
+        Ok(dead)
+    }
+
     fn claim_file(directory: &Path, id: u64) -> Result<Option<DeadSession>> {
         let path = file_of(directory, id);
         // The file is locked before the row is written, so a row without a file is dead.
@@ -145,12 +163,6 @@ impl DeadSession {
         self.id
     }
 
-    /// Whether its process has certainly ended: the kernel has dropped the lock. A lapsed lease does not
-    /// prove it.
-    pub(crate) fn is_gone(&self) -> bool {
-        self.directory.is_some()
-    }
-
     /// Removes the session's file, after its row.
     pub(crate) fn remove(self) -> Result<()> {
         self.directory.map_or(Ok(()), |directory| remove_file(&directory, self.id))
@@ -158,9 +170,14 @@ impl DeadSession {
 }
 
 /// Removes the row of a dead session, durably: if its process was only paused and resumes, none of its commits
-/// can reference a new object any more.
-pub(crate) fn end_dead(meta: &Metadata, id: u64) -> Result<()> {
+/// can reference a new object any more. The transaction fails with the error of `check`.
+pub(crate) fn end_dead(
+    meta: &Metadata,
+    id: u64,
+    check: impl Fn(&mut dyn ReadTxn) -> Result<()>,
+) -> Result<()> {
     meta.transact_making_room(Durability::Durable, |txn| {
+        check(txn.as_read())?;
         // Listed as in cleanup until the rest is gone, so that a crash here loses nothing.
         txn.put(&keys::session_in_cleanup(id), &[])?;
         remove_row(txn, id)
@@ -172,7 +189,7 @@ pub(crate) fn end_dead(meta: &Metadata, id: u64) -> Result<()> {
 pub(crate) fn end_if_dead(meta: &Metadata, directory: &Path, id: u64) -> Result<bool> {
     let dead = DeadSession::claim(meta, directory, id)?;
     if dead.is_some() {
-        end_dead(meta, id)?;
+        end_dead(meta, id, |_| Ok(()))?;
     }
     Ok(dead.is_some())
 }

@@ -19,4 +19,5 @@ mod scale;
 mod small_disk;
 mod trouble;
 mod unnamed;
+mod upkeep;
 mod writes;

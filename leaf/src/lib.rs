@@ -1,4 +1,4 @@
-//! Leaf of the crates: small facilities that at least three callers need, one module for each. Every crate may
+//! Leaf of the crates: small facilities that several crates need, one module for each. Every crate may
 //! depend on this one, and it depends on no other crate of Millrace.
 
 #![deny(unsafe_code)]
@@ -8,6 +8,7 @@ pub mod backoff;
 pub mod blocking;
 pub mod discovery;
 pub mod error_chain;
+pub mod lease;
 pub mod lock_file;
 pub mod private;
 pub mod quoting;

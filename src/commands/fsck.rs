@@ -75,6 +75,9 @@ fn show(context: &Context, report: &FsckReport) -> Result<()> {
     if report.scrubbed_bytes > 0 {
         rows.push(row("read and verified", bytes(report.scrubbed_bytes)));
     }
+    if let Some(upkeep) = &report.upkeep {
+        rows.push(row("background work", upkeep.to_string()));
+    }
     let verdict = if report.is_sound() { "none".to_owned() } else { count(report.problems) };
     rows.push(row("problems", verdict));
     context.out.table(report, &["checked", ""], rows)

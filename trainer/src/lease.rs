@@ -17,8 +17,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
 use millrace_datafs::{Publish, View};
+use millrace_leaf::lease::Watch;
+pub(crate) use millrace_leaf::lease::boot_time;
 use millrace_leaf::random;
-use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 
@@ -189,35 +190,6 @@ pub(crate) fn read(view: &View, job: &str) -> Result<Option<Record>> {
     match parse(job, key_get(view, &lease_key(job))?.as_deref())? {
         Seen::Record(record) => Ok(Some(*record)),
         Seen::Absent | Seen::Unreadable(_) => Ok(None),
-    }
-}
-
-/// Time since the machine started, including the time that it was suspended.
-pub(crate) fn boot_time() -> Duration {
-    // The clock exists on every Linux that this program runs on.
-    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
-}
-
-/// How long a candidate has seen the same record.
-#[derive(Debug, Default)]
-struct Watch {
-    seen: Option<(Vec<u8>, Duration)>,
-    looked: Duration,
-}
-
-impl Watch {
-    /// Whether the record was the same for `lease`. `began` and `ended` are the times around its read.
-    fn has_expired(&mut self, value: &[u8], lease: Duration, (began, ended): (Duration, Duration)) -> bool {
-        // After a pause of this process or of the metadata, the holder gets its time again: both may have been away.
-        let is_steady = ended.saturating_sub(self.looked) <= lease / 2;
-        self.looked = ended;
-        match &self.seen {
-            Some((seen, since)) if seen == value && is_steady => began.saturating_sub(*since) >= lease,
-            _ => {
-                self.seen = Some((value.to_vec(), ended));
-                false
-            }
-        }
     }
 }
 

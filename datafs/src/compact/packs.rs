@@ -4,18 +4,22 @@
 use std::collections::HashSet;
 
 use super::CompactReport;
-use crate::data::{ObjectError, Pack, Packed};
+use crate::data::{ObjectError, Pack, Packed, Piece};
 use crate::error::{Error, Result};
 use crate::failpoint;
 use crate::fs::content::{self, Referral, Replacement};
 use crate::fs::shared::Shared;
 use crate::meta::engine::Durability;
+use crate::meta::inode::decode_extent;
+use crate::meta::keys;
 use crate::meta::references::References;
-use crate::meta::versioned::{At, Reader, VolumeRow, Writer};
+use crate::meta::versioned::{At, Reader, VolumeRow, Writer, parts_of};
 use crate::object::{Extent, ObjectId};
 
 /// Bytes that are copied, and committed, at a time.
 const STEP_BYTES: u64 = 1 << 20;
+/// Pieces whose extents one transaction looks up.
+const LOOKED_UP_TOGETHER: usize = 1_000;
 
 /// An extent of a live file that references the pack.
 #[derive(Debug, Clone, Copy)]
@@ -33,8 +37,14 @@ struct Moved {
 }
 
 /// Empties a pack, unless something other than live files references it: then it could not be freed.
-pub(super) fn compact_pack(shared: &Shared, pack: ObjectId, report: &mut CompactReport) -> Result<()> {
-    let live = match find(shared, pack)? {
+/// With `thorough`, also looks for extents whose beginning was overwritten, which takes a scan for each piece.
+pub(super) fn compact_pack(
+    shared: &Shared,
+    pack: ObjectId,
+    thorough: bool,
+    report: &mut CompactReport,
+) -> Result<()> {
+    let live = match find(shared, pack, thorough)? {
         Some(live) => live,
         None => return Ok(()),
     };
@@ -61,11 +71,22 @@ pub(super) fn compact_pack(shared: &Shared, pack: ObjectId, report: &mut Compact
 
 /// The extents of live files in the pack, by volume. `None` when the pack has other references or cannot be
 /// read.
-pub(super) fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>> {
+pub(super) fn find(shared: &Shared, pack: ObjectId, thorough: bool) -> Result<Option<Vec<Live>>> {
     let pieces = match shared.pool.pack_pieces(pack) {
         Err(ObjectError::Missing { .. } | ObjectError::Key { .. }) => return Ok(None),
         other => other?,
     };
+    let references = |live: &[Live]| {
+        let references = shared.meta.view(|txn| References::get(txn, pack))?;
+        Ok::<_, Error>(references.is_some_and(|all| all.extents as usize == live.len()))
+    };
+    let whole = find_whole(shared, pack, &pieces)?;
+    if references(&whole)? {
+        return Ok(Some(whole));
+    }
+    if !thorough {
+        return Ok(None);
+    }
     let mut live: Vec<Live> = Vec::new();
     for (_, piece) in pieces {
         let (volume, ino) = (piece.volume, piece.ino);
@@ -89,11 +110,42 @@ pub(super) fn find(shared: &Shared, pack: ObjectId) -> Result<Option<Vec<Live>>>
             extent,
         }));
     }
-    // Several pieces for one place in a file lead to the same extent.
+    distinct(&mut live);
+    Ok(references(&live)?.then_some(live))
+}
+
+/// Several pieces for one place in a file lead to the same extent.
+fn distinct(live: &mut Vec<Live>) {
     live.sort_by_key(|live| (live.volume, live.ino, live.extent.file_offset));
     live.dedup_by_key(|live| (live.volume, live.ino, live.extent.file_offset));
-    let references = shared.meta.view(|txn| References::get(txn, pack))?;
-    Ok(references.filter(|all| all.extents as usize == live.len()).map(|_| live))
+}
+
+/// The extents of live files that begin where a piece of the pack begins. One transaction looks for many.
+fn find_whole(shared: &Shared, pack: ObjectId, pieces: &[(u64, Piece)]) -> Result<Vec<Live>> {
+    let mut live: Vec<Live> = Vec::new();
+    for some in pieces.chunks(LOOKED_UP_TOGETHER) {
+        let wanted: Vec<_> = some
+            .iter()
+            .map(|(_, piece)| keys::live(piece.volume, &keys::extent(piece.ino, piece.file_offset)))
+            .collect();
+        let found = shared.meta.view(|txn| {
+            txn.prefetch(&wanted)?;
+            let mut found = Vec::new();
+            for ((_, piece), key) in some.iter().zip(&wanted) {
+                let Some(version) = txn.get(key)? else { continue };
+                let Some((_, value)) = parts_of(&version) else { continue };
+                // The other way reports damage.
+                let Ok(extent) = decode_extent(piece.file_offset, value) else { continue };
+                if extent.object == pack {
+                    found.push(Live { volume: piece.volume, ino: piece.ino, extent });
+                }
+            }
+            Ok(found)
+        })?;
+        live.extend(found);
+    }
+    distinct(&mut live);
+    Ok(live)
 }
 
 /// Copies some extents of one volume to the current pack and points their files at it. Files that changed

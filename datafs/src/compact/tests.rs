@@ -186,7 +186,7 @@ fn a_pack_begun_for_pieces_that_changed_meanwhile_is_found_again() {
     let pack = home.extents("f")[0].object;
     let config = Config { gc_interval_ms: 0, garbage_grace_ms: 0, ..Config::default() };
     let other = Datafs::open(home.dir.path(), &config).unwrap();
-    let live = packs::find(&other.shared, pack).unwrap().unwrap();
+    let live = packs::find(&other.shared, pack, true).unwrap().unwrap();
     assert_eq!(live.len(), 1);
     write(&home, "f", &pattern(9_000, 2));
     home.view.sync().unwrap();
@@ -309,11 +309,10 @@ fn the_background_pass_takes_what_was_closed() {
     let home = Home::new();
     let content = scatter(&home, "f", 6);
     let held = home.view.open(home.view.stat("f").unwrap().node, OpenFlags::READ_WRITE).unwrap();
-    let mut survey = PackSurvey::default();
-    home.datafs.shared.compact_noted(&mut survey).unwrap();
+    home.datafs.shared.compact_noted().unwrap();
     assert!(home.extents("f").len() > 64, "it is open");
     drop(held);
-    home.datafs.shared.compact_noted(&mut survey).unwrap();
+    home.datafs.shared.compact_noted().unwrap();
     assert_eq!(home.extents("f").len(), 1);
     assert!(home.view.read_file("f").unwrap() == content);
     home.check();

@@ -5,7 +5,6 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime};
 
 use millrace_leaf::private;
 
@@ -88,26 +87,6 @@ impl LocalStore {
                 visit(id, data.is_none(), file.len());
             }
         })
-    }
-
-    /// Removes unfinished files of writers that are at least as old as `age_of` says for their session;
-    /// `None` keeps the file. Returns the number of removed files.
-    pub(super) fn remove_abandoned(&self, age_of: &dyn Fn(u64) -> Option<Duration>) -> Result<u64> {
-        let (mut removed, now) = (0, SystemTime::now());
-        self.each_file(|entry, name| {
-            // Unfinished files are `NAME#N` until they are renamed.
-            let Some((begun, _)) = name.split_once('#') else { return };
-            let object = begun.strip_suffix(SUMS_SUFFIX).unwrap_or(begun).parse::<ObjectId>();
-            // No session has the number 0.
-            let Some(age) = age_of(object.map_or(0, |id| id.session())) else { return };
-            // Files that are gone already or cannot be removed are skipped.
-            let begun = || entry.metadata().and_then(|file| file.modified()).ok();
-            let is_old = || begun().is_some_and(|begun| now.duration_since(begun).unwrap_or_default() >= age);
-            if (age.is_zero() || is_old()) && fs::remove_file(entry.path()).is_ok() {
-                removed += 1;
-            }
-        })?;
-        Ok(removed)
     }
 
     fn each_file(&self, mut visit: impl FnMut(&fs::DirEntry, &str)) -> Result<()> {

@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::backend::Backend;
 use super::cache::Cache;
@@ -301,15 +300,6 @@ impl ObjectPool {
                 }
                 self.backend.answer(done.wait())
             }
-        }
-    }
-
-    /// Removes unfinished files (after a crash or kill) from a local store once they are as old as `age_of`
-    /// says for their session; `None` keeps the file. Returns the number of removed files.
-    pub(crate) fn remove_abandoned(&self, age_of: &dyn Fn(u64) -> Option<Duration>) -> Result<u64> {
-        match self.backend.store() {
-            Store::Local(local) => local.remove_abandoned(age_of),
-            Store::Remote(_) => Ok(0),
         }
     }
 

@@ -13,11 +13,12 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use bytes::{Buf as _, Bytes, BytesMut};
+use futures::stream::BoxStream;
 use futures::{StreamExt as _, TryStreamExt as _};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as StorePath;
 use object_store::{
-    GetOptions, GetRange, GetResult, MultipartId, ObjectStore, ObjectStoreExt as _, PutMode, PutPayload,
+    GetOptions, GetRange, GetResult, MultipartId, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode, PutPayload,
 };
 use tokio::sync::Semaphore;
 
@@ -82,11 +83,28 @@ impl RemoteStore {
         &self.place
     }
 
-    fn below(&self, parts: &[&str]) -> StorePath {
+    /// How long a request is retried.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// The objects below a path, after one of them.
+    pub(super) fn listing(
+        &self,
+        below: &StorePath,
+        after: Option<&StorePath>,
+    ) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
+        match after {
+            None => self.objects.list(Some(below)),
+            Some(after) => self.objects.list_with_offset(Some(below), after),
+        }
+    }
+
+    pub(super) fn below(&self, parts: &[&str]) -> StorePath {
         parts.iter().fold(self.prefix.clone(), |path, part| path.join(*part))
     }
 
-    fn session_path(&self, kind: &str, session: u64) -> StorePath {
+    pub(super) fn session_path(&self, kind: &str, session: u64) -> StorePath {
         self.below(&[kind, &format!("{session:016x}")])
     }
 
@@ -233,7 +251,7 @@ impl RemoteStore {
     async fn list(&self, kind: &str, session: u64) -> Result<BTreeSet<ObjectId>> {
         let below = self.session_path(kind, session);
         insist("list", &self.place, self.timeout, |_| {
-            let id = |entry: object_store::ObjectMeta| -> Option<ObjectId> {
+            let id = |entry: ObjectMeta| -> Option<ObjectId> {
                 let name = entry.location.filename()?;
                 name.strip_suffix(SUMS_SUFFIX).unwrap_or(name).parse().ok()
             };
@@ -249,11 +267,7 @@ impl RemoteStore {
         loop {
             // Each page begins after the last entry of the previous one.
             let (page, last) = insist("list", &self.place, self.timeout, |_| {
-                let listing = match &after {
-                    None => self.objects.list(Some(&below)),
-                    Some(after) => self.objects.list_with_offset(Some(&below), after),
-                };
-                listing.take(SURVEY_PAGE).try_fold((Vec::new(), None), |(mut page, _), entry| {
+                self.listing(&below, after.as_ref()).take(SURVEY_PAGE).try_fold((Vec::new(), None), |(mut page, _), entry| {
                     if let Some(name) = entry.location.filename() {
                         let data = name.strip_suffix(SUMS_SUFFIX);
                         if let Ok(id) = data.unwrap_or(name).parse() {

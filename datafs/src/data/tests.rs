@@ -96,22 +96,6 @@ fn an_unfinished_object_leaves_nothing() {
 }
 
 #[test]
-fn a_dead_writers_parts_are_removed_by_age() {
-    let dead = |age: Duration| move |_| Some(age);
-    let alive = |session| (session != SESSION).then_some(Duration::ZERO);
-    let (dir, pool) = pool();
-    let mut writer = pool.writer(&Codec::default()).unwrap();
-    writer.append(&pattern(2 * PART_BYTES)).unwrap();
-    std::mem::forget(writer);
-    assert_eq!(files(&dir).len(), 1);
-    assert_eq!(pool.remove_abandoned(&dead(Duration::from_secs(3600))).unwrap(), 0);
-    assert_eq!(pool.remove_abandoned(&alive).unwrap(), 0);
-    let stored = pool.put(b"kept").unwrap();
-    assert_eq!(pool.remove_abandoned(&dead(Duration::ZERO)).unwrap(), 1);
-    assert_eq!(files(&dir), [stored.id.to_string()]);
-}
-
-#[test]
 fn one_wrong_byte_is_named_and_the_other_frames_still_read() {
     let (dir, pool) = pool();
     let frame = u64::from(FRAME_BYTES);

@@ -8,6 +8,7 @@
 //!
 //! The two families, `fcntl` and `flock`, do not see each other, as on Linux.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -339,11 +340,11 @@ pub(crate) fn decode(value: &[u8]) -> Result<Vec<Held>> {
     Ok(held)
 }
 
-/// Removes all locks of a session, page by page: `after` is the last key of the page before. Returns the last
+/// Removes all locks of sessions, page by page: `after` is the last key of the page before. Returns the last
 /// key of this page, or `None` when it was the last page.
-pub(crate) fn forget_session(
+pub(crate) fn forget_sessions(
     txn: &mut dyn WriteTxn,
-    session: u64,
+    sessions: &BTreeSet<u64>,
     after: Option<&[u8]>,
     limit: usize,
 ) -> Result<Option<Vec<u8>>> {
@@ -353,7 +354,7 @@ pub(crate) fn forget_session(
     for (key, value) in &page {
         let mut held = decode(value)?;
         let before = held.len();
-        held.retain(|other| other.session != session);
+        held.retain(|other| !sessions.contains(&other.session));
         if held.len() != before {
             write(txn, key, &held)?;
         }

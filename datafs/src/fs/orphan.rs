@@ -236,7 +236,8 @@ impl Shared {
 
     /// Answers the current round, unless this process already has.
     pub(crate) fn answer_round(&self) -> Result<()> {
-        let number = self.meta.view(round_number)?;
+        // A round that began a moment ago is answered at the next call.
+        let number = self.meta.view_recent(round_number)?;
         if number == self.orphans.answered.load(Ordering::Acquire) {
             return Ok(());
         }

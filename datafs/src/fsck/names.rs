@@ -47,7 +47,9 @@ pub(super) fn check(
                 if let Some(tree) = tree.take() {
                     tree.finish(findings);
                 }
-                tree = volumes.get(&whose.volume).map(|facts| Tree::new(whose, facts));
+                let facts = volumes.get(&whose.volume);
+                let facts = facts.filter(|facts| !facts.gone.contains(&whose.snapshot));
+                tree = facts.map(|facts| Tree::new(whose, facts));
             }
             group = Some(Group::new(whose));
         }

@@ -106,6 +106,8 @@ pub(super) struct Check {
     pub(super) hidden_extents: bool,
     /// Read and verify all data in use.
     pub(super) scrub: bool,
+    /// The picture was taken in batches.
+    pub(super) batched: bool,
 }
 
 impl Check {
@@ -232,7 +234,8 @@ impl Group {
         // An unreadable row counts as no references.
         let recorded = self.references.as_deref().and_then(|row| References::decode(row).ok());
         let recorded = recorded.unwrap_or_default();
-        if recorded != there {
+        let is_wrong = recorded != there && !(check.batched && self.was_changed(shared)?);
+        if is_wrong {
             let detail = format!(
                 "{} references to {} bytes are recorded, {} to {} are there",
                 recorded.extents, recorded.bytes, there.extents, there.bytes
@@ -272,8 +275,16 @@ impl Group {
         Ok(())
     }
 
+    /// Whether its references have changed since their count was read. Then they need not fit to the extents.
+    fn was_changed(&self, shared: &Shared) -> Result<bool> {
+        Ok(shared.meta.view(|txn| txn.get(&keys::references(self.id)))? != self.references)
+    }
+
     fn unreferenced(self, shared: &Shared, check: &Check, findings: &mut Findings<'_>) -> Result<()> {
         let object = self.id;
+        if check.batched && self.was_changed(shared)? {
+            return Ok(());
+        }
         if let Some(was) = self.references.clone() {
             let detail = "references are recorded, none is there";
             let fix = check.gives_up(Fix::Discard { object, was: Some(was) });

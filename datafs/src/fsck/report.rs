@@ -1,8 +1,11 @@
 //! The report of a check: its options, the problems found, and the progress.
 
+use std::collections::BTreeSet;
+
 use serde::Serialize;
 
 use super::fix::Fix;
+use crate::upkeep::UpkeepReport;
 
 /// Most problems that a report lists one by one; all are counted.
 const LISTED_MAX: usize = 1_000;
@@ -55,6 +58,14 @@ pub enum ProblemKind {
     DamagedObject,
 }
 
+impl ProblemKind {
+    /// Whether a problem of this kind is looked at once more before it is reported, so that concurrent changes cannot
+    /// feign it.
+    pub(super) fn is_certain(self) -> bool {
+        matches!(self, Self::LostObject | Self::MissingObject | Self::DamagedObject)
+    }
+}
+
 /// Whether a problem was or can be repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -105,6 +116,9 @@ pub struct FsckReport {
     pub problems: u64,
     /// Problems that were repaired.
     pub repaired: u64,
+    /// The background work, if a process is elected for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub upkeep: Option<UpkeepReport>,
     /// The first 1,000 problems.
     pub found: Vec<Problem>,
 }
@@ -128,6 +142,30 @@ pub struct FsckProgress {
     pub stage: &'static str,
     /// Records, objects or (scrub) bytes done in this stage.
     pub done: u64,
+}
+
+impl Found {
+    /// The problems that concurrent changes may have feigned; `None` when they are too many to be listed.
+    pub(super) fn suspects(&self) -> Option<BTreeSet<(ProblemKind, String)>> {
+        let listed = self.report.found.iter().filter(|problem| !problem.kind.is_certain());
+        let listed = listed.map(|problem| (problem.kind, problem.place.clone()));
+        (self.report.problems == self.report.found.len() as u64).then(|| listed.collect())
+    }
+
+    /// Drops these problems.
+    pub(super) fn drop_suspects(&mut self) {
+        let mut places = Vec::with_capacity(self.report.found.len());
+        let mut left = 0;
+        for problem in &self.report.found {
+            let is_certain = problem.kind.is_certain();
+            places.push(is_certain.then_some(left));
+            left += usize::from(is_certain);
+        }
+        let moved = |(index, fix)| Some((places.get(index).copied().flatten()?, fix));
+        self.fixes = std::mem::take(&mut self.fixes).into_iter().filter_map(moved).collect();
+        self.report.found.retain(|problem| problem.kind.is_certain());
+        self.report.problems = self.report.found.len() as u64;
+    }
 }
 
 /// Collects the problems and repairs of one pass, and reports its progress.

@@ -1,5 +1,8 @@
-//! Scan of the metadata: one read transaction over all records, which turns them into facts in sorters (the
-//! picture).
+//! Scan of the metadata: turns all records into facts in sorters (the picture).
+//!
+//! The trees of snapshots, which never change, are read page by page, each in a transaction of its own. So are all
+//! other records in a [`Scan::Batched`] picture, so that records which change meanwhile may not fit together. In a
+//! [`Scan::Whole`] picture, one read transaction covers the live records, the history and the counts.
 //!
 //! Unreadable records are reported, and the check of the rest goes on. Volumes are found by their records as
 //! well as by their rows. The data of a volume is in use even if its row cannot be read.
@@ -13,8 +16,8 @@ use super::report::{Findings, ProblemKind};
 use super::sorter::Sorter;
 use super::table::{PAGE, each};
 use super::tree::TreeScan;
-use crate::error::Result;
-use crate::meta::engine::ReadTxn;
+use crate::error::{Error, Result};
+use crate::meta::engine::{Order, Pair, ReadTxn};
 use crate::meta::inode::decode_extent;
 use crate::meta::keys;
 use crate::meta::metadata::Metadata;
@@ -33,6 +36,38 @@ pub(super) struct VolumeFacts {
     pub(super) next_ino: u64,
     /// Names of its snapshots by number.
     pub(super) snapshots: BTreeMap<u64, String>,
+    /// Snapshots that were deleted while their trees were read.
+    pub(super) gone: BTreeSet<u64>,
+}
+
+/// How a picture is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Scan {
+    /// In many short transactions. Concurrent changes may look like problems.
+    Batched,
+    /// In one read transaction, except for the trees of snapshots.
+    Whole,
+}
+
+/// Reads in a separate transaction each.
+struct Batches<'m>(&'m Metadata);
+
+impl ReadTxn for Batches<'_> {
+    fn get(&mut self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        self.0.view(|txn| txn.get(key))
+    }
+
+    fn scan(&mut self, start: &[u8], end: &[u8], order: Order, limit: usize) -> Result<Vec<Pair>> {
+        self.0.view(|txn| txn.scan(start, end, order, limit))
+    }
+}
+
+/// The tree of a snapshot.
+struct SnapshotTree {
+    volume: u64,
+    number: u64,
+    /// `VOLUME@SNAPSHOT`.
+    name: String,
 }
 
 /// The input of the checks of one pass.
@@ -46,6 +81,8 @@ pub(super) struct Picture {
     pub(super) sessions: BTreeSet<u64>,
     /// Extents may be among the unreadable records, so that objects may have more references than were found.
     pub(super) hidden_extents: bool,
+    /// Snapshots whose trees are still to be read.
+    trees: Vec<SnapshotTree>,
 }
 
 /// The tags of the facts about an object in the sorter; facts come in this order.
@@ -64,8 +101,13 @@ pub(super) mod object_fact {
 }
 
 /// Reads all records.
-pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_>) -> Result<Picture> {
-    meta.view(|txn| {
+pub(super) fn take(
+    meta: &Metadata,
+    directory: &Path,
+    scan: Scan,
+    findings: &mut Findings<'_>,
+) -> Result<Picture> {
+    let mut records = |txn: &mut dyn ReadTxn| {
         findings.restart();
         let mut picture = Picture {
             names: Sorter::new(directory),
@@ -73,6 +115,7 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
             volumes: BTreeMap::new(),
             sessions: BTreeSet::new(),
             hidden_extents: false,
+            trees: Vec::new(),
         };
         for prefix in [keys::sessions(), keys::sessions_in_cleanup()] {
             each(txn, &prefix, |_, page| {
@@ -109,7 +152,58 @@ pub(super) fn take(meta: &Metadata, directory: &Path, findings: &mut Findings<'_
             })?;
         }
         Ok(picture)
-    })
+    };
+    let mut picture = match scan {
+        Scan::Batched => records(&mut Batches(meta))?,
+        Scan::Whole => meta.view(records)?,
+    };
+    for tree in std::mem::take(&mut picture.trees) {
+        match snapshot(meta, &mut picture, findings, &tree) {
+            Ok(()) => {}
+            // It was deleted meanwhile.
+            Err(Error::Stale { .. }) => {
+                if let Some(volume) = picture.volumes.get_mut(&tree.volume) {
+                    volume.gone.insert(tree.number);
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(picture)
+}
+
+/// Reads the tree of a snapshot. Fails with [`Error::Stale`] when the snapshot is gone.
+fn snapshot(
+    meta: &Metadata,
+    picture: &mut Picture,
+    findings: &mut Findings<'_>,
+    of: &SnapshotTree,
+) -> Result<()> {
+    findings.stage("snapshots");
+    let mut tree = TreeScan::new(of.volume, of.number, of.name.clone());
+    let mut start = keys::nodes();
+    let end = keys::after_prefix(&start);
+    loop {
+        let page = meta.view(|txn| {
+            Reader::open(txn, of.volume, At::Snapshot(of.number))?.scan_stored(&start, &end, PAGE)
+        })?;
+        findings.step(page.len() as u64);
+        for (record, version) in &page {
+            match parts_of(version) {
+                Some((since, value)) if since <= of.number => {
+                    tree.record(record, value, &mut picture.names, findings)?;
+                }
+                Some(_) => {}
+                // Reported where it is stored, once for all snapshots.
+                None => tree.unreadable(record, &mut picture.names, findings)?,
+            }
+        }
+        match page.last() {
+            Some((last, _)) if page.len() == PAGE => start = [last.as_slice(), &[0]].concat(),
+            _ => break,
+        }
+    }
+    tree.finish(&mut picture.names, findings)
 }
 
 fn volume(
@@ -129,7 +223,9 @@ fn volume(
         };
         let kept = snapshots.iter().filter(|(_, row)| !row.deleting);
         let snapshots = kept.map(|(number, row)| (*number, row.name.clone())).collect();
-        picture.volumes.insert(id, VolumeFacts { name: row.name.clone(), next_ino, snapshots });
+        picture
+            .volumes
+            .insert(id, VolumeFacts { name: row.name.clone(), next_ino, snapshots, gone: BTreeSet::new() });
     }
     live(txn, picture, findings, (id, row))?;
     let lists = snapshots.values().flat_map(|row| row.lists.iter().copied()).collect();
@@ -141,29 +237,8 @@ fn volume(
     }
     for (number, snapshot) in snapshots.iter().filter(|(_, row)| !row.deleting) {
         findings.report().snapshots += 1;
-        findings.stage("snapshots");
-        let mut tree = TreeScan::new(id, *number, format!("{}@{}", row.name, snapshot.name));
-        let mut start = keys::nodes();
-        let end = keys::after_prefix(&start);
-        loop {
-            let page = Reader::open(txn, id, At::Snapshot(*number))?.scan_stored(&start, &end, PAGE)?;
-            findings.step(page.len() as u64);
-            for (record, version) in &page {
-                match parts_of(version) {
-                    Some((since, value)) if since <= *number => {
-                        tree.record(record, value, &mut picture.names, findings)?;
-                    }
-                    Some(_) => {}
-                    // Reported where it is stored, once for all snapshots.
-                    None => tree.unreadable(record, &mut picture.names, findings)?,
-                }
-            }
-            match page.last() {
-                Some((last, _)) if page.len() == PAGE => start = [last.as_slice(), &[0]].concat(),
-                _ => break,
-            }
-        }
-        tree.finish(&mut picture.names, findings)?;
+        let name = format!("{}@{}", row.name, snapshot.name);
+        picture.trees.push(SnapshotTree { volume: id, number: *number, name });
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Tests of fsck: a sound home has no problems; each kind of damage is found, named, and repaired as far as
 //! possible.
 use std::ffi::OsStr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tempfile::TempDir;
 
@@ -9,6 +10,7 @@ use crate::compact::Compact;
 use crate::config::Config;
 use crate::fs::tests::setup_with;
 use crate::fs::{OpenFlags, Owner, View};
+use crate::meta::counting::{self, Counts};
 use crate::meta::engine::{Durability, Order, WriteTxn};
 use crate::meta::inode::{Dentry, Inode, Timestamp, encode_extent};
 use crate::meta::keys;
@@ -608,5 +610,71 @@ fn a_damaged_roster_of_sessions_is_written_anew() {
     let mut listed = home.datafs.shared.meta.view(crate::session::roster).unwrap();
     listed.sort_unstable();
     assert_eq!(listed, ids);
+    home.assert_sound();
+}
+
+/// Names in several trees: more than one batch each.
+#[test]
+fn a_sound_home_is_read_in_short_transactions() {
+    let counts = std::sync::Arc::<Counts>::default();
+    let home = counting::with(&counts, Home::new);
+    let owner = Owner { uid: 0, gid: 0 };
+    for round in 0..3 {
+        for i in 0..1_500 {
+            let name = format!("{round}-{i}");
+            home.view.symlink(home.view.root(), name.as_ref(), "target".as_ref(), owner).unwrap();
+        }
+        let name = format!("round-{round}").parse().unwrap();
+        home.datafs.snapshot_create(&"v".parse().unwrap(), &name).unwrap();
+    }
+    counts.longest.store(0, Ordering::Relaxed);
+    let report = home.check(true, false);
+    assert!(report.is_sound() && report.names > 4_500, "{:?}", report.found);
+    let longest = counts.longest.swap(0, Ordering::Relaxed);
+    // A batch of a snapshot is merged from pages of 256 records of two tables.
+    assert!(longest <= 2 * 4_096 / 256 + 2, "{longest} scans in one transaction");
+    home.datafs.fsck_pass(&FsckOptions::default(), Scan::Whole, &mut |_| {}).unwrap();
+    assert!(counts.longest.load(Ordering::Relaxed) > 10);
+}
+
+/// Concurrent changes look like problems to a reader in batches. None is reported, and damage beside them is.
+#[test]
+fn changes_during_the_check_are_no_problems_and_damage_beside_them_is() {
+    let home = Home::new();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let changes = scope.spawn(|| {
+            let mut made = 0_u64;
+            while !done.load(Ordering::Relaxed) {
+                let name = |i: u64| format!("busy-{}", i % 50);
+                home.view.write_file(&name(made), &vec![made as u8; 200 + made as usize % 9_000]).unwrap();
+                home.view.rename_path(&name(made), &format!("moved-{}", made % 7)).unwrap();
+                let directory = format!("a/directory-{}", made % 5);
+                home.view.create_dir_all(&directory).unwrap();
+                home.view.remove_dir(&directory).unwrap();
+                if made.is_multiple_of(20) {
+                    let name = "passing".parse().unwrap();
+                    home.datafs.snapshot_create(&"v".parse().unwrap(), &name).unwrap();
+                    home.datafs.snapshot_delete(&"v".parse().unwrap(), &name).unwrap();
+                    home.datafs.gc().unwrap();
+                }
+                made += 1;
+            }
+            made
+        });
+        for _ in 0..6 {
+            let report = home.check(false, false);
+            assert!(report.is_sound(), "{:#?}", report.found);
+        }
+        let large = home.live(&keys::attributes(home.ino("a/large")));
+        home.change(|txn| edit(txn, &large, |inode| inode.nlink = 7));
+        let report = home.check(false, false);
+        // A snapshot that is there for a moment may show it too.
+        let is_wrong = |problem: &Problem| problem.kind == ProblemKind::WrongLinks;
+        assert!(!report.is_sound() && report.found.iter().all(is_wrong), "{:#?}", report.found);
+        assert_eq!(home.check(false, true).repaired, 1);
+        done.store(true, Ordering::Relaxed);
+        assert!(changes.join().unwrap() > 0);
+    });
     home.assert_sound();
 }

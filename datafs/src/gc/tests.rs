@@ -1,5 +1,7 @@
 //! Tests of the garbage collector: remains of killed writers, full disks, and the end of the last handle.
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
 
 use super::*;
 use crate::config::Config;
@@ -42,7 +44,7 @@ fn a_full_disk_asks_for_a_whole_collection_once_a_second() {
     let home = tempfile::tempdir().unwrap();
     let datafs = open(home.path(), 0);
     let shared = &datafs.shared;
-    let asked = || shared.collector.next(Duration::ZERO).is_some_and(|busy| busy.wanted);
+    let asked = || shared.collector.next(Duration::ZERO).is_some_and(|busy| busy.urgent);
     asked();
     shared.make_room();
     assert!(asked());

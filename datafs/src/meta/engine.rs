@@ -1,5 +1,6 @@
 //! Metadata engine interface: an ordered map of bytes to bytes with serializable transactions.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,6 +131,13 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// the processes share a machine and file locks show it.
     fn session_lives(&self, session: u64) -> Result<Option<bool>> {
         let _ = session;
+        Ok(None)
+    }
+
+    /// Those of the sessions whose processes are alive, with one request; otherwise as
+    /// [`Engine::session_lives`].
+    fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {
+        let _ = sessions;
         Ok(None)
     }
 

@@ -6,6 +6,7 @@
 //! engine gets them on its connections, below its error handling. An engine takes the faults of the thread
 //! that opens it, see [`with`].
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -277,6 +278,10 @@ impl Engine for Faulty {
 
     fn session_lives(&self, session: u64) -> Result<Option<bool>> {
         self.inner.session_lives(session)
+    }
+
+    fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {
+        self.inner.sessions_alive(sessions)
     }
 
     fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {

@@ -21,6 +21,10 @@ pub(crate) const ROSTER: &[u8] = b"mroster";
 pub(crate) const ROUND: &[u8] = b"mround";
 /// The object store that the metadata belongs to.
 pub(crate) const STORE: &[u8] = b"mstore";
+/// The process that does the background work.
+pub(crate) const ELECTED: &[u8] = b"melected";
+/// The position of the background work in the store.
+pub(crate) const UPKEEP: &[u8] = b"mupkeep";
 /// The last volume id that was assigned.
 pub(crate) const LAST_VOLUME: &[u8] = b"mvolume";
 
@@ -99,6 +103,11 @@ pub(crate) fn snapshot(volume: u64, snapshot: u64) -> Vec<u8> {
 /// All snapshot rows of a volume.
 pub(crate) fn snapshots(volume: u64) -> Vec<u8> {
     table(b's', &[&volume.to_be_bytes()])
+}
+
+/// All snapshot rows.
+pub(crate) fn all_snapshots() -> Vec<u8> {
+    table(b's', &[])
 }
 
 /// Snapshot name to snapshot number.

@@ -3,6 +3,7 @@
 //! A [`Metadata`] belongs to one process and is shared by its threads. A transaction's body may run more than
 //! once and must not start another transaction.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -43,6 +44,11 @@ impl Metadata {
         #[cfg(test)]
         if let Some(faults) = super::faulty::at(super::faulty::Place::Around) {
             return Ok(Metadata::direct(Arc::new(super::faulty::Faulty::new(Box::new(engine), faults))));
+        }
+        #[cfg(test)]
+        if let Some(counts) = super::counting::here() {
+            let inner: Arc<dyn Engine> = Arc::new(engine);
+            return Ok(Metadata::direct(Arc::new(super::counting::Counting { inner, counts })));
         }
         Ok(Metadata(Kind::Group(Group::new(Arc::new(engine))?)))
     }
@@ -209,6 +215,14 @@ impl Metadata {
     pub(crate) fn session_lives(&self, session: u64) -> Result<Option<bool>> {
         match &self.0 {
             Kind::Direct(engine) => engine.session_lives(session),
+            Kind::Group(_) => Ok(None),
+        }
+    }
+
+    /// The living ones among sessions, see [`Engine::sessions_alive`].
+    pub(crate) fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {
+        match &self.0 {
+            Kind::Direct(engine) => engine.sessions_alive(sessions),
             Kind::Group(_) => Ok(None),
         }
     }

@@ -31,7 +31,7 @@ pub(crate) mod tests;
 mod tls;
 mod txn;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -507,6 +507,25 @@ impl Engine for Postgres {
             .map_err(|fault| shared.error(fault))?;
         let steady = shared.contact.lock().is_steady(Instant::now(), shared.lease);
         Ok(Some(!rows.is_empty() || !steady))
+    }
+
+    fn sessions_alive(&self, sessions: &[u64]) -> Result<Option<BTreeSet<u64>>> {
+        let shared = &self.shared;
+        if sessions.is_empty() {
+            return Ok(Some(BTreeSet::new()));
+        }
+        let clients: Vec<i64> = sessions.iter().map(|session| session.cast_signed()).collect();
+        let text = schema::alive(shared.pool.target().schema());
+        let rows = shared
+            .pool
+            .repeat(shared.pool.deadline(), |link, until| {
+                block_on(link.client.query(&text, &[&clients]), until)
+            })
+            .map_err(|fault| shared.error(fault))?;
+        if !shared.contact.lock().is_steady(Instant::now(), shared.lease) {
+            return Ok(Some(sessions.iter().copied().collect()));
+        }
+        Ok(Some(rows.iter().filter_map(|row| row.try_get::<_, i64>(0).ok()).map(i64::cast_unsigned).collect()))
     }
 
     fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {

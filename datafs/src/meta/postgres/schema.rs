@@ -228,6 +228,15 @@ pub(super) fn lives(schema: &str, client: i64) -> String {
     )
 }
 
+/// Those of some clients that are registered and have renewed their rows in time, see [`heard`]. Parameter: clients.
+pub(super) fn alive(schema: &str) -> String {
+    let heard = heard(schema);
+    format!(
+        "SELECT client FROM {schema}.clients \
+         WHERE client = ANY ($1::int8[]) AND {heard} > now() - lease_ms * interval '1 ms'"
+    )
+}
+
 /// How many other clients are registered and have renewed their rows in time.
 pub(super) fn others(schema: &str, client: i64) -> String {
     let heard = heard(schema);
