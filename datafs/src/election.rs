@@ -117,7 +117,7 @@ impl Candidate {
                 let expired =
                     self.watch.has_expired(value.as_deref().unwrap_or_default(), lease, (began, now()));
                 let ended = match sessions_dir {
-                    Some(directory) => DeadSession::claim(meta, directory, record.session)?.is_some(),
+                    Some(directory) => DeadSession::claim_file(directory, record.session)?.is_some(),
                     None => false,
                 };
                 expired || ended

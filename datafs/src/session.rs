@@ -145,7 +145,8 @@ impl DeadSession {
         Ok(dead)
     }
 
-    fn claim_file(directory: &Path, id: u64) -> Result<Option<DeadSession>> {
+    /// [`DeadSession::claim`] where the processes share a machine.
+    pub(crate) fn claim_file(directory: &Path, id: u64) -> Result<Option<DeadSession>> {
         let path = file_of(directory, id);
         // The file is locked before the row is written, so a row without a file is dead.
         let lock = match OpenOptions::new().write(true).open(&path) {

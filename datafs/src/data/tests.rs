@@ -3,7 +3,6 @@
 use std::fs;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use proptest::prelude::*;
 use tempfile::TempDir;

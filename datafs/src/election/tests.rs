@@ -115,7 +115,7 @@ fn at_most_one_turn_is_valid_and_somebody_gets_it() {
 fn a_turn_passes_on_at_once_when_its_session_has_ended() {
     let dir = tempfile::tempdir().unwrap();
     let meta = metadata(&dir);
-    [1, 2].map(|session| set_row(&meta, session, true));
+    [1, 2].iter().for_each(|session| set_row(&meta, *session, true));
     let look = |candidate: &mut Candidate| candidate.look_at(&meta, None, &|| Duration::ZERO).unwrap();
     let (mut first, mut second) = (Candidate::new(1, INTERVAL), Candidate::new(2, INTERVAL));
     let turn = look(&mut first).unwrap();

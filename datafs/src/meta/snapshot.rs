@@ -148,12 +148,6 @@ pub(crate) fn begin_delete(txn: &mut dyn WriteTxn, volume: u64, name: &str) -> R
     Ok(number)
 }
 
-/// The snapshots of a volume that are being deleted.
-pub(crate) fn deleting(txn: &mut dyn ReadTxn, volume: u64) -> Result<Vec<u64>> {
-    let rows = all(txn, volume)?;
-    Ok(rows.into_iter().filter(|(_, row)| row.deleting).map(|(number, _)| number).collect())
-}
-
 /// Frees a batch of the versions that only a snapshot in deletion held. Returns whether nothing is left to
 /// do.
 pub(crate) fn free_batch(txn: &mut dyn WriteTxn, volume: u64, snapshot: u64) -> Result<bool> {
