@@ -100,10 +100,11 @@ fn run(collector: &Collector, shared: &Weak<Shared>, mut keeper: Keeper) {
             told(&shared, "compacting", shared.compact_noted());
             last = Some(Instant::now());
         }
-        let tended = shared.answer_round().and_then(|()| match busy.wanted || shared.orphans.are_waiting() {
-            true => shared.tend_orphans(),
-            false => Ok(0),
-        });
+        let tended =
+            shared.answer_recent_round().and_then(|()| match busy.wanted || shared.orphans.are_waiting() {
+                true => shared.tend_orphans(),
+                false => Ok(0),
+            });
         told(&shared, "looking after unlinked files", tended.map(drop));
     }
 }

@@ -234,10 +234,16 @@ impl Shared {
         if freed { Ok(()) } else { self.free(&[(volume, ino)]).map(drop) }
     }
 
+    /// [`Shared::answer_round`] that may miss a round that began a moment ago. It costs no request of a metadata
+    /// server while there is no new one.
+    pub(crate) fn answer_recent_round(&self) -> Result<()> {
+        let number = self.meta.view_recent(round_number)?;
+        if number == self.orphans.answered.load(Ordering::Acquire) { Ok(()) } else { self.answer_round() }
+    }
+
     /// Answers the current round, unless this process already has.
     pub(crate) fn answer_round(&self) -> Result<()> {
-        // A round that began a moment ago is answered at the next call.
-        let number = self.meta.view_recent(round_number)?;
+        let number = self.meta.view(round_number)?;
         if number == self.orphans.answered.load(Ordering::Acquire) {
             return Ok(());
         }
