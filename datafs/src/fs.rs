@@ -31,6 +31,7 @@ pub(crate) mod path;
 mod rename;
 pub(crate) mod scattered;
 pub(crate) mod shared;
+mod takeover;
 pub(crate) mod tree;
 pub(crate) mod types;
 mod unnamed;

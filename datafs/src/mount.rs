@@ -24,6 +24,7 @@ mod convert;
 mod errno;
 mod fuse;
 mod handles;
+mod handover;
 mod locks;
 mod lookup_prefetch;
 mod observe;
@@ -37,8 +38,9 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use crate::fs::View;
 
-pub use fuse::session::Mount;
+pub use fuse::session::{End, Mount};
 use fuse::{point, session};
+pub use handover::{HeldMount, Holder, HolderOptions, held};
 pub use observe::control::{Served, served};
 pub use observe::stats::{Latency, MountStats, OperationStats, TraceStats};
 pub use observe::trace::TraceOptions;
@@ -54,6 +56,21 @@ pub use options::MountOptions;
 /// the reason in words beforehand.
 pub fn mount(view: View, at: &Path, options: MountOptions) -> Result<Mount> {
     session::mount(view, at, &options)
+}
+
+/// Mounts a view through the holder at a socket, or takes the mount over from the process that serves it now.
+/// That process commits everything and ends first; if it has crashed, this one continues where it stopped. Files
+/// and directories stay open, locks stay held. The mount must be of the same volume or snapshot, with the same
+/// options of the system (`allow_other`, `read_only`, `suid`, `dev`, `noexec`).
+///
+/// Wait for the end with [`Mount::wait`]: the process must end when the mount was handed over.
+///
+/// # Errors
+/// [`Error::Io`] when no holder answers, when it refuses this user or the options, or when the running server
+/// does not hand over within 60 s and cannot be killed; [`Error::Invalid`] for options out of bounds, and for a
+/// second live volume in one process.
+pub fn mount_held(view: View, at: &Path, options: MountOptions, holder: &Path) -> Result<Mount> {
+    session::mount_held(view, at, &options, holder)
 }
 
 /// Unmounts the volume that any process has mounted at `at`. While files are open below, the path becomes free

@@ -12,6 +12,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +41,6 @@ pub(crate) struct Session {
     /// Folder of its file, if it has one.
     directory: Option<PathBuf>,
     /// Held until the process ends.
-    #[cfg_attr(not(test), expect(dead_code))]
     lock: Mutex<Option<Flock<File>>>,
     /// Something is left that another process has to remove.
     unclean: AtomicBool,
@@ -80,6 +80,11 @@ impl Session {
     /// The session's number, never 0.
     pub(crate) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// The locked file, if the session has one. While any process has it open, the session counts as alive.
+    pub(crate) fn lock_file(&self) -> io::Result<Option<OwnedFd>> {
+        self.lock.lock().as_ref().map(|lock| lock.try_clone().map(OwnedFd::from)).transpose()
     }
 
     /// Records that an object may be left behind, so that the row must outlive the process.

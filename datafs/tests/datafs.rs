@@ -8,6 +8,7 @@ mod close_to_open;
 mod crash;
 mod engine;
 mod group_commit;
+mod handover;
 mod hostile;
 mod kills;
 mod known_names;

@@ -123,6 +123,28 @@ impl OpenFile {
         Ok(OpenFile::known(view, node, whole))
     }
 
+    /// A file that an earlier process had open in the same mount. [`OpenFile::is_inherited`] has to follow once
+    /// this process has taken over the files without a name.
+    pub(crate) fn inherit(view: &View, node: Node, flags: OpenFlags) -> OpenFile {
+        OpenFile::register(view, node, flags)
+    }
+
+    /// Whether the file of [`OpenFile::inherit`] exists. It does not if its creation was lost with the process.
+    pub(crate) fn is_inherited(&self) -> Result<bool> {
+        match self.view.read(self.node, |reader| tree::inode(reader, self.node.ino)) {
+            Ok(inode) if inode.nlink > 0 => {
+                self.has_name();
+                Ok(inode.kind == FileKind::File)
+            }
+            Ok(inode) => {
+                let is_orphan = self.live.as_ref().is_some_and(|open| open.is_orphan());
+                Ok(is_orphan && inode.kind == FileKind::File)
+            }
+            Err(Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// A handle that is registered in the open table. The caller checks that the file exists.
     pub(super) fn register(view: &View, node: Node, flags: OpenFlags) -> OpenFile {
         OpenFile {

@@ -340,6 +340,21 @@ pub(crate) fn decode(value: &[u8]) -> Result<Vec<Held>> {
     Ok(held)
 }
 
+/// A lock record in which a session's locks belong to another session, and their owners; `None` if it has none.
+pub(super) fn with_new_session(
+    value: &[u8],
+    old: u64,
+    new: u64,
+) -> Result<Option<(Vec<u8>, Vec<LockOwner>)>> {
+    let mut held = decode(value)?;
+    let mut owners = Vec::new();
+    for held in held.iter_mut().filter(|held| held.session == old) {
+        held.session = new;
+        owners.push(held.lock.owner);
+    }
+    Ok((!owners.is_empty()).then(|| (encode(&held), owners)))
+}
+
 /// Removes all locks of sessions, page by page: `after` is the last key of the page before. Returns the last
 /// key of this page, or `None` when it was the last page.
 pub(crate) fn forget_sessions(

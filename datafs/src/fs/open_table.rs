@@ -25,6 +25,19 @@ pub(crate) enum Naming {
     Unsure,
 }
 
+/// A record of uncommitted writes outside of this process. It tells a successor of a killed process what was
+/// lost. Each method returns once the record survives the process.
+pub(crate) trait WriteJournal: std::fmt::Debug + Send + Sync {
+    /// An inode is about to get unflushed writes.
+    fn has_unflushed(&self, volume: u64, ino: u64);
+
+    /// The unflushed writes of an inode were committed or dropped. The commit may not have left this process.
+    fn has_flushed(&self, volume: u64, ino: u64);
+
+    /// This process may use the inode numbers below `end`.
+    fn reserves(&self, volume: u64, end: u64);
+}
+
 /// An inode of the live tree that is open.
 #[derive(Debug)]
 pub(crate) struct OpenInode {
@@ -43,6 +56,7 @@ pub(crate) struct OpenInode {
     naming: Mutex<Naming>,
     /// Extents that were committed since it was opened.
     scattered: AtomicUsize,
+    journal: Option<Arc<dyn WriteJournal>>,
 }
 
 /// Attributes that a flush is going to commit.
@@ -73,8 +87,16 @@ impl OpenInode {
         *self.unflushed.lock()
     }
 
+    /// Replaces the effect of the unflushed writes. The caller has locked `dirty`.
     pub(crate) fn set_unflushed(&self, unflushed: Option<Unflushed>) {
-        *self.unflushed.lock() = unflushed;
+        let now = unflushed.is_some();
+        if let Some(journal) = self.journal.as_ref().filter(|_| now && self.unflushed().is_none()) {
+            journal.has_unflushed(self.volume, self.ino);
+        }
+        let before = std::mem::replace(&mut *self.unflushed.lock(), unflushed).is_some();
+        if let Some(journal) = self.journal.as_ref().filter(|_| before && !now) {
+            journal.has_flushed(self.volume, self.ino);
+        }
     }
 
     /// Records a committed change of the attributes, which has applied the effects of unflushed writes first
@@ -163,6 +185,7 @@ struct OpenInodes {
     /// Inodes whose last name a running transaction may remove or give, with the number of those
     /// transactions. Opens and closes of these inodes wait.
     closing: HashMap<(u64, u64), usize>,
+    journal: Option<Arc<dyn WriteJournal>>,
 }
 
 #[derive(Debug)]
@@ -195,6 +218,7 @@ impl OpenTable {
     /// called inside one. The same holds for [`OpenTable::close`].
     pub(crate) fn open(&self, volume: u64, ino: u64) -> Arc<OpenInode> {
         let mut table = self.lock_decided((volume, ino));
+        let journal = table.journal.clone();
         let entry = table.open.entry((volume, ino)).or_insert_with(|| Entry {
             inode: Arc::new(OpenInode {
                 volume,
@@ -206,11 +230,33 @@ impl OpenTable {
                 had_name: AtomicBool::new(false),
                 naming: Mutex::new(Naming::Usual),
                 scattered: AtomicUsize::new(0),
+                journal,
             }),
             handles: 0,
         });
         entry.handles += 1;
         Arc::clone(&entry.inode)
+    }
+
+    /// Records uncommitted writes of the inodes that are opened from now on. `false` if another journal already
+    /// does.
+    pub(crate) fn set_journal(&self, journal: Arc<dyn WriteJournal>) -> bool {
+        let mut table = self.inodes.lock();
+        let is_free = table.journal.is_none();
+        if is_free {
+            table.journal = Some(journal);
+        }
+        is_free
+    }
+
+    /// Ends the recording by [`OpenTable::set_journal`], for inodes that are opened from now on.
+    pub(crate) fn end_journal(&self) {
+        self.inodes.lock().journal = None;
+    }
+
+    /// The journal of this process.
+    pub(crate) fn journal(&self) -> Option<Arc<dyn WriteJournal>> {
+        self.inodes.lock().journal.clone()
     }
 
     /// Registers another handle of each open inode.

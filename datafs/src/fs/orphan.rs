@@ -75,6 +75,23 @@ impl Orphan {
         Orphan { keeper, holders: vec![keeper] }
     }
 
+    /// A session has it open no more. Returns whether it was keeper or holder.
+    pub(super) fn leaves(&mut self, session: u64) -> bool {
+        let holders = self.holders.len();
+        self.holders.retain(|holder| *holder != session);
+        self.holders.len() != holders || self.keeper == session
+    }
+
+    pub(super) fn is_held_by(&mut self, session: u64) {
+        if !self.holders.contains(&session) {
+            self.holders.push(session);
+        }
+    }
+
+    pub(super) fn is_kept_by(&mut self, session: u64) {
+        self.keeper = session;
+    }
+
     pub(crate) fn encode(&self) -> Vec<u8> {
         self.holders.iter().fold(Encoder::default().u64(self.keeper), |to, holder| to.u64(*holder)).finish()
     }
@@ -115,6 +132,11 @@ impl Orphans {
     /// Records that this process has become the keeper of an orphan.
     pub(crate) fn note(&self) {
         self.noted.store(true, Ordering::Release);
+    }
+
+    /// Excludes other transactions that note this process as a holder, or give that up.
+    pub(super) fn holding(&self) -> parking_lot::MutexGuard<'_, ()> {
+        self.holding.lock()
     }
 
     /// Whether there is work before the next full collection.

@@ -124,7 +124,7 @@ impl Shared {
         if free.end - free.start < count {
             let batch = count.max(INO_BATCH);
             let key = keys::next_ino(volume);
-            *free = self.meta.transact(Durability::Relaxed, |txn| {
+            let reserved = self.meta.transact(Durability::Relaxed, |txn| {
                 let next = match txn.get(&key)? {
                     Some(value) => Decoder::new("inode counter", &value).u64()?,
                     None => FIRST_INO,
@@ -136,6 +136,10 @@ impl Shared {
                 txn.put(&key, &end.to_be_bytes())?;
                 Ok(next..end)
             })?;
+            if let Some(journal) = self.open.journal() {
+                journal.reserves(volume, reserved.end);
+            }
+            *free = reserved;
         }
         let taken = free.start..free.start + count;
         free.start = taken.end;

@@ -220,6 +220,11 @@ impl<'a> Closing<'a> {
         self.last_names.add(open, volume, ino)
     }
 
+    /// Others have to be asked whether they have an inode open.
+    pub(super) fn ask(&mut self) {
+        self.asks = true;
+    }
+
     /// The transaction was committed.
     pub(crate) fn committed(&mut self, orphans: &Orphans) {
         self.last_names.gone();

@@ -187,6 +187,22 @@ impl Coherence {
         Ok(())
     }
 
+    /// An earlier server has told the kernel of nodes that the record does not have. To be called before
+    /// [`Coherence::start`].
+    pub(super) fn inherits(&self) {
+        self.known.lock().inherits();
+    }
+
+    /// Makes the kernel drop attributes and pages of files that are open, and the attributes of the root: others
+    /// may have changed them while no server listened.
+    pub(super) fn doubts(&self, open: &[Node]) {
+        let mut queue = self.queue.lock();
+        queue.news.push_back(News::Attributes(Node::LIVE_ROOT.ino));
+        let live = open.iter().filter(|node| node.is_live());
+        queue.news.extend(live.map(|node| News::Contents(node.ino)));
+        self.arrived.notify_all();
+    }
+
     fn trust(&self) {
         self.trusted.store(self.expires.load(Ordering::Relaxed), Ordering::Release);
     }

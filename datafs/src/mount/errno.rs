@@ -35,6 +35,7 @@ pub(super) fn errno(error: &Error) -> Errno {
         | Error::StoreAway { .. }
         | Error::Metadata { .. }
         | Error::Failed { .. }
+        | Error::LostWrites { .. }
         | Error::Io { .. } => Errno::EIO,
     }
 }

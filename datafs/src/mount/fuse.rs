@@ -6,7 +6,7 @@ mod extended;
 mod fusermount;
 mod instrumented;
 mod names;
-mod passthrough;
+pub(super) mod passthrough;
 pub(super) mod point;
 mod retry;
 pub(super) mod session;

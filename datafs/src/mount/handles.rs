@@ -3,12 +3,13 @@
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use fuser::BackingId;
 use parking_lot::{Mutex, RwLock};
 
+use super::fuse::passthrough::{Backing, Registrar};
+use super::handover::journal::{self, Journal, OpenRecord};
 use super::lookup_prefetch::LookupPrefetch;
 use super::stateless::Stateless;
 use crate::error::{Error, Result};
@@ -17,6 +18,8 @@ use crate::node::{Attr, Node};
 
 /// The handle number of a request without a handle.
 pub(super) const NO_HANDLE: u64 = 0;
+/// Position of the server's number in the handle numbers of a held mount.
+const LIFE_SHIFT: u32 = 40;
 
 /// One open file of the mount.
 #[derive(Debug)]
@@ -31,6 +34,72 @@ pub(super) struct Handle {
     /// The file was empty at the open, and this handle only writes, so the kernel may write through without
     /// caching pages. In the table: whether the kernel does so.
     pub(super) streams: bool,
+    pub(super) kept: Kept,
+}
+
+/// What the journal of a held mount keeps of an open file.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// The kernel's number of the request that opened the file.
+    pub(super) request: u64,
+    slot: OnceLock<u32>,
+    backing: OnceLock<u32>,
+    /// Something was written through the handle.
+    wrote: AtomicBool,
+    lost: AtomicU8,
+}
+
+impl Kept {
+    /// For a file that a request with this number opens.
+    pub(super) fn of(request: u64) -> Kept {
+        Kept { request, ..Kept::default() }
+    }
+}
+
+/// What a crash of an earlier server has cost an open file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lost {
+    /// Writes that were not committed.
+    Writes = 1,
+    /// The file itself: its creation was not committed.
+    File = 2,
+}
+
+impl Handle {
+    /// Fails if a crash has lost writes through this handle, or the file.
+    pub(super) fn check_writes(&self) -> Result<()> {
+        match self.kept.lost.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            _ => Err(Error::LostWrites { what: format!("inode {}", self.node.ino) }),
+        }
+    }
+
+    /// Fails if a crash has lost the file.
+    pub(super) fn check_file(&self) -> Result<()> {
+        if self.kept.lost.load(Ordering::Relaxed) == Lost::File as u8 { self.check_writes() } else { Ok(()) }
+    }
+
+    fn record(&self, number: u64) -> OpenRecord {
+        let flags = self.file.flags();
+        let lost = self.kept.lost.load(Ordering::Relaxed) != 0;
+        let bits = [
+            (flags.read, journal::READ),
+            (flags.write, journal::WRITE),
+            (flags.append, journal::APPEND),
+            (self.executes, journal::EXECUTES),
+            (self.streams, journal::STREAMS),
+            (self.kept.wrote.load(Ordering::Relaxed), journal::WROTE),
+            (lost, journal::LOST),
+        ];
+        OpenRecord {
+            bits: bits.into_iter().filter(|(is, _)| *is).fold(0, |all, (_, bit)| all | bit),
+            backing: self.kept.backing.get().copied().unwrap_or_default(),
+            number,
+            node: self.node.to_u64(),
+            data_version: self.data_version,
+            request: self.kept.request,
+        }
+    }
 }
 
 /// How the kernel uses an open file.
@@ -38,7 +107,7 @@ pub(super) struct Handle {
 pub(super) struct Registered {
     pub(super) number: u64,
     /// The kernel reads from this file without requests.
-    pub(super) backing: Option<Arc<BackingId>>,
+    pub(super) backing: Option<Arc<Backing>>,
     /// The kernel caches no pages of the file.
     pub(super) direct: bool,
 }
@@ -59,6 +128,11 @@ pub(super) struct Handles {
     ahead: LookupPrefetch,
     /// Whether the kernel accepts backing files for passthrough.
     passthrough: AtomicBool,
+    registrar: OnceLock<Arc<Registrar>>,
+    /// In a held mount.
+    journal: OnceLock<Arc<Journal>>,
+    /// Handles of earlier servers whose opening request may not have been answered, by its number.
+    unanswered: Mutex<HashMap<u64, u64>>,
 }
 
 /// A node with files open. The kernel serves all of a node's open files either from its page cache or from one
@@ -70,7 +144,7 @@ struct OpenNode {
     /// might be older than that write. So every open of the file uses direct I/O while this count is above
     /// zero.
     streams: usize,
-    backing: Option<Arc<BackingId>>,
+    backing: Option<Arc<Backing>>,
 }
 
 impl Handles {
@@ -84,7 +158,92 @@ impl Handles {
             stateless: Stateless::default(),
             ahead: LookupPrefetch::default(),
             passthrough: AtomicBool::new(false),
+            registrar: OnceLock::new(),
+            journal: OnceLock::new(),
+            unanswered: Mutex::default(),
         }
+    }
+
+    /// Records open files in a journal from now on. `life` is the number of this server: handle numbers of
+    /// several servers are distinct.
+    pub(super) fn keep_in(&self, journal: Arc<Journal>, life: u64) {
+        self.next.store(life << LIFE_SHIFT | (NO_HANDLE + 1), Ordering::Relaxed);
+        // Set only here, once.
+        let _ = self.journal.set(journal);
+    }
+
+    /// Adds a file that an earlier server had open, with its slot in the journal.
+    pub(super) fn inherit(
+        &self,
+        file: OpenFile,
+        (slot, record): (u32, &OpenRecord),
+        lost: Option<Lost>,
+        backing: Option<Arc<Backing>>,
+    ) {
+        let is = |bit| record.bits & bit != 0;
+        let kept = Kept {
+            request: record.request,
+            slot: OnceLock::from(slot),
+            backing: OnceLock::new(),
+            wrote: AtomicBool::new(is(journal::WROTE)),
+            lost: AtomicU8::new(lost.map_or(0, |lost| lost as u8)),
+        };
+        if record.backing != 0 {
+            let _ = kept.backing.set(record.backing);
+        }
+        let handle = Handle {
+            node: file.node(),
+            file,
+            writes: is(journal::WRITE),
+            executes: is(journal::EXECUTES),
+            data_version: record.data_version,
+            streams: is(journal::STREAMS),
+            kept,
+        };
+        if lost.is_some()
+            && let Some(journal) = self.journal.get()
+        {
+            journal.update(slot, handle.record(record.number));
+        }
+        {
+            let mut nodes = self.nodes.lock();
+            let node = nodes.entry(handle.node).or_insert(OpenNode { count: 0, streams: 0, backing: None });
+            node.count += 1;
+            node.streams += usize::from(handle.streams);
+            if node.backing.is_none() {
+                node.backing = backing;
+            }
+        }
+        self.unanswered.lock().insert(record.request, record.number);
+        self.open.write().insert(record.number, Arc::new(handle));
+    }
+
+    /// The backing file of a node that is open.
+    pub(super) fn backing_of(&self, node: Node) -> Option<Arc<Backing>> {
+        self.nodes.lock().get(&node)?.backing.clone()
+    }
+
+    /// The kernel sends a request again that opens a file. An earlier server may have opened it without the
+    /// kernel's knowledge: that handle is closed.
+    pub(super) fn opens_again(&self, request: u64) {
+        let earlier = self.unanswered.lock().remove(&request);
+        if let Some(number) = earlier {
+            self.release(number);
+        }
+    }
+
+    /// Notes a write through a handle, before it is answered.
+    pub(super) fn writes_through(&self, number: u64, handle: &Handle) {
+        if let (Some(journal), Some(slot)) = (self.journal.get(), handle.kept.slot.get())
+            && !handle.kept.wrote.swap(true, Ordering::Relaxed)
+        {
+            journal.update(*slot, handle.record(number));
+        }
+    }
+
+    /// The journal, in a held mount.
+    pub(super) fn journal(&self) -> Option<&Arc<Journal>> {
+        self.journal.get()
     }
 
     /// Registers an open file. `insert` calls `backing` when this is the node's only open file. Otherwise the
@@ -92,7 +251,7 @@ impl Handles {
     pub(super) fn insert(
         &self,
         mut handle: Handle,
-        backing: impl FnOnce(&Handle) -> Option<BackingId>,
+        backing: impl FnOnce(&Handle) -> Option<Backing>,
     ) -> Registered {
         // Opening a backing file may read the disk, so the lock is not held: other files are opened and closed
         // meanwhile.
@@ -108,6 +267,15 @@ impl Handles {
             (node.backing.clone(), node.streams > 0)
         };
         let number = self.next.fetch_add(1, Ordering::Relaxed);
+        if let Some(journal) = self.journal.get() {
+            if let Some(backing) = &backing {
+                // No other thread has the handle yet.
+                let _ = handle.kept.backing.set(backing.id());
+            }
+            if let Some(slot) = journal.insert(handle.record(number)) {
+                let _ = handle.kept.slot.set(slot);
+            }
+        }
         self.open.write().insert(number, Arc::new(handle));
         Registered { number, backing, direct }
     }
@@ -134,6 +302,9 @@ impl Handles {
     /// kernel can no longer report an error to a program then.
     pub(super) fn release(&self, number: u64) {
         let Some(handle) = self.open.write().remove(&number) else { return };
+        if let (Some(journal), Some(slot)) = (self.journal.get(), handle.kept.slot.get()) {
+            journal.remove(*slot);
+        }
         let mut nodes = self.nodes.lock();
         if let Some(node) = nodes.get_mut(&handle.node) {
             node.count -= 1;
@@ -226,6 +397,15 @@ impl Handles {
         Ok(found.attr)
     }
 
+    /// Sets how backing files are opened and closed; only the first call counts.
+    pub(super) fn set_registrar(&self, registrar: Registrar) {
+        let _ = self.registrar.set(Arc::new(registrar));
+    }
+
+    pub(super) fn registrar(&self) -> Option<&Arc<Registrar>> {
+        self.registrar.get()
+    }
+
     pub(super) fn set_passthrough(&self, granted: bool) {
         self.passthrough.store(granted, Ordering::Relaxed);
     }
@@ -251,7 +431,15 @@ mod tests {
             let flags = OpenFlags::READ_WRITE;
             let (attr, file) = view.create(view.root(), name.as_ref(), 0o644, owner(), flags).unwrap();
             let node = attr.node;
-            Handle { file, node, writes: true, executes: false, data_version: 0, streams: true }
+            Handle {
+                file,
+                node,
+                writes: true,
+                executes: false,
+                data_version: 0,
+                streams: true,
+                kept: Kept::default(),
+            }
         };
         let slow = handle("slow");
         let node = slow.node;

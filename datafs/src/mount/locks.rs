@@ -58,6 +58,8 @@ struct State {
     /// Counts events that may make a waiting request succeed.
     news: u64,
     stopped: bool,
+    /// Waiting requests stay unanswered.
+    abandoned: bool,
 }
 
 /// A lock request that waits for its reply.
@@ -132,6 +134,23 @@ impl Locks {
         for waiting in queue {
             self.answer(waiting, outcome::refused(Errno::EINTR));
         }
+    }
+
+    /// Notes a lock that an earlier server of the mount held.
+    pub(super) fn inherit(&self, node: Node, owner: LockOwner) {
+        let mut held = self.held.lock();
+        held.entry((node, owner)).or_default();
+        self.held_count.store(held.len(), Ordering::Release);
+    }
+
+    /// Answers no waiting request any more: the next server of the mount gets them again. The thread may still
+    /// answer one that it is trying.
+    pub(super) fn abandon(&self) {
+        let mut state = self.state.lock();
+        (state.stopped, state.abandoned) = (true, true);
+        // The library answers a request whose reply is dropped.
+        std::mem::forget(std::mem::take(&mut state.queue));
+        self.changed.notify_all();
     }
 
     /// A change was committed or a lock released: waiting requests try again.
@@ -459,6 +478,9 @@ fn run(locks: &Weak<Locks>, handles: &Weak<Handles>) {
         // New requests queue behind the ones that waited before.
         let later = std::mem::replace(&mut state.queue, waiting);
         state.queue.extend(later);
+        if state.abandoned {
+            std::mem::forget(std::mem::take(&mut state.queue));
+        }
     }
 }
 

@@ -26,6 +26,15 @@ impl Coherence {
         let now_ms = self.now_ms();
         let mut known = self.known.lock();
         let lost_name = known.has_lost_name(attr, now_ms);
+        if known.get(attr.node.ino).is_none() {
+            let is_unknown = known.was_crowded();
+            drop(known);
+            if is_unknown {
+                // An earlier server of the mount may have told the kernel older ones.
+                self.say(&News::Attributes(attr.node.ino));
+            }
+            return Kept::Nothing;
+        }
         let Some(entry) = known.get_mut(attr.node.ino) else { return Kept::Nothing };
         let access = access_of(attr);
         let access_changed = entry.access != access || entry.access_in_doubt || entry.has_other_list(list);

@@ -280,6 +280,11 @@ impl InodeTable {
         true
     }
 
+    /// The kernel knows nodes that are not in the table, from an earlier server.
+    pub(in crate::mount) fn inherits(&mut self) {
+        self.was_crowded = true;
+    }
+
     /// Reverts the note of a name that was in a reply but that the kernel ignores.
     pub(in crate::mount) fn untell(&mut self, ino: u64) {
         if let Some(entry) = self.get_mut(ino) {

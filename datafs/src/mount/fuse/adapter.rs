@@ -27,7 +27,8 @@ use crate::mount::coherence::lifetime::name_lifetime;
 use crate::mount::coherence::stale_retry::Refused;
 use crate::mount::coherence::{Kept, Telling};
 use crate::mount::convert::{is_execution, kind_of_mode, open_flags, set_time};
-use crate::mount::handles::{Handle, Registered};
+use crate::mount::handles::{Handle, Kept as KeptHandle, Registered};
+use crate::mount::handover::resent::{number_of, resent};
 use crate::mount::locks::Wish;
 use crate::mount::locks::request::is_flock;
 use crate::mount::outcome;
@@ -309,6 +310,9 @@ impl Filesystem for Adapter {
             // pages.
             return reply.error(outcome::refusal(Errno::ENOSYS));
         }
+        if let Some(number) = resent(request) {
+            self.handles.opens_again(number);
+        }
         let node = self.node(ino);
         let executes = is_execution(flags.0);
         let flags = open_flags(flags.0);
@@ -338,17 +342,17 @@ impl Filesystem for Adapter {
             outcome::kernel_serves();
         }
         let (writes, streams) = (flags.write, flags.truncate && self.streams(flags));
-        let handle = Handle { file, node, writes, executes, data_version: attr.data_version, streams };
-        let Registered { number, backing, direct } = self
-            .handles
-            .insert(handle, |handle| self.backing(handle, attr.size, |image| reply.open_backing(image)));
+        let kept = KeptHandle::of(number_of(request));
+        let handle = Handle { file, node, writes, executes, data_version: attr.data_version, streams, kept };
+        let Registered { number, backing, direct } =
+            self.handles.insert(handle, |handle| self.backing(handle, attr.size));
         answer.set(FopenFlags::FOPEN_DIRECT_IO, direct);
         match backing {
             Some(backing) => {
                 metrics::PASSTHROUGH_OPENS.inc();
                 outcome::kernel_serves();
                 answer.remove(FopenFlags::FOPEN_KEEP_CACHE);
-                reply.opened_passthrough(FileHandle(number), answer, &backing);
+                backing.answer(reply, FileHandle(number), answer);
             }
             None => reply.opened(FileHandle(number), answer),
         }
@@ -364,6 +368,9 @@ impl Filesystem for Adapter {
         flags: i32,
         reply: ReplyCreate,
     ) {
+        if let Some(number) = resent(request) {
+            self.handles.opens_again(number);
+        }
         let parent = self.node(parent);
         let flags = open_flags(flags);
         let moment = self.coherence.moment();
@@ -375,7 +382,8 @@ impl Filesystem for Adapter {
                 let Created { attr, file, is_new } = *created;
                 let (node, data_version) = (attr.node, attr.data_version);
                 let (writes, streams) = (flags.write, is_new && self.streams(flags));
-                let handle = Handle { file, node, writes, executes: false, data_version, streams };
+                let kept = KeptHandle::of(number_of(request));
+                let handle = Handle { file, node, writes, executes: false, data_version, streams, kept };
                 let Registered { number, direct, .. } = self.handles.insert(handle, |_| None);
                 let named = Telling::locked((parent, name));
                 let lifetime = self.lifetime(&attr, moment, Some(named)).min(name_lifetime(&attr));
@@ -432,7 +440,10 @@ impl Filesystem for Adapter {
         if self.without_messages {
             return reply.error(outcome::refusal(Errno::ENOSYS));
         }
-        let flushed = self.handles.get(fh.0).and_then(|handle| self.handles.flush(&handle));
+        let flushed = self.handles.get(fh.0).and_then(|handle| {
+            handle.check_writes()?;
+            self.handles.flush(&handle)
+        });
         self.locks.flushed(&self.handles, self.node(ino), fh.0, lock_owner.0);
         self.empty("flush", self.node(ino), flushed, reply);
     }
@@ -459,7 +470,10 @@ impl Filesystem for Adapter {
     }
 
     fn fsync(&self, _request: &Request, ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        let synced = self.handles.get(fh.0).and_then(|handle| handle.file.fsync());
+        let synced = self.handles.get(fh.0).and_then(|handle| {
+            handle.check_writes()?;
+            handle.file.fsync()
+        });
         self.empty("fsync", self.node(ino), synced, reply);
     }
 

@@ -3,14 +3,12 @@
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
-use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fuser::{
-    BackingId, Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite,
-};
+use fuser::{Errno, Generation, INodeNo, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyWrite};
 
+use super::passthrough::Backing;
 use crate::error::{Error, Result};
 use crate::fs::{OpenFlags, Page, ReadBuffer};
 use crate::metrics;
@@ -208,12 +206,8 @@ impl Adapter {
     }
 
     /// The backing file for passthrough of this open file, if it is a large file of a snapshot.
-    pub(in crate::mount) fn backing(
-        &self,
-        handle: &Handle,
-        size: u64,
-        register: impl FnOnce(std::fs::File) -> io::Result<BackingId>,
-    ) -> Option<BackingId> {
+    pub(in crate::mount) fn backing(&self, handle: &Handle, size: u64) -> Option<Backing> {
+        let registrar = self.handles.registrar()?;
         if !self.handles.has_passthrough() || handle.node.is_live() || size < PASSTHROUGH_BYTES_MIN {
             return None;
         }
@@ -224,7 +218,7 @@ impl Adapter {
                 return None;
             }
         };
-        match register(image) {
+        match Backing::open(registrar, &image) {
             Ok(backing) => Some(backing),
             Err(error) => {
                 tracing::debug!(%error, "the kernel takes no file from us; reading for it");
@@ -247,7 +241,10 @@ impl Adapter {
             let read = if number == NO_HANDLE {
                 self.handles.stateless(self.node(ino)).and_then(|file| file.read_into(offset, len, buffer))
             } else {
-                self.handles.get(number).and_then(|handle| handle.file.read_into(offset, len, buffer))
+                self.handles.get(number).and_then(|handle| {
+                    handle.check_file()?;
+                    handle.file.read_into(offset, len, buffer)
+                })
             };
             match read {
                 Ok(()) => {
@@ -289,6 +286,8 @@ impl Adapter {
         };
         let handle = self.handles.get(number);
         let written = handle.and_then(|handle| {
+            handle.check_writes()?;
+            self.handles.writes_through(number, &handle);
             handle.file.write_by(offset, data, privileged, &mut answer)?;
             Ok(handle.streams && self.handles.is_shared(handle.node))
         });
@@ -361,6 +360,7 @@ pub(in crate::mount) fn lifetime_of(kept: bool) -> Duration {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::io;
     use std::path::Path;
 
     use parking_lot::Mutex;

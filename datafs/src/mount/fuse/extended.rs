@@ -110,6 +110,7 @@ impl Adapter {
         if !handle.writes {
             return Err(Error::BadHandle("writing"));
         }
+        handle.check_writes()?;
         let zero_keep = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let how = match mode {
@@ -148,6 +149,8 @@ impl Adapter {
     ) {
         let copy = || -> Result<(u64, Node)> {
             let (source, target) = (self.handles.get(from)?, self.handles.get(to)?);
+            target.check_writes()?;
+            self.handles.writes_through(to, &target);
             let copied = source.file.copy_to(offset, &target.file, target_offset, len.min(COPY_BYTES_MAX))?;
             self.drop_privileges(request, target.node)?;
             Ok((copied, target.node))

@@ -15,6 +15,7 @@ use fuser::{
 };
 
 use super::answer::Adapter;
+use crate::mount::handover::gate::Gate;
 use crate::mount::observe::stats::Op;
 use crate::mount::observe::trace;
 use crate::mount::observe::watch::Watch;
@@ -25,6 +26,8 @@ use crate::mount::outcome;
 pub(in crate::mount) struct InstrumentedFs {
     pub(in crate::mount) adapter: Adapter,
     pub(in crate::mount) watch: Arc<Watch>,
+    /// In a held mount.
+    pub(in crate::mount) gate: Option<Arc<Gate>>,
 }
 
 /// The trace record of a request for an inode.
@@ -44,6 +47,7 @@ fn ranged<'a>(op: Op, request: &Request, ino: INodeNo, offset: u64, size: u64) -
 
 impl InstrumentedFs {
     fn watch(&self, request: trace::Request<'_>, answer: impl FnOnce(&Adapter)) {
+        let _passed = self.gate.as_ref().map(|gate| gate.enter());
         self.watch.stats.begin(request.op);
         outcome::reset();
         let begun = Instant::now();

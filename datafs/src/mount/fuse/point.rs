@@ -109,6 +109,11 @@ fn has_mount_privilege(status: &str) -> bool {
         .is_some_and(|mask| mask >> CAP_SYS_ADMIN & 1 == 1)
 }
 
+/// Whether this process has the privilege to mount, and to open backing files.
+pub(in crate::mount) fn is_privileged() -> bool {
+    has_mount_privilege(&fs::read_to_string("/proc/self/status").unwrap_or_default())
+}
+
 /// Makes `at` an empty directory without a mount: creates it if missing, and detaches a mount of this crate
 /// whose process has died. Returns the absolute path.
 pub(in crate::mount) fn prepare(at: &Path) -> Result<PathBuf> {

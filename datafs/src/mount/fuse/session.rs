@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -12,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::answer::Adapter;
 use super::instrumented::InstrumentedFs;
-use super::passthrough;
+use super::passthrough::{self, Registrar};
 use super::point::{self, Attach};
 use super::write_back::WriteBack;
 use crate::error::{Error, Result};
@@ -20,6 +21,7 @@ use crate::fs::View;
 use crate::mount::coherence::Coherence;
 use crate::mount::convert::Inodes;
 use crate::mount::handles::Handles;
+use crate::mount::handover::Held;
 use crate::mount::locks::Locks;
 use crate::mount::observe::control::Control;
 use crate::mount::observe::exported::export;
@@ -27,6 +29,7 @@ use crate::mount::observe::stats::MountStats;
 use crate::mount::observe::watch::Watch;
 use crate::mount::opening::{self, Open, Opening};
 use crate::mount::options::MountOptions;
+use crate::node::Node;
 
 /// Grace period for open files after an unmount; then the mount aborts the connection.
 const GRACE: Duration = Duration::from_secs(3);
@@ -41,19 +44,31 @@ pub struct Mount {
     handles: Arc<Handles>,
     locks: Arc<Locks>,
     coherence: Arc<Coherence>,
-    write_back: WriteBack,
+    write_back: Arc<WriteBack>,
     watch: Arc<Watch>,
     /// The control socket for other processes; `None` if it could not be created.
     control: Option<Control>,
     opening: Opening,
     ended: Arc<Ended>,
     thread: Option<JoinHandle<io::Result<()>>>,
+    held: Option<Arc<Held>>,
 }
 
-/// Whether the threads of a mount have ended.
+/// How a mount has ended for this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// It is unmounted.
+    Unmounted,
+    /// Everything is committed, and another process waits for the end of this one to serve the mount. End the
+    /// process now, without dropping the [`Mount`]: `std::process::exit`.
+    HandedOver,
+}
+
+/// Whether the threads of a mount have ended, or have handed over.
 #[derive(Debug, Default)]
 struct Ended {
     flag: Mutex<bool>,
+    handed_over: Mutex<bool>,
     changed: Condvar,
 }
 
@@ -61,6 +76,25 @@ impl Ended {
     fn set(&self) {
         *self.flag.lock() = true;
         self.changed.notify_all();
+    }
+
+    fn hand_over(&self) {
+        let _flag = self.flag.lock();
+        *self.handed_over.lock() = true;
+        self.changed.notify_all();
+    }
+
+    fn wait_for_end(&self) -> End {
+        let mut flag = self.flag.lock();
+        loop {
+            if *self.handed_over.lock() {
+                return End::HandedOver;
+            }
+            if *flag {
+                return End::Unmounted;
+            }
+            self.changed.wait(&mut flag);
+        }
     }
 
     fn wait(&self, at_most: Duration) -> bool {
@@ -85,77 +119,147 @@ impl Drop for SetAtEnd {
 }
 
 pub(in crate::mount) fn mount(view: View, at: &Path, options: &MountOptions) -> Result<Mount> {
+    check(options)?;
+    let at = point::prepare(at)?;
+    let opening = opening::decide(&view, options.open)?;
+    let source = view.spec().to_string();
+    let read_only = options.read_only || view.is_snapshot();
+    let attach = Attach { source: &source, read_only, options };
+    // A separate writer ID distinguishes the mount's changes from those of other mounts and of this process.
+    let handles = Arc::new(Handles::new(view.as_writer()?));
+    let device = point::attach(&at, &attach)?;
+    let failed = |error| {
+        take_off(&at);
+        point::refused("serve the mount at", &at, error)
+    };
+    handles.set_registrar(Registrar::Own(File::from(device.try_clone().map_err(failed)?)));
+    let started = Started::new(handles, &at);
+    let (thread, ended) =
+        started.serve(Source::Own(device), options, (opening.way, &at), &[]).map_err(failed)?;
+    let found = point::find(&at).inspect_err(|_| {
+        // The session already runs; it ends when nothing is mounted any more.
+        started.locks.stop();
+        take_off(&at);
+        ended.wait(GRACE);
+        started.coherence.stop();
+    });
+    let device = found?.map(|entry| entry.device).unwrap_or_default();
+    point::raise_read_ahead(&device);
+    started.finish((at, device), options, opening, (thread, ended), None)
+}
+
+/// [`mount`] through the holder at a socket.
+pub(in crate::mount) fn mount_held(
+    view: View,
+    at: &Path,
+    options: &MountOptions,
+    holder: &Path,
+) -> Result<Mount> {
+    check(options)?;
+    // Everything that takes time comes before the attach: until the end of this function the mount has no server.
+    let opening = opening::decide(&view, options.open)?;
+    let handles = Arc::new(Handles::new(view.as_writer()?));
+    let read_only = options.read_only || view.is_snapshot();
+    let (held, left) = Held::attach(holder, &handles.view, at, read_only, options)?;
+    let at = held.target();
+    let failed = |error| point::refused("serve the mount at", &at, error);
+    handles.set_registrar(held.registrar().map_err(failed)?);
+    let started = Started::new(handles, &at);
+    if held.life() > 1 {
+        started.coherence.inherits();
+    }
+    let open = held.restore(&started.handles, &started.locks, &left)?;
+    if !started.handles.view.is_snapshot() {
+        held.keep(held.journal.start(started.handles.view.clone()).map_err(failed)?);
+    }
+    let served = started.serve(Source::Held(&held), options, (opening.way, &at), &open).map_err(failed)?;
+    let device = held.number();
+    let mount = started.finish((at.clone(), device), options, opening, served, Some(Arc::clone(&held)))?;
+    let hand_over = mount.hand_over(&held);
+    held.listen(hand_over).map_err(failed)?;
+    Ok(mount)
+}
+
+fn check(options: &MountOptions) -> Result<()> {
     if !(1..=THREADS_MAX).contains(&options.threads) {
         return Err(Error::Invalid(format!(
             "a mount has 1 to {THREADS_MAX} threads, not {}",
             options.threads
         )));
     }
-    let at = point::prepare(at)?;
-    let mut opening = opening::decide(&view, options.open)?;
-    let source = view.spec().to_string();
-    let read_only = options.read_only || view.is_snapshot();
-    let attach = Attach { source: &source, read_only, options };
-    // A separate writer ID distinguishes the mount's changes from those of other mounts and of this process.
-    let handles = Arc::new(Handles::new(view.as_writer()?));
-    let device_fd = point::attach(&at, &attach)?;
-    let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
-    let watch = Arc::new(Watch::new(&source, &at, &handles));
-    let locks = Arc::new(Locks::new(Arc::clone(&coherence), Arc::clone(&watch)));
-    let served = serve(device_fd, &handles, (&locks, &coherence), options, (opening.way, &watch), &at);
-    let (thread, ended) = match served {
-        Ok(served) => served,
-        Err(error) => {
-            take_off(&at);
-            return Err(point::refused("serve the mount at", &at, error));
+    Ok(())
+}
+
+/// The device of a mount.
+enum Source<'a> {
+    Own(OwnedFd),
+    Held(&'a Arc<Held>),
+}
+
+/// The parts of a mount that exist before it serves.
+struct Started {
+    handles: Arc<Handles>,
+    locks: Arc<Locks>,
+    coherence: Arc<Coherence>,
+    watch: Arc<Watch>,
+}
+
+impl Started {
+    fn new(handles: Arc<Handles>, at: &Path) -> Started {
+        let coherence = Arc::new(Coherence::new(&handles.view, Inodes::new(handles.view.root())));
+        let watch = Arc::new(Watch::new(&handles.view.spec().to_string(), at, &handles));
+        let locks = Arc::new(Locks::new(Arc::clone(&coherence), Arc::clone(&watch)));
+        Started { handles, locks, coherence, watch }
+    }
+
+    fn finish(
+        self,
+        (at, device): (PathBuf, String),
+        options: &MountOptions,
+        mut opening: Opening,
+        (thread, ended): Served,
+        held: Option<Arc<Held>>,
+    ) -> Result<Mount> {
+        let Started { handles, locks, coherence, watch } = self;
+        if opening.way == Open::Passthrough && !handles.has_passthrough() {
+            opening = opening::without_passthrough(opening);
         }
-    };
-    let found = point::find(&at).inspect_err(|_| {
-        // The session already runs; it ends when nothing is mounted any more.
-        locks.stop();
-        take_off(&at);
-        ended.wait(GRACE);
-        coherence.stop();
-    });
-    let device = found?.map(|entry| entry.device).unwrap_or_default();
-    point::raise_read_ahead(&device);
-    if opening.way == Open::Passthrough && !handles.has_passthrough() {
-        opening = opening::without_passthrough(opening);
-    }
-    tracing::info!(volume = %source, path = %at.display(), %opening, "mounted");
-    watch.attached(&opening.to_string(), &device);
-    export(&watch);
-    let home = &handles.view.shared.home;
-    let control = Control::start(home, &watch)
-        .inspect_err(
-            |error| tracing::warn!(%error, home = %home.display(), "a mount tells nobody what it does"),
-        )
-        .ok();
-    let trace = options.trace.as_ref().map(|trace| watch.trace.start(trace, watch.device()));
-    let mount = Mount {
-        at,
-        device,
-        handles,
-        locks,
-        coherence,
-        write_back: WriteBack::default(),
-        watch,
-        control,
-        opening,
-        ended,
-        thread: Some(thread),
-    };
-    if !mount.handles.view.is_snapshot() {
-        // Dropping the mount detaches it.
-        mount
-            .write_back
-            .start(&mount.handles)
-            .map_err(|e| point::refused("serve the mount at", &mount.at, e))?;
-    }
-    match trace {
-        // Dropping the mount detaches it.
-        Some(Err(error)) => Err(error),
-        _ => Ok(mount),
+        tracing::info!(volume = %handles.view.spec(), path = %at.display(), %opening, "mounted");
+        watch.attached(&opening.to_string(), &device);
+        export(&watch);
+        let home = &handles.view.shared.home;
+        let control = Control::start(home, &watch)
+            .inspect_err(
+                |error| tracing::warn!(%error, home = %home.display(), "a mount tells nobody what it does"),
+            )
+            .ok();
+        let trace = options.trace.as_ref().map(|trace| watch.trace.start(trace, watch.device()));
+        let mount = Mount {
+            at,
+            device,
+            handles,
+            locks,
+            coherence,
+            write_back: Arc::default(),
+            watch,
+            control,
+            opening,
+            ended,
+            thread: Some(thread),
+            held,
+        };
+        if !mount.handles.view.is_snapshot() {
+            // Dropping the mount detaches it.
+            mount
+                .write_back
+                .start(&mount.handles)
+                .map_err(|e| point::refused("serve the mount at", &mount.at, e))?;
+        }
+        match trace {
+            // Dropping the mount detaches it.
+            Some(Err(error)) => Err(error),
+            _ => Ok(mount),
+        }
     }
 }
 
@@ -168,50 +272,71 @@ fn take_off(at: &Path) {
 
 type Served = (JoinHandle<io::Result<()>>, Arc<Ended>);
 
-fn serve(
-    device: std::os::fd::OwnedFd,
-    handles: &Arc<Handles>,
-    (locks, coherence): (&Arc<Locks>, &Arc<Coherence>),
-    options: &MountOptions,
-    (way, watch): (Open, &Arc<Watch>),
-    at: &Path,
-) -> io::Result<Served> {
-    let mut config = fuser::Config::default();
-    config.n_threads = Some(options.threads);
-    config.clone_fd = options.threads > 1;
-    let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
-    config.acl = acl;
-    let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way);
-    let file_system = InstrumentedFs { adapter, watch: Arc::clone(watch) };
-    let own_device = File::from(device.try_clone()?);
-    let session = Session::from_fd(file_system, device, acl, config)?;
-    if handles.has_passthrough() {
-        match passthrough::is_permitted(&own_device) {
-            Ok(permitted) => handles.set_passthrough(permitted),
-            Err(error) => tracing::debug!(%error, "trying whether the kernel takes files from us"),
+impl Started {
+    /// Starts the threads that serve the kernel's requests. `open` are nodes of which the kernel may have
+    /// outdated data.
+    fn serve(
+        &self,
+        source: Source<'_>,
+        options: &MountOptions,
+        (way, at): (Open, &Path),
+        open: &[Node],
+    ) -> io::Result<Served> {
+        let Started { handles, locks, coherence, watch } = self;
+        let mut config = fuser::Config::default();
+        config.n_threads = Some(options.threads);
+        // A clone of the device belongs to its process: the kernel fails the requests of a clone that is closed.
+        config.clone_fd = options.threads > 1 && matches!(source, Source::Own(_));
+        let acl = if options.allow_other { SessionACL::All } else { SessionACL::Owner };
+        config.acl = acl;
+        let adapter = Adapter::new(Arc::clone(handles), Arc::clone(locks), Arc::clone(coherence), way);
+        let gate = match source {
+            Source::Own(_) => None,
+            Source::Held(held) => Some(Arc::clone(&held.gate)),
+        };
+        let file_system = InstrumentedFs { adapter, watch: Arc::clone(watch), gate };
+        let (session, own_device) = match source {
+            Source::Own(device) => {
+                let own_device = File::from(device.try_clone()?);
+                (Session::from_fd(file_system, device, acl, config)?, own_device)
+            }
+            Source::Held(held) => {
+                let session = held.begin(|socket| Session::from_fd(file_system, socket, acl, config))?;
+                (session, held.device()?)
+            }
+        };
+        let is_own = handles.registrar().is_none_or(|registrar| matches!(**registrar, Registrar::Own(_)));
+        if handles.has_passthrough() && is_own {
+            match passthrough::is_permitted(&own_device) {
+                Ok(permitted) => handles.set_passthrough(permitted),
+                Err(error) => tracing::debug!(%error, "trying whether the kernel takes files from us"),
+            }
         }
+        if !handles.view.is_snapshot() {
+            locks.start(handles)?;
+            // Weak: the volumes keep the listener, and `Locks` keeps the volumes open.
+            let wake = Arc::downgrade(locks);
+            let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
+            if let Err(error) = coherence.start(&handles.view, session.notifier(), own_device, wake) {
+                tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
+            }
+            if !open.is_empty() {
+                coherence.doubts(open);
+            }
+        }
+        let ended = Arc::new(Ended::default());
+        let at_end = SetAtEnd(Arc::clone(&ended));
+        let path = at.display().to_string();
+        let thread = std::thread::Builder::new().name("datafs-mount".into()).spawn(move || {
+            let _at_end = at_end;
+            let result = session.run();
+            if let Err(error) = &result {
+                tracing::error!(%error, path, "a mount ended with an error");
+            }
+            result
+        })?;
+        Ok((thread, ended))
     }
-    if !handles.view.is_snapshot() {
-        locks.start(handles)?;
-        // Weak: the volumes keep the listener, and `Locks` keeps the volumes open.
-        let wake = Arc::downgrade(locks);
-        let wake = move || wake.upgrade().into_iter().for_each(|locks| locks.wake());
-        if let Err(error) = coherence.start(&handles.view, session.notifier(), own_device, wake) {
-            tracing::warn!(%error, "the kernel keeps nothing of this mount: changes cannot be listened to");
-        }
-    }
-    let ended = Arc::new(Ended::default());
-    let at_end = SetAtEnd(Arc::clone(&ended));
-    let path = at.display().to_string();
-    let thread = std::thread::Builder::new().name("datafs-mount".into()).spawn(move || {
-        let _at_end = at_end;
-        let result = session.run();
-        if let Err(error) = &result {
-            tracing::error!(%error, path, "a mount ended with an error");
-        }
-        result
-    })?;
-    Ok((thread, ended))
 }
 
 impl Mount {
@@ -247,6 +372,34 @@ impl Mount {
         self.collect()
     }
 
+    /// Waits until the mount ends for this process, and tells how. After [`End::Unmounted`], [`Mount::join`]
+    /// returns the result. Only a mount of [`crate::mount::mount_held`] is ever handed over.
+    pub fn wait(&self) -> End {
+        self.ended.wait_for_end()
+    }
+
+    /// The work of a planned handover.
+    fn hand_over(&self, held: &Arc<Held>) -> impl FnOnce() + Send + use<> {
+        let (held, ended) = (Arc::clone(held), Arc::clone(&self.ended));
+        let (handles, locks) = (Arc::clone(&self.handles), Arc::clone(&self.locks));
+        let write_back = Arc::clone(&self.write_back);
+        move || {
+            held.close_gate();
+            locks.abandon();
+            write_back.stop();
+            let flushed = handles.flush_all();
+            // Everything that was answered survives, also what no program has synced.
+            let synced = match handles.view.is_snapshot() {
+                true => Ok(()),
+                false => handles.view.sync().and_then(|()| held.journal.settle(&handles.view)),
+            };
+            if let Err(error) = flushed.and(synced) {
+                tracing::error!(%error, "a handover loses writes; programs get an error for them");
+            }
+            ended.hand_over();
+        }
+    }
+
     /// Whether the mount still serves; `false` once it is unmounted and its last file is closed.
     pub fn is_serving(&self) -> bool {
         !*self.ended.flag.lock()
@@ -277,6 +430,11 @@ impl Mount {
 
     /// Detaches the mount from its path, unless it is detached already (and perhaps replaced by another mount).
     fn detach(&self) -> Result<()> {
+        if let Some(held) = &self.held {
+            // Mostly files are open.
+            let flushed = self.handles.flush_all();
+            return held.unmount().and(flushed);
+        }
         if !self.is_attached()? {
             return Ok(());
         }
@@ -299,6 +457,10 @@ impl Mount {
     fn collect(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let served = thread.join();
+        if let Some(held) = &self.held {
+            held.stop();
+            self.handles.view.shared.open.end_journal();
+        }
         self.control = None;
         self.watch.trace.stop();
         self.write_back.stop();

@@ -100,7 +100,7 @@ mod tests {
     use crate::config::Config;
     use crate::datafs::Datafs;
     use crate::fs::{OpenFlags, Owner};
-    use crate::mount::handles::Handle;
+    use crate::mount::handles::{Handle, Kept};
 
     #[test]
     fn old_data_of_open_files_is_committed_and_one_object_stays_one_for_longer() {
@@ -115,7 +115,9 @@ mod tests {
             let create = handles.view.create(view.root(), name.as_ref(), 0o644, owner, OpenFlags::READ_WRITE);
             let (attr, file) = create.unwrap();
             let (node, data_version) = (attr.node, attr.data_version);
-            let handle = Handle { file, node, writes: true, executes: false, data_version, streams: false };
+            let kept = Kept::default();
+            let handle =
+                Handle { file, node, writes: true, executes: false, data_version, streams: false, kept };
             handles.get(handles.insert(handle, |_| None).number).unwrap()
         };
         let (small, large) = (make("small"), make("large"));

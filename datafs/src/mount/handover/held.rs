@@ -1,0 +1,274 @@
+//! The server's side of a held mount: attaches, negotiates, and reacts to the holder.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use fuser::{Filesystem, Session};
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use parking_lot::Mutex;
+
+use super::client::{Attachment, Client};
+use super::device;
+use super::gate::Gate;
+use super::journal::{Journal, Left};
+use super::protocol::{Attached, MountWish};
+use crate::error::{Error, Result};
+use crate::fs::View;
+use crate::mount::fuse::passthrough::Registrar;
+use crate::mount::fuse::point;
+use crate::mount::options::MountOptions;
+
+/// Pause between attempts to reach a holder that has ended, in milliseconds.
+const RECONNECT_MS: u16 = 250;
+
+/// The connection of this process to the holder of its mount.
+#[derive(Debug)]
+pub(in crate::mount) struct Held {
+    client: Arc<Client>,
+    attached: Mutex<Attached>,
+    device: File,
+    /// Given back to a restarted holder.
+    journal_file: OwnedFd,
+    session: Mutex<Option<OwnedFd>>,
+    control: Mutex<Option<OwnedFd>>,
+    pub(in crate::mount) journal: Arc<Journal>,
+    pub(in crate::mount) gate: Arc<Gate>,
+    /// The write end of a pipe; closing it ends the thread that hears the holder.
+    ending: Mutex<Option<OwnedFd>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Held {
+    /// Has the holder at a socket mount, and becomes the server. Waits for the end of the server before.
+    pub(in crate::mount) fn attach(
+        socket: &Path,
+        view: &View,
+        at: &Path,
+        read_only: bool,
+        options: &MountOptions,
+    ) -> Result<(Arc<Held>, Left)> {
+        let client = Client::connect(socket)?;
+        let failed = |source| point::refused("serve the mount at", at, source);
+        let wish = MountWish::new(
+            view.spec().to_string(),
+            std::path::absolute(at).map_err(failed)?,
+            read_only,
+            options,
+        );
+        let target = client.mount(wish)?;
+        let Attachment { attached, device, journal, control } = client.attach(&target)?;
+        let journal_file = journal.try_clone().map_err(failed)?;
+        let (journal, left) = Journal::open(journal, view.volume).map_err(failed)?;
+        let held = Arc::new(Held {
+            client: Arc::new(client),
+            attached: Mutex::new(attached),
+            device: device.into(),
+            journal_file,
+            session: Mutex::default(),
+            control: Mutex::new(Some(control)),
+            journal: Arc::new(journal),
+            gate: Arc::default(),
+            ending: Mutex::default(),
+            threads: Mutex::default(),
+        });
+        Ok((held, left))
+    }
+
+    /// The mount point.
+    pub(in crate::mount) fn target(&self) -> PathBuf {
+        self.attached.lock().wish.target.clone()
+    }
+
+    /// `major:minor` of the mount.
+    pub(in crate::mount) fn number(&self) -> String {
+        self.attached.lock().device.clone()
+    }
+
+    /// Number of this server of the mount, from 1.
+    pub(in crate::mount) fn life(&self) -> u64 {
+        self.attached.lock().life
+    }
+
+    /// Sessions of earlier servers.
+    pub(super) fn sessions(&self) -> Vec<u64> {
+        self.attached.lock().sessions.clone()
+    }
+
+    /// The device of the mount.
+    pub(in crate::mount) fn device(&self) -> io::Result<File> {
+        self.device.try_clone()
+    }
+
+    /// How this process has backing files opened.
+    pub(in crate::mount) fn registrar(&self) -> io::Result<Registrar> {
+        Ok(match self.attached.lock().backs && !point::is_privileged() {
+            true => Registrar::Holder(Arc::clone(&self.client)),
+            false => Registrar::Own(self.device()?),
+        })
+    }
+
+    /// Gives the holder this process's session, so that it outlives the process.
+    pub(super) fn give_session(&self, view: &View) -> Result<()> {
+        let session = &view.shared.session;
+        let failed = |source| point::refused("serve the mount at", self.target(), source);
+        let file = session.lock_file().map_err(failed)?;
+        self.client.session(session.id(), file.as_ref().map(OwnedFd::as_fd)).map_err(failed)?;
+        *self.session.lock() = file;
+        Ok(())
+    }
+
+    /// Everything of earlier sessions was taken over.
+    pub(super) fn took_over(&self, view: &View) -> Result<()> {
+        self.client
+            .took_over()
+            .map_err(|error| point::refused("serve the mount at", self.target(), error))?;
+        self.attached.lock().sessions = vec![view.shared.session.id()];
+        Ok(())
+    }
+
+    /// Starts a session on the device. `start` gets a socket that plays the recorded INIT; afterwards the device
+    /// takes the socket's place, and the kernel sends unanswered requests again.
+    pub(in crate::mount) fn begin<F: Filesystem>(
+        &self,
+        start: impl FnOnce(OwnedFd) -> io::Result<Session<F>>,
+    ) -> io::Result<Session<F>> {
+        let (init, recorded) = {
+            let attached = self.attached.lock();
+            (attached.init.clone(), attached.reply.clone())
+        };
+        let (socket, other) = device::rehearsal(&device::narrowed(&init, recorded.as_deref()))?;
+        let session = start(socket)?;
+        let reply = device::read_reply(&other)?;
+        if recorded.is_none() {
+            device::write_reply(&self.device, &reply)?;
+        }
+        device::replace(session.as_fd(), &self.device)?;
+        let resends = device::resend(&self.device)?;
+        if !resends {
+            tracing::warn!(
+                "the kernel cannot hand this mount over (it takes Linux 6.9): the end of this process ends it"
+            );
+        }
+        self.client.negotiated(&reply, resends)?;
+        self.attached.lock().reply.get_or_insert(reply);
+        Ok(session)
+    }
+
+    /// Starts to hear the holder: `hand_over` runs once when another server is to take the mount over.
+    pub(in crate::mount) fn listen(
+        self: &Arc<Self>,
+        hand_over: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
+        let (stop, ending) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+        *self.ending.lock() = Some(ending);
+        let held = Arc::clone(self);
+        let thread = std::thread::Builder::new()
+            .name("datafs-held".into())
+            .spawn(move || held.hear(&stop, hand_over))?;
+        self.threads.lock().push(thread);
+        Ok(())
+    }
+
+    fn hear(&self, stop: &OwnedFd, hand_over: impl FnOnce()) {
+        loop {
+            let control = self.control.lock().take();
+            let Some(control) = control else {
+                if self.reconnect(stop) {
+                    continue;
+                }
+                return;
+            };
+            let mut polled = [
+                PollFd::new(control.as_fd(), PollFlags::POLLIN),
+                PollFd::new(stop.as_fd(), PollFlags::POLLIN),
+            ];
+            match poll(&mut polled, PollTimeout::NONE) {
+                Err(Errno::EINTR) => {
+                    *self.control.lock() = Some(control);
+                    continue;
+                }
+                Err(error) => {
+                    tracing::error!(%error, "the holder of a mount is heard no more");
+                    return;
+                }
+                Ok(_) if polled[1].revents().is_some_and(|events| !events.is_empty()) => return,
+                Ok(_) => {}
+            }
+            match File::from(control).read(&mut [0]) {
+                Ok(1..) => {
+                    tracing::info!("handing the mount over to another server");
+                    return hand_over();
+                }
+                Ok(0) => tracing::warn!("the holder of a mount has ended; the mount goes on"),
+                Err(error) => tracing::warn!(%error, "hearing the holder of a mount"),
+            }
+        }
+    }
+
+    /// Waits for a restarted holder, and gives it the mount. `false` when the mount ends.
+    fn reconnect(&self, stop: &OwnedFd) -> bool {
+        loop {
+            let mut polled = [PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
+            match poll(&mut polled, PollTimeout::from(RECONNECT_MS)) {
+                Ok(0) | Err(Errno::EINTR) => {}
+                _ => return false,
+            }
+            let attached = self.attached.lock().clone();
+            let session = self.session.lock();
+            let session = session.as_ref().map(OwnedFd::as_fd);
+            match self.client.adopt(&attached, (self.device.as_fd(), self.journal_file.as_fd()), session) {
+                Ok(control) => {
+                    tracing::info!("a new holder keeps the mount");
+                    *self.control.lock() = Some(control);
+                    return true;
+                }
+                Err(error) => tracing::debug!(%error, "looking for a new holder"),
+            }
+        }
+    }
+
+    /// Keeps a thread until the end of the mount.
+    pub(in crate::mount) fn keep(&self, thread: JoinHandle<()>) {
+        self.threads.lock().push(thread);
+    }
+
+    /// Has the holder unmount.
+    pub(in crate::mount) fn unmount(&self) -> Result<()> {
+        self.end_hearing();
+        let target = self.target();
+        self.client.unmount(&target).map_err(|error| point::refused("unmount", target, error))
+    }
+
+    /// The mount ends for a reason that is no handover.
+    pub(in crate::mount) fn end_hearing(&self) {
+        drop(self.ending.lock().take());
+    }
+
+    /// Ends the threads. The mount must have ended.
+    pub(in crate::mount) fn stop(&self) {
+        self.end_hearing();
+        self.journal.stop();
+        let own = std::thread::current().id();
+        for thread in std::mem::take(&mut *self.threads.lock()) {
+            if thread.thread().id() != own && thread.join().is_err() {
+                tracing::error!("a thread of a held mount has panicked");
+            }
+        }
+    }
+
+    /// Waits for requests in progress and lets no further one begin.
+    pub(in crate::mount) fn close_gate(&self) {
+        self.gate.close();
+    }
+
+    /// An error for a process that holds a mount already.
+    pub(super) fn second() -> Error {
+        Error::Invalid("a process serves one held live volume: serve each in a process of its own".into())
+    }
+}
