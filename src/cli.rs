@@ -1,6 +1,7 @@
 //! The command line: all commands, flags and examples, declared for clap. No behavior lives here.
 
 mod access;
+mod csi;
 mod feed;
 mod images;
 mod load;
@@ -19,6 +20,7 @@ use clap::{Args, Parser, Subcommand};
 use millrace_datafs::Name;
 
 pub(crate) use access::{ServerArgs, TokenArgs};
+pub(crate) use csi::{CsiArgs, CsiServices};
 pub(crate) use feed::{
     ColumnsArgs, FeedArgs, FeedBenchArgs, FeedCommand, FeedHeadArgs, FeedMapArgs, FeedPlanArgs,
     FeedServeArgs, FeedStatsArgs, FeedVerifyArgs, OrderArgs, RowsArgs, SelectArgs, SourceArgs,
@@ -87,6 +89,11 @@ pub(crate) enum Command {
         /// The mount point
         path: PathBuf,
     },
+    /// Serve volumes to Kubernetes as a driver of the Container Storage Interface
+    #[command(
+        after_help = "Serves identity, controller and node services on a unix socket, and the kubelet's registration on\nanother one. The Helm chart runs it (csi.enabled). Volumes are in this home, or where the secrets of a call\nsay: meta_url, meta_schema, store_url, store_options.OPTION, encryption_keys.NAME. Each published volume has\na `millrace mount` process of its own, which outlives this command: the next one takes it over.\n\nExamples:\n  millrace csi --endpoint unix:///run/csi.sock --services controller\n  millrace csi --endpoint unix:///var/lib/kubelet/plugins/csi.millrace.io/csi.sock --services node \\\n    --registration-socket /var/lib/kubelet/plugins_registry/csi.millrace.io-reg.sock --node-id node-1"
+    )]
+    Csi(CsiArgs),
     /// List a folder of a volume or snapshot
     #[command(
         name = "ls",

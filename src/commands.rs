@@ -4,6 +4,7 @@ pub(crate) mod backup;
 pub(crate) mod broker;
 pub(crate) mod config;
 pub(crate) mod copy;
+pub(crate) mod csi;
 pub(crate) mod feed;
 pub(crate) mod fsck;
 pub(crate) mod ingest;

@@ -26,6 +26,7 @@ fn code_of_cause(cause: &(dyn StdError + 'static)) -> Option<Exit> {
         .or_else(|| as_type(cause).map(pipe))
         .or_else(|| as_type(cause).map(client))
         .or_else(|| as_type(cause).map(load))
+        .or_else(|| as_type(cause).map(csi))
         .or_else(|| Exit::of_cause(cause))
 }
 
@@ -58,6 +59,15 @@ fn trainer(error: &millrace_trainer::Error) -> Exit {
         E::Worker { exit_code, .. } | E::WorkersLost { exit_code, .. } => {
             Exit::from_code(i32::from(*exit_code))
         }
+        _ => Exit::Failed,
+    }
+}
+
+fn csi(error: &millrace_csi::Error) -> Exit {
+    use millrace_csi::Error as E;
+    match error {
+        E::Invalid { .. } => Exit::Usage,
+        E::Listen { .. } | E::State { .. } => Exit::Unavailable,
         _ => Exit::Failed,
     }
 }

@@ -7,6 +7,7 @@ mod support;
 
 mod browser;
 mod clients;
+mod csi;
 mod kafka;
 mod parquet;
 mod posix;

@@ -14,7 +14,10 @@ const PAGES: [Errors; 6] = [
     (
         "errors/volumes.md",
         "Errors: volumes",
-        &[("Volumes and mounts", "datafs/src/error.rs", "Error", "datafs")],
+        &[
+            ("Volumes and mounts", "datafs/src/error.rs", "Error", "datafs"),
+            ("CSI driver", "deploy/csi/src/error.rs", "Error", "csi"),
+        ],
     ),
     ("errors/topics.md", "Errors: topics", &[("Topics", "streams/src/error.rs", "Error", "streams")]),
     ("errors/ingest.md", "Errors: ingest", &[("Ingest", "ingest/src/error.rs", "Error", "ingest")]),

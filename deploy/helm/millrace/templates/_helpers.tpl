@@ -150,3 +150,25 @@ topologySpreadConstraints:
 {{- end }}
 {{- toJson $resources }}
 {{- end }}
+
+{{/* The image of a sidecar. */}}
+{{- define "millrace.sidecar" -}}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag }}{{ end }}
+{{- end }}
+
+{{/* What the pods of a CSI driver's node have in common. */}}
+{{- define "millrace.csiNode" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{ toJson . }}
+{{- end }}
+priorityClassName: {{ .Values.csi.node.priorityClassName }}
+terminationGracePeriodSeconds: 60
+{{- with .Values.csi.node.nodeSelector }}
+nodeSelector: {{ toJson . }}
+{{- end }}
+{{- with .Values.csi.node.tolerations }}
+tolerations: {{ toJson . }}
+{{- end }}
+{{- end }}

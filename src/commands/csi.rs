@@ -1,0 +1,49 @@
+//! `millrace csi`: the driver of the Container Storage Interface on the volumes of this home.
+
+use std::path::Path;
+
+use anyhow::Result;
+use millrace_csi::{NodeOptions, Options};
+use millrace_datafs::Config;
+use millrace_home::Home;
+
+use crate::cli::{CsiArgs, CsiServices};
+use crate::context::Context;
+use crate::failure::{Exit, fail};
+use crate::ready;
+
+/// Runs the command.
+pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
+    let node = match (args.services, args.node_id) {
+        (CsiServices::Controller, _) => None,
+        (_, None) => return fail(Exit::Usage, "the node service needs the name of the node: pass --node-id NAME"),
+        (_, Some(node_id)) => Some(NodeOptions {
+            node_id,
+            volumes_max: args.volumes_max,
+            kubelet: args.kubelet_dir,
+            // The running program, also after an upgrade has replaced its file.
+            program: "/proc/self/exe".into(),
+            holder: args.holder,
+            log: Some(context.log.clone()),
+        }),
+    };
+    let root = context.home.root();
+    let options = Options {
+        name: args.driver_name,
+        endpoint: args.endpoint,
+        registration: args.registration_socket,
+        controller: args.services != CsiServices::Node,
+        node,
+        home: root.to_owned(),
+        config: context.loaded.settings.datafs.clone(),
+        state: args.state_dir.map_or_else(|| Ok(root.join("csi")), std::path::absolute)?,
+    };
+    let out = context.out;
+    let open = Box::new(move |root: &Path, config: &Config| {
+        let home = Home::open(root.to_owned(), true, |text| out.note(text))?;
+        Ok(home.volumes(config)?)
+    });
+    out.note(&format!("the driver {} serves at {}", options.name, options.endpoint.display()));
+    ready::notify_systemd();
+    Ok(millrace_csi::serve(options, open, context.stop.clone()).await?)
+}
