@@ -16,7 +16,9 @@ use crate::ready;
 pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
     let node = match (args.services, args.node_id) {
         (CsiServices::Controller, _) => None,
-        (_, None) => return fail(Exit::Usage, "the node service needs the name of the node: pass --node-id NAME"),
+        (_, None) => {
+            return fail(Exit::Usage, "the node service needs the name of the node: pass --node-id NAME");
+        }
         (_, Some(node_id)) => Some(NodeOptions {
             node_id,
             volumes_max: args.volumes_max,

@@ -18,7 +18,8 @@ use futures::{StreamExt as _, TryStreamExt as _};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as StorePath;
 use object_store::{
-    GetOptions, GetRange, GetResult, MultipartId, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode, PutPayload,
+    GetOptions, GetRange, GetResult, MultipartId, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode,
+    PutPayload,
 };
 use tokio::sync::Semaphore;
 
@@ -267,15 +268,18 @@ impl RemoteStore {
         loop {
             // Each page begins after the last entry of the previous one.
             let (page, last) = insist("list", &self.place, self.timeout, |_| {
-                self.listing(&below, after.as_ref()).take(SURVEY_PAGE).try_fold((Vec::new(), None), |(mut page, _), entry| {
-                    if let Some(name) = entry.location.filename() {
-                        let data = name.strip_suffix(SUMS_SUFFIX);
-                        if let Ok(id) = data.unwrap_or(name).parse() {
-                            page.push((id, data.is_none(), entry.size));
+                self.listing(&below, after.as_ref()).take(SURVEY_PAGE).try_fold(
+                    (Vec::new(), None),
+                    |(mut page, _), entry| {
+                        if let Some(name) = entry.location.filename() {
+                            let data = name.strip_suffix(SUMS_SUFFIX);
+                            if let Ok(id) = data.unwrap_or(name).parse() {
+                                page.push((id, data.is_none(), entry.size));
+                            }
                         }
-                    }
-                    ready(Ok((page, Some(entry.location))))
-                })
+                        ready(Ok((page, Some(entry.location))))
+                    },
+                )
             })
             .await?;
             after = last;

@@ -94,7 +94,7 @@ impl Shared {
     /// Ends a session of which everything was taken over; a collection removes its unpublished objects.
     pub(crate) fn end_taken_over(&self, old: u64) -> Result<()> {
         if self.meta.view(|txn| Ok(txn.get(&keys::session(old))?.is_some()))? {
-            session::end_dead(&self.meta, old)?;
+            session::end_dead(&self.meta, old, |_| Ok(()))?;
             self.collector.wake();
         }
         Ok(())

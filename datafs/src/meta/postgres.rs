@@ -525,7 +525,9 @@ impl Engine for Postgres {
         if !shared.contact.lock().is_steady(Instant::now(), shared.lease) {
             return Ok(Some(sessions.iter().copied().collect()));
         }
-        Ok(Some(rows.iter().filter_map(|row| row.try_get::<_, i64>(0).ok()).map(i64::cast_unsigned).collect()))
+        Ok(Some(
+            rows.iter().filter_map(|row| row.try_get::<_, i64>(0).ok()).map(i64::cast_unsigned).collect(),
+        ))
     }
 
     fn on_change(&self, listener: ChangeListener) -> Result<Subscription> {
