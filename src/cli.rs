@@ -8,6 +8,7 @@ mod load;
 mod models;
 mod mounts;
 mod records;
+mod render;
 mod rollout;
 mod scaler;
 mod scripts;
@@ -33,6 +34,7 @@ pub(crate) use models::{
 };
 pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{IngestArgs, ProduceArgs, TopicCommand};
+pub(crate) use render::{RenderArgs, training};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
 pub(crate) use scaler::ScalerArgs;
 pub(crate) use volumes::{CopyArgs, FsckArgs, ListArgs, RestoreArgs, SnapshotCommand, VolumeCommand};
@@ -183,9 +185,9 @@ pub(crate) enum Command {
     Model(ModelCommand),
     /// Train the model of a job file and publish the result as a bundle, or run a training script
     #[command(
-        after_help = "With --listen, workers of other machines join and leave while the job runs. The published model is the\nsame, bit for bit, whatever joins, leaves or dies. Each machine needs the same version of millrace and\nthe same [datafs] metadata and store. The token is never sent: both sides prove that they know it. Without\n--tls-cert the messages to the coordinator are not encrypted; what workers send each other always is.\n\nExamples:\n  millrace train train.toml --workers 2\n  (umask 077; openssl rand -hex 32 > token)\n  millrace train train.toml --listen 0.0.0.0:7100 --advertise a.example.org --token-file token\n  millrace train train.toml --listen 10.0.0.1:7100 --token-file token --workers-local 0 --workers-min 2\n\nWith --script, a Python script runs on all processes of a node, with the environment of torchrun. When one\nfails, or a node is lost, all of them end, and a new round begins; the script goes on from its own\ncheckpoint. Nodes join with the same `millrace worker --join`. Without TLS, arguments of the script can be read\non the way; orders cannot be changed. Exit codes: 0 all processes ended with 0, 1 a process failed and no\nrestart was left (its rank, its end and its last lines are printed), 5 too few nodes joined.\n\nExamples:\n  millrace train --script train.py --nproc-per-node 4 -- --lr 0.1\n  millrace train --script train.py --nodes 2:4 --listen 0.0.0.0:7100 --advertise a.example.org --token-file token\n  millrace train --script ps.py --framework tensorflow --nproc-per-node 2 --servers 1"
+        after_help = "With --listen, workers of other machines join and leave while the job runs. The published model is the\nsame, bit for bit, whatever joins, leaves or dies. Each machine needs the same version of millrace and\nthe same [datafs] metadata and store. The token is never sent: both sides prove that they know it. Without\n--tls-cert the messages to the coordinator are not encrypted; what workers send each other always is.\n\nExamples:\n  millrace train train.toml --workers 2\n  (umask 077; openssl rand -hex 32 > token)\n  millrace train train.toml --listen 0.0.0.0:7100 --advertise a.example.org --token-file token\n  millrace train train.toml --listen 10.0.0.1:7100 --token-file token --workers-local 0 --workers-min 2\n  millrace train train.toml --render kubernetes --image IMAGE --token-secret NAME --workers 3 | kubectl apply -f -\n\nWith --script, a Python script runs on all processes of a node, with the environment of torchrun. When one\nfails, or a node is lost, all of them end, and a new round begins; the script goes on from its own\ncheckpoint. Nodes join with the same `millrace worker --join`. Without TLS, arguments of the script can be read\non the way; orders cannot be changed. Exit codes: 0 all processes ended with 0, 1 a process failed and no\nrestart was left (its rank, its end and its last lines are printed), 5 too few nodes joined.\n\nExamples:\n  millrace train --script train.py --nproc-per-node 4 -- --lr 0.1\n  millrace train --script train.py --nodes 2:4 --listen 0.0.0.0:7100 --advertise a.example.org --token-file token\n  millrace train --script ps.py --framework tensorflow --nproc-per-node 2 --servers 1"
     )]
-    Train(TrainArgs),
+    Train(Box<TrainArgs>),
     /// List, show and compare the runs of training jobs
     #[command(
         subcommand,

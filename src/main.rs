@@ -164,7 +164,7 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
         Command::Topic(command) => commands::topic::run(&context, command).await,
         Command::Ingest(args) => commands::ingest::run(&context, args).await,
         Command::Feed(args) => commands::feed::run(&context, *args).await,
-        Command::Train(args) => commands::train::run(&context, args).await,
+        Command::Train(args) => commands::train::run(&context, *args).await,
         Command::Serve(args) => commands::serve::run(&context, args).await,
         Command::Pipe(args) => commands::pipe::run(&context, args).await,
         Command::Scaler(args) => commands::scaler::run(&context, args).await,

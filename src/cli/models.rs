@@ -10,6 +10,7 @@ use super::access::{ServerArgs, TokenArgs};
 use super::images::ImageArgs;
 use super::load::BenchArgs;
 use super::mounts::seconds;
+use super::render::RenderArgs;
 use super::rollout::RolloutCommand;
 use super::scripts::ScriptArgs;
 
@@ -279,6 +280,9 @@ pub(crate) struct TrainArgs {
     /// Most workers of all machines [default: from the job file, else its virtual_shards]
     #[arg(long, value_name = "N", conflicts_with = "script", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) workers_max: Option<u32>,
+    /// Manifests instead of a training
+    #[command(flatten)]
+    pub(crate) render: RenderArgs,
     /// A training script instead of a job file
     #[command(flatten)]
     pub(crate) script: ScriptArgs,

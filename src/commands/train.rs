@@ -1,5 +1,6 @@
 //! `millrace train`, and the `millrace worker` processes that it launches.
 
+mod render;
 pub(crate) mod script;
 
 use std::net::SocketAddr;
@@ -36,6 +37,9 @@ pub(crate) async fn run(context: &Context, args: TrainArgs) -> Result<()> {
                 file.display()
             ),
         );
+    }
+    if args.render.render.is_some() {
+        return render::run(context, &args, &file);
     }
     let mut job = JobFile::load(&file)?;
     if let Some(workers) = args.workers {

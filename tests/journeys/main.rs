@@ -30,6 +30,7 @@ mod quantized;
 mod quickstart;
 mod readme;
 mod reference;
+mod render;
 mod rolling;
 mod rooms;
 mod runs;
