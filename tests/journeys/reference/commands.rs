@@ -4,7 +4,7 @@ use super::{Page, page, program};
 use crate::support::Home;
 
 /// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
-const PAGES: [(&str, &str, &[&str]); 19] = [
+const PAGES: [(&str, &str, &[&str]); 20] = [
     (
         "cli/service.md",
         "Commands: the program and its service",
@@ -25,6 +25,7 @@ const PAGES: [(&str, &str, &[&str]); 19] = [
     ("cli/feed-serve.md", "Commands: serving the feed", &["feed serve"]),
     ("cli/models.md", "Commands: models", &["model"]),
     ("cli/training.md", "Commands: training", &["train"]),
+    ("cli/train-render.md", "Commands: manifests of a training", &["train --render"]),
     ("cli/quantize.md", "Commands: quantizing", &["model quantize"]),
     ("cli/runs.md", "Commands: workers and runs", &["worker", "runs"]),
     ("cli/rollout.md", "Commands: labels, splits, shadows", &["model label", "model split", "model shadow"]),
@@ -34,6 +35,9 @@ const PAGES: [(&str, &str, &[&str]); 19] = [
     ("cli/scaler.md", "Commands: autoscaling", &["scaler"]),
 ];
 
+/// Groups of flags with a page of their own: command, heading of the group, and name in [`PAGES`].
+const GROUPS: [(&str, &str, &str); 1] = [("train", "Manifests:", "train --render")];
+
 /// Flags of every command, documented once for the program.
 const GLOBAL: [&str; 5] = ["--home", "--config", "--json", "--log", "--help"];
 
@@ -41,7 +45,13 @@ pub(super) fn pages(home: &Home) -> Vec<Page> {
     let mut bodies = vec![String::new(); PAGES.len()];
     let mut pending = vec![Vec::<String>::new()];
     while let Some(command) = pending.pop() {
-        let help = help(home, &command);
+        let mut help = help(home, &command);
+        for (of, heading, name) in GROUPS.into_iter().filter(|(of, _, _)| *of == command.join(" ")) {
+            let group = take_group(&mut help, heading);
+            bodies[place(name)] += &format!(
+                "## `millrace {name}`\n\nFlags of [`millrace {of}`](training.md) that decide the manifests.\n\n```text\n{group}\n```\n\n"
+            );
+        }
         let mut below: Vec<_> =
             subcommands(&help).into_iter().map(|name| [&command[..], &[name]].concat()).collect();
         bodies[place(&command.join(" "))] += &section(&command, &help);
@@ -61,6 +71,19 @@ fn help(home: &Home, command: &[String]) -> String {
     let output = program.output().unwrap();
     assert!(output.status.success(), "millrace {command:?} --help: {output:?}");
     String::from_utf8(output.stdout).unwrap()
+}
+
+/// Removes a group of flags from a help text and returns it.
+fn take_group(help: &mut String, heading: &str) -> String {
+    let lines: Vec<&str> = help.lines().collect();
+    let begin = lines.iter().position(|line| *line == heading);
+    let begin = begin.unwrap_or_else(|| panic!("no group {heading} in\n{help}"));
+    let within = |line: &&&str| line.is_empty() || line.starts_with(' ');
+    let end = begin + 1 + lines[begin + 1..].iter().take_while(within).count();
+    let group = lines[begin..end].join("\n").trim_end().to_owned();
+    let kept = [&lines[..begin], &lines[end..]].concat().join("\n");
+    *help = kept;
+    group
 }
 
 fn subcommands(help: &str) -> Vec<String> {

@@ -51,7 +51,7 @@ const CODES_AFTER: &str = "\
 | 128 + N | | Ended by signal N, as shells count it: 129 when its terminal closed, 130 by a second Ctrl-C or SIGTERM, 137 \
 when it was killed. |
 
-A command that is interrupted before its end has code 1. What runs until it is stopped (`up`, `serve`, `broker`, `mount`, \
+A command that is interrupted before its end has code 1. What runs until it is stopped (`up`, `serve`, `broker`, `scaler`, `mount`, \
 `--follow`) ends with 0.
 
 ## Messages
