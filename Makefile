@@ -7,7 +7,7 @@ BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test gpu check docs chart conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs chart compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -86,6 +86,9 @@ docs: setup-docs ## Build the documentation site in .local/site and check its li
 
 chart: setup-chart ## Check the Helm chart, manifests and Compose files in deploy/ (needs helm; ARGS=--update renders them again)
 	.local/python-chart/bin/python scripts/chart $(ARGS)
+
+compose-test: ## Run deploy/compose/compose.yaml in containers (needs root, podman, docker-compose; the script says more)
+	scripts/compose-test $(ARGS)
 
 bench: setup-test ## All benchmarks, each against a control in the same run
 	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
