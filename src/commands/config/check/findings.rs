@@ -36,7 +36,7 @@ impl Findings {
     /// Adds an error whose message may begin with the key, relative to `table`.
     pub(super) fn message(&mut self, table: &str, message: &str) {
         let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
-        let word = message.split(|c| !is_of_key(c)).next().unwrap_or_default().trim_end_matches('.');
+        let word = message.split(|c: char| !is_of_key(c)).next().unwrap_or_default().trim_end_matches('.');
         let key = if table.is_empty() { word.to_owned() } else { format!("{table}.{word}") };
         if !word.is_empty() && self.places.has(&key) {
             self.error(&key, message);
