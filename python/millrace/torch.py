@@ -5,14 +5,17 @@ from __future__ import annotations
 import builtins
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
+from multiprocessing import context
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.errors import CorruptError, Error, UsageError
-from millrace.feed import Feed, Mixture
+from millrace.feed import _ENDLESS, Feed, Mixture
+from millrace.loading import Iteration, Progress
 from millrace.volume import locate
 
 __all__ = ["FeedDataset", "StorageReader", "StorageWriter", "checkpoints", "load", "remove_checkpoint", "save"]
@@ -148,17 +151,18 @@ def _first_line(error: Exception) -> str:
 class FeedDataset(IterableDataset):
     """A :class:`millrace.Feed` for ``DataLoader(dataset, batch_size=None, num_workers=...)``.
 
-    It yields whole batches, so the loader must not batch again: pass ``batch_size=None``. Takes the arguments of
-    :class:`millrace.Feed`, with tensors by default.
+    It yields whole batches, so the loader must not batch again: pass ``batch_size=None``; another one is refused. Takes
+    the arguments of :class:`millrace.Feed`, with tensors by default.
 
     The batches and their order are the same for every ``num_workers``. Of ``n`` workers, worker ``w`` reads batches
     ``w``, ``w + n``, ``w + 2n`` and so on, and the loader takes from the workers in turn. Each worker decodes the
     row groups that its batches touch, so several workers decode most of them several times. The feed decodes on
     threads of its own: use workers for transformations in Python, and ``num_workers=0`` without any.
 
-    Each iteration of the loader starts from the position of this object, which moves only with ``num_workers=0``. Call
-    :meth:`set_epoch` before each epoch, as for ``DistributedSampler``. Persistent workers hear nothing of it: they go on
-    with the epochs that follow, and refuse to go on after a loop that was left early.
+    The first loop starts from the position of this object, and each further one reads the epochs that follow. The process
+    of the loop does not know how far workers have read. A loop with workers that follows one that was left early therefore
+    begins the next epochs; without workers, it reads what is left. :meth:`set_epoch` says where the next loop begins, also
+    to persistent workers. ``len`` is that of the loop that has begun last.
     """
 
     def __init__(self, dataset: str | Mixture, *, format: str = "torch", **arguments: Any) -> None:
@@ -166,75 +170,167 @@ class FeedDataset(IterableDataset):
         self.feed = Feed(dataset, format=format, **arguments)
         # Of a loader with several workers: where its iteration began, and the batches that this worker has taken.
         self._shared: dict[str, int] | None = None
-        # The process in which the last iteration began, and its first place.
+        # The process in which the last iteration began, its first place, and how many have begun.
         self._begun: tuple[int, int] | None = None
+        self._iterations = 0
+        self._progress = Progress()
+        # The position of the loop's process that this object knows.
+        self._version = self._progress.version
+        # Whether a state was loaded in this worker, whose position that is then.
+        self._is_placed = False
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
+        if _collates(sys._getframe(1)):
+            return self._refuse(
+                "the DataLoader would batch the batches of the feed again; pass batch_size=None, and batch_rows to the dataset"
+            )
         workers = 1 if info is None else info.num_workers
+        if self._shared is not None and self._begun is not None and self._begun[0] == os.getpid():
+            # The iteration before was left early.
+            self._shared = None
         if self._shared is not None and self._shared["workers"] != workers:
             raise UsageError(
                 f"resume {self.feed.dataset}: the state is that of a loader with num_workers="
                 f"{self._shared['workers']}, this one has {workers}; use the same number"
             )
-        if info is not None and self._begun is not None and self._begun[0] == os.getpid() and self._is_unfinished():
-            return self._refuse()
-        self._begun = (os.getpid(), self.feed._place)
-        if info is None or workers == 1:
-            return iter(self.feed)
-        return self._iterate_shared(info.id, workers)
+        self._iterations += 1
+        if info is None:
+            self._follow_workers()
+            self._begun = (os.getpid(), self.feed._place)
+            return self._iterate_alone(iter(self.feed), self._iterations)
+        iteration = self._begin(info)
+        if iteration is None:
+            return self._refuse(
+                "it has no end, and how much of it the loop before has taken is not known; go on with "
+                "load_state_dict(state_after(batches)), or call set_epoch"
+            )
+        self._begun = (os.getpid(), iteration.start)
+        if workers > 1:
+            return self._iterate_shared(info.id, workers, iteration)
+        if self.feed._place != iteration.start:
+            self.feed._set_place(iteration.start)
+        return self._iterate_alone(iter(self.feed), self._iterations)
 
-    def _refuse(self) -> Iterator[Any]:
+    def _refuse(self, why: str) -> Iterator[Any]:
         # An exception of a worker reaches the loop in the place of a batch; before one, it would end the worker.
-        raise UsageError(
-            f"read {self.feed.dataset}: the loop before was left early, and its persistent workers have read ahead; use "
-            f"persistent_workers=False"
-        )
+        raise UsageError(f"read {self.feed.dataset}: {why}")
         yield
 
-    def _is_unfinished(self) -> bool:
-        end = self.feed._end
-        return self._shared is not None or (end is not None and self.feed._place < end)
+    def _begin(self, info: Any) -> Iteration | None:
+        """Where the iteration begins in which this worker takes part; none if that is not known."""
+        feed, progress = self.feed, self._progress
+        if self._version != progress.version:
+            # The loop's process has moved, after it had started this persistent worker.
+            self._version = progress.version
+            self._shared, self._is_placed = None, False
+            feed._set_place(progress.place)
+        before = None if self._is_placed else progress.begun(self._version)
+        self._is_placed = False
+        if self._shared is not None:
+            start = self._shared["rows"]
+            iteration = Iteration(start, start if feed._is_over else feed._end_of_round(start))
+            if info.id == 0:
+                progress.begin(self._version, 0, iteration)
+            return iteration
+        # All workers of a loader have the same number, and a persistent one counts its iterations.
+        key = info.seed - info.id + self._iterations
+        if info.id > 0:
+            iteration = progress.wait(key, feed.dataset)
+        else:
+            start = feed._place if before is None else before.end
+            is_empty = before is None and feed._is_over
+            iteration = Iteration(start, start if is_empty else feed._end_of_round(start))
+            if start >= _ENDLESS:
+                # The other workers find the same.
+                progress.begin(self._version, key, Iteration(start, start))
+            else:
+                progress.begin(self._version, key, iteration)
+        return None if iteration.start >= _ENDLESS else iteration
 
-    def _iterate_shared(self, worker: int, workers: int) -> Iterator[Any]:
+    def _follow_workers(self) -> None:
+        """Without workers, go on behind the iteration that workers have begun."""
+        before = self._progress.begun(self._version)
+        if before is not None:
+            if before.end >= _ENDLESS:
+                raise UsageError(
+                    f"read {self.feed.dataset}: it has no end, and how much of it the workers of the loop before have read is "
+                    f"not known; go on with load_state_dict(state_after(batches)), or call set_epoch"
+                )
+            self.feed._set_place(before.end)
+            self._moved()
+
+    def _iterate_alone(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+        while True:
+            if number != self._iterations:
+                raise UsageError(
+                    f"read {self.feed.dataset}: another loop over this dataset has begun meanwhile, and both would share the "
+                    f"batches; give each loop a dataset of its own"
+                )
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def _iterate_shared(self, worker: int, workers: int, iteration: Iteration) -> Iterator[Any]:
         feed, reader = self.feed, self.feed._reader
         feed._check_offsets()
-        shared = self._shared or {"rows": feed._place, "taken": 0, "workers": workers}
+        shared = self._shared or {"rows": iteration.start, "taken": 0, "workers": workers}
         self._shared = shared
-        end = shared["rows"] if feed._is_over else feed._end_of_round(shared["rows"])
         ahead = worker + shared["taken"] * workers
         place = reader.place_after(shared["rows"], ahead) if ahead else shared["rows"]
-        while place < end:
-            batch = feed._convert(reader.next(place, end, workers))
+        while place < iteration.end:
+            batch = feed._convert(reader.next(place, iteration.end, workers))
             place = reader.place_after(place, workers)
             shared["taken"] += 1
             yield batch
-        # Another iteration of a persistent worker goes on with the epochs that follow.
-        feed._place, feed._is_over, self._shared = end, False, None
+        feed._place, feed._is_over, self._shared = iteration.end, False, None
 
     def __len__(self) -> int:
-        return len(self.feed)
+        before = None if get_worker_info() is not None else self._progress.begun(self._version)
+        if before is None or before.end >= _ENDLESS:
+            return len(self.feed)
+        start, end = self.feed._round(before.start)
+        return -(-end // self.feed.batch_rows) - start // self.feed.batch_rows
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration at the first row of an epoch."""
         self.feed.set_epoch(epoch)
         self._shared = self._begun = None
+        self._moved()
+
+    def _moved(self) -> None:
+        """Tell the workers of this process, the persistent ones also, where the next iteration begins."""
+        if get_worker_info() is None:
+            self._version = self._progress.move(self.feed._place)
+        else:
+            self._is_placed = True
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for torchdata's ``StatefulDataLoader``. With several workers, it is that of one worker.
 
-        With PyTorch's own ``DataLoader`` and workers, only the loop knows what it has taken: see
-        :meth:`state_after`.
+        :raises millrace.UsageError: in the process of a loop whose workers have begun to read. Only the loop knows what it
+            has taken: see :meth:`state_after`.
         """
-        if self._shared is None:
-            return self.feed.state_dict()
-        return {"plan": self.feed.plan, **self._shared, **self.feed._offsets()}
+        if self._shared is not None:
+            return {"plan": self.feed.plan, **self._shared, **self.feed._offsets()}
+        if get_worker_info() is None and self._progress.begun(self._version) is not None:
+            raise UsageError(
+                f"state of {self.feed.dataset}: the workers of the DataLoader read ahead, and only the loop knows which batches "
+                f"it has taken; count them and call state_after(batches), use torchdata's StatefulDataLoader, or call "
+                f"set_epoch behind the loop"
+            )
+        return self.feed.state_dict()
 
     def state_after(self, batches: int) -> dict[str, Any]:
         """The position after ``batches`` batches of the iteration that the loader has begun.
 
         It resumes with any number of workers and ranks.
         """
+        before = None if get_worker_info() is not None else self._progress.begun(self._version)
+        if before is not None:
+            return self.feed._state_after(before.start, batches)
         if self._begun is None or self._begun[0] != os.getpid():
             return self.feed.state_after(batches)
         return self.feed._state_after(self._begun[1], batches)
@@ -244,6 +340,7 @@ class FeedDataset(IterableDataset):
         if "workers" not in state:
             self.feed.load_state_dict(state)
             self._shared = self._begun = None
+            self._moved()
             return
         numbers: dict[str, Any] = {name: state.get(name) for name in ("rows", "taken", "workers")}
         if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
@@ -251,3 +348,27 @@ class FeedDataset(IterableDataset):
         self.feed._load_offsets(state.get("offsets"))
         self.feed._set_position(state.get("plan"), numbers["rows"])
         self._shared, self._begun = numbers, None
+        self._moved()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if context.get_spawning_popen() is None:
+            # A copy is no worker of this process. It does not hear how far its workers are: it begins behind their loop.
+            before = self._progress.begun(self._version)
+            state.update(_progress=None, _version=0, _begun=None, _is_placed=False)
+            state["_copied_from"] = None if before is None or before.end >= _ENDLESS else before.end
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        place = state.pop("_copied_from", None)
+        self.__dict__.update(state)
+        if self._progress is None:
+            self._progress = Progress()
+        if place is not None:
+            self.feed._set_place(place)
+
+
+def _collates(caller: Any) -> bool:
+    """Whether the iteration is for a loader that makes batches of what it gets."""
+    fetcher = caller.f_locals.get("self")
+    return type(fetcher).__name__ == "_IterableDatasetFetcher" and getattr(fetcher, "auto_collation", False) is True

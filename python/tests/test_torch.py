@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import pickle
 import unittest
 import warnings
 from typing import Any
@@ -80,13 +81,69 @@ class LoaderTest(HomeCase):
                 ids += together([self.loader(workers, resumed)])
             self.assertEqual(ids, expected, f"{taken} batches, {workers} workers")
 
-    def test_persistent_workers_refuse_to_lose_what_they_have_read_ahead(self) -> None:
-        for workers in (1, 2):
-            dataset = self.dataset()
-            loader = self.loader(workers, dataset, persistent_workers=True)
+    def test_loops_without_set_epoch_read_the_epochs_that_follow(self) -> None:
+        expected = self.order(epochs=2)
+        for arguments in ({"workers": 0}, {"workers": 2}, {"workers": 2, "persistent_workers": True}):
+            loader = self.loader(**arguments)
+            self.assertEqual(together([loader]) + together([loader]), expected, arguments)
+
+    def test_set_epoch_reaches_persistent_workers(self) -> None:
+        dataset = self.dataset()
+        loader = self.loader(2, dataset, persistent_workers=True)
+        ids = []
+        for epoch in (2, 0, 1):
+            dataset.set_epoch(epoch)
+            ids += together([loader])
+        order = self.order(epochs=3)
+        self.assertEqual(ids, order[2 * ROWS :] + order[: 2 * ROWS])
+
+    def test_a_loop_after_one_that_was_left_early_begins_the_next_epoch(self) -> None:
+        expected = self.order(epochs=2)
+        for persistent in (False, True):
+            loader = self.loader(2, persistent_workers=persistent)
             next(iter(loader))
-            with self.assertRaisesRegex(Exception, "persistent_workers=False"):
-                list(loader)
+            self.assertEqual(together([loader]), expected[ROWS:], f"persistent={persistent}")
+        # How far an endless one was read is not known.
+        loader = self.loader(2, epochs=None)
+        next(iter(loader))
+        with self.assertRaisesRegex(millrace.UsageError, "set_epoch"):
+            next(iter(loader))
+
+    def test_a_loader_that_batches_again_is_refused(self) -> None:
+        from torch.utils.data import DataLoader
+
+        for workers in (0, 2):
+            with self.assertRaisesRegex(millrace.UsageError, "batch_size=None"):
+                next(iter(DataLoader(self.dataset(), num_workers=workers)))
+
+    def test_the_state_while_workers_read_is_refused_and_counted(self) -> None:
+        dataset = self.dataset()
+        loader = self.loader(2, dataset)
+        ids = together([itertools.islice(loader, 3)])
+        with self.assertRaisesRegex(millrace.UsageError, "state_after"):
+            dataset.state_dict()
+        resumed = self.dataset()
+        resumed.load_state_dict(dataset.state_after(3))
+        self.assertEqual(ids + together([self.loader(0, resumed)]), self.order())
+        dataset.set_epoch(1)
+        self.assertEqual(dataset.state_dict()["rows"], ROWS)
+
+    def test_two_loops_do_not_share_the_batches_of_one_dataset(self) -> None:
+        loader = self.loader(0)
+        first = iter(loader)
+        next(first)
+        next(iter(loader))
+        with self.assertRaisesRegex(millrace.UsageError, "another loop"):
+            next(first)
+
+    def test_copies_keep_the_position_and_share_nothing(self) -> None:
+        dataset = self.dataset()
+        next(iter(self.loader(0, dataset)))
+        copy = pickle.loads(pickle.dumps(dataset))
+        self.assertEqual(copy.state_dict(), dataset.state_dict())
+        dataset.set_epoch(3)
+        self.assertEqual(copy.state_dict()["rows"], 128)
+        self.assertEqual(together([self.loader(2, copy)]), self.order()[128:])
 
     def test_the_state_of_a_worker_needs_the_same_workers(self) -> None:
         dataset = self.dataset()

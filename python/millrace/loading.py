@@ -1,0 +1,94 @@
+"""What the process of a ``DataLoader`` loop and its workers tell each other about the iterations of a dataset."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from millrace.errors import Error
+
+__all__ = ["Iteration", "Progress"]
+
+# Iterations that may begin at the same time.
+_ENTRIES = 64
+# Longest wait for the first worker of a loader.
+_WAIT_S = 60.0
+# Places of the fields: position of the loop's process; iteration that workers began last; one entry for each iteration.
+_VERSION, _PLACE, _BEGUN, _START, _END, _FIRST = range(6)
+_MIX = 0x2545F4914F6CDD1D
+_MASK = (1 << 63) - 1
+
+
+class Iteration(NamedTuple):
+    """The first place of an iteration and the place after its last one."""
+
+    start: int
+    end: int
+
+
+class Progress:
+    """Numbers in memory that a process shares with the workers that it starts, by fork or spawn.
+
+    The loop's process writes a position with a version that rises. The first worker of each iteration decides where the
+    iteration begins, and the others wait for it. The memory has no name: nothing is left of it when the processes end.
+    """
+
+    def __init__(self) -> None:
+        self._fields = torch.zeros(_FIRST + 4 * _ENTRIES, dtype=torch.int64).share_memory_()
+
+    @property
+    def version(self) -> int:
+        return int(self._fields[_VERSION])
+
+    @property
+    def place(self) -> int:
+        return int(self._fields[_PLACE])
+
+    def move(self, place: int) -> int:
+        """Says that the next iteration begins at a place. Returns the version of that."""
+        self._fields[_PLACE] = place
+        self._fields[_VERSION] += 1
+        return self.version
+
+    def begun(self, version: int) -> Iteration | None:
+        """The iteration that workers began last, if they began one since that version of the position."""
+        if int(self._fields[_BEGUN]) != version + 1:
+            return None
+        return Iteration(int(self._fields[_START]), int(self._fields[_END]))
+
+    def begin(self, version: int, key: int, iteration: Iteration) -> None:
+        """Says where the iteration of this key begins and ends."""
+        self._fields[_START], self._fields[_END] = iteration
+        self._fields[_BEGUN] = version + 1
+        entry, key = self._entry(key)
+        # A reader that sees half of it finds a wrong sum.
+        for at, value in enumerate((key, *iteration, _sum(key, iteration))):
+            entry[at] = value
+
+    def wait(self, key: int, what: str) -> Iteration:
+        """The iteration of this key, once its first worker has begun it."""
+        entry, key = self._entry(key)
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            found, start, end, check = entry.tolist()
+            iteration = Iteration(start, end)
+            if found == key and check == _sum(key, iteration):
+                return iteration
+            if time.monotonic() >= deadline:
+                raise Error(
+                    f"read {what}: worker 0 of the DataLoader has not begun within {_WAIT_S:.0f} s, and the others read "
+                    f"where it does; begin the loop again, with fewer workers if the machine is busy"
+                )
+            time.sleep(0.001)
+
+    def _entry(self, key: int) -> tuple[Any, int]:
+        # Never 0, which is in unused entries.
+        key = (key * _MIX & _MASK) | 1
+        at = _FIRST + 4 * ((key >> 32) % _ENTRIES)
+        return self._fields[at : at + 4], key
+
+
+def _sum(key: int, iteration: Iteration) -> int:
+    return (key ^ iteration.start * 3 ^ iteration.end * 5 ^ _MIX) & _MASK
