@@ -9,7 +9,6 @@ use std::collections::HashMap;
 use std::error::Error as StdError;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use millrace_datafs::{Config, Datafs, MetaUrl, Secret};
@@ -57,8 +56,6 @@ pub(crate) struct Place {
     pub(crate) root: PathBuf,
     /// Its configuration, with the values of secrets.
     pub(crate) config: Config,
-    /// Whether a secret names it, and not the driver's configuration.
-    pub(crate) of_tenant: bool,
 }
 
 /// All homes that the driver knows.
@@ -100,7 +97,7 @@ impl Place {
 impl Homes {
     /// The driver's own home at `root`, and the homes of tenants below `tenants`.
     pub(crate) fn new(root: PathBuf, config: Config, tenants: PathBuf, open: Box<OpenVolumes>) -> Homes {
-        let own = Place { root, config, of_tenant: false };
+        let own = Place { root, config };
         Homes { own, tenants, open, opened: Mutex::default() }
     }
 
@@ -164,7 +161,7 @@ impl Homes {
             }
         }
         let root = if of_tenant { self.tenants.join(identity(&config)) } else { self.own.root.clone() };
-        Ok(Place { root, config, of_tenant })
+        Ok(Place { root, config })
     }
 
     /// The volumes of a home. Blocks until metadata and store answer.

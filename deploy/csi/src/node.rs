@@ -271,7 +271,12 @@ impl Node for NodeService {
         if request.volume_id.is_empty() {
             return Err(missing("volume_id"));
         }
-        let at = target::check("volume_path", &request.volume_path, &self.kubelet)?;
+        if request.volume_path.is_empty() {
+            return Err(missing("volume_path"));
+        }
+        // Nothing is published at a path that no call could publish at.
+        let at = target::check("volume_path", &request.volume_path, &self.kubelet)
+            .map_err(|refusal| refused(Code::NotFound, refusal.message().to_owned()))?;
         let servers = Arc::clone(&self.servers);
         let id = request.volume_id;
         let looked = tokio::task::spawn_blocking(move || {

@@ -94,7 +94,7 @@ impl Drop for Starting {
 #[derive(Debug)]
 enum Server {
     /// A child of this process. Its output stays open, since it may write there.
-    Own(Child, Option<BufReader<ChildStdout>>),
+    Own(Child, #[expect(dead_code, reason = "held open")] Option<BufReader<ChildStdout>>),
     /// A child of an earlier driver.
     Adopted(Process),
 }

@@ -20,14 +20,14 @@ const TENANT: [(&str, &str); 4] = [
 #[test]
 fn a_call_without_secrets_uses_the_home_of_the_driver() {
     let place = homes().place(&HashMap::new()).unwrap();
-    assert_eq!((place.root.as_path(), place.of_tenant), (Path::new("/own"), false));
+    assert_eq!(place.root.as_path(), Path::new("/own"));
     assert_eq!(place.config, homes().own.config);
 }
 
 #[test]
 fn a_tenant_gets_no_credentials_of_the_driver_and_keeps_its_folder_when_a_password_changes() {
     let place = homes().place(&secrets(&TENANT)).unwrap();
-    assert!(place.of_tenant && place.root.starts_with("/tenants"));
+    assert!(place.root.starts_with("/tenants"));
     assert_eq!(place.config.store_options["secret_access_key"], Secret::from("key"));
     let text = place.config_text().unwrap();
     assert!(!text.contains("of-the-driver") && text.contains("s3cret"), "{text}");
