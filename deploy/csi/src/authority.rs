@@ -26,6 +26,8 @@ const PADDED_OR_PRIORITY: u8 = 0x28;
 const FRAME_BYTES_MAX: usize = 16 * 1024;
 /// Number of `:authority` in the static table of HPACK.
 const AUTHORITY: u64 = 1;
+/// The same name as a literal, as gRPC for C and Python sends it.
+const AUTHORITY_NAME: &[u8] = b"\x0a:authority";
 /// Shortest encoded value that is replaced. Characters of a path have 5 to 8 bits, so its text is longer than the
 /// replacement.
 const VALUE_BYTES_MIN: usize = 12;
@@ -140,11 +142,14 @@ fn long_authority(block: &[u8]) -> Option<(usize, usize)> {
         if !has_literal {
             continue;
         }
+        let mut is_authority = name == AUTHORITY;
         if name == 0 {
-            at = text(block, at)?;
+            let end = text(block, at)?;
+            is_authority = &block[at..end] == AUTHORITY_NAME;
+            at = end;
         }
         let end = text(block, at)?;
-        if name == AUTHORITY {
+        if is_authority {
             return (end - at >= VALUE_BYTES_MIN).then_some((at, end));
         }
         at = end;
@@ -280,6 +285,12 @@ mod tests {
             assert_eq!(filtered(&bytes(path), piece), bytes(b"localhost"));
             assert_eq!(filtered(&bytes(b"localhost"), piece), bytes(b"localhost"));
         }
+        let named = |value: &[u8]| {
+            let mut block = [&[0x83, 0x40], AUTHORITY_NAME, &[value.len() as u8]].concat();
+            block.extend_from_slice(value);
+            [preface.to_vec(), frame(HEADERS, 4, &block)].concat()
+        };
+        assert_eq!(filtered(&named(path), 3), named(b"localhost"));
     }
 
     #[test]
