@@ -286,7 +286,7 @@ mod tests {
             assert_eq!(filtered(&bytes(b"localhost"), piece), bytes(b"localhost"));
         }
         let named = |value: &[u8]| {
-            let mut block = [&[0x83, 0x40], AUTHORITY_NAME, &[value.len() as u8]].concat();
+            let mut block = [&[0x83, 0x40][..], AUTHORITY_NAME, &[value.len() as u8]].concat();
             block.extend_from_slice(value);
             [preface.to_vec(), frame(HEADERS, 4, &block)].concat()
         };
