@@ -32,7 +32,7 @@ pub(crate) use models::{
     DeviceArg, EditArgs, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs,
     RecordFormat, RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs, WorkerArgs,
 };
-pub(crate) use mounts::{MountArgs, StatsArgs, TraceArgs};
+pub(crate) use mounts::{HolderArgs, MountArgs, StatsArgs, TraceArgs};
 pub(crate) use records::{IngestArgs, ProduceArgs, TopicCommand};
 pub(crate) use render::{RenderArgs, training};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
@@ -85,6 +85,11 @@ pub(crate) enum Command {
         after_help = "Examples:\n  millrace mount digits /mnt/digits\n  millrace mount --detach digits@monday /mnt/monday\n  millrace mount --supervise --detach digits /mnt/digits"
     )]
     Mount(MountArgs),
+    /// Keep mounts while the processes that serve them are replaced, until SIGTERM
+    #[command(
+        after_help = "Each mount is served by a process of its own: millrace mount --holder. When that process dies or a\nnewer one takes its place, programs see no error (Linux 6.9). The end of the holder ends no mount.\n\nExamples:\n  millrace holder --socket unix:///run/millrace/holder.sock\n  millrace mount --holder unix:///run/millrace/holder.sock digits /mnt/digits"
+    )]
+    Holder(HolderArgs),
     /// Unmount a folder
     #[command(after_help = "Example:\n  millrace umount /mnt/digits")]
     Umount {

@@ -7,6 +7,7 @@ pub(crate) mod copy;
 pub(crate) mod csi;
 pub(crate) mod feed;
 pub(crate) mod fsck;
+pub(crate) mod holder;
 pub(crate) mod ingest;
 pub(crate) mod list;
 pub(crate) mod model;

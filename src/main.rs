@@ -160,6 +160,7 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
         Command::Stats(args) => commands::stats::run(&context, args).await,
         Command::Mount(args) => commands::mount::run(&context, args).await,
         Command::Csi(args) => commands::csi::run(&context, args).await,
+        Command::Holder(args) => commands::holder::run(&context, &args).await,
         Command::Produce(args) => commands::produce::run(&context, args).await,
         Command::Topic(command) => commands::topic::run(&context, command).await,
         Command::Ingest(args) => commands::ingest::run(&context, args).await,

@@ -1,6 +1,8 @@
 //! Mount handover: servers of a mount are killed or replaced while programs use it.
 //!
-//! The test process is the holder and the programs; each server is a child process. A test kills
+//! The test process is the holder and the programs; each server is a process of its own. A shell starts the
+//! servers: a new process of the test would close the files that the test has open in the mount, and so wait for
+//! the server that it is to become. A test kills
 //! `MILLRACE_HANDOVER_KILLS` servers, by default [`KILLS`].
 
 mod clients;
@@ -8,10 +10,13 @@ mod live;
 mod planned;
 mod snapshots;
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 
-use millrace_datafs::mount::{self, End, Holder, HolderOptions, MountOptions};
+use millrace_datafs::mount::{self, End, HeldMount, Holder, HolderOptions, MountOptions};
 use millrace_datafs::{Config, Datafs};
 use tempfile::TempDir;
 
@@ -31,7 +36,59 @@ fn kills() -> u64 {
 struct Held {
     dir: TempDir,
     datafs: Datafs,
-    holder: Option<Holder>,
+    holder: RefCell<Option<Holder>>,
+    launcher: RefCell<Launcher>,
+}
+
+/// The shell that starts servers.
+struct Launcher {
+    shell: Child,
+    said: Box<dyn Iterator<Item = (String, u64)>>,
+    /// Exit codes of servers that have ended.
+    ended: VecDeque<u64>,
+}
+
+impl Launcher {
+    fn start(home: &Path) -> Launcher {
+        let script = "while read -r line; do eval \"($line; echo ended \\$?) </dev/null &\"; done";
+        let mut shell = child::command("handover::server", home, 0);
+        let program = std::mem::replace(&mut shell, Command::new("sh"));
+        shell.args(["-c", script]);
+        shell.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut shell = shell.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let said = Box::new(child::reports(&mut shell));
+        Launcher { shell, said, ended: VecDeque::new() }
+    }
+
+    /// The number that the next report of this word carries.
+    fn hear(&mut self, wanted: &str) -> u64 {
+        loop {
+            let (word, number) = self.said.next().expect("the shell has ended");
+            if word == "ended" {
+                self.ended.push_back(number);
+            }
+            if word == wanted {
+                return number;
+            }
+            assert!(wanted != "serves" || word != "ended" || [0, 137].contains(&number), "a server failed");
+        }
+    }
+
+    /// The exit code of the first server whose end was not told yet.
+    fn exit_code(&mut self) -> u64 {
+        if self.ended.is_empty() {
+            self.hear("ended");
+        }
+        self.ended.pop_front().unwrap()
+    }
+}
+
+impl Drop for Launcher {
+    fn drop(&mut self) {
+        // The end of its input ends the shell.
+        drop(self.shell.stdin.take());
+        let _ = self.shell.wait();
+    }
 }
 
 impl Held {
@@ -48,13 +105,22 @@ impl Held {
         let dir = tempfile::tempdir().unwrap();
         let datafs = Datafs::open(&dir.path().join("home"), &Config::default()).unwrap();
         datafs.volume_create(&"data".parse().unwrap()).unwrap();
-        let mut held = Held { dir, datafs, holder: None };
+        let launcher = RefCell::new(Launcher::start(&dir.path().join("home")));
+        let held = Held { dir, datafs, holder: RefCell::default(), launcher };
         held.start_holder();
         Some(held)
     }
 
-    fn start_holder(&mut self) {
-        self.holder = Some(Holder::start(&self.socket(), &HolderOptions::default()).unwrap());
+    fn start_holder(&self) {
+        *self.holder.borrow_mut() = Some(Holder::start(&self.socket(), &HolderOptions::default()).unwrap());
+    }
+
+    fn end_holder(&self) {
+        drop(self.holder.borrow_mut().take());
+    }
+
+    fn mounts(&self) -> Vec<HeldMount> {
+        self.holder.borrow().as_ref().unwrap().mounts()
     }
 
     fn socket(&self) -> PathBuf {
@@ -66,17 +132,18 @@ impl Held {
     }
 
     /// Starts a server, and returns once it serves.
-    fn server(&self, spec: &str) -> Server {
-        let mut process = child::command("handover::server", &self.dir.path().join("home"), 0)
-            .env(SPEC, spec)
-            .env(SOCKET, self.socket())
-            .env(AT, self.at())
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut said = child::reports(&mut process);
-        assert!(said.any(|(word, _)| word == "serves"), "a server did not begin to serve");
-        Server { process, _said: Box::new(said) }
+    fn server(&self, spec: &str) -> Server<'_> {
+        let quoted = |path: &Path| format!("'{}'", path.display());
+        let program = std::env::current_exe().unwrap();
+        let line = format!(
+            "{SPEC}='{spec}' {SOCKET}={} {AT}={} {} --exact handover::server --nocapture --test-threads=1\n",
+            quoted(&self.socket()),
+            quoted(&self.at()),
+            quoted(&program),
+        );
+        let mut launcher = self.launcher.borrow_mut();
+        launcher.shell.stdin.as_mut().unwrap().write_all(line.as_bytes()).unwrap();
+        Server { pid: launcher.hear("serves"), held: self }
     }
 
     fn snapshot(&self, name: &str) {
@@ -105,22 +172,22 @@ fn server() {
     }
 }
 
-/// A child that serves.
-struct Server {
-    process: Child,
-    /// Its output stays open, so that it can end without an error.
-    _said: Box<dyn Iterator<Item = (String, u64)>>,
+/// A process that serves.
+struct Server<'a> {
+    pid: u64,
+    held: &'a Held,
 }
 
-impl Server {
-    fn kill(mut self) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
+impl Server<'_> {
+    fn kill(self) {
+        let pid = nix::unistd::Pid::from_raw(self.pid as i32);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+        assert_eq!(self.held.launcher.borrow_mut().exit_code(), 137);
     }
 
     /// Waits for the end of a server that nobody kills.
-    fn ends(mut self) {
-        assert!(self.process.wait().unwrap().success());
+    fn ends(self) {
+        assert_eq!(self.held.launcher.borrow_mut().exit_code(), 0);
     }
 }
 

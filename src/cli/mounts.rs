@@ -20,6 +20,10 @@ pub(crate) struct MountArgs {
     /// Restart the process that serves the mount whenever it dies
     #[arg(long)]
     pub(crate) supervise: bool,
+    /// Mount through the holder at this socket (see millrace holder), or take the mount over from the
+    /// process that serves it now
+    #[arg(long, value_name = "unix:///SOCKET", value_parser = socket, conflicts_with = "supervise")]
+    pub(crate) holder: Option<PathBuf>,
     /// Stop when standard input ends; the supervisor holds it open
     #[arg(long, hide = true)]
     pub(crate) supervised: bool,
@@ -55,6 +59,27 @@ pub(crate) struct MountArgs {
     /// Size in MiB at which a trace file is renamed to FILE.1
     #[arg(long, value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
     pub(crate) trace_file_mib: u64,
+}
+
+/// `millrace holder`
+#[derive(Debug, Args)]
+pub(crate) struct HolderArgs {
+    /// The socket, replaced if it is left from a holder that has died
+    #[arg(long, value_name = "unix:///SOCKET", value_parser = socket)]
+    pub(crate) socket: PathBuf,
+    /// A user whose processes may mount, besides root and the holder's own
+    #[arg(long, value_name = "UID")]
+    pub(crate) allow_uid: Option<u32>,
+    /// A folder of objects from which processes without privilege may have the kernel read directly; may be
+    /// repeated
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) objects: Vec<PathBuf>,
+}
+
+/// Parses the address of a holder's socket: `unix:///PATH`, or an absolute path.
+fn socket(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text.strip_prefix("unix://").unwrap_or(text));
+    if path.is_absolute() { Ok(path) } else { Err("takes unix:///PATH, with an absolute path".to_owned()) }
 }
 
 /// `millrace stats`

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, Result};
-use millrace_datafs::mount::{self, MountOptions, TraceOptions};
+use millrace_datafs::mount::{self, End, MountOptions, TraceOptions};
 use millrace_leaf::private;
 use millrace_serving::MetricsServer;
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -46,7 +46,7 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
         end_with_input(context)?;
     }
     let datafs = context.volumes().await?;
-    let (spec, path) = (args.spec.clone(), args.path.clone());
+    let (spec, path, holder) = (args.spec.clone(), args.path.clone(), args.holder.clone());
     let trace =
         args.trace.clone().map(|file| TraceOptions { file, file_bytes_max: args.trace_file_mib << 20 });
     let default = MountOptions::default();
@@ -67,10 +67,15 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
     let mounted = context
         .blocking(move || {
             let view = datafs.view(&spec)?;
-            if let Err(reason) = mount::can_mount() {
+            if holder.is_none()
+                && let Err(reason) = mount::can_mount()
+            {
                 return Err(failure(Exit::Unavailable, format!("cannot mount {}: {reason}", path.display())));
             }
-            Ok(mount::mount(view, &path, options)?)
+            Ok(match holder {
+                Some(holder) => mount::mount_held(view, &path, options, &holder)?,
+                None => mount::mount(view, &path, options)?,
+            })
         })
         .await?;
     let metrics_at = metrics.as_ref().map(MetricsServer::address);
@@ -80,12 +85,21 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
     context.advise_on_cores();
     let stop = context.stop.clone();
     let at = mounted.path().to_owned();
+    let is_held = args.holder.is_some();
     let watch = tokio::spawn(async move {
         stop.cancelled().await;
         // Ends the serving threads, so that `join` below returns their result.
         tokio::task::spawn_blocking(move || mount::umount(&at)).await
     });
-    let ended = context.blocking(move || Ok(mounted.join()?)).await;
+    let ended = context
+        .blocking(move || {
+            if is_held && mounted.wait() == End::HandedOver {
+                // The next server waits for the end of this process, and everything is committed.
+                std::process::exit(0);
+            }
+            Ok(mounted.join()?)
+        })
+        .await;
     watch.abort();
     ended
 }
@@ -156,6 +170,9 @@ pub(super) fn same_command(
         (args.noexec, "--noexec"),
     ];
     command.args(flags.into_iter().filter_map(|(given, flag)| given.then_some(flag)));
+    if let Some(holder) = &args.holder {
+        command.arg("--holder").arg(holder);
+    }
     if let Some(metrics) = metrics {
         command.arg("--metrics").arg(metrics.to_string());
     }
