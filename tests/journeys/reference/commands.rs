@@ -16,7 +16,7 @@ const PAGES: [(&str, &str, &[&str]); 20] = [
         "Commands: upkeep of volumes",
         &["backup", "restore", "fsck", "compact", "warmup", "gc"],
     ),
-    ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "stats", "trace", "csi"]),
+    ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "holder", "stats", "trace", "csi"]),
     ("cli/topics.md", "Commands: topics", &["produce", "topic", "ingest", "broker"]),
     ("cli/feed.md", "Commands: feed", &["feed", "feed head"]),
     ("cli/feed-map.md", "Commands: transforming datasets", &["feed map"]),
