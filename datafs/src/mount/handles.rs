@@ -241,11 +241,6 @@ impl Handles {
         }
     }
 
-    /// The journal, in a held mount.
-    pub(super) fn journal(&self) -> Option<&Arc<Journal>> {
-        self.journal.get()
-    }
-
     /// Registers an open file. `insert` calls `backing` when this is the node's only open file. Otherwise the
     /// kernel goes on reading the node as it did.
     pub(super) fn insert(
