@@ -23,9 +23,10 @@ pub(crate) async fn run(context: &Context, args: &HolderArgs) -> Result<()> {
     )?;
     ready::notify_systemd();
     context.stop.cancelled().await;
-    context.blocking(move || {
-        drop(holder);
-        Ok(())
-    })
-    .await
+    context
+        .blocking(move || {
+            drop(holder);
+            Ok(())
+        })
+        .await
 }
