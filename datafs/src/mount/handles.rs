@@ -241,6 +241,11 @@ impl Handles {
         }
     }
 
+    /// Makes a successor see that everything committed so far is not lost.
+    pub(super) fn settle(&self) -> Result<()> {
+        self.journal.get().map_or(Ok(()), |journal| journal.settle(&self.view))
+    }
+
     /// Registers an open file. `insert` calls `backing` when this is the node's only open file. Otherwise the
     /// kernel goes on reading the node as it did.
     pub(super) fn insert(

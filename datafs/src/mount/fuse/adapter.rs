@@ -472,7 +472,8 @@ impl Filesystem for Adapter {
     fn fsync(&self, _request: &Request, ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
         let synced = self.handles.get(fh.0).and_then(|handle| {
             handle.check_writes()?;
-            handle.file.fsync()
+            handle.file.fsync()?;
+            self.handles.settle()
         });
         self.empty("fsync", self.node(ino), synced, reply);
     }

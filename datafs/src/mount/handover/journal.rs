@@ -80,6 +80,8 @@ pub(in crate::mount) struct Journal {
     volume: u64,
     state: Mutex<State>,
     settling: Condvar,
+    /// Held by the thread that settles, so that the others return after it.
+    one: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -140,7 +142,13 @@ impl Journal {
                 left.open.push((slot, record));
             }
         }
-        let journal = Journal { file, volume, state: Mutex::new(state), settling: Condvar::new() };
+        let journal = Journal {
+            file,
+            volume,
+            state: Mutex::new(state),
+            settling: Condvar::new(),
+            one: Mutex::default(),
+        };
         Ok((journal, left))
     }
 
@@ -173,6 +181,7 @@ impl Journal {
 
     /// All commits answered so far have survived the process: frees their slots.
     pub(in crate::mount) fn settle(&self, view: &View) -> crate::error::Result<()> {
+        let _one = self.one.lock();
         let answered = std::mem::take(&mut self.state.lock().answered);
         if answered.is_empty() {
             return Ok(());
