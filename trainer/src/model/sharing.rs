@@ -92,7 +92,8 @@ pub(crate) fn restore(model: &mut ModelProto) -> Restored {
 ///
 /// Weights that the earlier exporter transposed ahead have no names. Such an `Identity` stands for a weight of its own if
 /// the nodes that read both are those of different modules, and the second one's named parameters are all `Identity` of
-/// others: a copy of a layer, not a layer that is called twice or tied to another one.
+/// others: a copy of a layer, not a layer that is called twice or tied to another one. It also does if all elements are
+/// equal, as in the scales of two new `GroupNorm`.
 fn separate_aliases(graph: &mut GraphProto, restored: &mut Restored) {
     let tensors: HashMap<&str, &TensorProto> = graph
         .initializer
@@ -110,6 +111,16 @@ fn separate_aliases(graph: &mut GraphProto, restored: &mut Restored) {
     }
     let is_alias_of_copy = |output: &str, input: &str| {
         let (Some(own), Some(other)) = (readers.get(output), readers.get(input)) else { return false };
+        // Initial scales and biases of different modules, as those of two new GroupNorm.
+        if let ([own], [other]) = (&Vec::from_iter(own)[..], &Vec::from_iter(other)[..])
+            && !is_further_call(own, other)
+            && tensors
+                .get(input)
+                .and_then(|tensor| float_elements(tensor))
+                .is_some_and(|all| is_uniform(&all))
+        {
+            return true;
+        }
         let named = |path: &str| -> Vec<&str> {
             let names = aliases.keys().chain(tensors.keys()).copied();
             names.filter(|name| name.strip_prefix(path).is_some_and(is_leaf)).collect()
@@ -156,6 +167,16 @@ fn alias(node: &NodeProto) -> Option<(&str, &str)> {
 fn module_path(node: &NodeProto) -> Option<String> {
     let (path, _) = node.name().strip_prefix('/')?.rsplit_once('/')?;
     Some(path.replace('/', "."))
+}
+
+/// Whether both paths are of one module: the earlier exporter numbers the calls of a module after the first one, as in
+/// `/norm/Mul` and `/norm_1/Mul`.
+fn is_further_call(path: &str, first: &str) -> bool {
+    let is_same = |(own, other): (&str, &str)| {
+        let count = own.strip_prefix(other).and_then(|rest| rest.strip_prefix('_'));
+        own == other || count.is_some_and(is_number)
+    };
+    path.split('.').count() == first.split('.').count() && path.split('.').zip(first.split('.')).all(is_same)
 }
 
 /// Whether the rest of a name behind a module's path is that of a tensor which the module itself holds.

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use millrace_bundle::onnx::{ModelProto, NodeProto, StringStringEntryProto};
+use millrace_bundle::onnx::{GraphProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto};
 use prost::Message;
 
-use super::{Restored, calls, like, numbered, restore};
+use super::{Restored, calls, is_further_call, like, numbered, restore};
 use crate::graph::Graph;
 use crate::probe::{self, run_reference, runtime};
 
@@ -142,5 +142,57 @@ fn paths_that_differ_in_numbers_only_are_those_of_copies() {
         [("layers.0", "layers.0"), ("layers.0", "layers.a"), ("a.0", "b.0"), ("0.a", "0"), ("", "1")]
     {
         assert_eq!(numbered(one, other), None, "{one} {other}");
+    }
+}
+
+#[test]
+fn numbered_calls_are_those_of_one_module() {
+    for (path, first, expected) in [
+        ("norm_1", "norm", true),
+        ("a.norm_12", "a.norm", true),
+        ("a_1.norm", "a.norm", true),
+        ("b.norm", "a.norm", false),
+        ("norm_a", "norm", false),
+        ("a.norm", "norm", false),
+        ("norm", "norm_1", false),
+    ] {
+        assert_eq!(is_further_call(path, first), expected, "{path} {first}");
+    }
+}
+
+/// Scales of two new layers, which the earlier exporter writes once, and those of a layer that is called twice.
+#[test]
+fn equal_scales_without_names_are_separate_unless_one_layer_is_called_twice() {
+    let node = |op: &str, name: &str, inputs: [&str; 2], output: &str| NodeProto {
+        op_type: Some(op.to_owned()),
+        name: Some(name.to_owned()),
+        input: inputs.iter().filter(|input| !input.is_empty()).map(|input| (*input).to_owned()).collect(),
+        output: vec![output.to_owned()],
+        ..NodeProto::default()
+    };
+    let model = |second: &str, last: f32| ModelProto {
+        producer_name: Some("pytorch".to_owned()),
+        ir_version: Some(8),
+        graph: Some(GraphProto {
+            node: vec![
+                node("Identity", "Identity_0", ["onnx::Mul_1", ""], "onnx::Mul_2"),
+                node("Mul", "/a/norm/Mul", ["x", "onnx::Mul_1"], "/a/norm/Mul_output_0"),
+                node("Mul", second, ["/a/norm/Mul_output_0", "onnx::Mul_2"], "y"),
+            ],
+            initializer: vec![TensorProto {
+                name: Some("onnx::Mul_1".to_owned()),
+                dims: vec![2],
+                data_type: Some(1),
+                float_data: vec![1.0, last],
+                ..TensorProto::default()
+            }],
+            ..GraphProto::default()
+        }),
+        ..ModelProto::default()
+    };
+    for (second, last, expected) in
+        [("/b/norm/Mul", 1.0, &["onnx::Mul_2"][..]), ("/a/norm_1/Mul", 1.0, &[]), ("/b/norm/Mul", 2.0, &[])]
+    {
+        assert_eq!(restore(&mut model(second, last)).separated, expected, "{second} {last}");
     }
 }
