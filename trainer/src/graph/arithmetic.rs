@@ -425,6 +425,31 @@ pub(super) fn not(b: &mut Builder, site: &NodeRef, value: ValueId) -> Result<Val
     compare_values(b, site, Compare::Equal, value, zero)
 }
 
+/// Where an element is no number: it is not equal to itself.
+pub(super) fn is_nan(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
+    let value = call.float(b, 0)?;
+    call.finish(1)?;
+    let number = compare_values(b, &call.site, Compare::Equal, value, value)?;
+    not(b, &call.site, number)
+}
+
+/// Where an element is infinite, of the signs that the attributes name.
+pub(super) fn is_infinite(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
+    let value = call.float(b, 0)?;
+    let negative = call.int("detect_negative", 1)? != 0;
+    let positive = call.int("detect_positive", 1)? != 0;
+    call.finish(1)?;
+    let site = call.site.clone();
+    let (value, bound) = match (negative, positive) {
+        (true, true) => (map(b, &site, Unary::Abs, value)?, f32::INFINITY),
+        (false, true) => (value, f32::INFINITY),
+        (true, false) => (value, f32::NEG_INFINITY),
+        (false, false) => return Err(site.form("it detects neither sign")),
+    };
+    let bound = b.scalar(bound, &site)?;
+    compare_values(b, &site, Compare::Equal, value, bound)
+}
+
 /// One of two values for each element of a condition.
 pub(super) fn where_(b: &mut Builder, call: Call<'_>) -> Result<ValueId, GraphError> {
     let (condition, left, right) = (call.value(b, 0)?, call.value(b, 1)?, call.value(b, 2)?);

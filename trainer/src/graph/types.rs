@@ -111,7 +111,7 @@ pub(super) fn infer(b: &Builder, call: &mut Call<'_>) -> Result<DataType, GraphE
         )));
     }
     Ok(match op.as_str() {
-        "Equal" | "Less" | "LessOrEqual" | "Greater" | "GreaterOrEqual" => DataType::Bool,
+        "Equal" | "Less" | "LessOrEqual" | "Greater" | "GreaterOrEqual" | "IsNaN" | "IsInf" => DataType::Bool,
         "Shape" | "Size" => DataType::Int64,
         "Cast" => cast_to(call)?,
         "CastLike" => call.element(b, 1).unwrap_or(DataType::Float),

@@ -151,6 +151,26 @@ pub(super) fn arithmetic() -> Vec<Case> {
             p.node("Where", &[&other, &scaled, &zero], vec![])
         }));
     }
+    for (op, attributes) in [
+        ("IsNaN", vec![]),
+        ("IsInf", vec![]),
+        ("IsInf", vec![int("detect_negative", 0)]),
+        ("IsInf", vec![int("detect_positive", 0)]),
+    ] {
+        let form = attributes.first().map_or("", |attribute| attribute.name());
+        cases.push(case(&format!("Where {op} {form}"), 17, &[4], |p, x| {
+            let w = p.param(&[4]);
+            // Logarithms of numbers below 0 are no numbers, quotients by 0 are infinite.
+            let zero = p.constant(&[1], vec![0.0]);
+            let odd = match op {
+                "IsNaN" => p.node("Log", &[x], vec![]),
+                _ => p.node("Div", &[x, &zero], vec![]),
+            };
+            let condition = p.node(op, &[&odd], attributes.clone());
+            let scaled = p.node("Mul", &[x, &w], vec![]);
+            p.node("Where", &[&condition, &zero, &scaled], vec![])
+        }));
+    }
     cases.push(case("attention mask with infinities", 17, &[3, 4], |p, x| {
         let w = p.param(&[4, 3]);
         let scores = p.node("MatMul", &[x, &w], vec![]);
