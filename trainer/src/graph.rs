@@ -271,7 +271,10 @@ pub enum Op {
         positions: Vec<usize>,
     },
     /// Rows of the first input at the positions that the second one holds.
-    Lookup,
+    Lookup {
+        /// The row that gets no gradient, as `padding_idx` of an embedding.
+        fixed: Option<u32>,
+    },
     /// Inputs one after another along an axis.
     Concat(usize),
     /// Sum over axes.

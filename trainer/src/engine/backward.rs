@@ -89,13 +89,20 @@ pub(super) fn backward<B: Kernels>(step: &Step<'_, B>, grad: FloatTensor<B>) -> 
             let zeros = zeros_like::<B>(&grad, &shape(0));
             vec![Some(B::float_select_add(zeros, *axis, positions, grad))]
         }
-        Op::Lookup => vec![
+        Op::Lookup { fixed } => vec![
             step.needs_gradient[0].then(|| {
                 let table = shape(0);
                 let rows = rows_of::<B>(step.inputs[1].clone());
                 let flat = flat_table::<B>(zeros_like::<B>(&grad, &table));
                 let count = dims::<B>(&step.inputs[1]).iter().product();
-                let grad = reshape::<B>(grad, &[count, dims::<B>(&flat)[1]]);
+                let size = [count, dims::<B>(&flat)[1]];
+                let mut grad = reshape::<B>(grad, &size);
+                if let Some(row) = fixed {
+                    let at = expand::<B>(reshape::<B>(step.inputs[1].clone(), &[count, 1]), &size);
+                    let flags = flag_type::<B>(&at);
+                    let is_fixed = B::float_equal_elem(at, f64::from(*row).into(), flags);
+                    grad = B::float_mask_fill(grad, is_fixed, 0.0.into());
+                }
                 // Rows that appear more than once are added in their order.
                 reshape::<B>(B::float_select_add(flat, 0, rows, grad), &table)
             }),

@@ -92,7 +92,7 @@ pub(super) fn forward<B: Kernels>(op: &Op, inputs: &[FloatTensor<B>], shape: &[u
             let positions = positions_tensor::<B>(positions, &B::float_device(&x));
             B::float_select(x, *axis, positions)
         }
-        Op::Lookup => {
+        Op::Lookup { .. } => {
             let table = input(0);
             let rows = rows_of::<B>(input(1));
             let flat = flat_table::<B>(table);

@@ -7,6 +7,7 @@ use millrace_bundle::onnx::tensor_proto::DataType;
 use millrace_bundle::onnx::{AttributeProto, NodeProto, TensorProto, attribute_proto::AttributeType};
 
 use super::budget::Budget;
+use super::initializers::entry;
 use super::ints::{Ints, step, strides};
 use super::{Dim, Dropout, GraphError, Node, Normalization, Op, ParamSpec, Source, Value, ValueId, shape};
 
@@ -279,6 +280,11 @@ pub(super) struct Call<'a> {
 impl<'a> Call<'a> {
     pub(super) fn new(node: &'a NodeProto) -> Call<'a> {
         Call { site: NodeRef::of(node), node, read_attributes: Vec::new() }
+    }
+
+    /// What the exporter says about the node under `key`.
+    pub(super) fn metadata(&self, key: &str) -> Option<&'a str> {
+        entry(&self.node.metadata_props, key)
     }
 
     pub(super) fn output_count(&self) -> usize {

@@ -6,7 +6,7 @@ use super::builder::{Builder, Call};
 use super::movement::select;
 use super::read::INDEX_BELOW;
 use super::types::{self, Kind};
-use super::{Dim, GraphError, Op, ValueId, shape};
+use super::{Dim, GraphError, Op, QUOTED_CALL, ValueId, shape};
 
 pub(super) fn gather(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let data = call.value(b, 0)?;
@@ -66,7 +66,15 @@ fn lookup(
     }
     let mut target = b.dims(positions).to_vec();
     target.extend(&b.dims(data)[1..]);
-    b.push(Op::Lookup, &[data, positions], target, &call.site)
+    b.push(Op::Lookup { fixed: padding_row(call, bound) }, &[data, positions], target, &call.site)
+}
+
+/// The row `padding_idx` of an embedding, which PyTorch does not train: the default exporter quotes the call.
+fn padding_row(call: &Call<'_>, rows: u32) -> Option<u32> {
+    let (_, rest) = call.metadata(QUOTED_CALL)?.split_once("aten.embedding.default](args = (")?;
+    let (arguments, _) = rest.split_once(')')?;
+    // Without one, the call has no third argument, or −1.
+    arguments.split(", ").nth(2)?.parse().ok().filter(|row| *row < rows)
 }
 
 /// Rows of a table by positions of one axis.

@@ -95,6 +95,26 @@ fn published_models_keep_all_outputs_and_equal_onnx_runtime() {
     assert_eq!([0, 1, 2].map(is_used), [false, true, false]);
 }
 
+/// The row that `padding_idx` names gets no gradient.
+#[test]
+fn a_quoted_padding_row_of_an_embedding_stays() {
+    let mut model = model(&["logits"]);
+    let gradient = |model: &ModelProto| {
+        let engine = Engine::load(model, Loss::CrossEntropy, Device::Cpu).unwrap();
+        engine.gradients(&batch()).unwrap().grad
+    };
+    let before = gradient(&model);
+    let gather = &mut model.graph.as_mut().unwrap().node[0];
+    gather.metadata_props.push(millrace_bundle::onnx::StringStringEntryProto {
+        key: Some("pkg.torch.onnx.fx_node".to_owned()),
+        value: Some("%e : [num_users=1] = call_function[target=torch.ops.aten.embedding.default](args = (%p_table, %ids, 2), kwargs = {})".to_owned()),
+    });
+    let after = gradient(&model);
+    assert!(before[8..12].iter().all(|value| *value != 0.0), "{before:?}");
+    assert_eq!(after[8..12], [0.0; 4]);
+    assert_eq!((&after[..8], &after[12..]), (&before[..8], &before[12..]));
+}
+
 #[test]
 fn the_loss_reads_the_output_that_suits_it_or_is_named() {
     let load = |outputs: &[&str], wanted: Option<&str>, loss: Loss| {
