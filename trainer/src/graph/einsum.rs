@@ -1,9 +1,12 @@
-//! Einsum of one or two operands, as a matrix product between changes of the axes' order.
+//! Einsum, as matrix products of one operand after another between changes of the axes' order.
 
 use super::arithmetic::join_at;
 use super::builder::{Builder, Call, NodeRef};
 use super::reduction::{Reduction, fold};
 use super::{Binary, Dim, GraphError, Op, ValueId, shape};
+
+/// Most operands.
+const OPERANDS_MAX: usize = 16;
 
 /// The letters of the operands and of the result.
 fn terms(call: &mut Call<'_>) -> Result<(Vec<Vec<char>>, Vec<char>), GraphError> {
@@ -40,7 +43,7 @@ fn terms(call: &mut Call<'_>) -> Result<(Vec<Vec<char>>, Vec<char>), GraphError>
 pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, GraphError> {
     let count = call.input_count();
     let (inputs, output) = terms(&mut call)?;
-    call.finish(2)?;
+    call.finish(OPERANDS_MAX)?;
     if inputs.len() != count {
         return Err(call.site.form(format!("{count} inputs for {} operands", inputs.len())));
     }
@@ -70,11 +73,21 @@ pub(super) fn einsum(b: &mut Builder, mut call: Call<'_>) -> Result<ValueId, Gra
             operands[index] = (sum, term.iter().copied().filter(|letter| !lone(letter)).collect());
         }
     }
-    let (value, term) = match &operands[..] {
-        [single] => single.clone(),
-        [left, right] => product(b, &site, left, right, &output)?,
-        _ => return Err(site.form(format!("{count} operands, one and two are supported"))),
+    let mut operands = operands.into_iter();
+    let Some(mut joined) = operands.next() else {
+        return Err(site.form("it has no operand"));
     };
+    while let Some(next) = operands.next() {
+        // Letters of later operands stay until these are joined.
+        let mut kept = output.clone();
+        for letter in operands.as_slice().iter().flat_map(|(_, term)| term) {
+            if !kept.contains(letter) {
+                kept.push(*letter);
+            }
+        }
+        joined = product(b, &site, &joined, &next, &kept)?;
+    }
+    let (value, term) = joined;
     order(b, &site, value, &term, &output)
 }
 

@@ -55,6 +55,16 @@ pub(super) fn sequences() -> Vec<Case> {
         let scores = p.node("Einsum", &[&scaled, x], vec![text("equation", "bid,bjd->bij")]);
         p.node("Einsum", &[&scores], vec![text("equation", "bij->bj")])
     }));
+    cases.push(case("Einsum of three operands", 17, &[2, 3], |p, x| {
+        let (w, v) = (p.param(&[3, 4]), p.param(&[4, 2]));
+        let bent = p.node("Tanh", &[x], vec![]);
+        p.node("Einsum", &[&bent, &w, &v], vec![text("equation", "bij,jk,kl->bil")])
+    }));
+    cases.push(case("Einsum of three activations", 17, &[2, 3], |p, x| {
+        let w = p.param(&[3]);
+        let scaled = p.node("Mul", &[x, &w], vec![]);
+        p.node("Einsum", &[x, &scaled, x], vec![text("equation", "bij,bkj,bkl->bil")])
+    }));
     for (op, gates, attributes) in [
         ("LSTM", 4, vec![]),
         ("GRU", 3, vec![]),
