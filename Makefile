@@ -8,6 +8,7 @@ CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
 .PHONY: help quickstart test gpu check docs chart compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs chart cluster conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -89,6 +90,10 @@ chart: setup-chart ## Check the Helm chart, manifests and Compose files in deplo
 
 compose-test: ## Run deploy/compose/compose.yaml in containers (needs root, podman, docker-compose; the script says more)
 	scripts/compose-test $(ARGS)
+
+# PROGRAM names a built program, whose images are then in the node's store.
+cluster: ## A node with a real kubelet (root; `python3 scripts/kubelab down` ends it)
+	python3 scripts/kubelab up $(if $(PROGRAM),--program $(PROGRAM))
 
 bench: setup-test ## All benchmarks, each against a control in the same run
 	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)
