@@ -7,8 +7,7 @@ BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test gpu check docs chart compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
-.PHONY: help quickstart test gpu check docs chart cluster conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs chart cluster compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
