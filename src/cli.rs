@@ -32,7 +32,7 @@ pub(crate) use models::{
     DeviceArg, EditArgs, ImportArgs, ModelCommand, ModelInit, PipeArgs, PredictArgs, QuantizeArgs,
     RecordFormat, RunsCommand, ServeArgs, ServeCommand, TopArgs, TrainArgs, WeightArgs, WorkerArgs,
 };
-pub(crate) use mounts::{HolderArgs, MountArgs, StatsArgs, TraceArgs};
+pub(crate) use mounts::{HolderArgs, MountArgs, StatsArgs, TraceArgs, UmountArgs};
 pub(crate) use records::{IngestArgs, ProduceArgs, TopicCommand};
 pub(crate) use render::{RenderArgs, training};
 pub(crate) use rollout::{LabelArgs, RolloutCommand, ShadowArgs, SplitArgs};
@@ -92,10 +92,7 @@ pub(crate) enum Command {
     Holder(HolderArgs),
     /// Unmount a folder
     #[command(after_help = "Example:\n  millrace umount /mnt/digits")]
-    Umount {
-        /// The mount point
-        path: PathBuf,
-    },
+    Umount(UmountArgs),
     /// Serve volumes to Kubernetes as a driver of the Container Storage Interface
     #[command(
         after_help = "Serves identity, controller and node services on a unix socket, and the kubelet's registration on\nanother one. The Helm chart runs it (csi.enabled). Volumes are in this home, or where the secrets of a call\nsay: meta_url, meta_schema, store_url, store_options.OPTION, encryption_keys.NAME. Each published volume has\na `millrace mount` process of its own, which outlives this command: the next one takes it over.\n\nExamples:\n  millrace csi --endpoint unix:///run/csi.sock --services controller\n  millrace csi --endpoint unix:///var/lib/kubelet/plugins/csi.millrace.io/csi.sock --services node \\\n    --registration-socket /var/lib/kubelet/plugins_registry/csi.millrace.io-reg.sock --node-id node-1"

@@ -99,8 +99,8 @@ async fn run(cli: Cli, switch: Arc<logging::LogSwitch>) -> Result<()> {
         clap_complete::generate(shell, &mut Cli::command(), "millrace", &mut script);
         return out.raw(&String::from_utf8_lossy(&script));
     }
-    if let Command::Umount { path } = &cli.command {
-        return commands::mount::umount(out, path);
+    if let Command::Umount(args) = &cli.command {
+        return commands::mount::umount(out, args);
     }
     if let Command::Model(cli::ModelCommand::Rollout(command)) = &cli.command
         && command.place().volume.is_none()

@@ -40,7 +40,7 @@ use crate::fs::View;
 
 pub use fuse::session::{End, Mount};
 use fuse::{point, session};
-pub use handover::{HeldMount, Holder, HolderOptions, held};
+pub use handover::{HeldMount, Holder, HolderOptions, held, umount_held};
 pub use observe::control::{Served, served};
 pub use observe::stats::{Latency, MountStats, OperationStats, TraceStats};
 pub use observe::trace::TraceOptions;

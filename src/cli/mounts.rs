@@ -61,6 +61,16 @@ pub(crate) struct MountArgs {
     pub(crate) trace_file_mib: u64,
 }
 
+/// `millrace umount`
+#[derive(Debug, Args)]
+pub(crate) struct UmountArgs {
+    /// The mount point
+    pub(crate) path: PathBuf,
+    /// Have the holder at this socket unmount (see millrace holder), as a process without privilege must
+    #[arg(long, value_name = "unix:///SOCKET", value_parser = socket)]
+    pub(crate) holder: Option<PathBuf>,
+}
+
 /// `millrace holder`
 #[derive(Debug, Args)]
 pub(crate) struct HolderArgs {

@@ -14,7 +14,7 @@ use millrace_serving::MetricsServer;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
 use super::supervise;
-use crate::cli::MountArgs;
+use crate::cli::{MountArgs, UmountArgs};
 use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::output::{self, Output, quoted};
@@ -85,11 +85,15 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
     context.advise_on_cores();
     let stop = context.stop.clone();
     let at = mounted.path().to_owned();
-    let is_held = args.holder.is_some();
+    let (is_held, holder) = (args.holder.is_some(), args.holder.clone());
     let watch = tokio::spawn(async move {
         stop.cancelled().await;
         // Ends the serving threads, so that `join` below returns their result.
-        tokio::task::spawn_blocking(move || mount::umount(&at)).await
+        tokio::task::spawn_blocking(move || match holder {
+            Some(holder) => mount::umount_held(&at, &holder),
+            None => mount::umount(&at),
+        })
+        .await
     });
     let ended = context
         .blocking(move || {
@@ -260,8 +264,12 @@ pub(super) fn metrics_of(announcement: &serde_json::Value) -> Option<SocketAddr>
 }
 
 /// Runs `millrace umount`.
-pub(crate) fn umount(out: Output, path: &Path) -> Result<()> {
-    mount::umount(path)?;
+pub(crate) fn umount(out: Output, args: &UmountArgs) -> Result<()> {
+    let path = &args.path;
+    match &args.holder {
+        Some(holder) => mount::umount_held(path, holder)?,
+        None => mount::umount(path)?,
+    }
     out.table(
         &serde_json::json!({ "unmounted": path }),
         &[],

@@ -14,6 +14,7 @@ mod feeding;
 mod flight;
 mod full_disk;
 mod habits;
+mod held;
 mod images;
 mod imported;
 mod independent;

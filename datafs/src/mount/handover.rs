@@ -30,7 +30,7 @@ mod wire;
 
 use std::path::Path;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 pub(super) use client::Client;
 pub(super) use held::Held;
@@ -43,4 +43,16 @@ pub use protocol::HeldMount;
 /// [`Error::Io`](crate::Error::Io) when no holder answers there, or when it refuses this user.
 pub fn held(socket: &Path) -> Result<Vec<HeldMount>> {
     Client::connect(socket)?.list()
+}
+
+/// Has the holder at `socket` unmount what it has mounted at `at`. The path is free at once; open files stay usable
+/// while the server of the mount lives.
+///
+/// # Errors
+/// [`Error::Io`] when no holder answers there, when it refuses this user, or has nothing mounted at `at`.
+pub fn umount_held(at: &Path, socket: &Path) -> Result<()> {
+    // The holder resolves links: a mount without a server answers nobody.
+    let at = std::path::absolute(at).map_err(|e| Error::io("resolve", at, e))?;
+    let failed = |source| Error::Io { operation: "have the holder unmount", path: at.clone(), source };
+    Client::connect(socket)?.unmount(&at).map_err(failed)
 }

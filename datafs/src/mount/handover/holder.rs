@@ -502,6 +502,7 @@ impl Shared {
 
     /// Unmounts. The path is free at once; open files stay usable while the server lives.
     pub(super) fn unmount(&self, target: &Path) -> Result<(), String> {
+        let target = &resolved(target).map_err(|e| format!("cannot resolve {}: {e}", target.display()))?;
         let mut state = self.state.lock();
         let Some(held) = state.mounts.get(target) else {
             return Err(format!("nothing is mounted at {} by this holder", target.display()));
