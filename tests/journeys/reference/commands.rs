@@ -4,19 +4,16 @@ use super::{Page, page, program};
 use crate::support::Home;
 
 /// Pages with their titles and commands; a longer command belongs to the page with its longest prefix.
-const PAGES: [(&str, &str, &[&str]); 20] = [
-    (
-        "cli/service.md",
-        "Commands: the program and its service",
-        &["", "quickstart", "up", "config", "completions"],
-    ),
+const PAGES: [(&str, &str, &[&str]); 21] = [
+    ("cli/service.md", "Commands: the program and its service", &["", "quickstart", "up", "completions"]),
+    ("cli/config.md", "Commands: configuration", &["config"]),
     ("cli/volumes.md", "Commands: volumes", &["volume", "snapshot", "ls", "cp"]),
     (
         "cli/upkeep.md",
         "Commands: upkeep of volumes",
         &["backup", "restore", "fsck", "compact", "warmup", "gc"],
     ),
-    ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "holder", "stats", "trace", "csi"]),
+    ("cli/mounts.md", "Commands: mounts", &["mount", "umount", "holder", "stats", "trace"]),
     ("cli/topics.md", "Commands: topics", &["produce", "topic", "ingest", "broker"]),
     ("cli/feed.md", "Commands: feed", &["feed", "feed head"]),
     ("cli/feed-map.md", "Commands: transforming datasets", &["feed map"]),
@@ -32,7 +29,7 @@ const PAGES: [(&str, &str, &[&str]); 20] = [
     ("cli/serving.md", "Commands: serving", &["serve"]),
     ("cli/bench.md", "Commands: measuring a server", &["serve bench"]),
     ("cli/predict.md", "Commands: predicting", &["predict", "pipe"]),
-    ("cli/scaler.md", "Commands: autoscaling", &["scaler"]),
+    ("cli/kubernetes.md", "Commands: parts of Kubernetes", &["scaler", "csi"]),
 ];
 
 /// Groups of flags with a page of their own: command, heading of the group, and name in [`PAGES`].

@@ -160,11 +160,15 @@ pub(super) fn arithmetic() -> Vec<Case> {
         let form = attributes.first().map_or("", |attribute| attribute.name());
         cases.push(case(&format!("Where {op} {form}"), 17, &[4], |p, x| {
             let w = p.param(&[4]);
-            // Logarithms of numbers below 0 are no numbers, quotients by 0 are infinite.
+            // Logarithms of numbers below 0 are no numbers, quotients by 0 are infinite, and 0 by 0 is no number.
             let zero = p.constant(&[1], vec![0.0]);
-            let odd = match op {
-                "IsNaN" => p.node("Log", &[x], vec![]),
-                _ => p.node("Div", &[x, &zero], vec![]),
+            let odd = match (op, attributes.is_empty()) {
+                ("IsNaN", _) => p.node("Log", &[x], vec![]),
+                (_, true) => {
+                    let positive = p.node("Relu", &[x], vec![]);
+                    p.node("Div", &[&positive, &zero], vec![])
+                }
+                (_, false) => p.node("Div", &[x, &zero], vec![]),
             };
             let condition = p.node(op, &[&odd], attributes.clone());
             let scaled = p.node("Mul", &[x, &w], vec![]);
