@@ -2,8 +2,9 @@
 //!
 //! Each process looks after what only it can know: files that it has unlinked while they were open, files that it has
 //! scattered, and questions of other sessions about unlinked files. The rest is done by one elected process for all
-//! (`election.rs`), in slices of bounded work (`slice.rs`), one per interval. So the requests to the metadata and to
-//! the store per interval depend neither on the number of processes nor on that of objects. In order:
+//! (`election.rs`), in slices of bounded work (`slice.rs`), one per interval. So the requests of
+//! the elected process per interval depend neither on the number of processes nor on that of objects. The others hear
+//! of its one commit. In order:
 //!  1. sessions whose processes have died lose their rows;
 //!  2. listed garbage whose grace is over is deleted;
 //!  3. deletions of snapshots and volumes go on;

@@ -61,8 +61,7 @@ fn at_most_one_turn_is_valid_and_somebody_gets_it() {
         let (mut lost, mut fence, mut vacant) = (Vec::new(), 0, 0);
         for step in 0..400 {
             let calm = step % 100 >= 60;
-            for at in 0..processes.len() {
-                let process = &mut processes[at];
+            for process in &mut processes {
                 process.clock += INTERVAL;
                 if process.stopped > 0 {
                     process.stopped -= 1;
@@ -81,7 +80,6 @@ fn at_most_one_turn_is_valid_and_somebody_gets_it() {
                     }
                     _ => {}
                 }
-                let process = &mut processes[at];
                 match &process.turn {
                     Some(turn) => {
                         if meta.transact(Durability::Relaxed, |txn| turn.renew(txn)).is_err() {
