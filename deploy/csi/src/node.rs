@@ -306,7 +306,7 @@ impl Node for NodeService {
             usage(Unit::Bytes, space.blocks(), space.blocks_free(), space.blocks_available(), unit),
             usage(Unit::Inodes, space.files(), space.files_free(), space.files_available(), 1),
         ];
-        Ok(Response::new(NodeGetVolumeStatsResponse { usage, ..NodeGetVolumeStatsResponse::default() }))
+        Ok(Response::new(NodeGetVolumeStatsResponse { usage }))
     }
 
     async fn node_get_capabilities(

@@ -94,7 +94,7 @@ impl Drop for Starting {
 #[derive(Debug)]
 enum Server {
     /// A child of this process. Its output stays open, since it may write there.
-    Own(Child, #[expect(dead_code, reason = "held open")] Option<BufReader<ChildStdout>>),
+    Own(Box<Child>, #[expect(dead_code, reason = "held open")] Option<BufReader<ChildStdout>>),
     /// A child of an earlier driver.
     Adopted(Process),
 }
@@ -244,9 +244,9 @@ impl Servers {
         };
         if announcement["mount"].is_string() {
             starting.0 = None;
-            return Ok(Server::Own(child, Some(output)));
+            return Ok(Server::Own(Box::new(child), Some(output)));
         }
-        let mut server = Server::Own(child, Some(output));
+        let mut server = Server::Own(Box::new(child), Some(output));
         if told.is_err() {
             server.signal(Signal::SIGTERM);
         }

@@ -126,7 +126,7 @@ impl Journal {
         let mut content = vec![0; bytes as usize];
         file.read_exact_at(&mut content, 0)?;
         let (slots, _) = content.as_chunks::<SLOT_BYTES>();
-        let header = slots.first().filter(|header| long(*header, 0) == MAGIC);
+        let header = slots.first().filter(|header| long(header, 0) == MAGIC);
         let inos_end = long(header.ok_or_else(|| damaged("is of an unknown format"))?, 8);
         let overflowed = slots.first().is_some_and(|header| long(header, 16) != 0);
         let mut left = Left { inos_end, overflowed, ..Left::default() };
