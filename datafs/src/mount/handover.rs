@@ -40,7 +40,7 @@ pub use protocol::HeldMount;
 /// The mounts of the holder at a socket.
 ///
 /// # Errors
-/// [`Error::Io`](crate::Error::Io) when no holder answers there, or when it refuses this user.
+/// [`Error::Io`] when no holder answers there, or when it refuses this user.
 pub fn held(socket: &Path) -> Result<Vec<HeldMount>> {
     Client::connect(socket)?.list()
 }
