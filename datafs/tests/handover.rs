@@ -185,7 +185,7 @@ impl Server<'_> {
         assert_eq!(self.held.launcher.borrow_mut().exit_code(), 137);
     }
 
-    /// Waits for the end of a server that nobody kills.
+    /// Waits for the end of a server that ends by itself.
     fn ends(self) {
         assert_eq!(self.held.launcher.borrow_mut().exit_code(), 0);
     }

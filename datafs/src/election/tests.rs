@@ -100,9 +100,9 @@ fn at_most_one_turn_is_valid_and_somebody_gets_it() {
             let valid = processes.iter().filter_map(|process| process.turn.as_ref());
             let valid = valid.filter(|turn| is_valid(&meta, turn)).count();
             assert!(valid <= 1, "seed {seed}, step {step}: {valid} turns are valid");
-            // Those of processes that died stay in force until they expire, but nobody uses them.
+            // Those of processes that died stay in force until they expire, without a user.
             vacant = if valid == 0 && calm { vacant + 1 } else { 0 };
-            assert!(vacant <= 12, "seed {seed}, step {step}: nobody is elected");
+            assert!(vacant <= 12, "seed {seed}, step {step}: no process is elected");
         }
         let newest = lost.iter().filter(|turn| is_valid(&meta, turn)).map(Turn::fence).max();
         assert!(newest.is_none_or(|newest| newest == fence), "seed {seed}: a lost turn is valid again");

@@ -5,7 +5,7 @@
 //! server makes the kernel send them again (`FUSE_NOTIFY_RESEND`, Linux 6.9). Before Linux 6.9 the death of a
 //! server ends the mount, as without a holder.
 //!
-//! What survives, and how:
+//! These survive:
 //!  - open files: the handle numbers, nodes and flags are in a journal in the holder's memory;
 //!  - directories: the kernel sends the position with each request;
 //!  - locks and files without a name: the metadata has them under the server's session. The holder keeps the
@@ -51,7 +51,7 @@ pub fn held(socket: &Path) -> Result<Vec<HeldMount>> {
 /// # Errors
 /// [`Error::Io`] when no holder answers there, when it refuses this user, or has nothing mounted at `at`.
 pub fn umount_held(at: &Path, socket: &Path) -> Result<()> {
-    // The holder resolves links: a mount without a server answers nobody.
+    // The holder resolves links: a mount without a server gives no answer.
     let at = std::path::absolute(at).map_err(|e| Error::io("resolve", at, e))?;
     let failed = |source| Error::Io { operation: "have the holder unmount", path: at.clone(), source };
     Client::connect(socket)?.unmount(&at).map_err(failed)
