@@ -159,7 +159,6 @@ pub(crate) struct ClusterConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) server: Option<String>,
     /// Name servers to ask for SRV records, such as `127.0.0.1:8600` for a Consul agent; those of the system when empty.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) nameservers: Vec<SocketAddr>,
 }
 
