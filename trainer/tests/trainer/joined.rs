@@ -359,7 +359,8 @@ fn the_last_worker_that_leaves_writes_a_checkpoint() {
 #[test]
 fn the_state_of_a_worker_that_left_outlives_the_death_of_all_others() {
     let home = home();
-    let more = "epochs_max = 250\ncheckpoint_every_steps = 100000";
+    // Long enough for a worker to leave on a busy machine.
+    let more = "epochs_max = 600\ncheckpoint_every_steps = 100000";
     let plain = run(setup(home.path()), job("plain", &format!("workers = 1\n{more}")), |_| {}).unwrap();
     let mut workers: Vec<Worker> = Vec::new();
     let (mut leaving, mut left_at, mut killed) = (None, 0, false);
