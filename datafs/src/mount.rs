@@ -33,14 +33,14 @@ mod options;
 mod outcome;
 mod stateless;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::fs::View;
 
 pub use fuse::session::{End, Mount};
 use fuse::{point, session};
-pub use handover::{HeldMount, Holder, HolderOptions, held, umount_held};
+pub use handover::{HeldMount, Holder, HolderOptions, can_hand_over, held, umount_held};
 pub use observe::control::{Served, served};
 pub use observe::stats::{Latency, MountStats, OperationStats, TraceStats};
 pub use observe::trace::TraceOptions;
@@ -101,6 +101,15 @@ pub fn umount(at: &Path) -> Result<()> {
 /// When the system's table of mounts cannot be read.
 pub fn is_mounted(at: &Path) -> Result<bool> {
     Ok(point::find(&point::absolute(at)?)?.is_some())
+}
+
+/// Makes `at` ready for a mount, as [`mount`] does first: an empty folder without a mount. Creates it if it is
+/// missing, and detaches a mount of this crate whose process has died. Returns the absolute path.
+///
+/// # Errors
+/// As for [`mount`].
+pub fn prepare(at: &Path) -> Result<PathBuf> {
+    point::prepare(at)
 }
 
 /// Whether this process may mount. Otherwise the reason and the remedy, in one line.

@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use millrace_datafs::mount::{self, End, MountOptions, TraceOptions};
@@ -19,6 +20,12 @@ use crate::context::Context;
 use crate::failure::{Exit, fail, failure};
 use crate::output::{self, Output, quoted};
 use crate::ready;
+
+/// The running program, also after an upgrade has replaced its file.
+pub(super) const OWN_PROGRAM: &str = "/proc/self/exe";
+/// Longest wait for the metrics address of a server that has handed over, and the interval between attempts.
+const RELEASED_MAX: Duration = Duration::from_secs(5);
+const RELEASED_POLL: Duration = Duration::from_millis(20);
 
 /// Runs the command.
 pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
@@ -45,6 +52,7 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
     if args.supervised {
         end_with_input(context)?;
     }
+    let takes_over = takes_over(&args)?;
     let datafs = context.volumes().await?;
     let (spec, path, holder) = (args.spec.clone(), args.path.clone(), args.holder.clone());
     let trace =
@@ -60,17 +68,25 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
         trace,
         ..default
     };
-    let metrics = match args.metrics {
-        Some(address) => Some(MetricsServer::start(address, context.stop.child_token()).await?),
-        None => None,
+    let mut metrics = match args.metrics {
+        Some(address) if !takes_over => {
+            Some(MetricsServer::start(address, context.stop.child_token()).await?)
+        }
+        _ => None,
     };
+    let supervised = args.supervised;
     let mounted = context
         .blocking(move || {
             let view = datafs.view(&spec)?;
-            if holder.is_none()
+            // Another holder may have a privilege that this process lacks; the supervisor has none of its own.
+            if (holder.is_none() || supervised)
                 && let Err(reason) = mount::can_mount()
             {
                 return Err(failure(Exit::Unavailable, format!("cannot mount {}: {reason}", path.display())));
+            }
+            if supervised && holder.is_some() && !takes_over {
+                // The holder would tell the same errors without their exit codes.
+                mount::prepare(&path)?;
             }
             Ok(match holder {
                 Some(holder) => mount::mount_held(view, &path, options, &holder)?,
@@ -78,6 +94,9 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
             })
         })
         .await?;
+    if let Some(address) = args.metrics.filter(|_| takes_over) {
+        metrics = metrics_of_successor(context, address).await;
+    }
     let metrics_at = metrics.as_ref().map(MetricsServer::address);
     announce(context.out, &args.spec.to_string(), mounted.path(), std::process::id(), metrics_at)?;
     ready::notify_systemd();
@@ -90,7 +109,11 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
         stop.cancelled().await;
         // Ends the serving threads, so that `join` below returns their result.
         tokio::task::spawn_blocking(move || match holder {
-            Some(holder) => mount::umount_held(&at, &holder),
+            // A supervisor that was killed is no holder any more.
+            Some(holder) => mount::umount_held(&at, &holder).or_else(|error| match supervised {
+                true => mount::umount(&at),
+                false => Err(error),
+            }),
             None => mount::umount(&at),
         })
         .await
@@ -106,6 +129,31 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
         .await;
     watch.abort();
     ended
+}
+
+/// Whether the supervisor of this process holds the mount already, from an earlier server.
+fn takes_over(args: &MountArgs) -> Result<bool> {
+    match &args.holder {
+        Some(holder) if args.supervised => Ok(!mount::held(holder)?.is_empty()),
+        _ => Ok(false),
+    }
+}
+
+/// Serves metrics at the address of the server before, which is about to release it. The mount goes on without
+/// metrics if another process has taken the address.
+async fn metrics_of_successor(context: &Context, address: SocketAddr) -> Option<MetricsServer> {
+    let until = Instant::now() + RELEASED_MAX;
+    loop {
+        match MetricsServer::start(address, context.stop.child_token()).await {
+            Ok(server) => return Some(server),
+            Err(error) if Instant::now() >= until => {
+                let error = output::one_line(&error.into());
+                tracing::error!(error, "the mount goes on without metrics");
+                return None;
+            }
+            Err(_) => tokio::time::sleep(RELEASED_POLL).await,
+        }
+    }
 }
 
 /// Reports an error, instead of [`announce`], to the process that waits for the mount. Standard error may be
@@ -145,15 +193,15 @@ pub(super) fn announce(
     )
 }
 
-/// Builds this command for a child process: with JSON output, not detached, not supervised, with the given
-/// metrics address.
+/// Builds this command for a child process: of the given program, with JSON output, not detached, not
+/// supervised, with the given metrics address.
 pub(super) fn same_command(
     context: &Context,
     args: &MountArgs,
+    program: &Path,
     metrics: Option<SocketAddr>,
 ) -> Result<std::process::Command> {
-    // The running program, also after an upgrade has replaced its file.
-    let mut command = std::process::Command::new("/proc/self/exe");
+    let mut command = std::process::Command::new(program);
     command
         .arg0("millrace")
         .arg("--json")
@@ -200,7 +248,7 @@ fn end_with_input(context: &Context) -> Result<()> {
 
 /// Starts the same command in its own process group and waits until it has mounted.
 async fn detach(context: &Context, args: &MountArgs) -> Result<()> {
-    let mut command = same_command(context, args, args.metrics)?;
+    let mut command = same_command(context, args, Path::new(OWN_PROGRAM), args.metrics)?;
     command.arg("--tell-errors");
     if args.supervise {
         command.arg("--supervise");

@@ -37,6 +37,31 @@ pub(super) use held::Held;
 pub use holder::{Holder, HolderOptions};
 pub use protocol::HeldMount;
 
+/// The first Linux that sends requests of a dead server again.
+const LINUX_MIN: (u32, u32) = (6, 9);
+
+/// Whether the kernel lets a mount outlive its server. Otherwise the reason, in one line.
+///
+/// # Errors
+/// The reason.
+pub fn can_hand_over() -> std::result::Result<(), String> {
+    let path = "/proc/sys/kernel/osrelease";
+    let release = std::fs::read_to_string(path).map_err(|error| format!("cannot read {path}: {error}"))?;
+    let release = release.trim();
+    match version_of(release) {
+        Some(version) if version >= LINUX_MIN => Ok(()),
+        _ => {
+            Err(format!("a handover takes Linux {}.{} or newer, this is {release}", LINUX_MIN.0, LINUX_MIN.1))
+        }
+    }
+}
+
+/// Major and minor version of a kernel release like `6.12.3-arch1`.
+fn version_of(release: &str) -> Option<(u32, u32)> {
+    let mut parts = release.split(|c: char| !c.is_ascii_digit());
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
 /// The mounts of the holder at a socket.
 ///
 /// # Errors
@@ -55,4 +80,16 @@ pub fn umount_held(at: &Path, socket: &Path) -> Result<()> {
     let at = std::path::absolute(at).map_err(|e| Error::io("resolve", at, e))?;
     let failed = |source| Error::Io { operation: "have the holder unmount", path: at.clone(), source };
     Client::connect(socket)?.unmount(&at).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_kernels_since_6_9_hand_over() {
+        let hands_over = |release: &str| version_of(release).is_some_and(|version| version >= LINUX_MIN);
+        assert!(["6.9.0", "6.9-rc1", "6.18.44-fc", "10.0"].into_iter().all(hands_over));
+        assert!(!["6.8.12-generic", "5.15.0", "6", "", "linux"].into_iter().any(hands_over));
+    }
 }

@@ -169,6 +169,32 @@ impl Holder {
     pub fn socket(&self) -> &Path {
         &self.socket
     }
+
+    /// Whether a mount of this holder is attached at a path, with or without a server. Sends no request to the
+    /// mount, so that it never waits for a server.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the path or the system's table of mounts cannot be read.
+    pub fn is_attached(&self, at: &Path) -> Result<bool> {
+        let target = resolved(at).map_err(|source| point::refused("resolve", at, source))?;
+        let number = {
+            let mut state = self.shared.state.lock();
+            state.drop_ended(&target);
+            let Some(held) = state.mounts.get(&target) else { return Ok(false) };
+            held.number.clone()
+        };
+        Ok(point::find(&target)?.is_some_and(|entry| entry.device == number))
+    }
+
+    /// Unmounts what this holder has mounted at a path, with or without a server. The path is free at once;
+    /// open files stay usable while the server lives.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the holder has nothing mounted there, or when the system refuses.
+    pub fn unmount(&self, at: &Path) -> Result<()> {
+        let failed = |reason: String| point::refused("unmount", at, io::Error::other(reason));
+        self.shared.unmount(at).map_err(failed)
+    }
 }
 
 impl Drop for Holder {
