@@ -17,7 +17,8 @@ pub(crate) struct MountArgs {
     /// Return once it is mounted; a background process serves the mount
     #[arg(long)]
     pub(crate) detach: bool,
-    /// Restart the process that serves the mount whenever it dies
+    /// Restart the process that serves the mount whenever it dies; files stay open (Linux 6.9). SIGUSR1 moves
+    /// the mount to the program's present file
     #[arg(long)]
     pub(crate) supervise: bool,
     /// Mount through the holder at this socket (see millrace holder), or take the mount over from the

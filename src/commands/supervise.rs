@@ -149,7 +149,10 @@ impl Supervisor<'_> {
                 return Ok(());
             }
             if stops || !self.announced || (was_ready && !self.is_attached()?) {
-                self.unmount();
+                if stops || self.holder.is_some() {
+                    self.unmount();
+                }
+                // Removes the socket.
                 drop(self.holder.take());
                 // The daemon has already reported its error.
                 std::process::exit(status.code().unwrap_or(Exit::Failed as i32));

@@ -1,6 +1,8 @@
 //! Tests of supervised mounts, which outlive their daemon.
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -16,6 +18,98 @@ fn daemon_of(supervisor: &Service) -> Option<i32> {
         children.split_whitespace().next()?.parse().ok()
     });
     children.last()
+}
+
+/// Has a file open. For each name on its input, reads on and makes a file of that name.
+const PROGRAM: &str = r#"exec 3<"$1/file"; while read -r name; do head -c 200000 <&3; : > "$1/$name"; done"#;
+
+/// Starts [`PROGRAM`] in a mount.
+fn program_in(at: &Path) -> Child {
+    let mut command = Command::new("sh");
+    command.args(["-ec", PROGRAM, "sh"]).arg(at).stdin(Stdio::piped()).stdout(Stdio::piped());
+    command.spawn().unwrap()
+}
+
+/// Has the program go on, and checks what it reads.
+fn goes_on(program: &mut Child, name: &str, expected: &[u8]) {
+    writeln!(program.stdin.as_mut().unwrap(), "{name}").unwrap();
+    let mut read = vec![0; expected.len()];
+    program.stdout.as_mut().unwrap().read_exact(&mut read).unwrap();
+    assert!(read == expected, "{name}: an open file differs");
+}
+
+#[test]
+fn open_files_outlive_the_daemons_of_a_supervised_mount() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    let content: Vec<u8> = (0..250_000_u32).flat_map(u32::to_le_bytes).collect();
+    home.ok(["volume", "create", "v"]);
+    home.ok(["cp", home.file("content", &content).to_str().unwrap(), "v:/file"]);
+    let at = home.dir.path().join("mnt");
+    let mut supervisor = home.start(["--json", "mount", "--supervise", "v", at.to_str().unwrap()]);
+    supervisor.object();
+    let mut program = program_in(&at);
+    goes_on(&mut program, "first", &content[..200_000]);
+    for (round, part) in content[200_000..].chunks(200_000).enumerate() {
+        let daemon = daemon_of(&supervisor).unwrap();
+        kill(Pid::from_raw(daemon), Signal::SIGKILL).unwrap();
+        // The program waits for the next daemon.
+        goes_on(&mut program, &format!("round-{round}"), part);
+        assert_ne!(daemon_of(&supervisor), Some(daemon));
+    }
+    drop(program.stdin.take());
+    assert!(program.wait().unwrap().success());
+    let socket = home.path().join(format!("run/holder-{}", supervisor.pid()));
+    assert!(socket.exists());
+    home.ok(["umount", at.to_str().unwrap()]);
+    assert_eq!(supervisor.wait(), Some(0));
+    assert!(!socket.exists() && std::fs::read_dir(&at).unwrap().count() == 0);
+}
+
+#[test]
+fn supervised_mount_moves_to_a_new_program_on_sigusr1() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    let content: Vec<u8> = (0..150_000_u32).flat_map(u32::to_le_bytes).collect();
+    home.ok(["volume", "create", "v"]);
+    home.ok(["cp", home.file("content", &content).to_str().unwrap(), "v:/file"]);
+    let (at, program) = (home.dir.path().join("mnt"), home.dir.path().join("millrace"));
+    std::fs::copy(home.command().get_program(), &program).unwrap();
+    let program = std::fs::canonicalize(program).unwrap();
+    let mut command = Command::new(&program);
+    command.current_dir(home.dir.path()).env("MILLRACE_HOME", home.path()).env_remove("MILLRACE_CONFIG");
+    command.args(["--json", "mount", "--supervise", "v", at.to_str().unwrap()]);
+    let mut supervisor = Service::spawn(&mut command);
+    supervisor.object();
+    let mut reader = program_in(&at);
+    goes_on(&mut reader, "before", &content[..200_000]);
+
+    let next = home.dir.path().join("next");
+    std::fs::copy(&program, &next).unwrap();
+    std::fs::rename(&next, &program).unwrap();
+    let file_of = |pid: i32| std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+    let first = daemon_of(&supervisor).unwrap();
+    assert_ne!(file_of(first), program, "it runs the removed file");
+    supervisor.signal(Signal::SIGUSR1);
+    until("a daemon of the new program serves alone", || {
+        !Path::new(&format!("/proc/{first}")).exists()
+            && daemon_of(&supervisor).is_some_and(|now| file_of(now) == program)
+    });
+    goes_on(&mut reader, "upgraded", &content[200_000..400_000]);
+
+    // A file that is no program changes nothing, also not for the next daemon.
+    std::fs::rename(home.file("broken", "#!/bin/false\n"), &program).unwrap();
+    let second = daemon_of(&supervisor).unwrap();
+    supervisor.signal(Signal::SIGUSR1);
+    kill(Pid::from_raw(second), Signal::SIGKILL).unwrap();
+    goes_on(&mut reader, "restarted", &content[400_000..]);
+    drop(reader.stdin.take());
+    assert!(reader.wait().unwrap().success());
+    assert_eq!(supervisor.stop(), 0);
 }
 
 #[test]
