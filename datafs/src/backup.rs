@@ -201,7 +201,7 @@ fn restored<'a>(
     ];
     let left_out = [keys::STORE, keys::ROSTER, keys::BATCH].map(<[u8]>::to_vec);
     // Sessions in the backup may be alive elsewhere: this home must not collect their objects.
-    let prefixes = [keys::holds(), keys::sessions(), keys::sessions_in_cleanup()];
+    let prefixes = [keys::holds(), keys::sessions(), keys::sessions_in_cleanup(), keys::completed_requests()];
     let kept = move |pair: &Result<Pair>| match pair {
         Ok((key, _)) => !left_out.contains(key) && !prefixes.iter().any(|prefix| key.starts_with(prefix)),
         Err(_) => true,

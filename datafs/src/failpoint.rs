@@ -11,6 +11,15 @@ pub(crate) fn hit(name: &str) {
     let _ = name;
 }
 
+/// [`hit`] that runs `before` first, and only when it kills the process.
+#[inline]
+pub(crate) fn hit_after(name: &str, before: impl FnOnce()) {
+    #[cfg(debug_assertions)]
+    enabled::hit_after(name, before);
+    #[cfg(not(debug_assertions))]
+    let _ = (name, before);
+}
+
 #[cfg(debug_assertions)]
 mod enabled {
     use std::sync::OnceLock;
@@ -24,9 +33,14 @@ mod enabled {
     static WANTED: OnceLock<Option<Wanted>> = OnceLock::new();
 
     pub(super) fn hit(name: &str) {
+        hit_after(name, || {});
+    }
+
+    pub(super) fn hit_after(name: &str, before: impl FnOnce()) {
         let wanted = WANTED.get_or_init(|| parse(&std::env::var("MILLRACE_FAILPOINT").ok()?));
         let Some(wanted) = wanted else { return };
         if wanted.name == name && wanted.left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            before();
             // SIGKILL runs no destructors and no exit handlers and flushes nothing. If it cannot be raised,
             // abort.
             let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);

@@ -47,6 +47,7 @@ pub use file::OpenFile;
 pub(crate) use file::{ReadBuffer, WriteAges};
 pub use lock::{Blocker, FileLock, LOCK_END_MAX, LockFamily, LockOwner, Locking};
 pub(crate) use rename::Moved;
+pub(crate) use takeover::RequestMark;
 pub(crate) use tree::{NameChecks, NameTarget, Unlinked};
 pub use types::{NodeEntry, OpenFlags, Owner, SetAttr, SetTime, StatFs};
 pub use view::View;

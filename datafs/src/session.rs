@@ -225,6 +225,10 @@ pub(crate) fn remove_row(txn: &mut dyn WriteTxn, id: u64) -> Result<()> {
     put_roster(txn, &all)?;
     txn.delete(&keys::answered(id))?;
     txn.delete(&keys::hold(id))?;
+    let completed = keys::all_completed(id);
+    for (key, _) in txn.scan(&completed, &keys::after_prefix(&completed), Order::Ascending, usize::MAX)? {
+        txn.delete(&key)?;
+    }
     txn.delete(&keys::session(id))
 }
 

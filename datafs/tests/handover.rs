@@ -7,6 +7,8 @@
 
 mod clients;
 mod live;
+mod locks;
+mod names;
 mod planned;
 mod snapshots;
 
@@ -133,10 +135,15 @@ impl Held {
 
     /// Starts a server, and returns once it serves.
     fn server(&self, spec: &str) -> Server<'_> {
+        self.server_with(spec, "none")
+    }
+
+    /// [`Held::server`] that is killed at a fail point.
+    fn server_with(&self, spec: &str, failpoint: &str) -> Server<'_> {
         let quoted = |path: &Path| format!("'{}'", path.display());
         let program = std::env::current_exe().unwrap();
         let line = format!(
-            "{SPEC}='{spec}' {SOCKET}={} {AT}={} {} --exact handover::server --nocapture --test-threads=1\n",
+            "MILLRACE_FAILPOINT={failpoint} {SPEC}='{spec}' {SOCKET}={} {AT}={} {} --exact handover::server --nocapture --test-threads=1\n",
             quoted(&self.socket()),
             quoted(&self.at()),
             quoted(&program),
@@ -182,6 +189,11 @@ impl Server<'_> {
     fn kill(self) {
         let pid = nix::unistd::Pid::from_raw(self.pid as i32);
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+        self.was_killed();
+    }
+
+    /// Waits for the end of a server that is killed.
+    fn was_killed(self) {
         assert_eq!(self.held.launcher.borrow_mut().exit_code(), 137);
     }
 

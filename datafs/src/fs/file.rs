@@ -148,7 +148,8 @@ impl OpenFile {
     /// A handle that is registered in the open table. The caller checks that the file exists.
     pub(super) fn register(view: &View, node: Node, flags: OpenFlags) -> OpenFile {
         OpenFile {
-            view: view.clone(),
+            // Its later writes belong to other requests.
+            view: view.unmarked(),
             node,
             flags,
             live: node.is_live().then(|| view.shared.open.open(view.volume, node.ino)),

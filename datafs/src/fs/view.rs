@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use super::content::INLINE_BYTES_MAX;
 use super::shared::{InUse, Shared};
+use super::takeover::RequestMark;
 use crate::data::Codec;
 use crate::error::{Error, Result};
+use crate::failpoint;
 use crate::meta::engine::{Durability, ReadTxn};
 use crate::meta::versioned::{At, Reader, Writer};
 use crate::name::VolumeSpec;
@@ -35,6 +37,8 @@ pub struct View {
     writer: u64,
     /// The codec of file data that this view writes.
     codec: Arc<Codec>,
+    /// The request that each write transaction completes.
+    request: Option<RequestMark>,
 }
 
 impl View {
@@ -55,7 +59,18 @@ impl View {
             at,
             writer,
             codec: Arc::new(codec),
+            request: None,
         }
+    }
+
+    /// The same view for one request of the kernel, whose change is one write transaction.
+    pub(crate) fn completing(&self, request: RequestMark) -> View {
+        View { request: Some(request), ..self.clone() }
+    }
+
+    /// The same view, for no request.
+    pub(super) fn unmarked(&self) -> View {
+        View { request: None, ..self.clone() }
     }
 
     /// The same view with a separate writer id.
@@ -153,6 +168,9 @@ impl View {
                 Writer::run(txn, self.volume, session, |writer| {
                     writer.act_as(self.writer, watched);
                     let result = body(writer)?;
+                    if let Some(request) = self.request {
+                        request.complete(writer.txn(), session)?;
+                    }
                     changed = writer.take_changed();
                     Ok(result)
                 })
@@ -163,6 +181,10 @@ impl View {
             Err(Error::NoSpace { .. }) if self.shared.make_room() => run(),
             done => done,
         };
+        if self.request.is_some() && result.is_ok() {
+            // With the commit in the metadata file, and without an answer.
+            failpoint::hit_after("request-completed", || drop(self.shared.meta.settle()));
+        }
         // A commit with unknown outcome may have taken place.
         if watched && result.as_ref().err().is_none_or(|error| !error.is_definite()) {
             self.shared.watchers.tell(self.volume, self.writer, changed);

@@ -268,6 +268,21 @@ pub(crate) fn holds() -> Vec<u8> {
     table(b'b', &[])
 }
 
+/// The number of a kernel request whose change a session has committed, in a slot: see `fs/takeover.rs`.
+pub(crate) fn completed(session: u64, slot: u64) -> Vec<u8> {
+    table(b'w', &[&session.to_be_bytes(), &slot.to_be_bytes()])
+}
+
+/// All such numbers.
+pub(crate) fn completed_requests() -> Vec<u8> {
+    table(b'w', &[])
+}
+
+/// All such numbers of a session.
+pub(crate) fn all_completed(session: u64) -> Vec<u8> {
+    table(b'w', &[&session.to_be_bytes()])
+}
+
 /// The check value of an encryption key, which tells it from others of its name.
 pub(crate) fn encryption_key(name: &str) -> Vec<u8> {
     table(b'e', &[name.as_bytes()])

@@ -1,7 +1,7 @@
 //! The handle table of one mount: its open files, and the cached pages or the backing file that the kernel may
 //! use for each.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::{Mutex, RwLock};
 
 use super::fuse::passthrough::{Backing, Registrar};
-use super::handover::journal::{self, Journal, OpenRecord};
+use super::handover::journal::{self, Journal, LockRecord, OpenRecord};
 use super::lookup_prefetch::LookupPrefetch;
 use super::stateless::Stateless;
 use crate::error::{Error, Result};
@@ -133,6 +133,8 @@ pub(super) struct Handles {
     journal: OnceLock<Arc<Journal>>,
     /// Handles of earlier servers whose opening request may not have been answered, by its number.
     unanswered: Mutex<HashMap<u64, u64>>,
+    /// Numbers of the requests whose change of names earlier servers have committed, maybe without an answer.
+    completed: Mutex<HashSet<u64>>,
 }
 
 /// A node with files open. The kernel serves all of a node's open files either from its page cache or from one
@@ -161,6 +163,7 @@ impl Handles {
             registrar: OnceLock::new(),
             journal: OnceLock::new(),
             unanswered: Mutex::default(),
+            completed: Mutex::default(),
         }
     }
 
@@ -230,6 +233,34 @@ impl Handles {
         if let Some(number) = earlier {
             self.release(number);
         }
+    }
+
+    /// Whether the mount has a holder, so that another server may go on with it.
+    pub(super) fn is_held(&self) -> bool {
+        self.journal.get().is_some()
+    }
+
+    /// Records through which handle an owner has taken locks (`fcntl`) on a node, in a held mount. Returns the
+    /// slot in the journal.
+    pub(super) fn keep_lock(&self, node: Node, owner: u64, handle: u64) -> Option<u32> {
+        self.journal.get()?.insert_lock(LockRecord { handle, node: node.to_u64(), owner })
+    }
+
+    /// Frees the slot of a lock.
+    pub(super) fn forget_lock(&self, slot: u32) {
+        if let Some(journal) = self.journal.get() {
+            journal.remove(slot);
+        }
+    }
+
+    /// Notes requests that an earlier server has completed.
+    pub(super) fn inherit_completed(&self, requests: Vec<u64>) {
+        self.completed.lock().extend(requests);
+    }
+
+    /// Whether an earlier server has completed a request.
+    pub(super) fn has_completed(&self, request: u64) -> bool {
+        self.completed.lock().contains(&request)
     }
 
     /// Notes a write through a handle, before it is answered.

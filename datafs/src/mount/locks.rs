@@ -4,6 +4,9 @@
 //!
 //! Taking a lock makes the kernel drop cached data that others have changed; releasing one commits earlier
 //! writes. So a lock holder sees the writes of the previous holder, on any mount.
+//!
+//! In a held mount a reply waits until the change survives the process. Otherwise a crash could undo a lock or a
+//! release of which the program knows: two programs would hold one lock, or a free one would stay held.
 
 pub(super) mod request;
 
@@ -20,6 +23,7 @@ use super::caller::is_interrupted;
 use super::coherence::Coherence;
 use super::errno::errno;
 use super::handles::Handles;
+use super::handover::journal::LockRecord;
 use super::observe::stats::Op;
 use super::observe::trace;
 use super::observe::watch::Watch;
@@ -40,7 +44,7 @@ const CLOSING_TIME: Duration = Duration::from_millis(10);
 /// The locks taken through one mount, and the requests that wait for one.
 #[derive(Debug)]
 pub(super) struct Locks {
-    held: Mutex<HashMap<(Node, LockOwner), HashSet<u64>>>,
+    held: Mutex<HashMap<(Node, LockOwner), Through>>,
     /// Number of entries of `held`, so that most closes take no lock.
     held_count: AtomicUsize,
     coherence: Arc<Coherence>,
@@ -51,6 +55,10 @@ pub(super) struct Locks {
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
+
+/// The handles through which an owner has taken its locks on a node, with their slots in the journal of a held
+/// mount.
+type Through = HashMap<u64, Option<u32>>;
 
 #[derive(Debug, Default)]
 struct State {
@@ -143,6 +151,15 @@ impl Locks {
         self.held_count.store(held.len(), Ordering::Release);
     }
 
+    /// Notes through which handle such a lock was taken. `false` if its owner has none on the node.
+    pub(super) fn inherit_through(&self, lock: LockRecord, slot: u32) -> bool {
+        let LockRecord { handle, node, owner } = lock;
+        let owner = LockOwner { family: LockFamily::Fcntl, id: owner };
+        let mut held = self.held.lock();
+        let through = held.get_mut(&(Node::from_u64(node), owner));
+        through.map(|through| through.insert(handle, Some(slot))).is_some()
+    }
+
     /// Answers no waiting request any more: the next server of the mount gets them again. The thread may still
     /// answer one that it is trying.
     pub(super) fn abandon(&self) {
@@ -213,7 +230,9 @@ impl Locks {
         self.left.lock().retain(|left| *left != (node, lock.owner));
         let blockers = match handles.view.lock(node, lock)? {
             Locking::Held(attr) => {
-                return Ok(match self.took(node, lock.owner, handle, attr.as_ref()) {
+                let outdated = self.took(handles, (node, lock.owner), handle, attr.as_ref());
+                settle(handles)?;
+                return Ok(match outdated {
                     None => Answer::Now(None),
                     Some(attr) => Answer::Later(Until::Forgotten(attr)),
                 });
@@ -236,9 +255,19 @@ impl Locks {
     }
 
     /// Notes a lock that is held now. Returns the attributes if the kernel's cached data is outdated.
-    fn took(&self, node: Node, owner: LockOwner, handle: u64, attr: Option<&Attr>) -> Option<Attr> {
+    fn took(
+        &self,
+        handles: &Handles,
+        (node, owner): (Node, LockOwner),
+        handle: u64,
+        attr: Option<&Attr>,
+    ) -> Option<Attr> {
         let mut held = self.held.lock();
-        held.entry((node, owner)).or_default().insert(handle);
+        held.entry((node, owner)).or_default().entry(handle).or_insert_with(|| match owner.family {
+            LockFamily::Fcntl => handles.keep_lock(node, owner.id, handle),
+            // The kernel tells the owner at the end of the open file.
+            LockFamily::Flock => None,
+        });
         self.held_count.store(held.len(), Ordering::Release);
         drop(held);
         attr.filter(|attr| !self.coherence.has_pages(attr)).copied()
@@ -275,16 +304,19 @@ impl Locks {
         if handles.view.unlock(node, owner, start, end)? {
             self.wake();
         }
+        // Before the journal forgets the lock.
+        settle(handles)?;
         if (start, end) == (0, LOCK_END_MAX) {
-            self.gave_up(node, owner);
+            self.gave_up(handles, node, owner);
         }
         published
     }
 
-    fn gave_up(&self, node: Node, owner: LockOwner) {
+    fn gave_up(&self, handles: &Handles, node: Node, owner: LockOwner) {
         let mut held = self.held.lock();
-        held.remove(&(node, owner));
+        let through = held.remove(&(node, owner));
         self.held_count.store(held.len(), Ordering::Release);
+        through.into_iter().flatten().filter_map(|(_, slot)| slot).for_each(|slot| handles.forget_lock(slot));
     }
 
     /// A process has closed the file, which releases its `fcntl` locks.
@@ -305,11 +337,14 @@ impl Locks {
             return;
         }
         let flock = flock.map(|id| LockOwner { family: LockFamily::Flock, id });
+        // A lock of an earlier server whose handle is unknown ends with the last open file of the node.
+        let is_last = !handles.is_shared(node);
+        let ends = |through: &Through| through.contains_key(&handle) || through.is_empty() && is_last;
         let owners: Vec<LockOwner> = {
             let held = self.held.lock();
             let through = held.iter().filter(|((held, _), _)| *held == node);
             through
-                .filter(|((_, owner), through)| Some(*owner) == flock || through.contains(&handle))
+                .filter(|((_, owner), through)| Some(*owner) == flock || ends(through))
                 .map(|((_, owner), _)| *owner)
                 .collect()
         };
@@ -334,9 +369,13 @@ impl Locks {
     fn give_up_left(&self, handles: &Handles) -> bool {
         // Locked meanwhile, so that an owner that returns takes its lock after this.
         let mut left = self.left.lock();
-        left.retain(|(node, owner)| match handles.view.unlock(*node, *owner, 0, LOCK_END_MAX) {
-            Ok(_) => {
-                self.gave_up(*node, *owner);
+        let unlock = |node, owner| {
+            handles.view.unlock(node, owner, 0, LOCK_END_MAX)?;
+            settle(handles)
+        };
+        left.retain(|(node, owner)| match unlock(*node, *owner) {
+            Ok(()) => {
+                self.gave_up(handles, *node, *owner);
                 self.wake();
                 false
             }
@@ -374,10 +413,16 @@ impl Locks {
         }
         let outcome = match handles.view.lock(node, lock) {
             Ok(Locking::Held(attr)) => {
-                if let Some(attr) = self.took(node, lock.owner, handle, attr.as_ref()) {
+                if let Some(attr) = self.took(handles, (node, lock.owner), handle, attr.as_ref()) {
                     self.refresh(handles, handle, &attr);
                 }
-                Outcome::default()
+                match settle(handles) {
+                    Ok(()) => Outcome::default(),
+                    Err(error) => {
+                        tracing::warn!(%error, node = node.to_u64(), "waiting for a lock");
+                        outcome::failed(counted(&error))
+                    }
+                }
             }
             Ok(Locking::Blocked(blockers)) => {
                 if matches!(waiting.until, Until::Instant(until) if Instant::now() >= until) {
@@ -402,6 +447,11 @@ impl Locks {
 enum Answer {
     Now(Option<Errno>),
     Later(Until),
+}
+
+/// Waits until changes of locks survive the process, in a mount that another server may go on with.
+fn settle(handles: &Handles) -> Result<()> {
+    if handles.is_held() { handles.view.shared.meta.settle() } else { Ok(()) }
 }
 
 /// The errno of a lock request that failed, counted as an error of the mount.

@@ -28,7 +28,7 @@ use crate::mount::coherence::stale_retry::Refused;
 use crate::mount::coherence::{Kept, Telling};
 use crate::mount::convert::{is_execution, kind_of_mode, open_flags, set_time};
 use crate::mount::handles::{Handle, Kept as KeptHandle, Registered};
-use crate::mount::handover::resent::{number_of, resent};
+use crate::mount::handover::resent::{completing, is_completed, number_of, resent};
 use crate::mount::locks::Wish;
 use crate::mount::locks::request::is_flock;
 use crate::mount::outcome;
@@ -229,9 +229,17 @@ impl Filesystem for Adapter {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
         let made = match kind_of_mode(mode) {
+            Some(_) if is_completed(&self.handles, request) => self.handles.view.lookup(parent, name),
             Some(kind) => {
                 let mode = (mode & 0o7777, umask);
-                self.handles.view.mknod_masked(parent, name, kind, mode, rdev, owner(request))
+                completing(&self.handles, request).mknod_masked(
+                    parent,
+                    name,
+                    kind,
+                    mode,
+                    rdev,
+                    owner(request),
+                )
             }
             None => Err(Error::Invalid(format!("mode {mode:o} is of no kind of file"))),
         };
@@ -249,7 +257,13 @@ impl Filesystem for Adapter {
     ) {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
-        let made = self.handles.view.mkdir_masked(parent, name, mode & 0o7777, umask, owner(request));
+        let made = match is_completed(&self.handles, request) {
+            true => self.handles.view.lookup(parent, name),
+            false => {
+                let view = completing(&self.handles, request);
+                view.mkdir_masked(parent, name, mode & 0o7777, umask, owner(request))
+            }
+        };
         self.entry("mkdir", (parent, name), moment, made, reply);
     }
 
@@ -264,7 +278,13 @@ impl Filesystem for Adapter {
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let parent = self.node(parent);
         let moment = self.coherence.moment();
-        let made = self.handles.view.symlink(parent, name, target.as_os_str(), owner(request));
+        let made = match is_completed(&self.handles, request) {
+            true => self.handles.view.lookup(parent, name),
+            false => {
+                let view = completing(&self.handles, request);
+                view.symlink(parent, name, target.as_os_str(), owner(request))
+            }
+        };
         self.entry("symlink", (parent, name), moment, made, reply);
     }
 
@@ -291,12 +311,17 @@ impl Filesystem for Adapter {
         reply: ReplyEntry,
     ) {
         let (node, parent) = (self.node(ino), self.node(new_parent));
+        if is_completed(&self.handles, request) {
+            let moment = self.coherence.moment();
+            let made = self.handles.view.lookup(parent, new_name);
+            return self.entry("link", (parent, new_name), moment, made, reply);
+        }
         let held = match self.check_named("link", request.pid(), node, false) {
             Ok(held) => held,
             Err(errno) => return reply.error(errno),
         };
         let moment = self.coherence.moment();
-        match self.handles.view.link(node, parent, new_name) {
+        match completing(&self.handles, request).link(node, parent, new_name) {
             Ok(attr) => self.found_entry(Telling::locked((parent, new_name)), &attr, moment, true, reply),
             // As on a local disk, a file that has lost its last name gets no new one.
             Err(error) if held.is_some() => reply.error(self.failed("link", parent, &error)),
@@ -375,7 +400,11 @@ impl Filesystem for Adapter {
         let flags = open_flags(flags);
         let moment = self.coherence.moment();
         let mode = (mode & 0o7777, umask);
-        match self.create_new(request, (parent, name), mode, flags) {
+        let created = match is_completed(&self.handles, request) {
+            true => self.open_created((parent, name), flags),
+            false => self.create_new(request, (parent, name), mode, flags),
+        };
+        match created {
             Ok(Creation::Exists) => reply.error(outcome::refusal(Errno::ESTALE)),
             Ok(Creation::Denied) => reply.error(outcome::failure(Errno::EACCES)),
             Ok(Creation::Opened(created)) => {
@@ -575,6 +604,9 @@ impl Filesystem for Adapter {
         reply: ReplyEmpty,
     ) {
         let node = self.node(ino);
+        if is_completed(&self.handles, request) {
+            return reply.ok();
+        }
         match self.check_named("setxattr", request.pid(), node, true) {
             Ok(held) => self.set_xattr(request, (node, held), name, value, flags, reply),
             Err(errno) => reply.error(errno),
@@ -591,11 +623,14 @@ impl Filesystem for Adapter {
 
     fn removexattr(&self, request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let node = self.node(ino);
+        if is_completed(&self.handles, request) {
+            return reply.ok();
+        }
         let held = match self.check_named("removexattr", request.pid(), node, true) {
             Ok(held) => held,
             Err(errno) => return reply.error(errno),
         };
-        let removed = self.handles.view.xattr_remove(node, name);
+        let removed = completing(&self.handles, request).xattr_remove(node, name);
         if is_acl(name) {
             self.coherence.drops_list(node);
         }

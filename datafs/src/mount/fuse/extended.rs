@@ -17,6 +17,7 @@ use crate::mount::coherence::inode_table::{NO_LIST, list_stamp};
 use crate::mount::coherence::lifetime::{FOREVER, name_lifetime};
 use crate::mount::coherence::stale_retry::{Arrival, Found};
 use crate::mount::coherence::{Kept, Telling};
+use crate::mount::handover::resent::completing;
 use crate::mount::outcome;
 use crate::node::{Attr, Node};
 
@@ -57,7 +58,7 @@ impl Adapter {
             libc::XATTR_REPLACE => SetXattr::Replace,
             _ => return reply.error(outcome::refusal(Errno::EINVAL)),
         };
-        let set = self.handles.view.xattr_set(node, name, value, how);
+        let set = completing(&self.handles, request).xattr_set(node, name, value, how);
         self.changed_by_path("setxattr", by, held, set, reply);
     }
 

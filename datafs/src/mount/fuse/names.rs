@@ -24,6 +24,7 @@ use crate::fs::{NameChecks, NameTarget};
 use crate::mount::caller::{CAP_FOWNER, has_capability};
 use crate::mount::coherence::inode_table::{Asker, Told};
 use crate::mount::coherence::stale_retry::Refused;
+use crate::mount::handover::resent::{completing, is_completed};
 use crate::mount::outcome;
 use crate::node::Node;
 
@@ -37,8 +38,12 @@ impl Adapter {
         (parent, name): Name<'_>,
         reply: ReplyEmpty,
     ) {
+        if is_completed(&self.handles, request) {
+            return reply.ok();
+        }
         let change = Change { kind: Refused::Removal, ..Change::arrives(self, request, parent, true) };
-        let removed = change.run(request, |checks| self.handles.view.unlink_by(parent, name, checks));
+        let view = completing(&self.handles, request);
+        let removed = change.run(request, |checks| view.unlink_by(parent, name, checks));
         self.changed(&change, "unlink", removed.map(|removed| self.note_removed(removed)), reply);
     }
 
@@ -48,8 +53,12 @@ impl Adapter {
         (parent, name): Name<'_>,
         reply: ReplyEmpty,
     ) {
+        if is_completed(&self.handles, request) {
+            return reply.ok();
+        }
         let change = Change { kind: Refused::Removal, ..Change::arrives(self, request, parent, false) };
-        let removed = change.run(request, |checks| self.handles.view.rmdir_by(parent, name, checks));
+        let view = completing(&self.handles, request);
+        let removed = change.run(request, |checks| view.rmdir_by(parent, name, checks));
         self.changed(&change, "rmdir", removed.map(|removed| self.note_removed(removed)), reply);
     }
 
@@ -61,7 +70,10 @@ impl Adapter {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let view = &self.handles.view;
+        if is_completed(&self.handles, request) {
+            return reply.ok();
+        }
+        let view = completing(&self.handles, request);
         let change = Change::arrives(self, request, from.0, false);
         let renamed = if flags.is_empty() || flags == RenameFlags::RENAME_NOREPLACE {
             let no_replace = !flags.is_empty();

@@ -16,6 +16,7 @@ use crate::mount::caller::{
 use crate::mount::coherence::Kept;
 use crate::mount::coherence::removed::Removed;
 use crate::mount::coherence::stale_retry::{Arrival, Found, Refused};
+use crate::mount::handover::resent::completing;
 use crate::mount::outcome;
 use crate::node::{Attr, FileKind, Node};
 
@@ -119,7 +120,7 @@ impl Adapter {
         (mode, umask): (u32, u32),
         flags: OpenFlags,
     ) -> Result<Creation> {
-        let (view, retries) = (&self.handles.view, &self.coherence.retries);
+        let (view, retries) = (completing(&self.handles, request), &self.coherence.retries);
         let thread = request.pid();
         let owner = Owner { uid: request.uid(), gid: request.gid() };
         let create = OpenFlags { exclusive: true, ..flags };
@@ -167,6 +168,19 @@ impl Adapter {
             self.coherence.wake();
         }
         Ok(Creation::Exists)
+    }
+
+    /// Opens the file that an earlier server has created for the same request.
+    pub(in crate::mount) fn open_created(
+        &self,
+        (parent, name): (Node, &OsStr),
+        flags: OpenFlags,
+    ) -> Result<Creation> {
+        let view = &self.handles.view;
+        let node = view.lookup(parent, name)?.node;
+        let flags = OpenFlags { truncate: false, exclusive: false, ..flags };
+        let (file, attr) = view.open_with_attr(node, flags)?;
+        Ok(Creation::Opened(Box::new(Created { attr, file, is_new: true })))
     }
 
     /// Whether owner and mode of a file alone allow a caller to open it. False with an access control list, and

@@ -1,9 +1,13 @@
-//! The journal of a held mount: its open files, and the inodes with uncommitted writes, in memory that the
-//! holder keeps.
+//! The journal of a held mount: its open files, the locks taken through them, and the inodes with uncommitted
+//! writes, in memory that the holder keeps.
 //!
 //! The journal is a memory file of slots of [`SLOT_BYTES`]. Each change is one `pwrite` of one slot, which the
-//! kernel finishes even if the process is killed meanwhile. Slot 0 is the header: [`MAGIC`], the end of the inode
-//! numbers that servers have reserved, and whether there were more inodes than slots. A slot is an open file, an inode with uncommitted writes, or free.
+//! kernel finishes even if the process is killed meanwhile. Slot 0 is the header: [`MAGIC`] or
+//! [`MAGIC_WITH_LOCKS`], the end of the inode numbers that servers have reserved, and whether there were more
+//! inodes than slots. A slot is an open file, a lock, an inode with uncommitted writes, or free.
+//!
+//! The metadata has the locks. The journal tells through which open file each was taken, because the end of that
+//! file releases it.
 //!
 //! An inode counts as uncommitted until its commit survives a kill of the process: an answered commit is in the
 //! metadata file only some milliseconds later. A thread waits for that and then frees the slots.
@@ -28,6 +32,8 @@ const SLOT_BYTES: usize = 40;
 const SLOTS_MAX: u32 = 1 << 20;
 /// Marks a journal of this format.
 const MAGIC: u64 = u64::from_be_bytes(*b"mlrjrnl1");
+/// Marks one that has or had slots of locks, which programs of the format before do not know.
+const MAGIC_WITH_LOCKS: u64 = u64::from_be_bytes(*b"mlrjrnl2");
 
 /// The file is open for reading, writing, appending.
 pub(in crate::mount) const READ: u32 = 1 << 0;
@@ -41,6 +47,8 @@ pub(in crate::mount) const STREAMS: u32 = 1 << 4;
 pub(in crate::mount) const WROTE: u32 = 1 << 5;
 /// What was written through the handle is lost.
 pub(in crate::mount) const LOST: u32 = 1 << 6;
+/// The slot is a lock.
+const LOCK: u32 = 1 << 29;
 /// The slot is an inode with uncommitted writes.
 const INODE: u32 = 1 << 30;
 /// The slot is used.
@@ -60,10 +68,22 @@ pub(in crate::mount) struct OpenRecord {
     pub(in crate::mount) request: u64,
 }
 
+/// A lock (`fcntl`) in the journal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::mount) struct LockRecord {
+    /// The number of the handle through which it was taken.
+    pub(in crate::mount) handle: u64,
+    pub(in crate::mount) node: u64,
+    /// The kernel's number of the owner.
+    pub(in crate::mount) owner: u64,
+}
+
 /// What an earlier server has left in a journal.
 #[derive(Debug, Default)]
 pub(in crate::mount) struct Left {
     pub(in crate::mount) open: Vec<(u32, OpenRecord)>,
+    /// Locks, some of which may be released by now.
+    pub(in crate::mount) locks: Vec<(u32, LockRecord)>,
     /// Inodes with uncommitted writes.
     pub(in crate::mount) uncommitted: Vec<u64>,
     /// End of the reserved inode numbers; 0 if none was reserved.
@@ -95,6 +115,8 @@ struct State {
     inos_end: u64,
     stopped: bool,
     is_full: bool,
+    /// The header says that there are slots of locks.
+    has_locks: bool,
 }
 
 /// An inode with uncommitted writes.
@@ -126,11 +148,13 @@ impl Journal {
         let mut content = vec![0; bytes as usize];
         file.read_exact_at(&mut content, 0)?;
         let (slots, _) = content.as_chunks::<SLOT_BYTES>();
-        let header = slots.first().filter(|header| long(header, 0) == MAGIC);
+        let is_known = |header: &&[u8; SLOT_BYTES]| [MAGIC, MAGIC_WITH_LOCKS].contains(&long(header, 0));
+        let header = slots.first().filter(is_known);
         let inos_end = long(header.ok_or_else(|| damaged("is of an unknown format"))?, 8);
         let overflowed = slots.first().is_some_and(|header| long(header, 16) != 0);
         let mut left = Left { inos_end, overflowed, ..Left::default() };
-        let mut state = State { len: slots.len() as u32, inos_end, ..State::default() };
+        let has_locks = slots.first().is_some_and(|header| long(header, 0) == MAGIC_WITH_LOCKS);
+        let mut state = State { len: slots.len() as u32, inos_end, has_locks, ..State::default() };
         for (slot, bytes) in (0u32..).zip(slots).skip(1) {
             let record = OpenRecord::decode(bytes);
             if record.bits & USED == 0 {
@@ -138,6 +162,9 @@ impl Journal {
             } else if record.bits & INODE != 0 {
                 left.uncommitted.push(record.number);
                 state.inodes.insert(record.number, Inode { slot, writes: 0 });
+            } else if record.bits & LOCK != 0 {
+                let OpenRecord { number: handle, node, data_version: owner, .. } = record;
+                left.locks.push((slot, LockRecord { handle, node, owner }));
             } else {
                 left.open.push((slot, record));
             }
@@ -165,6 +192,29 @@ impl Journal {
         }
     }
 
+    /// Records a lock, until [`Journal::remove`]. Returns its slot, or `None` as [`Journal::insert`] does.
+    pub(in crate::mount) fn insert_lock(&self, lock: LockRecord) -> Option<u32> {
+        {
+            let mut state = self.state.lock();
+            if !state.has_locks {
+                if let Err(error) = self.file.write_all_at(&MAGIC_WITH_LOCKS.to_le_bytes(), 0) {
+                    tracing::warn!(%error, "a lock is not recorded");
+                    return None;
+                }
+                state.has_locks = true;
+            }
+        }
+        let LockRecord { handle, node, owner } = lock;
+        self.insert(OpenRecord {
+            bits: LOCK,
+            backing: 0,
+            number: handle,
+            node,
+            data_version: owner,
+            request: 0,
+        })
+    }
+
     /// Changes the record of an open file.
     pub(in crate::mount) fn update(&self, slot: u32, record: OpenRecord) {
         if let Err(error) = self.put(slot, record) {
@@ -172,7 +222,7 @@ impl Journal {
         }
     }
 
-    /// Frees the slot of a closed file.
+    /// Frees the slot of a closed file, or of a released lock.
     pub(in crate::mount) fn remove(&self, slot: u32) {
         if self.clear(slot) {
             self.state.lock().free.push(slot);
@@ -398,6 +448,27 @@ mod tests {
         assert_eq!(left.open[0].1, OpenRecord { bits: READ | WRITE | USED, ..record(1) });
         next.forget(&left.uncommitted);
         assert!(reopen(&next).1.uncommitted.is_empty());
+    }
+
+    #[test]
+    fn locks_are_found_until_they_are_released() {
+        let (_home, _datafs, view) = setup();
+        let (journal, _) = Journal::open(Journal::create().unwrap(), view.volume).unwrap();
+        let magic = || {
+            let mut header = [0; SLOT_BYTES];
+            journal.file.read_exact_at(&mut header, 0).unwrap();
+            long(&header, 0)
+        };
+        journal.insert(record(1)).unwrap();
+        assert_eq!(magic(), MAGIC, "earlier programs can read it");
+        let locks = [7, 8].map(|owner| LockRecord { handle: 1, node: 17, owner });
+        let slots = locks.map(|lock| journal.insert_lock(lock).unwrap());
+        assert_eq!(magic(), MAGIC_WITH_LOCKS);
+        let (_, left) = reopen(&journal);
+        assert_eq!(left.locks, [(slots[0], locks[0]), (slots[1], locks[1])]);
+        assert_eq!(left.open.len(), 1);
+        journal.remove(slots[0]);
+        assert_eq!(reopen(&journal).1.locks, [(slots[1], locks[1])]);
     }
 
     #[test]

@@ -48,7 +48,13 @@ impl Held {
                 locks.inherit(node, owner);
             }
             shared.take_over_orphans(old)?;
+            handles.inherit_completed(shared.take_over_completed(old)?);
             shared.end_taken_over(old)?;
+        }
+        for (slot, lock) in &left.locks {
+            if !locks.inherit_through(*lock, *slot) {
+                self.journal.remove(*slot);
+            }
         }
         let uncommitted: HashSet<u64> = left.uncommitted.iter().copied().collect();
         let mut nodes = Vec::new();

@@ -24,7 +24,7 @@ fn a_lock_whose_release_failed_at_the_last_close_is_given_up_later() {
     let lock = |owner| FileLock { owner, exclusive: true, start: 0, end: LOCK_END_MAX, pid: 1 };
     let take = || {
         assert!(matches!(view.lock(node, lock(OWNER)).unwrap(), Locking::Held(_)));
-        assert!(locks.took(node, OWNER, CLOSED, None).is_none());
+        assert!(locks.took(&handles, (node, OWNER), CLOSED, None).is_none());
     };
     let other = LockOwner { id: 8, ..OWNER };
     let is_free = || view.lock_in_the_way(node, lock(other)).unwrap().is_none();
