@@ -131,7 +131,8 @@ def daemons():
         f"--service-account-signing-key-file={etc}/accounts.key", "--service-account-issuer=https://kubernetes.default.svc",
         f"--token-auth-file={etc}/tokens.csv", "--authorization-mode=RBAC", f"--service-cluster-ip-range={SERVICES}",
         f"--cert-dir={LAB}/certificates", f"--bind-address={ADDRESS}", f"--advertise-address={ADDRESS}",
-        "--allow-privileged=true",
+        # The name of the node is in no DNS.
+        "--allow-privileged=true", "--kubelet-preferred-address-types=InternalIP",
     ]
     yield "containerd", ["containerd", "--config", str(etc / "containerd.toml")]
     yield "kube-controller-manager", [
