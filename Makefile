@@ -7,7 +7,7 @@ BUILDS := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_BIN := $(or $(CARGO_INSTALL_ROOT),$(CARGO_HOME),$(HOME)/.cargo)/bin
 ARGS ?=
 
-.PHONY: help quickstart test gpu check docs chart cluster compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
+.PHONY: help quickstart test gpu check docs chart cluster cluster-test compose-test conformance wheel test-python test-frameworks fuzz deny bench bench-% install clean
 
 help: ## List the commands
 	@grep -E '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -93,6 +93,10 @@ compose-test: ## Run deploy/compose/compose.yaml in containers (needs root, podm
 # PROGRAM names a built program, whose images are then in the node's store.
 cluster: ## A node with a real kubelet (root; `python3 scripts/kubelab down` ends it)
 	python3 scripts/kubelab up $(if $(PROGRAM),--program $(PROGRAM))
+
+# ARGS: names of steps, --kills 100, --keep. Not part of CI.
+cluster-test: ## The chart on a real kubelet: volumes in pods that survive, training, serving (root; PROGRAM=BUILT)
+	python3 scripts/cluster-test --program $(or $(PROGRAM),$(BUILDS)/debug/millrace) $(ARGS)
 
 bench: setup-test ## All benchmarks, each against a control in the same run
 	cargo bench --locked -p millrace-datafs --bench datafs -- $(ARGS)

@@ -21,6 +21,11 @@ MILLRACE, POSTGRES, S3, PAUSE, BUSYBOX = (
 )
 # Also a second tag of the program: an upgrade to "another version" that is the same program.
 MILLRACE_NEXT = "localhost/kubelab/millrace:2"
+# `test` is what the probes of the chart run.
+APPLETS = (
+    "base64", "cat", "chmod", "find", "head", "kill", "ls", "md5sum", "mkdir", "mount", "rm", "sh", "sha256sum", "sleep",
+    "sync", "tail", "tar", "test", "wget",
+)
 LIBRARY = re.compile(r"(?:=> )?(/\S+) \(0x")
 
 
@@ -40,7 +45,7 @@ class Layer:
         self.text("etc/group", "root:x:0:\nmillrace:x:10001:\n")
         self.text("etc/nsswitch.conf", "hosts: files dns\n")
         self.file(busybox(), "usr/bin/busybox")
-        for applet in ("sh", "cat", "sleep", "md5sum", "sha256sum", "ls", "mkdir", "wget", "head", "rm", "tail", "mount"):
+        for applet in APPLETS:
             self.link(f"usr/bin/{applet}", "busybox")
 
     def add(self, entry, content=None):
