@@ -32,6 +32,9 @@ pub(crate) struct CsiArgs {
     /// Most volumes on the node; 0 for no limit
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     pub(crate) volumes_max: u32,
+    /// A file that exists while the driver serves and has taken over the mounts of the driver before; for a probe
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ready_file: Option<PathBuf>,
     /// The name of the driver
     #[arg(long, value_name = "NAME", default_value = millrace_csi::NAME)]
     pub(crate) driver_name: String,

@@ -39,6 +39,7 @@ pub(crate) async fn run(context: &Context, args: CsiArgs) -> Result<()> {
         home: root.to_owned(),
         config: context.loaded.settings.datafs.clone(),
         state: args.state_dir.map_or_else(|| Ok(root.join("csi")), std::path::absolute)?,
+        ready: args.ready_file,
     };
     let out = context.out;
     let open = Box::new(move |root: &Path, config: &Config| {

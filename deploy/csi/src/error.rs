@@ -25,6 +25,15 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// The ready file of an earlier driver cannot be removed.
+    #[error("cannot remove the ready file {}: choose another path or its owner", path.display())]
+    Ready {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
     /// The options contradict each other or are out of their bounds.
     #[error("{0}")]
     Invalid(String),

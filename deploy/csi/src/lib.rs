@@ -109,6 +109,9 @@ pub struct Options {
     pub config: Config,
     /// The folder for the state of published volumes and the homes of tenants.
     pub state: PathBuf,
+    /// A file that exists while the services answer and the mounts of an earlier driver are taken over. A rollout
+    /// that waits for it ends the old driver after the handover: the servers of mounts end with the driver's container.
+    pub ready: Option<PathBuf>,
 }
 
 /// How volumes are published on a node.
@@ -140,6 +143,7 @@ impl Options {
             state: home.join("csi"),
             home,
             config,
+            ready: None,
         }
     }
 
@@ -170,9 +174,12 @@ impl Options {
 /// Serves the driver until `stop` is cancelled. Mounts of published volumes stay, for the next driver.
 ///
 /// # Errors
-/// [`Error`] when a socket or the state folder cannot be used.
+/// [`Error`] when a socket, the state folder or the ready file cannot be used.
 pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationToken) -> Result<(), Error> {
     options.check()?;
+    if let Some(ready) = &options.ready {
+        remove_ready(ready).map_err(|source| Error::Ready { path: ready.clone(), source })?;
+    }
     let state = |source| Error::State { path: options.state.clone(), source };
     millrace_leaf::private::create_dir_all(&options.state).map_err(state)?;
     let tenants = options.state.join("homes");
@@ -200,7 +207,17 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
     };
     let identity = IdentityService { name: options.name.clone(), has_controller: options.controller };
     let (_socket, listener) = listen(&options.endpoint)?;
-    let recovery = node.as_ref().map(|node| tokio::spawn(Arc::clone(&node.servers).recover()));
+    let (servers, ready) = (node.as_ref().map(|node| Arc::clone(&node.servers)), options.ready.clone());
+    let recovery = tokio::spawn(async move {
+        if let Some(servers) = servers {
+            servers.recover().await;
+        }
+        if let Some(ready) = ready
+            && let Err(error) = std::fs::write(&ready, "")
+        {
+            tracing::error!(path = %ready.display(), %error, "cannot write the ready file: the driver counts as not ready");
+        }
+    });
     let services = Server::builder()
         .concurrency_limit_per_connection(CALLS_MAX)
         .add_service(IdentityServer::new(identity).max_decoding_message_size(MESSAGE_BYTES_MAX))
@@ -236,10 +253,22 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
             Ok(())
         }
     };
-    if let Some(recovery) = recovery {
-        recovery.abort();
+    recovery.abort();
+    // Its end, so that the file is not written after its removal.
+    recovery.await.ok();
+    if let Some(ready) = &options.ready
+        && let Err(error) = remove_ready(ready)
+    {
+        tracing::warn!(path = %ready.display(), %error, "cannot remove the ready file");
     }
     ended
+}
+
+fn remove_ready(path: &std::path::Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Serves the kubelet's registration.
@@ -265,4 +294,38 @@ fn listen(path: &std::path::Path) -> Result<(Socket, UnixListener), Error> {
 
 fn connections(listener: UnixListener) -> impl tokio_stream::Stream<Item = io::Result<AnyAuthority>> {
     UnixListenerStream::new(listener).map(|accepted| accepted.map(AnyAuthority::new))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use millrace_datafs::Datafs;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_ready_file_exists_only_while_the_driver_serves() {
+        let dir = tempfile::tempdir().unwrap();
+        let (ready, endpoint) = (dir.path().join("ready"), dir.path().join("csi.sock"));
+        std::fs::write(&ready, "of a driver that was killed").unwrap();
+        let options = Options {
+            ready: Some(ready.clone()),
+            ..Options::new(endpoint.clone(), dir.path().join("home"), Config::default())
+        };
+        let open: Box<OpenVolumes> = Box::new(|root: &Path, config: &Config| Ok(Datafs::open(root, config)?));
+        let stop = CancellationToken::new();
+        let look = async {
+            while !std::fs::read(&ready).is_ok_and(|text| text.is_empty()) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            tokio::net::UnixStream::connect(&endpoint).await.unwrap();
+            stop.cancel();
+        };
+        let look = tokio::time::timeout(Duration::from_secs(30), look);
+        let (served, looked) = tokio::join!(serve(options, open, stop.clone()), look);
+        looked.unwrap();
+        served.unwrap();
+        assert!(!ready.exists());
+    }
 }

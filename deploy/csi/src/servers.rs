@@ -39,6 +39,8 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from
 const WELL_AFTER: Duration = Duration::from_secs(60);
 /// Interval at which the driver looks whether an adopted server runs.
 const LOOK: Duration = Duration::from_secs(1);
+/// How long a new driver tries to take over the mounts of an earlier one, and the pause between its attempts.
+const RECOVERY: (Duration, Duration) = (Duration::from_secs(120), Duration::from_secs(1));
 /// Longest announcement of a server, in bytes.
 const ANNOUNCEMENT_BYTES_MAX: u64 = 64 * 1024;
 /// Variables that the server of a tenant's volume gets. Others may be credentials of the driver.
@@ -414,22 +416,44 @@ impl Servers {
         Err(refused(Code::Internal, format!("cannot unmount {}: {reason}", at.display())))
     }
 
-    /// Takes over what an earlier driver published: adopts servers that run, and starts the others again.
+    /// Takes over what an earlier driver published: adopts servers that run, and starts the others again. What fails
+    /// is tried again, since the holder may be replaced at the same time.
     pub(crate) async fn recover(self: Arc<Self>) {
-        for publication in self.publications.all() {
-            if self.stop.is_cancelled() {
+        let until = tokio::time::Instant::now() + RECOVERY.0;
+        let mut waiting = self.publications.all();
+        loop {
+            let mut failed = Vec::new();
+            for publication in waiting {
+                if self.stop.is_cancelled() {
+                    return;
+                }
+                let at = publication.target.display().to_string();
+                match self.recover_one(&publication.target).await {
+                    Ok(()) => {
+                        tracing::info!(path = %at, volume = %publication.volume_id, "a published volume was taken over")
+                    }
+                    Err(refused) => {
+                        tracing::error!(path = %at, error = refused.message(), "cannot take over a published volume yet");
+                        failed.push(publication);
+                    }
+                }
+            }
+            if failed.is_empty() {
                 return;
             }
-            let at = publication.target.display().to_string();
-            match self.recover_one(&publication.target).await {
-                Ok(()) => {
-                    tracing::info!(path = %at, volume = %publication.volume_id, "a published volume was taken over")
-                }
-                // The call that runs for it takes it over, or the kubelet's next one does.
-                Err(refused) => {
-                    tracing::error!(path = %at, error = refused.message(), "cannot take over a published volume yet");
-                }
+            if tokio::time::Instant::now() >= until {
+                // The kubelet's next call for each of them does it.
+                tracing::error!(
+                    volumes = failed.len(),
+                    "some published volumes were not taken over: their errors are above"
+                );
+                return;
             }
+            tokio::select! {
+                () = tokio::time::sleep(RECOVERY.1) => {}
+                () = self.stop.cancelled() => return,
+            }
+            waiting = failed;
         }
     }
 
