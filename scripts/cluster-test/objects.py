@@ -149,8 +149,8 @@ def rolled(kind, name, space, seconds=PATIENCE):
     cluster.kubectl("-n", space, "rollout", "status", f"{kind}/{name}", f"--timeout={seconds}s", timeout=seconds + 30)
 
 
-def helm(verb, release, space, values, chart=CHART):
+def helm(verb, release, space, values, chart=CHART, image=images.MILLRACE):
     """Installs or upgrades a release of the chart with the images of the lab."""
-    repository, tag = images.MILLRACE.rsplit(":", 1)
+    repository, tag = image.rsplit(":", 1)
     whole = {"image": {"repository": repository, "tag": tag, "pullPolicy": "Never"}, **values}
     cluster.inside("helm", "-n", space, verb, release, str(chart), "--values=-", text=json.dumps(whole), timeout=300)

@@ -64,7 +64,7 @@ def mounts():
 
 def install():
     """Installs the chart with the driver, and waits until the kubelet knows it."""
-    helm("install", RELEASE, SYSTEM, {**stores.shared("volumes", "volumes"), **VALUES})
+    helm("install", RELEASE, SYSTEM, values())
     for name in (HOLDER, NODE):
         rolled("daemonset", name, SYSTEM)
 
@@ -76,6 +76,10 @@ def install():
     holder, driver = (daemon(name)["spec"]["template"]["spec"]["containers"][0] for name in (HOLDER, NODE))
     if driver["securityContext"].get("privileged") or not holder["securityContext"]["privileged"]:
         raise LabError("the chart was to make the holder privileged and the driver not")
+
+
+def values():
+    return {**stores.shared("volumes", "volumes"), **VALUES}
 
 
 def daemon(name):
