@@ -119,6 +119,7 @@ fn streams(error: &millrace_streams::Error) -> Exit {
         | E::OffsetOutOfRange { .. }
         | E::RecordsRemoved { .. }
         | E::TooFewRecords { .. }
+        | E::OpenTransaction { .. }
         | E::NoRecords { .. } => Exit::NotFound,
         E::Config { .. } | E::InvalidTopic { .. } | E::OpenRange { .. } => Exit::Usage,
         E::AddressTaken { .. }

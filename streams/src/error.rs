@@ -166,6 +166,27 @@ pub enum Error {
         /// The end that was asked for.
         until: String,
     },
+    /// Records before the end of a range are in a transaction that has not ended: they may still become rows.
+    #[error(
+        "topic {topic} cannot be read until {until}: partition {partition} has a transaction that was still open after \
+         {waited_s} s, whose first record has offset {offset} and is of {since}; try again once it has ended, name a time \
+         that is not after {since}, or read topic:{topic}@latest, which ends at that offset, or offsets of an earlier plan \
+         (?offsets=)"
+    )]
+    OpenTransaction {
+        /// Topic name.
+        topic: String,
+        /// The partition.
+        partition: i32,
+        /// The last stable offset: that of the first record of the transaction.
+        offset: i64,
+        /// The time of that record.
+        since: String,
+        /// The end that was asked for.
+        until: String,
+        /// Time waited for the end of the transaction, in seconds.
+        waited_s: u64,
+    },
     /// The brokers do not offer consumer groups: assign partitions explicitly.
     #[error(
         "the embedded broker at {bootstrap_servers} has no consumer groups; assign partitions instead of subscribing"

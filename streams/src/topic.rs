@@ -19,4 +19,4 @@ pub(crate) use client::blocking;
 pub use client::wrong_properties;
 pub use consumer::{Consumer, EARLIEST, LATEST};
 pub use producer::{Delivery, OutRecord, Producer, Sent};
-pub(crate) use span::{Record, SpanReader};
+pub(crate) use span::{Isolation, Record, SpanReader};

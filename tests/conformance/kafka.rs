@@ -295,6 +295,8 @@ fn ranges_of_topics_are_datasets_on_apache_kafka() {
 
     // Aborted records are no rows, and the first open transaction ends the range of its partition.
     program(python("transactions.py").arg(&kafka.bootstrap).arg("sold"));
+    let now = || chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Millis, true);
+    let before = now();
     let (rows, first) = feeds.rows("topic:sold@latest");
     assert_eq!(rows, 100);
     let mut held = python("topics.py");
@@ -305,9 +307,16 @@ fn ranges_of_topics_are_datasets_on_apache_kafka() {
     assert_eq!(line, "open\n");
     feeds.topics(&["produce", "sold", "0", "300", "10"]);
     assert_eq!(feeds.rows("topic:sold@latest"), (100, first.clone()), "behind the open transaction");
+    // A time before its first record leaves nothing out; a later one would.
+    let (before, behind) = (format!("topic:sold@{before}"), format!("topic:sold@{}", now()));
+    assert_eq!(feeds.rows(&before).0, 100);
+    let (code, line) = feeds.fails(&behind);
+    assert!(code == 3 && line.contains("topic sold cannot be read until"), "{code} {line}");
+    assert!(line.contains("partition 0 has a transaction") && line.contains("offset 202"), "{line}");
     held.stdin.take().unwrap().write_all(b"\n").unwrap();
     assert!(held.wait().unwrap().success());
     assert_eq!(feeds.rows("topic:sold@latest").0, 160);
+    assert_eq!((feeds.rows(&behind).0, feeds.rows(&before).0), (160, 100));
     assert_eq!(feeds.rows(&first), (100, first.clone()));
 
     // Two of four partitions are idle, one more is added, and retention removes the front of a range.

@@ -34,6 +34,15 @@ pub(crate) struct Record<'r> {
     pub(crate) value: Option<&'r [u8]>,
 }
 
+/// The records of transactions that a reader sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Isolation {
+    /// Those of committed transactions, up to the last stable offset: the first record of the first open transaction.
+    Committed,
+    /// All, also those of open and aborted transactions.
+    Uncommitted,
+}
+
 /// Reads ranges of one topic, one at a time. Blocks.
 pub(crate) struct SpanReader {
     kafka: KafkaConfig,
@@ -45,8 +54,12 @@ pub(crate) struct SpanReader {
 }
 
 impl SpanReader {
-    pub(crate) fn connect(kafka: &KafkaConfig, topic: &str) -> Result<Self> {
+    pub(crate) fn connect(kafka: &KafkaConfig, topic: &str, isolation: Isolation) -> Result<Self> {
         let context = Context::default();
+        let level = match isolation {
+            Isolation::Committed => "read_committed",
+            Isolation::Uncommitted => "read_uncommitted",
+        };
         let config = client_config(
             kafka,
             &[
@@ -67,8 +80,7 @@ impl SpanReader {
                 ("enable.auto.offset.store", "false"),
                 ("enable.partition.eof", "true"),
                 ("auto.offset.reset", "error"),
-                // Records of transactions that are open or aborted are not rows.
-                ("isolation.level", "read_committed"),
+                ("isolation.level", level),
             ],
         )?;
         let client = BaseConsumer::from_config_and_context(&config, context.clone())
@@ -81,12 +93,13 @@ impl SpanReader {
         self.at == Some((partition, offset))
     }
 
-    /// First offset, and the offset after the last record that can be read, by partition.
+    /// First offset, and the offset after the last record that the reader sees, by partition.
     pub(crate) fn watermarks(&self) -> Result<BTreeMap<i32, (i64, i64)>> {
         watermarks_of(&self.kafka, &self.context, &self.client, &self.topic)
     }
 
-    /// The first offset with a record of `time_ms` or later, by partition; a partition without one is left out.
+    /// The first offset with a record of `time_ms` or later that the reader sees, by partition; a partition without one is
+    /// left out.
     pub(crate) fn offsets_at(&self, time_ms: i64, partitions: &[i32]) -> Result<BTreeMap<i32, i64>> {
         let action = format!("find the offsets of a time in topic {}", self.topic);
         let failed = |error| translate(&self.kafka, &self.context, &action, ANSWER_WAIT, error);

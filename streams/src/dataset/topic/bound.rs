@@ -97,7 +97,8 @@ fn time(text: &str) -> Option<i64> {
     Some(at.timestamp_millis()).filter(|milliseconds| (0..TIME_END).contains(milliseconds))
 }
 
-fn shown(milliseconds: i64) -> String {
+/// A time as RFC 3339 writes it.
+pub(super) fn shown(milliseconds: i64) -> String {
     DateTime::from_timestamp_millis(milliseconds)
         .map_or_else(|| milliseconds.to_string(), |at| at.to_rfc3339_opts(SecondsFormat::AutoSi, true))
 }

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures::{StreamExt, TryStreamExt, stream};
 
 use super::block::{Block, Cutter, partition_range};
-use super::bound::{Since, Until};
+use super::bound::{Since, Until, shown};
 use super::log::Log;
 use super::range::{PARTITIONS_MAX, TopicRange};
 use super::spec::TopicSpec;
@@ -18,6 +18,9 @@ use crate::topic::blocking;
 
 /// Partitions scanned at the same time.
 const CONCURRENT: usize = 4;
+/// Questions whether a transaction has ended, and the time between two of them: 10 s together.
+const TRANSACTION_POLLS: u32 = 40;
+const TRANSACTION_PAUSE: Duration = Duration::from_millis(250);
 
 /// A range with the blocks of all its partitions, in the order of partitions and offsets.
 pub(super) struct Resolved {
@@ -39,7 +42,9 @@ impl Drop for StopOnDrop {
 pub(super) async fn resolve(log: &Arc<dyn Log>, spec: &TopicSpec) -> Result<Resolved> {
     let spans = {
         let (log, spec) = (Arc::clone(log), spec.clone());
-        blocking(move || spans(log.as_ref(), &spec)).await?
+        let stop = StopOnDrop::default();
+        let flag = Arc::clone(&stop.0);
+        blocking(move || spans(log.as_ref(), &spec, &flag)).await?
     };
     let rows_max = if let Until::Rows(rows) = spec.until { rows } else { u64::MAX };
     let (scanned, refused): (Vec<_>, Vec<_>) = scan(log, spec, &spans, rows_max).await?.into_iter().unzip();
@@ -108,14 +113,14 @@ fn check(topic: &str, wanted: &TopicRange, found: &TopicRange) -> Result<()> {
 }
 
 /// The offsets of each partition within the bounds, before a number of rows cuts them.
-fn spans(log: &dyn Log, spec: &TopicSpec) -> Result<Vec<Range<i64>>> {
+fn spans(log: &dyn Log, spec: &TopicSpec, stop: &AtomicBool) -> Result<Vec<Range<i64>>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as i64);
     if let Until::Time(until) = spec.until
         && until > now
     {
         return Err(Error::OpenRange { topic: spec.topic.clone(), until: spec.until.to_string() });
     }
-    let marks = log.watermarks()?;
+    let mut marks = log.watermarks()?;
     if marks.len() > PARTITIONS_MAX {
         let reason = format!(
             "topic {} has {} partitions, and one that is read as a dataset has at most {PARTITIONS_MAX}",
@@ -125,20 +130,58 @@ fn spans(log: &dyn Log, spec: &TopicSpec) -> Result<Vec<Range<i64>>> {
         return Err(Error::Config { reason });
     }
     let partitions: Vec<i32> = marks.keys().copied().collect();
-    let at = |time: Option<i64>| -> Result<Option<BTreeMap<i32, i64>>> {
-        time.map(|time| log.offsets_at(time, &partitions)).transpose()
+    let mut ends = None;
+    if let Until::Time(until) = spec.until {
+        let found = log.ends_at(until, &partitions)?;
+        marks = settled(log, spec, &found, stop)?;
+        ends = Some(found);
+    }
+    let since = match spec.since {
+        Since::Earliest => None,
+        Since::Time(since) => Some(log.offsets_at(since, &partitions)?),
     };
-    let since = at(if let Since::Time(time) = spec.since { Some(time) } else { None })?;
-    let until = at(if let Until::Time(time) = spec.until { Some(time) } else { None })?;
-    let span = |(partition, (low, high)): (&i32, &(i64, i64))| {
-        // A time after all records is the end of the log.
-        let place = |offsets: &BTreeMap<i32, i64>| {
-            offsets.get(partition).map_or(*high, |at| (*at).max(*low).min(*high))
-        };
-        let first = since.as_ref().map_or(*low, place);
-        first..until.as_ref().map_or(*high, place).max(first)
+    let span = |partition: &i32| {
+        let (low, high) = marks.get(partition).copied().unwrap_or_default();
+        let end = ends.as_ref().and_then(|ends| ends.get(partition)).map_or(high, |end| (*end).max(low));
+        // A time after all records is the end of the range.
+        let from = |offsets: &BTreeMap<i32, i64>| offsets.get(partition).map_or(end, |at| (*at).min(end));
+        since.as_ref().map_or(low, from).max(low)..end
     };
-    Ok(marks.iter().map(span).collect())
+    Ok(partitions.iter().map(span).collect())
+}
+
+/// The marks of all partitions once no transaction is open before `ends`.
+///
+/// Waits [`TRANSACTION_POLLS`] times [`TRANSACTION_PAUSE`] for the end of open ones.
+fn settled(
+    log: &dyn Log,
+    spec: &TopicSpec,
+    ends: &BTreeMap<i32, i64>,
+    stop: &AtomicBool,
+) -> Result<BTreeMap<i32, (i64, i64)>> {
+    let started = Instant::now();
+    for polls in 0.. {
+        let marks = log.watermarks()?;
+        let open =
+            marks.iter().find(|(partition, (_, stable))| ends.get(partition).is_some_and(|end| stable < end));
+        let Some((partition, (_, stable))) = open else { return Ok(marks) };
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        if polls == TRANSACTION_POLLS {
+            let since = log.time_of(*partition, *stable, stop)?;
+            return Err(Error::OpenTransaction {
+                topic: spec.topic.clone(),
+                partition: *partition,
+                offset: *stable,
+                since: since.map_or_else(|| "an unknown time".to_owned(), shown),
+                until: spec.until.to_string(),
+                waited_s: started.elapsed().as_secs(),
+            });
+        }
+        log.pause(TRANSACTION_PAUSE);
+    }
+    Err(Error::Closed { what: "reader of the topic" })
 }
 
 /// Scans spans of partitions from 0 on, each up to `rows_max` rows. With such a bound, a bad record ends the scan of its

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use arrow::array::AsArray;
 use arrow::datatypes::Int64Type;
@@ -34,26 +35,58 @@ struct Partition {
     low: i64,
     high: i64,
     records: Vec<Stored>,
+    /// First offset of an open transaction, and the pauses after which it is committed.
+    open: Option<(i64, u32)>,
+}
+
+impl Partition {
+    fn stable(&self) -> i64 {
+        self.open.map_or(self.high, |(first, _)| first)
+    }
 }
 
 impl Log for MemoryLog {
     fn watermarks(&self) -> Result<BTreeMap<i32, (i64, i64)>> {
         let partitions = self.partitions.lock();
-        Ok((0..).zip(partitions.iter().map(|partition| (partition.low, partition.high))).collect())
+        Ok((0..).zip(partitions.iter().map(|partition| (partition.low, partition.stable()))).collect())
     }
 
     fn offsets_at(&self, time_ms: i64, partitions: &[i32]) -> Result<BTreeMap<i32, i64>> {
         let logs = self.partitions.lock();
         let first = |partition: &i32| {
-            let records = &logs[*partition as usize].records;
-            Some((*partition, records.iter().find(|record| record.1 >= time_ms)?.0))
+            let Partition { records, .. } = &logs[*partition as usize];
+            let found = records.iter().find(|record| record.1 >= time_ms)?.0;
+            (found < logs[*partition as usize].stable()).then_some((*partition, found))
         };
         Ok(partitions.iter().filter_map(first).collect())
     }
 
+    fn ends_at(&self, time_ms: i64, partitions: &[i32]) -> Result<BTreeMap<i32, i64>> {
+        let logs = self.partitions.lock();
+        let end = |partition: &i32| {
+            let Partition { records, high, .. } = &logs[*partition as usize];
+            (*partition, records.iter().find(|record| record.1 >= time_ms).map_or(*high, |record| record.0))
+        };
+        Ok(partitions.iter().map(end).collect())
+    }
+
+    fn time_of(&self, partition: i32, offset: i64, _: &AtomicBool) -> Result<Option<i64>> {
+        let logs = self.partitions.lock();
+        let record = logs[partition as usize].records.iter().find(|record| record.0 == offset);
+        Ok(record.map(|record| record.1))
+    }
+
+    fn pause(&self, _: Duration) {
+        for partition in self.partitions.lock().iter_mut() {
+            let left = |(first, pauses): (i64, u32)| Some((first, pauses.checked_sub(1)?));
+            partition.open = partition.open.and_then(left);
+        }
+    }
+
     fn read(&self, partition: i32, offsets: Range<i64>, _: &AtomicBool, visit: Visit<'_>) -> Result<()> {
         self.reads.fetch_add(1, Ordering::Relaxed);
-        let Partition { low, high, records } = self.partitions.lock()[partition as usize].clone();
+        let read = self.partitions.lock()[partition as usize].clone();
+        let (low, high, records) = (read.low, read.stable(), read.records);
         if offsets.start < low || offsets.end > high {
             let (topic, first, next) = ("t".into(), offsets.start, offsets.end);
             return Err(Error::RecordsRemoved { topic, partition, first, next, low, high });
@@ -99,7 +132,7 @@ fn partition(low: i64, records: &[(u8, Option<u16>)]) -> Partition {
         at += 1;
     }
     // The log ends with offsets without records, as after an aborted transaction.
-    Partition { low, high: at + 2, records: stored }
+    Partition { low, high: at + 2, records: stored, open: None }
 }
 
 fn spec(text: &str) -> TopicSpec {
@@ -299,6 +332,40 @@ fn a_time_bounds_each_partition_at_its_first_later_record() {
         assert_eq!(offsets(&since), [(7, 12), (7, 10)]);
         let future = open(&log, &spec("topic:t@2999-01-01")).await.unwrap_err();
         assert!(matches!(future, Error::OpenRange { .. }), "{future}");
+    });
+}
+
+#[test]
+fn a_time_inside_an_open_transaction_waits_for_its_end_or_is_refused() {
+    runtime().block_on(async {
+        // Offsets 5 to 14 with times of ten times the offset; 9 is the first record of a transaction.
+        let held = |pauses: u32| {
+            let held = Partition { open: Some((9, pauses)), ..partition(5, &[(0, Some(1)); 10]) };
+            log_of(vec![partition(0, &[(0, Some(1)); 10]), held])
+        };
+        let offsets = async |log: Arc<MemoryLog>, text: &str| {
+            let range = open(&log, &spec(text)).await?.spec().range.clone().unwrap();
+            Ok::<_, Error>(range.partitions().iter().map(|of| (of.first, of.next)).collect::<Vec<_>>())
+        };
+        let (at, behind) = ("topic:t@1970-01-01T00:00:00.090Z", "topic:t@1970-01-01T00:00:00.121Z");
+        // All records before the time are stable.
+        assert_eq!(offsets(held(u32::MAX), at).await.unwrap(), [(0, 9), (5, 9)]);
+        // Records of the transaction are earlier than the time.
+        assert_eq!(offsets(held(7), behind).await.unwrap(), [(0, 12), (5, 13)]);
+        let since = "topic:t@1970-01-01T00:00:00.101Z..1970-01-01T00:00:00.121Z";
+        assert_eq!(offsets(held(7), since).await.unwrap(), [(12, 12), (11, 13)]);
+        let error = offsets(held(u32::MAX), behind).await.unwrap_err().to_string();
+        for part in [
+            "topic t cannot be read until 1970-01-01T00:00:00.121Z: partition 1",
+            "offset 9",
+            "not after 1970-01-01T00:00:00.090Z",
+            "try again",
+            "topic:t@latest",
+        ] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        // Without a time, a range ends at the last stable offset.
+        assert_eq!(offsets(held(u32::MAX), "topic:t@latest").await.unwrap(), [(0, 12), (5, 9)]);
     });
 }
 
