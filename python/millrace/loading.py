@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +18,8 @@ __all__ = ["Iteration", "Progress"]
 _ENTRIES = 64
 # Longest wait for the first worker of a loader.
 _WAIT_S = 60.0
+# Interval at which a worker looks without a call: another loop's workers may have taken the call for this one.
+_LOOK_S = 1.0
 # Places of the fields: position of the loop's process; iteration that workers began last; one entry for each iteration.
 _VERSION, _PLACE, _BEGUN, _START, _END, _FIRST = range(6)
 _MIX = 0x2545F4914F6CDD1D
@@ -32,11 +37,16 @@ class Progress:
     """Numbers in memory that a process shares with the workers that it starts, by fork or spawn.
 
     The loop's process writes a position with a version that rises. The first worker of each iteration decides where the
-    iteration begins, and the others wait for it. The memory has no name: nothing is left of it when the processes end.
+    iteration begins, and calls the others, which wait for that, through a pipe. Memory and pipe have no name: nothing is
+    left of them when the processes end.
     """
 
     def __init__(self) -> None:
         self._fields = torch.zeros(_FIRST + 4 * _ENTRIES, dtype=torch.int64).share_memory_()
+        self._called, self._call = Pipe(duplex=False)
+        # Of several workers that hear one call, one takes it. A pipe that is full of calls needs no more.
+        for end in (self._called, self._call):
+            os.set_blocking(end.fileno(), False)
 
     @property
     def version(self) -> int:
@@ -58,14 +68,18 @@ class Progress:
             return None
         return Iteration(int(self._fields[_START]), int(self._fields[_END]))
 
-    def begin(self, version: int, key: int, iteration: Iteration) -> None:
-        """Says where the iteration of this key begins and ends."""
+    def begin(self, version: int, key: int, iteration: Iteration, waiting: int = 0) -> None:
+        """Says where the iteration of this key begins and ends, to that many waiting workers."""
         self._fields[_START], self._fields[_END] = iteration
         self._fields[_BEGUN] = version + 1
         entry, key = self._entry(key)
         # A reader that sees half of it finds a wrong sum.
         for at, value in enumerate((key, *iteration, _sum(key, iteration))):
             entry[at] = value
+        try:
+            os.write(self._call.fileno(), bytes(waiting))
+        except BlockingIOError:
+            pass
 
     def wait(self, key: int, what: str) -> Iteration:
         """The iteration of this key, once its first worker has begun it."""
@@ -76,12 +90,17 @@ class Progress:
             iteration = Iteration(start, end)
             if found == key and check == _sum(key, iteration):
                 return iteration
-            if time.monotonic() >= deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise Error(
                     f"read {what}: worker 0 of the DataLoader has not begun within {_WAIT_S:.0f} s, and the others read "
                     f"where it does; begin the loop again, with fewer workers if the machine is busy"
                 )
-            time.sleep(0.001)
+            if wait([self._called], min(left, _LOOK_S)):
+                try:
+                    os.read(self._called.fileno(), 1)
+                except BlockingIOError:
+                    pass
 
     def _entry(self, key: int) -> tuple[Any, int]:
         # Never 0, which is in unused entries.

@@ -243,9 +243,8 @@ class FeedDataset(IterableDataset):
             iteration = Iteration(start, start if is_empty else feed._end_of_round(start))
             if start >= _ENDLESS:
                 # The other workers find the same.
-                progress.begin(self._version, key, Iteration(start, start))
-            else:
-                progress.begin(self._version, key, iteration)
+                iteration = Iteration(start, start)
+            progress.begin(self._version, key, iteration, waiting=info.num_workers - 1)
         return None if iteration.start >= _ENDLESS else iteration
 
     def _follow_workers(self) -> None:

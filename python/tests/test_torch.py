@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 import millrace
-from support import DATASET, ROWS, HomeCase, digest, together, torch_or_skip
+from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, together, torch_or_skip
 
 
 class LoaderTest(HomeCase):
@@ -108,6 +108,36 @@ class LoaderTest(HomeCase):
         next(iter(loader))
         with self.assertRaisesRegex(millrace.UsageError, "set_epoch"):
             next(iter(loader))
+
+    def test_a_worker_waits_for_the_first_one_without_polling(self) -> None:
+        import multiprocessing
+        import threading
+        import time
+
+        from millrace.loading import Iteration, Progress
+
+        progress = Progress()
+        found: list[Any] = []
+        # More workers than calls: one finds that another one has taken its call.
+        waiting = [threading.Thread(target=lambda: found.append(progress.wait(7, "a test"))) for _ in range(3)]
+        for thread in waiting:
+            thread.start()
+        begun = multiprocessing.get_context("fork").Process(
+            target=progress.begin, args=(progress.version, 7, Iteration(3, 9)), kwargs={"waiting": 2}
+        )
+        # Time of this process, which waits and does not work.
+        before = time.process_time()
+        threading.Event().wait(0.5)
+        self.assertLess(time.process_time() - before, 0.1)
+        begun.start()
+        for thread in waiting:
+            thread.join(DEADLINE_S)
+        begun.join(DEADLINE_S)
+        self.assertEqual(found, [Iteration(3, 9)] * 3)
+        self.assertEqual(progress.wait(7, "a test"), Iteration(3, 9))
+        # A pipe that no worker reads takes any number of calls.
+        for _ in range(100):
+            progress.begin(progress.version, 8, Iteration(0, 1), waiting=4_096)
 
     def test_a_loader_that_batches_again_is_refused(self) -> None:
         from torch.utils.data import DataLoader
