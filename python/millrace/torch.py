@@ -159,10 +159,10 @@ class FeedDataset(IterableDataset):
     row groups that its batches touch, so several workers decode most of them several times. The feed decodes on
     threads of its own: use workers for transformations in Python, and ``num_workers=0`` without any.
 
-    The first loop starts from the position of this object, and each further one reads the epochs that follow. The process
-    of the loop does not know how far workers have read. A loop with workers that follows one that was left early therefore
-    begins the next epochs; without workers, it reads what is left. :meth:`set_epoch` says where the next loop begins, also
-    to persistent workers. ``len`` is that of the loop that has begun last.
+    The first loop starts from the position of this object, and each further one begins the epochs that follow, with any
+    number of workers. What is left of a loop that was left early is not read: to read it, pass the state after its last batch
+    to :meth:`load_state_dict`. :meth:`set_epoch` says where the next loop begins, also to persistent workers. Without workers,
+    a feed without end goes on where the loop before was left. ``len`` is that of the loop that has begun last.
     """
 
     def __init__(self, dataset: str | Mixture, *, format: str = "torch", **arguments: Any) -> None:
@@ -173,6 +173,8 @@ class FeedDataset(IterableDataset):
         # The process in which the last iteration began, its first place, and how many have begun.
         self._begun: tuple[int, int] | None = None
         self._iterations = 0
+        # The iteration of the last loop without workers; none once the position was set since.
+        self._alone: Iteration | None = None
         self._progress = Progress()
         # The position of the loop's process that this object knows.
         self._version = self._progress.version
@@ -197,7 +199,10 @@ class FeedDataset(IterableDataset):
         self._iterations += 1
         if info is None:
             self._follow_workers()
-            self._begun = (os.getpid(), self.feed._place)
+            if self.feed._place != (place := self._next_place()):
+                self.feed._set_place(place)
+            self._begun = (os.getpid(), place)
+            self._alone = Iteration(place, place if self.feed._is_over else self.feed._end_of_round(place))
             return self._iterate_alone(iter(self.feed), self._iterations)
         iteration = self._begin(info)
         if iteration is None:
@@ -223,7 +228,7 @@ class FeedDataset(IterableDataset):
         if self._version != progress.version:
             # The loop's process has moved, after it had started this persistent worker.
             self._version = progress.version
-            self._shared, self._is_placed = None, False
+            self._shared, self._alone, self._is_placed = None, None, False
             feed._set_place(progress.place)
         before = None if self._is_placed else progress.begun(self._version)
         self._is_placed = False
@@ -238,7 +243,7 @@ class FeedDataset(IterableDataset):
         if info.id > 0:
             iteration = progress.wait(key, feed.dataset)
         else:
-            start = feed._place if before is None else before.end
+            start = self._next_place() if before is None else before.end
             is_empty = before is None and feed._is_over
             iteration = Iteration(start, start if is_empty else feed._end_of_round(start))
             if start >= _ENDLESS:
@@ -246,6 +251,12 @@ class FeedDataset(IterableDataset):
                 iteration = Iteration(start, start)
             progress.begin(self._version, key, iteration, waiting=info.num_workers - 1)
         return None if iteration.start >= _ENDLESS else iteration
+
+    def _next_place(self) -> int:
+        """Where a loop begins: behind the loop without workers that was left early, or at the position."""
+        place, alone = self.feed._place, self._alone
+        is_left = alone is not None and alone.start < place < alone.end < _ENDLESS
+        return alone.end if alone is not None and is_left else place
 
     def _follow_workers(self) -> None:
         """Without workers, go on behind the iteration that workers have begun."""
@@ -296,7 +307,7 @@ class FeedDataset(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration at the first row of an epoch."""
         self.feed.set_epoch(epoch)
-        self._shared = self._begun = None
+        self._shared = self._begun = self._alone = None
         self._moved()
 
     def _moved(self) -> None:
@@ -338,7 +349,7 @@ class FeedDataset(IterableDataset):
         """Go on after a position; that of one of several workers needs the same number of workers."""
         if "workers" not in state:
             self.feed.load_state_dict(state)
-            self._shared = self._begun = None
+            self._shared = self._begun = self._alone = None
             self._moved()
             return
         numbers: dict[str, Any] = {name: state.get(name) for name in ("rows", "taken", "workers")}
@@ -346,7 +357,7 @@ class FeedDataset(IterableDataset):
             raise UsageError(f"resume {self.feed.dataset}: not a state of a worker")
         self.feed._load_offsets(state.get("offsets"))
         self.feed._set_position(state.get("plan"), numbers["rows"])
-        self._shared, self._begun = numbers, None
+        self._shared, self._begun, self._alone = numbers, None, None
         self._moved()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -354,7 +365,7 @@ class FeedDataset(IterableDataset):
         if context.get_spawning_popen() is None:
             # A copy is no worker of this process. It does not hear how far its workers are: it begins behind their loop.
             before = self._progress.begun(self._version)
-            state.update(_progress=None, _version=0, _begun=None, _is_placed=False)
+            state.update(_progress=None, _version=0, _begun=None, _alone=None, _is_placed=False)
             state["_copied_from"] = None if before is None or before.end >= _ENDLESS else before.end
         return state
 

@@ -99,11 +99,29 @@ class LoaderTest(HomeCase):
 
     def test_a_loop_after_one_that_was_left_early_begins_the_next_epoch(self) -> None:
         expected = self.order(epochs=2)
-        for persistent in (False, True):
-            loader = self.loader(2, persistent_workers=persistent)
+        for arguments in ({"workers": 0}, {"workers": 1}, {"workers": 2}, {"workers": 2, "persistent_workers": True}):
+            loader = self.loader(**arguments)
             next(iter(loader))
-            self.assertEqual(together([loader]), expected[ROWS:], f"persistent={persistent}")
-        # How far an endless one was read is not known.
+            self.assertEqual(together([loader]), expected[ROWS:], arguments)
+        # With other workers, with a state, and without any batch.
+        for before, after in ((0, 2), (2, 0)):
+            dataset = self.dataset()
+            next(iter(self.loader(before, dataset)))
+            self.assertEqual(together([self.loader(after, dataset)]), expected[ROWS:], f"{before} and {after} workers")
+        dataset = self.dataset()
+        loader = self.loader(0, dataset)
+        iter(loader)
+        next(iter(loader))
+        dataset.load_state_dict(dataset.state_dict())
+        self.assertEqual(together([loader]) + together([loader]), expected[128:])
+        # The state of the last batch has nothing left, and the loop after it begins the next epoch.
+        state = dataset.feed.state_after(9)
+        dataset.load_state_dict(state)
+        self.assertEqual([len(together([loader])) for _ in range(2)], [0, ROWS])
+        # An endless one has no next epoch, and how far workers have read it is not known.
+        loader = self.loader(0, epochs=None)
+        first = next(iter(loader))
+        self.assertEqual(together([[first]]) + together([itertools.islice(loader, 1)]), expected[:256])
         loader = self.loader(2, epochs=None)
         next(iter(loader))
         with self.assertRaisesRegex(millrace.UsageError, "set_epoch"):
