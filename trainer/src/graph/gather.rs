@@ -66,15 +66,23 @@ fn lookup(
     }
     let mut target = b.dims(positions).to_vec();
     target.extend(&b.dims(data)[1..]);
-    b.push(Op::Lookup { fixed: padding_row(call, bound) }, &[data, positions], target, &call.site)
+    // The arguments are weight, indices, padding_idx, scale_grad_by_freq and sparse.
+    let arguments: Vec<&str> =
+        embedding_arguments(call).map_or_else(Vec::new, |text| text.split(", ").collect());
+    if arguments.get(3) == Some(&"True") {
+        return Err(call.site.form(
+            "scale_grad_by_freq divides gradients by counts of the positions of a batch; export the embedding without it",
+        ));
+    }
+    // Without a padding row, which PyTorch does not train, the call has no third argument, or −1.
+    let fixed = arguments.get(2).and_then(|row| row.parse().ok()).filter(|row| *row < bound);
+    b.push(Op::Lookup { fixed }, &[data, positions], target, &call.site)
 }
 
-/// The row `padding_idx` of an embedding, which PyTorch does not train: the default exporter quotes the call.
-fn padding_row(call: &Call<'_>, rows: u32) -> Option<u32> {
+/// The arguments of PyTorch's embedding, which the default exporter quotes.
+fn embedding_arguments<'a>(call: &Call<'a>) -> Option<&'a str> {
     let (_, rest) = call.metadata(QUOTED_CALL)?.split_once("aten.embedding.default](args = (")?;
-    let (arguments, _) = rest.split_once(')')?;
-    // Without one, the call has no third argument, or −1.
-    arguments.split(", ").nth(2)?.parse().ok().filter(|row| *row < rows)
+    rest.split_once(')').map(|(arguments, _)| arguments)
 }
 
 /// Rows of a table by positions of one axis.

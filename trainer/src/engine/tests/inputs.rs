@@ -95,24 +95,42 @@ fn published_models_keep_all_outputs_and_equal_onnx_runtime() {
     assert_eq!([0, 1, 2].map(is_used), [false, true, false]);
 }
 
+/// A model whose embedding the exporter quotes with the arguments after its positions.
+fn quoted_embedding(arguments: &str) -> ModelProto {
+    let mut model = model(&["logits"]);
+    let call = format!(
+        "%e : [num_users=1] = call_function[target=torch.ops.aten.embedding.default](args = (%p_table, %ids{arguments}), \
+         kwargs = {{}})"
+    );
+    model.graph.as_mut().unwrap().node[0].metadata_props.push(
+        millrace_bundle::onnx::StringStringEntryProto {
+            key: Some("pkg.torch.onnx.fx_node".to_owned()),
+            value: Some(call),
+        },
+    );
+    model
+}
+
 /// The row that `padding_idx` names gets no gradient.
 #[test]
 fn a_quoted_padding_row_of_an_embedding_stays() {
-    let mut model = model(&["logits"]);
-    let gradient = |model: &ModelProto| {
-        let engine = Engine::load(model, Loss::CrossEntropy, Device::Cpu).unwrap();
+    let gradient = |arguments: &str| {
+        let engine = Engine::load(&quoted_embedding(arguments), Loss::CrossEntropy, Device::Cpu).unwrap();
         engine.gradients(&batch()).unwrap().grad
     };
-    let before = gradient(&model);
-    let gather = &mut model.graph.as_mut().unwrap().node[0];
-    gather.metadata_props.push(millrace_bundle::onnx::StringStringEntryProto {
-        key: Some("pkg.torch.onnx.fx_node".to_owned()),
-        value: Some("%e : [num_users=1] = call_function[target=torch.ops.aten.embedding.default](args = (%p_table, %ids, 2), kwargs = {})".to_owned()),
-    });
-    let after = gradient(&model);
+    let before = gradient("");
     assert!(before[8..12].iter().all(|value| *value != 0.0), "{before:?}");
-    assert_eq!(after[8..12], [0.0; 4]);
-    assert_eq!((&after[..8], &after[12..]), (&before[..8], &before[12..]));
+    for arguments in [", 2", ", 2, False, False"] {
+        let after = gradient(arguments);
+        assert_eq!(after[8..12], [0.0; 4]);
+        assert_eq!((&after[..8], &after[12..]), (&before[..8], &before[12..]));
+    }
+}
+
+#[test]
+fn an_embedding_that_scales_gradients_by_frequency_is_refused() {
+    let error = Engine::load(&quoted_embedding(", -1, True"), Loss::CrossEntropy, Device::Cpu).unwrap_err();
+    assert!(error.to_string().contains("scale_grad_by_freq"), "{error}");
 }
 
 #[test]
