@@ -12,7 +12,7 @@ use super::access::ServerArgs;
 pub(crate) struct BenchArgs {
     /// The model
     pub(crate) model: String,
-    /// The version [default: the newest]
+    /// The version [default: by the model's split; without one the newest]
     #[arg(long)]
     pub(crate) version: Option<u64>,
     /// Numbers of clients in closed loops, each waiting for its answers [default: 1,8,64 without --rate]

@@ -494,7 +494,7 @@ pub(crate) struct PredictArgs {
     /// Destination of all predictions: FILE.parquet, FILE.jsonl, or - for JSON lines on standard output
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
-    /// The version [default: the newest]
+    /// The version [default: by the model's split; without one the newest]
     #[arg(long)]
     pub(crate) version: Option<u64>,
     /// Most records per request; fewer if the model takes fewer

@@ -141,6 +141,24 @@ fn records_of_every_format_get_equal_answers() {
 }
 
 #[test]
+fn predict_names_all_versions_of_a_split() {
+    let home = Home::new();
+    let (service, grpc, _) = serve(&home, |version| {
+        let split = json!({ "split": { "1": 1, "2": 1 } });
+        std::fs::write(version.with_file_name("rollout.json"), split.to_string()).unwrap();
+    });
+    let file = home.file("rows.jsonl", "{\"input\":[1,2]}\n".repeat(10));
+    let args = ["predict", "m", file.to_str().unwrap(), "--grpc", &grpc, "--batch-rows", "1"];
+    let whole = home.json(args);
+    assert_eq!((&whole["version"], &whole["versions"]), (&Value::Null, &json!(["1", "2"])));
+    let shown = home.ok(args);
+    assert!(shown.contains("10 predicted by m versions 1, 2 in"), "{shown}");
+    let whole = home.json([&args[..], &["--version", "1"]].concat());
+    assert_eq!((&whole["version"], &whole["versions"]), (&json!("1"), &json!(["1"])));
+    assert_eq!(service.stop(), 0);
+}
+
+#[test]
 fn non_finite_floats_round_trip_through_the_model() {
     let home = Home::new();
     let (service, grpc, _) = serve(&home, |_| {});

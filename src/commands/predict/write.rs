@@ -1,5 +1,6 @@
 //! Output of `millrace predict`: a table for people, one JSON object, JSON lines, or Parquet.
 
+use std::collections::BTreeSet;
 use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -23,6 +24,8 @@ const SHOWN: usize = 10;
 const ELEMENTS_SHOWN: usize = 4;
 /// Most predictions of one JSON object: it is built in memory before it is printed.
 const OBJECT_MAX: usize = 1_000_000;
+/// Most versions that are kept: a server could send a new one with each answer.
+const VERSIONS_MAX: usize = 100;
 
 /// The predictions so far.
 pub(super) struct Predictions {
@@ -30,7 +33,14 @@ pub(super) struct Predictions {
     accuracy: Accuracy,
     labelled: bool,
     predicted: u64,
-    version: String,
+    versions: Versions,
+}
+
+/// The versions that answered, in order of their numbers, at most [`VERSIONS_MAX`]. A split has several.
+#[derive(Debug, Default)]
+struct Versions {
+    /// Each with its length: numbers without leading zeros are in order by length and text.
+    found: BTreeSet<(usize, String)>,
 }
 
 enum Sink {
@@ -76,8 +86,8 @@ impl Predictions {
                 return fail(Exit::Usage, message);
             }
         };
-        let (accuracy, version) = (Accuracy::default(), String::new());
-        Ok(Predictions { out, accuracy, labelled, predicted: 0, version })
+        let (accuracy, versions) = (Accuracy::default(), Versions::default());
+        Ok(Predictions { out, accuracy, labelled, predicted: 0, versions })
     }
 
     /// Adds an answer; false once the reader of standard output has closed it.
@@ -118,21 +128,23 @@ impl Predictions {
             }
         }
         self.predicted += rows as u64;
-        self.version.clone_from(&answer.prediction.version);
+        self.versions.add(&answer.prediction.version);
         Ok(true)
     }
 
     /// Completes the file, or shows the kept predictions.
     pub(super) fn finish(self, context: &Context, model: &str, seconds: f64) -> Result<()> {
         let mut summary = json!({
-            "model": model, "version": self.version, "predicted": self.predicted,
+            "model": model, "version": self.versions.only(), "versions": self.versions.all(),
+            "predicted": self.predicted,
             "accuracy": self.accuracy.value(), "seconds": seconds,
         });
         let right =
             self.accuracy.value().map_or(String::new(), |accuracy| format!(", accuracy {accuracy:.4}"));
         let said = |more: &str| {
             let records = count(self.predicted);
-            format!("{records} predicted by {model} version {} in {seconds:.2} s{right}{more}", self.version)
+            let versions = self.versions.text();
+            format!("{records} predicted by {model}{versions} in {seconds:.2} s{right}{more}")
         };
         match self.out {
             Sink::Object(predictions) => {
@@ -166,6 +178,38 @@ impl Predictions {
                 let name = whole.persist()?;
                 context.out.table(&summary, &[], [vec![said(&format!(", written to {name}"))]])
             }
+        }
+    }
+}
+
+impl Versions {
+    /// Notes the version of an answer; servers may send none.
+    fn add(&mut self, version: &str) {
+        let is_last = self.found.last().is_some_and(|(_, last)| last == version);
+        if !is_last && !version.is_empty() && self.found.len() < VERSIONS_MAX {
+            self.found.insert((version.len(), version.to_owned()));
+        }
+    }
+
+    /// All of them.
+    fn all(&self) -> Vec<&str> {
+        self.found.iter().map(|(_, version)| version.as_str()).collect()
+    }
+
+    /// The version of all answers; `None` if several versions answered, or the server named none.
+    fn only(&self) -> Option<&str> {
+        match self.all()[..] {
+            [only] => Some(only),
+            _ => None,
+        }
+    }
+
+    /// For people, with a leading space: ` version 2`, ` versions 1, 2`, or nothing.
+    fn text(&self) -> String {
+        match (self.only(), self.found.is_empty()) {
+            (Some(only), _) => format!(" version {}", printable(only)),
+            (None, true) => String::new(),
+            (None, false) => format!(" versions {}", printable(&self.all().join(", "))),
         }
     }
 }
@@ -256,5 +300,33 @@ fn element(value: &Value) -> String {
             format!("{:?}…", text.chars().take(40).collect::<String>())
         }
         other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn versions<'a>(answers: impl IntoIterator<Item = &'a str>) -> Versions {
+        let mut versions = Versions::default();
+        answers.into_iter().for_each(|version| versions.add(version));
+        versions
+    }
+
+    #[test]
+    fn versions_of_a_split_are_all_named_in_order() {
+        let one = versions(["2", "2"]);
+        assert_eq!((one.only(), one.text().as_str()), (Some("2"), " version 2"));
+        let several = versions(["10", "9", "10", "9", "1"]);
+        assert_eq!((several.only(), several.all()), (None, vec!["1", "9", "10"]));
+        assert_eq!(several.text(), " versions 1, 9, 10");
+        let none = versions(["", ""]);
+        assert_eq!((none.only(), none.all().len(), none.text().as_str()), (None, 0, ""));
+    }
+
+    #[test]
+    fn versions_of_a_hostile_server_are_bounded() {
+        let many: Vec<String> = (0..1000).map(|version| version.to_string()).collect();
+        assert_eq!(versions(many.iter().map(String::as_str)).all().len(), VERSIONS_MAX);
     }
 }
