@@ -175,7 +175,7 @@ fn server() {
     println!("serves {}", std::process::id());
     match mount.wait() {
         End::HandedOver => std::process::exit(0),
-        End::Unmounted => mount.join().unwrap(),
+        End::Unmounted | End::Stopped => mount.join().unwrap(),
     }
 }
 

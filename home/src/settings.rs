@@ -57,7 +57,8 @@ where
     let settings = parse(&text, &shown, variables(is_key)?.into_iter())?;
     let settings = match file.as_deref().and_then(Path::parent) {
         Some(folder) => from_folder(settings, folder)?,
-        None => settings,
+        // Variables alone: a server changes its current folder, and reads files of secrets again.
+        None => from_folder(settings, &absolute(Path::new("."))?)?,
     };
     Ok(Loaded { settings, file })
 }

@@ -16,6 +16,8 @@ pub(crate) async fn run(context: &Context, args: &HolderArgs) -> Result<()> {
     let options = HolderOptions { uid: args.allow_uid, objects: args.objects.clone() };
     let socket = args.socket.clone();
     let holder = context.blocking(move || Ok(Holder::start(&socket, &options)?)).await?;
+    // A holder with a current folder below a mount would keep that mount busy.
+    super::mount::leave_folder(context)?;
     context.out.table(
         &serde_json::json!({ "socket": holder.socket(), "pid": std::process::id() }),
         &[],

@@ -38,6 +38,7 @@ pub(crate) async fn run(context: &Context, args: MountArgs) -> Result<()> {
 }
 
 async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<()> {
+    make_absolute(&mut args)?;
     if args.spec.is_latest() {
         // Once, so that a daemon that is started again mounts the same.
         let (datafs, spec) = (context.volumes().await?, args.spec.clone());
@@ -54,6 +55,7 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
     }
     let takes_over = takes_over(&args)?;
     let datafs = context.volumes().await?;
+    leave_folder(context)?;
     let (spec, path, holder) = (args.spec.clone(), args.path.clone(), args.holder.clone());
     let trace =
         args.trace.clone().map(|file| TraceOptions { file, file_bytes_max: args.trace_file_mib << 20 });
@@ -104,11 +106,10 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
     context.advise_on_cores();
     let stop = context.stop.clone();
     let at = mounted.path().to_owned();
-    let (is_held, holder) = (args.holder.is_some(), args.holder.clone());
+    let (holder, stopper) = (args.holder.clone(), mounted.stopper());
     let watch = tokio::spawn(async move {
         stop.cancelled().await;
-        // Ends the serving threads, so that `join` below returns their result.
-        tokio::task::spawn_blocking(move || match holder {
+        let unmounted = tokio::task::spawn_blocking(move || match holder {
             // A supervisor that was killed is no holder any more.
             Some(holder) => mount::umount_held(&at, &holder).or_else(|error| match supervised {
                 true => mount::umount(&at),
@@ -116,19 +117,38 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
             }),
             None => mount::umount(&at),
         })
-        .await
+        .await;
+        if let Ok(Err(error)) = unmounted {
+            tracing::warn!(%error, "cannot unmount at the end of the server");
+        }
+        // A program with an open file or its current folder there keeps the kernel's side of the mount.
+        stopper.stop();
     });
     let ended = context
-        .blocking(move || {
-            if is_held && mounted.wait() == End::HandedOver {
-                // The next server waits for the end of this process, and everything is committed.
-                std::process::exit(0);
-            }
-            Ok(mounted.join()?)
+        .blocking(move || match mounted.wait() {
+            // The next server waits for the end of this process, and everything is committed.
+            End::HandedOver => std::process::exit(0),
+            End::Unmounted => Ok(mounted.join()?),
+            End::Stopped => Ok(mounted.cut_off()?),
         })
         .await;
     watch.abort();
     ended
+}
+
+/// Makes the paths of the arguments absolute. Those of the home and the configuration file are.
+fn make_absolute(args: &mut MountArgs) -> Result<()> {
+    for path in std::iter::once(&mut args.path).chain(&mut args.trace) {
+        *path = std::path::absolute(&*path).with_context(|| format!("cannot resolve {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Moves a server to its home folder: with a current folder below a mount it would keep that mount, mostly its own,
+/// busy. Relative paths must have been resolved before.
+pub(super) fn leave_folder(context: &Context) -> Result<()> {
+    let home = context.home.root();
+    std::env::set_current_dir(home).with_context(|| format!("cannot change to the home {}", home.display()))
 }
 
 /// Whether the supervisor of this process holds the mount already, from an earlier server.
@@ -194,7 +214,7 @@ pub(super) fn announce(
 }
 
 /// Builds this command for a child process: of the given program, with JSON output, not detached, not
-/// supervised, with the given metrics address.
+/// supervised, with the given metrics address. The paths of `args` must be absolute.
 pub(super) fn same_command(
     context: &Context,
     args: &MountArgs,
@@ -212,7 +232,7 @@ pub(super) fn same_command(
     if let Some(file) = &context.loaded.file {
         command.arg("--config").arg(file);
     }
-    command.arg("mount").arg(args.spec.to_string()).arg(std::path::absolute(&args.path)?);
+    command.arg("mount").arg(args.spec.to_string()).arg(&args.path);
     command.arg("--open").arg(args.open.to_string());
     let flags = [
         (args.read_only, "--read-only"),
@@ -229,7 +249,7 @@ pub(super) fn same_command(
         command.arg("--metrics").arg(metrics.to_string());
     }
     if let Some(trace) = &args.trace {
-        command.arg("--trace").arg(std::path::absolute(trace)?);
+        command.arg("--trace").arg(trace);
         command.arg("--trace-file-mib").arg(args.trace_file_mib.to_string());
     }
     Ok(command)

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use nix::sys::signal::Signal;
 
-use crate::support::{Home, fuse_permitted};
+use crate::support::{Home, Service, fuse_permitted};
 
 /// Reads the start of a file, and the rest after each line of its input.
 const READER: &str = r#"exec 3<"$1"; head -c 1000 <&3; while read -r line; do head -c 399500 <&3; done"#;
@@ -68,5 +68,46 @@ fn programs_notice_nothing_while_servers_behind_a_holder_come_and_go() {
     home.ok(["umount", "--holder", &socket, at]);
     assert_eq!(third.wait(), Some(0));
     assert_eq!(std::fs::read_dir(at).unwrap().count(), 0);
+    assert_eq!(holder.stop(), 0);
+}
+
+#[test]
+fn servers_end_whatever_has_its_current_folder_in_their_mount() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let at = home.dir.path().join("mnt");
+    let socket = format!("unix://{}", home.dir.path().join("holder.sock").display());
+    let mut holder = home.start(["--json", "holder", "--socket", &socket]);
+    holder.object();
+    let mount = ["--json", "mount", "--holder", &socket, "v", at.to_str().unwrap()];
+    let mut first = home.start(mount);
+    first.object();
+
+    // Its own server, started there.
+    let mut second = Service::spawn(home.command().args(mount).current_dir(&at));
+    second.object();
+    assert_eq!(first.wait(), Some(0));
+    home.ok(["umount", "--holder", &socket, at.to_str().unwrap()]);
+    assert_eq!(second.wait(), Some(0), "a server keeps its own mount busy");
+
+    // A program, with SIGTERM to the server.
+    let mut third = home.start(mount);
+    third.object();
+    let mut program = Command::new("sh")
+        .args(["-c", r#"cd "$1" && echo there && read -r line"#, "sh"])
+        .arg(&at)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut there = [0; 6];
+    program.stdout.as_mut().unwrap().read_exact(&mut there).unwrap();
+    assert_eq!(third.stop(), 0);
+    assert!(program.try_wait().unwrap().is_none(), "the program has its folder no more");
+    drop(program.stdin.take());
+    program.wait().unwrap();
     assert_eq!(holder.stop(), 0);
 }

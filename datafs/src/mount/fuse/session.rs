@@ -62,6 +62,21 @@ pub enum End {
     /// Everything is committed, and another process waits for the end of this one to serve the mount. End the
     /// process now, without dropping the [`Mount`]: `std::process::exit`.
     HandedOver,
+    /// [`Stopper::stop`] asked for the end. [`Mount::cut_off`] ends what is left.
+    Stopped,
+}
+
+/// Ends the wait of [`Mount::wait`], from any thread.
+#[derive(Debug, Clone)]
+pub struct Stopper(Arc<Ended>);
+
+impl Stopper {
+    /// Has [`Mount::wait`] return [`End::Stopped`], unless the mount has ended already.
+    pub fn stop(&self) {
+        let _flag = self.0.flag.lock();
+        *self.0.stopped.lock() = true;
+        self.0.changed.notify_all();
+    }
 }
 
 /// Whether the threads of a mount have ended, or have handed over.
@@ -69,6 +84,7 @@ pub enum End {
 struct Ended {
     flag: Mutex<bool>,
     handed_over: Mutex<bool>,
+    stopped: Mutex<bool>,
     changed: Condvar,
 }
 
@@ -92,6 +108,9 @@ impl Ended {
             }
             if *flag {
                 return End::Unmounted;
+            }
+            if *self.stopped.lock() {
+                return End::Stopped;
             }
             self.changed.wait(&mut flag);
         }
@@ -372,6 +391,23 @@ impl Mount {
         self.collect()
     }
 
+    /// Ends a mount that is unmounted already while programs may still use it: an open file or a current folder keeps
+    /// the kernel's connection. Programs have three seconds, then they get errors. Waits until all writes are
+    /// committed.
+    ///
+    /// # Errors
+    /// Errors of the final commit, or a failure of the serving threads.
+    pub fn cut_off(mut self) -> Result<()> {
+        // A thread that waits for a lock would keep the mount busy.
+        self.locks.stop();
+        self.end_within_grace(Ok(()))
+    }
+
+    /// A handle that ends [`Mount::wait`].
+    pub fn stopper(&self) -> Stopper {
+        Stopper(Arc::clone(&self.ended))
+    }
+
     /// Waits until the mount ends for this process, and tells how. After [`End::Unmounted`], [`Mount::join`]
     /// returns the result. Only a mount of [`crate::mount::mount_held`] is ever handed over.
     pub fn wait(&self) -> End {
@@ -411,7 +447,12 @@ impl Mount {
         }
         // A thread that waits for a lock would keep the mount busy.
         self.locks.stop();
-        let mut result = self.detach();
+        let detached = self.detach();
+        self.end_within_grace(detached)
+    }
+
+    /// Waits for the programs that use a detached mount, at most [`GRACE`], and ends it. Returns the first error.
+    fn end_within_grace(&mut self, mut result: Result<()>) -> Result<()> {
         if !self.ended.wait(GRACE) {
             tracing::warn!(path = %self.at.display(), "files are still open: cutting them off");
             if !point::abort(&self.device) || !self.ended.wait(GRACE) {
