@@ -90,7 +90,7 @@ pub(crate) struct RenderArgs {
     /// Cards above this major compute capability
     #[arg(long, value_name = "MAJOR", requires = "render", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) gpu_compute_major: Option<u32>,
-    /// Name of the cards' resource, such as nvidia.com/mig-1g.10gb or amd.com/gpu [default: nvidia.com/gpu]
+    /// Name of the cards' resource, such as nvidia.com/mig-1g.10gb [default: nvidia.com/gpu]
     #[arg(long, value_name = "RESOURCE", requires = "render", value_parser = qualified)]
     pub(crate) gpu_resource: Option<String>,
     /// Taint of nodes on which workers may run nevertheless; may be repeated

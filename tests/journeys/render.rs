@@ -174,6 +174,17 @@ fn manifests_that_could_not_run_or_would_show_secrets_are_refused() {
         let name = flag.split('=').next().unwrap();
         assert!(output.status.code() == Some(2) && text.contains(name), "{flag}: {text}");
     }
+    // Cards on which no worker would compute.
+    for (flags, says) in [
+        (&["--gpu-product=Tesla-T4"][..], "device = \"cuda\""),
+        (&["--gpus=2"], "computes on the processor"),
+        (&["--device=cuda", "--gpu-resource=amd.com/gpu"], "only on NVIDIA's"),
+    ] {
+        let (code, line) = failure(&render(&sound, flags), "cards");
+        assert!(code == 2 && line.contains(says) && line.contains("cannot render job digits"), "{line}");
+    }
+    let parts = ["--device=cuda", "--gpu-resource=nvidia.com/mig-1g.10gb"];
+    assert!(render(&sound, &parts).status.success());
     // Kubernetes has no such name, and pods have no such file.
     home.file("job.toml", job.replace("\"digits\"\ndataset", "\"Digits_2\"\ndataset"));
     let (code, line) = failure(&render(&sound, &[]), "a name");

@@ -9,12 +9,13 @@ use std::path::Path;
 
 use anyhow::Result;
 use millrace_datafs::Secret;
+use millrace_trainer::engine::Device;
 use millrace_trainer::job::{JobFile, ModelSource};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::cli::{RenderArgs, TrainArgs, training};
+use crate::cli::{DeviceArg, RenderArgs, TrainArgs, training};
 use crate::context::Context;
 use crate::failure::{Exit, fail};
 use crate::settings::Settings;
@@ -43,9 +44,31 @@ pub(super) fn run(context: &Context, args: &TrainArgs, file: &Path) -> Result<()
             ),
         );
     }
+    check_cards(args, &job)?;
     let config = configuration(&context.loaded.settings, &args.render)?;
     let objects = Training::new(args, &job, config, text)?.objects();
     context.out.raw(&format!("{:#}\n", json!({ "apiVersion": "v1", "kind": "List", "items": objects })))
+}
+
+/// Refuses to reserve cards on which the workers would not compute.
+fn check_cards(args: &TrainArgs, job: &JobFile) -> Result<()> {
+    let Some((resource, _)) = args.render.cards() else { return Ok(()) };
+    let on_cuda = match args.device {
+        Some(device) => matches!(device, DeviceArg::Cuda),
+        None => matches!(job.device, Device::Cuda(_)),
+    };
+    let wrong = if !on_cuda {
+        "computes on the processor, and its cards would stay idle; add --device cuda or device = \"cuda\" in the job file, or \
+         leave the flags of cards out"
+            .to_owned()
+    } else if !resource.starts_with("nvidia.com/") {
+        format!(
+            "cannot compute on cards of {resource}, only on NVIDIA's; leave --gpu-resource out, or name one of nvidia.com/"
+        )
+    } else {
+        return Ok(());
+    };
+    fail(Exit::Usage, format!("cannot render job {}: it {wrong}", job.name))
 }
 
 /// The configuration of the pods as TOML: what leads to volumes and topics, and what differs from the defaults.

@@ -140,12 +140,16 @@ topologySpreadConstraints:
     labelSelector: {matchLabels: {{ toJson .selector }}}
 {{- end }}
 
-{{/* Resources with the cards of a tier. Takes root and part. */}}
+{{/* Resources with the cards of a tier. Takes root and part. The program computes with CUDA only. */}}
 {{- define "millrace.resources" -}}
 {{- $resources := deepCopy (.resources | default .part.resources) }}
 {{- if and .part.gpuTier (not .resources) }}
 {{- $tier := get .root.Values.gpuTiers .part.gpuTier }}
-{{- $cards := dict ($tier.resource | default "nvidia.com/gpu") (.part.gpus | default 1 | int64 | toString) }}
+{{- $resource := $tier.resource | default "nvidia.com/gpu" }}
+{{- if not (hasPrefix "nvidia.com/" $resource) }}
+{{- fail (printf "gpuTiers.%s.resource is %q, but millrace computes on NVIDIA's cards only, and these would stay idle: set gpuTier to a tier of nvidia.com/…, or to none" .part.gpuTier $resource) }}
+{{- end }}
+{{- $cards := dict $resource (.part.gpus | default 1 | int64 | toString) }}
 {{- $_ := set $resources "limits" (merge $cards ($resources.limits | default dict)) }}
 {{- end }}
 {{- toJson $resources }}
