@@ -23,22 +23,41 @@ pub(super) struct Lag {
     pub(super) partitions: u64,
 }
 
+/// The offsets that a volume records for a consumer.
+#[derive(Debug, Default)]
+pub(super) struct Recorded {
+    /// Empty before the consumer's first commit.
+    pub(super) offsets: Offsets,
+    /// What does not exist, if there are no offsets: before the first commit, or by a wrong name in the trigger.
+    pub(super) missing: Option<String>,
+}
+
+impl Recorded {
+    fn missing(what: String) -> Recorded {
+        Recorded { offsets: Offsets::new(), missing: Some(what) }
+    }
+}
+
 /// The next offsets of an ingest job. None are recorded before its first publish, and without the volume, which
 /// ingest creates. Blocks on metadata.
 ///
 /// # Errors
 /// A job that lands another topic; errors of the metadata.
-pub(super) fn of_job(datafs: &Datafs, job: &str, topic: &str, volume: &Name) -> Result<Offsets> {
+pub(super) fn of_job(datafs: &Datafs, job: &str, topic: &str, volume: &Name) -> Result<Recorded> {
     let view = match datafs.view(&live(volume)) {
         Ok(view) => view,
-        Err(error) if error.is_not_found() => return Ok(Offsets::new()),
+        Err(error) if error.is_not_found() => {
+            return Ok(Recorded::missing(format!("volume {volume} does not exist")));
+        }
         Err(error) => return Err(error.into()),
     };
     let mut jobs = millrace_ingest::offsets_by_job(&view)?;
-    let Some(mut topics) = jobs.remove(job) else { return Ok(Offsets::new()) };
+    let Some(mut topics) = jobs.remove(job) else {
+        return Ok(Recorded::missing(format!("ingest job {job} does not exist in volume {volume}")));
+    };
     match (topics.remove(topic), topics.keys().next()) {
-        (Some(offsets), _) => Ok(offsets),
-        (None, None) => Ok(Offsets::new()),
+        (Some(offsets), _) => Ok(Recorded { offsets, missing: None }),
+        (None, None) => Ok(Recorded::default()),
         (None, Some(other)) => fail(
             Exit::Usage,
             format!(
@@ -52,9 +71,16 @@ pub(super) fn of_job(datafs: &Datafs, job: &str, topic: &str, volume: &Name) -> 
 ///
 /// # Errors
 /// A volume that does not exist: without its model, the pipe cannot run. Errors of the metadata.
-pub(super) fn of_pipe(datafs: &Datafs, pipe: &PipeConfig, volume: &Name) -> Result<Offsets> {
+pub(super) fn of_pipe(datafs: &Datafs, pipe: &PipeConfig, volume: &Name) -> Result<Recorded> {
     let view = datafs.view(&live(volume))?;
-    Ok(millrace_serving::pipe::offsets(&view, pipe)?)
+    let offsets = millrace_serving::pipe::offsets(&view, pipe)?;
+    if offsets.is_empty() {
+        let PipeConfig { name, input, output, model, .. } = pipe;
+        return Ok(Recorded::missing(format!(
+            "pipe {name} from topic {input} to {output} with model {model} does not exist in volume {volume}"
+        )));
+    }
+    Ok(Recorded { offsets, missing: None })
 }
 
 /// The lag behind the ends of a topic. `offsets` must have been read before: a consumer can then only have come
@@ -81,4 +107,25 @@ pub(super) async fn behind(kafka: &KafkaConfig, topic: &str, offsets: &Offsets) 
         millrace_ingest::partition_lag(offsets.get(partition).copied(), *marks)
     };
     Ok(Lag { records: marks.iter().map(lag).sum(), partitions: marks.len() as u64 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offsets_of_a_misspelt_volume_or_job_are_missing_with_its_name() {
+        let home = tempfile::tempdir().unwrap();
+        let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+        let [volume, other]: [Name; 2] = ["clicks", "clciks"].map(|name| name.parse().unwrap());
+        datafs.volume_create(&volume).unwrap();
+        let found = of_job(&datafs, "job", "topic", &other).unwrap();
+        assert_eq!(found.missing.as_deref(), Some("volume clciks does not exist"));
+        let found = of_job(&datafs, "jbo", "topic", &volume).unwrap();
+        assert_eq!(found.missing.as_deref(), Some("ingest job jbo does not exist in volume clicks"));
+        assert!(found.offsets.is_empty());
+        let pipe = PipeConfig { name: "pieps".into(), ..PipeConfig::default() };
+        let missing = of_pipe(&datafs, &pipe, &volume).unwrap().missing.unwrap();
+        assert!(missing.starts_with("pipe pieps from topic"), "{missing}");
+    }
 }

@@ -41,6 +41,17 @@ pub(crate) struct Measurement {
 struct State {
     last: Option<(Instant, Result<Measurement, Status>)>,
     history: History,
+    /// What the last measurement found missing.
+    missing: Option<String>,
+}
+
+impl State {
+    /// Notes what does not exist; true if that is news, and is to be logged.
+    fn note_missing(&mut self, missing: Option<String>) -> bool {
+        let is_news = missing.is_some() && missing != self.missing;
+        self.missing = missing;
+        is_news
+    }
 }
 
 /// Time of the last use, and the state.
@@ -138,7 +149,7 @@ impl Measurements {
 
     /// Measures, and remembers the outcome.
     async fn renew(&self, source: &Source, mut state: OwnedMutexGuard<State>) -> Result<Measurement, Status> {
-        let found = self.take(source, &mut state.history).await.map_err(|error| {
+        let found = self.take(source, &mut state).await.map_err(|error| {
             tracing::warn!(metric = source.metric(), error = output::one_line(&error), "no measurement");
             status(&error)
         });
@@ -146,14 +157,13 @@ impl Measurements {
         found
     }
 
-    async fn take(&self, source: &Source, history: &mut History) -> Result<Measurement> {
+    async fn take(&self, source: &Source, state: &mut State) -> Result<Measurement> {
         match source {
             Source::Job { job, topic, volume } => {
                 let datafs = self.datafs.clone();
                 let (job, of_topic, volume) = (job.clone(), topic.clone(), volume.clone());
                 let read = move || lag::of_job(&datafs, &job, &of_topic, &volume);
-                let offsets = self.context.blocking(read).await?;
-                Ok(lag::behind(&self.kafka().await?, topic, &offsets).await?.into())
+                self.behind(topic, self.context.blocking(read).await?, state).await
             }
             Source::Pipe { pipe, topic, output, model, volume } => {
                 let config = PipeConfig {
@@ -165,15 +175,29 @@ impl Measurements {
                 };
                 let (datafs, volume) = (self.datafs.clone(), volume.clone());
                 let read = move || lag::of_pipe(&datafs, &config, &volume);
-                let offsets = self.context.blocking(read).await?;
-                Ok(lag::behind(&self.kafka().await?, topic, &offsets).await?.into())
+                self.behind(topic, self.context.blocking(read).await?, state).await
             }
             Source::Model { model, version, endpoints, window } => {
                 let (of, window) = ((model.as_str(), *version), Duration::from_secs(*window));
-                let value = queue_time::measure(&self.client, history, of, endpoints, window).await?;
+                let value =
+                    queue_time::measure(&self.client, &mut state.history, of, endpoints, window).await?;
                 Ok(Measurement { value, partitions: None })
             }
         }
+    }
+
+    /// The lag of a consumer behind a topic. Logs once what does not exist.
+    async fn behind(&self, topic: &str, recorded: lag::Recorded, state: &mut State) -> Result<Measurement> {
+        let lag = lag::behind(&self.kafka().await?, topic, &recorded.offsets).await?;
+        let missing = recorded.missing.clone().unwrap_or_default();
+        if state.note_missing(recorded.missing) {
+            tracing::warn!(
+                topic,
+                missing,
+                "the lag is the whole topic: right before the consumer's first commit, else correct the trigger's names"
+            );
+        }
+        Ok(lag.into())
     }
 
     /// The topics: a cluster, or the broker of this home.
@@ -205,5 +229,18 @@ fn status(error: &anyhow::Error) -> Status {
         Exit::Conflict => Status::failed_precondition(message),
         Exit::Corrupt => Status::data_loss(message),
         _ => Status::unavailable(message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_logged_once_until_it_changes() {
+        let mut state = State::default();
+        let mut note = |missing: Option<&str>| state.note_missing(missing.map(str::to_owned));
+        assert!(note(Some("volume a")) && !note(Some("volume a")));
+        assert!(note(Some("job j")) && !note(None) && note(Some("job j")));
     }
 }
