@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use millrace_datafs::{Datafs, View, VolumeSpec};
 use millrace_serving::host::{Callers, Host, HostConfig};
 use millrace_serving::{Limits, MetricsServer};
+use millrace_streams::dataset::DatasetSpec;
 use millrace_streams::feed::flight::{self, Exposure, FlightFeeds, Permission};
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -81,6 +83,12 @@ pub(super) async fn run(context: &Context, args: FeedServeArgs) -> Result<()> {
     let address = socket.local_addr()?;
     let locations = locations(&config, address);
     let datafs = context.volumes().await?;
+    let (of_check, to_check) = (datafs.clone(), exposed.clone());
+    let check = move || {
+        to_check.iter().for_each(|dataset| warn_of_missing(&of_check, dataset));
+        Ok(())
+    };
+    context.run_abandonable(check).await?;
     let exposure = Exposure::new(exposed);
     let shown: Vec<String> = exposure.entries().iter().map(ToString::to_string).collect();
     let callers = host.callers();
@@ -119,6 +127,42 @@ pub(super) async fn run(context: &Context, args: FeedServeArgs) -> Result<()> {
     }
     server.close(CLOSING).await;
     Ok(())
+}
+
+/// Warns of a dataset that clients cannot read, since it does not exist. It may be created later.
+fn warn_of_missing(datafs: &Datafs, dataset: &DatasetSpec) {
+    if let Some(missing) = missing(datafs, dataset) {
+        tracing::warn!(
+            %dataset,
+            missing,
+            "clients cannot read a dataset until it exists: correct --volume, --dataset or [feed], or create it"
+        );
+    }
+}
+
+/// What of a dataset does not exist, if anything. Without a snapshot in its name, its path may exist in the live volume or
+/// in the newest snapshot. Other errors are left to the calls of clients. Blocks on metadata.
+fn missing(datafs: &Datafs, dataset: &DatasetSpec) -> Option<String> {
+    let DatasetSpec { source, path, .. } = dataset;
+    let volume = &source.volume;
+    let live = match datafs.view(&VolumeSpec::live(volume.clone())) {
+        Ok(live) => live,
+        Err(error) => return error.is_not_found().then(|| format!("volume {volume} does not exist")),
+    };
+    let has_path = |view: &View| !view.stat(path).is_err_and(|error| error.is_not_found());
+    if source.snapshot.is_some() {
+        return match datafs.view(source) {
+            Ok(view) => (!has_path(&view)).then(|| format!("{path} does not exist in snapshot {source}")),
+            Err(error) => error.is_not_found().then(|| format!("snapshot {source} does not exist")),
+        };
+    }
+    let newest = VolumeSpec { snapshot: VolumeSpec::LATEST.parse().ok(), ..source.clone() };
+    let newest = match datafs.resolve(&newest).and_then(|(newest, _)| datafs.view(&newest)) {
+        Ok(newest) => newest,
+        Err(error) => return error.is_not_found().then(|| format!("volume {volume} has no snapshot")),
+    };
+    (!has_path(&newest) && !has_path(&live))
+        .then(|| format!("{path} does not exist in volume {volume}, nor in its newest snapshot"))
 }
 
 /// The table `[feed]` with the flags over it, checked.
@@ -203,4 +247,32 @@ fn locations(config: &FeedConfig, address: SocketAddr) -> Vec<String> {
 fn permission(callers: &Callers, extensions: &tonic::Extensions) -> Permission {
     let reader = callers.reader(extensions);
     Arc::new(move |volume: &str| reader.may_read(volume).map_err(Status::from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn datasets_that_do_not_exist_are_found_with_what_is_missing() {
+        let home = tempfile::tempdir().unwrap();
+        let datafs = Datafs::open(home.path(), &millrace_datafs::Config::default()).unwrap();
+        let told = |dataset: &str| missing(&datafs, &dataset.parse().unwrap());
+        assert_eq!(told("v:/train").unwrap(), "volume v does not exist");
+        datafs.volume_create(&"v".parse().unwrap()).unwrap();
+        assert_eq!(told("v:/").unwrap(), "volume v has no snapshot");
+        let live = datafs.view(&"v".parse().unwrap()).unwrap();
+        live.create_dir_all("/train").unwrap();
+        datafs.snapshot_create(&"v".parse().unwrap(), &"s".parse().unwrap()).unwrap();
+        assert_eq!(told("v@t:/train").unwrap(), "snapshot v@t does not exist");
+        assert_eq!(told("v@s:/trian").unwrap(), "/trian does not exist in snapshot v@s");
+        assert_eq!(
+            told("v:/trian").unwrap(),
+            "/trian does not exist in volume v, nor in its newest snapshot"
+        );
+        live.create_dir_all("/later").unwrap();
+        for dataset in ["v:/", "v:/train", "v@s:/train", "v@s:/", "v:/later"] {
+            assert_eq!(told(dataset), None, "{dataset}");
+        }
+    }
 }
