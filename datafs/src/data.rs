@@ -73,5 +73,5 @@ pub(crate) use pool::ObjectPool;
 pub(crate) use raw::{Copied, sync_names};
 pub(crate) use remote_pack::{GATHER_BYTES, RemotePack};
 pub(crate) use runtime::{Io, Pending};
-pub(crate) use store::check_store;
+pub(crate) use store::problems as store_problems;
 pub(crate) use writer::{Finished, ObjectWriter};

@@ -10,7 +10,7 @@ use millrace_leaf::private;
 use crate::compact::{self, Compact, CompactReport};
 use crate::config::{Config, LOCK_WAIT_MS_MAX};
 use crate::data::keyring::Keyring;
-use crate::data::{ObjectPool, check_store};
+use crate::data::{ObjectPool, store_problems};
 use crate::error::{Error, Result};
 use crate::fs::shared::{InUse, Shared};
 use crate::gc::GcReport;
@@ -81,12 +81,12 @@ impl Datafs {
             add("session_lease_ms", check_lease(config));
             add("meta_url", target(home, config, url).map(drop));
         }
-        add("store_url", check_store(config));
         for (name, key) in &config.encryption_keys {
             let encryption_keys = [(name.clone(), key.clone())].into();
             let alone = Config { encryption_keys, ..Config::default() };
             add(&format!("encryption_keys.{name}"), Keyring::open(&alone).map(drop));
         }
+        problems.extend(store_problems(config));
         problems
     }
 

@@ -1,7 +1,8 @@
 //! All problems of a TOML file at once, each with its line.
 //!
 //! A parser stops at the first error. [`read`] takes the wrong entry out and goes on, so that one run reports every
-//! unknown key and wrong type. Checks of the values follow in the caller, which finds their lines in [`Places`].
+//! unknown key and wrong type. [`read_verified`] does so for bounds, too. Other checks of the values follow in the caller,
+//! which finds their lines in [`Places`].
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -54,6 +55,17 @@ pub struct Checked<S> {
 /// Reads the text of a file as tables of type `S`. Takes time in proportion to the text and to the number of wrong
 /// entries, of which at most 200 are reported.
 pub fn read<S: DeserializeOwned>(text: &str) -> Checked<S> {
+    read_verified(text, |_| Ok(()))
+}
+
+/// [`read`], then the problems that `verify` finds, one at a time, in messages that begin with a key. That key is taken out
+/// as well, so that its default applies, and `verify` is called again. A message that names another key which was taken
+/// out is left out, since the value may be right with a right one there. Ends at a message without a key of the file, and
+/// at a key without a default.
+pub fn read_verified<S: DeserializeOwned>(
+    text: &str,
+    mut verify: impl FnMut(&mut S) -> Result<(), String>,
+) -> Checked<S> {
     let (table, errors) = DeTable::parse_recoverable(text);
     let lines = Lines::of(text);
     if !errors.is_empty() {
@@ -66,15 +78,32 @@ pub fn read<S: DeserializeOwned>(text: &str) -> Checked<S> {
         return Checked { settings: None, problems, places: Places::default() };
     }
     let table = table.into_inner();
-    let (mut wrong, mut problems, mut settings) = (BTreeSet::new(), Vec::new(), None);
+    let (mut wrong, mut problems, mut settings) = (BTreeSet::<String>::new(), Vec::new(), None);
+    let mut refused = 0;
     let places = loop {
         let places = Places::of(&table, &lines, &wrong);
         let rest = Spanned::new(0..0, without(&table, "", &wrong));
         match S::deserialize(Deserializer::from(rest)) {
-            Ok(read) => {
+            Ok(mut read) => {
+                let verified = verify(&mut read);
                 settings = Some(read);
-                break places;
+                let Err(message) = verified else { break places };
+                let key = key_of(&message);
+                let shown = places.shown(key).cloned();
+                if !wrong.iter().any(|earlier| names(&message, earlier)) {
+                    problems.push(match shown {
+                        Some(_) => places.problem(key, &message),
+                        None => Problem::new(None, None, &message),
+                    });
+                }
+                refused += 1;
+                match shown {
+                    Some(shown) if refused < WRONG_MAX && wrong.insert(shown) => {}
+                    _ => break places,
+                }
             }
+            // The file needs an entry that `verify` has refused.
+            Err(_) if refused > 0 => break places,
             Err(error) => {
                 let entry = error.span().and_then(|span| places.entry_of(&span));
                 let at = entry.map(|entry| (entry.line, entry.column));
@@ -89,6 +118,19 @@ pub fn read<S: DeserializeOwned>(text: &str) -> Checked<S> {
     };
     sort(&mut problems);
     Checked { settings, problems, places }
+}
+
+/// The key with which a message begins; empty if it begins with something else.
+fn key_of(message: &str) -> &str {
+    let is_of_key = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+    message.split(|c: char| !is_of_key(c)).next().unwrap_or_default().trim_end_matches('.')
+}
+
+/// Whether a message names a key, with or without its tables.
+fn names(message: &str, key: &str) -> bool {
+    let last = key.rsplit('.').next().unwrap_or(key);
+    let is_of_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    message.split(|c: char| !is_of_word(c)).any(|word| word == last)
 }
 
 impl Problem {
@@ -204,6 +246,11 @@ impl Places {
     /// Whether the file has the entry with a path of the settings.
     pub fn has(&self, path: &str) -> bool {
         self.entries.iter().any(|entry| entry.path == path)
+    }
+
+    /// The path in the file of the entry with a path of the settings.
+    fn shown(&self, path: &str) -> Option<&String> {
+        self.entries.iter().find(|entry| entry.path == path).map(|entry| &entry.shown)
     }
 
     /// A problem of the entry with a path of the settings, such as `ingest.jobs[0].topic`. An absent key has the place
@@ -338,6 +385,29 @@ mod tests {
         let problem = checked.places.problem("one.limits.rows", "too many");
         assert_eq!((problem.line, problem.key.as_deref()), (Some(6), Some("one.limits.rows")));
         assert_eq!(checked.places.problem("three.x", "unset").line, None);
+    }
+
+    #[test]
+    fn bounds_are_verified_again_without_the_wrong_entries() {
+        // The text may have as many bytes as the number says.
+        let verify = |tables: &mut Tables| match &tables.one {
+            One { number: 100.., .. } => Err("one.number = 100: allowed are 0 to 99".to_owned()),
+            One { number, text } if text.len() > *number as usize => {
+                Err(format!("one.text has {} bytes, more than number = {number}", text.len()))
+            }
+            _ if tables.jobs.iter().any(|job| job.name.is_empty()) => Err("a job has no name".to_owned()),
+            _ => Ok(()),
+        };
+        let keys = |text: &str| {
+            let found = read_verified(text, verify).problems.into_iter();
+            found.map(|one| (one.line.unwrap_or(0), one.key.unwrap_or_default())).collect::<Vec<_>>()
+        };
+        let at = |line: usize, key: &str| (line, key.to_owned());
+        assert!(keys("[one]\nnumber = 3\ntext = \"abc\"\n").is_empty());
+        assert_eq!(keys("[one]\nnumber = 2\ntext = \"abc\"\n"), [at(3, "one.text")]);
+        // The text may be right with another number.
+        let text = "[[jobs]]\nname = \"\"\n[one]\nnumber = 100\ntext = \"abc\"\nx = 1\n";
+        assert_eq!(keys(text), [at(4, "one.number"), at(6, "one.x"), at(0, "")]);
     }
 
     #[test]

@@ -34,6 +34,7 @@ fn all_problems_of_a_configuration_are_reported_in_one_run() {
         r#"[datafs]
 lock_wait_ms = 0
 store_url = "ftp://bucket"
+store_options = { access_key_id = { file = "id" }, secret_access_key = { file = "secret" } }
 [datafs.encryption_keys]
 main = { file = "missing.key" }
 [streams]
@@ -74,21 +75,23 @@ snapshots = [{ volume = "v", every_s = 0, keep = 1 }]
     for (line, severity, key) in [
         (2, "error", "datafs.lock_wait_ms"),
         (3, "error", "datafs.store_url"),
-        (5, "error", "datafs.encryption_keys.main"),
-        (7, "error", "streams.topics[1].name"),
-        (9, "error", "streams.properties.\"no.such.property\""),
-        (12, "warning", "ingest.jobs[0].topic"),
-        (15, "error", "ingest.jobs[0].flush_ms"),
-        (21, "error", "ingest.jobs[1].flsh_ms"),
-        (23, "error", "serving.htpp"),
-        (24, "error", "serving.grpc"),
-        (26, "error", "serving.tokens"),
-        (28, "error", "serving.tls.certificate"),
-        (29, "error", "serving.tls.key"),
-        (31, "error", "trainer.workers"),
-        (32, "error", "trainer.checkpoints_keep"),
-        (34, "error", "up.train[0]"),
-        (35, "error", "up.snapshots[0]"),
+        (4, "error", "datafs.store_options.access_key_id"),
+        (4, "error", "datafs.store_options.secret_access_key"),
+        (6, "error", "datafs.encryption_keys.main"),
+        (8, "error", "streams.topics[1].name"),
+        (10, "error", "streams.properties.\"no.such.property\""),
+        (13, "warning", "ingest.jobs[0].topic"),
+        (16, "error", "ingest.jobs[0].flush_ms"),
+        (22, "error", "ingest.jobs[1].flsh_ms"),
+        (24, "error", "serving.htpp"),
+        (25, "error", "serving.grpc"),
+        (27, "error", "serving.tokens"),
+        (29, "error", "serving.tls.certificate"),
+        (30, "error", "serving.tls.key"),
+        (32, "error", "trainer.workers"),
+        (33, "error", "trainer.checkpoints_keep"),
+        (35, "error", "up.train[0]"),
+        (36, "error", "up.snapshots[0]"),
     ] {
         let is_it =
             |one: &(u64, String, String)| one.0 == line && one.1 == severity && one.2.starts_with(key);
@@ -101,7 +104,7 @@ snapshots = [{ volume = "v", every_s = 0, keep = 1 }]
     // The lines for people have the form that editors jump to.
     let output = home.run(["config", "check", file.to_str().unwrap()]);
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("m.toml:23:1: error: serving.htpp: unknown field `htpp`"), "{text}");
+    assert!(text.contains("m.toml:24:1: error: serving.htpp: unknown field `htpp`"), "{text}");
 }
 
 #[test]
@@ -134,6 +137,12 @@ fn problems_of_a_job_file_are_reported_and_a_missing_file_is_3() {
     let reported = problems(&found);
     assert_eq!((exit, found["kind"].as_str()), (2, Some("job")), "{found}");
     assert!(reported.iter().any(|one| one.0 == 3) && reported.iter().any(|one| one.0 == 4), "{found}");
+    // Bounds are reported beside unknown keys, and all of them.
+    let job = "name = \"a\"\ndataset = \"v@s:/train\"\nfeatures = \"x\"\nlabel = \"y\"\nmodel = \"m.onnx\"\nbatch_row = 5\n\
+               epochs_max = 0\ncheckpoint_every_steps = 0\nloss_target = -1.0\n[validation]\nevery_epochs = 0\n";
+    let (found, _) = check(&home, &home.file("train.toml", job));
+    let lines: Vec<u64> = problems(&found).iter().map(|(line, _, _)| *line).collect();
+    assert!([5, 6, 7, 8, 9].iter().all(|line| lines.contains(line)), "{found:#}");
     let (code, said) = home.fails(["config", "check", "none.toml"]);
     assert!(code == 3 && said.contains("none.toml"), "{code} {said}");
 }

@@ -356,6 +356,20 @@ impl JobFile {
         parse(text).map_err(|reason| Error::JobFile { path: PathBuf::from("(text)"), reason })
     }
 
+    /// Sets what depends on the text of the file: defaults by other keys, the order of the splits. Then checks all bounds as
+    /// [`JobFile::check`].
+    ///
+    /// # Errors
+    /// A message that begins with the key that violates a bound.
+    pub fn complete(&mut self, text: &str) -> Result<(), String> {
+        let says_shards = text.parse::<toml::Table>().is_ok_and(|table| table.contains_key("virtual_shards"));
+        if !says_shards {
+            self.virtual_shards = self.virtual_shards.min(self.batch_rows.max(1));
+        }
+        self.splits.restore_order(text);
+        self.check()
+    }
+
     /// Checks all bounds; the error names the key that violates one.
     pub fn check(&self) -> Result<(), String> {
         let within = |key: &str, value: u64, most: u64| match value {
@@ -562,11 +576,6 @@ fn parse(text: &str) -> Result<JobFile, String> {
             None => message,
         }
     })?;
-    let says_shards = text.parse::<toml::Table>().is_ok_and(|table| table.contains_key("virtual_shards"));
-    if !says_shards {
-        job.virtual_shards = job.virtual_shards.min(job.batch_rows.max(1));
-    }
-    job.splits.restore_order(text);
-    job.check()?;
+    job.complete(text)?;
     Ok(job)
 }

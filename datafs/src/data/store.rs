@@ -55,12 +55,97 @@ impl Store {
     }
 }
 
-/// Checks the URL and the options of the store without connecting to it.
-pub(crate) fn check_store(config: &Config) -> Result<()> {
-    let Some(url) = &config.store_url else { return Ok(()) };
-    match local_path(url)? {
-        Some(_) => Ok(()),
-        None => open_remote(url, config).map(drop),
+/// The problems of the URL and the options of the store, each with its key: first what is wrong of each alone, else what
+/// the store refuses of them together. Reads secrets, connects to nothing.
+pub(crate) fn problems(config: &Config) -> Vec<(String, Error)> {
+    let mut problems = Vec::new();
+    let Some(url) = &config.store_url else { return problems };
+    let address = match local_path(url) {
+        Ok(Some(_)) => return problems,
+        Ok(None) => Address::of(url),
+        Err(error) => Err(error),
+    };
+    let mut add = |key: String, checked: Result<()>| problems.extend(checked.err().map(|error| (key, error)));
+    add("store_timeout_ms".to_owned(), check_timeout(config));
+    for (name, value) in &config.store_options {
+        let known = match &address {
+            Ok(address) => address.check_option(name),
+            Err(_) => Ok(()),
+        };
+        add(format!("store_options.{name}"), known.and_then(|()| option_text(name, value).map(drop)));
+    }
+    add("store_url".to_owned(), address.map(drop));
+    if problems.is_empty()
+        && let Err(error) = open_remote(url, config)
+    {
+        problems.push(("store_url".to_owned(), error));
+    }
+    problems
+}
+
+fn check_timeout(config: &Config) -> Result<()> {
+    match config.store_timeout_ms {
+        0 => Err(Error::Invalid("[datafs] store_timeout_ms must be at least 1".into())),
+        _ => Ok(()),
+    }
+}
+
+/// The value of an option, read from where it is kept.
+fn option_text(name: &str, value: &Secret) -> Result<String> {
+    value.text(&format!("[datafs.store_options] {name}"))
+}
+
+/// The kinds of remote stores.
+#[derive(Clone, Copy)]
+enum Kind {
+    S3,
+    Google,
+    Azure,
+}
+
+/// The URL of a remote store.
+struct Address<'a> {
+    kind: Kind,
+    scheme: &'a str,
+    bucket: &'a str,
+    prefix: StorePath,
+    /// The URL without secrets.
+    shown: String,
+}
+
+impl<'a> Address<'a> {
+    fn of(url: &'a str) -> Result<Address<'a>> {
+        let shown = crate::config::redacted(url.to_owned());
+        let wrong = |reason: &str| Error::Invalid(format!("[datafs] store_url {shown:?}: {reason}"));
+        let (scheme, rest) = url.split_once("://").ok_or_else(|| wrong("it has no scheme"))?;
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        if bucket.is_empty() {
+            return Err(wrong("it names no bucket"));
+        }
+        let prefix =
+            StorePath::parse(prefix.trim_end_matches('/')).map_err(|error| wrong(&error.to_string()))?;
+        let kind = match scheme {
+            "s3" | "s3a" => Kind::S3,
+            "gs" => Kind::Google,
+            "az" | "azure" | "abfs" | "abfss" => Kind::Azure,
+            _ => return Err(wrong("write file://, s3://, gs:// or az://")),
+        };
+        Ok(Address { kind, scheme, bucket, prefix, shown })
+    }
+
+    /// Refuses an option that this kind of store does not have.
+    fn check_option(&self, name: &str) -> Result<()> {
+        let name = name.to_ascii_lowercase();
+        let is_known = match self.kind {
+            Kind::S3 => name.parse::<AmazonS3ConfigKey>().is_ok(),
+            Kind::Google => name.parse::<GoogleConfigKey>().is_ok(),
+            Kind::Azure => name.parse::<AzureConfigKey>().is_ok(),
+        };
+        if is_known { Ok(()) } else { Err(self.unknown(&name)) }
+    }
+
+    fn unknown(&self, name: &str) -> Error {
+        Error::Invalid(format!("[datafs.store_options] {name} is no option of {}", self.scheme))
     }
 }
 
@@ -74,26 +159,18 @@ fn local_path(url: &str) -> Result<Option<PathBuf>> {
 }
 
 fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
-    let shown = crate::config::redacted(url.to_owned());
-    let wrong = |reason: String| Error::Invalid(format!("[datafs] store_url {shown:?}: {reason}"));
-    if config.store_timeout_ms == 0 {
-        return Err(Error::Invalid("[datafs] store_timeout_ms must be at least 1".into()));
-    }
-    let (scheme, rest) = url.split_once("://").ok_or_else(|| wrong("it has no scheme".into()))?;
-    let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-    if bucket.is_empty() {
-        return Err(wrong("it names no bucket".into()));
-    }
-    let prefix = StorePath::parse(prefix.trim_end_matches('/')).map_err(|e| wrong(e.to_string()))?;
+    check_timeout(config)?;
+    let address = Address::of(url)?;
+    let (scheme, bucket) = (address.scheme, address.bucket);
     let mut options = Vec::with_capacity(config.store_options.len());
     for (name, value) in &config.store_options {
-        options.push((name.to_ascii_lowercase(), value.text(&format!("[datafs.store_options] {name}"))?));
+        options.push((name.to_ascii_lowercase(), option_text(name, value)?));
     }
     // Errors of the libraries contain the refused values, which may be secrets.
-    let refused =
-        |e: object_store::Error| wrong(Secret::hide_in(config.store_options.values(), e.to_string()));
-    let unknown =
-        |name: &str| Error::Invalid(format!("[datafs.store_options] {name} is no option of {scheme}"));
+    let refused = |error: object_store::Error| {
+        let reason = Secret::hide_in(config.store_options.values(), error.to_string());
+        Error::Invalid(format!("[datafs] store_url {:?}: {reason}", address.shown))
+    };
     // This crate retries itself: see `retry.rs`.
     let no_retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let connect = ClientConfigKey::ConnectTimeout;
@@ -105,20 +182,19 @@ fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
                 .with_retry(no_retries)
                 .with_config(<$key>::Client(connect), CONNECT_TIMEOUT);
             for (name, value) in options {
-                let key = name.parse::<$key>().map_err(|_| unknown(&name))?;
+                let key = name.parse::<$key>().map_err(|_| address.unknown(&name))?;
                 builder = builder.with_config(key, value);
             }
             handles(builder.build().map_err(refused)?)
         }};
     }
-    let (objects, parts) = match scheme {
-        "s3" | "s3a" => build!(AmazonS3Builder, AmazonS3ConfigKey),
-        "gs" => build!(GoogleCloudStorageBuilder, GoogleConfigKey),
-        "az" | "azure" | "abfs" | "abfss" => build!(MicrosoftAzureBuilder, AzureConfigKey),
-        _ => return Err(wrong("write file://, s3://, gs:// or az://".into())),
+    let (objects, parts) = match address.kind {
+        Kind::S3 => build!(AmazonS3Builder, AmazonS3ConfigKey),
+        Kind::Google => build!(GoogleCloudStorageBuilder, GoogleConfigKey),
+        Kind::Azure => build!(MicrosoftAzureBuilder, AzureConfigKey),
     };
     let timeout = Duration::from_millis(config.store_timeout_ms);
-    Ok(RemoteStore::new(objects, parts, prefix, shown, timeout))
+    Ok(RemoteStore::new(objects, parts, address.prefix, address.shown, timeout))
 }
 
 /// Both interfaces of one store.
@@ -158,5 +234,30 @@ mod tests {
             let error = open(url, &options).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         }
+    }
+
+    #[test]
+    fn all_options_that_are_unknown_or_unreadable_are_problems() {
+        let missing = |name: &str| Secret::File(crate::FromFile { file: name.into() });
+        let options = [
+            ("access_key_id", missing("/none/id")),
+            ("regoin", Secret::Text("x".into())),
+            ("secret_access_key", missing("/none/key")),
+            ("region", Secret::Text("eu-central-1".into())),
+        ];
+        let mut config = Config {
+            store_url: Some("s3://bucket".into()),
+            store_options: options.map(|(name, value)| (name.to_owned(), value)).into(),
+            ..Config::default()
+        };
+        let keys = |config: &Config| problems(config).into_iter().map(|(key, _)| key).collect::<Vec<_>>();
+        let options =
+            ["store_options.access_key_id", "store_options.regoin", "store_options.secret_access_key"];
+        assert_eq!(keys(&config), options);
+        config.store_url = Some("ftp://bucket".into());
+        config.store_timeout_ms = 0;
+        assert_eq!(keys(&config), ["store_timeout_ms", options[0], options[2], "store_url"]);
+        config.store_url = Some("file:///objects".into());
+        assert!(keys(&config).is_empty());
     }
 }

@@ -106,23 +106,21 @@ fn line(path: &Path, problem: &Problem) -> String {
 
 /// The problems of a job file.
 fn of_job(path: &Path, text: &str) -> Vec<Problem> {
-    let checked = check::read::<JobFile>(text);
-    let complete = checked.problems.is_empty();
+    let checked = check::read_verified::<JobFile>(text, |job| job.complete(text));
     let mut findings = Findings::new(checked.places, checked.problems);
-    if !complete {
-        return findings.problems;
-    }
-    match JobFile::load(path) {
-        Ok(job) => {
-            if let ModelSource::File(model) = &job.model
-                && !model.is_file()
-            {
-                let message = format!("the model {} is not a file; correct the path", model.display());
-                findings.error("model", message);
-            }
+    if let Some(JobFile { model: ModelSource::File(model), .. }) = &checked.settings {
+        let model = path.parent().map_or_else(|| model.clone(), |folder| folder.join(model));
+        if !model.is_file() {
+            let message = format!("the model {} is not a file; correct the path", model.display());
+            findings.error("model", message);
         }
-        Err(millrace_trainer::Error::JobFile { reason, .. }) => findings.message("", &reason),
-        Err(error) => findings.cause("", &error),
+    }
+    if findings.is_sound() {
+        match JobFile::load(path) {
+            Ok(_) => {}
+            Err(millrace_trainer::Error::JobFile { reason, .. }) => findings.message("", &reason),
+            Err(error) => findings.cause("", &error),
+        }
     }
     findings.problems
 }
