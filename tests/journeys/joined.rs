@@ -99,7 +99,10 @@ fn mistakes_of_a_worker_are_named_with_the_remedy() {
 
     let (code, line) = home.fails(["worker"]);
     assert_eq!(code, 5, "{line}");
-    assert!(line.contains("--join HOST:PORT"), "{line}");
+    assert!(
+        line.contains("--join HOST:PORT") && line.contains("--join alone") && line.contains("[cluster]"),
+        "{line}"
+    );
 
     std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o640)).unwrap();
     let (code, line) = home.fails(join);

@@ -124,7 +124,7 @@ impl WorkerEnv {
                 program: "of a job".to_owned(),
                 reason: format!(
                     "{key} is not set: millrace train starts workers on its own machine; to join a job from here, add \
-                     --join HOST:PORT --token-file FILE"
+                     --join HOST:PORT --token-file FILE, with --join alone for the coordinator of [cluster]"
                 ),
             })
         };
