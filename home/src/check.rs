@@ -91,10 +91,12 @@ pub fn read_verified<S: DeserializeOwned>(
                 let key = key_of(&message);
                 let shown = places.shown(key).cloned();
                 if !wrong.iter().any(|earlier| names(&message, earlier)) {
-                    problems.push(match shown {
-                        Some(_) => places.problem(key, &message),
-                        None => Problem::new(None, None, &message),
-                    });
+                    let problem = if shown.is_some() {
+                        places.problem(key, &message)
+                    } else {
+                        Problem::new(None, None, &message)
+                    };
+                    problems.push(problem);
                 }
                 refused += 1;
                 match shown {

@@ -177,8 +177,8 @@ fn manifests_that_could_not_run_or_would_show_secrets_are_refused() {
     // Cards on which no worker would compute.
     for (flags, says) in [
         (&["--gpu-product=Tesla-T4"][..], "device = \"cuda\""),
-        (&["--gpus=2"], "computes on the processor"),
-        (&["--device=cuda", "--gpu-resource=amd.com/gpu"], "only on NVIDIA's"),
+        (&["--gpus=2"][..], "computes on the processor"),
+        (&["--device=cuda", "--gpu-resource=amd.com/gpu"][..], "only on NVIDIA's"),
     ] {
         let (code, line) = failure(&render(&sound, flags), "cards");
         assert!(code == 2 && line.contains(says) && line.contains("cannot render job digits"), "{line}");
