@@ -2,8 +2,9 @@
 //! the secrets of the call.
 //!
 //! Without secrets, a call uses the driver's own home. With `meta_url` and `store_url` in its secret, it uses the home
-//! of a tenant: the secret then brings all credentials, and none of the driver's own reach it. A secret is content of
-//! a tenant, so it names no files of the node, no variables of the driver and no local sockets.
+//! of a tenant: the secret then brings all credentials, and none of the driver's own reach it. A secret without these
+//! URLs may only add encryption keys to the driver's own home: it changes neither its store nor its keys. A secret is
+//! content of a tenant, so it names no files of the node, no variables of the driver and no local sockets.
 
 use std::collections::HashMap;
 use std::error::Error as StdError;
@@ -145,8 +146,19 @@ impl Homes {
                 None if key == "meta_schema" => {
                     return Err(wrong("needs meta_url and store_url in the same secret".into()));
                 }
+                // The driver would sign requests with its own credentials and send them to the tenant's endpoint.
+                Some(("store_options", _)) if !of_tenant => {
+                    return Err(wrong("needs meta_url and store_url in the same secret".into()));
+                }
                 Some(("store_options", option)) if STORE_OPTIONS.contains(&option) => {
                     config.store_options.insert(option.to_owned(), Secret::Text(value.to_owned()));
+                }
+                Some(("encryption_keys", name))
+                    if !of_tenant && self.own.config.encryption_keys.contains_key(name) =>
+                {
+                    return Err(wrong(
+                        "is a key of the driver's own configuration: choose another name".into(),
+                    ));
                 }
                 Some(("encryption_keys", name)) if !name.is_empty() => {
                     config.encryption_keys.insert(name.to_owned(), Secret::Text(value.to_owned()));
@@ -257,7 +269,7 @@ fn check_store_url(url: &str, secrets: &HashMap<String, String>) -> Result<(), S
     };
     for option in needed {
         let key = format!("store_options.{option}");
-        if secrets.get(&key).is_none_or(String::is_empty) {
+        if secrets.get(&key).is_none_or(|value| value.trim().is_empty()) {
             return Err(format!(
                 "needs {key} in the same secret; credentials of the driver are not used for it"
             ));

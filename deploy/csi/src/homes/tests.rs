@@ -3,6 +3,7 @@ use super::*;
 fn homes() -> Homes {
     let mut config = Config { meta_schema: "own".into(), ..Config::default() };
     config.store_options.insert("secret_access_key".into(), "of-the-driver".into());
+    config.encryption_keys.insert("driver".into(), "key-of-the-driver".into());
     Homes::new("/own".into(), config, "/tenants".into(), Box::new(|_, _| Err("never opened".into())))
 }
 
@@ -48,6 +49,21 @@ fn a_tenant_gets_no_credentials_of_the_driver_and_keeps_its_folder_when_a_passwo
 }
 
 #[test]
+fn a_secret_without_urls_only_adds_encryption_keys_to_the_home_of_the_driver() {
+    let place = homes().place(&secrets(&[("encryption_keys.mine", "k")])).unwrap();
+    let mut expected = homes().own.config;
+    expected.encryption_keys.insert("mine".into(), "k".into());
+    assert_eq!((place.root.as_path(), place.config), (Path::new("/own"), expected));
+    // Every option of a store, of which each could lead requests of the driver elsewhere.
+    for option in STORE_OPTIONS {
+        let key = format!("store_options.{option}");
+        let refused = homes().place(&secrets(&[(&key, "x")])).unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.message().contains(&key), "{refused}");
+    }
+}
+
+#[test]
 fn secrets_that_reach_for_the_node_or_the_driver_are_refused_without_their_value() {
     let change = |key: &str, value: &str| {
         let mut changed = secrets(&TENANT);
@@ -62,6 +78,9 @@ fn secrets_that_reach_for_the_node_or_the_driver_are_refused_without_their_value
     let url = |rest: &str| change("meta_url", &format!("postgres://{rest}"));
     for (wrong, says) in [
         (secrets(&[("meta_schema", "hunter2")]), "meta_schema"),
+        (secrets(&[("store_options.endpoint", "http://hunter2")]), "meta_url and store_url"),
+        (secrets(&[("store_options.hunter", "hunter2")]), "meta_url and store_url"),
+        (secrets(&[("encryption_keys.driver", "hunter2")]), "another name"),
         (secrets(&[("hunter", "hunter2")]), "store_options.OPTION"),
         (change("meta_file", "hunter2"), "meta_file"),
         (change("cache_dir", "hunter2"), "cache_dir"),
@@ -71,6 +90,7 @@ fn secrets_that_reach_for_the_node_or_the_driver_are_refused_without_their_value
         (without("store_url"), "store_url"),
         (without("meta_url"), "meta_url"),
         (without("store_options.access_key_id"), "store_options.access_key_id"),
+        (change("store_options.access_key_id", "\n"), "store_options.access_key_id"),
         (change("store_url", "file:///hunter2"), "s3://BUCKET"),
         (change("store_url", "s3://"), "s3://BUCKET"),
         (change("store_url", "gs://hunter2"), "service_account_key"),
