@@ -45,6 +45,10 @@ pub struct Config {
     /// their kind (`AWS_ACCESS_KEY_ID`, …); `store_options` override those.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store_url: Option<String>,
+    /// Whether a remote store also takes options and credentials of the process: the environment variables of its
+    /// kind, and the machine's identity from the provider's metadata service. With `false`, `store_options` contain
+    /// all credentials.
+    pub store_environment: bool,
     /// How long a request to a remote store is retried, with growing pauses, before it fails. At least 1.
     pub store_timeout_ms: u64,
     /// The cache of a remote store, shared by all processes of this machine; relative to the home folder.
@@ -98,6 +102,7 @@ impl Default for Config {
             session_lease_ms: 60_000,
             store_dir: PathBuf::from("datafs/objects"),
             store_url: None,
+            store_environment: true,
             store_timeout_ms: 30_000,
             cache_dir: PathBuf::from("datafs/cache"),
             cache_bytes_max: 16 << 30,

@@ -174,24 +174,57 @@ fn open_remote(url: &str, config: &Config) -> Result<RemoteStore> {
     // This crate retries itself: see `retry.rs`.
     let no_retries = RetryConfig { max_retries: 0, ..RetryConfig::default() };
     let connect = ClientConfigKey::ConnectTimeout;
-    // Three builders of one shape, without a trait in common.
+    let incomplete = |needed: &str| {
+        Error::Invalid(format!(
+            "[datafs.store_options] have no credentials for store_url {:?}, and store_environment is false: set {needed}",
+            address.shown
+        ))
+    };
+    // Three builders of one shape, without a trait in common. Each list names options that are credentials together:
+    // without all of one list, the builder would ask the machine's metadata service for some.
     macro_rules! build {
-        ($builder:ty, $key:ty) => {{
-            let mut builder = <$builder>::from_env()
+        ($builder:ty, $key:ident, $needed:literal, $([$($option:ident),+]),+) => {{
+            let builder = if config.store_environment { <$builder>::from_env() } else { <$builder>::new() };
+            let mut builder = builder
                 .with_url(format!("{scheme}://{bucket}"))
                 .with_retry(no_retries)
-                .with_config(<$key>::Client(connect), CONNECT_TIMEOUT);
+                .with_config($key::Client(connect), CONNECT_TIMEOUT);
             for (name, value) in options {
                 let key = name.parse::<$key>().map_err(|_| address.unknown(&name))?;
                 builder = builder.with_config(key, value);
+            }
+            let is_set = |key| builder.get_config_value(&key).is_some_and(|value| !value.is_empty());
+            let lists = [$([$(is_set($key::$option)),+].iter().all(|is_set| *is_set)),+];
+            if !config.store_environment && !lists.contains(&true) {
+                return Err(incomplete($needed));
             }
             handles(builder.build().map_err(refused)?)
         }};
     }
     let (objects, parts) = match address.kind {
-        Kind::S3 => build!(AmazonS3Builder, AmazonS3ConfigKey),
-        Kind::Google => build!(GoogleCloudStorageBuilder, GoogleConfigKey),
-        Kind::Azure => build!(MicrosoftAzureBuilder, AzureConfigKey),
+        Kind::S3 => build!(
+            AmazonS3Builder,
+            AmazonS3ConfigKey,
+            "access_key_id and secret_access_key",
+            [AccessKeyId, SecretAccessKey]
+        ),
+        Kind::Google => build!(
+            GoogleCloudStorageBuilder,
+            GoogleConfigKey,
+            "service_account_key",
+            [ServiceAccountKey],
+            [ServiceAccount],
+            [ApplicationCredentials]
+        ),
+        Kind::Azure => build!(
+            MicrosoftAzureBuilder,
+            AzureConfigKey,
+            "account_name and account_key",
+            [AccountName, AccessKey],
+            [AccountName, SasKey],
+            [AccountName, Token],
+            [AccountName, ClientId, ClientSecret, AuthorityId]
+        ),
     };
     let timeout = Duration::from_millis(config.store_timeout_ms);
     Ok(RemoteStore::new(objects, parts, address.prefix, address.shown, timeout))
@@ -205,7 +238,18 @@ fn handles<S: ObjectStore + MultipartStore>(store: S) -> (Arc<dyn ObjectStore>, 
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::TcpListener;
+    use std::process::Command;
+
+    use futures::StreamExt as _;
+
     use super::*;
+
+    /// Set in the child process of a test.
+    const CHILD: &str = "MILLRACE_TEST_VARIABLES";
+    /// A token in the variables of that process.
+    const PLANTED: &str = "planted-token-of-the-process";
 
     fn open(url: &str, options: &[(&str, &str)]) -> Result<Store> {
         let options = options.iter().map(|(k, v)| ((*k).to_owned(), Secret::Text((*v).to_owned())));
@@ -259,5 +303,67 @@ mod tests {
         assert_eq!(keys(&config), ["store_timeout_ms", options[0], options[2], "store_url"]);
         config.store_url = Some("file:///objects".into());
         assert!(keys(&config).is_empty());
+    }
+
+    /// The head of the first request that a store sends for a listing.
+    fn request(url: &str, options: &[(&str, &str)], store_environment: bool) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let options = [&[("allow_http", "true"), ("endpoint", endpoint.as_str())][..], options].concat();
+        let options = options.iter().map(|(k, v)| ((*k).to_owned(), Secret::Text((*v).to_owned())));
+        let (store_url, store_options) = (Some(url.to_owned()), options.collect());
+        let config = Config { store_url, store_options, store_environment, ..Config::default() };
+        let remote = open_remote(url, &config).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut connection, _) = listener.accept().unwrap();
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                let mut byte = [0];
+                connection.read_exact(&mut byte).unwrap();
+                head.push(byte[0]);
+            }
+            let answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+            connection.write_all(answer).unwrap();
+            String::from_utf8(head).unwrap()
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let listed = runtime.block_on(async { remote.listing(&remote.below(&["x"]), None).next().await });
+        assert!(listed.unwrap().is_err());
+        server.join().unwrap()
+    }
+
+    #[test]
+    fn variables_of_the_process_reach_only_stores_that_read_them() {
+        if std::env::var_os(CHILD).is_none() {
+            // A child, since variables of a process with threads cannot be set.
+            let test = "data::store::tests::variables_of_the_process_reach_only_stores_that_read_them";
+            let mut child = Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", test, "--nocapture"]).env(CHILD, "1");
+            for variable in ["AWS_SESSION_TOKEN", "AZURE_STORAGE_TOKEN", "GOOGLE_SERVICE_ACCOUNT"] {
+                child.env(variable, PLANTED);
+            }
+            assert!(child.status().unwrap().success());
+            return;
+        }
+        let keys = [("access_key_id", "id"), ("secret_access_key", "key"), ("region", "r")];
+        let azure = [("account_name", "me"), ("account_key", "c2VjcmV0")];
+        for (url, options) in [("s3://bucket/p", &keys[..]), ("az://container/p", &azure[..])] {
+            let sent = request(url, options, true);
+            assert!(sent.contains(PLANTED), "{url}: {sent}");
+            let sent = request(url, options, false);
+            assert!(sent.to_ascii_lowercase().contains("authorization: "), "{url}: {sent}");
+            assert!(!sent.contains(PLANTED), "{url}: {sent}");
+        }
+        // Without credentials, the machine's identity would be used.
+        for (url, needed) in [
+            ("s3://bucket", "secret_access_key"),
+            ("gs://bucket", "service_account_key"),
+            ("az://container", "account_key"),
+        ] {
+            let config =
+                Config { store_url: Some(url.into()), store_environment: false, ..Config::default() };
+            let error = check_store(&config).unwrap_err().to_string();
+            assert!(error.contains(needed) && error.contains("store_environment"), "{error}");
+        }
     }
 }

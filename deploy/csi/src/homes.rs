@@ -123,6 +123,7 @@ impl Homes {
             config.store_options.clear();
             config.encryption_keys.clear();
             config.meta_passfile = None;
+            config.store_environment = false;
             for needed in ["meta_url", "store_url"] {
                 if !secrets.contains_key(needed) {
                     return Err(invalid(&field(needed), "is required: a secret gives both URLs or none"));

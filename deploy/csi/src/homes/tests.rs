@@ -30,6 +30,8 @@ fn a_tenant_gets_no_credentials_of_the_driver_and_keeps_its_folder_when_a_passwo
     let place = homes().place(&secrets(&TENANT)).unwrap();
     assert!(place.root.starts_with("/tenants"));
     assert_eq!(place.config.store_options["secret_access_key"], Secret::from("key"));
+    // Variables and the machine's identity are the driver's.
+    assert!(!place.config.store_environment && homes().own.config.store_environment);
     let text = place.config_text().unwrap();
     assert!(!text.contains("of-the-driver") && text.contains("s3cret"), "{text}");
     // The text is a configuration file.
