@@ -1,10 +1,12 @@
 //! Configuration of datafs: the `[datafs]` table of `millrace.toml`.
 
+mod public;
 mod secret;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+pub use public::{PUBLIC_STORE_OPTIONS, is_public_store_option};
 pub use secret::{FromEnvironment, FromFile, Secret};
 use serde::{Deserialize, Serialize};
 

@@ -14,6 +14,37 @@ use crate::error::{Error, Result};
 /// The value of [`Config::bootstrap_servers`] that means "the broker inside this home".
 pub const EMBEDDED: &str = "embedded";
 
+/// Properties of TLS and SASL whose values may be shown. All others of both groups are taken for secrets.
+const PUBLIC_SECURITY: [&str; 16] = [
+    "sasl.kerberos.principal",
+    "sasl.kerberos.service.name",
+    "sasl.mechanism",
+    "sasl.mechanisms",
+    "sasl.oauthbearer.client.id",
+    "sasl.oauthbearer.method",
+    "sasl.oauthbearer.scope",
+    "sasl.username",
+    "ssl.ca.location",
+    "ssl.certificate.location",
+    "ssl.cipher.suites",
+    "ssl.crl.location",
+    "ssl.curves.list",
+    "ssl.endpoint.identification.algorithm",
+    "ssl.key.location",
+    "ssl.sigalgs.list",
+];
+/// Words in the names of secrets outside these groups.
+const SECRET_WORDS: [&str; 6] = ["password", "passphrase", "secret", "token", "credential", "pem"];
+
+/// Whether the value of this property of librdkafka may be shown in a manifest.
+pub fn is_public_property(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    if name.contains("sasl.") || name.contains("ssl.") {
+        return PUBLIC_SECURITY.contains(&name.as_str());
+    }
+    !SECRET_WORDS.iter().any(|word| name.contains(word))
+}
+
 /// The `[streams]` table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]

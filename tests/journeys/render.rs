@@ -144,6 +144,10 @@ fn manifests_that_could_not_run_or_would_show_secrets_are_refused() {
         (format!("[datafs]\n{meta}"), "datafs.store_url"),
         (format!("[datafs]\n{}{store}", meta.replace("m@p", "m:hidden@p")), "--database-secret"),
         (format!("{sound}store_options = {{ secret_access_key = \"hidden\" }}\n"), "--store-secret"),
+        (format!("{sound}store_options = {{ account_key = \"hidden\" }}\n"), "account_key"),
+        (format!("{sound}store_options = {{ sas_key = \"hidden\" }}\n"), "sas_key"),
+        (format!("{sound}store_options = {{ service_account_key = \"hidden\" }}\n"), "service_account_key"),
+        (format!("{sound}store_options = {{ endpoint = \"http://u:hidden@s\" }}\n"), "endpoint"),
         (
             format!("{sound}store_options = {{ secret_access_key = {{ env = \"KEY\" }} }}\n"),
             "--env KEY=SECRET:KEY",

@@ -8,7 +8,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::Result;
-use millrace_datafs::Secret;
+use millrace_datafs::{Secret, is_public_store_option};
+use millrace_streams::is_public_property;
 use millrace_trainer::engine::Device;
 use millrace_trainer::job::{JobFile, ModelSource};
 use serde::Serialize;
@@ -22,9 +23,6 @@ use crate::settings::Settings;
 
 /// Keys of `[datafs]` whose values are folders and files of one machine.
 const LOCAL_KEYS: [&str; 4] = ["meta_file", "meta_passfile", "store_dir", "cache_dir"];
-/// Words in the names of keys whose values are secrets.
-const SECRET_WORDS: [&str; 7] =
-    ["secret", "password", "token", "access_key", "credential", "key_pem", "oauthbearer"];
 
 /// Prints the manifests of a job file.
 pub(super) fn run(context: &Context, args: &TrainArgs, file: &Path) -> Result<()> {
@@ -126,15 +124,22 @@ fn configuration(settings: &Settings, args: &RenderArgs) -> Result<String> {
 
 /// Refuses values that manifests would show, and references that lead nowhere in a pod.
 fn check_secret(table: &str, key: &str, value: &Secret, known: &BTreeSet<&str>) -> Result<()> {
-    let name = key.to_ascii_lowercase().replace(['.', '-'], "_");
-    let is_secret = table.ends_with("encryption_keys") || SECRET_WORDS.iter().any(|word| name.contains(word));
+    let text = match value {
+        Secret::Text(text) => Some(text.as_str()),
+        _ => None,
+    };
+    let is_public = match table {
+        "datafs.store_options" => is_public_store_option(key, text),
+        "streams.properties" => is_public_property(key),
+        _ => false,
+    };
     let wrong = match value {
         Secret::Environment(from) if known.contains(from.env.as_str()) => return Ok(()),
         Secret::Environment(from) => {
             format!("comes from the variable {0}, which pods do not have; add --env {0}=SECRET:KEY", from.env)
         }
         Secret::File(_) => "is in a file of this machine; use { env = \"NAME\" } and --env NAME=SECRET:KEY".to_owned(),
-        _ if is_secret => {
+        _ if !is_public => {
             "is a secret, which manifests would show; use --store-secret, or { env = \"NAME\" } and --env NAME=SECRET:KEY"
                 .to_owned()
         }
@@ -495,7 +500,36 @@ fn texts(pairs: &[(String, String)]) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use super::base;
+    use std::collections::BTreeSet;
+
+    use millrace_datafs::PUBLIC_STORE_OPTIONS;
+    use serde_json::Value;
+
+    use super::{base, check_secret};
+
+    #[test]
+    fn values_of_options_that_are_not_listed_are_refused_without_being_shown() {
+        let check = |table, key| check_secret(table, key, &"planted".into(), &BTreeSet::new());
+        for key in ["account_key", "sas_key", "service_account_key", "master_key", "token", "proxy_url"] {
+            let error = check("datafs.store_options", key).unwrap_err().to_string();
+            assert!(error.contains(key) && !error.contains("planted"), "{error}");
+        }
+        for key in ["sasl.password", "ssl.key.pem", "ssl.key.password", "sasl.oauthbearer.config"] {
+            let error = check("streams.properties", key).unwrap_err().to_string();
+            assert!(error.contains(key) && !error.contains("planted"), "{error}");
+        }
+        assert!(check("datafs.encryption_keys", "region").is_err());
+        check("datafs.store_options", "endpoint").unwrap();
+        check("streams.properties", "security.protocol").unwrap();
+    }
+
+    #[test]
+    fn the_chart_takes_the_same_options_of_a_store() {
+        let schema = include_str!("../../../deploy/helm/millrace/values.schema.json");
+        let schema: Value = serde_json::from_str(schema).unwrap();
+        let names = &schema["properties"]["store"]["properties"]["options"]["propertyNames"]["enum"];
+        assert_eq!(*names, serde_json::json!(PUBLIC_STORE_OPTIONS));
+    }
 
     #[test]
     fn names_are_those_of_the_chart() {
