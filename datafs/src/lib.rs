@@ -87,9 +87,7 @@ mod warmup;
 
 pub use backup::{BackupReport, RestoreReport};
 pub use compact::{Compact, CompactReport};
-pub use config::{
-    Config, FromEnvironment, FromFile, PUBLIC_STORE_OPTIONS, Secret, is_public_store_option,
-};
+pub use config::{Config, FromEnvironment, FromFile, PUBLIC_STORE_OPTIONS, Secret, is_public_store_option};
 pub use datafs::Datafs;
 pub use error::{Error, Result};
 pub use fs::{

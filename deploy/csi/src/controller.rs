@@ -1,18 +1,20 @@
 //! The controller service: volumes and snapshots on request of the provisioner, the resizer and the snapshotter.
 //!
-//! Each call checks its fields, takes the turn of its volume, and does its work on a thread of its own. The work goes
-//! on when the caller gives up, and a repeated call is `ABORTED` until it is done.
+//! Each call checks its fields, takes the turn of its volume and a share of its home, and does its work on a thread of
+//! its own. The work goes on when the caller gives up, and a repeated call is `ABORTED` until it is done.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use millrace_datafs::{Datafs, SnapshotInfo, VolumeSpec};
+use tokio::sync::oneshot;
 use tonic::{Code, Request, Response, Status};
 
 use crate::busy::{Busy, Turn};
 use crate::check::{self, Page};
 use crate::homes::{Homes, Place};
+use crate::limits::Limits;
 use crate::node::SPEC;
 use crate::proto::csi::controller_server::Controller;
 use crate::proto::csi::controller_service_capability::rpc::Type as Rpc;
@@ -50,12 +52,13 @@ const CAPABILITIES: [Rpc; 5] = [
 pub(crate) struct ControllerService {
     homes: Arc<Homes>,
     busy: Busy,
+    limits: Arc<Limits>,
 }
 
 impl ControllerService {
     /// A controller of these homes.
     pub(crate) fn new(homes: Arc<Homes>) -> ControllerService {
-        ControllerService { homes, busy: Busy::default() }
+        ControllerService { homes, busy: Busy::default(), limits: Arc::default() }
     }
 
     /// Does blocking work on the volumes that the secrets of a call name, while it has its turn.
@@ -66,15 +69,30 @@ impl ControllerService {
         work: impl FnOnce(&Datafs) -> Result<T, Status> + Send + 'static,
     ) -> Result<T, Status> {
         let place: Place = self.homes.place(secrets)?;
+        let is_own = self.homes.is_own(&place);
+        let share = self.limits.share(&place.root, is_own).await?;
+        let slow = format!(
+            "the tenant's home has not opened for {} s: check the servers in meta_url and store_url",
+            self.limits.wait.as_secs()
+        );
         let homes = Arc::clone(&self.homes);
+        let (opened, opening) = oneshot::channel();
         let done = tokio::task::spawn_blocking(move || {
-            let _turns = turns;
-            let done = homes.volumes(&place).and_then(|datafs| work(&datafs));
+            let _held = (turns, share);
+            let done = homes.volumes(&place).and_then(|datafs| {
+                // The caller may have gone: the work is done all the same.
+                let _ = opened.send(());
+                work(&datafs)
+            });
             if done.as_ref().is_err_and(|refused| refused.code() == Code::Unavailable) {
                 homes.forget(&place);
             }
             done
         });
+        // The end of the channel without a message says that the home cannot be opened.
+        if !is_own && tokio::time::timeout(self.limits.wait, opening).await.is_err() {
+            return Err(refused(Code::Unavailable, slow));
+        }
         done.await
             .map_err(|error| refused(Code::Internal, format!("the work of the call ended early: {error}")))?
     }

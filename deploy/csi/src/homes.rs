@@ -205,9 +205,19 @@ impl Homes {
         }
         opened.insert(digest, (datafs.clone(), Instant::now()));
         drop(opened);
-        // Closing a home may wait for its server.
-        drop(closed);
+        if let Some(closed) = closed {
+            // Closing a home may wait for its server, which is not the server of this call.
+            let closing = std::thread::Builder::new().name("csi-close".into()).spawn(move || drop(closed));
+            if let Err(error) = closing {
+                tracing::warn!(%error, "a home was closed without a thread of its own");
+            }
+        }
         Ok(datafs)
+    }
+
+    /// Whether this is the driver's own home.
+    pub(crate) fn is_own(&self, place: &Place) -> bool {
+        place.root == self.own.root
     }
 
     /// Closes a home whose session has ended, so that the next call opens it anew.

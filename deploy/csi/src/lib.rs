@@ -18,7 +18,9 @@
 //!  - a secret is content of a tenant: it names no file of the node, and gets no credentials of the driver;
 //!  - nothing is written to a target's folder while no volume is mounted there.
 //!
-//! Bounds: messages of 1 MiB, 32 calls per connection, 1,000 entries per page, 64 keys of a secret, 8 open homes.
+//! Bounds: messages of 1 MiB, 512 calls per connection, 1,000 entries per page, 64 keys of a secret, 8 open homes. Of the
+//! controller's calls, 16 work on the driver's own home at a time, 2 on each home of a tenant and 32 on those together.
+//! A tenant's home opens within 12 s, or its call fails. Identity waits for no other call.
 //!
 //! ```no_run
 //! use millrace_csi::{Options, serve};
@@ -41,6 +43,7 @@ mod controller;
 mod error;
 mod homes;
 mod identity;
+mod limits;
 mod node;
 mod proto;
 mod provision;
@@ -60,12 +63,14 @@ use std::time::Duration;
 
 use millrace_datafs::Config;
 use tokio::net::UnixListener;
+use tokio::sync::Semaphore;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 
 use crate::authority::AnyAuthority;
+use crate::busy::Busy;
 use crate::controller::ControllerService;
 pub use crate::error::Error;
 use crate::homes::Homes;
@@ -85,8 +90,15 @@ use crate::socket::Socket;
 pub const NAME: &str = "csi.millrace.io";
 /// Longest message of a caller, in bytes.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
-/// Most calls of one connection at the same time.
-const CALLS_MAX: usize = 32;
+/// Most calls of one connection at the same time. The controller and the node service refuse calls long before, and
+/// leave room for the identity.
+const STREAMS_MAX: u32 = 512;
+/// Most calls of the node service at the same time.
+const NODE_CALLS_MAX: usize = 256;
+/// Most mounts that are asked for their numbers at the same time; each takes a thread until it answers.
+const LOOKS_MAX: usize = 64;
+/// Most calls of one connection of the kubelet's registration at the same time.
+const REGISTRATIONS_MAX: usize = 32;
 /// Longest wait for running calls when the driver ends.
 const DRAIN_MAX: Duration = Duration::from_secs(5);
 
@@ -202,6 +214,9 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
                 kubelet: node.kubelet.clone(),
                 homes: Arc::clone(&homes),
                 servers,
+                calls: Arc::new(Semaphore::new(NODE_CALLS_MAX)),
+                looks: Arc::new(Semaphore::new(LOOKS_MAX)),
+                looking: Busy::default(),
             })
         }
     };
@@ -219,7 +234,7 @@ pub async fn serve(options: Options, open: Box<OpenVolumes>, stop: CancellationT
         }
     });
     let services = Server::builder()
-        .concurrency_limit_per_connection(CALLS_MAX)
+        .max_concurrent_streams(STREAMS_MAX)
         .add_service(IdentityServer::new(identity).max_decoding_message_size(MESSAGE_BYTES_MAX))
         .add_optional_service(options.controller.then(|| {
             ControllerServer::new(ControllerService::new(homes)).max_decoding_message_size(MESSAGE_BYTES_MAX)
@@ -281,7 +296,7 @@ async fn register(options: &Options, stop: CancellationToken) -> Result<(), Erro
     };
     let service = RegistrationServer::new(service).max_decoding_message_size(MESSAGE_BYTES_MAX);
     let ended = Server::builder()
-        .concurrency_limit_per_connection(CALLS_MAX)
+        .concurrency_limit_per_connection(REGISTRATIONS_MAX)
         .add_service(service)
         .serve_with_incoming_shutdown(connections(listener), stop.cancelled_owned())
         .await;

@@ -10,8 +10,10 @@ use std::time::Duration;
 
 use millrace_datafs::VolumeSpec;
 use nix::sys::statvfs::statvfs;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::{Code, Request, Response, Status};
 
+use crate::busy::Busy;
 use crate::check::{self, MountFlags};
 use crate::homes::{Homes, Place};
 use crate::proto::csi::node_server::Node;
@@ -54,6 +56,12 @@ pub(crate) struct NodeService {
     pub(crate) kubelet: PathBuf,
     pub(crate) homes: Arc<Homes>,
     pub(crate) servers: Arc<Servers>,
+    /// Bounds the calls that publish and unpublish.
+    pub(crate) calls: Arc<Semaphore>,
+    /// Bounds the threads that ask mounts for their numbers. A mount that hangs keeps its thread.
+    pub(crate) looks: Arc<Semaphore>,
+    /// The targets that are asked.
+    pub(crate) looking: Busy,
 }
 
 /// A checked request to publish.
@@ -95,6 +103,12 @@ fn spec(id: &str, context: &HashMap<String, String>) -> Result<VolumeSpec, Statu
 }
 
 impl NodeService {
+    /// The right of one call to publish or unpublish, until it is dropped.
+    fn call(&self) -> Result<OwnedSemaphorePermit, Status> {
+        let full = |_| refused(Code::Unavailable, "too many calls of this node are running: retry".into());
+        Arc::clone(&self.calls).try_acquire_owned().map_err(full)
+    }
+
     fn check(&self, request: NodePublishVolumeRequest) -> Result<Wanted, Status> {
         let spec = spec(&request.volume_id, &request.volume_context)?;
         let target = target::check("target_path", &request.target_path, &self.kubelet)?;
@@ -189,18 +203,19 @@ impl NodeService {
     }
 
     async fn unpublish(&self, volume_id: &str, at: &Path) -> Result<(), Status> {
-        self.servers.restart_no_more(at);
-        let locked = self.servers.publications().lock(at)?;
+        let publications = self.servers.publications();
+        let locked = match publications.lock(at) {
+            Err(held) if held.code() == Code::Aborted => {
+                // A restart keeps the lock while its metadata server does not answer.
+                check_volume(publications.find(at)?.as_ref(), volume_id, at)?;
+                self.servers.restart_no_more(at);
+                publications.lock(at)?
+            }
+            locked => locked?,
+        };
         let found = locked.read()?;
-        if let Some(found) = &found
-            && found.volume_id != volume_id
-        {
-            let (target, other) = (at.display(), &found.volume_id);
-            return Err(refused(
-                Code::NotFound,
-                format!("volume_id: {target} has the volume {other} published"),
-            ));
-        }
+        check_volume(found.as_ref(), volume_id, at)?;
+        self.servers.restart_no_more(at);
         self.servers.end(at, found.and_then(|found| found.server)).await?;
         let folder = at.to_owned();
         let removed = tokio::task::spawn_blocking(move || target::remove(&folder)).await;
@@ -209,6 +224,43 @@ impl NodeService {
         })??;
         locked.remove()
     }
+}
+
+/// Refuses to unpublish another volume than the one at the target.
+fn check_volume(found: Option<&Publication>, volume_id: &str, at: &Path) -> Result<(), Status> {
+    match found {
+        Some(found) if found.volume_id != volume_id => Err(refused(
+            Code::NotFound,
+            format!("volume_id: {} has the volume {} published", at.display(), found.volume_id),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The numbers of the file system at a target. At most one thread asks a target, since a mount that hangs keeps it.
+///
+/// # Errors
+/// `UNAVAILABLE` while an earlier question for the target, or too many for others, have no answer.
+async fn look<T: Send + 'static>(
+    looks: &Arc<Semaphore>,
+    looking: &Busy,
+    at: &Path,
+    question: impl FnOnce() -> Result<T, Status> + Send + 'static,
+) -> Result<T, Status> {
+    let hangs = |reason: &str| {
+        refused(Code::Unavailable, format!("cannot read the space of {}: {reason}", at.display()))
+    };
+    let turn = looking.take(at.to_string_lossy());
+    let turn = turn.map_err(|_| hangs("an earlier call for it still waits for the mount's answer"))?;
+    let permit = Arc::clone(looks).try_acquire_owned();
+    let permit = permit.map_err(|_| hangs("too many other mounts have not answered"))?;
+    let looked = tokio::task::spawn_blocking(move || {
+        let _held = (turn, permit);
+        question()
+    });
+    let slow = |_| hangs("the mount has not answered for 5 s");
+    let ended = |error| refused(Code::Internal, format!("the work of the call ended early: {error}"));
+    tokio::time::timeout(STATS_MAX, looked).await.map_err(slow)?.map_err(ended)?
 }
 
 fn make_home(place: &Place) -> Result<(), Status> {
@@ -244,8 +296,13 @@ impl Node for NodeService {
         request: Request<NodePublishVolumeRequest>,
     ) -> Result<Response<NodePublishVolumeResponse>, Status> {
         let wanted = self.check(request.into_inner())?;
+        let call = self.call()?;
         let node = self.clone();
-        to_its_end(async move { node.publish(wanted).await }).await?;
+        to_its_end(async move {
+            let _call = call;
+            node.publish(wanted).await
+        })
+        .await?;
         Ok(Response::new(NodePublishVolumeResponse {}))
     }
 
@@ -258,8 +315,13 @@ impl Node for NodeService {
             return Err(missing("volume_id"));
         }
         let at = target::check("target_path", &request.target_path, &self.kubelet)?;
+        let call = self.call()?;
         let node = self.clone();
-        to_its_end(async move { node.unpublish(&request.volume_id, &at).await }).await?;
+        to_its_end(async move {
+            let _call = call;
+            node.unpublish(&request.volume_id, &at).await
+        })
+        .await?;
         Ok(Response::new(NodeUnpublishVolumeResponse {}))
     }
 
@@ -279,7 +341,8 @@ impl Node for NodeService {
             .map_err(|refusal| refused(Code::NotFound, refusal.message().to_owned()))?;
         let servers = Arc::clone(&self.servers);
         let id = request.volume_id;
-        let looked = tokio::task::spawn_blocking(move || {
+        let asked = at.clone();
+        let space = look(&self.looks, &self.looking, &asked, move || {
             let found = servers.publications().find(&at)?;
             if found.is_none_or(|found| found.volume_id != id) {
                 let reason = format!("volume_path: volume {id} is not published at {}", at.display());
@@ -288,10 +351,8 @@ impl Node for NodeService {
             statvfs(&at).map_err(|error| {
                 refused(Code::Internal, format!("cannot read the space of {}: {error}", at.display()))
             })
-        });
-        let slow = |_| refused(Code::Unavailable, "the mount has not answered for 5 s".into());
-        let ended = |error| refused(Code::Internal, format!("the work of the call ended early: {error}"));
-        let space = tokio::time::timeout(STATS_MAX, looked).await.map_err(slow)?.map_err(ended)??;
+        })
+        .await?;
         let unit = space.fragment_size();
         let usage = |unit: Unit, total: u64, free: u64, available: u64, of: u64| {
             let number = |blocks: u64| i64::try_from(blocks.saturating_mul(of)).unwrap_or(i64::MAX);
@@ -364,3 +425,6 @@ impl Node for NodeService {
         unsupported("NodeGetStorageHealth")
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -487,6 +487,18 @@ impl Servers {
     }
 }
 
+#[cfg(test)]
+impl Servers {
+    /// Pretends that a server of a target runs. The token is cancelled when it shall have no successor.
+    pub(crate) fn keep_none(&self, at: &Path) -> CancellationToken {
+        let last = CancellationToken::new();
+        let task = tokio::spawn(std::future::pending());
+        let keeper = Keeper { stop: CancellationToken::new(), last: last.clone(), task };
+        self.keepers.lock().insert(at.to_owned(), keeper);
+        last
+    }
+}
+
 /// Runs a check of a path that may block on a dead mount.
 async fn blocking<T: Send + 'static>(
     at: &Path,

@@ -451,3 +451,45 @@ fn a_call_for_a_volume_that_another_call_works_on_is_aborted() {
     drop(turn);
     assert!(trial.create(new_volume("a", 0, None, false)).is_ok());
 }
+
+#[test]
+fn a_silent_server_of_a_tenant_delays_no_other_home() {
+    let dir = tempfile::tempdir().unwrap();
+    // Ends last: it waits for the threads of the silent server.
+    let runtime = Runtime::new().unwrap();
+    let (own, tenants) = (dir.path().join("home"), dir.path().join("tenants"));
+    let silent = tenants.clone();
+    let (end, ended) = std::sync::mpsc::channel::<()>();
+    let ended = parking_lot::Mutex::new(ended);
+    let open = Box::new(move |root: &Path, config: &Config| {
+        if root.starts_with(&silent) {
+            // As a server that accepts the connection and sends nothing.
+            let _ = ended.lock().recv();
+            return Err("the server was silent".into());
+        }
+        Ok(Datafs::open(root, config)?)
+    });
+    let homes = Homes::new(own, Config::default(), tenants, open);
+    let mut controller = ControllerService::new(Arc::new(homes));
+    controller.limits = Arc::new(Limits { wait: std::time::Duration::from_millis(20), ..Limits::default() });
+    let secrets = [
+        ("meta_url", "postgres://a:b@silent/d"),
+        ("store_url", "s3://bucket"),
+        ("store_options.access_key_id", "id"),
+        ("store_options.secret_access_key", "key"),
+    ];
+    let secrets: HashMap<String, String> = secrets.map(|(k, v)| (k.to_owned(), v.to_owned())).into();
+    let call = |name: String, secrets: HashMap<String, String>| {
+        let controller = controller.clone();
+        let request = CreateVolumeRequest { secrets, ..new_volume(&name, 0, None, false) };
+        runtime.spawn(async move { controller.create_volume(Request::new(request)).await.map(drop) })
+    };
+    let stuck: Vec<_> = (0..64).map(|n| call(format!("v{n}"), secrets.clone())).collect();
+    for stuck in stuck {
+        let refused = runtime.block_on(stuck).unwrap().unwrap_err();
+        assert_eq!(refused.code(), Code::Unavailable, "{refused}");
+    }
+    // Two threads still wait for the server; the driver's own home answers.
+    runtime.block_on(call("own".into(), HashMap::new())).unwrap().unwrap();
+    drop(end);
+}
