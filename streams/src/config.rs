@@ -14,8 +14,9 @@ use crate::error::{Error, Result};
 /// The value of [`Config::bootstrap_servers`] that means "the broker inside this home".
 pub const EMBEDDED: &str = "embedded";
 
-/// Properties of TLS and SASL whose values may be shown. All others of both groups are taken for secrets.
-const PUBLIC_SECURITY: [&str; 16] = [
+/// Properties of TLS and SASL whose values may be shown. All others of both groups are taken for secrets. The chart's
+/// `values.schema.json` has the same list.
+pub const PUBLIC_SECURITY_PROPERTIES: [&str; 16] = [
     "sasl.kerberos.principal",
     "sasl.kerberos.service.name",
     "sasl.mechanism",
@@ -39,8 +40,8 @@ const SECRET_WORDS: [&str; 6] = ["password", "passphrase", "secret", "token", "c
 /// Whether the value of this property of librdkafka may be shown in a manifest.
 pub fn is_public_property(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
-    if name.contains("sasl.") || name.contains("ssl.") {
-        return PUBLIC_SECURITY.contains(&name.as_str());
+    if name.starts_with("sasl.") || name.starts_with("ssl.") {
+        return PUBLIC_SECURITY_PROPERTIES.contains(&name.as_str());
     }
     !SECRET_WORDS.iter().any(|word| name.contains(word))
 }

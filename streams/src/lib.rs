@@ -47,5 +47,5 @@ pub mod fuzzing;
 pub mod metrics;
 pub mod topic;
 
-pub use config::{Config, KafkaConfig, TopicConfig, is_public_property};
+pub use config::{Config, KafkaConfig, PUBLIC_SECURITY_PROPERTIES, TopicConfig, is_public_property};
 pub use error::{Error, Result};

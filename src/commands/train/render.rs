@@ -503,6 +503,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use millrace_datafs::PUBLIC_STORE_OPTIONS;
+    use millrace_streams::PUBLIC_SECURITY_PROPERTIES;
     use serde_json::Value;
 
     use super::{base, check_secret};
@@ -524,11 +525,14 @@ mod tests {
     }
 
     #[test]
-    fn the_chart_takes_the_same_options_of_a_store() {
+    fn the_chart_takes_the_same_options_of_stores_and_brokers() {
         let schema = include_str!("../../../deploy/helm/millrace/values.schema.json");
         let schema: Value = serde_json::from_str(schema).unwrap();
         let names = &schema["properties"]["store"]["properties"]["options"]["propertyNames"]["enum"];
         assert_eq!(*names, serde_json::json!(PUBLIC_STORE_OPTIONS));
+        let names = &schema["properties"]["kafka"]["properties"]["properties"]["properties"];
+        let names: Vec<&str> = names.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(names, PUBLIC_SECURITY_PROPERTIES);
     }
 
     #[test]

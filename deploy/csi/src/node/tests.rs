@@ -46,13 +46,15 @@ async fn unpublish_with_another_volume_leaves_the_restarts_of_the_mount() {
         tenants: dir.path().join("tenants"),
     };
     let servers = Servers::new(launch, publications, CancellationToken::new()).unwrap();
-    let open = Box::new(|_: &Path, _: &millrace_datafs::Config| Err("never opened".into()));
     let config = millrace_datafs::Config::default();
+    let tenants = dir.path().join("tenants");
+    let homes =
+        Homes::new(dir.path().join("home"), config, tenants, Box::new(|_, _| Err("never opened".into())));
     let node = NodeService {
         node_id: "n".into(),
         volumes_max: 0,
         kubelet: dir.path().to_owned(),
-        homes: Arc::new(Homes::new(dir.path().join("home"), config, dir.path().join("tenants"), open)),
+        homes: Arc::new(homes),
         servers,
         calls: Arc::new(Semaphore::new(1)),
         looks: Arc::new(Semaphore::new(1)),
