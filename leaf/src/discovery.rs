@@ -184,15 +184,23 @@ pub fn servers_at(address: &str, names: &NameServers) -> Result<Vec<String>, Err
     let malformed = || Error::Malformed { address: address.to_owned() };
     let name = address.strip_prefix(SCHEME).ok_or_else(malformed)?;
     let until = Instant::now() + LOOKUP_MAX;
+    let mut failure = None;
     for candidate in names.candidates(name) {
         let question = Question::new(&candidate).ok_or_else(malformed)?;
-        let found = lookup(&question, &names.servers, until)?;
-        if !found.is_empty() {
-            let found = ordered(found, draw);
-            return Ok(found.into_iter().map(|server| format!("{}:{}", server.host, server.port)).collect());
+        match lookup(&question, &names.servers, until) {
+            Ok(found) if found.is_empty() => {}
+            Ok(found) => {
+                let found = ordered(found, draw);
+                return Ok(found
+                    .into_iter()
+                    .map(|server| format!("{}:{}", server.host, server.port))
+                    .collect());
+            }
+            // Name servers refuse a bare name, or fail, that they know in a search domain.
+            Err(error) => _ = failure.get_or_insert(error),
         }
     }
-    Err(Error::Absent { name: name.to_owned() })
+    Err(failure.unwrap_or_else(|| Error::Absent { name: name.to_owned() }))
 }
 
 /// The records in the order of RFC 2782. `draw` returns a number below its argument.

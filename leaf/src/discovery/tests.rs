@@ -233,6 +233,28 @@ fn the_next_name_server_is_asked_when_one_fails() {
 }
 
 #[test]
+fn a_name_that_is_refused_or_fails_is_looked_up_in_the_search_domains() {
+    for (flags, code) in [(0x8182, "that it failed"), (0x8185, "that it refuses")] {
+        let names = name_server(move |question| {
+            let is_in_domain = question.windows(4).any(|label| label == b"\x03lan");
+            vec![if is_in_domain {
+                answer(question, &[(1, 1, 7100, "a.example")])
+            } else {
+                message(question, flags, &[])
+            }]
+        });
+        let with = |domains: &[&str]| NameServers {
+            search: domains.iter().map(|domain| (*domain).to_owned()).collect(),
+            ..names.clone()
+        };
+        assert_eq!(servers_at(NAME, &with(&["other", "lan"])).unwrap(), ["a.example:7100"]);
+        // The failure is told when no domain has the name.
+        let error = servers_at(NAME, &with(&["other"])).unwrap_err().to_string();
+        assert!(error.contains(code), "{error}");
+    }
+}
+
+#[test]
 fn a_silent_name_server_is_given_up_in_time() {
     let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
     let names = NameServers::of(&[socket.local_addr().unwrap()]);
