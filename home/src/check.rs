@@ -11,10 +11,14 @@ use serde::{Serialize, de::DeserializeOwned};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, Deserializer};
 
-use crate::settings::without_value;
+use crate::settings::{self, without_value};
 
-/// Most wrong entries that are taken out of one file.
-const WRONG_MAX: usize = 200;
+/// Most wrong entries that are taken out of one file, and most errors of syntax that are reported.
+const WRONG_MAX: usize = 50;
+/// Most keys and elements of lists in a file.
+const ENTRIES_MAX: usize = 20_000;
+/// Longest path of a key, in bytes. Each entry keeps its path.
+const PATH_BYTES_MAX: usize = 1024;
 
 /// How much a problem matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -53,7 +57,8 @@ pub struct Checked<S> {
 }
 
 /// Reads the text of a file as tables of type `S`. Takes time in proportion to the text and to the number of wrong
-/// entries, of which at most 200 are reported.
+/// entries, of which at most 50 are reported. A file with more than 20,000 entries, or with names of more than 1,024
+/// bytes, is one problem.
 pub fn read<S: DeserializeOwned>(text: &str) -> Checked<S> {
     read_verified(text, |_| Ok(()))
 }
@@ -66,28 +71,50 @@ pub fn read_verified<S: DeserializeOwned>(
     text: &str,
     mut verify: impl FnMut(&mut S) -> Result<(), String>,
 ) -> Checked<S> {
+    let unread = |problems: Vec<Problem>| Checked { settings: None, problems, places: Places::default() };
+    if let Err((line, reason)) = settings::check_size(text) {
+        return unread(vec![Problem::new(line.map(|line| (line, 1)), None, reason)]);
+    }
     let (table, errors) = DeTable::parse_recoverable(text);
     let lines = Lines::of(text);
     if !errors.is_empty() {
-        let problem = |error: &toml::de::Error| {
+        // One mistake may fail many times: each line tells each message once.
+        let mut told = BTreeSet::new();
+        let mut problems = Vec::new();
+        let mut more = 0;
+        for error in &errors {
             let at = error.span().map(|span| lines.at(span.start));
-            Problem::new(at, None, without_value(error.message()))
-        };
-        let mut problems: Vec<Problem> = errors.iter().take(WRONG_MAX).map(problem).collect();
+            let message = without_value(error.message());
+            if !told.insert((at.map(|(line, _)| line), message.clone())) {
+                continue;
+            }
+            if problems.len() < WRONG_MAX {
+                problems.push(Problem::new(at, None, message));
+            } else {
+                more += 1;
+            }
+        }
         sort(&mut problems);
-        return Checked { settings: None, problems, places: Places::default() };
+        if more > 0 {
+            problems.push(Problem::new(None, None, format!("and {more} more errors of syntax")));
+        }
+        return unread(problems);
     }
     let table = table.into_inner();
+    if let Some((span, reason)) = out_of_bounds(&table, "", &mut 0) {
+        return unread(vec![Problem::new(Some(lines.at(span.start)), None, reason)]);
+    }
     let (mut wrong, mut problems, mut settings) = (BTreeSet::<String>::new(), Vec::new(), None);
     let mut refused = 0;
-    let places = loop {
-        let places = Places::of(&table, &lines, &wrong);
+    let whole = Places::of(&table, &lines, &wrong);
+    loop {
         let rest = Spanned::new(0..0, without(&table, "", &wrong));
         match S::deserialize(Deserializer::from(rest)) {
             Ok(mut read) => {
                 let verified = verify(&mut read);
                 settings = Some(read);
-                let Err(message) = verified else { break places };
+                let Err(message) = verified else { break };
+                let places = Places::of(&table, &lines, &wrong);
                 let key = key_of(&message);
                 let shown = places.shown(key).cloned();
                 if !wrong.iter().any(|earlier| names(&message, earlier)) {
@@ -101,24 +128,30 @@ pub fn read_verified<S: DeserializeOwned>(
                 refused += 1;
                 match shown {
                     Some(shown) if refused < WRONG_MAX && wrong.insert(shown) => {}
-                    _ => break places,
+                    _ => break,
                 }
             }
             // The file needs an entry that `verify` has refused.
-            Err(_) if refused > 0 => break places,
+            Err(_) if refused > 0 => break,
             Err(error) => {
-                let entry = error.span().and_then(|span| places.entry_of(&span));
+                let entry = error.span().and_then(|span| whole.entry_of(&span, &wrong));
                 let at = entry.map(|entry| (entry.line, entry.column));
                 let key = entry.map(|entry| entry.shown.clone());
                 problems.push(Problem::new(at, key.clone(), without_value(error.message())));
                 match key {
                     Some(key) if problems.len() < WRONG_MAX && wrong.insert(key.clone()) => {}
-                    _ => break places,
+                    Some(_) if problems.len() >= WRONG_MAX => {
+                        let reason = format!("more may follow after these {WRONG_MAX}: correct them first");
+                        problems.push(Problem::new(None, None, reason));
+                        break;
+                    }
+                    _ => break,
                 }
             }
         }
-    };
+    }
     sort(&mut problems);
+    let places = Places::of(&table, &lines, &wrong);
     Checked { settings, problems, places }
 }
 
@@ -231,17 +264,19 @@ impl Places {
         self.entries.push(Entry { path, shown, line, column, key, value: value.span() });
     }
 
-    /// The entry at which a parser found an error: the one that begins there, else the innermost around it.
-    fn entry_of(&self, span: &Range<usize>) -> Option<&Entry> {
+    /// The entry at which a parser found an error: the one that begins there, else the innermost around it. It had not
+    /// seen the wrong ones.
+    fn entry_of(&self, span: &Range<usize>, wrong: &BTreeSet<String>) -> Option<&Entry> {
         if span.is_empty() {
             return None;
         }
         let is_at = |entry: &&Entry| entry.key.as_ref() == Some(span) || entry.value == *span;
         // The header of a list of tables is the place of the list and of its first element.
-        let at = self.entries.iter().filter(is_at).max_by_key(|entry| entry.shown.len());
+        let is_seen = |entry: &&Entry| !wrong.contains(&entry.shown);
+        let at = self.entries.iter().filter(is_seen).filter(is_at).max_by_key(|entry| entry.shown.len());
         at.or_else(|| {
             let holds = |entry: &&Entry| entry.value.start <= span.start && span.end <= entry.value.end;
-            self.entries.iter().filter(holds).min_by_key(|entry| entry.value.len())
+            self.entries.iter().filter(is_seen).filter(holds).min_by_key(|entry| entry.value.len())
         })
     }
 
@@ -269,6 +304,37 @@ impl Places {
                 None => return Problem::new(None, Some(path.to_owned()), message),
             }
         }
+    }
+}
+
+/// The place and the reason, for a table with more entries or a longer path than are kept. Counts in `entries`.
+fn out_of_bounds(table: &DeTable<'_>, path: &str, entries: &mut usize) -> Option<(Range<usize>, String)> {
+    table.iter().find_map(|(key, value)| {
+        let path = keyed(path, key.get_ref());
+        if path.len() > PATH_BYTES_MAX {
+            return Some((
+                key.span(),
+                format!("a key's path has at most {PATH_BYTES_MAX} bytes: shorten it"),
+            ));
+        }
+        value_out_of_bounds(value, &path, entries)
+    })
+}
+
+fn value_out_of_bounds(
+    value: &Spanned<DeValue<'_>>,
+    path: &str,
+    entries: &mut usize,
+) -> Option<(Range<usize>, String)> {
+    *entries += 1;
+    if *entries > ENTRIES_MAX {
+        let reason = format!("a file has at most {ENTRIES_MAX} keys and elements of lists: split it");
+        return Some((value.span(), reason));
+    }
+    match value.get_ref() {
+        DeValue::Table(table) => out_of_bounds(table, path, entries),
+        DeValue::Array(list) => list.iter().find_map(|value| value_out_of_bounds(value, path, entries)),
+        _ => None,
     }
 }
 
@@ -417,6 +483,27 @@ mod tests {
         let found = problems("a = \nb = 1\nc = = 2\n");
         assert!(found.len() >= 2 && found[0].0 == 1 && found.last().unwrap().0 == 3, "{found:?}");
         assert!(read::<Tables>("a = \n").settings.is_none());
+    }
+
+    #[test]
+    fn hostile_files_are_told_in_a_few_problems() {
+        let unknown: String = (0..5_000).map(|n| format!("k{n} = 1\n")).collect();
+        let found = read::<Tables>(&unknown).problems;
+        assert_eq!(found.len(), WRONG_MAX + 1);
+        assert!(found[WRONG_MAX].message.contains("more may follow"), "{:?}", found[WRONG_MAX]);
+        let brackets = "[".repeat(5_000);
+        assert!(read::<Tables>(&brackets).problems.len() <= WRONG_MAX + 1);
+        let lines = "a = = 1\n".repeat(1_000);
+        let found = read::<Tables>(&lines).problems;
+        assert!(found.len() == WRONG_MAX + 1 && found[WRONG_MAX].message.contains("more errors"));
+        let many: String = (0..=ENTRIES_MAX).map(|n| format!("k{n} = 1\n")).collect();
+        let nested = format!("[{}x]\n", "a.".repeat(3_000));
+        let long = format!("{} = 1\n", "k".repeat(PATH_BYTES_MAX + 1));
+        let big = "#".repeat(2 << 20);
+        for (text, says) in [(many, "20000"), (nested, "nested"), (long, "1024"), (big, "1048576")] {
+            let found = read::<Tables>(&text).problems;
+            assert!(found.len() == 1 && found[0].message.contains(says), "{says}: {found:?}");
+        }
     }
 
     #[test]

@@ -1,12 +1,18 @@
 //! The configuration file: built-in defaults, then millrace.toml, then `MILLRACE_…` variables. The caller names the
 //! tables that it reads.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use millrace_leaf::suggestion::in_plain_words;
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::error::{Error, Result};
+
+/// Longest configuration, in bytes.
+pub const FILE_BYTES_MAX: usize = 1 << 20;
+/// Most tables in each other that the name of a table or key leads through.
+const NESTED_MAX: usize = 64;
 
 /// Effective settings, with the folder that relative paths start from.
 #[derive(Debug, Clone)]
@@ -44,7 +50,7 @@ where
     };
     let text = match &file {
         None => String::new(),
-        Some(path) => match std::fs::read_to_string(path) {
+        Some(path) => match read_bounded(path) {
             Ok(text) => text,
             Err(error) => {
                 let message = format!("cannot read configuration {}: {error}", path.display());
@@ -61,6 +67,35 @@ where
         None => from_folder(settings, &absolute(Path::new("."))?)?,
     };
     Ok(Loaded { settings, file })
+}
+
+/// The text of a file, and at most one byte more than is allowed.
+fn read_bounded(path: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(FILE_BYTES_MAX as u64 + 1).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// Checks that a text takes little memory and stack to parse.
+///
+/// # Errors
+/// The line, if there is one, and the reason: more than [`FILE_BYTES_MAX`] bytes, or names of more than 64 tables.
+pub fn check_size(text: &str) -> std::result::Result<(), (Option<usize>, String)> {
+    if text.len() > FILE_BYTES_MAX {
+        return Err((None, format!("the file has more than {FILE_BYTES_MAX} bytes: shorten it")));
+    }
+    // The parser bounds nested values, but not the dots of a name. A list of numbers has commas, and prose has words.
+    let is_nested = |line: &str| {
+        let name = line.split_once('=').map_or(line, |(name, _)| name);
+        let mut parts = name.split('.').map(|part| part.trim_matches(|c: char| "[] \t\r".contains(c)));
+        name.matches('.').count() >= NESTED_MAX
+            && !name.contains(',')
+            && parts.all(|part| !part.is_empty() && (!part.contains(' ') || part.starts_with(['"', '\''])))
+    };
+    match text.lines().position(is_nested) {
+        Some(at) => Err((Some(at + 1), format!("at most {NESTED_MAX} tables are nested in each other"))),
+        None => Ok(()),
+    }
 }
 
 /// The settings with relative paths of `{ file = … }` resolved against a folder.
@@ -147,6 +182,10 @@ pub fn parse<S: DeserializeOwned>(
     shown: &str,
     variables: impl Iterator<Item = (String, String)>,
 ) -> Result<S> {
+    if let Err((line, reason)) = check_size(text) {
+        let line = line.map_or(String::new(), |line| format!(" line {line}:"));
+        return Err(Error::Usage(format!("{shown}:{line} {reason}")));
+    }
     // Parsed without variables first, since only then an error can show line and column.
     if let Err(error) = toml::from_str::<S>(text) {
         return Err(Error::Usage(format!("{shown}: {}", one_line(&error, text))));

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use millrace_home::check::{self, Problem, Severity};
-use millrace_home::settings::from_folder;
+use millrace_home::settings::{check_size, from_folder};
 use millrace_trainer::job::{JobFile, ModelSource};
 use serde_json::json;
 use toml::de::DeTable;
@@ -20,8 +20,10 @@ use crate::failure::{Exit, fail};
 use crate::output::{Output, printable};
 use crate::settings::{self, LoadedSettings, Settings};
 
-/// Longest file that is checked, in bytes.
-const FILE_BYTES_MAX: u64 = 16 << 20;
+/// Longest file that is checked, in bytes: a longer one is told as such.
+const FILE_BYTES_MAX: u64 = millrace_home::settings::FILE_BYTES_MAX as u64;
+/// Most problems that are printed.
+const REPORTED_MAX: usize = 60;
 
 /// Keys at the top of job files, and of no configuration file.
 const JOB_KEYS: [&str; 3] = ["dataset", "model", "loss"];
@@ -41,13 +43,23 @@ pub(crate) async fn run(out: Output, named: Option<&Path>, root: &Path) -> Resul
     check::sort(&mut problems);
     let errors = problems.iter().filter(|problem| problem.severity == Severity::Error).count();
     let warnings = problems.len() - errors;
+    let more = problems.len().saturating_sub(REPORTED_MAX);
+    // Errors before warnings, where not all are printed.
+    if more > 0 {
+        problems.sort_by_key(|problem| problem.severity == Severity::Warning);
+        problems.truncate(REPORTED_MAX);
+        check::sort(&mut problems);
+    }
     if out.is_json() {
         let kind = if is_job { "job" } else { "configuration" };
         out.object(&json!({ "file": path, "kind": kind, "errors": errors, "warnings": warnings,
-            "problems": problems }))?;
+            "problems": problems, "more": more }))?;
     } else {
         for problem in &problems {
             out.text(&line(&path, problem))?;
+        }
+        if more > 0 {
+            out.text(&format!("{}: and {more} more", path.display()))?;
         }
     }
     match errors {
@@ -86,6 +98,9 @@ fn text_of(path: &Path) -> Result<String> {
 
 /// Whether a text is a job file rather than a configuration file.
 fn is_job(text: &str) -> bool {
+    if check_size(text).is_err() {
+        return false;
+    }
     let (table, _) = DeTable::parse_recoverable(text);
     table.get_ref().keys().any(|key| JOB_KEYS.contains(&key.get_ref().as_ref()))
 }
