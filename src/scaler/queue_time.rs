@@ -9,16 +9,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use futures::{StreamExt as _, stream};
+use tokio::sync::Semaphore;
 
-use crate::commands::serve::scrape::{metrics_text, sample};
+use crate::commands::serve::scrape::{metrics_lines, sample};
 use crate::failure::{Exit, fail};
 
 /// Deadline for the metrics of one replica, and for the resolution of a name.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Most bytes of the metrics of one replica.
 const BYTES_MAX: usize = 4 << 20;
-/// Replicas that are asked at the same time.
+/// Replicas that a measurement asks at the same time.
 const PARALLEL: usize = 32;
+/// Replicas that all measurements ask at the same time. Each takes a buffer of at most half a mebibyte.
+static ASKING: Semaphore = Semaphore::const_new(128);
 /// Most addresses to which the endpoints of a trigger may resolve.
 const ADDRESSES_MAX: usize = 256;
 /// Least time between two looks that a measurement compares.
@@ -129,8 +132,11 @@ async fn look(
 ) -> Result<Look> {
     let at = Instant::now();
     let asked = stream::iter(addresses.iter().copied()).map(|address| async move {
-        let text = metrics_text(client, &address.to_string(), BYTES_MAX).await;
-        (address, text.map(|text| counters(&text, model, version)))
+        // The semaphore is never closed.
+        let _asking = ASKING.acquire().await;
+        let mut sum = Sum::of(model, version);
+        let read = metrics_lines(client, &address.to_string(), BYTES_MAX, |line| sum.add(line)).await;
+        (address, read.map(|()| sum.counters))
     });
     let answers: Vec<_> = asked.buffer_unordered(PARALLEL).collect().await;
     let mut replicas = HashMap::new();
@@ -166,21 +172,32 @@ async fn look(
     Ok(Look { at, replicas })
 }
 
-/// The sum of a model's counters over its versions; none if the replica does not have it.
-fn counters(text: &str, model: &str, version: Option<u64>) -> Option<Counters> {
-    let version = version.map(|version| version.to_string());
-    let mut sum: Option<Counters> = None;
-    for line in text.lines().filter(|line| line.starts_with("nv_inference_")) {
-        let Some((name, labels, value)) = sample(line) else { continue };
+/// The sum of a model's counters over its versions, line by line.
+struct Sum<'m> {
+    model: &'m str,
+    version: Option<String>,
+    /// None while no line is of the model.
+    counters: Option<Counters>,
+}
+
+impl Sum<'_> {
+    fn of(model: &str, version: Option<u64>) -> Sum<'_> {
+        Sum { model, version: version.map(|version| version.to_string()), counters: None }
+    }
+
+    /// Adds a line of the metrics.
+    fn add(&mut self, line: &str) {
+        if !line.starts_with("nv_inference_") {
+            return;
+        }
+        let Some((name, labels, value)) = sample(line) else { return };
         let label =
             |wanted: &str| labels.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());
-        if label("model") != Some(model) || (version.is_some() && label("version") != version.as_deref()) {
-            continue;
+        let is_version = self.version.is_none() || label("version") == self.version.as_deref();
+        if label("model") != Some(self.model) || !is_version || !value.is_finite() || value < 0.0 {
+            return;
         }
-        if !value.is_finite() || value < 0.0 {
-            continue;
-        }
-        let into = sum.get_or_insert_default();
+        let into = self.counters.get_or_insert_default();
         match name {
             "nv_inference_queue_duration_us" => into.queue_us += value,
             "nv_inference_request_success" => into.answered += value,
@@ -188,7 +205,6 @@ fn counters(text: &str, model: &str, version: Option<u64>) -> Option<Counters> {
             _ => {}
         }
     }
-    sum
 }
 
 impl History {
@@ -242,6 +258,12 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn counters(text: &str, model: &str, version: Option<u64>) -> Option<Counters> {
+        let mut sum = Sum::of(model, version);
+        text.lines().for_each(|line| sum.add(line));
+        sum.counters
+    }
 
     fn at(start: Instant, seconds: u64, replicas: &[(u16, f64, f64, f64)]) -> Look {
         let replica = |(port, queue_us, answered, pending): &(u16, f64, f64, f64)| {

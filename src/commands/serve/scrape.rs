@@ -11,6 +11,8 @@ use millrace_leaf::error_chain;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Largest response, in bytes.
 const BYTES_MAX: usize = 64 << 20;
+/// Longest line of a response, in bytes.
+const LINE_BYTES_MAX: usize = 64 << 10;
 /// The histogram of request latencies, in seconds.
 const LATENCY: &str = "millrace_serving_request_seconds_bucket";
 /// Requests that wait for a session, under Triton's name.
@@ -30,16 +32,21 @@ impl Scraper {
 
     /// The current metrics, or why they are unavailable.
     pub(super) async fn scrape(&self) -> Result<Scrape, String> {
-        Ok(Scrape::read(&metrics_text(&self.client, &self.address, BYTES_MAX).await?))
+        let mut scrape = Scrape::default();
+        metrics_lines(&self.client, &self.address, BYTES_MAX, |line| scrape.add(line)).await?;
+        scrape.sort();
+        Ok(scrape)
     }
 }
 
-/// The metrics of a server, at most `bytes_max` of them, or why they are unavailable.
-pub(crate) async fn metrics_text(
+/// Gives each line of a server's metrics to `take`, at most `bytes_max` bytes of them, or says why they are
+/// unavailable. Only one line is in memory, of at most 64 KiB, beside the buffer of the connection.
+pub(crate) async fn metrics_lines(
     client: &reqwest::Client,
     address: &str,
     bytes_max: usize,
-) -> Result<String, String> {
+    mut take: impl FnMut(&str),
+) -> Result<(), String> {
     let url = format!("http://{address}/metrics");
     let failed = |error: reqwest::Error| {
         // The last cause is the informative one: the others describe the library's internal steps.
@@ -50,14 +57,52 @@ pub(crate) async fn metrics_text(
     if !response.status().is_success() {
         return Err(format!("{url} answers {}", response.status()));
     }
-    let mut text = Vec::new();
+    let mut lines = LineReader::default();
+    let mut bytes = 0_usize;
     while let Some(piece) = response.chunk().await.map_err(failed)? {
-        if text.len().saturating_add(piece.len()) > bytes_max {
+        bytes = bytes.saturating_add(piece.len());
+        if bytes > bytes_max {
             return Err(format!("{url} gives more than {bytes_max} bytes"));
         }
-        text.extend_from_slice(&piece);
+        if !lines.read(&piece, &mut take) {
+            return Err(format!("{url} gives a line of more than {LINE_BYTES_MAX} bytes"));
+        }
     }
-    Ok(String::from_utf8_lossy(&text).into_owned())
+    lines.end(&mut take);
+    Ok(())
+}
+
+/// Lines out of pieces of a text.
+#[derive(Debug, Default)]
+struct LineReader {
+    /// The line that has not ended yet.
+    begun: Vec<u8>,
+}
+
+impl LineReader {
+    /// Gives each line that ends in the piece to `take`. False if one is too long.
+    fn read(&mut self, piece: &[u8], take: &mut impl FnMut(&str)) -> bool {
+        for part in piece.split_inclusive(|byte| *byte == b'\n') {
+            if self.begun.len() + part.len() > LINE_BYTES_MAX {
+                return false;
+            }
+            self.begun.extend_from_slice(part);
+            if part.ends_with(b"\n") {
+                self.end(take);
+            }
+        }
+        true
+    }
+
+    /// Gives what is left to `take`.
+    fn end(&mut self, take: &mut impl FnMut(&str)) {
+        let line = String::from_utf8_lossy(&self.begun);
+        let line = line.trim_end_matches(['\n', '\r']);
+        if !line.is_empty() {
+            take(line);
+        }
+        self.begun.clear();
+    }
 }
 
 /// Metrics by model and version.
@@ -72,28 +117,32 @@ pub(super) struct Scrape {
 pub(super) struct Latencies(Vec<(f64, u64)>);
 
 impl Scrape {
-    fn read(text: &str) -> Scrape {
-        let mut scrape = Scrape::default();
+    /// Adds a line of the metrics.
+    fn add(&mut self, line: &str) {
         let wanted = |name: &str| name == LATENCY || name == WAITING;
-        for line in text.lines().filter(|line| line.split_once('{').is_some_and(|(name, _)| wanted(name))) {
-            let Some((name, labels, value)) = sample(line) else { continue };
-            let label = |wanted: &str| labels.iter().find(|(name, _)| name == wanted).map(|(_, value)| value);
-            let (Some(model), Some(version)) = (label("model"), label("version")) else { continue };
-            let key = (model.clone(), version.clone());
-            match (name, label("le").and_then(|bound| bound.parse().ok())) {
-                (LATENCY, Some(bound)) => {
-                    scrape.latencies.entry(key).or_default().0.push((bound, value as u64));
-                }
-                (LATENCY, None) => {}
-                _ => {
-                    scrape.waiting.insert(key, value as u64);
-                }
+        if !line.split_once('{').is_some_and(|(name, _)| wanted(name)) {
+            return;
+        }
+        let Some((name, labels, value)) = sample(line) else { return };
+        let label = |wanted: &str| labels.iter().find(|(name, _)| name == wanted).map(|(_, value)| value);
+        let (Some(model), Some(version)) = (label("model"), label("version")) else { return };
+        let key = (model.clone(), version.clone());
+        match (name, label("le").and_then(|bound| bound.parse().ok())) {
+            (LATENCY, Some(bound)) => {
+                self.latencies.entry(key).or_default().0.push((bound, value as u64));
+            }
+            (LATENCY, None) => {}
+            _ => {
+                self.waiting.insert(key, value as u64);
             }
         }
-        for latencies in scrape.latencies.values_mut() {
+    }
+
+    /// Sorts the bounds of latencies, after the last line.
+    fn sort(&mut self) {
+        for latencies in self.latencies.values_mut() {
             latencies.0.sort_by(|(a, _), (b, _)| a.total_cmp(b));
         }
-        scrape
     }
 
     pub(super) fn latencies(&self, key: &(String, String)) -> Option<&Latencies> {
@@ -189,12 +238,30 @@ mod tests {
             millrace_serving_request_seconds_bucket{model=\"m\",version=\"1\",le=\"0.002\"} 8\n\
             nv_inference_pending_request_count{model=\"m\",version=\"1\"} 3\n\
             nv_inference_pending_request_count{model=\"m\"} 7\n";
-        let scrape = Scrape::read(text);
+        let mut scrape = Scrape::default();
+        text.lines().for_each(|line| scrape.add(line));
+        scrape.sort();
         let key = ("m".to_owned(), "1".to_owned());
         assert_eq!(scrape.waiting(&key), Some(3));
         let latencies = scrape.latencies(&key).unwrap();
         assert_eq!(latencies.0, [(0.001, 4), (0.002, 8), (f64::INFINITY, 10)]);
         assert_eq!(scrape.latencies(&("m".into(), "2".into())), None);
+    }
+
+    #[test]
+    fn lines_are_the_same_in_pieces_of_every_length_and_bounded() {
+        let text = "a 1\r\n\nb 2\n\u{e9} 3";
+        for length in 1..=text.len() {
+            let (mut lines, mut reader) = (Vec::new(), LineReader::default());
+            let mut take = |line: &str| lines.push(line.to_owned());
+            assert!(text.as_bytes().chunks(length).all(|piece| reader.read(piece, &mut take)));
+            reader.end(&mut take);
+            assert_eq!(lines, ["a 1", "b 2", "\u{e9} 3"], "{length}");
+        }
+        let mut reader = LineReader::default();
+        let refused = (0..=LINE_BYTES_MAX / 1024).find(|_| !reader.read(&[b'x'; 1024], &mut |_: &str| {}));
+        assert_eq!(refused, Some(LINE_BYTES_MAX / 1024));
+        assert!(reader.begun.len() <= LINE_BYTES_MAX);
     }
 
     #[test]
