@@ -132,8 +132,8 @@ def logs(name, space, *arguments):
     return cluster.kubectl("-n", space, "logs", name, *arguments, check=False).stdout
 
 
-def execute(name, space, *command, text=None, timeout=300):
-    return cluster.kubectl("-n", space, "exec", "-i", name, "--", *command, text=text, timeout=timeout).stdout
+def execute(name, space, *command, timeout=300, check=True):
+    return cluster.kubectl("-n", space, "exec", name, "--", *command, timeout=timeout, check=check).stdout
 
 
 def delete_pod(name, space, seconds=60):

@@ -6,6 +6,7 @@ import sys
 import cluster
 import images
 from objects import SYSTEM, await_pod, config_map, execute, namespace, pod, secret
+from paths import LAB
 
 PASSWORD, KEY = "lab-password", "lab-key-of-the-store"
 HOST = f"{SYSTEM}.svc.cluster.local"
@@ -89,9 +90,26 @@ def start(schema, prefix):
     cluster.wait("an answer of the metadata", lambda: millrace("volume", "list", "--json") is not None)
 
 
-def millrace(*arguments, text=None, timeout=300):
+def millrace(*arguments, timeout=300, check=True):
     """Runs the program in the pod `tools`."""
-    return execute(TOOLS, SYSTEM, "millrace", *arguments, text=text, timeout=timeout)
+    return execute(TOOLS, SYSTEM, "millrace", *arguments, timeout=timeout, check=check)
+
+
+def digest(spec):
+    """The SHA-256 of a file of a volume."""
+    millrace("cp", spec, "/data/read")
+    text = execute(TOOLS, SYSTEM, "sha256sum", "/data/read")
+    execute(TOOLS, SYSTEM, "rm", "/data/read")
+    return text.split()[0]
+
+
+def put(name, content):
+    """Writes a file into `/data` of the pod `tools`. Long input of `kubectl exec` arrives cut off."""
+    uid = cluster.get("-n", SYSTEM, "pod", TOOLS)["metadata"]["uid"]
+    path = LAB / "var-lib/kubelet/pods" / uid / "volumes/kubernetes.io~empty-dir/data" / name
+    path.write_bytes(content)
+    path.chmod(0o644)
+    return f"/data/{name}"
 
 
 def rows(*arguments):

@@ -1,6 +1,5 @@
 """Step `volumes`: claims on a volume and on a snapshot, in pods without privilege."""
 
-import base64
 import hashlib
 import io
 import pathlib
@@ -47,8 +46,9 @@ def fill(content):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode, entry.uid, entry.gid = len(data), 0o644, 10001, 10001
             tar.addfile(entry, io.BytesIO(data))
-    execute(stores.TOOLS, SYSTEM, "sh", "-c", "mkdir -p /data/files/open && base64 -d | tar x -C /data/files"
-            " && chmod 0777 /data/files/open", text=base64.b64encode(archive.getvalue()).decode())
+    path = stores.put("files.tar", archive.getvalue())
+    unpack = f"mkdir -p /data/files/open && tar x -C /data/files -f {path} && chmod 0777 /data/files/open"
+    execute(stores.TOOLS, SYSTEM, "sh", "-c", unpack)
     stores.millrace("volume", "create", VOLUME)
     stores.millrace("cp", "-r", "/data/files", f"{VOLUME}:/files")
     stores.millrace("snapshot", "create", f"{VOLUME}@{SNAPSHOT}")
