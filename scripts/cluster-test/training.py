@@ -11,6 +11,8 @@ from paths import ROOT, LabError
 SPACE, NAME = "training", "digits"
 RECORDS = ROOT / "examples/digits/digits.jsonl"
 STEP = re.compile(r"/(\d{12})$")
+# The run must outlast the events below on an idle machine.
+EPOCHS = 3000
 SMALL = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "1Gi"}}
 
 
@@ -23,7 +25,7 @@ model = {{ kind = "mlp", inputs = 64, hidden = [64], classes = 10 }}
 output = {{ volume = "{volume}" }}
 batch_rows = 64
 virtual_shards = 6
-epochs_max = 5000
+epochs_max = {EPOCHS}
 checkpoint_every_steps = 500
 {more}"""
 
