@@ -55,6 +55,7 @@ mod ipc;
 pub mod metrics;
 mod mixture;
 mod order;
+mod patience;
 mod permutation;
 mod pick;
 mod places;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use arrow::datatypes::SchemaRef;
 
 use crate::feed::error::{FeedError, Result};
+use crate::feed::patience::Patience;
 use crate::feed::{EpochRows, Epochs, Feed, FeedBatch, FeedStream, MixtureFeed, PlanId, Shard};
 
 /// A feed of one dataset or of a mixture. Cheap to clone; clones share the caches.
@@ -115,6 +116,19 @@ impl AnyFeed {
         match self {
             Self::Dataset(feed) => feed.part(places, shard).await,
             Self::Mixture(feed) => feed.part(places, shard).await,
+        }
+    }
+
+    /// As [`AnyFeed::part`], and repeats a read that brokers do not answer: see [`Patience`].
+    pub(crate) async fn lasting_part(&self, places: Range<u64>, shard: Shard) -> Result<FeedBatch> {
+        let feed = self;
+        feed.patience().outlast(move || feed.part(places.clone(), shard)).await
+    }
+
+    fn patience(&self) -> &Patience {
+        match self {
+            Self::Dataset(feed) => feed.patience(),
+            Self::Mixture(feed) => feed.patience(),
         }
     }
 

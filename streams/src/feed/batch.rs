@@ -23,6 +23,7 @@ use crate::feed::hash::NumberMap;
 use crate::feed::image::{self, ImageOptions, Images};
 use crate::feed::metrics;
 use crate::feed::order::PLACES_MAX;
+use crate::feed::patience::Patience;
 use crate::feed::pick::{Picker, Picks};
 use crate::feed::places::{LanePositions, lane_positions};
 use crate::feed::reader::GroupReader;
@@ -134,6 +135,7 @@ struct Inner {
     lookahead: u64,
     row_bytes: u64,
     prefetch_batches: usize,
+    patience: Patience,
 }
 
 impl Feed {
@@ -223,6 +225,7 @@ impl Feed {
                 prefetched: Mutex::default(),
                 lookahead,
                 prefetch_batches: options.prefetch_batches,
+                patience: Patience::default(),
                 plan,
             }),
         })
@@ -237,6 +240,11 @@ impl Feed {
     /// sequences; and the keys.
     pub fn schema(&self) -> &SchemaRef {
         &self.inner.schema
+    }
+
+    /// What the streams know of an outage of brokers.
+    pub(crate) fn patience(&self) -> &Patience {
+        &self.inner.patience
     }
 
     /// The rows in `slots` of global batch `step`, in slot order. Callers may ask for any step and any slots,

@@ -16,7 +16,8 @@ use crate::feed::{AnyFeed, FeedBatch, Shard};
 /// range of places ([`Feed::stream_places`](crate::feed::Feed::stream_places)).
 ///
 /// At most `prefetch_batches` batches are ready or being assembled ahead of the reader, in parallel where
-/// processors allow; beyond that the feed pauses. After an error the stream ends; a new stream from the last
+/// processors allow; beyond that the feed pauses. Once a batch was read, brokers of a topic may be away for five minutes:
+/// the stream waits, and goes on at the same row. After an error the stream ends; a new stream from the last
 /// consumed step continues. Dropping the stream stops the work. A batch counts as consumed when the reader
 /// stores `plan.cursor(batch.step + 1)`: batches that were prefetched and dropped are delivered again.
 pub struct FeedStream {
@@ -47,7 +48,7 @@ impl FeedStream {
         while self.begun.len() < self.prefetch_batches && !self.places.is_empty() {
             let part = self.feed.part_at(&self.places);
             let (feed, shard) = (self.feed.clone(), self.shard);
-            let task: JoinHandle<_> = tokio::spawn(async move { feed.part(part, shard).await });
+            let task: JoinHandle<_> = tokio::spawn(async move { feed.lasting_part(part, shard).await });
             self.begun.push_back(AbortOnDropHandle::new(task));
             self.places.start = self.feed.place_after(self.places.start, self.stride);
         }

@@ -2,18 +2,21 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arrow::array::AsArray;
 use arrow::datatypes::Int64Type;
 use futures::StreamExt;
 use millrace_leaf::error_chain;
 use millrace_streams::KafkaConfig;
+use millrace_streams::broker::Config;
 use millrace_streams::dataset::{OpenDataset, SourceSpec, TopicSpec};
 use millrace_streams::feed::{Feed, FeedError, FeedOptions, PlanOptions, Shard};
 use millrace_streams::topic::{self, OutRecord, Producer};
 use tempfile::TempDir;
+use tokio::time::timeout;
 
-use super::{broker_in, kafka_of};
+use super::{broker_in, broker_with, kafka_of};
 
 async fn produce(kafka: &KafkaConfig, ids: std::ops::Range<i64>) {
     let producer = Producer::connect(kafka).await.unwrap();
@@ -49,6 +52,44 @@ async fn ids(dataset: &OpenDataset, world: u32) -> Result<Vec<i64>, String> {
 fn offsets(dataset: &OpenDataset) -> Vec<(i64, i64)> {
     let range = dataset.spec().topic().unwrap().range.as_ref().unwrap();
     range.partitions().iter().map(|of| (of.first, of.next)).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_goes_on_after_its_broker_was_stopped_and_started_again() {
+    let (dir, home) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    let broker = broker_in(dir.path()).await;
+    let (kafka, listen) = (kafka_of(&broker), broker.addr());
+    topic::create_topic(&kafka, "t", 3).await.unwrap();
+    produce(&kafka, 0..9_000).await;
+    let options = PlanOptions { batch_rows: 64, lanes: 1, window_rows: 64, ..PlanOptions::default() };
+    let spec: TopicSpec = "topic:t@latest".parse().unwrap();
+    let first = spec.open(&kafka, home.path()).await.unwrap();
+    first.plan(&options).await.unwrap();
+    // Opened again, with the plan of the home and without any record.
+    let pinned = first.spec().topic().unwrap().clone();
+    let opened = pinned.open(&kafka, home.path()).await.unwrap();
+    let plan = Arc::new(opened.plan(&options).await.unwrap());
+    let feed = Feed::open(Arc::clone(&plan), Arc::clone(opened.store()), &FeedOptions::default()).unwrap();
+    let mut stream = feed.stream_places(Shard::new(0, 1).unwrap(), 0..plan.rows(), 1).unwrap();
+    let mut rows = stream.next().await.unwrap().unwrap().rows;
+
+    broker.stop().await.unwrap();
+    // Reads what it has, until it waits for the broker.
+    while let Ok(batch) = timeout(Duration::from_secs(1), stream.next()).await {
+        rows.extend(batch.expect("records are missing").unwrap().rows);
+    }
+    assert!(rows.len() < 9_000, "{} rows without a broker", rows.len());
+    let broker = broker_with(dir.path(), Config { listen, ..Config::default() }).await;
+    while let Some(batch) = stream.next().await {
+        rows.extend(batch.unwrap().rows);
+    }
+    // The order of a reader that saw no outage.
+    let undisturbed = Feed::open(Arc::clone(&plan), Arc::clone(first.store()), &FeedOptions::default());
+    let whole = undisturbed.unwrap().stream_places(Shard::new(0, 1).unwrap(), 0..plan.rows(), 1).unwrap();
+    let expected: Vec<u64> =
+        whole.map(|batch| batch.unwrap().rows).collect::<Vec<_>>().await.into_iter().flatten().collect();
+    assert_eq!(rows, expected);
+    broker.stop().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -28,6 +28,8 @@ type Stored = (i64, i64, Option<Vec<u8>>);
 struct MemoryLog {
     partitions: Mutex<Vec<Partition>>,
     reads: AtomicU64,
+    /// Next reads that fail because no broker answers.
+    failures: AtomicU64,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -85,6 +87,12 @@ impl Log for MemoryLog {
 
     fn read(&self, partition: i32, offsets: Range<i64>, _: &AtomicBool, visit: Visit<'_>) -> Result<()> {
         self.reads.fetch_add(1, Ordering::Relaxed);
+        let failed =
+            self.failures.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        if failed.is_ok() {
+            let (bootstrap_servers, reason) = ("memory".to_owned(), "away".to_owned());
+            return Err(Error::Unreachable { bootstrap_servers, waited_ms: 1, reason });
+        }
         let read = self.partitions.lock()[partition as usize].clone();
         let (low, high, records) = (read.low, read.stable(), read.records);
         if offsets.start < low || offsets.end > high {
@@ -462,6 +470,40 @@ fn deleted_and_replaced_records_are_errors_that_name_them() {
             assert!(matches!(error, crate::feed::FeedError::Topic { .. }), "{error:?}");
             assert!(!error.is_retryable(), "{text}");
         }
+    });
+}
+
+#[test]
+fn an_outage_in_the_middle_of_a_range_is_outlasted() {
+    use futures::StreamExt;
+    runtime().block_on(async {
+        // Six blocks, of which a batch reads one or two.
+        let log = log_of(vec![partition(0, &vec![(0, Some(40_000)); 300])]);
+        let cache: Arc<dyn DatasetCache> = Arc::new(MemoryCache::default());
+        let opened = async |asked: &TopicSpec| {
+            let open = OpenTopic::open_log(asked, Arc::clone(&log) as Arc<dyn Log>, Some(Arc::clone(&cache)));
+            OpenDataset::of_topic(open.await.unwrap())
+        };
+        let options = PlanOptions { batch_rows: 8, lanes: 1, window_rows: 16, ..PlanOptions::default() };
+        let first = opened(&spec("topic:t")).await;
+        let expected = read(&first, &options, 1, 0..300).await;
+        // With the plan and the blocks of the cache, and without the records that were read before.
+        let again = opened(first.spec().topic().unwrap()).await;
+        let reading = FeedOptions { prefetch_batches: 1, ..FeedOptions::default() };
+        let plan = again.plan(&options).await.unwrap();
+        let feed = Feed::open(plan, Arc::clone(again.store()), &reading).unwrap();
+        let mut stream = feed.stream_places(Shard::new(0, 1).unwrap(), 0..300, 1).unwrap();
+        let mut rows = Vec::new();
+        while let Some(batch) = stream.next().await {
+            let batch = batch.unwrap().batch;
+            if rows.is_empty() {
+                log.failures.store(3, Ordering::Relaxed);
+            }
+            let offsets = batch.column_by_name("_offset").unwrap();
+            rows.extend(offsets.as_primitive::<Int64Type>().values().iter().map(|offset| (0, *offset)));
+        }
+        assert_eq!(rows, expected);
+        assert_eq!(log.failures.load(Ordering::Relaxed), 0, "reads have failed");
     });
 }
 

@@ -13,6 +13,7 @@ use crate::feed::any::check_places;
 use crate::feed::batch::{Fetched, assemble, batches_ahead, columns, pack_sequences, project};
 use crate::feed::error::{FeedError, Result};
 use crate::feed::order::PLACES_MAX;
+use crate::feed::patience::Patience;
 use crate::feed::places::lane_positions;
 use crate::feed::{AnyFeed, Feed, FeedBatch, FeedOptions, FeedStream, Shard};
 
@@ -32,6 +33,7 @@ struct Inner {
     /// The largest estimate of a decoded row of a source.
     row_bytes: u64,
     prefetch_batches: usize,
+    patience: Patience,
 }
 
 impl MixtureFeed {
@@ -85,7 +87,13 @@ impl MixtureFeed {
         let prefetch_batches = options.prefetch_batches;
         // Sequences have other columns than those that are read, in all sources the same.
         let schema = feeds.first().map_or(schema, |feed| Arc::clone(feed.schema()));
-        Ok(Self { inner: Arc::new(Inner { mixture, feeds, schema, row_bytes, prefetch_batches }) })
+        let patience = Patience::default();
+        Ok(Self { inner: Arc::new(Inner { mixture, feeds, schema, row_bytes, prefetch_batches, patience }) })
+    }
+
+    /// What the streams know of an outage of brokers.
+    pub(crate) fn patience(&self) -> &Patience {
+        &self.inner.patience
     }
 
     /// The mixture.
