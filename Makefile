@@ -119,6 +119,10 @@ bench-python: wheel setup-test-python ## The Python package against pyarrow, 1 K
 	cargo build --locked --release --bin millrace
 	.local/python-test/bin/python benches/python.py --program $(BUILDS)/release/millrace $(ARGS)
 
+bench-loaders: wheel setup-bench-loaders ## The Python package against LitData, MosaicML, WebDataset, Ray and torchvision (ARGS="--help" says more)
+	.local/python-bench-loaders/bin/python -m pip install --quiet --no-index --no-deps --force-reinstall $(BUILDS)/wheels/millrace-*.whl
+	.local/python-bench-loaders/bin/python benches/loaders.py $(ARGS)
+
 bench-%: setup-test ## One area: feed, ingest
 	cargo bench --locked --bench pipeline -- $*
 
@@ -130,7 +134,7 @@ clean: ## Remove build products and what setup fetched
 	cargo clean
 	rm -rf .local
 
-.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-chart setup-bench-trainer setup-wheel setup-test-python setup-test-frameworks
+.PHONY: setup-test setup-conformance setup-gpu setup-docs setup-chart setup-bench-trainer setup-bench-loaders setup-wheel setup-test-python setup-test-frameworks
 # The setups honour an ORT_DYLIB_PATH of the caller's and fetch the library otherwise.
 setup-test:
 	@ORT_DYLIB_PATH=$(filter-out $(CURDIR)/.local/%,$(ORT_DYLIB_PATH)) scripts/setup test
@@ -148,5 +152,7 @@ setup-test-python: setup-wheel
 	@scripts/setup test-python
 setup-test-frameworks: setup-test setup-wheel
 	@scripts/setup test-frameworks
+setup-bench-loaders: setup-wheel
+	@scripts/setup bench-loaders
 setup-bench-trainer: setup-test
 	@[ -n "$(PYTHON)" ] || scripts/setup bench-trainer

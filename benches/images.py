@@ -21,6 +21,7 @@ import millrace
 import numpy
 import pyarrow
 import pyarrow.parquet
+from photo import photo
 from PIL import Image
 
 
@@ -65,19 +66,6 @@ def run(arguments, home, figure):
         control.append(len(photos) / (time.perf_counter() - started))
     ours, control = max(ours), max(control)
     print(f"images/jpeg_{figure} {ours:.0f} images/s control={control:.0f} ratio={ours / control:.2f}")
-
-
-def photo(seed):
-    random = numpy.random.default_rng(seed)
-    shades = numpy.zeros((375, 500, 3))
-    for cells in (4, 8, 16, 32, 64, 128):
-        noise = random.normal(size=(cells, cells, 3)).astype(numpy.float32) * 160 / cells**0.8
-        for channel in range(3):
-            layer = Image.fromarray(noise[:, :, channel]).resize((500, 375), Image.Resampling.BICUBIC)
-            shades[:, :, channel] += numpy.asarray(layer)
-    out = io.BytesIO()
-    Image.fromarray(numpy.clip(shades + 128, 0, 255).astype(numpy.uint8)).save(out, "JPEG", quality=90)
-    return out.getvalue()
 
 
 main()

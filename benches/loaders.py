@@ -6,16 +6,17 @@ Shuffling differs, and is in the table: over the whole dataset, in a buffer, or 
 
 A second part reads JPEG photos of 500 x 375 pixels as tensors of 224 x 224, against torchvision's loader.
 
-Prints `loaders/<name> <value> rows/s control=<ours> ratio=<x>`, the versions, and with `--svg FILE` a picture.
-`make bench-loaders` installs the loaders and runs it.
+Prints `loaders/<name> <value> rows/s control=<ours> ratio=<x>`, the versions, and with `--svg FILE` a picture. Each
+writing and each epoch has a time limit: what exceeds it is killed and did not finish, which its line says. A loader
+that fails has its line as well, and the exit code is 1. `make bench-loaders` installs the loaders and runs it.
 """
 
 import argparse
 import importlib.metadata
-import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,49 +46,78 @@ def main():
     arguments.add_argument("--rounds", type=int, default=3, help="epochs that each reads [default: %(default)s]")
     arguments.add_argument("--only", help="only these loaders, separated by commas")
     arguments.add_argument("--svg", help="draw the figures into this file")
+    arguments.add_argument(
+        "--limit", type=float, default=300, help="seconds for each writing and each epoch [default: %(default)s]"
+    )
     arguments.add_argument("--reader", help=argparse.SUPPRESS)
+    arguments.add_argument("--writer", help=argparse.SUPPRESS)
     arguments.add_argument("--workers", type=int, help=argparse.SUPPRESS)
     arguments.add_argument("--folder", help=argparse.SUPPRESS)
     arguments.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     arguments = arguments.parse_args()
+    if arguments.writer:
+        WRITERS[arguments.writer](Path(arguments.folder), arguments)
+        return
     if arguments.reader:
-        print(json.dumps(measure(arguments)))
+        # Loaders write to the standard output as well.
+        (Path(arguments.folder) / RATE).write_text(json.dumps(measure(arguments)))
         return
     folder = Path(tempfile.mkdtemp(prefix="millrace-bench-"))
     try:
-        run(arguments, folder)
+        is_whole = run(arguments, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(0 if is_whole else 1)
 
 
 def run(arguments, folder):
     wanted = None if arguments.only is None else {"millrace", "millrace_jpeg", *arguments.only.split(",")}
     rows = [loader for loader in ROWS if wanted is None or loader[0] in wanted]
     images = [loader for loader in IMAGES if wanted is None or loader[0] in wanted]
+    # The best rate of each loader with its workers, and why others have none.
+    best, troubles = {}, {}
     for name, *_ in rows + images:
         (folder / name).mkdir()
-        WRITERS[name](folder / name, arguments)
-    best = {}
+        trouble = stage(arguments, folder / name, ["--writer", name])
+        if trouble:
+            troubles[name, None] = f"written: {trouble}"
     for seed in range(arguments.rounds):
         for name, _, workers, _ in rows + images:
             for count in workers:
-                rate = child(arguments, folder / name, name, count, seed)
+                if (name, None) in troubles or (name, count) in troubles:
+                    continue
+                trouble = stage(
+                    arguments, folder / name, ["--reader", name, "--workers", str(count), "--seed", str(seed)]
+                )
+                if trouble:
+                    troubles[name, count] = f"workers={count} {trouble}"
+                    continue
+                rate = json.loads((folder / name / RATE).read_text())
+                (folder / name / RATE).unlink()
                 if rate > best.get(name, (0, 0))[0]:
                     best[name] = (rate, count)
-    show(rows, best, "millrace", "rows/s")
+    show(rows, best, troubles, "millrace", "rows/s")
     if len(images) > 1:
-        show(images, best, "millrace_jpeg", "images/s")
+        show(images, best, troubles, "millrace_jpeg", "images/s")
     print("python", sys.version.split()[0], *(f"{package}=={version(package)}" for package in packages()))
-    if arguments.svg:
-        Path(arguments.svg).write_text(picture([(name, best[name][0]) for name, *_ in rows]))
+    if arguments.svg and "millrace" in best:
+        Path(arguments.svg).write_text(picture([(name, best[name][0]) for name, *_ in rows if name in best]))
+    return all(trouble.endswith(LATE) for trouble in troubles.values())
 
 
-def show(loaders, best, control, unit):
+def show(loaders, best, troubles, control, unit):
     for name, _, _, shuffle in loaders:
-        rate, workers = best[name]
-        ratio = rate / best[control][0]
-        note = f" workers={workers}" + (f" shuffle={shuffle}" if shuffle else "")
-        print(f"loaders/{name} {rate:.0f} {unit} control={best[control][0]:.0f} ratio={ratio:.2f}{note}")
+        notes = [trouble for (of, _), trouble in troubles.items() if of == name]
+        if name in best:
+            rate, workers = best[name]
+            line = f"{rate:.0f} {unit}"
+            if control in best:
+                line += f" control={best[control][0]:.0f} ratio={rate / best[control][0]:.2f}"
+            line += f" workers={workers}" + (f" shuffle={shuffle}" if shuffle else "")
+            notes = [f"({note})" for note in notes]
+        else:
+            line = "none"
+        print(f"loaders/{name}", line, *notes)
 
 
 def packages():
@@ -101,15 +131,34 @@ def version(package):
         return "absent"
 
 
-def child(arguments, folder, name, workers, seed):
-    command = [sys.executable, __file__, "--reader", name, "--folder", folder, "--workers", str(workers)]
-    command += ["--seed", str(seed), "--rows", str(arguments.rows), "--images", str(arguments.images)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **QUIET})
-    if done.returncode != 0:
-        sys.exit(f"{name} with {workers} workers failed: exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+def stage(arguments, folder, part):
+    """Runs a part in a process of its own. Returns nothing, or why it came to no end.
+
+    The process has a group of its own, with which the workers that it leaves behind are killed.
+    """
+    command = [sys.executable, __file__, *part, "--folder", folder]
+    command += ["--rows", str(arguments.rows), "--images", str(arguments.images)]
+    print("stage", folder.name, *part[2:], file=sys.stderr, flush=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env={**os.environ, **QUIET}, start_new_session=True
+    )
+    try:
+        code = process.wait(arguments.limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    if code is None:
+        return f"limit={arguments.limit:.0f}s {LATE}"
+    return f"failed with exit code {code}" if code else None
 
 
+# The file of a figure beside the data of its loader, and the end of the line of one that was killed.
+RATE, LATE = "rate.json", "did not finish"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "DISABLE_OPTIMIZED_CACHE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -309,25 +358,11 @@ def read_ray(folder, _, seed):
         yield torch.from_numpy(batch["id"].to_numpy()), torch.from_numpy(values)
 
 
-def photo(seed):
-    from PIL import Image
-
-    random = numpy.random.default_rng(seed)
-    shades = numpy.zeros((375, 500, 3))
-    for cells in (4, 8, 16, 32, 64, 128):
-        noise = random.normal(size=(cells, cells, 3)).astype(numpy.float32) * 160 / cells**0.8
-        for channel in range(3):
-            layer = Image.fromarray(noise[:, :, channel]).resize((500, 375), Image.Resampling.BICUBIC)
-            shades[:, :, channel] += numpy.asarray(layer)
-    out = io.BytesIO()
-    Image.fromarray(numpy.clip(shades + 128, 0, 255).astype(numpy.uint8)).save(out, "JPEG", quality=90)
-    return out.getvalue()
-
-
 def write_millrace_jpeg(folder, arguments):
     import millrace
     import pyarrow
     import pyarrow.parquet
+    from photo import photo
 
     volume = millrace.Volume("bench", create=True, home=folder)
     with volume.open("/photos/0.parquet", "wb") as out:
@@ -353,6 +388,8 @@ def read_millrace_jpeg(folder, _, seed):
 
 
 def write_torchvision_jpeg(folder, arguments):
+    from photo import photo
+
     (folder / "all").mkdir()
     for seed in range(arguments.images):
         (folder / "all" / f"{seed:05}.jpg").write_bytes(photo(seed))
