@@ -11,6 +11,7 @@ mod locks;
 mod names;
 mod planned;
 mod snapshots;
+mod volumes;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::protocol::{Answer, Attached, HeldMount, MountWish, Question};
+use super::protocol::{Answer, Attached, HeldMount, MountWish, Question, VERSION, VolumeIdentity};
 use super::wire::Wire;
 use crate::error::{Error, Result};
 
@@ -70,6 +70,28 @@ impl Client {
         move |source| Error::Io { operation, path, source }
     }
 
+    /// Makes sure that a holder understands this program.
+    fn greet(wire: &Wire) -> io::Result<()> {
+        let older = || {
+            io::Error::other(
+                "it is of an older version of millrace: start the holder again from \
+                                         this version, its mounts go on meanwhile",
+            )
+        };
+        match Client::ask_over(wire, &Question::Hello { version: VERSION }, &[]) {
+            Ok((Answer::Hello { version }, _)) if version >= VERSION => Ok(()),
+            Ok(_) => Err(older()),
+            // The words of a holder of version 0.
+            Err(error) if error.to_string().contains("unknown variant") => Err(older()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Tells the holder the version of this program, which every server does first.
+    pub(super) fn hello(&self) -> Result<()> {
+        Client::greet(&self.wire.lock()).map_err(self.failed("serve a mount of the holder at"))
+    }
+
     /// Has the holder mount, unless it has mounted the same there. Returns the absolute path.
     pub(super) fn mount(&self, wish: MountWish) -> Result<PathBuf> {
         let failed = self.failed("mount through the holder at");
@@ -81,9 +103,9 @@ impl Client {
     }
 
     /// Becomes the server of a mount, after the end of the one before.
-    pub(super) fn attach(&self, target: &Path) -> Result<Attachment> {
+    pub(super) fn attach(&self, target: &Path, volume: Option<VolumeIdentity>) -> Result<Attachment> {
         let failed = self.failed("attach to a mount of the holder at");
-        let answered = self.ask(&Question::Attach { target: target.to_owned() }, &[]);
+        let answered = self.ask(&Question::Attach { target: target.to_owned(), volume }, &[]);
         let (answer, fds) = match answered {
             Ok(answered) => answered,
             Err(error) => return Err(failed(error)),
@@ -142,6 +164,7 @@ impl Client {
         session: Option<BorrowedFd<'_>>,
     ) -> io::Result<OwnedFd> {
         let wire = self.reconnect()?;
+        Client::greet(&wire)?;
         let fds: Vec<_> = [device, journal].into_iter().chain(session).collect();
         let (answer, fds) = Client::ask_over(&wire, &Question::Adopt(Box::new(attached.clone())), &fds)?;
         match (answer, <[OwnedFd; 1]>::try_from(fds)) {

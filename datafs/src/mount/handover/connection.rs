@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::sys::socket::{SockFlag, accept4};
 
 use super::holder::Shared;
-use super::protocol::{Answer, Question};
+use super::protocol::{Answer, Question, VERSION};
 use super::wire::Wire;
 
 /// How long a client that serves no mount may stay silent.
@@ -77,11 +77,13 @@ impl Client {
         let own = (self.number, self.pid);
         let done = |()| (Answer::Done, Vec::new());
         match question {
+            // All versions so far are served.
+            Question::Hello { .. } => Ok((Answer::Hello { version: VERSION }, Vec::new())),
             Question::Mount(wish) => {
                 shared.mount(wish).map(|target| (Answer::Mounted { target }, Vec::new()))
             }
-            Question::Attach { target } => shared
-                .attach(own, &target)
+            Question::Attach { target, volume } => shared
+                .attach(own, &target, volume.as_ref())
                 .map(|(attached, fds)| (Answer::Attached(Box::new(attached)), fds.into())),
             Question::Negotiated { reply, resends } => {
                 shared.negotiated(self.number, reply, resends).map(done)

@@ -54,15 +54,12 @@ impl Held {
         options: &MountOptions,
     ) -> Result<(Arc<Held>, Left)> {
         let client = Client::connect(socket)?;
+        client.hello()?;
         let failed = |source| point::refused("serve the mount at", at, source);
-        let wish = MountWish::new(
-            view.spec().to_string(),
-            std::path::absolute(at).map_err(failed)?,
-            read_only,
-            options,
-        );
+        let wish = MountWish::new(view, std::path::absolute(at).map_err(failed)?, read_only, options)?;
+        let volume = wish.volume.clone();
         let target = client.mount(wish)?;
-        let Attachment { attached, device, journal, control } = client.attach(&target)?;
+        let Attachment { attached, device, journal, control } = client.attach(&target, volume)?;
         let journal_file = journal.try_clone().map_err(failed)?;
         let (journal, left) = Journal::open(journal, view.volume).map_err(failed)?;
         let held = Arc::new(Held {

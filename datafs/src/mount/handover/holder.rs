@@ -30,7 +30,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::connection;
 use super::device;
 use super::journal::Journal;
-use super::protocol::{Attached, HeldMount, MountWish};
+use super::protocol::{Attached, HeldMount, MountWish, VolumeIdentity, check_identity};
 use super::wire::{Wire, seqpacket, with_address};
 use crate::error::{Error, Result};
 use crate::mount::fuse::passthrough::{close_backing, open_backing};
@@ -316,14 +316,7 @@ impl Shared {
             let mut state = self.state.lock();
             state.drop_ended(&target);
             if let Some(held) = state.mounts.get(&target) {
-                return match (MountWish { target: target.clone(), ..wish }) == held.wish {
-                    true => Ok(target),
-                    false => Err(format!(
-                        "{} is mounted at {} with other options: unmount it first",
-                        held.wish.spec,
-                        target.display()
-                    )),
-                };
+                return wish.check_same(&held.wish).map(|()| target);
             }
             if state.mounts.len() >= MOUNTS_MAX {
                 return Err(format!("the holder has {MOUNTS_MAX} mounts, its maximum: unmount one first"));
@@ -336,11 +329,13 @@ impl Shared {
     }
 
     /// Makes a connection the server of a mount, after the end of the one before. Returns what it gets, with the
-    /// device, the journal and the read end of the control pipe.
+    /// device, the journal and the read end of the control pipe. A program that would serve another volume is
+    /// refused before the running server is asked to leave.
     pub(super) fn attach(
         &self,
         (connection, pid): (u64, i32),
         target: &Path,
+        volume: Option<&VolumeIdentity>,
     ) -> Result<(Attached, [OwnedFd; 3]), String> {
         let missing = || format!("nothing is mounted at {} by this holder: mount it first", target.display());
         let until = Instant::now() + HANDOVER_MAX;
@@ -352,6 +347,7 @@ impl Shared {
         loop {
             state.drop_ended(target);
             let held = state.mounts.get_mut(target).ok_or_else(missing)?;
+            check_identity(held.wish.volume.as_ref(), volume)?;
             let Some(server) = &mut held.server else { break };
             if !held.resends {
                 return Err(format!(
@@ -380,6 +376,11 @@ impl Shared {
                 let _ = server.control.write(&[1]);
             }
             self.changed.wait_until(&mut state, deadline.min(Instant::now() + Duration::from_secs(1)));
+        }
+        if let Some(held) = state.mounts.get_mut(target)
+            && held.wish.volume.is_none()
+        {
+            held.wish.volume = volume.cloned();
         }
         self.begin(state, (connection, pid), target).map_err(|error| error.to_string())
     }
