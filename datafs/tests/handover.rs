@@ -6,6 +6,7 @@
 //! `MILLRACE_HANDOVER_KILLS` servers, by default [`KILLS`].
 
 mod clients;
+mod detached;
 mod live;
 mod locks;
 mod names;

@@ -78,9 +78,14 @@ pub(crate) struct HolderArgs {
     /// The socket, replaced if it is left from a holder that has died
     #[arg(long, value_name = "unix:///SOCKET", value_parser = socket)]
     pub(crate) socket: PathBuf,
-    /// A user whose processes may mount, besides root and the holder's own
+    /// A user whose processes may mount, besides root and the holder's own: without --suid and --dev, and only
+    /// its own mounts
     #[arg(long, value_name = "UID")]
     pub(crate) allow_uid: Option<u32>,
+    /// A folder below which all mount points lie, also those of root; may be repeated [default: root mounts
+    /// anywhere, and the user of --allow-uid on folders that it owns]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) allow_below: Vec<PathBuf>,
     /// A folder of objects from which processes without privilege may have the kernel read directly; may be
     /// repeated
     #[arg(long, value_name = "FOLDER")]

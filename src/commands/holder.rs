@@ -13,7 +13,8 @@ pub(crate) async fn run(context: &Context, args: &HolderArgs) -> Result<()> {
     if let Err(reason) = can_mount() {
         return Err(failure(Exit::Unavailable, format!("the holder cannot mount: {reason}")));
     }
-    let options = HolderOptions { uid: args.allow_uid, objects: args.objects.clone() };
+    let options =
+        HolderOptions { uid: args.allow_uid, below: args.allow_below.clone(), objects: args.objects.clone() };
     let socket = args.socket.clone();
     let holder = context.blocking(move || Ok(Holder::start(&socket, &options)?)).await?;
     // A holder with a current folder below a mount would keep that mount busy.

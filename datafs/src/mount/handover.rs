@@ -16,6 +16,7 @@
 //! Two servers never serve at once: a server gets the device when the connection of the one before has closed,
 //! after the last thread of that process.
 
+mod authority;
 mod client;
 mod connection;
 mod device;
@@ -23,6 +24,8 @@ pub(super) mod gate;
 mod held;
 mod holder;
 pub(super) mod journal;
+mod peer;
+mod place;
 mod protocol;
 pub(super) mod resent;
 mod restore;
@@ -77,7 +80,7 @@ pub fn held(socket: &Path) -> Result<Vec<HeldMount>> {
 /// [`Error::Io`] when no holder answers there, when it refuses this user, or has nothing mounted at `at`.
 pub fn umount_held(at: &Path, socket: &Path) -> Result<()> {
     // The holder resolves links: a mount without a server gives no answer.
-    let at = std::path::absolute(at).map_err(|e| Error::io("resolve", at, e))?;
+    let at = place::as_named(at).map_err(|e| Error::io("resolve", at, e))?;
     let failed = |source| Error::Io { operation: "have the holder unmount", path: at.clone(), source };
     Client::connect(socket)?.unmount(&at).map_err(failed)
 }

@@ -7,7 +7,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -38,6 +38,17 @@ pub(in crate::mount) struct Entry {
     pub(in crate::mount) at: PathBuf,
     /// `major:minor` of its device; the minor is also the number of its FUSE connection.
     pub(in crate::mount) device: String,
+}
+
+/// The mount that a file is on, of any file system.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::mount) struct On {
+    /// The mount point.
+    pub(in crate::mount) at: PathBuf,
+    /// `major:minor` of its device.
+    pub(in crate::mount) device: String,
+    /// It is a mount of this crate.
+    pub(in crate::mount) is_ours: bool,
 }
 
 /// Parameters of [`attach`].
@@ -173,23 +184,35 @@ pub(in crate::mount) fn find(at: &Path) -> Result<Option<Entry>> {
     Ok(parse_mountinfo(&table).into_iter().rfind(|entry| entry.at == at))
 }
 
+/// The mount that an open file is on. Asks the kernel only, also with O_PATH: no request is sent to the mount.
+/// `None` if it is in no path of this process any more.
+pub(in crate::mount) fn mount_of(file: BorrowedFd<'_>) -> Result<Option<On>> {
+    let of_file = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
+    let told = fs::read_to_string(&of_file).map_err(|e| refused("read", &of_file, e))?;
+    let Some(id) = told.lines().find_map(|line| line.strip_prefix("mnt_id:")) else { return Ok(None) };
+    let table = "/proc/self/mountinfo";
+    let table = fs::read(table).map_err(|e| refused("read", table, e))?;
+    Ok(parse_lines(&table).find(|(number, _)| *number == id.trim().as_bytes()).map(|(_, on)| on))
+}
+
 fn parse_mountinfo(table: &[u8]) -> Vec<Entry> {
-    let mut entries = Vec::new();
-    for line in table.split(|&b| b == b'\n') {
+    let ours = parse_lines(table).filter(|(_, on)| on.is_ours);
+    ours.map(|(_, On { at, device, .. })| Entry { at, device }).collect()
+}
+
+/// The mounts of a table, each with its number.
+fn parse_lines(table: &[u8]) -> impl Iterator<Item = (&[u8], On)> {
+    table.split(|&b| b == b'\n').filter_map(|line| {
         let fields: Vec<&[u8]> = line.split(|&b| b == b' ').collect();
-        let Some(dash) = fields.iter().position(|f| f == b"-") else { continue };
-        let (Some(device), Some(at), Some(fs_type)) = (fields.get(2), fields.get(4), fields.get(dash + 1))
-        else {
-            continue;
+        let dash = fields.iter().position(|f| f == b"-")?;
+        let (number, device, at) = (fields.first()?, fields.get(2)?, fields.get(4)?);
+        let on = On {
+            at: PathBuf::from(unescape(at)),
+            device: String::from_utf8_lossy(device).into_owned(),
+            is_ours: *fields.get(dash + 1)? == FS_TYPE.as_bytes(),
         };
-        if *fs_type == FS_TYPE.as_bytes() {
-            entries.push(Entry {
-                at: PathBuf::from(unescape(at)),
-                device: String::from_utf8_lossy(device).into_owned(),
-            });
-        }
-    }
-    entries
+        Some((*number, on))
+    })
 }
 
 /// Undoes mountinfo's octal escapes (`\040` for a space).
@@ -214,13 +237,18 @@ fn unescape(field: &[u8]) -> OsString {
 
 /// Mounts on a prepared directory. Returns the descriptor that delivers the kernel's requests.
 pub(in crate::mount) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
+    attach_through(at, at, how)
+}
+
+/// [`attach`], where `through` leads to the folder as well, for this process only.
+pub(in crate::mount) fn attach_through(at: &Path, through: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
     let failed = |e| refused("mount on", at, e);
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     if !has_mount_privilege(&status) {
         return fusermount::attach(at, how).map_err(failed);
     }
     let device: File = OpenOptions::new().read(true).write(true).open(DEVICE).map_err(failed)?;
-    let mode = fs::metadata(at).map_err(failed)?.mode();
+    let mode = fs::metadata(through).map_err(failed)?.mode();
     let mut data = format!(
         "fd={},rootmode={mode:o},user_id={},group_id={},default_permissions,max_read={READ_BYTES_MAX}",
         device.as_raw_fd(),
@@ -235,7 +263,7 @@ pub(in crate::mount) fn attach(at: &Path, how: &Attach<'_>) -> Result<OwnedFd> {
     flags.set(MsFlags::MS_NOSUID, !how.options.suid);
     flags.set(MsFlags::MS_NODEV, !how.options.dev);
     flags.set(MsFlags::MS_NOEXEC, how.options.noexec);
-    nix::mount::mount(Some(how.source), at, Some(FS_TYPE), flags, Some(data.as_str()))
+    nix::mount::mount(Some(how.source), through, Some(FS_TYPE), flags, Some(data.as_str()))
         .map_err(|e| failed(e.into()))?;
     Ok(device.into())
 }
@@ -287,6 +315,17 @@ mod tests {
             garbage\n";
         let entries = parse_mountinfo(table);
         assert_eq!(entries, [Entry { at: "/mnt/a b".into(), device: "0:36".into() }]);
+        let all: Vec<_> = parse_lines(table).map(|(number, on)| (number, on.device, on.is_ours)).collect();
+        let of =
+            |number: &'static str, device: &str, is_ours| (number.as_bytes(), device.to_owned(), is_ours);
+        assert_eq!(all, [of("22", "254:0", false), of("40", "0:36", true), of("41", "0:37", false)]);
+    }
+
+    #[test]
+    fn the_mount_of_an_open_file_is_found() {
+        let proc = File::open("/proc/self/status").unwrap();
+        let on = mount_of(std::os::fd::AsFd::as_fd(&proc)).unwrap().unwrap();
+        assert!(on.at == Path::new("/proc") && !on.is_ours, "{on:?}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::time::Duration;
 use nix::sys::socket::{SockFlag, accept4};
 
 use super::holder::Shared;
+use super::peer::Peer;
 use super::protocol::{Answer, Question, VERSION};
 use super::wire::Wire;
 
@@ -33,16 +34,15 @@ pub(super) fn serve(shared: &Arc<Shared>, number: u64, wire: &Wire) {
 }
 
 fn talk(shared: &Shared, number: u64, wire: &Wire) -> io::Result<()> {
-    let peer = wire.peer()?;
-    if !shared.permits(peer.uid()) {
+    let peer = Peer::of(wire, number)?;
+    if !shared.authority.permits(peer.rights.uid) {
         return Err(io::Error::other(format!(
-            "user {} may not use this holder: start it with --allow-uid {}",
-            peer.uid(),
-            peer.uid()
+            "user {uid} may not use this holder: start it with --allow-uid {uid}",
+            uid = peer.rights.uid
         )));
     }
     wire.set_patience(Some(PATIENCE))?;
-    let mut client = Client { number, pid: peer.pid(), session: 0 };
+    let mut client = Client { peer, session: 0 };
     while let Some((question, fds)) = wire.receive::<Question>()? {
         let serves = matches!(question, Question::Attach { .. } | Question::Adopt(_));
         match client.answer(shared, question, fds) {
@@ -61,8 +61,7 @@ fn talk(shared: &Shared, number: u64, wire: &Wire) -> io::Result<()> {
 
 /// The client of a connection.
 struct Client {
-    number: u64,
-    pid: i32,
+    peer: Peer,
     /// The last session that it has told.
     session: u64,
 }
@@ -74,34 +73,32 @@ impl Client {
         question: Question,
         fds: Vec<OwnedFd>,
     ) -> Result<(Answer, Vec<OwnedFd>), String> {
-        let own = (self.number, self.pid);
+        let (peer, number) = (&self.peer, self.peer.connection);
         let done = |()| (Answer::Done, Vec::new());
         match question {
             // All versions so far are served.
             Question::Hello { .. } => Ok((Answer::Hello { version: VERSION }, Vec::new())),
             Question::Mount(wish) => {
-                shared.mount(wish).map(|target| (Answer::Mounted { target }, Vec::new()))
+                shared.mount(peer.rights, wish).map(|target| (Answer::Mounted { target }, Vec::new()))
             }
             Question::Attach { target, volume } => shared
-                .attach(own, &target, volume.as_ref())
+                .attach(peer, &target, volume.as_ref())
                 .map(|(attached, fds)| (Answer::Attached(Box::new(attached)), fds.into())),
-            Question::Negotiated { reply, resends } => {
-                shared.negotiated(self.number, reply, resends).map(done)
-            }
+            Question::Negotiated { reply, resends } => shared.negotiated(number, reply, resends).map(done),
             Question::Session { id } => {
                 self.session = id;
-                shared.session(self.number, id, fds.into_iter().next()).map(done)
+                shared.session(number, id, fds.into_iter().next()).map(done)
             }
-            Question::TookOver => shared.took_over(self.number, self.session).map(done),
+            Question::TookOver => shared.took_over(number, self.session).map(done),
             Question::OpenBacking { path } => {
-                shared.open_backing(self.number, &path).map(|id| (Answer::Backing { id }, Vec::new()))
+                shared.open_backing(number, &path).map(|id| (Answer::Backing { id }, Vec::new()))
             }
-            Question::CloseBacking { id } => shared.close_backing(self.number, id).map(done),
-            Question::Unmount { target } => shared.unmount(&target).map(done),
+            Question::CloseBacking { id } => shared.close_backing(number, id).map(done),
+            Question::Unmount { target } => shared.unmount(peer.rights, &target).map(done),
             Question::Adopt(attached) => {
-                shared.adopt(own, *attached, fds).map(|control| (Answer::Done, vec![control]))
+                shared.adopt(peer, *attached, fds).map(|control| (Answer::Done, vec![control]))
             }
-            Question::List => Ok((Answer::Mounts(shared.list()), Vec::new())),
+            Question::List => Ok((Answer::Mounts(shared.list(peer.rights)), Vec::new())),
         }
     }
 }

@@ -111,6 +111,13 @@ pub(super) fn has_ended(device: &OwnedFd) -> bool {
     })
 }
 
+/// The number of the connection behind a device, which is the minor number of its mount. `None` where the kernel does
+/// not tell it (before Linux 6.16).
+pub(super) fn connection(device: &OwnedFd) -> Option<u64> {
+    let told = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", device.as_raw_fd())).ok()?;
+    told.lines().find_map(|line| line.strip_prefix("fuse_connection:"))?.trim().parse().ok()
+}
+
 /// Whether a descriptor is the FUSE device.
 pub(super) fn is_fuse(device: &OwnedFd) -> bool {
     fstat(device).is_ok_and(|stat| (major(stat.st_rdev), minor(stat.st_rdev)) == FUSE_DEVICE)

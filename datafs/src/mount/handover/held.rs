@@ -17,6 +17,7 @@ use super::client::{Attachment, Client};
 use super::device;
 use super::gate::Gate;
 use super::journal::{Journal, Left};
+use super::place;
 use super::protocol::{Attached, MountWish};
 use crate::error::{Error, Result};
 use crate::fs::View;
@@ -56,7 +57,8 @@ impl Held {
         let client = Client::connect(socket)?;
         client.hello()?;
         let failed = |source| point::refused("serve the mount at", at, source);
-        let wish = MountWish::new(view, std::path::absolute(at).map_err(failed)?, read_only, options)?;
+        let target = place::as_named(at).map_err(failed)?;
+        let wish = MountWish::new(view, target, read_only, options)?;
         let volume = wish.volume.clone();
         let target = client.mount(wish)?;
         let Attachment { attached, device, journal, control } = client.attach(&target, volume)?;

@@ -5,9 +5,13 @@
 //! nothing. A mount has one server at a time: a connection becomes the server when the connection of the one
 //! before has closed, which the kernel does after the last thread of that process.
 //!
-//! Permitted are root, the holder's own user and the user given at the start. A client may send
+//! Permitted are root, the holder's own user and the user given at the start, within the rules of
+//! [`authority`](super::authority). A client may send
 //! [`MESSAGE_BYTES_MAX`](super::wire::MESSAGE_BYTES_MAX) bytes a request; a holder serves [`CONNECTIONS_MAX`]
 //! connections and [`MOUNTS_MAX`] mounts.
+//!
+//! A mount whose path was detached while files are open is set aside: its server serves those files to their end, and
+//! the path is free for another mount.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -22,14 +26,15 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{Backlog, bind, listen};
-use nix::unistd::{Pid, geteuid};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::authority::{Authority, Rights};
 use super::connection;
 use super::device;
 use super::journal::Journal;
+use super::peer::{self, Peer};
+use super::place::{self, Place, check_plain, is_at, resolved};
 use super::protocol::{Attached, HeldMount, MountWish, VolumeIdentity, check_identity};
 use super::wire::{Wire, seqpacket, with_address};
 use crate::error::{Error, Result};
@@ -52,6 +57,9 @@ const KILLED_MAX: Duration = Duration::from_secs(10);
 pub struct HolderOptions {
     /// A user that may connect, besides root and the holder's own.
     pub uid: Option<u32>,
+    /// Folders below which mount points lie, for all users. Default: none; then trusted users mount anywhere, and
+    /// [`HolderOptions::uid`] on folders that it owns.
+    pub below: Vec<PathBuf>,
     /// Folders of object stores and caches, from which servers without privilege may have backing files opened.
     /// Default: none.
     pub objects: Vec<PathBuf>,
@@ -70,10 +78,10 @@ pub struct Holder {
 /// The state of a holder.
 #[derive(Debug)]
 pub(super) struct Shared {
-    uid: Option<u32>,
+    pub(super) authority: Authority,
     roots: Vec<(PathBuf, OwnedFd)>,
     state: Mutex<State>,
-    /// Held while a mount is made.
+    /// Held while a mount is made or unmounted.
     mounting: Mutex<()>,
     /// Signals the end of a connection.
     changed: Condvar,
@@ -82,6 +90,8 @@ pub(super) struct Shared {
 #[derive(Debug, Default)]
 struct State {
     mounts: BTreeMap<PathBuf, Held>,
+    /// Served mounts without a path, by the connection of the server.
+    aside: BTreeMap<u64, Held>,
     connections: usize,
     next: u64,
 }
@@ -90,6 +100,8 @@ struct State {
 #[derive(Debug)]
 struct Held {
     wish: MountWish,
+    /// The user that has made the mount.
+    owner: u32,
     /// `major:minor`.
     number: String,
     device: OwnedFd,
@@ -107,8 +119,10 @@ struct Held {
 #[derive(Debug)]
 struct Server {
     connection: u64,
+    rights: Rights,
     /// 0 in another PID namespace.
     pid: i32,
+    process: Option<OwnedFd>,
     /// A byte asks the server to hand over.
     control: File,
 }
@@ -121,6 +135,11 @@ impl Holder {
     /// folder cannot be opened.
     pub fn start(socket: &Path, options: &HolderOptions) -> Result<Holder> {
         let failed = |source| Error::Io { operation: "listen on", path: socket.to_owned(), source };
+        let authority = Authority::new(options.uid, &options.below).map_err(|(path, source)| Error::Io {
+            operation: "open folder of mount points",
+            path,
+            source,
+        })?;
         let mut roots = Vec::new();
         for root in &options.objects {
             let failed = |source| Error::Io { operation: "open object folder", path: root.clone(), source };
@@ -146,7 +165,7 @@ impl Holder {
         listen(&listener, Backlog::MAXCONN).map_err(|errno| failed(errno.into()))?;
         let (stop, ending) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|errno| failed(errno.into()))?;
         let shared = Arc::new(Shared {
-            uid: options.uid,
+            authority,
             roots,
             state: Mutex::default(),
             mounting: Mutex::default(),
@@ -162,7 +181,7 @@ impl Holder {
 
     /// The mounts, by path.
     pub fn mounts(&self) -> Vec<HeldMount> {
-        self.shared.list()
+        self.shared.list(Rights::own())
     }
 
     /// The path of the socket.
@@ -183,7 +202,7 @@ impl Holder {
             let Some(held) = state.mounts.get(&target) else { return Ok(false) };
             held.number.clone()
         };
-        Ok(point::find(&target)?.is_some_and(|entry| entry.device == number))
+        is_at(&target, &number).map_err(|source| point::refused("look for the mount at", &target, source))
     }
 
     /// Unmounts what this holder has mounted at a path, with or without a server. The path is free at once;
@@ -193,7 +212,7 @@ impl Holder {
     /// [`Error::Io`] when the holder has nothing mounted there, or when the system refuses.
     pub fn unmount(&self, at: &Path) -> Result<()> {
         let failed = |reason: String| point::refused("unmount", at, io::Error::other(reason));
-        self.shared.unmount(at).map_err(failed)
+        self.shared.unmount(Rights::own(), at).map_err(failed)
     }
 }
 
@@ -267,6 +286,9 @@ impl Shared {
     pub(super) fn disconnects(&self, connection: u64) {
         let mut state = self.state.lock();
         state.connections -= 1;
+        if let Some(held) = state.aside.remove(&connection) {
+            tracing::info!(target = %held.wish.target.display(), "the server of a detached mount has ended");
+        }
         let served = state.mounts.iter_mut().find(|(_, held)| held.is_served_by(connection));
         if let Some((target, held)) = served {
             let target = target.clone();
@@ -286,14 +308,10 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Whether a user may use this holder.
-    pub(super) fn permits(&self, uid: u32) -> bool {
-        uid == 0 || uid == geteuid().as_raw() || Some(uid) == self.uid
-    }
-
-    pub(super) fn list(&self) -> Vec<HeldMount> {
+    /// The mounts that a client may use.
+    pub(super) fn list(&self, rights: Rights) -> Vec<HeldMount> {
         let state = self.state.lock();
-        let mounts = state.mounts.iter();
+        let mounts = state.mounts.iter().filter(|(_, held)| rights.reaches(held.owner));
         mounts
             .map(|(target, held)| HeldMount {
                 spec: held.wish.spec.clone(),
@@ -304,28 +322,67 @@ impl Shared {
             .collect()
     }
 
+    /// The path by which a mount is known. Only for trusted clients are links followed.
+    fn target_of(rights: Rights, path: &Path) -> Result<PathBuf, String> {
+        let path = match rights.is_trusted && path.is_absolute() {
+            true => resolved(path).map_err(|error| format!("cannot resolve {}: {error}", path.display()))?,
+            false => path.components().collect(),
+        };
+        check_plain(&path)?;
+        Ok(path)
+    }
+
     /// Mounts, unless the same is mounted there. Returns the absolute path.
-    pub(super) fn mount(&self, wish: MountWish) -> Result<PathBuf, String> {
-        if !wish.target.is_absolute() {
-            return Err(format!("the mount point {} is no absolute path", wish.target.display()));
-        }
+    pub(super) fn mount(&self, rights: Rights, wish: MountWish) -> Result<PathBuf, String> {
+        let target = Shared::target_of(rights, &wish.target)?;
+        let wish = MountWish { target: target.clone(), ..wish };
+        self.authority.check_wish(rights, &wish, &target)?;
         // Two servers may ask for the same. Not under the lock of the state: this may wait for a disk.
         let _mounting = self.mounting.lock();
-        let target = resolved(&wish.target).map_err(|error| format!("{}: {error}", wish.target.display()))?;
-        {
+        let known = {
             let mut state = self.state.lock();
             state.drop_ended(&target);
-            if let Some(held) = state.mounts.get(&target) {
-                return wish.check_same(&held.wish).map(|()| target);
+            state.mounts.get(&target).map(|held| held.number.clone())
+        };
+        let is_attached = match &known {
+            Some(number) => is_at(&target, number).map_err(|error| cannot_look(&target, &error))?,
+            None => false,
+        };
+        {
+            let mut state = self.state.lock();
+            match state.mounts.get(&target) {
+                Some(held) if is_attached && known.as_ref() == Some(&held.number) => {
+                    held.check_reach(rights)?;
+                    return wish.check_same(&held.wish).map(|()| target);
+                }
+                // Another process has unmounted it.
+                Some(_) => state.set_aside(&target),
+                None => {}
             }
-            if state.mounts.len() >= MOUNTS_MAX {
+            if state.mounts.len() + state.aside.len() >= MOUNTS_MAX {
                 return Err(format!("the holder has {MOUNTS_MAX} mounts, its maximum: unmount one first"));
             }
         }
-        let held = Held::new(&target, wish).map_err(one_line)?;
-        let target = held.wish.target.clone();
+        let held = self.make(rights, wish)?;
         self.state.lock().mounts.insert(target.clone(), held);
         Ok(target)
+    }
+
+    /// Mounts on a folder that a client may use.
+    fn make(&self, rights: Rights, wish: MountWish) -> Result<Held, String> {
+        let target = &wish.target;
+        let failed = |source| one_line(point::refused("open mount point", target, source));
+        let place = match Place::open(target) {
+            Err(error) if error.kind() == ErrorKind::NotFound && self.authority.creates(rights) => {
+                fs::create_dir_all(target)
+                    .map_err(|source| one_line(point::refused("create mount point", target, source)))?;
+                Place::open(target).map_err(failed)?
+            }
+            opened => opened.map_err(failed)?,
+        };
+        self.authority.check_place(rights, target, &place)?;
+        let place = place.prepare().map_err(one_line)?;
+        Held::new(&place, wish, rights.uid).map_err(one_line)
     }
 
     /// Makes a connection the server of a mount, after the end of the one before. Returns what it gets, with the
@@ -333,20 +390,27 @@ impl Shared {
     /// refused before the running server is asked to leave.
     pub(super) fn attach(
         &self,
-        (connection, pid): (u64, i32),
+        peer: &Peer,
         target: &Path,
         volume: Option<&VolumeIdentity>,
     ) -> Result<(Attached, [OwnedFd; 3]), String> {
         let missing = || format!("nothing is mounted at {} by this holder: mount it first", target.display());
         let until = Instant::now() + HANDOVER_MAX;
+        let number = self.state.lock().mounts.get(target).map(|held| held.number.clone());
+        let number = number.ok_or_else(missing)?;
+        if !is_at(target, &number).map_err(|error| cannot_look(target, &error))? {
+            return Err(missing());
+        }
         let mut state = self.state.lock();
-        if state.mounts.values().any(|held| held.is_served_by(connection)) {
+        if state.served_by(peer.connection).is_some() {
             return Err("the connection serves a mount already".into());
         }
         let mut was_killed = false;
         loop {
             state.drop_ended(target);
-            let held = state.mounts.get_mut(target).ok_or_else(missing)?;
+            let found = state.mounts.get_mut(target).filter(|held| held.number == number);
+            let held = found.ok_or_else(missing)?;
+            held.check_reach(peer.rights)?;
             check_identity(held.wish.volume.as_ref(), volume)?;
             let Some(server) = &mut held.server else { break };
             if !held.resends {
@@ -358,16 +422,19 @@ impl Shared {
             }
             let deadline = if was_killed { until + KILLED_MAX } else { until };
             if Instant::now() >= deadline {
-                if was_killed || server.pid <= 0 {
+                let may_kill = peer.rights.is_trusted || peer.rights.uid == server.rights.uid;
+                let process = server.process.as_ref().filter(|_| may_kill && !was_killed);
+                let Some(process) = process else {
                     return Err(format!(
                         "the running server of {} has not handed over within {} s: end it and try again",
                         target.display(),
                         HANDOVER_MAX.as_secs()
                     ));
-                }
+                };
                 tracing::warn!(target = %target.display(), pid = server.pid, "killing a server that does not hand over");
-                // Its connection is open, so the process lives and the number is its own.
-                let _ = kill(Pid::from_raw(server.pid), Signal::SIGKILL);
+                if let Err(error) = peer::kill(process) {
+                    tracing::warn!(%error, pid = server.pid, "a server that does not hand over cannot be killed");
+                }
                 was_killed = true;
                 continue;
             }
@@ -382,21 +449,21 @@ impl Shared {
         {
             held.wish.volume = volume.cloned();
         }
-        self.begin(state, (connection, pid), target).map_err(|error| error.to_string())
+        self.begin(state, peer, target).map_err(|error| error.to_string())
     }
 
     fn begin(
         &self,
         mut state: MutexGuard<'_, State>,
-        (connection, pid): (u64, i32),
+        peer: &Peer,
         target: &Path,
     ) -> io::Result<(Attached, [OwnedFd; 3])> {
         let held = state.mounts.get_mut(target).ok_or(ErrorKind::NotFound)?;
         let (control, theirs) = pipe()?;
         let fds = [held.device.try_clone()?, held.journal.try_clone()?, theirs];
+        held.server = Some(Server::new(peer, control)?);
         held.life += 1;
-        held.server = Some(Server { connection, pid, control });
-        tracing::info!(target = %target.display(), pid, servers = held.life, "a server attaches");
+        tracing::info!(target = %target.display(), pid = peer.pid, servers = held.life, "a server attaches");
         let attached = Attached {
             wish: held.wish.clone(),
             device: held.number.clone(),
@@ -409,11 +476,12 @@ impl Shared {
         Ok((attached, fds))
     }
 
-    /// Takes a mount from a server whose holder has died. Returns the read end of the control pipe.
+    /// Takes a mount from a server whose holder has died. Returns the read end of the control pipe. Whoever has the
+    /// device of a mount is its server, since a holder gives it to nobody else.
     pub(super) fn adopt(
         &self,
-        (connection, pid): (u64, i32),
-        attached: Attached,
+        peer: &Peer,
+        mut attached: Attached,
         fds: Vec<OwnedFd>,
     ) -> Result<OwnedFd, String> {
         let mut fds = fds.into_iter();
@@ -424,15 +492,32 @@ impl Shared {
             return Err("the descriptor is not the device of a mount that lives".into());
         }
         let target = attached.wish.target.clone();
+        check_plain(&target)?;
+        let missing = || format!("the mount of the device is not at {}", target.display());
+        let mounted = Place::open(&target).ok().and_then(|place| place.mounted().ok().flatten());
+        let number = mounted.ok_or_else(missing)?;
+        let is_its_device = match device::connection(&device) {
+            Some(connection) => number.rsplit(':').next() == Some(connection.to_string().as_str()),
+            None => peer.rights.is_trusted && number == attached.device,
+        };
+        if !is_its_device {
+            return Err(missing());
+        }
+        attached.device = number;
         let mut state = self.state.lock();
+        if state.served_by(peer.connection).is_some() {
+            return Err("the connection serves a mount already".into());
+        }
         state.drop_ended(&target);
         if state.mounts.contains_key(&target) || state.mounts.len() >= MOUNTS_MAX {
             return Err(format!("the holder has another mount at {}, or too many", target.display()));
         }
         let (control, theirs) = pipe().map_err(|error| error.to_string())?;
         let session = attached.sessions.last().copied();
+        let server = Server::new(peer, control).map_err(|error| error.to_string())?;
         let held = Held {
             wish: attached.wish,
+            owner: peer.rights.uid,
             number: attached.device,
             device,
             journal,
@@ -442,9 +527,9 @@ impl Shared {
             life: attached.life,
             sessions: session.map(|id| (id, fds.next())).into_iter().collect(),
             backings: BTreeSet::new(),
-            server: Some(Server { connection, pid, control }),
+            server: Some(server),
         };
-        tracing::info!(target = %target.display(), pid, "a server gives its mount to a new holder");
+        tracing::info!(target = %target.display(), pid = peer.pid, "a server gives its mount to a new holder");
         state.mounts.insert(target, held);
         Ok(theirs)
     }
@@ -456,7 +541,7 @@ impl Shared {
         work: impl FnOnce(&mut Held) -> Result<T, String>,
     ) -> Result<T, String> {
         let mut state = self.state.lock();
-        let held = state.mounts.values_mut().find(|held| held.is_served_by(connection));
+        let held = state.served_by(connection);
         held.map_or_else(|| Err("the connection serves no mount: attach first".into()), work)
     }
 
@@ -528,14 +613,20 @@ impl Shared {
     }
 
     /// Unmounts. The path is free at once; open files stay usable while the server lives.
-    pub(super) fn unmount(&self, target: &Path) -> Result<(), String> {
-        let target = &resolved(target).map_err(|e| format!("cannot resolve {}: {e}", target.display()))?;
-        let mut state = self.state.lock();
-        let Some(held) = state.mounts.get(target) else {
-            return Err(format!("nothing is mounted at {} by this holder", target.display()));
+    pub(super) fn unmount(&self, rights: Rights, path: &Path) -> Result<(), String> {
+        let target = &Shared::target_of(rights, path)?;
+        let _mounting = self.mounting.lock();
+        let number = match self.state.lock().mounts.get(target) {
+            Some(held) if rights.reaches(held.owner) => held.number.clone(),
+            _ => return Err(format!("nothing is mounted at {} by this holder", target.display())),
         };
-        held.detach(target)?;
-        state.mounts.remove(target);
+        // Not under the lock of the state: the end of a mount may wait for its server.
+        place::detach(target, &number)
+            .map_err(|error| format!("cannot unmount {}: {error}", target.display()))?;
+        let mut state = self.state.lock();
+        if state.mounts.get(target).is_some_and(|held| held.number == number) {
+            state.set_aside(target);
+        }
         Ok(())
     }
 }
@@ -548,28 +639,48 @@ impl State {
             self.mounts.remove(target);
         }
     }
+
+    /// Frees the path of a mount that is detached from it. Its server goes on with the open files.
+    fn set_aside(&mut self, target: &Path) {
+        let Some(held) = self.mounts.remove(target) else { return };
+        if let Some(connection) = held.server.as_ref().map(|server| server.connection) {
+            self.aside.insert(connection, held);
+        }
+    }
+
+    /// The mount that a connection serves.
+    fn served_by(&mut self, connection: u64) -> Option<&mut Held> {
+        let aside = self.aside.get_mut(&connection);
+        aside.or_else(|| self.mounts.values_mut().find(|held| held.is_served_by(connection)))
+    }
+}
+
+impl Server {
+    fn new(peer: &Peer, control: File) -> io::Result<Server> {
+        let Peer { connection, rights, pid, .. } = *peer;
+        Ok(Server { connection, rights, pid, process: peer.process()?, control })
+    }
 }
 
 impl Held {
-    fn new(target: &Path, wish: MountWish) -> Result<Held> {
-        let target = point::prepare(target)?;
-        let failed = |source| point::refused("mount on", &target, source);
+    fn new(place: &Place, wish: MountWish, owner: u32) -> Result<Held> {
+        let target = &wish.target;
+        let failed = |source| point::refused("mount on", target, source);
         let options = wish.options();
-        let attach = Attach { source: &wish.spec, read_only: wish.read_only, options: &options };
-        let device = point::attach(&target, &attach)?;
-        let made = || {
-            let init = device::read_init(&device).map_err(failed)?;
-            let number = point::find(&target)?.map(|entry| entry.device).unwrap_or_default();
-            Ok((init, number, Journal::create().map_err(failed)?))
-        };
-        let (init, number, journal) = made().inspect_err(|_: &Error| {
-            if let Err(error) = point::detach(&target, true) {
+        let device =
+            place.attach(&Attach { source: &wish.spec, read_only: wish.read_only, options: &options })?;
+        let mounted = Place::open(target).map_err(failed)?.mounted()?;
+        let number = mounted.ok_or_else(|| failed(io::Error::other("the folder was moved meanwhile")))?;
+        let made = || -> io::Result<_> { Ok((device::read_init(&device)?, Journal::create()?)) };
+        let (init, journal) = made().map_err(failed).inspect_err(|_: &Error| {
+            if let Err(error) = place::detach(target, &number) {
                 tracing::warn!(%error, path = %target.display(), "a failed mount could not be taken off");
             }
         })?;
         point::raise_read_ahead(&number);
         Ok(Held {
-            wish: MountWish { target, ..wish },
+            wish,
+            owner,
             number,
             device,
             journal,
@@ -587,37 +698,19 @@ impl Held {
         self.server.as_ref().is_some_and(|server| server.connection == connection)
     }
 
-    /// Detaches the mount from its path, unless another one is there by now.
-    fn detach(&self, target: &Path) -> Result<(), String> {
-        let is_there =
-            point::find(target).map_err(one_line)?.is_some_and(|entry| entry.device == self.number);
-        if !is_there || point::detach(target, false).is_ok() {
-            return Ok(());
+    /// Refuses a client that may not use this mount.
+    fn check_reach(&self, rights: Rights) -> Result<(), String> {
+        match rights.reaches(self.owner) {
+            true => Ok(()),
+            false => Err(format!("the mount at {} belongs to another user", self.wish.target.display())),
         }
-        point::detach(target, true).map_err(|error| format!("cannot unmount {}: {error}", target.display()))
     }
 
     /// Ends a mount without a server.
     fn take_off(self, target: &Path) {
-        if let Err(error) = self.detach(target) {
-            tracing::warn!(error, "a mount without a server stays");
+        if let Err(error) = place::detach(target, &self.number) {
+            tracing::warn!(%error, path = %target.display(), "a mount without a server stays");
         }
-    }
-}
-
-/// The absolute path of a mount point. Sends no request to a mount there: it may have no server.
-fn resolved(target: &Path) -> io::Result<PathBuf> {
-    if fs::read_link(target).is_ok() {
-        return fs::canonicalize(target);
-    }
-    match (target.parent(), target.file_name()) {
-        (Some(parent), Some(name)) => match fs::canonicalize(parent) {
-            Ok(parent) => Ok(parent.join(name)),
-            // It is created with its parents.
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(target.to_owned()),
-            Err(error) => Err(error),
-        },
-        _ => Ok(target.to_owned()),
     }
 }
 
@@ -626,6 +719,13 @@ fn pipe() -> io::Result<(File, OwnedFd)> {
     Ok((mine.into(), theirs))
 }
 
+fn cannot_look(target: &Path, error: &io::Error) -> String {
+    format!("cannot look for the mount at {}: {error}", target.display())
+}
+
 fn one_line(error: Error) -> String {
     millrace_leaf::error_chain::one_line(&error)
 }
+
+#[cfg(test)]
+mod tests;

@@ -55,6 +55,24 @@ impl Wire {
         Ok(getsockopt(&self.0, sockopt::PeerCredentials)?)
     }
 
+    /// A handle (pidfd) of the process at the other end, when it connected; `None` before Linux 6.5.
+    pub(super) fn peer_process(&self) -> Option<OwnedFd> {
+        let mut handle: RawFd = -1;
+        let mut len = size_of::<RawFd>() as libc::socklen_t;
+        // SAFETY: the kernel writes at most `len` bytes, the size of the value.
+        let answered = unsafe {
+            libc::getsockopt(
+                self.0.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERPIDFD,
+                (&raw mut handle).cast(),
+                &raw mut len,
+            )
+        };
+        // SAFETY: the kernel has just installed this descriptor for this process.
+        (answered == 0 && handle >= 0).then(|| unsafe { OwnedFd::from_raw_fd(handle) })
+    }
+
     /// Limits how long [`Wire::receive`] waits; `None` for no limit.
     pub(super) fn set_patience(&self, patience: Option<Duration>) -> io::Result<()> {
         let time = patience.map_or(0, |patience| patience.as_secs().max(1)) as i64;

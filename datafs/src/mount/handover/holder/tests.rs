@@ -1,0 +1,171 @@
+//! Tests of a holder's rules. They mount, and no server answers: nothing may be opened in the mounts.
+
+#![allow(clippy::unwrap_used)]
+
+use nix::mount::{MntFlags, umount2};
+use nix::unistd::chown;
+
+use super::*;
+use crate::mount::can_mount;
+
+const USER: Rights = Rights { uid: 65_534, is_trusted: false };
+
+/// A folder with a holder, which permits [`USER`].
+struct Fixture {
+    dir: tempfile::TempDir,
+    holder: Option<Holder>,
+}
+
+impl Fixture {
+    /// `None`, and the reason on standard error, where mounting is not permitted.
+    fn new() -> Option<Fixture> {
+        if let Err(reason) = can_mount() {
+            millrace_testing::skip(millrace_testing::Need::Fuse, reason);
+            return None;
+        }
+        if !nix::unistd::geteuid().is_root() {
+            millrace_testing::skip(millrace_testing::Need::Root, "only root may give a folder away");
+            return None;
+        }
+        let mut fixture = Fixture { dir: tempfile::tempdir().unwrap(), holder: None };
+        fixture.start();
+        Some(fixture)
+    }
+
+    fn start(&mut self) {
+        self.holder = None;
+        let options = HolderOptions { uid: Some(USER.uid), ..HolderOptions::default() };
+        self.holder = Some(Holder::start(&self.dir.path().join("holder.sock"), &options).unwrap());
+    }
+
+    fn shared(&self) -> &Shared {
+        &self.holder.as_ref().unwrap().shared
+    }
+
+    /// A new folder of a user.
+    fn folder(&self, name: &str, uid: u32) -> PathBuf {
+        let folder = fs::canonicalize(self.dir.path()).unwrap().join(name);
+        fs::create_dir(&folder).unwrap();
+        chown(&folder, Some(uid.into()), None).unwrap();
+        folder
+    }
+}
+
+fn wish(target: &Path) -> MountWish {
+    MountWish {
+        spec: "v".into(),
+        target: target.to_owned(),
+        read_only: false,
+        allow_other: true,
+        suid: false,
+        dev: false,
+        noexec: false,
+        volume: None,
+    }
+}
+
+fn is_mounted(target: &Path) -> bool {
+    point::find(target).unwrap().is_some()
+}
+
+#[test]
+fn a_permitted_user_uses_its_own_mounts_only() {
+    let Some(fixture) = Fixture::new() else { return };
+    let (shared, root) = (fixture.shared(), Rights::own());
+    let (of_user, of_root) = (fixture.folder("user", USER.uid), fixture.folder("root", 0));
+    assert!(shared.mount(USER, wish(&of_root)).unwrap_err().contains("another user"));
+    assert!(shared.mount(USER, MountWish { suid: true, ..wish(&of_user) }).is_err());
+    let missing = of_user.join("missing");
+    assert!(shared.mount(USER, wish(&missing)).is_err() && !missing.exists());
+    for _ in 0..2 {
+        shared.mount(USER, wish(&of_user)).unwrap();
+        shared.mount(root, wish(&of_root)).unwrap();
+    }
+    assert!(is_mounted(&of_user) && is_mounted(&of_root));
+
+    assert!(shared.mount(USER, wish(&of_root)).unwrap_err().contains("another user"));
+    let peer = Peer::for_test(7, USER);
+    assert!(shared.attach(&peer, &of_root, None).unwrap_err().contains("another user"));
+    assert!(shared.unmount(USER, &of_root).unwrap_err().contains("nothing is mounted"));
+    assert_eq!(shared.list(USER).len(), 1);
+    assert_eq!(shared.list(root).len(), 2);
+
+    shared.attach(&peer, &of_user, None).unwrap();
+    shared.unmount(USER, &of_user).unwrap();
+    shared.unmount(root, &of_root).unwrap();
+    assert!(!is_mounted(&of_user) && !is_mounted(&of_root));
+}
+
+#[test]
+fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
+    let Some(fixture) = Fixture::new() else { return };
+    let (shared, root) = (fixture.shared(), Rights::own());
+    let at = fixture.folder("at", 0);
+    let number = || point::find(&at).unwrap().map(|entry| entry.device);
+    shared.mount(root, wish(&at)).unwrap();
+    shared.connects().unwrap();
+    let (_, first_fds) = shared.attach(&Peer::for_test(1, root), &at, None).unwrap();
+    let first = number().unwrap();
+    // By another process, while the server keeps the device.
+    umount2(&at, MntFlags::MNT_DETACH).unwrap();
+    assert!(shared.attach(&Peer::for_test(2, root), &at, None).unwrap_err().contains("nothing is mounted"));
+    shared.mount(root, wish(&at)).unwrap();
+    let second = number().unwrap();
+    assert_ne!(first, second);
+    // The first server still is one, and takes no part in the second mount.
+    shared.session(1, 7, None).unwrap();
+    assert_eq!(
+        shared.list(root),
+        [HeldMount { spec: "v".into(), target: at.clone(), servers: 0, is_served: false }]
+    );
+    shared.connects().unwrap();
+    let (_, _second_fds) = shared.attach(&Peer::for_test(2, root), &at, None).unwrap();
+    drop(first_fds);
+    shared.disconnects(1);
+    assert_eq!(number().as_ref(), Some(&second), "the end of the first server ends the second mount");
+    // Through the holder, the control pipe of a server stays open: its closing would mean the holder's end.
+    shared.unmount(root, &at).unwrap();
+    assert!(!is_mounted(&at) && shared.session(2, 8, None).is_ok());
+    shared.disconnects(2);
+    assert!(shared.session(2, 8, None).is_err());
+}
+
+#[test]
+fn a_restarted_holder_adopts_a_device_only_at_its_own_mount() {
+    let Some(mut fixture) = Fixture::new() else { return };
+    let root = Rights::own();
+    let (of_user, of_root) = (fixture.folder("user", USER.uid), fixture.folder("root", 0));
+    let peers = [Peer::for_test(1, USER), Peer::for_test(2, root)];
+    let [of_user, of_root] = [(USER, of_user), (root, of_root)].map(|(rights, at)| {
+        fixture.shared().mount(rights, wish(&at)).unwrap();
+        fixture.shared().connects().unwrap();
+        at
+    });
+    let (by_user, [user_device, user_journal, _user_control]) =
+        fixture.shared().attach(&peers[0], &of_user, None).unwrap();
+    let (by_root, [root_device, root_journal, _root_control]) =
+        fixture.shared().attach(&peers[1], &of_root, None).unwrap();
+    fixture.start();
+    let shared = fixture.shared();
+    let fds = |fds: [&OwnedFd; 2]| fds.map(|fd| fd.try_clone().unwrap()).to_vec();
+
+    // A user gives its own device for the mount of root, and names the number of that mount.
+    let refused = shared.adopt(&peers[0], by_root.clone(), fds([&user_device, &user_journal]));
+    assert!(refused.unwrap_err().contains("not at"));
+    let no_device = shared.adopt(&peers[0], by_user.clone(), fds([&user_journal, &user_journal]));
+    assert!(no_device.unwrap_err().contains("is not the device"));
+    let _control = shared.adopt(&peers[1], by_root, fds([&root_device, &root_journal])).unwrap();
+    assert!(shared.unmount(USER, &of_root).is_err());
+    if device::connection(&user_device).is_some() {
+        let _control = shared.adopt(&peers[0], by_user, fds([&user_device, &user_journal])).unwrap();
+        assert_eq!(shared.list(USER).len(), 1);
+    } else {
+        assert!(shared.adopt(&peers[0], by_user.clone(), fds([&user_device, &user_journal])).is_err());
+        // Nor a mount that is detached.
+        umount2(&of_user, MntFlags::MNT_DETACH).unwrap();
+        assert!(shared.adopt(&Peer::for_test(3, root), by_user, fds([&user_device, &user_journal])).is_err());
+    }
+    for at in [&of_user, &of_root] {
+        let _ = umount2(at, MntFlags::MNT_DETACH);
+    }
+}
