@@ -106,16 +106,15 @@ async fn run_until_unmounted(context: &Context, mut args: MountArgs) -> Result<(
     context.advise_on_cores();
     let stop = context.stop.clone();
     let at = mounted.path().to_owned();
-    let (holder, stopper) = (args.holder.clone(), mounted.stopper());
+    let (is_held, detach, stopper) = (args.holder.is_some(), mounted.detacher(), mounted.stopper());
     let watch = tokio::spawn(async move {
         stop.cancelled().await;
-        let unmounted = tokio::task::spawn_blocking(move || match holder {
-            // A supervisor that was killed is no holder any more.
-            Some(holder) => mount::umount_held(&at, &holder).or_else(|error| match supervised {
+        let unmounted = tokio::task::spawn_blocking(move || {
+            detach().or_else(|error| match supervised && is_held {
+                // A supervisor that was killed is no holder any more.
                 true => mount::umount(&at),
                 false => Err(error),
-            }),
-            None => mount::umount(&at),
+            })
         })
         .await;
         if let Ok(Err(error)) = unmounted {

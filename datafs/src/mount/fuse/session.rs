@@ -383,6 +383,16 @@ impl Mount {
         self.end()
     }
 
+    /// A function for another thread that detaches this mount from its path, so that [`Mount::join`] returns. It
+    /// leaves another mount alone that is at the path by then, where a holder keeps this one.
+    pub fn detacher(&self) -> impl FnOnce() -> Result<()> + Send + use<> {
+        let (held, at) = (self.held.clone(), self.at.clone());
+        move || match held {
+            Some(held) => held.unmount(),
+            None => crate::mount::umount(&at),
+        }
+    }
+
     /// Waits until another process or thread ends the mount: [`crate::mount::umount`] or the `umount` command.
     ///
     /// # Errors

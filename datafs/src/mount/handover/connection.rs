@@ -94,7 +94,7 @@ impl Client {
                 shared.open_backing(number, &path).map(|id| (Answer::Backing { id }, Vec::new()))
             }
             Question::CloseBacking { id } => shared.close_backing(number, id).map(done),
-            Question::Unmount { target } => shared.unmount(peer.rights, &target).map(done),
+            Question::Unmount { target } => shared.unmount_for(peer, &target).map(done),
             Question::Adopt(attached) => {
                 shared.adopt(peer, *attached, fds).map(|control| (Answer::Done, vec![control]))
             }

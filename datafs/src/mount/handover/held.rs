@@ -239,9 +239,10 @@ impl Held {
 
     /// Has the holder unmount.
     pub(in crate::mount) fn unmount(&self) -> Result<()> {
-        self.end_hearing();
         let target = self.target();
-        self.client.unmount(&target).map_err(|error| point::refused("unmount", target, error))
+        self.client.unmount(&target).map_err(|error| point::refused("unmount", target, error))?;
+        self.end_hearing();
+        Ok(())
     }
 
     /// The mount ends for a reason that is no handover.

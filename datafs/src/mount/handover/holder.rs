@@ -612,8 +612,17 @@ impl Shared {
         })
     }
 
+    /// [`Shared::unmount`] for a client. The server of a mount that was detached before has nothing to unmount: its
+    /// path is free, or has another mount.
+    pub(super) fn unmount_for(&self, peer: &Peer, path: &Path) -> Result<(), String> {
+        if self.state.lock().aside.contains_key(&peer.connection) {
+            return Ok(());
+        }
+        self.unmount(peer.rights, path)
+    }
+
     /// Unmounts. The path is free at once; open files stay usable while the server lives.
-    pub(super) fn unmount(&self, rights: Rights, path: &Path) -> Result<(), String> {
+    fn unmount(&self, rights: Rights, path: &Path) -> Result<(), String> {
         let target = &Shared::target_of(rights, path)?;
         let _mounting = self.mounting.lock();
         let number = match self.state.lock().mounts.get(target) {

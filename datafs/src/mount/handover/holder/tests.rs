@@ -112,7 +112,9 @@ fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
     shared.mount(root, wish(&at)).unwrap();
     let second = number().unwrap();
     assert_ne!(first, second);
-    // The first server still is one, and takes no part in the second mount.
+    // The first server still is one, and takes no part in the second mount: when it stops, it unmounts nothing.
+    shared.unmount_for(&Peer::for_test(1, root), &at).unwrap();
+    assert_eq!(number().as_ref(), Some(&second));
     shared.session(1, 7, None).unwrap();
     assert_eq!(
         shared.list(root),
