@@ -424,14 +424,14 @@ impl Mount {
         self.ended.wait_for_end()
     }
 
-    /// The work of a planned handover.
-    fn hand_over(&self, held: &Arc<Held>) -> impl FnOnce() + Send + use<> {
+    /// The work of a planned handover. It asks whether the handover is still wanted once everything is committed,
+    /// goes on serving if not, and returns whether it has handed over.
+    fn hand_over(&self, held: &Arc<Held>) -> impl FnMut(&dyn Fn() -> bool) -> bool + Send + use<> {
         let (held, ended) = (Arc::clone(held), Arc::clone(&self.ended));
         let (handles, locks) = (Arc::clone(&self.handles), Arc::clone(&self.locks));
         let write_back = Arc::clone(&self.write_back);
-        move || {
-            held.close_gate();
-            locks.abandon();
+        move |is_wanted| {
+            held.gate.close();
             write_back.stop();
             let flushed = handles.flush_all();
             // Everything that was answered survives, also what no program has synced.
@@ -442,7 +442,18 @@ impl Mount {
             if let Err(error) = flushed.and(synced) {
                 tracing::error!(%error, "a handover loses writes; programs get an error for them");
             }
+            if !is_wanted() {
+                if !handles.view.is_snapshot()
+                    && let Err(error) = write_back.start(&handles)
+                {
+                    tracing::error!(%error, "open files are committed when they are closed or synced only");
+                }
+                held.gate.open();
+                return false;
+            }
+            locks.abandon();
             ended.hand_over();
+            true
         }
     }
 

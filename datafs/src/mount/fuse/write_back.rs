@@ -31,7 +31,9 @@ struct Signal {
 }
 
 impl WriteBack {
+    /// Starts the thread, also again after [`WriteBack::stop`].
     pub(in crate::mount) fn start(&self, handles: &Arc<Handles>) -> std::io::Result<()> {
+        *self.signal.stopped.lock() = false;
         let (signal, handles) = (Arc::clone(&self.signal), Arc::downgrade(handles));
         let thread = std::thread::Builder::new().name("datafs-write-back".into());
         *self.thread.lock() = Some(thread.spawn(move || run(&signal, &handles))?);

@@ -45,7 +45,7 @@ fn talk(shared: &Shared, number: u64, wire: &Wire) -> io::Result<()> {
     let mut client = Client { peer, session: 0 };
     while let Some((question, fds)) = wire.receive::<Question>()? {
         let serves = matches!(question, Question::Attach { .. } | Question::Adopt(_));
-        match client.answer(shared, question, fds) {
+        match client.answer(shared, question, fds, wire) {
             Ok((answer, fds)) => {
                 let fds: Vec<_> = fds.iter().map(OwnedFd::as_fd).collect();
                 if serves {
@@ -72,6 +72,7 @@ impl Client {
         shared: &Shared,
         question: Question,
         fds: Vec<OwnedFd>,
+        wire: &Wire,
     ) -> Result<(Answer, Vec<OwnedFd>), String> {
         let (peer, number) = (&self.peer, self.peer.connection);
         let done = |()| (Answer::Done, Vec::new());
@@ -82,7 +83,7 @@ impl Client {
                 shared.mount(peer.rights, wish).map(|target| (Answer::Mounted { target }, Vec::new()))
             }
             Question::Attach { target, volume } => shared
-                .attach(peer, &target, volume.as_ref())
+                .attach(peer, &target, volume.as_ref(), &|| wire.is_closed())
                 .map(|(attached, fds)| (Answer::Attached(Box::new(attached)), fds.into())),
             Question::Negotiated { reply, resends } => shared.negotiated(number, reply, resends).map(done),
             Question::Session { id } => {

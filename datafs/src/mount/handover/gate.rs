@@ -1,11 +1,12 @@
 //! The gate in front of the request handlers of a mount, which a planned handover closes.
+#![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{RwLock, RwLockReadGuard};
 
 /// The gate. A request that arrives after it was closed waits until its process ends: the next server gets it
-/// from the kernel again.
+/// from the kernel again. A handover that is withdrawn opens the gate again.
 #[derive(Debug, Default)]
 pub(in crate::mount) struct Gate {
     requests: RwLock<()>,
@@ -18,10 +19,37 @@ impl Gate {
         self.requests.read()
     }
 
-    /// Closes the gate for good. Returns once all requests before have been handled.
-    pub(super) fn close(&self) {
+    /// Closes the gate. Returns once all requests before have been handled.
+    pub(in crate::mount) fn close(&self) {
         if !self.closed.swap(true, Ordering::AcqRel) {
             std::mem::forget(self.requests.write());
         }
+    }
+
+    /// Opens the gate again: the requests that have waited go on. Only for the thread that has closed it.
+    pub(in crate::mount) fn open(&self) {
+        if self.closed.swap(false, Ordering::AcqRel) {
+            // SAFETY: `close`, on this thread, has taken the lock and forgotten its guard.
+            unsafe { self.requests.force_unlock_write() };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gate_that_is_opened_again_lets_requests_pass() {
+        let gate = Gate::default();
+        drop(gate.enter());
+        gate.close();
+        gate.close();
+        assert!(gate.requests.try_read().is_none());
+        gate.open();
+        gate.open();
+        drop(gate.enter());
+        gate.close();
+        assert!(gate.requests.try_read().is_none());
     }
 }

@@ -1,7 +1,7 @@
 //! The server's side of a held mount: attaches, negotiates, and reacts to the holder.
 
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io::{self, ErrorKind, Read as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::device;
 use super::gate::Gate;
 use super::journal::{Journal, Left};
 use super::place;
-use super::protocol::{Attached, MountWish};
+use super::protocol::{Attached, MountWish, WITHDRAWAL};
 use crate::error::{Error, Result};
 use crate::fs::View;
 use crate::mount::fuse::passthrough::Registrar;
@@ -159,10 +159,11 @@ impl Held {
         Ok(session)
     }
 
-    /// Starts to hear the holder: `hand_over` runs once when another server is to take the mount over.
+    /// Starts to hear the holder. `hand_over` runs when another server is to take the mount over. It gets a
+    /// function that tells whether the handover is still wanted, and returns whether it has handed over.
     pub(in crate::mount) fn listen(
         self: &Arc<Self>,
-        hand_over: impl FnOnce() + Send + 'static,
+        hand_over: impl FnMut(&dyn Fn() -> bool) -> bool + Send + 'static,
     ) -> io::Result<()> {
         let (stop, ending) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
         *self.ending.lock() = Some(ending);
@@ -174,7 +175,7 @@ impl Held {
         Ok(())
     }
 
-    fn hear(&self, stop: &OwnedFd, hand_over: impl FnOnce()) {
+    fn hear(&self, stop: &OwnedFd, mut hand_over: impl FnMut(&dyn Fn() -> bool) -> bool) {
         loop {
             let control = self.control.lock().take();
             let Some(control) = control else {
@@ -199,14 +200,22 @@ impl Held {
                 Ok(_) if polled[1].revents().is_some_and(|events| !events.is_empty()) => return,
                 Ok(_) => {}
             }
-            match File::from(control).read(&mut [0]) {
-                Ok(1..) => {
+            let control = File::from(control);
+            match heard(&control) {
+                Heard::Request => {
                     tracing::info!("handing the mount over to another server");
-                    return hand_over();
+                    if hand_over(&|| matches!(heard(&control), Heard::Request | Heard::Nothing)) {
+                        return;
+                    }
+                    tracing::warn!("the handover of a mount is off; this server goes on");
                 }
-                Ok(0) => tracing::warn!("the holder of a mount has ended; the mount goes on"),
-                Err(error) => tracing::warn!(%error, "hearing the holder of a mount"),
+                Heard::Nothing | Heard::Withdrawal => {}
+                Heard::End => {
+                    tracing::warn!("the holder of a mount has ended; the mount goes on");
+                    continue;
+                }
             }
+            *self.control.lock() = Some(control.into());
         }
     }
 
@@ -262,13 +271,66 @@ impl Held {
         }
     }
 
-    /// Waits for requests in progress and lets no further one begin.
-    pub(in crate::mount) fn close_gate(&self) {
-        self.gate.close();
-    }
-
     /// An error for a process that holds a mount already.
     pub(super) fn second() -> Error {
         Error::Invalid("a process serves one held live volume: serve each in a process of its own".into())
+    }
+}
+
+/// The last word of the holder in the control pipe.
+#[derive(Debug, PartialEq, Eq)]
+enum Heard {
+    Nothing,
+    Request,
+    Withdrawal,
+    /// The holder has ended: it keeps the mount no more, whatever it said before.
+    End,
+}
+
+/// Reads everything that is in a control pipe, which does not block.
+fn heard(mut control: &File) -> Heard {
+    let (mut last, mut bytes) = (Heard::Nothing, [0; 64]);
+    loop {
+        match control.read(&mut bytes) {
+            Ok(0) => return Heard::End,
+            Ok(len) => {
+                last = if bytes[len - 1] == WITHDRAWAL { Heard::Withdrawal } else { Heard::Request };
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return last,
+            Err(error) => {
+                tracing::warn!(%error, "hearing the holder of a mount");
+                return Heard::End;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::io::Write as _;
+
+    use super::*;
+    use crate::mount::handover::protocol::REQUEST;
+
+    #[test]
+    fn the_last_word_of_a_holder_counts_and_its_end_above_all() {
+        let (control, holder) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).unwrap();
+        let (control, mut holder) = (File::from(control), File::from(holder));
+        assert_eq!(heard(&control), Heard::Nothing);
+        for (words, expected) in [
+            (&[REQUEST][..], Heard::Request),
+            (&[REQUEST, WITHDRAWAL], Heard::Withdrawal),
+            (&[REQUEST, WITHDRAWAL, REQUEST], Heard::Request),
+            (&[REQUEST; 200], Heard::Request),
+        ] {
+            holder.write_all(words).unwrap();
+            assert_eq!(heard(&control), expected);
+            assert_eq!(heard(&control), Heard::Nothing);
+        }
+        holder.write_all(&[REQUEST]).unwrap();
+        drop(holder);
+        assert_eq!(heard(&control), Heard::End);
     }
 }

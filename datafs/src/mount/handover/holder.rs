@@ -35,7 +35,7 @@ use super::device;
 use super::journal::Journal;
 use super::peer::{self, Peer};
 use super::place::{self, Place, check_plain, is_at, resolved};
-use super::protocol::{Attached, HeldMount, MountWish, VolumeIdentity, check_identity};
+use super::protocol::{Attached, HeldMount, MountWish, REQUEST, VolumeIdentity, WITHDRAWAL, check_identity};
 use super::wire::{Wire, seqpacket, with_address};
 use crate::error::{Error, Result};
 use crate::mount::fuse::passthrough::{close_backing, open_backing};
@@ -123,7 +123,7 @@ struct Server {
     /// 0 in another PID namespace.
     pid: i32,
     process: Option<OwnedFd>,
-    /// A byte asks the server to hand over.
+    /// For [`REQUEST`] and [`WITHDRAWAL`].
     control: File,
 }
 
@@ -387,12 +387,13 @@ impl Shared {
 
     /// Makes a connection the server of a mount, after the end of the one before. Returns what it gets, with the
     /// device, the journal and the read end of the control pipe. A program that would serve another volume is
-    /// refused before the running server is asked to leave.
+    /// refused before the running server is asked to leave. The request is withdrawn when the client has gone.
     pub(super) fn attach(
         &self,
         peer: &Peer,
         target: &Path,
         volume: Option<&VolumeIdentity>,
+        has_gone: &dyn Fn() -> bool,
     ) -> Result<(Attached, [OwnedFd; 3]), String> {
         let missing = || format!("nothing is mounted at {} by this holder: mount it first", target.display());
         let until = Instant::now() + HANDOVER_MAX;
@@ -412,7 +413,7 @@ impl Shared {
             let held = found.ok_or_else(missing)?;
             held.check_reach(peer.rights)?;
             check_identity(held.wish.volume.as_ref(), volume)?;
-            let Some(server) = &mut held.server else { break };
+            let Some(server) = &held.server else { break };
             if !held.resends {
                 return Err(format!(
                     "the mount at {} is served, and the kernel cannot hand it over (it takes Linux 6.9): \
@@ -420,11 +421,16 @@ impl Shared {
                     target.display()
                 ));
             }
+            if has_gone() {
+                server.tell(WITHDRAWAL);
+                return Err("the program that was to serve the mount has ended".into());
+            }
             let deadline = if was_killed { until + KILLED_MAX } else { until };
             if Instant::now() >= deadline {
                 let may_kill = peer.rights.is_trusted || peer.rights.uid == server.rights.uid;
                 let process = server.process.as_ref().filter(|_| may_kill && !was_killed);
                 let Some(process) = process else {
+                    server.tell(WITHDRAWAL);
                     return Err(format!(
                         "the running server of {} has not handed over within {} s: end it and try again",
                         target.display(),
@@ -439,8 +445,7 @@ impl Shared {
                 continue;
             }
             if !was_killed {
-                // A full pipe has the request already.
-                let _ = server.control.write(&[1]);
+                server.tell(REQUEST);
             }
             self.changed.wait_until(&mut state, deadline.min(Instant::now() + Duration::from_secs(1)));
         }
@@ -668,6 +673,14 @@ impl Server {
     fn new(peer: &Peer, control: File) -> io::Result<Server> {
         let Peer { connection, rights, pid, .. } = *peer;
         Ok(Server { connection, rights, pid, process: peer.process()?, control })
+    }
+
+    /// Puts a byte into the control pipe.
+    fn tell(&self, word: u8) {
+        // A full pipe belongs to a server that does not read: it is killed in the end.
+        if let Err(error) = (&self.control).write(&[word]) {
+            tracing::debug!(%error, pid = self.pid, "a server is not told");
+        }
     }
 }
 

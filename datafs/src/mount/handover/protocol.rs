@@ -14,6 +14,11 @@ use crate::identity::StoreRow;
 use crate::meta::versioned::VolumeRow;
 use crate::mount::options::MountOptions;
 
+/// The bytes in the control pipe of a server: to hand over, and that no other server waits any more. A server of
+/// version 0 takes both for the first.
+pub(super) const REQUEST: u8 = 1;
+pub(super) const WITHDRAWAL: u8 = 2;
+
 /// Version of the protocol.
 pub(super) const VERSION: u32 = 1;
 

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, open};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, UnixCredentials, connect,
     getsockopt, sendmsg, setsockopt, socket, sockopt,
@@ -71,6 +72,14 @@ impl Wire {
         };
         // SAFETY: the kernel has just installed this descriptor for this process.
         (answered == 0 && handle >= 0).then(|| unsafe { OwnedFd::from_raw_fd(handle) })
+    }
+
+    /// Whether the other end is closed.
+    pub(super) fn is_closed(&self) -> bool {
+        let mut polled = [PollFd::new(self.0.as_fd(), PollFlags::POLLRDHUP)];
+        let closed = PollFlags::POLLRDHUP | PollFlags::POLLHUP | PollFlags::POLLERR;
+        poll(&mut polled, PollTimeout::ZERO).is_ok()
+            && polled[0].revents().is_some_and(|events| events.intersects(closed))
     }
 
     /// Limits how long [`Wire::receive`] waits; `None` for no limit.
@@ -216,6 +225,16 @@ mod tests {
             assert!(other.receive::<String>().is_err(), "{sent} descriptors");
             assert_eq!(read.read(&mut [0]).unwrap(), 0, "a descriptor of {sent} is still open");
         }
+    }
+
+    #[test]
+    fn a_closed_end_is_seen_without_reading() {
+        let (one, other) = pair();
+        one.send(&"message", &[]).unwrap();
+        assert!(!other.is_closed());
+        drop(one);
+        assert!(other.is_closed());
+        assert_eq!(other.receive::<String>().unwrap().unwrap().0, "message");
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::io::Read as _;
+
 use nix::mount::{MntFlags, umount2};
 use nix::unistd::chown;
 
@@ -85,12 +87,12 @@ fn a_permitted_user_uses_its_own_mounts_only() {
 
     assert!(shared.mount(USER, wish(&of_root)).unwrap_err().contains("another user"));
     let peer = Peer::for_test(7, USER);
-    assert!(shared.attach(&peer, &of_root, None).unwrap_err().contains("another user"));
+    assert!(shared.attach(&peer, &of_root, None, &|| false).unwrap_err().contains("another user"));
     assert!(shared.unmount(USER, &of_root).unwrap_err().contains("nothing is mounted"));
     assert_eq!(shared.list(USER).len(), 1);
     assert_eq!(shared.list(root).len(), 2);
 
-    shared.attach(&peer, &of_user, None).unwrap();
+    shared.attach(&peer, &of_user, None, &|| false).unwrap();
     shared.unmount(USER, &of_user).unwrap();
     shared.unmount(root, &of_root).unwrap();
     assert!(!is_mounted(&of_user) && !is_mounted(&of_root));
@@ -104,11 +106,16 @@ fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
     let number = || point::find(&at).unwrap().map(|entry| entry.device);
     shared.mount(root, wish(&at)).unwrap();
     shared.connects().unwrap();
-    let (_, first_fds) = shared.attach(&Peer::for_test(1, root), &at, None).unwrap();
+    let (_, first_fds) = shared.attach(&Peer::for_test(1, root), &at, None, &|| false).unwrap();
     let first = number().unwrap();
     // By another process, while the server keeps the device.
     umount2(&at, MntFlags::MNT_DETACH).unwrap();
-    assert!(shared.attach(&Peer::for_test(2, root), &at, None).unwrap_err().contains("nothing is mounted"));
+    assert!(
+        shared
+            .attach(&Peer::for_test(2, root), &at, None, &|| false)
+            .unwrap_err()
+            .contains("nothing is mounted")
+    );
     shared.mount(root, wish(&at)).unwrap();
     let second = number().unwrap();
     assert_ne!(first, second);
@@ -121,7 +128,7 @@ fn a_detached_mount_is_set_aside_and_its_path_mounted_again() {
         [HeldMount { spec: "v".into(), target: at.clone(), servers: 0, is_served: false }]
     );
     shared.connects().unwrap();
-    let (_, _second_fds) = shared.attach(&Peer::for_test(2, root), &at, None).unwrap();
+    let (_, _second_fds) = shared.attach(&Peer::for_test(2, root), &at, None, &|| false).unwrap();
     drop(first_fds);
     shared.disconnects(1);
     assert_eq!(number().as_ref(), Some(&second), "the end of the first server ends the second mount");
@@ -144,9 +151,9 @@ fn a_restarted_holder_adopts_a_device_only_at_its_own_mount() {
         at
     });
     let (by_user, [user_device, user_journal, _user_control]) =
-        fixture.shared().attach(&peers[0], &of_user, None).unwrap();
+        fixture.shared().attach(&peers[0], &of_user, None, &|| false).unwrap();
     let (by_root, [root_device, root_journal, _root_control]) =
-        fixture.shared().attach(&peers[1], &of_root, None).unwrap();
+        fixture.shared().attach(&peers[1], &of_root, None, &|| false).unwrap();
     fixture.start();
     let shared = fixture.shared();
     let fds = |fds: [&OwnedFd; 2]| fds.map(|fd| fd.try_clone().unwrap()).to_vec();
@@ -170,4 +177,39 @@ fn a_restarted_holder_adopts_a_device_only_at_its_own_mount() {
     for at in [&of_user, &of_root] {
         let _ = umount2(at, MntFlags::MNT_DETACH);
     }
+}
+
+#[test]
+fn a_handover_is_withdrawn_when_the_next_server_has_gone() {
+    let Some(fixture) = Fixture::new() else { return };
+    let (shared, root) = (fixture.shared(), Rights::own());
+    let at = fixture.folder("at", 0);
+    shared.mount(root, wish(&at)).unwrap();
+    let (_, [_device, _journal, control]) =
+        shared.attach(&Peer::for_test(1, root), &at, None, &|| false).unwrap();
+    let mut control = File::from(control);
+    let mut next = || {
+        let mut polled = [PollFd::new(control.as_fd(), PollFlags::POLLIN)];
+        assert_eq!(poll(&mut polled, PollTimeout::from(30_000_u16)).unwrap(), 1, "nothing is told");
+        let mut word = [0];
+        control.read_exact(&mut word).unwrap();
+        word[0]
+    };
+    let has_gone = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let attach = scope.spawn(|| {
+            let gone = || has_gone.load(std::sync::atomic::Ordering::Acquire);
+            shared.attach(&Peer::for_test(2, root), &at, None, &gone).map(drop)
+        });
+        assert_eq!(next(), REQUEST);
+        has_gone.store(true, std::sync::atomic::Ordering::Release);
+        assert!(attach.join().unwrap().is_err());
+    });
+    let mut last = next();
+    while last == REQUEST {
+        last = next();
+    }
+    assert_eq!(last, WITHDRAWAL);
+    assert!(shared.session(1, 7, None).is_ok(), "the first server still serves");
+    shared.unmount(root, &at).unwrap();
 }
