@@ -49,6 +49,8 @@ pub(super) const CONNECTIONS_MAX: usize = 2 * MOUNTS_MAX;
 const BACKINGS_MAX: usize = 65_536;
 /// How long a planned handover waits for the running server. Then the holder kills it, as in a crash.
 const HANDOVER_MAX: Duration = Duration::from_secs(60);
+/// How long a request waits for another one for the same path.
+const TURN_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 /// How long the kernel has to end a killed server.
 const KILLED_MAX: Duration = Duration::from_secs(10);
 
@@ -81,8 +83,10 @@ pub(super) struct Shared {
     pub(super) authority: Authority,
     roots: Vec<(PathBuf, OwnedFd)>,
     state: Mutex<State>,
-    /// Held while a mount is made or unmounted.
-    mounting: Mutex<()>,
+    /// Paths at which a mount is being made or unmounted. One that does not answer delays no other.
+    busy: Mutex<BTreeSet<PathBuf>>,
+    /// Signals that a path is busy no more.
+    freed: Condvar,
     /// Signals the end of a connection.
     changed: Condvar,
 }
@@ -94,6 +98,12 @@ struct State {
     aside: BTreeMap<u64, Held>,
     connections: usize,
     next: u64,
+}
+
+/// The turn to mount or unmount at a path.
+struct Turn<'a> {
+    shared: &'a Shared,
+    target: PathBuf,
 }
 
 /// One mount.
@@ -168,7 +178,8 @@ impl Holder {
             authority,
             roots,
             state: Mutex::default(),
-            mounting: Mutex::default(),
+            busy: Mutex::default(),
+            freed: Condvar::new(),
             changed: Condvar::new(),
         });
         let to = Arc::clone(&shared);
@@ -332,13 +343,30 @@ impl Shared {
         Ok(path)
     }
 
+    /// Waits until no other request mounts or unmounts at a path.
+    fn turn(&self, target: &Path) -> Result<Turn<'_>, String> {
+        let until = Instant::now() + TURN_MAX;
+        let mut busy = self.busy.lock();
+        while busy.contains(target) {
+            if self.freed.wait_until(&mut busy, until).timed_out() {
+                return Err(format!(
+                    "another request for {} has not ended for {} s: something there does not answer",
+                    target.display(),
+                    TURN_MAX.as_secs()
+                ));
+            }
+        }
+        busy.insert(target.to_owned());
+        Ok(Turn { shared: self, target: target.to_owned() })
+    }
+
     /// Mounts, unless the same is mounted there. Returns the absolute path.
     pub(super) fn mount(&self, rights: Rights, wish: MountWish) -> Result<PathBuf, String> {
         let target = Shared::target_of(rights, &wish.target)?;
         let wish = MountWish { target: target.clone(), ..wish };
         self.authority.check_wish(rights, &wish, &target)?;
         // Two servers may ask for the same. Not under the lock of the state: this may wait for a disk.
-        let _mounting = self.mounting.lock();
+        let _turn = self.turn(&target)?;
         let known = {
             let mut state = self.state.lock();
             state.drop_ended(&target);
@@ -359,7 +387,8 @@ impl Shared {
                 Some(_) => state.set_aside(&target),
                 None => {}
             }
-            if state.mounts.len() + state.aside.len() >= MOUNTS_MAX {
+            // The turn of this request is one of the busy paths.
+            if state.mounts.len() + state.aside.len() + self.busy.lock().len() > MOUNTS_MAX {
                 return Err(format!("the holder has {MOUNTS_MAX} mounts, its maximum: unmount one first"));
             }
         }
@@ -629,7 +658,7 @@ impl Shared {
     /// Unmounts. The path is free at once; open files stay usable while the server lives.
     fn unmount(&self, rights: Rights, path: &Path) -> Result<(), String> {
         let target = &Shared::target_of(rights, path)?;
-        let _mounting = self.mounting.lock();
+        let _turn = self.turn(target)?;
         let number = match self.state.lock().mounts.get(target) {
             Some(held) if rights.reaches(held.owner) => held.number.clone(),
             _ => return Err(format!("nothing is mounted at {} by this holder", target.display())),
@@ -642,6 +671,13 @@ impl Shared {
             state.set_aside(target);
         }
         Ok(())
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.shared.busy.lock().remove(&self.target);
+        self.shared.freed.notify_all();
     }
 }
 

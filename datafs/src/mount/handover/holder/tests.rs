@@ -213,3 +213,27 @@ fn a_handover_is_withdrawn_when_the_next_server_has_gone() {
     assert!(shared.session(1, 7, None).is_ok(), "the first server still serves");
     shared.unmount(root, &at).unwrap();
 }
+
+#[test]
+fn a_mount_that_does_not_answer_delays_no_other_path() {
+    let Some(mut fixture) = Fixture::new() else { return };
+    let root = Rights::own();
+    let (silent, other) = (fixture.folder("silent", 0), fixture.folder("other", 0));
+    fixture.shared().mount(root, wish(&silent)).unwrap();
+    // A server that never answers, and a holder that was started again.
+    let (_, fds) = fixture.shared().attach(&Peer::for_test(1, root), &silent, None, &|| false).unwrap();
+    fixture.start();
+    let shared = fixture.shared();
+    let refused = shared.mount(root, wish(&silent)).unwrap_err();
+    assert!(refused.contains("has not answered"), "{refused}");
+    let turn = shared.turn(&silent).unwrap();
+    shared.mount(root, wish(&other)).unwrap();
+    shared.unmount(root, &other).unwrap();
+    assert!(shared.unmount(root, &silent).unwrap_err().contains("another request"));
+    drop(turn);
+    // The mount of a dead server is replaced.
+    drop(fds);
+    shared.mount(root, wish(&silent)).unwrap();
+    shared.unmount(root, &silent).unwrap();
+    assert!(!is_mounted(&silent));
+}
