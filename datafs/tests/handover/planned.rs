@@ -102,6 +102,10 @@ fn a_mount_outlives_its_holder() {
     drop(file);
     let mounts = held.mounts();
     assert!(mounts.len() == 1 && mounts[0].is_served && mounts[0].servers == 2, "{mounts:?}");
+    let run = fs::read_dir(held.dir.path().join("home/run")).unwrap();
+    let sockets =
+        run.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("mount-"));
+    assert_eq!(sockets.count(), 1, "the control socket of the server before is left");
     held.unmount();
     next.ends();
 }

@@ -23,7 +23,7 @@ use crate::mount::convert::Inodes;
 use crate::mount::handles::Handles;
 use crate::mount::handover::Held;
 use crate::mount::locks::Locks;
-use crate::mount::observe::control::Control;
+use crate::mount::observe::control::{self, Control};
 use crate::mount::observe::exported::export;
 use crate::mount::observe::stats::MountStats;
 use crate::mount::observe::watch::Watch;
@@ -194,6 +194,13 @@ pub(in crate::mount) fn mount_held(
     let served = started.serve(Source::Held(&held), options, (opening.way, &at), &open).map_err(failed)?;
     let device = held.number();
     let mount = started.finish((at.clone(), device), options, opening, served, Some(Arc::clone(&held)))?;
+    if held.life() > 1 {
+        // Removes the control socket of the server before, which has not ended its mount.
+        let home = &mount.handles.view.shared.home;
+        if let Err(error) = control::served(home) {
+            tracing::debug!(%error, "the control sockets of earlier servers stay");
+        }
+    }
     let hand_over = mount.hand_over(&held);
     held.listen(hand_over).map_err(failed)?;
     Ok(mount)
@@ -439,8 +446,11 @@ impl Mount {
                 true => Ok(()),
                 false => handles.view.sync().and_then(|()| held.journal.settle(&handles.view)),
             };
-            if let Err(error) = flushed.and(synced) {
-                tracing::error!(%error, "a handover loses writes; programs get an error for them");
+            match flushed.and(synced) {
+                Ok(()) => held.journal.clear_overflow(),
+                Err(error) => {
+                    tracing::error!(%error, "a handover loses writes; programs get an error for them");
+                }
             }
             if !is_wanted() {
                 if !handles.view.is_snapshot()

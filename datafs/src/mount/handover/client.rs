@@ -128,6 +128,11 @@ impl Client {
         self.done(&Question::Session { id }, file.as_slice())
     }
 
+    /// An earlier session was taken over and ended.
+    pub(super) fn session_ended(&self, id: u64) -> io::Result<()> {
+        self.done(&Question::SessionEnded { id }, &[])
+    }
+
     pub(super) fn took_over(&self) -> io::Result<()> {
         self.done(&Question::TookOver, &[])
     }

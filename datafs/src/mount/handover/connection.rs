@@ -80,7 +80,7 @@ impl Client {
             // All versions so far are served.
             Question::Hello { .. } => Ok((Answer::Hello { version: VERSION }, Vec::new())),
             Question::Mount(wish) => {
-                shared.mount(peer.rights, wish).map(|target| (Answer::Mounted { target }, Vec::new()))
+                shared.mount_for(peer, wish).map(|target| (Answer::Mounted { target }, Vec::new()))
             }
             Question::Attach { target, volume } => shared
                 .attach(peer, &target, volume.as_ref(), &|| wire.is_closed())
@@ -90,6 +90,7 @@ impl Client {
                 self.session = id;
                 shared.session(number, id, fds.into_iter().next()).map(done)
             }
+            Question::SessionEnded { id } => shared.session_ended(number, self.session, id).map(done),
             Question::TookOver => shared.took_over(number, self.session).map(done),
             Question::OpenBacking { path } => {
                 shared.open_backing(number, &path).map(|id| (Answer::Backing { id }, Vec::new()))

@@ -122,6 +122,16 @@ impl Held {
         Ok(())
     }
 
+    /// An earlier session was taken over and ended: if this server dies as well, the next one needs only its
+    /// session.
+    pub(super) fn ended_session(&self, id: u64) -> Result<()> {
+        self.client
+            .session_ended(id)
+            .map_err(|error| point::refused("serve the mount at", self.target(), error))?;
+        self.attached.lock().sessions.retain(|old| *old != id);
+        Ok(())
+    }
+
     /// Everything of earlier sessions was taken over.
     pub(super) fn took_over(&self, view: &View) -> Result<()> {
         self.client

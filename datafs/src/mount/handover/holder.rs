@@ -24,7 +24,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Backlog, bind, listen};
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -38,15 +38,14 @@ use super::place::{self, Place, check_plain, is_at, resolved};
 use super::protocol::{Attached, HeldMount, MountWish, REQUEST, VolumeIdentity, WITHDRAWAL, check_identity};
 use super::wire::{Wire, seqpacket, with_address};
 use crate::error::{Error, Result};
-use crate::mount::fuse::passthrough::{close_backing, open_backing};
 use crate::mount::fuse::point::{self, Attach};
+
+mod backing;
 
 /// Most mounts of a holder.
 const MOUNTS_MAX: usize = 1_024;
 /// Most connections at a time.
 pub(super) const CONNECTIONS_MAX: usize = 2 * MOUNTS_MAX;
-/// Most backing files of a mount.
-const BACKINGS_MAX: usize = 65_536;
 /// How long a planned handover waits for the running server. Then the holder kills it, as in a crash.
 const HANDOVER_MAX: Duration = Duration::from_secs(60);
 /// How long a request waits for another one for the same path.
@@ -122,6 +121,10 @@ struct Held {
     life: u64,
     sessions: BTreeMap<u64, Option<OwnedFd>>,
     backings: BTreeSet<u32>,
+    /// An earlier holder may have opened backing files that this one does not know.
+    was_adopted: bool,
+    /// The connection that has had this mount made, until a server attaches.
+    made_by: Option<u64>,
     server: Option<Server>,
 }
 
@@ -300,6 +303,9 @@ impl Shared {
         if let Some(held) = state.aside.remove(&connection) {
             tracing::info!(target = %held.wish.target.display(), "the server of a detached mount has ended");
         }
+        // Its client has died before it could serve: programs would wait there for no server.
+        let unserved = state.mounts.extract_if(.., |_, held| held.made_by == Some(connection));
+        let unserved: Vec<_> = unserved.collect();
         let served = state.mounts.iter_mut().find(|(_, held)| held.is_served_by(connection));
         if let Some((target, held)) = served {
             let target = target.clone();
@@ -317,6 +323,10 @@ impl Shared {
         }
         drop(state);
         self.changed.notify_all();
+        for (target, held) in unserved {
+            tracing::info!(target = %target.display(), "taking off a mount whose server has not begun");
+            held.take_off(&target);
+        }
     }
 
     /// The mounts that a client may use.
@@ -358,6 +368,17 @@ impl Shared {
         }
         busy.insert(target.to_owned());
         Ok(Turn { shared: self, target: target.to_owned() })
+    }
+
+    /// [`Shared::mount`] for a client that is about to attach. The mount is taken off if it ends before.
+    pub(super) fn mount_for(&self, peer: &Peer, wish: MountWish) -> Result<PathBuf, String> {
+        let target = self.mount(peer.rights, wish)?;
+        if let Some(held) = self.state.lock().mounts.get_mut(&target)
+            && held.life == 0
+        {
+            held.made_by = Some(peer.connection);
+        }
+        Ok(target)
     }
 
     /// Mounts, unless the same is mounted there. Returns the absolute path.
@@ -497,6 +518,7 @@ impl Shared {
         let fds = [held.device.try_clone()?, held.journal.try_clone()?, theirs];
         held.server = Some(Server::new(peer, control)?);
         held.life += 1;
+        held.made_by = None;
         tracing::info!(target = %target.display(), pid = peer.pid, servers = held.life, "a server attaches");
         let attached = Attached {
             wish: held.wish.clone(),
@@ -561,6 +583,8 @@ impl Shared {
             life: attached.life,
             sessions: session.map(|id| (id, fds.next())).into_iter().collect(),
             backings: BTreeSet::new(),
+            was_adopted: true,
+            made_by: None,
             server: Some(server),
         };
         tracing::info!(target = %target.display(), pid = peer.pid, "a server gives its mount to a new holder");
@@ -597,52 +621,19 @@ impl Shared {
         })
     }
 
+    /// An earlier session has ended, after everything of it was taken over.
+    pub(super) fn session_ended(&self, connection: u64, own: u64, id: u64) -> Result<(), String> {
+        self.with(connection, |held| {
+            held.sessions.retain(|known, _| *known == own || *known != id);
+            Ok(())
+        })
+    }
+
     /// The newest session is the only one from now on.
     pub(super) fn took_over(&self, connection: u64, own: u64) -> Result<(), String> {
         self.with(connection, |held| {
             held.sessions.retain(|id, _| *id == own);
             Ok(())
-        })
-    }
-
-    /// Opens a regular file below one of the object folders as a backing file.
-    pub(super) fn open_backing(&self, connection: u64, path: &Path) -> Result<u32, String> {
-        let refused = |what: &str| Err(format!("{} {what}", path.display()));
-        let below = |(root, folder)| path.strip_prefix::<&PathBuf>(root).ok().map(|path| (path, folder));
-        let Some((beneath, folder)) = self.roots.iter().map(|(root, folder)| (root, folder)).find_map(below)
-        else {
-            return refused("is in none of the holder's object folders");
-        };
-        let how = OpenHow::new().flags(OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).resolve(
-            ResolveFlag::RESOLVE_BENEATH
-                | ResolveFlag::RESOLVE_NO_SYMLINKS
-                | ResolveFlag::RESOLVE_NO_MAGICLINKS,
-        );
-        let file = match openat2(folder, beneath, how) {
-            Ok(file) => File::from(file),
-            Err(errno) => return refused(&format!("cannot be opened: {errno}")),
-        };
-        if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-            return refused("is no regular file");
-        }
-        self.with(connection, |held| {
-            if held.backings.len() >= BACKINGS_MAX {
-                return Err(format!("the mount has {BACKINGS_MAX} backing files, its maximum"));
-            }
-            let device = held.device.try_clone().map_err(|error| error.to_string())?;
-            let id = open_backing(&device.into(), &file).map_err(|error| error.to_string())?;
-            held.backings.insert(id);
-            Ok(id)
-        })
-    }
-
-    pub(super) fn close_backing(&self, connection: u64, id: u32) -> Result<(), String> {
-        self.with(connection, |held| {
-            if !held.backings.remove(&id) {
-                return Err(format!("the mount has no backing file {id}"));
-            }
-            let device = held.device.try_clone().map_err(|error| error.to_string())?;
-            close_backing(&device.into(), id).map_err(|error| error.to_string())
         })
     }
 
@@ -748,6 +739,8 @@ impl Held {
             life: 0,
             sessions: BTreeMap::new(),
             backings: BTreeSet::new(),
+            was_adopted: false,
+            made_by: None,
             server: None,
         })
     }

@@ -267,6 +267,14 @@ impl Journal {
         }
     }
 
+    /// Takes back that the journal was too full for all inodes with uncommitted writes: all are committed, or open
+    /// files have recorded the loss.
+    pub(in crate::mount) fn clear_overflow(&self) {
+        if let Err(error) = self.file.write_all_at(&[0], 16) {
+            tracing::warn!(%error, "the journal of the mount still says that it was full");
+        }
+    }
+
     /// Starts the thread that frees the slots of committed inodes.
     pub(in crate::mount) fn start(self: &Arc<Self>, view: View) -> io::Result<JoinHandle<()>> {
         let journal = Arc::clone(self);
@@ -480,6 +488,20 @@ mod tests {
         journal.has_unflushed(view.volume, 20);
         journal.settle(&view).unwrap();
         assert_eq!(reopen(&journal).1.uncommitted, [20]);
+    }
+
+    #[test]
+    fn a_full_journal_says_so_until_all_writes_are_committed() {
+        let (_home, _datafs, view) = setup();
+        let (journal, _) = Journal::open(Journal::create().unwrap(), view.volume).unwrap();
+        journal.state.lock().len = SLOTS_MAX;
+        journal.has_unflushed(view.volume, 20);
+        let left = reopen(&journal).1;
+        assert!(left.overflowed && left.uncommitted.is_empty());
+        journal.clear_overflow();
+        assert!(!reopen(&journal).1.overflowed);
+        journal.has_unflushed(view.volume, 20);
+        assert!(reopen(&journal).1.overflowed, "the next one is recorded again");
     }
 
     #[test]

@@ -199,6 +199,10 @@ pub(super) enum Question {
     Session {
         id: u64,
     },
+    /// The server has taken over everything of one earlier session and ended it.
+    SessionEnded {
+        id: u64,
+    },
     /// The server has taken over everything of the sessions before its own.
     TookOver,
     /// Opens a backing file, an absolute path below one of the holder's object folders.

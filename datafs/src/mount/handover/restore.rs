@@ -50,6 +50,9 @@ impl Held {
             shared.take_over_orphans(old)?;
             handles.inherit_completed(shared.take_over_completed(old)?);
             shared.end_taken_over(old)?;
+            // The holder may forget the session only if its end survives this process.
+            shared.meta.settle()?;
+            self.ended_session(old)?;
         }
         for (slot, lock) in &left.locks {
             if !locks.inherit_through(*lock, *slot) {
@@ -73,6 +76,10 @@ impl Held {
             nodes.push(node);
         }
         self.journal.forget(&left.uncommitted);
+        if left.overflowed {
+            // The open files have recorded their lost writes.
+            self.journal.clear_overflow();
+        }
         if is_live {
             self.took_over(view)?;
         }

@@ -237,3 +237,57 @@ fn a_mount_that_does_not_answer_delays_no_other_path() {
     shared.unmount(root, &silent).unwrap();
     assert!(!is_mounted(&silent));
 }
+
+#[test]
+fn a_mount_whose_first_server_never_begins_is_taken_off() {
+    let Some(fixture) = Fixture::new() else { return };
+    let (shared, root) = (fixture.shared(), Rights::own());
+    let [gone, served] = ["gone", "served"].map(|name| fixture.folder(name, 0));
+    for (number, at) in [(1, &gone), (2, &served)] {
+        assert_eq!(shared.connects(), Some(number));
+        shared.mount_for(&Peer::for_test(number, root), wish(at)).unwrap();
+    }
+    let _fds = shared.attach(&Peer::for_test(2, root), &served, None, &|| false).unwrap();
+    shared.disconnects(1);
+    shared.disconnects(2);
+    assert!(!is_mounted(&gone) && is_mounted(&served), "only a mount that was served waits for a server");
+    shared.unmount(root, &served).unwrap();
+}
+
+#[test]
+fn servers_that_die_in_a_takeover_leave_no_sessions_behind() {
+    let Some(fixture) = Fixture::new() else { return };
+    let (shared, root) = (fixture.shared(), Rights::own());
+    let at = fixture.folder("at", 0);
+    shared.mount(root, wish(&at)).unwrap();
+    for number in 1..=100 {
+        assert_eq!(shared.connects(), Some(number));
+        let peer = Peer::for_test(number, root);
+        let (attached, _) = shared.attach(&peer, &at, None, &|| false).unwrap();
+        shared.session(number, number, None).unwrap();
+        for old in attached.sessions {
+            shared.session_ended(number, number, old).unwrap();
+        }
+        // Its own session stays.
+        shared.session_ended(number, number, number).unwrap();
+        shared.disconnects(number);
+    }
+    shared.unmount(root, &at).unwrap();
+}
+
+#[test]
+fn a_restarted_holder_closes_backing_files_of_the_one_before() {
+    let Some(mut fixture) = Fixture::new() else { return };
+    let (root, at) = (Rights::own(), fixture.folder("at", 0));
+    fixture.shared().mount(root, wish(&at)).unwrap();
+    let peer = Peer::for_test(1, root);
+    let (attached, [device, journal, _control]) =
+        fixture.shared().attach(&peer, &at, None, &|| false).unwrap();
+    let unknown = fixture.shared().close_backing(1, 77).unwrap_err();
+    assert!(unknown.contains("has no backing file"), "{unknown}");
+    fixture.start();
+    let _control = fixture.shared().adopt(&peer, attached, vec![device, journal]).unwrap();
+    let asked = fixture.shared().close_backing(1, 77).unwrap_err();
+    assert!(!asked.contains("has no backing file"), "the kernel was not asked: {asked}");
+    fixture.shared().unmount(root, &at).unwrap();
+}
