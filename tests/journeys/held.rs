@@ -111,3 +111,29 @@ fn servers_end_whatever_has_its_current_folder_in_their_mount() {
     program.wait().unwrap();
     assert_eq!(holder.stop(), 0);
 }
+
+/// The holder refuses a mount point outside its folders; inside, a stopped server unmounts.
+#[test]
+fn a_holder_mounts_below_its_folders_only() {
+    if !fuse_permitted() {
+        return;
+    }
+    let home = Home::new();
+    home.ok(["volume", "create", "v"]);
+    let [below, inside, outside] = ["below", "below/v", "outside"].map(|name| home.dir.path().join(name));
+    std::fs::create_dir_all(&inside).unwrap();
+    std::fs::create_dir(&outside).unwrap();
+    let socket = format!("unix://{}", home.dir.path().join("holder.sock").display());
+    let mut holder =
+        home.start(["--json", "holder", "--socket", &socket, "--allow-below", below.to_str().unwrap()]);
+    holder.object();
+    let (code, error) = home.fails(["mount", "--holder", &socket, "v", outside.to_str().unwrap()]);
+    assert!(code != 0 && error.contains("--allow-below"), "{error}");
+    let mut server = home.start(["--json", "mount", "--holder", &socket, "v", inside.to_str().unwrap()]);
+    server.object();
+    std::fs::write(inside.join("file"), b"content").unwrap();
+    assert_eq!(server.stop(), 0);
+    assert_eq!(std::fs::read_dir(&inside).unwrap().count(), 0);
+    assert!(home.ok(["ls", "v:/"]).contains("file"));
+    assert_eq!(holder.stop(), 0);
+}

@@ -325,6 +325,8 @@ impl Shared {
         self.changed.notify_all();
         for (target, held) in unserved {
             tracing::info!(target = %target.display(), "taking off a mount whose server has not begun");
+            // Another request for the path waits until it is free.
+            let _turn = self.turn(&target);
             held.take_off(&target);
         }
     }
