@@ -76,8 +76,8 @@ impl Wire {
 
     /// Whether the other end is closed.
     pub(super) fn is_closed(&self) -> bool {
-        let mut polled = [PollFd::new(self.0.as_fd(), PollFlags::POLLRDHUP)];
-        let closed = PollFlags::POLLRDHUP | PollFlags::POLLHUP | PollFlags::POLLERR;
+        let mut polled = [PollFd::new(self.0.as_fd(), PollFlags::empty())];
+        let closed = PollFlags::POLLHUP | PollFlags::POLLERR;
         poll(&mut polled, PollTimeout::ZERO).is_ok()
             && polled[0].revents().is_some_and(|events| events.intersects(closed))
     }

@@ -156,7 +156,7 @@ fn a_restarted_holder_adopts_a_device_only_at_its_own_mount() {
         fixture.shared().attach(&peers[1], &of_root, None, &|| false).unwrap();
     fixture.start();
     let shared = fixture.shared();
-    let fds = |fds: [&OwnedFd; 2]| fds.map(|fd| fd.try_clone().unwrap()).to_vec();
+    let fds = |fds: [&OwnedFd; 2]| Vec::from(fds.map(|fd| fd.try_clone().unwrap()));
 
     // A user gives its own device for the mount of root, and names the number of that mount.
     let refused = shared.adopt(&peers[0], by_root.clone(), fds([&user_device, &user_journal]));
