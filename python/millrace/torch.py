@@ -230,17 +230,16 @@ class FeedDataset(IterableDataset):
             self._version = progress.version
             self._shared, self._alone, self._is_placed = None, None, False
             feed._set_place(progress.place)
-        # All workers of a loader have the same number, and a persistent one counts its iterations.
-        key = info.seed - info.id + self._iterations
         before = None if self._is_placed else progress.begun(self._version)
         self._is_placed = False
         if self._shared is not None:
             start = self._shared["rows"]
             iteration = Iteration(start, start if feed._is_over else feed._end_of_round(start))
             if info.id == 0:
-                # The state of a worker whose first batch the loop had not taken says no iteration: it waits.
-                progress.begin(self._version, key, iteration, waiting=info.num_workers - 1)
+                progress.begin(self._version, 0, iteration)
             return iteration
+        # All workers of a loader have the same number, and a persistent one counts its iterations.
+        key = info.seed - info.id + self._iterations
         if info.id > 0:
             iteration = progress.wait(key, feed.dataset)
         else:
