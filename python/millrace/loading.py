@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import time
-from multiprocessing import Pipe
+from multiprocessing import Pipe, process
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from millrace.errors import Error
 
-__all__ = ["Iteration", "Progress"]
+__all__ = ["Iteration", "Progress", "loop_key"]
 
-# Iterations that may begin at the same time.
+# Iterations that may begin at the same time. A later one takes the entry of the oldest.
 _ENTRIES = 64
 # Longest wait for the first worker of a loader.
 _WAIT_S = 60.0
 # Interval at which a worker looks without a call: another loop's workers may have taken the call for this one.
 _LOOK_S = 1.0
-# Places of the fields: position of the loop's process; iteration that workers began last; one entry for each iteration.
-_VERSION, _PLACE, _BEGUN, _START, _END, _FIRST = range(6)
+# Places of the fields: position of the loop's process; iteration that workers began last; entries that were written; one
+# entry for each iteration.
+_VERSION, _PLACE, _BEGUN, _START, _END, _WRITTEN, _FIRST = range(7)
 _MIX = 0x2545F4914F6CDD1D
 _MASK = (1 << 63) - 1
 
@@ -72,10 +75,12 @@ class Progress:
         """Says where the iteration of this key begins and ends, to that many waiting workers."""
         self._fields[_START], self._fields[_END] = iteration
         self._fields[_BEGUN] = version + 1
-        entry, key = self._entry(key)
+        at = _FIRST + 4 * (int(self._fields[_WRITTEN]) % _ENTRIES)
+        self._fields[_WRITTEN] += 1
         # A reader that sees half of it finds a wrong sum.
-        for at, value in enumerate((key, *iteration, _sum(key, iteration))):
-            entry[at] = value
+        for value in (key, *iteration, _sum(key, iteration)):
+            self._fields[at] = value
+            at += 1
         try:
             os.write(self._call.fileno(), bytes(waiting))
         except BlockingIOError:
@@ -83,13 +88,13 @@ class Progress:
 
     def wait(self, key: int, what: str) -> Iteration:
         """The iteration of this key, once its first worker has begun it."""
-        entry, key = self._entry(key)
+        entries = self._fields[_FIRST:].view(_ENTRIES, 4)
         deadline = time.monotonic() + _WAIT_S
         while True:
-            found, start, end, check = entry.tolist()
-            iteration = Iteration(start, end)
-            if found == key and check == _sum(key, iteration):
-                return iteration
+            for found, start, end, check in entries.tolist():
+                iteration = Iteration(start, end)
+                if found == key and check == _sum(key, iteration):
+                    return iteration
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Error(
@@ -102,11 +107,26 @@ class Progress:
                 except BlockingIOError:
                     pass
 
-    def _entry(self, key: int) -> tuple[Any, int]:
-        # Never 0, which is in unused entries.
-        key = (key * _MIX & _MASK) | 1
-        at = _FIRST + 4 * ((key >> 32) % _ENTRIES)
-        return self._fields[at : at + 4], key
+
+def loop_key(seed: int, iteration: int, what: str) -> int:
+    """A number that the workers of a loop have in common in their iteration of this number, and no other loop has.
+
+    The seeds of two loops can be equal. The pipe on which the workers of a loop answer is theirs alone, and the kernel
+    numbers pipes anew only after 2^32 others.
+    """
+    worker = process.current_process()
+    try:
+        # The arguments that a DataLoader gives its workers have these names since PyTorch 1.2, and in torchdata.
+        started = inspect.signature(worker._target).bind(*worker._args, **worker._kwargs)  # type: ignore[attr-defined]
+        pipe = os.fstat(started.arguments["data_queue"]._reader.fileno())
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise Error(
+            f"read {what}: this worker does not know which workers read with it, because a loader other than PyTorch's has "
+            f"started it ({error!r}); use one worker or none"
+        ) from error
+    digest = hashlib.blake2b(f"{pipe.st_dev} {pipe.st_ino} {seed} {iteration}".encode(), digest_size=8).digest()
+    # Never 0, which is in unused entries.
+    return int.from_bytes(digest, "little") & _MASK | 1
 
 
 def _sum(key: int, iteration: Iteration) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.errors import CorruptError, Error, UsageError
 from millrace.feed import _ENDLESS, Feed, Mixture
-from millrace.loading import Iteration, Progress
+from millrace.loading import Iteration, Progress, loop_key
 from millrace.volume import locate
 
 __all__ = ["FeedDataset", "StorageReader", "StorageWriter", "checkpoints", "load", "remove_checkpoint", "save"]
@@ -238,8 +238,8 @@ class FeedDataset(IterableDataset):
             if info.id == 0:
                 progress.begin(self._version, 0, iteration)
             return iteration
-        # All workers of a loader have the same number, and a persistent one counts its iterations.
-        key = info.seed - info.id + self._iterations
+        # A persistent worker counts its iterations. One worker has no others to call.
+        key = loop_key(info.seed - info.id, self._iterations, feed.dataset) if info.num_workers > 1 else 1
         if info.id > 0:
             iteration = progress.wait(key, feed.dataset)
         else:

@@ -9,6 +9,7 @@ import pickle
 import unittest
 import warnings
 from typing import Any
+from unittest import mock
 
 import millrace
 from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, together, torch_or_skip
@@ -27,7 +28,8 @@ class LoaderTest(HomeCase):
     def loader(self, workers: int, dataset: Any = None, **arguments: Any) -> Any:
         from torch.utils.data import DataLoader
 
-        loading = {name: arguments.pop(name) for name in ("multiprocessing_context", "persistent_workers") if name in arguments}
+        names = ("multiprocessing_context", "persistent_workers", "generator", "worker_init_fn")
+        loading = {name: arguments.pop(name) for name in names if name in arguments}
         return DataLoader(dataset or self.dataset(**arguments), batch_size=None, num_workers=workers, **loading)
 
     def dataset(self, **arguments: Any) -> Any:
@@ -43,8 +45,53 @@ class LoaderTest(HomeCase):
             self.assertEqual(digest(together(loaders)), expected, f"{world} ranks, {workers} workers")
 
     def test_spawned_workers_get_the_same_ids(self) -> None:
-        loader = self.loader(2, multiprocessing_context="spawn")
-        self.assertEqual(digest(together([loader])), digest(self.order()))
+        generator = self.torch.Generator()
+        loader = self.loader(2, multiprocessing_context="spawn", generator=generator)
+        ids = []
+        for _ in range(2):
+            generator.manual_seed(0)
+            ids += together([loader])
+        self.assertEqual(digest(ids), digest(self.order(epochs=2)))
+
+    def test_loops_with_equal_seeds_share_no_worker(self) -> None:
+        import multiprocessing
+
+        import millrace.loading
+
+        expected = self.order(epochs=2)
+        generator = self.torch.Generator()
+        dataset = self.dataset()
+        # Worker 0 of each loop begins after all others have looked for the iteration that it begins.
+        looked = multiprocessing.get_context("fork").Semaphore(0)
+        wait, find, workers = millrace.loading.wait, dataset._progress.wait, 3
+        has_looked: list[bool] = []
+
+        def look() -> None:
+            if not has_looked:
+                has_looked.append(True)
+                looked.release()
+
+        def begin(worker: int) -> None:
+            for _ in range(workers - 1 if worker == 0 else 0):
+                self.assertTrue(looked.acquire(timeout=DEADLINE_S))
+
+        dataset._progress.wait = lambda *arguments: (find(*arguments), look())[0]
+        loader = self.loader(workers, dataset, generator=generator, worker_init_fn=begin)
+        ids = []
+        with mock.patch.object(millrace.loading, "wait", lambda *arguments: (look(), wait(*arguments))[1]):
+            for _ in range(2):
+                generator.manual_seed(0)
+                ids += together([loader])
+        self.assertEqual(ids, expected)
+        # Two loops at once.
+        for workers, persistent in ((8, False), (2, True)):
+            dataset = self.dataset()
+            loops = []
+            for _ in range(2):
+                loader = self.loader(workers, dataset, generator=generator.manual_seed(0), persistent_workers=persistent)
+                loops.append(iter(loader))
+                loops[-1] = itertools.chain([next(loops[-1])], loops[-1])
+            self.assertEqual([together([loop]) for loop in loops], [expected[:ROWS], expected[ROWS:]], f"{workers} workers")
 
     def test_epochs_differ_with_and_without_persistent_workers(self) -> None:
         expected = self.order(epochs=3)
