@@ -24,7 +24,7 @@ _WAIT_S = 60.0
 _LOOK_S = 1.0
 # Places of the fields: position of the loop's process; iteration that workers began last; entries that were written; one
 # entry for each iteration.
-_VERSION, _PLACE, _BEGUN, _START, _END, _WRITTEN, _FIRST = range(7)
+_VERSION, _PLACE, _IS_OVER, _BEGUN, _START, _END, _WRITTEN, _FIRST = range(8)
 _MIX = 0x2545F4914F6CDD1D
 _MASK = (1 << 63) - 1
 
@@ -59,9 +59,13 @@ class Progress:
     def place(self) -> int:
         return int(self._fields[_PLACE])
 
-    def move(self, place: int) -> int:
-        """Says that the next iteration begins at a place. Returns the version of that."""
-        self._fields[_PLACE] = place
+    @property
+    def is_over(self) -> bool:
+        return bool(self._fields[_IS_OVER])
+
+    def move(self, place: int, is_over: bool = False) -> int:
+        """Says that the next iteration begins at a place, and whether it is empty. Returns the version of that."""
+        self._fields[_PLACE], self._fields[_IS_OVER] = place, is_over
         self._fields[_VERSION] += 1
         return self.version
 

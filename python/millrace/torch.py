@@ -168,7 +168,8 @@ class FeedDataset(IterableDataset):
     def __init__(self, dataset: str | Mixture, *, format: str = "torch", **arguments: Any) -> None:
         super().__init__()
         self.feed = Feed(dataset, format=format, **arguments)
-        # Of a loader with several workers: where its iteration began, and the batches that this worker has taken.
+        # Of a loader with several workers: where its iteration began, and the batches that this worker has taken. It stays
+        # behind the last batch, until the next iteration begins.
         self._shared: dict[str, int] | None = None
         # The process in which the last iteration began, its first place, and how many have begun.
         self._begun: tuple[int, int] | None = None
@@ -185,72 +186,124 @@ class FeedDataset(IterableDataset):
         info = get_worker_info()
         if _collates(sys._getframe(1)):
             return self._refuse(
-                "the DataLoader would batch the batches of the feed again; pass batch_size=None, and batch_rows to the dataset"
+                UsageError(
+                    f"read {self.feed.dataset}: the DataLoader would batch the batches of the feed again; pass batch_size=None, "
+                    f"and batch_rows to the dataset"
+                )
             )
-        workers = 1 if info is None else info.num_workers
         if self._shared is not None and self._begun is not None and self._begun[0] == os.getpid():
-            # The iteration before was left early.
+            # It is that of the iteration before.
             self._shared = None
-        if self._shared is not None and self._shared["workers"] != workers:
-            raise UsageError(
-                f"resume {self.feed.dataset}: the state is that of a loader with num_workers="
-                f"{self._shared['workers']}, this one has {workers}; use the same number"
-            )
         self._iterations += 1
         if info is None:
             self._follow_workers()
-            if self.feed._place != (place := self._next_place()):
-                self.feed._set_place(place)
-            self._begun = (os.getpid(), place)
-            self._alone = Iteration(place, place if self.feed._is_over else self.feed._end_of_round(place))
+            self._check_workers(1)
+            self._begin_feed(self._first_iteration())
             return self._iterate_alone(iter(self.feed), self._iterations)
-        iteration = self._begin(info)
-        if iteration is None:
+        try:
+            iteration = self._begin(info)
+        except Error as error:
+            return self._refuse(error)
+        if iteration.start >= _ENDLESS:
             return self._refuse(
-                "it has no end, and how much of it the loop before has taken is not known; go on with "
-                "load_state_dict(state_after(batches)), or call set_epoch"
+                UsageError(
+                    f"read {self.feed.dataset}: it has no end, and how much of it the loop before has taken is not known; go on "
+                    f"with load_state_dict(state_after(batches)), or call set_epoch"
+                )
             )
-        self._begun = (os.getpid(), iteration.start)
-        if workers > 1:
-            return self._iterate_shared(info.id, workers, iteration)
-        if self.feed._place != iteration.start:
-            self.feed._set_place(iteration.start)
-        return self._iterate_alone(iter(self.feed), self._iterations)
+        is_empty = self._begin_feed(iteration)
+        if info.num_workers == 1:
+            return self._iterate_alone(iter(self.feed), self._iterations)
+        if self._shared is None:
+            self._shared = {"rows": iteration.start, "taken": 0, "workers": info.num_workers}
+            if is_empty:
+                self._shared["over"] = True
+        return self._iterate_shared(info.id, self._shared, iteration)
 
-    def _refuse(self, why: str) -> Iterator[Any]:
+    def _begin_feed(self, iteration: Iteration) -> bool:
+        """Put the feed at the beginning of an iteration. Returns whether that one is empty."""
+        is_empty = iteration.start >= iteration.end
+        self.feed._set_place(iteration.start)
+        # The feed has this from a state that the loop's process has loaded, also where that iteration is long over.
+        self.feed._is_over = is_empty
+        self._begun, self._alone = (os.getpid(), iteration.start), iteration
+        return is_empty
+
+    def _refuse(self, error: Error) -> Iterator[Any]:
         # An exception of a worker reaches the loop in the place of a batch; before one, it would end the worker.
-        raise UsageError(f"read {self.feed.dataset}: {why}")
+        raise error
         yield
 
-    def _begin(self, info: Any) -> Iteration | None:
-        """Where the iteration begins in which this worker takes part; none if that is not known."""
+    def _begin(self, info: Any) -> Iteration:
+        """Where the iteration begins in which this worker takes part. Worker 0 decides."""
         feed, progress = self.feed, self._progress
         if self._version != progress.version:
             # The loop's process has moved, after it had started this persistent worker.
             self._version = progress.version
             self._shared, self._alone, self._is_placed = None, None, False
             feed._set_place(progress.place)
-        before = None if self._is_placed else progress.begun(self._version)
-        self._is_placed = False
-        if self._shared is not None:
-            start = self._shared["rows"]
-            iteration = Iteration(start, start if feed._is_over else feed._end_of_round(start))
-            if info.id == 0:
-                progress.begin(self._version, 0, iteration)
-            return iteration
+            feed._is_over = progress.is_over
+        is_placed, self._is_placed = self._is_placed, False
+        before = None if is_placed else progress.begun(self._version)
+        if before is not None:
+            # A state that was loaded before that iteration is done with.
+            self._shared = None
+        self._check_workers(info.num_workers)
         # A persistent worker counts its iterations. One worker has no others to call.
         key = loop_key(info.seed - info.id, self._iterations, feed.dataset) if info.num_workers > 1 else 1
         if info.id > 0:
             iteration = progress.wait(key, feed.dataset)
+            if is_placed:
+                return self._resumed(iteration)
+            self._shared = None
+            return iteration
+        if before is None:
+            iteration = self._first_iteration(is_placed)
+        elif before.end >= _ENDLESS:
+            iteration = Iteration(before.end, before.end)
         else:
-            start = self._next_place() if before is None else before.end
-            is_empty = before is None and feed._is_over
-            iteration = Iteration(start, start if is_empty else feed._end_of_round(start))
-            if start >= _ENDLESS:
-                # The other workers find the same.
-                iteration = Iteration(start, start)
-            progress.begin(self._version, key, iteration, waiting=info.num_workers - 1)
-        return None if iteration.start >= _ENDLESS else iteration
+            iteration = Iteration(before.end, feed._end_of_round(before.end))
+        progress.begin(self._version, key, iteration, waiting=info.num_workers - 1)
+        return iteration
+
+    def _first_iteration(self, is_placed: bool = False) -> Iteration:
+        """The iteration that begins at the position of this object."""
+        if self._shared is None:
+            place, is_over = self._next_place(), self.feed._is_over
+        elif is_placed:
+            # Each worker has loaded how much of it that worker has taken.
+            place, is_over = self._shared["rows"], bool(self._shared.get("over"))
+        else:
+            place, is_over = self._rest(self._shared)
+            self._shared = None
+        return Iteration(place, place if is_over else self.feed._end_of_round(place))
+
+    def _rest(self, shared: dict[str, int]) -> tuple[int, bool]:
+        """Where the rest of an iteration begins of which each worker has taken equally many batches; whether it is empty."""
+        place = _after(self.feed, shared["rows"], shared["taken"] * shared["workers"])
+        end = self.feed._end_of_round(shared["rows"])
+        return min(place, end), bool(shared.get("over")) or place >= end
+
+    def _resumed(self, iteration: Iteration) -> Iteration:
+        """What is left of an iteration for this worker, which has loaded a state, while worker 0 has loaded its own."""
+        place = self.feed._place
+        if place == iteration.end:
+            # In a state of an earlier release, this worker had taken all of its batches.
+            return Iteration(place, place)
+        if self._shared is not None and place != iteration.start:
+            raise UsageError(
+                f"resume {self.feed.dataset}: the state of this worker begins at row {place}, and that of worker 0 at row "
+                f"{iteration.start}; load the states of one checkpoint"
+            )
+        # In a state of an earlier release, a worker that had taken no batch has the position of the loop's process.
+        return iteration
+
+    def _check_workers(self, workers: int) -> None:
+        if self._shared is not None and self._shared["workers"] != workers:
+            raise UsageError(
+                f"resume {self.feed.dataset}: the state is that of a loader with num_workers="
+                f"{self._shared['workers']}, this one has {workers}; use the same number"
+            )
 
     def _next_place(self) -> int:
         """Where a loop begins: behind the loop without workers that was left early, or at the position."""
@@ -268,6 +321,7 @@ class FeedDataset(IterableDataset):
                     f"not known; go on with load_state_dict(state_after(batches)), or call set_epoch"
                 )
             self.feed._set_place(before.end)
+            self._shared = None
             self._moved()
 
     def _iterate_alone(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
@@ -283,19 +337,15 @@ class FeedDataset(IterableDataset):
                 return
             yield batch
 
-    def _iterate_shared(self, worker: int, workers: int, iteration: Iteration) -> Iterator[Any]:
-        feed, reader = self.feed, self.feed._reader
+    def _iterate_shared(self, worker: int, shared: dict[str, int], iteration: Iteration) -> Iterator[Any]:
+        feed, reader, workers = self.feed, self.feed._reader, shared["workers"]
         feed._check_offsets()
-        shared = self._shared or {"rows": iteration.start, "taken": 0, "workers": workers}
-        self._shared = shared
-        ahead = worker + shared["taken"] * workers
-        place = reader.place_after(shared["rows"], ahead) if ahead else shared["rows"]
+        place = _after(feed, iteration.start, worker + shared["taken"] * workers)
         while place < iteration.end:
             batch = feed._convert(reader.next(place, iteration.end, workers))
             place = reader.place_after(place, workers)
             shared["taken"] += 1
             yield batch
-        feed._place, feed._is_over, self._shared = iteration.end, False, None
 
     def __len__(self) -> int:
         before = None if get_worker_info() is not None else self._progress.begun(self._version)
@@ -313,7 +363,10 @@ class FeedDataset(IterableDataset):
     def _moved(self) -> None:
         """Tell the workers of this process, the persistent ones also, where the next iteration begins."""
         if get_worker_info() is None:
-            self._version = self._progress.move(self.feed._place)
+            place, is_over = self.feed._place, self.feed._is_over
+            if self._shared is not None:
+                place, is_over = self._rest(self._shared)
+            self._version = self._progress.move(place, is_over)
         else:
             self._is_placed = True
 
@@ -325,6 +378,9 @@ class FeedDataset(IterableDataset):
         """
         if self._shared is not None:
             return {"plan": self.feed.plan, **self._shared, **self.feed._offsets()}
+        if get_worker_info() is not None and self.feed._has_ended:
+            # The loader goes on behind the iteration of this state: another one that begins there would be skipped.
+            return self.feed._state(self.feed._place, True)
         if get_worker_info() is None and self._progress.begun(self._version) is not None:
             raise UsageError(
                 f"state of {self.feed.dataset}: the workers of the DataLoader read ahead, and only the loop knows which batches "
@@ -357,6 +413,8 @@ class FeedDataset(IterableDataset):
             raise UsageError(f"resume {self.feed.dataset}: not a state of a worker")
         self.feed._load_offsets(state.get("offsets"))
         self.feed._set_position(state.get("plan"), numbers["rows"])
+        if state.get("over") is True:
+            numbers["over"] = True
         self._shared, self._begun, self._alone = numbers, None, None
         self._moved()
 
@@ -376,6 +434,11 @@ class FeedDataset(IterableDataset):
             self._progress = Progress()
         if place is not None:
             self.feed._set_place(place)
+
+
+def _after(feed: Feed, place: int, batches: int) -> int:
+    """The place after that many batches."""
+    return feed._reader.place_after(place, min(batches, _ENDLESS)) if batches else place
 
 
 def _collates(caller: Any) -> bool:

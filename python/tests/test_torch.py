@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import pickle
@@ -12,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import millrace
-from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, together, torch_or_skip
+from support import DATASET, DEADLINE_S, ROWS, HomeCase, digest, require, together, torch_or_skip
 
 
 class LoaderTest(HomeCase):
@@ -134,6 +133,31 @@ class LoaderTest(HomeCase):
             loader = self.loader(**arguments)
             self.assertEqual(together([loader]) + together([loader]), expected, arguments)
 
+    def test_loops_after_a_state_of_the_last_batch_skip_no_epoch(self) -> None:
+        order = self.order(epochs=3)
+        expected = [[], order[ROWS : 2 * ROWS], order[2 * ROWS :]]
+        for workers, persistent in ((0, False), (1, False), (1, True), (2, False), (2, True)):
+            dataset = self.dataset()
+            state = dataset.state_after(8)
+            dataset.load_state_dict(state)
+            loader = self.loader(workers, dataset, persistent_workers=persistent)
+            self.assertEqual([together([loader]) for _ in range(3)], expected, f"{workers} workers, persistent={persistent}")
+            # Persistent workers hear it as well.
+            dataset.load_state_dict(state)
+            self.assertEqual([together([loader]) for _ in range(2)], expected[:2], f"{workers} workers, persistent={persistent}")
+
+    def test_the_state_of_a_worker_in_the_process_of_the_loop_is_for_one_loop(self) -> None:
+        order = self.order(epochs=2)
+        dataset = self.dataset()
+        state = {"plan": dataset.feed.plan, "rows": 0, "taken": 2, "workers": 2}
+        for persistent in (False, True):
+            dataset.load_state_dict(state)
+            loader = self.loader(2, dataset, persistent_workers=persistent)
+            ids = [together([loader]) for _ in range(2)]
+            self.assertEqual(ids, [order[4 * 128 : ROWS], order[ROWS:]], f"persistent={persistent}")
+        dataset.load_state_dict({**state, "taken": (1 << 60), "rows": 128})
+        self.assertEqual([together([loader]) for _ in range(2)], [[], order[ROWS:]])
+
     def test_set_epoch_reaches_persistent_workers(self) -> None:
         dataset = self.dataset()
         loader = self.loader(2, dataset, persistent_workers=True)
@@ -248,6 +272,29 @@ class LoaderTest(HomeCase):
         with self.assertRaisesRegex(millrace.UsageError, "worker of a DataLoader"):
             dataset.feed.load_state_dict(dataset.state_dict())
 
+    def test_states_that_workers_load_of_earlier_releases_resume(self) -> None:
+        from torch.utils.data import get_worker_info
+
+        order = self.order()
+        plan, start = self.dataset().feed.plan, self.dataset().state_dict()
+
+        def ids(*states: dict[str, Any]) -> list[int]:
+            # As torchdata's loader does it.
+            def load(worker: int) -> None:
+                get_worker_info().dataset.load_state_dict(states[worker])
+
+            loader = self.loader(len(states), worker_init_fn=load)
+            return sorted(together([loader]))
+
+        def taken(batches: int, workers: int, rows: int = 0) -> dict[str, Any]:
+            return {"plan": plan, "rows": rows, "taken": batches, "workers": workers}
+
+        # A worker that had taken none, or all, of its batches had no number of workers in its state.
+        self.assertEqual(ids(taken(1, 2), start), sorted(order[128:]))
+        self.assertEqual(ids(taken(2, 3), taken(2, 3), {**start, "rows": ROWS}), sorted(order[6 * 128 :]))
+        with self.assertRaisesRegex(Exception, "states of one checkpoint"):
+            ids(taken(1, 2), taken(1, 2, rows=128))
+
     def test_an_error_of_a_worker_reaches_the_loop(self) -> None:
         from millrace.torch import FeedDataset
 
@@ -255,26 +302,34 @@ class LoaderTest(HomeCase):
         with self.assertRaisesRegex(Exception, '"score" has a null'):
             list(self.loader(2, dataset))
 
-    @unittest.skipUnless(importlib.util.find_spec("torchdata"), "torchdata is not installed")
     def test_a_stateful_loader_resumes_after_any_batch(self) -> None:
+        require("torchdata")
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        expected = self.order(batch_rows=32, epochs=2)
-        for workers in (0, 1, 3):
-            for taken in (0, 1, 2, 10, 31, 32):
-                def loader() -> Any:
-                    dataset = self.dataset(batch_rows=32)
-                    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+        order = self.order(epochs=3)
 
-                first = loader()
-                begun = iter(first)
-                ids = [i for _ in range(taken) for i in next(begun)["id"].tolist()]
+        def loader(workers: int, persistent: bool) -> Any:
+            return StatefulDataLoader(self.dataset(), batch_size=None, num_workers=workers, persistent_workers=persistent)
+
+        for workers, persistent in ((0, False), (1, False), (3, False), (3, True)):
+            for epoch, taken in ((0, 0), (0, 1), (0, 7), (0, 8), (0, 9), (1, 0), (1, 1), (1, 10)):
+                first = loader(workers, persistent)
+                for _ in range(epoch):
+                    list(first)
+                ids = together([itertools.islice(first, taken)]) if taken else []
+                if taken == 0:
+                    iter(first)
                 state = first.state_dict()
-                resumed = loader()
+                del first
+                resumed = loader(workers, persistent)
                 resumed.load_state_dict(state)
-                for batch in resumed:
-                    ids += batch["id"].tolist()
-                self.assertEqual(ids[:ROWS], expected[:ROWS], f"{workers} workers, {taken} batches")
+                # The first epoch has 8 batches, the second one 9. A loop has ended once it has asked for one more.
+                begun, has_ended = ROWS * epoch, taken == 9 + epoch
+                places = [begun + len(ids), begun + ROWS, begun + 2 * ROWS][has_ended:]
+                case = f"{workers} workers, persistent={persistent}, epoch {epoch}, {taken} batches"
+                self.assertEqual(digest(ids), digest(order[begun : places[0]]), case)
+                for start, end in itertools.pairwise(places):
+                    self.assertEqual(digest(together([resumed])), digest(order[start:end]), case)
 
 
 if __name__ == "__main__":
