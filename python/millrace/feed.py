@@ -15,7 +15,7 @@ from typing import Any
 from millrace import _native
 from millrace.errors import ConflictError, Error, UsageError
 from millrace.image import Image
-from millrace.ranks import ranks
+from millrace.ranks import own_rank
 from millrace.tokens import Tokens
 
 __all__ = ["Feed", "Mixture"]
@@ -85,8 +85,9 @@ class Feed:
     :param seed: seed of the order.
     :param rank: number of this reader, from 0. By default rank and world are those of the environment, if a launcher has
         set them: ``RANK`` and ``WORLD_SIZE`` of torchrun and ``millrace train --script``, ``OMPI_COMM_WORLD_*`` and ``PMI_*``
-        of ``mpirun``, ``SLURM_PROCID`` of ``srun``. Variables that contradict each other are an error. ``"env"`` makes it an
-        error if there are none. For a feed of its own in each process, pass ``rank=0, world=1``.
+        of ``mpirun``, ``SLURM_PROCID`` of ``srun``. Without them, they are those of ``torch.distributed``, if its process group
+        is initialized before the feed is made. Variables that contradict each other or the process group are an error.
+        ``"env"`` makes it an error if there is neither. For a feed of its own in each process, pass ``rank=0, world=1``.
     :param world: number of readers, by default that of the environment, or 1.
     :param columns: columns to read, in this order; all by default.
     :param where: reads only the rows for which this condition is true, for example ``"label != 3 and score >= 0.5"``.
@@ -443,15 +444,15 @@ def _shard(rank: int | str | None, world: int | None) -> tuple[int, int]:
     if rank == "env":
         if world is not None:
             raise UsageError('rank="env" takes the number of readers from WORLD_SIZE; leave world out')
-        found = ranks()
+        found = own_rank()
         if found is None:
             raise UsageError(
-                'rank="env": RANK is not set, nor a variable of mpirun or srun; start with torchrun or millrace train '
-                "--script, or pass rank and world"
+                'rank="env": RANK is not set, nor a variable of mpirun or srun, and torch.distributed is not initialized; start '
+                "with torchrun or millrace train --script, call init_process_group before, or pass rank and world"
             )
         return found
     if rank is None:
-        found = ranks() if world is None else None
+        found = own_rank() if world is None else None
         if found is not None:
             return found
         rank = 0

@@ -1,13 +1,14 @@
-"""The rank of this process, from the environment that launchers set."""
+"""The rank of this process, from the environment that launchers set and from ``torch.distributed``."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 from millrace.errors import UsageError
 
-__all__ = ["ranks"]
+__all__ = ["own_rank", "ranks"]
 
 # Variables of a rank and of the number of ranks, by launcher.
 _TORCHRUN = ("RANK", "WORLD_SIZE")
@@ -18,6 +19,32 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 # `millrace train --script` removes the variables of Slurm and MPI: those that are there are of a launcher inside of it.
 _ROUND, _RUN = "MILLRACE_ROUND", "MILLRACE_RUN"
+
+
+def own_rank() -> tuple[int, int] | None:
+    """Rank and number of ranks of this process: :func:`ranks`, or those of ``torch.distributed``; ``None`` without either.
+
+    Processes of ``torch.multiprocessing.spawn`` have no variables of a launcher, and pass their rank to
+    ``init_process_group``. A process group of one process says nothing.
+
+    :raises millrace.UsageError: also when the variables and the process group contradict each other.
+    """
+    found, group = ranks(), _process_group()
+    if found is not None and group is not None and found != group:
+        raise UsageError(
+            f"rank of this process: the variables of its launcher say {found[0]} of {found[1]}, torch.distributed says "
+            f"{group[0]} of {group[1]}; pass rank and world"
+        )
+    return group if found is None else found
+
+
+def _process_group() -> tuple[int, int] | None:
+    """Rank and size of the default process group, if it has several processes. Does not import PyTorch."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    return (rank, world) if world > 1 else None
 
 
 def ranks(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:

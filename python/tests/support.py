@@ -152,10 +152,15 @@ def together(feeds: Sequence[Iterable[Any]]) -> list[int]:
     return ids
 
 
-def python(home: str, code: str, **options: Any) -> subprocess.Popen[str]:
+def python(home: str, code: str, arguments: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
     """A process that runs code beside this module, with ``HOME_DIR`` as the home."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "HOME_DIR": home, "PYTHONPATH": path}
     return subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
     )

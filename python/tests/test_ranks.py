@@ -8,7 +8,7 @@ from unittest import mock
 
 import millrace
 from millrace.ranks import ranks
-from support import HomeCase, ids_of
+from support import DATASET, DEADLINE_S, HomeCase, ids_of, python, torch_or_skip
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_RANK": "1"}
@@ -77,6 +77,39 @@ class FeedTest(HomeCase):
             self.assertEqual(ids_of(next(self.feed(rank=0, world=1))), whole)
             self.assertEqual(ids_of(next(self.feed(rank=0))), whole)
         self.assertEqual(ids_of(next(self.feed())), whole)
+
+    def test_processes_without_a_launcher_take_the_rank_of_torch_distributed(self) -> None:
+        torch_or_skip()
+        # As processes of torch.multiprocessing.spawn do it.
+        script = f"""
+import os, sys
+from support import torch_or_skip
+torch_or_skip()
+import millrace
+import torch.distributed
+
+rank, file = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+feed = millrace.Feed({DATASET!r}, columns=["id"], home=os.environ["HOME_DIR"])
+print(*[int(i) for batch in feed for i in batch["id"]])
+os.environ.update(RANK="0", WORLD_SIZE="1")
+try:
+    millrace.Feed({DATASET!r}, home=os.environ["HOME_DIR"])
+except millrace.UsageError as error:
+    print(error)
+torch.distributed.barrier()
+"""
+        file = os.path.join(self.home, "process_group")
+        processes = [python(self.home, script, arguments=(str(rank), file)) for rank in range(2)]
+        printed = [process.communicate(timeout=DEADLINE_S) for process in processes]
+        parts = []
+        for rank, (out, error) in enumerate(printed):
+            lines = out.splitlines()
+            self.assertEqual(len(lines), 2, error)
+            parts.append([int(i) for i in lines[0].split()])
+            self.assertIn(f"0 of 1, torch.distributed says {rank} of 2; pass rank and world", lines[1])
+        self.assertEqual([len(part) for part in parts], [500, 500])
+        self.assertEqual(sorted(parts[0] + parts[1]), list(range(1_000)))
 
 
 if __name__ == "__main__":
