@@ -49,7 +49,7 @@ test-frameworks: setup-test-frameworks ## The Python package and its examples wi
 		'^(torch|torchdata|torchft|lightning|transformers|accelerate|onnx.*|jax|tensorflow.*|mpi4py|numpy|pyarrow)=='
 	.local/python-mxnet/bin/python -m pip freeze | grep -Ei '^(mxnet|numpy)=='
 	mpirun --version | head -1
-	MILLRACE_REQUIRE=torch,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py \
+	MILLRACE_REQUIRE=torch,torchdata,jax,tensorflow,lightning,transformers,accelerate,torchft,mxnet,mpi,mpi4py \
 		MXNET_PYTHON=$(CURDIR)/.local/python-mxnet/bin/python TEST_PROGRAM=$(BUILDS)/debug/millrace \
 		.local/python-frameworks/bin/python -m unittest discover --start-directory python/tests $(ARGS)
 

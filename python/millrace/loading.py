@@ -120,7 +120,7 @@ def loop_key(seed: int, iteration: int, what: str) -> int:
     """
     worker = process.current_process()
     try:
-        # The arguments that a DataLoader gives its workers have these names since PyTorch 1.2, and in torchdata.
+        # Arguments of the workers of a DataLoader, PyTorch 1.13 to 2.15, and of torchdata 0.11.
         started = inspect.signature(worker._target).bind(*worker._args, **worker._kwargs)  # type: ignore[attr-defined]
         pipe = os.fstat(started.arguments["data_queue"]._reader.fileno())
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
