@@ -311,8 +311,9 @@ class LoaderTest(HomeCase):
         def loader(workers: int, persistent: bool) -> Any:
             return StatefulDataLoader(self.dataset(), batch_size=None, num_workers=workers, persistent_workers=persistent)
 
-        for workers, persistent in ((0, False), (1, False), (3, False), (3, True)):
-            for epoch, taken in ((0, 0), (0, 1), (0, 7), (0, 8), (0, 9), (1, 0), (1, 1), (1, 10)):
+        cases = [(0, 0), (0, 1), (0, 7), (0, 8), (0, 9), (1, 0), (1, 1), (1, 10)]
+        for workers, persistent, some in ((0, False, cases[3:]), (1, False, cases[3:]), (2, False, cases), (2, True, cases[-3:])):
+            for epoch, taken in some:
                 first = loader(workers, persistent)
                 for _ in range(epoch):
                     list(first)
